@@ -35,7 +35,8 @@ class FlatTensors(Measured):
         for flat in engine.flats_of(self.module):
             stays = flat.policy.offload == engine.OffloadPolicy.OPTIMIZER  # otherwise it is only sent
             device_shard = Role.PARAMETERS if stays else Role.COMMUNICATION
-            yield Role.UNSHARDED, flat.full
+            if flat.is_gathered:
+                yield Role.UNSHARDED, flat.full
             optional = ((device_shard, flat.device_shard), (Role.UNSHARDED, flat.post_forward_shard),
                         (Role.GRADIENTS, flat.gradients.unsharded))  # fmt: skip
             yield from ((role, t) for role, t in optional if t is not None)
@@ -143,5 +144,5 @@ def _resident_tensors(flat: FlatBuffer) -> Iterator[Tensor]:
     """What is on the device between steps, besides the master shard."""
     if flat.device_shard is not None:
         yield flat.device_shard
-    if not flat.is_view_of_master and flat.full.untyped_storage().size():
+    if not flat.is_view_of_master and flat.is_gathered:
         yield flat.full

@@ -19,6 +19,7 @@ from fsdp_lab.backends.wrapping import context_of, name_fsdp2_unit, named_units,
 from fsdp_lab.core.events import ROOT, Role
 from fsdp_lab.core.spec import Precision, Spec, Strategy
 from fsdp_lab.engine import ParamShard
+from fsdp_lab.engine.buffers import pool_of
 from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.models.wrapping import units
 
@@ -138,6 +139,9 @@ def _shard(model: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
     fully_shard(model, **whole)  # type: ignore[call-overload]
     name_fsdp2_unit(ROOT, _own_groups(model), context)
     _order_communication([g[0] for g in groups.values()], model, strategy)
+    if pool_of(mesh.get_group("shard"), torch.device(mesh.device_type)) is not None:
+        for module in filter(_is_unit, model.modules()):
+            module.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
     return model
 
 

@@ -1,7 +1,8 @@
 """One rank of `bench wire`: collectives over shared memory and over Gloo, in turns.
 
-Note: what is timed. A barrier, then one collective from its issue to the end of its wait, through `Wire` either way. Each
-round does all forms of a size one after the other, every second round in the opposite order.
+Note: what is timed. A barrier, then collectives of 4 MiB in all, one after the other, or a larger one, each from its issue to
+the end of its wait, through `Wire` either way. Each round does all forms of a size one after the other, every second round in the opposite order. The whole tensor is in memory of
+the group's own where it has any, as our engine's are and FSDP2's.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from torch import Tensor
 from torch import distributed as dist
 
 from fsdp_lab.bench.plan import BenchError
+from fsdp_lab.engine.buffers import empty
 from fsdp_lab.wire import ReductionOrder, Wire
 from fsdp_lab.wire.group import BACKEND
 
 SIZES_BYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)  # of the whole tensor
+BATCH_BYTES = 4 << 20  # smaller ones are repeated
 SHARED, AGAIN = "shared", "shared-again"
 KINDS: Mapping[str, tuple[str, ...]] = {  # forms of each; those over Gloo differ in how it is asked
     "all_gather": (SHARED, "gloo", AGAIN, "gloo-list"),
@@ -32,14 +35,15 @@ def time_collectives(world: Wire, rounds: int, on_round: Callable[[int], None]) 
     the ranks share no memory."""
     shared, gloo = (beside(world, shared_memory=on) for on in (True, False))
     seconds: dict[str, dict[str, list[float]]] = {}
-    tensors = {nbytes: _tensors(nbytes, world.size()) for nbytes in SIZES_BYTES}
+    tensors = {group: {nbytes: _tensors(group, nbytes) for nbytes in SIZES_BYTES} for group in (shared, gloo)}
     for i in range(rounds + 1):
         for kind, forms in KINDS.items():
-            for nbytes, (whole, part) in tensors.items():
+            for nbytes in SIZES_BYTES:
                 of_size = seconds.setdefault(f"{kind}/{nbytes}", {form: [] for form in forms})
                 for form in forms if i % 2 else forms[::-1]:
                     group = shared if form in (SHARED, AGAIN) else gloo
-                    of_size[form].append(_timed(shared, partial(_collective, group, kind, form, whole, part)))
+                    issue = partial(_collective, group, kind, form, *tensors[group][nbytes])
+                    of_size[form].append(_timed(shared, issue, max(1, BATCH_BYTES // nbytes)))
         on_round(i)
     world.barrier().wait()
     return {name: {form: found[1:] for form, found in of_size.items()} for name, of_size in seconds.items()}
@@ -58,10 +62,11 @@ def beside(world: Wire, *, shared_memory: bool) -> Wire:
     return group
 
 
-def _tensors(nbytes: int, size: int) -> tuple[Tensor, Tensor]:
+def _tensors(group: Wire, nbytes: int) -> tuple[Tensor, Tensor]:
     """The whole, [W * n], and a rank's part, [n], in fp32."""
-    n = nbytes // 4 // size
-    return torch.randn(size * n), torch.randn(n)
+    n = nbytes // 4 // group.size()
+    whole = empty(group.buffer_pool, group.size() * n, torch.float32, torch.device("cpu"))
+    return whole.normal_(), torch.randn(n)
 
 
 def _collective(group: Wire, kind: str, form: str, whole: Tensor, part: Tensor) -> Any:
@@ -73,8 +78,10 @@ def _collective(group: Wire, kind: str, form: str, whole: Tensor, part: Tensor) 
     return group.all_gather_single(whole, part)
 
 
-def _timed(shared: Wire, issue: Callable[[], Any]) -> float:
+def _timed(shared: Wire, issue: Callable[[], Any], times: int) -> float:
+    """Seconds of one."""
     shared.barrier().wait()
     begun_s = time.perf_counter()
-    issue().wait()
-    return time.perf_counter() - begun_s
+    for _ in range(times):
+        issue().wait()
+    return (time.perf_counter() - begun_s) / times

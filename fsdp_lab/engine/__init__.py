@@ -14,7 +14,7 @@ It needs torch only. To install it alone, in a clone: `pip install torch && pip 
 End a script by `torch.distributed.destroy_process_group()`: over Gloo, torch may abort a process that ends while a thread of
 Gloo still holds the tensor of a collective. It ends these threads where no `DeviceMesh` of the caller's own keeps the group.
 
-The core is 2,863 lines. Read its files in this order:
+The core is 2,886 lines. Read its files in this order:
 
     fully_shard.py    the entry and its contract; how units are made
     unit.py           `Unit`: the parameters of one module, gathered and freed together; its states
@@ -31,9 +31,10 @@ The core is 2,863 lines. Read its files in this order:
 
 Beside the core: flat_tensor.py (`FlatDTensor`, a tensor of which each rank holds a range of elements), dtensor.py (what
 torch's operations do with it), mesh.py (replicas and shards), policy.py (dtypes), state.py (state by parameter names,
-checkpoints, deferred initialisation), scaling.py (gradient norm, clipping, loss scaling), memory.py (bytes by class),
-ties.py (shared parameters), refusals.py (what cannot be sharded), tensors.py (tensors inside nested values),
-unshard_handle.py (parameters that a caller asked for), optimizers.py (what their steps may not do), errors.py.
+checkpoints, deferred initialisation), buffers.py (whose memory what is gathered and sent is in), scaling.py (gradient norm,
+clipping, loss scaling), memory.py (bytes by class), ties.py (shared parameters), refusals.py (what cannot be sharded),
+tensors.py (tensors inside nested values), unshard_handle.py (parameters that a caller asked for), optimizers.py (what their
+steps may not do), errors.py.
 
 Coming from FSDP2
 -----------------

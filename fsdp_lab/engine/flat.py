@@ -2,8 +2,8 @@
 
 `master` [n] is this rank's shard, in the parameters' own dtype (fp32), on the host under offload. Sharded parameters, which
 modules hold between steps and optimizers may be given, are ranges of it (parameters.py). `full` [F * n] is the gathered
-buffer, in the dtype of computation, with storage only while it is gathered; the parameters that modules hold meanwhile are
-views of it, so that an all-gather writes where the forward reads.
+buffer, in the dtype of computation, with memory only while it is gathered (buffers.py); the parameters that modules hold
+meanwhile are views of it, so that an all-gather writes where the forward reads.
 
 One buffer serves all optimizer groups, side by side. A buffer for each group would double the collectives of a transformer,
 whose biases and norms (no weight decay) are thousands of times smaller than its matrices.
@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from fsdp_lab.core.layout import Layout, Range
 from fsdp_lab.core.schedule import OffloadPolicy
+from fsdp_lab.engine.buffers import ResizedBuffer, gathered_buffer
 from fsdp_lab.engine.collectives import CommHandle, all_gather
 from fsdp_lab.engine.errors import AbsentGradient, FreedParameter, ShardError, absent_gradients
 from fsdp_lab.engine.gradients import GradientBuffer, placement_of
@@ -67,10 +69,12 @@ class FlatBuffer:
             self.master = self._make_master(own)
             self.full = self.master.detach()
         else:
-            self.full = torch.empty(self.layout.numel, dtype=dtype, device=mesh.device)
+            pool = None if policy.shard_optimizer_only else mesh.buffer_pool
+            self.gathered = gathered_buffer(pool, self.layout.numel, dtype, mesh.device)
+            self.full = self.gathered.tensor
         self._views = [self.full[s.offset : s.stop].view(s.shape) for s in self.layout.slots]
         if not self.is_view_of_master:
-            self._free()  # before the shard is made: no more than the larger one exists
+            self.gathered.free()  # before the shard is made: no more than the larger one exists
             self.master = self._make_master(own)
         nothing = _absent(dtype, mesh.device)
         self._nothing = [nothing.expand(s.shape) for s in self.layout.slots]
@@ -171,8 +175,7 @@ class FlatBuffer:
         self._gathered_version = self.master._version
         if self.is_view_of_master:
             return CommHandle(stream, None)
-        if not self.full.untyped_storage().size():
-            self.full.untyped_storage().resize_(self.layout.numel * self.dtype.itemsize)
+        self.gathered.hold()
         if self.post_forward_shard is not None:
             sent, self.post_forward_shard = self.post_forward_shard, None
             assert self.mesh.post_forward_group is not None
@@ -214,7 +217,7 @@ class FlatBuffer:
                 p.data = self._nothing[i]
             p.__class__ = FreedParameter  # type: ignore[assignment]
         if not self.is_view_of_master and not self.policy.shard_optimizer_only:
-            self._free()
+            self.gathered.free()
 
     def keep_post_forward_shard(self) -> None:
         """Before `use_sharded_views`: keep this rank's part of what its post-forward group holds together."""
@@ -222,6 +225,17 @@ class FlatBuffer:
         assert group is not None
         part = self.layout.numel // group.size()
         self.post_forward_shard = self.full[group.rank() * part : (group.rank() + 1) * part].clone()
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether there is memory for the gathered values."""
+        return self.is_view_of_master or self.gathered.is_held
+
+    def let_others_read(self) -> None:
+        """Before gathered parameters are written to: until other ranks have what this one sent from the gathered buffer."""
+        group = self.mesh.shard_group
+        if group is not None and not isinstance(self.gathered, ResizedBuffer):
+            dist.barrier(group=group)
 
     def write_back(self) -> None:
         """Copy what was written into gathered parameters to the shard, element by element where bits differ."""
@@ -258,9 +272,6 @@ class FlatBuffer:
             raise ShardError(f"{self.names[i]} {what} between forward and backward, where that is lost; write to it after "
                              "the backward, or a forward under no_grad, or inside `with unshard(model):`")  # fmt: skip
 
-    def _free(self) -> None:
-        self.full.untyped_storage().resize_(0)
-
     def refuse_gradients(self) -> None:
         """After a backward: let any use of `.grad` raise, of the parameters that modules held before they were sharded."""
         if not self._absent_gradients:
@@ -284,7 +295,8 @@ class FlatBuffer:
     def tensors(self) -> Iterator[Tensor]:
         """All tensors with storage of their own."""
         optional = (self.gradients.unsharded, self.gradients.reduced, self.device_shard, self.post_forward_shard)
-        yield from (self.master, self.full, *(t for t in optional if t is not None))
+        gathered = [self.full] if self.is_gathered else []
+        yield from (self.master, *gathered, *(t for t in optional if t is not None))
         yield from (piece for piece, _ in self.gradients.pieces)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from fsdp_lab.core.layout import Layout, Range
+from fsdp_lab.engine.buffers import empty
 from fsdp_lab.engine.collectives import Group
 from fsdp_lab.engine.dtensor import FlatDTensor, Norms
 from fsdp_lab.engine.errors import ShardError
@@ -108,7 +109,8 @@ class GradientBuffer:
         """Copy what came into `unsharded`, in the dtype of the reduction; added where something came before."""
         if self._pieces and self.unsharded is None:
             dtype = self.policy.reduced_dtype(self.gathered)
-            self.unsharded = torch.empty(self.layout.numel, dtype=dtype, device=self.mesh.device)
+            pool = None if self.policy.shard_optimizer_only else self.mesh.buffer_pool
+            self.unsharded = empty(pool, self.layout.numel, dtype, self.mesh.device)
         pieces, self._pieces = self._pieces, {}
         for i in list(pieces):
             slot, grad = self.layout.slots[i], pieces.pop(i)
@@ -123,6 +125,11 @@ class GradientBuffer:
     def drop(self) -> None:
         """Forget what came."""
         self.unsharded, self._pieces, self._arrived = None, {}, set()
+
+    def forget(self) -> None:
+        """All gradients, reduced or not."""
+        self.drop()
+        self.reduced, self._given, self._present, self._apart = None, {}, set(), set()
 
     def take(self) -> tuple[Tensor, frozenset[int]] | None:
         """[F * n], zero in padding and -0.0 where no gradient came, and the parameters whose gradients came. None where

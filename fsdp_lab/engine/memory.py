@@ -104,7 +104,8 @@ def _held(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterato
     flats, nowhere = flats_of(module), (0, 0)
     for flat in flats:
         yield "parameters_bytes", flat, flat.master, nowhere
-        yield "unsharded_bytes", flat, flat.full, nowhere
+        if flat.is_gathered:
+            yield "unsharded_bytes", flat, flat.full, nowhere
         for t in (flat.device_shard, flat.post_forward_shard):
             if t is not None:
                 yield "copies_bytes", flat, t, nowhere
@@ -155,6 +156,13 @@ def free(module: nn.Module, *, busy: Collection[int] = ()) -> None:
     for unit, h in hooks.items():
         h.remove()
         for flat in unit.flats:
-            for t in flat.tensors():
-                if t.untyped_storage().size() and t.untyped_storage().data_ptr() not in busy:
-                    t.untyped_storage().resize_(0)
+            _release(flat, busy)
+
+
+def _release(flat: FlatBuffer, busy: Collection[int]) -> None:
+    for storage in [t.untyped_storage() for t in flat.tensors()]:
+        if storage.resizable() and storage.size() and storage.data_ptr() not in busy:
+            storage.resize_(0)
+    if not flat.is_view_of_master and flat.full.data_ptr() not in busy:
+        flat.gathered.free()
+    flat.gradients.forget()  # what is in memory that ranks share is free when nobody has it

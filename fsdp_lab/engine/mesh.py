@@ -23,6 +23,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdp_lab.engine.buffers import BufferPool, pool_of
 from fsdp_lab.engine.collectives import Group, gather_texts
 from fsdp_lab.engine.errors import ShardError, answered, waiting
 from fsdp_lab.engine.streams import Streams, streams_of
@@ -91,6 +92,11 @@ class ShardMesh:
     def answered(self, what: str) -> AbstractContextManager[None]:
         """The same around collectives that are waited for at once. Within it there should be nothing else."""
         return answered(self.ranks, f"in step {self.counter.step} ({what})")
+
+    @property
+    def buffer_pool(self) -> BufferPool | None:
+        """Memory of the shard group's own for what it sends, where it has any."""
+        return pool_of(self.shard_group, self.device)
 
     @cached_property
     def streams(self) -> Streams | None:

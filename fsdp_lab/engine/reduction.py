@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from fsdp_lab.engine.buffers import empty
 from fsdp_lab.engine.collectives import CommHandle, all_reduce, reduce_scatter
 from fsdp_lab.engine.gradients import GradientBuffer
 from fsdp_lab.engine.streams import CommStreams
@@ -92,8 +93,11 @@ class Reduction:
 
         def landed() -> None:
             self._to_mean(part, self._mesh.shard_size, is_last=is_last)
-            copies = not self.target.policy.shard_optimizer_only  # under ZeRO-1 it is a part of the whole gradient
-            self.shard = part.to(self._final_dtype if is_last else part.dtype, copy=copies)
+            dtype = self._final_dtype if is_last else part.dtype
+            if self.target.policy.shard_optimizer_only:  # it may stay a part of the whole gradient
+                self.shard = part.to(dtype)
+            else:
+                self.shard = empty(self._mesh.buffer_pool, part.numel(), dtype, part.device).copy_(part)
 
         with self._streams.reduce.entered():
             work = reduce_scatter(part, unsharded, group)

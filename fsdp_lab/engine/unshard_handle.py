@@ -40,6 +40,8 @@ class UnshardHandle:
                 self._runtime.make_ready(unit, Direction.FORWARD)
                 unit.pins += 1
                 self._pinned.append(unit)
+            for flat in (flat for unit in self._units for flat in unit.flats):
+                flat.let_others_read()
         except BaseException:
             self.__exit__()
             raise

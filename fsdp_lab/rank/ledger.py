@@ -39,7 +39,7 @@ from fsdp_lab.backends.base import Measured, RoleTensor, local_tensor
 from fsdp_lab.core.events import ROOT, MemorySample, Role, RoleBytes
 from fsdp_lab.core.schedule import Direction
 from fsdp_lab.engine.tensors import tensors_in
-from fsdp_lab.wire import WireContext
+from fsdp_lab.wire import ARENA_REPORT, WireContext
 
 MOST_SAMPLES = 240  # of a curve, to limit the size of an event
 _MARK = "fsdp_lab.ledger "
@@ -281,6 +281,9 @@ def _read(tree: Sequence[Any], kind: str) -> Iterator[_Moment]:
             name = event.name
             if name.startswith(_MARK):
                 yield event.start_time_ns, 0, 0, False, int(name.removeprefix(_MARK))
+            elif name.startswith(ARENA_REPORT):  # memory that ranks share is none of torch's allocator
+                address, nbytes = map(int, name.removeprefix(ARENA_REPORT).split())
+                yield event.start_time_ns, address, nbytes, communicating, None
         inside = communicating or name.startswith(_COMMUNICATING)
         left += [(child, inside) for child in event.children]
 

@@ -1,9 +1,10 @@
 """The wire: one instrumented process group that all bytes between ranks cross.
 
 Read context.py, work.py, group.py, in this order; link.py and nccl.py are independent, and so is shared memory: arena.py,
-channels.py, exchange.py, shared_memory.py.
+reserved.py, channels.py, exchange.py, shared_memory.py.
 """
 
+from fsdp_lab.wire.arena import REPORT as ARENA_REPORT
 from fsdp_lab.wire.context import RankAborted, ReductionOrder, WireContext, WireTimeout
 from fsdp_lab.wire.group import Wire, register
 from fsdp_lab.wire.link import Alarm, Link, LinkDirection
@@ -11,6 +12,7 @@ from fsdp_lab.wire.meter import Collective, link_bytes, spans, traffic, waits
 from fsdp_lab.wire.nccl import Nccl
 
 __all__ = [
+    "ARENA_REPORT",
     "Alarm",
     "Collective",
     "Link",

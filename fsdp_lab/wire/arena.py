@@ -7,27 +7,34 @@ nearly all hole: a block takes memory when it is allocated, at once, so that a s
 
 Each rank writes to its own arena only; others map it for reading. Blocks keep their addresses and pages, so a step that
 allocates what the one before has freed has no page faults.
+
+A block may have several users: the tensor that is in it (`Arena.tensor`, reserved.py), and what other ranks have yet to read
+there (channels.py). It is free when the last one gives it back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import threading
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 ALIGN = 64  # bytes: a cache line, and a multiple of every element's size
+REPORT = "fsdp_lab.arena "  # the name of an event of the profiler: with an address, and bytes, negative if freed
 _STEPS = 8  # size classes between two powers of two, so that at most an eighth of a block is unused
 _PAGE = mmap.PAGESIZE
+_SLAB = 16 * _PAGE  # what is smaller shares one, so that larger blocks begin with a page
 
 
 class Mapping:
@@ -64,10 +71,12 @@ class MemoryFile:
 
 @dataclass(frozen=True)
 class ArenaBlock:
-    """A piece of an arena. `nbytes`: of its size class, what was asked for or a little more."""
+    """A piece of an arena. `nbytes`: of its size class, what was asked for or a little more. `is_mapped`: at other addresses,
+    too (reserved.py), so that who had it is given it again, and nobody else."""
 
     offset: int
     nbytes: int
+    is_mapped: bool = False
 
 
 class Arena:
@@ -79,9 +88,12 @@ class Arena:
             capacity_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.file = MemoryFile(capacity_bytes)
         self._capacity, self._end = capacity_bytes, 0
-        self._free: defaultdict[int, list[int]] = defaultdict(list)  # offsets by size
+        self._free: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)  # offsets by size and `is_mapped`
+        self._users: Counter[int] = Counter()  # how many a block has, by offset
         self._holes: dict[int, int] = {}  # of free blocks: bytes that were given back, by offset
         self._lock = threading.Lock()
+        self._lent: dict[int, ArenaBlock] = {}  # where tensors are, by the address of their storage
+        self._dropped: deque[ArenaBlock] = deque()  # by finalizers, which may run while this thread has the lock
         self._mapped: WeakValueDictionary[tuple[int, int], Mapping] = WeakValueDictionary()  # those of others, by file
 
     def mapped(self, descriptor: int) -> Mapping:
@@ -98,39 +110,72 @@ class Arena:
         with self._lock:
             return self._end - sum(self._holes.values())
 
-    def allocate(self, nbytes: int) -> ArenaBlock:
-        """A block of at least so many bytes, with any content. Raises MemoryError."""
+    # -- blocks ---------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, *, is_mapped: bool = False, again: ArenaBlock | None = None) -> ArenaBlock:
+        """A block of at least so many bytes, with any content, for one user. `again`: this one, if it is free. Raises
+        MemoryError."""
         size = class_bytes(nbytes)
+        size = -(-size // _PAGE) * _PAGE if is_mapped else size
         with self._lock:
-            offset = self._free[size][-1] if self._free[size] else self._end
-            if offset + size > self._capacity:
-                raise MemoryError(f"{size} bytes more than the {self._end} in use exceed this machine's memory")
-            if offset == self._end or offset in self._holes:
-                try:
-                    os.posix_fallocate(self.file.descriptor, offset, size)
-                except OSError as e:
-                    raise MemoryError(f"{size} bytes of shared memory could not be allocated: {e.strerror}") from None
-            self._holes.pop(offset, None)
-            if offset == self._end:
-                self._end += size
-            else:
-                self._free[size].pop()
-            return ArenaBlock(offset, size)
+            self._take_dropped()
+            free = self._free[size, is_mapped]
+            if not free:
+                self._extend(size, free)
+            offset = again.offset if again is not None and again.offset in free else free[-1]
+            if offset in self._holes:
+                self._fill(offset, size)
+            free.remove(offset)
+            self._users[offset] = 1
+            return ArenaBlock(offset, size, is_mapped)
+
+    def share(self, block: ArenaBlock) -> None:
+        """One more user has it."""
+        with self._lock:
+            self._users[block.offset] += 1
 
     def free(self, block: ArenaBlock) -> None:
+        """By one of its users."""
         with self._lock:
-            self._free[block.nbytes].append(block.offset)
+            self._give_back(block)
+
+    def _give_back(self, block: ArenaBlock) -> None:
+        self._users[block.offset] -= 1
+        if not self._users[block.offset]:
+            del self._users[block.offset]
+            self._free[block.nbytes, block.is_mapped].append(block.offset)
+
+    def _take_dropped(self) -> None:
+        while self._dropped:
+            self._give_back(self._dropped.popleft())
+
+    def _extend(self, size: int, free: list[int]) -> None:
+        """More of the file: one block, or a slab of small ones."""
+        taken = max(size, _SLAB)
+        if self._end + taken > self._capacity:
+            raise MemoryError(f"{size} bytes more than the {self._end} in use exceed this machine's memory")
+        self._fill(self._end, taken)
+        free += range(self._end, self._end + taken - size + 1, size)
+        self._end += taken
+
+    def _fill(self, offset: int, nbytes: int) -> None:
+        try:
+            os.posix_fallocate(self.file.descriptor, offset, nbytes)
+        except OSError as e:
+            raise MemoryError(f"{nbytes} bytes of shared memory could not be allocated: {e.strerror}") from None
+        self._holes.pop(offset, None)
 
     def trim(self) -> None:
         """Give the memory of free blocks back to the machine."""
         with self._lock:
-            if sum(size * len(offsets) for size, offsets in self._free.items()) == self._end:
+            self._take_dropped()
+            if not self._users:
                 if self._end == 0 or self._punch(0, -(-self._end // _PAGE) * _PAGE):
                     self._free.clear()
                     self._holes.clear()
                     self._end = 0
                 return
-            for size, offsets in self._free.items():
+            for (size, _), offsets in self._free.items():
                 for offset in [o for o in offsets if o not in self._holes]:
                     self._holes[offset] = self._punch(offset, size)
 
@@ -143,9 +188,52 @@ class Arena:
                 return end - first
         return 0
 
+    # -- tensors --------------------------------------------------------------------------------------------------
+
+    def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel], not 0, with any content. Its block is free when its storage is. Raises MemoryError."""
+        block = self.allocate(numel * dtype.itemsize)
+        address = self.file.mapping.address + block.offset
+        memory = (ctypes.c_ubyte * (numel * dtype.itemsize)).from_address(address)
+        self.lend(address, block, len(memory))
+        finalize(memory, self.dropped, address, len(memory)).atexit = False
+        return torch.frombuffer(memory, dtype=dtype)
+
+    def lend(self, address: int, block: ArenaBlock, nbytes: int) -> None:
+        """A storage at this address is in the block from now on."""
+        self._lent[address] = block
+        _report(address, nbytes)
+
+    def is_lent(self, address: int) -> bool:
+        return address in self._lent
+
+    def take_back(self, address: int, nbytes: int) -> ArenaBlock:
+        """It no longer is. The caller frees the block."""
+        block = self._lent.pop(address)
+        _report(address, -nbytes)
+        return block
+
+    def dropped(self, address: int, nbytes: int) -> None:
+        """Nobody has the storage at this address any more. Takes no lock."""
+        if address in self._lent:
+            self._dropped.append(self.take_back(address, nbytes))
+
+    def find(self, tensor: Tensor) -> tuple[ArenaBlock, int] | None:
+        """The block that a tensor is in, and where in the file its first element is. None: it is not in this arena."""
+        address = tensor.untyped_storage().data_ptr()
+        block = self._lent.get(address)
+        return None if block is None else (block, block.offset + tensor.data_ptr() - address)
+
     def bytes_at(self, offset: int, nbytes: int) -> Tensor:
         """uint8 [nbytes]"""
         return self.file.mapping.data[offset : offset + nbytes]
+
+
+def _report(address: int, nbytes: int) -> None:
+    """Let the profiler see it, which sees allocations of torch's allocator by itself."""
+    if torch.autograd._profiler_enabled():
+        with record_function(f"{REPORT}{address} {nbytes}"):
+            pass
 
 
 def class_bytes(nbytes: int) -> int:

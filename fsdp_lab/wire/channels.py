@@ -34,7 +34,7 @@ class PeerGone(RuntimeError):
 
 
 class BlockReference:
-    """Frees a block of the arena when all its readers have read it."""
+    """Frees a block of the arena, as one of its users, when all its readers have read it."""
 
     def __init__(self, arena: Arena, block: ArenaBlock | None, readers: int) -> None:
         self._arena, self._block, self._readers = arena, block, readers

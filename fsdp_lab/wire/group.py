@@ -23,6 +23,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
+from fsdp_lab.engine.buffers import BufferPool
 from fsdp_lab.engine.streams import Streams
 from fsdp_lab.wire import listeners
 from fsdp_lab.wire.context import ReductionOrder, WireContext
@@ -106,6 +107,25 @@ class Wire(dist.ProcessGroup):
     @property
     def group_desc(self) -> str:
         return self._desc
+
+    # -- memory for what is sent ----------------------------------------------------------------------------------
+
+    @property
+    def buffer_pool(self) -> BufferPool | None:
+        """Memory from which host tensors are sent without a copy, if the ranks share any."""
+        return self._shared
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """By which torch's FSDP2 asks for such memory."""
+        return self if self._shared is not None else super()._get_backend(device)
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return self._shared is not None and device.type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """[size], with any content. Nobody must write to it after it was sent, or after an all-gather into it."""
+        assert self._shared is not None
+        return self._shared.empty(size, dtype)
 
     def _set_timeout(self, timeout: timedelta) -> None:
         for inner in (self._gloo, None if self._nccl is None else self._nccl.inner):

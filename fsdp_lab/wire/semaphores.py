@@ -12,6 +12,7 @@ import os
 import time
 from typing import Any
 
+SPIN_S = 50e-6  # of a wait where every rank has a core: about as long as the kernel needs to wake one
 SIZE_BYTES = 64  # room for a sem_t, and a cache line of its own
 
 
@@ -22,8 +23,10 @@ class _Timespec(ctypes.Structure):
 class Semaphores:
     """The functions, each of a semaphore at an address."""
 
-    def __init__(self) -> None:
-        """Raises OSError where the system has no semaphores that processes share."""
+    def __init__(self, spin_s: float = 0.0) -> None:
+        """`spin_s`: how long a wait first looks again and again. Raises OSError where the system has no semaphores that
+        processes share."""
+        self._spin_s = spin_s
         try:
             waiting, quick = ctypes.CDLL(None, use_errno=True), ctypes.PyDLL(None, use_errno=True)
             self._init, self._post, self._try = quick.sem_init, quick.sem_post, quick.sem_trywait
@@ -51,6 +54,8 @@ class Semaphores:
             return True
         if timeout_s <= 0.0:
             return False
+        if self._spin_s and self._spin(address):
+            return True
         clock = time.CLOCK_MONOTONIC if self._clock_wait is not None else time.CLOCK_REALTIME
         until_s = time.clock_gettime(clock) + timeout_s
         until = _Timespec(int(until_s), int(until_s % 1 * 1e9))
@@ -61,6 +66,13 @@ class Semaphores:
             if code != errno.EINTR:  # a signal, whose handler has run by now
                 raise OSError(code, "a semaphore cannot be waited for: " + os.strerror(code))
         return True
+
+    def _spin(self, address: int) -> bool:
+        end_s = time.perf_counter() + self._spin_s
+        while time.perf_counter() < end_s:
+            if not self._try(ctypes.c_void_p(address)):
+                return True
+        return False
 
     def _wait(self, address: int, clock: int, until: _Timespec) -> int:
         if self._clock_wait is not None:

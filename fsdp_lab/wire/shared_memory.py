@@ -1,13 +1,17 @@
 """`SharedGroup`: the collectives of ranks on one host, through memory that they share. It has the methods of torch's Gloo
 group that `Wire` calls.
 
-Note: a collective through shared memory. A rank that issues one puts what others need into its arena, publishes to each of
-them where that is (channels.py), and goes on. Nothing else happens until it waits: then it takes the entries of the others
-and reads their arenas. Whoever waits for one reads the earlier ones of the group first, in the order of issue, which is the
-same on all ranks. So issuing waits for nobody, and a wait waits for the others to issue, not for their waits: what does not
-deadlock over Gloo does not here. (Only who is RING collectives ahead waits for others to read.)
+Note: a collective through shared memory. A rank that issues one puts what others need into its arena, unless it is there
+already, publishes to each of them where that is (channels.py), and goes on. Nothing else happens until it waits: then it
+takes the entries of the others and reads their arenas. Whoever waits for one reads the earlier ones of the group first, in
+the order of issue, which is the same on all ranks. So issuing waits for nobody, and a wait waits for the others to issue, not
+for their waits: what does not deadlock over Gloo does not here. (Only who is RING collectives ahead waits for others to read.)
 
 Sums are added in the order of ranks, by each rank for itself: the same bits everywhere, and in an all-reduce.
+
+Note: what is not copied. Tensors of `SharedGroup.empty` and `reserve` are in the arena: of such an input of a
+reduce-scatter, and of this rank's part of such an output of an all-gather, the others read the original. Nobody must write
+to it after the collective was issued, also when that has completed here: another rank may read it later. It may be freed.
 
 No thread of ours runs beside the ranks: where there are as many as cores, it would take the time of one. A future, which DDP
 asks for, is completed in a thread that waits (`WireWork`).
@@ -20,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 import time
 from collections import deque
@@ -38,7 +43,8 @@ from fsdp_lab.wire.arena import ALIGN, Arena, MemoryFile
 from fsdp_lab.wire.arena import Mapping as MappedFile
 from fsdp_lab.wire.channels import CHANNEL_BYTES, RING, BlockReference, Channel, NotYet, PeerGone, SharedPeer
 from fsdp_lab.wire.exchange import PeerConnection, exchange_descriptors
-from fsdp_lab.wire.semaphores import Semaphores
+from fsdp_lab.wire.reserved import ReservedBuffer
+from fsdp_lab.wire.semaphores import SPIN_S, Semaphores
 
 _SLICE_S = 0.05  # the longest wait in C, hence how late an abort is seen
 _CHUNK_BYTES = 256 << 10  # of a sum: stays in a core's cache
@@ -275,6 +281,13 @@ class SharedGroup:
             for work in list(self._issued):
                 work.take(0.0)
 
+    def poll(self) -> None:
+        """Take back the memory of what others have read, unless another thread is issuing."""
+        with contextlib.suppress(NotYet, Unusable), self._issuing.held(0.0):
+            for peer in self.peers.values():
+                while peer.to.poll_ack():
+                    continue
+
     def _make_room(self, channel: Channel) -> None:
         """Until a channel takes one more entry. The other rank may be waiting for this one to read."""
         end_s = time.monotonic() + self._timeout_s
@@ -303,22 +316,44 @@ class SharedGroup:
         self._arena.trim()
         return [channel for channel in channels if channel.unread]
 
+    # -- memory for what is sent: see the note ----------------------------------------------------------------------
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel], with any content. Raises MemoryError."""
+        return self._arena.tensor(numel, dtype) if numel else torch.empty(0, dtype=dtype)
+
+    def reserve(self, numel: int, dtype: torch.dtype) -> ReservedBuffer:
+        """For a tensor [numel], not 0, that is there again and again. Raises MemoryError."""
+        return ReservedBuffer(self._arena, numel, dtype, self.poll)
+
     # -- issuing --------------------------------------------------------------------------------------------------
 
-    def _issue(self, what: _What, offers: Mapping[int, Tensor], finish: Callable[[_Found], None]) -> SharedWork:
-        """`offers`: what some ranks are to read. One tensor for several is put into the arena once."""
+    def _issue(
+        self, what: _What, offers: Mapping[int, Tensor], finish: Callable[[_Found], None], *, in_place: bool = False
+    ) -> SharedWork:
+        """`offers`: what some ranks are to read. One tensor for several is put into the arena once. `in_place`: not at all,
+        if it is there."""
         work = SharedWork(self, what, finish)
         with self._issuing.held(threading.TIMEOUT_MAX):
             for peer in self.peers.values():
                 self._make_room(peer.to)
-            places, reference = self._lend(offers, len(self.peers))
+            places, reference = self._lend(offers, len(self.peers), in_place=in_place)
             self._issued.append(work)
             for r, peer in self.peers.items():
                 peer.to.publish(what, *places.get(r, (0, 0)), reference)
         return work
 
-    def _lend(self, offers: Mapping[int, Tensor], readers: int) -> tuple[dict[int, tuple[int, int]], BlockReference]:
-        """Where each rank finds its bytes, and how many."""
+    def _lend(
+        self, offers: Mapping[int, Tensor], readers: int, *, in_place: bool = False
+    ) -> tuple[dict[int, tuple[int, int]], BlockReference]:
+        """Where each rank finds its bytes, and how many. `in_place`: offers are contiguous parts of one tensor."""
+        found = next((self._arena.find(t) for t in offers.values()), None) if in_place and readers else None
+        if found is not None:
+            shared, first = found
+            self._arena.share(shared)
+            begin = next(iter(offers.values())).data_ptr()
+            places = {r: (first + t.data_ptr() - begin, t.nbytes) for r, t in offers.items()}
+            return places, BlockReference(self._arena, shared, readers)
         distinct = {id(t): t for t in offers.values()}
         ends = list(itertools.accumulate((-(-t.nbytes // ALIGN) * ALIGN for t in distinct.values()), initial=0))
         block = self._arena.allocate(ends[-1]) if ends[-1] and readers else None
@@ -352,7 +387,8 @@ class SharedGroup:
             for r, content in found.items():
                 _put(content, parts[r])
 
-        return self._issue(_What.ALL_GATHER, self._others(own), finish)
+        offered = place.detach() if place.is_contiguous() and self._arena.find(place) else own
+        return self._issue(_What.ALL_GATHER, self._others(offered), finish, in_place=offered is not own)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> SharedWork:
         """output: [n], which may be its part of the input: [W * n]"""
@@ -363,7 +399,7 @@ class SharedGroup:
         def finish(found: _Found) -> None:
             _combine(opts, output, parts[self._rank], self._rank, found)
 
-        return self._issue(_What.REDUCE_SCATTER, {r: parts[r] for r in self.peers}, finish)
+        return self._issue(_What.REDUCE_SCATTER, {r: parts[r] for r in self.peers}, finish, in_place=True)
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> SharedWork:
         (tensor,) = tensors
@@ -461,7 +497,8 @@ def open_shared(
     """Collective. `arena` makes this rank's, or returns the one that it has. Raises NotShared on all ranks."""
 
     def offer() -> tuple[tuple[Semaphores, MemoryFile, Arena], list[int]]:
-        semaphores, control, own = Semaphores(), MemoryFile(2 * size * CHANNEL_BYTES), arena()
+        spin_s = SPIN_S if size <= len(os.sched_getaffinity(0)) else 0.0
+        semaphores, control, own = Semaphores(spin_s), MemoryFile(2 * size * CHANNEL_BYTES), arena()
         for r in range(size):
             for channel in _channels(semaphores, control.mapping, r):
                 channel.make()

@@ -1,0 +1,75 @@
+"""Memory of gathered buffers and of what is sent: from torch's allocator, or from the process group's own, where it has any.
+
+A group may have a `buffer_pool`, as the lab's wire has between ranks that share memory (wire/shared_memory.py): what is
+gathered or sent there is not copied once more, and is in the same place in every step, so that no page is touched for the
+first time. Such memory must not be written to after it was sent, since other ranks may read it later; it may be freed. Here
+that holds: gathered parameters are read only, except inside `unshard` (see `FlatBuffer.let_others_read`), and a gradient that
+was sent is dropped. ZeRO-1 keeps both, and uses torch's allocator.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fsdp_lab.engine.collectives import Group
+
+
+class GatheredBuffer(Protocol):
+    """A tensor that has memory only while it is held. Views of it see what it holds, whenever they were made."""
+
+    tensor: Tensor  # [numel]
+
+    @property
+    def is_held(self) -> bool: ...
+
+    def hold(self) -> None:
+        """Its content is undefined afterwards."""
+
+    def free(self) -> None: ...
+
+
+class BufferPool(Protocol):
+    """What a group's `buffer_pool` is. Of tensors on the host."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel], with any content; its memory is free when nobody has it."""
+
+    def reserve(self, numel: int, dtype: torch.dtype) -> GatheredBuffer:
+        """numel: not 0."""
+
+
+class ResizedBuffer:
+    """A `GatheredBuffer` of torch's allocator. Held when it is made: torch makes no view of what has no storage."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self._storage = self.tensor.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+
+    @property
+    def is_held(self) -> bool:
+        return bool(self._storage.size())
+
+    def hold(self) -> None:
+        if not self.is_held:
+            self._storage.resize_(self._nbytes)
+
+    def free(self) -> None:
+        self._storage.resize_(0)
+
+
+def pool_of(group: Group | None, device: torch.device) -> BufferPool | None:
+    return getattr(group, "buffer_pool", None) if device.type == "cpu" else None
+
+
+def gathered_buffer(pool: BufferPool | None, numel: int, dtype: torch.dtype, device: torch.device) -> GatheredBuffer:
+    """Views of it can be made at once; `free` it afterwards."""
+    return ResizedBuffer(numel, dtype, device) if pool is None or not numel else pool.reserve(numel, dtype)
+
+
+def empty(pool: BufferPool | None, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[numel], with any content."""
+    return torch.empty(numel, dtype=dtype, device=device) if pool is None else pool.empty(numel, dtype)

@@ -1,0 +1,131 @@
+"""The engine in memory that ranks share: nobody reads what was freed, or what comes too early or too late."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_lab.core.spec import Strategy
+from fsdp_lab.engine import unshard
+from fsdp_lab.engine.buffers import ResizedBuffer
+from fsdp_lab.engine.fully_shard import flats_of
+from fsdp_lab.wire import reserved
+from fsdp_lab.wire.arena import Arena, ArenaBlock
+from tests.engine.toys import by_block, make, train_beside
+from tests.pool import Place, Pool
+
+
+def poison(patch: pytest.MonkeyPatch) -> list[ArenaBlock]:
+    """Fills what is free with ones, which are NaN as numbers. Returns a list of what was filled, which grows."""
+    filled: list[ArenaBlock] = []
+    give_back = Arena._give_back
+
+    def poisoned(arena: Arena, block: ArenaBlock) -> None:
+        give_back(arena, block)
+        if block.offset not in arena._users:
+            arena.bytes_at(block.offset, block.nbytes).fill_(255)
+            filled.append(block)
+
+    patch.setattr(Arena, "_give_back", poisoned)
+    return filled
+
+
+def late(place: Place, model: nn.Module, seed: int) -> None:
+    """Lets this rank be late at moments of its own."""
+    own = random.Random(f"{seed} {place.rank}")
+
+    def pause(*_: Any) -> None:
+        if own.random() < 0.3:
+            time.sleep(0.003)
+
+    for module in model.modules():
+        module.register_forward_pre_hook(pause)
+        module.register_full_backward_pre_hook(pause)
+
+
+def trained(place: Place, changes: dict[str, Any], seed: int) -> int:
+    """The same bits as a plain copy of the model, while what is free is poisoned and ranks are late."""
+    with pytest.MonkeyPatch.context() as patch:
+        filled = poison(patch)
+        model = make()
+
+        def shard(model: nn.Module) -> None:
+            by_block(model, strategy=Strategy(**changes))
+            late(place, model, seed)
+
+        train_beside(place, model, shard, steps=4)
+        return len([block for block in filled if block.is_mapped])
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "full_shard": {},
+    "shard_grad_op": {"sharding": "shard_grad_op"},
+    "far ahead": {"forward_prefetch": 3, "backward_prefetch": 3},
+    "offload": {"offload": "all"},
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_freed_memory_is_nobody_s(pool: Pool, name: str) -> None:
+    for poisoned in pool.run(trained, 2, STRATEGIES[name], 1, shared_memory=True):
+        assert poisoned > 4
+
+
+def zero1(place: Place) -> None:
+    model = make()
+    train_beside(place, model, lambda model: by_block(model, strategy=Strategy(sharding="zero1")))
+    assert all(isinstance(flat.gathered, ResizedBuffer) for flat in flats_of(model))
+
+
+def test_zero1_keeps_what_it_sends_in_memory_of_its_own(pool: Pool) -> None:
+    pool.run(zero1, 2, shared_memory=True)
+
+
+def steady(place: Place, steps: int) -> tuple[int, list[int]]:
+    """How often addresses were mapped in steps after the first two, and what the arena took before each step; of ranks that
+    begin each unit together, so that nobody is late."""
+    calls, taken = list[Any](), list[int]()
+
+    def shard(model: nn.Module) -> None:
+        by_block(model)
+        for module in model.modules():
+            module.register_forward_pre_hook(lambda *_: place.world.barrier().wait() and None)
+            module.register_full_backward_pre_hook(lambda *_: place.world.barrier().wait() and None)
+
+    def at_step(model: nn.Module, step: int) -> None:
+        if step == 2:
+            calls.clear()
+        taken.append(place.context._arena.used_bytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        map_ = reserved._map
+        patch.setattr(reserved, "_map", lambda *given: calls.append(given) or map_(*given))
+        train_beside(place, make(), shard, steps=steps, at_step=at_step)
+    return len(calls), taken
+
+
+def test_a_step_maps_nothing_and_takes_no_more_memory(pool: Pool) -> None:
+    for mapped, taken in pool.run(steady, 2, 10, shared_memory=True):
+        assert mapped == 0 and len(set(taken[4:])) == 1
+
+
+def written(place: Place, rounds: int) -> None:
+    """Rank 1 is late to read what rank 0 has gathered and writes to at once."""
+    model = make()
+    by_block(model, strategy=Strategy())
+    for number in range(rounds):
+        if place.rank == 1:
+            time.sleep(0.005)
+        with unshard(model), torch.no_grad():
+            for p in model.parameters():
+                assert number == 0 or bool((p == number).all()), "what every rank wrote before"
+                p.fill_(number + 1)
+
+
+def test_gathered_parameters_are_written_when_all_have_them(pool: Pool) -> None:
+    pool.run(written, 2, 5, shared_memory=True)
