@@ -86,6 +86,7 @@ class BenchResult:
     losses: Mapping[str, Sequence[float]]  # of the last step, by rank
     gradient_norms: Mapping[str, float]  # of the first step, over all ranks
     peak_bytes: Mapping[str, int]  # of the rank that allocated most; 0 on CPUs
+    shared: frozenset[str] = frozenset()  # forms that communicate through shared memory
     parts: Mapping[str, Mapping[str, Sequence[float]]] = field(
         default_factory=dict
     )  # of metered forms: seconds by part
@@ -99,6 +100,7 @@ class BenchResult:
             seconds={f: slowest([r[f]["seconds"] for r in ranks]) for f in forms},
             losses={f: [r[f]["loss"] for r in ranks] for f in forms},
             peak_bytes={f: max(r[f]["peak_bytes"] for r in ranks) for f in forms},
+            shared=frozenset(f for f in forms if all(r[f]["is_shared"] for r in ranks)),
             gradient_norms={f: math.sqrt(sum(r[f]["squared_norm"] for r in ranks)) for f in forms},
             parts={f: parts_of([r[f]["parts"] for r in ranks]) for f in forms if "parts" in ranks[0][f]},
             ledger_s={f: max(max(r[f]["ledger_s"]) for r in ranks) for f in forms if ranks[0][f].get("ledger_s")},
@@ -113,9 +115,16 @@ class BenchResult:
 
     @property
     def fastest(self) -> dict[str, str]:
-        """Measured peer -> its form with the smallest median step time."""
-        of_peer = {peer: [f for f in self.seconds if FORMS[f].peer == peer] for peer in PEERS}
-        return {peer: min(of, key=lambda f: statistics.median(self.seconds[f])) for peer, of in of_peer.items() if of}
+        """Measured peer -> its form with the smallest median step time; of forms on torch's own group for "PEER-raw", and
+        of those through shared memory, as the lab itself, for "PEER-shared"."""
+        found = {}
+        for peer in PEERS:
+            forms = [f for f in self.seconds if FORMS[f].peer == peer]
+            raw, shared = [f for f in forms if FORMS[f].group == "raw"], [f for f in forms if f in self.shared]
+            for name, some in ((peer, forms), (f"{peer}-raw", raw), (f"{peer}-shared", shared)):
+                if some:
+                    found[name] = min(some, key=lambda f: statistics.median(self.seconds[f]))
+        return found
 
     @property
     def reference(self) -> str:
@@ -124,7 +133,7 @@ class BenchResult:
 
     @property
     def ratios(self) -> dict[str, Spread]:
-        """Step time of the lab over that of the fastest form of each peer; empty if the lab was not measured."""
+        """Step time of the lab over that of `fastest`; empty if the lab was not measured."""
         lab = LAB in self.seconds
         return {f"{LAB}/{peer}": self.ratio(LAB, form) for peer, form in self.fastest.items() if lab}
 
@@ -133,7 +142,8 @@ class BenchResult:
         """Peak allocated memory of the lab over that of the fastest form of each peer; empty on CPUs."""
         if not self.peak_bytes.get(LAB):
             return {}
-        return {f"{LAB}/{peer}": self.peak_bytes[LAB] / self.peak_bytes[form] for peer, form in self.fastest.items()}
+        fastest = {peer: form for peer, form in self.fastest.items() if peer in PEERS}
+        return {f"{LAB}/{peer}": self.peak_bytes[LAB] / self.peak_bytes[form] for peer, form in fastest.items()}
 
     @property
     def control(self) -> dict[str, Spread]:
@@ -222,7 +232,7 @@ def step_figures(result: BenchResult, environment: Mapping[str, Any], say: Say) 
     columns = ("form", "ms/step", "p10", "p90", heading, "p10 ", "p90 ")
     say(repr(Table(columns=columns, rows=tuple(rows), left=frozenset({"form"}))))
     for name, found in result.ratios.items():
-        report.ratio(name, found, note=f"; the fastest form of the peer is {result.fastest[name.partition('/')[2]]}")
+        report.ratio(name, found, note=f"; {result.fastest[name.partition('/')[2]]} is the fastest of them")
     for name, memory in result.memory_ratios.items():
         say(f"{name}, peak allocated memory: {memory:.3f}")
     for name, found in result.control.items():

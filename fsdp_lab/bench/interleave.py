@@ -32,7 +32,7 @@ from fsdp_lab.rank.measure import StepMeter, UnreadStep
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset
 from fsdp_lab.rank.trainer import StepCost, Trainer, TrainingProgress
-from fsdp_lab.wire import ReductionOrder, Wire
+from fsdp_lab.wire import SHARED_MEMORY, ReductionOrder, Wire
 
 Batch = Mapping[str, Tensor]
 TRACE_EVERY_S = 0.5  # the duration of a chunk in a lab, whose last step is traced
@@ -52,10 +52,11 @@ class BuiltForm:
     squared_norm: float = 0.0  # this rank's share of the first step's squared gradient norm
     peak_bytes: int = 0  # of this form alone, on a GPU; 0 on a CPU, where no allocator counts
     metered: Metered | None = None
+    is_shared: bool = False  # it communicates through shared memory
 
     def result(self) -> dict[str, Any]:
         found = {"seconds": self.seconds, "loss": float(self.loss), "squared_norm": self.squared_norm,
-                 "peak_bytes": self.peak_bytes}  # fmt: skip
+                 "peak_bytes": self.peak_bytes, "is_shared": self.is_shared}  # fmt: skip
         return found if self.metered is None else found | self.metered.result()
 
 
@@ -115,13 +116,14 @@ def build_forms(
         fill(backend, initial)
         _keep_last(backend.module, form.keep_last)
         metered = Metered(plan, form, info, world, backend, on_events) if form.metered else None
-        yield BuiltForm(form=form, backend=backend, metered=metered)
+        is_shared = form.group == "wire" and world.context.host_carrier == SHARED_MEMORY
+        yield BuiltForm(form=form, backend=backend, metered=metered, is_shared=is_shared)
 
 
 def _mesh(info: RankInfo, world: Wire, group: str) -> DeviceMesh:
-    """A mesh of all ranks beside the world's: on a group of torch's own ("raw"), or on a Wire over shared memory."""
-    if group == "shared":
-        return DeviceMesh.from_group(beside(world, shared_memory=True), info.device.type, mesh_dim_names=("shard",))
+    """A mesh of all ranks beside the world's: on a group of torch's own ("raw"), or on a Wire over Gloo."""
+    if group == "gloo":
+        return DeviceMesh.from_group(beside(world, shared_memory=False), info.device.type, mesh_dim_names=("shard",))
     over_gloo = info.device.type == "cpu" or info.shares_gpu
     raw = dist.new_group(backend="gloo" if over_gloo else "nccl", timeout=world.context.timeout)
     return DeviceMesh.from_group(raw, info.device.type, mesh_dim_names=("shard",))

@@ -218,7 +218,7 @@ def _measure(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> N
     if job["task"] in TASKS:
         send("result", perform(plan, rank, store, job))
         return
-    context = WireContext()
+    context = WireContext(shared_memory=plan.shares_memory)
     device = torch.device(plan.devices[rank])
     info = RankInfo(rank=rank, world_size=plan.ranks, device=device, shares_gpu=plan.shares_gpu)
     world = open_groups(info, store, context, 0)

@@ -35,7 +35,7 @@ class Form:
 
     name: str
     peer: str
-    group: str = "wire"  # the process group: our Wire, "shared", a Wire over shared memory, or "raw", torch's own
+    group: str = "wire"  # the process group: our Wire as labs have it, "gloo", a Wire over Gloo, or "raw", torch's own
     reduction: str = "auto"  # of the Wire
     forward_prefetch: int | None = None  # None: what a user gets who sets nothing
     keep_last: int = 0  # blocks at the end of the model that are not resharded between forward and backward
@@ -58,7 +58,6 @@ _STEP_FORMS = (
     Form(name=LAB, peer="lab"),
     Form(name=REFERENCE, peer="fsdp2", group="raw"),
     Form(name="ddp-raw", peer="ddp", group="raw"),
-    Form(name="fsdp2-wire-native", peer="fsdp2", reduction="native"),
     Form(name="fsdp2-wire", peer="fsdp2"),
     Form(name=CONTROL, peer="lab"),
     Form(name="fsdp2-raw-prefetch", peer="fsdp2", group="raw", forward_prefetch=1),
@@ -67,15 +66,14 @@ _STEP_FORMS = (
     Form(name="fsdp2-wire-tuned", peer="fsdp2", forward_prefetch=1, keep_last=2),  # as a careful user would have it
 )
 _FUSED_FORMS = (Form(name="lab-fused", peer="lab", fused=True),)  # by name alone: peers would need it as well
-_SHARED_FORMS = (  # by name alone
-    Form(name="lab-shared", peer="lab", group="shared"),
-    Form(name="fsdp2-shared", peer="fsdp2", group="shared"),
-    Form(name="fsdp2-shared-prefetch", peer="fsdp2", group="shared", forward_prefetch=1),
-    Form(name="ddp-shared", peer="ddp", group="shared"),
+_GLOO_FORMS = (  # by name alone: what CPU ranks of a lab would have without shared memory
+    Form(name="lab-gloo", peer="lab", group="gloo"),
+    Form(name="fsdp2-gloo", peer="fsdp2", group="gloo"),
+    Form(name="ddp-gloo", peer="ddp", group="gloo"),
 )
 PEERS = ("fsdp2", "ddp")
 STEP = tuple(form.name for form in _STEP_FORMS)
-NAMED = (*STEP, *(form.name for form in (*_FUSED_FORMS, *_SHARED_FORMS)))
+NAMED = (*STEP, *(form.name for form in (*_FUSED_FORMS, *_GLOO_FORMS)))
 
 
 def _metering(peer: str) -> tuple[Form, ...]:
@@ -90,7 +88,7 @@ def _metering(peer: str) -> tuple[Form, ...]:
 METERED_PEERS = ("fsdp2", "fsdp1", "ddp", "lab")
 METERING: Mapping[str, tuple[str, ...]] = {peer: tuple(f.name for f in _metering(peer)) for peer in METERED_PEERS}
 _METERED_FORMS = tuple(form for peer in METERED_PEERS for form in _metering(peer))
-FORMS: Mapping[str, Form] = {f.name: f for f in (*_STEP_FORMS, *_FUSED_FORMS, *_SHARED_FORMS, *_METERED_FORMS)}
+FORMS: Mapping[str, Form] = {f.name: f for f in (*_STEP_FORMS, *_FUSED_FORMS, *_GLOO_FORMS, *_METERED_FORMS)}
 
 
 def forms_named(names: str) -> tuple[str, ...]:
@@ -193,6 +191,12 @@ class BenchPlan:
             "bos_token_id": None,
             "eos_token_id": None,
         }
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the lab's wire is over shared memory, where the machine has it. Not where its own cost is measured, beside
+        torch's group over Gloo."""
+        return set(self.devices) == {"cpu"} and not any(FORMS[name].metered for name in self.forms)
 
     @property
     def shares_gpu(self) -> bool:

@@ -1,8 +1,9 @@
 """One rank of `bench wire`: collectives over shared memory and over Gloo, in turns.
 
-Note: what is timed. A barrier, then collectives of 4 MiB in all, one after the other, or a larger one, each from its issue to
-the end of its wait, through `Wire` either way. Each round does all forms of a size one after the other, every second round in the opposite order. The whole tensor is in memory of
-the group's own where it has any, as our engine's are and FSDP2's.
+Note: what is timed. A barrier, then collectives of 4 MiB in all, one after the other, or a larger one, each from its issue
+to the end of its wait, through `Wire` either way. Each round does all forms of a size one after the other, every second
+round in the opposite order. The whole tensor is in memory of the group's own where it has any, as our engine's are and
+FSDP2's.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A group may have a `buffer_pool`, as the lab's wire has between ranks that share memory (wire/shared_memory.py): what is
 gathered or sent there is not copied once more, and is in the same place in every step, so that no page is touched for the
 first time. Such memory must not be written to after it was sent, since other ranks may read it later; it may be freed. Here
-that holds: gathered parameters are read only, except inside `unshard` (see `FlatBuffer.let_others_read`), and a gradient that
-was sent is dropped. ZeRO-1 keeps both, and uses torch's allocator.
+that holds: gathered parameters are read only, except inside `unshard` (see `FlatBuffer.let_others_read`), and a gradient
+that was sent is dropped. ZeRO-1 keeps both, and uses torch's allocator.
 """
 
 from __future__ import annotations

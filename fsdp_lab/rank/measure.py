@@ -13,6 +13,7 @@ ordinary step adds what the allocator, the driver and the system report, in some
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -247,7 +248,8 @@ class StepMeter:
             optimizer_bytes=optimizer,
             host_bytes=host,
             limit_bytes=self._limit,
-            rss_bytes=self._process.memory_info().rss,
+            pool_bytes=self._context.pool_bytes,
+            rss_bytes=self._process.memory_info().rss - shared_rss_bytes() + self._context.pool_bytes,
             loading_bytes=self._loading_bytes,
         )
         return self._gpu_memory(whole) if self._on_gpu else self._cpu_memory(whole)
@@ -331,6 +333,15 @@ def held_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.memory_reserved(device))
     return int(psutil.Process().memory_info().rss)
+
+
+def shared_rss_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """Of RSS, what this process shares with others in memory files, each page as often as it is mapped; 0 where Linux does
+    not say so."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^RssShmem:\s*(\d+) kB", status.read_text(), re.MULTILINE):
+            return int(found[1]) * 1024
+    return 0
 
 
 class HostPeak:

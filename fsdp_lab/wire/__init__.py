@@ -5,7 +5,7 @@ reserved.py, channels.py, exchange.py, shared_memory.py.
 """
 
 from fsdp_lab.wire.arena import REPORT as ARENA_REPORT
-from fsdp_lab.wire.context import RankAborted, ReductionOrder, WireContext, WireTimeout
+from fsdp_lab.wire.context import SHARED_MEMORY, RankAborted, ReductionOrder, WireContext, WireTimeout
 from fsdp_lab.wire.group import Wire, register
 from fsdp_lab.wire.link import Alarm, Link, LinkDirection
 from fsdp_lab.wire.meter import Collective, link_bytes, spans, traffic, waits
@@ -13,6 +13,7 @@ from fsdp_lab.wire.nccl import Nccl
 
 __all__ = [
     "ARENA_REPORT",
+    "SHARED_MEMORY",
     "Alarm",
     "Collective",
     "Link",

@@ -71,8 +71,8 @@ class MemoryFile:
 
 @dataclass(frozen=True)
 class ArenaBlock:
-    """A piece of an arena. `nbytes`: of its size class, what was asked for or a little more. `is_mapped`: at other addresses,
-    too (reserved.py), so that who had it is given it again, and nobody else."""
+    """A piece of an arena. `nbytes`: of its size class, what was asked for or a little more. `is_mapped`: at other addresses
+    as well (reserved.py)."""
 
     offset: int
     nbytes: int

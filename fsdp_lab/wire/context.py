@@ -49,6 +49,7 @@ from fsdp_lab.wire.shared_memory import Receipt, SharedGroup, SharedWork, open_s
 
 _RECENT = 64  # collectives remembered for a diagnosis: more than ranks run ahead of each other
 _MANY = 4096  # in flight: then it is time to look which have ended
+SHARED_MEMORY = "shared memory"  # what carries host tensors, where it is not Gloo
 
 
 class ReductionOrder(Enum):
@@ -222,7 +223,12 @@ class WireContext:
         if not self.shared_memory:
             return "Gloo"
         why = next(iter(self.not_shared.values()), "")
-        return f"Gloo (no shared memory: {why})" if why else "shared memory"
+        return f"Gloo (no shared memory: {why})" if why else SHARED_MEMORY
+
+    @property
+    def pool_bytes(self) -> int:
+        """What this rank's pool of shared memory has taken of the machine's, in use or not."""
+        return 0 if self._arena is None else self._arena.used_bytes
 
     def _own_arena(self) -> Arena:
         if self._arena is None:

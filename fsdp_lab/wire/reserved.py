@@ -1,10 +1,11 @@
 """`ReservedBuffer`: a tensor that keeps its address, with memory only while it is held.
 
 Note: addresses that stay. Autograd saves views of gathered parameters, as `F.linear` saves `weight.t()`, and a view knows
-its address. A unit that came back somewhere else would give wrong gradients without an error. So each buffer has addresses of
-its own, at which the pages of a block appear. When it is held again it is given the block of before, if that is free: then
-nothing is mapped, and no page is touched for the first time. Units that are never gathered at the same time so share a block,
-whose pages are mapped at the addresses of each. Otherwise another block is mapped, which takes about as long as a copy.
+its address. A unit that came back somewhere else would give wrong gradients without an error. So each buffer has addresses
+of its own, at which the pages of a block appear. When it is held again it is given the block of before, if that is free:
+then nothing is mapped, and no page is touched for the first time. Units that are never gathered at the same time so share a
+block, whose pages are mapped at the addresses of each. Otherwise another block is mapped, which takes about as long as a
+copy.
 
 What is read at the addresses while the buffer is not held is another unit's.
 """

@@ -4,8 +4,9 @@ group that `Wire` calls.
 Note: a collective through shared memory. A rank that issues one puts what others need into its arena, unless it is there
 already, publishes to each of them where that is (channels.py), and goes on. Nothing else happens until it waits: then it
 takes the entries of the others and reads their arenas. Whoever waits for one reads the earlier ones of the group first, in
-the order of issue, which is the same on all ranks. So issuing waits for nobody, and a wait waits for the others to issue, not
-for their waits: what does not deadlock over Gloo does not here. (Only who is RING collectives ahead waits for others to read.)
+the order of issue, which is the same on all ranks. So issuing waits for nobody, and a wait waits for the others to issue,
+not for their waits: what does not deadlock over Gloo does not here. (Only who is RING collectives ahead waits for others to
+read.)
 
 Sums are added in the order of ranks, by each rank for itself: the same bits everywhere, and in an all-reduce.
 

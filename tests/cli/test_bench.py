@@ -83,8 +83,8 @@ def test_shared_memory_is_compared_with_gloo(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.slow
-def test_forms_over_shared_memory_do_the_same_work(capsys: pytest.CaptureFixture[str]) -> None:
-    forms = "lab,lab-shared,fsdp2-raw,fsdp2-shared,ddp-shared"
+def test_forms_over_gloo_do_the_same_work(capsys: pytest.CaptureFixture[str]) -> None:
+    forms = "lab,lab-gloo,fsdp2-raw,fsdp2-gloo,ddp-gloo"
     assert main(["bench", "step", *TINY, "--steps", "2", "--only", forms]) == 0
     assert "largest difference of losses and gradient norms to fsdp2-raw: " in capsys.readouterr().out
 
@@ -189,14 +189,18 @@ def measured(**seconds: list[float]) -> BenchResult:
     named_seconds = {form.replace("_", "-"): s for form, s in seconds.items()}
     losses = {form: [5.0, 6.0] for form in named_seconds}
     return BenchResult(
-        seconds=named_seconds, losses=losses, gradient_norms=dict.fromkeys(named_seconds, 1.0), peak_bytes={}
+        seconds=named_seconds,
+        losses=losses,
+        gradient_norms=dict.fromkeys(named_seconds, 1.0),
+        peak_bytes={},
+        shared=frozenset(form for form in named_seconds if not form.endswith("-raw")),
     )
 
 
 def test_a_step_is_as_long_as_its_slowest_rank() -> None:
     ranks = [
-        {"lab": {"seconds": [1.0, 4.0], "loss": 5.0, "squared_norm": 9.0, "peak_bytes": 3}},
-        {"lab": {"seconds": [2.0, 3.0], "loss": 6.0, "squared_norm": 16.0, "peak_bytes": 4}},
+        {"lab": {"seconds": [1.0, 4.0], "loss": 5.0, "squared_norm": 9.0, "peak_bytes": 3, "is_shared": True}},
+        {"lab": {"seconds": [2.0, 3.0], "loss": 6.0, "squared_norm": 16.0, "peak_bytes": 4, "is_shared": True}},
     ]
     found = BenchResult.of_ranks(ranks)
     assert found.seconds == {"lab": [2.0, 4.0]} and found.losses == {"lab": [5.0, 6.0]}
@@ -213,7 +217,7 @@ def test_the_parts_of_an_overhead_add_up_to_it() -> None:
         for vote, ledger_s in (([0.9, 0.1, 0.2], 60.0), ([0.1, 0.1, 0.4], 9.0))
     ]
     forms: list[dict[str, dict[str, Any]]] = [{}, {}]
-    plain = {"loss": 5.0, "squared_norm": 1.0, "peak_bytes": 0}
+    plain = {"loss": 5.0, "squared_norm": 1.0, "peak_bytes": 0, "is_shared": False}
     for rank, of in zip(ranks, forms, strict=True):
         of["ddp-bare"] = of["ddp-bare-again"] = {"seconds": [1.0, 2.0, 3.0], **plain}
         of["ddp-metered"] = {"seconds": [2.0, 3.0, 4.0], **plain, **rank}
@@ -231,14 +235,18 @@ def test_ratios_are_of_the_same_round_and_against_the_fastest_form() -> None:
         fsdp2_wire=[2.0, 40.0, 7.0],
         ddp_raw=[2.0, 5.0, 4.0],
     )
-    assert found.fastest == {"fsdp2": "fsdp2-wire", "ddp": "ddp-raw"}
+    assert found.fastest == {
+        "fsdp2": "fsdp2-wire", "fsdp2-raw": "fsdp2-raw", "fsdp2-shared": "fsdp2-wire", "ddp": "ddp-raw", "ddp-raw": "ddp-raw"
+    }  # fmt: skip
     lines: list[str] = []
     figures = step_figures(found, {"cores": 2}, lines.append)
-    assert {name: ratio["median"] for name, ratio in figures["ratios"].items()} == {"lab/fsdp2": 0.5, "lab/ddp": 1.0}
+    assert {name: ratio["median"] for name, ratio in figures["ratios"].items()} == {
+        "lab/fsdp2": 0.5, "lab/fsdp2-raw": 0.25, "lab/fsdp2-shared": 0.5, "lab/ddp": 1.0, "lab/ddp-raw": 1.0
+    }  # fmt: skip
     assert figures["control"] == {"lab/lab": {"median": 1.0, "p10": 0.6, "p90": 1.0, "n": 3}}
     assert figures["step_time_s"]["lab"]["median"] == 4.0 and figures["environment"] == {"cores": 2}
     printed = "\n".join(lines)
-    assert all(form in printed for form in found.seconds) and "the fastest form of the peer is fsdp2-wire" in printed
+    assert all(form in printed for form in found.seconds) and "fsdp2-wire is the fastest of them" in printed
 
 
 def test_memory_is_compared_where_it_was_counted() -> None:
@@ -297,7 +305,8 @@ def test_step_measures_every_form_and_writes_what_it_prints(tmp_path: Path, caps
         "peak_bytes",
         "memory_ratios",
     ]
-    assert set(written["ratios"]) == {"lab/fsdp2", "lab/ddp"} and set(written["control"]) == {"lab/lab"}
+    peers = {f"lab/{peer}{group}" for peer in ("fsdp2", "ddp") for group in ("", "-raw", "-shared")}
+    assert set(written["ratios"]) == peers and set(written["control"]) == {"lab/lab"}
     assert set(written["step_time_s"]) == set(STEP) and all(form in printed for form in STEP)
     assert all(time_s["n"] == 2 and 0 < time_s["p10"] <= time_s["p90"] for time_s in written["step_time_s"].values())
     assert f"{written['ratios']['lab/ddp']['median']:.3f}" in printed

@@ -401,14 +401,16 @@ def test_the_limit_is_drawn_within_reach_and_said_always():
     near = 2 * told[1].events[0].memory.peak_bytes
     panel.update([
         Step(events=tuple(
-            dataclasses.replace(e, memory=dataclasses.replace(e.memory, limit_bytes=near)) for e in told[1].events))
+            dataclasses.replace(e, memory=dataclasses.replace(e.memory, limit_bytes=near, pool_bytes=5 << 20))
+            for e in told[1].events))
     ])  # fmt: skip
     for lane in range(2):
         line = panel.patches()[f"memory.over.limit_{lane}"]
         assert line["visible"] and line["location"] == pytest.approx(near / (1 << 20))
         assert panel._over._range.end > line["location"]
     assert panel.captions().legend[-1].label == "limit"
-    assert "by torch's allocator; the process has 900 MiB more" in panel.captions().note
+    more = "the process has 900 MiB more, 5.00 MiB of it a pool for what is gathered and sent."
+    assert panel.captions().note == f"At the peak of a step, by torch's allocator; {more}"
 
 
 def test_what_is_predicted_is_a_hollow_bar_before_and_after_anything_is_measured():

@@ -1,7 +1,7 @@
 """`MemoryModel`: what a backend allocates and frees in a `MemoryTracker` during a step. Each backend has a subclass.
 
 A model only adds up bytes at the points of a schedule, from the sizes of each unit in the forms that the backend stores
-(`UnitBytes`). The memory through which CPU ranks of one host send is none of torch's allocator, and not counted.
+(`UnitBytes`). Where CPU ranks of one host share memory, tensors in it are counted, and copies and free blocks are not.
 """
 
 from __future__ import annotations
