@@ -400,9 +400,9 @@ def wire(plan: BenchPlan, say: Say) -> dict[str, Any]:
     say(f"{plan.ranks} ranks, {plan.steps} rounds after one of warm-up; bytes of the whole tensor, microseconds")
     ranks = launch(plan, {"task": "wire"}, lambda done: None)
     report, rows = Report(lambda line: None, environment(plan)), []
-    for name in ranks[0]:
+    for name in ranks[0]["seconds"]:
         kind, _, nbytes = name.partition("/")
-        seconds = {form: slowest([rank[name][form] for rank in ranks]) for form in KINDS[kind]}
+        seconds = {form: slowest([rank["seconds"][name][form] for rank in ranks]) for form in KINDS[kind]}
         times = {form: spread(of).median for form, of in seconds.items()}
         gloo = min((form for form in times if form not in (SHARED, AGAIN)), key=times.__getitem__)
         report.ratio(name, found := spread(ratios(seconds[SHARED], seconds[gloo])))
@@ -411,7 +411,9 @@ def wire(plan: BenchPlan, say: Say) -> dict[str, Any]:
                      *(f"{x:.3f}" for x in (found.median, found.p10, found.p90)), f"{again.median:.3f}"))  # fmt: skip
     columns = ("collective", "bytes", "shared", "Gloo", "its form", "shared/Gloo", "p10", "p90", "control")
     say(repr(Table(columns=columns, rows=tuple(rows), left=frozenset({"collective", "its form"}))))
-    return report.figures
+    waiting = max(rank["waiting"] for rank in ranks)
+    say(f"a rank that waits for another one takes {waiting:.2%} of a core")
+    return report.figures | {"waiting_cores": waiting}
 
 
 # -- common ----------------------------------------------------------------------------------------------------------

@@ -206,7 +206,7 @@ def _measure(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> N
     from fsdp_lab.bench.checkpoints import save_and_load
     from fsdp_lab.bench.interleave import interleave
     from fsdp_lab.bench.sessions import TASKS, perform
-    from fsdp_lab.bench.wire import time_collectives
+    from fsdp_lab.bench.wire import time_a_wait, time_collectives
     from fsdp_lab.rank.rendezvous import RankInfo, close_groups, find_store, host_store, open_groups
     from fsdp_lab.wire import WireContext
 
@@ -231,7 +231,7 @@ def _measure(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> N
     if job["task"] == "checkpoints":
         result = save_and_load(plan, info, world, store, Path(job["folder"]), report_round)
     elif job["task"] == "wire":
-        result = time_collectives(world, plan.steps, report_round)
+        result = {"seconds": time_collectives(world, plan.steps, report_round), "waiting": time_a_wait(world)}
     else:
         result = interleave(plan, info, world, report_round, lambda events: send("events", events))
     send("result", result)

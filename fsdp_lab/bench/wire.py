@@ -23,6 +23,7 @@ from fsdp_lab.wire import ReductionOrder, Wire
 from fsdp_lab.wire.group import BACKEND
 
 SIZES_BYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)  # of the whole tensor
+WAIT_S = 1.0
 BATCH_BYTES = 4 << 20  # smaller ones are repeated
 SHARED, AGAIN = "shared", "shared-again"
 KINDS: Mapping[str, tuple[str, ...]] = {  # forms of each; those over Gloo differ in how it is asked
@@ -48,6 +49,18 @@ def time_collectives(world: Wire, rounds: int, on_round: Callable[[int], None]) 
         on_round(i)
     world.barrier().wait()
     return {name: {form: found[1:] for form, found in of_size.items()} for name, of_size in seconds.items()}
+
+
+def time_a_wait(world: Wire) -> float:
+    """The share of a core that rank 0 takes while it waits for another rank's collective, for `WAIT_S`. Collective. 0 on
+    other ranks. Raises BenchError if the ranks share no memory."""
+    shared = beside(world, shared_memory=True)
+    shared.barrier().wait()
+    if shared.rank():
+        time.sleep(WAIT_S)
+    begun_s, cpu_s = time.perf_counter(), time.process_time()
+    shared.barrier().wait()
+    return 0.0 if shared.rank() else (time.process_time() - cpu_s) / (time.perf_counter() - begun_s)
 
 
 def beside(world: Wire, *, shared_memory: bool) -> Wire:

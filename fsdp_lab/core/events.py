@@ -203,9 +203,7 @@ class Memory:
     allocated_bytes: int = 0  # between steps; on a CPU with `host_bytes`, which is the same memory
     reserved_bytes: int | None = None  # by the caching allocator; None on a CPU
     outside_bytes: int = 0  # not by the allocator: used minus reserved of the GPU; RSS minus allocated on a CPU
-    pool_bytes: int = (
-        0  # of the memory that CPU ranks share: this rank's pool for what it gathers and sends, in use or not
-    )
+    pool_bytes: int = 0  # of a pool of shared memory for what CPU ranks gather and send, in use or not
     limit_bytes: int | None = None  # available to this rank: of the GPU, or of the machine
     rss_bytes: int = 0  # with this rank's own pool, and without the others'
     # The most by which RSS grew while this rank built the model and read its weights; 0 of a training that read none.

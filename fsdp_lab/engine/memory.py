@@ -36,7 +36,8 @@ in which A has grown, unless r < g. With ZeRO-2 all units whose backward is stil
 What is sent over the lab's wire is there once: parts of an all-gather come to their places, and a reduce-scatter runs in
 place, over Gloo with room for one part (r / F). Through shared memory that is not needed: r / F is there at the end alone,
 when the sum is taken out. What is gathered and sent is then in a pool of the ranks' own (buffers.py), and is counted in the
-same classes; free blocks of the pool are not. torch's own groups over Gloo hold what is sent twice. FSDP2 holds as much as the engine: the unit gathered ahead, and the gradient that was sent last with its sum.
+same classes; free blocks of the pool are not. torch's own groups over Gloo hold what is sent twice. FSDP2 holds as much as
+the engine: the unit gathered ahead, and the gradient that was sent last with its sum.
 """
 
 from __future__ import annotations

@@ -274,7 +274,8 @@ class LinkEmulation:
         if bytes_per_s > wire:
             raise _too_fast(wanted, bytes_per_s, wire)
         link = Link(bytes_per_s=bytes_per_s, latency_s=wanted.latency_s)
-        return EmulatedLink(link=link, notes=(_note(wanted, link, scale, dtype),))
+        real = (f"The wire: {world.context.host_carrier}, {format_rate(wire)} a rank.",) if world.size() > 1 else ()
+        return EmulatedLink(link=link, notes=(*real, _note(wanted, link, scale, dtype)))
 
     def measure(self, world: Wire) -> float:
         """Bytes/s of this rank's link, measured at the first call, which is collective; infinite for one rank."""

@@ -18,12 +18,14 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import math
 import mmap
 import os
 import threading
 import warnings
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
+from pathlib import Path
 from weakref import WeakValueDictionary, finalize
 
 import torch
@@ -32,6 +34,10 @@ from torch.autograd.profiler import record_function
 
 ALIGN = 64  # bytes: a cache line, and a multiple of every element's size
 REPORT = "fsdp_lab.arena "  # the name of an event of the profiler: with an address, and bytes, negative if freed
+_CGROUP_FILES = (  # of versions 2 and 1
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
 _STEPS = 8  # size classes between two powers of two, so that at most an eighth of a block is unused
 _PAGE = mmap.PAGESIZE
 _SLAB = 16 * _PAGE  # what is smaller shares one, so that larger blocks begin with a page
@@ -82,12 +88,12 @@ class ArenaBlock:
 class Arena:
     """Blocks of a rank's memory file. Thread-safe."""
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
-        """Raises OSError where the system has no such files."""
+    def __init__(self, capacity_bytes: int | None = None, cgroup: Path = Path("/sys/fs/cgroup")) -> None:
+        """`cgroup`: the container's. Raises OSError where the system has no such files."""
         if capacity_bytes is None:
             capacity_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.file = MemoryFile(capacity_bytes)
-        self._capacity, self._end = capacity_bytes, 0
+        self._capacity, self._end, self._cgroup = capacity_bytes, 0, cgroup
         self._free: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)  # offsets by size and `is_mapped`
         self._users: Counter[int] = Counter()  # how many a block has, by offset
         self._holes: dict[int, int] = {}  # of free blocks: bytes that were given back, by offset
@@ -155,10 +161,14 @@ class Arena:
         if self._end + taken > self._capacity:
             raise MemoryError(f"{size} bytes more than the {self._end} in use exceed this machine's memory")
         self._fill(self._end, taken)
-        free += range(self._end, self._end + taken - size + 1, size)
+        free += reversed(range(self._end, self._end + taken - size + 1, size))
         self._end += taken
 
     def _fill(self, offset: int, nbytes: int) -> None:
+        left = bytes_left(self._cgroup)
+        if nbytes > left:
+            raise MemoryError(f"{nbytes} bytes of shared memory are more than the {max(0, left)} that the memory limit of "
+                              "this container leaves")  # fmt: skip
         try:
             os.posix_fallocate(self.file.descriptor, offset, nbytes)
         except OSError as e:
@@ -227,6 +237,19 @@ class Arena:
     def bytes_at(self, offset: int, nbytes: int) -> Tensor:
         """uint8 [nbytes]"""
         return self.file.mapping.data[offset : offset + nbytes]
+
+
+def bytes_left(cgroup: Path) -> float:
+    """Under a container's memory limit, without what the kernel would drop first: files that were not read lately. Beyond it
+    the kernel ends a process; `posix_fallocate` does not fail. Infinite without a limit."""
+    for limit, used, stat, dropped in _CGROUP_FILES:
+        try:
+            limit_bytes, used_bytes = (int((cgroup / name).read_text()) for name in (limit, used))
+            lines = (cgroup / stat).read_text().splitlines()
+        except (OSError, ValueError):  # not this version of cgroups, or no limit ("max")
+            continue
+        return limit_bytes - used_bytes + sum(int(line.split()[1]) for line in lines if line.split()[0] == dropped)
+    return math.inf
 
 
 def _report(address: int, nbytes: int) -> None:

@@ -80,6 +80,7 @@ def test_shared_memory_is_compared_with_gloo(tmp_path: Path, capsys: pytest.Capt
     for ratio in figures["ratios"].values():
         assert ratio["n"] == 2 and ratio["median"] > 0 and f"{ratio['median']:.3f}" in printed
     assert figures["ratios"]["reduce_scatter/67108864"]["median"] < 1
+    assert 0 < figures["waiting_cores"] < 0.02 and "of a core" in printed
 
 
 @pytest.mark.slow

@@ -86,6 +86,17 @@ def test_waits_may_come_in_any_order(pool: Pool, world_size: int) -> None:
         pool.run(_in_any_order, world_size, seed, 60, shared_memory=True)
 
 
+@pytest.mark.slow
+def test_many_more_ranks_than_cores() -> None:
+    """Who waits lets those run that it waits for: 8 ranks need no more than a few times the CPU time of their work."""
+    ranks = Pool(8)
+    try:
+        for seed in range(3):
+            ranks.run(_in_any_order, 8, seed, 100, shared_memory=True, timeout_s=60)
+    finally:
+        ranks.close()
+
+
 def _far_ahead(place: Place, count: int) -> None:
     """Rank 0 issues many more than a ring has entries, before it waits for any; rank 1 waits for each."""
     open_ = []
@@ -438,6 +449,30 @@ def test_memory_of_free_blocks_is_given_back() -> None:
 
 def _taken_bytes(arena: Arena) -> int:
     return os.fstat(arena.file.descriptor).st_blocks * 512
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({"memory.max": "900000", "memory.current": "800000", "memory.stat": "anon 7\ninactive_file 50000"}, 150_000),
+        ({"memory.max": "max", "memory.current": "800000", "memory.stat": "inactive_file 50000"}, None),
+        ({"memory/memory.limit_in_bytes": "900000", "memory/memory.usage_in_bytes": "850000",
+          "memory/memory.stat": "total_inactive_file 0"}, 50_000),
+        ({}, None),
+    ],
+    ids=["version 2", "no limit", "version 1", "no cgroups"],
+)  # fmt: skip
+def test_a_memory_limit_is_named_before_it_is_hit(tmp_path: Path, files: dict[str, str], left: int | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    arena = Arena(1 << 24, tmp_path)
+    if left is None:
+        assert arena.allocate(200_000).nbytes >= 200_000
+        return
+    with pytest.raises(MemoryError, match=rf"more than the {left} that the memory limit of this container leaves"):
+        arena.allocate(200_000)
+    assert arena.used_bytes == 0
 
 
 def test_no_core_dump_has_an_arena_in_it() -> None:
