@@ -44,6 +44,7 @@ def test_the_exposed_time_of_ddp_follows_the_formula(pool: Pool) -> None:
     """All gradients of so small a model are in one bucket: nothing overlaps. A busy machine only makes steps longer, so
     none is shorter than the formula, and the best step meets it."""
     (mine, theirs), (answer,) = follow(pool, [(spec(link="1 MB/s, 5 ms", **DDP), 5)])
+    assert re.fullmatch(r"The wire: shared memory, [\d.]+ [kMG]B/s a rank\.", answer["notes"][-2])
     assert answer["notes"][-1] == "Emulated link: 1 MB/s, 5 ms latency."
     for e in (*mine[1:], *theirs[1:]):
         assert e.notes[-1] == answer["notes"][-1]
