@@ -94,6 +94,13 @@ class FlatBackend(FlatTensors, Backend):
     def micro_batch(self, *, communicate: bool) -> AbstractContextManager[None]:
         return nullcontext() if communicate else engine.no_sync(self.module)
 
+    def retire(self, busy: Collection[int] = ()) -> None:
+        super().retire(busy)
+        for flat in engine.flats_of(self.module):
+            if not flat.is_view_of_master and flat.full.data_ptr() not in busy:
+                flat.gathered.free()
+            flat.gradients.drop()
+
     def release(self, busy: Collection[int] = ()) -> None:
         super().release(busy)
         engine.free(self.module, busy=busy)

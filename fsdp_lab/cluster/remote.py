@@ -101,7 +101,8 @@ def memory_short(error: BaseException) -> str:
         number, unit = found.groups()
         size = f"{int(number) / (1 << 20):,.1f} MiB" if unit == "bytes" else f"{number} {unit}"
     hint = 'give a smaller micro_batch or seq_len, more sharding, recompute="full", offload="all", or more ranks'
-    return f"{size} more could not be allocated; {hint}"
+    ours = "shared memory" in text or "this machine's memory" in text  # it says what there is
+    return f"{text}; {hint}" if ours else f"{size} more could not be allocated; {hint}"
 
 
 # -- the resident ----------------------------------------------------------------------------------------------------

@@ -3,8 +3,9 @@
 A group may have a `buffer_pool`, as the lab's wire has between ranks that share memory (wire/shared_memory.py): what is
 gathered or sent there is not copied once more, and is in the same place in every step, so that no page is touched for the
 first time. Such memory must not be written to after it was sent, since other ranks may read it later; it may be freed. Here
-that holds: gathered parameters are read only, except inside `unshard` (see `FlatBuffer.let_others_read`), and a gradient
-that was sent is dropped. ZeRO-1 keeps both, and uses torch's allocator.
+that holds: gathered parameters are read only, except after an `unshard`, which waits until others have them, and a gradient
+that was sent is dropped. Its reduced shard, which a user sees, is private. ZeRO-1 keeps what it sends, and uses torch's
+allocator. A child that is forked shares such memory, too, and sees what is written later.
 """
 
 from __future__ import annotations
@@ -34,11 +35,15 @@ class GatheredBuffer(Protocol):
 class BufferPool(Protocol):
     """What a group's `buffer_pool` is. Of tensors on the host."""
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel], with any content; its memory is free when nobody has it."""
+    def empty(self, numel: int, dtype: torch.dtype, *, is_private: bool = False) -> Tensor:
+        """[numel], with any content; its memory is free when nobody has it. `is_private`: it may be written to at any time,
+        also after it was sent."""
 
     def reserve(self, numel: int, dtype: torch.dtype) -> GatheredBuffer:
         """numel: not 0."""
+
+    def settle(self, tensor: Tensor) -> None:
+        """Wait until other ranks have read what was sent from a tensor."""
 
 
 class ResizedBuffer:
@@ -70,6 +75,10 @@ def gathered_buffer(pool: BufferPool | None, numel: int, dtype: torch.dtype, dev
     return ResizedBuffer(numel, dtype, device) if pool is None or not numel else pool.reserve(numel, dtype)
 
 
-def empty(pool: BufferPool | None, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[numel], with any content."""
-    return torch.empty(numel, dtype=dtype, device=device) if pool is None else pool.empty(numel, dtype)
+def empty(
+    pool: BufferPool | None, numel: int, dtype: torch.dtype, device: torch.device, *, is_private: bool = False
+) -> Tensor:
+    """[numel], with any content. `is_private`: see `BufferPool`."""
+    if pool is None:
+        return torch.empty(numel, dtype=dtype, device=device)
+    return pool.empty(numel, dtype, is_private=is_private)

@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from fsdp_lab.core.layout import Layout, Range
 from fsdp_lab.core.schedule import OffloadPolicy
-from fsdp_lab.engine.buffers import ResizedBuffer, gathered_buffer
+from fsdp_lab.engine.buffers import gathered_buffer
 from fsdp_lab.engine.collectives import CommHandle, all_gather
 from fsdp_lab.engine.errors import AbsentGradient, FreedParameter, ShardError, absent_gradients
 from fsdp_lab.engine.gradients import GradientBuffer, placement_of
@@ -233,9 +232,8 @@ class FlatBuffer:
 
     def let_others_read(self) -> None:
         """Before gathered parameters are written to: until other ranks have what this one sent from the gathered buffer."""
-        group = self.mesh.shard_group
-        if group is not None and not isinstance(self.gathered, ResizedBuffer):
-            dist.barrier(group=group)
+        if (pool := self.mesh.buffer_pool) is not None:
+            pool.settle(self.full)
 
     def write_back(self) -> None:
         """Copy what was written into gathered parameters to the shard, element by element where bits differ."""

@@ -97,7 +97,8 @@ class Reduction:
             if self.target.policy.shard_optimizer_only:  # it may stay a part of the whole gradient
                 self.shard = part.to(dtype)
             else:
-                self.shard = empty(self._mesh.buffer_pool, part.numel(), dtype, part.device).copy_(part)
+                pool = self._mesh.buffer_pool
+                self.shard = empty(pool, part.numel(), dtype, part.device, is_private=True).copy_(part)
 
         with self._streams.reduce.entered():
             work = reduce_scatter(part, unsharded, group)

@@ -27,6 +27,7 @@ class UnshardHandle:
         try:
             for unit in self._units:
                 self._runtime.make_ready(unit, Direction.FORWARD)
+            self._settle()
         except BaseException:
             for unit in self._units:
                 with suppress(RuntimeError):  # other gathers fail alike, and the first one is told
@@ -40,8 +41,7 @@ class UnshardHandle:
                 self._runtime.make_ready(unit, Direction.FORWARD)
                 unit.pins += 1
                 self._pinned.append(unit)
-            for flat in (flat for unit in self._units for flat in unit.flats):
-                flat.let_others_read()
+            self._settle()
         except BaseException:
             self.__exit__()
             raise
@@ -54,6 +54,11 @@ class UnshardHandle:
             for flat in unit.flats:
                 flat.write_back()
             unit.reshard()
+
+    def _settle(self) -> None:
+        """Let the caller write to the parameters."""
+        for flat in (flat for unit in self._units for flat in unit.flats):
+            flat.let_others_read()
 
     def _issue(self, unit: Unit) -> None:
         if unit.is_sharded and unit.policy.offload != OffloadPolicy.NONE:

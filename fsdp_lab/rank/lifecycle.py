@@ -264,9 +264,9 @@ class Lifecycle:
 
     def unload(self) -> int:
         """Drop the model and its optimizer. Returns the bytes that the process gave back."""
-        before = held_bytes(self._info.device)
+        before = held_bytes(self._info.device, self._context)
         self.release()
-        return max(0, before - held_bytes(self._info.device))
+        return max(0, before - held_bytes(self._info.device, self._context))
 
     def release(self) -> None:
         backends = [self.trainer.backend] if self.trainer is not None else []
@@ -279,6 +279,7 @@ class Lifecycle:
 
     def _return_memory(self) -> None:
         gc.collect()
+        self._context.trim_pool()
         return_memory(self._info.device)
 
 

@@ -328,11 +328,11 @@ def fidelity_notes(info: RankInfo, shared_gpu_ranks: int, carrier: str = "Gloo")
     return ()
 
 
-def held_bytes(device: torch.device) -> int:
-    """Memory of this process: reserved on its GPU, or resident on the host."""
+def held_bytes(device: torch.device, context: WireContext) -> int:
+    """Memory of this process: reserved on its GPU, or resident on the host, with its own pool of shared memory."""
     if device.type == "cuda":
         return int(torch.cuda.memory_reserved(device))
-    return int(psutil.Process().memory_info().rss)
+    return int(psutil.Process().memory_info().rss) - shared_rss_bytes() + context.pool_bytes
 
 
 def shared_rss_bytes(status: Path = Path("/proc/self/status")) -> int:

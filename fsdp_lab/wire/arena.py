@@ -24,9 +24,10 @@ import os
 import threading
 import warnings
 from collections import Counter, defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from weakref import WeakValueDictionary, finalize
+from weakref import WeakMethod, WeakValueDictionary, finalize
 
 import torch
 from torch import Tensor
@@ -34,10 +35,11 @@ from torch.autograd.profiler import record_function
 
 ALIGN = 64  # bytes: a cache line, and a multiple of every element's size
 REPORT = "fsdp_lab.arena "  # the name of an event of the profiler: with an address, and bytes, negative if freed
-_CGROUP_FILES = (  # of versions 2 and 1
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+_CGROUP_FILES = (  # of versions 2 and 1: the limit, what is used, and of what
+    ("memory.max", "memory.current", "memory.stat"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
 )
+_RECLAIMED = {"active_file", "inactive_file", "slab_reclaimable", "total_active_file", "total_inactive_file"}
 _STEPS = 8  # size classes between two powers of two, so that at most an eighth of a block is unused
 _PAGE = mmap.PAGESIZE
 _SLAB = 16 * _PAGE  # what is smaller shares one, so that larger blocks begin with a page
@@ -96,9 +98,11 @@ class Arena:
         self._capacity, self._end, self._cgroup = capacity_bytes, 0, cgroup
         self._free: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)  # offsets by size and `is_mapped`
         self._users: Counter[int] = Counter()  # how many a block has, by offset
-        self._holes: dict[int, int] = {}  # of free blocks: bytes that were given back, by offset
+        self._holes: list[tuple[int, int]] = []  # whole pages that were given back: begin and end, in order
         self._lock = threading.Lock()
         self._lent: dict[int, ArenaBlock] = {}  # where tensors are, by the address of their storage
+        self._private: set[int] = set()  # those of them that others do not read
+        self._pollers: list[WeakMethod[Callable[[], None]]] = []
         self._dropped: deque[ArenaBlock] = deque()  # by finalizers, which may run while this thread has the lock
         self._mapped: WeakValueDictionary[tuple[int, int], Mapping] = WeakValueDictionary()  # those of others, by file
 
@@ -114,7 +118,7 @@ class Arena:
     def used_bytes(self) -> int:
         """What it takes of the machine's memory, at most: blocks in use, and free ones with their pages."""
         with self._lock:
-            return self._end - sum(self._holes.values())
+            return self._end - sum(end - begin for begin, end in self._holes)
 
     # -- blocks ---------------------------------------------------------------------------------------------------
 
@@ -129,8 +133,6 @@ class Arena:
             if not free:
                 self._extend(size, free)
             offset = again.offset if again is not None and again.offset in free else free[-1]
-            if offset in self._holes:
-                self._fill(offset, size)
             free.remove(offset)
             self._users[offset] = 1
             return ArenaBlock(offset, size, is_mapped)
@@ -156,13 +158,20 @@ class Arena:
             self._give_back(self._dropped.popleft())
 
     def _extend(self, size: int, free: list[int]) -> None:
-        """More of the file: one block, or a slab of small ones."""
-        taken = max(size, _SLAB)
-        if self._end + taken > self._capacity:
+        """Pages for one block more, or for a slab of small ones: in the first hole that has room, else at the end."""
+        taken = -(-max(size, _SLAB) // _PAGE) * _PAGE
+        hole = next((hole for hole in self._holes if hole[1] - hole[0] >= taken), None)
+        begin = self._end if hole is None else hole[0]
+        if begin + taken > self._capacity:
             raise MemoryError(f"{size} bytes more than the {self._end} in use exceed this machine's memory")
-        self._fill(self._end, taken)
-        free += reversed(range(self._end, self._end + taken - size + 1, size))
-        self._end += taken
+        self._fill(begin, taken)
+        if hole is None:
+            self._end += taken
+        else:
+            self._holes.remove(hole)
+            self._holes += [(begin + taken, hole[1])] if begin + taken < hole[1] else []
+            self._holes.sort()
+        free += reversed(range(begin, begin + taken - size + 1, size))
 
     def _fill(self, offset: int, nbytes: int) -> None:
         left = bytes_left(self._cgroup)
@@ -173,39 +182,42 @@ class Arena:
             os.posix_fallocate(self.file.descriptor, offset, nbytes)
         except OSError as e:
             raise MemoryError(f"{nbytes} bytes of shared memory could not be allocated: {e.strerror}") from None
-        self._holes.pop(offset, None)
 
     def trim(self) -> None:
-        """Give the memory of free blocks back to the machine."""
+        """Give the memory of free blocks back to the machine, except of small ones beside others that are in use."""
         with self._lock:
             self._take_dropped()
             if not self._users:
-                if self._end == 0 or self._punch(0, -(-self._end // _PAGE) * _PAGE):
+                if self._punch(0, self._end):
                     self._free.clear()
-                    self._holes.clear()
-                    self._end = 0
+                    self._holes, self._end = [], 0
                 return
-            for (size, _), offsets in self._free.items():
-                for offset in [o for o in offsets if o not in self._holes]:
-                    self._holes[offset] = self._punch(offset, size)
+            for (size, is_mapped), offsets in self._free.items():
+                if size >= _SLAB:
+                    given = [offset for offset in offsets if self._punch(offset, offset + size)]
+                    self._free[size, is_mapped] = [offset for offset in offsets if offset not in given]
+                    self._holes += [(offset, offset + size) for offset in given]
+            self._holes = _joined(sorted(self._holes))
 
-    def _punch(self, offset: int, nbytes: int) -> int:
-        """Gives back the whole pages of these bytes. Returns how many bytes that is."""
-        first, end = -(-offset // _PAGE) * _PAGE, (offset + nbytes) // _PAGE * _PAGE
+    def _punch(self, begin: int, end: int) -> bool:
+        """Give back these pages, from a whole one to a whole one."""
         with contextlib.suppress(OSError):  # it is locked in memory, and stays
-            if end > first:
-                self.file.mapping.memory.madvise(mmap.MADV_REMOVE, first, end - first)
-                return end - first
-        return 0
+            if end > begin:
+                self.file.mapping.memory.madvise(mmap.MADV_REMOVE, begin, end - begin)
+            return True
+        return False
 
     # -- tensors --------------------------------------------------------------------------------------------------
 
-    def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel], not 0, with any content. Its block is free when its storage is. Raises MemoryError."""
+    def tensor(self, numel: int, dtype: torch.dtype, *, is_private: bool = False) -> Tensor:
+        """[numel], not 0, with any content. Its block is free when its storage is. `is_private`: `find` does not find it.
+        Raises MemoryError."""
         block = self.allocate(numel * dtype.itemsize)
         address = self.file.mapping.address + block.offset
         memory = (ctypes.c_ubyte * (numel * dtype.itemsize)).from_address(address)
         self.lend(address, block, len(memory))
+        if is_private:
+            self._private.add(address)
         finalize(memory, self.dropped, address, len(memory)).atexit = False
         return torch.frombuffer(memory, dtype=dtype)
 
@@ -220,6 +232,7 @@ class Arena:
     def take_back(self, address: int, nbytes: int) -> ArenaBlock:
         """It no longer is. The caller frees the block."""
         block = self._lent.pop(address)
+        self._private.discard(address)
         _report(address, -nbytes)
         return block
 
@@ -228,27 +241,64 @@ class Arena:
         if address in self._lent:
             self._dropped.append(self.take_back(address, nbytes))
 
+    def keep_private(self, tensor: Tensor) -> None:
+        """Let `find` not find what has this storage."""
+        if (address := tensor.untyped_storage().data_ptr()) in self._lent:
+            self._private.add(address)
+
     def find(self, tensor: Tensor) -> tuple[ArenaBlock, int] | None:
-        """The block that a tensor is in, and where in the file its first element is. None: it is not in this arena."""
+        """The block that a tensor is in, and where in the file its first element is. None: it is not in this arena, or
+        private."""
         address = tensor.untyped_storage().data_ptr()
         block = self._lent.get(address)
-        return None if block is None else (block, block.offset + tensor.data_ptr() - address)
+        if block is None or address in self._private:
+            return None
+        return block, block.offset + tensor.data_ptr() - address
+
+    def is_unread(self, tensor: Tensor) -> bool:
+        """Whether others have yet to read what was sent from a tensor, as far as `poll` has looked."""
+        found = self.find(tensor)
+        with self._lock:
+            return found is not None and self._users[found[0].offset] > 1
+
+    def watch(self, poll: Callable[[], None]) -> None:
+        """A method that notices what others have read, of a group that sends from this arena, while that exists."""
+        self._pollers = [each for each in self._pollers if each() is not None] + [WeakMethod(poll)]
+
+    def poll(self) -> None:
+        """Notice what others have read."""
+        for each in self._pollers:
+            if (poll := each()) is not None:
+                poll()
 
     def bytes_at(self, offset: int, nbytes: int) -> Tensor:
         """uint8 [nbytes]"""
         return self.file.mapping.data[offset : offset + nbytes]
 
 
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges in order, those that touch as one."""
+    found: list[tuple[int, int]] = []
+    for begin, end in ranges:
+        if found and found[-1][1] == begin:
+            found[-1] = found[-1][0], end
+        else:
+            found.append((begin, end))
+    return found
+
+
 def bytes_left(cgroup: Path) -> float:
-    """Under a container's memory limit, without what the kernel would drop first: files that were not read lately. Beyond it
-    the kernel ends a process; `posix_fallocate` does not fail. Infinite without a limit."""
-    for limit, used, stat, dropped in _CGROUP_FILES:
+    """Under a container's memory limit, with what the kernel would drop first, as pages of files; infinite without a limit.
+    Beyond it `posix_fallocate` does not fail, and the kernel ends a process."""
+    for limit, used, stat in _CGROUP_FILES:
         try:
             limit_bytes, used_bytes = (int((cgroup / name).read_text()) for name in (limit, used))
-            lines = (cgroup / stat).read_text().splitlines()
+            lines = [line.split(" ", 1) for line in (cgroup / stat).read_text().splitlines()]
         except (OSError, ValueError):  # not this version of cgroups, or no limit ("max")
             continue
-        return limit_bytes - used_bytes + sum(int(line.split()[1]) for line in lines if line.split()[0] == dropped)
+        totals = any(name.startswith("total_") for name, _ in lines)  # version 1 has both, of the group and below it
+        dropped = (int(n) for name, n in lines if name in _RECLAIMED and name.startswith("total_") == totals)
+        return limit_bytes - used_bytes + sum(dropped)
     return math.inf
 
 

@@ -230,6 +230,11 @@ class WireContext:
         """What this rank's pool of shared memory has taken of the machine's, in use or not."""
         return 0 if self._arena is None else self._arena.used_bytes
 
+    def trim_pool(self) -> None:
+        """Give the pool's free memory back to the machine."""
+        if self._arena is not None:
+            self._arena.trim()
+
     def _own_arena(self) -> Arena:
         if self._arena is None:
             self._arena = Arena()

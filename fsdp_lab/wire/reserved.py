@@ -16,9 +16,8 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable
 from typing import Any
-from weakref import WeakMethod, finalize
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -32,13 +31,14 @@ _FAILED = ctypes.c_void_p(-1).value
 class ReservedBuffer:
     """See the module. `tensor`: [numel], not 0."""
 
-    def __init__(self, arena: Arena, numel: int, dtype: torch.dtype, poll: Callable[[], None]) -> None:
-        """`poll`, a method: notices what other ranks have read. Raises MemoryError."""
-        self._arena, self._nbytes, self._poll = arena, numel * dtype.itemsize, WeakMethod(poll)
+    def __init__(self, arena: Arena, numel: int, dtype: torch.dtype) -> None:
+        """Raises MemoryError."""
+        self._arena, self._nbytes = arena, numel * dtype.itemsize
         self._block: ArenaBlock | None = None  # whose pages are at the addresses
         self._address = _map(None, self._nbytes, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
         memory = (ctypes.c_ubyte * self._nbytes).from_address(self._address)
         finalize(memory, _unmap, arena, self._address, self._nbytes).atexit = False
+        self._memory = memory  # also where torch moves the tensor, as its `share_memory_` does
         self.tensor: Tensor = torch.frombuffer(memory, dtype=dtype)
 
     @property
@@ -49,14 +49,13 @@ class ReservedBuffer:
         """Its content is undefined afterwards. Raises MemoryError."""
         if self.is_held:
             return
-        if (poll := self._poll()) is not None:
-            poll()
+        self._arena.poll()
         block = self._arena.allocate(self._nbytes, is_mapped=True, again=self._block)
         if block != self._block:
-            flags = mmap.MAP_SHARED | _FIXED | _POPULATE
+            self._block = None
             try:
-                _map(self._address, self._nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags,
-                     self._arena.file.descriptor, block.offset)  # fmt: skip
+                _map(self._address, self._nbytes, mmap.PROT_READ | mmap.PROT_WRITE,
+                     mmap.MAP_SHARED | _FIXED | _POPULATE, self._arena.file.descriptor, block.offset)  # fmt: skip
             except MemoryError:
                 self._arena.free(block)
                 raise

@@ -10,9 +10,11 @@ read.)
 
 Sums are added in the order of ranks, by each rank for itself: the same bits everywhere, and in an all-reduce.
 
-Note: what is not copied. Tensors of `SharedGroup.empty` and `reserve` are in the arena: of such an input of a
-reduce-scatter, and of this rank's part of such an output of an all-gather, the others read the original. Nobody must write
-to it after the collective was issued, also when that has completed here: another rank may read it later. It may be freed.
+Note: what is not copied. Tensors of `SharedGroup.empty` and `reserve` are in the arena: of an input of a reduce-scatter
+from the one, and of this rank's part of an output of an all-gather from either, the others read the original. Nobody must
+write to it after the collective was issued, also when that has completed here: another rank may read it later (`settle`).
+It may be freed. What a user comes to see, and may send himself and write to as he likes, is private: the results of reduce-
+scatters.
 
 No thread of ours runs beside the ranks: where there are as many as cores, it would take the time of one. A future, which DDP
 asks for, is completed in a thread that waits (`WireWork`).
@@ -49,6 +51,7 @@ from fsdp_lab.wire.semaphores import SPIN_S, Semaphores
 
 _SLICE_S = 0.05  # the longest wait in C, hence how late an abort is seen
 _CHUNK_BYTES = 256 << 10  # of a sum: stays in a core's cache
+_SETTLE_S = 1e-4  # between two looks at what others have read
 _CLOSE_S = 1.0  # for others to read what was published, when a group is closed
 _CLOSED = "the process group is closed"
 
@@ -264,6 +267,7 @@ class SharedGroup:
         self._inboxes = {r: Inbox(peer) for r, peer in senders.items()}
         self._issued: deque[SharedWork] = deque()  # and not read, oldest first
         self._issuing, self._reading = Section(), Section()
+        arena.watch(self.poll)
 
     # -- progress -------------------------------------------------------------------------------------------------
 
@@ -319,13 +323,25 @@ class SharedGroup:
 
     # -- memory for what is sent: see the note ----------------------------------------------------------------------
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel], with any content. Raises MemoryError."""
-        return self._arena.tensor(numel, dtype) if numel else torch.empty(0, dtype=dtype)
+    def empty(self, numel: int, dtype: torch.dtype, *, is_private: bool = False) -> Tensor:
+        """[numel], with any content. `is_private`: what is sent from it is copied. Raises MemoryError."""
+        return self._arena.tensor(numel, dtype, is_private=is_private) if numel else torch.empty(0, dtype=dtype)
 
     def reserve(self, numel: int, dtype: torch.dtype) -> ReservedBuffer:
         """For a tensor [numel], not 0, that is there again and again. Raises MemoryError."""
-        return ReservedBuffer(self._arena, numel, dtype, self.poll)
+        return ReservedBuffer(self._arena, numel, dtype)
+
+    def settle(self, tensor: Tensor) -> None:
+        """Wait until the others have read what was sent from a tensor, each in a wait of its own. Raises RuntimeError after
+        the group's timeout, and what `check` raises."""
+        end_s = time.monotonic() + self._timeout_s
+        self._arena.poll()
+        while self._arena.is_unread(tensor):
+            self._check()
+            if time.monotonic() > end_s:
+                raise RuntimeError(f"a rank did not read what this one sent, for {self._timeout_s:.0f} s")
+            time.sleep(_SETTLE_S)
+            self._arena.poll()
 
     # -- issuing --------------------------------------------------------------------------------------------------
 
@@ -394,13 +410,17 @@ class SharedGroup:
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> SharedWork:
         """output: [n], which may be its part of the input: [W * n]"""
         _check_operator(opts)
+        if output.untyped_storage().data_ptr() != input.untyped_storage().data_ptr():
+            self._arena.keep_private(output)
         flat = input.detach().reshape(-1)
         parts = list(flat.chunk(self._size)) if flat.numel() else [flat] * self._size
 
         def finish(found: _Found) -> None:
             _combine(opts, output, parts[self._rank], self._rank, found)
 
-        return self._issue(_What.REDUCE_SCATTER, {r: parts[r] for r in self.peers}, finish, in_place=True)
+        found = self._arena.find(flat)
+        in_place = found is not None and not found[0].is_mapped  # else a user sends what is gathered
+        return self._issue(_What.REDUCE_SCATTER, {r: parts[r] for r in self.peers}, finish, in_place=in_place)
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> SharedWork:
         (tensor,) = tensors

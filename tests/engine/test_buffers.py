@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from fsdp_lab.core.spec import Strategy
 from fsdp_lab.engine import unshard
@@ -16,7 +19,7 @@ from fsdp_lab.engine.buffers import ResizedBuffer
 from fsdp_lab.engine.fully_shard import flats_of
 from fsdp_lab.wire import reserved
 from fsdp_lab.wire.arena import Arena, ArenaBlock
-from tests.engine.toys import by_block, make, train_beside
+from tests.engine.toys import batch, by_block, make, train_beside
 from tests.pool import Place, Pool
 
 
@@ -125,6 +128,55 @@ def written(place: Place, rounds: int) -> None:
             for p in model.parameters():
                 assert number == 0 or bool((p == number).all()), "what every rank wrote before"
                 p.fill_(number + 1)
+
+
+def alone(place: Place) -> bool:
+    """One rank enters what is gathered already: it waits for nobody."""
+    model = make()
+    by_block(model, strategy=Strategy())
+    unshard(model)
+    place.world.barrier().wait()
+    if place.rank == 0:
+        with unshard(model):
+            pass
+    place.world.barrier().wait()
+    return True
+
+
+def test_what_is_gathered_is_entered_alone(pool: Pool) -> None:
+    assert pool.run(alone, 2, shared_memory=True) == [True, True]
+
+
+def sent_by_a_user(place: Place, backend: str, rounds: int) -> int:
+    """How many sums are right of gradients that a user sends, blocking, and writes to afterwards, with late ranks."""
+    model = make()
+    if backend == "fsdp2":
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+            module.set_allocate_memory_from_process_group_for_comm(True)
+    else:
+        by_block(model, strategy=Strategy())
+    own, right = random.Random(f"{place.rank}"), 0
+    for number in range(rounds):
+        model(batch(number, place.rank)).square().mean().backward()
+        gradients: list[Any] = [p.grad for p in model.parameters()]
+        local = next(g.to_local().reshape(-1)[:4] for g in gradients if g.to_local().numel() > 3)
+        everyone = [torch.empty_like(local) for _ in range(2)]
+        dist.all_gather(everyone, local.clone())
+        summed = torch.empty(2)
+        if own.random() < 0.5:
+            time.sleep(0.002)
+        dist.reduce_scatter_tensor(summed, local)
+        local.fill_(7.0)
+        half = slice(place.rank * summed.numel(), (place.rank + 1) * summed.numel())
+        right += torch.equal(summed, everyone[0][half] + everyone[1][half])
+        model.zero_grad()
+    return right
+
+
+@pytest.mark.parametrize("backend", ["lab", "fsdp2"])
+def test_a_user_may_send_gradients_and_write_to_them(pool: Pool, backend: str) -> None:
+    assert pool.run(sent_by_a_user, 2, backend, 30, shared_memory=True) == [30, 30]
 
 
 def test_gathered_parameters_are_written_when_all_have_them(pool: Pool) -> None:

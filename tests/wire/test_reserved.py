@@ -18,16 +18,6 @@ PAGE = 4096
 FLOATS = 5 * PAGE  # 20 pages
 
 
-class Nobody:
-    """Has nothing to notice."""
-
-    def poll(self) -> None:
-        pass
-
-
-NOBODY = Nobody()
-
-
 @pytest.fixture
 def arena() -> Arena:
     return Arena(1 << 26)
@@ -43,7 +33,7 @@ def mapped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def buffer(arena: Arena, numel: int = FLOATS) -> ReservedBuffer:
-    return ReservedBuffer(arena, numel, torch.float32, NOBODY.poll)
+    return ReservedBuffer(arena, numel, torch.float32)
 
 
 def in_file(arena: Arena, tensor: Tensor) -> Tensor:
@@ -179,6 +169,38 @@ def is_mapped_here(address: int) -> bool:
     with open("/proc/self/maps") as maps:
         ranges = (line.split()[0].split("-") for line in maps)
         return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
+
+
+def test_what_torch_moves_keeps_its_addresses(arena: Arena) -> None:
+    """As `share_memory_` does, which gives the tensor another storage."""
+    one = buffer(arena)
+    one.hold()
+    address = one.tensor.data_ptr()
+    one.tensor.share_memory_()
+    gc.collect()
+    assert is_mapped_here(address) and one.is_held
+
+
+def test_private_memory_is_not_found(arena: Arena) -> None:
+    own, sent = arena.tensor(100, torch.float32, is_private=True), arena.tensor(100, torch.float32)
+    assert arena.find(own) is None and arena.find(sent) is not None
+    arena.keep_private(sent[3:])
+    assert arena.find(sent) is None
+    address = sent.data_ptr()
+    del sent
+    assert arena.find(again := arena.tensor(100, torch.float32)) is not None and again.data_ptr() == address
+
+
+def test_memory_that_was_given_back_is_used_for_other_sizes() -> None:
+    """Whatever stays in use: the file is not filled by holes."""
+    arena = Arena(1 << 26)
+    stays = [arena.tensor(100, torch.float32)]
+    for turn in range(60):
+        blocks = [arena.tensor(numel, torch.float32) for numel in (300_000 + 20_000 * (turn % 7), 1_000_000)]
+        stays.append(arena.tensor(5000, torch.float32))
+        del blocks
+        arena.trim()
+    assert arena.used_bytes < 61 * (16 * PAGE + 6 * PAGE)
 
 
 def test_a_shortage_leaves_a_buffer_as_it_was() -> None:

@@ -434,7 +434,7 @@ def test_size_classes_waste_at_most_an_eighth() -> None:
 
 
 def test_memory_of_free_blocks_is_given_back() -> None:
-    arena, pages = Arena(1 << 24), 4096 * 8
+    arena, pages = Arena(1 << 24), 4096 * 32
     blocks = [arena.allocate(pages) for _ in range(4)]
     for block in blocks:
         arena.bytes_at(block.offset, pages).fill_(7)
@@ -454,10 +454,11 @@ def _taken_bytes(arena: Arena) -> int:
 @pytest.mark.parametrize(
     ("files", "left"),
     [
-        ({"memory.max": "900000", "memory.current": "800000", "memory.stat": "anon 7\ninactive_file 50000"}, 150_000),
+        ({"memory.max": "900000", "memory.current": "800000",
+          "memory.stat": "anon 7\nactive_file 20000\ninactive_file 30000"}, 150_000),
         ({"memory.max": "max", "memory.current": "800000", "memory.stat": "inactive_file 50000"}, None),
         ({"memory/memory.limit_in_bytes": "900000", "memory/memory.usage_in_bytes": "850000",
-          "memory/memory.stat": "total_inactive_file 0"}, 50_000),
+          "memory/memory.stat": "inactive_file 9999\ntotal_inactive_file 0"}, 50_000),
         ({}, None),
     ],
     ids=["version 2", "no limit", "version 1", "no cgroups"],
