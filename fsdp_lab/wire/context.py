@@ -233,6 +233,7 @@ class WireContext:
     def trim_pool(self) -> None:
         """Give the pool's free memory back to the machine."""
         if self._arena is not None:
+            self._arena.poll()
             self._arena.trim()
 
     def _own_arena(self) -> Arena:

@@ -6,10 +6,12 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
 from fsdp_lab.backends.storage import storage_id
 from fsdp_lab.core.events import Role
 from fsdp_lab.core.spec import Spec
+from fsdp_lab.engine.fully_shard import flats_of
 from fsdp_lab.models import build_skeleton, resolve
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.rank import Session
@@ -124,3 +126,33 @@ def test_nor_where_the_optimizer_keeps_nothing(pool: Pool) -> None:
 def test_nor_between_other_layouts(pool: Pool) -> None:
     """There and back, by way of each."""
     assert_bounded(pool, ["lab", *OTHERS, "ddp", *reversed(OTHERS), "fsdp2"], {**BACKENDS, **OTHERS}, "adamw")
+
+
+# -- the pool of shared memory -----------------------------------------------------------------------------------------
+
+
+def pools(place: Place) -> tuple[int, int, int]:
+    """What the pool takes: after steps of the last of some models, and when that is unloaded; and what is gathered in a
+    backend that was retired between forward and backward."""
+    s = session(place)
+    for layers in (5, 4, 3):
+        s.apply("run", spec(model={**DEEP, "n_layer": layers, "n_embd": 64 * layers}).to_dict(), fresh=True)
+        s.train(2)
+    trained = s.context.pool_bytes
+    s.apply("run", spec(sharding="shard_grad_op").to_dict(), fresh=True)
+    assert s.trainer is not None
+    backend = s.trainer.backend
+    backend.module(torch.zeros(1, 16, dtype=torch.int64))
+    assert all(flat.is_gathered for flat in flats_of(backend.module))
+    backend.retire()
+    gathered = sum(flat.is_gathered for flat in flats_of(backend.module))
+    s.unload()
+    left = s.context.pool_bytes
+    s.close()
+    return trained, left, gathered
+
+
+def test_a_pool_that_is_not_needed_is_given_back(pool: Pool) -> None:
+    largest = 4 * (12 * 320**2 + (512 + 64) * 320)  # of the first model: a block, and the root
+    for trained, left, gathered in pool.run(pools, 2, reduction=None):
+        assert 0 < trained < 3 * largest and left < largest / 10 and gathered == 0
