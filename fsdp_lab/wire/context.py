@@ -127,6 +127,7 @@ class WireContext:
         self.not_shared: dict[str, str] = {}  # by group, why it does not use shared memory
         self.shared_memory = shared_memory  # of groups that are opened from now on
         self._arena: Arena | None = None
+        self._most_ranks = 0  # of any group that was opened; the world's is the first
         self._unread_channels: list[tuple[frozenset[int], list[Channel]]] = []  # of closed groups, with their ranks
         self.hide_from_profiler = False  # Gloo's operations: see the note on a profiler and an abort
         self.session: Any = None  # the `rank.Session` that opened its groups, for those who know a group alone
@@ -198,8 +199,10 @@ class WireContext:
         """Shared memory for a group of this name and these ranks of the world; None where they use Gloo."""
         if not self.shared_memory:
             return None
+        self._most_ranks = max(self._most_ranks, len(ranks))
         try:
-            group = open_shared(store, rank, len(ranks), arena=self._own_arena, check=self.check, timeout=self.timeout)
+            group = open_shared(store, rank, len(ranks), arena=self._own_arena, check=self.check, timeout=self.timeout,
+                                most_ranks=self._most_ranks)  # fmt: skip
         except NotShared as e:
             self.not_shared[name] = str(e)
             return None

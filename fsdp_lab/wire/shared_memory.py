@@ -13,8 +13,7 @@ Sums are added in the order of ranks, by each rank for itself: the same bits eve
 Note: what is not copied. Tensors of `SharedGroup.empty` and `reserve` are in the arena: of an input of a reduce-scatter
 from the one, and of this rank's part of an output of an all-gather from either, the others read the original. Nobody must
 write to it after the collective was issued, also when that has completed here: another rank may read it later (`settle`).
-It may be freed. What a user comes to see, and may send himself and write to as he likes, is private: the results of reduce-
-scatters.
+It may be freed. The result of a reduce-scatter is private: it becomes a user's gradient, who may send it and write to it.
 
 No thread of ours runs beside the ranks: where there are as many as cores, it would take the time of one. A future, which DDP
 asks for, is completed in a thread that waits (`WireWork`).
@@ -514,11 +513,13 @@ def open_shared(
     arena: Callable[[], Arena],
     check: Callable[[], None],
     timeout: timedelta,
+    most_ranks: int,
 ) -> SharedGroup:
-    """Collective. `arena` makes this rank's, or returns the one that it has. Raises NotShared on all ranks."""
+    """Collective. `arena` makes this rank's, or returns the one that it has. `most_ranks`: of any group, by which waits spin
+    or not. Raises NotShared on all ranks."""
 
     def offer() -> tuple[tuple[Semaphores, MemoryFile, Arena], list[int]]:
-        spin_s = SPIN_S if size <= len(os.sched_getaffinity(0)) else 0.0
+        spin_s = SPIN_S if most_ranks <= len(os.sched_getaffinity(0)) else 0.0
         semaphores, control, own = Semaphores(spin_s), MemoryFile(2 * size * CHANNEL_BYTES), arena()
         for r in range(size):
             for channel in _channels(semaphores, control.mapping, r):
