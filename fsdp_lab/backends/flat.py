@@ -97,8 +97,7 @@ class FlatBackend(FlatTensors, Backend):
     def retire(self, busy: Collection[int] = ()) -> None:
         super().retire(busy)
         for flat in engine.flats_of(self.module):
-            if not flat.is_view_of_master and flat.full.data_ptr() not in busy:
-                flat.gathered.free()
+            flat.free_gathered(busy)
             flat.gradients.drop()
 
     def release(self, busy: Collection[int] = ()) -> None:

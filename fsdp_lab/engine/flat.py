@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -215,8 +215,8 @@ class FlatBuffer:
             if not self.is_view_of_master and p.data_ptr() == self._views[i].data_ptr():
                 p.data = self._nothing[i]
             p.__class__ = FreedParameter  # type: ignore[assignment]
-        if not self.is_view_of_master and not self.policy.shard_optimizer_only:
-            self.gathered.free()
+        if not self.policy.shard_optimizer_only:
+            self.free_gathered()
 
     def keep_post_forward_shard(self) -> None:
         """Before `use_sharded_views`: keep this rank's part of what its post-forward group holds together."""
@@ -229,6 +229,11 @@ class FlatBuffer:
     def is_gathered(self) -> bool:
         """Whether there is memory for the gathered values."""
         return self.is_view_of_master or self.gathered.is_held
+
+    def free_gathered(self, busy: Collection[int] = ()) -> None:
+        """Unless a collective may still use its address."""
+        if not self.is_view_of_master and self.full.data_ptr() not in busy:
+            self.gathered.free()
 
     def let_others_read(self) -> None:
         """Before gathered parameters are written to: until other ranks have what this one sent from the gathered buffer."""

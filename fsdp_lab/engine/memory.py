@@ -164,6 +164,5 @@ def _release(flat: FlatBuffer, busy: Collection[int]) -> None:
     for storage in [t.untyped_storage() for t in flat.tensors()]:
         if storage.resizable() and storage.size() and storage.data_ptr() not in busy:
             storage.resize_(0)
-    if not flat.is_view_of_master and flat.full.data_ptr() not in busy:
-        flat.gathered.free()
+    flat.free_gathered(busy)
     flat.gradients.forget()  # what is in memory that ranks share is free when nobody has it

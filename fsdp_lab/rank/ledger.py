@@ -11,9 +11,9 @@ Note: frees that are not reported. The profiler sees the threads of the step, bu
 tensor last; and on a CPU it does not see frees of blocks that existed before. So weak references follow the storages
 that the wire moves, and those of the backend at the begin of the step; their end is assigned to the next mark.
 
-Note: what is counted. On a GPU, the blocks of the caching allocator, with its sizes. On a CPU, torch's allocator: what
-the step allocates, what the backend holds, and what the step frees of what existed before. Other tensors, such as a
-dataset's, are not counted.
+Note: what is counted. On a GPU, the blocks of the caching allocator, with its sizes. On a CPU, torch's allocator, and
+tensors in the pool that ranks share (wire/arena.py reports them): what the step allocates, what the backend holds, and
+what the step frees of what existed before. Other tensors, such as a dataset's, are not counted.
 
 Note: exposed communication on a GPU. Over NCCL streams wait, not threads, and torch's wrappers order their streams
 themselves, so the wire's clocks do not see it. The profiler does: exposed communication is the duration of all kernels

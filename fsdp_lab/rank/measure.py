@@ -249,7 +249,7 @@ class StepMeter:
             host_bytes=host,
             limit_bytes=self._limit,
             pool_bytes=self._context.pool_bytes,
-            rss_bytes=self._process.memory_info().rss - shared_rss_bytes() + self._context.pool_bytes,
+            rss_bytes=rss_bytes(self._process, self._context),
             loading_bytes=self._loading_bytes,
         )
         return self._gpu_memory(whole) if self._on_gpu else self._cpu_memory(whole)
@@ -332,7 +332,13 @@ def held_bytes(device: torch.device, context: WireContext) -> int:
     """Memory of this process: reserved on its GPU, or resident on the host, with its own pool of shared memory."""
     if device.type == "cuda":
         return int(torch.cuda.memory_reserved(device))
-    return int(psutil.Process().memory_info().rss) - shared_rss_bytes() + context.pool_bytes
+    return rss_bytes(psutil.Process(), context)
+
+
+def rss_bytes(process: psutil.Process, context: WireContext) -> int:
+    """RSS of this process, with its own pool of shared memory once, and without the other ranks'."""
+    pool = context.pool_bytes
+    return int(process.memory_info().rss) + (pool - shared_rss_bytes() if pool else 0)
 
 
 def shared_rss_bytes(status: Path = Path("/proc/self/status")) -> int:

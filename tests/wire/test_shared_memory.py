@@ -88,7 +88,7 @@ def test_waits_may_come_in_any_order(pool: Pool, world_size: int) -> None:
 
 @pytest.mark.slow
 def test_many_more_ranks_than_cores() -> None:
-    """Who waits lets those run that it waits for: 8 ranks need no more than a few times the CPU time of their work."""
+    """Who waits lets those run that it waits for: 8 ranks come to an end within a minute."""
     ranks = Pool(8)
     try:
         for seed in range(3):
