@@ -143,6 +143,7 @@ def engine_options(strategy: Strategy, mesh: DeviceMesh) -> dict[str, Any]:
         "offload_policy": rules.offload,
         "prefetch_policy": rules,
         "shard_optimizer_only": strategy.shards_optimizer_only,
+        "map_shards": strategy.gather == "mapped",
     }
 
 

@@ -40,6 +40,7 @@ class Form:
     forward_prefetch: int | None = None  # None: what a user gets who sets nothing
     keep_last: int = 0  # blocks at the end of the model that are not resharded between forward and backward
     fused: bool = False  # the optimizer's update
+    gather: str = "copy"  # of Strategy
     metered: bool = False  # each step is measured and reported as a lab's rank does
 
     def strategy(self, sharding: str, precision: str) -> dict[str, Any]:
@@ -50,6 +51,7 @@ class Form:
             "sharding": "no_shard" if replicated else sharding,
             "precision": precision,
             "forward_prefetch": self.forward_prefetch,
+            "gather": self.gather,
         }
 
 
@@ -71,9 +73,10 @@ _GLOO_FORMS = (  # by name alone: what CPU ranks of a lab would have without sha
     Form(name="fsdp2-gloo", peer="fsdp2", group="gloo"),
     Form(name="ddp-gloo", peer="ddp", group="gloo"),
 )
+_MAPPED_FORMS = (Form(name="lab-mapped", peer="lab", gather="mapped"),)  # by name alone: peers have nothing like it
 PEERS = ("fsdp2", "ddp")
 STEP = tuple(form.name for form in _STEP_FORMS)
-NAMED = (*STEP, *(form.name for form in (*_FUSED_FORMS, *_GLOO_FORMS)))
+NAMED = (*STEP, *(form.name for form in (*_FUSED_FORMS, *_GLOO_FORMS, *_MAPPED_FORMS)))
 
 
 def _metering(peer: str) -> tuple[Form, ...]:
@@ -88,7 +91,9 @@ def _metering(peer: str) -> tuple[Form, ...]:
 METERED_PEERS = ("fsdp2", "fsdp1", "ddp", "lab")
 METERING: Mapping[str, tuple[str, ...]] = {peer: tuple(f.name for f in _metering(peer)) for peer in METERED_PEERS}
 _METERED_FORMS = tuple(form for peer in METERED_PEERS for form in _metering(peer))
-FORMS: Mapping[str, Form] = {f.name: f for f in (*_STEP_FORMS, *_FUSED_FORMS, *_GLOO_FORMS, *_METERED_FORMS)}
+FORMS: Mapping[str, Form] = {
+    f.name: f for f in (*_STEP_FORMS, *_FUSED_FORMS, *_GLOO_FORMS, *_MAPPED_FORMS, *_METERED_FORMS)
+}
 
 
 def forms_named(names: str) -> tuple[str, ...]:

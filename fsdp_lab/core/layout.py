@@ -9,6 +9,7 @@ through a parameter, so a rank's part of a parameter is a range of elements, per
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,8 +45,17 @@ class Layout:
     shard_numel: int  # n
 
     @classmethod
-    def of(cls, shapes: Sequence[tuple[int, ...]], groups: Sequence[Hashable], factor: int, itemsize: int) -> Layout:
-        """Lay out parameters in their order, group by group. `itemsize`: bytes of one element when gathered."""
+    def of(
+        cls,
+        shapes: Sequence[tuple[int, ...]],
+        groups: Sequence[Hashable],
+        factor: int,
+        itemsize: int,
+        *,
+        whole_pages: bool = False,
+    ) -> Layout:
+        """Lay out parameters in their order, group by group. `itemsize`: bytes of one element when gathered. `whole_pages`:
+        shards are as long as some pages of memory."""
         align = max(1, ALIGN_BYTES // itemsize)
         order = {group: i for i, group in enumerate(dict.fromkeys(groups))}
         slots: dict[int, Slot] = {}
@@ -53,7 +63,7 @@ class Layout:
         for i in sorted(range(len(shapes)), key=lambda i: order[groups[i]]):
             slots[i] = Slot(shape=tuple(shapes[i]), offset=end, group=groups[i])
             end = _aligned(slots[i].stop, align)
-        shard_numel = _aligned(-(-end // factor), align)
+        shard_numel = _aligned(-(-end // factor), mmap.PAGESIZE // itemsize if whole_pages else align)
         return cls(slots=tuple(slots[i] for i in range(len(shapes))), factor=factor, shard_numel=shard_numel)
 
     @property

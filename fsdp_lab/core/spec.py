@@ -26,6 +26,7 @@ BACKENDS = ("lab", "fsdp2", "fsdp1", "ddp")
 SHARDINGS = ("full_shard", "shard_grad_op", "zero1", "hybrid_shard", "hybrid_shard_zero2", "no_shard")
 DTYPES = ("fp32", "bf16", "fp16")
 OFFLOADS = tuple(policy.value for policy in OffloadPolicy)
+GATHERS = ("copy", "mapped")
 SYNCS = ("every", "last")
 PREFETCH_POINTS = ("before", "after")
 MOST_RANKS = 1 << 20
@@ -86,6 +87,8 @@ class Strategy:
     reshard_size: int | None = field(default=None, metadata=whole(1))
     precision: str | Precision = field(default="fp32", metadata=_PRECISION)
     offload: str = field(default="none", metadata=one_of(OFFLOADS))
+    # Gathered parameters are copies, or, between ranks of one host, the shards of all ranks where they lie.
+    gather: str = field(default="copy", metadata=later(one_of(GATHERS)))
     wrap: str = field(default="block", metadata=_WRAP)
     # Units gathered ahead of the one that computes; None: the backend's own, see `forward_depth`.
     forward_prefetch: int | None = field(default=None, metadata=later(whole(0)))
@@ -364,6 +367,24 @@ def _rule_offload(spec: Spec) -> None:
                        "use offload all or none, or backend lab", offload="all")  # fmt: skip
 
 
+def _rule_gather(spec: Spec) -> None:
+    s, fix = spec.strategy, {"gather": "copy"}
+    if s.gather == "copy":
+        return
+    never = dataclasses.replace(s.dtypes, param="fp32", norm=None) != s.dtypes and s.dtypes.norm != "fp32"
+    for is_so, why, hint in (
+        (s.backend != "lab", f"{s.backend} copies what it gathers", "use copy, or backend lab"),
+        (s.is_replicated, "nothing is gathered with no_shard", "use copy, or another sharding"),
+        (s.offload != "none", "what is offloaded is copied to be gathered", "use copy, or offload none"),
+        (never, "shards are fp32, and these are gathered in another precision", "use copy, or precision fp32"),
+        (s.reshard_size is not None, "nothing is kept between forward and backward", "use copy, or no reshard_size"),
+        (any(d != "cpu" for d in spec.devices or ()), "GPUs do not share memory", "use copy, or ranks on CPUs"),
+        (spec.link is not None, "over an emulated link what is gathered would have to be sent", "use copy, or no link"),
+    ):
+        if is_so:
+            raise _invalid("gather", f"mapped is not possible here: {why}", hint, **fix)
+
+
 def _rule_sync(spec: Spec) -> None:
     s, param = spec.strategy, spec.strategy.dtypes.param
     if s.backend != "fsdp1" or spec.sync_interval == 1:
@@ -477,6 +498,7 @@ _RULES: tuple[Callable[[Spec], None], ...] = (
     _rule_sharding,
     _rule_shard_size,
     _rule_offload,
+    _rule_gather,
     _rule_sync,
     _rule_precision,
     _rule_units,

@@ -6,6 +6,12 @@ first time. Such memory must not be written to after it was sent, since other ra
 that holds: gathered parameters are read only, except after an `unshard`, which waits until others have them, and a gradient
 that was sent is dropped. Its reduced shard, which a user sees, is private. ZeRO-1 keeps what it sends, and uses torch's
 allocator. A child that is forked shares such memory, too, and sees what is written later.
+
+Note: shards that are mapped. Where shards lie in memory that all ranks of a host can read, the whole buffer can be a view of
+them, so that one copy of the parameters serves the host, and nothing is gathered: see `MappedBuffer`. An all-gather then
+only waits until all ranks have stepped their optimizers. And a rank that steps its optimizer writes to what others read: so
+at the end of each forward and backward the ranks wait for each other. Inside `unshard`, where a caller may write to gathered
+parameters, they are copies.
 """
 
 from __future__ import annotations
@@ -32,6 +38,13 @@ class GatheredBuffer(Protocol):
     def free(self) -> None: ...
 
 
+class MappedBuffer(GatheredBuffer, Protocol):
+    """A `GatheredBuffer` whose tensor, unless it is held, shows the shards of all ranks after an all-gather from `shard`. It
+    must then not be written to."""
+
+    shard: Tensor  # [n], this rank's
+
+
 class BufferPool(Protocol):
     """What a group's `buffer_pool` is. Of tensors on the host."""
 
@@ -41,6 +54,9 @@ class BufferPool(Protocol):
 
     def reserve(self, numel: int, dtype: torch.dtype) -> GatheredBuffer:
         """numel: not 0."""
+
+    def map_shards(self, numel: int, dtype: torch.dtype) -> MappedBuffer:
+        """numel: of a shard, which has whole pages and is not empty."""
 
     def settle(self, tensor: Tensor) -> None:
         """Wait until other ranks have read what was sent from a tensor."""

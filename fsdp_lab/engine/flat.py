@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_lab.core.layout import Layout, Range
 from fsdp_lab.core.schedule import OffloadPolicy
-from fsdp_lab.engine.buffers import gathered_buffer
+from fsdp_lab.engine.buffers import GatheredBuffer, MappedBuffer, gathered_buffer
 from fsdp_lab.engine.collectives import CommHandle, all_gather
 from fsdp_lab.engine.errors import AbsentGradient, FreedParameter, ShardError, absent_gradients
 from fsdp_lab.engine.gradients import GradientBuffer, placement_of
@@ -62,14 +62,15 @@ class FlatBuffer:
         self._built_on_meta = [v.is_meta for v in values]
         self.has_values = [not v.is_meta and not is_absent(v) for v in values]
         self.dtype = dtype
-        self.layout = Layout.of([tuple(v.shape) for v in values], groups, mesh.shard_size, dtype.itemsize)
+        shapes, is_cut = [tuple(v.shape) for v in values], mesh.shard_size > 1 and any(v.numel() for v in values)
+        self.is_mapped = policy.map_shards and is_cut
+        self.layout = Layout.of(shapes, groups, mesh.shard_size, dtype.itemsize, whole_pages=self.is_mapped)
         self.is_view_of_master = mesh.shard_size == 1 and dtype == own and not policy.is_on_host(mesh)
         if self.is_view_of_master:
             self.master = self._make_master(own)
             self.full = self.master.detach()
         else:
-            pool = None if policy.shard_optimizer_only else mesh.buffer_pool
-            self.gathered = gathered_buffer(pool, self.layout.numel, dtype, mesh.device)
+            self.gathered = self._make_gathered()
             self.full = self.gathered.tensor
         self._views = [self.full[s.offset : s.stop].view(s.shape) for s in self.layout.slots]
         if not self.is_view_of_master:
@@ -91,7 +92,17 @@ class FlatBuffer:
 
     # -- construction -----------------------------------------------------------------------------------------------
 
+    def _make_gathered(self) -> GatheredBuffer:
+        pool = self.mesh.buffer_pool
+        if self.is_mapped:
+            assert pool is not None
+            return pool.map_shards(self.layout.shard_numel, self.dtype)
+        pool = None if self.policy.shard_optimizer_only else pool
+        return gathered_buffer(pool, self.layout.numel, self.dtype, self.mesh.device)
+
     def _make_master(self, own: torch.dtype) -> Tensor:
+        if self.is_mapped:
+            return cast(MappedBuffer, self.gathered).shard.zero_()
         if self.policy.is_on_host(self.mesh):
             assert self.mesh.streams is not None
             return self.mesh.streams.host_memory(self.layout.shard_numel, own).zero_()
@@ -168,13 +179,15 @@ class FlatBuffer:
             self.device_shard = torch.empty_like(self.master, dtype=self.dtype, device=self.mesh.device)
         self.device_shard.copy_(self.master, non_blocking=True)
 
-    def gather(self, stream: CommStream) -> CommHandle:
-        """Issue the all-gather of the whole buffer. To be called inside `stream.entered()`."""
+    def gather(self, stream: CommStream, *, copies: bool = False) -> CommHandle:
+        """Issue the all-gather of the whole buffer. To be called inside `stream.entered()`. `copies`: so that it may be
+        written to."""
         self._check_sharded()
         self._gathered_version = self.master._version
         if self.is_view_of_master:
             return CommHandle(stream, None)
-        self.gathered.hold()
+        if copies or not self.is_mapped:
+            self.gathered.hold()
         if self.post_forward_shard is not None:
             sent, self.post_forward_shard = self.post_forward_shard, None
             assert self.mesh.post_forward_group is not None
@@ -227,7 +240,7 @@ class FlatBuffer:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether there is memory for the gathered values."""
+        """Whether there is memory for the gathered values, other than for shards."""
         return self.is_view_of_master or self.gathered.is_held
 
     def free_gathered(self, busy: Collection[int] = ()) -> None:

@@ -44,6 +44,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | fsdp.OffloadPolicy | None = OffloadPolicy.NONE,
     prefetch_policy: PrefetchPolicy | None = None,
     shard_optimizer_only: bool = False,
+    map_shards: bool = False,
     ignored_params: Collection[nn.Parameter] | None = (),
     group_of: GroupOf = one_group,
 ) -> Any:
@@ -87,6 +88,8 @@ def fully_shard(
             give it to the root, or the same to all units; None: the next unit in both directions, and one reduction.
         shard_optimizer_only: ZeRO-1: gradients and gathered parameters keep their full size. It implies not to reshard after
             the forward.
+        map_shards: between ranks that share memory: gathered parameters are the shards of all ranks where they lie, so that
+            nothing is copied, and one copy serves the host. Of parameters that are gathered as they are, on the CPU.
         ignored_params: parameters to leave alone; the caller keeps them equal on all ranks.
         group_of: the optimizer group of a parameter, by its name in `module`.
 
@@ -106,9 +109,8 @@ def fully_shard(
     prefetch = prefetch_policy if prefetch_policy is not None else PrefetchPolicy()
     rules = Rules.of(prefetch, reshard_after_forward=reshard, offload=offload_of(offload_policy))
     mp = MixedPrecisionPolicy.of(mp_policy)
-    policy = ShardPolicy(
-        mp=mp, rules=rules, has_own_prefetch=prefetch_policy is not None, shard_optimizer_only=shard_optimizer_only
-    )
+    policy = ShardPolicy(mp=mp, rules=rules, has_own_prefetch=prefetch_policy is not None,
+                         shard_optimizer_only=shard_optimizer_only, map_shards=map_shards)  # fmt: skip
     inside = _inside(modules)
     tied = find_ties(modules, list(inside))
     ignored = set(map(id, left))

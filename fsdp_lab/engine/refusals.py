@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 
@@ -9,9 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_lab.core.schedule import PrefetchPolicy
+from fsdp_lab.core.schedule import OffloadPolicy, PrefetchPolicy
 from fsdp_lab.engine.mesh import ShardMesh
-from fsdp_lab.engine.policy import ShardPolicy
+from fsdp_lab.engine.policy import ModuleKind, ShardPolicy
 from fsdp_lab.engine.unit import Unit
 
 
@@ -49,7 +50,7 @@ def of_arguments(
 
 def of_call(
     modules: Sequence[nn.Module],
-    taken: Iterable[tuple[str, nn.Parameter]],
+    taken: Sequence[tuple[str, nn.Parameter]],
     mesh: ShardMesh,
     policy: ShardPolicy,
     inside: Iterable[Unit],
@@ -57,7 +58,8 @@ def of_call(
     """The first one, of parameters that are taken and of units that are inside; None: they can be sharded."""
     paths = {m: path for root in modules for path, m in root.named_modules()}
     named = {paths.get(unit.modules[0]) or unit.name: unit for unit in inside}
-    return next(of_parameters(taken), None) or next(of_units(modules, mesh, policy, named), None)
+    refused = (of_parameters(taken), of_mapping(taken, mesh, policy), of_units(modules, mesh, policy, named))
+    return next(itertools.chain.from_iterable(refused), None)
 
 
 def of_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[str]:
@@ -74,6 +76,23 @@ def of_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[str]:
         elif _has_meaning_of_its_own(p):
             yield (f"{name} is a {type(p).__name__}, whose elements cannot be cut as numbers; make it a plain nn.Parameter, "
                    "or pass it in ignored_params")  # fmt: skip
+
+
+def of_mapping(named: Iterable[tuple[str, nn.Parameter]], mesh: ShardMesh, policy: ShardPolicy) -> Iterator[str]:
+    """Why gathered parameters cannot be the shards where they lie."""
+    if not policy.map_shards:
+        return
+    if mesh.device.type != "cpu" or policy.offload != OffloadPolicy.NONE:
+        yield "map_shards is for parameters on the CPU without offload_policy; leave one of them out"
+    elif mesh.shard_group is not None and mesh.buffer_pool is None:
+        yield ("map_shards is for ranks that share memory, and this process group has none; open it on one host with "
+               "fsdp_lab.init_process_group(), or leave map_shards out")  # fmt: skip
+    elif mesh.post_forward_group is not None:
+        yield "map_shards keeps nothing between forward and backward; leave out the number in reshard_after_forward"
+    for name, p in named:
+        if any(policy.gathered_dtype(p.dtype, kind) is not p.dtype for kind in ModuleKind):
+            yield (f"map_shards is for parameters that are gathered as they are, and mp_policy makes {name} another dtype; "
+                   "leave one of them out")  # fmt: skip
 
 
 def of_root(units: Iterable[Unit]) -> Iterator[str]:

@@ -30,6 +30,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.autograd.profiler import record_function
 
@@ -240,6 +241,7 @@ class Runtime:
             current.schedule = self._schedule(*key)
         if not current.with_backward:
             self._free_all()
+        self._let_shards_change("end of the forward")
 
     def end_without_graph(self) -> None:
         """After a forward whose outputs have no graph: no backward of a frozen model is to come."""
@@ -335,6 +337,7 @@ class Runtime:
         if not backward.makes_graph:
             self._release()
         self._free_all()
+        self._let_shards_change("end of the backward")
         for flat in (flat for unit in self.units for flat in unit.flats):
             flat.refuse_gradients()
 
@@ -483,6 +486,14 @@ class Runtime:
         for unit in self.units:
             if not self._is_at_work(unit):
                 unit.reshard()
+
+    def _let_shards_change(self, when: str) -> None:
+        """Wait until no rank reads the shards of others any more: see "Note: shards that are mapped" in buffers.py."""
+        groups = dict.fromkeys(unit.mesh.shard_group for unit in self.units if unit.policy.map_shards)
+        for group in groups:
+            if group is not None:
+                with self.root.mesh.answered(when):
+                    dist.barrier(group)
 
     def _schedule(self, unit: Unit, with_backward: bool) -> Schedule:
         key = (unit, with_backward)

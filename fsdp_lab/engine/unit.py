@@ -74,7 +74,7 @@ class Unit:
             with streams.gather.entered():
                 if self._copied is not None:
                     self._copied.wait()
-                self._handles = [flat.gather(streams.gather) for flat in self.flats]
+                self._handles = [flat.gather(streams.gather, copies=self.asked_for) for flat in self.flats]
             self.state = UnitState.GATHERING
 
     def wait_for_unshard(self) -> None:

@@ -49,8 +49,10 @@ class Mapping:
     """A memory file, mapped in this process."""
 
     def __init__(self, descriptor: int, *, writes: bool) -> None:
-        """Does not take the descriptor over. Raises OSError."""
+        """Keeps a descriptor of its own. Raises OSError."""
         nbytes, protection = os.fstat(descriptor).st_size, mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0)
+        self.descriptor = os.dup(descriptor)
+        finalize(self, os.close, self.descriptor)
         self.memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED, prot=protection)
         self.memory.madvise(mmap.MADV_DONTDUMP)
         with warnings.catch_warnings():
@@ -209,10 +211,10 @@ class Arena:
 
     # -- tensors --------------------------------------------------------------------------------------------------
 
-    def tensor(self, numel: int, dtype: torch.dtype, *, is_private: bool = False) -> Tensor:
+    def tensor(self, numel: int, dtype: torch.dtype, *, is_private: bool = False, is_mapped: bool = False) -> Tensor:
         """[numel], not 0, with any content. Its block is free when its storage is. `is_private`: `find` does not find it.
-        Raises MemoryError."""
-        block = self.allocate(numel * dtype.itemsize)
+        `is_mapped`: as of its block. Raises MemoryError."""
+        block = self.allocate(numel * dtype.itemsize, is_mapped=is_mapped)
         address = self.file.mapping.address + block.offset
         memory = (ctypes.c_ubyte * (numel * dtype.itemsize)).from_address(address)
         self.lend(address, block, len(memory))

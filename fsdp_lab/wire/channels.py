@@ -110,7 +110,7 @@ class SharedPeer:
     """Another rank of a group on this host: its arena, the channels to and from it, and whether it is still there."""
 
     def __init__(self, name: str, arena: MappedFile, to: Channel, from_: Channel, connection: PeerConnection) -> None:
-        self.name, self.to, self._from, self._arena, self._connection = name, to, from_, arena, connection
+        self.name, self.to, self._from, self.arena, self._connection = name, to, from_, arena, connection
 
     def take(self, end_s: float) -> tuple[int, Tensor]:
         """Its next entry: what it is, and its bytes, uint8. Raises NotYet, and PeerGone if there will be none."""
@@ -123,7 +123,7 @@ class SharedPeer:
                 what, begin, nbytes = self._from.take(0.0)  # published before it left
             except NotYet:
                 raise PeerGone(f"{self.name} has left or ended") from None
-        return what, self._arena.data[begin : begin + nbytes]
+        return what, self.arena.data[begin : begin + nbytes]
 
     def acknowledge(self) -> None:
         self._from.acknowledge()

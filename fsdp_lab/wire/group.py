@@ -218,7 +218,9 @@ class Wire(dist.ProcessGroup):
         call = _call("_allgather_base", opts or c10d.AllgatherOptions())
         if self._is_over_gloo(output):
             call = _gather_in_place(self._rank, self._size)
-        return self._send("all_gather", output.nbytes, [input], [output], call)
+        is_mapped = self._shared is not None and self._shared.mapped(output, input) is not None
+        sent = 0 if is_mapped else None  # None: the default
+        return self._send("all_gather", output.nbytes, [input], [output], call, bytes_=sent)
 
     _allgather_base = all_gather_single
     allgather_into_tensor = all_gather_single

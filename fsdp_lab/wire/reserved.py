@@ -1,4 +1,5 @@
-"""`ReservedBuffer`: a tensor that keeps its address, with memory only while it is held.
+"""`ReservedBuffer`: a tensor that keeps its address, with memory only while it is held. `MappedShards`: one that can show
+the shards of all ranks where they are.
 
 Note: addresses that stay. Autograd saves views of gathered parameters, as `F.linear` saves `weight.t()`, and a view knows
 its address. A unit that came back somewhere else would give wrong gradients without an error. So each buffer has addresses
@@ -8,6 +9,11 @@ block, whose pages are mapped at the addresses of each. Otherwise another block 
 copy.
 
 What is read at the addresses while the buffer is not held is another unit's.
+
+Note: shards that are mapped. A whole buffer is the shards of all ranks, one after the other, and each lies in the arena of
+its rank. So their pages can appear at the addresses of the buffer, where an all-gather then has nothing to copy. The pages
+are mapped for this process alone: what is written to them becomes a copy of the page, which no other rank sees, and which
+would hide what its rank writes there later. So the engine refuses it, and who is to write is given copies: `hold`.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from fsdp_lab.wire.arena import Arena, ArenaBlock
+from fsdp_lab.wire.arena import Arena, ArenaBlock, Mapping
 
 _FIXED, _POPULATE, _NORESERVE, _NO_ACCESS = 0x10, 0x8000, 0x4000, 0  # of mmap, on Linux; the module lacks some
 _FAILED = ctypes.c_void_p(-1).value
@@ -68,6 +74,40 @@ class ReservedBuffer:
             self._arena.free(self._arena.take_back(self._address, self._nbytes))
 
 
+class MappedShards(ReservedBuffer):
+    """See the notes. `tensor`: [W * n]; `shard`: [n], not 0, this rank's, at another address, whole pages long."""
+
+    def __init__(self, arena: Arena, numel: int, dtype: torch.dtype, rank: int, size: int) -> None:
+        """numel: n. Raises MemoryError."""
+        super().__init__(arena, size * numel, dtype)
+        self.shard = arena.tensor(numel, dtype, is_mapped=True)
+        self._rank, self._part_nbytes = rank, numel * dtype.itemsize
+        self._shown: dict[
+            int, tuple[int, int]
+        ] = {}  # by rank, what of its arena is at its place: descriptor and offset
+
+    def hold(self) -> None:
+        """Its content is undefined afterwards, and it shows nothing until it is free. Raises MemoryError."""
+        self._shown.clear()
+        super().hold()
+
+    def show_own(self) -> None:
+        """At the place of this rank. Raises MemoryError."""
+        found = self._arena.find(self.shard)
+        assert found is not None
+        self.show(self._rank, self._arena.file.mapping, found[1])
+
+    def show(self, rank: int, mapping: Mapping, offset: int) -> None:
+        """What a rank has there in its arena is at its place from now on. Raises MemoryError."""
+        if self._shown.get(rank) == (mapping.descriptor, offset):
+            return
+        self._block, address = None, self._address + rank * self._part_nbytes
+        _map(address, self._part_nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | _FIXED | _POPULATE | _NORESERVE,
+             mapping.descriptor, offset)  # fmt: skip
+        _allow_writing(address, self._part_nbytes)  # else it would end the process
+        self._shown[rank] = mapping.descriptor, offset
+
+
 def _unmap(arena: Arena, address: int, nbytes: int) -> None:
     arena.dropped(address, nbytes)
     _libc().munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
@@ -83,6 +123,12 @@ def _map(address: int | None, nbytes: int, protection: int, flags: int, descript
         code = ctypes.get_errno()
         raise MemoryError(f"{nbytes} bytes of addresses could not be mapped: {os.strerror(code or errno.ENOMEM)}")
     return found
+
+
+def _allow_writing(address: int, nbytes: int) -> None:
+    """Of pages that are read by now: to allow it at once would copy all of them."""
+    if _libc().mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.PROT_READ | mmap.PROT_WRITE):
+        raise MemoryError(f"{nbytes} bytes could not be made writable: {os.strerror(ctypes.get_errno())}")
 
 
 def _libc() -> Any:

@@ -14,6 +14,7 @@ Note: what is not copied. Tensors of `SharedGroup.empty` and `reserve` are in th
 from the one, and of this rank's part of an output of an all-gather from either, the others read the original. Nobody must
 write to it after the collective was issued, also when that has completed here: another rank may read it later (`settle`).
 It may be freed. The result of a reduce-scatter is private: it becomes a user's gradient, who may send it and write to it.
+An all-gather from `MappedShards.shard` to its tensor copies nothing at all: it ends when all ranks have issued it.
 
 No thread of ours runs beside the ranks: where there are as many as cores, it would take the time of one. A future, which DDP
 asks for, is completed in a thread that waits (`WireWork`).
@@ -35,6 +36,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -45,7 +47,7 @@ from fsdp_lab.wire.arena import ALIGN, Arena, MemoryFile
 from fsdp_lab.wire.arena import Mapping as MappedFile
 from fsdp_lab.wire.channels import CHANNEL_BYTES, RING, BlockReference, Channel, NotYet, PeerGone, SharedPeer
 from fsdp_lab.wire.exchange import PeerConnection, exchange_descriptors
-from fsdp_lab.wire.reserved import ReservedBuffer
+from fsdp_lab.wire.reserved import MappedShards, ReservedBuffer
 from fsdp_lab.wire.semaphores import SPIN_S, Semaphores
 
 _SLICE_S = 0.05  # the longest wait in C, hence how late an abort is seen
@@ -79,6 +81,7 @@ class _What(IntEnum):
     SCATTER = 7
     GATHER = 8
     BARRIER = 9
+    MAPPED_GATHER = 10
 
 
 class Unusable(RuntimeError):
@@ -266,6 +269,7 @@ class SharedGroup:
         self._inboxes = {r: Inbox(peer) for r, peer in senders.items()}
         self._issued: deque[SharedWork] = deque()  # and not read, oldest first
         self._issuing, self._reading = Section(), Section()
+        self._mapped: WeakValueDictionary[int, MappedShards] = WeakValueDictionary()  # by the address of the whole
         arena.watch(self.poll)
 
     # -- progress -------------------------------------------------------------------------------------------------
@@ -330,6 +334,19 @@ class SharedGroup:
         """For a tensor [numel], not 0, that is there again and again. Raises MemoryError."""
         return ReservedBuffer(self._arena, numel, dtype)
 
+    def map_shards(self, numel: int, dtype: torch.dtype) -> MappedShards:
+        """For a whole [W * numel] that is not copied. A shard has whole pages, and is not empty. Raises MemoryError."""
+        made = MappedShards(self._arena, numel, dtype, self._rank, self._size)
+        self._mapped[made.tensor.data_ptr()] = made
+        return made
+
+    def mapped(self, whole: Tensor, shard: Tensor) -> MappedShards | None:
+        """What these are of, where an all-gather from the one to the other copies nothing."""
+        found = self._mapped.get(whole.data_ptr())
+        if found is None or found.is_held or whole.numel() != found.tensor.numel():
+            return None
+        return found if shard.data_ptr() == found.shard.data_ptr() else None
+
     def settle(self, tensor: Tensor) -> None:
         """Wait until the others have read what was sent from a tensor, each in a wait of its own. Raises RuntimeError after
         the group's timeout, and what `check` raises."""
@@ -388,6 +405,8 @@ class SharedGroup:
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedWork:
         """output: [W * n], input: [n]"""
+        if (mapped := self.mapped(output, input)) is not None:
+            return self._show_all(mapped)
         parts = output.detach().view(-1).chunk(self._size) if output.numel() else [output] * self._size
         return self._gather_all(list(parts), input)
 
@@ -405,6 +424,17 @@ class SharedGroup:
 
         offered = place.detach() if place.is_contiguous() and self._arena.find(place) else own
         return self._issue(_What.ALL_GATHER, self._others(offered), finish, in_place=offered is not own)
+
+    def _show_all(self, mapped: MappedShards) -> SharedWork:
+        mapped.show_own()
+
+        def finish(found: _Found) -> None:
+            for r, content in found.items():
+                if content.numel() != mapped.shard.nbytes:
+                    raise RuntimeError(f"{self.peers[r].name} did not map its shard where this one did")
+                mapped.show(r, self.peers[r].arena, content.data_ptr() - self.peers[r].arena.address)
+
+        return self._issue(_What.MAPPED_GATHER, self._others(mapped.shard), finish, in_place=True)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> SharedWork:
         """output: [n], which may be its part of the input: [W * n]"""

@@ -1,0 +1,239 @@
+"""Gathered parameters that are the shards of all ranks where they lie: nothing is copied, and nobody sees what is later."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.spec import Spec, Strategy
+from fsdp_lab.engine import ShardError, full_state, memory_stats, no_sync, unshard
+from fsdp_lab.engine.fully_shard import flats_of
+from fsdp_lab.wire import reserved
+from fsdp_lab.wire.meter import Collective
+from tests.engine.test_buffers import late
+from tests.engine.toys import Block, Net, batch, by_block, make, train_beside
+from tests.pool import Place, Pool
+
+MAPPED = Strategy(gather="mapped")
+
+
+def mapped(**options: Any) -> Any:
+    return by_block(make(**options), strategy=MAPPED)
+
+
+def shown(place: Place) -> tuple[list[bool], int, list[Collective]]:
+    """Whether what another rank writes to its shard is at once in what this one computes with; bytes beside shards; and what
+    was sent."""
+    model, seen = mapped(), list[bool]()
+    flat = flats_of(model.blocks[0])[0]
+
+    def inside(*_: Any) -> None:
+        flat.master.fill_(place.rank + 1.0)
+        place.world.barrier().wait()
+        seen.extend(bool((part == r + 1).all()) for r, part in enumerate(flat.full.chunk(place.world_size)))
+        seen.append(memory_stats(model).unsharded_bytes == 0)
+        place.world.barrier().wait()
+
+    model.blocks[0].register_forward_pre_hook(inside)
+    place.context.meter.take()
+    with torch.no_grad():
+        model(batch(0, place.rank))
+    return seen, memory_stats(model).unsharded_bytes, place.context.meter.take()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_gathered_is_the_shards(pool: Pool, ranks: int) -> None:
+    for seen, unsharded_bytes, sent in pool.run(shown, ranks, shared_memory=True):
+        assert len(seen) == ranks + 1 and all(seen) and unsharded_bytes == 0
+        gathers = [c for c in sent if c.kind == "all_gather"]
+        assert len(gathers) == 4 and all(c.link_bytes == 0 < c.payload_bytes for c in gathers)
+
+
+def trained(place: Place, changes: dict[str, Any]) -> Any:
+    """Losses and parameters, of ranks that are late at moments of their own."""
+    model = by_block(make(), strategy=Strategy(**changes))
+    late(place, model, 5)
+    optimizer, losses = torch.optim.AdamW(model.parameters()), list[float]()
+    for step in range(4):
+        loss = model(batch(step, place.rank)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: t.tolist() for name, t in full_state(model)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [(3, {}), (3, {"sharding": "zero1"}), (4, {"sharding": "hybrid_shard", "shard_size": 2}), (1, {})],
+)
+def test_it_trains_to_the_bits_of_copies(pool: Pool, ranks: int, changes: dict[str, Any]) -> None:
+    copied = pool.run(trained, ranks, changes, shared_memory=True)
+    assert pool.run(trained, ranks, {**changes, "gather": "mapped"}, shared_memory=True) == copied
+
+
+def steady(place: Place) -> int:
+    """How often memory was mapped from the third step on."""
+    calls = list[Any]()
+
+    def at_step(model: nn.Module, step: int) -> None:
+        if step == 2:
+            calls.clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        map_ = reserved._map
+        patch.setattr(reserved, "_map", lambda *given: calls.append(given) or map_(*given))
+        train_beside(place, make(), lambda model: by_block(model, strategy=MAPPED), steps=5, at_step=at_step)
+    return len(calls)
+
+
+def test_a_step_maps_nothing(pool: Pool) -> None:
+    assert pool.run(steady, 2, shared_memory=True) == [0, 0]
+
+
+def written_between(place: Place, what: str, rounds: int) -> list[bool]:
+    """Each rank writes to its shards at once after a forward or a backward; rank 1 is late inside."""
+    model, right = mapped(), list[bool]()
+    plain = make()
+    if place.rank == 1:
+        late(place, model, 3)
+    for number in range(rounds):
+        with torch.no_grad():
+            for flat in flats_of(model):
+                flat.master.fill_(0.01 * number)
+            for p in plain.parameters():
+                p.fill_(0.01 * number)
+        x = batch(number, 0)
+        with torch.set_grad_enabled(what != "no_grad"):
+            found, wanted = model(x), plain(x)
+        right.append(torch.equal(found, wanted))
+        if what == "backward":
+            plain.zero_grad()
+            wanted.square().mean().backward()
+            found.register_hook(lambda g: time.sleep(0.002 * place.rank))
+            with no_sync(model):
+                found.square().mean().backward()
+            flat = flats_of(model.blocks[0])[0]
+            mine = flat.gradients.unsharded
+            assert mine is not None
+            pairs = zip(flat.layout.slots, plain.blocks[0].parameters(), strict=True)
+            right += [torch.equal(mine[slot.offset : slot.stop], p.grad.reshape(-1)) for slot, p in pairs]
+            for flat in flats_of(model):
+                flat.gradients.drop()
+    return right
+
+
+@pytest.mark.parametrize("what", ["no_grad", "forward", "backward"])
+def test_shards_are_written_when_nobody_reads_them(pool: Pool, what: str) -> None:
+    for right in pool.run(written_between, 2, what, 12, shared_memory=True):
+        assert len(right) >= 12 and all(right)
+
+
+def written_inside(place: Place) -> tuple[bool, list[Any]]:
+    """By each rank, to what the context shows: once, wherever it lies."""
+    model = mapped()
+    before = [p.full_tensor() for p in model.parameters()]
+    x = batch(0, place.rank)
+    for entered in ("when sharded", "when gathered"):
+        if entered == "when gathered":
+            model(x)  # the root stays gathered for a backward
+        with unshard(model), torch.no_grad():
+            time.sleep(0.02 * place.rank)
+            for p in model.parameters():
+                p.add_(1.0)
+            with unshard(model.blocks[0]):
+                model.blocks[0].norm.bias.add_(1.0)
+    after = [p.full_tensor() for p in model.parameters()]
+    names = [name for name, _ in model.named_parameters()]
+    plain = make()
+    with torch.no_grad():
+        for p in (*plain.parameters(), *(flat.master for flat in flats_of(model))):
+            p.fill_(0.1)
+        trains_on = torch.equal(model(x), plain(x))
+    return trains_on, [(name, (b - a).unique().tolist()) for name, a, b in zip(names, before, after, strict=True)]
+
+
+def test_what_is_written_inside_unshard_is_written_once(pool: Pool) -> None:
+    for trains_on, found in pool.run(written_inside, 2, shared_memory=True):
+        assert trains_on, "shards are shown again"
+        for name, added in found:
+            assert added == pytest.approx([4.0 if name == "blocks.0.norm.bias" else 2.0] * len(added), abs=1e-5), name
+
+
+class WritesToItself(Block):
+    def forward(self, x: Any) -> Any:
+        with torch.no_grad():
+            self.up.weight.mul_(0.5)
+        return super().forward(x)
+
+
+class WritesByData(Block):
+    def forward(self, x: Any) -> Any:
+        self.up.weight.data.mul_(0.5)
+        return super().forward(x)
+
+
+def written_in_forward(place: Place, block: type[Block]) -> tuple[str, list[bool]]:
+    model = by_block(Net(block=block), strategy=MAPPED)
+    shards = [flat.master.clone() for flat in flats_of(model)]
+    text = ""
+    try:
+        model(batch(0, place.rank)).square().mean().backward()
+    except ShardError as e:
+        text = str(e)
+    place.world.barrier().wait()
+    return text, [torch.equal(flat.master, before) for flat, before in zip(flats_of(model), shards, strict=True)]
+
+
+@pytest.mark.parametrize("block", [WritesToItself, WritesByData])
+def test_what_a_forward_writes_is_refused_and_no_shard_has_it(pool: Pool, block: type[Block]) -> None:
+    for text, kept in pool.run(written_in_forward, 2, block, shared_memory=True):
+        assert "up.weight was written to between forward and backward" in text and all(kept)
+
+
+def refused(place: Place, options: dict[str, Any]) -> str:
+    try:
+        by_block(make(), strategy=Strategy(), map_shards=True, **options)
+    except ShardError as e:
+        return str(e)
+    return ""
+
+
+def test_where_it_is_not_possible_it_is_refused_in_a_sentence(pool: Pool) -> None:
+    for options, why in (
+        ({"offload_policy": CPUOffloadPolicy()}, "map_shards is for parameters on the CPU without offload_policy"),
+        ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, "mp_policy makes .*weight another dtype"),
+    ):
+        for text in pool.run(refused, 2, options, shared_memory=True):
+            assert re.search(why, text)
+    for text in pool.run(refused, 2, {}, shared_memory=False):
+        assert "map_shards is for ranks that share memory, and this process group has none" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"backend": "fsdp2"}, "fsdp2 copies what it gathers"),
+        ({"sharding": "no_shard"}, "nothing is gathered with no_shard"),
+        ({"offload": "optimizer"}, "what is offloaded is copied"),
+        ({"precision": "bf16"}, "gathered in another precision"),
+        ({"world_size": 4, "reshard_size": 2}, "nothing is kept between forward and backward"),
+        ({"devices": ["cuda:0", "cuda:1"]}, "GPUs do not share memory"),
+        ({"link": "1 GB/s"}, "over an emulated link what is gathered would have to be sent"),
+    ],
+)
+def test_a_spec_says_what_does_not_go_with_it(changes: dict[str, Any], why: str) -> None:
+    error = Spec().validate(gather="mapped", **changes)
+    assert isinstance(error, SpecError) and error.field == "strategy.gather" and why in error.reason
+    assert Spec().validate(**{**changes, "gather": "mapped", **error.fix}) is None
+
+
+def test_without_it_ids_are_those_of_before() -> None:
+    assert Spec().id == Spec().replace(gather="copy").id != Spec().replace(gather="mapped").id
