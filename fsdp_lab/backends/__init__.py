@@ -55,6 +55,8 @@ def check(skeleton: nn.Module, spec: Spec, device: torch.device) -> None:
     if s.backend == "fsdp1" and s.offload == "all" and device.type == "cpu":
         raise SpecError("strategy.offload", "FSDP1 pins what it offloads, which takes a GPU",
                         "use offload none, or backend fsdp2", {"offload": "none"})  # fmt: skip
+    if s.gather == "mapped" and device.type != "cpu":
+        raise SpecError("strategy.gather", "mapped is for ranks on CPUs", "use copy", {"gather": "copy"})
     if (
         s.backend == "fsdp2"
         and s.limit_reductions > 1

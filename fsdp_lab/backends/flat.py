@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab import engine
 from fsdp_lab.backends.base import DTYPES, Backend, Measured, RoleTensor, local_tensor, original_name
 from fsdp_lab.backends.storage import DeferredStorage
 from fsdp_lab.backends.wrapping import context_of, name_flat_units, prepare
+from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.events import Role
 from fsdp_lab.core.param_groups import key_of
 from fsdp_lab.core.spec import Spec, Strategy
@@ -58,6 +60,8 @@ class FlatBackend(FlatTensors, Backend):
     """Each unit is a flat buffer; the optimizer gets flat shards, one per buffer and parameter group."""
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
+        if spec.strategy.gather == "mapped":
+            _check_pool(mesh)
         groups = spec.workload.param_groups
         keys = {id(p): key_of(groups, name, p.dim()) for name, p in skeleton.named_parameters()}
         inside = units(skeleton, spec.strategy.wrap)
@@ -145,6 +149,16 @@ def engine_options(strategy: Strategy, mesh: DeviceMesh) -> dict[str, Any]:
         "shard_optimizer_only": strategy.shards_optimizer_only,
         "map_shards": strategy.gather == "mapped",
     }
+
+
+def _check_pool(mesh: DeviceMesh) -> None:
+    """Raises SpecError, on all ranks, where some do not share memory. Collective."""
+    sharded = engine.ShardMesh.of(mesh)
+    shares = torch.tensor(float(sharded.shard_group is None or sharded.buffer_pool is not None))
+    dist.all_reduce(shares, op=dist.ReduceOp.MIN)
+    if not shares:
+        reason = "mapped is for ranks that share memory, and these do not; fsdp-lab doctor says why"
+        raise SpecError("strategy.gather", reason, "use copy", {"gather": "copy"})
 
 
 def _resident_tensors(flat: FlatBuffer) -> Iterator[Tensor]:

@@ -26,6 +26,7 @@ TOKENS: Mapping[str, Sequence[str]] = {
     "sharding": spec_module.SHARDINGS,
     "precision": tuple(spec_module.PRECISIONS),
     "offload": spec_module.OFFLOADS,
+    "gather": spec_module.GATHERS,
     "optimizer": (*OPTIMIZERS, "or another class of torch.optim"),
     "lr_schedule": LR_SCHEDULES,
     "weights": (RANDOM, OWN, "or a folder"),

@@ -11,7 +11,7 @@ from fsdp_lab.core.spec import Spec
 
 UNKNOWN = "unknown"  # the value of a Spec's field that a watched loop does not tell
 DEFAULT_FIELDS = ("backend", "sharding", "precision")  # name Specs that do not differ
-STRATEGY_FIELDS = (*DEFAULT_FIELDS, "offload", "link")
+STRATEGY_FIELDS = (*DEFAULT_FIELDS, "offload", "gather", "link")
 SELF_EXPLAINING = (
     "model",
     "data",
@@ -87,7 +87,7 @@ def describe_field(name: str, value: Any) -> str:
 
 def describe_fields(flat: Mapping[str, Any], names: Sequence[str]) -> str:
     """Those of the named fields that are set; all of them if none is."""
-    unset: tuple[Any, ...] = (None, "none", {}, UNKNOWN)
+    unset: tuple[Any, ...] = (None, "none", "copy", {}, UNKNOWN)
     used = [name for name in names if flat[name] not in unset and flat[name] is not False]  # 0 is a value
     return " ".join(describe_field(name, flat[name]) for name in used or names)
 

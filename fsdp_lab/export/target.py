@@ -85,6 +85,8 @@ def _without_effect(spec: Spec) -> Iterator[str]:
     s, w = spec.strategy, spec.workload
     if spec.link is not None:
         yield f"link: {spec.link!r} was emulated; it changes times, not results; here the real link is used"
+    if s.gather != "copy":
+        yield "gather: torch's backends copy what they gather, which takes memory and time that mapped shards do not"
     if s.sync != "every" and w.accumulate == 1:
         yield f"sync: {s.sync} has no effect with one micro-batch a step"
     if s.backend == "ddp":

@@ -201,7 +201,8 @@ class StepModel:
         if not elements:
             return []
         if phase is Phase.UNSHARD:
-            return [("all_gather", elements * BYTES[self._dtypes.param], self._shard)] if self._factor > 1 else []
+            sends = self._factor > 1 and self._spec.strategy.gather == "copy"
+            return [("all_gather", elements * BYTES[self._dtypes.param], self._shard)] if sends else []
         size = elements * BYTES[self._dtypes.reduce]
         scatter = [("reduce_scatter", size, self._shard)] if self._factor > 1 else []
         across = [("all_reduce", size / self._factor, self._replicas)] if self._replicas.size > 1 and size else []

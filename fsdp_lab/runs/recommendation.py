@@ -25,7 +25,7 @@ from fsdp_lab.runs.view import RunView
 
 WITHIN = 0.10
 SAME_WORK = ("model", "data", "tokenizer", "text_field", "packing", "loss", "lora", "seq_len", "link")
-TOGGLES = ("backend", "sharding", "shard_size", "reshard_size", "precision", "offload", "wrap", "forward_prefetch",
+TOGGLES = ("backend", "sharding", "shard_size", "reshard_size", "precision", "offload", "gather", "wrap", "forward_prefetch",
            "backward_prefetch", "backward_prefetch_point", "limit_all_gathers", "limit_reductions", "recompute",
            "sync", "compile", "optimizer_args", "micro_batch", "accumulate", "world_size", "link")  # fmt: skip
 FITS = "What fits is judged by the allocator's peak; a device's context, libraries and fragmentation take some more."

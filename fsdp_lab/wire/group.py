@@ -216,11 +216,11 @@ class Wire(dist.ProcessGroup):
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> WireWork:
         """output: [W * n], input: [n]. Gloo's own would receive into a copy of the output, and copy from there."""
         call = _call("_allgather_base", opts or c10d.AllgatherOptions())
+        if self._shared is not None and self._shared.mapped(output, input) is not None:  # it has no memory of its own
+            return self._send("all_gather", output.nbytes, [input], [], lambda g, i, _: call(g, i, [output]), bytes_=0)
         if self._is_over_gloo(output):
             call = _gather_in_place(self._rank, self._size)
-        is_mapped = self._shared is not None and self._shared.mapped(output, input) is not None
-        sent = 0 if is_mapped else None  # None: the default
-        return self._send("all_gather", output.nbytes, [input], [output], call, bytes_=sent)
+        return self._send("all_gather", output.nbytes, [input], [output], call)
 
     _allgather_base = all_gather_single
     allgather_into_tensor = all_gather_single

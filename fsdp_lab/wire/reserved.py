@@ -82,9 +82,7 @@ class MappedShards(ReservedBuffer):
         super().__init__(arena, size * numel, dtype)
         self.shard = arena.tensor(numel, dtype, is_mapped=True)
         self._rank, self._part_nbytes = rank, numel * dtype.itemsize
-        self._shown: dict[
-            int, tuple[int, int]
-        ] = {}  # by rank, what of its arena is at its place: descriptor and offset
+        self._shown: dict[int, tuple[int, int]] = {}  # by rank: the arena and the offset of what is at its place
 
     def hold(self) -> None:
         """Its content is undefined afterwards, and it shows nothing until it is free. Raises MemoryError."""

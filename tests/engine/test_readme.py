@@ -49,7 +49,7 @@ def test_the_core_is_as_long_as_its_docstring_says() -> None:
     The limit was 1,900 when modules held NaN between steps and one forward had one backward. Parameters that torch's own
     functions work on (parameters.py, and which gradients are there) and several passes at a time (runtime.py) took it to
     2,620. A device's streams for each kind of work (streams.py, reduction.py), and what ranks tell each other of gradients,
-    took the rest but 27: those are for memory of a process group's own (buffers.py).
+    took the rest to 2,863. Memory of a process group's own took 27, and shards that are mapped there 36 (buffers.py).
     """
     folder = REPO / "fsdp_lab" / "engine"
     text = (folder / "__init__.py").read_text(encoding="utf-8")
@@ -57,7 +57,7 @@ def test_the_core_is_as_long_as_its_docstring_says() -> None:
     assert listed[0] == "fully_shard.py" and listed[-1] == "../core/schedule.py"
     lines = sum(len((folder / name).read_text(encoding="utf-8").splitlines()) for name in listed)
     (told,) = re.findall(r"The core is ([\d,]+) lines", text)
-    assert lines == int(told.replace(",", "")) <= 2890
+    assert lines == int(told.replace(",", "")) <= 2930
     others = {p.name for p in folder.glob("*.py")} - set(listed) - {"__init__.py"}
     assert all(name in text for name in others), "the docstring says what each file is"
 

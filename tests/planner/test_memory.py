@@ -31,6 +31,7 @@ ZERO2 = {"sharding": "shard_grad_op", "precision": "bf16"}
 FIELDS: dict[str, dict[str, Any]] = {
     "lab": {}, "lab, bf16": {"precision": "bf16"}, "lab, offload of all": {"offload": "all"},
     "lab, offload of the optimizer": {"offload": "optimizer", "precision": "bf16-pure"},
+    "lab, mapped": {"gather": "mapped"}, "lab, mapped, zero1": {"gather": "mapped", "sharding": "zero1"},
     "lab, zero1": {"sharding": "zero1"}, "lab, no shard": {"sharding": "no_shard"},
     "lab, whole": {"wrap": "whole"}, "lab, t5": {"model": "t5-1m"}, "lab, llama, zero2": {"model": "llama-1m", **ZERO2},
     "lab, vit": {"model": "vit-1m", "data": "images"}, "fsdp2": {"backend": "fsdp2"},

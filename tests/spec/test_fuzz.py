@@ -25,7 +25,7 @@ GOOD: dict[str, list[Any]] = {
     "backend": [*BACKENDS], "sharding": [*SHARDINGS], "precision": [*PRECISIONS], "offload": [*OFFLOADS],
     "wrap": ["block", "every:2", "min_params:100", "class:GPT2Block", "whole"], "shard_size": [None, 1, 2, 4],
     "forward_prefetch": [None, 0, 1], "backward_prefetch": [0, 1, 2], "limit_all_gathers": [0, 1, 2],
-    "limit_reductions": [1, 2],
+    "limit_reductions": [1, 2], "gather": ["copy", "mapped"],
     "recompute": ["none", "full", "every:2"], "sync": ["every", "last", 2], "world_size": [1, 2, 3, 4],
     "optimizer": ["adamw", "sgd", "RMSprop", "NAdam", "Muon"],
     "optimizer_args": [{}, {"fused": True}, {"momentum": 0.9}, {"amsgrad": True}],

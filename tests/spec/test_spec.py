@@ -38,6 +38,7 @@ strategies = st.builds(
     reshard_size=st.none() | st.integers(1, 8),
     precision=precisions,
     offload=st.sampled_from(vocabulary.OFFLOADS),
+    gather=st.sampled_from(vocabulary.GATHERS),
     wrap=st.sampled_from(["block", "whole", "every:2", "min_params:1000", "class:Block"]),
     forward_prefetch=st.none() | st.integers(0, 3),
     backward_prefetch=st.integers(0, 3),

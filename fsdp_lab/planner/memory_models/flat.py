@@ -58,7 +58,8 @@ class FlatMemory(MemoryModel):
             ]
             if chosen:
                 item = MASTER if full_precision else BYTES[dtypes.param]
-                layout = Layout.of(chosen, [len(s) >= 2 for s in chosen], self.factor, item)
+                layout = Layout.of(chosen, [len(s) >= 2 for s in chosen], self.factor, item,
+                                   whole_pages=self._is_mapped)  # fmt: skip
                 decayed, others = (0 if frozen else _group_numel(layout, group) for group in (True, False))
                 parts.append(UnitBytes.of(layout.shard_numel, decayed, others, param=item, reduce=BYTES[dtypes.reduce],
                                           factor=self.factor, reduced=0 if frozen else None))  # fmt: skip
@@ -69,11 +70,20 @@ class FlatMemory(MemoryModel):
         """Without sharding, in fp32 and on the same device, modules use the master itself."""
         return self.factor == 1 and not self.units[0].mixed and (self.strategy.offload == "none" or not self.on_gpu)
 
+    @property
+    def _gathers_nothing(self) -> bool:
+        return self._is_view_of_master or self._is_mapped
+
+    @property
+    def _is_mapped(self) -> bool:
+        """Modules use the shards of all ranks where they lie."""
+        return self.factor > 1 and self.strategy.gather == "mapped"
+
     def alloc_state(self) -> None:
         super().alloc_state()
         if self.strategy.offload == "optimizer" and not self._is_view_of_master:
             self.tracker.alloc(PARAMETERS, sum(u.cast for u in self.units))
-        if self._whole_gradients and not self._is_view_of_master:  # ZeRO-1 keeps gathered parameters
+        if self._whole_gradients and not self._gathers_nothing:  # ZeRO-1 keeps gathered parameters
             self.tracker.alloc(UNSHARDED, sum(u.gathered for u in self.units))
 
     # -- parameters -------------------------------------------------------------------------------------------------
@@ -94,7 +104,7 @@ class FlatMemory(MemoryModel):
             self._wait_for_unshard(unit)
 
     def _unshard(self, unit: int) -> None:
-        if self._gathered[unit] or self._is_view_of_master:
+        if self._gathered[unit] or self._gathers_nothing:
             return
         self._gathered[unit] = True
         u, tracker, offload = self.units[unit], self.tracker, self.strategy.offload

@@ -1,0 +1,60 @@
+"""`gather="mapped"` on ranks: the same training, switched to and from, with nothing gathered and nothing sent for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_lab.core.errors import SpecError
+from tests.pool import Place, Pool
+from tests.rank.test_session import DDP, follow, session, spec
+
+MAPPED = {"gather": "mapped"}
+
+
+def test_switches_to_and_from_it_do_not_disturb_the_loss(pool: Pool) -> None:
+    plan = [
+        spec(**MAPPED),
+        spec(),
+        spec(**MAPPED, sharding="shard_grad_op", clip_norm=None),
+        spec(**DDP),
+        spec(**MAPPED, sharding="zero1", accumulate=1),
+    ]
+    (steady, _), _ = follow(pool, [(spec(), 10)])
+    (switched, _), answers = follow(pool, [(s, 2) for s in plan])
+    assert [e.mean_loss for e in switched] == [e.mean_loss for e in steady]
+    assert all(answer["carried"] for answer in answers[1:])
+
+
+def test_an_event_says_that_nothing_is_gathered(pool: Pool) -> None:
+    (copied, _), _ = follow(pool, [(spec(), 4)])
+    (mapped, _), _ = follow(pool, [(spec(**MAPPED), 4)])
+    there, here = copied[3], mapped[3]
+    assert here.comm["all_gather"].calls == there.comm["all_gather"].calls >= 3
+    assert here.comm["all_gather"].link_bytes == 0 < there.comm["all_gather"].link_bytes
+    # shards end with a page
+    assert there.comm["reduce_scatter"].link_bytes <= here.comm["reduce_scatter"].link_bytes
+    assert here.memory.at_peak.unsharded_bytes == 0 < there.memory.at_peak.unsharded_bytes
+    assert here.memory.at_peak.communication_bytes == there.memory.at_peak.communication_bytes
+    assert here.memory.parameters_bytes >= there.memory.parameters_bytes
+    assert here.memory.peak_bytes < there.memory.peak_bytes
+
+
+def _over_gloo(place: Place, good: dict[str, Any], mapped: dict[str, Any]) -> tuple[str, int]:
+    """What is said, and how many steps the ranks go on for."""
+    s, said = session(place, shared_memory=False), ""
+    s.apply("run", good)
+    s.train(1)
+    try:
+        s.apply("run", mapped)
+    except SpecError as e:
+        said = str(e)
+    steps = len(s.train(2)["events"])
+    s.close()
+    return said, steps
+
+
+def test_ranks_without_shared_memory_refuse_it_and_go_on(pool: Pool) -> None:
+    for said, steps in pool.run(_over_gloo, 2, spec().to_dict(), spec(**MAPPED).to_dict(), reduction=None):
+        assert (
+            said.startswith("strategy.gather: mapped is for ranks that share memory, and these do not") and steps == 2
+        )
