@@ -119,6 +119,16 @@ class Traffic:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Carrier:
+    """What the collectives of a training go over, and how fast that is for this rank: in one direction, as some large
+    all-gathers took beside nothing else."""
+
+    between: str  # "ranks"; of hybrid sharding "shards", inside a shard group, or "replicas"
+    name: str  # "shared memory", "Gloo" or "NCCL"
+    bytes_per_s: float
+
+
 # Of a step whose collectives nobody saw.
 UNKNOWN_TRAFFIC: Mapping[str, Traffic] = {"other": Traffic(seconds=math.nan, exposed_seconds=math.nan)}
 
@@ -252,6 +262,7 @@ class StepEvent:
     replica: int = 0  # which copy of the parameters this rank's shards belong to
     completions: tuple[Completion, ...] = ()  # of this rank's prompts, after an evaluation
     notes: tuple[str, ...] = ()  # how representative the times are
+    carriers: tuple[Carrier, ...] = ()  # told in the first step after a switch
 
     @property
     def tokens_per_s(self) -> float:
@@ -300,6 +311,7 @@ class StepEvent:
         d["memory_curve"] = [sample.to_row() for sample in self.memory_curve]
         d["completions"] = [completion.to_row() for completion in self.completions]
         d["notes"] = list(self.notes)
+        d["carriers"] = [dataclasses.asdict(carrier) for carrier in self.carriers]
         d["spans"] = [span.to_row() for span in self.spans]
         return d
 
@@ -311,6 +323,7 @@ class StepEvent:
         fields["comm"] = {kind: Traffic(**t) for kind, t in fields["comm"].items()}
         fields["completions"] = tuple(Completion.from_row(row) for row in fields.get("completions", ()))
         fields["notes"] = tuple(fields["notes"])
+        fields["carriers"] = tuple(Carrier(**d) for d in fields.get("carriers", ()))
         fields["spans"] = tuple(Span.from_row(row) for row in fields.get("spans", ()))
         return cls(**fields)
 

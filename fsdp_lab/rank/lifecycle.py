@@ -21,6 +21,7 @@ from fsdp_lab.backends.base import drop_slots, update_hyperparameters
 from fsdp_lab.backends.state import SuspendedState, gather_json, resume_state, suspend_state
 from fsdp_lab.backends.storage import return_memory
 from fsdp_lab.backends.transfer import StateSource, StateTransfer
+from fsdp_lab.core.events import Carrier
 from fsdp_lab.core.hang import LongWork
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.core.workload import LINEAGE
@@ -79,6 +80,7 @@ class Lifecycle:
         self.trainer: Trainer | None = None
         self.preparation = Preparation(info, work, context.check)
         self.emulation, self.emulated = LinkEmulation(info), EmulatedLink()
+        self._carriers: tuple[Carrier, ...] = ()  # of the backend that was built last
         self.suspended: dict[str, SuspendedTraining] = {}  # by run
         self._notes = notes
         self._clock = ClockOffset()
@@ -189,9 +191,9 @@ class Lifecycle:
     def _build(self, p: PreparedTraining) -> Backend:
         with self._work.during(LongWork.BUILD):
             backend = build(p.skeleton, p.spec, self._info.device)
-            return_memory(
-                self._info.device
-            )  # each unit's was freed when it existed, and the C library may have kept it
+            # What each unit had was freed when it existed, and the C library may have kept it.
+            return_memory(self._info.device)
+            self._carriers = self.emulation.carriers(backend.mesh)
             return backend
 
     def _train_with(self, run: str, p: PreparedTraining, backend: Backend, progress: TrainingProgress, scaler: Scaler,
@@ -212,6 +214,7 @@ class Lifecycle:
             progress=progress,
             scaler=scaler,
             notes=self.notes_of(p.spec),
+            carriers=self._carriers,
             clock=self._clock,
             ledger=ledger,
             loading_bytes=loading_bytes,

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
 from fsdp_lab.backends import check
@@ -25,9 +26,11 @@ from fsdp_lab.backends.base import DTYPES
 from fsdp_lab.backends.state import Values, gather_json
 from fsdp_lab.backends.wrapping import recomputed
 from fsdp_lab.core.errors import FieldError, SpecError
+from fsdp_lab.core.events import Carrier
 from fsdp_lab.core.hang import LongWork
 from fsdp_lab.core.link import LinkError, LinkSpec, format_latency, format_rate
 from fsdp_lab.core.spec import Spec
+from fsdp_lab.engine import ShardMesh
 from fsdp_lab.models import (
     Batches,
     BestPeak,
@@ -250,11 +253,11 @@ class EmulatedLink:
 
 
 class LinkEmulation:
-    """Scales links, and caches the speed of the real wire, which is measured for the first Spec with a link."""
+    """Scales links, and caches the speed of the real wire, which is measured once between the same ranks."""
 
     def __init__(self, info: RankInfo) -> None:
         self._info = info
-        self._wire_bytes_per_s: float | None = None
+        self._bytes_per_s: dict[frozenset[int], float] = {}
 
     def of(self, spec: Spec, peak_flops_per_s: float | None, world: Wire) -> EmulatedLink:
         """The emulated link of a Spec; collective. Raises SpecError on every rank for a link that is faster than the wire,
@@ -279,9 +282,20 @@ class LinkEmulation:
 
     def measure(self, world: Wire) -> float:
         """Bytes/s of this rank's link, measured at the first call, which is collective; infinite for one rank."""
-        if self._wire_bytes_per_s is None:
-            self._wire_bytes_per_s = measured_speed(world, self._info.device)
-        return self._wire_bytes_per_s
+        if world.ranks not in self._bytes_per_s:
+            self._bytes_per_s[world.ranks] = measured_speed(world, self._info.device)
+        return self._bytes_per_s[world.ranks]
+
+    def carriers(self, mesh: DeviceMesh) -> tuple[Carrier, ...]:
+        """What the collectives of a training go over; collective."""
+        sharded = ShardMesh.of(mesh)
+        is_hybrid = sharded.shard_group is not None and sharded.replicate_group is not None
+        groups = (("shards", sharded.shard_group), ("replicas", sharded.replicate_group))
+        return tuple(
+            Carrier(between=name if is_hybrid else "ranks", name=group.carrier, bytes_per_s=self.measure(group))
+            for name, group in groups
+            if isinstance(group, Wire)
+        )
 
     def _minimum(self, *values: float) -> list[float]:
         """The minimum of each value over the ranks."""

@@ -37,7 +37,7 @@ from torch.autograd.profiler import record_function
 
 from fsdp_lab.backends import Backend
 from fsdp_lab.backends.base import scale_rates
-from fsdp_lab.core.events import StepEvent
+from fsdp_lab.core.events import Carrier, StepEvent
 from fsdp_lab.core.schedule import Phase
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.engine.scaling import Scaler
@@ -121,6 +121,7 @@ class Trainer:
     progress: TrainingProgress
     scaler: Scaler
     notes: tuple[str, ...]
+    carriers: tuple[Carrier, ...] = ()  # of its backend
     clock: ClockOffset
     loading_bytes: int = 0  # see `Memory`
     ledger: InitVar[LedgerResult | None] = None  # of this training before it was suspended; None: the third step is one
@@ -168,7 +169,8 @@ class Trainer:
                 "lr": self.spec.workload.lr * rate,
                 "loss_scale": scale if self.scaler.enabled else None,
                 "skipped": skipped,
-                "first_after_switch": self._steps_here == 0,
+                "first_after_switch": self.is_first,
+                "carriers": self.carriers if self.is_first else (),
                 "ledger": ledger,
                 "slow": slow,
             },

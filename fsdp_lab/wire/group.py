@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_lab.engine.buffers import BufferPool
 from fsdp_lab.engine.streams import Streams
 from fsdp_lab.wire import listeners
-from fsdp_lab.wire.context import ReductionOrder, WireContext
+from fsdp_lab.wire.context import SHARED_MEMORY, ReductionOrder, WireContext
 from fsdp_lab.wire.link import LinkDirection
 from fsdp_lab.wire.meter import link_bytes
 from fsdp_lab.wire.nccl import Nccl, NcclGroup
@@ -107,6 +107,18 @@ class Wire(dist.ProcessGroup):
     @property
     def group_desc(self) -> str:
         return self._desc
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """By their number in the world."""
+        return self._ranks
+
+    @property
+    def carrier(self) -> str:
+        """What carries the tensors of a training: of GPUs, where there is NCCL."""
+        if self._nccl is not None:
+            return "NCCL"
+        return "Gloo" if self._shared is None else SHARED_MEMORY
 
     # -- memory for what is sent ----------------------------------------------------------------------------------
 

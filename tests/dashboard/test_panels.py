@@ -13,7 +13,7 @@ import pytest
 from bokeh.document import Document
 from bokeh.models import ColumnDataSource, HoverTool
 
-from fsdp_lab.core.events import Memory, RoleBytes
+from fsdp_lab.core.events import Carrier, Memory, RoleBytes, StepEvent
 from fsdp_lab.core.formatting import size
 from fsdp_lab.core.generation import Completion
 from fsdp_lab.core.spec import Spec
@@ -506,6 +506,19 @@ def test_exposed_communication_is_drawn_and_said():
     middle = statistics.median(x / s.step_time_s for x, s in zip(exposed[-20:], told[-20:], strict=True))
     said = panel.captions().reading
     assert abs(float(said.split("(")[1].split(" %")[0]) - 100 * middle) <= 3 and "exposed" in said
+
+
+def test_the_note_says_what_carries_it_and_how_fast_since_the_last_switch():
+    panel = CommunicationPanel(StepAxis(), 2)
+    rates = {"shards": ("shared memory", 3.9e9), "replicas": ("Gloo", 0.05e9)}
+    told = [Carrier(between=between, name=name, bytes_per_s=rate) for between, (name, rate) in rates.items()]
+    first, *others = steps(3)
+    begins = [dataclasses.replace(e, carriers=tuple(told)) for e in first.events]
+    panel.update([Step(events=tuple(StepEvent.from_dict(e.to_dict()) for e in begins)), *others])
+    said = "Between shards over shared memory, 3.9 GB/s a rank; between replicas over Gloo, 50 MB/s a rank. Areas:"
+    assert panel.captions().note.startswith(said)
+    panel.update(steps(1, first=3))
+    assert panel.captions().note.startswith("Areas:"), "nothing is known of those after another switch"
 
 
 def test_a_change_begins_new_medians():
