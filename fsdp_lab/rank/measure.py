@@ -316,11 +316,11 @@ def device_name(device: torch.device) -> str:
 
 
 def fidelity_notes(info: RankInfo, shared_gpu_ranks: int, carrier: str = "Gloo") -> tuple[str, ...]:
-    """Notes on why timings of this rank are not representative. `carrier`: of the bytes between CPU ranks."""
+    """Notes on why timings of this rank are not representative. `carrier`: of the bytes between ranks."""
     if info.device.type == "cpu":
         return (f"CPU and {carrier}: the shapes are right, the times are not a GPU's.",)
     if shared_gpu_ranks > 1:
-        return (f"One GPU shared by {shared_gpu_ranks} ranks over Gloo: memory is right, times are not.",)
+        return (f"One GPU shared by {shared_gpu_ranks} ranks over {carrier}: memory is right, times are not.",)
     if info.world_size > 1:
         return (
             "Over NCCL exposed communication is measured in ledger steps and repeated; the timeline shows no waits.",

@@ -26,6 +26,7 @@ is a file in a private folder, which rank 0 removes at its regular end.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -43,7 +44,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fsdp_lab.engine.streams import streams_of
-from fsdp_lab.wire import Nccl, Wire, WireContext, register
+from fsdp_lab.wire import CudaMemory, DeviceMemory, Nccl, Wire, WireContext, register
 
 FILE, TCP, DESCRIPTORS = "file:", "tcp://", "/proc/"
 ANSWER_S = 60.0
@@ -145,12 +146,22 @@ def nccl_of(info: RankInfo) -> Nccl | None:
     return None if streams is None or info.shares_gpu else Nccl(streams)
 
 
+def device_memory_of(info: RankInfo) -> DeviceMemory | None:
+    """Of a GPU that this rank shares with others; None: tensors go another way. Tests replace it by a simulation."""
+    if info.device.type == "cuda" and info.shares_gpu:
+        with contextlib.suppress(OSError):  # no driver of that name
+            return CudaMemory(info.device)
+    return None
+
+
 def open_groups(info: RankInfo, store: dist.Store, context: WireContext, epoch: int) -> Wire:
     """Make the default process group a `Wire`; collective. `epoch`: the same on all ranks, another one each time. Raises
     dist.DistStoreError if a rank does not come."""
     if info.device.type == "cuda":
         torch.cuda.set_device(info.device)
-    backend = register(context, streams=streams_of(info.device), nccl=nccl_of(info))
+    backend = register(
+        context, streams=streams_of(info.device), nccl=nccl_of(info), device_memory=device_memory_of(info)
+    )
     own = dist.PrefixStore(f"epoch{epoch}", own_connection(store))
     if not dist.is_initialized():
         # torch names groups by this count, which includes groups that could not be opened: a rank that had one would never

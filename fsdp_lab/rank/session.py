@@ -56,7 +56,8 @@ class Session:
         on_heartbeat: called with each `fsdp_lab.core.hang.Heartbeat`, as a dict, in a separate thread; the caller then
             looks for hangs. None: the ranks do so themselves.
         hang_s: in that case, how long a collective may wait for a rank; None: half of `timeout_s`.
-        shared_memory: whether CPU ranks of one host send through memory that they share; False: over Gloo.
+        shared_memory: whether CPU ranks of one host, and ranks that share a GPU, send through memory that they share; False:
+            over Gloo.
 
     Raises ArgumentError for `hang_s`, ConnectionError if rank 0 was not found, RuntimeError if a rank did not join in time.
     """
@@ -91,13 +92,14 @@ class Session:
         self.context = WireContext(
             reduction=ReductionOrder(reduction),
             timeout_s=timeout_s,
-            shared_memory=shared_memory and self.info.device.type == "cpu",
+            shared_memory=shared_memory and (self.info.device.type == "cpu" or self.info.shares_gpu),
         )
         store = store if store is not None else find_store(place, timeout_s=timeout_s)
         self._on_event, self._on_loop = on_event, on_loop
         self._protocol = AbortProtocol(self.info, self.context, store)
         self._checkpointer = Checkpointer(self.info, own_connection(store))
-        self._notes = fidelity_notes(self.info, shared_gpu_ranks, self.context.host_carrier)
+        carrier = self.world.carrier if self.info.shares_gpu else self.context.host_carrier
+        self._notes = fidelity_notes(self.info, shared_gpu_ranks, carrier)
         self._work = LongWorkLog()
         self._lifecycle = Lifecycle(
             self.info, self.context, self._protocol, self._checkpointer, self._notes, self._work

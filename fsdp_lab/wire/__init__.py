@@ -1,11 +1,12 @@
 """The wire: one instrumented process group that all bytes between ranks cross.
 
 Read context.py, work.py, group.py, in this order; link.py and nccl.py are independent, and so is shared memory: arena.py,
-reserved.py, channels.py, exchange.py, shared_memory.py.
+reserved.py, channels.py, exchange.py, shared_memory.py, host_group.py, gpu_memory.py.
 """
 
 from fsdp_lab.wire.arena import REPORT as ARENA_REPORT
 from fsdp_lab.wire.context import SHARED_MEMORY, RankAborted, ReductionOrder, WireContext, WireTimeout
+from fsdp_lab.wire.gpu_memory import CudaMemory, DeviceMemory
 from fsdp_lab.wire.group import Wire, register
 from fsdp_lab.wire.link import Alarm, Link, LinkDirection
 from fsdp_lab.wire.meter import Collective, link_bytes, spans, traffic, waits
@@ -16,6 +17,8 @@ __all__ = [
     "SHARED_MEMORY",
     "Alarm",
     "Collective",
+    "CudaMemory",
+    "DeviceMemory",
     "Link",
     "LinkDirection",
     "Nccl",

@@ -24,7 +24,7 @@ import os
 import threading
 import warnings
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakMethod, WeakValueDictionary, finalize
@@ -59,6 +59,10 @@ class Mapping:
             warnings.filterwarnings("ignore", "The given buffer is not writable")  # nobody writes to it
             self.data: Tensor = torch.frombuffer(self.memory, dtype=torch.uint8)  # all of it; keeps it mapped
         self.address = self.data.data_ptr()
+
+    def bytes_at(self, offset: int, nbytes: int) -> Tensor:
+        """uint8 [nbytes]"""
+        return self.data[offset : offset + nbytes]
 
 
 class MemoryFile:
@@ -108,8 +112,14 @@ class Arena:
         self._dropped: deque[ArenaBlock] = deque()  # by finalizers, which may run while this thread has the lock
         self._mapped: WeakValueDictionary[tuple[int, int], Mapping] = WeakValueDictionary()  # those of others, by file
 
-    def mapped(self, descriptor: int) -> Mapping:
-        """Another rank's arena. It is mapped once, for all groups."""
+    @property
+    def descriptors(self) -> list[int]:
+        """What other ranks are given."""
+        return [self.file.descriptor]
+
+    def peer(self, rank: int, descriptors: Sequence[int]) -> Mapping:
+        """Another rank's arena, of which these were given. It is mapped once, for all groups."""
+        (descriptor,) = descriptors
         found = os.fstat(descriptor)
         key = found.st_dev, found.st_ino
         if (mapping := self._mapped.get(key)) is None:
@@ -263,6 +273,9 @@ class Arena:
         with self._lock:
             return found is not None and self._users[found[0].offset] > 1
 
+    def synchronize(self) -> None:
+        """Memory of the host is written when a copy returns."""
+
     def watch(self, poll: Callable[[], None]) -> None:
         """A method that notices what others have read, of a group that sends from this arena, while that exists."""
         self._pollers = [each for each in self._pollers if each() is not None] + [WeakMethod(poll)]
@@ -275,7 +288,7 @@ class Arena:
 
     def bytes_at(self, offset: int, nbytes: int) -> Tensor:
         """uint8 [nbytes]"""
-        return self.file.mapping.data[offset : offset + nbytes]
+        return self.file.mapping.bytes_at(offset, nbytes)
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

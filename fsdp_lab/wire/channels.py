@@ -11,10 +11,12 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
-from fsdp_lab.wire.arena import Arena, ArenaBlock
+from fsdp_lab.wire.arena import ArenaBlock
 from fsdp_lab.wire.arena import Mapping as MappedFile
 from fsdp_lab.wire.exchange import PeerConnection
 from fsdp_lab.wire.semaphores import SIZE_BYTES, Semaphores
@@ -33,10 +35,43 @@ class PeerGone(RuntimeError):
     """A rank that is waited for has left the group."""
 
 
+class PeerMemory(Protocol):
+    """Another rank's memory, as this one sees it."""
+
+    def bytes_at(self, offset: int, nbytes: int) -> Tensor:
+        """uint8 [nbytes]"""
+
+
+class BlockMemory(Protocol):
+    """A rank's own memory in which others read: see `Arena`."""
+
+    @property
+    def descriptors(self) -> Sequence[int]: ...
+
+    def peer(self, rank: int, descriptors: Sequence[int]) -> PeerMemory: ...
+
+    def allocate(self, nbytes: int) -> ArenaBlock: ...
+
+    def share(self, block: ArenaBlock) -> None: ...
+
+    def free(self, block: ArenaBlock) -> None: ...
+
+    def bytes_at(self, offset: int, nbytes: int) -> Tensor: ...
+
+    def find(self, tensor: Tensor) -> tuple[ArenaBlock, int] | None: ...
+
+    def keep_private(self, tensor: Tensor) -> None: ...
+
+    def trim(self) -> None: ...
+
+    def synchronize(self) -> None:
+        """Let the host wait for what was queued on the current stream, if this is memory of a device."""
+
+
 class BlockReference:
     """Frees a block of the arena, as one of its users, when all its readers have read it."""
 
-    def __init__(self, arena: Arena, block: ArenaBlock | None, readers: int) -> None:
+    def __init__(self, arena: BlockMemory, block: ArenaBlock | None, readers: int) -> None:
         self._arena, self._block, self._readers = arena, block, readers
 
     def release(self) -> None:
@@ -109,7 +144,7 @@ class Channel:
 class SharedPeer:
     """Another rank of a group on this host: its arena, the channels to and from it, and whether it is still there."""
 
-    def __init__(self, name: str, arena: MappedFile, to: Channel, from_: Channel, connection: PeerConnection) -> None:
+    def __init__(self, name: str, arena: PeerMemory, to: Channel, from_: Channel, connection: PeerConnection) -> None:
         self.name, self.to, self._from, self.arena, self._connection = name, to, from_, arena, connection
 
     def take(self, end_s: float) -> tuple[int, Tensor]:
@@ -123,7 +158,7 @@ class SharedPeer:
                 what, begin, nbytes = self._from.take(0.0)  # published before it left
             except NotYet:
                 raise PeerGone(f"{self.name} has left or ended") from None
-        return what, self.arena.data[begin : begin + nbytes]
+        return what, self.arena.bytes_at(begin, nbytes)
 
     def acknowledge(self) -> None:
         self._from.acknowledge()

@@ -42,6 +42,8 @@ from fsdp_lab.engine.streams import Streams
 from fsdp_lab.wire.arena import Arena
 from fsdp_lab.wire.channels import Channel
 from fsdp_lab.wire.exchange import NotShared
+from fsdp_lab.wire.gpu_memory import DeviceMemory, GpuArena
+from fsdp_lab.wire.host_group import HostGroup
 from fsdp_lab.wire.link import Alarm, DroppedWork, Link, LinkDirection, pause_until
 from fsdp_lab.wire.meter import Collective, Meter
 from fsdp_lab.wire.nccl import Nccl, NcclGroup, NcclOutcome
@@ -50,6 +52,7 @@ from fsdp_lab.wire.shared_memory import Receipt, SharedGroup, SharedWork, open_s
 _RECENT = 64  # collectives remembered for a diagnosis: more than ranks run ahead of each other
 _MANY = 4096  # in flight: then it is time to look which have ended
 SHARED_MEMORY = "shared memory"  # what carries host tensors, where it is not Gloo
+GPU_MEMORY = "the GPU's memory"  # what carries tensors between ranks that share a GPU, where they are not staged
 
 
 class ReductionOrder(Enum):
@@ -124,7 +127,9 @@ class WireContext:
         self.on_issue: Callable[[Sequence[torch.Tensor]], None] | None = None  # given the tensors of each collective
         self.streams: Streams | None = None  # of the rank's GPU
         self.nccl: Nccl | None = None  # where CUDA tensors go over NCCL
+        self.device_memory: DeviceMemory | None = None  # where ranks share a GPU
         self.not_shared: dict[str, str] = {}  # by group, why it does not use shared memory
+        self.not_on_gpu: dict[str, str] = {}  # by group, why its ranks do not share the memory of their GPU
         self.shared_memory = shared_memory  # of groups that are opened from now on
         self._arena: Arena | None = None
         self._most_ranks = 0  # of any group that was opened; the world's is the first
@@ -195,14 +200,14 @@ class WireContext:
         with self._lock:
             self._nccl_groups.discard(group)
 
-    def open_shared(self, store: dist.Store, rank: int, ranks: frozenset[int], name: str) -> SharedGroup | None:
+    def open_shared(self, store: dist.Store, rank: int, ranks: frozenset[int], name: str) -> HostGroup | None:
         """Shared memory for a group of this name and these ranks of the world; None where they use Gloo."""
         if not self.shared_memory:
             return None
         self._most_ranks = max(self._most_ranks, len(ranks))
         try:
-            group = open_shared(store, rank, len(ranks), arena=self._own_arena, check=self.check, timeout=self.timeout,
-                                most_ranks=self._most_ranks)  # fmt: skip
+            group = open_shared(store, rank, len(ranks), group=HostGroup, arena=self._own_arena, check=self.check,
+                                timeout=self.timeout, most_ranks=self._most_ranks)  # fmt: skip
         except NotShared as e:
             self.not_shared[name] = str(e)
             return None
@@ -214,6 +219,24 @@ class WireContext:
         for channel in (channel for channels in left for channel in channels):
             channel.release_unread()
         return group
+
+    def open_on_gpu(self, store: dist.Store, rank: int, ranks: frozenset[int], name: str) -> SharedGroup | None:
+        """Shared memory of a GPU, for its tensors; None where they are staged through the host."""
+        memory = self.device_memory
+        if memory is None or not self.shared_memory:
+            return None
+        pieces = dist.PrefixStore("pieces", store)
+        try:
+            return open_shared(store, rank, len(ranks), group=SharedGroup, check=self.check, timeout=self.timeout,
+                               arena=lambda: GpuArena(memory, pieces, rank, self._wait_for_stream),
+                               most_ranks=self._most_ranks)  # fmt: skip
+        except NotShared as e:
+            self.not_on_gpu[name] = str(e)
+            return None
+
+    def _wait_for_stream(self) -> None:
+        if self.streams is not None:
+            self.streams.current().synchronize()
 
     def close_shared(self, group: SharedGroup, ranks: frozenset[int]) -> None:
         """What others may still read stays until a group of all these ranks is opened."""
@@ -246,6 +269,7 @@ class WireContext:
 
     def remove_group(self, name: str) -> None:
         self.not_shared.pop(name, None)
+        self.not_on_gpu.pop(name, None)
         self._members.pop(name, None)
         self._ordinals.pop(name, None)
 

@@ -26,10 +26,12 @@ from torch.distributed.tensor import DTensor
 from fsdp_lab.engine.buffers import BufferPool
 from fsdp_lab.engine.streams import Streams
 from fsdp_lab.wire import listeners
-from fsdp_lab.wire.context import SHARED_MEMORY, ReductionOrder, WireContext
+from fsdp_lab.wire.context import GPU_MEMORY, SHARED_MEMORY, ReductionOrder, WireContext
+from fsdp_lab.wire.gpu_memory import DeviceMemory
 from fsdp_lab.wire.link import LinkDirection
 from fsdp_lab.wire.meter import link_bytes
 from fsdp_lab.wire.nccl import Nccl, NcclGroup
+from fsdp_lab.wire.shared_memory import SharedGroup
 from fsdp_lab.wire.work import WireWork, in_order
 
 BACKEND = "fsdp_lab_wire"
@@ -38,13 +40,19 @@ _InnerCall = Callable[[Any, list[Tensor], list[Tensor]], Any]  # of an inner gro
 _RANK_ORDERED_OPS = (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM)
 
 
-def register(context: WireContext, *, streams: Streams | None = None, nccl: Nccl | None = None) -> str:
+def register(
+    context: WireContext,
+    *,
+    streams: Streams | None = None,
+    nccl: Nccl | None = None,
+    device_memory: DeviceMemory | None = None,
+) -> str:
     """Register `Wire` as a backend that reports to `context`; returns its name for `init_process_group`.
 
-    `streams`: of the rank's GPU. With `nccl`, its tensors go over NCCL; otherwise they are staged through host memory and
-    Gloo, so that ranks can share one GPU."""
+    `streams`: of the rank's GPU. With `nccl`, its tensors go over NCCL, and with `device_memory` through memory of the GPU
+    that ranks share; otherwise they are staged through the host's."""
 
-    context.streams, context.nccl = streams, nccl
+    context.streams, context.nccl, context.device_memory = streams, nccl, device_memory
 
     def create(options: Any, _: Any) -> Wire:
         return Wire(options, context)
@@ -70,6 +78,8 @@ class Wire(dist.ProcessGroup):
         if self._shared is None:
             store = dist.PrefixStore("gloo", options.store)
             self._gloo = _open_gloo(store, self._rank, self._size, context.timeout)
+        store = dist.PrefixStore("gpu", options.store)
+        self._on_gpu = context.open_on_gpu(store, self._rank, self._ranks, self._name_)
         store = dist.PrefixStore("nccl", options.store)
         self._nccl: NcclGroup | None = context.open_nccl(store, self._rank, self._size)
         context.add_group(self, self._name_, ranks)
@@ -118,6 +128,8 @@ class Wire(dist.ProcessGroup):
         """What carries the tensors of a training: of GPUs, where there is NCCL."""
         if self._nccl is not None:
             return "NCCL"
+        if self._on_gpu is not None:
+            return GPU_MEMORY
         return "Gloo" if self._shared is None else SHARED_MEMORY
 
     # -- memory for what is sent ----------------------------------------------------------------------------------
@@ -153,9 +165,10 @@ class Wire(dist.ProcessGroup):
         an abort they are destroyed in a thread, since an operation may still be running."""
         self.context.remove_group(self._name_)
         nccl, inner = self._nccl, [self._gloo, self._nccl]
-        if self._shared is not None:
-            self.context.close_shared(self._shared, self._ranks)
-        self._gloo = self._nccl = self._shared = None
+        for shared in (self._shared, self._on_gpu):
+            if shared is not None:
+                self.context.close_shared(shared, self._ranks)
+        self._gloo = self._nccl = self._shared = self._on_gpu = None
         if nccl is not None:
             self.context.close_nccl(nccl, self._name_)
         if self.context.aborted is not None:
@@ -215,7 +228,7 @@ class Wire(dist.ProcessGroup):
         return work.followed_by(lambda: output.copy_(flat_output.view_as(output)), [output])
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> WireWork:
-        if self._shared is None or self._carrier(tensors) is not None:
+        if not isinstance(self._inner(tensors), SharedGroup):
             return self._send("other", tensors[0].nbytes, tensors, tensors, _in_place("reduce", opts))
         inner = c10d.ReduceOptions()
         inner.rootRank, inner.rootTensor = opts.rootRank, opts.rootTensor
@@ -311,14 +324,14 @@ class Wire(dist.ProcessGroup):
         _check_plain([tensor])
         if self._size == 1 or op not in _RANK_ORDERED_OPS or not tensor.is_floating_point():
             return False
-        if self._shared is not None and self._carrier([tensor]) is None:
+        if isinstance(self._inner([tensor]), SharedGroup):
             return False  # it always adds in the order of ranks
         if self.context.reduction is ReductionOrder.AUTO:
             return kind == "reduce_scatter" and self._is_over_gloo(tensor)
         return self.context.reduction is ReductionOrder.RANK_ORDERED
 
     def _is_over_gloo(self, tensor: Tensor) -> bool:
-        return self._shared is None and self._carrier([tensor]) is None
+        return self._inner([tensor]) is self._gloo
 
     def _is_on_device(self, tensor: Tensor) -> bool:
         return self.context.streams is not None and self.context.streams.holds(tensor)
@@ -414,14 +427,14 @@ class Wire(dist.ProcessGroup):
         self.context.reserve_link(issued, direction)
         if self.context.on_issue is not None:
             self.context.on_issue([*inputs, *outputs, *(results or ())])
-        group, ins, outs, unstage = self._route(inputs, outputs)
+        group, ins, outs, unstage = self._route(inputs, outputs, whole_group)
         over_nccl = self._nccl is not None and group is self._nccl.inner
         dropped = self.context.dropped_work(self._size)
         blocking = dropped is not None or not over_nccl
         timed = self.context.time_nccl(issued) if over_nccl else None
         issue_s = time.perf_counter()
         inner: Any = dropped or self._issue(call, group, ins, outs)
-        if group is self._shared and dropped is None:  # what others are to read was copied
+        if isinstance(group, SharedGroup) and dropped is None:  # what others are to read was copied
             issued.put = issue_s, time.perf_counter()
         if inner is not None and blocking:
             self.context.track(issued, [*ins, *outs], inner)
@@ -467,16 +480,31 @@ class Wire(dist.ProcessGroup):
             raise
 
     def _route(
-        self, inputs: list[Tensor], outputs: list[Tensor]
+        self, inputs: list[Tensor], outputs: list[Tensor], whole_group: bool
     ) -> tuple[Any, list[Tensor], list[Tensor], Callable[[], None] | None]:
         """The inner group for these tensors, the tensors to pass to it, and a copy-back of its outputs, if any."""
-        if (nccl := self._carrier([*inputs, *outputs])) is not None:
-            return nccl.inner, inputs, outputs, None
+        streams, tensors = self.context.streams, [*inputs, *outputs]
+        inner = self._inner(tensors, whole_group)
+        is_on_host = inner is self._gloo or inner is self._shared
+        if is_on_host and streams is not None and any(map(streams.holds, tensors)):
+            return inner, *stage(streams, inputs, outputs)
+        return inner, inputs, outputs, None
+
+    def _inner(self, tensors: Sequence[Tensor], whole_group: bool = True) -> Any:
+        """The group that carries these: of GPUs NCCL's, or in memory that ranks share; else the host's. `whole_group`: not
+        between two ranks."""
+        if (nccl := self._carrier(tensors)) is not None:
+            return nccl.inner
         streams = self.context.streams
-        on_host = self._gloo if self._shared is None else self._shared
-        if streams is None or not any(map(streams.holds, [*inputs, *outputs])):
-            return on_host, inputs, outputs, None
-        return on_host, *stage(streams, inputs, outputs)
+        if (
+            self._on_gpu is not None
+            and whole_group
+            and tensors
+            and streams is not None
+            and all(map(streams.holds, tensors))
+        ):
+            return self._on_gpu
+        return self._gloo if self._shared is None else self._shared
 
 
 # -- small helpers ---------------------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
-"""The wire on a simulated device (tests/engine/simulated.py): over NCCL, whose collectives run when its streams come
-to them, or staged through the host, for ranks that share a GPU. Gloo carries the bytes of both."""
+"""The wire on a simulated device (tests/engine/simulated.py): over NCCL, whose collectives run when its streams come to
+them; or for ranks that share a GPU, staged through the host, or in memory that ranks share. Gloo carries the bytes of the
+first two."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -12,10 +14,12 @@ from unittest.mock import patch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fsdp_lab.engine import mesh
 from fsdp_lab.rank import rendezvous
 from fsdp_lab.rank.rendezvous import close_groups, open_groups
 from fsdp_lab.wire import Link, Nccl, Wire
 from fsdp_lab.wire import group as wire_group
+from fsdp_lab.wire.arena import Mapping, MemoryFile
 from fsdp_lab.wire.work import WireWork
 from tests.engine.simulated import SimulatedDevice, Work, tensors_in
 from tests.pool import Place
@@ -24,7 +28,25 @@ from tests.pool import Place
 class Over:
     """What carries a device's tensors."""
 
-    NCCL, HOST, LINK = "nccl", "host", "host, link"
+    NCCL, HOST, LINK, GPU = "nccl", "host", "host, link", "gpu"
+
+
+class ExportedMemory:
+    """`DeviceMemory` on the host."""
+
+    def __init__(self) -> None:
+        self._files: list[MemoryFile] = []
+
+    def allocate(self, nbytes: int) -> tuple[Tensor, bytes]:
+        self._files.append(file := MemoryFile(nbytes))
+        return file.mapping.data, f"/proc/{os.getpid()}/fd/{file.descriptor}".encode()
+
+    def open(self, handle: bytes, nbytes: int) -> Tensor:
+        descriptor = os.open(handle, os.O_RDWR)
+        try:
+            return Mapping(descriptor, writes=False).bytes_at(0, nbytes)
+        finally:
+            os.close(descriptor)
 
 
 class NcclOnDevice(Nccl):
@@ -114,6 +136,8 @@ class WireOnDevice:
             stack.enter_context(patch.object(context.alarm, "at", ring))
             if context.nccl is not None:
                 context.nccl.use(device)
+            elif self._over == Over.GPU:  # an engine on a GPU does not ask for memory of the host
+                stack.enter_context(patch.object(mesh, "pool_of", lambda group, device: None))
             else:
                 stack.enter_context(patch.object(self.world, "_gloo", GroupOf(gloo, issue)))
             if self._over == Over.LINK:
@@ -125,7 +149,12 @@ class WireOnDevice:
 @contextmanager
 def wire_on_device(place: Place, over: str) -> Iterator[WireOnDevice]:
     nccl = NcclOnDevice() if over == Over.NCCL else None
-    with patch.object(rendezvous, "nccl_of", lambda info: nccl):
+    memory = ExportedMemory() if over == Over.GPU else None
+    place.context.shared_memory = over == Over.GPU
+    with (
+        patch.object(rendezvous, "nccl_of", lambda info: nccl),
+        patch.object(rendezvous, "device_memory_of", lambda info: memory),
+    ):
         world = open_groups(place.info, place.store, place.context, 0)
     try:
         yield WireOnDevice(place, world, over)

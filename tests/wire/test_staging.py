@@ -52,8 +52,8 @@ def _staged_sums(place: Place, n: int) -> Any:
     """As if all tensors were on a GPU."""
     wire, route = place.world, type(place.world)._route
 
-    def staged(inputs: Any, outputs: Any) -> Any:
-        group, *_, unstage = route(wire, inputs, outputs)
+    def staged(inputs: Any, outputs: Any, whole_group: bool) -> Any:
+        group, *_, unstage = route(wire, inputs, outputs, whole_group)
         assert unstage is None
         return group, *stage(SimulatedDevice(), inputs, outputs)
 

@@ -32,11 +32,11 @@ def _over(place: Place, which: Case, over: str, mode: Mode) -> Any:
 def _rows() -> Iterable[tuple[str, str, Mode]]:
     """Each case over each wire, in one of the modes, and the other over the other wire."""
     return [(name, over, [*Mode][(i + j + 1) % len(Mode)]) for i, name in enumerate(CASES)
-            for j, over in enumerate((Over.NCCL, Over.HOST))]  # fmt: skip
+            for j, over in enumerate((Over.NCCL, Over.HOST, Over.GPU))]  # fmt: skip
 
 
 def _is_quick(name: str, over: str, mode: Mode) -> bool:
-    return (name, over, mode) == ("full_shard", Over.NCCL, Mode.LATE)
+    return (name, over) == ("full_shard", Over.NCCL) or (name, over) == ("hybrid_shard", Over.GPU)
 
 
 @pytest.mark.parametrize(("name", "over", "mode"), tiered(_rows(), _is_quick))

@@ -1,0 +1,198 @@
+"""`GpuArena`: memory of a GPU in which other ranks on the same GPU read, for a `SharedGroup` of its tensors.
+
+Note: ranks that share a GPU. NCCL takes one rank a GPU, so the tensors of such ranks were copied to the host, over Gloo, and
+back. They are in one memory all the same: a rank allocates pieces of it that the driver exports (CUDA IPC), and others open
+them. A collective is then that of shared_memory.py, with copies and sums on the GPU. What ranks tell each other goes through
+the host. So the host waits for the GPU in two places: before a rank says that its bytes are there, and before it says that
+it has read those of others. Nothing else depends on streams: whoever goes on after a wait finds results that are complete,
+and what was freed meanwhile has been read.
+
+The pieces are not of torch's allocator: they are allocated by the driver, since torch's own way to share tensors leaves
+named files behind when a process is killed. They grow with the largest collective, and are freed with their group.
+
+When a group is opened each rank reads a pattern from each other one: where a driver, a container or a build of torch does
+not share memory, all ranks together go on through the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+from weakref import finalize
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from fsdp_lab.wire.arena import ArenaBlock, class_bytes
+
+_PIECE_BYTES = 32 << 20  # at least, of what is allocated at once
+_PIECE_BITS = 40  # of an offset: below them the place in a piece, above them which piece
+_PATTERN_BYTES = 1 << 10  # at the beginning of a rank's first piece, while a group is opened
+_HANDLE_BYTES = 64  # of the driver's
+_PEER_ACCESS = 1  # a flag of `cuIpcOpenMemHandle`, the only one there is
+
+
+class DeviceMemory(Protocol):
+    """Pieces of a device's memory that processes share. Its methods raise OSError. A test has a simulated one."""
+
+    def allocate(self, nbytes: int) -> tuple[Tensor, bytes]:
+        """uint8 [nbytes], and a handle by which other processes open it; freed with the tensor."""
+
+    def open(self, handle: bytes, nbytes: int) -> Tensor:
+        """uint8 [nbytes], of another process."""
+
+
+class GpuArena:
+    """A rank's own, for one group. `store`: the group's, by which others find the pieces. `synchronize` waits for the
+    current stream."""
+
+    def __init__(self, memory: DeviceMemory, store: dist.Store, rank: int, synchronize: Callable[[], None]) -> None:
+        """Raises OSError."""
+        self._memory, self._store, self._rank, self.synchronize = memory, store, rank, synchronize
+        self._pieces: list[Tensor] = []
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # offsets by size
+        self._extend(_PIECE_BYTES)
+        self._pieces[0][:_PATTERN_BYTES].copy_(_pattern(rank))
+        self.synchronize()
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        return ()
+
+    def peer(self, rank: int, descriptors: Sequence[int]) -> PeerGpuMemory:
+        """Another rank's. Raises OSError where it cannot be read."""
+        found = PeerGpuMemory(self._memory, self._store, rank)
+        try:
+            is_right = torch.equal(found.bytes_at(0, _PATTERN_BYTES).cpu(), _pattern(rank))
+        except RuntimeError as e:  # of CUDA
+            raise OSError(None, str(e)) from None
+        if not is_right:
+            raise OSError(None, f"what rank {rank} wrote to this GPU cannot be read")
+        return found
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(piece.nbytes for piece in self._pieces)
+
+    def allocate(self, nbytes: int) -> ArenaBlock:
+        """Raises MemoryError."""
+        size = class_bytes(nbytes)
+        if not self._free[size]:
+            try:
+                self._free[size] = self._extend(size)
+            except OSError as e:
+                raise MemoryError(f"{size} bytes of the GPU could not be allocated: {e.strerror}") from None
+        return ArenaBlock(self._free[size].pop(), size)
+
+    def _extend(self, size: int) -> list[int]:
+        """A piece of blocks of this size. Returns their offsets."""
+        number, nbytes = len(self._pieces), max(size, _PIECE_BYTES // size * size)
+        piece, handle = self._memory.allocate(nbytes)
+        self._store.set(_key(self._rank, number), f"{nbytes} {handle.hex()}")
+        self._pieces.append(piece)
+        return [(number << _PIECE_BITS) + begin for begin in range(0, nbytes - size + 1, size)]
+
+    def free(self, block: ArenaBlock) -> None:
+        self._free[block.nbytes].append(block.offset)
+
+    def share(self, block: ArenaBlock) -> None:
+        raise NotImplementedError("what is sent is copied to a block of its own")
+
+    def bytes_at(self, offset: int, nbytes: int) -> Tensor:
+        begin = offset & ((1 << _PIECE_BITS) - 1)
+        return self._pieces[offset >> _PIECE_BITS][begin : begin + nbytes]
+
+    def find(self, tensor: Tensor) -> None:
+        """No tensor of others is in it."""
+
+    def keep_private(self, tensor: Tensor) -> None:
+        return
+
+    def trim(self) -> None:
+        return
+
+
+class PeerGpuMemory:
+    """Another rank's, whose pieces are opened when they are first read."""
+
+    def __init__(self, memory: DeviceMemory, store: dist.Store, rank: int) -> None:
+        self._memory, self._store, self._rank = memory, store, rank
+        self._pieces: dict[int, Tensor] = {}
+
+    def bytes_at(self, offset: int, nbytes: int) -> Tensor:
+        """Raises OSError."""
+        number, begin = offset >> _PIECE_BITS, offset & ((1 << _PIECE_BITS) - 1)
+        if number not in self._pieces:
+            nbytes_there, handle = self._store.get(_key(self._rank, number)).decode().split()
+            self._pieces[number] = self._memory.open(bytes.fromhex(handle), int(nbytes_there))
+        return self._pieces[number][begin : begin + nbytes]
+
+
+def _key(rank: int, number: int) -> str:
+    return f"piece/{rank}/{number}"
+
+
+def _pattern(rank: int) -> Tensor:
+    """uint8 [_PATTERN_BYTES], another one for each rank."""
+    return (torch.arange(_PATTERN_BYTES) * (2 * rank + 3) % 251).to(torch.uint8)
+
+
+class CudaMemory:
+    """`DeviceMemory` of a GPU, by the driver: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html"""
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises OSError without a driver."""
+        self._device, self._driver = device, ctypes.CDLL("libcuda.so.1")
+
+    def allocate(self, nbytes: int) -> tuple[Tensor, bytes]:
+        self._make_current()
+        address, handle = ctypes.c_uint64(), _Handle()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+        memory = _Span(address.value, nbytes)
+        finalize(memory, self._driver.cuMemFree_v2, address).atexit = False
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+        return self._tensor(memory), bytes(handle)
+
+    def open(self, handle: bytes, nbytes: int) -> Tensor:
+        self._make_current()
+        address = ctypes.c_uint64()
+        given = _Handle.from_buffer_copy(handle)
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_PEER_ACCESS))
+        memory = _Span(address.value, nbytes)
+        finalize(memory, self._driver.cuIpcCloseMemHandle, address).atexit = False
+        return self._tensor(memory)
+
+    def _tensor(self, memory: _Span) -> Tensor:
+        try:
+            tensor = torch.as_tensor(memory, device=self._device)  # keeps it
+        except (RuntimeError, TypeError, ValueError) as e:  # as a build of torch without NumPy
+            raise OSError(None, f"torch cannot use the driver's memory ({e})") from None
+        if tensor.data_ptr() != memory.address:
+            raise OSError(None, "it is the memory of another GPU, of which torch would make a copy")
+        return tensor
+
+    def _make_current(self) -> None:
+        """Let this thread have torch's context of the GPU."""
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._driver, name)(*arguments)
+        if code:
+            raise OSError(code, f"{name} failed with CUDA's error {code}")
+
+
+class _Handle(ctypes.Structure):
+    """Passed by value."""
+
+    _fields_ = [("reserved", ctypes.c_ubyte * _HANDLE_BYTES)]
+
+
+class _Span:
+    """A range of a GPU's addresses, which torch takes as a tensor."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.address = address
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
