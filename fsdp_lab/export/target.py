@@ -30,10 +30,11 @@ def peer(spec: Spec) -> Peer:
     if spec.strategy.backend != "lab":
         return Peer(spec=spec, remarks=tuple(_without_effect(spec)))
     backend = "ddp" if spec.strategy.is_replicated else "fsdp2"
-    refused = spec.validate(backend=backend)
+    changes = {"backend": backend, "gather": "copy"}
+    refused = spec.validate(**changes)
     if refused is not None:
         raise _of_replacement(refused, backend)
-    exported = spec.replace(backend=backend)
+    exported = spec.replace(**changes)
     remarks = [
         f"It was trained by {TITLES['lab']}; {TITLES[backend]} does the same work here",
         *_differs(spec, backend),
@@ -74,6 +75,8 @@ def _differs(spec: Spec, backend: str) -> Iterator[str]:
     if spec.workload.torch_optimizer.is_fused:
         yield ("optimizer_args: the rounding of a fused update depends on how parameters are sharded, so that losses agree "
                "within rounding, not to the bit")  # fmt: skip
+    if s.gather != "copy":
+        yield f"gather: {TITLES[backend]} copies what it gathers, which takes memory and time that {s.gather} does not"
     replicas = spec.world_size // spec.shard_factor
     if replicas > 2:
         yield (f"sharding: gradients of {replicas} replicas are summed in pieces of another size, in another order, so "
@@ -85,8 +88,6 @@ def _without_effect(spec: Spec) -> Iterator[str]:
     s, w = spec.strategy, spec.workload
     if spec.link is not None:
         yield f"link: {spec.link!r} was emulated; it changes times, not results; here the real link is used"
-    if s.gather != "copy":
-        yield "gather: torch's backends copy what they gather, which takes memory and time that mapped shards do not"
     if s.sync != "every" and w.accumulate == 1:
         yield f"sync: {s.sync} has no effect with one micro-batch a step"
     if s.backend == "ddp":

@@ -24,7 +24,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.core.events import Memory, MemorySample, RoleBytes, Span, StepEvent, Traffic
+from fsdp_lab.core.events import Carrier, Memory, MemorySample, RoleBytes, Span, StepEvent, Traffic
 from fsdp_lab.core.generation import Completion
 
 APPLICATION = 0x4653_4450  # "FSDP" in the file's header
@@ -247,7 +247,7 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 Row = tuple[int, StepEvent]  # its cursor in the run's EventStore, and the event
 
-PARTS = ("memory", "comm", "memory_curve", "spans", "completions", "notes")  # fields that are not scalars
+PARTS = ("memory", "comm", "memory_curve", "spans", "completions", "notes", "carriers")  # fields that are not scalars
 LEVEL = 6  # of zlib: 9 saves 1% more and takes twice the time
 
 
@@ -273,6 +273,7 @@ def pack(rows: Sequence[Row], *, heavy: bool = False) -> bytes:
         "comm": {kind: _traffic(events, kind) for kind in sorted({kind for e in events for kind in e.comm})},
         "notes": _column([list(e.notes) for e in events]),
         "completions": _column([[c.to_row() for c in e.completions] for e in events]),
+        "carriers": _column([[dataclasses.asdict(c) for c in e.carriers] for e in events]),
     }
     if heavy:
         table["spans"] = [[span.to_row() for span in e.spans] for e in events]
@@ -304,6 +305,8 @@ def unpack(data: bytes) -> list[Row]:
         _set(
             events, "completions", _values(table["completions"], n), lambda rows: tuple(map(Completion.from_row, rows))
         )
+    if "carriers" in table:  # did not exist
+        _set(events, "carriers", _values(table["carriers"], n), lambda rows: tuple(Carrier(**row) for row in rows))
     _set(events, "spans", table.get("spans", ()), lambda rows: tuple(map(Span.from_row, rows)))
     _set(events, "memory_curve", table.get("memory_curve", ()), lambda rows: tuple(map(MemorySample.from_row, rows)))
     cursors = [table["first"] + i + offset for i, offset in enumerate(_values(table["cursor"], n))]

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_lab.core.events import Memory, MemorySample, RoleBytes, Span, StepEvent, Track, Traffic
+from fsdp_lab.core.events import Carrier, Memory, MemorySample, RoleBytes, Span, StepEvent, Track, Traffic
 from fsdp_lab.core.generation import Completion
 from fsdp_lab.history.database import pack, unpack
 from tests.lab.events import event
@@ -38,6 +38,7 @@ EVENTS = made(
     comm=st.dictionaries(st.sampled_from(["all_gather", "control", "ünbekannt"]), made(Traffic)),
     spans=st.lists(SPANS, max_size=2).map(tuple),
     completions=st.lists(made(Completion), max_size=2).map(tuple),
+    carriers=st.lists(made(Carrier), max_size=2).map(tuple),
 )
 ROWS = st.lists(EVENTS, max_size=5).flatmap(
     lambda events: st.lists(st.integers(0, 10**9), min_size=len(events), max_size=len(events), unique=True).map(
