@@ -65,7 +65,7 @@ class Scale:
 
 
 _BOTH = (LAB, REFERENCE, "fsdp2-wire", CONTROL)
-# The wire copies CUDA tensors through host memory where ranks share a GPU.
+# Where ranks share a GPU.
 _OVER_WIRE = (LAB, "fsdp2-wire", "ddp-wire", CONTROL)
 _METERED = tuple(form for peer in METERED_PEERS for form in METERING[peer])  # in one launch: few launches measure all
 ON_GPU = Scale(

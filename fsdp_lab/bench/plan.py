@@ -201,11 +201,12 @@ class BenchPlan:
     def shares_memory(self) -> bool:
         """Whether the lab's wire is over shared memory, where the machine has it. Not where its own cost is measured, beside
         torch's group over Gloo."""
-        return set(self.devices) == {"cpu"} and not any(FORMS[name].metered for name in self.forms)
+        shares = set(self.devices) == {"cpu"} or self.shares_gpu
+        return shares and not any(FORMS[name].metered for name in self.forms)
 
     @property
     def shares_gpu(self) -> bool:
-        """Whether several ranks use one GPU; then all communicate over Gloo."""
+        """Whether several ranks use one GPU; then torch's own groups are Gloo's."""
         return self.devices[:1] != ("cpu",) and len(set(self.devices)) < len(self.devices)
 
     def to_dict(self) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def nccl(facts: TorchFacts) -> Finding:
         return judged("NCCL", "missing", "GPU ranks would communicate over Gloo, through host memory: slow")
     sharing = "two ranks on one GPU with NCCL_MULTI_RANK_GPU_ENABLE=1"
     if facts.nccl_version < (2, 30):
-        sharing = "one rank a GPU (two on one GPU go over Gloo, or need 2.30)"
+        sharing = "one rank a GPU (several go through its memory without NCCL, or need 2.30)"
     return Finding("NCCL", f"{'.'.join(map(str, facts.nccl_version))}; {sharing}")
 
 

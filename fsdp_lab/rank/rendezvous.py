@@ -57,7 +57,7 @@ class RankInfo:
     rank: int
     world_size: int
     device: torch.device
-    shares_gpu: bool = False  # then CUDA tensors go over Gloo: NCCL needs one GPU per rank
+    shares_gpu: bool = False  # then CUDA tensors do not go over NCCL, which needs one GPU per rank
 
 
 # -- the store --------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def _open_file(path: Path) -> dist.FileStore:
 
 
 def nccl_of(info: RankInfo) -> Nccl | None:
-    """NCCL for this rank's device, or None: then all tensors go over Gloo. Tests replace it by a simulation."""
+    """NCCL for this rank's device, or None: then tensors go another way. Tests replace it by a simulation."""
     streams = streams_of(info.device)
     return None if streams is None or info.shares_gpu else Nccl(streams)
 

@@ -26,10 +26,10 @@ EACH = [{}, {"forward_prefetch": 1, "backward_prefetch": 2}, {"sharding": "shard
         {"backend": "ddp", "sharding": "no_shard"}]  # fmt: skip
 
 
-def _train(place: Place, plan: list[dict[str, Any]], shared: int) -> list[dict[str, Any]]:
+def _train(place: Place, plan: list[dict[str, Any]], shared: int, shared_memory: bool = True) -> list[dict[str, Any]]:
     said: list[dict[str, Any]] = []
-    s = Session(rank=place.rank, world_size=place.world_size, device="cuda:0", store=place.store,
-                shared_gpu_ranks=shared, memory_cap=0.9 / shared, on_event=said.append)  # fmt: skip
+    s = Session(rank=place.rank, world_size=place.world_size, device="cuda:0", store=place.store, shared_gpu_ranks=shared,
+                memory_cap=0.9 / shared, shared_memory=shared_memory, on_event=said.append)  # fmt: skip
     for given in plan:
         s.apply("gpu", given)
         s.train(3)
@@ -72,13 +72,17 @@ def test_the_ledger_s_sum_is_what_the_allocator_says(pool: Pool, precision: str)
         assert e.memory.outside_bytes > 0
 
 
-def test_two_ranks_share_one_gpu_over_gloo(pool: Pool) -> None:
+def test_two_ranks_share_one_gpu_through_its_memory(pool: Pool) -> None:
     mine, theirs = pool.run(_train, 2, plan(2), 2, reduction=None)
     events = [StepEvent.from_dict(e) for e in mine]
     assert [e["mean_loss"] for e in mine] == [e["mean_loss"] for e in theirs]
     assert events[-1].mean_loss < events[0].mean_loss
-    assert "shared by 2 ranks" in events[0].notes[0]
+    assert "shared by 2 ranks over the GPU's memory" in events[0].notes[0]
+    assert {c.name for e in events for c in e.carriers} == {"the GPU's memory"}
     assert events[0].comm["all_gather"].seconds > 0
+    staged, _ = pool.run(_train, 2, plan(2), 2, False, reduction=None)
+    assert [e["mean_loss"] for e in staged] == pytest.approx([e["mean_loss"] for e in mine], rel=1e-5)
+    assert "shared by 2 ranks over Gloo" in staged[0]["notes"][0]
 
 
 def _losses(place: Place, given: dict[str, Any], steps: int) -> list[float]:
