@@ -14,7 +14,7 @@ from fsdp_lab.core.describe import describe_value, field_title
 from fsdp_lab.core.link import OFFERED
 from fsdp_lab.core.lr_schedule import LR_SCHEDULES
 from fsdp_lab.core.optimizer import OPTIMIZERS
-from fsdp_lab.core.spec import BACKENDS, GATHERS, OFFLOADS, PRECISIONS, SHARDINGS, Spec, Strategy
+from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec, Strategy
 from fsdp_lab.core.workload import DROPOUTS, OWN, RANDOM
 from fsdp_lab.dashboard.choices import Choices, ChoiceState, Chosen
 from fsdp_lab.dashboard.forms import put, styled
@@ -121,8 +121,6 @@ GROUPS: tuple[tuple[str, tuple[ControlSpec, ...]], ...] = (
         ControlSpec(name="shard_size", label="shard size", help="Ranks in one shard group", tokens=_shard_sizes),
         ControlSpec(name="precision", label="precision", help="dtype of computing and reducing", tokens=fixed(*PRECISIONS)),
         ControlSpec(name="offload", label="offload", help="What is kept on the host", tokens=fixed(*OFFLOADS)),
-        ControlSpec(name="gather", label="gather", help="Copies, or between CPU ranks of a host the shards where they lie",
-              tokens=fixed(*GATHERS)),
         ControlSpec(name="wrap", label="wrap", help="What becomes one unit",
               tokens=fixed("block", "every:2", "every:4", "min_params:100000", "whole")),
     )),

@@ -67,8 +67,8 @@ def desk():
 
 def test_there_is_a_control_for_every_field_that_the_dashboard_promises():
     assert set(FIELDS) == {
-        "backend", "sharding", "shard_size", "precision", "offload", "gather", "wrap", "forward_prefetch",
-        "backward_prefetch", "recompute", "accumulate", "sync", "model", "micro_batch", "seq_len", "world_size", "devices",
+        "backend", "sharding", "shard_size", "precision", "offload", "wrap", "forward_prefetch", "backward_prefetch",
+        "recompute", "accumulate", "sync", "model", "micro_batch", "seq_len", "world_size", "devices",
         "link", "data", "weights", "tokenizer", "optimizer", "lr", "lr_schedule", "warmup_steps", "decay_steps", "dropout",
         "freeze", "lora",
     }  # fmt: skip

@@ -409,8 +409,8 @@ def test_the_limit_is_drawn_within_reach_and_said_always():
         assert line["visible"] and line["location"] == pytest.approx(near / (1 << 20))
         assert panel._over._range.end > line["location"]
     assert panel.captions().legend[-1].label == "limit"
-    more = "the process has 900 MiB more, 5.00 MiB of it a pool for what is gathered and sent."
-    assert panel.captions().note == f"At the peak of a step, by torch's allocator; {more}"
+    pool = "What is gathered and sent is in a pool of 5.00 MiB that ranks share."
+    assert panel.captions().note == f"Tensors at the peak of a step; the process has 900 MiB more. {pool}"
 
 
 def test_what_is_predicted_is_a_hollow_bar_before_and_after_anything_is_measured():

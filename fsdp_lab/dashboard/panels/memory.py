@@ -194,8 +194,8 @@ class MemoryPanel(Panel):
         limit = min((m.limit_bytes for m in memories if m.limit_bytes), default=None)
         reading += f"; limit {size(limit)}" if limit else ""
         pool = max(m.pool_bytes for m in memories)
-        pooled = f", {size(pool)} of it a pool for what is gathered and sent" if pool else ""
-        note = f"At the peak of a step, by torch's allocator; the process has {size(outside)} more{pooled}."
+        pooled = f" What is gathered and sent is in a pool of {size(pool)} that ranks share." if pool else ""
+        note = f"Tensors at the peak of a step; the process has {size(outside)} more.{pooled}"
         if self._loading:
             legend.append(Key(label="host, while loading", token="ink.peak", hatch="triangle"))
             note += f" While weights were read, the host held {size(max(self._loading.values()))} more."
