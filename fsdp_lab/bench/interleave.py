@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -37,6 +37,7 @@ from fsdp_lab.wire import SHARED_MEMORY, ReductionOrder, Wire
 Batch = Mapping[str, Tensor]
 TRACE_EVERY_S = 0.5  # the duration of a chunk in a lab, whose last step is traced
 PUBLISH_EVERY_S = 0.04  # as the ranks of a lab do
+_KEPT = 2  # blocks that a tuned FSDP2 does not reshard
 
 Publish = Callable[[list[dict[str, Any]]], None]
 
@@ -114,7 +115,8 @@ def build_forms(
         initial = Initializer(skeleton, plan.seed)
         backend = build(skeleton, plan.spec(form), info.device, mesh=meshes.get(form.group))
         fill(backend, initial)
-        _keep_last(backend.module, form.keep_last)
+        if form.is_tuned:
+            _tune(backend.module, raw=form.group == "raw")
         metered = Metered(plan, form, info, world, backend, on_events) if form.metered else None
         is_shared = form.group == "wire" and world.context.host_carrier == SHARED_MEMORY
         yield BuiltForm(form=form, backend=backend, metered=metered, is_shared=is_shared)
@@ -129,10 +131,16 @@ def _mesh(info: RankInfo, world: Wire, group: str) -> DeviceMesh:
     return DeviceMesh.from_group(raw, info.device.type, mesh_dim_names=("shard",))
 
 
-def _keep_last(model: nn.Module, count: int) -> None:
-    """FSDP2: do not reshard the last blocks after their forward; the backward begins with them."""
-    for block in blocks(model)[-count:] if count else []:
+def _tune(model: Any, *, raw: bool) -> None:
+    """FSDP2, as a careful user would have it: the last blocks, with which the backward begins, are not resharded after their
+    forward; from torch 2.13 on two gradients may be in flight, and on torch's own group over Gloo, where collectives wait
+    for one another, reductions have a group of their own."""
+    for block in blocks(model)[-_KEPT:]:
         block.set_reshard_after_forward(False)  # type: ignore[operator]
+    if hasattr(model, "set_reduce_scatter_max_input_buffers"):
+        model.set_reduce_scatter_max_input_buffers(2)
+    if raw and hasattr(model, "set_separate_reduce_scatter_group"):
+        model.set_separate_reduce_scatter_group(True)
 
 
 # -- one step --------------------------------------------------------------------------------------------------------

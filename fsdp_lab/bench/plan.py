@@ -38,7 +38,7 @@ class Form:
     group: str = "wire"  # the process group: our Wire as labs have it, "gloo", a Wire over Gloo, or "raw", torch's own
     reduction: str = "auto"  # of the Wire
     forward_prefetch: int | None = None  # None: what a user gets who sets nothing
-    keep_last: int = 0  # blocks at the end of the model that are not resharded between forward and backward
+    is_tuned: bool = False  # FSDP2 with all that makes it faster here: see `_tune` in interleave.py
     fused: bool = False  # the optimizer's update
     gather: str = "copy"  # of Strategy
     metered: bool = False  # each step is measured and reported as a lab's rank does
@@ -60,12 +60,13 @@ _STEP_FORMS = (
     Form(name=LAB, peer="lab"),
     Form(name=REFERENCE, peer="fsdp2", group="raw"),
     Form(name="ddp-raw", peer="ddp", group="raw"),
+    Form(name="fsdp2-raw-tuned", peer="fsdp2", group="raw", forward_prefetch=1, is_tuned=True),
     Form(name="fsdp2-wire", peer="fsdp2"),
     Form(name=CONTROL, peer="lab"),
     Form(name="fsdp2-raw-prefetch", peer="fsdp2", group="raw", forward_prefetch=1),
     Form(name="ddp-wire", peer="ddp"),
     Form(name="fsdp2-wire-prefetch", peer="fsdp2", forward_prefetch=1),
-    Form(name="fsdp2-wire-tuned", peer="fsdp2", forward_prefetch=1, keep_last=2),  # as a careful user would have it
+    Form(name="fsdp2-wire-tuned", peer="fsdp2", forward_prefetch=1, is_tuned=True),
 )
 _FUSED_FORMS = (Form(name="lab-fused", peer="lab", fused=True),)  # by name alone: peers would need it as well
 _GLOO_FORMS = (  # by name alone: what CPU ranks of a lab would have without shared memory
