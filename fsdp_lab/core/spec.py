@@ -371,12 +371,12 @@ def _rule_gather(spec: Spec) -> None:
     s, fix = spec.strategy, {"gather": "copy"}
     if s.gather == "copy":
         return
-    never = dataclasses.replace(s.dtypes, param="fp32", norm=None) != s.dtypes and s.dtypes.norm != "fp32"
+    is_cast = s.dtypes.param != "fp32" or s.dtypes.norm not in (None, "fp32")
     for is_so, why, hint in (
         (s.backend != "lab", f"{s.backend} copies what it gathers", "use copy, or backend lab"),
         (s.is_replicated, "nothing is gathered with no_shard", "use copy, or another sharding"),
         (s.offload != "none", "what is offloaded is copied to be gathered", "use copy, or offload none"),
-        (never, "shards are fp32, and these are gathered in another precision", "use copy, or precision fp32"),
+        (is_cast, "shards are fp32, and these are gathered in another precision", "use copy, or precision fp32"),
         (s.reshard_size is not None, "nothing is kept between forward and backward", "use copy, or no reshard_size"),
         (any(d != "cpu" for d in spec.devices or ()), "GPUs do not share memory", "use copy, or ranks on CPUs"),
         (spec.link is not None, "over an emulated link what is gathered would have to be sent", "use copy, or no link"),

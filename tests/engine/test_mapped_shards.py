@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import Spec, Strategy
+from fsdp_lab.core.spec import Precision, Spec, Strategy
 from fsdp_lab.engine import ShardError, full_state, memory_stats, no_sync, unshard
 from fsdp_lab.engine.fully_shard import flats_of
 from fsdp_lab.wire import reserved
@@ -224,6 +224,8 @@ def test_where_it_is_not_possible_it_is_refused_in_a_sentence(pool: Pool) -> Non
         ({"sharding": "no_shard"}, "nothing is gathered with no_shard"),
         ({"offload": "optimizer"}, "what is offloaded is copied"),
         ({"precision": "bf16"}, "gathered in another precision"),
+        ({"precision": Precision(param="bf16", norm="fp32")}, "gathered in another precision"),
+        ({"precision": Precision(norm="bf16")}, "gathered in another precision"),
         ({"world_size": 4, "reshard_size": 2}, "nothing is kept between forward and backward"),
         ({"devices": ["cuda:0", "cuda:1"]}, "GPUs do not share memory"),
         ({"link": "1 GB/s"}, "over an emulated link what is gathered would have to be sent"),
@@ -233,6 +235,10 @@ def test_a_spec_says_what_does_not_go_with_it(changes: dict[str, Any], why: str)
     error = Spec().validate(gather="mapped", **changes)
     assert isinstance(error, SpecError) and error.field == "strategy.gather" and why in error.reason
     assert Spec().validate(**{**changes, "gather": "mapped", **error.fix}) is None
+
+
+def test_other_precisions_of_it_go_with_it() -> None:
+    Spec().replace(gather="mapped", precision=Precision(norm="fp32", reduce="bf16", buffer="bf16", output="bf16"))
 
 
 def test_without_it_ids_are_those_of_before() -> None:
