@@ -67,6 +67,27 @@ FAULTS = (
         tests=("tests/engine/test_parity.py",),
     ),
     Fault(
+        name="early optimizer",
+        what="engine: a rank writes to shards that others map and still read in a forward",
+        old='        self._let_shards_change("end of the forward")',
+        new="        pass",
+        tests=("tests/engine/test_mapped_shards.py",),
+    ),
+    Fault(
+        name="early word",
+        what="wire: a rank says that its bytes are in a GPU's memory before they are",
+        old="            if places:\n                self._arena.synchronize()",
+        new="            if not places:\n                self._arena.synchronize()",
+        tests=("tests/wire/test_gpu_memory.py",),
+    ),
+    Fault(
+        name="early acknowledgement",
+        what="wire: a rank says that it has read a GPU's memory before it has",
+        old="                    self._group.synchronize()",
+        new="                    pass",
+        tests=("tests/wire/test_gpu_memory.py",),
+    ),
+    Fault(
         name="skipped wait",
         what="engine: a unit computes before its all-gather has landed",
         old="            self._wait()\n            for flat in self.flats:\n                flat.use_unsharded_views()",

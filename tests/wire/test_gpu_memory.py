@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -17,23 +18,33 @@ STEPS = 8
 
 
 def _gathered(place: Place, sizes: list[int], mode: Mode) -> tuple[list[bool], list[int]]:
-    """Whether each all-gather has the parts of all ranks, and how many pieces there were after it."""
-    device, right, pieces = SimulatedDevice(mode), [], []
+    """Whether each all-gather has the parts of all ranks, and how many pieces there were after it. What it gave is computed
+    with when the next one was issued; the last rank is late to issue that."""
+    device, right, pieces, before = SimulatedDevice(mode), list[bool](), list[int](), torch.zeros(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_memory, "_PIECE_BYTES", 4096)
         with wire_on_device(place, Over.GPU) as wire, wire.on(device):
             arena: Any = wire.world._on_gpu._arena
-            for number, n in enumerate(sizes):
+            stream = device.new("gather")
+            for number, n in enumerate([*sizes, 1]):
                 part, whole = torch.full((n,), float(number + place.rank)), torch.empty(n * place.world_size)
-                work = wire.world.all_gather_single(whole, part)
+                stream.wait_stream(device.current())
+                if place.rank == place.world_size - 1:
+                    time.sleep(0.01)
+                with device.entered(stream):
+                    work = wire.world.all_gather_single(whole, part)
                 part.fill_(-1.0)  # it was sent
-                work.wait()
-                parts = [bool((p == number + r).all()) for r, p in enumerate(whole.chunk(place.world_size))]
-                right.append(all(parts))
+                device.current().wait_stream(stream)
+                right.append(
+                    all(bool((p == number - 1 + r).all()) for r, p in enumerate(before.chunk(place.world_size)))
+                )
+                with device.entered(stream):
+                    work.wait()
+                before = whole
                 pieces.append(len(arena._pieces))
             assert wire.world.carrier == "the GPU's memory"
     assert not device.races, device.races[0]
-    return right, pieces
+    return right[1:], pieces[:-1]
 
 
 @pytest.mark.parametrize("mode", Mode)
