@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from fsdp_lab.core.describe import describe_value, differing_fields, field_title
-from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.errors import ArgumentError, SpecError
 from fsdp_lab.core.events import Role
 from fsdp_lab.core.formatting import Table, count, duration, size
 from fsdp_lab.core.model_shape import ModelShape
@@ -140,12 +140,14 @@ def plan(
         machine: with as many ranks as the Spec has.
 
     Raises:
-        FieldError: another number of ranks, or a dtype that the device does not support.
+        FieldError: another number of ranks, or a dtype or gathers that the device does not support.
     """
     if machine.ranks != spec.world_size:
         raise ArgumentError(
             "ranks", f"the machine has {machine.ranks} and the Spec {spec.world_size}", "give both the same"
         )
+    if spec.strategy.gather == "mapped" and machine.device.type != "cpu":
+        raise SpecError("strategy.gather", "mapped is for ranks on CPUs", "use copy", {"gather": "copy"})
     overlaps = not under_pressure(spec, shape, machine)
     model = StepModel(
         spec, shape.units, shape.tokens(spec.workload.seq_len), machine, rates, software, overlaps=overlaps

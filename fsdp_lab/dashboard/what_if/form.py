@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp_lab.core.optimizer import OPTIMIZERS
-from fsdp_lab.core.spec import PREFETCH_POINTS
+from fsdp_lab.core.spec import GATHERS, PREFETCH_POINTS
 from fsdp_lab.dashboard.fields import GROUPS, ControlSpec, fixed
 from fsdp_lab.dashboard.what_if.question import CUSTOM
 from fsdp_lab.models.presets import PRESETS
@@ -68,6 +68,8 @@ FORM: tuple[tuple[str, tuple[ControlSpec, ...]], ...] = (
         *_GROUPS["Sharding"],
         replace(_FIELDS["shard_size"], name="reshard_size", label="reshard size",
                 help="Ranks that share the parameters between forward and backward"),
+        ControlSpec(name="gather", label="gather", help="Copies, or the shards where they lie, on CPUs of one host",
+              tokens=fixed(*GATHERS)),
     )),
     ("Schedule", (
         *(f for f in _GROUPS["Schedule"] if f.name not in ("accumulate", "link")),
