@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from fsdp_lab.backends import Backend, build, fill
 from fsdp_lab.backends.base import state_slots
@@ -116,7 +117,7 @@ def build_forms(
         backend = build(skeleton, plan.spec(form), info.device, mesh=meshes.get(form.group))
         fill(backend, initial)
         if form.is_tuned:
-            _tune(backend.module, raw=form.group == "raw")
+            _tune(backend.module, raw=_raw_backend(info) if form.group == "raw" else "")
         metered = Metered(plan, form, info, world, backend, on_events) if form.metered else None
         is_shared = form.group == "wire" and world.context.host_carrier == SHARED_MEMORY
         yield BuiltForm(form=form, backend=backend, metered=metered, is_shared=is_shared)
@@ -126,20 +127,29 @@ def _mesh(info: RankInfo, world: Wire, group: str) -> DeviceMesh:
     """A mesh of all ranks beside the world's: on a group of torch's own ("raw"), or on a Wire over Gloo."""
     if group == "gloo":
         return DeviceMesh.from_group(beside(world, shared_memory=False), info.device.type, mesh_dim_names=("shard",))
-    over_gloo = info.device.type == "cpu" or info.shares_gpu
-    raw = dist.new_group(backend="gloo" if over_gloo else "nccl", timeout=world.context.timeout)
+    raw = dist.new_group(backend=_raw_backend(info), timeout=world.context.timeout)
     return DeviceMesh.from_group(raw, info.device.type, mesh_dim_names=("shard",))
 
 
-def _tune(model: Any, *, raw: bool) -> None:
+def _raw_backend(info: RankInfo) -> str:
+    return "gloo" if info.device.type == "cpu" or info.shares_gpu else "nccl"
+
+
+def _tune(model: Any, *, raw: str) -> None:
     """FSDP2, as a careful user would have it: the last blocks, with which the backward begins, are not resharded after their
     forward; from torch 2.13 on two gradients may be in flight, and on torch's own group over Gloo, where collectives wait
-    for one another, reductions have a group of their own."""
+    for one another, reductions have a group of their own. `raw`: the backend of torch's own group, or ""."""
     for block in blocks(model)[-_KEPT:]:
         block.set_reshard_after_forward(False)  # type: ignore[operator]
     if hasattr(model, "set_reduce_scatter_max_input_buffers"):
         model.set_reduce_scatter_max_input_buffers(2)
     if raw and hasattr(model, "set_separate_reduce_scatter_group"):
+        own = dist.new_group(backend=raw)
+        for module in filter(lambda m: isinstance(m, FSDPModule), model.modules()):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                group.mesh_info.reduce_scatter_process_group = (
+                    own  # else torch makes one of the default backend: a Wire
+                )
         model.set_separate_reduce_scatter_group(True)
 
 

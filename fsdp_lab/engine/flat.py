@@ -228,7 +228,7 @@ class FlatBuffer:
             if not self.is_view_of_master and p.data_ptr() == self._views[i].data_ptr():
                 p.data = self._nothing[i]
             p.__class__ = FreedParameter  # type: ignore[assignment]
-        if not self.policy.shard_optimizer_only:
+        if self.is_mapped or not self.policy.shard_optimizer_only:
             self.free_gathered()
 
     def keep_post_forward_shard(self) -> None:
@@ -255,6 +255,7 @@ class FlatBuffer:
 
     def write_back(self) -> None:
         """Copy what was written into gathered parameters to the shard, element by element where bits differ."""
+        assert not self.is_mapped or self.gathered.is_held, "they are copies"
         for p, view in zip(self.parameters, self._views, strict=True):
             if p.data_ptr() != view.data_ptr() and p.shape == view.shape:
                 view.copy_(p.data)  # it was given other data

@@ -119,6 +119,7 @@ class Runtime:
         self._forward: Pass | None = None  # the one under way
         self._backward: weakref.ref[Backward] | None = None  # the one under way; dead where an exception ended it
         self._last: weakref.ref[Pass] | None = None
+        self._reads_shards = False  # of other ranks, in the pass or the backward under way
         self._held: set[Unit] = set()  # gathered for the second backward of a double one
         self._recomputed: dict[Unit, Pass] = {}  # inside a backward: forwards that have begun and not ended
         self._index = {unit: i for i, unit in enumerate(self.units)}
@@ -376,6 +377,7 @@ class Runtime:
         with unit.mesh.waiting(_label(Phase.UNSHARD, unit)):
             self._unshard(unit, direction)
             unit.wait_for_unshard()
+        self._reads_shards |= unit.policy.map_shards and not unit.asked_for
 
     def _reshard(self, unit: Unit, direction: Direction) -> None:
         if self._is_at_work(unit):
@@ -488,9 +490,11 @@ class Runtime:
                 unit.reshard()
 
     def _let_shards_change(self, when: str) -> None:
-        """Wait until no rank reads the shards of others any more: see "Note: shards that are mapped" in buffers.py."""
+        """Wait until no rank reads the shards of others any more, if it did: see "Note: shards that are mapped" in
+        buffers.py. What `unshard` has gathered are copies, with which a rank may compute alone."""
         groups = dict.fromkeys(unit.mesh.shard_group for unit in self.units if unit.policy.map_shards)
-        for group in groups:
+        reads, self._reads_shards = self._reads_shards, False
+        for group in groups if reads else ():
             if group is not None:
                 with self.root.mesh.answered(when):
                     dist.barrier(group)

@@ -63,7 +63,9 @@ class UnshardHandle:
     def _issue(self, unit: Unit) -> None:
         if unit.is_sharded and unit.policy.offload != OffloadPolicy.NONE:
             unit.copy_to_device(self._runtime.streams)
-        if unit.policy.map_shards and not unit.asked_for:
-            unit.reshard()  # the caller is given copies, which he may write to
+        if unit.policy.map_shards and not unit.asked_for:  # the caller is given copies, which he may write to
+            pins, unit.pins = unit.pins, 0
+            unit.reshard()
+            unit.pins = pins
         unit.asked_for = True
         unit.unshard(self._runtime.streams)

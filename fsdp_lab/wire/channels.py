@@ -147,8 +147,9 @@ class SharedPeer:
     def __init__(self, name: str, arena: PeerMemory, to: Channel, from_: Channel, connection: PeerConnection) -> None:
         self.name, self.to, self._from, self.arena, self._connection = name, to, from_, arena, connection
 
-    def take(self, end_s: float) -> tuple[int, Tensor]:
-        """Its next entry: what it is, and its bytes, uint8. Raises NotYet, and PeerGone if there will be none."""
+    def take(self, end_s: float) -> tuple[int, int, int]:
+        """Its next entry: what it is, and where its bytes begin in its memory, and how many there are. Raises NotYet, and
+        PeerGone if there will be none."""
         try:
             what, begin, nbytes = self._from.take(end_s)
         except NotYet:
@@ -158,7 +159,7 @@ class SharedPeer:
                 what, begin, nbytes = self._from.take(0.0)  # published before it left
             except NotYet:
                 raise PeerGone(f"{self.name} has left or ended") from None
-        return what, self.arena.bytes_at(begin, nbytes)
+        return what, begin, nbytes
 
     def acknowledge(self) -> None:
         self._from.acknowledge()

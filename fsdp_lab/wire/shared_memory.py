@@ -53,6 +53,7 @@ from fsdp_lab.wire.semaphores import SPIN_S, Semaphores
 
 _SLICE_S = 0.05  # the longest wait in C, hence how late an abort is seen
 _CHUNK_BYTES = 256 << 10  # of a sum: stays in a core's cache
+_DEVICE_CHUNK_BYTES = 64 << 20  # on a device each is some kernels
 _CLOSE_S = 1.0  # for others to read what was published, when a group is closed
 _CLOSED = "the process group is closed"
 
@@ -127,7 +128,7 @@ class SharedWork:
 
     def __init__(self, group: SharedGroup, what: What, finish: Callable[[Found], None]) -> None:
         self._group, self._what, self._finish = group, what, finish
-        self._found: Found = {}
+        self._taken: dict[int, tuple[int, int]] = {}  # by rank, where in its memory its bytes begin, and how many
         self._failed: str | None = None
         self._done = False
         self.on_read: Callable[[], None] | None = None
@@ -150,7 +151,7 @@ class SharedWork:
         """Whether all ranks have issued it."""
         if not self._done:
             self._group.look()
-        return self._done or len(self._found) == len(self._group.peers)
+        return self._done or len(self._taken) == len(self._group.peers)
 
     def try_finish(self) -> bool:
         """Read it if no rank has to be waited for. Returns whether it is completed."""
@@ -164,12 +165,13 @@ class SharedWork:
     def take(self, end_s: float) -> None:
         """The entries of the others, in the order of issue. Raises NotYet. If one has left, the work fails."""
         for r, peer in self._group.peers.items():
-            if r not in self._found and self._failed is None:
+            if r not in self._taken and self._failed is None:
                 try:
-                    what, self._found[r] = peer.take(end_s)
+                    what, *where = peer.take(end_s)
                 except PeerGone as e:
                     self._failed = str(e)
                     return
+                self._taken[r] = where[0], where[1]
                 if what != self._what:
                     theirs, own = What(what).name.lower(), self._what.name.lower()
                     self._failed = f"{peer.name} issued {theirs} where this rank issued {own}"
@@ -179,14 +181,15 @@ class SharedWork:
         try:
             if self._failed is None:
                 with torch.no_grad(), record_function("wire"):
-                    self._finish(self._found)
+                    peers = self._group.peers
+                    self._finish({r: peers[r].arena.bytes_at(*where) for r, where in self._taken.items()})
                     self._group.synchronize()
         except Exception as e:
             self._failed = str(e) or type(e).__name__
         finally:
-            for r in self._found:
+            for r in self._taken:
                 self._group.peers[r].acknowledge()
-            self._done, self._finish, self._found = True, _nothing, {}
+            self._done, self._finish, self._taken = True, _nothing, {}
             if self.on_read is not None:
                 self.on_read()
 
@@ -215,8 +218,8 @@ class Inbox:
                 self._keep(0.0)
 
     def _keep(self, end_s: float) -> None:
-        tag, content = self.peer.take(end_s)
-        self._early.setdefault(tag, deque()).append(content.clone())
+        tag, *where = self.peer.take(end_s)
+        self._early.setdefault(tag, deque()).append(self.peer.arena.bytes_at(*where).clone())
         self.peer.acknowledge()
 
 
@@ -572,7 +575,7 @@ def _combine(opts: Any, output: Tensor, own: Tensor, rank: int, found: Found) ->
     parts = [_like(found[r], output) if r in found else own.detach().reshape(-1) for r in sorted([*found, rank])]
     if len(parts) == 1:
         flat.copy_(parts[0])
-    step = max(1, _CHUNK_BYTES // flat.itemsize)
+    step = max(1, (_CHUNK_BYTES if flat.device.type == "cpu" else _DEVICE_CHUNK_BYTES) // flat.itemsize)
     scratch = torch.empty_like(flat[: step if len(parts) > 2 else 0])
     for begin in range(0, flat.numel() if len(parts) > 1 else 0, step):
         total, *pieces, last = (part[begin : begin + step] for part in parts)

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Precision, Spec, Strategy
-from fsdp_lab.engine import ShardError, full_state, memory_stats, no_sync, unshard
+from fsdp_lab.engine import ShardError, full_state, fully_shard, memory_stats, no_sync, unshard
 from fsdp_lab.engine.fully_shard import flats_of
 from fsdp_lab.wire import reserved
 from fsdp_lab.wire.meter import Collective
@@ -165,6 +166,97 @@ def test_what_is_written_inside_unshard_is_written_once(pool: Pool) -> None:
         assert trains_on, "shards are shown again"
         for name, added in found:
             assert added == pytest.approx([4.0 if name == "blocks.0.norm.bias" else 2.0] * len(added), abs=1e-5), name
+
+
+def written_after_a_gradient(place: Place, strategy: Strategy, twice: bool) -> list[float]:
+    """Losses after parameters are written inside `unshard` between the two parts of a double backward, or after one that was
+    abandoned; what a double backward needs is gathered then."""
+    model, x = by_block(make(), strategy=strategy), batch(0, 0)
+    (first,) = torch.autograd.grad(model(x).square().mean(), [model.last.weight], create_graph=True)
+    with unshard(model), torch.no_grad():
+        for name, p in model.named_parameters():
+            if not twice or name == "last.bias":  # which the second part does not read
+                p.mul_(0.9)
+    if twice:
+        first.square().sum().backward()
+        model.zero_grad()
+    del first
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for _ in range(4):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_what_a_double_backward_holds_is_shown_again(pool: Pool, twice: bool) -> None:
+    copied = pool.run(written_after_a_gradient, 2, Strategy(), twice, shared_memory=True)
+    assert pool.run(written_after_a_gradient, 2, MAPPED, twice, shared_memory=True) == copied
+    assert len(set(copied[0])) == 4
+
+
+def alone(place: Place) -> list[float]:
+    """One rank computes with what all have gathered; then all train on."""
+    model, found = mapped(), []
+    with unshard(model):
+        if place.rank == 0:
+            with torch.no_grad():
+                found.append(model(batch(7, 0)).square().mean().item())
+            loss = model(batch(7, 0)).square().mean()
+            torch.autograd.grad(loss, [model.last.weight])
+            found.append(loss.item())
+    for step in range(2):
+        loss = model(batch(step, 0)).square().mean()
+        loss.backward()
+        model.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def test_one_rank_may_compute_alone_inside_unshard(pool: Pool) -> None:
+    mine, theirs = pool.run(alone, 2, shared_memory=True)
+    assert mine[0] == mine[1] and mine[2:] == theirs
+
+
+def zero1(place: Place) -> list[int]:
+    """Bytes beside shards before and after an `unshard`."""
+    model = by_block(make(), strategy=Strategy(gather="mapped", sharding="zero1"))
+    found = []
+    for _ in range(2):
+        model(batch(0, place.rank)).square().mean().backward()
+        model.zero_grad()
+        found.append(memory_stats(model).unsharded_bytes)
+        with unshard(model):
+            found.append(memory_stats(model).unsharded_bytes)
+    return found
+
+
+def test_zero1_maps_again_after_an_unshard(pool: Pool) -> None:
+    for before, inside, after, again in pool.run(zero1, 2, shared_memory=True):
+        assert before == after == 0 < inside == again
+
+
+def sent_by_a_user(place: Place, rounds: int) -> int:
+    """How many sums are right of shards that a user sends, and writes to at once; of several pages."""
+    model, right = fully_shard(nn.Linear(64, 96), map_shards=True), 0
+    (weight, _), own = model.parameters(), torch.arange(2048.0)
+    local = weight.to_local()[:2048]
+    for number in range(rounds):
+        with torch.no_grad():
+            local.copy_(own + number + place.rank)
+            summed = torch.empty(1024)
+            dist.reduce_scatter_tensor(summed, local)
+            local.fill_(-1.0)
+        half = own[1024 * place.rank : 1024 * (place.rank + 1)]
+        right += torch.equal(summed, 2 * half + 2 * number + 1)
+    return right
+
+
+def test_a_user_may_send_shards_and_write_to_them(pool: Pool) -> None:
+    assert pool.run(sent_by_a_user, 2, 20, shared_memory=True) == [20, 20]
 
 
 class WritesToItself(Block):
