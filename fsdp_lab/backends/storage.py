@@ -7,6 +7,9 @@ come: all of it (`fill`), or a few parameters at a time (transfer.py).
 
 Note: freed storage. A tensor whose storage is freed keeps its shape, and what views it later sees the new allocation.
 But torch makes no new slice of it, so slices are made before; and reading it reads address 0.
+
+Shards that other ranks map (`gather="mapped"`) are not torch's to free: they exist from the build on, until nobody has them.
+So a switch from or to them holds both.
 """
 
 from __future__ import annotations

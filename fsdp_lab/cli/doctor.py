@@ -72,7 +72,7 @@ def outlook(facts: TorchFacts, gpus_seen: int) -> list[Finding]:
     findings = [Finding("CPU ranks", on_cpu, State.OK if facts.gloo else State.FAIL)]
     if facts.devices:
         over = "NCCL" if facts.nccl else "Gloo"
-        value = f"{facts.devices}, one rank each, over {over}; more ranks share GPUs, over Gloo"
+        value = f"{facts.devices}, one rank each, over {over}; more ranks share GPUs, through their memory"
         findings.append(Finding("GPU ranks", value))
     elif gpus_seen:
         findings.append(Finding("GPU ranks", "none: torch cannot use the GPUs", State.WARN, "see torch and GPUs above"))

@@ -68,7 +68,7 @@ class Seat:
     device: str
     threads: int
     memory_cap: float | None = None  # fraction of the GPU's memory; None: all of it
-    shared_gpu_ranks: int = 1  # ranks on the fullest GPU of all: above 1, all ranks talk over Gloo
+    shared_gpu_ranks: int = 1  # ranks on the fullest GPU of all: above 1, none uses NCCL
 
     @property
     def arguments(self) -> dict[str, Any]:

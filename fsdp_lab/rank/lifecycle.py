@@ -113,8 +113,12 @@ class Lifecycle:
             self._start(run, prepared)
         else:
             self._switch(run, prepared, old)
+        continues = old is not None
+        if continues and before is not None and before[0].strategy.gather == "mapped":
+            old = None  # the last reference to shards that torch cannot free before
+            self._return_memory()
         self._groups.world.barrier().wait()
-        return old is not None
+        return continues
 
     def _start(self, run: str, p: PreparedTraining) -> None:
         """Train from initial values. The old model is dropped first, so that two need not fit. An abort ends the drawing
@@ -214,7 +218,7 @@ class Lifecycle:
             progress=progress,
             scaler=scaler,
             notes=self.notes_of(p.spec),
-            carriers=self._carriers,
+            carriers=self._carriers if p.spec.link is None else (),  # else the notes say it
             clock=self._clock,
             ledger=ledger,
             loading_bytes=loading_bytes,
@@ -272,13 +276,17 @@ class Lifecycle:
         return max(0, before - held_bytes(self._info.device, self._context))
 
     def release(self) -> None:
+        self._release_backends()
+        self._checkpointer.unregister()
+        self._return_memory()
+
+    def _release_backends(self) -> None:
+        """A method of its own, after which nothing holds them."""
         backends = [self.trainer.backend] if self.trainer is not None else []
         backends += [self._replacement.transfer.new] if self._replacement is not None else []
         for backend in dict.fromkeys([*backends, *(self._source.backends if self._source is not None else ())]):
             backend.release(self._context.busy_addresses())
         self.trainer = self._source = self._replacement = None
-        self._checkpointer.unregister()
-        self._return_memory()
 
     def _return_memory(self) -> None:
         gc.collect()

@@ -99,6 +99,8 @@ class Session:
         self._protocol = AbortProtocol(self.info, self.context, store)
         self._checkpointer = Checkpointer(self.info, own_connection(store))
         carrier = self.world.carrier if self.info.shares_gpu else self.context.host_carrier
+        if why := next(iter(self.context.not_on_gpu.values()), ""):
+            carrier += f" (the GPU's memory is not shared: {why})"
         self._notes = fidelity_notes(self.info, shared_gpu_ranks, carrier)
         self._work = LongWorkLog()
         self._lifecycle = Lifecycle(

@@ -64,6 +64,9 @@ class Mapping:
         """uint8 [nbytes]"""
         return self.data[offset : offset + nbytes]
 
+    def close(self) -> None:
+        """Other groups may use it."""
+
 
 class MemoryFile:
     """An unnamed file in memory that cannot shrink, mapped for writing. Its descriptor is closed with it."""

@@ -8,10 +8,12 @@ entry, the other by the reader when it has read the bytes of one, so that their 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from socket import SHUT_WR
 from typing import Protocol
 
 from torch import Tensor
@@ -40,6 +42,9 @@ class PeerMemory(Protocol):
 
     def bytes_at(self, offset: int, nbytes: int) -> Tensor:
         """uint8 [nbytes]"""
+
+    def close(self) -> None:
+        """This rank will not read it any more."""
 
 
 class BlockMemory(Protocol):
@@ -153,7 +158,7 @@ class SharedPeer:
         try:
             what, begin, nbytes = self._from.take(end_s)
         except NotYet:
-            if not self._connection.is_gone:
+            if not self.is_gone:
                 raise
             try:
                 what, begin, nbytes = self._from.take(0.0)  # published before it left
@@ -164,6 +169,17 @@ class SharedPeer:
     def acknowledge(self) -> None:
         self._from.acknowledge()
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the other rank has left, or has ended."""
+        return self._connection.is_gone
+
     def leave(self) -> None:
-        """The other rank sees it."""
+        """The other rank sees it, and this one still sees whether that has left."""
+        self.arena.close()
+        with contextlib.suppress(OSError):  # it has ended
+            self._connection.socket.shutdown(SHUT_WR)
+
+    def end(self) -> None:
+        """When it does not matter any more whether the other rank has left."""
         self._connection.socket.close()

@@ -42,7 +42,7 @@ from fsdp_lab.engine.streams import Streams
 from fsdp_lab.wire.arena import Arena
 from fsdp_lab.wire.channels import Channel
 from fsdp_lab.wire.exchange import NotShared
-from fsdp_lab.wire.gpu_memory import DeviceMemory, GpuArena
+from fsdp_lab.wire.gpu_memory import DeviceMemory, GpuArena, GpuGroup
 from fsdp_lab.wire.host_group import HostGroup
 from fsdp_lab.wire.link import Alarm, DroppedWork, Link, LinkDirection, pause_until
 from fsdp_lab.wire.meter import Collective, Meter
@@ -133,7 +133,7 @@ class WireContext:
         self.shared_memory = shared_memory  # of groups that are opened from now on
         self._arena: Arena | None = None
         self._most_ranks = 0  # of any group that was opened; the world's is the first
-        self._unread_channels: list[tuple[frozenset[int], list[Channel]]] = []  # of closed groups, with their ranks
+        self._closed: list[tuple[frozenset[int], list[Channel], SharedGroup]] = []  # groups, and what others may read
         self.hide_from_profiler = False  # Gloo's operations: see the note on a profiler and an abort
         self.session: Any = None  # the `rank.Session` that opened its groups, for those who know a group alone
         self.watched = False  # whether a loop is being watched (rank/watch.py)
@@ -212,10 +212,8 @@ class WireContext:
             self.not_shared[name] = str(e)
             return None
         # All these ranks are here, so they have left the groups that were closed before.
-        left = [channels for former, channels in self._unread_channels if former <= ranks]
-        self._unread_channels = [
-            (former, channels) for former, channels in self._unread_channels if not former <= ranks
-        ]
+        left = [channels for former, channels, _ in self._closed if former <= ranks]
+        self._closed = [closed for closed in self._closed if not closed[0] <= ranks]
         for channel in (channel for channels in left for channel in channels):
             channel.release_unread()
         return group
@@ -227,7 +225,7 @@ class WireContext:
             return None
         pieces = dist.PrefixStore("pieces", store)
         try:
-            return open_shared(store, rank, len(ranks), group=SharedGroup, check=self.check, timeout=self.timeout,
+            return open_shared(store, rank, len(ranks), group=GpuGroup, check=self.check, timeout=self.timeout,
                                arena=lambda: GpuArena(memory, pieces, rank, self._wait_for_stream),
                                most_ranks=self._most_ranks)  # fmt: skip
         except NotShared as e:
@@ -240,8 +238,9 @@ class WireContext:
 
     def close_shared(self, group: SharedGroup, ranks: frozenset[int]) -> None:
         """What others may still read stays until a group of all these ranks is opened."""
-        if channels := group.close(aborted=self.aborted is not None):
-            self._unread_channels.append((ranks, channels))
+        channels = group.close(aborted=self.aborted is not None)
+        if channels or not group.all_parted:
+            self._closed.append((ranks, channels, group))
 
     @property
     def host_carrier(self) -> str:

@@ -8,7 +8,8 @@ it has read those of others. Nothing else depends on streams: whoever goes on af
 and what was freed meanwhile has been read.
 
 The pieces are not of torch's allocator: they are allocated by the driver, since torch's own way to share tensors leaves
-named files behind when a process is killed. They grow with the largest collective, and are freed with their group.
+named files behind when a process is killed. There are as many as collectives in flight need, and they are freed with their
+group.
 
 When a group is opened each rank reads a pattern from each other one: where a driver, a container or a build of torch does
 not share memory, all ranks together go on through the host.
@@ -17,6 +18,7 @@ not share memory, all ranks together go on through the host.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -27,11 +29,13 @@ from torch import Tensor
 from torch import distributed as dist
 
 from fsdp_lab.wire.arena import ArenaBlock, class_bytes
+from fsdp_lab.wire.shared_memory import SharedGroup
 
 _PIECE_BYTES = 32 << 20  # at least, of what is allocated at once
 _PIECE_BITS = 40  # of an offset: below them the place in a piece, above them which piece
 _PATTERN_BYTES = 1 << 10  # at the beginning of a rank's first piece, while a group is opened
 _HANDLE_BYTES = 64  # of the driver's
+_PART_S, _LOOK_S = 1.0, 0.005  # for others to close what this rank has exported, and between two looks
 _PEER_ACCESS = 1  # a flag of `cuIpcOpenMemHandle`, the only one there is
 
 
@@ -53,7 +57,9 @@ class GpuArena:
         """Raises OSError."""
         self._memory, self._store, self._rank, self.synchronize = memory, store, rank, synchronize
         self._pieces: list[Tensor] = []
+        self._ends: list[int] = []  # of each piece, where its blocks end
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # offsets by size
+        self._used = 0  # blocks
         self._extend(_PIECE_BYTES)
         self._pieces[0][:_PATTERN_BYTES].copy_(_pattern(rank))
         self.synchronize()
@@ -80,23 +86,33 @@ class GpuArena:
     def allocate(self, nbytes: int) -> ArenaBlock:
         """Raises MemoryError."""
         size = class_bytes(nbytes)
-        if not self._free[size]:
+        offset = self._free[size].pop() if self._free[size] else self._next(size)
+        self._used += 1
+        return ArenaBlock(offset, size)
+
+    def _next(self, size: int) -> int:
+        """The offset of a block that was none before: in the first piece that has room, or in a new one."""
+        number = next((n for n, p in enumerate(self._pieces) if p.nbytes - self._ends[n] >= size), len(self._pieces))
+        if number == len(self._pieces):
             try:
-                self._free[size] = self._extend(size)
+                self._extend(max(size, _PIECE_BYTES))
             except OSError as e:
                 raise MemoryError(f"{size} bytes of the GPU could not be allocated: {e.strerror}") from None
-        return ArenaBlock(self._free[size].pop(), size)
+        begin, self._ends[number] = self._ends[number], self._ends[number] + size
+        return (number << _PIECE_BITS) + begin
 
-    def _extend(self, size: int) -> list[int]:
-        """A piece of blocks of this size. Returns their offsets."""
-        number, nbytes = len(self._pieces), max(size, _PIECE_BYTES // size * size)
+    def _extend(self, nbytes: int) -> None:
         piece, handle = self._memory.allocate(nbytes)
-        self._store.set(_key(self._rank, number), f"{nbytes} {handle.hex()}")
+        self._store.set(_key(self._rank, len(self._pieces)), f"{nbytes} {handle.hex()}")
         self._pieces.append(piece)
-        return [(number << _PIECE_BITS) + begin for begin in range(0, nbytes - size + 1, size)]
+        self._ends.append(0)
 
     def free(self, block: ArenaBlock) -> None:
         self._free[block.nbytes].append(block.offset)
+        self._used -= 1
+        if not self._used:  # blocks of other sizes may take their place
+            self._free.clear()
+            self._ends = [0] * len(self._pieces)
 
     def share(self, block: ArenaBlock) -> None:
         raise NotImplementedError("what is sent is copied to a block of its own")
@@ -130,6 +146,22 @@ class PeerGpuMemory:
             self._pieces[number] = self._memory.open(bytes.fromhex(handle), int(nbytes_there))
         return self._pieces[number][begin : begin + nbytes]
 
+    def close(self) -> None:
+        self._pieces = {}
+
+
+class GpuGroup(SharedGroup):
+    """The `SharedGroup` of tensors on a GPU. Its memory is to be freed when no other rank has it open: the driver asks for
+    that."""
+
+    def _part(self) -> None:
+        self.synchronize()
+        super()._part()
+        end_s = time.monotonic() + _PART_S
+        while not (all_gone := all(peer.is_gone for peer in self.peers.values())) and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
+        self.all_parted = all_gone
+
 
 def _key(rank: int, number: int) -> str:
     return f"piece/{rank}/{number}"
@@ -148,40 +180,47 @@ class CudaMemory:
         self._device, self._driver = device, ctypes.CDLL("libcuda.so.1")
 
     def allocate(self, nbytes: int) -> tuple[Tensor, bytes]:
-        self._make_current()
         address, handle = ctypes.c_uint64(), _Handle()
-        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
-        memory = _Span(address.value, nbytes)
-        finalize(memory, self._driver.cuMemFree_v2, address).atexit = False
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
-        return self._tensor(memory), bytes(handle)
+        with torch.cuda.device(self._device):
+            try:
+                self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+            except OSError:
+                torch.cuda.empty_cache()  # torch keeps what is free
+                self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+            tensor = self._tensor(address.value, nbytes, "cuMemFree_v2")
+            self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+        return tensor, bytes(handle)
 
     def open(self, handle: bytes, nbytes: int) -> Tensor:
-        self._make_current()
-        address = ctypes.c_uint64()
-        given = _Handle.from_buffer_copy(handle)
-        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_PEER_ACCESS))
-        memory = _Span(address.value, nbytes)
-        finalize(memory, self._driver.cuIpcCloseMemHandle, address).atexit = False
-        return self._tensor(memory)
+        address, given = ctypes.c_uint64(), _Handle.from_buffer_copy(handle)
+        with torch.cuda.device(self._device):
+            self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(_PEER_ACCESS))
+            return self._tensor(address.value, nbytes, "cuIpcCloseMemHandle")
 
-    def _tensor(self, memory: _Span) -> Tensor:
+    def _tensor(self, address: int, nbytes: int, end: str) -> Tensor:
+        """uint8 [nbytes]; `end`: what the driver is to do when nobody has it."""
+        memory = _Span(address, nbytes)
+        finalize(memory, _end, self._device, getattr(self._driver, end), address).atexit = False
         try:
             tensor = torch.as_tensor(memory, device=self._device)  # keeps it
         except (RuntimeError, TypeError, ValueError) as e:  # as a build of torch without NumPy
             raise OSError(None, f"torch cannot use the driver's memory ({e})") from None
-        if tensor.data_ptr() != memory.address:
+        if tensor.data_ptr() != address:
             raise OSError(None, "it is the memory of another GPU, of which torch would make a copy")
         return tensor
 
-    def _make_current(self) -> None:
-        """Let this thread have torch's context of the GPU."""
-        torch.cuda.current_stream(self._device).synchronize()
-
     def _call(self, name: str, *arguments: Any) -> None:
+        torch.cuda.current_stream(self._device).synchronize()  # torch's context is this thread's then
         code = getattr(self._driver, name)(*arguments)
         if code:
             raise OSError(code, f"{name} failed with CUDA's error {code}")
+
+
+def _end(device: torch.device, call: Any, address: int) -> None:
+    """In whatever thread the last reference went."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device).synchronize()
+        call(ctypes.c_uint64(address))
 
 
 class _Handle(ctypes.Structure):
@@ -194,5 +233,4 @@ class _Span:
     """A range of a GPU's addresses, which torch takes as a tensor."""
 
     def __init__(self, address: int, nbytes: int) -> None:
-        self.address = address
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}

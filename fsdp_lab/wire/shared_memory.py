@@ -272,6 +272,7 @@ class SharedGroup:
         """`peers`, `senders`: the other ranks, for collectives and for transfers. `check` raises after an abort."""
         self.peers, self._rank, self._size, self._arena, self._check = peers, rank, size, arena, check
         self._timeout_s = timeout_s
+        self.all_parted = True  # whether, once it is closed, no other rank may still have its memory open
         self._to = {r: peer.to for r, peer in senders.items()}
         self._inboxes = {r: Inbox(peer) for r, peer in senders.items()}
         self._issued: deque[SharedWork] = deque()  # and not read, oldest first
@@ -328,10 +329,16 @@ class SharedGroup:
         for channel in channels:
             while channel.poll_ack(0.0 if aborted else max(0.0, end_s - time.monotonic())):
                 continue
+        self._part()
         for peer in self.peers.values():
-            peer.leave()
+            peer.end()
         self._arena.trim()
         return [channel for channel in channels if channel.unread]
+
+    def _part(self) -> None:
+        """Let other ranks see that this one does not read any more."""
+        for peer in self.peers.values():
+            peer.leave()
 
     # -- issuing --------------------------------------------------------------------------------------------------
 

@@ -15,9 +15,9 @@ def test_switches_to_and_from_it_do_not_disturb_the_loss(pool: Pool) -> None:
     plan = [
         spec(**MAPPED),
         spec(),
-        spec(**MAPPED, sharding="shard_grad_op", clip_norm=None),
+        spec(**MAPPED, sharding="shard_grad_op"),
         spec(**DDP),
-        spec(**MAPPED, sharding="zero1", accumulate=1),
+        spec(**MAPPED, sharding="zero1"),
     ]
     (steady, _), _ = follow(pool, [(spec(), 10)])
     (switched, _), answers = follow(pool, [(s, 2) for s in plan])
@@ -58,3 +58,28 @@ def test_ranks_without_shared_memory_refuse_it_and_go_on(pool: Pool) -> None:
         assert (
             said.startswith("strategy.gather: mapped is for ranks that share memory, and these do not") and steps == 2
         )
+
+
+def _given_back(place: Place, first: dict[str, Any], second: dict[str, Any]) -> tuple[int, int, int]:
+    """The pool of shared memory after a switch, after a step then, and after the model was unloaded."""
+    s = session(place)
+    s.apply("run", first)
+    s.train(3)
+    s.apply("run", second)
+    switched = s.context.pool_bytes
+    s.train(1)
+    trained = s.context.pool_bytes
+    s.unload()
+    left = s.context.pool_bytes
+    s.close()
+    return switched, trained, left
+
+
+def test_its_memory_is_given_back_by_a_switch_and_an_unload(pool: Pool) -> None:
+    plans = [
+        (spec(**gather), other) for gather in ({}, MAPPED) for other in (spec(**DDP), spec(**MAPPED, clip_norm=None))
+    ]
+    found = [pool.run(_given_back, 2, first.to_dict(), second.to_dict(), reduction=None)[0] for first, second in plans]
+    copied, mapped = found[:2], found[2:]
+    assert mapped[0][0] <= copied[0][0] and mapped[0][1] <= copied[0][1], "to DDP"
+    assert all(left <= 64 << 10 for *_, left in found), found
