@@ -494,10 +494,9 @@ class Runtime:
         buffers.py. What `unshard` has gathered are copies, with which a rank may compute alone."""
         groups = dict.fromkeys(unit.mesh.shard_group for unit in self.units if unit.policy.map_shards)
         reads, self._reads_shards = self._reads_shards, False
-        for group in groups if reads else ():
-            if group is not None:
-                with self.root.mesh.answered(when):
-                    dist.barrier(group)
+        for group in filter(None, groups if reads else ()):
+            with self.root.mesh.answered(when):
+                dist.barrier(group)
 
     def _schedule(self, unit: Unit, with_backward: bool) -> Schedule:
         key = (unit, with_backward)

@@ -49,7 +49,7 @@ def test_the_core_is_as_long_as_its_docstring_says() -> None:
     The limit was 1,900 when modules held NaN between steps and one forward had one backward. Parameters that torch's own
     functions work on (parameters.py, and which gradients are there) and several passes at a time (runtime.py) took it to
     2,620. A device's streams for each kind of work (streams.py, reduction.py), and what ranks tell each other of gradients,
-    took the rest to 2,863. Memory of a process group's own took 27, and shards that are mapped there 36 (buffers.py).
+    took the rest to 2,863. Memory of a process group's own took 27, and shards that are mapped there 40 (buffers.py).
     """
     folder = REPO / "fsdp_lab" / "engine"
     text = (folder / "__init__.py").read_text(encoding="utf-8")
