@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from fsdp_lab.rank.rendezvous import close_groups, open_groups
 from fsdp_lab.wire import listeners
 from tests.pool import Place, Pool
 
@@ -37,13 +38,21 @@ def test_other_descriptors_are_no_listeners() -> None:
     assert found == []
 
 
-def answers(place: Place) -> list[str]:
-    """Of all ports at which this rank listens, to a stranger, between two collectives."""
+def ports() -> set[int]:
+    """At which this process listens."""
     import psutil
 
-    ports = [c.laddr.port for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    return {c.laddr.port for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
+
+
+def answers(place: Place) -> list[str]:
+    """Of the ports that a group has opened, to a stranger, between two collectives. The process may have others, of groups
+    of torch's own."""
+    before = ports()
+    open_groups(place.info, place.store, place.context, 0)
+    dist.all_reduce(torch.ones(10))
     found = []
-    for port in ports:
+    for port in ports() - before:
         try:
             socket.create_connection(("127.0.0.1", port), timeout=ANSWER_S).close()
             found.append("connected")
@@ -52,9 +61,10 @@ def answers(place: Place) -> list[str]:
     x = torch.ones(10)
     dist.all_reduce(x)
     assert x[0] == place.world_size
+    close_groups(place.context)
     return found
 
 
 def test_gloo_s_ports_are_shut_when_a_group_is_open(pool: Pool) -> None:
-    for found in pool.run(answers, 2):
+    for found in pool.run(answers, 2, reduction=None):
         assert found and set(found) == {"no answer"}
