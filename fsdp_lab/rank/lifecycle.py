@@ -15,13 +15,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 
 from fsdp_lab.backends import Backend, build, fill
 from fsdp_lab.backends.base import drop_slots, update_hyperparameters
 from fsdp_lab.backends.state import SuspendedState, gather_json, resume_state, suspend_state
 from fsdp_lab.backends.storage import return_memory
 from fsdp_lab.backends.transfer import StateSource, StateTransfer
-from fsdp_lab.core.events import Carrier
 from fsdp_lab.core.hang import LongWork
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.core.workload import LINEAGE
@@ -80,7 +80,6 @@ class Lifecycle:
         self.trainer: Trainer | None = None
         self.preparation = Preparation(info, work, context.check)
         self.emulation, self.emulated = LinkEmulation(info), EmulatedLink()
-        self._carriers: tuple[Carrier, ...] = ()  # of the backend that was built last
         self.suspended: dict[str, SuspendedTraining] = {}  # by run
         self._notes = notes
         self._clock = ClockOffset()
@@ -197,7 +196,6 @@ class Lifecycle:
             backend = build(p.skeleton, p.spec, self._info.device)
             # What each unit had was freed when it existed, and the C library may have kept it.
             return_memory(self._info.device)
-            self._carriers = self.emulation.carriers(backend.mesh)
             return backend
 
     def _train_with(self, run: str, p: PreparedTraining, backend: Backend, progress: TrainingProgress, scaler: Scaler,
@@ -218,7 +216,9 @@ class Lifecycle:
             progress=progress,
             scaler=scaler,
             notes=self.notes_of(p.spec),
-            carriers=self._carriers if p.spec.link is None else (),  # else the notes say it
+            carriers=partial(self.emulation.carriers, backend.mesh)
+            if p.spec.link is None
+            else tuple,  # else notes say it
             clock=self._clock,
             ledger=ledger,
             loading_bytes=loading_bytes,

@@ -121,7 +121,9 @@ class Trainer:
     progress: TrainingProgress
     scaler: Scaler
     notes: tuple[str, ...]
-    carriers: tuple[Carrier, ...] = ()  # of its backend
+    carriers: Callable[[], tuple[Carrier, ...]] = (
+        tuple  # of its backend; collective, and takes some memory for a moment
+    )
     clock: ClockOffset
     loading_bytes: int = 0  # see `Memory`
     ledger: InitVar[LedgerResult | None] = None  # of this training before it was suspended; None: the third step is one
@@ -153,6 +155,7 @@ class Trainer:
         self._ledger_due = self._ledger_due or ledger
         busy = slow or torch.autograd._profiler_enabled()  # only one profiler can be active
         ledger = self._ledger_due and self._steps_here >= _LEDGER_STEP and not busy
+        carriers = self.carriers() if self.is_first else ()  # here nothing else is held than between steps
         with self.meter.step(ledger=ledger, traced=traced and not slow):
             self._enter(StepState.COMPUTING)
             scale, rate = self.scaler.scale, self._rate_factor()
@@ -170,7 +173,7 @@ class Trainer:
                 "loss_scale": scale if self.scaler.enabled else None,
                 "skipped": skipped,
                 "first_after_switch": self.is_first,
-                "carriers": self.carriers if self.is_first else (),
+                "carriers": carriers,
                 "ledger": ledger,
                 "slow": slow,
             },
