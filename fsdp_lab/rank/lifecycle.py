@@ -15,7 +15,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import partial
 
 from fsdp_lab.backends import Backend, build, fill
 from fsdp_lab.backends.base import drop_slots, update_hyperparameters
@@ -216,9 +215,7 @@ class Lifecycle:
             progress=progress,
             scaler=scaler,
             notes=self.notes_of(p.spec),
-            carriers=partial(self.emulation.carriers, backend.mesh)
-            if p.spec.link is None
-            else tuple,  # else notes say it
+            carriers=self.emulation.carriers(backend.mesh) if p.spec.link is None else tuple,  # else notes say it
             clock=self._clock,
             ledger=ledger,
             loading_bytes=loading_bytes,

@@ -286,16 +286,19 @@ class LinkEmulation:
             self._bytes_per_s[world.ranks] = measured_speed(world, self._info.device)
         return self._bytes_per_s[world.ranks]
 
-    def carriers(self, mesh: DeviceMesh) -> tuple[Carrier, ...]:
-        """What the collectives of a training go over; collective."""
-        sharded = ShardMesh.of(mesh)
-        is_hybrid = sharded.shard_group is not None and sharded.replicate_group is not None
-        groups = (("shards", sharded.shard_group), ("replicas", sharded.replicate_group))
-        return tuple(
-            Carrier(between=name if is_hybrid else "ranks", name=group.carrier, bytes_per_s=self.measure(group))
-            for name, group in groups
-            if isinstance(group, Wire)
-        )
+    def carriers(self, mesh: DeviceMesh) -> Callable[[], tuple[Carrier, ...]]:
+        """Returns what says what the collectives of a training go over. That is collective; the first time it measures."""
+        sharded = ShardMesh.of(mesh)  # which keeps no group
+
+        def measured() -> tuple[Carrier, ...]:
+            groups = {"shards": sharded.shard_group, "replicas": sharded.replicate_group}
+            wires = {name: group for name, group in groups.items() if isinstance(group, Wire)}
+            return tuple(
+                Carrier(between=name if len(wires) > 1 else "ranks", name=w.carrier, bytes_per_s=self.measure(w))
+                for name, w in wires.items()
+            )
+
+        return measured
 
     def _minimum(self, *values: float) -> list[float]:
         """The minimum of each value over the ranks."""
