@@ -79,10 +79,6 @@ class GpuArena:
             raise OSError(None, f"what rank {rank} wrote to this GPU cannot be read")
         return found
 
-    @property
-    def used_bytes(self) -> int:
-        return sum(piece.nbytes for piece in self._pieces)
-
     def allocate(self, nbytes: int) -> ArenaBlock:
         """Raises MemoryError."""
         size = class_bytes(nbytes)
