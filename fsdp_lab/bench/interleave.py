@@ -144,11 +144,9 @@ def _tune(model: Any, *, raw: str) -> None:
     if hasattr(model, "set_reduce_scatter_max_input_buffers"):
         model.set_reduce_scatter_max_input_buffers(2)
     if raw and hasattr(model, "set_separate_reduce_scatter_group"):
-        own = dist.new_group(backend=raw)
+        own = dist.new_group(backend=raw)  # else torch makes one of the default backend, a Wire
         for module in filter(lambda m: isinstance(m, FSDPModule), model.modules()):
-            for (
-                group
-            ) in module._get_fsdp_state()._fsdp_param_groups:  # else torch makes one of the default backend, a Wire
+            for group in module._get_fsdp_state()._fsdp_param_groups:
                 group.mesh_info.reduce_scatter_process_group = own
         model.set_separate_reduce_scatter_group(True)
 
