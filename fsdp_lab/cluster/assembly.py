@@ -6,25 +6,26 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import psutil
 
+from fsdp_lab.cluster.addresses import unique_names
 from fsdp_lab.cluster.calls import Dispatcher
 from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters
 from fsdp_lab.cluster.engines import Engines, ExternalEngines, exposure_notes
 from fsdp_lab.cluster.errors import ClusterError, StartError
 from fsdp_lab.cluster.local_engines import DetachedEngines, LocalEngines, claim, engine_environment
 from fsdp_lab.cluster.membership import Member
+from fsdp_lab.cluster.network import meet
 from fsdp_lab.cluster.placement import Host, Placement, place, probe
 from fsdp_lab.cluster.supervisor import Supervisor
 from fsdp_lab.core import __version__
-from fsdp_lab.core.process import alive
+from fsdp_lab.core.process import alive, host_id
 
 ATTACHED_S = 5.0  # for all ranks to answer once the first has; one that waits for its former kernel never does
 
@@ -144,9 +145,9 @@ class Assembly:
         placement = place(self._hosts(reports), devices, take_busy=self._config.take_busy)
         members = [self._member(rank, chosen[rank], report, placement) for rank, report in enumerate(reports)]
         self._membership.replace(members, placement)
-        self._join(reports)
+        self._join([seat.host for seat in placement.seats])
         if not self._engines.owned:
-            self.notes = exposure_notes(self._engines.client, [r["host"] for r in by_engine.values()])
+            self.notes = exposure_notes(self._engines.client, [r["id"] for r in by_engine.values()])
         if self._config.persist_s is not None:
             self._engines.persist(
                 asked=self._config.identity,
@@ -191,38 +192,53 @@ class Assembly:
         self._membership.replace(
             [Member(rank=i, engine=engine, view=client.direct_view(engine)) for i, engine in enumerate(engines)]
         )
-        reports = self._dispatcher.call("describe", probe=not self._engines.owned, timeout_s=self._config.timeout_s)
+        reports = self._dispatcher.call("describe", timeout_s=self._config.timeout_s)
         return dict(zip(engines, reports, strict=True))
 
     def _hosts(self, reports: Sequence[Mapping[str, Any]]) -> list[Host]:
+        """The host of each rank, as one rank on it sees it, under names that differ."""
+        pids: dict[str, list[int]] = {}
+        for r in reports:
+            pids.setdefault(r["id"], []).append(r["pid"])
         if self._engines.owned:
             return [probe(ours=frozenset(r["pid"] for r in reports))] * len(reports)
-        by_name = {r["host"]: r["machine"] for r in reports}
-        return [by_name[r["host"]] for r in reports]
+        names = unique_names({r["id"]: (r["host"], next(iter(r["addresses"]), "")) for r in reports})
+        leaders = {key: next(rank for rank, r in enumerate(reports) if r["id"] == key) for key in pids}
+        asked = {rank: {"ours": pids[key]} for key, rank in leaders.items()}
+        found = dict(
+            zip(leaders, self._dispatcher.send("hardware", asked).results(self._config.timeout_s), strict=True)
+        )
+        return [replace(found[r["id"]], name=names[r["id"]]) for r in reports]
 
     def _member(self, rank: int, engine: int, report: Mapping[str, Any], placement: Placement) -> Member:
-        pid, host, process = report["pid"], report["host"], None
-        if self._engines.owned or (host == socket.gethostname() and alive(pid)):
+        pid, seat, process = report["pid"], placement.seats[rank], None
+        if report["id"] == host_id() and alive(pid):
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
-        view, device = self._engines.client.direct_view(engine), placement.devices[rank]
-        return Member(rank=rank, engine=engine, view=view, pid=pid, host=host, device=device, process=process)
+        view = self._engines.client.direct_view(engine)
+        return Member(rank=rank, engine=engine, view=view, pid=pid, host=seat.host, device=seat.device, process=process)
 
-    def _join(self, reports: Sequence[Mapping[str, Any]]) -> None:
-        n, module, timeout_s = len(reports), self._config.rank_module, self._config.timeout_s
+    def _join(self, hosts: Sequence[str]) -> None:
+        """`hosts`: of the ranks, in rank order."""
+        n, module, timeout_s = len(hosts), self._config.rank_module, self._config.timeout_s
         self._dispatcher.call("claim", owner=self._membership.token, timeout_s=timeout_s)
         self._report("importing torch", 0, n)
         self._dispatcher.call("load", module=module, timeout_s=2 * timeout_s)
         self._report("joining ranks", 0, n)
-        toward = another_machine(reports)
-        place = self._dispatcher.send("host", {0: {"module": module, "toward": toward}}).results(timeout_s)[0]
-        if toward is not None:
-            self._dispatcher.call("reach", place=place, timeout_s=10)
+        found = meet(self._dispatcher, hosts)
+        at = found[hosts[0]].address if len(found) > 1 else None
+        place = self._dispatcher.send("host", {0: {"module": module, "address": at}}).results(timeout_s)[0]
         headers = self._monitor.open_channels(self._engines.client, range(n))
         common = {"module": module, "world_size": n, "place": place, "timeout_s": timeout_s,
                   "reduction": self._config.reduction}  # fmt: skip
         seats = self._membership.placement.seats
-        each = {seat.rank: {**seat.arguments, **common, "beats": headers[seat.rank]} for seat in seats}
+        each = {
+            seat.rank: {
+                **seat.arguments, **common, "beats": headers[seat.rank], "address": found[seat.host].address,
+                "variables": found[seat.host].variables,
+            }
+            for seat in seats
+        }  # fmt: skip
         self._dispatcher.send("join", each).results(timeout_s + 10)
         self._report("ready", n, n)
 
@@ -258,7 +274,7 @@ class Assembly:
         """Makes the ranks report to this client. What they work on ends first."""
         placement = Placement.from_dict(record.placement)
         members = [
-            self._member(rank, engine, {"pid": pid, "host": socket.gethostname()}, placement)
+            self._member(rank, engine, {"pid": pid, "id": host_id()}, placement)
             for rank, (engine, pid) in enumerate(zip(record.engines, record.pids, strict=True))
         ]
         self._membership.replace(members, placement)
@@ -276,16 +292,9 @@ class Assembly:
 
 
 def rank_order(reports: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """Engine ids in rank order: ranks of one machine are neighbors, so that the shard groups of hybrid sharding stay inside
-    one machine; machines are in the order of their first engine."""
+    """Engine ids in rank order: ranks of one host are neighbors, so that the shard groups of hybrid sharding stay inside one
+    host; hosts are in the order of their first engine."""
     first: dict[str, int] = {}
     for engine in sorted(reports):
-        first.setdefault(reports[engine]["host"], engine)
-    return sorted(reports, key=lambda engine: (first[reports[engine]["host"]], engine))
-
-
-def another_machine(reports: Sequence[Mapping[str, Any]]) -> str | None:
-    """The address of the first rank that is on another machine than rank 0, from the reports of the ranks, in rank order;
-    None if there is none, so that nothing needs to listen."""
-    elsewhere = (str(r["address"]) for r in reports if r["host"] != reports[0]["host"])
-    return next(elsewhere, None)
+        first.setdefault(reports[engine]["id"], engine)
+    return sorted(reports, key=lambda engine: (first[reports[engine]["id"]], engine))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import ipyparallel as ipp
 from IPython.paths import get_ipython_dir
 
 from fsdp_lab.cluster.errors import ClusterError, StartError
+from fsdp_lab.core.process import host_id
 
 
 class Engines(ABC):
@@ -134,17 +134,18 @@ def connection_file(name: str) -> Path:
 
 
 def exposure_notes(client: Any, hosts: Sequence[str]) -> tuple[str, ...]:
-    """What others on the network can read or reach; `hosts` are those of the engines."""
+    """What others on the network can read or reach; `hosts` are the ids of the engines' hosts."""
     notes = []
     encrypted = client.curve_serverkey or client._config["registration"].startswith("tcp://127.")  # by an SSH tunnel
-    if set(hosts) != {socket.gethostname()} and not encrypted:
+    if set(hosts) != {host_id()} and not encrypted:
         notes.append(
             "messages between this kernel and your engines are signed and not encrypted; start ipcontroller with "
             "IPP_ENABLE_CURVE=1 in its environment"
         )
     if len(set(hosts)) > 1:
         notes.append(
-            "what ranks on several machines send each other (torch's store, Gloo, NCCL) is neither encrypted nor signed; "
-            "use a network where nobody else is"
+            "what ranks on several hosts send each other (torch's store, Gloo, NCCL) is neither encrypted nor signed: use "
+            "a network where nobody else is, such as a private subnet or a WireGuard interface between the hosts, and name "
+            "its interface in GLOO_SOCKET_IFNAME if the hosts have others too"
         )
     return tuple(notes)

@@ -10,7 +10,6 @@ the failed step's tensors. Errors travel as plain dicts and become exceptions ag
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import pkgutil
@@ -20,8 +19,12 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
+
+from fsdp_lab.cluster.addresses import Door, Doors, at_each, measure_door, own_addresses, try_door
+from fsdp_lab.cluster.placement import Host, probe
+from fsdp_lab.core.process import host_id
 
 KEY = "_fsdp_lab"
 PUBLISH_EVERY_S = 0.04  # at most 25 messages per second and rank, however fast the steps are
@@ -162,12 +165,24 @@ class Resident:
         self.store: Any = None
         self.session: Any = None
         self.heartbeats: HeartbeatPublisher | None = None
+        self.doors: Doors | None = None
+        self._variables: dict[str, str | None] = {}  # of the environment, as they were before
         self._pushed: dict[str, Any] = {}
 
     def push(self) -> None:
         """Makes the Session's names reachable from `%%px` cells."""
         self._pushed = dict(self.session.namespace())
         self.namespace.update(self._pushed)
+
+    def set_variables(self, variables: Mapping[str, str]) -> None:
+        """Sets variables of the environment in place of those of the last call, which become what they were."""
+        for name, before in self._variables.items():
+            if before is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = before
+        self._variables = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
 
     def withdraw(self) -> None:
         """Removes every name that still has the Session's value, and IPython's other references to that value."""
@@ -213,28 +228,15 @@ def session() -> Any:
 # -- actions, by name ------------------------------------------------------------------------------------------------
 
 
-def describe(probe: bool) -> dict[str, Any]:
-    """Which process this engine is; with `probe`, also the address and hardware of its machine."""
-    report: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname()}
-    if probe:  # where ranks may be on several machines
-        from fsdp_lab.cluster.placement import probe as probe_host
-
-        report |= {"address": own_address(), "machine": probe_host(ours=frozenset({os.getpid()}))}
-    return report
+def describe() -> dict[str, Any]:
+    """Which process this engine is, on which host, and the addresses of the host."""
+    addresses = [address for _, address in own_addresses()]
+    return {"pid": os.getpid(), "host": socket.gethostname(), "id": host_id(), "addresses": addresses}
 
 
-def own_address(toward: str = "") -> str:
-    """An address of this machine that others reach: that of the route to `toward`, else what its name resolves to. (To
-    connect a datagram socket sends nothing, but finds the interface that it would use.)"""
-    for target in (toward, "10.255.255.255"):
-        if target:
-            with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-                s.connect((target, 9))
-                return str(s.getsockname()[0])
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
+def hardware(ours: Collection[int]) -> Host:
+    """The cores and GPUs of this host; `ours` are the pids of our ranks on it."""
+    return probe(ours=frozenset(ours))
 
 
 def claim(owner: str) -> None:
@@ -266,29 +268,42 @@ def load(module: str | None) -> None:
     gc.freeze()
 
 
-def host(module: str | None, toward: str | None) -> str:
-    """On rank 0: opens the store where all ranks meet, of this machine alone, or on the address `toward` others. Returns its
-    place."""
+def open_doors(token: str) -> list[Door]:
+    """Listens at all addresses of this host, until `close_doors`. Raises OSError."""
+    close_doors()
+    resident().doors = doors = Doors(token)
+    return doors.open
+
+
+def close_doors() -> None:
     own = resident()
-    own.store = rank_code(module).host_store(None if toward is None else own_address(toward))
+    if own.doors is not None:
+        own.doors.close()
+        own.doors = None
+
+
+def reach(doors: Sequence[Door], token: str) -> list[str]:
+    """Why this host does not reach each of these doors; "" where it does."""
+    return at_each(doors, try_door, token)
+
+
+def measure(doors: Sequence[Door], token: str) -> list[float]:
+    """Bytes/s from here to each of these doors."""
+    return at_each(doors, measure_door, token, together=False)
+
+
+def host(module: str | None, address: str | None) -> str:
+    """On rank 0: opens the store where all ranks meet, of this host alone, or at an `address`. Returns its place."""
+    own = resident()
+    own.store = rank_code(module).host_store(address)
     return str(own.store.place)
 
 
-def reach(place: str) -> None:
-    """Raises ConnectionError if a store of several machines cannot be reached from here."""
-    address, _, port = place.removeprefix("tcp://").rpartition(":")
-    try:
-        socket.create_connection((address, int(port)), timeout=5).close()
-    except OSError as e:
-        raise ConnectionError(
-            f"{socket.gethostname()} cannot reach rank 0 at {address}:{port} ({e}): a firewall is between them, or the "
-            "address is wrong"
-        ) from None
-
-
-def join(module: str | None, beats: Mapping[str, str], **arguments: Any) -> None:
-    """Makes this rank's Session; returns when all ranks have joined. `beats` is the header of its heartbeats."""
+def join(module: str | None, beats: Mapping[str, str], variables: Mapping[str, str], **arguments: Any) -> None:
+    """Makes this rank's Session; returns when all ranks have joined. `beats` is the header of its heartbeats, `variables`
+    are of the environment, until it leaves."""
     own = resident()
+    own.set_variables(variables)
     own.heartbeats = HeartbeatPublisher(beats)
     own.session = rank_code(module).Session(
         store=own.store, on_event=own.publisher.publish, on_heartbeat=own.heartbeats.publish,
@@ -323,6 +338,7 @@ def leave() -> None:
             former.close()
     finally:
         own.store = None
+        own.set_variables({})
 
 
 def ping() -> int:
@@ -331,6 +347,22 @@ def ping() -> int:
 
 
 ACTIONS: Mapping[str, Callable[..., Any]] = {
-    f.__name__: f for f in (describe, claim, load, host, reach, join, attach, receive, leave, ping)
+    f.__name__: f
+    for f in (
+        describe,
+        hardware,
+        claim,
+        load,
+        open_doors,
+        reach,
+        measure,
+        close_doors,
+        host,
+        join,
+        attach,
+        receive,
+        leave,
+        ping,
+    )
 }
-ANY_OWNER = ("describe", "claim", "ping")
+ANY_OWNER = ("describe", "hardware", "claim", "ping")

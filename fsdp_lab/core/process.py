@@ -52,6 +52,15 @@ def machine() -> str:
     return socket.gethostname()
 
 
+def host_id() -> str:
+    """Identifies what counts as one host: this boot and container, and its network. A name says nothing: containers share
+    one, and one machine can have several networks of its own."""
+    network = ""
+    with contextlib.suppress(OSError):
+        network = os.readlink("/proc/self/ns/net")
+    return f"{machine()} {network}"
+
+
 def born(pid: int) -> str:
     """When a process was created; "" if there is none, or only its zombie.
 

@@ -27,6 +27,7 @@ is a file in a private folder, which rank 0 removes at its regular end.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import socket
@@ -34,6 +35,8 @@ import stat
 import sys
 import tempfile
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -85,10 +88,12 @@ class TcpHost(dist.TCPStore):
     store listens on all networks; neither asks who connects."""
 
     def __init__(self, address: str) -> None:
-        listener = socket.create_server((address, 0))
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family)
         port = listener.getsockname()[1]
-        super().__init__(address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=ANSWER_S),
-                         master_listen_fd=listener.detach())  # fmt: skip
+        with short_lookups():
+            super().__init__(address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=ANSWER_S),
+                             master_listen_fd=listener.detach())  # fmt: skip
         self.place = f"{TCP}{address}:{port}"
 
 
@@ -103,10 +108,28 @@ def find_store(place: str, *, timeout_s: float = ANSWER_S) -> dist.Store:
         return _open_file(Path(place.removeprefix(FILE)))
     host, _, port = place.removeprefix(TCP).rpartition(":")
     try:
-        return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
+        with short_lookups():
+            return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, TimeoutError) as e:
         first = str(e).splitlines()[0]
         raise ConnectionError(f"rank 0's store at {place} did not answer in {timeout_s:.0f} s ({first})") from None
+
+
+@contextmanager
+def short_lookups() -> Iterator[None]:
+    """Inside, this thread waits for a name server for a second. torch looks up the name of the first address that it
+    connects to, for its log, and would wait for 10 s where no server answers. The user's RES_OPTIONS stay."""
+    if sys.platform != "linux" or "RES_OPTIONS" in os.environ:
+        yield
+        return
+    read_again = getattr(ctypes.CDLL(None), "__res_init", lambda: 0)  # glibc's; by thread
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+    read_again()
+    try:
+        yield
+    finally:
+        del os.environ["RES_OPTIONS"]
+        read_again()
 
 
 def own_connection(store: dist.Store) -> dist.Store:

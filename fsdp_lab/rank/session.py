@@ -58,6 +58,7 @@ class Session:
         hang_s: in that case, how long a collective may wait for a rank; None: half of `timeout_s`.
         shared_memory: whether CPU ranks of one host, and ranks that share a GPU, send through memory that they share; False:
             over Gloo.
+        address: of this host, where Gloo listens for the other ranks; "": see `WireContext`.
 
     Raises ArgumentError for `hang_s`, ConnectionError if rank 0 was not found, RuntimeError if a rank did not join in time.
     """
@@ -80,6 +81,7 @@ class Session:
         on_heartbeat: Callable[[dict[str, Any]], None] | None = None,
         hang_s: float | None = None,
         shared_memory: bool = True,
+        address: str = "",
     ) -> None:
         hang_s = limit(hang_s, timeout_s)
         if threads is not None:
@@ -93,6 +95,7 @@ class Session:
             reduction=ReductionOrder(reduction),
             timeout_s=timeout_s,
             shared_memory=shared_memory and (self.info.device.type == "cpu" or self.info.shares_gpu),
+            address=address,
         )
         store = store if store is not None else find_store(place, timeout_s=timeout_s)
         self._on_event, self._on_loop = on_event, on_loop

@@ -117,9 +117,12 @@ class WireContext:
         reduction: ReductionOrder = ReductionOrder.AUTO,
         timeout_s: float = 120.0,
         shared_memory: bool = False,
+        address: str = "",
     ) -> None:
-        """`shared_memory`: groups whose ranks share a host use it in place of Gloo."""
+        """`shared_memory`: groups whose ranks share a host use it in place of Gloo. `address`: of this host, where Gloo
+        listens; "": of the interfaces in GLOO_SOCKET_IFNAME, else what the host's name resolves to."""
         self.meter = Meter()
+        self.address = address
         self.reduction = reduction
         self.timeout_s = timeout_s  # of a collective
         self.timeout = timedelta(seconds=timeout_s)  # for groups to be opened

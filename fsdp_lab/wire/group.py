@@ -77,7 +77,7 @@ class Wire(dist.ProcessGroup):
         self._gloo: Any = None
         if self._shared is None:
             store = dist.PrefixStore("gloo", options.store)
-            self._gloo = _open_gloo(store, self._rank, self._size, context.timeout)
+            self._gloo = _open_gloo(store, self._rank, self._size, context.timeout, context.address)
         store = dist.PrefixStore("gpu", options.store)
         self._on_gpu = context.open_on_gpu(store, self._rank, self._ranks, self._name_)
         store = dist.PrefixStore("nccl", options.store)
@@ -585,19 +585,30 @@ def _check_plain(tensors: Sequence[Tensor]) -> None:
                         "full_tensor()")  # fmt: skip
 
 
-def _open_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """One thread, so that operations run in the order in which they are issued: see `in_order`. Interfaces as torch's own
-    constructor takes them, which has two threads for each. When it is open nobody else can connect to it."""
+def _open_gloo(store: Any, rank: int, size: int, timeout: timedelta, address: str = "") -> Any:
+    """One thread, so that operations run in the order in which they are issued: see `in_order`. When it is open nobody else
+    can connect to it. Raises ConnectionError."""
     gloo: Any = dist.ProcessGroupGloo
     options: Any = gloo._Options()
-    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    options._devices, ports = listeners.made_by(
-        lambda: [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
-    )
     options._timeout, options._threads = timeout, 1
-    group = gloo(store, rank, size, options)
+    try:
+        options._devices, ports = listeners.made_by(lambda: _gloo_devices(gloo, address))
+        group = gloo(store, rank, size, options)
+    except RuntimeError as e:
+        if "timeout" in str(e).lower():
+            raise
+        raise ConnectionError(f"Gloo could not connect the ranks ({str(e).splitlines()[0][:200]})") from None
     listeners.shut(ports)
     return group
+
+
+def _gloo_devices(gloo: Any, address: str) -> list[Any]:
+    """Of the interfaces in GLOO_SOCKET_IFNAME if these are several; else of the address; else as torch's own constructor
+    finds them, which has two threads for each."""
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if address and len(interfaces) < 2:
+        return [gloo.create_device(hostname=address)]
+    return [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
 
 
 def _in_place(name: str, opts: Any) -> _InnerCall:

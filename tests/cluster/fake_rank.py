@@ -34,7 +34,7 @@ class Barrier:
     """Everyone waits for everyone; a flag that one rank brings is told to all."""
 
     def __init__(self, listener: socket.socket):
-        self.listener, self.place, self.links, self.flags = listener, str(listener.getsockname()[1]), [], []
+        self.listener, self.place, self.links, self.flags = listener, place_of(listener), [], []
         self.lock, self.closed = threading.Condition(), False
         threading.Thread(target=self.accept, daemon=True).start()
 
@@ -63,17 +63,22 @@ class Barrier:
                     self.links, self.flags = [], []
 
 
+def place_of(listener):
+    return "{} {}".format(*listener.getsockname())
+
+
 def host_store(address=None):
-    assert address is None
-    return Barrier(socket.create_server(("127.0.0.1", 0)))
+    family = socket.AF_INET6 if address and ":" in address else socket.AF_INET
+    return Barrier(socket.create_server((address or "127.0.0.1", 0), family=family))
 
 
 class Session:
     def __init__(self, *, rank, world_size, device, place, store=None, reduction="auto", timeout_s=60, threads=None,
                  memory_cap=None, shared_gpu_ranks=1, on_event=lambda event: None, on_heartbeat=None,
-                 on_loop=None, hang_s=None):  # fmt: skip
+                 on_loop=None, hang_s=None, address=""):  # fmt: skip
         self.rank, self.world_size, self.device, self.on_event, self.store = rank, world_size, device, on_event, store
-        self.link = socket.create_connection(("127.0.0.1", int(place)), timeout=timeout_s)
+        self.address = address
+        self.link = socket.create_connection(place.split(), timeout=timeout_s)
         self.link.sendall(bytes([world_size]))
         self.flag, self.step, self.samples, self.spec, self.run, self.model = b"\0", 0, 0, None, "", None
         self.fresh, self.slow, self.suspended = True, None, {}

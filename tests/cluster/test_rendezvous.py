@@ -1,19 +1,56 @@
-"""Which engine becomes which rank, and where they meet."""
+"""Which engine becomes which rank, and the names and addresses of hosts."""
 
-from fsdp_lab.cluster.assembly import another_machine, rank_order
+import pytest
 
-
-def report(host: str, address: str = "10.0.0.1"):
-    return {"host": host, "address": address}
-
-
-def test_ranks_of_one_machine_stand_together():
-    assert rank_order({0: report("a"), 1: report("b"), 2: report("a"), 3: report("b")}) == [0, 2, 1, 3]
+from fsdp_lab.cluster import StartError
+from fsdp_lab.cluster.addresses import Door, fastest, reached_by_all, unique_names
+from fsdp_lab.cluster.assembly import rank_order
 
 
-def test_ranks_of_one_machine_need_no_address():
-    assert another_machine([report("a"), report("a")]) is None
+def door(address: str, interface: str = "eth0"):
+    return Door(address=address, port=4000, interface=interface)
 
 
-def test_two_machines_meet_where_rank_0_is_reached_from_the_other():
-    assert another_machine([report("a", "10.0.0.1"), report("a", "10.0.0.1"), report("b", "10.0.0.2")]) == "10.0.0.2"
+def test_ranks_of_one_host_stand_together():
+    reports = {i: {"id": host} for i, host in enumerate("abab")}
+    assert rank_order(reports) == [0, 2, 1, 3]
+
+
+def test_an_address_is_good_where_all_others_reach_it():
+    doors = {"a": [door("10.0.0.1"), door("10.1.0.1")], "b": [door("10.0.0.2")], "c": [door("10.0.0.3")]}
+    tried = {(x, y): [""] * len(doors[y]) for x in doors for y in doors if x != y}
+    tried["c", "a"] = ["no answer", ""]
+    found = reached_by_all(doors, tried)
+    assert found["a"] == [door("10.1.0.1")] and found["b"] == doors["b"]
+
+
+def test_a_host_that_another_does_not_reach_is_named_with_address_and_port():
+    doors = {"a": [door("10.0.0.1"), door("10.1.0.1", "eth1")], "b": [door("10.0.0.2")]}
+    tried = {("a", "b"): [""], ("b", "a"): ["no answer", "Connection refused"]}
+    with pytest.raises(StartError) as refused:
+        reached_by_all(doors, tried)
+    assert str(refused.value).startswith(
+        "b does not reach a: 10.0.0.1 port 4000 (eth0): no answer, 10.1.0.1 port 4000 (eth1): Connection refused; open"
+    )
+
+
+def test_hosts_without_one_network_in_common_are_said():
+    doors = {"a": [door("10.0.0.1"), door("10.1.0.1")], "b": [door("10.0.0.2")], "c": [door("10.1.0.3")]}
+    tried = {(x, y): [""] * len(doors[y]) for x in doors for y in doors if x != y}
+    tried["b", "a"], tried["c", "a"] = ["", "no answer"], ["no answer", ""]
+    with pytest.raises(StartError, match="no address of a .*b reaches 10.0.0.1; c reaches 10.1.0.1.*one network"):
+        reached_by_all(doors, tried)
+    with pytest.raises(StartError, match="c has no network"):
+        reached_by_all({**doors, "c": []}, tried | {("c", "a"): ["", ""], ("b", "a"): ["", ""]})
+
+
+def test_the_first_address_is_taken_unless_another_is_clearly_faster():
+    slow, fast = door("10.0.0.1"), door("10.1.0.1")
+    assert fastest([slow, fast], [1e9, 1.5e9]) == slow
+    assert fastest([slow, fast], [1e8, 1e9]) == fast
+
+
+def test_hosts_of_one_name_get_different_ones():
+    hosts = {"1": ("gpu", "10.0.0.1"), "2": ("gpu", "10.0.0.2"), "3": ("login", "10.0.0.3")}
+    assert unique_names(hosts) == {"1": "gpu (10.0.0.1)", "2": "gpu (10.0.0.2)", "3": "login"}
+    assert unique_names({"1": ("gpu", ""), "2": ("gpu", "")}) == {"1": "gpu", "2": "gpu #2"}

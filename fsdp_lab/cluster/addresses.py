@@ -1,0 +1,223 @@
+"""At which address of a host the other hosts reach it: found by trying, whatever names resolve to.
+
+Note: finding addresses. Host names need not resolve, or resolve to loopback; a host can have several networks, of which some
+end at its own door (containers' bridges) or are slow; there need not be a default route. So one rank of each host listens
+at every address that its interfaces have, and one of each other host connects to all of them. A token shows that it is the
+right host that answers: private addresses repeat. An address is good if all other hosts reach it, since torch's store and
+Gloo take one per rank. Where several are good, the fastest is taken, by a short transfer between neighbors. The ports are
+free ones, as Gloo's will be, so a firewall that admits some ports only is noticed here, in seconds, and not by a timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import ipaddress
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import psutil
+
+from fsdp_lab.cluster.errors import StartError
+
+TRY_S = 3.0  # for a connection; hosts that others reach answer in milliseconds
+MEASURED_S, MEASURED_BYTES = 0.2, 4 << 20  # at most, of the transfer to one address
+FASTER = 2.0  # by less than this factor an address is not preferred: a short transfer is a rough measure
+INTERFACES = "GLOO_SOCKET_IFNAME"  # the user's choice of interfaces, by their names
+_TOKEN_BYTES, _COUNT_BYTES = 16, 8
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Door:
+    """A port where a host listens."""
+
+    address: str
+    port: int
+    interface: str
+
+    def __str__(self) -> str:
+        return f"{self.address} port {self.port} ({self.interface})"
+
+
+def own_addresses() -> list[tuple[str, str]]:
+    """(interface, address) of this host at which another might reach it, the likely ones first. Only of the interfaces that
+    the user has named in GLOO_SOCKET_IFNAME, if there are any."""
+    named = {name for name in os.environ.get(INTERFACES, "").split(",") if name}
+    stats, found = psutil.net_if_stats(), []
+    for interface, addresses in psutil.net_if_addrs().items():
+        if (interface in stats and not stats[interface].isup) or (named and interface not in named):
+            continue
+        for a in addresses:
+            if a.family in (socket.AF_INET, socket.AF_INET6) and "%" not in a.address:
+                ip = ipaddress.ip_address(a.address)
+                if not ip.is_loopback and not (ip.version == 6 and ip.is_link_local):
+                    found.append(((ip.is_link_local, ip.version), interface, a.address))
+    return [(interface, address) for _, interface, address in sorted(found, key=lambda f: f[0])]
+
+
+class Doors:
+    """Listens at every address of this host, and answers who says the token. Raises OSError if it can at none."""
+
+    def __init__(self, token: str) -> None:
+        self._token = bytes.fromhex(token)
+        self._listeners: list[socket.socket] = []
+        self.open: list[Door] = []
+        why: OSError | None = None
+        for interface, address in own_addresses():
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            try:
+                listener = socket.create_server((address, 0), family=family, backlog=256)
+            except OSError as e:
+                why = e
+                continue
+            self._listeners.append(listener)
+            self.open.append(Door(address=address, port=listener.getsockname()[1], interface=interface))
+            threading.Thread(target=self._accept, args=(listener,), name="fsdp_lab-door", daemon=True).start()
+        if why is not None and not self.open:
+            raise why
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                connection, _ = listener.accept()
+                threading.Thread(target=self._answer, args=(connection,), name="fsdp_lab-door", daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(TRY_S)
+            if not secrets.compare_digest(_exactly(connection, _TOKEN_BYTES), self._token):
+                return
+            connection.sendall(_reply(self._token))
+            received = 0
+            while part := connection.recv(1 << 20):
+                received += len(part)
+            connection.sendall(received.to_bytes(_COUNT_BYTES, "little"))
+
+    def close(self) -> None:
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # `close` alone leaves a thread in `accept`
+            listener.close()
+
+
+def new_token() -> str:
+    return secrets.token_hex(_TOKEN_BYTES)
+
+
+def _reply(token: bytes) -> bytes:
+    return hashlib.sha256(token).digest()[:_TOKEN_BYTES]
+
+
+def _exactly(connection: socket.socket, n: int) -> bytes:
+    """Raises OSError if it ends before."""
+    data = b""
+    while len(data) < n:
+        part = connection.recv(n - len(data))
+        if not part:
+            raise ConnectionResetError("the connection was closed")
+        data += part
+    return data
+
+
+def try_door(door: Door, token: str) -> str:
+    """Why this host does not reach a door; "" if it does."""
+    try:
+        _enter(door, token).close()
+    except TimeoutError:
+        return "no answer"
+    except OSError as e:
+        return e.strerror or str(e)
+    return ""
+
+
+def measure_door(door: Door, token: str) -> float:
+    """Bytes/s to a door, by a short transfer, from its start to its receipt; 0.0 if that fails."""
+    try:
+        with _enter(door, token) as connection:
+            part, sent, begin_s = bytes(1 << 16), 0, time.perf_counter()
+            while sent < MEASURED_BYTES and time.perf_counter() - begin_s < MEASURED_S:
+                connection.sendall(part)
+                sent += len(part)
+            connection.shutdown(socket.SHUT_WR)
+            received = int.from_bytes(_exactly(connection, _COUNT_BYTES), "little")
+            return received / (time.perf_counter() - begin_s)
+    except OSError:
+        return 0.0
+
+
+def _enter(door: Door, token: str) -> socket.socket:
+    connection = socket.create_connection((door.address, door.port), timeout=TRY_S)
+    try:
+        connection.sendall(bytes.fromhex(token))
+        if _exactly(connection, _TOKEN_BYTES) != _reply(bytes.fromhex(token)):
+            raise ConnectionRefusedError("another program answers there")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def at_each(doors: Sequence[Door], work: Callable[[Door, str], T], token: str, *, together: bool = True) -> list[T]:
+    """`work` at each door, in their order; one after the other unless `together`."""
+    with ThreadPoolExecutor(min(256, len(doors)) if together and doors else 1) as pool:
+        return list(pool.map(lambda door: work(door, token), doors))
+
+
+# -- decisions, in the kernel ----------------------------------------------------------------------------------------
+
+Tried = Mapping[tuple[str, str], Sequence[str]]  # (from host, to host) -> why each of its doors was not reached, or ""
+
+
+def reached_by_all(doors: Mapping[str, Sequence[Door]], tried: Tried) -> dict[str, list[Door]]:
+    """The doors of each host that all others reach. Raises StartError, which names hosts, addresses and ports."""
+    found = {}
+    for host, own in doors.items():
+        others = [other for other in doors if other != host]
+        if not own:
+            raise StartError(f"{host} has no network that another host could reach: its interfaces are down, or "
+                             f"{INTERFACES} names none of them")  # fmt: skip
+        found[host] = [d for i, d in enumerate(own) if not any(tried[other, host][i] for other in others)]
+        if not found[host]:
+            raise StartError(_unreached(host, own, {other: tried[other, host] for other in others}))
+    return found
+
+
+def _unreached(host: str, doors: Sequence[Door], tried: Mapping[str, Sequence[str]]) -> str:
+    for other, failures in tried.items():
+        if all(failures):
+            where = ", ".join(f"{door}: {why}" for door, why in zip(doors, failures, strict=True))
+            return (f"{other} does not reach {host}: {where}; open the ports between the hosts, or give them a network "
+                    f"that they share, and name its interface in {INTERFACES} if only some are meant")  # fmt: skip
+    by = "; ".join(
+        f"{other} reaches {', '.join(door.address for door, why in zip(doors, failures, strict=True) if not why)}"
+        for other, failures in tried.items()
+    )
+    return f"no address of {host} is reached by all other hosts ({by}); give the hosts one network that they share"
+
+
+def fastest(doors: Sequence[Door], speeds: Sequence[float]) -> Door:
+    """The first of the doors that no other is clearly faster than."""
+    best = max(speeds)
+    return next(door for door, speed in zip(doors, speeds, strict=True) if speed * FASTER >= best)
+
+
+def unique_names(hosts: Mapping[str, tuple[str, str]]) -> dict[str, str]:
+    """A name for each host, by its id, from (name, address): with the address where hosts have the same name, and with a
+    number where that is the same too, as of containers of one image."""
+    names = [name for name, _ in hosts.values()]
+    found: dict[str, str] = {}
+    for key, (name, address) in hosts.items():
+        wanted = name if names.count(name) == 1 else f"{name} ({address})" if address else name
+        taken, number = wanted, 2
+        while taken in found.values():
+            taken, number = f"{wanted} #{number}", number + 1
+        found[key] = taken
+    return found

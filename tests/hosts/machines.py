@@ -1,0 +1,144 @@
+"""Hosts as network namespaces on one bridge, with names of their own that resolve nowhere, and no default route.
+
+The test's process is on the bridge too, as the kernel's host: it drives a lab as a notebook would. What crosses a host's
+cable is counted by its interface. Needs root and Debian's iproute2; `tc` shapes a cable."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+RENAMED = 'hostname "$0" && exec "$@"'
+LIMIT_S = 20
+
+
+def ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=LIMIT_S).stdout
+
+
+@dataclass
+class Machine:
+    """One host: the namespace `space`, in which its interface is "cable"."""
+
+    name: str
+    space: str
+    address: str
+
+    def command(self, *argv: str) -> list[str]:
+        """Runs on this host, under its name. (`ip netns exec` would hide the control groups.)"""
+        inside = ["nsenter", f"--net=/run/netns/{self.space}", "unshare", "--uts", "sh", "-c", RENAMED, self.name]
+        return [*inside, *argv]
+
+    def run(self, *argv: str, **options: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(self.command(*argv), capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload,no-any-return]
+
+    def start(self, *argv: str, log: Path, **environment: str) -> subprocess.Popen[bytes]:
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                self.command(*argv), env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    def cable(self, state: str) -> None:
+        """ "down" or "up"."""
+        ip("-n", self.space, "link", "set", "cable", state)
+
+    def counted(self, what: str) -> int:
+        """Of the cable: "rx_bytes", "tx_bytes"."""
+        return int(self.run("cat", f"/sys/class/net/cable/statistics/{what}", check=True).stdout)
+
+    def shape(self, rate: str) -> None:
+        """Limits what this host sends, such as "100mbit"."""
+        words = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "50ms"]
+        done = subprocess.run(["tc", "-n", self.space, "qdisc", "replace", "dev", "cable", *words], capture_output=True,
+                              text=True, timeout=LIMIT_S)  # fmt: skip
+        if done.returncode:
+            pytest.skip(f"the cable cannot be shaped here: {done.stderr.strip()}")
+
+    @property
+    def pids(self) -> list[int]:
+        return [int(pid) for pid in ip("netns", "pids", self.space).split()]
+
+
+@dataclass
+class Site:
+    """Hosts and the bridges between them; `here` is the address of this process's host on the first."""
+
+    machines: list[Machine]
+    here: str
+    bridges: list[str]
+
+    def connect(self, bridge: str, interface: str, addresses: Sequence[str]) -> None:
+        """A network between all hosts: an interface of this name on each, with an address ("10.0.0.1/24")."""
+        ip("link", "add", bridge, "type", "bridge")
+        self.bridges.append(bridge)
+        ip("link", "set", bridge, "up")
+        for i, machine in enumerate(self.machines):
+            ip("link", "add", interface, "netns", machine.space, "type", "veth", "peer", "name", f"{bridge}p{i}")
+            ip("link", "set", f"{bridge}p{i}", "master", bridge, "up")
+            at_once = (
+                ["nodad"] if ":" in addresses[i] else []
+            )  # else IPv6 takes two seconds to look for another like it
+            ip("-n", machine.space, "addr", "add", addresses[i], "dev", interface, *at_once)
+            ip("-n", machine.space, "link", "set", interface, "up")
+
+    def connect_also(self, prefix: str, length: int) -> None:
+        """One more network: "extra" on each host, with the addresses `prefix`1, `prefix`2, ..."""
+        addresses = [f"{prefix}{i + 1}/{length}" for i in range(len(self.machines))]
+        self.connect(f"{self.bridges[0]}e", "extra", addresses)
+
+
+@contextmanager
+def site(names: Sequence[str], number: int = 0) -> Iterator[Site]:
+    """Hosts with these names, on network 10.231.x.0/24; skips where there are no rights for it."""
+    net = f"10.231.{(os.getpid() + number) % 200 + 20}"
+    bridge, here = f"lab{os.getpid() % 100000}x{number}", f"{net}.254"
+    spaces = [f"fsdp-lab-{os.getpid()}-{number}-{i}" for i in range(len(names))]
+    made = Site([Machine(n, s, f"{net}.{i + 1}") for i, (n, s) in enumerate(zip(names, spaces, strict=True))], here, [])
+    try:
+        try:
+            for machine in made.machines:
+                ip("netns", "add", machine.space)
+                ip("-n", machine.space, "link", "set", "lo", "up")
+            made.connect(bridge, "cable", [f"{machine.address}/24" for machine in made.machines])
+            ip("addr", "add", f"{here}/24", "dev", bridge)
+        except (OSError, subprocess.CalledProcessError) as e:
+            pytest.skip(f"network namespaces are not to be had here: {getattr(e, 'stderr', '') or e}".strip())
+        yield made
+    finally:
+        for machine in made.machines:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                end(machine.pids)
+            subprocess.run(["ip", "netns", "delete", machine.space], capture_output=True, timeout=LIMIT_S)
+        for name in made.bridges:
+            subprocess.run(["ip", "link", "delete", name], capture_output=True, timeout=LIMIT_S)
+
+
+def end(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def eventually(condition: object, limit_s: float, what: str) -> None:
+    """Waits until `condition()` is true."""
+    assert callable(condition)
+    end_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end_s, f"not within {limit_s:g} s: {what}"
+        time.sleep(0.05)
+
+
+def program(name: str) -> str:
+    """Of the environment that runs the tests."""
+    return str(Path(sys.executable).parent / name)

@@ -1,0 +1,134 @@
+"""A cluster that its user started on several hosts: ranks find each other, whatever their networks and names are."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab.cluster import StartError
+from fsdp_lab.cluster.cluster import Cluster
+from fsdp_lab.lab import Lab
+from tests.cluster.conftest import FAKE
+from tests.hosts.conftest import TheirCluster
+from tests.hosts.machines import Machine, Site, ip, site
+
+pytestmark = pytest.mark.slow
+SAID_S = 10.0
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Iterator[object]:
+    started: list[TheirCluster] = []
+
+    def start(controller: Machine, engines: list[Machine], **environment: str) -> str:
+        folder = tmp_path / str(len(started))
+        folder.mkdir()
+        started.append(TheirCluster(folder, controller, engines, **environment))
+        return started[-1].client_file
+
+    yield start
+    for cluster in started:
+        cluster.close()
+
+
+def waited(given: str, n: int) -> Cluster:
+    """A cluster without torch whose `n` engines have registered."""
+    import ipyparallel as ipp
+
+    client = ipp.Client(given)
+    client.wait_for_engines(n, timeout=60, interactive=False)
+    client.close()
+    return Cluster(given=given, rank_module=FAKE)
+
+
+def address_of(cluster: Cluster) -> list[str]:
+    """Where each rank listens for the others."""
+    return list(cluster.client[cluster.engine_ids].apply_sync(_address))
+
+
+def _address() -> str:
+    from fsdp_lab.cluster.remote import session
+
+    return str(session().address)
+
+
+def test_losses_are_equal_bit_for_bit_to_those_of_one_host(two: Site, theirs) -> None:
+    alpha, beta = two.machines
+    given = theirs(alpha, [alpha, beta])
+    waited(given, 2)
+    changes = {"model": "gpt2-1m", "seq_len": 64, "sharding": "full_shard"}
+    with Lab(2, cluster=given, reduction="rank_ordered", progress=False, history=False) as lab:
+        assert {s.host for s in lab.cluster.status()} == {"alpha", "beta"}
+        apart = lab.run(steps=4, **changes).wait(120)
+        assert any("neither encrypted" in note for note in lab.notes)
+        assert not any("IPP_ENABLE_CURVE" in note for note in lab.notes)
+    with Lab(2, reduction="rank_ordered", progress=False, history=False) as lab:
+        together = lab.run(steps=4, **changes).wait(120)
+    assert apart.summary()["losses"] == together.summary()["losses"] != []
+
+
+def test_the_faster_of_two_networks_is_taken(theirs) -> None:
+    with site(["alpha", "beta"], 1) as made:
+        made.connect_also("10.232.9.", 24)
+        for machine in made.machines:
+            machine.shape("50mbit")
+        with waited(theirs(*_all(made)), 2) as cluster:
+            assert sorted(address_of(cluster)) == ["10.232.9.1", "10.232.9.2"]
+
+
+def test_the_interface_that_the_user_names_is_taken(theirs) -> None:
+    with site(["alpha", "beta"], 2) as made:
+        made.connect_also("10.232.9.", 24)
+        for machine in made.machines:
+            machine.shape("50mbit")
+        with waited(theirs(*_all(made), GLOO_SOCKET_IFNAME="cable"), 2) as cluster:
+            assert sorted(address_of(cluster)) == sorted(m.address for m in made.machines)
+
+
+def test_hosts_with_ipv6_alone_train(theirs) -> None:
+    with site(["alpha", "beta"], 3) as made:
+        made.connect_also("fd00:231::", 64)
+        given = theirs(*_all(made), GLOO_SOCKET_IFNAME="extra")
+        waited(given, 2)
+        with Lab(2, cluster=given, progress=False, history=False) as lab:
+            run = lab.run(model="gpt2-1m", seq_len=32, steps=2).wait(120)
+            assert run.step == 2
+            variables = lab.cluster.client[:].apply_sync(_variables)
+    assert variables == [("extra", "=extra", "AF_INET6")] * 2
+
+
+def _variables() -> tuple[str | None, ...]:
+    import os
+
+    return tuple(os.environ.get(n) for n in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"))
+
+
+def test_two_hosts_of_one_name_are_two(theirs) -> None:
+    with site(["gpu", "gpu"], 4) as made, waited(theirs(*_all(made)), 2) as cluster:
+        assert {s.host for s in cluster.status()} == {f"gpu ({m.address})" for m in made.machines}
+
+
+def test_ranks_that_cannot_meet_are_said_in_seconds(theirs) -> None:
+    """Each host reaches the controller's, which is this one, but not the other host."""
+    with site(["alpha", "beta"], 5) as made:
+        alpha, beta = made.machines
+        folder_of_here = Machine("here", alpha.space, made.here)
+        folder_of_here.command = lambda *argv: list(argv)  # type: ignore[method-assign]  # this process's own host
+        ip("-n", alpha.space, "route", "add", "blackhole", f"{beta.address}/32")
+        ip("-n", beta.space, "route", "add", "blackhole", f"{alpha.address}/32")
+        cluster = waited(theirs(folder_of_here, made.machines), 2)
+        begin_s = time.monotonic()
+        with pytest.raises(StartError) as refused:
+            cluster.start()
+        assert time.monotonic() - begin_s < SAID_S
+        assert re.match(r"(alpha does not reach beta|beta does not reach alpha): 10\.\d+\.\d+\.\d+ port \d+ \(cable\): ",
+                        str(refused.value))  # fmt: skip
+        assert "\n" not in str(refused.value)
+
+
+def _all(made: Site) -> tuple[Machine, list[Machine]]:
+    return made.machines[0], made.machines
