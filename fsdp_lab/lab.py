@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.cluster import Cluster
+from fsdp_lab.cluster.hosts import ssh_hosts
 from fsdp_lab.cluster.membership import RankStatus
 from fsdp_lab.cluster.sent_code import with_code
 from fsdp_lab.core.checkpoint_format import Checkpoint, check_folder, check_same, find
@@ -127,6 +128,47 @@ class Lab:
         self.cluster.start()
         self._activate()
         atexit.register(self._at_exit)
+
+    @classmethod
+    def ssh(
+        cls,
+        hosts: Sequence[str] | str,
+        *,
+        gpus_per_host: int | None = None,
+        ranks_per_host: int | None = None,
+        python: str | None = None,
+        ssh_args: Sequence[str] = (),
+        sync: bool = False,
+        tunnel: bool | None = None,
+        cut_s: float = 60.0,
+        **options: Any,
+    ) -> Lab:
+        """A lab whose ranks are on other hosts, reached by SSH: `Lab.ssh(["gpu1", "gpu2"], gpus_per_host=8)`.
+
+        `ssh gpu1` must work without a question: with a key, and a known host. The hosts connect to this machine, at the
+        address that they reach, by encrypted connections. Whether Python and packages are the same is checked first. However
+        this kernel ends, nothing is left on a host.
+
+        Args:
+            hosts: names or addresses, as for ssh; a list, or with commas between them.
+            gpus_per_host: so many ranks on each host, each with a GPU of its own.
+            ranks_per_host: so many, on GPUs where there are enough, else shared, else on CPUs. None, as is `gpus_per_host`:
+                one for each GPU of the host, or one.
+            python: the path of Python on the hosts; None: that of this kernel.
+            ssh_args: more arguments for ssh, such as ["-F", "config"].
+            sync: install what the hosts lack with pip, in this kernel's versions, and send them this package.
+            tunnel: whether engines reach this machine through SSH; None: where they do not reach it otherwise.
+            cut_s: how long ranks wait when this machine cannot be reached, as while a cable is cut.
+            options: as for `Lab`.
+
+        Raises:
+            StartError: one sentence that names the host. ArgumentError, FieldError.
+        """
+        where = ssh_hosts(
+            hosts, gpus_per_host=gpus_per_host, ranks_per_host=ranks_per_host, python=python, ssh_args=ssh_args, sync=sync,
+            tunnel=tunnel, cut_s=cut_s,
+        )  # fmt: skip
+        return cls(where.ranks, hosts=where, **options)
 
     # -- runs -------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ takes over ranks that a former kernel left."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import sys
@@ -19,10 +20,12 @@ from fsdp_lab.cluster.calls import Dispatcher
 from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters
 from fsdp_lab.cluster.engines import Engines, ExternalEngines, exposure_notes
 from fsdp_lab.cluster.errors import ClusterError, StartError
+from fsdp_lab.cluster.hosts import Hosts
 from fsdp_lab.cluster.local_engines import DetachedEngines, LocalEngines, claim, engine_environment
 from fsdp_lab.cluster.membership import Member
 from fsdp_lab.cluster.network import meet
 from fsdp_lab.cluster.placement import Host, Placement, place, probe
+from fsdp_lab.cluster.ssh_engines import SshEngines
 from fsdp_lab.cluster.supervisor import Supervisor
 from fsdp_lab.core import __version__
 from fsdp_lab.core.process import alive, host_id
@@ -47,6 +50,7 @@ class ClusterConfig:
     ranks: int | None
     devices: Sequence[str] | None
     given: Any
+    hosts: Hosts | None
     reduction: str
     take_busy: bool
     rank_module: str | None
@@ -60,6 +64,7 @@ class ClusterConfig:
         arguments = {name: value for name, value in vars(self).items() if name not in ("given", "persist_s")}
         return arguments | {
             "devices": None if self.devices is None else list(self.devices),
+            "hosts": None if self.hosts is None else json.loads(json.dumps(asdict(self.hosts))),
             "notebook": os.environ.get("JPY_SESSION_NAME", ""),  # set by JupyterLab
             "python": sys.executable,
             "version": __version__,
@@ -99,10 +104,10 @@ class Assembly:
         self._report("starting engines", 0, n)
         if config.persist_s is not None and self._attach(config.persist_s):
             return
-        if config.given is None:  # devices are refused before anything is started
+        if config.given is None and config.hosts is None:  # devices are refused before anything is started
             place([probe()] * n, config.devices, take_busy=config.take_busy)
         self._connect()
-        self._assemble(n if self._engines.owned or config.ranks else len(self._engines.client.ids), config.devices)
+        self._assemble(config.ranks or self._engines.default_ranks, config.devices)
 
     def resize(self, ranks: int, devices: Sequence[str] | None) -> None:
         self._began_s = time.monotonic()
@@ -117,11 +122,24 @@ class Assembly:
         config, membership = self._config, self._membership
         if config.given is not None:
             membership.engines = ExternalEngines(config.given, config.timeout_s)
+        elif config.hosts is not None:
+            membership.engines = self._engines_on(config.hosts)
         else:
             membership.engines = LocalEngines(
                 membership.token, self._environment, self._supervisor.process_ended, config.timeout_s
             )
         self._supervisor.watch(membership.engines.client)
+
+    def _engines_on(self, hosts: Hosts) -> Engines:
+        config, kind = self._config, SshEngines
+        return kind(
+            self._membership.token,
+            config.environment,
+            self._supervisor.process_ended,
+            config.timeout_s,
+            hosts,
+            self._report,
+        )
 
     @property
     def _environment(self) -> dict[str, str]:
@@ -140,14 +158,15 @@ class Assembly:
         self._engines.unpersist()
         self.attached_status = ()
         by_engine = self._describe(self._enough_engines(n))
-        chosen = rank_order(by_engine)[:n]
+        chosen = rank_order(by_engine, self._engines.place_of)[:n]
         reports = [by_engine[engine] for engine in chosen]
         placement = place(self._hosts(reports), devices, take_busy=self._config.take_busy)
         members = [self._member(rank, chosen[rank], report, placement) for rank, report in enumerate(reports)]
         self._membership.replace(members, placement)
         self._join([seat.host for seat in placement.seats])
-        if not self._engines.owned:
-            self.notes = exposure_notes(self._engines.client, [r["id"] for r in by_engine.values()])
+        if not self._engines.local:
+            exposed = exposure_notes(self._engines.client, [r["id"] for r in by_engine.values()])
+            self.notes = (*exposed, *self._engines.notes)
         if self._config.persist_s is not None:
             self._engines.persist(
                 asked=self._config.identity,
@@ -182,7 +201,7 @@ class Assembly:
         others = [m for m in self._membership.members if m not in reused]
         self._membership.expect_end(others)
         self._membership.replace([])
-        self._engines.end([m.pid for m in others], term_s=0.7)
+        self._engines.end([m.engine_process for m in others], term_s=0.7)
         self._monitor.close_channels()
         return [m.engine for m in reused]
 
@@ -200,7 +219,7 @@ class Assembly:
         pids: dict[str, list[int]] = {}
         for r in reports:
             pids.setdefault(r["id"], []).append(r["pid"])
-        if self._engines.owned:
+        if self._engines.local:
             return [probe(ours=frozenset(r["pid"] for r in reports))] * len(reports)
         names = unique_names({r["id"]: (r["host"], next(iter(r["addresses"]), "")) for r in reports})
         leaders = {key: next(rank for rank, r in enumerate(reports) if r["id"] == key) for key in pids}
@@ -216,7 +235,10 @@ class Assembly:
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(pid)
         view = self._engines.client.direct_view(engine)
-        return Member(rank=rank, engine=engine, view=view, pid=pid, host=seat.host, device=seat.device, process=process)
+        return Member(
+            rank=rank, engine=engine, view=view, pid=pid, host=seat.host, host_id=report["id"], device=seat.device,
+            process=process,
+        )  # fmt: skip
 
     def _join(self, hosts: Sequence[str]) -> None:
         """`hosts`: of the ranks, in rank order."""
@@ -291,10 +313,12 @@ class Assembly:
         self._report("ready", len(members), len(members))
 
 
-def rank_order(reports: Mapping[int, Mapping[str, Any]]) -> list[int]:
+def rank_order(
+    reports: Mapping[int, Mapping[str, Any]], place_of: Callable[[str], int] = lambda host_id: 0
+) -> list[int]:
     """Engine ids in rank order: ranks of one host are neighbors, so that the shard groups of hybrid sharding stay inside one
-    host; hosts are in the order of their first engine."""
+    host; hosts are in their order, else in that of their first engine."""
     first: dict[str, int] = {}
     for engine in sorted(reports):
         first.setdefault(reports[engine]["id"], engine)
-    return sorted(reports, key=lambda engine: (first[reports[engine]["id"]], engine))
+    return sorted(reports, key=lambda engine: (place_of(host := reports[engine]["id"]), first[host], engine))

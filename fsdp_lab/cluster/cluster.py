@@ -30,9 +30,11 @@ from fsdp_lab.cluster.calls import Call, Dispatcher, OnData
 from fsdp_lab.cluster.code_delivery import Delivery
 from fsdp_lab.cluster.detached import persist_limit_s
 from fsdp_lab.cluster.errors import ClusterError, RankLost
+from fsdp_lab.cluster.hosts import Hosts
 from fsdp_lab.cluster.membership import ClusterState, Membership, RankStatus
 from fsdp_lab.cluster.placement import Placement
 from fsdp_lab.cluster.supervisor import Supervisor
+from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.hang import limit
 from fsdp_lab.core.process import marked
 from fsdp_lab.core.spec import Spec
@@ -46,6 +48,7 @@ class Cluster:
         devices: one for each rank, or None to choose (see `placement.place`).
         given: the user's own ipyparallel Cluster or Client, a profile, a cluster id, or a connection file. Its engines are
             never ended.
+        hosts: other hosts, where engines are started.
         reduction: the wire's, "auto", "rank_ordered" or "native".
         take_busy: use GPUs that other processes use, too.
         rank_module: the module with `Session` and `host_store`, imported on the ranks; None: `fsdp_lab.rank`.
@@ -65,6 +68,7 @@ class Cluster:
         *,
         devices: Sequence[str] | None = None,
         given: Any = None,
+        hosts: Hosts | None = None,
         reduction: str = "auto",
         take_busy: bool = False,
         rank_module: str | None = None,
@@ -75,10 +79,13 @@ class Cluster:
         report: Callable[[StartProgress], None] | None = None,
     ) -> None:
         hang_s = limit(hang_s, timeout_s)
+        if hosts is not None and persist is not False:
+            raise ArgumentError("persist", "ranks on other hosts end with this kernel", "leave persist out")
         self._config = ClusterConfig(
             ranks=ranks,
             devices=devices,
             given=given,
+            hosts=hosts,
             reduction=reduction,
             take_busy=take_busy,
             rank_module=rank_module,

@@ -12,6 +12,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,21 @@ from fsdp_lab.cluster.errors import ClusterError, StartError
 from fsdp_lab.core.process import host_id
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineProcess:
+    """An engine, by its id and by its process: a pid is of one host only."""
+
+    engine: int
+    pid: int
+    host_id: str  # see `fsdp_lab.core.process.host_id`
+
+
 class Engines(ABC):
     """Engines that a cluster can use. The defaults are for engines that another program started."""
 
     owned = False  # whether we started them, and therefore may end them
+    local = False  # whether all of them are on this host
+    notes: tuple[str, ...] = ()  # on how they were started
     client: Any  # the `ipyparallel.Client` for our calls
 
     @property
@@ -47,15 +59,24 @@ class Engines(ABC):
     def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
         """Starts `n` more engines and returns their ids; `ready(k)` is called as they arrive. Raises StartError."""
 
-    def exit_code(self, pid: int) -> int | None:
+    @property
+    @abstractmethod
+    def default_ranks(self) -> int:
+        """How many ranks to make if nobody says."""
+
+    def place_of(self, host_id: str) -> int:
+        """Where a host is in the order in which the user named them."""
+        return 0
+
+    def exit_code(self, process: EngineProcess) -> int | None:
         return None
 
-    def log(self, pid: int) -> str:
+    def log(self, process: EngineProcess) -> str:
         """The last lines that an engine wrote."""
         return ""
 
-    def end(self, pids: list[int], term_s: float) -> None:
-        """Ends engines by process id. Does nothing if they are not ours."""
+    def end(self, processes: Sequence[EngineProcess], term_s: float) -> None:
+        """Ends engines. Does nothing if they are not ours."""
         return
 
     def persist(self, **fields: Any) -> None:
@@ -90,6 +111,10 @@ class ExternalEngines(Engines):
         deadline = time.monotonic() + min(10.0, timeout_s)
         while not self.client.ids and time.monotonic() < deadline:
             time.sleep(0.05)
+
+    @property
+    def default_ranks(self) -> int:
+        return len(self.client.ids)
 
     def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
         raise StartError(

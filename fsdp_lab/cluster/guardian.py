@@ -8,6 +8,8 @@ without doing anything.
 For ranks that may outlive their kernel (detached.py) it first waits until another kernel, with another guardian, has taken
 them over, until the time limit is reached, or until a rank has died, since then nothing can be resumed.
 
+For engines on other hosts it then runs the commands in the folder's end.json, which end what is left there.
+
 Looking for the token, it also finds engines that were just being started, and the engines' children. Busy engines ignore
 SIGTERM and are ended by SIGKILL a moment later.
 """
@@ -15,12 +17,16 @@ SIGTERM and are ended by SIGKILL a moment later.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
@@ -29,12 +35,23 @@ from fsdp_lab.cluster.detached import DetachedCluster, remove_private
 from fsdp_lab.core.process import Identity, alive, end, marked, sweep
 
 CHECK_S = 0.5  # between two checks of detached ranks
+END_FILE = "end.json"
+END_COMMANDS_S = 15.0  # at most, for all of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndCommand:
+    """Ends what is on another host, or gives a job back; `sent` is its standard input."""
+
+    argv: tuple[str, ...]
+    sent: str = ""
 
 
 class Guardian:
     """The kernel's side: starts the process, and releases it after an orderly end."""
 
     def __init__(self, token: str, folder: Path) -> None:
+        self._folder = folder
         self._process = subprocess.Popen(
             [sys.executable, "-m", "fsdp_lab.cluster.guardian", token, str(os.getpid()), str(folder)],
             stdin=subprocess.PIPE,
@@ -43,6 +60,14 @@ class Guardian:
             env={**os.environ, "PYTHONPATH": package_path()},
             start_new_session=True,  # signals to the kernel's process group do not reach it
         )
+
+    def set_end_commands(self, commands: Sequence[EndCommand]) -> None:
+        """What it is to run at the end, if it ends the cluster. Replaces what was set before."""
+        file = self._folder / END_FILE
+        part = file.with_suffix(".part")
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as opened:
+            json.dump([asdict(command) for command in commands], opened)
+        part.replace(file)
 
     @property
     def identity(self) -> Identity:
@@ -110,7 +135,29 @@ def main(token: str, owner_pid: int, folder: Path) -> None:
     deadline = time.monotonic() + 10
     while sweep(token) and time.monotonic() < deadline:
         time.sleep(0.2)
+    run_end_commands(folder)
     remove_private(folder)
+
+
+def run_end_commands(folder: Path) -> None:
+    """All at once. What they say is of no use here."""
+    try:
+        commands = [EndCommand(**d) for d in json.loads((folder / END_FILE).read_text(encoding="utf-8"))]
+    except OSError:
+        return
+    running = []
+    for command in commands:
+        with contextlib.suppress(OSError), tempfile.TemporaryFile() as sent:
+            sent.write(command.sent.encode())
+            sent.seek(0)
+            running.append(
+                subprocess.Popen(command.argv, stdin=sent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            )
+    deadline = time.monotonic() + END_COMMANDS_S
+    for process in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.1, deadline - time.monotonic()))
+        process.kill()
 
 
 if __name__ == "__main__":

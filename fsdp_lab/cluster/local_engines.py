@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ipyparallel as ipp
@@ -20,7 +20,7 @@ import zmq
 from traitlets.config import Config
 
 from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters, private_folder, remove_private
-from fsdp_lab.cluster.engines import Engines
+from fsdp_lab.cluster.engines import EngineProcess, Engines
 from fsdp_lab.cluster.errors import ClusterError, StartError
 from fsdp_lab.cluster.guardian import Guardian, package_path
 from fsdp_lab.cluster.placement import usable_cores
@@ -29,15 +29,11 @@ from fsdp_lab.core.process import HOST_MEMORY, MARK, Identity, end, machine, mar
 ATTACH_S = 10.0  # for the client to reach running engines
 # The client remembers the signatures of its messages against replays, by default of 65,536.
 SIGNATURES = 2048
-CONTROLLER_ARGS = (
-    # explicit, because a file in /etc/ipython may set other addresses
-    *(f"--IPController.{whom}_ip=127.0.0.1" for whom in ("client", "engine", "monitor")),
-    "--HeartMonitor.period=200",  # short: the hub registers an engine after two heartbeats
-    # 10 s: a native thread sends heartbeats, so only a suspended machine or a stopped process misses so many of them
-    "--HeartMonitor.max_heartmonitor_misses=50",
-    "--IPController.use_threads=True",  # instead of six scheduler processes; saves about 300 MB
-    "--log-level=ERROR",  # otherwise the hub logs a warning for every step event that it relays
+BEAT_S = 0.2  # short: the hub registers an engine after two heartbeats
+LOST_S = (
+    10.0  # a native thread sends heartbeats, so only a suspended machine or a stopped process misses so many of them
 )
+LOOPBACK = "127.0.0.1"
 # Connections are encrypted, and only who can read the connection file can make one: a stranger's garbage, which stalls a
 # client of ipyparallel, is dropped by ZeroMQ. Messages are signed too; without a key each client warns of that. In a file,
 # because others can read a command line.
@@ -54,8 +50,10 @@ class LocalEngines(Engines):
     """A private controller and engines on this machine: on loopback, with a private folder, ended with this kernel. The
     constructor and `add` raise StartError, with the last lines of the log, and leave nothing behind."""
 
-    owned = True
+    owned = local = True
+    default_ranks = 2
     _guardian: Guardian | None
+    _connection: Mapping[str, Any]  # with which an engine reaches the controller
     _record: DetachedCluster | None  # while the engines may outlive this kernel
 
     def __init__(self, token: str, environment: Mapping[str, str], on_end: OnEnd, timeout_s: float = 60) -> None:
@@ -70,6 +68,7 @@ class LocalEngines(Engines):
         self._loop = LauncherLoop()
         try:
             self._guardian = Guardian(token, self._folder)
+            self._before_controller()
             self.client = self._loop.run(self._open(), timeout_s)
         except BaseException as e:
             log = "" if self._controller is None else last_lines(self._controller.get_output())
@@ -86,12 +85,20 @@ class LocalEngines(Engines):
         self.client = self._user_client = self._guardian = self._record = None
         self._closed = False
 
+    def _before_controller(self) -> None:
+        """What is to be known before the controller is started. Raises StartError."""
+        return
+
+    @property
+    def _controller_args(self) -> list[str]:
+        return controller_args()
+
     async def _open(self) -> Any:
         config = self._folder / "ipcontroller_config.py"
         config.touch(mode=0o600)
         config.write_text(CONTROLLER_CONFIG.format(curve=zmq.has("curve"), key=secrets.token_hex(32).encode()))
         self._cluster = ipp.Cluster(
-            profile_dir=str(self._folder), controller_args=list(CONTROLLER_ARGS), **cluster_options()
+            profile_dir=str(self._folder), controller_args=self._controller_args, **cluster_options()
         )
         await self._cluster.start_controller(environment=dict(self._environment))
         return await self._connect()
@@ -99,6 +106,7 @@ class LocalEngines(Engines):
     async def _connect(self) -> Any:
         self._cluster.controller.on_stop(self._process_ended)
         info = await self._cluster.controller.get_connection_info()
+        self._connection = info["engine"]
         client = ipp.Client(info["client"], cluster=None)
         client.session.digest_history_size = SIGNATURES
         if not (client.session.key or client.curve_serverkey):
@@ -131,12 +139,12 @@ class LocalEngines(Engines):
             if len(new) >= n:
                 return new
             if ended := [pid for pid in started if pid in self._exit_codes]:
-                code, log = self._exit_codes[ended[0]], self.log(ended[0])
+                code, log = self._exit_codes[ended[0]], self._log(ended[0])
                 raise StartError(f"an engine ended while it was starting (exit code {code})", log)
             if time.monotonic() > deadline:
                 raise StartError(
                     f"{n - len(new)} of {n} engines were not ready after {timeout_s:.0f} s; a busy machine is slow",
-                    self.log(started[0]),
+                    self._log(started[0]),
                 )
             time.sleep(0.03)
 
@@ -171,17 +179,26 @@ class LocalEngines(Engines):
     def broken(self) -> bool:
         return self.controller_pid in self._exit_codes
 
-    def exit_code(self, pid: int) -> int | None:
-        return self._exit_codes.get(pid)
+    def exit_code(self, process: EngineProcess) -> int | None:
+        return self._exit_codes.get(process.pid)
 
-    def log(self, pid: int) -> str:
+    def log(self, process: EngineProcess) -> str:
+        return self._log(process.pid)
+
+    def _log(self, pid: int) -> str:
         launcher = self._launchers.get(pid)
         return "" if launcher is None else last_lines(launcher.get_output())
 
-    def end(self, pids: list[int], term_s: float) -> None:
+    def end(self, processes: Sequence[EngineProcess], term_s: float) -> None:
+        self._end([process.pid for process in processes], term_s)
+
+    def _end(self, pids: Sequence[int], term_s: float) -> None:
         # A launcher's psutil.Process dates from the start of the engine, so its pid cannot be another process's by now.
         running = [pid for pid in pids if pid in self._launchers and pid not in self._exit_codes]
         end([self._launchers[pid].process for pid in running], term_s=term_s)
+
+    def _end_all(self) -> None:
+        self._end(list(self._launchers), term_s=0.7)  # torch takes seconds to exit; its sessions are closed by now
 
     def close(self) -> None:
         if self._closed:
@@ -189,7 +206,7 @@ class LocalEngines(Engines):
         self._closed = True
         self.unpersist()
         self._close_clients()
-        self.end(list(self._launchers), term_s=0.7)  # torch takes seconds to exit; its sessions are closed by now
+        self._end_all()
         controller = self._controller
         if controller is not None and controller.process is not None:
             end([controller.process], term_s=1.0)
@@ -344,6 +361,19 @@ def cluster_options() -> dict[str, Any]:
         "shutdown_atexit": False,
         "log": log,
     }
+
+
+def controller_args(engine_ip: str = LOOPBACK, lost_s: float = LOST_S) -> list[str]:
+    """Of ipcontroller, which engines reach at an address, and which gives up those that it does not hear for `lost_s`."""
+    return [
+        # explicit, because a file in /etc/ipython may set other addresses
+        *(f"--IPController.{whom}_ip={LOOPBACK}" for whom in ("client", "monitor")),
+        f"--IPController.engine_ip={engine_ip}",
+        f"--HeartMonitor.period={round(BEAT_S * 1e3)}",
+        f"--HeartMonitor.max_heartmonitor_misses={round(lost_s / BEAT_S)}",
+        "--IPController.use_threads=True",  # instead of six scheduler processes; saves about 300 MB
+        "--log-level=ERROR",  # otherwise the hub logs a warning for every step event that it relays
+    ]
 
 
 def engine_environment(token: str, ranks: int, extra: Mapping[str, str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from fsdp_lab.cluster.engines import Engines
+from fsdp_lab.cluster.engines import EngineProcess, Engines
 from fsdp_lab.cluster.errors import ClusterError, RankLost
 from fsdp_lab.cluster.placement import Placement
 from fsdp_lab.core.hang import Heartbeat
@@ -85,6 +85,7 @@ class Member:
     view: Any  # ipyparallel's DirectView of the engine
     pid: int = -1
     host: str = ""
+    host_id: str = ""
     device: str = "cpu"
     process: psutil.Process | None = None  # None on another machine
     doing: str = ""  # the call it works on
@@ -93,6 +94,10 @@ class Member:
     lost: RankLost | None = None
     end_reason: str = ""  # why we end it
     code: set[str] = field(default_factory=set)  # digests of the user's code that it has
+
+    @property
+    def engine_process(self) -> EngineProcess:
+        return EngineProcess(engine=self.engine, pid=self.pid, host_id=self.host_id)
 
     def set_doing(self, doing: str) -> None:
         self.doing, self.since_unix_s = doing, time.time()
@@ -125,7 +130,7 @@ class Membership:
         self.placement = Placement(seats=())
         self.lock = threading.RLock()
         self.state = ClusterState.NEW
-        self._leaving: set[int] = set()  # pids whose end is expected
+        self._leaving: set[int] = set()  # ids of engines whose end is expected
 
     def enter(self, state: ClusterState) -> None:
         with self.lock:
@@ -164,11 +169,11 @@ class Membership:
     def expect_end(self, members: Collection[Member]) -> None:
         """The processes of these members are about to be ended, which is no loss."""
         with self.lock:
-            self._leaving.update(m.pid for m in members)
+            self._leaving.update(m.engine for m in members)
 
     def unexpectedly_ended(self, *, pid: int | None = None, engine: int | None = None) -> Member | None:
         """The member whose process or engine has just ended; None if that was expected, or reported before."""
         for m in self.present:
             if m.pid == pid or m.engine == engine:
-                return None if m.pid in self._leaving else m
+                return None if m.engine in self._leaving else m
         return None

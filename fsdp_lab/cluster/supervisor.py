@@ -128,7 +128,7 @@ class Supervisor:
             reason=reason,
             doing=doing,
             unix_s=unix_s,
-            log=engines.log(member.pid) if engines is not None else "",
+            log=engines.log(member.engine_process) if engines is not None else "",
         )
         with self._membership.lock:
             member.lost = lost
@@ -144,10 +144,10 @@ class Supervisor:
         assert engines is not None
         deadline = time.monotonic() + EXIT_CODE_S
         while engines.owned and exit_code is None and not member.end_reason and time.monotonic() < deadline:
-            exit_code = engines.exit_code(member.pid)
+            exit_code = engines.exit_code(member.engine_process)
             time.sleep(0.01)
         if exit_code is None and not member.end_reason and member.process is not None and alive(member.process):
-            engines.end([member.pid], term_s=0.1)
+            engines.end([member.engine_process], term_s=0.1)
             return "no longer answers (stopped, or its machine hangs), so it is left out"
         return member.end_reason or describe_exit(exit_code)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.hosts.machines import Machine, Site, end, eventually, program, site
+from tests.hosts.machines import Machine, Site, eventually, program, site
 
 
 @pytest.fixture(scope="package")
@@ -45,5 +47,6 @@ class TheirCluster:
 
     def close(self) -> None:
         for process in self._started:
-            end([process.pid])
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its schedulers as well
             process.wait(10)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -128,6 +130,48 @@ def end(pids: Sequence[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+class SshServers:
+    """A real sshd on each host, and the configuration with which ssh finds them by name. This process's user has a key."""
+
+    def __init__(self, made: Site, folder: Path) -> None:
+        for name in ("sshd", "ssh-keygen"):
+            if shutil.which(name) is None:
+                pytest.skip(f"there is no {name}: apt-get install openssh-server")
+        self.folder, self.config = folder, folder / "config"
+        key = folder / "key"
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True, timeout=LIMIT_S)
+        shutil.copy(f"{key}.pub", folder / "authorized")
+        Path("/run/sshd").mkdir(exist_ok=True)
+        self.servers = {m.name: self.start(m) for m in made.machines}
+        known = (folder / "key.pub").read_text().split()[:2]
+        (folder / "known").write_text("".join(f"{m.address} {' '.join(known)}\n" for m in made.machines))
+        common = f"IdentityFile {key}\nIdentitiesOnly yes\nUserKnownHostsFile {folder / 'known'}\nControlPath none\n"
+        hosts = "".join(f"Host {m.name}\nHostName {m.address}\n" for m in made.machines)
+        self.config.write_text(f"{hosts}Host *\n{common}")
+        for machine in made.machines:
+            eventually(lambda m=machine: self.answers(m), 10, f"sshd on {machine.name}")
+
+    def start(self, machine: Machine) -> subprocess.Popen[bytes]:
+        settings = {
+            "ListenAddress": machine.address, "HostKey": self.folder / "key", "PidFile": "none", "UsePAM": "no",
+            "AuthorizedKeysFile": self.folder / "authorized", "StrictModes": "no", "PermitRootLogin": "yes",
+        }  # fmt: skip
+        file = self.folder / f"sshd-{machine.name}"
+        file.write_text("".join(f"{name} {value}\n" for name, value in settings.items()))
+        program_ = shutil.which("sshd") or "sshd"
+        return machine.start(program_, "-D", "-e", "-f", str(file), log=self.folder / f"log-{machine.name}")
+
+    def answers(self, machine: Machine) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection((machine.address, 22), timeout=1):
+            return True
+        return False
+
+    def close(self) -> None:
+        for server in self.servers.values():
+            server.kill()
+            server.wait(10)
 
 
 def eventually(condition: object, limit_s: float, what: str) -> None:

@@ -1,0 +1,332 @@
+"""`HostEngines`: engines on other hosts, started from here; the controller is on this kernel's host. ssh_engines.py and
+slurm_engines.py say how hosts are reached.
+
+Note: how engines on other hosts live and end. A host is asked what it has and which address of the controller's host it
+reaches before anything is started there (`look` in host_script.py). Then one command a host starts a keeper (host_keeper.py)
+with the controller's connection on its standard input, and the keeper starts the engines. (ipyparallel's SSH launcher takes
+eight connections an engine, one after the other, and needs a profile; its Slurm launcher writes keys to a shared folder. The
+engines, the controller, signals and the news of an engine's end are ipyparallel's.) From then on:
+
+- Signals, also SIGKILL, go to an engine's nanny, which answers when the engine does not.
+- The nanny tells the hub when its engine ends; the keeper keeps the exit code and the log.
+- At the end, `end` is run on every host. If this kernel ends without it, the guardian here runs it; if the guardian cannot,
+  since its host has died, the keepers notice that the controller is gone.
+- A host that is out of reach for less than `cut_s` loses nothing. A longer cut ends its engines: on the host by the
+  keeper, here by the hub, which misses their heartbeats.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import os
+import sys
+import tarfile
+import time
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp_lab.cluster import host_script
+from fsdp_lab.cluster.addresses import Door, Doors, new_token
+from fsdp_lab.cluster.engines import EngineProcess
+from fsdp_lab.cluster.errors import StartError
+from fsdp_lab.cluster.guardian import EndCommand, package_path
+from fsdp_lab.cluster.hosts import Hosts
+from fsdp_lab.cluster.local_engines import LOOPBACK, LocalEngines, OnEnd, controller_args, engine_environment
+from fsdp_lab.cluster.shells import Said, Shell
+from fsdp_lab.core import __version__
+from fsdp_lab.core.process import HOST_MEMORY
+
+LOOK_S, START_S, STATUS_S, END_S = 30.0, 60.0, 5.0, 4.0  # how long hosts may take to answer
+INSTALL_S = 1800.0
+UNREACHED_S = 15.0  # how long a host that did not answer is not asked again
+CONTROLLER_GONE_S = 2.0  # how long it may refuse connections before the keepers end the engines
+# What ranks import, and of which another version could give other results or not understand the kernel.
+PACKAGES = ("torch", "ipyparallel", "pyzmq", "cloudpickle", "psutil", "numpy", "transformers", "safetensors")
+SAME = ("torch", "ipyparallel", "cloudpickle", "transformers")
+DEFAULTS = {
+    **HOST_MEMORY,
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
+SENT_FOLDER = "~/.cache/fsdp_lab/code"
+Report = Callable[[str, int, int], None]  # stage, done, total
+
+
+@dataclass
+class RankHost:
+    """One host, by the name under which its shell finds it."""
+
+    name: str
+    ranks: int = 0  # how many it is to have
+    code: str = ""  # the folder with fsdp_lab there
+    sent: bool = False  # whether it was sent
+    id: str = ""
+    pids: set[int] = field(default_factory=set)  # of engines that were started
+    unreached_s: float = -math.inf  # when it did not answer, on the monotonic clock
+
+
+class HostEngines(LocalEngines):
+    """Engines on other hosts, whose `_allocate` says which they are."""
+
+    local = False
+    shell: Shell
+
+    def __init__(
+        self, token: str, environment: Mapping[str, str], on_end: OnEnd, timeout_s: float, hosts: Hosts, report: Report
+    ) -> None:
+        self._asked, self._report_stage, self._variables = hosts, report, dict(environment)
+        self._hosts: dict[str, RankHost] = {}
+        self._exits: dict[tuple[str, int], int] = {}  # exit codes, by the host's id and the pid
+        self._logs: dict[tuple[str, int], str] = {}
+        self._door: Door | None = None  # of the controller, as the hosts reach it; None: through tunnels
+        self.notes: tuple[str, ...] = ()
+        super().__init__(token, engine_environment(token, 1, environment), on_end, timeout_s)  # of the controller
+
+    @abstractmethod
+    def _allocate(self) -> list[str]:
+        """The names of the hosts. Sets `shell`. Raises StartError."""
+
+    def _before_controller(self) -> None:
+        names = self._allocate()
+        self._report_stage("looking at hosts", 0, len(names))
+        token = new_token()
+        doors = Doors(token)
+        try:
+            self._look(names, [d for d in doors.open if ":" not in d.address], token)
+        finally:
+            doors.close()
+        assert self._guardian is not None
+        self._guardian.set_end_commands(self._end_commands())
+
+    # -- looking ----------------------------------------------------------------------------------------------------
+
+    def _look(self, names: Sequence[str], doors: Sequence[Door], token: str) -> None:
+        root = package_path().partition(os.pathsep)[0]
+        found = self._ask_all(names, "look", LOOK_S, packages=PACKAGES, token=token, code=root,
+                              doors=[(d.address, d.port) for d in doors])  # fmt: skip
+        for name, facts in found.items():
+            self._hosts[name] = RankHost(name=name, ranks=self._asked.each or facts["gpus"] or 1, code=root)
+            if where := facts["temporary"]:
+                raise StartError(f"{name} has no temporary folder that can be written ({where}): set TMPDIR there")
+        self._check_software(found)
+        unreached = {name: facts["unreached"] for name, facts in found.items()}
+        self._door = self._choose_door(doors, unreached)
+
+    def _ask_all(self, names: Sequence[str], what: str, limit_s: float, **arguments: Any) -> dict[str, Any]:
+        """The answers of all hosts. Raises StartError for the first that does not answer."""
+        said = self.shell.script(names, what, limit_s, **arguments)
+        failed = [s.failure for s in said.values() if s.failure]
+        if failed:
+            more = f" ({len(failed) - 1} more of {len(names)} hosts failed too)" if len(failed) > 1 else ""
+            raise StartError(f"{failed[0]}{more}")
+        return {name: s.value for name, s in said.items()}
+
+    def _choose_door(self, doors: Sequence[Door], unreached: Mapping[str, Sequence[str]]) -> Door | None:
+        """The first door that all hosts reach. Raises StartError."""
+        for i, door in enumerate(doors):
+            if not any(why[i] for why in unreached.values()):
+                return door
+        name = next(n for n, why in unreached.items() if all(why)) if any(map(all, unreached.values())) else ""
+        tried = ", ".join(f"{d}: {why}" for d, why in zip(doors, unreached[name], strict=True)) if name else ""
+        raise StartError(
+            f"{name} does not reach this machine: {tried or 'it has no address'}; open the ports between them"
+            if name or not doors
+            else "no address of this machine is reached by all hosts: give them one network that they share"
+        )
+
+    def _check_software(self, found: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raises StartError for a host whose Python or packages would not do; with `sync` they are installed first."""
+        here = {name: host_script.version(name) for name in PACKAGES}
+        digest = host_script.folder_digest(str(Path(__file__).resolve().parents[1]))
+        different = []
+        for name, facts in found.items():
+            if facts["python"][:2] != list(sys.version_info[:2]):
+                theirs, ours = (".".join(map(str, v)) for v in (facts["python"], sys.version_info[:3]))
+                raise StartError(
+                    f"{name} has Python {theirs} at {facts['executable']}, and this kernel has {ours}: code is sent between "
+                    f"them, so give python=, the path of a Python {sys.version_info[0]}.{sys.version_info[1]} there"
+                )
+            lacking = [
+                f"{p}=={here[p].partition('+')[0]}"
+                for p, v in facts["packages"].items()
+                if not v or (p in SAME and v.partition("+")[0] != here[p].partition("+")[0])
+            ]
+            if lacking and self._asked.sync:
+                self._install(name, lacking)
+            elif lacking:
+                different.append(f"{name}: {facts['executable']} -m pip install {' '.join(lacking)}")
+            if facts["code"] != digest:
+                if self._asked.sync:
+                    self._send_code(name, digest)
+                else:
+                    has = "another" if facts["code"] else "no"
+                    different.append(f"{name} has {has} fsdp_lab: install version {__version__} of this kernel's")
+            self.notes += tuple(
+                f"{name} has {p} {v}, and this kernel has {here[p]}"
+                for p, v in facts["packages"].items()
+                if v and p not in SAME and v != here[p]
+            )
+        if different:
+            listed = "; ".join(different[:4]) + (f"; and {len(different) - 4} more" if len(different) > 4 else "")
+            raise StartError(f"hosts lack what this kernel has, run there, or give sync=True: {listed}")
+
+    def _install(self, name: str, requirements: Sequence[str]) -> None:
+        self._report_stage(f"installing {len(requirements)} packages on {name}", 0, 1)
+        done = self._ask_all([name], "install", INSTALL_S, requirements=list(requirements))[name]
+        if done["code"]:
+            raise StartError(f"{' '.join(requirements)} cannot be installed on {name}", done["said"])
+
+    def _send_code(self, name: str, digest: str) -> None:
+        self._report_stage(f"sending fsdp_lab to {name}", 0, 1)
+        sent = self._ask_all([name], "unpack", INSTALL_S, data=packed_code(), folder=f"{SENT_FOLDER}/{digest}")
+        self._hosts[name].code, self._hosts[name].sent = sent[name]["folder"], True
+
+    # -- starting ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _controller_args(self) -> list[str]:
+        """The hub gives engines up no sooner than their keepers do."""
+        return controller_args(
+            engine_ip=LOOPBACK if self._door is None else self._door.address, lost_s=self._asked.cut_s
+        )
+
+    @property
+    def default_ranks(self) -> int:  # type: ignore[override]
+        return sum(host.ranks for host in self._hosts.values())
+
+    def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
+        """On hosts that answer: first those that lack ranks, then beyond that in turns."""
+        before = set(self.client.ids)
+        counts = self._shares(n)
+        pids = self._start_keepers(counts)
+        deadline, reported, checked_s = time.monotonic() + timeout_s, -1, time.monotonic()
+        while True:
+            new = sorted(set(self.client.ids) - before)
+            if len(new) != reported:
+                reported = len(new)
+                ready(reported)
+            if len(new) >= n:
+                return new
+            if time.monotonic() - checked_s > 2.0:
+                checked_s = time.monotonic()
+                self._check_started(pids)
+            if time.monotonic() > deadline:
+                raise StartError(f"{n - len(new)} of {n} engines did not reach this machine within {timeout_s:.0f} s: "
+                                 f"open the ports between it and {', '.join(counts)}")  # fmt: skip
+            time.sleep(0.03)
+
+    def _shares(self, n: int) -> dict[str, int]:
+        """How many of n engines each host is to start. Raises StartError if no host answers."""
+        said = self.shell.script(list(self._hosts), "status", STATUS_S, token=self._token)
+        running = {name: len(s.value["running"]) for name, s in said.items() if not s.failure}
+        if not running:
+            raise StartError(next(s.failure for s in said.values()))
+        free = {name: max(0, self._hosts[name].ranks - have) for name, have in running.items()}
+        found: Counter[str] = Counter()
+        for name, room in free.items():
+            found[name] = min(room, n - found.total())
+        for i in range(n - found.total()):
+            found[list(running)[i % len(running)]] += 1
+        return {name: count for name, count in found.items() if count}
+
+    def _start_keepers(self, counts: Mapping[str, int]) -> dict[str, set[int]]:
+        """Returns the pids of new engines, by host."""
+        said = self._keepers(counts)
+        for name, s in said.items():
+            if s.failure:
+                raise StartError(s.failure)
+            self._hosts[name].id = s.value["id"]
+            self._hosts[name].pids |= set(s.value["pids"])
+        return {name: set(s.value["pids"]) for name, s in said.items()}
+
+    @abstractmethod
+    def _keepers(self, counts: Mapping[str, int]) -> dict[str, Said]:
+        """Starts a keeper on each of these hosts, with so many engines."""
+
+    def _orders(self, count: int, *, sent: bool, stay: bool) -> bytes:
+        """What a keeper reads (see host_keeper.py). `sent`: whether this package was sent to its host."""
+        gone_s = self._asked.cut_s if self._door is None else CONTROLLER_GONE_S  # a tunnel that is cut refuses too
+        environment = {**DEFAULTS, **self._variables}
+        orders = {"token": self._token, "count": count, "environment": environment, "connection": self._connection,
+                  "cut_s": self._asked.cut_s, "gone_s": gone_s, "stay": stay, "sent": sent,
+                  "cwd": os.getcwd()}  # fmt: skip
+        return json.dumps(orders).encode() + b"\n"
+
+    def _keeper_command(self, code: str) -> list[str]:
+        return ["env", f"PYTHONPATH={code}", self.shell.python, "-P", "-m", "fsdp_lab.cluster.host_keeper"]
+
+    def _check_started(self, pids: Mapping[str, set[int]]) -> None:
+        """Raises StartError if an engine that was started has ended."""
+        for name, s in self.shell.script(list(pids), "status", STATUS_S, token=self._token).items():
+            if not s.failure:
+                for pid in pids[name]:
+                    if (code := s.value["exits"].get(str(pid))) is not None:
+                        raise StartError(f"an engine on {name} ended while it was starting (exit code {code})",
+                                         s.value["logs"].get(str(pid), ""))  # fmt: skip
+
+    # -- what became of them ----------------------------------------------------------------------------------------
+
+    def place_of(self, host_id: str) -> int:
+        return next((i for i, host in enumerate(self._hosts.values()) if host.id == host_id), len(self._hosts))
+
+    def _host_of(self, process: EngineProcess) -> RankHost | None:
+        return next((h for h in self._hosts.values() if h.id == process.host_id and process.pid in h.pids), None)
+
+    def exit_code(self, process: EngineProcess) -> int | None:
+        self._read_end(process)
+        return self._exits.get((process.host_id, process.pid))
+
+    def log(self, process: EngineProcess) -> str:
+        self._read_end(process)
+        return self._logs.get((process.host_id, process.pid), "")
+
+    def _read_end(self, process: EngineProcess) -> None:
+        """Asks its host how an engine has ended, unless that is known, or the host has just not answered."""
+        host, key = self._host_of(process), (process.host_id, process.pid)
+        if host is None or key in self._exits or time.monotonic() - host.unreached_s < UNREACHED_S:
+            return
+        for _ in range(2):  # the keeper may learn of it a moment later
+            said = self.shell.script([host.name], "status", STATUS_S, token=self._token)[host.name]
+            if said.failure:
+                host.unreached_s = time.monotonic()
+                self._logs[key] = said.failure
+                return
+            self._exits |= {(host.id, int(pid)): code for pid, code in said.value["exits"].items()}
+            self._logs |= {(host.id, int(pid)): log for pid, log in said.value["logs"].items()}
+            if key in self._exits or process.pid in said.value["running"]:
+                return
+
+    def end(self, processes: Sequence[EngineProcess], term_s: float) -> None:
+        """By their nannies, which answer while the engines do not."""
+        for name in ("SIGTERM", "SIGKILL"):
+            if present := [p.engine for p in processes if p.engine in set(self.client.ids)]:
+                self.client.send_signal(name, targets=present, block=False)
+                deadline = time.monotonic() + term_s
+                while set(present) & set(self.client.ids) and time.monotonic() < deadline:
+                    time.sleep(0.02)
+
+    def _end_all(self) -> None:
+        if self._hosts:
+            self.shell.script(list(self._hosts), "end", END_S, token=self._token)
+
+    def _end_commands(self) -> list[EndCommand]:
+        """What the guardian runs if this kernel cannot."""
+        return []
+
+
+def packed_code() -> str:
+    """This package's source, as a compressed archive in base64."""
+    root, data = Path(__file__).resolve().parents[1], io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w:gz") as archive:
+        for path in sorted(root.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                archive.add(path, arcname=f"fsdp_lab/{path.relative_to(root)}")
+    return base64.b64encode(data.getvalue()).decode()

@@ -1,0 +1,199 @@
+"""Starts the engines of one host and outlives them: the guardian there, as guardian.py is on the kernel's host.
+
+`python -m fsdp_lab.cluster.host_keeper` reads its orders as JSON from standard input, starts the engines, says on standard
+output which processes these are, and goes on by itself; with `stay` in the foreground, for a batch system that ends what
+is left behind. It keeps a connection to the cluster's controller. When that is closed, the cluster has ended, however it
+did, and so do the engines here. When nothing is heard of it, a cable may be cut: then they stay for `cut_s`.
+
+In its private folder are the engines' logs and, in exits.json, the exit codes of those that have ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from fsdp_lab.cluster.detached import private_folder, remove_private
+from fsdp_lab.cluster.host_script import own, reply
+from fsdp_lab.core.process import MARK, end, host_id, marked, sweep
+
+CHECK_S = 0.1
+PING_S = 1.0  # ZeroMQ's own heartbeats on the connection to the controller
+SILENT_S = 5.0  # without an answer to them the connection is given up, and made again
+TRY_S = 2.0
+ENDED_S = 60.0  # how long the logs of engines that have all ended stay, for the kernel to read
+
+
+class Keeper:
+    """The engines of one host, and the connection to their controller."""
+
+    def __init__(self, orders: Mapping[str, Any]) -> None:
+        self._token = own(orders["token"])
+        self._cut_s: float = orders["cut_s"]
+        self._gone_s: float = orders["gone_s"]  # how long a controller may refuse connections
+        self._connection: Mapping[str, Any] = orders["connection"]
+        self._path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), orders["cwd"])))
+        # IPython puts the working folder before PYTHONPATH, where a package that was sent must come first
+        folders = (str(Path.home()),) if orders["sent"] else (orders["cwd"], str(Path.home()))
+        self._cwd = next((folder for folder in folders if Path(folder).is_dir()), None)
+        self.folder = private_folder()
+        (self.folder / "profile").mkdir()  # of IPython, which makes the rest
+        self._exits: dict[int, int] = {}
+        self._logs: dict[int, str] = {}
+        self.engines = [self._start(i, orders["environment"]) for i in range(orders["count"])]
+        self._write()
+
+    def _start(self, i: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        log = self.folder / f"engine-{i}.log"
+        variables = {
+            MARK: self._token,
+            "IPP_CONNECTION_INFO": json.dumps(self._connection),  # with the keys: other users cannot read it
+            "IPP_PROFILE_DIR": str(self.folder / "profile"),
+            "PYTHONPATH": self._path,
+            "IPYTHONDIR": str(self.folder / "ipython"),
+        }
+        with open(log, "wb") as output:
+            started = subprocess.Popen(
+                [sys.executable, "-P", "-m", "ipyparallel.engine", "--log-level=WARN"],
+                env={**os.environ, **environment, **variables}, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True, cwd=self._cwd,
+            )  # fmt: skip
+        self._logs[started.pid] = str(log)
+        return started
+
+    def watch(self) -> None:
+        """Returns when the engines are to end, or have ended."""
+        all_ended_s: float | None = None
+        with Contact(self._connection) as contact:
+            while True:
+                ended = {e.pid: e.returncode for e in self.engines if e.poll() is not None}
+                if ended != self._exits:
+                    self._exits = ended
+                    self._write()
+                if len(ended) == len(self.engines):
+                    all_ended_s = all_ended_s or time.monotonic()
+                    if time.monotonic() - all_ended_s > ENDED_S:
+                        return
+                if contact.lost(self._cut_s, self._gone_s):
+                    return
+                time.sleep(CHECK_S)
+
+    def _write(self) -> None:
+        part = self.folder / "exits.part"
+        part.write_text(json.dumps({"token": self._token, "exits": self._exits, "logs": self._logs,
+                                    "keeper": os.getpid()}))  # fmt: skip
+        part.replace(self.folder / "exits.json")
+
+    def close(self) -> None:
+        end(marked(self._token), term_s=0.3)
+        sweep(self._token)
+        remove_private(self.folder)
+
+
+class Contact:
+    """A connection to the controller that carries nothing but ZeroMQ's heartbeats."""
+
+    def __init__(self, connection: Mapping[str, Any]) -> None:
+        self._host, self._port = str(connection["interface"]).partition("://")[2], int(connection["registration"])
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.heartbeat_ivl = int(PING_S * 1e3)
+        self._socket.heartbeat_timeout = int(SILENT_S * 1e3)
+        self._socket.ipv6 = ":" in self._host
+        if key := connection.get("curve_serverkey"):
+            self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
+            self._socket.curve_serverkey = key.encode()
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._since_s: float | None = time.monotonic()  # since when there is no connection
+        self._refused_s: float | None = None  # since when the controller's host answers, and the controller does not
+        self._tried_s = 0.0
+        self._socket.connect(f"{connection['interface']}:{self._port}")
+
+    def lost(self, cut_s: float, gone_s: float) -> bool:
+        """Whether the controller has ended, or has not been heard of for `cut_s`."""
+        while self._monitor.poll(0):
+            up = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._since_s = None if up else time.monotonic()
+            self._refused_s = None
+        if self._since_s is None:
+            return False
+        if time.monotonic() - self._tried_s > TRY_S / 2:
+            self._tried_s = time.monotonic()
+            self._refused_s = (self._refused_s or time.monotonic()) if self._refuses() else None
+        refused_s = 0.0 if self._refused_s is None else time.monotonic() - self._refused_s
+        return refused_s > gone_s or time.monotonic() - self._since_s > cut_s
+
+    def _refuses(self) -> bool:
+        """Whether the host answers that nobody listens there, or the port is open and nobody greets, as ZeroMQ does at once:
+        another process may hold the port of one that has ended."""
+        try:
+            connection = socket.create_connection((self._host.strip("[]"), self._port), timeout=TRY_S)
+        except OSError as e:
+            return isinstance(e, ConnectionRefusedError)
+        with connection:
+            try:
+                return not connection.recv(1)
+            except OSError:
+                return True
+
+    def __enter__(self) -> Contact:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._monitor.close(linger=0)
+        self._context.destroy(linger=0)
+
+
+def go_on_alone() -> TextIO:
+    """Continues as a process of its own session. What is written to the file that this returns is the output of the process
+    that was started, which ends when the file is closed."""
+    ready, told = os.pipe()
+    if os.fork():
+        os.close(told)
+        with open(ready) as pipe:
+            sys.stdout.write(pipe.read())
+        sys.stdout.flush()
+        os._exit(0)
+    os.close(ready)
+    os.setsid()
+    return open(told, "w")
+
+
+def let_go() -> None:
+    """Closes the pipes to the process that waits for the first one."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+
+
+def main() -> None:
+    orders = json.loads(sys.stdin.readline())
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())  # a batch system's: the engines end first
+    told = sys.stdout if orders["stay"] else go_on_alone()
+    keeper = Keeper(orders)
+    try:
+        reply({"pids": [e.pid for e in keeper.engines], "id": host_id()}, told)
+        if not orders["stay"]:
+            told.close()
+            let_go()
+        keeper.watch()
+    finally:
+        keeper.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""What the kernel runs on another host, as text on the standard input of a Python there: `look` before anything starts,
+`end` at the end. It imports the standard library alone, since nothing else needs to be installed then.
+
+`request` makes the text, and `answer` finds the reply in what a login shell may print besides.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TextIO
+
+REPLY = "fsdp_lab-reply:"
+MARK = "FSDP_LAB_CLUSTER"  # see core/process.py
+PREFIX = "fsdp_lab-"  # of private folders
+TRY_S = 3.0
+END_S = 1.0
+
+
+# -- in the kernel ---------------------------------------------------------------------------------------------------
+
+
+def request(what: str, **arguments: Any) -> bytes:
+    """The text that runs one of the functions below on a host."""
+    with open(__file__, encoding="utf-8") as file:
+        text = file.read()
+    return f"{text}\nreply({what}(**json.loads({json.dumps(arguments)!r})))\n".encode()
+
+
+def answer(output: str) -> Any:
+    """The reply in a host's output. Raises ValueError if there is none."""
+    for line in output.splitlines():
+        _, found, reply_ = line.partition(REPLY)
+        if found:
+            return json.loads(reply_)
+    raise ValueError("no reply")
+
+
+# -- on the host -----------------------------------------------------------------------------------------------------
+
+
+def reply(value: dict[str, Any], file: TextIO | None = None) -> None:
+    """With the name that Slurm has for this host."""
+    print(REPLY + json.dumps({**value, "node": os.environ.get("SLURMD_NODENAME", "")}), flush=True, file=file)
+
+
+def own(token: str) -> str:
+    """The token that marks a cluster's engines on this host."""
+    network = ""
+    if os.path.exists("/proc/self/ns/net"):
+        network = os.readlink("/proc/self/ns/net").strip("net:[]")
+    return f"{token}.{network}"
+
+
+def look(packages: Sequence[str], doors: Sequence[Sequence[Any]], token: str, code: str) -> dict[str, Any]:
+    """What this host has, and why it does not reach each of the kernel's doors, (address, port). `code`: a folder that may
+    have been sent, from where fsdp_lab is imported."""
+    if code:
+        sys.path.insert(0, os.path.expanduser(code))
+    with ThreadPoolExecutor(16) as pool:
+        unreached = list(pool.map(lambda door: try_to_enter(door[0], door[1], token), doors))
+    return {
+        "name": socket.gethostname(),
+        "python": list(sys.version_info[:3]),
+        "executable": sys.executable,
+        "packages": {name: version(name) for name in packages},
+        "code": code_digest(),
+        "gpus": gpus(),
+        "unreached": unreached,
+        "temporary": "" if os.access(tempfile.gettempdir(), os.W_OK) else tempfile.gettempdir(),
+    }
+
+
+def version(package: str) -> str:
+    """ "" if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def code_digest() -> str:
+    """Of the source of fsdp_lab, by names and content; "" if there is none."""
+    for folder in sys.path:
+        root = os.path.join(folder, "fsdp_lab")
+        if os.path.isfile(os.path.join(root, "__init__.py")):
+            return folder_digest(root)
+    for file in importlib.metadata.files("fsdp-lab") or () if version("fsdp-lab") else ():
+        if str(file).endswith(".pth"):  # of an editable installation
+            with open(file.locate(), encoding="utf-8") as lines:
+                return next((folder_digest(os.path.join(line.strip(), "fsdp_lab")) for line in lines), "")
+    return ""
+
+
+def folder_digest(root: str) -> str:
+    found = hashlib.sha256()
+    for path in sorted(glob.glob(os.path.join(root, "**", "*.py"), recursive=True)):
+        with open(path, "rb") as file:
+            found.update(os.path.relpath(path, root).encode() + b"\0" + file.read())
+    return found.hexdigest()[:16]
+
+
+def gpus() -> int:
+    """How many NVIDIA GPUs the driver lists."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+
+
+def try_to_enter(address: str, port: int, token: str) -> str:
+    """Why this host does not reach the kernel there, which answers the token with its digest; "" if it does."""
+    sent = bytes.fromhex(token)
+    try:
+        with socket.create_connection((address, port), timeout=TRY_S) as connection:
+            connection.sendall(sent)
+            received = b""
+            while len(received) < len(sent):
+                part = connection.recv(len(sent) - len(received))
+                if not part:
+                    return "the connection was closed"
+                received += part
+            return "" if received == hashlib.sha256(sent).digest()[: len(sent)] else "another program answers there"
+    except TimeoutError:
+        return "no answer"
+    except OSError as e:
+        return e.strerror or str(e)
+
+
+def status(token: str) -> dict[str, Any]:
+    """Which engines of a cluster run, and what is known of those that have ended: exit codes and last lines, by pid."""
+    found: dict[str, Any] = {"running": list(marked(own(token))), "exits": {}, "logs": {}}
+    for _, kept in kept_files(own(token)):
+        found["exits"].update(kept["exits"])
+        found["logs"].update({pid: last_lines(path) for pid, path in kept["logs"].items()})
+    return found
+
+
+def kept_files(token: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(folder, content) of the files that keepers of this token have written (host_keeper.py)."""
+    for path in glob.glob(os.path.join(tempfile.gettempdir(), PREFIX + "*", "exits.json")):
+        try:
+            if os.stat(path).st_uid == os.geteuid():
+                with open(path, encoding="utf-8") as file:
+                    kept = json.load(file)
+                if kept["token"] == token:
+                    yield os.path.dirname(path), kept
+        except OSError:
+            continue
+
+
+def last_lines(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.path.getsize(path) - 8192))
+            return "\n".join(file.read().decode(errors="replace").strip().splitlines()[-12:])
+    except OSError:
+        return ""
+
+
+def end(token: str) -> dict[str, Any]:
+    """Ends a cluster's engines and their keepers on this host, at once, and removes their private folders."""
+    wanted, deadline = own(token), time.monotonic() + END_S
+    kept = list(kept_files(wanted))
+    kill([k["keeper"] for _, k in kept if is_keeper(k["keeper"])])
+    while (left := list(marked(wanted))) and time.monotonic() < deadline:
+        kill(left)
+        time.sleep(0.02)
+    for folder, _ in kept:
+        shutil.rmtree(folder, ignore_errors=True)
+    return {"left": left}
+
+
+def is_keeper(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"host_keeper" in file.read()
+    except OSError:
+        return False
+
+
+def kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except OSError:
+            continue
+
+
+def marked(token: str) -> Iterator[int]:
+    """Processes with the token in their environment, except this one and zombies."""
+    wanted = f"{MARK}={token}".encode()
+    for path in glob.glob("/proc/[0-9]*/environ"):
+        pid = int(path.split("/")[2])
+        try:
+            with open(path, "rb") as file:
+                if pid != os.getpid() and wanted in file.read().split(b"\0"):
+                    with open(f"/proc/{pid}/stat") as state:
+                        if state.read().rpartition(")")[2].split()[0] != "Z":
+                            yield pid
+        except OSError:
+            continue
+
+
+def unpack(data: str, folder: str) -> dict[str, Any]:
+    """Writes a package that was sent into a folder of this user's, which no other can read."""
+    import base64
+    import io
+    import tarfile
+
+    target = os.path.expanduser(folder)
+    os.makedirs(target, mode=0o700, exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(base64.b64decode(data)), mode="r:gz") as archive:
+        archive.extractall(target, filter="data") if hasattr(tarfile, "data_filter") else archive.extractall(target)
+    return {"folder": target}
+
+
+def install(requirements: Sequence[str]) -> dict[str, Any]:
+    """Installs packages into this Python."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", *requirements], capture_output=True, text=True
+    )
+    return {"code": done.returncode, "said": done.stderr.strip()[-500:]}

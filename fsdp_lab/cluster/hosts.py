@@ -1,0 +1,139 @@
+"""Which hosts a lab's ranks are to be on, and how they are reached: `SshHosts`, `SlurmHosts`. Configuration only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp_lab.core.errors import ArgumentError, is_whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosts:
+    """What is common to all.
+
+    Args:
+        gpus_per_host: so many ranks on each host, each with a GPU of its own; a host with fewer free GPUs is refused.
+        ranks_per_host: so many, on GPUs where these are enough, else shared, else on CPUs. None, with `gpus_per_host` None:
+            one for each GPU of the host, or one on a host without GPUs.
+        python: the path of Python on the hosts; None: that of this kernel.
+        sync: install what the hosts lack, in the versions of this kernel, and send this package.
+        cut_s: how long ranks stay when nothing is heard of this kernel's host, as while a cable is cut.
+    """
+
+    gpus_per_host: int | None = None
+    ranks_per_host: int | None = None
+    python: str | None = None
+    sync: bool = False
+    cut_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("gpus_per_host", "ranks_per_host"):
+            value = getattr(self, name)
+            if value is not None and not is_whole(value):
+                raise ArgumentError(name, f"{value!r} is refused", "give a whole number of 1 or more")
+        if self.gpus_per_host is not None and self.ranks_per_host is not None:
+            raise ArgumentError("ranks_per_host", "it is given beside gpus_per_host, which has a rank for each GPU",
+                                "give one of them")  # fmt: skip
+
+    @property
+    def each(self) -> int | None:
+        """Ranks on each host, if it is stated."""
+        return self.gpus_per_host or self.ranks_per_host
+
+    @property
+    def count(self) -> int:
+        """Number of hosts."""
+        raise NotImplementedError
+
+    @property
+    def ranks(self) -> int | None:
+        """Number of ranks, if it is stated."""
+        return None if self.each is None else self.each * self.count
+
+    @property
+    def path(self) -> str:
+        return self.python or sys.executable
+
+
+@dataclass(frozen=True, kw_only=True)
+class SshHosts(Hosts):
+    """Hosts that `ssh` reaches without a question: with a key, known by the names in ~/.ssh/config or by address.
+
+    Args:
+        names: "gpu1" or "user@10.0.0.7", each once.
+        ssh_args: more arguments for ssh, such as ("-F", "config").
+        tunnel: whether the hosts reach this kernel through SSH, as those that cannot connect to it must, such as to a laptop
+            behind a router; None: where they do not reach it otherwise.
+    """
+
+    names: tuple[str, ...] = ()
+    ssh_args: tuple[str, ...] = ()
+    tunnel: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        bad = next((n for n in self.names if not isinstance(n, str) or not n or n.startswith("-") or " " in n), None)
+        if bad is not None:
+            raise ArgumentError("hosts", f"{bad!r} is no name of a host", 'give names such as ["gpu1", "user@gpu2"]')
+        if not self.names:
+            raise ArgumentError("hosts", "there is none", 'give names such as ["gpu1", "gpu2"]')
+        if twice := next((n for n in self.names if self.names.count(n) > 1), None):
+            raise ArgumentError("hosts", f"{twice} is named twice", "name each host once, and give ranks_per_host")
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmHosts(Hosts):
+    """Hosts of a job that Slurm grants.
+
+    Args:
+        hosts: how many.
+        time: of the job, as Slurm writes it ("1:00:00"); None: the partition's default.
+        partition, account, qos: as for sbatch; None: the defaults.
+        options: more options of salloc, such as ("--constraint=h100", "--cpus-per-task=96").
+        queue_s: how long to wait in the queue; None: until it is interrupted.
+    """
+
+    hosts: int = 1
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    options: tuple[str, ...] = ()
+    queue_s: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_whole(self.hosts):
+            raise ArgumentError("hosts", f"{self.hosts!r} is refused", "give a whole number of 1 or more")
+        if bad := next((o for o in self.options if not str(o).startswith("-")), None):
+            raise ArgumentError("options", f"{bad!r} is no option", 'give options of salloc, such as ("--exclusive",)')
+
+    @property
+    def count(self) -> int:
+        return self.hosts
+
+    @property
+    def request(self) -> list[str]:
+        """Options of salloc."""
+        tasks = self.each or 1
+        found = [f"--nodes={self.hosts}", f"--ntasks-per-node={tasks}"]
+        if self.gpus_per_host is not None:
+            found.append(f"--gpus-per-node={self.gpus_per_host}")
+        for name in ("time", "partition", "account", "qos"):
+            if (value := getattr(self, name)) is not None:
+                found.append(f"--{name}={value}")
+        return [*found, *self.options]
+
+
+def ssh_hosts(hosts: Sequence[str] | str, **options: object) -> SshHosts:
+    """From what a user writes: a list, or names with commas between them. Raises ArgumentError."""
+    names = [n.strip() for n in hosts.split(",")] if isinstance(hosts, str) else list(hosts)
+    if "ssh_args" in options:
+        options["ssh_args"] = tuple(options["ssh_args"])  # type: ignore[arg-type]
+    return SshHosts(names=tuple(names), **options)  # type: ignore[arg-type]

@@ -1,0 +1,157 @@
+"""`Shell`: runs a command on each of several hosts at once. `SshShell`: by ssh.
+
+Input goes by pipes, never on a command line, where others could read it. Nothing asks a question: no password, no host key.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+from fsdp_lab.cluster import host_script
+from fsdp_lab.cluster.errors import StartError
+
+CONNECT_S = 8  # for ssh to reach a host
+POLL_S = 0.02
+
+
+@dataclass
+class Command:
+    """A command on one host, or on all hosts of a job."""
+
+    process: subprocess.Popen[bytes]
+    output: IO[bytes]
+    error: IO[bytes]
+
+    @property
+    def text(self) -> str:
+        self.output.seek(0)
+        return self.output.read().decode(errors="replace")
+
+    @property
+    def error_text(self) -> str:
+        self.error.seek(0)
+        return self.error.read().decode(errors="replace").strip()
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """What one host answered, or why it did not."""
+
+    value: Any = None
+    failure: str = ""
+
+
+class Shell(ABC):
+    """Runs `command` with `sent` on its standard input, on hosts that are known by name."""
+
+    python: str
+
+    @abstractmethod
+    def start(self, hosts: Sequence[str], command: Sequence[str], sent: bytes) -> dict[str, Command]:
+        """By host, or for several at once under the names joined by commas."""
+
+    @abstractmethod
+    def why(self, host: str, running: Command) -> str:
+        """Why a command failed, as a sentence that names the host and the way out."""
+
+    def wait(self, running: Mapping[str, Command], limit_s: float) -> dict[str, Said]:
+        """Replies by host. Waits `limit_s` at most, and can be interrupted; what still runs is ended."""
+        try:
+            end_s = time.monotonic() + limit_s
+            while any(r.process.poll() is None for r in running.values()) and time.monotonic() < end_s:
+                time.sleep(POLL_S)
+            return {name: said for names, r in running.items() for name, said in self._said(names, r, limit_s).items()}
+        finally:
+            for r in running.values():
+                r.end()
+
+    def _said(self, host: str, running: Command, limit_s: float) -> dict[str, Said]:
+        if running.process.poll() is None:
+            return {host: Said(failure=f"{host} did not answer within {limit_s:.0f} s")}
+        try:
+            return {host: Said(value=host_script.answer(running.text))}
+        except ValueError:
+            return {host: Said(failure=self.why(host, running))}
+
+    def script(self, hosts: Sequence[str], what: str, limit_s: float, **arguments: Any) -> dict[str, Said]:
+        """A function of host_script.py on each host."""
+        return self.wait(self.start(hosts, [self.python, "-"], host_script.request(what, **arguments)), limit_s)
+
+
+def started(command: Sequence[str], sent: bytes, environment: Mapping[str, str] | None = None) -> Command:
+    """Raises StartError: there is no such program."""
+    output, error = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (read when it has ended)
+    with tempfile.TemporaryFile() as input_:
+        input_.write(sent)
+        input_.seek(0)
+        try:
+            process = subprocess.Popen(
+                command, stdin=input_, stdout=output, stderr=error, start_new_session=True,
+                env={**os.environ, **(environment or {})},
+            )  # fmt: skip
+        except FileNotFoundError:
+            why = f"there is no {command[0]} on this machine: install it, or start the kernel where it is"
+            raise StartError(why) from None
+    return Command(process, output, error)
+
+
+# -- SSH -------------------------------------------------------------------------------------------------------------
+
+# (what ssh says, what it means and what to do), for the host {host}
+SSH_FAILURES = (
+    (r"Permission denied|Too many authentication failures",
+     "{host} refuses the login ({line}): put your key there with ssh-copy-id {host}, and load it with ssh-add"),
+    (r"Could not resolve hostname",
+     "the name {host} does not resolve ({line}): give an address, or a Host entry in ~/.ssh/config"),
+    (r"Host key verification failed|REMOTE HOST IDENTIFICATION",
+     "the host key of {host} is not known, or has changed ({line}): log in once by hand, ssh {host}"),
+    (r"Connection (timed out|refused|closed|reset)|No route to host|Network is unreachable|timed out",
+     "{host} cannot be reached by SSH ({line}): is it up, and is its port right? Ports belong in ~/.ssh/config"),
+)  # fmt: skip
+
+
+class SshShell(Shell):
+    """By ssh, one connection for each command and host. `args`: for ssh, such as ["-F", "config"]."""
+
+    def __init__(self, python: str, args: Sequence[str] = ()) -> None:
+        self.python = python
+        options = ("BatchMode=yes", f"ConnectTimeout={CONNECT_S}", "ServerAliveInterval=5", "ServerAliveCountMax=3")
+        self._ssh = ["ssh", "-T", *args, *(word for option in options for word in ("-o", option))]
+
+    def command(self, host: str, command: Sequence[str]) -> list[str]:
+        return [*self._ssh, host, "--", shlex.join(command)]
+
+    def start(self, hosts: Sequence[str], command: Sequence[str], sent: bytes) -> dict[str, Command]:
+        return {host: started(self.command(host, command), sent) for host in hosts}
+
+    def tunnel(self, host: str, ports: Sequence[int], environment: Mapping[str, str]) -> Command:
+        """Makes ports of this machine's loopback appear on a host's; runs until it is ended."""
+        forwards = [word for port in ports for word in ("-R", f"127.0.0.1:{port}:127.0.0.1:{port}")]
+        return started([*self._ssh, "-N", "-o", "ExitOnForwardFailure=yes", *forwards, host], b"", environment)
+
+    def why(self, host: str, running: Command) -> str:
+        code, lines = running.process.returncode, running.error_text.splitlines()
+        line = next((text for text in reversed(lines) if text.strip()), f"exit code {code}").strip()
+        if code == 255:
+            for pattern, sentence in SSH_FAILURES:
+                if found := next((text.strip() for text in lines if re.search(pattern, text)), ""):
+                    return sentence.format(host=host, line=found)
+            return f"ssh to {host} failed: {line}"
+        if code in (126, 127):
+            return (f"{host} has no {self.python} ({line}): give python=, the path there of a Python in whose environment "
+                    "fsdp_lab or at least its requirements are installed")  # fmt: skip
+        return f"{host} failed: {line}"

@@ -1,0 +1,77 @@
+"""`SshEngines`: engines on hosts that are reached by SSH, by one connection for each command and host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from fsdp_lab.cluster import host_script
+from fsdp_lab.cluster.addresses import Door
+from fsdp_lab.cluster.errors import StartError
+from fsdp_lab.cluster.guardian import EndCommand
+from fsdp_lab.cluster.host_engines import START_S, HostEngines
+from fsdp_lab.cluster.hosts import SshHosts
+from fsdp_lab.cluster.shells import Command, Said, SshShell
+from fsdp_lab.core.process import MARK
+
+TUNNEL_S = 1.0  # for ssh to refuse a forwarded port
+
+
+class SshEngines(HostEngines):
+    """Where hosts cannot connect to this machine, as to a laptop behind a router, their engines come through SSH too."""
+
+    _asked: SshHosts
+    shell: SshShell
+    _tunnels: dict[str, Command]
+
+    def _allocate(self) -> list[str]:
+        self._tunnels = {}
+        self.shell = SshShell(self._asked.path, self._asked.ssh_args)
+        return list(self._asked.names)
+
+    def _choose_door(self, doors: Sequence[Door], unreached: Mapping[str, Sequence[str]]) -> Door | None:
+        if self._asked.tunnel:
+            return None
+        try:
+            return super()._choose_door(doors, unreached)
+        except StartError:
+            if self._asked.tunnel is False:
+                raise
+            self.notes += ("the hosts reach this machine through SSH alone",)
+            return None
+
+    def _keepers(self, counts: Mapping[str, int]) -> dict[str, Said]:
+        if self._door is None:
+            self._open_tunnels(counts)
+        running: dict[str, Command] = {}
+        for name, n in counts.items():
+            host = self._hosts[name]
+            running |= self.shell.start(
+                [name], self._keeper_command(host.code), self._orders(n, sent=host.sent, stay=False)
+            )
+        return self.shell.wait(running, START_S)
+
+    def _open_tunnels(self, names: Iterable[str]) -> None:
+        """Raises StartError."""
+        numbers = [v for value in self._connection.values() for v in (value if isinstance(value, list) else [value])]
+        ports = sorted({v for v in numbers if isinstance(v, int) and not isinstance(v, bool)})
+        new = [name for name in names if name not in self._tunnels or self._tunnels[name].process.poll() is not None]
+        for name in new:
+            self._tunnels[name] = self.shell.tunnel(name, ports, {MARK: self._token})
+        deadline = time.monotonic() + TUNNEL_S
+        while new and time.monotonic() < deadline:
+            time.sleep(0.02)
+            for name in new:
+                if self._tunnels[name].process.poll() is not None:
+                    why = self._tunnels[name].error_text or "ssh ended"
+                    raise StartError(f"no tunnel from {name} to this machine can be opened: {why}")
+
+    def _end_all(self) -> None:
+        super()._end_all()
+        for tunnel in self._tunnels.values():
+            tunnel.end()
+
+    def _end_commands(self) -> list[EndCommand]:
+        sent = host_script.request("end", token=self._token).decode()
+        command = [self.shell.python, "-"]
+        return [EndCommand(argv=tuple(self.shell.command(name, command)), sent=sent) for name in self._hosts]
