@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.cluster.hosts import ssh_hosts
+from fsdp_lab.cluster.hosts import SlurmHosts, ssh_hosts
 from fsdp_lab.cluster.membership import RankStatus
 from fsdp_lab.cluster.sent_code import with_code
 from fsdp_lab.core.checkpoint_format import Checkpoint, check_folder, check_same, find
@@ -167,6 +167,45 @@ class Lab:
         where = ssh_hosts(
             hosts, gpus_per_host=gpus_per_host, ranks_per_host=ranks_per_host, python=python, ssh_args=ssh_args, sync=sync,
             tunnel=tunnel, cut_s=cut_s,
+        )  # fmt: skip
+        return cls(where.ranks, hosts=where, **options)
+
+    @classmethod
+    def slurm(
+        cls,
+        hosts: int = 1,
+        *,
+        gpus_per_host: int | None = None,
+        ranks_per_host: int | None = None,
+        time: str | None = None,
+        partition: str | None = None,
+        account: str | None = None,
+        qos: str | None = None,
+        slurm_options: Sequence[str] = (),
+        queue_s: float | None = None,
+        python: str | None = None,
+        sync: bool = False,
+        cut_s: float = 60.0,
+        **options: Any,
+    ) -> Lab:
+        """A lab whose ranks are on hosts that Slurm grants: `Lab.slurm(hosts=4, gpus_per_host=8, time="1:00:00")`.
+
+        This kernel is on a machine with Slurm's commands, such as a login node. The cell waits in the queue, with the reason
+        that Slurm gives, and can be interrupted. The job is given back when the lab is closed, or however this kernel ends.
+
+        Args:
+            hosts: number of hosts.
+            time, partition, account, qos: as for sbatch; None: Slurm's defaults.
+            slurm_options: more options of salloc, such as ["--constraint=h100", "--cpus-per-task=12"].
+            queue_s: how long to wait in the queue; None: until it is interrupted.
+            the others: as for `ssh`.
+
+        Raises:
+            StartError: one sentence. ArgumentError, FieldError.
+        """
+        where = SlurmHosts(
+            hosts=hosts, gpus_per_host=gpus_per_host, ranks_per_host=ranks_per_host, time=time, partition=partition,
+            account=account, qos=qos, options=tuple(slurm_options), queue_s=queue_s, python=python, sync=sync, cut_s=cut_s,
         )  # fmt: skip
         return cls(where.ranks, hosts=where, **options)
 

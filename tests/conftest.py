@@ -27,7 +27,12 @@ from tests.turns import turn
 if TYPE_CHECKING:
     from tests.engine.parity import Outcomes
 
-SHARED = ("tests/browser", "tests/cluster", "tests/lab")  # folders whose files share what takes seconds to start
+SHARED = (
+    "tests/browser",
+    "tests/cluster",
+    "tests/hosts",
+    "tests/lab",
+)  # folders whose files share what takes seconds to start
 LONGEST = ("tests/browser", "tests/lab", "tests/cli", "tests/export", "tests/notebooks", "tests/engine",
            "tests/engine/scenarios", "tests/rank")  # fmt: skip
 

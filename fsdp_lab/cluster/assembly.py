@@ -20,11 +20,12 @@ from fsdp_lab.cluster.calls import Dispatcher
 from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters
 from fsdp_lab.cluster.engines import Engines, ExternalEngines, exposure_notes
 from fsdp_lab.cluster.errors import ClusterError, StartError
-from fsdp_lab.cluster.hosts import Hosts
+from fsdp_lab.cluster.hosts import Hosts, SshHosts
 from fsdp_lab.cluster.local_engines import DetachedEngines, LocalEngines, claim, engine_environment
 from fsdp_lab.cluster.membership import Member
 from fsdp_lab.cluster.network import meet
 from fsdp_lab.cluster.placement import Host, Placement, place, probe
+from fsdp_lab.cluster.slurm_engines import SlurmEngines
 from fsdp_lab.cluster.ssh_engines import SshEngines
 from fsdp_lab.cluster.supervisor import Supervisor
 from fsdp_lab.core import __version__
@@ -131,7 +132,7 @@ class Assembly:
         self._supervisor.watch(membership.engines.client)
 
     def _engines_on(self, hosts: Hosts) -> Engines:
-        config, kind = self._config, SshEngines
+        config, kind = self._config, SshEngines if isinstance(hosts, SshHosts) else SlurmEngines
         return kind(
             self._membership.token,
             config.environment,

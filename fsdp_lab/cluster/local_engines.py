@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import ipyparallel as ipp
 import psutil
@@ -42,7 +42,14 @@ c = get_config()
 c.IPController.enable_curve = {curve}
 c.Session.key = {key!r}
 """
-OnEnd = Callable[[int, int | None], None]  # (pid, exit code if known); called on the launcher thread
+
+
+class OnEnd(Protocol):
+    """Called on the launcher thread, or on a thread that waits for a process."""
+
+    def __call__(self, pid: int, exit_code: int | None, *, host_id: str | None = None, reason: str = "") -> None: ...
+
+
 T = TypeVar("T")
 
 

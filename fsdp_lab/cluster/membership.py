@@ -171,9 +171,14 @@ class Membership:
         with self.lock:
             self._leaving.update(m.engine for m in members)
 
-    def unexpectedly_ended(self, *, pid: int | None = None, engine: int | None = None) -> Member | None:
-        """The member whose process or engine has just ended; None if that was expected, or reported before."""
+    def unexpectedly_ended(
+        self, *, pid: int | None = None, engine: int | None = None, host_id: str | None = None
+    ) -> Member | None:
+        """The member whose engine has just ended, or its process, on this host or on another; None if that was expected, or
+        reported before."""
         for m in self.present:
-            if m.pid == pid or m.engine == engine:
+            if m.engine == engine or (
+                m.pid == pid and (m.process is not None if host_id is None else m.host_id == host_id)
+            ):
                 return None if m.engine in self._leaving else m
         return None

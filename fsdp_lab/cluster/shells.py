@@ -68,16 +68,22 @@ class Shell(ABC):
     def why(self, host: str, running: Command) -> str:
         """Why a command failed, as a sentence that names the host and the way out."""
 
-    def wait(self, running: Mapping[str, Command], limit_s: float) -> dict[str, Said]:
-        """Replies by host. Waits `limit_s` at most, and can be interrupted; what still runs is ended."""
+    def wait(self, running: Mapping[str, Command], limit_s: float, *, stay: bool = False) -> dict[str, Said]:
+        """Replies by host. Waits `limit_s` at most, and can be interrupted. What still runs then is ended, unless it is to
+        `stay` after its reply."""
+        kept = False
         try:
             end_s = time.monotonic() + limit_s
-            while any(r.process.poll() is None for r in running.values()) and time.monotonic() < end_s:
+            while time.monotonic() < end_s and not all(
+                c.process.poll() is not None or (stay and host_script.REPLY in c.text) for c in running.values()
+            ):
                 time.sleep(POLL_S)
-            return {name: said for names, r in running.items() for name, said in self._said(names, r, limit_s).items()}
+            said = {name: s for names, c in running.items() for name, s in self._said(names, c, limit_s).items()}
+            kept = stay
+            return said
         finally:
-            for r in running.values():
-                r.end()
+            for c in running.values() if not kept else ():
+                c.end()
 
     def _said(self, host: str, running: Command, limit_s: float) -> dict[str, Said]:
         if running.process.poll() is None:

@@ -35,6 +35,8 @@ class RankExit:
     pid: int | None = None
     engine: int | None = None
     exit_code: int | None = None
+    host_id: str | None = None  # of the process, if it was not on this host
+    reason: str = ""
 
 
 class Supervisor:
@@ -69,9 +71,9 @@ class Supervisor:
         if event.get("event") == "unregister":
             self._ended.put(RankExit(engine=int(event["id"])))
 
-    def process_ended(self, pid: int, exit_code: int | None) -> None:
+    def process_ended(self, pid: int, exit_code: int | None, *, host_id: str | None = None, reason: str = "") -> None:
         """Called on the launcher thread: a process that we started has ended."""
-        self._ended.put(RankExit(pid=pid, exit_code=exit_code))
+        self._ended.put(RankExit(pid=pid, exit_code=exit_code, host_id=host_id, reason=reason))
 
     def _run(self) -> None:
         while True:
@@ -89,12 +91,15 @@ class Supervisor:
 
     def _handle(self, ended: RankExit) -> None:
         engines = self._membership.engines
-        if engines is not None and ended.pid == engines.controller_pid:
+        if engines is not None and ended.pid == engines.controller_pid and ended.host_id is None:
             for member in self._membership.present:
                 exit_ = describe_exit(ended.exit_code)
                 member.end_reason = f"is out of reach, because ipyparallel's controller {exit_}"
                 self._mark_lost(member, None)
-        elif (found := self._membership.unexpectedly_ended(pid=ended.pid, engine=ended.engine)) is not None:
+            return
+        found = self._membership.unexpectedly_ended(pid=ended.pid, engine=ended.engine, host_id=ended.host_id)
+        if found is not None:
+            found.end_reason = found.end_reason or ended.reason
             self._mark_lost(found, ended.exit_code)
 
     def _check_hangs(self) -> None:

@@ -186,3 +186,71 @@ def eventually(condition: object, limit_s: float, what: str) -> None:
 def program(name: str) -> str:
     """Of the environment that runs the tests."""
     return str(Path(sys.executable).parent / name)
+
+
+class Slurm:
+    """Debian's slurmctld on this host, a slurmd on each of the others, and munge."""
+
+    def __init__(self, made: Site, folder: Path) -> None:
+        for name in ("slurmctld", "slurmd", "munged"):
+            if shutil.which(name) is None:
+                pytest.skip(f"there is no {name}: apt-get install --no-install-recommends slurm-wlm munge")
+        self.conf = folder / "slurm.conf"
+        names = ",".join(m.name for m in made.machines)
+        nodes = "".join(
+            f"NodeName={m.name} NodeAddr={m.address} NodeHostname={m.name} CPUs={os.cpu_count()} RealMemory=4000\n"
+            for m in made.machines
+        )
+        self.conf.write_text(
+            f"ClusterName=lab{os.getpid()}\nSlurmctldHost={socket.gethostname()}({made.here})\nSlurmUser=root\nSlurmdUser=root\n"
+            "AuthType=auth/munge\nMpiDefault=none\nProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\n"
+            "JobAcctGatherType=jobacct_gather/none\nAccountingStorageType=accounting_storage/none\n"
+            "SwitchType=switch/none\nSelectType=select/cons_tres\nSelectTypeParameters=CR_Core\nReturnToService=2\n"
+            f"StateSaveLocation={folder}/state\nSlurmdSpoolDir={folder}/spool-%n\nSlurmctldPidFile={folder}/ctld.pid\n"
+            f"SlurmdPidFile={folder}/slurmd-%n.pid\nSlurmdTimeout=20\nKillWait=2\nCompleteWait=0\n"
+            f"SchedulerParameters=sched_interval=1,batch_sched_delay=0\n{nodes}"
+            f"PartitionName=debug Nodes={names} Default=YES MaxTime=INFINITE State=UP\n"
+        )
+        (folder / "state").mkdir()
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._munge()
+        self.environment = {"SLURM_CONF": str(self.conf)}
+        with (folder / "ctld.log").open("wb") as log:
+            self._started.append(subprocess.Popen(["slurmctld", "-D", "-c"], env={**os.environ, **self.environment},
+                                                  stdout=log, stderr=log, start_new_session=True))  # fmt: skip
+        for m in made.machines:
+            (folder / f"spool-{m.name}").mkdir()
+            log_ = folder / f"slurmd-{m.name}.log"
+            self._started.append(m.start("slurmd", "-D", "-N", m.name, log=log_, **self.environment))
+        eventually(lambda: self.states() == ["idle"] * len(made.machines), 30, f"Slurm's nodes are idle ({folder})")
+
+    def _munge(self) -> None:
+        """One serves all namespaces: it is reached by a socket's name."""
+        subprocess.run(["sh", "-c", "mkdir -p /run/munge && chown munge: /run/munge"], check=True, timeout=LIMIT_S)
+        if subprocess.run(["munge", "-n"], capture_output=True, timeout=LIMIT_S).returncode:
+            self._started.append(subprocess.Popen(["runuser", "-u", "munge", "--", "munged", "-F"], start_new_session=True,
+                                                  stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))  # fmt: skip
+            eventually(lambda: not subprocess.run(["munge", "-n"], capture_output=True).returncode, 10, "munge")
+
+    def ask(self, *command: str) -> str:
+        done = subprocess.run(
+            command, env={**os.environ, **self.environment}, capture_output=True, text=True, timeout=LIMIT_S
+        )
+        return done.stdout
+
+    def states(self) -> list[str]:
+        return self.ask("sinfo", "-h", "-N", "-o", "%t").split()
+
+    def jobs(self) -> list[str]:
+        return self.ask("squeue", "-h", "-o", "%i").split()
+
+    def close(self) -> None:
+        for process in reversed(self._started):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        for process in self._started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)

@@ -1,0 +1,187 @@
+"""`SlurmEngines`: engines on the hosts of a job of Slurm's, which is asked for here and given back at the end.
+
+The job is a bare allocation (salloc --no-shell). In it every command is a step (srun), whose standard input reaches all
+hosts, so neither a shared folder nor a file with keys is needed. A keeper is a step that stays as long as its engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from fsdp_lab.cluster import host_script
+from fsdp_lab.cluster.errors import StartError
+from fsdp_lab.cluster.guardian import EndCommand
+from fsdp_lab.cluster.host_engines import END_S, START_S, HostEngines
+from fsdp_lab.cluster.hosts import SlurmHosts
+from fsdp_lab.cluster.shells import Command, Said, Shell, started
+from fsdp_lab.core.process import MARK
+
+ASK_S = 20.0  # for Slurm to answer
+LOOK_AGAIN_S = 1.0  # between two looks at the queue
+MARGIN_S = 0.3  # after a step has ended, until Slurm says why
+
+
+class SlurmShell(Shell):
+    """By srun in a job: one command for all hosts."""
+
+    def __init__(self, python: str, job: str, token: str) -> None:
+        self.python, self.job, self._token = python, job, token
+
+    def start(self, hosts: Sequence[str], command: Sequence[str], sent: bytes) -> dict[str, Command]:
+        n = len(hosts)
+        srun = ["srun", f"--jobid={self.job}", "--overlap", f"--nodes={n}", f"--ntasks={n}", "--ntasks-per-node=1",
+                f"--nodelist={','.join(hosts)}", "--cpu-bind=none", "--mem=0", "--label", "--input=all", "--unbuffered",
+                "--quiet", "--kill-on-bad-exit=0"]  # fmt: skip
+        return {",".join(hosts): started([*srun, *command], sent, {MARK: self._token})}
+
+    def _said(self, host: str, command: Command, limit_s: float) -> dict[str, Said]:
+        """One reply of each host, in lines that begin with the number of a task."""
+        found: dict[str, Said] = {}
+        for line in command.text.splitlines():
+            with contextlib.suppress(ValueError):
+                value = host_script.answer(line)
+                found[value["node"]] = Said(value=value)
+        hosts = host.split(",")
+        late = command.process.poll() is None and len(found) < len(hosts)
+        failure = f"no answer within {limit_s:.0f} s" if late else self.why(host, command)
+        return {name: found.get(name) or Said(failure=f"{name}: {failure}") for name in hosts}
+
+    def why(self, host: str, command: Command) -> str:
+        lines = [line.strip() for line in command.error_text.splitlines() if line.strip()]
+        if any("No such file" in line and self.python in line for line in lines):
+            return f"there is no {self.python}: give python=, the path of Python on the hosts"
+        return next((line for line in lines if "error" in line), lines[0] if lines else "srun ended without a reply")
+
+
+class SlurmEngines(HostEngines):
+    """See above."""
+
+    _asked: SlurmHosts
+    shell: SlurmShell
+    _job = ""
+
+    def _allocate(self) -> list[str]:
+        self._stays: dict[str, Command] = {}  # steps with keepers, by name
+        assert self._guardian is not None
+        self._guardian.set_end_commands(self._end_commands())  # before there is a job
+        self._report_stage("asking Slurm for hosts", 0, self._asked.hosts)
+        asked = started(["salloc", "--no-shell", f"--job-name={self._job_name}", *self._asked.request], b"",
+                        {MARK: self._token})  # fmt: skip
+        try:
+            self._wait_in_queue(asked)
+        finally:
+            asked.end()
+        nodes = ask_slurm("squeue", "-h", "-j", self._job, "-o", "%N")
+        names = ask_slurm("scontrol", "show", "hostnames", nodes).split()
+        self._report_stage(f"granted: job {self._job}", len(names), len(names))
+        self.shell = SlurmShell(self._asked.path, self._job, self._token)
+        return names
+
+    @property
+    def _job_name(self) -> str:
+        return f"fsdp_lab-{self._token}"
+
+    def _wait_in_queue(self, asked: Command) -> None:
+        """Raises StartError: Slurm refuses the job, or it has waited too long."""
+        begin_s, looked_s = time.monotonic(), 0.0
+        while asked.process.poll() is None:
+            time.sleep(0.05)
+            if found := re.search(r"job allocation (\d+)", asked.error_text):
+                self._job = found.group(1)
+            waited_s = time.monotonic() - begin_s
+            if self._job and time.monotonic() - looked_s > LOOK_AGAIN_S:
+                looked_s = time.monotonic()
+                state, _, reason = ask_slurm("squeue", "-h", "-j", self._job, "-o", "%T|%r").partition("|")
+                self._report_stage(
+                    f"job {self._job} is {state.lower() or 'submitted'} ({reason})", 0, self._asked.hosts
+                )
+                if self._asked.queue_s is not None and waited_s > self._asked.queue_s:
+                    why = f"job {self._job} has waited {waited_s:.0f} s in Slurm's queue ({reason})"
+                    raise StartError(f"{why}: ask for fewer hosts or another partition, or give a longer queue_s")
+        said = asked.error_text
+        if asked.process.returncode:
+            errors = [line.partition("error:")[2].strip() for line in said.splitlines() if "error:" in line]
+            raise StartError(f"Slurm refuses the job: {errors[-1] if errors else said or 'salloc says nothing'}")
+        found = re.search(r"Granted job allocation (\d+)", said)
+        if found is None:
+            raise StartError(f"Slurm granted no job: {said or 'salloc says nothing'}")
+        self._job = found.group(1)
+
+    # -- engines ----------------------------------------------------------------------------------------------------
+
+    def _keepers(self, counts: Mapping[str, int]) -> dict[str, Said]:
+        running: dict[str, Command] = {}
+        for name, n in counts.items():
+            host = self._hosts[name]
+            running |= self.shell.start(
+                [name], self._keeper_command(host.code), self._orders(n, sent=host.sent, stay=True)
+            )
+        said = self.shell.wait(running, START_S, stay=True)
+        for name, step in running.items():
+            if said[name].failure:
+                step.end()
+                continue
+            self._stays[f"{name}/{len(self._stays)}"] = step
+            pids, host_id = said[name].value["pids"], said[name].value["id"]
+            threading.Thread(target=self._watch, args=(step, pids, host_id), name="fsdp_lab-step", daemon=True).start()
+        return said
+
+    def _watch(self, step: Command, pids: Sequence[int], host_id: str) -> None:
+        """Reports the engines of a step that has ended, as when the job ends. Runs in a thread of its own."""
+        step.process.wait()
+        if not self._closed:
+            time.sleep(MARGIN_S)
+            state = self._job_state()
+            ended = "" if state in ("RUNNING", "") else f"ended with its Slurm job {self._job} ({state.lower()})"
+            for pid in pids:
+                self._on_end(pid, None, host_id=host_id, reason=ended)
+
+    def _job_state(self) -> str:
+        with contextlib.suppress(StartError):
+            found = re.search(r"JobState=(\S+)", ask_slurm("scontrol", "show", "job", self._job))
+            return found.group(1) if found else ""
+        return "gone"
+
+    def _shares(self, n: int) -> dict[str, int]:
+        if (state := self._job_state()) != "RUNNING":
+            raise StartError(f"Slurm's job {self._job} has ended ({state.lower()}): make a new lab")
+        return super()._shares(n)
+
+    def _end_all(self) -> None:
+        super()._end_all()
+        with contextlib.suppress(StartError):
+            for command in self._end_commands():
+                ask_slurm(*command.argv)
+        deadline = time.monotonic() + END_S
+        while self._job and time.monotonic() < deadline:
+            with contextlib.suppress(StartError):
+                if not ask_slurm("squeue", "-h", "-j", self._job, "-o", "%T"):
+                    break
+            time.sleep(0.05)
+        for step in self._stays.values():
+            step.end()
+
+    def _end_commands(self) -> list[EndCommand]:
+        return [EndCommand(argv=("scancel", f"--name={self._job_name}", f"--user={getpass.getuser()}"))]
+
+
+def ask_slurm(*command: str) -> str:
+    """What a command of Slurm's prints. Raises StartError."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S)
+    except FileNotFoundError:
+        raise StartError(
+            f"there is no {command[0]} on this machine: start the kernel on a login node of Slurm's"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise StartError(f"Slurm did not answer {command[0]} within {ASK_S:.0f} s") from None
+    if done.returncode and not ("Invalid job id" in done.stderr and command[0] == "squeue"):
+        said = done.stderr.strip() or f"exit code {done.returncode}"
+        raise StartError(f"{command[0]} failed: {said.splitlines()[-1]}")
+    return done.stdout.strip()
