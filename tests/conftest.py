@@ -34,7 +34,7 @@ SHARED = (
     "tests/lab",
 )  # folders whose files share what takes seconds to start
 LONGEST = ("tests/browser", "tests/lab", "tests/cli", "tests/export", "tests/notebooks", "tests/engine",
-           "tests/engine/scenarios", "tests/rank")  # fmt: skip
+           "tests/engine/scenarios", "tests/rank", "tests/hosts")  # fmt: skip
 
 
 def group_of(nodeid: str) -> str:

@@ -24,6 +24,11 @@ RENAMED = 'hostname "$0" && exec "$@"'
 LIMIT_S = 20
 
 
+def which(name: str) -> str | None:
+    """A program, also one of the system's, whose folder is not on each user's path."""
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+
+
 def ip(*words: str) -> str:
     return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=LIMIT_S).stdout
 
@@ -137,7 +142,7 @@ class SshServers:
 
     def __init__(self, made: Site, folder: Path) -> None:
         for name in ("sshd", "ssh-keygen"):
-            if shutil.which(name) is None:
+            if which(name) is None:
                 pytest.skip(f"there is no {name}: apt-get install openssh-server")
         self.folder, self.config = folder, folder / "config"
         key = folder / "key"
@@ -160,7 +165,7 @@ class SshServers:
         }  # fmt: skip
         file = self.folder / f"sshd-{machine.name}"
         file.write_text("".join(f"{name} {value}\n" for name, value in settings.items()))
-        program_ = shutil.which("sshd") or "sshd"
+        program_ = which("sshd") or "sshd"
         return machine.start(program_, "-D", "-e", "-f", str(file), log=self.folder / f"log-{machine.name}")
 
     def answers(self, machine: Machine) -> bool:
@@ -193,7 +198,7 @@ class Slurm:
 
     def __init__(self, made: Site, folder: Path) -> None:
         for name in ("slurmctld", "slurmd", "munged"):
-            if shutil.which(name) is None:
+            if which(name) is None:
                 pytest.skip(f"there is no {name}: apt-get install --no-install-recommends slurm-wlm munge")
         self.conf = folder / "slurm.conf"
         names = ",".join(m.name for m in made.machines)
@@ -216,20 +221,26 @@ class Slurm:
         self._munge()
         self.environment = {"SLURM_CONF": str(self.conf)}
         with (folder / "ctld.log").open("wb") as log:
-            self._started.append(subprocess.Popen(["slurmctld", "-D", "-c"], env={**os.environ, **self.environment},
-                                                  stdout=log, stderr=log, start_new_session=True))  # fmt: skip
+            own = {**os.environ, **self.environment}
+            self._started.append(
+                subprocess.Popen(
+                    [which("slurmctld") or "", "-D", "-c"], env=own, stdout=log, stderr=log, start_new_session=True
+                )
+            )
         for m in made.machines:
             (folder / f"spool-{m.name}").mkdir()
             log_ = folder / f"slurmd-{m.name}.log"
-            self._started.append(m.start("slurmd", "-D", "-N", m.name, log=log_, **self.environment))
+            self._started.append(m.start(which("slurmd") or "", "-D", "-N", m.name, log=log_, **self.environment))
         eventually(lambda: self.states() == ["idle"] * len(made.machines), 30, f"Slurm's nodes are idle ({folder})")
 
     def _munge(self) -> None:
         """One serves all namespaces: it is reached by a socket's name."""
         subprocess.run(["sh", "-c", "mkdir -p /run/munge && chown munge: /run/munge"], check=True, timeout=LIMIT_S)
         if subprocess.run(["munge", "-n"], capture_output=True, timeout=LIMIT_S).returncode:
-            self._started.append(subprocess.Popen(["runuser", "-u", "munge", "--", "munged", "-F"], start_new_session=True,
-                                                  stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))  # fmt: skip
+            munged = ["runuser", "-u", "munge", "--", which("munged") or "", "-F"]
+            self._started.append(
+                subprocess.Popen(munged, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            )
             eventually(lambda: not subprocess.run(["munge", "-n"], capture_output=True).returncode, 10, "munge")
 
     def ask(self, *command: str) -> str:
