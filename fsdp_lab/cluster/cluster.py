@@ -32,7 +32,7 @@ from fsdp_lab.cluster.detached import persist_limit_s
 from fsdp_lab.cluster.errors import ClusterError, RankLost
 from fsdp_lab.cluster.hosts import Hosts
 from fsdp_lab.cluster.membership import ClusterState, Membership, RankStatus
-from fsdp_lab.cluster.placement import Placement
+from fsdp_lab.cluster.placement import Placement, place, probe
 from fsdp_lab.cluster.supervisor import Supervisor
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.hang import limit
@@ -118,6 +118,12 @@ class Cluster:
         with self._changing:
             self._membership.require_engines()
             self._assemble(lambda: self._assembly.resize(ranks, devices))
+
+    def check_devices(self, ranks: int, devices: Sequence[str] | None) -> None:
+        """Raises SpecError for devices that are not there, where all ranks are on this host."""
+        engines = self._membership.require_engines()
+        if engines.local:
+            place([probe(ours=frozenset(self.pids))] * ranks, devices, take_busy=self._config.take_busy)
 
     def _assemble(self, work: Callable[[], None]) -> None:
         self._membership.enter(ClusterState.ASSEMBLING)

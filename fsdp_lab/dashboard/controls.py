@@ -110,7 +110,7 @@ class Controls(InputForm):
         if run is not None and run.state is RunState.PAUSED:
             run.resume()
         else:
-            self._begin({})
+            self._begin()
 
     def pause(self) -> None:
         """Pauses or resumes the run."""
@@ -153,8 +153,6 @@ class Controls(InputForm):
         run = active_run(self._lab)
         if run is None:
             self._note(accepted, ChoiceState.NEXT, "with the next start")
-        elif any(name in accepted for name in RANK_FIELDS):
-            self._begin(accepted)
         else:
             self._apply(run, accepted)
 
@@ -168,22 +166,22 @@ class Controls(InputForm):
         self._await(accepted, wanted, run, request)
 
     def _offer(self, fix: Mapping[str, Any]) -> Offer:
-        """What a fix does; one that needs another number of ranks ends the run."""
+        """What a fix does; one that needs another number of ranks takes longer."""
         if active_sweep(self._lab) is not None:
             return Offer(blocked=SWEEPING)
         ranks, most = fix.get("world_size"), self._lab.most_ranks
         if ranks is not None and most is not None and ranks > most:
             return Offer(blocked=f"The given cluster has {most} engine{'s' * (most != 1)}; start more of them first.")
         if active_run(self._lab) is not None and any(name in fix for name in RANK_FIELDS):
-            return Offer(effect="Another number of ranks stops this run and starts a new one at step 0.")
+            return Offer(effect="Another number of ranks takes some seconds; the run goes on with its parameters.")
         return Offer()
 
-    def _begin(self, accepted: Mapping[str, Any]) -> None:
+    def _begin(self) -> None:
         """Starts a run; choices that waited for one become pending with it."""
         wanted, waiting = self.choices.wanted, self._waiting()
         run = self._lab.run(wanted, **self._options())
         self._sent.clear()
-        self._await({**waiting, **accepted}, wanted, run, None)
+        self._await(waiting, wanted, run, None)
 
     def begin(self, start: Callable[[Mapping[str, Any]], Run]) -> None:
         """Shows a run that was not started by Start: `start` is given the choices that wait for one, and may raise."""

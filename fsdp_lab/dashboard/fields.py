@@ -23,7 +23,7 @@ from fsdp_lab.models.presets import PRESETS
 AUTO = "auto"
 OTHER = "other…"
 HIDDEN = "none"  # a value of Layout.display
-RANK_FIELDS = ("world_size", "devices")  # a change starts a new run
+RANK_FIELDS = ("world_size", "devices")  # a change starts or ends ranks
 FIRST_MODEL_ON_CPUS = "gpt2-1m"  # trains in some tens of milliseconds a step
 OFFERED_PARAMETERS = 10**10  # larger presets are meant for planning; code can train them all the same
 
@@ -144,8 +144,8 @@ GROUPS: tuple[tuple[str, tuple[ControlSpec, ...]], ...] = (
         ControlSpec(name="micro_batch", label="micro batch", help="Samples per rank and forward", least=1),
         ControlSpec(name="seq_len", label="sequence length", help="Tokens of a sample",
               tokens=fixed(32, 64, 128, 256, 512, 1024)),
-        ControlSpec(name="world_size", label="ranks", help="A change starts a new run", least=1, most=256),
-        ControlSpec(name="devices", label="devices", help="auto, or one a rank: cuda:0, cuda:1. A change starts a new run",
+        ControlSpec(name="world_size", label="ranks", help="A change takes some seconds; training goes on", least=1, most=256),
+        ControlSpec(name="devices", label="devices", help="auto, or one a rank: cuda:0, cuda:1. A change takes seconds",
               read=_names, write=_names_text),
     )),
     ("Training", (

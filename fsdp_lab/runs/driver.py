@@ -34,7 +34,7 @@ from fsdp_lab.core.faults import FaultKind
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs.control import FaultRequest, GenerateRequest, RunControl
 from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig, Evaluation, generated
-from fsdp_lab.runs.recovery import LIVE, Recovery, RecoveryPolicy, refitted, source_of
+from fsdp_lab.runs.recovery import LIVE, Recovery, RecoveryPolicy, refitted, source_of, whole_state
 from fsdp_lab.runs.saving import CheckpointSchedule
 from fsdp_lab.runs.steps import EventStore
 from fsdp_lab.runs.view import RunState, Switch, fingerprint
@@ -359,8 +359,12 @@ class Driver:
 
     def _switch_or_refuse(self, spec: Spec) -> None:
         """Applies `spec`; where the ranks refuse it, the run continues as it was."""
+        same = (spec.world_size, spec.devices) == (self.spec.world_size, self.spec.devices)
         try:
-            self._switch(spec, fresh=False)
+            if same:
+                self._switch(spec, fresh=False)
+            else:
+                self._resize(spec)
         except FieldError as e:
             with self.control.changed:
                 self.refused = e
@@ -370,6 +374,21 @@ class Driver:
     def _switch(self, spec: Spec, *, fresh: bool) -> None:
         """Has the ranks train `spec`, with the parameters that they have, if those fit and it is not to be `fresh`."""
         self._apply(spec, "apply", fresh=fresh)
+
+    def _resize(self, spec: Spec) -> None:
+        """Has other ranks train `spec`, from the state of those before, which write all of it first."""
+        before = self.spec
+        self.ranks.check_devices(spec.world_size, spec.devices)
+        self._wait_for_saves()
+        with whole_state(self.ranks, self.call("status")) as state:
+            try:
+                self._prepare(spec)
+                self._restore(spec, state)
+            except FieldError:
+                self._prepare(before)
+                self._restore(before, state)
+                raise
+        self.checkpoints.restart(self.progress.step)
 
     def _restore(self, spec: Spec, checkpoint: Checkpoint) -> None:
         """Has the ranks train `spec` from a checkpoint."""
@@ -424,6 +443,9 @@ class Driver:
             self.control.set_state(state, "saves its last step")
         if not self.checkpoints.has(self.progress.step):
             self._save("last")
+        self._wait_for_saves()
+
+    def _wait_for_saves(self) -> None:
         deadline_s = time.monotonic() + SAVES_S
         while self.checkpoints.pending and time.monotonic() < deadline_s:
             results = self.ranks.submit("saves", wait_s=0.5).results()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -170,6 +170,16 @@ def rescue(ranks: Cluster, statuses: Mapping[int, Mapping[str, Any]], root: Path
             if partial is not None:
                 discard(partial)
     return None
+
+
+@contextlib.contextmanager
+def whole_state(ranks: Cluster, statuses: Sequence[Mapping[str, Any]]) -> Iterator[Checkpoint]:
+    """The state of all ranks, as a checkpoint that is deleted at the end of the block. Raises ClusterError."""
+    with tempfile.TemporaryDirectory(prefix="fsdp_lab-resize-") as root:
+        state = rescue(ranks, dict(enumerate(statuses)), Path(root))
+        if state is None:
+            raise ClusterError(f"the ranks could not write their state to {root}: is the disk full?")
+        yield state
 
 
 @contextlib.contextmanager

@@ -191,19 +191,23 @@ class Run(RunQueries, Awaited["Run"]):
     def apply(self, spec: Spec | None = None, **changes: Any) -> SwitchRequest:
         """Trains another Spec from the next chunk on: `run.apply(sharding="shard_grad_op")`. Returns at once.
 
+        Another `world_size`, or other `devices`, take some seconds: ranks are started or ended, and all join anew with the
+        parameters, the optimizer state and the position in the data that the run has. A step has `micro_batch` samples of
+        each rank, as before.
+
         Changes are made to the pending Spec, else to the applied one. A newer request replaces a pending one.
 
         Raises:
-            SpecError: an invalid Spec, or one for other ranks, which takes a new run (`lab.run(world_size=...)`).
+            SpecError: an invalid Spec, or more ranks than a given cluster has engines.
             ClusterError: the run is over.
         """
         with self._control.changed:
             self._require_live("start another one with lab.run")
-            wanted = (spec or self.pending or self.spec).replace(**with_code(changes))
-            for name in ("world_size", "devices"):
-                if getattr(wanted, name) != getattr(self.spec, name):
-                    raise SpecError(name, f"a run keeps its {self.spec.world_size} ranks and their devices",
-                                    f"start a new run: lab.run(spec, {name}=...)")  # fmt: skip
+            base = spec or self.pending or self.spec
+            if changes.get("world_size", base.world_size) != base.world_size:
+                changes.setdefault("devices", None)  # a list for another number of ranks
+            wanted = base.replace(**with_code(changes))
+            self._check_ranks(wanted)
             self._check_evaluation(wanted)
             return self._control.request_switch(wanted)
 
@@ -308,6 +312,17 @@ class Run(RunQueries, Awaited["Run"]):
         """
         self._control.request_stop(reason)
         return self._wait_over(timeout_s) if timeout_s > 0 else self.done
+
+    def _check_ranks(self, wanted: Spec) -> None:
+        """Raises SpecError for a change of the ranks that cannot be made."""
+        if (wanted.world_size, wanted.devices) == (self.spec.world_size, self.spec.devices):
+            return
+        most = self._driver.ranks.most_ranks
+        if most is not None and wanted.world_size > most:
+            raise SpecError("world_size", f"{wanted.world_size} ranks need as many engines, and the given cluster has {most}",
+                            "start more of them with its launcher", {"world_size": most})  # fmt: skip
+        if self._driver.progress.share is not None:
+            raise SpecError("world_size", "runs that take turns keep their ranks", "give compare a list: world_size=[2, 4]")
 
     def _check_evaluation(self, spec: Spec) -> None:
         """Raises SpecError where the Spec holds nothing out for the evaluation."""

@@ -128,13 +128,12 @@ def test_what_the_ranks_refuse_is_said_with_their_reason(desk):
     assert desk.lab.current.spec.strategy.offload == "none"
 
 
-def test_other_ranks_take_a_new_run(desk):
+def test_other_ranks_go_on_with_the_run(desk):
     desk.controls.start()
-    former = desk.lab.current
+    run = desk.lab.current
     desk.choose("world_size", 3)
-    assert desk.lab.current is not former
-    assert desk.lab.current.spec.world_size == 3
-    desk.until(lambda: desk.note("world_size") == "applied at step 0")
+    desk.until(lambda: desk.note("world_size").startswith("applied at step"))
+    assert desk.lab.current is run and not run.state.over and run.spec.world_size == 3
     assert 3 in [o[1] for o in desk.controls._controls["shard_size"].input.options]
 
 
@@ -167,14 +166,14 @@ def test_hybrid_sharding_on_two_ranks_offers_four_in_one_click(desk):
     assert desk.lab.current.spec.world_size == 4 and desk.lab.current.spec.strategy.sharding == "hybrid_shard"
 
 
-def test_four_ranks_stop_the_run_and_start_a_new_one_which_is_said_before(desk):
+def test_a_run_goes_on_with_four_ranks_which_is_said_before(desk):
     desk.controls.start()
-    first = desk.lab.current
+    run = desk.lab.current
     desk.choose("sharding", "hybrid_shard")
-    assert "Another number of ranks stops this run and starts a new one at step 0." in desk.validate()
+    assert "Another number of ranks takes some seconds; the run goes on with its parameters." in desk.validate()
     desk.controls._groups[0].button.click()
-    assert first.state.over and desk.lab.current is not first and desk.lab.current.spec.world_size == 4
-    desk.until(lambda: desk.note("sharding") == "applied at step 0")
+    desk.until(lambda: desk.note("sharding").startswith("applied at step"))
+    assert desk.lab.current is run and run.spec.world_size == 4 and run.spec.strategy.sharding == "hybrid_shard"
 
 
 def test_more_ranks_than_a_given_cluster_has_are_not_offered(desk):

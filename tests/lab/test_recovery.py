@@ -153,6 +153,31 @@ def test_it_waits_for_a_word_and_goes_on_with_fewer(lab: Lab, undisturbed: dict[
 
 
 @pytest.mark.slow
+def test_the_number_of_ranks_changes_while_it_trains(lab: Lab, undisturbed: dict[int, float]) -> None:
+    """The state is carried: with the same global batch the losses are the same, but for the order of sums."""
+    run = lab.run(**SMALL, steps=STEPS)
+    until(lambda: run.step > 2, 60)
+    run.pause()
+    grown = run.apply(world_size=4, micro_batch=1).wait(60)
+    assert grown.carried and lab.ranks == 4 and run.spec.world_size == 4
+    run.resume()
+    until(lambda: run.step > grown.step, 60)
+    run.pause()
+    with pytest.raises(SpecError, match="no module of class"):
+        run.apply(world_size=3, wrap="class:Nowhere").wait(60)
+    assert run.spec.world_size == lab.ranks == 4 and run.refused is not None
+    shrunk = run.apply(world_size=1, micro_batch=4, sharding="no_shard").wait(60)
+    run.resume()
+    run.wait(120)
+    assert run.state is RunState.FINISHED and lab.ranks == 1 and not run.incidents
+    told = losses(run)
+    assert told.keys() == undisturbed.keys()
+    assert all(told[step] == pytest.approx(loss, rel=1e-4) for step, loss in undisturbed.items())
+    assert [s.after.world_size for s in run.switches] == [2, 4, 4, 1] and shrunk.step > grown.step
+    lab.resize(2)
+
+
+@pytest.mark.slow
 def test_a_run_that_failed_is_recovered_by_another(lab: Lab, undisturbed: dict[int, float], tmp_path: Path) -> None:
     run = lab.run(**SMALL, steps=STEPS, save=CheckpointConfig(folder=tmp_path, every=5))
     until(lambda: run.step > 6, 60)
