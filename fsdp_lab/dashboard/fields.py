@@ -144,7 +144,7 @@ GROUPS: tuple[tuple[str, tuple[ControlSpec, ...]], ...] = (
         ControlSpec(name="micro_batch", label="micro batch", help="Samples per rank and forward", least=1),
         ControlSpec(name="seq_len", label="sequence length", help="Tokens of a sample",
               tokens=fixed(32, 64, 128, 256, 512, 1024)),
-        ControlSpec(name="world_size", label="ranks", help="A change takes some seconds; training goes on", least=1, most=256),
+        ControlSpec(name="world_size", label="ranks", help="A change takes seconds; training goes on", least=1, most=256),
         ControlSpec(name="devices", label="devices", help="auto, or one a rank: cuda:0, cuda:1. A change takes seconds",
               read=_names, write=_names_text),
     )),

@@ -319,10 +319,12 @@ class Run(RunQueries, Awaited["Run"]):
             return
         most = self._driver.ranks.most_ranks
         if most is not None and wanted.world_size > most:
-            raise SpecError("world_size", f"{wanted.world_size} ranks need as many engines, and the given cluster has {most}",
+            raise SpecError("world_size", f"{wanted.world_size} ranks need as many engines; the given cluster has {most}",
                             "start more of them with its launcher", {"world_size": most})  # fmt: skip
         if self._driver.progress.share is not None:
-            raise SpecError("world_size", "runs that take turns keep their ranks", "give compare a list: world_size=[2, 4]")
+            raise SpecError(
+                "world_size", "runs that take turns keep their ranks", "give compare a list: world_size=[2, 4]"
+            )
 
     def _check_evaluation(self, spec: Spec) -> None:
         """Raises SpecError where the Spec holds nothing out for the evaluation."""
