@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fsdp_lab.cli import fields
+from fsdp_lab.cli import fields, where
 from fsdp_lab.cli.console import Refused, Results, at_least, live, open_lab, say, terminal, watch
 from fsdp_lab.core.formatting import duration
 from fsdp_lab.core.spec import Spec
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console, Group
     from rich.table import Table
 
+    from fsdp_lab.cluster.hosts import Hosts
     from fsdp_lab.runs import Run, Sweep
     from fsdp_lab.runs.view import RunView
 
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="write the results to FILE")
     add("--report", type=Path, metavar="FILE", help="write a report to FILE (HTML, works offline)")
     fields.add_options(parser)
+    where.add_hosts(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     at_least(args, "rounds", 1)
     results = Results(file=args.json)
     results.check()
+    if (hosts := where.hosts_of(args)) is not None:
+        args.ranks = str(hosts.ranks)
     if args.report is not None:
         from fsdp_lab.core.files import check_file
         from fsdp_lab.report import SUFFIXES
@@ -58,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from fsdp_lab.runs import Comparison, Refusal
 
     console = terminal()
-    sweep = compare(console, specs, args.steps, args.rounds, results) if specs else None
+    sweep = compare(console, specs, args.steps, args.rounds, results, hosts) if specs else None
     rows: list[RunView | Refusal] = [
         *(sweep.in_order if sweep else ()),
         *(Refusal(combination, str(error)) for combination, error in refused),
@@ -91,9 +95,19 @@ def spec_of(args: argparse.Namespace, combination: dict[str, Any]) -> Spec:
     return spec
 
 
-def compare(console: Console, specs: Sequence[Spec], steps: int, rounds: int | None, results: Results) -> Sweep:
+def compare(
+    console: Console,
+    specs: Sequence[Spec],
+    steps: int,
+    rounds: int | None,
+    results: Results,
+    hosts: Hosts | None = None,
+) -> Sweep:
     """Trains the Specs in turns with a live table, and adds what was measured to the results, also after Ctrl-C."""
-    with open_lab(console, specs[0].world_size, specs[0].devices) as lab, live(console) as draw:
+    with (
+        open_lab(console, specs[0].world_size, specs[0].devices, hosts=hosts) as lab,
+        live(console) as draw,
+    ):
         sweep = lab.compare(specs, steps=steps, **({"rounds": rounds} if rounds else {}))
         drawn_s = float("-inf")
 

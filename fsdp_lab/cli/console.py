@@ -26,6 +26,7 @@ from fsdp_lab.core.formatting import GIB
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+    from fsdp_lab.cluster.hosts import Hosts
     from fsdp_lab.lab import Lab
     from fsdp_lab.runs import Run, Sweep
 
@@ -184,8 +185,16 @@ def write_file(file: Path, content: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def open_lab(console: Console, ranks: int, devices: Sequence[str] | None, *, history: bool = True) -> Iterator[Lab]:
-    """A lab for the duration of a command, with its start on the terminal. `history`: whether its runs are stored.
+def open_lab(
+    console: Console,
+    ranks: int,
+    devices: Sequence[str] | None,
+    *,
+    history: bool = True,
+    hosts: Hosts | None = None,
+) -> Iterator[Lab]:
+    """A lab for the duration of a command, with its start on the terminal. `history`: whether its runs are stored. `hosts`:
+    other hosts, where the ranks are.
 
     Raises:
         Refused, Failed: the ranks cannot start or join.
@@ -200,6 +209,7 @@ def open_lab(console: Console, ranks: int, devices: Sequence[str] | None, *, his
                 ranks,
                 devices=devices,
                 history=history,
+                hosts=hosts,
                 progress=lambda p: status.update(f"{p.stage} ({p.done} of {p.total}), {p.seconds:.0f} s"),
             )
         except StartError as e:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.cli import fields
+from fsdp_lab.cli import fields, where
 from fsdp_lab.cli.console import (
     Failed,
     Refused,
@@ -30,6 +30,7 @@ from fsdp_lab.core.spec import Spec
 if TYPE_CHECKING:
     from rich.console import Console, Group
 
+    from fsdp_lab.cluster.hosts import Hosts
     from fsdp_lab.core.events import StepEvent
     from fsdp_lab.runs import CheckpointConfig, EvalConfig, RecoveryPolicy, Run
 
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--save-last", type=int, metavar="N", help="number of checkpoints to keep, besides the best")
     add("--recover", choices=("same", "fewer"),
         help="when a rank is lost, recover automatically: on as many ranks, or on those that remain")  # fmt: skip
+    where.add_hosts(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,8 +72,11 @@ def run(args: argparse.Namespace) -> int:
 
         check_trace_path(args.trace, field="--trace")
     spec, start = spec_and_checkpoint(args.spec, args.resume)
-    if args.ranks is not None:
-        spec = spec.replace(world_size=args.ranks, devices=None)
+    hosts = where.hosts_of(args)
+    if hosts is not None and args.ranks is not None:
+        raise Refused("--ranks is given beside hosts; the ranks are those of all hosts")
+    if (ranks := args.ranks if hosts is None else hosts.ranks) is not None:
+        spec = spec.replace(world_size=ranks, devices=None)
     if args.link is not None:
         spec = spec.replace(link=fields.parse_link(args.link))
 
@@ -83,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
     options: dict[str, Any] = {"steps": args.steps, "save": checkpoint_config(args),
                                "recover": recovery_policy(args.recover), "evaluate": evaluate}  # fmt: skip
-    train(terminal(), spec, options, results, args.trace, start)
+    train(terminal(), spec, options, results, args.trace, start, hosts)
     return 0
 
 
@@ -147,12 +152,13 @@ def train(
     results: Results,
     trace: Path | None = None,
     start: Checkpoint | None = None,
+    hosts: Hosts | None = None,
 ) -> None:
     """Trains with live output; at the end, also after Ctrl-C, prints and writes the summary and the trace.
 
     `options`: of `Lab.run`. `start`: the checkpoint to resume from, under this Spec.
     """
-    with open_lab(console, spec.world_size, spec.devices) as lab:
+    with open_lab(console, spec.world_size, spec.devices, hosts=hosts) as lab:
         if start is None:
             run = lab.run(spec, **options)
         else:
