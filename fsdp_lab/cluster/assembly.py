@@ -253,7 +253,7 @@ class Assembly:
         place = self._dispatcher.send("host", {0: {"module": module, "address": at}}).results(timeout_s)[0]
         headers = self._monitor.open_channels(self._engines.client, range(n))
         common = {"module": module, "world_size": n, "place": place, "timeout_s": timeout_s,
-                  "reduction": self._config.reduction}  # fmt: skip
+                  "reduction": self._config.reduction, "hosts": list(hosts)}  # fmt: skip
         seats = self._membership.placement.seats
         each = {
             seat.rank: {

@@ -169,8 +169,7 @@ def exposure_notes(client: Any, hosts: Sequence[str]) -> tuple[str, ...]:
         )
     if len(set(hosts)) > 1:
         notes.append(
-            "what ranks on several hosts send each other (torch's store, Gloo, NCCL) is neither encrypted nor signed: use "
-            "a network where nobody else is, such as a private subnet or a WireGuard interface between the hosts, and name "
-            "its interface in GLOO_SOCKET_IFNAME if the hosts have others too"
+            "what ranks on several hosts send each other (torch's store, Gloo, NCCL) is neither encrypted nor signed: use a "
+            "private network, such as WireGuard, and name its interface in GLOO_SOCKET_IFNAME"
         )
     return tuple(notes)

@@ -263,6 +263,9 @@ class StepEvent:
     completions: tuple[Completion, ...] = ()  # of this rank's prompts, after an evaluation
     notes: tuple[str, ...] = ()  # how representative the times are
     carriers: tuple[Carrier, ...] = ()  # told in the first step after a switch
+    host: str = ""  # of this rank; "": unknown
+    across_bytes: int = 0  # of all kinds, sent by this rank to ranks on other hosts
+    across_s: float = 0.0  # issue to completion of the collectives of groups on several hosts, summed as in `Traffic`
 
     @property
     def tokens_per_s(self) -> float:

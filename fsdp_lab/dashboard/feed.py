@@ -263,14 +263,18 @@ class Feed:
 
     def _caution(self) -> str:
         """How far to trust the run's times."""
-        return "" if self._run is None else " ".join(self._run.notes)
+        return "" if self._run is None else " ".join(f"{note.rstrip('.')}." for note in self._run.notes)
 
     def _headline(self) -> str:
         """What is trained, or is about to be, how, and the last step."""
         spec = self._chosen() if self._run is None else self._run.spec
         model = spec.name if isinstance(spec, WatchedLoop) else short_value("model", spec.workload.model)
-        what = [model, describe_strategy(spec), f"{spec.world_size} rank{'s' * (spec.world_size != 1)}"]
-        if (last := self._stage.last) is not None:
+        ranks = f"{spec.world_size} rank{'s' * (spec.world_size != 1)}"
+        last = self._stage.last
+        if last is not None and (hosts := len({e.host for e in last.events})) > 1:
+            ranks += f" on {hosts} hosts"
+        what = [model, describe_strategy(spec), ranks]
+        if last is not None:
             what = [f"step {last.number:,}", f"{duration(last.step_time_s)} a step", *what]
         return " · ".join(what)
 

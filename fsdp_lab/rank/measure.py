@@ -33,7 +33,7 @@ from fsdp_lab.engine.streams import Streams, streams_of
 from fsdp_lab.rank.ledger import Ledger, LedgerResult
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import StepTrace
-from fsdp_lab.wire import Collective, WireContext, traffic
+from fsdp_lab.wire import Collective, WireContext, across, traffic
 
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -49,6 +49,9 @@ class StepMetrics:
     memory_curve: tuple[MemorySample, ...]
     comm: Mapping[str, Traffic]
     spans: tuple[Span, ...]
+    host: str
+    across_bytes: int
+    across_s: float
 
 
 class DeviceClock:
@@ -217,6 +220,7 @@ class StepMeter:
                 trace = None
         elif trace is not None:
             begin_s = trace.begin_s
+        across_bytes, across_s = across(step.collectives, self._context.share_across)
         return StepMetrics(
             begin_s=begin_s,
             end_unix_s=step.end_unix_s,
@@ -225,6 +229,9 @@ class StepMeter:
             memory_curve=step.memory_curve,
             comm=self._traffic(step.collectives),
             spans=trace.spans(step.collectives, step.copies, begin_s) if trace else (),
+            host=self._context.host,
+            across_bytes=across_bytes,
+            across_s=across_s,
         )
 
     def _traffic(self, collectives: Sequence[Collective]) -> dict[str, Traffic]:

@@ -59,6 +59,7 @@ class Session:
         shared_memory: whether CPU ranks of one host, and ranks that share a GPU, send through memory that they share; False:
             over Gloo.
         address: of this host, where Gloo listens for the other ranks; "": see `WireContext`.
+        hosts: of all ranks, by name; (): unknown.
 
     Raises ArgumentError for `hang_s`, ConnectionError if rank 0 was not found, RuntimeError if a rank did not join in time.
     """
@@ -82,6 +83,7 @@ class Session:
         hang_s: float | None = None,
         shared_memory: bool = True,
         address: str = "",
+        hosts: Sequence[str] = (),
     ) -> None:
         hang_s = limit(hang_s, timeout_s)
         if threads is not None:
@@ -96,6 +98,8 @@ class Session:
             timeout_s=timeout_s,
             shared_memory=shared_memory and (self.info.device.type == "cpu" or self.info.shares_gpu),
             address=address,
+            rank=rank,
+            hosts=hosts,
         )
         store = store if store is not None else find_store(place, timeout_s=timeout_s)
         self._on_event, self._on_loop = on_event, on_loop

@@ -118,11 +118,14 @@ class WireContext:
         timeout_s: float = 120.0,
         shared_memory: bool = False,
         address: str = "",
+        rank: int = 0,
+        hosts: Sequence[str] = (),
     ) -> None:
         """`shared_memory`: groups whose ranks share a host use it in place of Gloo. `address`: of this host, where Gloo
-        listens; "": of the interfaces in GLOO_SOCKET_IFNAME, else what the host's name resolves to."""
+        listens; "": of the interfaces in GLOO_SOCKET_IFNAME, else what the host's name resolves to. `hosts`: of all
+        ranks, by name, `rank` is this one; (): unknown."""
         self.meter = Meter()
-        self.address = address
+        self.address, self.rank, self.hosts = address, rank, tuple(hosts)
         self.reduction = reduction
         self.timeout_s = timeout_s  # of a collective
         self.timeout = timedelta(seconds=timeout_s)  # for groups to be opened
@@ -450,6 +453,17 @@ class WireContext:
     def members(self, group: str) -> tuple[int, ...]:
         """The ranks of a group."""
         return self._members.get(group, ())
+
+    def share_across(self, group: str) -> float:
+        """Which part of what this rank sends in a group goes to other hosts, in a ring or a direct exchange; 0.0 if none
+        does, or hosts are unknown."""
+        hosts = [self.hosts[rank] for rank in self.members(group) if rank < len(self.hosts)]
+        return sum(host != self.host for host in hosts) / (len(hosts) - 1) if len(hosts) > 1 else 0.0
+
+    @property
+    def host(self) -> str:
+        """Of this rank; "": unknown."""
+        return self.hosts[self.rank] if self.rank < len(self.hosts) else ""
 
     def issue_counts(self) -> dict[str, int]:
         """How many collectives were issued, by group in use."""

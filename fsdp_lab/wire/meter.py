@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fsdp_lab.core.events import Span, Track, Traffic
@@ -111,6 +111,16 @@ def traffic(collectives: Sequence[Collective], exposed_s: Mapping[str, float] | 
         seconds = 0.0 if c.end_s is None else c.end_s - c.began_s
         found[c.kind] = found.get(c.kind, Traffic()) + Traffic(calls=1, link_bytes=c.link_bytes, seconds=seconds)
     return {kind: t + Traffic(exposed_seconds=exposed_s.get(kind, 0.0)) for kind, t in found.items()}
+
+
+def across(collectives: Sequence[Collective], share: Callable[[str], float]) -> tuple[int, float]:
+    """Bytes that this rank sent to other hosts, and the seconds of the collectives of groups on several hosts.
+
+    `share`: which part of what it sends in a group goes to other hosts."""
+    found = [(c, share(c.group)) for c in collectives]
+    sent = sum(round(c.link_bytes * part) for c, part in found)
+    seconds = sum(c.end_s - c.began_s for c, part in found if part and c.end_s is not None)
+    return sent, float(seconds)
 
 
 def exposed(collectives: Sequence[Collective]) -> dict[str, float]:

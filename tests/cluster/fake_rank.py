@@ -75,7 +75,7 @@ def host_store(address=None):
 class Session:
     def __init__(self, *, rank, world_size, device, place, store=None, reduction="auto", timeout_s=60, threads=None,
                  memory_cap=None, shared_gpu_ranks=1, on_event=lambda event: None, on_heartbeat=None,
-                 on_loop=None, hang_s=None, address=""):  # fmt: skip
+                 on_loop=None, hang_s=None, address="", hosts=()):  # fmt: skip
         self.rank, self.world_size, self.device, self.on_event, self.store = rank, world_size, device, on_event, store
         self.address = address
         self.link = socket.create_connection(place.split(), timeout=timeout_s)

@@ -106,6 +106,16 @@ def event(spec: Spec, run: str, rank: int, step: int, *, first: bool = False, se
     )  # fmt: skip
 
 
+def on_host(e: StepEvent, hosts: int) -> StepEvent:
+    """The event as of a rank on one of so many hosts, whose links are slower than those inside."""
+    each = e.world_size // hosts
+    sent = sum(t.link_bytes for t in e.comm.values())
+    across = round(sent * (e.world_size - each) / (e.world_size - 1))
+    return dataclasses.replace(
+        e, host=f"gpu{e.rank // each + 1}", across_bytes=across, across_s=sum(t.seconds for t in e.comm.values())
+    )
+
+
 def curve(peak: RoleBytes, seconds: float) -> tuple[MemorySample, ...]:
     """Six units, there and back; activations come and go, gradients come."""
     units = ["root", *(f"h.{i}" for i in range(6))]
@@ -143,8 +153,9 @@ class FakeRun:
         step_s: float,
         share: int | None = None,
         before_step: Callable[[FakeRun], None] = lambda run: None,
+        hosts: int = 1,
     ) -> None:
-        self.id = run_id
+        self.id, self._hosts = run_id, hosts
         self._before_step = before_step
         self.spec = spec
         self.pending: Spec | None = None
@@ -293,6 +304,8 @@ class FakeRun:
 
     def _told_by_ranks(self, step: int, first: bool) -> list[StepEvent]:
         told = [event(self.spec, self.id, r, step, first=first) for r in range(self.spec.world_size)]
+        if self._hosts > 1:
+            told = [on_host(e, self._hosts) for e in told]
         if self.evaluate is None or (step + 1) % self.evaluate.every:
             return told
         found = told[0].loss + 0.2
@@ -422,8 +435,8 @@ class SlowRanks:
 class FakeLab:
     """See the module."""
 
-    def __init__(self, ranks: int = 2, *, step_s: float = 0.1) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: int = 2, *, step_s: float = 0.1, hosts: int = 1) -> None:
+        self.ranks, self.hosts = ranks, hosts
         self.devices = ("cpu",) * ranks
         self.most_ranks: int | None = None
         self.attached = False
@@ -507,7 +520,8 @@ class FakeLab:
         if self.sweep is not None:
             self.sweep.stop(5)
         self._make_room("another run was started", self.current, self._slow_step)
-        self.current = FakeRun(f"run-{next(self._ids)}", self.spec, steps=steps, step_s=self.step_s)
+        self.current = FakeRun(f"run-{next(self._ids)}", self.spec, steps=steps, step_s=self.step_s,
+                               hosts=self.hosts)  # fmt: skip
         self.current.saving, self.current.recovering = save, RecoveryPolicy.of(recover)
         self.current.evaluate = evaluate
         return self.current

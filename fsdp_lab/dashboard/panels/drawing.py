@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from bokeh.models import AdaptiveTicker, ColumnDataSource, HoverTool, NumeralTickFormatter, Range1d, TickFormatter
+from bokeh.models import (
+    AdaptiveTicker,
+    ColumnDataSource,
+    FixedTicker,
+    HoverTool,
+    NumeralTickFormatter,
+    Range1d,
+    TickFormatter,
+)
 from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
-from fsdp_lab.core.events import Memory, Role
+from fsdp_lab.core.events import Memory, Role, StepEvent
 from fsdp_lab.core.formatting import GIB, MIB
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns
@@ -17,6 +25,7 @@ from fsdp_lab.dashboard.panels.base import Key
 
 HEIGHT_PX = 204
 LINE_PX = 2
+MOST_NAMED = 12  # ranks that are all named on an axis
 BAR = 0.5  # the height of a bar, in ranks
 NEUTRAL = "#808890"  # visible on both themes, and no rank's colour
 
@@ -69,9 +78,53 @@ def rank_bars(name: str, x_label: str, world_size: int) -> figure:
     fig.xaxis.name = f"{name}.axis"
     fig.xaxis.axis_label = x_label
     fig.xaxis.ticker = AdaptiveTicker(mantissas=[1, 2, 5], desired_num_ticks=5)
-    fig.yaxis.ticker = AdaptiveTicker(mantissas=[1, 2, 5], min_interval=1, desired_num_ticks=8)
-    fig.ygrid.visible = False
+    fig.yaxis.name = f"{name}.rank_axis"
+    fig.yaxis.ticker = FixedTicker(name=f"{name}.ranks", ticks=rank_ticks(world_size))
+    fig.ygrid.ticker = FixedTicker(name=f"{name}.hosts", ticks=[])
     return fig
+
+
+def rank_ticks(world_size: int) -> list[int]:
+    """Of an axis of ranks: eight or so."""
+    step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if world_size <= 10 * step or step == 1000)
+    return list(range(0, world_size, step))
+
+
+class RanksByHost:
+    """Names the ranks of a figure of `rank_bars` by their hosts, with a line between hosts, where there are several."""
+
+    def __init__(self, name: str, world_size: int) -> None:
+        self._name, self._world_size = name, world_size
+        self.hosts: Mapping[int, str] = {}  # by rank
+
+    def follow(self, events: Iterable[StepEvent]) -> None:
+        if hosts := {e.rank: e.host for e in events if e.host}:
+            self.hosts = hosts
+
+    @property
+    def several(self) -> bool:
+        return len(set(self.hosts.values())) > 1
+
+    def place(self, rank: int) -> str:
+        """For a tooltip: "3 on beta"."""
+        host = self.hosts.get(rank, "")
+        return f"{rank} on {host}" if host and self.several else str(rank)
+
+    def patches(self) -> dict[str, dict[str, Any]]:
+        if not self.several:
+            return {}
+        ranks = sorted(self.hosts)
+        first = [r for i, r in enumerate(ranks) if i == 0 or self.hosts[ranks[i - 1]] != self.hosts[r]]
+        ticks = ranks if self._world_size <= MOST_NAMED else first
+        names = [[r, f"{self.hosts[r]}  {r}" if r in first else str(r)] for r in ticks]
+        return {
+            f"{self._name}.ranks": {"ticks": ticks},
+            f"{self._name}.rank_axis": {
+                "major_label_overrides": {"type": "map", "entries": names},
+                "axis_label": "host and rank",
+            },
+            f"{self._name}.hosts": {"ticks": [r - 0.5 for r in first[1:]]},
+        }
 
 
 # -- colours ---------------------------------------------------------------------------------------------------------

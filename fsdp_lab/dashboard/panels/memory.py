@@ -24,6 +24,7 @@ from fsdp_lab.dashboard.panels.drawing import (
     LINE_PX,
     NEUTRAL,
     ON_DEVICE,
+    RanksByHost,
     class_keys,
     class_tokens,
     hover,
@@ -67,9 +68,10 @@ class MemoryPanel(Panel):
         self._now = Columns(
             "memory.now",
             ["rank", "bar", "host_bar", "top", "bottom", *AMOUNTS, "allocated", "reserved", "outside", "loading"],
-            texts=["label", "color"],
+            texts=["label", "color", "place"],
             limit=world_size,
         )
+        self._ranks = RanksByHost("memory.now", world_size)
         self._predicted = Columns("memory.predicted", ["rank", "bar", *AMOUNTS], texts=["label"], limit=world_size)
         self._prediction: Prediction | None = None
         self._measured: Step | None = None  # the last step whose memory was measured
@@ -101,7 +103,7 @@ class MemoryPanel(Panel):
         totals = [("peak", "peak"), ("between steps", "allocated"), ("reserved", "reserved"),
                   ("outside the allocator", "outside"), ("host's peak while loading", "loading")]  # fmt: skip
         rows += [(label, f"@{column}{{0,0.0}}") for label, column in totals]
-        hover_bars(fig, source, [("rank", "@rank"), *rows], right="peak", y="rank", height=0.9)
+        hover_bars(fig, source, [("rank", "@place"), *rows], right="peak", y="rank", height=0.9)
         fig.add_layout(limit_line("memory.now.limit", "height"))
         return fig
 
@@ -182,7 +184,9 @@ class MemoryPanel(Panel):
             place = [e.rank, bar, on_host, bar - BAR / 2 - 0.05, bar + BAR / 2 + 0.05]
             rows.append([*place, *(b / self._over.unit for b in amounts)])
         labels = [size(e.memory.peak_bytes) for e in step.events]
-        return self._now.replace(rows, {"label": labels, "color": [theme.rank_color(e.rank) for e in step.events]})
+        self._ranks.follow(step.events)
+        colors, places = zip(*((theme.rank_color(e.rank), self._ranks.place(e.rank)) for e in step.events), strict=True)
+        return self._now.replace(rows, {"label": labels, "color": list(colors), "place": list(places)})
 
     def _describe(self, step: Step) -> Captions:
         memories = [e.memory for e in step.events]
@@ -205,6 +209,7 @@ class MemoryPanel(Panel):
 
     def patches(self) -> Patches:
         return {
+            **self._ranks.patches(),
             "memory.now.limit": {"visible": self._limit is not None, "location": (self._limit or 0) / self._unit},
             "memory.now.x": {"start": 0.0, "end": self._range.end},
             "memory.now.axis": {"axis_label": f"{unit_name(self._unit)} per rank, last step"},
