@@ -27,6 +27,7 @@ from typing import TypeVar
 
 from torch import distributed as dist
 
+SEVERAL_HOSTS = "its ranks are on several hosts"
 _PEER = struct.Struct("3i")  # SO_PEERCRED: pid, uid, gid
 _TOKEN_BYTES, _RANK_BYTES = 16, 4
 _ANSWER_S = 10.0  # at most, for what ranks do that are all here
@@ -83,7 +84,7 @@ def exchange_descriptors(
             facts["why"] = getattr(e, "strerror", None) or str(e)
         everyone = _share_facts(store, "has", rank, size, facts, timeout_s)
         _check(everyone)
-        for what, why in (("host", "its ranks are on several hosts"), ("user", "its ranks are of several users")):
+        for what, why in (("host", SEVERAL_HOSTS), ("user", "its ranks are of several users")):
             if len({f[what] for f in everyone}) > 1:
                 raise NotShared(why)
         answer_s = min(_ANSWER_S, timeout_s / 2)

@@ -27,6 +27,7 @@ from fsdp_lab.engine.buffers import BufferPool
 from fsdp_lab.engine.streams import Streams
 from fsdp_lab.wire import listeners
 from fsdp_lab.wire.context import GPU_MEMORY, SHARED_MEMORY, ReductionOrder, WireContext
+from fsdp_lab.wire.exchange import SEVERAL_HOSTS
 from fsdp_lab.wire.gpu_memory import DeviceMemory
 from fsdp_lab.wire.link import LinkDirection
 from fsdp_lab.wire.meter import link_bytes
@@ -35,6 +36,7 @@ from fsdp_lab.wire.shared_memory import SharedGroup
 from fsdp_lab.wire.work import WireWork, in_order
 
 BACKEND = "fsdp_lab_wire"
+_PIECE_BYTES = 128 << 10  # fits into the buffers of a connection
 _Op = dist.ReduceOp.RedOpType
 _InnerCall = Callable[[Any, list[Tensor], list[Tensor]], Any]  # of an inner group, with its inputs and outputs
 _RANK_ORDERED_OPS = (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM)
@@ -131,6 +133,17 @@ class Wire(dist.ProcessGroup):
         if self._on_gpu is not None:
             return GPU_MEMORY
         return "Gloo" if self._shared is None else SHARED_MEMORY
+
+    @property
+    def piece_bytes(self) -> int:
+        """How much a rank sends another at once over Gloo; 0: all.
+
+        Between hosts it is what fits into the buffers of a connection. While Gloo sends more than that, its message that it
+        is ready to receive waits behind, and the two directions of a cable are used one after the other: an exchange of
+        2 MiB over a cable of 100 Mbit/s took twice as long. Inside a host pieces only cost time."""
+        context = self.context
+        apart = context.share_across(self._name_) > 0 or context.not_shared.get(self._name_) == SEVERAL_HOSTS
+        return _PIECE_BYTES if apart else 0
 
     # -- memory for what is sent ----------------------------------------------------------------------------------
 
@@ -244,7 +257,7 @@ class Wire(dist.ProcessGroup):
         if self._shared is not None and self._shared.mapped(output, input) is not None:  # it has no memory of its own
             return self._send("all_gather", output.nbytes, [input], [], lambda g, i, _: call(g, i, [output]), bytes_=0)
         if self._is_over_gloo(output):
-            call = _gather_in_place(self._rank, self._size)
+            call = _gather_in_place(self._rank, self._size, self.piece_bytes)
         return self._send("all_gather", output.nbytes, [input], [output], call)
 
     _allgather_base = all_gather_single
@@ -350,11 +363,18 @@ class Wire(dist.ProcessGroup):
         ):
             return self._ordered_reduce_scatter_in_place(output, input, op, opts)
         summands = torch.empty_like(input)  # [W * n]: every rank's r-th part, in the order of ranks
+        rank, size = self._rank, self._size  # do not capture self: see the note on abort
+        in_pieces, piece_bytes = self._is_over_gloo(input) and self.piece_bytes > 0, self.piece_bytes
 
         def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
-            return group.alltoall_base(outs[0], ins[0], [], [], c10d.AllToAllOptions())
-
-        size = self._size  # do not capture self: see the note on abort
+            if not in_pieces:
+                return group.alltoall_base(outs[0], ins[0], [], [], c10d.AllToAllOptions())
+            rounds: list[Any] = []
+            for to, source in _partners(rank, size):
+                sent, place = _part(ins[0], to, size), _part(outs[0], source, size)
+                rounds += _round(group, size, sent, to, place, source, piece_bytes)
+            _part(outs[0], rank, size).copy_(_part(ins[0], rank, size))
+            return in_order(rounds)
 
         def add() -> None:
             _sum_in_order(summands.view(size, -1).unbind(), output, op, opts)
@@ -363,14 +383,14 @@ class Wire(dist.ProcessGroup):
 
     def _ordered_reduce_scatter_in_place(self, output: Tensor, input: Tensor, op: Any, opts: Any) -> WireWork:
         """The first part to come has a place of its own, each later one that of the part sent before."""
-        rank, size, summands = self._rank, self._size, dict[int, Tensor]()
+        rank, size, summands, piece_bytes = self._rank, self._size, dict[int, Tensor](), self.piece_bytes
         spare = torch.empty_like(output)  # [n]
 
         def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
             place, rounds = outs[0].view(-1), []
             for to, source in _partners(rank, size):
                 sent, summands[source] = _part(ins[0], to, size), place
-                rounds.append(_exchange(group, size, sent, to, place, source))
+                rounds += _round(group, size, sent, to, place, source, piece_bytes)
                 place = sent
             return in_order(rounds)
 
@@ -392,7 +412,7 @@ class Wire(dist.ProcessGroup):
             _sum_in_order(summands.view(size, -1).unbind(), flat, op, opts)
             tensor.copy_(flat.view_as(tensor))
 
-        call = _gather_in_place(self._rank, size)
+        call = _gather_in_place(self._rank, size, self.piece_bytes)
         if not self._is_over_gloo(tensor):
             call = _call("_allgather_base", c10d.AllgatherOptions())
         return self._send("all_reduce", tensor.nbytes, [flat], [summands], call, then=add, results=[tensor],
@@ -557,19 +577,24 @@ def _partners(rank: int, size: int) -> list[tuple[int, int]]:
 
 
 def _exchange(group: Any, size: int, sent: Tensor, to: int, received: Tensor, source: int) -> Any:
-    """One round: a part goes to a rank and another comes from one, from place to place. sent, received: [n]"""
+    """A part goes to a rank and another comes from one, from place to place. sent, received: [n]"""
     outs, ins = [0] * size, [0] * size
     outs[source] = ins[to] = sent.numel()
     return group.alltoall_base(received, sent, outs, ins, c10d.AllToAllOptions())
 
 
-def _gather_in_place(rank: int, size: int) -> _InnerCall:
+def _round(group: Any, size: int, sent: Tensor, to: int, received: Tensor, source: int, piece_bytes: int) -> list[Any]:
+    """An exchange, in pieces: see `Wire.piece_bytes`."""
+    whole = max(1, sent.numel())
+    n = piece_bytes // sent.element_size() if piece_bytes else whole
+    return [_exchange(group, size, sent[i : i + n], to, received[i : i + n], source) for i in range(0, whole, n)]
+
+
+def _gather_in_place(rank: int, size: int, piece_bytes: int) -> _InnerCall:
     def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
-        shard, own = ins[0].reshape(-1), _part(outs[0], rank, size)
-        rounds = [
-            _exchange(group, size, shard, to, _part(outs[0], source, size), source)
-            for to, source in _partners(rank, size)
-        ]
+        shard, own, rounds = ins[0].reshape(-1), _part(outs[0], rank, size), list[Any]()
+        for to, source in _partners(rank, size):
+            rounds += _round(group, size, shard, to, _part(outs[0], source, size), source, piece_bytes)
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
         return in_order(rounds)

@@ -6,6 +6,7 @@ cable is counted by its interface. Needs root and Debian's iproute2; `tc` shapes
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -60,9 +61,10 @@ class Machine:
         """ "down" or "up"."""
         ip("-n", self.space, "link", "set", "cable", state)
 
-    def counted(self, what: str) -> int:
-        """Of the cable: "rx_bytes", "tx_bytes"."""
-        return int(self.run("cat", f"/sys/class/net/cable/statistics/{what}", check=True).stdout)
+    def counted(self, direction: str) -> int:
+        """Bytes that have crossed the cable: "tx", sent by this host, or "rx"."""
+        (found,) = json.loads(ip("-n", self.space, "-s", "-j", "link", "show", "cable"))
+        return int(found["stats64"][direction]["bytes"])
 
     def shape(self, rate: str) -> None:
         """Limits what this host sends, such as "100mbit"."""
@@ -140,7 +142,8 @@ def end(pids: Sequence[int]) -> None:
 class SshServers:
     """A real sshd on each host, and the configuration with which ssh finds them by name. This process's user has a key."""
 
-    def __init__(self, made: Site, folder: Path) -> None:
+    def __init__(self, made: Site, folder: Path, *, pinned: bool = False) -> None:
+        self.names, self.pinned = [m.name for m in made.machines], pinned
         for name in ("sshd", "ssh-keygen"):
             if which(name) is None:
                 pytest.skip(f"there is no {name}: apt-get install openssh-server")
@@ -165,8 +168,9 @@ class SshServers:
         }  # fmt: skip
         file = self.folder / f"sshd-{machine.name}"
         file.write_text("".join(f"{name} {value}\n" for name, value in settings.items()))
-        program_ = which("sshd") or "sshd"
-        return machine.start(program_, "-D", "-e", "-f", str(file), log=self.folder / f"log-{machine.name}")
+        core = str(self.names.index(machine.name) % (os.cpu_count() or 1))  # each host has one, for all that it starts
+        program_ = (which("taskset") or "", "-c", core, which("sshd") or "") if self.pinned else (which("sshd") or "",)
+        return machine.start(*program_, "-D", "-e", "-f", str(file), log=self.folder / f"log-{machine.name}")
 
     def answers(self, machine: Machine) -> bool:
         with contextlib.suppress(OSError), socket.create_connection((machine.address, 22), timeout=1):
