@@ -32,6 +32,7 @@ HUNG_S = 0.3  # for a rank that hangs to answer an interrupt
 GRACE_S = 0.3  # ranks that fail by themselves, with the same error, need no interrupt
 ESCALATION_S = 2.5  # after an interrupt, until the second one; and after that one, until the process is ended
 DEATH_NOTICE_S = 2.0  # other ranks' sockets notice a lost rank before the kernel does
+GONE_NOTICE_S = 8.0  # for the supervisor to find out how an engine ended that is gone, perhaps on another host
 SIGNAL_S = 1.0  # for the acknowledgement of a signal
 SECOND_INTERRUPT_S = 1.2  # more than `_INSIST_S` of rank/abort.py, within which two interrupts are one
 INTERRUPTED_CALL_S = 3.0  # for a rank to close its session; replacing its engine instead takes no longer
@@ -167,7 +168,7 @@ class Call:
         gone = any(o.error and o.error["kind"] == "EngineError" for o in outcomes.values())  # ipyparallel's name for it
         if gone or (any(o.error for o in outcomes.values()) and self._dispatcher.may_be_dying(self._ranks)):
             with self._changed:
-                self._changed.wait_for(self._lost, DEATH_NOTICE_S)
+                self._changed.wait_for(self._lost, GONE_NOTICE_S if gone else DEATH_NOTICE_S)
                 outcomes = dict(self._outcomes)
         problem = verdict(self.what, outcomes)
         if problem is not None:

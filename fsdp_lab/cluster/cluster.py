@@ -286,6 +286,11 @@ class Cluster:
         return self._membership.engines is not None and self._membership.engines.owned
 
     @property
+    def local(self) -> bool:
+        """Whether all ranks are on this host, with its files."""
+        return self._membership.require_engines().local
+
+    @property
     def most_ranks(self) -> int | None:
         """How many engines a given cluster has; None: we start as many as needed."""
         engines = self._membership.engines

@@ -71,6 +71,10 @@ class Engines(ABC):
     def exit_code(self, process: EngineProcess) -> int | None:
         return None
 
+    def why_gone(self, process: EngineProcess) -> str:
+        """Why nothing is known of an engine's end, as the end of a sentence; "" if that is not known either."""
+        return ""
+
     def log(self, process: EngineProcess) -> str:
         """The last lines that an engine wrote."""
         return ""

@@ -44,6 +44,7 @@ from fsdp_lab.core import __version__
 from fsdp_lab.core.process import HOST_MEMORY
 
 LOOK_S, START_S, STATUS_S, END_S = 30.0, 60.0, 5.0, 4.0  # how long hosts may take to answer
+POST_MORTEM_S = 3.0  # for a host whose engine has ended, to say how
 INSTALL_S = 1800.0
 UNREACHED_S = 15.0  # how long a host that did not answer is not asked again
 CONTROLLER_GONE_S = 2.0  # how long it may refuse connections before the keepers end the engines
@@ -284,6 +285,11 @@ class HostEngines(LocalEngines):
         self._read_end(process)
         return self._exits.get((process.host_id, process.pid))
 
+    def why_gone(self, process: EngineProcess) -> str:
+        host = self._host_of(process)
+        unreached = host is not None and time.monotonic() - host.unreached_s < UNREACHED_S
+        return f"is out of reach, as is its host {host.name}," if host is not None and unreached else ""
+
     def log(self, process: EngineProcess) -> str:
         self._read_end(process)
         return self._logs.get((process.host_id, process.pid), "")
@@ -294,10 +300,9 @@ class HostEngines(LocalEngines):
         if host is None or key in self._exits or time.monotonic() - host.unreached_s < UNREACHED_S:
             return
         for _ in range(2):  # the keeper may learn of it a moment later
-            said = self.shell.script([host.name], "status", STATUS_S, token=self._token)[host.name]
+            said = self.shell.script([host.name], "status", POST_MORTEM_S, token=self._token)[host.name]
             if said.failure:
                 host.unreached_s = time.monotonic()
-                self._logs[key] = said.failure
                 return
             self._exits |= {(host.id, int(pid)): code for pid, code in said.value["exits"].items()}
             self._logs |= {(host.id, int(pid)): log for pid, log in said.value["logs"].items()}

@@ -25,6 +25,9 @@ from typing import Any, TextIO
 REPLY = "fsdp_lab-reply:"
 MARK = "FSDP_LAB_CLUSTER"  # see core/process.py
 PREFIX = "fsdp_lab-"  # of private folders
+STATE_PREFIX = (
+    f"{PREFIX}state-"  # of folders with what ranks wrote for other ranks; the beginning of the cluster's token follows
+)
 TRY_S = 3.0
 END_S = 1.0
 
@@ -181,7 +184,8 @@ def end(token: str) -> dict[str, Any]:
     while (left := list(marked(wanted))) and time.monotonic() < deadline:
         kill(left)
         time.sleep(0.02)
-    for folder, _ in kept:
+    states = glob.glob(os.path.join(tempfile.gettempdir(), f"{STATE_PREFIX}{token[:8]}-*"))
+    for folder in [*(folder for folder, _ in kept), *states]:
         shutil.rmtree(folder, ignore_errors=True)
     return {"left": left}
 

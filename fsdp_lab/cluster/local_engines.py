@@ -47,7 +47,7 @@ c.Session.key = {key!r}
 class OnEnd(Protocol):
     """Called on the launcher thread, or on a thread that waits for a process."""
 
-    def __call__(self, pid: int, exit_code: int | None, *, host_id: str | None = None, reason: str = "") -> None: ...
+    def __call__(self, pid: int, exit_code: int | None, *, host_id: str | None = None) -> None: ...
 
 
 T = TypeVar("T")

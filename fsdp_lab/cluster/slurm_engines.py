@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from fsdp_lab.cluster import host_script
+from fsdp_lab.cluster.engines import EngineProcess
 from fsdp_lab.cluster.errors import StartError
 from fsdp_lab.cluster.guardian import EndCommand
 from fsdp_lab.cluster.host_engines import END_S, START_S, HostEngines
@@ -24,7 +25,8 @@ from fsdp_lab.core.process import MARK
 
 ASK_S = 20.0  # for Slurm to answer
 LOOK_AGAIN_S = 1.0  # between two looks at the queue
-MARGIN_S = 0.3  # after a step has ended, until Slurm says why
+ENDING_S = 3.0  # how long a job may take to end
+RUNNING, COMPLETING = "RUNNING", "COMPLETING"  # states of a job
 
 
 class SlurmShell(Shell):
@@ -135,21 +137,32 @@ class SlurmEngines(HostEngines):
     def _watch(self, step: Command, pids: Sequence[int], host_id: str) -> None:
         """Reports the engines of a step that has ended, as when the job ends. Runs in a thread of its own."""
         step.process.wait()
-        if not self._closed:
-            time.sleep(MARGIN_S)
-            state = self._job_state()
-            ended = "" if state in ("RUNNING", "") else f"ended with its Slurm job {self._job} ({state.lower()})"
-            for pid in pids:
-                self._on_end(pid, None, host_id=host_id, reason=ended)
+        for pid in pids if not self._closed else ():
+            self._on_end(pid, None, host_id=host_id)
+
+    def _read_end(self, process: EngineProcess) -> None:
+        if self._job_state() == RUNNING:  # otherwise no host can be asked
+            super()._read_end(process)
+
+    def why_gone(self, process: EngineProcess) -> str:
+        if (state := self._job_state()) != RUNNING:
+            return f"ended with its Slurm job {self._job} ({state.lower()})"
+        return super().why_gone(process)
 
     def _job_state(self) -> str:
-        with contextlib.suppress(StartError):
-            found = re.search(r"JobState=(\S+)", ask_slurm("scontrol", "show", "job", self._job))
-            return found.group(1) if found else ""
-        return "gone"
+        """A job that is being ended says how only afterwards."""
+        deadline, state = time.monotonic() + ENDING_S, COMPLETING
+        while state == COMPLETING and time.monotonic() < deadline:
+            try:
+                found = re.search(r"JobState=(\S+)", ask_slurm("scontrol", "show", "job", self._job))
+            except StartError:
+                return "GONE"
+            state = found.group(1) if found else "GONE"
+            time.sleep(0.05 * (state == COMPLETING))
+        return state
 
     def _shares(self, n: int) -> dict[str, int]:
-        if (state := self._job_state()) != "RUNNING":
+        if (state := self._job_state()) != RUNNING:
             raise StartError(f"Slurm's job {self._job} has ended ({state.lower()}): make a new lab")
         return super()._shares(n)
 

@@ -36,7 +36,6 @@ class RankExit:
     engine: int | None = None
     exit_code: int | None = None
     host_id: str | None = None  # of the process, if it was not on this host
-    reason: str = ""
 
 
 class Supervisor:
@@ -71,9 +70,9 @@ class Supervisor:
         if event.get("event") == "unregister":
             self._ended.put(RankExit(engine=int(event["id"])))
 
-    def process_ended(self, pid: int, exit_code: int | None, *, host_id: str | None = None, reason: str = "") -> None:
+    def process_ended(self, pid: int, exit_code: int | None, *, host_id: str | None = None) -> None:
         """Called on the launcher thread: a process that we started has ended."""
-        self._ended.put(RankExit(pid=pid, exit_code=exit_code, host_id=host_id, reason=reason))
+        self._ended.put(RankExit(pid=pid, exit_code=exit_code, host_id=host_id))
 
     def _run(self) -> None:
         while True:
@@ -99,7 +98,6 @@ class Supervisor:
             return
         found = self._membership.unexpectedly_ended(pid=ended.pid, engine=ended.engine, host_id=ended.host_id)
         if found is not None:
-            found.end_reason = found.end_reason or ended.reason
             self._mark_lost(found, ended.exit_code)
 
     def _check_hangs(self) -> None:
@@ -154,7 +152,8 @@ class Supervisor:
         if exit_code is None and not member.end_reason and member.process is not None and alive(member.process):
             engines.end([member.engine_process], term_s=0.1)
             return "no longer answers (stopped, or its machine hangs), so it is left out"
-        return member.end_reason or describe_exit(exit_code)
+        unknown = engines.why_gone(member.engine_process) if exit_code is None and not member.end_reason else ""
+        return member.end_reason or unknown or describe_exit(exit_code)
 
 
 class HeartbeatMonitor:

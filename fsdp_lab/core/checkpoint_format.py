@@ -84,10 +84,11 @@ def begin(root: Path, step: int) -> Path:
     return partial
 
 
-def finish(partial: Path, parts: Sequence[Mapping[str, Any]], *, kind: str) -> Checkpoint:
+def finish(partial: Path, parts: Sequence[Mapping[str, Any]], *, kind: str, elsewhere: bool = False) -> Checkpoint:
     """Commits the files that the ranks wrote.
 
     Args:
+        elsewhere: they may be on other hosts, so they are not looked at.
         parts: of each rank, {"file": name of its file or None, "bytes": its length, "state": everything that is no tensor}.
 
     Raises:
@@ -110,7 +111,7 @@ def finish(partial: Path, parts: Sequence[Mapping[str, Any]], *, kind: str) -> C
     _sync(partial)
     partial.rename(whole)
     _sync(whole.parent)
-    return read(whole)
+    return _of_manifest(whole, manifest) if elsewhere else read(whole)
 
 
 def discard(partial: Path) -> None:
@@ -207,23 +208,27 @@ def read(path: Path, *, field: str = "checkpoint") -> Checkpoint:
         files = dict(manifest["files"])
         for name, nbytes in files.items():
             _check_file(path, name, nbytes, refused)
-        return Checkpoint(
-            path=path,
-            spec=Spec.from_dict(manifest["spec"]),
-            run=str(manifest["run"]),
-            kind=str(manifest["kind"]),
-            step=int(manifest["step"]),
-            samples=int(manifest["samples"]),
-            saved_unix_s=float(manifest["saved_unix_s"]),
-            nbytes=sum(files.values()),
-            manifest=manifest,
-        )
+        return _of_manifest(path, manifest)
     except FieldError:
         raise
     except FileNotFoundError as e:
         raise refused(f"has no {MANIFEST}") from e
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise refused(f"has a {MANIFEST} that cannot be read ({type(e).__name__}: {e})") from e
+
+
+def _of_manifest(path: Path, manifest: Mapping[str, Any]) -> Checkpoint:
+    return Checkpoint(
+        path=path,
+        spec=Spec.from_dict(manifest["spec"]),
+        run=str(manifest["run"]),
+        kind=str(manifest["kind"]),
+        step=int(manifest["step"]),
+        samples=int(manifest["samples"]),
+        saved_unix_s=float(manifest["saved_unix_s"]),
+        nbytes=sum(manifest["files"].values()),
+        manifest=manifest,
+    )
 
 
 def _check_file(path: Path, name: str, nbytes: int, refused: Any) -> None:

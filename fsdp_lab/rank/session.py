@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -35,6 +36,7 @@ from fsdp_lab.rank.measure import device_name, fidelity_notes, software
 from fsdp_lab.rank.prepare import Require
 from fsdp_lab.rank.rendezvous import RankInfo, find_store, own_connection
 from fsdp_lab.rank.slow_motion import SlowMotionStep
+from fsdp_lab.rank.spreading import spread
 from fsdp_lab.rank.trainer import Trainer
 from fsdp_lab.rank.watch import LoopHost
 from fsdp_lab.wire import RankAborted, ReductionOrder, Wire, WireContext
@@ -355,6 +357,14 @@ class Session:
         """Write the training into an existing folder when other ranks are lost; called on all `writers`, not
         collective. See `Checkpointer.rescue`."""
         return self._checkpointer.rescue(self._lifecycle.require(), partial, writers)
+
+    def spread(self, path: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """Make every host have the files of a checkpoint that some have; collective. Returns {"bytes"} that this rank wrote.
+        See spreading.py."""
+        self._leave_slow_motion()
+        with self._protocol.collective_call():
+            self._reopen()
+            return {"bytes": spread(Path(path), manifest, self.info.rank)}
 
     def restore(
         self,

@@ -381,6 +381,7 @@ class Driver:
         self.ranks.check_devices(spec.world_size, spec.devices)
         self._wait_for_saves()
         with whole_state(self.ranks, self.call("status")) as state:
+            self._spread(state)  # a host whose ranks end has a part of it
             try:
                 self._prepare(spec)
                 self._restore(spec, state)
@@ -392,7 +393,13 @@ class Driver:
 
     def _restore(self, spec: Spec, checkpoint: Checkpoint) -> None:
         """Has the ranks train `spec` from a checkpoint."""
+        self._spread(checkpoint)
         self._apply(spec, "restore", path=str(checkpoint.path))
+
+    def _spread(self, checkpoint: Checkpoint) -> None:
+        """Makes all hosts have its files, where they need not share folders."""
+        if not self.ranks.local:
+            self.call("spread", path=str(checkpoint.path), manifest=dict(checkpoint.manifest))
 
     def _apply(self, spec: Spec, what: str, **arguments: Any) -> None:
         """Calls the ranks with `spec`, and records the switch."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from fsdp_lab.cluster import ClusterError, RankError
 from fsdp_lab.cluster.cluster import Cluster
+from fsdp_lab.cluster.host_script import STATE_PREFIX
 from fsdp_lab.core.checkpoint_format import Checkpoint, begin, checkpoints, discard, finish
 from fsdp_lab.core.errors import ArgumentError, FieldError, check_whole
 from fsdp_lab.core.spec import Spec
@@ -165,7 +166,7 @@ def rescue(ranks: Cluster, statuses: Mapping[int, Mapping[str, Any]], root: Path
         try:
             partial = begin(root, step)
             parts = ranks.ask("rescue", writers, partial=str(partial), writers=writers)
-            return finish(partial, [parts[rank] for rank in writers], kind="rescue")
+            return finish(partial, [parts[rank] for rank in writers], kind="rescue", elsewhere=not ranks.local)
         except (ClusterError, FieldError, OSError, ValueError):
             if partial is not None:
                 discard(partial)
@@ -175,7 +176,7 @@ def rescue(ranks: Cluster, statuses: Mapping[int, Mapping[str, Any]], root: Path
 @contextlib.contextmanager
 def whole_state(ranks: Cluster, statuses: Sequence[Mapping[str, Any]]) -> Iterator[Checkpoint]:
     """The state of all ranks, as a checkpoint that is deleted at the end of the block. Raises ClusterError."""
-    with tempfile.TemporaryDirectory(prefix="fsdp_lab-resize-") as root:
+    with tempfile.TemporaryDirectory(prefix=f"{STATE_PREFIX}{ranks.token[:8]}-") as root:
         state = rescue(ranks, dict(enumerate(statuses)), Path(root))
         if state is None:
             raise ClusterError(f"the ranks could not write their state to {root}: is the disk full?")
@@ -191,7 +192,9 @@ def source_of(
     `folder`: of the run's checkpoints. A rescued one stays there; without a folder it is deleted at the end of the block.
     """
     with contextlib.ExitStack() as stack:
-        root = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdp_lab-rescue-")))
+        root = folder or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{STATE_PREFIX}{ranks.token[:8]}-"))
+        )
         saved = [c for c in checkpoints(folder) if c.run == run] if folder is not None else []
         newest = max(saved, key=lambda c: (c.step, c.saved_unix_s), default=None)
         rescued = rescue(ranks, statuses, root)

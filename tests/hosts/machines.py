@@ -142,8 +142,9 @@ def end(pids: Sequence[int]) -> None:
 class SshServers:
     """A real sshd on each host, and the configuration with which ssh finds them by name. This process's user has a key."""
 
-    def __init__(self, made: Site, folder: Path, *, pinned: bool = False) -> None:
-        self.names, self.pinned = [m.name for m in made.machines], pinned
+    def __init__(self, made: Site, folder: Path, *, pinned: bool = False, temporary: Path | None = None) -> None:
+        """`temporary`: a folder that each host has for itself, as hosts that share no disk."""
+        self.names, self.pinned, self.temporary = [m.name for m in made.machines], pinned, temporary
         for name in ("sshd", "ssh-keygen"):
             if which(name) is None:
                 pytest.skip(f"there is no {name}: apt-get install openssh-server")
@@ -166,11 +167,15 @@ class SshServers:
             "ListenAddress": machine.address, "HostKey": self.folder / "key", "PidFile": "none", "UsePAM": "no",
             "AuthorizedKeysFile": self.folder / "authorized", "StrictModes": "no", "PermitRootLogin": "yes",
         }  # fmt: skip
+        own = ()
+        if self.temporary is not None:
+            settings["SetEnv"] = f"TMPDIR={self.temporary}"
+            own = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs "$0" && exec "$@"', str(self.temporary))
         file = self.folder / f"sshd-{machine.name}"
         file.write_text("".join(f"{name} {value}\n" for name, value in settings.items()))
         core = str(self.names.index(machine.name) % (os.cpu_count() or 1))  # each host has one, for all that it starts
         program_ = (which("taskset") or "", "-c", core, which("sshd") or "") if self.pinned else (which("sshd") or "",)
-        return machine.start(*program_, "-D", "-e", "-f", str(file), log=self.folder / f"log-{machine.name}")
+        return machine.start(*own, *program_, "-D", "-e", "-f", str(file), log=self.folder / f"log-{machine.name}")
 
     def answers(self, machine: Machine) -> bool:
         with contextlib.suppress(OSError), socket.create_connection((machine.address, 22), timeout=1):

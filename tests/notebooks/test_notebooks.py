@@ -20,6 +20,7 @@ NAMES = (
     "06_before_you_rent.ipynb",
     "07_your_own_model.ipynb",
     "08_your_own_module_and_loop.ipynb",
+    "09_on_your_cluster.ipynb",
 )
 
 
