@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.cluster.hosts import SlurmHosts, ssh_hosts
+from fsdp_lab.cluster.hosts import LauncherHosts, SlurmHosts, ssh_hosts
 from fsdp_lab.cluster.membership import RankStatus
 from fsdp_lab.cluster.sent_code import with_code
 from fsdp_lab.core.checkpoint_format import Checkpoint, check_folder, check_same, find
@@ -207,6 +207,37 @@ class Lab:
             hosts=hosts, gpus_per_host=gpus_per_host, ranks_per_host=ranks_per_host, time=time, partition=partition,
             account=account, qos=qos, options=tuple(slurm_options), queue_s=queue_s, python=python, sync=sync, cut_s=cut_s,
         )  # fmt: skip
+        return cls(where.ranks, hosts=where, **options)
+
+    @classmethod
+    def hosts(
+        cls,
+        launcher: str,
+        ranks: int,
+        *,
+        launcher_options: Mapping[str, Any] = {},
+        address: str | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        queue_s: float | None = None,
+        **options: Any,
+    ) -> Lab:
+        """A lab on hosts of another batch system, by one of ipyparallel's launchers: `Lab.hosts("pbs", 16)`.
+
+        The hosts have the same Python, packages and home. Where `ssh` or `slurm` can be used they say more, and sooner.
+
+        Args:
+            launcher: "pbs", "lsf", "sge", "htcondor", "mpi", ..., or the name of a launcher's class.
+            launcher_options: traits of the launcher, such as {"queue": "gpu", "batch_template": "..."}.
+            address: of this machine, as the hosts reach it; None: the first of its addresses.
+            folder: that the hosts have too; None: the home.
+            queue_s: how long to wait for the engines; None: until it is interrupted.
+            options: as for `Lab`.
+
+        Raises:
+            StartError: one sentence. ArgumentError, FieldError.
+        """
+        where = LauncherHosts(launcher=launcher, count=ranks, options=tuple(launcher_options.items()), address=address,
+                              folder=None if folder is None else os.fspath(folder), queue_s=queue_s)  # fmt: skip
         return cls(where.ranks, hosts=where, **options)
 
     # -- runs -------------------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from fsdp_lab.cluster.calls import Dispatcher
 from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters
 from fsdp_lab.cluster.engines import Engines, ExternalEngines, exposure_notes
 from fsdp_lab.cluster.errors import ClusterError, StartError
-from fsdp_lab.cluster.hosts import Hosts, SshHosts
+from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SlurmHosts, SshHosts
+from fsdp_lab.cluster.launcher_engines import LauncherEngines
 from fsdp_lab.cluster.local_engines import DetachedEngines, LocalEngines, claim, engine_environment
 from fsdp_lab.cluster.membership import Member
 from fsdp_lab.cluster.network import meet
@@ -29,6 +30,7 @@ from fsdp_lab.cluster.slurm_engines import SlurmEngines
 from fsdp_lab.cluster.ssh_engines import SshEngines
 from fsdp_lab.cluster.supervisor import Supervisor
 from fsdp_lab.core import __version__
+from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.process import alive, host_id
 
 ATTACHED_S = 5.0  # for all ranks to answer once the first has; one that waits for its former kernel never does
@@ -132,15 +134,15 @@ class Assembly:
         self._supervisor.watch(membership.engines.client)
 
     def _engines_on(self, hosts: Hosts) -> Engines:
-        config, kind = self._config, SshEngines if isinstance(hosts, SshHosts) else SlurmEngines
-        return kind(
-            self._membership.token,
-            config.environment,
-            self._supervisor.process_ended,
-            config.timeout_s,
-            hosts,
-            self._report,
-        )
+        """Raises StartError."""
+        config, token, ended = self._config, self._membership.token, self._supervisor.process_ended
+        given = (token, config.environment, ended, config.timeout_s)
+        if isinstance(hosts, SshHosts):
+            return SshEngines(*given, hosts, self._report)
+        if isinstance(hosts, SlurmHosts):
+            return SlurmEngines(*given, hosts, self._report)
+        assert isinstance(hosts, LauncherHosts)
+        return LauncherEngines(*given, hosts, self._report)
 
     @property
     def _environment(self) -> dict[str, str]:
@@ -162,6 +164,7 @@ class Assembly:
         chosen = rank_order(by_engine, self._engines.place_of)[:n]
         reports = [by_engine[engine] for engine in chosen]
         placement = place(self._hosts(reports), devices, take_busy=self._config.take_busy)
+        self._check_gpus(placement)
         members = [self._member(rank, chosen[rank], report, placement) for rank, report in enumerate(reports)]
         self._membership.replace(members, placement)
         self._join([seat.host for seat in placement.seats])
@@ -229,6 +232,15 @@ class Assembly:
             zip(leaders, self._dispatcher.send("hardware", asked).results(self._config.timeout_s), strict=True)
         )
         return [replace(found[r["id"]], name=names[r["id"]]) for r in reports]
+
+    def _check_gpus(self, placement: Placement) -> None:
+        """Raises ArgumentError for a host without a GPU for each of its ranks, where that was asked for."""
+        wanted = None if self._config.hosts is None else self._config.hosts.gpus_per_host
+        for seat in placement.seats if wanted is not None else ():
+            if seat.device == "cpu" or seat.shared_gpu_ranks > 1:
+                has = "none is free, or torch cannot use it" if seat.device == "cpu" else "some are shared then"
+                raise ArgumentError("gpus_per_host", f"{wanted} GPUs a host are not to be had on {seat.host}: {has}",
+                                    "ask for fewer, or give ranks_per_host")  # fmt: skip
 
     def _member(self, rank: int, engine: int, report: Mapping[str, Any], placement: Placement) -> Member:
         pid, seat, process = report["pid"], placement.seats[rank], None

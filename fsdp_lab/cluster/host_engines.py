@@ -38,7 +38,14 @@ from fsdp_lab.cluster.engines import EngineProcess
 from fsdp_lab.cluster.errors import StartError
 from fsdp_lab.cluster.guardian import EndCommand, package_path
 from fsdp_lab.cluster.hosts import Hosts
-from fsdp_lab.cluster.local_engines import LOOPBACK, LocalEngines, OnEnd, controller_args, engine_environment
+from fsdp_lab.cluster.local_engines import (
+    LOOPBACK,
+    LocalEngines,
+    OnEnd,
+    controller_args,
+    engine_environment,
+    signal_engines,
+)
 from fsdp_lab.cluster.shells import Said, Shell
 from fsdp_lab.core import __version__
 from fsdp_lab.core.process import HOST_MEMORY
@@ -310,13 +317,7 @@ class HostEngines(LocalEngines):
                 return
 
     def end(self, processes: Sequence[EngineProcess], term_s: float) -> None:
-        """By their nannies, which answer while the engines do not."""
-        for name in ("SIGTERM", "SIGKILL"):
-            if present := [p.engine for p in processes if p.engine in set(self.client.ids)]:
-                self.client.send_signal(name, targets=present, block=False)
-                deadline = time.monotonic() + term_s
-                while set(present) & set(self.client.ids) and time.monotonic() < deadline:
-                    time.sleep(0.02)
+        signal_engines(self.client, [p.engine for p in processes], term_s)
 
     def _end_all(self) -> None:
         if self._hosts:

@@ -43,14 +43,13 @@ class Hosts:
         return self.gpus_per_host or self.ranks_per_host
 
     @property
-    def count(self) -> int:
-        """Number of hosts."""
+    def host_count(self) -> int:
         raise NotImplementedError
 
     @property
     def ranks(self) -> int | None:
         """Number of ranks, if it is stated."""
-        return None if self.each is None else self.each * self.count
+        return None if self.each is None else self.each * self.host_count
 
     @property
     def path(self) -> str:
@@ -83,7 +82,7 @@ class SshHosts(Hosts):
             raise ArgumentError("hosts", f"{twice} is named twice", "name each host once, and give ranks_per_host")
 
     @property
-    def count(self) -> int:
+    def host_count(self) -> int:
         return len(self.names)
 
 
@@ -115,7 +114,7 @@ class SlurmHosts(Hosts):
             raise ArgumentError("options", f"{bad!r} is no option", 'give options of salloc, such as ("--exclusive",)')
 
     @property
-    def count(self) -> int:
+    def host_count(self) -> int:
         return self.hosts
 
     @property
@@ -129,6 +128,38 @@ class SlurmHosts(Hosts):
             if (value := getattr(self, name)) is not None:
                 found.append(f"--{name}={value}")
         return [*found, *self.options]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherHosts(Hosts):
+    """Hosts that one of ipyparallel's launchers finds.
+
+    Args:
+        launcher: its name ("pbs", "lsf", "sge", "htcondor", "mpi", ...), or that of a class.
+        count: number of ranks.
+        options: of the launcher, by the names of its traits, such as (("queue", "gpu"),).
+        address: of this machine, as the hosts reach it; None: the first of its addresses.
+        folder: that the hosts have too, for a private folder in it; None: this user's home.
+        queue_s: how long to wait for engines; None: until it is interrupted.
+    """
+
+    launcher: str = ""
+    count: int = 1
+    options: tuple[tuple[str, object], ...] = ()
+    address: str | None = None
+    folder: str | None = None
+    queue_s: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.launcher or not isinstance(self.launcher, str):
+            raise ArgumentError("launcher", f"{self.launcher!r} is no name of a launcher", 'give one such as "pbs"')
+        if not is_whole(self.count):
+            raise ArgumentError("ranks", f"{self.count!r} is refused", "give a whole number of 1 or more")
+
+    @property
+    def ranks(self) -> int | None:
+        return self.count
 
 
 def ssh_hosts(hosts: Sequence[str] | str, **options: object) -> SshHosts:

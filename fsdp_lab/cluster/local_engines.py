@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import ipyparallel as ipp
@@ -66,7 +67,7 @@ class LocalEngines(Engines):
     def __init__(self, token: str, environment: Mapping[str, str], on_end: OnEnd, timeout_s: float = 60) -> None:
         self._prepare(token, environment, on_end)
         try:
-            self._folder = private_folder()
+            self._folder = self._make_folder()
         except OSError as e:
             raise StartError(
                 f"the engines need a private folder for temporary files and none can be made: {e}; "
@@ -92,6 +93,14 @@ class LocalEngines(Engines):
         self.client = self._user_client = self._guardian = self._record = None
         self._closed = False
 
+    def _make_folder(self) -> Path:
+        """Private. Raises OSError."""
+        return private_folder()
+
+    def _cluster_options(self) -> dict[str, Any]:
+        """Of the `ipyparallel.Cluster`. Raises StartError."""
+        return cluster_options()
+
     def _before_controller(self) -> None:
         """What is to be known before the controller is started. Raises StartError."""
         return
@@ -105,7 +114,7 @@ class LocalEngines(Engines):
         config.touch(mode=0o600)
         config.write_text(CONTROLLER_CONFIG.format(curve=zmq.has("curve"), key=secrets.token_hex(32).encode()))
         self._cluster = ipp.Cluster(
-            profile_dir=str(self._folder), controller_args=self._controller_args, **cluster_options()
+            profile_dir=str(self._folder), controller_args=self._controller_args, **self._cluster_options()
         )
         await self._cluster.start_controller(environment=dict(self._environment))
         return await self._connect()
@@ -368,6 +377,17 @@ def cluster_options() -> dict[str, Any]:
         "shutdown_atexit": False,
         "log": log,
     }
+
+
+def signal_engines(client: Any, engines: Sequence[int], term_s: float) -> None:
+    """SIGTERM, then SIGKILL, by the engines' nannies, which answer while the engines do not."""
+    for name in ("SIGTERM", "SIGKILL"):
+        present = set(engines) & set(client.ids)
+        if present:
+            client.send_signal(name, targets=sorted(present), block=False)
+        deadline = time.monotonic() + term_s
+        while present & set(client.ids) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
 def controller_args(engine_ip: str = LOOPBACK, lost_s: float = LOST_S) -> list[str]:

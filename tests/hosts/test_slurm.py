@@ -9,13 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from fsdp_lab.cluster import RankLost, StartError
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.cluster.hosts import SlurmHosts
+from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SlurmHosts
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.lab import Lab
 from tests.cluster.conftest import FAKE
@@ -26,7 +27,7 @@ START_S, END_S, LEFT_S = 25.0, 5.0, 15.0
 KERNEL = """
 import sys, time
 from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.cluster.hosts import SlurmHosts
+from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SlurmHosts
 cluster = Cluster(hosts=SlurmHosts(hosts=2, ranks_per_host=1), rank_module=sys.argv[1]).start()
 print("started", flush=True)
 time.sleep(600)
@@ -65,7 +66,7 @@ def left(made: Site) -> list[str]:
     return found
 
 
-def on(hosts: SlurmHosts, **options: object) -> Cluster:
+def on(hosts: Hosts, **options: object) -> Cluster:
     return Cluster(hosts=hosts, rank_module=FAKE, **options)  # type: ignore[arg-type]
 
 
@@ -151,6 +152,24 @@ def test_a_job_that_ends_is_said_by_name(slurm: Slurm, hosts) -> None:
         assert all(f"Slurm job {job} (cancelled)" in one.reason for one in lost)
         with pytest.raises(StartError, match=f"job {job} has ended"):
             cluster.resize(2)
+
+
+def test_ipyparallel_s_own_launcher_starts_engines_too(two: Site, slurm: Slurm, hosts, tmp_path: Path) -> None:
+    """As for batch systems that have no entry of their own: here ipyparallel's launcher for Slurm."""
+    where = LauncherHosts(launcher="slurm", count=4, address=two.here, folder=str(tmp_path), queue_s=60.0)
+    with on(where) as cluster:
+        assert sorted(s.host for s in cluster.status()) == ["alpha"] * 2 + ["beta"] * 2
+        assert len(slurm.jobs()) == 1 and cluster.client.curve_serverkey
+        os.kill(cluster.pids[0], signal.SIGSTOP)
+        cluster._dispatcher.end_rank(0, "was ended")
+        eventually(lambda: 0 in cluster.lost, 10, "it is lost")
+    assert not list(tmp_path.iterdir()) and not Path("slurm_engine.sbatch").exists()
+    with pytest.raises(StartError, match="no launcher 'none'"):
+        on(LauncherHosts(launcher="none", count=1, address=two.here, folder=str(tmp_path))).start()
+    with pytest.raises(StartError, match="has no option 'quue'"):
+        wrong = (("quue", "gpu"),)
+        on(LauncherHosts(launcher="pbs", count=1, options=wrong, address=two.here, folder=str(tmp_path))).start()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_killed_kernel_gives_the_job_back(two: Site, slurm: Slurm, hosts) -> None:

@@ -1,0 +1,109 @@
+"""`LauncherEngines`: engines started by one of ipyparallel's own launchers (PBS, LSF, SGE, HTCondor, MPI, ...), for systems
+that `Lab.ssh` and `Lab.slurm` do not know."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ipyparallel.cluster.launcher import find_launcher_class
+from traitlets.config import Config
+
+from fsdp_lab.cluster.addresses import own_addresses
+from fsdp_lab.cluster.detached import PREFIX
+from fsdp_lab.cluster.engines import EngineProcess
+from fsdp_lab.cluster.errors import StartError
+from fsdp_lab.cluster.guardian import EndCommand, package_path
+from fsdp_lab.cluster.host_engines import DEFAULTS
+from fsdp_lab.cluster.hosts import LauncherHosts
+from fsdp_lab.cluster.local_engines import LocalEngines, OnEnd, controller_args, engine_environment, signal_engines
+from fsdp_lab.core.process import MARK
+
+STOP_S = 10.0  # for a batch system to take a job back
+
+
+class LauncherEngines(LocalEngines):
+    """The private folder is one that hosts find too. Engines get the controller's connection by their environment."""
+
+    local = False
+
+    def __init__(
+        self,
+        token: str,
+        environment: Mapping[str, str],
+        on_end: OnEnd,
+        timeout_s: float,
+        hosts: LauncherHosts,
+        report: Callable[[str, int, int], None],
+    ) -> None:
+        self._asked, self._report_stage = hosts, report
+        self._variables = {**DEFAULTS, "PYTHONPATH": package_path(), MARK: token, **environment}  # of the engines
+        self._address = hosts.address or next((a for _, a in own_addresses() if ":" not in a), "")
+        if not self._address:
+            raise StartError("this machine has no address that other hosts could reach: give address=")
+        super().__init__(token, engine_environment(token, hosts.count, environment), on_end, timeout_s)
+
+    def _make_folder(self) -> Path:
+        where = Path(self._asked.folder).expanduser() if self._asked.folder else Path.home()
+        return Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=where))
+
+    @property
+    def _controller_args(self) -> list[str]:
+        return controller_args(engine_ip=self._address, lost_s=self._asked.cut_s)
+
+    def _cluster_options(self) -> dict[str, Any]:
+        options, name = super()._cluster_options(), self._asked.launcher
+        try:
+            kind = find_launcher_class(name, "engine")
+        except (ValueError, TypeError, ImportError, KeyError) as e:
+            raise StartError(f"ipyparallel has no launcher {name!r} ({e})") from None
+        own: dict[str, Any] = dict(self._asked.options)
+        if unknown := sorted(set(own) - set(kind.class_trait_names(config=True))):
+            raise StartError(f"ipyparallel's {kind.__name__} has no option {unknown[0]!r}")
+        if kind.class_traits(config=True).keys() & {"batch_file_name"}:
+            own.setdefault("batch_file_name", str(self._folder / "job.sh"))  # else it is in the working folder
+        options["config"].merge(Config({kind.__name__: own}))
+        return {**options, "engines": kind}
+
+    @property
+    def default_ranks(self) -> int:  # type: ignore[override]
+        return self._asked.count
+
+    def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
+        before, begin_s, reported = set(self.client.ids), time.monotonic(), -1
+        try:
+            self._loop.run(self._cluster.start_engines(n, environment=self._variables), timeout_s)
+        except Exception as e:
+            raise StartError(
+                f"ipyparallel's launcher could not start the engines: {' '.join(str(e).split())}"
+            ) from None
+        assert self._guardian is not None
+        self._guardian.set_end_commands(self._end_commands())
+        while len(new := sorted(set(self.client.ids) - before)) < n:
+            if len(new) != reported:
+                reported = len(new)
+                ready(reported)
+            if self._asked.queue_s is not None and time.monotonic() - begin_s > self._asked.queue_s:
+                raise StartError(f"{n - len(new)} of {n} engines did not reach {self._address} within "
+                                 f"{self._asked.queue_s:g} s: look at the job, or give another address=")  # fmt: skip
+            time.sleep(0.05)
+        ready(n)
+        return new
+
+    def end(self, processes: Sequence[EngineProcess], term_s: float) -> None:
+        signal_engines(self.client, [p.engine for p in processes], term_s)
+
+    def _end_all(self) -> None:
+        if self._cluster is not None:
+            for name in list(self._cluster.engines):
+                with contextlib.suppress(Exception):
+                    self._loop.run(self._cluster.stop_engines(name), STOP_S)
+
+    def _end_commands(self) -> list[EndCommand]:
+        """Those that take the jobs back, where the launcher has some."""
+        launchers = [x for x in self._cluster.engines.values() if getattr(x, "job_id", "")]
+        return [EndCommand(argv=(*x.delete_command, x.job_id)) for x in launchers if x.delete_command]

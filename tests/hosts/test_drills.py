@@ -1,0 +1,23 @@
+"""Each drill of drills.py once. Forty are in tests/results/host_drills.txt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.hosts.drills import DRILLS, Stage, drill, prepare, stage
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    with stage(tmp_path_factory.mktemp("drills")) as made:
+        prepare(made)
+        yield made
+
+
+@pytest.mark.parametrize("name", DRILLS)
+def test_a_drill_ends_well(ready: Stage, name: str) -> None:
+    print(drill(ready, name))
