@@ -21,7 +21,7 @@ from fsdp_lab.cluster.hosts import SshHosts
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.lab import Lab
 from tests.cluster.conftest import FAKE
-from tests.hosts.machines import Site, SshServers, eventually
+from tests.hosts.machines import Site, SshServers, eventually, program
 
 pytestmark = pytest.mark.slow
 START_S, END_S = 25.0, 5.0
@@ -93,6 +93,15 @@ def test_ranks_train_on_both_hosts_and_nothing_is_left(two: Site, ssh: SshServer
         lab.close()
     assert time.monotonic() - begin_s < END_S
     assert not left(two, ssh) and not lab.cluster.processes
+
+
+def test_the_command_line_runs_on_hosts(ssh: SshServers, hosts, tmp_path: Path) -> None:
+    spec = tmp_path / "spec.json"
+    spec.write_text('{"workload": {"model": "gpt2-1m", "seq_len": 32}}')
+    where = ("--ssh", "alpha,beta", "--ssh-config", str(ssh.config), "--ranks-per-host", "1")
+    command = [program("fsdp-lab"), "run", str(spec), "--steps", "2", *where]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "on 2 ranks: finished" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_killed_kernel_leaves_nothing_on_any_host(two: Site, ssh: SshServers, hosts) -> None:
