@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.cluster.hosts import LauncherHosts, SlurmHosts, ssh_hosts
+from fsdp_lab.cluster.hosts import CUT_S, LauncherHosts, SlurmHosts, ssh_hosts
 from fsdp_lab.cluster.membership import RankStatus
 from fsdp_lab.cluster.sent_code import with_code
 from fsdp_lab.core.checkpoint_format import Checkpoint, check_folder, check_same, find
@@ -140,7 +140,7 @@ class Lab:
         ssh_args: Sequence[str] = (),
         sync: bool = False,
         tunnel: bool | None = None,
-        cut_s: float = 60.0,
+        cut_s: float = CUT_S,
         **options: Any,
     ) -> Lab:
         """A lab whose ranks are on other hosts, reached by SSH: `Lab.ssh(["gpu1", "gpu2"], gpus_per_host=8)`.
@@ -185,7 +185,7 @@ class Lab:
         queue_s: float | None = None,
         python: str | None = None,
         sync: bool = False,
-        cut_s: float = 60.0,
+        cut_s: float = CUT_S,
         **options: Any,
     ) -> Lab:
         """A lab whose ranks are on hosts that Slurm grants: `Lab.slurm(hosts=4, gpus_per_host=8, time="1:00:00")`.

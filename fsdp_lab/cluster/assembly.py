@@ -131,6 +131,7 @@ class Assembly:
             membership.engines = LocalEngines(
                 membership.token, self._environment, self._supervisor.process_ended, config.timeout_s
             )
+        membership.engines.sending = self._dispatcher.sending
         self._supervisor.watch(membership.engines.client)
 
     def _engines_on(self, hosts: Hosts) -> Engines:

@@ -266,8 +266,8 @@ class Dispatcher:
         self.membership = membership
         self._calls: list[Call] = []
         # held while a call is sent: all ranks get calls in the same order, and clients do not make message ids atomically
-        self._sending = threading.Lock()
-        self._turn = 0  # number of the last call; guarded by _sending
+        self.sending = threading.Lock()
+        self._turn = 0  # number of the last call; guarded by `sending`
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -293,7 +293,7 @@ class Dispatcher:
             self._calls = [*self.live_calls, call]
             for member in [m for m in members.values() if not m.doing]:  # others still work on an earlier call
                 member.set_doing(what)
-        with self._sending:
+        with self.sending:
             self._turn += 1
             for rank, arguments in each.items():
                 member = members[rank]
@@ -315,7 +315,7 @@ class Dispatcher:
 
     def continue_from_former(self) -> None:
         """Continues with numbers that no call of a former kernel had."""
-        with self._sending:
+        with self.sending:
             self._turn = time.time_ns()
 
     def _receive_data(self, client: Any, future: Any, member: Member, take: OnData | None) -> None:
@@ -397,7 +397,7 @@ class Dispatcher:
                     raise LookupError
                 member.process.send_signal(signal.SIGINT)
             except (LookupError, psutil.AccessDenied):
-                with self._sending, contextlib.suppress(Exception):  # just gone: the supervisor will report it
+                with self.sending, contextlib.suppress(Exception):  # just gone: the supervisor will report it
                     sent.append(client.send_signal("SIGINT", targets=[member.engine], block=False))
             except psutil.Error:
                 continue
@@ -408,7 +408,7 @@ class Dispatcher:
 
     def ping(self, rank: int, answered: Callable[[], None]) -> None:
         """Calls `answered` when the engine replies to a ping, which it does after its current call."""
-        with self._sending, contextlib.suppress(Exception):
+        with self.sending, contextlib.suppress(Exception):
             view = self.membership.members[rank].view
             future = view.apply_async(remote.call, "ping", {}, self.membership.token, 0)
             future.add_done_callback(lambda f: answered() if f.exception() is None else None)

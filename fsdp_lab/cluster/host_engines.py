@@ -234,7 +234,11 @@ class HostEngines(LocalEngines):
     def _shares(self, n: int) -> dict[str, int]:
         """How many of n engines each host is to start. Raises StartError if no host answers."""
         said = self.shell.script(list(self._hosts), "status", STATUS_S, token=self._token)
-        running = {name: len(s.value["running"]) for name, s in said.items() if not s.failure}
+        running = {
+            name: len(self._hosts[name].pids & set(s.value["running"]))  # others are the engines' nannies
+            for name, s in said.items()
+            if not s.failure
+        }
         if not running:
             raise StartError(next(s.failure for s in said.values()))
         free = {name: max(0, self._hosts[name].ranks - have) for name, have in running.items()}
@@ -317,7 +321,7 @@ class HostEngines(LocalEngines):
                 return
 
     def end(self, processes: Sequence[EngineProcess], term_s: float) -> None:
-        signal_engines(self.client, [p.engine for p in processes], term_s)
+        signal_engines(self.client, self.sending, [p.engine for p in processes], term_s)
 
     def _end_all(self) -> None:
         if self._hosts:

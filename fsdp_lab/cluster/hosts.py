@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_lab.core.errors import ArgumentError, is_whole
+from fsdp_lab.core.errors import ArgumentError, is_number, is_whole
+
+CUT_S = 20.0  # less than a collective waits for a rank: so it is the host that is named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +29,11 @@ class Hosts:
     ranks_per_host: int | None = None
     python: str | None = None
     sync: bool = False
-    cut_s: float = 60.0
+    cut_s: float = CUT_S
 
     def __post_init__(self) -> None:
+        if not is_number(self.cut_s) or not 0 < self.cut_s < math.inf:
+            raise ArgumentError("cut_s", f"{self.cut_s!r} is refused", "give a number of seconds above 0")
         for name in ("gpus_per_host", "ranks_per_host"):
             value = getattr(self, name)
             if value is not None and not is_whole(value):

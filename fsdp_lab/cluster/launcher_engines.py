@@ -95,7 +95,7 @@ class LauncherEngines(LocalEngines):
         return new
 
     def end(self, processes: Sequence[EngineProcess], term_s: float) -> None:
-        signal_engines(self.client, [p.engine for p in processes], term_s)
+        signal_engines(self.client, self.sending, [p.engine for p in processes], term_s)
 
     def _end_all(self) -> None:
         if self._cluster is not None:

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -379,12 +380,12 @@ def cluster_options() -> dict[str, Any]:
     }
 
 
-def signal_engines(client: Any, engines: Sequence[int], term_s: float) -> None:
-    """SIGTERM, then SIGKILL, by the engines' nannies, which answer while the engines do not."""
+def signal_engines(client: Any, sending: AbstractContextManager[Any], engines: Sequence[int], term_s: float) -> None:
+    """SIGTERM, then SIGKILL, by the engines' nannies, which answer while the engines do not. `sending`: see `Engines`."""
     for name in ("SIGTERM", "SIGKILL"):
-        present = set(engines) & set(client.ids)
-        if present:
-            client.send_signal(name, targets=sorted(present), block=False)
+        if present := set(engines) & set(client.ids):
+            with sending:
+                client.send_signal(name, targets=sorted(present), block=False)
         deadline = time.monotonic() + term_s
         while present & set(client.ids) and time.monotonic() < deadline:
             time.sleep(0.02)
