@@ -131,7 +131,11 @@ class Assembly:
             membership.engines = LocalEngines(
                 membership.token, self._environment, self._supervisor.process_ended, config.timeout_s
             )
+        membership.forget_ends()
         membership.engines.sending = self._dispatcher.sending
+        if membership.closed:  # meanwhile, by another thread
+            membership.engines.close()
+            raise ClusterError("the ranks were closed while they started")
         self._supervisor.watch(membership.engines.client)
 
     def _engines_on(self, hosts: Hosts) -> Engines:

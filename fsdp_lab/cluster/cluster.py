@@ -132,6 +132,8 @@ class Cluster:
             self._membership.enter(ClusterState.RUNNING)
         except BaseException:
             self._close()
+            if (engines := self._membership.engines) is not None:
+                engines.close()  # if another thread has closed the cluster before they were there
             raise
 
     def close(self) -> None:
@@ -192,9 +194,9 @@ class Cluster:
         """`submit`, then the results in rank order. Raises what `Call.results` does."""
         return self.submit(what, **arguments).results(timeout_s)
 
-    def ask(self, what: str, ranks: Collection[int], **arguments: Any) -> dict[int, Any]:
+    def ask(self, what: str, ranks: Collection[int], *, timeout_s: float, **arguments: Any) -> dict[int, Any]:
         """The results of one call on some ranks, by rank. Raises what `Call.results` does."""
-        values = self._dispatcher.send(what, dict.fromkeys(ranks, arguments)).results(self._config.timeout_s)
+        values = self._dispatcher.send(what, dict.fromkeys(ranks, arguments)).results(timeout_s)
         return dict(zip(ranks, values, strict=True))
 
     def check_code(self, spec: Spec) -> None:
@@ -292,9 +294,9 @@ class Cluster:
 
     @property
     def most_ranks(self) -> int | None:
-        """How many engines a given cluster has; None: we start as many as needed."""
+        """How many engines a given cluster has, or GPUs the hosts; None: we start as many as needed."""
         engines = self._membership.engines
-        return None if engines is None or engines.owned else len(engines.client.ids)
+        return None if engines is None else engines.most_ranks
 
     @property
     def running(self) -> bool:

@@ -66,6 +66,11 @@ class Engines(ABC):
     def default_ranks(self) -> int:
         """How many ranks to make if nobody says."""
 
+    @property
+    def most_ranks(self) -> int | None:
+        """How many ranks there can be; None: as many as one likes."""
+        return None
+
     def place_of(self, host_id: str) -> int:
         """Where a host is in the order in which the user named them."""
         return 0
@@ -120,6 +125,10 @@ class ExternalEngines(Engines):
 
     @property
     def default_ranks(self) -> int:
+        return len(self.client.ids)
+
+    @property
+    def most_ranks(self) -> int | None:
         return len(self.client.ids)
 
     def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:

@@ -118,6 +118,8 @@ class HostEngines(LocalEngines):
 
     def _look(self, names: Sequence[str], doors: Sequence[Door], token: str) -> None:
         root = package_path().partition(os.pathsep)[0]
+        if Path(root).name in ("site-packages", "dist-packages"):
+            root = ""  # the hosts have other packages there, if the folder is shared: theirs count
         found = self._ask_all(names, "look", LOOK_S, packages=PACKAGES, token=token, code=root,
                               doors=[(d.address, d.port) for d in doors])  # fmt: skip
         for name, facts in found.items():
@@ -207,6 +209,10 @@ class HostEngines(LocalEngines):
         )
 
     @property
+    def most_ranks(self) -> int | None:
+        return None if self._asked.gpus_per_host is None else self.default_ranks
+
+    @property
     def default_ranks(self) -> int:  # type: ignore[override]
         return sum(host.ranks for host in self._hosts.values())
 
@@ -245,6 +251,8 @@ class HostEngines(LocalEngines):
         found: Counter[str] = Counter()
         for name, room in free.items():
             found[name] = min(room, n - found.total())
+        if self._asked.gpus_per_host is not None and n > found.total():
+            raise StartError(f"the hosts that answer have GPUs for {found.total()} of {n} more ranks: go on with fewer")
         for i in range(n - found.total()):
             found[list(running)[i % len(running)]] += 1
         return {name: count for name, count in found.items() if count}
@@ -323,9 +331,10 @@ class HostEngines(LocalEngines):
     def end(self, processes: Sequence[EngineProcess], term_s: float) -> None:
         signal_engines(self.client, self.sending, [p.engine for p in processes], term_s)
 
-    def _end_all(self) -> None:
-        if self._hosts:
+    def _end_all(self) -> bool:
+        if self._hosts:  # on one that does not answer the keeper ends them
             self.shell.script(list(self._hosts), "end", END_S, token=self._token)
+        return True
 
     def _end_commands(self) -> list[EndCommand]:
         """What the guardian runs if this kernel cannot."""

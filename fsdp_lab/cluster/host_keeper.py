@@ -11,6 +11,7 @@ In its private folder are the engines' logs and, in exits.json, the exit codes o
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -25,13 +26,14 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from fsdp_lab.cluster.detached import private_folder, remove_private
-from fsdp_lab.cluster.host_script import own, reply
+from fsdp_lab.cluster.host_script import own, remove_states, reply
 from fsdp_lab.core.process import MARK, end, host_id, marked, sweep
 
 CHECK_S = 0.1
 PING_S = 1.0  # ZeroMQ's own heartbeats on the connection to the controller
 SILENT_S = 5.0  # without an answer to them the connection is given up, and made again
 TRY_S = 2.0
+BEAT_S = 0.5  # at least, between two looks of an engine at its hub's heartbeats
 ENDED_S = 60.0  # how long the logs of engines that have all ended stay, for the kernel to read
 
 
@@ -56,6 +58,7 @@ class Keeper:
 
     def _start(self, i: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         log = self.folder / f"engine-{i}.log"
+        misses = max(50, math.ceil(self._cut_s / BEAT_S))  # an engine that is idle looks at them itself
         variables = {
             MARK: self._token,
             "IPP_CONNECTION_INFO": json.dumps(self._connection),  # with the keys: other users cannot read it
@@ -65,7 +68,8 @@ class Keeper:
         }
         with open(log, "wb") as output:
             started = subprocess.Popen(
-                [sys.executable, "-P", "-m", "ipyparallel.engine", "--log-level=WARN"],
+                [sys.executable, "-P", "-m", "ipyparallel.engine", "--log-level=WARN",
+                 f"--IPEngine.max_heartbeat_misses={misses}"],
                 env={**os.environ, **environment, **variables}, stdin=subprocess.DEVNULL, stdout=output,
                 stderr=subprocess.STDOUT, start_new_session=True, cwd=self._cwd,
             )  # fmt: skip
@@ -99,6 +103,7 @@ class Keeper:
         end(marked(self._token), term_s=0.3)
         sweep(self._token)
         remove_private(self.folder)
+        remove_states(self._token)
 
 
 class Contact:
@@ -125,8 +130,8 @@ class Contact:
         """Whether the controller has ended, or has not been heard of for `cut_s`."""
         while self._monitor.poll(0):
             up = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            self._since_s = None if up else time.monotonic()
-            self._refused_s = None
+            self._since_s = None if up else self._since_s or time.monotonic()  # a failed attempt ends a connection too
+            self._refused_s = None if up else self._refused_s
         if self._since_s is None:
             return False
         if time.monotonic() - self._tried_s > TRY_S / 2:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import base64
 import glob
 import hashlib
 import importlib.metadata
@@ -30,6 +31,7 @@ STATE_PREFIX = (
 )
 TRY_S = 3.0
 END_S = 1.0
+LINE = 700
 
 
 # -- in the kernel ---------------------------------------------------------------------------------------------------
@@ -43,11 +45,15 @@ def request(what: str, **arguments: Any) -> bytes:
 
 
 def answer(output: str) -> Any:
-    """The reply in a host's output. Raises ValueError if there is none."""
+    """The reply in a host's output. Raises ValueError if it is not there, or not all of it."""
+    pieces: dict[int, str] = {}
     for line in output.splitlines():
-        _, found, reply_ = line.partition(REPLY)
+        _, found, rest = line.partition(REPLY)
         if found:
-            return json.loads(reply_)
+            number, of, piece = rest.split(":", 2)
+            pieces[int(number)] = piece
+            if len(pieces) == int(of):
+                return json.loads(base64.b64decode("".join(pieces[i] for i in range(len(pieces)))))
     raise ValueError("no reply")
 
 
@@ -55,8 +61,12 @@ def answer(output: str) -> Any:
 
 
 def reply(value: dict[str, Any], file: TextIO | None = None) -> None:
-    """With the name that Slurm has for this host."""
-    print(REPLY + json.dumps({**value, "node": os.environ.get("SLURMD_NODENAME", "")}), flush=True, file=file)
+    """With the name that Slurm has for this host. In short lines: Slurm breaks those of more than 1,024 bytes."""
+    whole = json.dumps({**value, "node": os.environ.get("SLURMD_NODENAME", "")}).encode()
+    text = base64.b64encode(whole).decode()
+    pieces = [text[i : i + LINE] for i in range(0, len(text), LINE)]
+    for i, piece in enumerate(pieces):
+        print(f"{REPLY}{i}:{len(pieces)}:{piece}", flush=True, file=file)
 
 
 def own(token: str) -> str:
@@ -184,10 +194,16 @@ def end(token: str) -> dict[str, Any]:
     while (left := list(marked(wanted))) and time.monotonic() < deadline:
         kill(left)
         time.sleep(0.02)
-    states = glob.glob(os.path.join(tempfile.gettempdir(), f"{STATE_PREFIX}{token[:8]}-*"))
-    for folder in [*(folder for folder, _ in kept), *states]:
+    for folder, _ in kept:
         shutil.rmtree(folder, ignore_errors=True)
+    remove_states(token)
     return {"left": left}
+
+
+def remove_states(token: str) -> None:
+    """The folders with what ranks wrote for other ranks."""
+    for folder in glob.glob(os.path.join(tempfile.gettempdir(), f"{STATE_PREFIX}{token[:8]}-*")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_keeper(pid: int) -> bool:
@@ -223,7 +239,6 @@ def marked(token: str) -> Iterator[int]:
 
 def unpack(data: str, folder: str) -> dict[str, Any]:
     """Writes a package that was sent into a folder of this user's, which no other can read."""
-    import base64
     import io
     import tarfile
 

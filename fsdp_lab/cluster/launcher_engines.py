@@ -97,11 +97,11 @@ class LauncherEngines(LocalEngines):
     def end(self, processes: Sequence[EngineProcess], term_s: float) -> None:
         signal_engines(self.client, self.sending, [p.engine for p in processes], term_s)
 
-    def _end_all(self) -> None:
-        if self._cluster is not None:
-            for name in list(self._cluster.engines):
-                with contextlib.suppress(Exception):
-                    self._loop.run(self._cluster.stop_engines(name), STOP_S)
+    def _end_all(self) -> bool:
+        for name in list(self._cluster.engines) if self._cluster is not None else ():
+            with contextlib.suppress(Exception):
+                self._loop.run(self._cluster.stop_engines(name), STOP_S)
+        return self._cluster is None or not self._cluster.engines
 
     def _end_commands(self) -> list[EndCommand]:
         """Those that take the jobs back, where the launcher has some."""

@@ -214,8 +214,10 @@ class LocalEngines(Engines):
         running = [pid for pid in pids if pid in self._launchers and pid not in self._exit_codes]
         end([self._launchers[pid].process for pid in running], term_s=term_s)
 
-    def _end_all(self) -> None:
+    def _end_all(self) -> bool:
+        """Ends all engines. Returns whether it is known that they have ended, or will."""
         self._end(list(self._launchers), term_s=0.7)  # torch takes seconds to exit; its sessions are closed by now
+        return True
 
     def close(self) -> None:
         if self._closed:
@@ -223,14 +225,17 @@ class LocalEngines(Engines):
         self._closed = True
         self.unpersist()
         self._close_clients()
-        self._end_all()
+        ended = self._end_all()
         controller = self._controller
         if controller is not None and controller.process is not None:
             end([controller.process], term_s=1.0)
         left = sweep(self._token)
         self._stop_loop()
         if self._guardian is not None and not left:
-            self._guardian.release()
+            if ended:
+                self._guardian.release()
+            else:
+                self._guardian.detach()  # it tries again
         remove_private(self._folder)
 
     def _close_clients(self) -> None:

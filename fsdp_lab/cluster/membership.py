@@ -166,6 +166,11 @@ class Membership:
         with self.lock:
             return {m.rank: m.lost for m in self.members if m.lost is not None}
 
+    def forget_ends(self) -> None:
+        """Another controller counts engines from 0 again."""
+        with self.lock:
+            self._leaving.clear()
+
     def expect_end(self, members: Collection[Member]) -> None:
         """The processes of these members are about to be ended, which is no loss."""
         with self.lock:

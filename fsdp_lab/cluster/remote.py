@@ -34,7 +34,7 @@ TRACE_CHARACTERS = 20_000
 MODEL_METHODS = frozenset({"apply", "restore", "suspend", "resume", "unload"})
 SESSION_METHODS = MODEL_METHODS | frozenset(
     ["train", "generate", "slow_next", "slow_end", "calibrate", "arm", "disarm", "discard", "save", "saves", "rescue",
-     "spread", "status"]
+     "spread", "drop", "status"]
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ Input goes by pipes, never on a command line, where others could read it. Nothin
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -20,6 +21,7 @@ from fsdp_lab.cluster import host_script
 from fsdp_lab.cluster.errors import StartError
 
 CONNECT_S = 8  # for ssh to reach a host
+ALIVE_S, SILENT_S = 5, 15  # between two questions whether a host is there; how long it may not answer
 POLL_S = 0.02
 
 
@@ -75,7 +77,7 @@ class Shell(ABC):
         try:
             end_s = time.monotonic() + limit_s
             while time.monotonic() < end_s and not all(
-                c.process.poll() is not None or (stay and host_script.REPLY in c.text) for c in running.values()
+                c.process.poll() is not None or (stay and _replied(c.text)) for c in running.values()
             ):
                 time.sleep(POLL_S)
             said = {name: s for names, c in running.items() for name, s in self._said(names, c, limit_s).items()}
@@ -130,24 +132,39 @@ SSH_FAILURES = (
 )  # fmt: skip
 
 
+def _replied(output: str) -> bool:
+    try:
+        host_script.answer(output)
+    except ValueError:
+        return False
+    return True
+
+
 class SshShell(Shell):
     """By ssh, one connection for each command and host. `args`: for ssh, such as ["-F", "config"]."""
 
     def __init__(self, python: str, args: Sequence[str] = ()) -> None:
         self.python = python
-        options = ("BatchMode=yes", f"ConnectTimeout={CONNECT_S}", "ServerAliveInterval=5", "ServerAliveCountMax=3")
-        self._ssh = ["ssh", "-T", *args, *(word for option in options for word in ("-o", option))]
+        self._args = list(args)
+
+    def _ssh(self, silent_s: float) -> list[str]:
+        """`silent_s`: after which a connection is given up."""
+        options = ("BatchMode=yes", f"ConnectTimeout={CONNECT_S}", f"ServerAliveInterval={ALIVE_S}",
+                   f"ServerAliveCountMax={max(1, math.ceil(silent_s / ALIVE_S))}")  # fmt: skip
+        return ["ssh", "-T", *self._args, *(word for option in options for word in ("-o", option))]
 
     def command(self, host: str, command: Sequence[str]) -> list[str]:
-        return [*self._ssh, host, "--", shlex.join(command)]
+        return [*self._ssh(SILENT_S), host, "--", shlex.join(command)]
 
     def start(self, hosts: Sequence[str], command: Sequence[str], sent: bytes) -> dict[str, Command]:
         return {host: started(self.command(host, command), sent) for host in hosts}
 
-    def tunnel(self, host: str, ports: Sequence[int], environment: Mapping[str, str]) -> Command:
+    def tunnel(self, host: str, ports: Sequence[int], environment: Mapping[str, str], silent_s: float) -> Command:
         """Makes ports of this machine's loopback appear on a host's; runs until it is ended."""
         forwards = [word for port in ports for word in ("-R", f"127.0.0.1:{port}:127.0.0.1:{port}")]
-        return started([*self._ssh, "-N", "-o", "ExitOnForwardFailure=yes", *forwards, host], b"", environment)
+        return started(
+            [*self._ssh(silent_s), "-N", "-o", "ExitOnForwardFailure=yes", *forwards, host], b"", environment
+        )
 
     def why(self, host: str, running: Command) -> str:
         code, lines = running.process.returncode, running.error_text.splitlines()

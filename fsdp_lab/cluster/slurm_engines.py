@@ -43,11 +43,15 @@ class SlurmShell(Shell):
         return {",".join(hosts): started([*srun, *command], sent, {MARK: self._token})}
 
     def _said(self, host: str, command: Command, limit_s: float) -> dict[str, Said]:
-        """One reply of each host, in lines that begin with the number of a task."""
-        found: dict[str, Said] = {}
+        """The reply of each host, in lines that begin with the number of its task."""
+        tasks: dict[str, list[str]] = {}
         for line in command.text.splitlines():
+            task, _, rest = line.partition(": ")
+            tasks.setdefault(task.strip(), []).append(rest)
+        found: dict[str, Said] = {}
+        for lines in tasks.values():
             with contextlib.suppress(ValueError):
-                value = host_script.answer(line)
+                value = host_script.answer("\n".join(lines))
                 found[value["node"]] = Said(value=value)
         hosts = host.split(",")
         late = command.process.poll() is None and len(found) < len(hosts)
@@ -91,7 +95,7 @@ class SlurmEngines(HostEngines):
 
     def _wait_in_queue(self, asked: Command) -> None:
         """Raises StartError: Slurm refuses the job, or it has waited too long."""
-        begin_s, looked_s = time.monotonic(), 0.0
+        begin_s, looked_s, reason = time.monotonic(), 0.0, "no reason is known"
         while asked.process.poll() is None:
             time.sleep(0.05)
             if found := re.search(r"job allocation (\d+)", asked.error_text):
@@ -150,35 +154,35 @@ class SlurmEngines(HostEngines):
         return super().why_gone(process)
 
     def _job_state(self) -> str:
-        """A job that is being ended says how only afterwards."""
+        """A job that is being ended says how only afterwards; one that Slurm does not answer for is taken as running."""
         deadline, state = time.monotonic() + ENDING_S, COMPLETING
-        while state == COMPLETING and time.monotonic() < deadline:
+        while state in (COMPLETING, "") and time.monotonic() < deadline:
             try:
                 found = re.search(r"JobState=(\S+)", ask_slurm("scontrol", "show", "job", self._job))
-            except StartError:
-                return "GONE"
-            state = found.group(1) if found else "GONE"
-            time.sleep(0.05 * (state == COMPLETING))
-        return state
+                state = found.group(1) if found else ""
+            except StartError as e:
+                state = "GONE" if "Invalid job id" in str(e) else ""
+            time.sleep(0.05 * (state in (COMPLETING, "")))
+        return state or RUNNING
 
     def _shares(self, n: int) -> dict[str, int]:
         if (state := self._job_state()) != RUNNING:
             raise StartError(f"Slurm's job {self._job} has ended ({state.lower()}): make a new lab")
         return super()._shares(n)
 
-    def _end_all(self) -> None:
+    def _end_all(self) -> bool:
         super()._end_all()
         with contextlib.suppress(StartError):
             for command in self._end_commands():
                 ask_slurm(*command.argv)
-        deadline = time.monotonic() + END_S
-        while self._job and time.monotonic() < deadline:
+        deadline, left = time.monotonic() + END_S, "unknown"
+        while self._job and left and time.monotonic() < deadline:
             with contextlib.suppress(StartError):
-                if not ask_slurm("squeue", "-h", "-j", self._job, "-o", "%T"):
-                    break
-            time.sleep(0.05)
+                left = ask_slurm("squeue", "-h", "-j", self._job, "-o", "%T")
+            time.sleep(0.05 if left else 0)
         for step in self._stays.values():
             step.end()
+        return not (self._job and left)
 
     def _end_commands(self) -> list[EndCommand]:
         return [EndCommand(argv=("scancel", f"--name={self._job_name}", f"--user={getpass.getuser()}"))]

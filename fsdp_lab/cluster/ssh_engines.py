@@ -57,7 +57,7 @@ class SshEngines(HostEngines):
         ports = sorted({v for v in numbers if isinstance(v, int) and not isinstance(v, bool)})
         new = [name for name in names if name not in self._tunnels or self._tunnels[name].process.poll() is not None]
         for name in new:
-            self._tunnels[name] = self.shell.tunnel(name, ports, {MARK: self._token})
+            self._tunnels[name] = self.shell.tunnel(name, ports, {MARK: self._token}, self._asked.cut_s)
         deadline = time.monotonic() + TUNNEL_S
         while new and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -66,10 +66,11 @@ class SshEngines(HostEngines):
                     why = self._tunnels[name].error_text or "ssh ended"
                     raise StartError(f"no tunnel from {name} to this machine can be opened: {why}")
 
-    def _end_all(self) -> None:
-        super()._end_all()
+    def _end_all(self) -> bool:
+        ended = super()._end_all()
         for tunnel in self._tunnels.values():
             tunnel.end()
+        return ended
 
     def _end_commands(self) -> list[EndCommand]:
         sent = host_script.request("end", token=self._token).decode()

@@ -79,14 +79,15 @@ class Supervisor:
             try:
                 ended = self._ended.get(timeout=CHECK_S)
             except queue.Empty:
-                self.monitor.keep_channels()
-                self._check_hangs()
-                self._end_stopped()
+                for check in (self.monitor.keep_channels, self._check_hangs, self._end_stopped):
+                    with contextlib.suppress(Exception):  # this thread must not end
+                        check()
                 continue
             if ended is None:
                 return
             if not self._membership.closed:
-                self._handle(ended)
+                with contextlib.suppress(Exception):
+                    self._handle(ended)
 
     def _handle(self, ended: RankExit) -> None:
         engines = self._membership.engines
@@ -122,7 +123,10 @@ class Supervisor:
     def _mark_lost(self, member: Member, exit_code: int | None) -> None:
         """Reports a rank that is gone: to its calls, its status and the callbacks."""
         unix_s, doing, engines = time.time(), member.doing, self._membership.engines
-        reason = self._reason(member, exit_code)
+        reason, log = describe_exit(exit_code), ""
+        with contextlib.suppress(Exception):  # it is lost, whether or not its host can be asked
+            reason = self._reason(member, exit_code)
+            log = engines.log(member.engine_process) if engines is not None else ""
         lost = RankLost(
             rank=member.rank,
             engine=member.engine,
@@ -131,7 +135,7 @@ class Supervisor:
             reason=reason,
             doing=doing,
             unix_s=unix_s,
-            log=engines.log(member.engine_process) if engines is not None else "",
+            log=log,
         )
         with self._membership.lock:
             member.lost = lost

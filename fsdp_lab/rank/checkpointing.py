@@ -131,12 +131,12 @@ class Checkpointer:
         self._writing.start()
         return sum(c.values.nbytes for c in chunks)
 
-    def rescue(self, trainer: Savable, partial: str, writers: Collection[int]) -> dict[str, Any]:
+    def rescue(self, trainer: Savable, partial: Path, writers: Collection[int]) -> dict[str, Any]:
         """Write this rank's share when other ranks are lost, to a folder of this host. Not collective. Returns its part for
         `checkpoint_format.finish`. Raises OSError, or LookupError if the writers do not hold all of the model."""
         chunks, state = self._take(trainer, writers)
-        Path(partial).mkdir(parents=True, exist_ok=True, mode=0o700)  # the kernel's folder may be on another host
-        part = _written(Path(partial), self._info.rank, chunks, state)
+        partial.mkdir(parents=True, exist_ok=True, mode=0o700)  # the kernel's folder may be on another host
+        part = _written(partial, self._info.rank, chunks, state)
         if "error" in part:
             raise OSError(part["error"])
         return part

@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -36,7 +35,7 @@ from fsdp_lab.rank.measure import device_name, fidelity_notes, software
 from fsdp_lab.rank.prepare import Require
 from fsdp_lab.rank.rendezvous import RankInfo, find_store, own_connection
 from fsdp_lab.rank.slow_motion import SlowMotionStep
-from fsdp_lab.rank.spreading import spread
+from fsdp_lab.rank.spreading import drop, on_this_host, spread
 from fsdp_lab.rank.trainer import Trainer
 from fsdp_lab.rank.watch import LoopHost
 from fsdp_lab.wire import RankAborted, ReductionOrder, Wire, WireContext
@@ -356,7 +355,7 @@ class Session:
     def rescue(self, partial: str, writers: Collection[int]) -> dict[str, Any]:
         """Write the training into an existing folder when other ranks are lost; called on all `writers`, not
         collective. See `Checkpointer.rescue`."""
-        return self._checkpointer.rescue(self._lifecycle.require(), partial, writers)
+        return self._checkpointer.rescue(self._lifecycle.require(), on_this_host(partial), writers)
 
     def spread(self, path: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Make every host have the files of a checkpoint that some have; collective. Returns {"bytes"} that this rank wrote.
@@ -364,7 +363,12 @@ class Session:
         self._leave_slow_motion()
         with self._protocol.collective_call():
             self._reopen()
-            return {"bytes": spread(Path(path), manifest, self.info.rank)}
+            return {"bytes": spread(on_this_host(path), manifest, self.info.rank)}
+
+    def drop(self, path: str) -> dict[str, Any]:
+        """Remove what was written for other ranks under a relative path. Returns {}."""
+        drop(path)
+        return {}
 
     def restore(
         self,
@@ -383,7 +387,7 @@ class Session:
         start_s = time.perf_counter()
         wanted, require = self._spec(spec), _evaluable(evaluated, prompts, sampling)
         with self._exclusive():
-            notes = self._lifecycle.restore(run, wanted, path, require)
+            notes = self._lifecycle.restore(run, wanted, str(on_this_host(path)), require)
         return self._applied(start_s, carried=True, notes=notes)
 
     # -- slow motion ----------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from fsdp_lab.core.faults import FaultKind
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs.control import FaultRequest, GenerateRequest, RunControl
 from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig, Evaluation, generated
-from fsdp_lab.runs.recovery import LIVE, Recovery, RecoveryPolicy, refitted, source_of, whole_state
+from fsdp_lab.runs.recovery import LIVE, Recovery, RecoveryPolicy, path_on_ranks, refitted, source_of, whole_state
 from fsdp_lab.runs.saving import CheckpointSchedule
 from fsdp_lab.runs.steps import EventStore
 from fsdp_lab.runs.view import RunState, Switch, fingerprint
@@ -386,6 +386,8 @@ class Driver:
                 self._prepare(spec)
                 self._restore(spec, state)
             except FieldError:
+                if self.ranks.closed:
+                    raise
                 self._prepare(before)
                 self._restore(before, state)
                 raise
@@ -394,12 +396,13 @@ class Driver:
     def _restore(self, spec: Spec, checkpoint: Checkpoint) -> None:
         """Has the ranks train `spec` from a checkpoint."""
         self._spread(checkpoint)
-        self._apply(spec, "restore", path=str(checkpoint.path))
+        self._apply(spec, "restore", path=path_on_ranks(self.ranks, checkpoint.path))
 
     def _spread(self, checkpoint: Checkpoint) -> None:
         """Makes all hosts have its files, where they need not share folders."""
         if not self.ranks.local:
-            self.call("spread", path=str(checkpoint.path), manifest=dict(checkpoint.manifest))
+            path = path_on_ranks(self.ranks, checkpoint.path)
+            self.call("spread", path=path, manifest=dict(checkpoint.manifest))
 
     def _apply(self, spec: Spec, what: str, **arguments: Any) -> None:
         """Calls the ranks with `spec`, and records the switch."""

@@ -24,6 +24,8 @@ from fsdp_lab.core.errors import ArgumentError, FieldError, check_whole
 from fsdp_lab.core.spec import Spec
 
 LIVE, REPLICA, CHECKPOINT, BEGINNING = "the ranks", "a replica", "a checkpoint", "the beginning"
+WRITE_S = 1800.0  # for ranks to write all of their state
+DROP_S = 10.0
 HOWS = ("off", "ask", "auto")
 RANKS = ("same", "fewer")
 
@@ -155,31 +157,55 @@ class Recovery:
             self.update(resumed_unix_s=unix_s)
 
 
-def rescue(ranks: Cluster, statuses: Mapping[int, Mapping[str, Any]], root: Path) -> Checkpoint | None:
-    """Writes the state of the surviving ranks as a checkpoint in `root`. Returns None where it is incomplete.
+def path_on_ranks(ranks: Cluster, path: Path) -> str:
+    """As ranks find it: on other hosts what is temporary is in a temporary folder of theirs."""
+    temporary = path.parent.name.startswith(STATE_PREFIX)
+    return f"{path.parent.name}/{path.name}" if temporary and not ranks.local else str(path)
+
+
+def rescue(ranks: Cluster, statuses: Mapping[int, Mapping[str, Any]], root: Path) -> Checkpoint | str:
+    """Writes the state of the surviving ranks as a checkpoint in `root`. Returns why not, where it is incomplete.
 
     `statuses`: `Session.status` by rank; only ranks at the same step can write together.
     """
+    why = "no rank holds a training"
     for step in sorted({s["step"] for s in statuses.values() if s["step"] is not None}, reverse=True):
         writers = [rank for rank, s in statuses.items() if s["step"] == step]
         partial = None
         try:
             partial = begin(root, step)
-            parts = ranks.ask("rescue", writers, partial=str(partial), writers=writers)
+            sent = path_on_ranks(ranks, partial)
+            parts = ranks.ask("rescue", writers, timeout_s=WRITE_S, partial=sent, writers=writers)
             return finish(partial, [parts[rank] for rank in writers], kind="rescue", elsewhere=not ranks.local)
-        except (ClusterError, FieldError, OSError, ValueError):
+        except (ClusterError, FieldError, OSError, ValueError) as e:
+            why = str(e).partition("\n")[0]
             if partial is not None:
                 discard(partial)
-    return None
+    return why
+
+
+@contextlib.contextmanager
+def temporary_state(ranks: Cluster) -> Iterator[Path]:
+    """A folder for what ranks write for other ranks, gone at the end of the block, on their hosts too."""
+    with tempfile.TemporaryDirectory(prefix=f"{STATE_PREFIX}{ranks.token[:8]}-") as root:
+        try:
+            yield Path(root)
+        finally:
+            if not ranks.closed and not ranks.local:
+                with contextlib.suppress(ClusterError):
+                    ranks.call("drop", timeout_s=DROP_S, path=Path(root).name)
 
 
 @contextlib.contextmanager
 def whole_state(ranks: Cluster, statuses: Sequence[Mapping[str, Any]]) -> Iterator[Checkpoint]:
-    """The state of all ranks, as a checkpoint that is deleted at the end of the block. Raises ClusterError."""
-    with tempfile.TemporaryDirectory(prefix=f"{STATE_PREFIX}{ranks.token[:8]}-") as root:
-        state = rescue(ranks, dict(enumerate(statuses)), Path(root))
-        if state is None:
-            raise ClusterError(f"the ranks could not write their state to {root}: is the disk full?")
+    """The state of all ranks, as a checkpoint that is deleted at the end of the block. Raises ArgumentError: it could not be
+    written, and nothing has changed."""
+    with temporary_state(ranks) as root:
+        state = rescue(ranks, dict(enumerate(statuses)), root)
+        if isinstance(state, str):
+            raise ArgumentError(
+                "world_size", f"the ranks could not write their state first: {state}", "make room in TMPDIR"
+            )
         yield state
 
 
@@ -198,7 +224,7 @@ def source_of(
         saved = [c for c in checkpoints(folder) if c.run == run] if folder is not None else []
         newest = max(saved, key=lambda c: (c.step, c.saved_unix_s), default=None)
         rescued = rescue(ranks, statuses, root)
-        if rescued is not None and (newest is None or rescued.step >= newest.step):
+        if isinstance(rescued, Checkpoint) and (newest is None or rescued.step >= newest.step):
             yield REPLICA, rescued
         else:
             yield (BEGINNING if newest is None else CHECKPOINT), newest

@@ -319,8 +319,8 @@ class Run(RunQueries, Awaited["Run"]):
             return
         most = self._driver.ranks.most_ranks
         if most is not None and wanted.world_size > most:
-            raise SpecError("world_size", f"{wanted.world_size} ranks need as many engines; the given cluster has {most}",
-                            "start more of them with its launcher", {"world_size": most})  # fmt: skip
+            raise SpecError("world_size", f"{wanted.world_size} ranks are more than the {most} that there is room for",
+                            "take fewer, or start more engines of a cluster of yours", {"world_size": most})  # fmt: skip
         if self._driver.progress.share is not None:
             raise SpecError(
                 "world_size", "runs that take turns keep their ranks", "give compare a list: world_size=[2, 4]"

@@ -455,10 +455,16 @@ class WireContext:
         return self._members.get(group, ())
 
     def share_across(self, group: str) -> float:
-        """Which part of what this rank sends in a group goes to other hosts, in a ring or a direct exchange; 0.0 if none
-        does, or hosts are unknown."""
-        hosts = [self.hosts[rank] for rank in self.members(group) if rank < len(self.hosts)]
-        return sum(host != self.host for host in hosts) / (len(hosts) - 1) if len(hosts) > 1 else 0.0
+        """Which part of what this rank sends in a group goes to other hosts; 0.0 if none does, or hosts are unknown.
+
+        Over Gloo in a direct exchange with all others; over NCCL as in a ring in the order of ranks."""
+        members = [rank for rank in self.members(group) if rank < len(self.hosts)]
+        if len(members) < 2 or self.rank not in members:
+            return 0.0
+        if self.nccl is not None:
+            following = members[(members.index(self.rank) + 1) % len(members)]
+            return float(self.hosts[following] != self.host)
+        return sum(self.hosts[rank] != self.host for rank in members) / (len(members) - 1)
 
     @property
     def host(self) -> str:

@@ -142,7 +142,8 @@ class Wire(dist.ProcessGroup):
         is ready to receive waits behind, and the two directions of a cable are used one after the other: an exchange of
         2 MiB over a cable of 100 Mbit/s took twice as long. Inside a host pieces only cost time."""
         context = self.context
-        apart = context.share_across(self._name_) > 0 or context.not_shared.get(self._name_) == SEVERAL_HOSTS
+        hosts = {context.hosts[rank] for rank in self._ranks if rank < len(context.hosts)}
+        apart = len(hosts) > 1 or context.not_shared.get(self._name_) == SEVERAL_HOSTS
         return _PIECE_BYTES if apart else 0
 
     # -- memory for what is sent ----------------------------------------------------------------------------------

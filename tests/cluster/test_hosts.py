@@ -1,0 +1,86 @@
+"""What kernel and hosts say to each other, and which host gets which engine; without any host."""
+
+from __future__ import annotations
+
+import io
+from types import SimpleNamespace
+
+import pytest
+
+from fsdp_lab.cluster import StartError, host_script
+from fsdp_lab.cluster.host_engines import HostEngines, RankHost
+from fsdp_lab.cluster.hosts import SlurmHosts, SshHosts
+from fsdp_lab.cluster.shells import Command, Said
+from fsdp_lab.cluster.slurm_engines import SlurmShell
+
+
+def printed(value: dict) -> str:
+    output = io.StringIO()
+    host_script.reply(value, output)
+    return output.getvalue()
+
+
+def test_a_long_reply_is_in_short_lines_amid_other_output():
+    value = {"log": "line\n" * 2000, "name": "ünter"}
+    text = printed(value)
+    assert len(text.splitlines()) > 5 and max(map(len, text.splitlines())) < 1024
+    assert host_script.answer(f"Welcome to gpu1\n{text}bye") == {**value, "node": ""}
+    with pytest.raises(ValueError, match="no reply"):
+        host_script.answer(text[: len(text) // 2])
+
+
+def test_replies_of_the_tasks_of_a_step_are_told_apart(monkeypatch: pytest.MonkeyPatch):
+    """Slurm labels each line with its task, and mixes them."""
+    lines = []
+    for task, name in enumerate(("fA", "fB")):
+        monkeypatch.setenv("SLURMD_NODENAME", name)
+        lines.append([f"{task}: {line}" for line in printed({"log": name * 2000}).splitlines()])
+    mixed = "\n".join(line for pair in zip(*lines, strict=True) for line in pair)
+    process = SimpleNamespace(poll=lambda: 0, returncode=0)
+    command = Command(process, io.BytesIO(mixed.encode()), io.BytesIO(b"srun: error: fC: gone"))  # type: ignore[arg-type]
+    said = SlurmShell("python", "1", "token")._said("fA,fB,fC", command, 1.0)
+    assert [said[name].value["log"] for name in ("fA", "fB")] == ["fA" * 2000, "fB" * 2000]
+    assert said["fC"].failure == "fC: srun: error: fC: gone"
+
+
+class Shares(HostEngines):
+    """Three hosts of two ranks, some of whose engines run; the others' answers are given."""
+
+    def __init__(self, running: dict[str, list[int]], **asked: int) -> None:
+        self._asked = SshHosts(names=("a", "b", "c"), **{"ranks_per_host": 2, **asked})  # type: ignore[arg-type]
+        self._hosts = {n: RankHost(name=n, ranks=2, pids=set(range(10))) for n in ("a", "b", "c")}
+        self._token = "token"
+        answers = {n: Said(value={"running": running[n]}) if n in running else Said(failure=f"{n}: no") for n in "abc"}
+        self.shell = SimpleNamespace(script=lambda *args, **more: answers)  # type: ignore[assignment]
+
+    def _allocate(self):
+        return []
+
+    def _keepers(self, counts):
+        return {}
+
+
+def test_an_engine_is_replaced_on_the_host_that_lacks_it():
+    nannies = [101, 102]  # carry the mark too
+    assert Shares({"a": [1, 2, *nannies], "b": [3, 103], "c": [5, 6, *nannies]})._shares(1) == {"b": 1}
+
+
+def test_beyond_what_hosts_were_to_have_they_take_turns_unless_there_are_gpus():
+    full = {"a": [1, 2], "b": [3, 4]}
+    assert Shares(full)._shares(3) == {"a": 2, "b": 1}
+    with pytest.raises(StartError, match="GPUs for 0 of 3 more ranks"):
+        Shares(full, ranks_per_host=None, gpus_per_host=2)._shares(3)  # type: ignore[arg-type]
+    with pytest.raises(StartError, match="a: no"):
+        Shares({})._shares(1)
+
+
+def test_slurm_is_asked_for_what_was_wanted():
+    hosts = SlurmHosts(hosts=4, gpus_per_host=8, time="1:00:00", options=("--constraint=h100",))
+    assert hosts.ranks == 32
+    assert hosts.request == [
+        "--nodes=4",
+        "--ntasks-per-node=8",
+        "--gpus-per-node=8",
+        "--time=1:00:00",
+        "--constraint=h100",
+    ]
