@@ -106,6 +106,9 @@ def test_it_runs_from_top_to_bottom(nbformat: Any, name: str, tmp_path: Path):
     elif name == NAMES[7]:
         assert told.count("equal bit for bit") == 2 and "Train Net under FSDP2" in told
         assert "watched: FSDP2 Sequential" in told and "watched fsdp2 full_shard fp32" in told
+    elif name == NAMES[8]:
+        assert "finished: 3 ranks since step" in told and "state carried: True" in told
+        assert "'to other hosts': 0" in told
     elif name == NAMES[5]:
         assert "gpt2-1m, 1.0 million parameters" in told and "512 x h100 in 64 hosts" in told
         rows = re.findall(r"[\d.]+ MiB  +[\d.]+ MiB$", told, re.MULTILINE)
