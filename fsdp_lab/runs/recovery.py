@@ -20,7 +20,7 @@ from fsdp_lab.cluster import ClusterError, RankError
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.host_script import STATE_PREFIX
 from fsdp_lab.core.checkpoint_format import Checkpoint, begin, checkpoints, discard, finish
-from fsdp_lab.core.errors import ArgumentError, FieldError, check_whole
+from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError, check_whole
 from fsdp_lab.core.spec import Spec
 
 LIVE, REPLICA, CHECKPOINT, BEGINNING = "the ranks", "a replica", "a checkpoint", "the beginning"
@@ -198,12 +198,12 @@ def temporary_state(ranks: Cluster) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole_state(ranks: Cluster, statuses: Sequence[Mapping[str, Any]]) -> Iterator[Checkpoint]:
-    """The state of all ranks, as a checkpoint that is deleted at the end of the block. Raises ArgumentError: it could not be
+    """The state of all ranks, as a checkpoint that is deleted at the end of the block. Raises SpecError: it could not be
     written, and nothing has changed."""
     with temporary_state(ranks) as root:
         state = rescue(ranks, dict(enumerate(statuses)), root)
         if isinstance(state, str):
-            raise ArgumentError(
+            raise SpecError(
                 "world_size", f"the ranks could not write their state first: {state}", "make room in TMPDIR"
             )
         yield state
