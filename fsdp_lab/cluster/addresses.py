@@ -11,7 +11,6 @@ free ones, as Gloo's will be, so a firewall that admits some ports only is notic
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import ipaddress
 import os
 import secrets
@@ -26,8 +25,8 @@ from typing import TypeVar
 import psutil
 
 from fsdp_lab.cluster.errors import StartError
+from fsdp_lab.cluster.host_script import TRY_S, connected, digest_of, exactly, try_to_connect
 
-TRY_S = 3.0  # for a connection; hosts that others reach answer in milliseconds
 MEASURED_S, MEASURED_BYTES = 0.2, 4 << 20  # at most, of the transfer to one address
 FASTER = 2.0  # by less than this factor an address is not preferred: a short transfer is a rough measure
 INTERFACES = "GLOO_SOCKET_IFNAME"  # the user's choice of interfaces, by their names
@@ -93,9 +92,9 @@ class Doors:
     def _answer(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
             connection.settimeout(TRY_S)
-            if not secrets.compare_digest(_exactly(connection, _TOKEN_BYTES), self._token):
+            if not secrets.compare_digest(exactly(connection, _TOKEN_BYTES), self._token):
                 return
-            connection.sendall(_reply(self._token))
+            connection.sendall(digest_of(self._token))
             received = 0
             while part := connection.recv(1 << 20):
                 received += len(part)
@@ -112,57 +111,24 @@ def new_token() -> str:
     return secrets.token_hex(_TOKEN_BYTES)
 
 
-def _reply(token: bytes) -> bytes:
-    return hashlib.sha256(token).digest()[:_TOKEN_BYTES]
-
-
-def _exactly(connection: socket.socket, n: int) -> bytes:
-    """Raises OSError if it ends before."""
-    data = b""
-    while len(data) < n:
-        part = connection.recv(n - len(data))
-        if not part:
-            raise ConnectionResetError("the connection was closed")
-        data += part
-    return data
-
-
 def try_door(door: Door, token: str) -> str:
     """Why this host does not reach a door; "" if it does."""
-    try:
-        _enter(door, token).close()
-    except TimeoutError:
-        return "no answer"
-    except OSError as e:
-        return e.strerror or str(e)
-    return ""
+    return try_to_connect(door.address, door.port, token)
 
 
 def measure_door(door: Door, token: str) -> float:
     """Bytes/s to a door, by a short transfer, from its start to its receipt; 0.0 if that fails."""
     try:
-        with _enter(door, token) as connection:
+        with connected(door.address, door.port, token) as connection:
             part, sent, begin_s = bytes(1 << 16), 0, time.perf_counter()
             while sent < MEASURED_BYTES and time.perf_counter() - begin_s < MEASURED_S:
                 connection.sendall(part)
                 sent += len(part)
             connection.shutdown(socket.SHUT_WR)
-            received = int.from_bytes(_exactly(connection, _COUNT_BYTES), "little")
+            received = int.from_bytes(exactly(connection, _COUNT_BYTES), "little")
             return received / (time.perf_counter() - begin_s)
     except OSError:
         return 0.0
-
-
-def _enter(door: Door, token: str) -> socket.socket:
-    connection = socket.create_connection((door.address, door.port), timeout=TRY_S)
-    try:
-        connection.sendall(bytes.fromhex(token))
-        if _exactly(connection, _TOKEN_BYTES) != _reply(bytes.fromhex(token)):
-            raise ConnectionRefusedError("another program answers there")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
 
 
 def at_each(doors: Sequence[Door], work: Callable[[Door, str], T], token: str, *, together: bool = True) -> list[T]:

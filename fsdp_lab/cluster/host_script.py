@@ -25,10 +25,8 @@ from typing import Any, TextIO
 
 REPLY = "fsdp_lab-reply:"
 MARK = "FSDP_LAB_CLUSTER"  # see core/process.py
-PREFIX = "fsdp_lab-"  # of private folders
-STATE_PREFIX = (
-    f"{PREFIX}state-"  # of folders with what ranks wrote for other ranks; the beginning of the cluster's token follows
-)
+PREFIX = "fsdp_lab-"  # of private folders: see detached.py
+STATE_PREFIX = f"{PREFIX}state-"  # of folders with what ranks wrote for other ranks; then the token's beginning
 TRY_S = 3.0
 END_S = 1.0
 LINE = 700
@@ -83,7 +81,7 @@ def look(packages: Sequence[str], doors: Sequence[Sequence[Any]], token: str, co
     if code:
         sys.path.insert(0, os.path.expanduser(code))
     with ThreadPoolExecutor(16) as pool:
-        unreached = list(pool.map(lambda door: try_to_enter(door[0], door[1], token), doors))
+        unreached = list(pool.map(lambda door: try_to_connect(door[0], door[1], token), doors))
     return {
         "name": socket.gethostname(),
         "python": list(sys.version_info[:3]),
@@ -97,7 +95,7 @@ def look(packages: Sequence[str], doors: Sequence[Sequence[Any]], token: str, co
 
 
 def version(package: str) -> str:
-    """ "" if it is not installed."""
+    """Of an installed package; else empty."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -136,23 +134,44 @@ def gpus() -> int:
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
 
 
-def try_to_enter(address: str, port: int, token: str) -> str:
-    """Why this host does not reach the kernel there, which answers the token with its digest; "" if it does."""
-    sent = bytes.fromhex(token)
+def try_to_connect(address: str, port: int, token: str) -> str:
+    """Why this host does not reach who listens there for the token; "" if it does."""
     try:
-        with socket.create_connection((address, port), timeout=TRY_S) as connection:
-            connection.sendall(sent)
-            received = b""
-            while len(received) < len(sent):
-                part = connection.recv(len(sent) - len(received))
-                if not part:
-                    return "the connection was closed"
-                received += part
-            return "" if received == hashlib.sha256(sent).digest()[: len(sent)] else "another program answers there"
+        connected(address, port, token).close()
     except TimeoutError:
         return "no answer"
     except OSError as e:
         return e.strerror or str(e)
+    return ""
+
+
+def connected(address: str, port: int, token: str) -> socket.socket:
+    """A connection to who listens there for the token, and answers with its digest. Raises OSError."""
+    sent = bytes.fromhex(token)
+    connection = socket.create_connection((address, port), timeout=TRY_S)
+    try:
+        connection.sendall(sent)
+        if exactly(connection, len(sent)) != digest_of(sent):
+            raise ConnectionRefusedError("another program answers there")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def digest_of(token: bytes) -> bytes:
+    return hashlib.sha256(token).digest()[: len(token)]
+
+
+def exactly(connection: socket.socket, n: int) -> bytes:
+    """Raises OSError if it ends before."""
+    data = b""
+    while len(data) < n:
+        part = connection.recv(n - len(data))
+        if not part:
+            raise ConnectionResetError("the connection was closed")
+        data += part
+    return data
 
 
 def status(token: str) -> dict[str, Any]:

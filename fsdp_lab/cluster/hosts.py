@@ -1,4 +1,5 @@
-"""Which hosts a lab's ranks are to be on, and how they are reached: `SshHosts`, `SlurmHosts`. Configuration only."""
+"""Which hosts a lab's ranks are to be on, and how they are reached: `SshHosts`, `SlurmHosts`,
+`LauncherHosts`. Configuration only."""
 
 from __future__ import annotations
 

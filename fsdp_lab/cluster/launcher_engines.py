@@ -14,11 +14,11 @@ from ipyparallel.cluster.launcher import find_launcher_class
 from traitlets.config import Config
 
 from fsdp_lab.cluster.addresses import own_addresses
-from fsdp_lab.cluster.detached import PREFIX
 from fsdp_lab.cluster.engines import EngineProcess
 from fsdp_lab.cluster.errors import StartError
 from fsdp_lab.cluster.guardian import EndCommand, package_path
 from fsdp_lab.cluster.host_engines import DEFAULTS
+from fsdp_lab.cluster.host_script import PREFIX
 from fsdp_lab.cluster.hosts import LauncherHosts
 from fsdp_lab.cluster.local_engines import LocalEngines, OnEnd, controller_args, engine_environment, signal_engines
 from fsdp_lab.core.process import MARK

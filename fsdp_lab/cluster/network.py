@@ -7,9 +7,10 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp_lab.cluster.addresses import TRY_S, Door, fastest, new_token, reached_by_all
+from fsdp_lab.cluster.addresses import Door, fastest, new_token, reached_by_all
 from fsdp_lab.cluster.calls import Dispatcher
 from fsdp_lab.cluster.errors import ClusterError
+from fsdp_lab.cluster.host_script import TRY_S
 from fsdp_lab.cluster.local_engines import LOOPBACK
 
 ANSWER_S = 3 * TRY_S  # for one round: a connection, its greeting, and the answer to the kernel

@@ -8,16 +8,22 @@ from types import SimpleNamespace
 import pytest
 
 from fsdp_lab.cluster import StartError, host_script
+from fsdp_lab.cluster.detached import PREFIX
 from fsdp_lab.cluster.host_engines import HostEngines, RankHost
 from fsdp_lab.cluster.hosts import SlurmHosts, SshHosts
 from fsdp_lab.cluster.shells import Command, Said
 from fsdp_lab.cluster.slurm_engines import SlurmShell
+from fsdp_lab.core.process import MARK
 
 
 def printed(value: dict) -> str:
     output = io.StringIO()
     host_script.reply(value, output)
     return output.getvalue()
+
+
+def test_the_script_that_needs_no_package_has_the_same_names():
+    assert (host_script.MARK, host_script.PREFIX) == (MARK, PREFIX)
 
 
 def test_a_long_reply_is_in_short_lines_amid_other_output():
