@@ -1,7 +1,7 @@
 """At which address of a host the other hosts reach it: found by trying, whatever names resolve to.
 
 Note: finding addresses. Host names need not resolve, or resolve to loopback; a host can have several networks, of which some
-end at its own door (containers' bridges) or are slow; there need not be a default route. So one rank of each host listens
+end inside it (containers' bridges) or are slow; there need not be a default route. So one rank of each host listens
 at every address that its interfaces have, and one of each other host connects to all of them. A token shows that it is the
 right host that answers: private addresses repeat. An address is good if all other hosts reach it, since torch's store and
 Gloo take one per rank. Where several are good, the fastest is taken, by a short transfer between neighbors. The ports are
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Door:
+class Endpoint:
     """A port where a host listens."""
 
     address: str
@@ -62,13 +62,13 @@ def own_addresses() -> list[tuple[str, str]]:
     return [(interface, address) for _, interface, address in sorted(found, key=lambda f: f[0])]
 
 
-class Doors:
+class Endpoints:
     """Listens at every address of this host, and answers who says the token. Raises OSError if it can at none."""
 
     def __init__(self, token: str) -> None:
         self._token = bytes.fromhex(token)
         self._listeners: list[socket.socket] = []
-        self.open: list[Door] = []
+        self.open: list[Endpoint] = []
         why: OSError | None = None
         for interface, address in own_addresses():
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -78,8 +78,8 @@ class Doors:
                 why = e
                 continue
             self._listeners.append(listener)
-            self.open.append(Door(address=address, port=listener.getsockname()[1], interface=interface))
-            threading.Thread(target=self._accept, args=(listener,), name="fsdp_lab-door", daemon=True).start()
+            self.open.append(Endpoint(address=address, port=listener.getsockname()[1], interface=interface))
+            threading.Thread(target=self._accept, args=(listener,), name="fsdp_lab-endpoint", daemon=True).start()
         if why is not None and not self.open:
             raise why
 
@@ -87,7 +87,7 @@ class Doors:
         with contextlib.suppress(OSError):  # closed
             while True:
                 connection, _ = listener.accept()
-                threading.Thread(target=self._answer, args=(connection,), name="fsdp_lab-door", daemon=True).start()
+                threading.Thread(target=self._answer, args=(connection,), name="fsdp_lab-endpoint", daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
@@ -111,15 +111,15 @@ def new_token() -> str:
     return secrets.token_hex(_TOKEN_BYTES)
 
 
-def try_door(door: Door, token: str) -> str:
-    """Why this host does not reach a door; "" if it does."""
-    return try_to_connect(door.address, door.port, token)
+def try_endpoint(endpoint: Endpoint, token: str) -> str:
+    """Why this host does not reach a endpoint; "" if it does."""
+    return try_to_connect(endpoint.address, endpoint.port, token)
 
 
-def measure_door(door: Door, token: str) -> float:
-    """Bytes/s to a door, by a short transfer, from its start to its receipt; 0.0 if that fails."""
+def measure_endpoint(endpoint: Endpoint, token: str) -> float:
+    """Bytes/s to a endpoint, by a short transfer, from its start to its receipt; 0.0 if that fails."""
     try:
-        with connected(door.address, door.port, token) as connection:
+        with connected(endpoint.address, endpoint.port, token) as connection:
             part, sent, begin_s = bytes(1 << 16), 0, time.perf_counter()
             while sent < MEASURED_BYTES and time.perf_counter() - begin_s < MEASURED_S:
                 connection.sendall(part)
@@ -131,22 +131,26 @@ def measure_door(door: Door, token: str) -> float:
         return 0.0
 
 
-def at_each(doors: Sequence[Door], work: Callable[[Door, str], T], token: str, *, together: bool = True) -> list[T]:
-    """`work` at each door, in their order; one after the other unless `together`."""
-    with ThreadPoolExecutor(min(256, len(doors)) if together and doors else 1) as pool:
-        return list(pool.map(lambda door: work(door, token), doors))
+def at_each(
+    endpoints: Sequence[Endpoint], work: Callable[[Endpoint, str], T], token: str, *, together: bool = True
+) -> list[T]:
+    """`work` at each endpoint, in their order; one after the other unless `together`."""
+    with ThreadPoolExecutor(min(256, len(endpoints)) if together and endpoints else 1) as pool:
+        return list(pool.map(lambda endpoint: work(endpoint, token), endpoints))
 
 
 # -- decisions, in the kernel ----------------------------------------------------------------------------------------
 
-Tried = Mapping[tuple[str, str], Sequence[str]]  # (from host, to host) -> why each of its doors was not reached, or ""
+Tried = Mapping[
+    tuple[str, str], Sequence[str]
+]  # (from host, to host) -> why each of its endpoints was not reached, or ""
 
 
-def reached_by_all(doors: Mapping[str, Sequence[Door]], tried: Tried) -> dict[str, list[Door]]:
-    """The doors of each host that all others reach. Raises StartError, which names hosts, addresses and ports."""
+def reached_by_all(endpoints: Mapping[str, Sequence[Endpoint]], tried: Tried) -> dict[str, list[Endpoint]]:
+    """The endpoints of each host that all others reach. Raises StartError, which names hosts, addresses and ports."""
     found = {}
-    for host, own in doors.items():
-        others = [other for other in doors if other != host]
+    for host, own in endpoints.items():
+        others = [other for other in endpoints if other != host]
         if not own:
             raise StartError(f"{host} has no network that another host could reach: its interfaces are down, or "
                              f"{INTERFACES} names none of them")  # fmt: skip
@@ -156,23 +160,23 @@ def reached_by_all(doors: Mapping[str, Sequence[Door]], tried: Tried) -> dict[st
     return found
 
 
-def _unreached(host: str, doors: Sequence[Door], tried: Mapping[str, Sequence[str]]) -> str:
+def _unreached(host: str, endpoints: Sequence[Endpoint], tried: Mapping[str, Sequence[str]]) -> str:
     for other, failures in tried.items():
         if all(failures):
-            where = ", ".join(f"{door}: {why}" for door, why in zip(doors, failures, strict=True))
+            where = ", ".join(f"{endpoint}: {why}" for endpoint, why in zip(endpoints, failures, strict=True))
             return (f"{other} does not reach {host}: {where}; open the ports between the hosts, or give them a network "
                     f"that they share, and name its interface in {INTERFACES} if only some are meant")  # fmt: skip
     by = "; ".join(
-        f"{other} reaches {', '.join(door.address for door, why in zip(doors, failures, strict=True) if not why)}"
+        f"{other} reaches {', '.join(e.address for e, why in zip(endpoints, failures, strict=True) if not why)}"
         for other, failures in tried.items()
     )
     return f"no address of {host} is reached by all other hosts ({by}); give the hosts one network that they share"
 
 
-def fastest(doors: Sequence[Door], speeds: Sequence[float]) -> Door:
-    """The first of the doors that no other is clearly faster than."""
+def fastest(endpoints: Sequence[Endpoint], speeds: Sequence[float]) -> Endpoint:
+    """The first of the endpoints that no other is clearly faster than."""
     best = max(speeds)
-    return next(door for door, speed in zip(doors, speeds, strict=True) if speed * FASTER >= best)
+    return next(endpoint for endpoint, speed in zip(endpoints, speeds, strict=True) if speed * FASTER >= best)
 
 
 def unique_names(hosts: Mapping[str, tuple[str, str]]) -> dict[str, str]:

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.cluster import host_script
-from fsdp_lab.cluster.addresses import Door, Doors, new_token
+from fsdp_lab.cluster.addresses import Endpoint, Endpoints, new_token
 from fsdp_lab.cluster.engines import EngineProcess
 from fsdp_lab.cluster.errors import StartError
 from fsdp_lab.cluster.guardian import EndCommand, package_path
@@ -94,7 +94,7 @@ class HostEngines(LocalEngines):
         self._hosts: dict[str, RankHost] = {}
         self._exits: dict[tuple[str, int], int] = {}  # exit codes, by the host's id and the pid
         self._logs: dict[tuple[str, int], str] = {}
-        self._door: Door | None = None  # of the controller, as the hosts reach it; None: through tunnels
+        self._endpoint: Endpoint | None = None  # of the controller, as the hosts reach it; None: through tunnels
         self.notes: tuple[str, ...] = ()
         super().__init__(token, engine_environment(token, 1, environment), on_end, timeout_s)  # of the controller
 
@@ -106,29 +106,29 @@ class HostEngines(LocalEngines):
         names = self._allocate()
         self._report_stage("looking at hosts", 0, len(names))
         token = new_token()
-        doors = Doors(token)
+        endpoints = Endpoints(token)
         try:
-            self._look(names, [d for d in doors.open if ":" not in d.address], token)
+            self._look(names, [d for d in endpoints.open if ":" not in d.address], token)
         finally:
-            doors.close()
+            endpoints.close()
         assert self._guardian is not None
         self._guardian.set_end_commands(self._end_commands())
 
     # -- looking ----------------------------------------------------------------------------------------------------
 
-    def _look(self, names: Sequence[str], doors: Sequence[Door], token: str) -> None:
+    def _look(self, names: Sequence[str], endpoints: Sequence[Endpoint], token: str) -> None:
         root = package_path().partition(os.pathsep)[0]
         if Path(root).name in ("site-packages", "dist-packages"):
             root = ""  # the hosts have other packages there, if the folder is shared: theirs count
         found = self._ask_all(names, "look", LOOK_S, packages=PACKAGES, token=token, code=root,
-                              doors=[(d.address, d.port) for d in doors])  # fmt: skip
+                              endpoints=[(d.address, d.port) for d in endpoints])  # fmt: skip
         for name, facts in found.items():
             self._hosts[name] = RankHost(name=name, ranks=self._asked.each or facts["gpus"] or 1, code=root)
             if where := facts["temporary"]:
                 raise StartError(f"{name} has no temporary folder that can be written ({where}): set TMPDIR there")
         self._check_software(found)
         unreached = {name: facts["unreached"] for name, facts in found.items()}
-        self._door = self._choose_door(doors, unreached)
+        self._endpoint = self._choose_endpoint(endpoints, unreached)
 
     def _ask_all(self, names: Sequence[str], what: str, limit_s: float, **arguments: Any) -> dict[str, Any]:
         """The answers of all hosts. Raises StartError for the first that does not answer."""
@@ -139,16 +139,18 @@ class HostEngines(LocalEngines):
             raise StartError(f"{failed[0]}{more}")
         return {name: s.value for name, s in said.items()}
 
-    def _choose_door(self, doors: Sequence[Door], unreached: Mapping[str, Sequence[str]]) -> Door | None:
-        """The first door that all hosts reach. Raises StartError."""
-        for i, door in enumerate(doors):
+    def _choose_endpoint(
+        self, endpoints: Sequence[Endpoint], unreached: Mapping[str, Sequence[str]]
+    ) -> Endpoint | None:
+        """The first endpoint that all hosts reach. Raises StartError."""
+        for i, endpoint in enumerate(endpoints):
             if not any(why[i] for why in unreached.values()):
-                return door
+                return endpoint
         name = next(n for n, why in unreached.items() if all(why)) if any(map(all, unreached.values())) else ""
-        tried = ", ".join(f"{d}: {why}" for d, why in zip(doors, unreached[name], strict=True)) if name else ""
+        tried = ", ".join(f"{d}: {why}" for d, why in zip(endpoints, unreached[name], strict=True)) if name else ""
         raise StartError(
             f"{name} does not reach this machine: {tried or 'it has no address'}; open the ports between them"
-            if name or not doors
+            if name or not endpoints
             else "no address of this machine is reached by all hosts: give them one network that they share"
         )
 
@@ -205,7 +207,7 @@ class HostEngines(LocalEngines):
     def _controller_args(self) -> list[str]:
         """The hub gives engines up no sooner than their keepers do."""
         return controller_args(
-            engine_ip=LOOPBACK if self._door is None else self._door.address, lost_s=self._asked.cut_s
+            engine_ip=LOOPBACK if self._endpoint is None else self._endpoint.address, lost_s=self._asked.cut_s
         )
 
     @property
@@ -273,7 +275,7 @@ class HostEngines(LocalEngines):
 
     def _orders(self, count: int, *, sent: bool, stay: bool) -> bytes:
         """What a keeper reads (see host_keeper.py). `sent`: whether this package was sent to its host."""
-        gone_s = self._asked.cut_s if self._door is None else CONTROLLER_GONE_S  # a tunnel that is cut refuses too
+        gone_s = self._asked.cut_s if self._endpoint is None else CONTROLLER_GONE_S  # a tunnel that is cut refuses too
         environment = {**DEFAULTS, **self._variables}
         orders = {"token": self._token, "count": count, "environment": environment, "connection": self._connection,
                   "cut_s": self._asked.cut_s, "gone_s": gone_s, "stay": stay, "sent": sent,

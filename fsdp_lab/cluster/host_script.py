@@ -75,13 +75,14 @@ def own(token: str) -> str:
     return f"{token}.{network}"
 
 
-def look(packages: Sequence[str], doors: Sequence[Sequence[Any]], token: str, code: str) -> dict[str, Any]:
-    """What this host has, and why it does not reach each of the kernel's doors, (address, port). `code`: a folder that may
-    have been sent, from where fsdp_lab is imported."""
+def look(packages: Sequence[str], endpoints: Sequence[Sequence[Any]], token: str, code: str) -> dict[str, Any]:
+    """What this host has, and why it does not reach each of the kernel's endpoints, (address, port).
+
+    `code`: a folder from where fsdp_lab is imported, if it is there."""
     if code:
         sys.path.insert(0, os.path.expanduser(code))
     with ThreadPoolExecutor(16) as pool:
-        unreached = list(pool.map(lambda door: try_to_connect(door[0], door[1], token), doors))
+        unreached = list(pool.map(lambda endpoint: try_to_connect(endpoint[0], endpoint[1], token), endpoints))
     return {
         "name": socket.gethostname(),
         "python": list(sys.version_info[:3]),

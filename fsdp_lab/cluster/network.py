@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp_lab.cluster.addresses import Door, fastest, new_token, reached_by_all
+from fsdp_lab.cluster.addresses import Endpoint, fastest, new_token, reached_by_all
 from fsdp_lab.cluster.calls import Dispatcher
 from fsdp_lab.cluster.errors import ClusterError
 from fsdp_lab.cluster.host_script import TRY_S
@@ -41,31 +41,33 @@ def meet(dispatcher: Dispatcher, hosts: Sequence[str]) -> dict[str, HostAddress]
         return {host: HostAddress() for host in leaders}
     token = new_token()
     try:
-        opened = _ask(dispatcher, "open_doors", {rank: {"token": token} for rank in leaders.values()})
-        doors = {host: opened[rank] for host, rank in leaders.items()}
-        chosen = _choose(dispatcher, leaders, doors, token)
+        opened = _ask(dispatcher, "open_endpoints", {rank: {"token": token} for rank in leaders.values()})
+        endpoints = {host: opened[rank] for host, rank in leaders.items()}
+        chosen = _choose(dispatcher, leaders, endpoints, token)
     finally:
         with contextlib.suppress(ClusterError):  # the first error counts
-            _ask(dispatcher, "close_doors", {rank: {} for rank in leaders.values()})
-    return {host: HostAddress(address=door.address, interface=door.interface) for host, door in chosen.items()}
+            _ask(dispatcher, "close_endpoints", {rank: {} for rank in leaders.values()})
+    return {
+        host: HostAddress(address=endpoint.address, interface=endpoint.interface) for host, endpoint in chosen.items()
+    }
 
 
 def _choose(
-    dispatcher: Dispatcher, leaders: Mapping[str, int], doors: Mapping[str, Sequence[Door]], token: str
-) -> dict[str, Door]:
+    dispatcher: Dispatcher, leaders: Mapping[str, int], endpoints: Mapping[str, Sequence[Endpoint]], token: str
+) -> dict[str, Endpoint]:
     others = {host: [other for other in leaders if other != host] for host in leaders}
-    flat = {host: [door for other in others[host] for door in doors[other]] for host in leaders}
-    answers = _ask(dispatcher, "reach", {leaders[h]: {"doors": flat[h], "token": token} for h in leaders})
+    flat = {host: [endpoint for other in others[host] for endpoint in endpoints[other]] for host in leaders}
+    answers = _ask(dispatcher, "reach", {leaders[h]: {"endpoints": flat[h], "token": token} for h in leaders})
     tried: dict[tuple[str, str], list[str]] = {}
     for host, rank in leaders.items():
         rest = iter(answers[rank])
-        tried |= {(host, other): [next(rest) for _ in doors[other]] for other in others[host]}
-    good = reached_by_all(doors, tried)
+        tried |= {(host, other): [next(rest) for _ in endpoints[other]] for other in others[host]}
+    good = reached_by_all(endpoints, tried)
     names = list(leaders)
     before = {host: names[i - 1] for i, host in enumerate(names)}  # the neighbor that measures
     several = [host for host in names if len(good[host]) > 1]
     speeds = _ask(
-        dispatcher, "measure", {leaders[before[host]]: {"doors": good[host], "token": token} for host in several}
+        dispatcher, "measure", {leaders[before[host]]: {"endpoints": good[host], "token": token} for host in several}
     )
     fast = {host: fastest(good[host], speeds[leaders[before[host]]]) for host in several}
     return {host: fast.get(host, good[host][0]) for host in names}

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from fsdp_lab.cluster.addresses import Door, Doors, at_each, measure_door, own_addresses, try_door
+from fsdp_lab.cluster.addresses import Endpoint, Endpoints, at_each, measure_endpoint, own_addresses, try_endpoint
 from fsdp_lab.cluster.placement import Host, probe
 from fsdp_lab.core.process import host_id
 
@@ -165,7 +165,7 @@ class Resident:
         self.store: Any = None
         self.session: Any = None
         self.heartbeats: HeartbeatPublisher | None = None
-        self.doors: Doors | None = None
+        self.endpoints: Endpoints | None = None
         self._variables: dict[str, str | None] = {}  # of the environment, as they were before
         self._pushed: dict[str, Any] = {}
 
@@ -268,28 +268,28 @@ def load(module: str | None) -> None:
     gc.freeze()
 
 
-def open_doors(token: str) -> list[Door]:
-    """Listens at all addresses of this host, until `close_doors`. Raises OSError."""
-    close_doors()
-    resident().doors = doors = Doors(token)
-    return doors.open
+def open_endpoints(token: str) -> list[Endpoint]:
+    """Listens at all addresses of this host, until `close_endpoints`. Raises OSError."""
+    close_endpoints()
+    resident().endpoints = endpoints = Endpoints(token)
+    return endpoints.open
 
 
-def close_doors() -> None:
+def close_endpoints() -> None:
     own = resident()
-    if own.doors is not None:
-        own.doors.close()
-        own.doors = None
+    if own.endpoints is not None:
+        own.endpoints.close()
+        own.endpoints = None
 
 
-def reach(doors: Sequence[Door], token: str) -> list[str]:
-    """Why this host does not reach each of these doors; "" where it does."""
-    return at_each(doors, try_door, token)
+def reach(endpoints: Sequence[Endpoint], token: str) -> list[str]:
+    """Why this host does not reach each of these endpoints; "" where it does."""
+    return at_each(endpoints, try_endpoint, token)
 
 
-def measure(doors: Sequence[Door], token: str) -> list[float]:
-    """Bytes/s from here to each of these doors."""
-    return at_each(doors, measure_door, token, together=False)
+def measure(endpoints: Sequence[Endpoint], token: str) -> list[float]:
+    """Bytes/s from here to each of these endpoints."""
+    return at_each(endpoints, measure_endpoint, token, together=False)
 
 
 def host(module: str | None, address: str | None) -> str:
@@ -353,10 +353,10 @@ ACTIONS: Mapping[str, Callable[..., Any]] = {
         hardware,
         claim,
         load,
-        open_doors,
+        open_endpoints,
         reach,
         measure,
-        close_doors,
+        close_endpoints,
         host,
         join,
         attach,

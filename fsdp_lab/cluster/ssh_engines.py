@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from fsdp_lab.cluster import host_script
-from fsdp_lab.cluster.addresses import Door
+from fsdp_lab.cluster.addresses import Endpoint
 from fsdp_lab.cluster.errors import StartError
 from fsdp_lab.cluster.guardian import EndCommand
 from fsdp_lab.cluster.host_engines import START_S, HostEngines
@@ -29,11 +29,13 @@ class SshEngines(HostEngines):
         self.shell = SshShell(self._asked.path, self._asked.ssh_args)
         return list(self._asked.names)
 
-    def _choose_door(self, doors: Sequence[Door], unreached: Mapping[str, Sequence[str]]) -> Door | None:
+    def _choose_endpoint(
+        self, endpoints: Sequence[Endpoint], unreached: Mapping[str, Sequence[str]]
+    ) -> Endpoint | None:
         if self._asked.tunnel:
             return None
         try:
-            return super()._choose_door(doors, unreached)
+            return super()._choose_endpoint(endpoints, unreached)
         except StartError:
             if self._asked.tunnel is False:
                 raise
@@ -41,7 +43,7 @@ class SshEngines(HostEngines):
             return None
 
     def _keepers(self, counts: Mapping[str, int]) -> dict[str, Said]:
-        if self._door is None:
+        if self._endpoint is None:
             self._open_tunnels(counts)
         running: dict[str, Command] = {}
         for name, n in counts.items():
