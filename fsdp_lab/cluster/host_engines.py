@@ -53,6 +53,7 @@ from fsdp_lab.core.process import HOST_MEMORY
 LOOK_S, START_S, STATUS_S, END_S = 30.0, 60.0, 5.0, 4.0  # how long hosts may take to answer
 POST_MORTEM_S = 3.0  # for a host whose engine has ended, to say how
 INSTALL_S = 1800.0
+CHECK_S = 2.0  # between two looks whether engines have ended while they start
 UNREACHED_S = 15.0  # how long a host that did not answer is not asked again
 CONTROLLER_GONE_S = 2.0  # how long it may refuse connections before the keepers end the engines
 # What ranks import, and of which another version could give other results or not understand the kernel.
@@ -223,21 +224,19 @@ class HostEngines(LocalEngines):
         before = set(self.client.ids)
         counts = self._shares(n)
         pids = self._start_keepers(counts)
-        deadline, reported, checked_s = time.monotonic() + timeout_s, -1, time.monotonic()
-        while True:
-            new = sorted(set(self.client.ids) - before)
-            if len(new) != reported:
-                reported = len(new)
-                ready(reported)
-            if len(new) >= n:
-                return new
-            if time.monotonic() - checked_s > 2.0:
+        checked_s = time.monotonic()
+        deadline = checked_s + timeout_s
+
+        def check(missing: int) -> None:
+            nonlocal checked_s
+            if time.monotonic() - checked_s > CHECK_S:
                 checked_s = time.monotonic()
                 self._check_started(pids)
             if time.monotonic() > deadline:
-                raise StartError(f"{n - len(new)} of {n} engines did not reach this machine within {timeout_s:.0f} s: "
-                                 f"open the ports between it and {', '.join(counts)}")  # fmt: skip
-            time.sleep(0.03)
+                raise StartError(f"{missing} of {n} engines did not reach this machine within {timeout_s:.0f} s: open the "
+                                 f"ports between it and {', '.join(counts)}")  # fmt: skip
+
+        return self._await_engines(n, before, ready, check)
 
     def _shares(self, n: int) -> dict[str, int]:
         """How many of n engines each host is to start. Raises StartError if no host answers."""

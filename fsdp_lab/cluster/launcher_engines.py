@@ -74,7 +74,7 @@ class LauncherEngines(LocalEngines):
         return self._asked.count
 
     def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
-        before, begin_s, reported = set(self.client.ids), time.monotonic(), -1
+        before, begin_s = set(self.client.ids), time.monotonic()
         try:
             self._loop.run(self._cluster.start_engines(n, environment=self._variables), timeout_s)
         except Exception as e:
@@ -83,16 +83,13 @@ class LauncherEngines(LocalEngines):
             ) from None
         assert self._guardian is not None
         self._guardian.set_end_commands(self._end_commands())
-        while len(new := sorted(set(self.client.ids) - before)) < n:
-            if len(new) != reported:
-                reported = len(new)
-                ready(reported)
+
+        def check(missing: int) -> None:
             if self._asked.queue_s is not None and time.monotonic() - begin_s > self._asked.queue_s:
-                raise StartError(f"{n - len(new)} of {n} engines did not reach {self._address} within "
+                raise StartError(f"{missing} of {n} engines did not reach {self._address} within "
                                  f"{self._asked.queue_s:g} s: look at the job, or give another address=")  # fmt: skip
-            time.sleep(0.05)
-        ready(n)
-        return new
+
+        return self._await_engines(n, before, ready, check)
 
     def end(self, processes: Sequence[EngineProcess], term_s: float) -> None:
         signal_engines(self.client, self.sending, [p.engine for p in processes], term_s)

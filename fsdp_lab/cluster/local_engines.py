@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -147,22 +147,34 @@ class LocalEngines(Engines):
             started = self._loop.run(self._start(n), timeout_s)
         except Exception as e:
             raise start_error("the engines did not start", e, "", timeout_s) from None
-        deadline, reported = time.monotonic() + timeout_s, -1
-        while True:
-            new = sorted(set(self.client.ids) - before)
-            if len(new) != reported:
-                reported = len(new)
-                ready(reported)
-            if len(new) >= n:
-                return new
+        deadline = time.monotonic() + timeout_s
+
+        def check(missing: int) -> None:
             if ended := [pid for pid in started if pid in self._exit_codes]:
                 code, log = self._exit_codes[ended[0]], self._log(ended[0])
                 raise StartError(f"an engine ended while it was starting (exit code {code})", log)
             if time.monotonic() > deadline:
                 raise StartError(
-                    f"{n - len(new)} of {n} engines were not ready after {timeout_s:.0f} s; a busy machine is slow",
+                    f"{missing} of {n} engines were not ready after {timeout_s:.0f} s; a busy machine is slow",
                     self._log(started[0]),
                 )
+
+        return self._await_engines(n, before, ready, check)
+
+    def _await_engines(
+        self, n: int, before: Collection[int], ready: Callable[[int], None], check: Callable[[int], None]
+    ) -> list[int]:
+        """The ids of `n` engines that were not there `before`. `ready`: see `add`. `check` may raise; it is given how many are
+        missing."""
+        reported = -1
+        while True:
+            new = sorted(set(self.client.ids) - set(before))
+            if len(new) != reported:
+                reported = len(new)
+                ready(reported)
+            if len(new) >= n:
+                return new
+            check(n - len(new))
             time.sleep(0.03)
 
     async def _start(self, n: int) -> list[int]:
