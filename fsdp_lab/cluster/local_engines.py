@@ -164,8 +164,9 @@ class LocalEngines(Engines):
     def _await_engines(
         self, n: int, before: Collection[int], ready: Callable[[int], None], check: Callable[[int], None]
     ) -> list[int]:
-        """The ids of `n` engines that were not there `before`. `ready`: see `add`. `check` may raise; it is given how many are
-        missing."""
+        """The ids of `n` engines that were not there `before`. `ready`: see `add`.
+
+        `check` is given how many are missing, and may raise."""
         reported = -1
         while True:
             new = sorted(set(self.client.ids) - set(before))
