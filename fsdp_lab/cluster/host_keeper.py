@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any, TextIO
 
 import zmq
@@ -183,11 +184,17 @@ def let_go() -> None:
         os.dup2(null, descriptor)
 
 
+def leave(number: int, frame: FrameType | None) -> None:
+    """A batch system ends the job: the engines end first, and a second signal does not interrupt that."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit()
+
+
 def main() -> None:
     orders = json.loads(sys.stdin.readline())
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())  # a batch system's: the engines end first
+    signal.signal(signal.SIGTERM, leave)
     told = sys.stdout if orders["stay"] else go_on_alone()
     keeper = Keeper(orders)
     try:

@@ -30,17 +30,20 @@ RUNNING, COMPLETING = "RUNNING", "COMPLETING"  # states of a job
 
 
 class SlurmShell(Shell):
-    """By srun in a job: one command for all hosts."""
+    """By srun in a job: one command for all hosts.
 
-    def __init__(self, python: str, job: str, token: str) -> None:
-        self.python, self.job, self._token = python, job, token
+    srun does not carry the mark of what the guardian ends here: when srun is ended, its tasks are killed at once, and a
+    keeper could not remove its folder. It ends with its tasks, and these with the job or when the controller is gone."""
+
+    def __init__(self, python: str, job: str) -> None:
+        self.python, self.job = python, job
 
     def start(self, hosts: Sequence[str], command: Sequence[str], sent: bytes) -> dict[str, Command]:
         n = len(hosts)
         srun = ["srun", f"--jobid={self.job}", "--overlap", f"--nodes={n}", f"--ntasks={n}", "--ntasks-per-node=1",
                 f"--nodelist={','.join(hosts)}", "--cpu-bind=none", "--mem=0", "--label", "--input=all", "--unbuffered",
                 "--quiet", "--kill-on-bad-exit=0"]  # fmt: skip
-        return {",".join(hosts): started([*srun, *command], sent, {MARK: self._token})}
+        return {",".join(hosts): started([*srun, *command], sent)}
 
     def _said(self, host: str, command: Command, limit_s: float) -> dict[str, Said]:
         """The reply of each host, in lines that begin with the number of its task."""
@@ -86,7 +89,7 @@ class SlurmEngines(HostEngines):
         nodes = ask_slurm("squeue", "-h", "-j", self._job, "-o", "%N")
         names = ask_slurm("scontrol", "show", "hostnames", nodes).split()
         self._report_stage(f"granted: job {self._job}", len(names), len(names))
-        self.shell = SlurmShell(self._asked.path, self._job, self._token)
+        self.shell = SlurmShell(self._asked.path, self._job)
         return names
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from pathlib import Path
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
 from fsdp_lab.runs.recovery import RecoveryPolicy
-from tests.hosts.machines import Machine, Site, Slurm, SshServers, end, eventually, site
+from tests.hosts.machines import Machine, Site, Slurm, SshServers, end, eventually, kept_folders, site
 
 WORK = {"model": "gpt2-1m", "seq_len": 32, "micro_batch": 2, "sharding": "no_shard"}  # each rank holds all of the state
 STEPS, BEGUN = 60, 4
@@ -203,10 +204,15 @@ def prepare(stage: Stage) -> None:
 
 
 def drill(stage: Stage, name: str) -> str:
-    """Runs a drill, and waits until the hosts are clean."""
+    """Runs a drill, and waits until the hosts are clean. A host that lost its power keeps its temporary folder."""
+    before = kept_folders()
     said = DRILLS[name](stage)
     begin_s = time.monotonic()
     eventually(lambda: not stage.left() and not stage.slurm.jobs(), LEFT_S, "the hosts are clean")
+    left = kept_folders() - before
+    assert not left or name == "host_killed", left
+    for file in left:
+        shutil.rmtree(Path(file).parent)
     return f"{said} Clean after {time.monotonic() - begin_s:.1f} s."
 
 

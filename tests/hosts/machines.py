@@ -6,6 +6,7 @@ cable is counted by its interface. Needs root and Debian's iproute2; `tc` shapes
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -131,6 +133,11 @@ def site(names: Sequence[str], number: int = 0) -> Iterator[Site]:
             subprocess.run(["ip", "netns", "delete", machine.space], capture_output=True, timeout=LIMIT_S)
         for name in made.bridges:
             subprocess.run(["ip", "link", "delete", name], capture_output=True, timeout=LIMIT_S)
+
+
+def kept_folders() -> set[str]:
+    """Private folders on hosts, in the temporary folder that these hosts share with this process."""
+    return set(glob.glob(f"{tempfile.gettempdir()}/fsdp_lab-*/exits.json"))
 
 
 def end(pids: Sequence[int]) -> None:

@@ -20,7 +20,7 @@ from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SlurmHosts
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.lab import Lab
 from tests.cluster.conftest import FAKE
-from tests.hosts.machines import Site, Slurm, eventually
+from tests.hosts.machines import Site, Slurm, eventually, kept_folders
 
 pytestmark = pytest.mark.slow
 START_S, END_S, LEFT_S = 25.0, 5.0, 15.0
@@ -47,8 +47,10 @@ def slurm(two: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm
 @pytest.fixture
 def hosts(two: Site, slurm: Slurm) -> Iterator[Callable[..., SlurmHosts]]:
     """Makes the configuration; afterwards there is no job, and nothing of it runs."""
+    before = kept_folders()
     yield lambda **options: SlurmHosts(**{"hosts": 2, "ranks_per_host": 1, **options})
     eventually(lambda: not slurm.jobs() and not left(two), LEFT_S, "the job is given back")
+    eventually(lambda: kept_folders() <= before, LEFT_S, "no private folder is left")
 
 
 def left(made: Site) -> list[str]:

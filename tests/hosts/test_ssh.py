@@ -21,7 +21,7 @@ from fsdp_lab.cluster.hosts import SshHosts
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.lab import Lab
 from tests.cluster.conftest import FAKE
-from tests.hosts.machines import Site, SshServers, eventually, program
+from tests.hosts.machines import Site, SshServers, eventually, kept_folders, program
 
 pytestmark = pytest.mark.slow
 START_S, END_S = 25.0, 5.0
@@ -47,10 +47,12 @@ def ssh(two: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServ
 @pytest.fixture
 def hosts(two: Site, ssh: SshServers) -> Iterator[Callable[..., SshHosts]]:
     """Makes the configuration; afterwards nothing runs on the hosts but their sshd."""
+    before = kept_folders()
     yield lambda *names, **options: SshHosts(
         names=names or ("alpha", "beta"), ssh_args=("-F", str(ssh.config)), **{"ranks_per_host": 1, **options}
     )
     eventually(lambda: not left(two, ssh), LEFT_S, "the hosts are clean")
+    eventually(lambda: kept_folders() <= before, LEFT_S, "no private folder is left")
 
 
 def left(made: Site, ssh: SshServers) -> dict[str, list[str]]:
