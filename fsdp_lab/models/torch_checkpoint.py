@@ -60,12 +60,21 @@ class _ForeignName(Exception):
     """A name that no index has."""
 
 
+def _member(kind: object, name: object) -> InertRecord:
+    """A member of an enumeration, as Python 3.11.2 pickles it: by `getattr`, which this stands for."""
+    if kind is not InertRecord or not isinstance(name, str):
+        raise _ForeignName("builtins.getattr")
+    return InertRecord()
+
+
 class _Unpickler(pickle.Unpickler):
     """See the note."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _TORCH_DTYPES:
             return _TORCH_DTYPES[name]
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) not in _NAMES:
             raise _ForeignName(f"{module}.{name}")
         return _NAMES[module, name]

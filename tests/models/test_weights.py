@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
 from fsdp_lab.core.errors import SpecError
@@ -25,6 +25,7 @@ from fsdp_lab.core.workload import Workload
 from fsdp_lab.models import Initializer, Pretrained, Weights, build_skeleton, resolve, weights_folder
 from fsdp_lab.models.check import check
 from fsdp_lab.models.pretrained import smallest_patterns
+from fsdp_lab.models.torch_checkpoint import InertRecord, _ForeignName, _Unpickler
 from tests.models.small import SMALL, filled
 
 UNTIED = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 300, "n_positions": 128,
@@ -478,6 +479,24 @@ def test_a_file_of_torchs_checkpoint_that_is_damaged_is_named(tmp_path: Path) ->
 class Harmful(torch.nn.Module):
     def __reduce__(self) -> Any:
         return (Path.touch, (Path("harmed"),))
+
+
+class ByGetattr:
+    """Pickles as an attribute of something."""
+
+    def __init__(self, of: object, name: str) -> None:
+        self._arguments = (of, name)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, self._arguments
+
+
+def test_a_member_of_torchs_enumeration_is_read_as_each_python_pickles_it() -> None:
+    """Debian's Python 3.11.2 writes getattr(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")."""
+    member = pickle.dumps(ByGetattr(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"))
+    assert isinstance(_Unpickler(io.BytesIO(member)).load(), InertRecord)
+    with pytest.raises(_ForeignName, match="getattr"):
+        _Unpickler(io.BytesIO(pickle.dumps(ByGetattr(torch.Size, "count")))).load()
 
 
 def test_an_item_that_would_run_code_is_refused_and_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
