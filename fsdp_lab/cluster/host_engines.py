@@ -2,17 +2,17 @@
 slurm_engines.py say how hosts are reached.
 
 Note: how engines on other hosts live and end. A host is asked what it has and which address of the controller's host it
-reaches before anything is started there (`look` in host_script.py). Then one command a host starts a keeper (host_keeper.py)
-with the controller's connection on its standard input, and the keeper starts the engines. (ipyparallel's SSH launcher takes
+reaches before anything is started there (`look` in host_script.py). Then one command a host starts an agent (host_agent.py)
+with the controller's connection on its standard input, and the agent starts the engines. (ipyparallel's SSH launcher takes
 eight connections an engine, one after the other, and needs a profile; its Slurm launcher writes keys to a shared folder. The
 engines, the controller, signals and the news of an engine's end are ipyparallel's.) From then on:
 
 - Signals, also SIGKILL, go to an engine's nanny, which answers when the engine does not.
-- The nanny tells the hub when its engine ends; the keeper keeps the exit code and the log.
+- The nanny tells the hub when its engine ends; the agent keeps the exit code and the log.
 - At the end, `end` is run on every host. If this kernel ends without it, the guardian here runs it; if the guardian cannot,
-  since its host has died, the keepers notice that the controller is gone.
+  since its host has died, the agents notice that the controller is gone.
 - A host that is out of reach for less than `cut_s` loses nothing. A longer cut ends its engines: on the host by the
-  keeper, here by the hub, which misses their heartbeats.
+  agent, here by the hub, which misses their heartbeats.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from fsdp_lab.cluster.local_engines import (
     engine_environment,
     signal_engines,
 )
-from fsdp_lab.cluster.shells import Said, Shell
+from fsdp_lab.cluster.shells import HostAnswer, Shell
 from fsdp_lab.core import __version__
 from fsdp_lab.core.process import HOST_MEMORY
 
@@ -55,7 +55,7 @@ POST_MORTEM_S = 3.0  # for a host whose engine has ended, to say how
 INSTALL_S = 1800.0
 CHECK_S = 2.0  # between two looks whether engines have ended while they start
 UNREACHED_S = 15.0  # how long a host that did not answer is not asked again
-CONTROLLER_GONE_S = 2.0  # how long it may refuse connections before the keepers end the engines
+CONTROLLER_GONE_S = 2.0  # how long it may refuse connections before the agents end the engines
 # What ranks import, and of which another version could give other results or not understand the kernel.
 PACKAGES = ("torch", "ipyparallel", "pyzmq", "cloudpickle", "psutil", "numpy", "transformers", "safetensors")
 SAME = ("torch", "ipyparallel", "cloudpickle", "transformers")
@@ -206,7 +206,7 @@ class HostEngines(LocalEngines):
 
     @property
     def _controller_args(self) -> list[str]:
-        """The hub gives engines up no sooner than their keepers do."""
+        """The hub gives engines up no sooner than their agents do."""
         return controller_args(
             engine_ip=LOOPBACK if self._endpoint is None else self._endpoint.address, lost_s=self._asked.cut_s
         )
@@ -223,7 +223,7 @@ class HostEngines(LocalEngines):
         """On hosts that answer: first those that lack ranks, then beyond that in turns."""
         before = set(self.client.ids)
         counts = self._shares(n)
-        pids = self._start_keepers(counts)
+        pids = self._start_agents(counts)
         checked_s = time.monotonic()
         deadline = checked_s + timeout_s
 
@@ -258,9 +258,9 @@ class HostEngines(LocalEngines):
             found[list(running)[i % len(running)]] += 1
         return {name: count for name, count in found.items() if count}
 
-    def _start_keepers(self, counts: Mapping[str, int]) -> dict[str, set[int]]:
+    def _start_agents(self, counts: Mapping[str, int]) -> dict[str, set[int]]:
         """Returns the pids of new engines, by host."""
-        said = self._keepers(counts)
+        said = self._agents(counts)
         for name, s in said.items():
             if s.failure:
                 raise StartError(s.failure)
@@ -269,11 +269,11 @@ class HostEngines(LocalEngines):
         return {name: set(s.value["pids"]) for name, s in said.items()}
 
     @abstractmethod
-    def _keepers(self, counts: Mapping[str, int]) -> dict[str, Said]:
-        """Starts a keeper on each of these hosts, with so many engines."""
+    def _agents(self, counts: Mapping[str, int]) -> dict[str, HostAnswer]:
+        """Starts an agent on each of these hosts, with so many engines."""
 
     def _orders(self, count: int, *, sent: bool, stay: bool) -> bytes:
-        """What a keeper reads (see host_keeper.py). `sent`: whether this package was sent to its host."""
+        """What an agent reads (see host_agent.py). `sent`: whether this package was sent to its host."""
         gone_s = self._asked.cut_s if self._endpoint is None else CONTROLLER_GONE_S  # a tunnel that is cut refuses too
         environment = {**DEFAULTS, **self._variables}
         orders = {"token": self._token, "count": count, "environment": environment, "connection": self._connection,
@@ -281,8 +281,8 @@ class HostEngines(LocalEngines):
                   "cwd": os.getcwd()}  # fmt: skip
         return json.dumps(orders).encode() + b"\n"
 
-    def _keeper_command(self, code: str) -> list[str]:
-        return ["env", f"PYTHONPATH={code}", self.shell.python, "-P", "-m", "fsdp_lab.cluster.host_keeper"]
+    def _agent_command(self, code: str) -> list[str]:
+        return ["env", f"PYTHONPATH={code}", self.shell.python, "-P", "-m", "fsdp_lab.cluster.host_agent"]
 
     def _check_started(self, pids: Mapping[str, set[int]]) -> None:
         """Raises StartError if an engine that was started has ended."""
@@ -319,7 +319,7 @@ class HostEngines(LocalEngines):
         host, key = self._host_of(process), (process.host_id, process.pid)
         if host is None or key in self._exits or time.monotonic() - host.unreached_s < UNREACHED_S:
             return
-        for _ in range(2):  # the keeper may learn of it a moment later
+        for _ in range(2):  # the agent may learn of it a moment later
             said = self.shell.script([host.name], "status", POST_MORTEM_S, token=self._token)[host.name]
             if said.failure:
                 host.unreached_s = time.monotonic()
@@ -333,7 +333,7 @@ class HostEngines(LocalEngines):
         signal_engines(self.client, self.sending, [p.engine for p in processes], term_s)
 
     def _end_all(self) -> bool:
-        if self._hosts:  # on one that does not answer the keeper ends them
+        if self._hosts:  # on one that does not answer the agent ends them
             self.shell.script(list(self._hosts), "end", END_S, token=self._token)
         return True
 

@@ -67,7 +67,7 @@ def reply(value: dict[str, Any], file: TextIO | None = None) -> None:
         print(f"{REPLY}{i}:{len(pieces)}:{piece}", flush=True, file=file)
 
 
-def own(token: str) -> str:
+def host_mark(token: str) -> str:
     """The token that marks a cluster's engines on this host."""
     network = ""
     if os.path.exists("/proc/self/ns/net"):
@@ -177,15 +177,15 @@ def exactly(connection: socket.socket, n: int) -> bytes:
 
 def status(token: str) -> dict[str, Any]:
     """Which engines of a cluster run, and what is known of those that have ended: exit codes and last lines, by pid."""
-    found: dict[str, Any] = {"running": list(marked(own(token))), "exits": {}, "logs": {}}
-    for _, kept in kept_files(own(token)):
+    found: dict[str, Any] = {"running": list(marked(host_mark(token))), "exits": {}, "logs": {}}
+    for _, kept in kept_files(host_mark(token)):
         found["exits"].update(kept["exits"])
         found["logs"].update({pid: last_lines(path) for pid, path in kept["logs"].items()})
     return found
 
 
 def kept_files(token: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(folder, content) of the files that keepers of this token have written (host_keeper.py)."""
+    """(folder, content) of the files that agents of this token have written (host_agent.py)."""
     for path in glob.glob(os.path.join(tempfile.gettempdir(), PREFIX + "*", "exits.json")):
         try:
             if os.stat(path).st_uid == os.geteuid():
@@ -207,10 +207,10 @@ def last_lines(path: str) -> str:
 
 
 def end(token: str) -> dict[str, Any]:
-    """Ends a cluster's engines and their keepers on this host, at once, and removes their private folders."""
-    wanted, deadline = own(token), time.monotonic() + END_S
+    """Ends a cluster's engines and their agents on this host, at once, and removes their private folders."""
+    wanted, deadline = host_mark(token), time.monotonic() + END_S
     kept = list(kept_files(wanted))
-    kill([k["keeper"] for _, k in kept if is_keeper(k["keeper"])])
+    kill([k["agent"] for _, k in kept if is_agent(k["agent"])])
     while (left := list(marked(wanted))) and time.monotonic() < deadline:
         kill(left)
         time.sleep(0.02)
@@ -226,10 +226,10 @@ def remove_states(token: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def is_keeper(pid: int) -> bool:
+def is_agent(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return b"host_keeper" in file.read()
+            return b"host_agent" in file.read()
     except OSError:
         return False
 

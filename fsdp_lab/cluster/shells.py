@@ -50,7 +50,7 @@ class Command:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
+class HostAnswer:
     """What one host answered, or why it did not."""
 
     value: Any = None
@@ -70,7 +70,7 @@ class Shell(ABC):
     def why(self, host: str, running: Command) -> str:
         """Why a command failed, as a sentence that names the host and the way out."""
 
-    def wait(self, running: Mapping[str, Command], limit_s: float, *, stay: bool = False) -> dict[str, Said]:
+    def wait(self, running: Mapping[str, Command], limit_s: float, *, stay: bool = False) -> dict[str, HostAnswer]:
         """Replies by host. Waits `limit_s` at most, and can be interrupted. What still runs then is ended, unless it is to
         `stay` after its reply."""
         kept = False
@@ -87,15 +87,15 @@ class Shell(ABC):
             for c in running.values() if not kept else ():
                 c.end()
 
-    def _said(self, host: str, running: Command, limit_s: float) -> dict[str, Said]:
+    def _said(self, host: str, running: Command, limit_s: float) -> dict[str, HostAnswer]:
         if running.process.poll() is None:
-            return {host: Said(failure=f"{host} did not answer within {limit_s:.0f} s")}
+            return {host: HostAnswer(failure=f"{host} did not answer within {limit_s:.0f} s")}
         try:
-            return {host: Said(value=host_script.answer(running.text))}
+            return {host: HostAnswer(value=host_script.answer(running.text))}
         except ValueError:
-            return {host: Said(failure=self.why(host, running))}
+            return {host: HostAnswer(failure=self.why(host, running))}
 
-    def script(self, hosts: Sequence[str], what: str, limit_s: float, **arguments: Any) -> dict[str, Said]:
+    def script(self, hosts: Sequence[str], what: str, limit_s: float, **arguments: Any) -> dict[str, HostAnswer]:
         """A function of host_script.py on each host."""
         return self.wait(self.start(hosts, [self.python, "-"], host_script.request(what, **arguments)), limit_s)
 

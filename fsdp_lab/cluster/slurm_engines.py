@@ -1,7 +1,7 @@
 """`SlurmEngines`: engines on the hosts of a job of Slurm's, which is asked for here and given back at the end.
 
 The job is a bare allocation (salloc --no-shell). In it every command is a step (srun), whose standard input reaches all
-hosts, so neither a shared folder nor a file with keys is needed. A keeper is a step that stays as long as its engines.
+hosts, so neither a shared folder nor a file with keys is needed. An agent is a step that stays as long as its engines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdp_lab.cluster.errors import StartError
 from fsdp_lab.cluster.guardian import EndCommand
 from fsdp_lab.cluster.host_engines import END_S, START_S, HostEngines
 from fsdp_lab.cluster.hosts import SlurmHosts
-from fsdp_lab.cluster.shells import Command, Said, Shell, started
+from fsdp_lab.cluster.shells import Command, HostAnswer, Shell, started
 from fsdp_lab.core.process import MARK
 
 ASK_S = 20.0  # for Slurm to answer
@@ -33,7 +33,7 @@ class SlurmShell(Shell):
     """By srun in a job: one command for all hosts.
 
     srun does not carry the mark of what the guardian ends here: when srun is ended, its tasks are killed at once, and a
-    keeper could not remove its folder. It ends with its tasks, and these with the job or when the controller is gone."""
+    agent could not remove its folder. It ends with its tasks, and these with the job or when the controller is gone."""
 
     def __init__(self, python: str, job: str) -> None:
         self.python, self.job = python, job
@@ -45,21 +45,21 @@ class SlurmShell(Shell):
                 "--quiet", "--kill-on-bad-exit=0"]  # fmt: skip
         return {",".join(hosts): started([*srun, *command], sent)}
 
-    def _said(self, host: str, command: Command, limit_s: float) -> dict[str, Said]:
+    def _said(self, host: str, command: Command, limit_s: float) -> dict[str, HostAnswer]:
         """The reply of each host, in lines that begin with the number of its task."""
         tasks: dict[str, list[str]] = {}
         for line in command.text.splitlines():
             task, _, rest = line.partition(": ")
             tasks.setdefault(task.strip(), []).append(rest)
-        found: dict[str, Said] = {}
+        found: dict[str, HostAnswer] = {}
         for lines in tasks.values():
             with contextlib.suppress(ValueError):
                 value = host_script.answer("\n".join(lines))
-                found[value["node"]] = Said(value=value)
+                found[value["node"]] = HostAnswer(value=value)
         hosts = host.split(",")
         late = command.process.poll() is None and len(found) < len(hosts)
         failure = f"no answer within {limit_s:.0f} s" if late else self.why(host, command)
-        return {name: found.get(name) or Said(failure=f"{name}: {failure}") for name in hosts}
+        return {name: found.get(name) or HostAnswer(failure=f"{name}: {failure}") for name in hosts}
 
     def why(self, host: str, command: Command) -> str:
         lines = [line.strip() for line in command.error_text.splitlines() if line.strip()]
@@ -76,7 +76,7 @@ class SlurmEngines(HostEngines):
     _job = ""
 
     def _allocate(self) -> list[str]:
-        self._stays: dict[str, Command] = {}  # steps with keepers, by name
+        self._stays: dict[str, Command] = {}  # steps with agents, by name
         assert self._guardian is not None
         self._guardian.set_end_commands(self._end_commands())  # before there is a job
         self._report_stage("asking Slurm for hosts", 0, self._asked.hosts)
@@ -124,12 +124,12 @@ class SlurmEngines(HostEngines):
 
     # -- engines ----------------------------------------------------------------------------------------------------
 
-    def _keepers(self, counts: Mapping[str, int]) -> dict[str, Said]:
+    def _agents(self, counts: Mapping[str, int]) -> dict[str, HostAnswer]:
         running: dict[str, Command] = {}
         for name, n in counts.items():
             host = self._hosts[name]
             running |= self.shell.start(
-                [name], self._keeper_command(host.code), self._orders(n, sent=host.sent, stay=True)
+                [name], self._agent_command(host.code), self._orders(n, sent=host.sent, stay=True)
             )
         said = self.shell.wait(running, START_S, stay=True)
         for name, step in running.items():

@@ -11,7 +11,7 @@ from fsdp_lab.cluster.errors import StartError
 from fsdp_lab.cluster.guardian import EndCommand
 from fsdp_lab.cluster.host_engines import START_S, HostEngines
 from fsdp_lab.cluster.hosts import SshHosts
-from fsdp_lab.cluster.shells import Command, Said, SshShell
+from fsdp_lab.cluster.shells import Command, HostAnswer, SshShell
 from fsdp_lab.core.process import MARK
 
 TUNNEL_S = 1.0  # for ssh to refuse a forwarded port
@@ -42,14 +42,14 @@ class SshEngines(HostEngines):
             self.notes += ("the hosts reach this machine through SSH alone",)
             return None
 
-    def _keepers(self, counts: Mapping[str, int]) -> dict[str, Said]:
+    def _agents(self, counts: Mapping[str, int]) -> dict[str, HostAnswer]:
         if self._endpoint is None:
             self._open_tunnels(counts)
         running: dict[str, Command] = {}
         for name, n in counts.items():
             host = self._hosts[name]
             running |= self.shell.start(
-                [name], self._keeper_command(host.code), self._orders(n, sent=host.sent, stay=False)
+                [name], self._agent_command(host.code), self._orders(n, sent=host.sent, stay=False)
             )
         return self.shell.wait(running, START_S)
 

@@ -11,7 +11,7 @@ from fsdp_lab.cluster import StartError, host_script
 from fsdp_lab.cluster.detached import PREFIX
 from fsdp_lab.cluster.host_engines import HostEngines, RankHost
 from fsdp_lab.cluster.hosts import SlurmHosts, SshHosts
-from fsdp_lab.cluster.shells import Command, Said
+from fsdp_lab.cluster.shells import Command, HostAnswer
 from fsdp_lab.cluster.slurm_engines import SlurmShell
 from fsdp_lab.core.process import MARK
 
@@ -56,13 +56,16 @@ class Shares(HostEngines):
         self._asked = SshHosts(names=("a", "b", "c"), **{"ranks_per_host": 2, **asked})  # type: ignore[arg-type]
         self._hosts = {n: RankHost(name=n, ranks=2, pids=set(range(10))) for n in ("a", "b", "c")}
         self._token = "token"
-        answers = {n: Said(value={"running": running[n]}) if n in running else Said(failure=f"{n}: no") for n in "abc"}
+        answers = {
+            n: HostAnswer(value={"running": running[n]}) if n in running else HostAnswer(failure=f"{n}: no")
+            for n in "abc"
+        }
         self.shell = SimpleNamespace(script=lambda *args, **more: answers)  # type: ignore[assignment]
 
     def _allocate(self):
         return []
 
-    def _keepers(self, counts):
+    def _agents(self, counts):
         return {}
 
 

@@ -1,6 +1,6 @@
 """Starts the engines of one host and outlives them: the guardian there, as guardian.py is on the kernel's host.
 
-`python -m fsdp_lab.cluster.host_keeper` reads its orders as JSON from standard input, starts the engines, says on standard
+`python -m fsdp_lab.cluster.host_agent` reads its orders as JSON from standard input, starts the engines, says on standard
 output which processes these are, and goes on by itself; with `stay` in the foreground, for a batch system that ends what
 is left behind. It keeps a connection to the cluster's controller. When that is closed, the cluster has ended, however it
 did, and so do the engines here. When nothing is heard of it, a cable may be cut: then they stay for `cut_s`.
@@ -27,7 +27,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from fsdp_lab.cluster.detached import private_folder, remove_private
-from fsdp_lab.cluster.host_script import own, remove_states, reply
+from fsdp_lab.cluster.host_script import host_mark, remove_states, reply
 from fsdp_lab.core.process import MARK, end, host_id, marked, sweep
 
 CHECK_S = 0.1
@@ -38,11 +38,11 @@ BEAT_S = 0.5  # at least, between two looks of an engine at its hub's heartbeats
 ENDED_S = 60.0  # how long the logs of engines that have all ended stay, for the kernel to read
 
 
-class Keeper:
+class HostAgent:
     """The engines of one host, and the connection to their controller."""
 
     def __init__(self, orders: Mapping[str, Any]) -> None:
-        self._token = own(orders["token"])
+        self._token = host_mark(orders["token"])
         self._cut_s: float = orders["cut_s"]
         self._gone_s: float = orders["gone_s"]  # how long a controller may refuse connections
         self._connection: Mapping[str, Any] = orders["connection"]
@@ -97,7 +97,7 @@ class Keeper:
     def _write(self) -> None:
         part = self.folder / "exits.part"
         part.write_text(json.dumps({"token": self._token, "exits": self._exits, "logs": self._logs,
-                                    "keeper": os.getpid()}))  # fmt: skip
+                                    "agent": os.getpid()}))  # fmt: skip
         part.replace(self.folder / "exits.json")
 
     def close(self) -> None:
@@ -196,15 +196,15 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, leave)
     told = sys.stdout if orders["stay"] else go_on_alone()
-    keeper = Keeper(orders)
+    agent = HostAgent(orders)
     try:
-        reply({"pids": [e.pid for e in keeper.engines], "id": host_id()}, told)
+        reply({"pids": [e.pid for e in agent.engines], "id": host_id()}, told)
         if not orders["stay"]:
             told.close()
             let_go()
-        keeper.watch()
+        agent.watch()
     finally:
-        keeper.close()
+        agent.close()
 
 
 if __name__ == "__main__":
