@@ -233,10 +233,8 @@ class Assembly:
         names = unique_names({r["id"]: (r["host"], next(iter(r["addresses"]), "")) for r in reports})
         leaders = {key: next(rank for rank, r in enumerate(reports) if r["id"] == key) for key in pids}
         asked = {rank: {"ours": pids[key]} for key, rank in leaders.items()}
-        found = dict(
-            zip(leaders, self._dispatcher.send("hardware", asked).results(self._config.timeout_s), strict=True)
-        )
-        return [replace(found[r["id"]], name=names[r["id"]]) for r in reports]
+        found = self._dispatcher.ask("hardware", asked, self._config.timeout_s)
+        return [replace(found[leaders[r["id"]]], name=names[r["id"]]) for r in reports]
 
     def _check_gpus(self, placement: Placement) -> None:
         """Raises ArgumentError for a host without a GPU for each of its ranks, where that was asked for."""

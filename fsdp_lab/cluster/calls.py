@@ -283,6 +283,10 @@ class Dispatcher:
         """`submit`, then the results in rank order. Raises what `Call.results` does."""
         return self.submit(what, arguments).results(timeout_s)
 
+    def ask(self, what: str, each: Mapping[int, Mapping[str, Any]], timeout_s: float) -> dict[int, Any]:
+        """The results by rank of one call on some ranks, each with its arguments. Raises what `Call.results` does."""
+        return dict(zip(each, self.send(what, each).results(timeout_s), strict=True)) if each else {}
+
     def send(self, what: str, each: Mapping[int, Mapping[str, Any]], take: OnData | None = None) -> Call:
         """One message per rank, with its arguments: ipyparallel's message to many engines ends only with the last reply."""
         engines = self.membership.engines

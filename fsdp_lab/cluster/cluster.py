@@ -196,8 +196,7 @@ class Cluster:
 
     def ask(self, what: str, ranks: Collection[int], *, timeout_s: float, **arguments: Any) -> dict[int, Any]:
         """The results of one call on some ranks, by rank. Raises what `Call.results` does."""
-        values = self._dispatcher.send(what, dict.fromkeys(ranks, arguments)).results(timeout_s)
-        return dict(zip(ranks, values, strict=True))
+        return self._dispatcher.ask(what, dict.fromkeys(ranks, arguments), timeout_s)
 
     def check_code(self, spec: Spec) -> None:
         """Raises SpecError if the Spec needs code of the user's that is neither here nor on all ranks."""

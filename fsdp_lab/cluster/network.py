@@ -41,12 +41,12 @@ def meet(dispatcher: Dispatcher, hosts: Sequence[str]) -> dict[str, HostAddress]
         return {host: HostAddress() for host in leaders}
     token = new_token()
     try:
-        opened = _ask(dispatcher, "open_endpoints", {rank: {"token": token} for rank in leaders.values()})
+        opened = dispatcher.ask("open_endpoints", {rank: {"token": token} for rank in leaders.values()}, ANSWER_S)
         endpoints = {host: opened[rank] for host, rank in leaders.items()}
         chosen = _choose(dispatcher, leaders, endpoints, token)
     finally:
         with contextlib.suppress(ClusterError):  # the first error counts
-            _ask(dispatcher, "close_endpoints", {rank: {} for rank in leaders.values()})
+            dispatcher.ask("close_endpoints", {rank: {} for rank in leaders.values()}, ANSWER_S)
     return {
         host: HostAddress(address=endpoint.address, interface=endpoint.interface) for host, endpoint in chosen.items()
     }
@@ -57,7 +57,7 @@ def _choose(
 ) -> dict[str, Endpoint]:
     others = {host: [other for other in leaders if other != host] for host in leaders}
     flat = {host: [endpoint for other in others[host] for endpoint in endpoints[other]] for host in leaders}
-    answers = _ask(dispatcher, "reach", {leaders[h]: {"endpoints": flat[h], "token": token} for h in leaders})
+    answers = dispatcher.ask("reach", {leaders[h]: {"endpoints": flat[h], "token": token} for h in leaders}, ANSWER_S)
     tried: dict[tuple[str, str], list[str]] = {}
     for host, rank in leaders.items():
         rest = iter(answers[rank])
@@ -66,13 +66,7 @@ def _choose(
     names = list(leaders)
     before = {host: names[i - 1] for i, host in enumerate(names)}  # the neighbor that measures
     several = [host for host in names if len(good[host]) > 1]
-    speeds = _ask(
-        dispatcher, "measure", {leaders[before[host]]: {"endpoints": good[host], "token": token} for host in several}
-    )
+    measured = {leaders[before[host]]: {"endpoints": good[host], "token": token} for host in several}
+    speeds = dispatcher.ask("measure", measured, ANSWER_S)
     fast = {host: fastest(good[host], speeds[leaders[before[host]]]) for host in several}
     return {host: fast.get(host, good[host][0]) for host in names}
-
-
-def _ask(dispatcher: Dispatcher, what: str, each: Mapping[int, Mapping[str, object]]) -> dict[int, list]:  # type: ignore[type-arg]
-    """The results of one call on some ranks, by rank."""
-    return dict(zip(each, dispatcher.send(what, each).results(ANSWER_S), strict=True)) if each else {}

@@ -80,14 +80,14 @@ class Shell(ABC):
                 c.process.poll() is not None or (stay and _replied(c.text)) for c in running.values()
             ):
                 time.sleep(POLL_S)
-            said = {name: s for names, c in running.items() for name, s in self._said(names, c, limit_s).items()}
+            said = {name: s for names, c in running.items() for name, s in self._answers(names, c, limit_s).items()}
             kept = stay
             return said
         finally:
             for c in running.values() if not kept else ():
                 c.end()
 
-    def _said(self, host: str, running: Command, limit_s: float) -> dict[str, HostAnswer]:
+    def _answers(self, host: str, running: Command, limit_s: float) -> dict[str, HostAnswer]:
         if running.process.poll() is None:
             return {host: HostAnswer(failure=f"{host} did not answer within {limit_s:.0f} s")}
         try:

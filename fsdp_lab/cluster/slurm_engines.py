@@ -32,7 +32,7 @@ RUNNING, COMPLETING = "RUNNING", "COMPLETING"  # states of a job
 class SlurmShell(Shell):
     """By srun in a job: one command for all hosts.
 
-    srun does not carry the mark of what the guardian ends here: when srun is ended, its tasks are killed at once, and a
+    srun does not carry the mark of what the guardian ends here: when srun is ended, its tasks are killed at once, and an
     agent could not remove its folder. It ends with its tasks, and these with the job or when the controller is gone."""
 
     def __init__(self, python: str, job: str) -> None:
@@ -45,7 +45,7 @@ class SlurmShell(Shell):
                 "--quiet", "--kill-on-bad-exit=0"]  # fmt: skip
         return {",".join(hosts): started([*srun, *command], sent)}
 
-    def _said(self, host: str, command: Command, limit_s: float) -> dict[str, HostAnswer]:
+    def _answers(self, host: str, command: Command, limit_s: float) -> dict[str, HostAnswer]:
         """The reply of each host, in lines that begin with the number of its task."""
         tasks: dict[str, list[str]] = {}
         for line in command.text.splitlines():
@@ -76,7 +76,7 @@ class SlurmEngines(HostEngines):
     _job = ""
 
     def _allocate(self) -> list[str]:
-        self._stays: dict[str, Command] = {}  # steps with agents, by name
+        self._steps: dict[str, Command] = {}  # steps with agents, by name
         assert self._guardian is not None
         self._guardian.set_end_commands(self._end_commands())  # before there is a job
         self._report_stage("asking Slurm for hosts", 0, self._asked.hosts)
@@ -106,10 +106,10 @@ class SlurmEngines(HostEngines):
             waited_s = time.monotonic() - begin_s
             if self._job and time.monotonic() - looked_s > LOOK_AGAIN_S:
                 looked_s = time.monotonic()
-                state, _, reason = ask_slurm("squeue", "-h", "-j", self._job, "-o", "%T|%r").partition("|")
-                self._report_stage(
-                    f"job {self._job} is {state.lower() or 'submitted'} ({reason})", 0, self._asked.hosts
-                )
+                with contextlib.suppress(StartError):  # Slurm may be busy, and the job keeps its place
+                    state, _, reason = ask_slurm("squeue", "-h", "-j", self._job, "-o", "%T|%r").partition("|")
+                    stage = f"job {self._job} is {state.lower() or 'submitted'} ({reason})"
+                    self._report_stage(stage, 0, self._asked.hosts)
                 if self._asked.queue_s is not None and waited_s > self._asked.queue_s:
                     why = f"job {self._job} has waited {waited_s:.0f} s in Slurm's queue ({reason})"
                     raise StartError(f"{why}: ask for fewer hosts or another partition, or give a longer queue_s")
@@ -136,7 +136,7 @@ class SlurmEngines(HostEngines):
             if said[name].failure:
                 step.end()
                 continue
-            self._stays[f"{name}/{len(self._stays)}"] = step
+            self._steps[f"{name}/{len(self._steps)}"] = step
             pids, host_id = said[name].value["pids"], said[name].value["id"]
             threading.Thread(target=self._watch, args=(step, pids, host_id), name="fsdp_lab-step", daemon=True).start()
         return said
@@ -183,7 +183,7 @@ class SlurmEngines(HostEngines):
             with contextlib.suppress(StartError):
                 left = ask_slurm("squeue", "-h", "-j", self._job, "-o", "%T")
             time.sleep(0.05 if left else 0)
-        for step in self._stays.values():
+        for step in self._steps.values():
             step.end()
         return not (self._job and left)
 

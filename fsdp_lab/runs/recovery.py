@@ -218,9 +218,7 @@ def source_of(
     `folder`: of the run's checkpoints. A rescued one stays there; without a folder it is deleted at the end of the block.
     """
     with contextlib.ExitStack() as stack:
-        root = folder or Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{STATE_PREFIX}{ranks.token[:8]}-"))
-        )
+        root = folder or stack.enter_context(temporary_state(ranks))
         saved = [c for c in checkpoints(folder) if c.run == run] if folder is not None else []
         newest = max(saved, key=lambda c: (c.step, c.saved_unix_s), default=None)
         rescued = rescue(ranks, statuses, root)

@@ -80,6 +80,7 @@ class Wire(dist.ProcessGroup):
         if self._shared is None:
             store = dist.PrefixStore("gloo", options.store)
             self._gloo = _open_gloo(store, self._rank, self._size, context.timeout, context.address)
+        self._in_pieces_of = self._piece_bytes()
         store = dist.PrefixStore("gpu", options.store)
         self._on_gpu = context.open_on_gpu(store, self._rank, self._ranks, self._name_)
         store = dist.PrefixStore("nccl", options.store)
@@ -134,9 +135,8 @@ class Wire(dist.ProcessGroup):
             return GPU_MEMORY
         return "Gloo" if self._shared is None else SHARED_MEMORY
 
-    @property
-    def piece_bytes(self) -> int:
-        """How much a rank sends another at once over Gloo; 0: all.
+    def _piece_bytes(self) -> int:
+        """How much a rank is to send another at once over Gloo; 0: all.
 
         Between hosts it is what fits into the buffers of a connection. While Gloo sends more than that, its message that it
         is ready to receive waits behind, and the two directions of a cable are used one after the other: an exchange of
@@ -258,7 +258,7 @@ class Wire(dist.ProcessGroup):
         if self._shared is not None and self._shared.mapped(output, input) is not None:  # it has no memory of its own
             return self._send("all_gather", output.nbytes, [input], [], lambda g, i, _: call(g, i, [output]), bytes_=0)
         if self._is_over_gloo(output):
-            call = _gather_in_place(self._rank, self._size, self.piece_bytes)
+            call = _gather_in_place(self._rank, self._size, self._in_pieces_of)
         return self._send("all_gather", output.nbytes, [input], [output], call)
 
     _allgather_base = all_gather_single
@@ -365,7 +365,7 @@ class Wire(dist.ProcessGroup):
             return self._ordered_reduce_scatter_in_place(output, input, op, opts)
         summands = torch.empty_like(input)  # [W * n]: every rank's r-th part, in the order of ranks
         rank, size = self._rank, self._size  # do not capture self: see the note on abort
-        in_pieces, piece_bytes = self._is_over_gloo(input) and self.piece_bytes > 0, self.piece_bytes
+        in_pieces, piece_bytes = self._is_over_gloo(input) and self._in_pieces_of > 0, self._in_pieces_of
 
         def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
             if not in_pieces:
@@ -384,7 +384,7 @@ class Wire(dist.ProcessGroup):
 
     def _ordered_reduce_scatter_in_place(self, output: Tensor, input: Tensor, op: Any, opts: Any) -> WireWork:
         """The first part to come has a place of its own, each later one that of the part sent before."""
-        rank, size, summands, piece_bytes = self._rank, self._size, dict[int, Tensor](), self.piece_bytes
+        rank, size, summands, piece_bytes = self._rank, self._size, dict[int, Tensor](), self._in_pieces_of
         spare = torch.empty_like(output)  # [n]
 
         def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
@@ -413,7 +413,7 @@ class Wire(dist.ProcessGroup):
             _sum_in_order(summands.view(size, -1).unbind(), flat, op, opts)
             tensor.copy_(flat.view_as(tensor))
 
-        call = _gather_in_place(self._rank, size, self.piece_bytes)
+        call = _gather_in_place(self._rank, size, self._in_pieces_of)
         if not self._is_over_gloo(tensor):
             call = _call("_allgather_base", c10d.AllgatherOptions())
         return self._send("all_reduce", tensor.nbytes, [flat], [summands], call, then=add, results=[tensor],
@@ -585,7 +585,7 @@ def _exchange(group: Any, size: int, sent: Tensor, to: int, received: Tensor, so
 
 
 def _round(group: Any, size: int, sent: Tensor, to: int, received: Tensor, source: int, piece_bytes: int) -> list[Any]:
-    """An exchange, in pieces: see `Wire.piece_bytes`."""
+    """An exchange, in pieces: see `Wire._piece_bytes`."""
     whole = max(1, sent.numel())
     n = piece_bytes // sent.element_size() if piece_bytes else whole
     return [_exchange(group, size, sent[i : i + n], to, received[i : i + n], source) for i in range(0, whole, n)]

@@ -117,7 +117,8 @@ def across(collectives: Sequence[Collective], share: Callable[[str], float]) -> 
     """Bytes that this rank sent to other hosts, and the seconds of the collectives of groups on several hosts.
 
     `share`: which part of what it sends in a group goes to other hosts."""
-    found = [(c, share(c.group)) for c in collectives]
+    shares = {group: share(group) for group in {c.group for c in collectives}}
+    found = [(c, shares[c.group]) for c in collectives]
     sent = sum(round(c.link_bytes * part) for c, part in found)
     seconds = sum(c.end_s - c.began_s for c, part in found if part and c.end_s is not None)
     return sent, float(seconds)

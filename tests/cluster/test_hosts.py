@@ -44,7 +44,7 @@ def test_replies_of_the_tasks_of_a_step_are_told_apart(monkeypatch: pytest.Monke
     mixed = "\n".join(line for pair in zip(*lines, strict=True) for line in pair)
     process = SimpleNamespace(poll=lambda: 0, returncode=0)
     command = Command(process, io.BytesIO(mixed.encode()), io.BytesIO(b"srun: error: fC: gone"))  # type: ignore[arg-type]
-    said = SlurmShell("python", "1")._said("fA,fB,fC", command, 1.0)
+    said = SlurmShell("python", "1")._answers("fA,fB,fC", command, 1.0)
     assert [said[name].value["log"] for name in ("fA", "fB")] == ["fA" * 2000, "fB" * 2000]
     assert said["fC"].failure == "fC: srun: error: fC: gone"
 
