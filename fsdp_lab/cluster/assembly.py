@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from fsdp_lab.cluster.addresses import unique_names
-from fsdp_lab.cluster.calls import Dispatcher
+from fsdp_lab.cluster.calls import SECOND_INTERRUPT_S, Dispatcher
 from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters
 from fsdp_lab.cluster.engines import Engines, ExternalEngines, exposure_notes
 from fsdp_lab.cluster.errors import ClusterError, StartError
@@ -33,7 +33,7 @@ from fsdp_lab.core import __version__
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.process import alive, host_id
 
-ATTACHED_S = 5.0  # for all ranks to answer once the first has; one that waits for its former kernel never does
+ATTACHED_S = 1.0  # for all ranks to answer once the first has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,7 +322,10 @@ class Assembly:
         deadline = time.monotonic() + self._config.timeout_s
         while not call.wait(0.05) and len(call.pending) == len(members) and time.monotonic() < deadline:
             continue
-        self.attached_status = tuple(call.results(ATTACHED_S))
+        if not call.wait_all(ATTACHED_S):  # these wait for ranks to which the former kernel did not live to send a call
+            call.interrupt()
+            call.wait_all(SECOND_INTERRUPT_S)
+        self.attached_status = tuple(call.results(0))
         for member, status in zip(members, self.attached_status, strict=True):
             member.step = status["step"]
             member.code.update(status.get("code", ()))

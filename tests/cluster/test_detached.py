@@ -109,7 +109,9 @@ def resume_held_spec(cluster: Cluster) -> None:
 @pytest.mark.slow
 def test_a_rank_that_waits_for_what_its_kernel_had_no_time_to_send_is_freed(temporary: Path):
     token = kernel(1, 5, "tear")
+    began = time.monotonic()
     with Cluster(2, rank_module=FAKE, persist=1) as cluster:
+        assert time.monotonic() - began < 4, "less than new ranks take"
         assert cluster.attached and cluster.token == token and not cluster.lost
         resume_held_spec(cluster)
         steps = [t["step"] for t in cluster.call("train", steps=3)]

@@ -77,7 +77,7 @@ def test_a_new_kernel_goes_on_with_the_ranks_of_one_that_was_killed(temporary: P
         attach_s = time.monotonic() - began
         assert lab.attached and lab.persistent and lab.cluster.pids == [int(pid) for pid in pids]
         print(f"launched in {float(launch_s):.1f} s, attached in {attach_s:.1f} s")
-        assert attach_s < float(launch_s) / 2, "at most half a second of it is the chunk that they were busy with"
+        assert attach_s < float(launch_s), "also if the former kernel had sent a chunk to one rank and not to the other"
         spec, step = lab.spec, lab.rank_status()[0].step
         assert (spec.workload.seed, spec.strategy.sharding) == (3, "shard_grad_op") and step is not None and step >= 5
         assert lab.runs()[0].id == run_id and lab.runs()[0].state is RunState.LOST
