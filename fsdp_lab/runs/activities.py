@@ -68,8 +68,12 @@ class Activities:
             return self.sweep
 
     def _begin_turn(self, spec: Spec, steps: int, share: int) -> Run:
-        """Starts one of a sweep's runs."""
-        run = self.run = self._newest = Run(self._cluster, spec, steps=steps, share=share, prepare=self._place_ranks)
+        """Starts one of a sweep's runs. Under the lock the sweep is known before its first run is, else the run would be
+        taken for one of its own."""
+        with self._lock:
+            run = self.run = self._newest = Run(
+                self._cluster, spec, steps=steps, share=share, prepare=self._place_ranks
+            )
         self._record(run)
         return run
 
