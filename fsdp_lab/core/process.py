@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +59,14 @@ def host_id() -> str:
     with contextlib.suppress(OSError):
         network = os.readlink("/proc/self/ns/net")
     return f"{machine()} {network}"
+
+
+def ranks_per_host(hosts: Sequence[str]) -> int:
+    """Of ranks on these hosts, in rank order: how many each has, if all have as many and those of each follow one another;
+    else the number of all."""
+    n = len(hosts) // max(1, len(set(hosts)))
+    alike = all(len(set(hosts[i : i + n])) == 1 for i in range(0, len(hosts), n or 1))
+    return n if n * len(set(hosts)) == len(hosts) and alike else len(hosts)
 
 
 def born(pid: int) -> str:

@@ -2,7 +2,8 @@
 
 `fsdp_lab.rank.calibration` measures, in a minute or two, on all ranks at the same time:
 
-* matrix products, attention, copies, the optimizer and collectives, each at several sizes, which give curves;
+* matrix products, attention, copies, the optimizer and collectives, each at several sizes, which give curves; on several
+  hosts collectives of all ranks, inside hosts, and between them, which are the links that a sharding uses;
 * steps of GPT-2s of width 32, which hardly compute, with every backend: with 6 blocks, with 2, and with 6 in one unit. The
   time that the curves do not explain is the overhead of a step, of a collective and of a parameter tensor, `Rates.hosts`;
 * steps of an unsharded GPT-2 of two blocks of width 256 with the lab's engine, in each dtype. The unexplained time is the
@@ -120,15 +121,19 @@ class Calibration:
         copies = Curve.of(p["copies"])
         measured = MeasuredCurves(products=products, scores=scores, copies=copies,
                             updates={name: Curve.of(rows) for name, rows in p["updates"].items()})  # fmt: skip
-        collectives, pairs = _curves(p["collectives"], self.ranks), _curves(p.get("pairs", {}), 2)
-        fastest = max((curve.best for curve in collectives.values()), default=2 * copies.best)
+        per_host = int(p.get("per_host", self.ranks))
+        sizes = {"collectives": self.ranks, "pairs": 2, "inside": per_host, "across": self.ranks // per_host}
+        curves = {name: _curves(p.get(name, {}), size) for name, size in sizes.items()}
+        all_ranks = max((curve.best for curve in curves["collectives"].values()), default=2 * copies.best)
+        link = max((curve.best for curve in curves["inside"].values()), default=all_ranks)
+        network = max((per_host * curve.best for curve in curves["across"].values()), default=all_ranks)
         device = Device(
             name=self.name, peak_flops_per_s=peaks, matrix_share=1.0, memory_bytes=int(p["memory_bytes"]),
-            memory_bytes_per_s=2 * copies.best, link_bytes_per_s=fastest, switched=True,
+            memory_bytes_per_s=2 * copies.best, link_bytes_per_s=link, switched=True,
             generation="here" if self.on_gpu else "cpu", assumed={}, measured=measured,
         )  # fmt: skip
-        return Machine(device=device, ranks=self.ranks, per_host=self.ranks, network_bytes_per_s=fastest, assumed={},
-                       collectives=collectives, pairs=pairs)  # fmt: skip
+        return Machine(device=device, ranks=self.ranks, per_host=per_host, network_bytes_per_s=network, assumed={},
+                       **curves)  # fmt: skip
 
     @cached_property
     def rates(self) -> Rates:

@@ -235,7 +235,7 @@ def collective_seconds(kind: str, payload_bytes: float, group: RankGroup, machin
         return 0.0
     sent = link_bytes(kind, payload_bytes, group.size)
     if kind in machine.collectives:
-        return _measured_seconds(kind, sent, group.size, machine)
+        return _measured_seconds(kind, sent, group, machine)
     inside = min(machine.per_host, group.size * group.stride)
     shared = 1 if machine.device.switched else inside
     slowest = sent * shared / (machine.device.link_bytes_per_s * rates.link)
@@ -245,12 +245,16 @@ def collective_seconds(kind: str, payload_bytes: float, group: RankGroup, machin
     return slowest + rates.latency_s * (group.size - 1)
 
 
-def _measured_seconds(kind: str, sent: float, size: int, machine: Machine) -> float:
-    """Interpolated between the measurements of pairs, if there are any, and of all ranks."""
-    of_all = machine.collectives[kind](sent)
-    if kind not in machine.pairs or machine.ranks == 2:
+def _measured_seconds(kind: str, sent: float, group: RankGroup, machine: Machine) -> float:
+    """From the curve of the links that the group uses; inside a host interpolated between pairs, if there are any, and all
+    ranks of it. Groups that share a host's network take as long as the measured ones, with as many bytes on it."""
+    rings = min(group.stride, machine.per_host)
+    if group.size * group.stride > machine.per_host:
+        return machine.collectives[kind](sent) if rings == 1 else machine.across[kind](sent * rings / machine.per_host)
+    of_all = machine.inside.get(kind, machine.collectives[kind])(sent)
+    if kind not in machine.pairs:
         return of_all
-    share = (size - 2) / (machine.ranks - 2)
+    share = (group.size - 2) / (machine.per_host - 2)
     return share * of_all + (1 - share) * machine.pairs[kind](sent)
 
 

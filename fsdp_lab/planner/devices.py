@@ -139,8 +139,11 @@ class Machine:
     per_host: int
     network_bytes_per_s: float  # per host
     assumed: Mapping[str, str]
-    collectives: Mapping[str, Curve] = field(default_factory=dict)  # if measured: seconds by kind and link bytes
-    pairs: Mapping[str, Curve] = field(default_factory=dict)  # the same for groups of two, all at once
+    # If measured: seconds by kind and link bytes, of the group of all ranks, and of others, all of a kind at once.
+    collectives: Mapping[str, Curve] = field(default_factory=dict)
+    pairs: Mapping[str, Curve] = field(default_factory=dict)  # of two ranks of a host
+    inside: Mapping[str, Curve] = field(default_factory=dict)  # of the ranks of each host, if there are several hosts
+    across: Mapping[str, Curve] = field(default_factory=dict)  # of one rank of each host
 
     @property
     def hosts(self) -> int:

@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fsdp_lab.backends import build, fill
 from fsdp_lab.backends.base import DTYPES
+from fsdp_lab.core.process import ranks_per_host
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.engine import collectives
 from fsdp_lab.engine.scaling import Scaler
@@ -59,6 +60,7 @@ _UPDATES: Mapping[str, tuple[int, ...]] = {  # elements
 }
 _SENT: Mapping[int, int] = {1 << 10: 10, 1 << 14: 10, 1 << 18: 8, 1 << 20: 6, 1 << 22: 4, 1 << 24: 2}  # bytes: times
 HEADS, WIDTH = 4, 64
+LONGEST_S = 0.3  # of a collective: on a slow network no larger one is measured, since seconds are in proportion there
 MOST_ELEMENTS = 1 << 20  # of a tensor that the optimizer is given
 
 
@@ -75,22 +77,23 @@ class HardwareProbe:
         `trainers`: their steps are timed, alternating with everything else.
 
         Returns: {"products": {dtype: [[FLOPs, s]]}, "scores": {dtype: [[scores, FLOPs, s]]}, "copies": [[bytes, s]],
-        "updates": {optimizer: [[elements, s]]}, "collectives": {kind: [[payload bytes, s]]}, "pairs": the same of two,
-        "steps": [[s, ...]] by trainer, "memory_bytes"}. Each size has one row per pass.
+        "updates": {optimizer: [[elements, s]]}, "collectives": {kind: [[payload bytes, s]]}, the same for "pairs", "inside"
+        and "across" (see `parts`), "steps": [[s, ...]] by trainer, "memory_bytes", "per_host": ranks}. Each size has one row
+        per pass.
         """
         self._prepare(trainers)
-        with self._paired() as pair:
-            found = [{**self._rates(dtypes, pair), "steps": self._steps(trainers)} for _ in range(passes)]
-        return {**_joined(found), "memory_bytes": self._memory_bytes()}
+        with self._grouped() as groups:
+            found = [{**self._rates(dtypes, groups), "steps": self._steps(trainers)} for _ in range(passes)]
+        return {**_joined(found), "memory_bytes": self._memory_bytes(), "per_host": self._per_host}
 
-    def _rates(self, dtypes: Sequence[str], pair: dist.ProcessGroup | None) -> dict[str, Any]:
+    def _rates(self, dtypes: Sequence[str], groups: Mapping[str, dist.ProcessGroup]) -> dict[str, Any]:
         return {
             "products": {d: list(self.products(DTYPES[d])) for d in dtypes},
             "scores": {d: list(self.scores(DTYPES[d])) for d in dtypes},
             "copies": list(self.copies()),
             "updates": {name: list(self.updates(name)) for name in ("adamw", "sgd")},
             "collectives": self.collectives(self._world),
-            "pairs": {} if pair is None else self.collectives(pair),
+            **{name: self.collectives(group) for name, group in groups.items()},
         }
 
     # -- computing ------------------------------------------------------------------------------------------------
@@ -156,7 +159,11 @@ class HardwareProbe:
         compute = self._work(COMPUTING_S)
         for size, times in _SENT.items():
             issue = self._issue(kind, size, group)
+            begun_s = time.perf_counter()
             issue().wait()
+            self._finish()
+            if self._mean(time.perf_counter() - begun_s) > LONGEST_S and size > min(_SENT):
+                return
             seconds = []
             for _ in range(times):
                 compute()
@@ -179,18 +186,20 @@ class HardwareProbe:
         return calls[kind]
 
     @contextmanager
-    def _paired(self) -> Iterator[dist.ProcessGroup | None]:
-        """This rank's group with its neighbour; None for two ranks, or an odd number."""
-        size = self._info.world_size
-        if size == 2 or size % 2:
-            yield None
-            return
-        groups = [dist.new_group([rank, rank + 1]) for rank in range(0, size, 2)]
+    def _grouped(self) -> Iterator[dict[str, dist.ProcessGroup]]:
+        """This rank's group in each of the `parts`."""
+        made = {
+            name: [dist.new_group(ranks) for ranks in each]
+            for name, each in parts(self._info.world_size, self._per_host).items()
+        }
         try:
-            yield groups[self._info.rank // 2]
+            yield {
+                name: next(g for g in groups if g is not dist.GroupMember.NON_GROUP_MEMBER)
+                for name, groups in made.items()
+            }
         finally:
             self._barrier()
-            for group in groups:
+            for group in [g for groups in made.values() for g in groups]:
                 if group is not dist.GroupMember.NON_GROUP_MEMBER:
                     dist.destroy_process_group(group)
 
@@ -243,6 +252,12 @@ class HardwareProbe:
                 return taken_s / done
             more = min(done, math.ceil(done * (MEASURING_S / max(taken_s, 1e-6) - 1)))
 
+    def _mean(self, seconds: float) -> float:
+        """Over all ranks, which decide alike by it."""
+        values = torch.tensor([seconds], dtype=torch.float64)
+        self._world.control(values)
+        return float(values) / self._info.world_size
+
     def _barrier(self) -> None:
         """Wait for all ranks and their devices."""
         self._finish()
@@ -256,7 +271,24 @@ class HardwareProbe:
         """Memory of this rank: its GPU's, or its share of the host's."""
         if self._kind == "cuda":
             return int(torch.cuda.get_device_properties(self._device).total_memory)
-        return int(psutil.virtual_memory().total) // self._info.world_size
+        return int(psutil.virtual_memory().total) // self._per_host
+
+    @property
+    def _per_host(self) -> int:
+        return ranks_per_host(self._world.context.hosts) or self._info.world_size
+
+
+def parts(size: int, per_host: int) -> dict[str, list[list[int]]]:
+    """The groups beside that of all ranks in which collectives are measured, by name: "pairs" of neighbors, if more than two
+    share a host; "inside" hosts, and "across" them with one rank of each, the shard and replicate groups of hybrid sharding,
+    if there are several hosts of several ranks. All groups of a name work at once."""
+    found = {}
+    if per_host > 2 and per_host % 2 == 0:
+        found["pairs"] = [[rank, rank + 1] for rank in range(0, size, 2)]
+    if 1 < per_host < size:
+        found["inside"] = [[*range(first, first + per_host)] for first in range(0, size, per_host)]
+        found["across"] = [[*range(place, size, per_host)] for place in range(per_host)]
+    return found
 
 
 def _joined(passes: Sequence[Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from fsdp_lab.planner.calibration import Calibration, references
 from fsdp_lab.planner.devices import PUBLISHED, Curve, HostOverhead, Rates
 from fsdp_lab.planner.named_models import NamedModel, shape_of
 from fsdp_lab.planner.plan import plan
+from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.planner.shapes.rewrapping import rewrapped
 from fsdp_lab.planner.step import StepModel
 
@@ -109,6 +111,24 @@ def test_json_both_ways() -> None:
     assert again.machine == here.machine
     with pytest.raises(ValueError, match=r"no calibration .* lab\.calibrate"):
         Calibration.from_dict({"unix_s": 0.0})
+
+
+def test_a_calibration_on_several_hosts_tells_their_links_apart() -> None:
+    here, _ = made_up()
+    slow = {kind: [[n, 10 * seconds] for n, seconds in rows] for kind, rows in here.probes["collectives"].items()}
+    probes = {**here.probes, "per_host": 2, "inside": here.probes["collectives"], "across": slow, "collectives": slow}
+    there = replace(here, devices=("cpu",) * 4, probes=probes)
+    found = there.machine
+    assert (found.hosts, found.per_host) == (2, 2)
+    assert found.inside["all_gather"](1e6) == pytest.approx(here.machine.collectives["all_gather"](1e6))
+    assert found.device.link_bytes_per_s == pytest.approx(here.machine.device.link_bytes_per_s)
+    assert found.network_bytes_per_s == pytest.approx(2 * found.across["all_reduce"].best)
+    hybrid, full = (
+        plan(Spec(world_size=4).replace(sharding=sharding, model="gpt2-1m"), shape_for("gpt2-1m"), found,
+             rates=here.rates).step_time_s
+        for sharding in ("hybrid_shard", "full_shard")
+    )  # fmt: skip
+    assert hybrid < full
 
 
 def test_ranks_are_averaged() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from importlib import resources
 
 import pytest
 
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.planner.costs import RankGroup, collective_seconds, late_s, link_bytes
-from fsdp_lab.planner.devices import PUBLISHED, machine
+from fsdp_lab.planner.devices import PUBLISHED, Curve, machine
 
 GB = 1e9
 
@@ -30,6 +31,29 @@ def test_one_group_over_hosts_has_their_whole_network_and_replicas_share_it() ->
         "eight rings, an eighth each"
     )
     assert collective_seconds("all_gather", GB, RankGroup(size=1), where, PUBLISHED) == 0.0
+
+
+def measured(name: str, rate: float) -> dict[str, Curve]:
+    return {name: Curve.of([[1e3, 1e3 / rate], [1e9, 1e9 / rate]])}
+
+
+def test_measured_collectives_take_the_time_of_the_links_that_their_group_uses() -> None:
+    """Two hosts of four ranks: pairs at 8 GB/s, a host's four at 4, one of each host at 1 while four do so, all at 2."""
+    rates = {"collectives": 2 * GB, "pairs": 8 * GB, "inside": 4 * GB, "across": GB}
+    curves = {name: measured("all_reduce", rate) for name, rate in rates.items()}
+    where = replace(machine("a100-80", 8, hosts=2), **curves)
+
+    def seconds(size: int, stride: int = 1) -> float:
+        alone = collective_seconds("all_reduce", GB, RankGroup(size=size, stride=stride), where, PUBLISHED)
+        return alone / (link_bytes("all_reduce", GB, size) / GB)
+
+    assert [seconds(2), seconds(4), seconds(8)] == pytest.approx([1 / 8, 1 / 4, 1 / 2])
+    assert seconds(3) == pytest.approx((1 / 8 + 1 / 4) / 2), "between both"
+    assert seconds(2, stride=2) == pytest.approx(1 / 8), "in one host"
+    assert seconds(2, stride=4) == pytest.approx(1.0)
+    assert seconds(4, stride=2) == pytest.approx(1 / 2), "two rings on the network, and four were measured"
+    alone = replace(machine("a100-80", 2, hosts=2), collectives=curves["collectives"])
+    assert collective_seconds("all_reduce", GB, RankGroup(size=2), alone, PUBLISHED) == pytest.approx(1 / 2)
 
 
 def test_a_shared_bus_is_shared() -> None:

@@ -9,7 +9,33 @@ import pytest
 import torch
 
 from fsdp_lab.rank import calibration
-from fsdp_lab.rank.calibration import MEASURING_S, HardwareProbe
+from fsdp_lab.rank.calibration import MEASURING_S, HardwareProbe, parts
+
+
+@pytest.mark.parametrize(
+    ("hosts", "per_host"),
+    [
+        (("a",) * 4, 4),
+        (("a", "a", "b", "b"), 2),
+        (("a", "b"), 1),
+        (("a", "b", "a", "b"), 4),
+        (("a", "a", "b"), 3),
+        ((), 4),
+    ],
+)
+def test_ranks_of_a_host_are_counted_where_hosts_are_alike(hosts: tuple[str, ...], per_host: int) -> None:
+    info: Any = SimpleNamespace(device=torch.device("cpu"), world_size=len(hosts) or 4)
+    world: Any = SimpleNamespace(context=SimpleNamespace(hosts=hosts))
+    assert HardwareProbe(info, world)._per_host == per_host
+
+
+def test_collectives_are_measured_in_the_groups_that_shardings_use() -> None:
+    assert parts(2, 2) == parts(3, 3) == parts(2, 1) == {}
+    assert parts(4, 4) == {"pairs": [[0, 1], [2, 3]]}
+    assert parts(4, 2) == {"inside": [[0, 1], [2, 3]], "across": [[0, 2], [1, 3]]}
+    found = parts(8, 4)
+    assert found["pairs"] == [[0, 1], [2, 3], [4, 5], [6, 7]] and found["inside"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert found["across"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 class Clock:
