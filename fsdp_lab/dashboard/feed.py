@@ -280,7 +280,9 @@ class Feed:
 
 
 def name_units(frame: StepAxis, trained: Trained) -> None:
-    """What the loss is measured in, and what is counted: a watched loop counts tokens, and its loss may be anything."""
+    """What the loss is measured in, and what is counted: a watched loop counts tokens, and its loss may be anything. And how
+    many ranks shard together."""
+    frame.shard_factor = 1 if isinstance(trained, WatchedLoop) else trained.shard_factor
     frame.language = not isinstance(trained, WatchedLoop) and is_language(trained.workload)
     frame.counted = "tokens" if frame.language or isinstance(trained, WatchedLoop) else "samples"
 

@@ -27,7 +27,7 @@ from fsdp_lab.dashboard.panels.drawing import ON_DEVICE
 from fsdp_lab.dashboard.panels.ledger import LedgerPanel
 from fsdp_lab.dashboard.panels.memory import MemoryPanel
 from fsdp_lab.runs.steps import Assembler, Step
-from tests.dashboard.fake_lab import event
+from tests.dashboard.fake_lab import event, on_host
 
 GIB, MIB = 1 << 30, 1 << 20
 PREDICTION = Prediction(
@@ -124,7 +124,7 @@ def test_a_panel_draws_what_it_writes(make, ranks):
     twins = {m.name: set(m.data) for m in models if isinstance(m, ColumnDataSource)}
     for source in panel.sources:
         assert twins[source.name] == {*source.numbers, *source.texts}
-        assert len(source)
+        assert len(source) or source.name == "communication.groups", "on several hosts alone"
     names = {m.name for m in models}
     assert set(panel.patches()) | (set(frame.patches()) if "frame.markers" in twins else set()) <= names
     words = panel.captions()
@@ -147,6 +147,34 @@ def test_axes_are_labelled_with_units_and_plots_have_tooltips(make):
 @pytest.mark.parametrize("make", PANELS)
 def test_no_steps_write_nothing(make):
     assert make(StepAxis(), 2).update([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("hosts", "factor", "said"),
+    [
+        (4, 2, "Shard groups of 2 ranks are inside hosts."),
+        (4, 4, "Shard groups of 4 ranks span hosts of 2; shard_size=2 shards inside them."),
+        (8, 4, "Shard groups of 4 ranks span hosts of 1."),
+        (4, 8, ""),
+        (4, 1, ""),
+        (1, 2, ""),
+    ],
+)
+def test_shard_groups_are_drawn_beside_the_ranks_of_hosts(hosts: int, factor: int, said: str):
+    frame = StepAxis()
+    frame.shard_factor = factor
+    panel = CommunicationPanel(frame, 8)
+    panel.update([Step(events=tuple(on_host(e, hosts) if hosts > 1 else e for e in s.events)) for s in steps(3, 8)])
+    groups = columns(panel, 2)
+    if not said:
+        assert not groups["y"] and "hard group" not in panel.captions().note
+        return
+    assert said in panel.captions().note
+    assert groups["y"] == [first + (factor - 1) / 2 for first in range(0, 8, factor)]
+    assert panel.sources[2].all().texts["label"][0] == f"shard group 0 to {factor - 1}"
+    frame.shard_factor = 8
+    panel.update([Step(events=tuple(on_host(e, hosts) for e in s.events)) for s in steps(4, 8)[3:]])
+    assert not columns(panel, 2)["y"], "another sharding"
 
 
 # -- each ------------------------------------------------------------------------------------------------------------

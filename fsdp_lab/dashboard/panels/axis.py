@@ -198,6 +198,7 @@ class StepAxis:
 
     def __init__(self) -> None:
         self.language = True  # whether it is a language model, whose loss is in nats per token and has a perplexity
+        self.shard_factor = 1  # ranks that share one copy of the parameters
         self.counted = "tokens"  # or "samples": of images, and of a user's own data
         self.x_range = Range1d(start=0, end=50, name="frame.x")
         self.markers = Columns("frame.markers", ["step"], texts=["label", "detail"], limit=100)

@@ -22,6 +22,7 @@ from fsdp_lab.dashboard.panels.base import Captions, Key, Panel, Patches
 from fsdp_lab.dashboard.panels.drawing import (
     BAR,
     LINE_PX,
+    MOST_NAMED,
     RanksByHost,
     fill_key,
     hover,
@@ -59,6 +60,10 @@ class CommunicationPanel(Panel):
         now = ["rank", *KINDS, *(f"{k}_mb" for k in KINDS), "exposed", "total"]
         self._now = Columns("communication.now", now, texts=["label", "color", "place"], limit=world_size)
         self._ranks = RanksByHost("communication.now", world_size)
+        # Shard groups of hybrid sharding, on the right of the bars.
+        self._groups = Columns(
+            "communication.groups", ["x", "text_x", "y", "height"], texts=["label"], limit=world_size
+        )
         self._over = Columns("communication.steps", ["step", *KINDS, "exposed", "total", "step_ms"], limit=STEP_LIMIT)
         self._now_range, self._over_range = ZeroRange(headroom=1.5, slack=0.5), ZeroRange()
         self._recent: deque[Step] = deque(maxlen=RECENT_STEPS)
@@ -66,7 +71,7 @@ class CommunicationPanel(Panel):
         self._drawn_s = 0.0  # when the bars were drawn
         self._seen: set[str] = set()  # kinds that have occurred
         self._carriers: tuple[Carrier, ...] = ()
-        self.sources = (self._now, self._over)
+        self.sources = (self._now, self._over, self._groups)
         self.root = row(self._draw_now(), self._draw_over(frame), sizing_mode="stretch_width", spacing=16)
 
     def _draw_now(self) -> figure:
@@ -77,10 +82,19 @@ class CommunicationPanel(Panel):
         paint_stack(bars, TOKENS)
         if few:
             sign_bars(fig, source, y="rank", end="total")
+        self._draw_groups(fig)
         rows = [(theme.COMMUNICATION[k].label, f"@{k}{{0,0.00}} ms, @{k}_mb{{0,0.00}} MB") for k in KINDS]
         rows = [("rank", "@place"), *rows, ("exposed", "@exposed{0,0.00} ms")]
         hover_bars(fig, source, rows, right="total", y="rank", height=0.9)
         return fig
+
+    def _draw_groups(self, fig: figure) -> None:
+        source = twin(self._groups)
+        bar = fig.rect(x="x", y="y", width=5, width_units="screen", height="height", line_alpha=0, source=source)
+        tint(bar.glyph, fill_color="ink.mean")
+        text = fig.text(x="text_x", y="y", text="label", text_align="right", text_baseline="middle",
+                        text_font_size="11px", source=source)  # fmt: skip
+        tint(text.glyph, text_color="ink.peak")
 
     def _draw_over(self, frame: StepAxis) -> figure:
         fig = frame.plot("communication.over", "ms per step, mean of ranks")
@@ -113,6 +127,7 @@ class CommunicationPanel(Panel):
             self._drawn_s = now_s
             written += self._write_now()
             self._now_range.cover(self._now.column("total"))
+            written += self._write_groups()
         self._ordinary.extend(r[-2] for r, s in zip(rows, steps, strict=True) if s.counts)
         self.cover()
         self._captions = self._describe()
@@ -139,6 +154,21 @@ class CommunicationPanel(Panel):
         places = [self._ranks.place(int(r[0])) for r in rows]
         return self._now.replace(rows, {"label": labels, "color": colors, "place": places})
 
+    @property
+    def _group_size(self) -> int:
+        """Ranks of a shard group, where these are to be told apart from the ranks of a host; else 0."""
+        n = self._frame.shard_factor
+        return n if self._ranks.several and 1 < n < self.world_size else 0
+
+    def _write_groups(self) -> int:
+        n, end = self._group_size, self._now_range.end
+        if not n:
+            return self._groups.replace([], {"label": []})
+        starts = range(0, self.world_size, n)
+        rows = [[0.985 * end, 0.965 * end, first + (n - 1) / 2, n - 0.3] for first in starts]
+        labels = [f"shard group {first} to {first + n - 1}" if len(starts) <= MOST_NAMED else "" for first in starts]
+        return self._groups.replace(rows, {"label": labels})
+
     def _describe(self) -> Captions:
         recent = list(self._recent)
         seconds = median(fmean(sum(t.seconds for t in e.comm.values()) for e in s.events) for s in recent)
@@ -164,7 +194,17 @@ class CommunicationPanel(Panel):
         seconds = fmean(e.across_s for e in events)
         rate = f", {format_rate(sent / seconds)}" if sent and seconds else ""
         share = f", {100 * sent / whole:.0f} % of all" if whole else ""
-        return f"To other hosts {traffic(sent)} a rank and step{share}{rate}. "
+        return f"To other hosts {traffic(sent)} a rank and step{share}{rate}. {self._grouped()}"
+
+    def _grouped(self) -> str:
+        """`Shard groups of 12 ranks span hosts of 8; shard_size=8 shards inside them. `"""
+        n, each = self._group_size, self._ranks.per_host
+        if not n or each == self.world_size:
+            return ""
+        if each % n == 0:
+            return f"Shard groups of {n} ranks are inside hosts. "
+        way = f"; shard_size={each} shards inside them" if each > 1 else ""
+        return f"Shard groups of {n} ranks span hosts of {each}{way}. "
 
     def patches(self) -> Patches:
         return {

@@ -19,6 +19,7 @@ from bokeh.plotting import figure
 
 from fsdp_lab.core.events import Memory, Role, StepEvent
 from fsdp_lab.core.formatting import GIB, MIB
+from fsdp_lab.core.process import ranks_per_host
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns
 from fsdp_lab.dashboard.panels.base import Key
@@ -104,6 +105,11 @@ class RanksByHost:
     @property
     def several(self) -> bool:
         return len(set(self.hosts.values())) > 1
+
+    @property
+    def per_host(self) -> int:
+        """Ranks of a host, where all have as many; else the number of all."""
+        return ranks_per_host([self.hosts[rank] for rank in sorted(self.hosts)])
 
     def place(self, rank: int) -> str:
         """For a tooltip: "3 on beta"."""
