@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.cluster.hosts import CUT_S, LauncherHosts, SlurmHosts, ssh_hosts
+from fsdp_lab.cluster.hosts import CUT_S, Hosts, LauncherHosts, SlurmHosts, ssh_hosts
 from fsdp_lab.cluster.membership import RankStatus
 from fsdp_lab.cluster.sent_code import with_code
 from fsdp_lab.core.checkpoint_format import Checkpoint, check_folder, check_same, find
@@ -566,6 +566,34 @@ class Lab:
         self._activities.stop(f"the lab was resized to {ranks} ranks")
         self._devices = each_device(devices, ranks)
         self._resize(ranks, self._devices)
+
+    def move(
+        self,
+        hosts: Hosts | None,
+        ranks: int | None = None,
+        *,
+        progress: Callable[[StartProgress], None] | None = None,
+    ) -> None:
+        """Ends the ranks and starts others elsewhere, as the dashboard's *Hosts…* does.
+
+            lab.move(SshHosts(names=("gpu1", "gpu2"), gpus_per_host=8))
+
+        The run is stopped, and the next one starts fresh, or from a checkpoint in a folder that the hosts have too. If it
+        fails or is interrupted, as many ranks as before are started again where they were.
+
+        Args:
+            hosts: a `SshHosts`, `SlurmHosts` or `LauncherHosts` of `fsdp_lab.cluster.hosts`; None: this machine.
+            ranks: on this machine; None: 2. On other hosts these say how many.
+            progress: receives each `StartProgress`, and cancels the start by raising; None: as for the lab.
+
+        Raises:
+            StartError: one sentence. ArgumentError: the lab's engines are yours.
+        """
+        self._activities.require_open()
+        self._activities.stop("the ranks were moved")
+        self.cluster.move(hosts, hosts.ranks if hosts is not None else ranks, progress)
+        self._devices = self._calibration = None
+        self._activate()
 
     def _place_ranks(self, spec: Spec) -> None:
         """Gives the cluster the ranks and devices that the Spec wants, if it has others."""

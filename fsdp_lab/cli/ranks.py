@@ -53,8 +53,8 @@ def selected(clusters: list[DetachedCluster], ids: list[str]) -> list[DetachedCl
 def record(cluster: DetachedCluster) -> dict[str, Any]:
     import psutil
 
-    rss_bytes = 0
-    for pid in cluster.pids:
+    rss_bytes = 0  # of ranks on this machine
+    for pid in () if cluster.where else cluster.pids:
         with contextlib.suppress(psutil.Error):
             rss_bytes += psutil.Process(pid).memory_info().rss
     return {
@@ -62,6 +62,7 @@ def record(cluster: DetachedCluster) -> dict[str, Any]:
         "ranks": len(cluster.pids),
         "devices": [seat["device"] for seat in cluster.placement["seats"]],
         "pids": list(cluster.pids),
+        "hosts": [host["name"] for host in cluster.where.get("hosts", ())],
         "notebook": cluster.asked["notebook"],
         "kernel_pid": None if cluster.free or cluster.owner is None else cluster.owner.pid,
         "free_unix_s": cluster.free_unix_s if cluster.free else None,
@@ -73,8 +74,10 @@ def record(cluster: DetachedCluster) -> dict[str, Any]:
 def line(cluster: DetachedCluster) -> str:
     """A cluster as one line, with the kernel that uses it or the hours until it ends."""
     d = record(cluster)
-    what = f"{d['id']}  {plural(d['ranks'], 'rank')} on {', '.join(sorted(set(d['devices'])))}"
+    devices, hosts = sorted(set(d["devices"])), d["hosts"]
+    what = f"{d['id']}  {plural(d['ranks'], 'rank')} on {', '.join(devices)}{' of ' * bool(hosts)}{', '.join(hosts)}"
+    memory = "" if hosts else f", {size(d['rss_bytes'])}"
     waited_s = max(0.0, time.time() - (cluster.free_unix_s or time.time()))
     left = f"no kernel uses them; they end in {(cluster.limit_s - waited_s) / 3600:.1f} h"
     user = left if d["kernel_pid"] is None else f"process {d['kernel_pid']} uses them"
-    return "; ".join(filter(None, (f"{what}, {size(d['rss_bytes'])}", user, d["notebook"])))
+    return "; ".join(filter(None, (f"{what}{memory}", user, d["notebook"])))

@@ -18,8 +18,10 @@ import psutil
 from fsdp_lab.cluster.addresses import unique_names
 from fsdp_lab.cluster.calls import SECOND_INTERRUPT_S, Dispatcher
 from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters
+from fsdp_lab.cluster.detached_hosts import DETACHED
 from fsdp_lab.cluster.engines import Engines, ExternalEngines, exposure_notes
 from fsdp_lab.cluster.errors import ClusterError, StartError
+from fsdp_lab.cluster.guardian import Guardian
 from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SlurmHosts, SshHosts
 from fsdp_lab.cluster.launcher_engines import LauncherEngines
 from fsdp_lab.cluster.local_engines import DetachedEngines, LocalEngines, claim, engine_environment
@@ -30,7 +32,7 @@ from fsdp_lab.cluster.slurm_engines import SlurmEngines
 from fsdp_lab.cluster.ssh_engines import SshEngines
 from fsdp_lab.cluster.supervisor import Supervisor
 from fsdp_lab.core import __version__
-from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.errors import ArgumentError, FieldError
 from fsdp_lab.core.process import alive, host_id
 
 ATTACHED_S = 1.0  # for all ranks to answer once the first has
@@ -74,9 +76,23 @@ class ClusterConfig:
         }
 
 
+class RestoredError(Exception):
+    """A change of ranks failed with `cause`, and there are as many as before where they were, joined anew: without what they
+    had trained."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
 class Assembly:
-    """Makes ranks of engines. `notes` are on how the ranks were started; `attached_status` is `Session.status` of each rank
-    when it was taken over, empty if it was started here."""
+    """Makes ranks of engines.
+
+    Attributes:
+        config: where they are is changed by `move`.
+        notes: on how the ranks were started.
+        attached_status: `Session.status` of each rank when it was taken over, empty if it was started here.
+    """
 
     def __init__(
         self,
@@ -85,7 +101,7 @@ class Assembly:
         supervisor: Supervisor,
         report: Callable[[StartProgress], None],
     ) -> None:
-        self._config, self._dispatcher, self._supervisor = config, dispatcher, supervisor
+        self.config, self._dispatcher, self._supervisor = config, dispatcher, supervisor
         self._membership, self._monitor, self._on_progress = dispatcher.membership, supervisor.monitor, report
         self._began_s = 0.0
         self.notes: tuple[str, ...] = ()
@@ -102,7 +118,7 @@ class Assembly:
         return self._membership.engines
 
     def start(self) -> None:
-        config, n = self._config, self._config.ranks or 2
+        config, n = self.config, self.config.ranks or 2
         self._began_s = time.monotonic()
         self._report("starting engines", 0, n)
         if config.persist_s is not None and self._attach(config.persist_s):
@@ -113,16 +129,49 @@ class Assembly:
         self._assemble(config.ranks or self._engines.default_ranks, config.devices)
 
     def resize(self, ranks: int, devices: Sequence[str] | None) -> None:
+        """Raises RestoredError if no rank was lost before, and so many cannot be joined."""
         self._began_s = time.monotonic()
         if self._engines.broken:  # engines are of no use without their controller
-            self._membership.replace([])
-            self._engines.close()
-            self._membership.token = secrets.token_hex(8)
+            self._leave_engines()
             self._connect()
-        self._assemble(ranks, devices)
+        seats, whole = self._membership.placement.seats, not self._membership.lost
+        try:
+            self._assemble(ranks, devices)
+        except (StartError, FieldError) as e:
+            if not whole or self._engines.broken or self._membership.closed:
+                raise
+            self._assemble(len(seats), [seat.device for seat in seats])
+            raise RestoredError(e) from None
+
+    def move(self, hosts: Hosts | None, ranks: int | None, report: Callable[[StartProgress], None] | None) -> None:
+        """Ends the engines and starts others, on `hosts` or here. Raises RestoredError if that fails or is interrupted."""
+        self._began_s = time.monotonic()
+        former, seats, former_report = self.config, self._membership.placement.seats, self._on_progress
+        self._on_progress = report or former_report
+        self.config = replace(former, hosts=hosts, ranks=ranks, devices=None)
+        self._leave_engines()
+        try:
+            self._connect()
+            self._assemble(ranks or self._engines.default_ranks, None)
+        except BaseException as e:
+            self.config, self._on_progress = former, former_report
+            if self._membership.closed:
+                raise
+            self._leave_engines()
+            self._connect()
+            self._assemble(len(seats), [seat.device for seat in seats])
+            raise RestoredError(e) from None
+        self._on_progress = former_report
+
+    def _leave_engines(self) -> None:
+        """Ends them, with their controller."""
+        self._membership.replace([])
+        self._engines.close()
+        self._membership.token = secrets.token_hex(8)
+        self.notes = ()
 
     def _connect(self) -> None:
-        config, membership = self._config, self._membership
+        config, membership = self.config, self._membership
         if config.given is not None:
             membership.engines = ExternalEngines(config.given, config.timeout_s)
         elif config.hosts is not None:
@@ -140,7 +189,7 @@ class Assembly:
 
     def _engines_on(self, hosts: Hosts) -> Engines:
         """Raises StartError."""
-        config, token, ended = self._config, self._membership.token, self._supervisor.process_ended
+        config, token, ended = self.config, self._membership.token, self._supervisor.process_ended
         given = (token, config.environment, ended, config.timeout_s)
         if isinstance(hosts, SshHosts):
             return SshEngines(*given, hosts, self._report)
@@ -151,7 +200,7 @@ class Assembly:
 
     @property
     def _environment(self) -> dict[str, str]:
-        return engine_environment(self._membership.token, self._config.ranks or 2, self._config.environment)
+        return engine_environment(self._membership.token, self.config.ranks or 2, self.config.environment)
 
     def _report(self, stage: str, done: int, total: int) -> None:
         seconds = time.monotonic() - self._began_s
@@ -168,7 +217,7 @@ class Assembly:
         by_engine = self._describe(self._enough_engines(n))
         chosen = rank_order(by_engine, self._engines.place_of)[:n]
         reports = [by_engine[engine] for engine in chosen]
-        placement = place(self._hosts(reports), devices, take_busy=self._config.take_busy)
+        placement = place(self._hosts(reports), devices, take_busy=self.config.take_busy)
         self._check_gpus(placement)
         members = [self._member(rank, chosen[rank], report, placement) for rank, report in enumerate(reports)]
         self._membership.replace(members, placement)
@@ -176,17 +225,19 @@ class Assembly:
         if not self._engines.local:
             exposed = exposure_notes(self._engines.client, [r["id"] for r in by_engine.values()])
             self.notes = (*exposed, *self._engines.notes)
-        if self._config.persist_s is not None:
+        if self.config.persist_s is not None:
             self._engines.persist(
-                asked=self._config.identity,
+                asked=self.config.identity,
                 engines=tuple(chosen),
                 pids=tuple(m.pid for m in members),
+                host_ids=tuple(m.host_id for m in members),
                 placement=asdict(placement),
-                limit_s=self._config.persist_s,
+                limit_s=self.config.persist_s,
             )
 
     def _enough_engines(self, n: int) -> list[int]:
         """The ids of at least `n` engines: those of healthy ranks, and new ones."""
+        before = self._membership.members
         found = self._reuse(n)
         if not self._engines.owned:
             found = list(self._engines.client.ids)
@@ -197,9 +248,13 @@ class Assembly:
                 )
         elif (missing := n - len(found)) > 0:
             self._report("starting engines", 0, missing)
-            found += self._engines.add(
-                missing, lambda k: self._report("starting engines", k, missing), self._config.timeout_s
-            )
+            try:
+                found += self._engines.add(
+                    missing, lambda k: self._report("starting engines", k, missing), self.config.timeout_s
+                )
+            except StartError:
+                self._membership.replace([m for m in before if m.engine in found])  # they can be joined again
+                raise
         return found
 
     def _reuse(self, n: int) -> list[int]:
@@ -220,7 +275,7 @@ class Assembly:
         self._membership.replace(
             [Member(rank=i, engine=engine, view=client.direct_view(engine)) for i, engine in enumerate(engines)]
         )
-        reports = self._dispatcher.call("describe", timeout_s=self._config.timeout_s)
+        reports = self._dispatcher.call("describe", timeout_s=self.config.timeout_s)
         return dict(zip(engines, reports, strict=True))
 
     def _hosts(self, reports: Sequence[Mapping[str, Any]]) -> list[Host]:
@@ -233,12 +288,12 @@ class Assembly:
         names = unique_names({r["id"]: (r["host"], next(iter(r["addresses"]), "")) for r in reports})
         leaders = {key: next(rank for rank, r in enumerate(reports) if r["id"] == key) for key in pids}
         asked = {rank: {"ours": pids[key]} for key, rank in leaders.items()}
-        found = self._dispatcher.ask("hardware", asked, self._config.timeout_s)
+        found = self._dispatcher.ask("hardware", asked, self.config.timeout_s)
         return [replace(found[leaders[r["id"]]], name=names[r["id"]]) for r in reports]
 
     def _check_gpus(self, placement: Placement) -> None:
         """Raises ArgumentError for a host without a GPU for each of its ranks, where that was asked for."""
-        wanted = None if self._config.hosts is None else self._config.hosts.gpus_per_host
+        wanted = None if self.config.hosts is None else self.config.hosts.gpus_per_host
         for seat in placement.seats if wanted is not None else ():
             if seat.device == "cpu" or seat.shared_gpu_ranks > 1:
                 has = "none is free, or torch cannot use it" if seat.device == "cpu" else "some are shared then"
@@ -258,7 +313,7 @@ class Assembly:
 
     def _join(self, hosts: Sequence[str]) -> None:
         """`hosts`: of the ranks, in rank order."""
-        n, module, timeout_s = len(hosts), self._config.rank_module, self._config.timeout_s
+        n, module, timeout_s = len(hosts), self.config.rank_module, self.config.timeout_s
         self._dispatcher.call("claim", owner=self._membership.token, timeout_s=timeout_s)
         self._report("importing torch", 0, n)
         self._dispatcher.call("load", module=module, timeout_s=2 * timeout_s)
@@ -268,7 +323,7 @@ class Assembly:
         place = self._dispatcher.send("host", {0: {"module": module, "address": at}}).results(timeout_s)[0]
         headers = self._monitor.open_channels(self._engines.client, range(n))
         common = {"module": module, "world_size": n, "place": place, "timeout_s": timeout_s,
-                  "reduction": self._config.reduction, "hosts": list(hosts)}  # fmt: skip
+                  "reduction": self.config.reduction, "hosts": list(hosts)}  # fmt: skip
         seats = self._membership.placement.seats
         each = {
             seat.rank: {
@@ -284,10 +339,10 @@ class Assembly:
 
     def _attach(self, limit_s: float) -> bool:
         """Takes over detached ranks, and ends those that do not answer. Returns whether it has taken over any."""
-        while (found := claim(self._config.identity, limit_s)) is not None:
+        while (found := claim(self.config.identity, limit_s)) is not None:
             record, guardian = found
             self._membership.token = record.token
-            engines = DetachedEngines(record, guardian, self._environment, self._supervisor.process_ended)
+            engines = self._detached_engines(record, guardian)
             try:
                 engines.open()
                 self._membership.engines = engines
@@ -308,18 +363,25 @@ class Assembly:
             )
         return False
 
+    def _detached_engines(self, record: DetachedCluster, guardian: Guardian) -> DetachedEngines:
+        hosts, ended = self.config.hosts, self._supervisor.process_ended
+        if hosts is None:
+            return DetachedEngines(record, guardian, self._environment, ended)
+        kind = DETACHED[type(hosts)]
+        return kind(record, guardian, self.config.environment, ended, hosts, self._report)
+
     def _adopt_ranks(self, record: DetachedCluster) -> None:
         """Makes the ranks report to this client. What they work on ends first."""
         placement = Placement.from_dict(record.placement)
         members = [
-            self._member(rank, engine, {"pid": pid, "id": host_id()}, placement)
-            for rank, (engine, pid) in enumerate(zip(record.engines, record.pids, strict=True))
+            self._member(rank, engine, {"pid": pid, "id": id_}, placement)
+            for rank, (engine, pid, id_) in enumerate(zip(record.engines, record.pids, record.host_ids, strict=True))
         ]
         self._membership.replace(members, placement)
         self._dispatcher.continue_from_former()
         headers = self._monitor.open_channels(self._engines.client, range(len(members)))
         call = self._dispatcher.send("attach", {rank: {"beats": header} for rank, header in headers.items()})
-        deadline = time.monotonic() + self._config.timeout_s
+        deadline = time.monotonic() + self.config.timeout_s
         while not call.wait(0.05) and len(call.pending) == len(members) and time.monotonic() < deadline:
             continue
         if not call.wait_all(ATTACHED_S):  # these wait for ranks to which the former kernel did not live to send a call

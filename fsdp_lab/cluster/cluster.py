@@ -25,12 +25,12 @@ from typing import Any
 
 import psutil
 
-from fsdp_lab.cluster.assembly import Assembly, ClusterConfig, StartProgress
+from fsdp_lab.cluster.assembly import Assembly, ClusterConfig, RestoredError, StartProgress
 from fsdp_lab.cluster.calls import Call, Dispatcher, OnData
 from fsdp_lab.cluster.code_delivery import Delivery
 from fsdp_lab.cluster.detached import persist_limit_s
 from fsdp_lab.cluster.errors import ClusterError, RankLost
-from fsdp_lab.cluster.hosts import Hosts
+from fsdp_lab.cluster.hosts import Hosts, LauncherHosts
 from fsdp_lab.cluster.membership import ClusterState, Membership, RankStatus
 from fsdp_lab.cluster.placement import Placement, place, probe
 from fsdp_lab.cluster.supervisor import Supervisor
@@ -79,9 +79,9 @@ class Cluster:
         report: Callable[[StartProgress], None] | None = None,
     ) -> None:
         hang_s = limit(hang_s, timeout_s)
-        if hosts is not None and persist is not False:
-            raise ArgumentError("persist", "ranks on other hosts end with this kernel", "leave persist out")
-        self._config = ClusterConfig(
+        if isinstance(hosts, LauncherHosts) and persist is not False:
+            raise ArgumentError("persist", "ranks of another launcher end with this kernel", "leave persist out")
+        config = ClusterConfig(
             ranks=ranks,
             devices=devices,
             given=given,
@@ -96,7 +96,7 @@ class Cluster:
         self._membership = Membership(secrets.token_hex(8))
         self._dispatcher = Dispatcher(self._membership)
         self._supervisor = Supervisor(self._dispatcher, hang_s)
-        self._assembly = Assembly(self._config, self._dispatcher, self._supervisor, report or (lambda progress: None))
+        self._assembly = Assembly(config, self._dispatcher, self._supervisor, report or (lambda progress: None))
         self._delivery = Delivery(self._dispatcher)
         self._changing = threading.Lock()  # one start, resize or close at a time
 
@@ -114,10 +114,28 @@ class Cluster:
 
     def resize(self, ranks: int, devices: Sequence[str] | None = None) -> None:
         """Joins exactly `ranks` healthy ranks anew: engines are reused, added or ended, and lost ranks replaced, as needed.
-        What the ranks had trained is lost. Raises as `start`; the cluster is closed then."""
+        What the ranks had trained is lost. Raises as `start`; the cluster is closed then, unless it could join as many ranks
+        as before anew."""
         with self._changing:
             self._membership.require_engines()
             self._assemble(lambda: self._assembly.resize(ranks, devices))
+
+    def move(
+        self, hosts: Hosts | None, ranks: int | None = None, report: Callable[[StartProgress], None] | None = None
+    ) -> None:
+        """Ends the ranks and starts others on these hosts, or on this one. What they had trained is lost.
+
+        `report`: as in the constructor, for this start alone; it cancels the start by raising.
+
+        Raises:
+            ArgumentError: the engines are not ours. As `resize`.
+        """
+        if self._config.given is not None:
+            raise ArgumentError("hosts", "the engines of a given cluster are yours, and stay where they are",
+                                "make a lab with Lab.ssh, Lab.slurm or Lab")  # fmt: skip
+        with self._changing:
+            self._membership.require_engines()
+            self._assemble(lambda: self._assembly.move(hosts, ranks, report))
 
     def check_devices(self, ranks: int, devices: Sequence[str] | None) -> None:
         """Raises SpecError for devices that are not there, where all ranks are on this host."""
@@ -130,6 +148,9 @@ class Cluster:
         try:
             work()
             self._membership.enter(ClusterState.RUNNING)
+        except RestoredError as e:
+            self._membership.enter(ClusterState.RUNNING)
+            raise e.cause from None
         except BaseException:
             self._close()
             if (engines := self._membership.engines) is not None:
@@ -177,6 +198,10 @@ class Cluster:
     def _release_local(self) -> None:
         self._supervisor.stop()
         self._dispatcher.abandon()
+
+    @property
+    def _config(self) -> ClusterConfig:
+        return self._assembly.config
 
     # -- calls ------------------------------------------------------------------------------------------------------
 

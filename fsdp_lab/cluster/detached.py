@@ -16,9 +16,10 @@ import math
 import os
 import shutil
 import stat
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,19 @@ from fsdp_lab.core.errors import ArgumentError, is_number
 from fsdp_lab.core.process import Identity, end, machine, marked, sweep
 
 FILE = "kept.json"
+END_FILE = "end.json"
+END_COMMANDS_S = 15.0  # at most, for all of them
 PREFIX = "fsdp_lab-"  # of private folders; nothing else is ever removed
 DEFAULT_LIMIT_S = 24 * 3600.0  # how long ranks wait for a kernel, unless a number of hours is given
 REMOVAL_S = 2.0  # how long a folder may be in use that is to be removed
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndCommand:
+    """Ends what is on another host, or gives a job back; `sent` is its standard input."""
+
+    argv: tuple[str, ...]
+    sent: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +59,8 @@ class DetachedCluster:
     guardian: Identity
     owner: Identity | None  # the kernel that uses the ranks; nobody uses them if it is None or dead
     free_unix_s: float | None = None  # since when nobody uses them, if that was observed
+    host_ids: tuple[str, ...] = ()  # of the ranks: see `fsdp_lab.core.process.host_id`
+    where: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the other hosts that they are on; empty: none
 
     @property
     def id(self) -> str:
@@ -62,6 +75,11 @@ class DetachedCluster:
         """No kernel came within the limit, and no guardian is left to end the ranks."""
         waited_s = 0.0 if self.free_unix_s is None else time.time() - self.free_unix_s
         return self.free and waited_s > self.limit_s and not self.guardian.alive
+
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """Processes here without which nothing can be resumed: the ranks, or the controller of those on other hosts."""
+        return (self.where["controller"],) if self.where else self.pids
 
     # -- the file ---------------------------------------------------------------------------------------------------
 
@@ -78,6 +96,7 @@ class DetachedCluster:
                 folder=folder,
                 engines=tuple(fields.pop("engines")),
                 pids=tuple(fields.pop("pids")),
+                host_ids=tuple(fields.pop("host_ids")),
                 guardian=Identity(**fields.pop("guardian")),
                 owner=None if owner is None else Identity(**owner),
                 **fields,
@@ -122,6 +141,7 @@ class DetachedCluster:
             return False
         end(marked(self.token), term_s=1.0)
         left = sweep(self.token)
+        run_end_commands(self.folder)
         remove_private(self.folder)
         return not left
 
@@ -175,6 +195,38 @@ def detached_pids() -> set[int]:
     """All processes that may outlive their kernel, guardians included."""
     clusters = detached_clusters()
     return {p.pid for c in clusters for p in marked(c.token)} | {c.guardian.pid for c in clusters}
+
+
+# -- what ends on other hosts -------------------------------------------------------------------------------------------
+
+
+def write_end_commands(folder: Path, commands: Sequence[EndCommand]) -> None:
+    file = folder / END_FILE
+    part = file.with_suffix(".part")
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as opened:
+        json.dump([dataclasses.asdict(command) for command in commands], opened)
+    part.replace(file)
+
+
+def run_end_commands(folder: Path) -> None:
+    """All at once. What they say is of no use here."""
+    try:
+        commands = [EndCommand(**d) for d in json.loads((folder / END_FILE).read_text(encoding="utf-8"))]
+    except OSError:
+        return
+    running = []
+    for command in commands:
+        with contextlib.suppress(OSError), tempfile.TemporaryFile() as sent:
+            sent.write(command.sent.encode())
+            sent.seek(0)
+            running.append(
+                subprocess.Popen(command.argv, stdin=sent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            )
+    deadline = time.monotonic() + END_COMMANDS_S
+    for process in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.1, deadline - time.monotonic()))
+        process.kill()
 
 
 # -- private folders: connection files, keys and logs, which no other user can read ------------------------------------

@@ -17,34 +17,21 @@ SIGTERM and are ended by SIGKILL a moment later.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
-from fsdp_lab.cluster.detached import DetachedCluster, remove_private
+from fsdp_lab.cluster.detached import DetachedCluster, EndCommand, remove_private, run_end_commands, write_end_commands
 from fsdp_lab.core.process import Identity, alive, end, marked, sweep
 
 CHECK_S = 0.5  # between two checks of detached ranks
-END_FILE = "end.json"
-END_COMMANDS_S = 15.0  # at most, for all of them
-
-
-@dataclass(frozen=True, kw_only=True)
-class EndCommand:
-    """Ends what is on another host, or gives a job back; `sent` is its standard input."""
-
-    argv: tuple[str, ...]
-    sent: str = ""
 
 
 class Guardian:
@@ -63,11 +50,7 @@ class Guardian:
 
     def set_end_commands(self, commands: Sequence[EndCommand]) -> None:
         """What it is to run at the end, if it ends the cluster. Replaces what was set before."""
-        file = self._folder / END_FILE
-        part = file.with_suffix(".part")
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as opened:
-            json.dump([asdict(command) for command in commands], opened)
-        part.replace(file)
+        write_end_commands(self._folder, commands)
 
     @property
     def identity(self) -> Identity:
@@ -118,7 +101,7 @@ def handed_over(folder: Path) -> bool:
     if cluster is None or cluster.guardian.pid != os.getpid():
         return cluster is not None
     began_s, cluster = time.monotonic(), cluster.release()  # monotonic: a laptop's sleep does not count
-    while cluster is not None and time.monotonic() - began_s < cluster.limit_s and all(map(alive, cluster.pids)):
+    while cluster is not None and time.monotonic() - began_s < cluster.limit_s and all(map(alive, cluster.needed)):
         time.sleep(CHECK_S)
         now = DetachedCluster.read(folder)
         if now is None or now.guardian != cluster.guardian:
@@ -137,27 +120,6 @@ def main(token: str, owner_pid: int, folder: Path) -> None:
         time.sleep(0.2)
     run_end_commands(folder)
     remove_private(folder)
-
-
-def run_end_commands(folder: Path) -> None:
-    """All at once. What they say is of no use here."""
-    try:
-        commands = [EndCommand(**d) for d in json.loads((folder / END_FILE).read_text(encoding="utf-8"))]
-    except OSError:
-        return
-    running = []
-    for command in commands:
-        with contextlib.suppress(OSError), tempfile.TemporaryFile() as sent:
-            sent.write(command.sent.encode())
-            sent.seek(0)
-            running.append(
-                subprocess.Popen(command.argv, stdin=sent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            )
-    deadline = time.monotonic() + END_COMMANDS_S
-    for process in running:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.1, deadline - time.monotonic()))
-        process.kill()
 
 
 if __name__ == "__main__":

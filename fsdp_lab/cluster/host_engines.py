@@ -28,15 +28,16 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.cluster import host_script
 from fsdp_lab.cluster.addresses import Endpoint, Endpoints, new_token
+from fsdp_lab.cluster.detached import EndCommand
 from fsdp_lab.cluster.engines import EngineProcess
 from fsdp_lab.cluster.errors import StartError
-from fsdp_lab.cluster.guardian import EndCommand, package_path
+from fsdp_lab.cluster.guardian import package_path
 from fsdp_lab.cluster.hosts import Hosts
 from fsdp_lab.cluster.local_engines import (
     LOOPBACK,
@@ -91,13 +92,29 @@ class HostEngines(LocalEngines):
     def __init__(
         self, token: str, environment: Mapping[str, str], on_end: OnEnd, timeout_s: float, hosts: Hosts, report: Report
     ) -> None:
+        self._know(hosts, environment, report)
+        super().__init__(token, engine_environment(token, 1, environment), on_end, timeout_s)  # of the controller
+
+    def _know(self, hosts: Hosts, environment: Mapping[str, str], report: Report) -> None:
         self._asked, self._report_stage, self._variables = hosts, report, dict(environment)
         self._hosts: dict[str, RankHost] = {}
         self._exits: dict[tuple[str, int], int] = {}  # exit codes, by the host's id and the pid
         self._logs: dict[tuple[str, int], str] = {}
         self._endpoint: Endpoint | None = None  # of the controller, as the hosts reach it; None: through tunnels
         self.notes: tuple[str, ...] = ()
-        super().__init__(token, engine_environment(token, 1, environment), on_end, timeout_s)  # of the controller
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        hosts = [{**asdict(host), "pids": sorted(host.pids)} for host in self._hosts.values()]
+        for host in hosts:
+            del host["unreached_s"]
+        endpoint = None if self._endpoint is None else asdict(self._endpoint)
+        return {"hosts": hosts, "endpoint": endpoint, "controller": self.controller_pid}
+
+    def _take_over(self, where: Mapping[str, Any]) -> None:
+        """The hosts that `_where` of a former kernel described."""
+        self._hosts = {d["name"]: RankHost(**{**d, "pids": set(d["pids"])}) for d in where["hosts"]}
+        self._endpoint = None if where["endpoint"] is None else Endpoint(**where["endpoint"])
 
     @abstractmethod
     def _allocate(self) -> list[str]:

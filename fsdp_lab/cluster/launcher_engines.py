@@ -14,9 +14,10 @@ from ipyparallel.cluster.launcher import find_launcher_class
 from traitlets.config import Config
 
 from fsdp_lab.cluster.addresses import own_addresses
+from fsdp_lab.cluster.detached import EndCommand
 from fsdp_lab.cluster.engines import EngineProcess
 from fsdp_lab.cluster.errors import StartError
-from fsdp_lab.cluster.guardian import EndCommand, package_path
+from fsdp_lab.cluster.guardian import package_path
 from fsdp_lab.cluster.host_engines import DEFAULTS
 from fsdp_lab.cluster.host_script import PREFIX
 from fsdp_lab.cluster.hosts import LauncherHosts

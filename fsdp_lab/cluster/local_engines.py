@@ -277,6 +277,7 @@ class LocalEngines(Engines):
             guardian=self._guardian.identity,
             owner=Identity.this(),
             begun_unix_s=time.time(),
+            where=self._where,
             **fields,
         )
         try:
@@ -285,6 +286,11 @@ class LocalEngines(Engines):
             raise ClusterError(
                 f"the ranks cannot be made persistent: {e}; make room in {self._folder.parent}, or leave persist out"
             ) from None
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        """`DetachedCluster.where`."""
+        return {}
 
     def unpersist(self) -> None:
         if self._record is not None:

@@ -13,11 +13,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fsdp_lab.cluster import host_script
+from fsdp_lab.cluster.detached import EndCommand
 from fsdp_lab.cluster.engines import EngineProcess
 from fsdp_lab.cluster.errors import StartError
-from fsdp_lab.cluster.guardian import EndCommand
 from fsdp_lab.cluster.host_engines import END_S, START_S, HostEngines
 from fsdp_lab.cluster.hosts import SlurmHosts
 from fsdp_lab.cluster.shells import Command, HostAnswer, Shell, started
@@ -91,6 +92,15 @@ class SlurmEngines(HostEngines):
         self._report_stage(f"granted: job {self._job}", len(names), len(names))
         self.shell = SlurmShell(self._asked.path, self._job)
         return names
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        return super()._where | {"job": self._job}
+
+    def _take_over(self, where: Mapping[str, Any]) -> None:
+        super()._take_over(where)
+        self._job, self._steps = where["job"], {}
+        self.shell = SlurmShell(self._asked.path, self._job)
 
     @property
     def _job_name(self) -> str:

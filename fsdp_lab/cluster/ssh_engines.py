@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from fsdp_lab.cluster import host_script
 from fsdp_lab.cluster.addresses import Endpoint
+from fsdp_lab.cluster.detached import EndCommand
 from fsdp_lab.cluster.errors import StartError
-from fsdp_lab.cluster.guardian import EndCommand
 from fsdp_lab.cluster.host_engines import START_S, HostEngines
 from fsdp_lab.cluster.hosts import SshHosts
 from fsdp_lab.cluster.shells import Command, HostAnswer, SshShell
-from fsdp_lab.core.process import MARK
+from fsdp_lab.core.process import MARK, Identity
 
 TUNNEL_S = 1.0  # for ssh to refuse a forwarded port
 
@@ -22,12 +24,23 @@ class SshEngines(HostEngines):
 
     _asked: SshHosts
     shell: SshShell
-    _tunnels: dict[str, Command]
+    _tunnels: Mapping[str, Command] = {}
+    _former_tunnels: Mapping[str, Identity] = {}  # of a former kernel
 
     def _allocate(self) -> list[str]:
-        self._tunnels = {}
         self.shell = SshShell(self._asked.path, self._asked.ssh_args)
         return list(self._asked.names)
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        own = {name: Identity.of(tunnel.process.pid) for name, tunnel in self._tunnels.items()}
+        tunnels = {name: asdict(process) for name, process in {**self._former_tunnels, **own}.items()}
+        return super()._where | {"tunnels": tunnels}
+
+    def _take_over(self, where: Mapping[str, Any]) -> None:
+        super()._take_over(where)
+        self._allocate()
+        self._former_tunnels = {name: Identity(**d) for name, d in where["tunnels"].items()}
 
     def _choose_endpoint(
         self, endpoints: Sequence[Endpoint], unreached: Mapping[str, Sequence[str]]
@@ -57,9 +70,9 @@ class SshEngines(HostEngines):
         """Raises StartError."""
         numbers = [v for value in self._connection.values() for v in (value if isinstance(value, list) else [value])]
         ports = sorted({v for v in numbers if isinstance(v, int) and not isinstance(v, bool)})
-        new = [name for name in names if name not in self._tunnels or self._tunnels[name].process.poll() is not None]
-        for name in new:
-            self._tunnels[name] = self.shell.tunnel(name, ports, {MARK: self._token}, self._asked.cut_s)
+        new = [name for name in names if not self._has_tunnel(name)]
+        opened = {name: self.shell.tunnel(name, ports, {MARK: self._token}, self._asked.cut_s) for name in new}
+        self._tunnels = {**self._tunnels, **opened}
         deadline = time.monotonic() + TUNNEL_S
         while new and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -67,6 +80,10 @@ class SshEngines(HostEngines):
                 if self._tunnels[name].process.poll() is not None:
                     why = self._tunnels[name].error_text or "ssh ended"
                     raise StartError(f"no tunnel from {name} to this machine can be opened: {why}")
+
+    def _has_tunnel(self, name: str) -> bool:
+        own, former = self._tunnels.get(name), self._former_tunnels.get(name)
+        return own.process.poll() is None if own is not None else former is not None and former.alive
 
     def _end_all(self) -> bool:
         ended = super()._end_all()

@@ -17,6 +17,7 @@ from fsdp_lab.dashboard.comparison_card import ComparisonCard
 from fsdp_lab.dashboard.controls import Controls
 from fsdp_lab.dashboard.feed import Feed
 from fsdp_lab.dashboard.forms import answer_while_busy, close_all, error_text, styled
+from fsdp_lab.dashboard.hosts_form import HostsForm
 from fsdp_lab.dashboard.lab_like import LabLike
 from fsdp_lab.dashboard.live import Latency, LiveView
 from fsdp_lab.dashboard.safety import SafetyBox
@@ -65,18 +66,21 @@ class Dashboard:
         self._sweep_form = SweepForm(lab, self._wanted)
         self._safety = SafetyBox(lab, begin=lambda start: self._controls.begin(start))
         self._writing = WritingForm(lab)
-        self._controls = Controls(lab, [self._sweep_form.widget, self._writing.widget], self._safety.options)
+        self._hosts = HostsForm(lab)
+        forms = [self._sweep_form.widget, self._writing.widget, self._hosts.widget]
+        self._controls = Controls(lab, forms, self._safety.options)
         keep = "Keep this run's curves and figures to compare other runs with"
         self._controls.add_button("Pin", "thumb-tack", keep, self.pin)
         self._controls.add_button(
             "Compare…", "columns", "Train several strategies side by side", self._sweep_form.toggle
         )
         self._controls.add_button("Write…", "pencil", "Have the model continue a text", self._writing.toggle)
+        self._controls.add_button("Hosts…", "server", "Start the ranks on other hosts", self._hosts.toggle)
         self._feed = Feed(lab, self._live, self._board, ComparisonCard(self._press), self._wanted)
         self._slow = SlowMotionBox(lab, wanted=self._controls.slow_motion_spec, accept=self._controls.accept)
         shown = [self._controls.widget, self._safety.widget, self._live, self._slow.widget]
         self._box = styled(ipywidgets.VBox(shown), "fsdp-lab")
-        self._forms = (self._controls, self._sweep_form, self._writing, self._safety, self._slow)
+        self._forms = (self._controls, self._sweep_form, self._writing, self._hosts, self._safety, self._slow)
         answer_while_busy([self._live, *(widget for form in self._forms for widget in form.inputs)])
         self._halt = threading.Event()
         self.reset_measurements()
@@ -179,6 +183,7 @@ class Dashboard:
                 self._controls.tick(run, events)
                 self._sweep_form.tick()
                 self._writing.tick()
+                self._hosts.tick()
                 self._safety.tick(run)
                 self._slow.tick()
                 failing = False

@@ -25,11 +25,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.cluster import ClusterError, Interrupted
+from fsdp_lab.cluster import ClusterError, Interrupted, StartError
 from fsdp_lab.cluster.calls import Call
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.core.checkpoint_format import Checkpoint
-from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.errors import FieldError, SpecError
 from fsdp_lab.core.faults import FaultKind
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs.control import FaultRequest, GenerateRequest, RunControl
@@ -385,11 +385,15 @@ class Driver:
             try:
                 self._prepare(spec)
                 self._restore(spec, state)
-            except FieldError:
+            except (FieldError, StartError) as e:
                 if self.ranks.closed:
                     raise
                 self._prepare(before)
                 self._restore(before, state)
+                if isinstance(e, StartError):
+                    raise SpecError(
+                        "world_size", e.sentence, f"the run goes on with {before.world_size} ranks"
+                    ) from None
                 raise
         self.checkpoints.restart(self.progress.step)
 

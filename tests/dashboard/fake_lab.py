@@ -17,7 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from fsdp_lab.cluster import ClusterError, RankLost
+from fsdp_lab.cluster import ClusterError, RankLost, StartError
+from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.core.errors import ArgumentError, SpecError
 from fsdp_lab.core.events import Memory, MemorySample, RoleBytes, StepEvent, Track, Traffic
 from fsdp_lab.core.generation import Sampling
@@ -457,6 +458,24 @@ class FakeLab:
         self.resumed: list[tuple[str, dict[str, Any]]] = []
         self.save_gate = threading.Event()  # closed: saving what the ranks hold lasts
         self.save_gate.set()
+        self._lock = threading.Lock()
+        self.moves: list[tuple[Any, int | None]] = []
+        self.move_gate = threading.Event()
+        self.move_gate.set()
+
+    def rank_status(self) -> list[Any]:
+        each = max(1, len(self.devices) // self.hosts)
+        return [SimpleNamespace(host=f"gpu{rank // each + 1}") for rank in range(len(self.devices))]
+
+    def move(self, hosts: Any, ranks: int | None = None, *, progress: Callable[[StartProgress], None]) -> None:
+        """Takes as long as `move_gate` is closed."""
+        self.moves.append((hosts, ranks))
+        while not self.move_gate.wait(0.02):
+            progress(StartProgress(stage="job 7 is pending (Resources)", done=0, total=2, seconds=1.0))
+        if hosts is not None and getattr(hosts, "names", ()) == ("nowhere",):
+            raise StartError("the name nowhere does not resolve: give an address")
+        self.hosts = 1 if hosts is None else hosts.host_count
+        self.devices = ("cpu",) * (ranks or 2 * self.hosts)
 
     def resume(self, checkpoint: str, *, save: CheckpointConfig | None = None, recover: RecoveryPolicy | str | bool = False,
                evaluate: EvalConfig | None = None, **changes: Any) -> FakeRun:  # fmt: skip
@@ -530,17 +549,19 @@ class FakeLab:
         combined = list(combine(spec or self.spec, lists, lambda base, changes: base.replace(**changes)))
         refused = [one for one in combined if isinstance(one, Refusal)]
         run, slow = self.current, self._slow_step
-        self.sweep = Sweep([one for one in combined if isinstance(one, Spec)], refused, steps=steps, rounds=rounds,
-                           make=self._turn_of, drop=lambda runs: None,
-                           clear=lambda: self._make_room("a comparison was started", run, slow))  # fmt: skip
+        with self._lock:
+            self.sweep = Sweep([one for one in combined if isinstance(one, Spec)], refused, steps=steps, rounds=rounds,
+                               make=self._turn_of, drop=lambda runs: None,
+                               clear=lambda: self._make_room("a comparison was started", run, slow))  # fmt: skip
         return self.sweep
 
     def plan(self, spec: Spec) -> Any:
         raise ArgumentError("hardware", "this machine is not calibrated", "call lab.calibrate()")
 
     def _turn_of(self, spec: Spec, steps: int, share: int) -> FakeRun:
-        self.current = FakeRun(f"run-{next(self._ids)}", spec, steps=steps, step_s=self.step_s, share=share,
-                               before_step=self.before_step)  # fmt: skip
+        with self._lock:  # the sweep is known first
+            self.current = FakeRun(f"run-{next(self._ids)}", spec, steps=steps, step_s=self.step_s, share=share,
+                                   before_step=self.before_step)  # fmt: skip
         return self.current
 
     @property

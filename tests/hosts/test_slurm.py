@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.cluster import RankLost, StartError
+from fsdp_lab.cluster import ClusterError, RankLost, StartError
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SlurmHosts
@@ -30,6 +30,17 @@ from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SlurmHosts
 cluster = Cluster(hosts=SlurmHosts(hosts=2, ranks_per_host=1), rank_module=sys.argv[1]).start()
 print("started", flush=True)
+time.sleep(600)
+"""
+
+
+KEPT = """
+import sys, time
+from fsdp_lab.cluster.cluster import Cluster
+from fsdp_lab.cluster.hosts import SlurmHosts
+hosts = SlurmHosts(hosts=2, ranks_per_host=1, cut_s=5.0)
+cluster = Cluster(hosts=hosts, rank_module=sys.argv[1], persist=float(sys.argv[2])).start()
+print(*cluster.pids, flush=True)
 time.sleep(600)
 """
 
@@ -183,3 +194,40 @@ def test_a_killed_kernel_gives_the_job_back(two: Site, slurm: Slurm, hosts) -> N
     kernel.kill()
     kernel.wait(10)
     eventually(lambda: not slurm.jobs() and not left(two), LEFT_S, "the job is given back")
+
+
+def test_the_job_stays_for_the_next_kernel_or_is_given_back(two: Site, slurm: Slurm, hosts) -> None:
+    def kept(hours: float) -> list[int]:
+        words = [sys.executable, "-c", KEPT, FAKE, str(hours)]
+        kernel = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        assert kernel.stdout is not None
+        pids = kernel.stdout.readline().split()
+        kernel.kill()
+        kernel.wait(10)
+        return [int(pid) for pid in pids]
+
+    pids, job = kept(1.0), slurm.jobs()
+    with on(hosts(cut_s=5.0), persist=1) as cluster:
+        assert cluster.attached and cluster.pids == pids and slurm.jobs() == job
+        assert [s.host for s in cluster.status()] == ["alpha", "beta"] and cluster.call("ping") == pids
+        subprocess.run(["scancel", *job], check=True, timeout=20)
+        eventually(lambda: len(cluster.lost) == 2, 60, "both ranks are lost")
+        assert f"Slurm job {job[0]} (cancelled)" in cluster.lost[0].reason
+    kept(4 / 3600)
+    assert slurm.jobs()
+    eventually(lambda: not slurm.jobs() and not left(two), 4 + LEFT_S, "nobody came, and the job is given back")
+
+
+def test_a_queue_is_left_where_the_move_to_it_is_cancelled(slurm: Slurm, hosts) -> None:
+    def report(progress: StartProgress) -> None:
+        if "pending" in progress.stage:
+            raise ClusterError("cancelled")
+
+    subprocess.run(["salloc", "--no-shell", "--nodes=2", "--exclusive", "--job-name=theirs"], check=True, timeout=20)
+    try:
+        with Cluster(2, rank_module=FAKE) as cluster:
+            with pytest.raises(ClusterError, match="cancelled"):
+                cluster.move(hosts(), None, report)
+            assert cluster.running and cluster.local and cluster.ranks == 2 and len(slurm.jobs()) == 1
+    finally:
+        subprocess.run(["scancel", "--name=theirs"], timeout=20)

@@ -14,11 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_lab.cli.main import main
 from fsdp_lab.cluster import RankLost, StartError
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.cluster import Cluster
+from fsdp_lab.cluster.detached import detached_clusters
 from fsdp_lab.cluster.hosts import SshHosts
 from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.process import marked
 from fsdp_lab.lab import Lab
 from tests.cluster.conftest import FAKE
 from tests.hosts.machines import Site, SshServers, eventually, kept_folders, program
@@ -33,6 +36,19 @@ from fsdp_lab.cluster.hosts import SshHosts
 cluster = Cluster(hosts=SshHosts(names=("alpha", "beta"), ranks_per_host=2, ssh_args=("-F", sys.argv[1])),
                   rank_module=sys.argv[2]).start()
 print("started", flush=True)
+time.sleep(600)
+"""
+KEPT = """
+import sys, time
+from fsdp_lab.cluster.cluster import Cluster
+from fsdp_lab.cluster.hosts import SshHosts
+from fsdp_lab.core.spec import Spec
+config, module, tunnel, hours = sys.argv[1:]
+hosts = SshHosts(names=("alpha", "beta"), ranks_per_host=1, ssh_args=("-F", config), tunnel=True if tunnel else None)
+cluster = Cluster(hosts=hosts, rank_module=module, persist=float(hours)).start()
+cluster.call("apply", run="r", spec=Spec().replace(seed=7).to_dict(), fresh=True)
+cluster.call("train", steps=5)
+print(cluster.token, *cluster.pids, flush=True)
 time.sleep(600)
 """
 
@@ -199,6 +215,68 @@ def test_hosts_that_cannot_reach_this_machine_come_through_ssh(two: Site, hosts)
         assert cluster.call("ping") == cluster.pids
         info = cluster._membership.engines._connection
         assert info["interface"] == "tcp://127.0.0.1"
+
+
+# -- ranks that stay, and ranks that move ------------------------------------------------------------------------------
+
+
+def kept(ssh: SshServers, *, tunnel: bool = False, hours: float = 1.0) -> tuple[str, list[int]]:
+    """The token and pids of ranks whose kernel was killed."""
+    words = [sys.executable, "-c", KEPT, str(ssh.config), FAKE, "tunnel" if tunnel else "", str(hours)]
+    kernel = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert kernel.stdout is not None
+    token, *pids = kernel.stdout.readline().split()
+    kernel.kill()
+    kernel.wait(10)
+    return token, [int(pid) for pid in pids]
+
+
+@pytest.mark.parametrize("tunnel", [False, True])
+def test_the_next_kernel_finds_the_ranks_on_their_hosts(two: Site, ssh: SshServers, hosts, tunnel: bool) -> None:
+    token, pids = kept(ssh, tunnel=tunnel)
+    where = hosts(tunnel=True) if tunnel else hosts()
+    begin_s = time.monotonic()
+    with Cluster(hosts=where, rank_module=FAKE, persist=1) as cluster:
+        assert time.monotonic() - begin_s < 5 and cluster.attached
+        assert (cluster.token, cluster.pids) == (token, pids)
+        assert [s.host for s in cluster.status()] == ["alpha", "beta"]
+        assert [t["step"] for t in cluster.attached_status] == [5, 5]
+        held = cluster.attached_status[0]["spec"]
+        assert all(t["carried"] for t in cluster.call("apply", run="again", spec=held, fresh=False))
+        assert [t["step"] for t in cluster.call("train", steps=3)] == [8, 8]
+        os.kill(cluster.pids[1], signal.SIGKILL)
+        eventually(lambda: 1 in cluster.lost, 15, "the lost rank")
+        cluster.resize(3)
+        assert [s.host for s in cluster.status()] == ["alpha", "alpha", "beta"] and cluster.pids[0] == pids[0]
+        assert detached_clusters()[0].pids == tuple(cluster.pids)
+
+
+def test_ranks_on_hosts_that_nobody_comes_for_end(two: Site, ssh: SshServers, hosts, capsys) -> None:
+    kept(ssh, hours=4 / 3600)
+    assert left(two, ssh)
+    eventually(lambda: not left(two, ssh), 4 + LEFT_S, "the limit has ended them")
+    token, _ = kept(ssh)
+    assert main(["ranks"]) == 0
+    assert f"{token[:8]}  2 ranks on cpu of alpha, beta; no kernel uses them" in capsys.readouterr().out
+    assert main(["ranks", "--end", token[:8]]) == 0
+    eventually(lambda: not left(two, ssh), LEFT_S, "they were ended")
+
+
+def test_ranks_move_to_hosts_and_back(hosts) -> None:
+    """Where that fails there are as many ranks as before, where they were."""
+    with Cluster(2, rank_module=FAKE) as cluster:
+        token = cluster.token
+        cluster.move(hosts())
+        assert [s.host for s in cluster.status()] == ["alpha", "beta"] and not cluster.local
+        assert cluster.token != token and not marked(token), "those before have ended"
+        with pytest.raises(StartError, match="the name nowhere does not resolve"):
+            cluster.move(hosts("nowhere"))
+        assert [s.host for s in cluster.status()] == ["alpha", "beta"] and cluster.running
+        with pytest.raises(ArgumentError, match="gpus_per_host"):
+            cluster.move(hosts("beta", ranks_per_host=None, gpus_per_host=1))
+        assert cluster.call("ping") == cluster.pids and cluster.ranks == 2
+        cluster.move(None, 3)
+        assert cluster.local and cluster.ranks == 3 and len({s.host for s in cluster.status()} - {"alpha", "beta"}) == 1
 
 
 # -- software ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdp_lab.cluster import ClusterError, RankLost
+from fsdp_lab.cluster import ClusterError, RankLost, StartError
+from fsdp_lab.cluster.local_engines import LocalEngines
 from fsdp_lab.core.checkpoint_format import checkpoints, incomplete_checkpoints
 from fsdp_lab.core.errors import ArgumentError, SpecError
 from fsdp_lab.core.spec import Spec
@@ -175,6 +176,24 @@ def test_the_number_of_ranks_changes_while_it_trains(lab: Lab, undisturbed: dict
     assert all(told[step] == pytest.approx(loss, rel=1e-4) for step, loss in undisturbed.items())
     assert [s.after.world_size for s in run.switches] == [2, 4, 4, 1] and shrunk.step > grown.step
     lab.resize(2)
+
+
+@pytest.mark.slow
+def test_ranks_that_cannot_be_started_are_refused_and_the_run_goes_on(
+    lab: Lab, undisturbed: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise StartError("the machine has no memory for another process")
+
+    run = lab.run(**SMALL, steps=STEPS)
+    until(lambda: run.step > 2, 60)
+    pids = lab.cluster.pids
+    monkeypatch.setattr(LocalEngines, "add", refuse)
+    with pytest.raises(SpecError, match=r"world_size: the machine has no memory .*; the run goes on with 2 ranks"):
+        run.apply(world_size=4, micro_batch=1).wait(60)
+    run.wait(120)
+    assert run.state is RunState.FINISHED and lab.cluster.pids == pids
+    assert losses(run) == undisturbed, "bit for bit"
 
 
 @pytest.mark.slow
