@@ -9,8 +9,8 @@
 * steps of an unsharded GPT-2 of two blocks of width 256 with the lab's engine, in each dtype. The unexplained time is the
   memory traffic of norms, activations and losses, `Rates.traffic_of`;
 * steps of a fully sharded one of four blocks, on so few tokens that communication takes about as long as computing. Their
-  time gives the slowdown of overlapping communication, `Rates.interference`, or, for backends whose computing waits, how
-  much longer a collective takes in a step than alone, `HostOverhead.stretch`.
+  time gives the slowdown of overlapping communication, `Rates.interference`, or, for backends whose computing waits, and on
+  slow networks for all, how much longer a collective takes in a step than alone, `HostOverhead.stretch`.
 
 So the predicted model, workload and sharding need not be among the measured ones. A calibration is valid for the same number
 of ranks on the same devices under the same other load.
@@ -190,14 +190,18 @@ class Calibration:
         return {**traffic, "fp16": traffic["bf16"]} if "bf16" in traffic else traffic
 
     def _with_overlap(self, backend: str, rates: Rates) -> Rates:
-        """With the interference or stretch that predicts the step of role "overlap", by bisection (it grows with both)."""
+        """With the interference or stretch that predicts the step of role "overlap", by bisection (it grows with both). Where
+        the network is so slow that computing hides little of it, interference has no part in that, and stays as usual."""
         steps = [step for step in self._steps if step[0].role == "overlap" and step[0].spec.strategy.backend == backend]
         if not steps:
             return rates
         ((r, shape, seconds),) = steps
 
+        alone = self._model(r, shape, replace(rates, interference=0.0)).step()
+        overlaps = backend not in AHEAD and alone.exposed_comm_s < alone.computing_s
+
         def with_(value: float) -> Rates:
-            if backend not in AHEAD:
+            if overlaps:
                 return replace(rates, interference=value)
             return replace(rates, hosts={**rates.hosts, backend: replace(rates.host(backend), stretch=value)})
 
