@@ -37,6 +37,7 @@ from fsdp_lab.wire.work import WireWork, in_order
 
 BACKEND = "fsdp_lab_wire"
 _PIECE_BYTES = 128 << 10  # fits into the buffers of a connection
+_TRIED_BYTES = 1 << 20
 _Op = dist.ReduceOp.RedOpType
 _InnerCall = Callable[[Any, list[Tensor], list[Tensor]], Any]  # of an inner group, with its inputs and outputs
 _RANK_ORDERED_OPS = (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM)
@@ -136,15 +137,34 @@ class Wire(dist.ProcessGroup):
         return "Gloo" if self._shared is None else SHARED_MEMORY
 
     def _piece_bytes(self) -> int:
-        """How much a rank is to send another at once over Gloo; 0: all.
+        """How much a rank is to send another at once over Gloo; 0: all. Collective.
 
-        Between hosts it is what fits into the buffers of a connection. While Gloo sends more than that, its message that it
-        is ready to receive waits behind, and the two directions of a cable are used one after the other: an exchange of
-        2 MiB over a cable of 100 Mbit/s took twice as long. Inside a host pieces only cost time."""
+        Inside a host pieces only cost time; between hosts the first group, which is that of all ranks, tries it once."""
         context = self.context
         hosts = {context.hosts[rank] for rank in self._ranks if rank < len(context.hosts)}
-        apart = len(hosts) > 1 or context.not_shared.get(self._name_) == SEVERAL_HOSTS
-        return _PIECE_BYTES if apart else 0
+        if len(hosts) < 2 and context.not_shared.get(self._name_) != SEVERAL_HOSTS:
+            return 0
+        if context.piece_bytes is None:
+            context.piece_bytes = self._tried_piece_bytes()
+        return context.piece_bytes
+
+    def _tried_piece_bytes(self) -> int:
+        """What fits into the buffers of a connection, where the ranks exchange more than that faster so; else 0.
+
+        While Gloo sends more, its message that it is ready to receive waits behind, and the two directions of a cable are
+        used one after the other: an exchange of 2 MiB over a cable of 100 Mbit/s took twice as long. But each piece waits
+        for the other rank, which on a fast network takes longer than its bytes."""
+        there, options = self._size // 2, c10d.AllreduceOptions()
+        to, source = (self._rank + there) % self._size, (self._rank - there) % self._size
+        sent, received = torch.zeros(2, _TRIED_BYTES // 4).unbind()
+        seconds = torch.zeros(2, dtype=torch.float64)
+        self._gloo.allreduce([seconds], options).wait()  # all ranks are here
+        for i, piece_bytes in enumerate(2 * (_PIECE_BYTES, 0)):
+            begin_s = time.perf_counter()
+            in_order(_round(self._gloo, self._size, sent, to, received, source, piece_bytes)).wait()
+            seconds[i % 2] += time.perf_counter() - begin_s
+        self._gloo.allreduce([seconds], options).wait()
+        return _PIECE_BYTES if seconds[0] < seconds[1] else 0
 
     # -- memory for what is sent ----------------------------------------------------------------------------------
 

@@ -162,3 +162,28 @@ def _passes_on(place: Place, late_s: float) -> list[float]:
 def test_a_rank_that_sends_late_is_waited_for(over: Over) -> None:
     """Gloo closes the connection where a wait for it times out, so it must not be waited for in slices."""
     assert over.run(_passes_on, 3, 0.4) == [[2.0] * 3, [1.0] * 3, [2.0] * 3]
+
+
+def _exchanged(place: Place, n: int, piece_bytes: int) -> list[torch.Tensor]:
+    place.world._in_pieces_of = piece_bytes
+    whole, part = torch.empty(n * place.world_size), _values(place.rank, n)
+    place.world.all_gather_single(whole, part).wait()
+    return [whole, _reduce_scatter(place, n, "SUM"), _all_reduce(place, n, "SUM")]
+
+
+@pytest.mark.parametrize("n", [1, 255, 256, 1000])
+def test_an_exchange_in_pieces_gives_the_same_bits(pool: Pool, n: int) -> None:
+    """Pieces of 1,000 bytes, of which the last is smaller."""
+    for whole, pieces in zip(*(pool.run(_exchanged, 3, n, size, reduction="rank_ordered") for size in (0, 1000)),
+                             strict=True):  # fmt: skip
+        assert all(map(torch.equal, whole, pieces))
+
+
+def _chosen(place: Place) -> int:
+    return int(place.world._tried_piece_bytes())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_all_ranks_choose_alike_whether_they_exchange_in_pieces(pool: Pool, ranks: int) -> None:
+    (chosen,) = set(pool.run(_chosen, ranks))
+    assert chosen in (0, 128 << 10)
