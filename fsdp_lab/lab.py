@@ -22,6 +22,7 @@ from fsdp_lab.core.checkpoint_format import Checkpoint, check_folder, check_same
 from fsdp_lab.core.errors import ArgumentError, SpecError, check_whole, is_whole
 from fsdp_lab.core.formatting import Table
 from fsdp_lab.core.generation import Sampling, checked_prompts
+from fsdp_lab.core.process import ranks_per_host
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.history.history import History
 from fsdp_lab.history.stored_run import RunList
@@ -524,7 +525,8 @@ class Lab:
         begun_s, devices = time.monotonic(), self.devices
         # Matrix products in fp16 are not useful on a CPU.
         dtypes = ("fp32", "bf16") if devices[0] == "cpu" else ("fp32", "bf16", "fp16")
-        timed = references(len(devices), dtypes, devices)
+        per_host = ranks_per_host([seat.host for seat in self.cluster.placement.seats])
+        timed = references(len(devices), dtypes, devices, per_host)
         shapes = tuple(replace(shape_for(r.spec.workload.model, r.spec.strategy.wrap), tapes={}) for r in timed)
         specs = [spec.to_dict() for spec in (*(r.spec for r in timed), *beside)]
         for spec in beside:

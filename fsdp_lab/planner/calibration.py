@@ -46,15 +46,19 @@ class Reference:
     spec: Spec
 
 
-def references(ranks: int, dtypes: Sequence[str], devices: Sequence[str] | None = None) -> list[Reference]:
-    """The Specs to time."""
+def references(
+    ranks: int, dtypes: Sequence[str], devices: Sequence[str] | None = None, per_host: int | None = None
+) -> list[Reference]:
+    """The Specs to time. `per_host`: ranks of a host, if there are several; the small models are sharded inside hosts then,
+    so that the network has little part in their time."""
     start = Spec(world_size=ranks, devices=None if devices is None else tuple(devices))
     on_gpu = devices is not None and devices[0] != "cpu"
     width, seq_len = (2048, 512) if on_gpu else (256, 128)
     found = []
+    inside = {"sharding": "hybrid_shard", "shard_size": per_host} if 1 < (per_host or ranks) < ranks else {}
     for backend in BACKENDS:
-        sharding = "no_shard" if backend == "ddp" else "full_shard"
-        small = start.replace(backend=backend, sharding=sharding, micro_batch=1, seq_len=16)
+        sharding = {"sharding": "no_shard"} if backend == "ddp" else {"sharding": "full_shard"} | inside
+        small = start.replace(backend=backend, micro_batch=1, seq_len=16, **sharding)
         found += [
             Reference(role="deep", spec=small.replace(model=_gpt2(32, 6))),
             Reference(role="shallow", spec=small.replace(model=_gpt2(32, 2))),
@@ -90,6 +94,11 @@ class Calibration:
         return len(self.devices)
 
     @property
+    def per_host(self) -> int:
+        """Ranks of a host."""
+        return int(self.probes.get("per_host", self.ranks))
+
+    @property
     def beside_s(self) -> list[list[float]]:
         """Seconds of each counted step of the additional Specs that were timed; nothing is fitted to them."""
         steps = self.probes["steps"]
@@ -121,7 +130,7 @@ class Calibration:
         copies = Curve.of(p["copies"])
         measured = MeasuredCurves(products=products, scores=scores, copies=copies,
                             updates={name: Curve.of(rows) for name, rows in p["updates"].items()})  # fmt: skip
-        per_host = int(p.get("per_host", self.ranks))
+        per_host = self.per_host
         sizes = {"collectives": self.ranks, "pairs": 2, "inside": per_host, "across": self.ranks // per_host}
         curves = {name: _curves(p.get(name, {}), size) for name, size in sizes.items()}
         all_ranks = max((curve.best for curve in curves["collectives"].values()), default=2 * copies.best)
@@ -153,7 +162,7 @@ class Calibration:
     @cached_property
     def _steps(self) -> list[tuple[Reference, ModelShape, float]]:
         """Each reference with its shape and the median seconds of its steps."""
-        timed = zip(references(self.ranks, self.dtypes, self.devices), self.shapes, strict=True)
+        timed = zip(references(self.ranks, self.dtypes, self.devices, self.per_host), self.shapes, strict=True)
         return [(r, shape, median(self.probes["steps"][str(i)])) for i, (r, shape) in enumerate(timed)]
 
     def _host(self, backend: str, rates: Rates) -> HostOverhead:

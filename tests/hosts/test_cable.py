@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 WORK = {"model": "gpt2-1m", "seq_len": 64}
 HEADERS = 0.10  # of Ethernet, IP and TCP, their acknowledgements, and the ranks' reports to the kernel
 WITHIN = 0.10
+PLANNED_WITHIN = 0.35  # two ranks of a host share a core here
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +76,23 @@ def test_an_emulated_link_takes_the_time_of_a_cable_as_fast(hosts: tuple[Site, S
         emulated_s = step_s(lab.run(**WORK, steps=14, link=f"{measured / 1e6:.3f} MB/s").wait(300))
     print(f"{measured / 1e6:.2f} MB/s: {cable_s:.3f} s on the cable, {emulated_s:.3f} s emulated")
     assert emulated_s == pytest.approx(cable_s, rel=WITHIN)
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(600)
+def test_the_planner_knows_both_links(hosts: tuple[Site, SshServers]) -> None:
+    """Calibrated on two hosts of two ranks, it says which sharding suits their cable, and about how long a step takes."""
+    made, servers = hosts
+    for machine in made.machines:
+        machine.shape("400mbit")
+    measured, planned = dict[str, float](), dict[str, float]()
+    with lab_on(servers, 2) as lab:
+        here = lab.calibrate(passes=1).machine
+        for sharding in ("full_shard", "hybrid_shard", "no_shard"):
+            run = lab.run(**WORK, sharding=sharding, steps=10).wait(300)
+            measured[sharding], planned[sharding] = step_s(run), lab.plan(run.spec).step_time_s
+    print("; ".join(f"{s}: measured {measured[s]:.3f} s, planned {planned[s]:.3f} s" for s in measured))
+    assert (here.hosts, here.per_host) == (2, 2)
+    assert 30e6 < here.network_bytes_per_s < 55e6 < 5 * 55e6 < here.device.link_bytes_per_s
+    assert sorted(planned, key=planned.__getitem__) == sorted(measured, key=measured.__getitem__)
+    assert planned == pytest.approx(measured, rel=PLANNED_WITHIN)
