@@ -66,7 +66,7 @@ class Dashboard:
         self._sweep_form = SweepForm(lab, self._wanted)
         self._safety = SafetyBox(lab, begin=lambda start: self._controls.begin(start))
         self._writing = WritingForm(lab)
-        self._hosts = HostsForm(lab)
+        self._hosts = HostsForm(lab, choose=lambda values: self._controls.accept(values))
         forms = [self._sweep_form.widget, self._writing.widget, self._hosts.widget]
         self._controls = Controls(lab, forms, self._safety.options)
         keep = "Keep this run's curves and figures to compare other runs with"

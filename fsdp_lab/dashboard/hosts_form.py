@@ -9,8 +9,9 @@ from __future__ import annotations
 import shlex
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import ipywidgets as widgets
 
@@ -30,16 +31,18 @@ LOSES = (
 
 
 class HostsForm(InputForm):
-    """`toggle` opens and closes it; `widget` is displayed, `tick` called often."""
+    """`toggle` opens and closes it; `widget` is displayed, `tick` called often. `choose` takes field values of a Spec that
+    follow from a move: the number of ranks."""
 
     css = "fsdp-sweep"
 
-    def __init__(self, lab: LabLike) -> None:
+    def __init__(self, lab: LabLike, choose: Callable[[Mapping[str, Any]], None]) -> None:
         super().__init__()
-        self._lab = lab
+        self._lab, self._choose = lab, choose
         self._mover: threading.Thread | None = None
         self._cancelled = threading.Event()
         self._where = self.dropdown("ranks on", (HERE, SSH, SLURM), SSH, "Where the ranks are to be")
+        styled(self._where, "fsdp-select")
         self._ranks = self._narrow("ranks", 2, 1, "Number of ranks on this machine")
         self._names = self._text("hosts", "gpu1, user@gpu2", "Names or addresses, as for ssh, with commas between them")
         self._count = self._narrow("hosts", 2, 1, "Number of hosts")
@@ -119,6 +122,7 @@ class HostsForm(InputForm):
         self._lab.move(hosts, ranks, progress=self._report)
         places = dict.fromkeys(status.host for status in self._lab.rank_status())
         n = len(self._lab.devices)
+        self._choose({"world_size": n, "devices": None})
         self.say(f"{plural(n, 'rank')} {'are' if n > 1 else 'is'} on {listed([*places])}. Start begins a run there.")
 
     def _report(self, p: StartProgress) -> None:

@@ -20,7 +20,7 @@ dashboard"""
 REAL = """\
 from fsdp_lab import Lab
 from fsdp_lab.dashboard import Dashboard
-lab = Lab.ssh("alpha,beta", ranks_per_host=2, ssh_args=["-F", {config!r}], python={python!r}, history=False)
+lab = Lab(2, history=False)
 dashboard = Dashboard(lab)
 dashboard"""
 AXIS = "(name) => [...window.Bokeh.documents].map(d => d.get_model_by_name(name)).find(Boolean)"
@@ -56,16 +56,30 @@ def test_ranks_are_named_by_their_hosts(server: JupyterServer, open_notebook, wa
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_lab_over_ssh_on_two_hosts(server: JupyterServer, open_notebook, watched, picture, tmp_path: Path) -> None:
+def test_ranks_are_started_on_two_hosts_by_the_form(
+    server: JupyterServer, open_notebook, watched, picture, tmp_path: Path
+) -> None:
     with site(["alpha", "beta"], 7) as made:
         servers = SshServers(made, tmp_path)
         try:
             desk = DashboardPage(open_notebook())
             watched(desk.notebook)
-            cell = REAL.format(config=str(servers.config), python=sys.executable)
-            desk.notebook.open(server.write("ssh.ipynb", [cell]))
+            desk.notebook.open(server.write("ssh.ipynb", [REAL]))
             desk.notebook.run_all()
             desk.wait_drawn(120)
+            desk.button("Hosts…").click()
+            form = desk.page.locator(".fsdp-sweep:visible")
+            assert "lose what they have trained" in form.inner_text()
+            for label, value in (("hosts", "alpha, beta"), ("ranks per host", "2"), ("options", f"-F {servers.config}"),
+                                 ("Python there", sys.executable)):  # fmt: skip
+                role = "spinbutton" if value.isdigit() else "textbox"
+                form.get_by_role(role, name=label, exact=True).fill(value)
+            for width, theme in ((1280, "Light"), (900, "Dark")):
+                desk.show(width, theme)
+                assert desk.clipped() == []
+                desk.photograph(picture(f"hosts-form-{width}-{theme.lower()}"))
+            form.get_by_role("button", name="Start there").click()
+            form.get_by_text("4 ranks are on alpha and beta.").wait_for(timeout=60_000)
             desk.start()
             desk.wait_step(12, 120)
             assert names(desk, "communication.now") == ["alpha  0", "1", "beta  2", "3"]

@@ -16,8 +16,13 @@ def lab() -> FakeLab:
 
 
 @pytest.fixture
-def form(lab: FakeLab) -> HostsForm:
-    return HostsForm(lab)
+def chosen() -> list[dict[str, object]]:
+    return []
+
+
+@pytest.fixture
+def form(lab: FakeLab, chosen: list[dict[str, object]]) -> HostsForm:
+    return HostsForm(lab, chosen.append)
 
 
 def moved(form: HostsForm) -> str:
@@ -28,7 +33,7 @@ def moved(form: HostsForm) -> str:
     return str(form.message.value)
 
 
-def test_it_starts_ranks_by_ssh(lab: FakeLab, form: HostsForm) -> None:
+def test_it_starts_ranks_by_ssh(lab: FakeLab, form: HostsForm, chosen: list[dict[str, object]]) -> None:
     assert LOSES in form.message.value
     form._names.value, form._each.value, form._options.value = "gpu1, me@gpu2", 4, "-F 'my config'"
     assert "4 ranks are on gpu1 and gpu2. Start begins a run there." in moved(form)
@@ -36,6 +41,7 @@ def test_it_starts_ranks_by_ssh(lab: FakeLab, form: HostsForm) -> None:
     assert (
         hosts == SshHosts(names=("gpu1", "me@gpu2"), ranks_per_host=4, ssh_args=("-F", "my config")) and ranks is None
     )
+    assert chosen == [{"world_size": 4, "devices": None}], "the next start is on all of them"
 
 
 def test_it_starts_ranks_in_a_job_and_here(lab: FakeLab, form: HostsForm) -> None:

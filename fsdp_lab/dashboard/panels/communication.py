@@ -75,7 +75,7 @@ class CommunicationPanel(Panel):
         self.root = row(self._draw_now(), self._draw_over(frame), sizing_mode="stretch_width", spacing=16)
 
     def _draw_now(self) -> figure:
-        fig = rank_bars("communication.now", f"ms per step, median of the last {RECENT_STEPS}", self.world_size)
+        fig = rank_bars("communication.now", f"ms a step, median of {RECENT_STEPS}", self.world_size)
         source = twin(self._now)
         few = self.world_size <= theme.MOST_LINES
         bars = fig.hbar_stack(list(KINDS), y="rank", height=BAR, source=source, line_width=1 if few else 0)
