@@ -263,7 +263,8 @@ class Feed:
 
     def _caution(self) -> str:
         """How far to trust the run's times."""
-        return "" if self._run is None else " ".join(f"{note[:1].upper()}{note[1:].rstrip('.')}." for note in self._run.notes)
+        notes = () if self._run is None else self._run.notes
+        return " ".join(f"{note[:1].upper()}{note[1:].rstrip('.')}." for note in notes)
 
     def _headline(self) -> str:
         """What is trained, or is about to be, how, and the last step."""
