@@ -391,6 +391,8 @@ class Assembly:
         for member, status in zip(members, self.attached_status, strict=True):
             member.step = status["step"]
             member.code.update(status.get("code", ()))
+        if not self._engines.local:
+            self.notes = exposure_notes(self._engines.client, record.host_ids)
         self._report("ready", len(members), len(members))
 
 

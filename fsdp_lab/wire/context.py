@@ -108,6 +108,14 @@ class Timed:
     end: Any = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ways:
+    """How ranks exchange over Gloo."""
+
+    piece_bytes: int = 0  # that a rank sends another at once; 0: all
+    ring: bool = False  # all-gathers; False: each rank with all others
+
+
 class WireContext:
     """The wire of one rank. Groups report to it; the session reads its meter and calls `abort`."""
 
@@ -136,7 +144,7 @@ class WireContext:
         self.device_memory: DeviceMemory | None = None  # where ranks share a GPU
         self.not_shared: dict[str, str] = {}  # by group, why it does not use shared memory
         self.not_on_gpu: dict[str, str] = {}  # by group, why its ranks do not share the memory of their GPU
-        self.piece_bytes: int | None = None  # at once between hosts over Gloo, once that was tried; 0: all
+        self.between_hosts: Ways | None = None  # once they were tried
         self.shared_memory = shared_memory  # of groups that are opened from now on
         self._arena: Arena | None = None
         self._most_ranks = 0  # of any group that was opened; the world's is the first
@@ -455,14 +463,15 @@ class WireContext:
         """The ranks of a group."""
         return self._members.get(group, ())
 
-    def share_across(self, group: str) -> float:
+    def share_across(self, group: str, kind: str) -> float:
         """Which part of what this rank sends in a group goes to other hosts; 0.0 if none does, or hosts are unknown.
 
-        Over Gloo in a direct exchange with all others; over NCCL as in a ring in the order of ranks."""
+        In a ring in the order of ranks, or a direct exchange with all others: see `Ways`."""
         members = [rank for rank in self.members(group) if rank < len(self.hosts)]
         if len(members) < 2 or self.rank not in members:
             return 0.0
-        if self.nccl is not None:
+        ring = self.between_hosts is not None and self.between_hosts.ring
+        if self.nccl is not None or kind == "all_reduce" or (kind == "all_gather" and ring):
             following = members[(members.index(self.rank) + 1) % len(members)]
             return float(self.hosts[following] != self.host)
         return sum(self.hosts[rank] != self.host for rank in members) / (len(members) - 1)

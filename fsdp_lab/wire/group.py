@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_lab.engine.buffers import BufferPool
 from fsdp_lab.engine.streams import Streams
 from fsdp_lab.wire import listeners
-from fsdp_lab.wire.context import GPU_MEMORY, SHARED_MEMORY, ReductionOrder, WireContext
+from fsdp_lab.wire.context import GPU_MEMORY, SHARED_MEMORY, ReductionOrder, Ways, WireContext
 from fsdp_lab.wire.exchange import SEVERAL_HOSTS
 from fsdp_lab.wire.gpu_memory import DeviceMemory
 from fsdp_lab.wire.link import LinkDirection
@@ -39,6 +40,7 @@ BACKEND = "fsdp_lab_wire"
 _PIECE_BYTES = 128 << 10  # fits into the buffers of a connection
 _TRIED_BYTES = 1 << 20
 _Op = dist.ReduceOp.RedOpType
+T = TypeVar("T")
 _InnerCall = Callable[[Any, list[Tensor], list[Tensor]], Any]  # of an inner group, with its inputs and outputs
 _RANK_ORDERED_OPS = (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM)
 
@@ -81,7 +83,12 @@ class Wire(dist.ProcessGroup):
         if self._shared is None:
             store = dist.PrefixStore("gloo", options.store)
             self._gloo = _open_gloo(store, self._rank, self._size, context.timeout, context.address)
-        self._in_pieces_of = self._piece_bytes()
+        hosts = {context.hosts[rank] for rank in ranks if rank < len(context.hosts)}
+        self._ways = Ways()
+        if len(hosts) > 1 or context.not_shared.get(self._name_) == SEVERAL_HOSTS:
+            if context.between_hosts is None:  # the first group, which is that of all ranks
+                context.between_hosts = self._tried_ways()
+            self._ways = context.between_hosts
         store = dist.PrefixStore("gpu", options.store)
         self._on_gpu = context.open_on_gpu(store, self._rank, self._ranks, self._name_)
         store = dist.PrefixStore("nccl", options.store)
@@ -136,35 +143,44 @@ class Wire(dist.ProcessGroup):
             return GPU_MEMORY
         return "Gloo" if self._shared is None else SHARED_MEMORY
 
-    def _piece_bytes(self) -> int:
-        """How much a rank is to send another at once over Gloo; 0: all. Collective.
+    def _tried_ways(self) -> Ways:
+        """The fastest, by trying; collective.
 
-        Inside a host pieces only cost time; between hosts the first group, which is that of all ranks, tries it once."""
-        context = self.context
-        hosts = {context.hosts[rank] for rank in self._ranks if rank < len(context.hosts)}
-        if len(hosts) < 2 and context.not_shared.get(self._name_) != SEVERAL_HOSTS:
-            return 0
-        if context.piece_bytes is None:
-            context.piece_bytes = self._tried_piece_bytes()
-        return context.piece_bytes
-
-    def _tried_piece_bytes(self) -> int:
-        """What fits into the buffers of a connection, where the ranks exchange more than that faster so; else 0.
-
-        While Gloo sends more, its message that it is ready to receive waits behind, and the two directions of a cable are
-        used one after the other: an exchange of 2 MiB over a cable of 100 Mbit/s took twice as long. But each piece waits
-        for the other rank, which on a fast network takes longer than its bytes."""
-        there, options = self._size // 2, c10d.AllreduceOptions()
+        In pieces that fit into the buffers of a connection: while Gloo sends more at once, its message that it is ready to
+        receive waits behind, and the two directions of a cable are used one after the other. An exchange of 2 MiB over a
+        cable of 100 Mbit/s took twice as long. But each piece waits for the other rank, which on a fast network takes longer
+        than its bytes. In a ring a part goes to another host once, not once for each rank there, but by way of all ranks.
+        """
+        there = self._size // 2
         to, source = (self._rank + there) % self._size, (self._rank - there) % self._size
         sent, received = torch.zeros(2, _TRIED_BYTES // 4).unbind()
-        seconds = torch.zeros(2, dtype=torch.float64)
+
+        def exchanged(piece_bytes: int) -> Any:
+            return in_order(_round(self._gloo, self._size, sent, to, received, source, piece_bytes))
+
+        piece_bytes = self._fastest({n: partial(exchanged, n) for n in (_PIECE_BYTES, 0)})
+        part = torch.zeros(2 * _TRIED_BYTES // 4 // self._size)
+        whole = torch.empty(part.numel() * self._size)
+        calls = {ring: self._gather_by(Ways(ring=ring, piece_bytes=piece_bytes)) for ring in (False, True)}
+        ring = self._fastest({ring: partial(call, self._gloo, [part], [whole]) for ring, call in calls.items()})
+        return Ways(piece_bytes=piece_bytes, ring=ring)
+
+    def _fastest(self, ways: Mapping[T, Callable[[], Any]]) -> T:
+        """The key of the operation that takes least time over all ranks, twice in turns."""
+        seconds, options = torch.zeros(len(ways), dtype=torch.float64), c10d.AllreduceOptions()
         self._gloo.allreduce([seconds], options).wait()  # all ranks are here
-        for i, piece_bytes in enumerate(2 * (_PIECE_BYTES, 0)):
+        for i, call in 2 * list(enumerate(ways.values())):
             begin_s = time.perf_counter()
-            in_order(_round(self._gloo, self._size, sent, to, received, source, piece_bytes)).wait()
-            seconds[i % 2] += time.perf_counter() - begin_s
+            call().wait()
+            seconds[i] += time.perf_counter() - begin_s
         self._gloo.allreduce([seconds], options).wait()
-        return _PIECE_BYTES if seconds[0] < seconds[1] else 0
+        return list(ways)[int(seconds.argmin())]
+
+    def _gather_by(self, ways: Ways) -> _InnerCall:
+        """An all-gather over Gloo."""
+        if ways.ring:
+            return _gather_around(self._rank, self._size, ways.piece_bytes)
+        return _gather_in_place(self._rank, self._size, ways.piece_bytes)
 
     # -- memory for what is sent ----------------------------------------------------------------------------------
 
@@ -278,7 +294,7 @@ class Wire(dist.ProcessGroup):
         if self._shared is not None and self._shared.mapped(output, input) is not None:  # it has no memory of its own
             return self._send("all_gather", output.nbytes, [input], [], lambda g, i, _: call(g, i, [output]), bytes_=0)
         if self._is_over_gloo(output):
-            call = _gather_in_place(self._rank, self._size, self._in_pieces_of)
+            call = self._gather_by(self._ways)
         return self._send("all_gather", output.nbytes, [input], [output], call)
 
     _allgather_base = all_gather_single
@@ -385,7 +401,8 @@ class Wire(dist.ProcessGroup):
             return self._ordered_reduce_scatter_in_place(output, input, op, opts)
         summands = torch.empty_like(input)  # [W * n]: every rank's r-th part, in the order of ranks
         rank, size = self._rank, self._size  # do not capture self: see the note on abort
-        in_pieces, piece_bytes = self._is_over_gloo(input) and self._in_pieces_of > 0, self._in_pieces_of
+        piece_bytes = self._ways.piece_bytes
+        in_pieces = self._is_over_gloo(input) and piece_bytes > 0
 
         def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
             if not in_pieces:
@@ -404,7 +421,7 @@ class Wire(dist.ProcessGroup):
 
     def _ordered_reduce_scatter_in_place(self, output: Tensor, input: Tensor, op: Any, opts: Any) -> WireWork:
         """The first part to come has a place of its own, each later one that of the part sent before."""
-        rank, size, summands, piece_bytes = self._rank, self._size, dict[int, Tensor](), self._in_pieces_of
+        rank, size, summands, piece_bytes = self._rank, self._size, dict[int, Tensor](), self._ways.piece_bytes
         spare = torch.empty_like(output)  # [n]
 
         def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
@@ -433,7 +450,7 @@ class Wire(dist.ProcessGroup):
             _sum_in_order(summands.view(size, -1).unbind(), flat, op, opts)
             tensor.copy_(flat.view_as(tensor))
 
-        call = _gather_in_place(self._rank, size, self._in_pieces_of)
+        call = self._gather_by(self._ways)
         if not self._is_over_gloo(tensor):
             call = _call("_allgather_base", c10d.AllgatherOptions())
         return self._send("all_reduce", tensor.nbytes, [flat], [summands], call, then=add, results=[tensor],
@@ -605,7 +622,7 @@ def _exchange(group: Any, size: int, sent: Tensor, to: int, received: Tensor, so
 
 
 def _round(group: Any, size: int, sent: Tensor, to: int, received: Tensor, source: int, piece_bytes: int) -> list[Any]:
-    """An exchange, in pieces: see `Wire._piece_bytes`."""
+    """An exchange, in pieces: see `Wire._tried_ways`."""
     whole = max(1, sent.numel())
     n = piece_bytes // sent.element_size() if piece_bytes else whole
     return [_exchange(group, size, sent[i : i + n], to, received[i : i + n], source) for i in range(0, whole, n)]
@@ -618,6 +635,22 @@ def _gather_in_place(rank: int, size: int, piece_bytes: int) -> _InnerCall:
             rounds += _round(group, size, shard, to, _part(outs[0], source, size), source, piece_bytes)
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
+        return in_order(rounds)
+
+    return call
+
+
+def _gather_around(rank: int, size: int, piece_bytes: int) -> _InnerCall:
+    """In a ring, in the order of ranks."""
+
+    def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
+        shard, parts, rounds = ins[0].reshape(-1), [_part(outs[0], r, size) for r in range(size)], list[Any]()
+        if parts[rank].data_ptr() != shard.data_ptr():
+            parts[rank].copy_(shard)
+        following, before = (rank + 1) % size, (rank - 1) % size
+        for i in range(size - 1):  # what came in the round before is sent in this one
+            sent, received = parts[(rank - i) % size], parts[(rank - i - 1) % size]
+            rounds += _round(group, size, sent, following, received, before, piece_bytes)
         return in_order(rounds)
 
     return call

@@ -113,12 +113,12 @@ def traffic(collectives: Sequence[Collective], exposed_s: Mapping[str, float] | 
     return {kind: t + Traffic(exposed_seconds=exposed_s.get(kind, 0.0)) for kind, t in found.items()}
 
 
-def across(collectives: Sequence[Collective], share: Callable[[str], float]) -> tuple[int, float]:
+def across(collectives: Sequence[Collective], share: Callable[[str, str], float]) -> tuple[int, float]:
     """Bytes that this rank sent to other hosts, and the seconds of the collectives of groups on several hosts.
 
-    `share`: which part of what it sends in a group goes to other hosts."""
-    shares = {group: share(group) for group in {c.group for c in collectives}}
-    found = [(c, shares[c.group]) for c in collectives]
+    `share`: which part of what it sends in a collective of a group and kind goes to other hosts."""
+    shares = {which: share(*which) for which in {(c.group, c.kind) for c in collectives}}
+    found = [(c, shares[c.group, c.kind]) for c in collectives]
     sent = sum(round(c.link_bytes * part) for c, part in found)
     seconds = sum(c.end_s - c.began_s for c, part in found if part and c.end_s is not None)
     return sent, float(seconds)

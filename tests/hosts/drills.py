@@ -32,7 +32,8 @@ LEFT_S = 30.0
 KERNEL = """
 import sys
 from fsdp_lab.lab import Lab
-lab = Lab.ssh("alpha,beta", ranks_per_host=1, ssh_args=["-F", sys.argv[1]], history=False, progress=False, cut_s=5)
+lab = Lab.ssh("alpha,beta", ranks_per_host=1, ssh_args=["-F", sys.argv[1]], history=False, progress=False, cut_s=5,
+              persist=sys.argv[2] == "persist")
 run = lab.run(model="gpt2-1m", seq_len=32, sharding="no_shard")
 while run.step < 3:
     pass
@@ -119,9 +120,9 @@ def recovered(stage: Stage, befall: Callable[[Lab], None], restore: Callable[[],
         return f"went on, {lab.ranks} ranks"
 
 
-def lab_on(stage: Stage) -> Lab:
+def lab_on(stage: Stage, *, persist: bool = False) -> Lab:
     return Lab.ssh("alpha,beta", ranks_per_host=1, ssh_args=["-F", str(stage.ssh.config)], history=False, progress=False,
-                   cut_s=CUT_S)  # fmt: skip
+                   cut_s=CUT_S, persist=persist)  # fmt: skip
 
 
 def host_killed(stage: Stage) -> str:
@@ -183,18 +184,34 @@ def job_cancelled(stage: Stage) -> str:
         return run.reason
 
 
-def kernel_killed(stage: Stage) -> str:
-    kernel = subprocess.Popen([sys.executable, "-c", KERNEL, str(stage.ssh.config)], stdout=subprocess.PIPE, text=True,
-                              start_new_session=True)  # fmt: skip
+def kill_kernel(stage: Stage, how: str) -> None:
+    """Kills a kernel whose ranks train."""
+    words = [sys.executable, "-c", KERNEL, str(stage.ssh.config), how]
+    kernel = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert kernel.stdout is not None and kernel.stdout.readline() == "trains\n"
     assert stage.left()
     kernel.kill()
     kernel.wait(10)
-    return "the kernel was killed"
+
+
+def kernel_killed(stage: Stage) -> str:
+    kill_kernel(stage, "end")
+    return "the kernel was killed."
+
+
+def kernel_returns(stage: Stage) -> str:
+    """Its ranks were to stay, and the next one goes on with them."""
+    kill_kernel(stage, "persist")
+    with lab_on(stage, persist=True) as lab:
+        assert lab.attached
+        run = lab.run(lab.spec, steps=5, fresh=False).wait(60)
+        assert run.state is RunState.FINISHED and run.switches[0].carried and run.switches[0].step >= 3, run
+        return f"the next kernel went on at step {run.switches[0].step}."
 
 
 DRILLS: Mapping[str, Callable[[Stage], str]] = {
-    d.__name__: d for d in (host_killed, cable_heals, cable_cut, sshd_killed, job_cancelled, kernel_killed)
+    d.__name__: d
+    for d in (host_killed, cable_heals, cable_cut, sshd_killed, job_cancelled, kernel_killed, kernel_returns)
 }
 
 

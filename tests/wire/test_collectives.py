@@ -11,6 +11,7 @@ import torch
 from torch import distributed as dist
 
 from fsdp_lab.wire import traffic
+from fsdp_lab.wire.context import Ways
 from tests.pool import Place, Pool
 
 
@@ -164,26 +165,30 @@ def test_a_rank_that_sends_late_is_waited_for(over: Over) -> None:
     assert over.run(_passes_on, 3, 0.4) == [[2.0] * 3, [1.0] * 3, [2.0] * 3]
 
 
-def _exchanged(place: Place, n: int, piece_bytes: int) -> list[torch.Tensor]:
-    place.world._in_pieces_of = piece_bytes
+def _exchanged(place: Place, n: int, ways: Ways) -> list[torch.Tensor]:
+    place.world._ways = ways
     whole, part = torch.empty(n * place.world_size), _values(place.rank, n)
     place.world.all_gather_single(whole, part).wait()
     return [whole, _reduce_scatter(place, n, "SUM"), _all_reduce(place, n, "SUM")]
 
 
 @pytest.mark.parametrize("n", [1, 255, 256, 1000])
-def test_an_exchange_in_pieces_gives_the_same_bits(pool: Pool, n: int) -> None:
-    """Pieces of 1,000 bytes, of which the last is smaller."""
-    for whole, pieces in zip(*(pool.run(_exchanged, 3, n, size, reduction="rank_ordered") for size in (0, 1000)),
-                             strict=True):  # fmt: skip
-        assert all(map(torch.equal, whole, pieces))
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_between_hosts_all_bits_are_the_same(pool: Pool, n: int, ranks: int) -> None:
+    """In a ring or not, whole or in pieces of 1,000 bytes, of which the last is smaller."""
+    ways = (Ways(), Ways(piece_bytes=1000), Ways(ring=True), Ways(ring=True, piece_bytes=1000))
+    inside, *others = (pool.run(_exchanged, ranks, n, way, reduction="rank_ordered") for way in ways)
+    for other in others:
+        assert all(
+            torch.equal(a, b) for one, two in zip(inside, other, strict=True) for a, b in zip(one, two, strict=True)
+        )
 
 
-def _chosen(place: Place) -> int:
-    return int(place.world._tried_piece_bytes())
+def _chosen(place: Place) -> Ways:
+    return place.world._tried_ways()
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_all_ranks_choose_alike_whether_they_exchange_in_pieces(pool: Pool, ranks: int) -> None:
+def test_all_ranks_choose_alike_how_they_exchange(pool: Pool, ranks: int) -> None:
     (chosen,) = set(pool.run(_chosen, ranks))
-    assert chosen in (0, 128 << 10)
+    assert chosen.piece_bytes in (0, 128 << 10)
