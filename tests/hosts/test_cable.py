@@ -60,7 +60,7 @@ def test_hybrid_sharding_inside_hosts_sends_what_theory_says(hosts: tuple[Site, 
         assert counted[sharding] == pytest.approx(sum(across for across, _ in steps), rel=HEADERS), sharding
     across, inside = (median(figures) for figures in zip(*told["hybrid_shard"], strict=True))
     assert across == pytest.approx(inside, rel=0.001)  # but for the vote
-    assert across < 0.4 * median(full for full, _ in told["full_shard"])
+    assert across < 0.5 * median(full for full, _ in told["full_shard"])  # in a ring its gathers send less
 
 
 @pytest.mark.alone
