@@ -148,7 +148,8 @@ class Lab:
 
         `ssh gpu1` must work without a question: with a key, and a known host. The hosts connect to this machine, at the
         address that they reach, by encrypted connections. Whether Python and packages are the same is checked first. However
-        this kernel ends, nothing is left on a host.
+        this kernel ends, nothing is left on a host; with `persist` the ranks stay, and this call in the next kernel on this
+        machine attaches to them.
 
         Args:
             hosts: names or addresses, as for ssh; a list, or with commas between them.
@@ -192,7 +193,8 @@ class Lab:
         """A lab whose ranks are on hosts that Slurm grants: `Lab.slurm(hosts=4, gpus_per_host=8, time="1:00:00")`.
 
         This kernel is on a machine with Slurm's commands, such as a login node. The cell waits in the queue, with the reason
-        that Slurm gives, and can be interrupted. The job is given back when the lab is closed, or however this kernel ends.
+        that Slurm gives, and can be interrupted. The job is given back when the lab is closed, or however this kernel ends;
+        with `persist` it stays for the next kernel on this machine.
 
         Args:
             hosts: number of hosts.
