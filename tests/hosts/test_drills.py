@@ -1,4 +1,4 @@
-"""Each drill of drills.py once. Forty are in tests/results/host_drills.txt."""
+"""Each drill of drills.py once. Forty-two are in tests/results/host_drills.txt."""
 
 from __future__ import annotations
 
