@@ -240,8 +240,8 @@ FAULTS = (
     Fault(
         name="leaked process",
         what="cluster: the guardian leaves the ranks of a kernel that was killed",
-        old="    if watch(owner_pid) or handed_over(folder):",
-        new="    if watch(owner_pid) or handed_over(folder) or folder:",
+        old="    if watch(owner_pid) or handed_over(token, folder):",
+        new="    if watch(owner_pid) or handed_over(token, folder) or folder:",
         tests=("tests/cluster",),
     ),
     Fault(

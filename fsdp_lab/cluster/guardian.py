@@ -32,6 +32,7 @@ from fsdp_lab.cluster.detached import DetachedCluster, EndCommand, remove_privat
 from fsdp_lab.core.process import Identity, alive, end, marked, sweep
 
 CHECK_S = 0.5  # between two checks of detached ranks
+MODULE = "fsdp_lab.cluster.guardian"
 
 
 class Guardian:
@@ -40,7 +41,7 @@ class Guardian:
     def __init__(self, token: str, folder: Path) -> None:
         self._folder = folder
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "fsdp_lab.cluster.guardian", token, str(os.getpid()), str(folder)],
+            [sys.executable, "-m", MODULE, token, str(os.getpid()), str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -95,24 +96,33 @@ def watch(owner_pid: int) -> bool:
     return sys.stdin.readline().strip() == "release"
 
 
-def handed_over(folder: Path) -> bool:
+def handed_over(token: str, folder: Path) -> bool:
     """Waits for another kernel if the ranks may outlive theirs. Returns False if they must be ended."""
     cluster = DetachedCluster.read(folder)
     if cluster is None or cluster.guardian.pid != os.getpid():
-        return cluster is not None
+        return cluster is not None or is_guarded(token)
     began_s, cluster = time.monotonic(), cluster.release()  # monotonic: a laptop's sleep does not count
     while cluster is not None and time.monotonic() - began_s < cluster.limit_s and all(map(alive, cluster.needed)):
         time.sleep(CHECK_S)
         now = DetachedCluster.read(folder)
         if now is None or now.guardian != cluster.guardian:
-            return now is not None
+            return now is not None or is_guarded(token)
     return cluster is None or not cluster.remove()
+
+
+def is_guarded(token: str) -> bool:
+    """Whether another guardian has these ranks. Its kernel may have removed the file already, as for a change of ranks."""
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or ()
+        if process.pid != os.getpid() and MODULE in words and token in words:
+            return True
+    return False
 
 
 def main(token: str, owner_pid: int, folder: Path) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it outlives the signals that end its owner
-    if watch(owner_pid) or handed_over(folder):
+    if watch(owner_pid) or handed_over(token, folder):
         return
     end(marked(token), term_s=1.0)
     deadline = time.monotonic() + 10

@@ -21,6 +21,7 @@ from fsdp_lab.cli.main import main
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.detached import FILE, DetachedCluster, detached_clusters, detached_pids, private_folder
+from fsdp_lab.cluster.guardian import MODULE
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.process import MARK, Identity, alive, end, machine, marked
 from tests.cluster.conftest import FAKE
@@ -98,6 +99,22 @@ def test_the_next_kernel_finds_ranks_that_were_busy_when_theirs_was_killed(tempo
         assert cluster.pids[0] == record.pids[0] and [t["rank"] for t in cluster.call("status")] == [0, 1, 2]
         assert detached_clusters()[0].pids == tuple(cluster.pids)
     assert marked(token) == [] and list(temporary.glob("fsdp_lab-*")) == []
+
+
+@pytest.mark.slow
+def test_ranks_that_are_changed_as_soon_as_they_are_taken_over_stay(temporary: Path):
+    """Their file is gone before the former kernel's guardian has seen another one in it."""
+    token = kernel(1, 5, "kill")
+    with Cluster(2, rank_module=FAKE, persist=1) as cluster:
+        pids = cluster.pids
+        cluster.resize(1)
+        until(lambda: len(guardians(token)) == 1)
+        assert cluster.attached and cluster.call("ping") == pids[:1] and cluster.running
+    assert not guardians(token) and marked(token) == []
+
+
+def guardians(token: str) -> list[int]:
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if {MODULE, token} <= {*(p.info["cmdline"] or ())}]
 
 
 def resume_held_spec(cluster: Cluster) -> None:
