@@ -17,12 +17,11 @@ from fsdp_lab.core.optimizer import OPTIMIZERS
 from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec, Strategy
 from fsdp_lab.core.workload import DROPOUTS, OWN, RANDOM
 from fsdp_lab.dashboard.choices import Choices, ChoiceState, Chosen
-from fsdp_lab.dashboard.forms import put, styled
+from fsdp_lab.dashboard.forms import HIDDEN, put, styled
 from fsdp_lab.models.presets import PRESETS
 
 AUTO = "auto"
 OTHER = "other…"
-HIDDEN = "none"  # a value of Layout.display
 RANK_FIELDS = ("world_size", "devices")  # a change starts or ends ranks
 FIRST_MODEL_ON_CPUS = "gpt2-1m"  # trains in some tens of milliseconds a step
 OFFERED_PARAMETERS = 10**10  # larger presets are meant for planning; code can train them all the same

@@ -11,6 +11,7 @@ import ipywidgets as widgets
 from fsdp_lab.core.errors import FieldError
 
 Styled = TypeVar("Styled", bound=widgets.Widget)
+HIDDEN = "none"  # a value of Layout.display
 
 
 class InputForm:
@@ -19,10 +20,12 @@ class InputForm:
     Attributes:
         inputs: what a person can change or press.
         message: shows what `say` is given; a subclass makes it, or overrides `say`.
+        widget: is displayed; a subclass makes it.
     """
 
     css = "fsdp-safety"  # what the classes of its buttons begin with
     message: widgets.HTML
+    widget: widgets.Widget
 
     def __init__(self) -> None:
         self.inputs: list[widgets.Widget] = []
@@ -53,6 +56,10 @@ class InputForm:
     def say(self, text: str, *, wrong: bool = False) -> None:
         """Replaces the message."""
         put(self.message, "value", status(text, wrong=wrong))
+
+    def toggle(self) -> None:
+        """Opens the form, or closes it."""
+        put(self.widget.layout, "display", "" if self.widget.layout.display == HIDDEN else HIDDEN)
 
     def retire(self) -> None:
         """Disables all inputs, because the lab is closed."""

@@ -19,10 +19,9 @@ from fsdp_lab.cluster import ClusterError
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.hosts import Hosts, SlurmHosts, ssh_hosts
 from fsdp_lab.core.formatting import duration, plural
-from fsdp_lab.dashboard.forms import InputForm, put, styled
+from fsdp_lab.dashboard.forms import HIDDEN, InputForm, put, styled
 from fsdp_lab.dashboard.lab_like import LabLike
 
-HIDDEN = "none"
 HERE, SSH, SLURM = "this machine", "hosts by SSH", "a job of Slurm"
 MOST = 4096
 LOSES = (
@@ -84,10 +83,6 @@ class HostsForm(InputForm):
     def _show_fields(self) -> None:
         for field in {widget for fields in self._fields.values() for widget in fields}:
             put(field.layout, "display", "" if field in self._fields[self._where.value] else HIDDEN)
-
-    def toggle(self) -> None:
-        """Opens it, or closes it."""
-        put(self.widget.layout, "display", "" if self.widget.layout.display == HIDDEN else HIDDEN)
 
     @property
     def moving(self) -> bool:

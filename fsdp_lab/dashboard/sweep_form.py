@@ -17,7 +17,7 @@ import ipywidgets as widgets
 
 from fsdp_lab.core.describe import describe_fields, describe_strategy, field_title, flat_fields
 from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec
-from fsdp_lab.dashboard.forms import InputForm, put, status, styled
+from fsdp_lab.dashboard.forms import HIDDEN, InputForm, put, status, styled
 from fsdp_lab.dashboard.lab_like import LabLike, active_sweep, shown_run
 from fsdp_lab.runs import Refusal, Sweep
 from fsdp_lab.runs.sweep import ROUNDS, combine
@@ -31,7 +31,6 @@ COMBINED: Mapping[str, Sequence[Any]] = {
 STEPS = 30
 TURN_S = 0.6  # approximate cost of a turn beside its steps: a build and a first step
 MEASURED_STEPS = 9
-HIDDEN = "none"
 
 
 class SweepForm(InputForm):

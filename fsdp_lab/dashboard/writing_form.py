@@ -12,11 +12,10 @@ from html import escape
 import ipywidgets as widgets
 
 from fsdp_lab.core.generation import Sampling
-from fsdp_lab.dashboard.forms import InputForm, put, styled
+from fsdp_lab.dashboard.forms import HIDDEN, InputForm, put, styled
 from fsdp_lab.dashboard.lab_like import LabLike, active_loop, active_run, active_sweep
 from fsdp_lab.runs.control import GenerateRequest
 
-HIDDEN = "none"
 MOST_TOKENS = 1000
 
 
@@ -41,10 +40,6 @@ class WritingForm(InputForm):
         row = styled(widgets.Box(entries), "fsdp-sweep-row")
         self.widget = styled(widgets.VBox([row, self.message], layout=widgets.Layout(display=HIDDEN)), "fsdp-sweep")
         self.tick()
-
-    def toggle(self) -> None:
-        """Opens it, or closes it."""
-        put(self.widget.layout, "display", "" if self.widget.layout.display == HIDDEN else HIDDEN)
 
     def write(self) -> None:
         """Requests a text. Raises FieldError and ClusterError of what cannot write one."""
