@@ -132,7 +132,7 @@ class Assembly:
         """Raises RestoredError if no rank was lost before, and so many cannot be joined."""
         self._began_s = time.monotonic()
         if self._engines.broken:  # engines are of no use without their controller
-            self._leave_engines()
+            self._end_engines()
             self._connect()
         seats, whole = self._membership.placement.seats, not self._membership.lost
         try:
@@ -149,7 +149,7 @@ class Assembly:
         former, seats, former_report = self.config, self._membership.placement.seats, self._on_progress
         self._on_progress = report or former_report
         self.config = replace(former, hosts=hosts, ranks=ranks, devices=None)
-        self._leave_engines()
+        self._end_engines()
         try:
             self._connect()
             self._assemble(ranks or self._engines.default_ranks, None)
@@ -157,13 +157,13 @@ class Assembly:
             self.config, self._on_progress = former, former_report
             if self._membership.closed:
                 raise
-            self._leave_engines()
+            self._end_engines()
             self._connect()
             self._assemble(len(seats), [seat.device for seat in seats])
             raise RestoredError(e) from None
         self._on_progress = former_report
 
-    def _leave_engines(self) -> None:
+    def _end_engines(self) -> None:
         """Ends them, with their controller."""
         self._membership.replace([])
         self._engines.close()

@@ -79,8 +79,7 @@ class Cluster:
         report: Callable[[StartProgress], None] | None = None,
     ) -> None:
         hang_s = limit(hang_s, timeout_s)
-        if isinstance(hosts, LauncherHosts) and persist is not False:
-            raise ArgumentError("persist", "ranks of another launcher end with this kernel", "leave persist out")
+        check_persistence(hosts, persist=persist is not False)
         config = ClusterConfig(
             ranks=ranks,
             devices=devices,
@@ -128,11 +127,12 @@ class Cluster:
         `report`: as in the constructor, for this start alone; it cancels the start by raising.
 
         Raises:
-            ArgumentError: the engines are not ours. As `resize`.
+            ArgumentError: the engines are not ours, or cannot persist there. As `resize`.
         """
         if self._config.given is not None:
             raise ArgumentError("hosts", "the engines of a given cluster are yours, and stay where they are",
                                 "make a lab with Lab.ssh, Lab.slurm or Lab")  # fmt: skip
+        check_persistence(hosts, persist=self.persistent)
         with self._changing:
             self._membership.require_engines()
             self._assemble(lambda: self._assembly.move(hosts, ranks, report))
@@ -373,3 +373,9 @@ class Cluster:
         devices = ", ".join(self.placement.devices) or "nothing yet"
         what = "closed" if self.closed else f"{self.ranks} ranks on {devices}"
         return f"<Cluster: {what}{f', {len(self.lost)} lost' if self.lost else ''}>"
+
+
+def check_persistence(hosts: Hosts | None, *, persist: bool) -> None:
+    """Raises ArgumentError for hosts where ranks cannot outlive their kernel."""
+    if persist and isinstance(hosts, LauncherHosts):
+        raise ArgumentError("persist", "ranks of another launcher end with this kernel", "leave persist out")

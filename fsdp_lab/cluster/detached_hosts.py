@@ -23,7 +23,7 @@ class DetachedHostEngines(DetachedEngines, HostEngines):
         self, record: DetachedCluster, guardian: Guardian, environment: Mapping[str, str], on_end: OnEnd, hosts: Hosts,
         report: Report,
     ) -> None:  # fmt: skip
-        self._know(hosts, environment, report)
+        self._configure(hosts, environment, report)
         super().__init__(record, guardian, engine_environment(record.token, 1, environment), on_end)
         self._take_over(record.where)
 

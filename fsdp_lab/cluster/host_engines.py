@@ -92,10 +92,10 @@ class HostEngines(LocalEngines):
     def __init__(
         self, token: str, environment: Mapping[str, str], on_end: OnEnd, timeout_s: float, hosts: Hosts, report: Report
     ) -> None:
-        self._know(hosts, environment, report)
+        self._configure(hosts, environment, report)
         super().__init__(token, engine_environment(token, 1, environment), on_end, timeout_s)  # of the controller
 
-    def _know(self, hosts: Hosts, environment: Mapping[str, str], report: Report) -> None:
+    def _configure(self, hosts: Hosts, environment: Mapping[str, str], report: Report) -> None:
         self._asked, self._report_stage, self._variables = hosts, report, dict(environment)
         self._hosts: dict[str, RankHost] = {}
         self._exits: dict[tuple[str, int], int] = {}  # exit codes, by the host's id and the pid

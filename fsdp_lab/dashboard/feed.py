@@ -207,7 +207,7 @@ class Feed:
         self._run = run
         # The empty panels are for it, so that the page rebuilds nothing. A watched loop was not predicted.
         if first and run.spec.world_size == shape and not isinstance(run, WatchedRun):
-            name_units(self._stage.frame, run.spec)
+            follow_spec(self._stage.frame, run.spec)
             return
         self._stage = self._waiting.pop(run.id) if run.id in self._waiting else Stage(run.spec.world_size)
         in_sweep = sweep is not None and (sweeping or run in sweep.runs)  # its last turn may be shown when it is over
@@ -229,7 +229,7 @@ class Feed:
             events = [e for step in drawn_of(run.events.steps(), ranks) for e in step.events]
         if len(switches) != stage.switches:
             stage.switches = len(switches)
-            name_units(stage.frame, switches[-1].after)
+            follow_spec(stage.frame, switches[-1].after)
             stage.frame.mark_all([(s.step, *describe(s)) for s in marked(switches)])
         stage.show(stage.assembler.add(events))
         for panel, step in zip(stage.pinnable, held, strict=False):
@@ -249,7 +249,7 @@ class Feed:
     def _display(self, *, swap: bool) -> None:
         """Displays the stage; `swap` if its pictures are like the former one's, so that the page can keep them."""
         stage = self._stage
-        name_units(stage.frame, (self._run or self._lab).spec)
+        follow_spec(stage.frame, (self._run or self._lab).spec)
         stage.overlay(self._board.overlays())
         scene = Scene(
             cards=[self._card, *stage.panels],
@@ -280,9 +280,9 @@ class Feed:
         return " · ".join(what)
 
 
-def name_units(frame: StepAxis, trained: Trained) -> None:
-    """What the loss is measured in, and what is counted: a watched loop counts tokens, and its loss may be anything. And how
-    many ranks shard together."""
+def follow_spec(frame: StepAxis, trained: Trained) -> None:
+    """Tells panels how many ranks shard together, what the loss is measured in, and what is counted: a watched loop counts
+    tokens, and its loss may be anything."""
     frame.shard_factor = 1 if isinstance(trained, WatchedLoop) else trained.shard_factor
     frame.language = not isinstance(trained, WatchedLoop) and is_language(trained.workload)
     frame.counted = "tokens" if frame.language or isinstance(trained, WatchedLoop) else "samples"

@@ -78,8 +78,8 @@ class HardwareProbe:
 
         Returns: {"products": {dtype: [[FLOPs, s]]}, "scores": {dtype: [[scores, FLOPs, s]]}, "copies": [[bytes, s]],
         "updates": {optimizer: [[elements, s]]}, "collectives": {kind: [[payload bytes, s]]}, the same for "pairs", "inside"
-        and "across" (see `parts`), "steps": [[s, ...]] by trainer, "memory_bytes", "per_host": ranks}. Each size has one row
-        per pass.
+        and "across" (see `measured_groups`), "steps": [[s, ...]] by trainer, "memory_bytes", "per_host": ranks}. Each size
+        has one row per pass.
         """
         self._prepare(trainers)
         with self._grouped() as groups:
@@ -187,10 +187,10 @@ class HardwareProbe:
 
     @contextmanager
     def _grouped(self) -> Iterator[dict[str, dist.ProcessGroup]]:
-        """This rank's group in each of the `parts`."""
+        """This rank's group in each of the `measured_groups`."""
         made = {
             name: [dist.new_group(ranks) for ranks in each]
-            for name, each in parts(self._info.world_size, self._per_host).items()
+            for name, each in measured_groups(self._info.world_size, self._per_host).items()
         }
         try:
             yield {
@@ -278,7 +278,7 @@ class HardwareProbe:
         return ranks_per_host(self._world.context.hosts) or self._info.world_size
 
 
-def parts(size: int, per_host: int) -> dict[str, list[list[int]]]:
+def measured_groups(size: int, per_host: int) -> dict[str, list[list[int]]]:
     """The groups beside that of all ranks in which collectives are measured, by name: "pairs" of neighbors, if more than two
     share a host; "inside" hosts, and "across" them with one rank of each, the shard and replicate groups of hybrid sharding,
     if there are several hosts of several ranks. All groups of a name work at once."""

@@ -109,7 +109,7 @@ class Timed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ways:
+class GlooExchange:
     """How ranks exchange over Gloo."""
 
     piece_bytes: int = 0  # that a rank sends another at once; 0: all
@@ -144,7 +144,7 @@ class WireContext:
         self.device_memory: DeviceMemory | None = None  # where ranks share a GPU
         self.not_shared: dict[str, str] = {}  # by group, why it does not use shared memory
         self.not_on_gpu: dict[str, str] = {}  # by group, why its ranks do not share the memory of their GPU
-        self.between_hosts: Ways | None = None  # once they were tried
+        self.between_hosts: GlooExchange | None = None  # once ranks have tried; None: they are on one host
         self.shared_memory = shared_memory  # of groups that are opened from now on
         self._arena: Arena | None = None
         self._most_ranks = 0  # of any group that was opened; the world's is the first
@@ -466,7 +466,7 @@ class WireContext:
     def share_across(self, group: str, kind: str) -> float:
         """Which part of what this rank sends in a group goes to other hosts; 0.0 if none does, or hosts are unknown.
 
-        In a ring in the order of ranks, or a direct exchange with all others: see `Ways`."""
+        In a ring in the order of ranks, or a direct exchange with all others: see `GlooExchange`."""
         members = [rank for rank in self.members(group) if rank < len(self.hosts)]
         if len(members) < 2 or self.rank not in members:
             return 0.0

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_lab.engine.buffers import BufferPool
 from fsdp_lab.engine.streams import Streams
 from fsdp_lab.wire import listeners
-from fsdp_lab.wire.context import GPU_MEMORY, SHARED_MEMORY, ReductionOrder, Ways, WireContext
+from fsdp_lab.wire.context import GPU_MEMORY, SHARED_MEMORY, GlooExchange, ReductionOrder, WireContext
 from fsdp_lab.wire.exchange import SEVERAL_HOSTS
 from fsdp_lab.wire.gpu_memory import DeviceMemory
 from fsdp_lab.wire.link import LinkDirection
@@ -84,11 +84,11 @@ class Wire(dist.ProcessGroup):
             store = dist.PrefixStore("gloo", options.store)
             self._gloo = _open_gloo(store, self._rank, self._size, context.timeout, context.address)
         hosts = {context.hosts[rank] for rank in ranks if rank < len(context.hosts)}
-        self._ways = Ways()
+        self._gloo_exchange = GlooExchange()
         if len(hosts) > 1 or context.not_shared.get(self._name_) == SEVERAL_HOSTS:
             if context.between_hosts is None:  # the first group, which is that of all ranks
-                context.between_hosts = self._tried_ways()
-            self._ways = context.between_hosts
+                context.between_hosts = self._fastest_exchange()
+            self._gloo_exchange = context.between_hosts
         store = dist.PrefixStore("gpu", options.store)
         self._on_gpu = context.open_on_gpu(store, self._rank, self._ranks, self._name_)
         store = dist.PrefixStore("nccl", options.store)
@@ -143,7 +143,7 @@ class Wire(dist.ProcessGroup):
             return GPU_MEMORY
         return "Gloo" if self._shared is None else SHARED_MEMORY
 
-    def _tried_ways(self) -> Ways:
+    def _fastest_exchange(self) -> GlooExchange:
         """The fastest, by trying; collective.
 
         In pieces that fit into the buffers of a connection: while Gloo sends more at once, its message that it is ready to
@@ -161,9 +161,11 @@ class Wire(dist.ProcessGroup):
         piece_bytes = self._fastest({n: partial(exchanged, n) for n in (_PIECE_BYTES, 0)})
         part = torch.zeros(2 * _TRIED_BYTES // 4 // self._size)
         whole = torch.empty(part.numel() * self._size)
-        calls = {ring: self._gather_by(Ways(ring=ring, piece_bytes=piece_bytes)) for ring in (False, True)}
+        calls = {
+            ring: self._gather_over_gloo(GlooExchange(ring=ring, piece_bytes=piece_bytes)) for ring in (False, True)
+        }
         ring = self._fastest({ring: partial(call, self._gloo, [part], [whole]) for ring, call in calls.items()})
-        return Ways(piece_bytes=piece_bytes, ring=ring)
+        return GlooExchange(piece_bytes=piece_bytes, ring=ring)
 
     def _fastest(self, ways: Mapping[T, Callable[[], Any]]) -> T:
         """The key of the operation that takes least time over all ranks, twice in turns."""
@@ -176,11 +178,11 @@ class Wire(dist.ProcessGroup):
         self._gloo.allreduce([seconds], options).wait()
         return list(ways)[int(seconds.argmin())]
 
-    def _gather_by(self, ways: Ways) -> _InnerCall:
+    def _gather_over_gloo(self, exchange: GlooExchange) -> _InnerCall:
         """An all-gather over Gloo."""
-        if ways.ring:
-            return _gather_around(self._rank, self._size, ways.piece_bytes)
-        return _gather_in_place(self._rank, self._size, ways.piece_bytes)
+        if exchange.ring:
+            return _gather_in_ring(self._rank, self._size, exchange.piece_bytes)
+        return _gather_in_place(self._rank, self._size, exchange.piece_bytes)
 
     # -- memory for what is sent ----------------------------------------------------------------------------------
 
@@ -294,7 +296,7 @@ class Wire(dist.ProcessGroup):
         if self._shared is not None and self._shared.mapped(output, input) is not None:  # it has no memory of its own
             return self._send("all_gather", output.nbytes, [input], [], lambda g, i, _: call(g, i, [output]), bytes_=0)
         if self._is_over_gloo(output):
-            call = self._gather_by(self._ways)
+            call = self._gather_over_gloo(self._gloo_exchange)
         return self._send("all_gather", output.nbytes, [input], [output], call)
 
     _allgather_base = all_gather_single
@@ -401,7 +403,7 @@ class Wire(dist.ProcessGroup):
             return self._ordered_reduce_scatter_in_place(output, input, op, opts)
         summands = torch.empty_like(input)  # [W * n]: every rank's r-th part, in the order of ranks
         rank, size = self._rank, self._size  # do not capture self: see the note on abort
-        piece_bytes = self._ways.piece_bytes
+        piece_bytes = self._gloo_exchange.piece_bytes
         in_pieces = self._is_over_gloo(input) and piece_bytes > 0
 
         def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
@@ -421,7 +423,7 @@ class Wire(dist.ProcessGroup):
 
     def _ordered_reduce_scatter_in_place(self, output: Tensor, input: Tensor, op: Any, opts: Any) -> WireWork:
         """The first part to come has a place of its own, each later one that of the part sent before."""
-        rank, size, summands, piece_bytes = self._rank, self._size, dict[int, Tensor](), self._ways.piece_bytes
+        rank, size, summands, piece_bytes = self._rank, self._size, dict[int, Tensor](), self._gloo_exchange.piece_bytes
         spare = torch.empty_like(output)  # [n]
 
         def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
@@ -450,7 +452,7 @@ class Wire(dist.ProcessGroup):
             _sum_in_order(summands.view(size, -1).unbind(), flat, op, opts)
             tensor.copy_(flat.view_as(tensor))
 
-        call = self._gather_by(self._ways)
+        call = self._gather_over_gloo(self._gloo_exchange)
         if not self._is_over_gloo(tensor):
             call = _call("_allgather_base", c10d.AllgatherOptions())
         return self._send("all_reduce", tensor.nbytes, [flat], [summands], call, then=add, results=[tensor],
@@ -622,7 +624,7 @@ def _exchange(group: Any, size: int, sent: Tensor, to: int, received: Tensor, so
 
 
 def _round(group: Any, size: int, sent: Tensor, to: int, received: Tensor, source: int, piece_bytes: int) -> list[Any]:
-    """An exchange, in pieces: see `Wire._tried_ways`."""
+    """An exchange, in pieces: see `Wire._fastest_exchange`."""
     whole = max(1, sent.numel())
     n = piece_bytes // sent.element_size() if piece_bytes else whole
     return [_exchange(group, size, sent[i : i + n], to, received[i : i + n], source) for i in range(0, whole, n)]
@@ -640,7 +642,7 @@ def _gather_in_place(rank: int, size: int, piece_bytes: int) -> _InnerCall:
     return call
 
 
-def _gather_around(rank: int, size: int, piece_bytes: int) -> _InnerCall:
+def _gather_in_ring(rank: int, size: int, piece_bytes: int) -> _InnerCall:
     """In a ring, in the order of ranks."""
 
     def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:

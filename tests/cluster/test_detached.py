@@ -22,6 +22,7 @@ from fsdp_lab.cluster import ClusterError
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.detached import FILE, DetachedCluster, detached_clusters, detached_pids, private_folder
 from fsdp_lab.cluster.guardian import MODULE
+from fsdp_lab.cluster.hosts import LauncherHosts
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.process import MARK, Identity, alive, end, machine, marked
 from tests.cluster.conftest import FAKE
@@ -106,6 +107,8 @@ def test_ranks_that_are_changed_as_soon_as_they_are_taken_over_stay(temporary: P
     """Their file is gone before the former kernel's guardian has seen another one in it."""
     token = kernel(1, 5, "kill")
     with Cluster(2, rank_module=FAKE, persist=1) as cluster:
+        with pytest.raises(ArgumentError, match="persist: ranks of another launcher end with this kernel"):
+            cluster.move(LauncherHosts(launcher="pbs", count=2))
         cluster._membership.engines.unpersist()  # type: ignore[union-attr]  # as a change of ranks does, while it lasts
         until(lambda: len(guardians(token)) == 1)
         assert cluster.attached and cluster.call("ping") == cluster.pids and cluster.running

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsdp_lab.rank import calibration
-from fsdp_lab.rank.calibration import MEASURING_S, HardwareProbe, parts
+from fsdp_lab.rank.calibration import MEASURING_S, HardwareProbe, measured_groups
 
 
 @pytest.mark.parametrize(
@@ -30,10 +30,10 @@ def test_ranks_of_a_host_are_counted_where_hosts_are_alike(hosts: tuple[str, ...
 
 
 def test_collectives_are_measured_in_the_groups_that_shardings_use() -> None:
-    assert parts(2, 2) == parts(3, 3) == parts(2, 1) == {}
-    assert parts(4, 4) == {"pairs": [[0, 1], [2, 3]]}
-    assert parts(4, 2) == {"inside": [[0, 1], [2, 3]], "across": [[0, 2], [1, 3]]}
-    found = parts(8, 4)
+    assert measured_groups(2, 2) == measured_groups(3, 3) == measured_groups(2, 1) == {}
+    assert measured_groups(4, 4) == {"pairs": [[0, 1], [2, 3]]}
+    assert measured_groups(4, 2) == {"inside": [[0, 1], [2, 3]], "across": [[0, 2], [1, 3]]}
+    found = measured_groups(8, 4)
     assert found["pairs"] == [[0, 1], [2, 3], [4, 5], [6, 7]] and found["inside"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert found["across"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
 

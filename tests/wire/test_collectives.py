@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 
 from fsdp_lab.wire import traffic
-from fsdp_lab.wire.context import Ways
+from fsdp_lab.wire.context import GlooExchange
 from tests.pool import Place, Pool
 
 
@@ -165,8 +165,8 @@ def test_a_rank_that_sends_late_is_waited_for(over: Over) -> None:
     assert over.run(_passes_on, 3, 0.4) == [[2.0] * 3, [1.0] * 3, [2.0] * 3]
 
 
-def _exchanged(place: Place, n: int, ways: Ways) -> list[torch.Tensor]:
-    place.world._ways = ways
+def _exchanged(place: Place, n: int, exchange: GlooExchange) -> list[torch.Tensor]:
+    place.world._gloo_exchange = exchange
     whole, part = torch.empty(n * place.world_size), _values(place.rank, n)
     place.world.all_gather_single(whole, part).wait()
     return [whole, _reduce_scatter(place, n, "SUM"), _all_reduce(place, n, "SUM")]
@@ -176,7 +176,12 @@ def _exchanged(place: Place, n: int, ways: Ways) -> list[torch.Tensor]:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_between_hosts_all_bits_are_the_same(pool: Pool, n: int, ranks: int) -> None:
     """In a ring or not, whole or in pieces of 1,000 bytes, of which the last is smaller."""
-    ways = (Ways(), Ways(piece_bytes=1000), Ways(ring=True), Ways(ring=True, piece_bytes=1000))
+    ways = (
+        GlooExchange(),
+        GlooExchange(piece_bytes=1000),
+        GlooExchange(ring=True),
+        GlooExchange(ring=True, piece_bytes=1000),
+    )
     inside, *others = (pool.run(_exchanged, ranks, n, way, reduction="rank_ordered") for way in ways)
     for other in others:
         assert all(
@@ -184,8 +189,8 @@ def test_between_hosts_all_bits_are_the_same(pool: Pool, n: int, ranks: int) -> 
         )
 
 
-def _chosen(place: Place) -> Ways:
-    return place.world._tried_ways()
+def _chosen(place: Place) -> GlooExchange:
+    return place.world._fastest_exchange()
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
