@@ -38,6 +38,7 @@ class Attention(StrEnum):
 # Causal, width 128, on an A100: arXiv 2307.08691, figures 5 and 6.
 GAIN = {Attention.FLASH1: 1.0, Attention.FLASH2: 1.8}
 SCORE_BYTES = 12  # memory traffic per score and head in half precision: write, mask, softmax, read
+DROPOUT_BYTES = 5  # of an element in half precision: read, write, its mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class Software:
     checkpoints). `stops_early`: recompute stops at the last tensor that the backward needs, before the unit's last
     product (torch's checkpoints since 2.1).
     `keeps_gradients`: `zero_grad` fills gradients with zeros instead of freeing them (torch before 2.0).
+    `drops`: dropout after attention's softmax, where its matrix is written, and before each residual.
     `holds_scores`: the peak includes the matrix of scores, although the step is as fast as with a fused kernel.
     """
 
@@ -55,6 +57,7 @@ class Software:
     operators: bool = False
     stops_early: bool = True
     keeps_gradients: bool = False
+    drops: bool = False
     holds_scores: bool = False
 
 
@@ -71,6 +74,7 @@ class Work:
     forward_s: float
     backward_s: float
     recompute_s: float  # in the backward
+    launched: float  # kernels of the forward
 
 
 def work(unit: UnitShape, tokens: int, spec: Spec, device: Device, rates: Rates, software: Software, *,
@@ -78,11 +82,11 @@ def work(unit: UnitShape, tokens: int, spec: Spec, device: Device, rates: Rates,
     """tokens: of one sample."""
     dtype, samples = spec.strategy.dtypes.param, spec.workload.micro_batch
     products = product_seconds(unit, tokens * samples, dtype, device, rates)
-    scores = attention_seconds(unit, tokens, samples, dtype, device, rates, software.attention)
+    scores = attention_seconds(unit, tokens, samples, dtype, device, rates, software)
     if (times := rates.traffic_of.get(dtype)) is not None:
         traffic = (times * saved_bytes(unit, tokens, dtype),) * 2
     else:
-        traffic = traffic_bytes(unit, tokens, dtype, fused=spec.strategy.compile)
+        traffic = traffic_bytes(unit, tokens, dtype, fused=spec.strategy.compile, drops=software.drops)
     other, other_back = (samples * size / (device.memory_bytes_per_s * rates.memory) for size in traffic)
     host = rates.host(spec.strategy.backend).tensor_s * len(unit.parameters) / 2
     recompute = products / 2 + other if software.operators else products + scores + other
@@ -94,6 +98,7 @@ def work(unit: UnitShape, tokens: int, spec: Spec, device: Device, rates: Rates,
         forward_s=products + scores + other + host,
         backward_s=(1 + unit.trained_share) * products + scores_back + other_back + host if unit.has_backward else 0.0,
         recompute_s=recompute + host if recomputed and unit.has_backward else 0.0,
+        launched=kernels(unit, software.attention, fused=spec.strategy.compile),
     )
 
 
@@ -102,13 +107,14 @@ def saved_bytes(unit: UnitShape, tokens: int, dtype: str) -> float:
     return replace(unit.saved[dtype], per_pair_bytes=0.0).bytes_of(tokens)
 
 
-def traffic_bytes(unit: UnitShape, tokens: int, dtype: str, *, fused: bool) -> tuple[float, float]:
+def traffic_bytes(unit: UnitShape, tokens: int, dtype: str, *, fused: bool, drops: bool = False) -> tuple[float, float]:
     """Memory traffic of one sample without products and attention: (forward, backward). fused: by a compiler."""
     traffic, size = memory_traffic(unit), unit.share * tokens * BYTES[dtype] / 2
     if traffic is None:
         traffic, size = PER_SAVED, saved_bytes(unit, tokens, dtype)
     forward, backward = traffic[2:] if fused else traffic[:2]
-    return forward * size, backward * size
+    dropout = 2 * DROPOUT_BYTES * unit.boundary_elements * size if drops and unit.heads else 0.0
+    return forward * size + dropout, backward * size + dropout
 
 
 def product_seconds(unit: UnitShape, tokens: float, dtype: str, device: Device, rates: Rates) -> float:
@@ -127,13 +133,15 @@ def product_seconds(unit: UnitShape, tokens: float, dtype: str, device: Device, 
 
 
 def attention_seconds(unit: UnitShape, tokens: float, samples: int, dtype: str, device: Device, rates: Rates,
-                      kernel: Attention) -> float:  # fmt: skip
+                      software: Software) -> float:  # fmt: skip
     """Attention of the forward, without its products with weights. tokens: of one sample."""
     pairs, peak = samples * (unit.share * tokens) ** 2, device.flops_per_s(dtype)
     if device.measured is not None:
         return unit.pair_flops * pairs / peak + device.measured.scores[dtype](unit.heads * pairs)
+    kernel = software.attention
     if kernel is Attention.PLAIN:
-        moved = SCORE_BYTES * unit.heads * pairs / (device.memory_bytes_per_s * rates.memory)
+        each = SCORE_BYTES + DROPOUT_BYTES * software.drops
+        moved = each * unit.heads * pairs / (device.memory_bytes_per_s * rates.memory)
         return unit.pair_flops * pairs / (peak * device.matrix_share * rates.matrix) + moved
     flops = unit.pair_flops * pairs * (0.5 if unit.causal else 1.0)
     return flops / (peak * rates.attention_share(device.generation) * GAIN[kernel])
@@ -211,6 +219,26 @@ def _sum_traffic(*parts: tuple[float, Bytes]) -> Bytes:
     return a, b, c, d
 
 
+# -- what the host issues --------------------------------------------------------------------------------------------
+
+# Kernels of a forward besides matrix products and attention, as libraries write them and as a compiler fuses them.
+GATED_KERNELS, PLAIN_KERNELS, FUSED_KERNELS = 28, 12, 4
+ATTENTION_KERNELS = {Attention.PLAIN: 7, Attention.FLASH1: 2, Attention.FLASH2: 2}
+BACKWARD_LAUNCH = 0.4  # host's time of a backward, relative to the forward: more kernels, but autograd issues them
+SEND_KERNELS = 20  # a gather or a reduction of a unit takes the host as long as so many kernels
+
+
+def kernels(unit: UnitShape, attention: Attention, *, fused: bool) -> float:
+    """Kernels that the host issues in a unit's forward. Units that are no blocks: in proportion to their products."""
+    products = sum(p.count for p in unit.products)
+    if not unit.heads:
+        return products * (1 if fused else 3)
+    hidden = unit.boundary_elements
+    is_gated = sum(p.count for p in unit.products if p.inputs == hidden and p.outputs > hidden) > 1
+    others = FUSED_KERNELS if fused else GATED_KERNELS if is_gated else PLAIN_KERNELS
+    return products + ATTENTION_KERNELS[attention] + others
+
+
 # -- collectives -----------------------------------------------------------------------------------------------------
 
 PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # of the payload through the ring
@@ -242,7 +270,8 @@ def collective_seconds(kind: str, payload_bytes: float, group: RankGroup, machin
     if group.size * group.stride > machine.per_host:
         rings = min(group.stride, machine.per_host)  # groups that use a host's network at once
         slowest = max(slowest, sent * rings / (machine.network_bytes_per_s * rates.network))
-    return slowest + rates.latency_s * (group.size - 1)
+    hosts = min(group.size, -(-group.size * group.stride // machine.per_host))
+    return slowest + rates.latency_s * (group.size - hosts) + rates.hop_s * (hosts - 1)
 
 
 def _measured_seconds(kind: str, sent: float, group: RankGroup, machine: Machine) -> float:

@@ -112,7 +112,7 @@ def _device(name: str) -> Device:
     )  # fmt: skip
 
 
-_NAMES = ("v100", "t4", "a10g", "l40s", "l4", "a100-40", "a100-80", "h100", "h100-pcie", "h100-hbm2e", "h200", "b200",
+_NAMES = ("v100", "t4", "a10g", "l40s", "l4", "a100-40", "a100-64", "a100-80", "h100", "h100-pcie", "h100-hbm2e", "h200", "b200",
           "gb200")  # fmt: skip
 DEVICES: Mapping[str, Device] = {name: _device(name) for name in _NAMES}
 _OTHER_NAMES = {"a100": "a100-80", "h100-sxm": "h100", "h100-80": "h100", "h200-141": "h200"}
@@ -243,10 +243,12 @@ class Rates:
     operands: float  # how often a matrix product moves its operands through memory
     link: float  # inside a host
     network: float  # between hosts
-    latency_s: float  # of a collective, per rank in its ring; from data/collective_timings.csv, not fitted
+    latency_s: float  # of a collective, per step of its ring inside a host; not fitted
+    hop_s: float  # of a collective, per step of its ring between hosts; not fitted
     jitter_s: float  # delay of the last rank at a collective, per further rank
     interference: float  # slowdown of computing by a collective in flight, as a share of the collective's time
     step_s: float  # per step, beside its micro-batches: the loop, the optimizer's launches, logging
+    kernel_s: float  # the host's time to issue a kernel of the forward; on a GPU, which may wait for it
     hosts: Mapping[str, HostOverhead] = field(default_factory=dict)  # by backend
     # By dtype, if measured: bytes moved in each direction by anything but matrix products, per byte saved by the forward.
     traffic_of: Mapping[str, float] = field(default_factory=dict)
@@ -262,5 +264,5 @@ class Rates:
 # Fitted to all usable rows of data/fsdp_measurements.csv. A test repeats the fit.
 PUBLISHED = Rates(
     matrix=0.8741, attention={"ampere": 0.3178, "hopper": 0.1714}, memory=0.9, operands=1.227, link=0.5734, network=0.7415,
-    latency_s=3e-6, jitter_s=1.955e-6, interference=0.2702, step_s=0.03014,
+    latency_s=3.4e-6, hop_s=14e-6, jitter_s=1.955e-6, interference=0.2702, step_s=0.03014, kernel_s=5e-5,
 )  # fmt: skip

@@ -98,12 +98,14 @@ def case(row: Row) -> PublishedCase:
     seq_len = reader.whole("seq_len", model.seq_len)
     accumulate = reader.whole("grad_accum", 1)
     spec = Spec(world_size=ranks).replace(
-        backend="fsdp2" if re.search("FSDP2|torchtitan|torchtrain|DeepSpeed", reader.text("framework")) else "fsdp1",
+        backend=_backend(reader, strategy),
         sharding=_sharding(strategy, ranks), shard_size=_shard_size(strategy, reader, ranks),
         precision=_precision(reader), recompute=recompute, compile=reader.text("compile") == "yes", seq_len=seq_len,
         accumulate=accumulate, micro_batch=_micro_batch(reader, ranks, accumulate), held_out=0.0,
         optimizer_args={"fused": fused},
     )  # fmt: skip
+    if accumulate > 1 and spec.strategy.is_replicated:
+        spec = spec.replace(sync="last")  # programs that replicate reduce gradients once a step
     if (reader.text("other_metric"), reader.text("other_value")) == ("backward_prefetch", "off"):
         spec = spec.replace(backward_prefetch=0)
     shape = shape_of(model)
@@ -196,9 +198,22 @@ def _strategy(reader: _Reader) -> str:
     return reader.text("strategy") or str(reader.assume("strategy", "FULL_SHARD"))
 
 
+SHARDED_OPTIMIZER = "(?i)zero-1|distributed optimizer"  # parameters and gradients whole, the optimizer's state sharded
+
+
+def _backend(reader: _Reader, strategy: str) -> str:
+    if re.search(SHARDED_OPTIMIZER, strategy):
+        return "lab"
+    if re.search("NO_SHARD|DDP", strategy) and not re.search("FSDP", reader.text("framework")):
+        return "ddp"
+    return "fsdp2" if re.search("FSDP2|torchtitan|torchtrain|DeepSpeed", reader.text("framework")) else "fsdp1"
+
+
 def _sharding(strategy: str, ranks: int) -> str:
     if ranks == 1:
         return "full_shard"
+    if re.search(SHARDED_OPTIMIZER, strategy):
+        return "zero1"
     if re.search("HYBRID|HSDP", strategy):
         return "hybrid_shard_zero2" if "NRAF" in strategy else "hybrid_shard"
     if re.search("GRAD_OP|no reshard|NRAF|reshard_after_forward=False", strategy):
@@ -240,7 +255,7 @@ def _software(reader: _Reader) -> tuple[Software, str]:
     kernel = Attention.FLASH2
     if "Composer" in framework:
         kernel = Attention.FLASH1  # MPT's attn_impl of 2023
-    elif "t5" in model or re.search(r"2304\.11277|AWS'?$|1 Trillion|SC21|2104\.04473", source):
+    elif "t5" in model or re.search(r"2304\.11277|AWS'?$|1 Trillion|SC21|2104\.04473", source) or re.match("Megatron|NeMo", framework):
         kernel = Attention.PLAIN  # before fused attention
     reader.assume("attention", kernel.value)
     if not checkpoints:
@@ -249,7 +264,8 @@ def _software(reader: _Reader) -> tuple[Software, str]:
     if "op" in checkpoints or (checkpoints == "selective" and re.search("torchtitan|torchtrain", framework)):
         return Software(attention=kernel, operators=True), "full"
     software = Software(attention=kernel, stops_early=not _before_torch_21(reader),
-                        keeps_gradients="2304.11277" in source, holds_scores="ATorch" in framework)  # fmt: skip
+                        keeps_gradients="2304.11277" in source, holds_scores="ATorch" in framework,
+                        drops=re.match("Megatron|NeMo", framework) is not None)  # fmt: skip
     if checkpoints.startswith("selective"):
         reader.assume("selective", "every second block")
         return software, "every:2"
@@ -271,8 +287,9 @@ def _micro_batch(reader: _Reader, ranks: int, accumulate: int) -> int:
 
 
 _GPUS: tuple[tuple[str, str], ...] = (
-    (r"H100.*(HBM2e|NVL)", "h100-hbm2e"), (r"H100.*PCIe", "h100-pcie"), (r"H100", "h100"), (r"H200", "h200"),
-    (r"GB[23]00", "gb200"), (r"B200", "b200"), (r"A100.*40", "a100-40"), (r"A100", "a100-80"), (r"V100", "v100"),
+    (r"H100.*(HBM2|NVL)", "h100-hbm2e"), (r"H100.*PCIe", "h100-pcie"), (r"H100", "h100"), (r"H200", "h200"),
+    (r"GB[23]00", "gb200"), (r"B200", "b200"), (r"A100.*40", "a100-40"), (r"A100.*Leonardo", "a100-64"),
+    (r"A100", "a100-80"), (r"V100", "v100"),
     (r"A10G", "a10g"), (r"L40S", "l40s"), (r"L4\b", "l4"), (r"T4", "t4"),
 )  # fmt: skip
 
@@ -320,7 +337,10 @@ def _network_gbit(reader: _Reader, per_host: int) -> float | None:
 def _machine(reader: _Reader, ranks: int) -> Machine:
     per_host = _per_host(reader)
     hosts = ranks // per_host if ranks > per_host and ranks % per_host == 0 else 1 if ranks <= per_host else None
-    return machine(_gpu(reader), ranks, hosts=hosts, network_gbit_per_s=_network_gbit(reader, per_host))
+    found = machine(_gpu(reader), ranks, hosts=hosts, network_gbit_per_s=_network_gbit(reader, per_host))
+    memory = reader.number("gpu_mem_gb")
+    is_less = memory is not None and memory * GIB < 0.9 * found.device.memory_bytes
+    return found.limited(int(memory * GIB)) if memory is not None and is_less else found
 
 
 # -- what a row measured ---------------------------------------------------------------------------------------------

@@ -15,13 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fsdp_lab.core.model_shape import UnitShape
+from fsdp_lab.core.model_shape import ModelShape, UnitShape
 from fsdp_lab.core.schedule import Action, Direction, Phase, PointSide, Rules, Schedule, UnitCall
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.costs import (
     BUCKET,
+    BACKWARD_LAUNCH,
     BYTES,
     FIRST_BUCKET,
+    SEND_KERNELS,
     USUAL,
     RankGroup,
     Software,
@@ -36,6 +38,7 @@ from fsdp_lab.planner.devices import Machine, Rates
 
 # Backends whose host runs ahead of a GPU; on a CPU, which has no streams, they wait for their collectives.
 AHEAD = ("fsdp1", "fsdp2")
+SHORT = 4  # blocks that `step_seconds` simulates
 SENDING = (Phase.UNSHARD, Phase.REDUCE)
 # Copies of a payload in addition to the collective: for a gather, for a reduction. FSDP2 gathers to one buffer and copies
 # from it; all backends copy gradients to one buffer before the reduction.
@@ -50,6 +53,7 @@ class StepTime:
     computing_s: float  # with nothing else in flight
     slowed_s: float  # slowdown of computing by collectives in flight and by late ranks
     exposed_comm_s: float
+    host_s: float  # computing's wait for the host, which issues kernels
     optimizer_s: float
     timeline: SimulatedTimeline  # of the last micro-batch
 
@@ -94,9 +98,10 @@ class StepModel:
         seconds += self._rates.step_s + self._rates.host(self._spec.strategy.backend).step_s
         alone = (self.seconds(action) for action in self._schedule.actions if action.phase is Phase.COMPUTE)
         computing = w.accumulate * sum(alone)
+        host = total(last.host_s, first.host_s)
         return StepTime(
-            seconds=seconds, computing_s=computing, optimizer_s=optimizer, timeline=last,
-            slowed_s=total(last.phase_s(Phase.COMPUTE), first.phase_s(Phase.COMPUTE)) - computing,
+            seconds=seconds, computing_s=computing, optimizer_s=optimizer, timeline=last, host_s=host,
+            slowed_s=total(last.phase_s(Phase.COMPUTE), first.phase_s(Phase.COMPUTE)) - computing - host,
             exposed_comm_s=total(last.exposed_s, first.exposed_s),
         )  # fmt: skip
 
@@ -123,17 +128,43 @@ class StepModel:
             Direction.BACKWARD: [w.backward_s + w.recompute_s for w in self.works],
         }
         return {
-            direction: [s + send_s * self._sends[unit, direction] for unit, s in enumerate(seconds)]
+            direction: [s + send_s * self._sends[unit, direction] + self._copies_s[unit, direction]
+                        for unit, s in enumerate(seconds)]
             for direction, seconds in alone.items()
-        }
+        }  # fmt: skip
+
+    @functools.cached_property
+    def _copies_s(self) -> Counter[tuple[int, Direction]]:
+        """By unit and direction: copies between parameters and the buffers of collectives, on a GPU that was not measured,
+        where the computing stream makes them."""
+        seconds = Counter[tuple[int, Direction]]()
+        if self._machine.device.measured is None:
+            rate = self._machine.device.memory_bytes_per_s * self._rates.memory
+            for a in self._schedule.actions:
+                if a.phase in SENDING:
+                    seconds[a.unit, a.point.direction] += 2 * self._copied_bytes(a.phase, self._elements(a)) / rate
+        return seconds
+
+    def _copied_bytes(self, phase: Phase, elements: int) -> float:
+        payloads = self._collectives(phase, elements)
+        return COPIES[self._spec.strategy.backend][phase is Phase.REDUCE] * payloads[0][1] if payloads else 0.0
 
     def _micro(self, *, reduces: bool) -> SimulatedTimeline:
         ahead = self._spec.strategy.backend in AHEAD and not self._on_cpu
         return Simulation(
             self._schedule, functools.partial(self.seconds, reduces=reduces), ahead=ahead,
             interference=self._rates.interference, late_s=late_s(self._spec.world_size, self._rates),
-            blocking=self._blocking,
+            blocking=self._blocking, issue_s=None if self._on_cpu else self._issue_s,
         ).run()  # fmt: skip
+
+    def _issue_s(self, action: Action) -> float:
+        """Seconds of the host to issue an action."""
+        if action.phase is Phase.COMPUTE and computes(action, self._schedule):
+            each = self._rates.kernel_s * self.works[action.unit].launched
+            if action.point.direction is Direction.FORWARD:
+                return each
+            return each * (BACKWARD_LAUNCH + (self.works[action.unit].recompute_s > 0))
+        return self._rates.kernel_s * SEND_KERNELS if action.phase in SENDING else 0.0
 
     @property
     def _rules(self) -> Rules:
@@ -179,12 +210,9 @@ class StepModel:
         return self._sent_s[key]
 
     def _copied_s(self, phase: Phase, elements: int) -> float:
-        """Seconds of copies on a measured device; for others they are part of computing's memory traffic."""
-        measured, payloads = self._machine.device.measured, self._collectives(phase, elements)
-        if measured is None or not payloads:
-            return 0.0
-        times = COPIES[self._spec.strategy.backend][phase is Phase.REDUCE]
-        return measured.copies(times * payloads[0][1])
+        """Seconds of copies on a measured device; for others see `_copies_s`."""
+        measured = self._machine.device.measured
+        return measured.copies(self._copied_bytes(phase, elements)) if measured else 0.0
 
     def _elements(self, action: Action) -> int:
         """Elements that a unit gathers or reduces; with DDP, those of the bucket that it fills. FSDP1 reduces a flat
@@ -221,6 +249,24 @@ class StepModel:
         return dict(seconds), {kind: round(size) for kind, size in sent.items()}
 
 
+def step_seconds(spec: Spec, shape: ModelShape, machine: Machine, rates: Rates, software: Software = USUAL, *,
+                 overlaps: bool = True) -> float:  # fmt: skip
+    """`StepTime.seconds`, sooner: only some of many equal blocks are simulated, and the others add the time of one more."""
+    units, tokens = shape.units, shape.tokens(spec.workload.seq_len)
+
+    def seconds(first: int) -> float:
+        return StepModel(spec, units[:first], tokens, machine, rates, software, overlaps=overlaps).step().seconds
+
+    if len({id(unit) for unit in units}) > 2 or len(units) < SHORT + 3:
+        return seconds(len(units))
+    policy = spec.strategy.recompute
+    period = int(policy.partition(":")[2]) if ":" in policy else 1
+    if len(units) < SHORT + 3 + period:
+        return seconds(len(units))
+    long, short = seconds(SHORT + 1 + period), seconds(SHORT + 1)
+    return short + (long - short) * (len(units) - SHORT - 1) / period
+
+
 def recomputed(spec: Spec, units: int) -> set[int]:
     """Units that recompute their forward; never the root, whose own part is not checkpointed."""
     policy = spec.strategy.recompute
@@ -252,6 +298,7 @@ class SimulatedTimeline:
     done: tuple[TimedAction, ...]
     waits: tuple[tuple[int, float, float], ...]
     seconds: float
+    host_s: float = 0.0  # computing's wait for the host
 
     @property
     def exposed_s(self) -> float:
@@ -282,14 +329,18 @@ class Simulation:
         interference: slowdown of computing by a collective in flight, as a share of the collective's time.
         late_s: wait of a collective for the last of its ranks, and of computing with it.
         blocking: phases during which the computing thread waits.
+        issue_s: the host's seconds to issue each action; None: no separate host issues them.
     """
 
     def __init__(self, schedule: Schedule, seconds: Callable[[Action], float], *, ahead: bool, interference: float,
-                 late_s: float = 0.0, blocking: frozenset[Phase] = frozenset()) -> None:  # fmt: skip
-        self._schedule, self._seconds = schedule, seconds
+                 late_s: float = 0.0, blocking: frozenset[Phase] = frozenset(),
+                 issue_s: Callable[[Action], float] | None = None) -> None:  # fmt: skip
+        self._schedule, self._seconds, self._issue_s = schedule, seconds, issue_s
         self._ahead, self._interference, self._late_s = ahead, interference, late_s
         self._blocking = blocking
         self._computing = self._sending = self._copying = 0.0  # when each queue is free
+        self._issued = 0.0  # until when the host issues what it has come to
+        self._host_s = 0.0
         self._ends: list[float] = []
         self._freed: list[float] = []
         self._gathers = 0
@@ -306,7 +357,7 @@ class Simulation:
         last = max((d.end_s for d in done), default=0.0)
         if last > self._computing:  # for the last gradients
             self._waits.append((done[-1].action.unit, self._computing, last))
-        return SimulatedTimeline(done=tuple(done), waits=tuple(self._waits), seconds=last)
+        return SimulatedTimeline(done=tuple(done), waits=tuple(self._waits), seconds=last, host_s=self._host_s)
 
     def _place(self, action: Action) -> tuple[float, float]:
         ready = 0.0
@@ -339,6 +390,9 @@ class Simulation:
 
     def _send(self, action: Action, ready: float) -> tuple[float, float]:
         begin, lasts = max(ready, self._sending), self._seconds(action)
+        if self._issue_s and lasts:
+            begin = max(begin, self._issued)
+            self._issued += self._issue_s(action)
         if action.phase in self._blocking:
             return self._block(action, max(begin, self._computing), lasts)
         self._sending = begin + lasts
@@ -360,7 +414,12 @@ class Simulation:
         lasts = self._seconds(action)
         slowed = min(self._interference * self._disturbed, self._interference * lasts)
         self._disturbed = max(0.0, self._disturbed - lasts)
-        self._computing = begin + lasts + slowed + (self._waited_s if lasts else 0.0)
+        end = begin + lasts + slowed + (self._waited_s if lasts else 0.0)
+        if self._issue_s:
+            self._issued += self._issue_s(action)
+            self._host_s += max(0.0, self._issued - end)
+            end = max(end, self._issued)  # the last kernel begins when the host has issued it
+        self._computing = end
         self._waited_s = 0.0 if lasts else self._waited_s
         return begin, self._computing
 

@@ -7,6 +7,7 @@ size. Errors are averaged over rows, and over sources first, so that two hundred
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -133,7 +134,7 @@ def published() -> list[Row]:
 
 
 def usable(rows: Iterable[Row]) -> tuple[list[PublishedCase], list[tuple[str, str]]]:
-    """Rows in bf16 that have a step time and can be predicted; and (row id, reason) of the others."""
+    """Rows in half precision that have a step time and can be predicted; and (row id, reason) of the others."""
     cases, refused = [], []
     for row in rows:
         reason = _unfit(row)
@@ -155,7 +156,7 @@ def _unfit(row: Row) -> str:
         return f"quality {row['quality']}, for {row['suggested_use']}"
     if row["id"] in STRESS:
         return "a stress test of communication"
-    if "bf16" in row["precision"] or ALSO_BF16 in row["source"]:
+    if re.search("bf16|fp16", row["precision"]) or ALSO_BF16 in row["source"]:
         return ""
     return f"its precision is {row['precision'] or 'not given'}"
 

@@ -1,0 +1,147 @@
+"""How sure a prediction is: a `Band` around a step time or a peak of memory, and the probability that a plan fits.
+
+A step is predicted again with each kind of rate (`Doubt`) worse by its own uncertainty, and better. Slow collectives cost
+much where communication binds and nothing where it hides behind computing, so the band is wide where the prediction depends
+on what is thinly measured. Responses r of independent kinds add in squares:
+
+    scale = sqrt(floor^2 + r_1^2 + r_2^2 + ...),    band = predicted x exp(-+ quantile x scale)
+
+`quantile` is that of |ln(measured / predicted)| / scale over published rows, each predicted without its own source: normalised
+split conformal prediction (Lei et al., arXiv 1604.04173, section 5.2), with a source in the place of an observation, as rows
+of one source err together. The scale gives the shape, the quantile the coverage; `fsdp_lab.planner.coverage` finds both.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from fsdp_lab.planner.devices import Machine, Rates
+
+COVERAGES = (0.5, 0.8)
+
+
+@dataclass(frozen=True)
+class Band:
+    """An interval that holds the measurement with a stated probability."""
+
+    low: float
+    high: float
+
+    @property
+    def width(self) -> float:
+        """ln(high / low)."""
+        return math.log(self.high / self.low)
+
+    def inverse(self, of: float) -> Band:
+        """The band of `of` / x."""
+        return Band(of / self.high, of / self.low)
+
+
+class Doubt(StrEnum):
+    """A kind of rate that can be wrong."""
+
+    COMPUTING = "computing"
+    LINK = "links inside a host"
+    NETWORK = "network between hosts"
+    LATENESS = "latency and late ranks"
+    OVERLAP = "slowdown by sending"
+    HOST = "the host's time to issue kernels"
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    """Of an absolute normalised error: its value at each of `LEVELS`, interpolated between, 0 at level 0."""
+
+    values: tuple[float, ...]
+
+    def at(self, level: float) -> float:
+        """Beyond the last level: in proportion to a normal distribution's."""
+        points = ((0.0, 0.0), *zip(LEVELS, self.values, strict=True))
+        i = min(bisect_left(LEVELS, level) + 1, len(LEVELS))
+        (x0, y0), (x1, y1) = points[i - 1], points[i]
+        return y0 + (y1 - y0) * (level - x0) / (x1 - x0)
+
+    def probability_below(self, value: float) -> float:
+        """Of a signed error that is as likely above zero as below it."""
+        points = ((0.0, 0.0), *zip(LEVELS, self.values, strict=True))
+        size, share = abs(value), 1.0 - (1.0 - LEVELS[-1]) * math.exp(1.0 - abs(value) / self.values[-1])
+        for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+            if size <= y1:
+                share = x0 + (x1 - x0) * (size - y0) / (y1 - y0)
+                break
+        return 0.5 + math.copysign(share / 2, value)
+
+
+LEVELS = (0.25, 0.5, 0.65, 0.8, 0.9, 0.95)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeErrors:
+    """Uncertainties of a step's rates, as standard deviations of their logarithms."""
+
+    sizes: Mapping[Doubt, float]
+    unstated: float  # of a network that is assumed, instead of that of `sizes`
+    unmeasured: float  # of computing on a device without rows
+    floor: float  # of any prediction
+    quantiles: Quantiles
+    devices: frozenset[str]  # with rows
+    ranks: int  # the most of a row; beyond, lateness and the network are as uncertain again for each doubling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """ln(measured / predicted) of about one standard deviation, below the prediction and above it; `causes`: above, by kind."""
+
+    below: float
+    above: float
+    causes: Mapping[Doubt, float]
+
+    def band(self, predicted: float, quantile: float) -> Band:
+        return Band(predicted * math.exp(-quantile * self.below), predicted * math.exp(quantile * self.above))
+
+    def normalised(self, error: float) -> float:
+        """error: ln(measured / predicted)."""
+        return error / (self.above if error > 0 else self.below)
+
+
+def worse(rates: Rates, doubt: Doubt, by: float) -> Rates:
+    """The rates with one kind slower by a factor of exp(by)."""
+    f = math.exp(by)
+    if doubt is Doubt.COMPUTING:
+        attention = {generation: share / f for generation, share in rates.attention.items()}
+        return replace(rates, matrix=rates.matrix / f, attention=attention, operands=rates.operands * f, memory=rates.memory / f)
+    if doubt is Doubt.LINK:
+        return replace(rates, link=rates.link / f)
+    if doubt is Doubt.NETWORK:
+        return replace(rates, network=rates.network / f)
+    if doubt is Doubt.LATENESS:
+        return replace(rates, latency_s=rates.latency_s * f, hop_s=rates.hop_s * f, jitter_s=rates.jitter_s * f)
+    if doubt is Doubt.OVERLAP:
+        return replace(rates, interference=rates.interference * f)
+    return replace(rates, kernel_s=rates.kernel_s * f, step_s=rates.step_s * f)
+
+
+def uncertainties(errors: TimeErrors, machine: Machine) -> Iterator[tuple[Doubt, float]]:
+    """The uncertainty of each kind on a machine."""
+    beyond = max(0.0, math.log2(machine.ranks / errors.ranks))
+    for doubt, size in errors.sizes.items():
+        if doubt is Doubt.COMPUTING and machine.device.name not in errors.devices:
+            yield doubt, errors.unmeasured
+        elif doubt is Doubt.NETWORK:
+            yield doubt, (errors.unstated if "network" in machine.assumed else size) * math.sqrt(1 + beyond)
+        else:
+            yield doubt, size * (math.sqrt(1 + beyond) if doubt is Doubt.LATENESS else 1.0)
+
+
+def scale(errors: TimeErrors, machine: Machine, rates: Rates, seconds: Callable[[Rates], float]) -> Scale:
+    """seconds: of a step with given rates."""
+    usual, above, below = seconds(rates), dict[Doubt, float](), dict[Doubt, float]()
+    for doubt, size in uncertainties(errors, machine):
+        above[doubt] = max(0.0, math.log(seconds(worse(rates, doubt, size)) / usual))
+        below[doubt] = max(0.0, math.log(usual / seconds(worse(rates, doubt, -size))))
+    down, up = (math.hypot(errors.floor, *each.values()) for each in (below, above))
+    return Scale(below=down, above=up, causes=above)
