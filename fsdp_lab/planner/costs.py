@@ -49,6 +49,9 @@ class Software:
     product (torch's checkpoints since 2.1).
     `keeps_gradients`: `zero_grad` fills gradients with zeros instead of freeing them (torch before 2.0).
     `holds_scores`: the peak includes the matrix of scores, although the step is as fast as with a fused kernel.
+    `returns_cache`: a T5's decoder returns the keys and values of all its blocks (transformers' `use_cache`, on by default);
+    they live until the forward ends.
+    `first_step`: the peak is that of the first step, whose update is the first to allocate the optimizer's state.
     """
 
     attention: Attention = Attention.FLASH2
@@ -56,6 +59,8 @@ class Software:
     stops_early: bool = True
     keeps_gradients: bool = False
     holds_scores: bool = False
+    returns_cache: bool = False
+    first_step: bool = False
 
 
 USUAL = Software()

@@ -149,7 +149,7 @@ class _Step:
     def plan(self) -> MemoryPlan:
         tracker, model = self._tracker, self._model
         tracker.alloc(OTHER, self._shape.buffers_bytes)
-        model.keeps_gradients = self._software.keeps_gradients
+        model.keeps_gradients, model.is_first = self._software.keeps_gradients, self._software.first_step
         model.alloc_state()
         held = role_bytes(tracker.now)
         batch = self._batch_bytes
