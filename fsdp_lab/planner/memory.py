@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_lab.core.events import RoleBytes
-from fsdp_lab.core.model_shape import ALLOCATED, ARRIVED, FREED, ModelShape, TapeChange, TapeSegment
+from fsdp_lab.core.model_shape import ALLOCATED, ARRIVED, FREED, SCRATCH, ModelShape, TapeChange, TapeSegment
 from fsdp_lab.core.schedule import Direction, PointSide
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.costs import BYTES, USUAL, Software
@@ -78,8 +78,7 @@ def memory(spec: Spec, shape: ModelShape, *, device: str, software: Software = U
 
 def peak_in_theory(spec: Spec, shape: ModelShape) -> float:
     """By the closed form in `fsdp_lab.engine.memory`, with what the plain model holds from its tape: of the lab's engine
-    with AdamW and its usual prefetching, over shards on CPUs of one host, where each unit is called once. Scratch inside
-    kernels is not on the tape: on a CPU oneDNN's copies for convolutions come on top."""
+    with AdamW and its usual prefetching, over shards on CPUs of one host, where each unit is called once."""
     units = FlatMemory(spec, shape, MemoryTracker(), on_gpu=False).units
     samples, tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)
     tape = tape_of(shape, spec)
@@ -110,7 +109,9 @@ def peak_in_theory(spec: Spec, shape: ModelShape) -> float:
         peak = max(peak, model + held)
         for change in segment.changes:
             size = change.size.bytes_of(samples, tokens)
-            if change.kind == ARRIVED:
+            if change.kind == SCRATCH:
+                peak = max(peak, model + held + (size if has_scratch(spec) else 0.0))
+            elif change.kind == ARRIVED:
                 came[unit if change.unit is None else change.unit] += size
             else:
                 model += -size if change.kind == FREED else size
@@ -120,6 +121,11 @@ def peak_in_theory(spec: Spec, shape: ModelShape) -> float:
 
 def _begins_backward(segment: TapeSegment) -> bool:
     return segment.point.direction is Direction.BACKWARD and segment.point.moment is PointSide.BEFORE
+
+
+def has_scratch(spec: Spec) -> bool:
+    """Whether a CPU's convolutions copy: those of one sample in fp32 go by another way."""
+    return spec.workload.micro_batch > 1 or spec.strategy.dtypes.param != "fp32"
 
 
 def batch_bytes(spec: Spec, shape: ModelShape) -> float:
@@ -137,6 +143,7 @@ class _Step:
         self._spec, self._shape, self._tracker, self._on_gpu = spec, shape, MemoryTracker(), on_gpu
         self._model = MODELS[spec.strategy.backend](spec, shape, self._tracker, on_gpu=on_gpu)
         self._samples, self._tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)
+        self._has_scratch = not on_gpu and has_scratch(spec)
         self._sizes: dict[int, tuple[Sequence[TapeChange], list[tuple[str, float, int | None, int]]]] = {}
         self._played: dict[tuple[object, ...], tuple[MemoryTracker, object]] = {}
 
@@ -210,6 +217,9 @@ class _Step:
                 tracker.alloc(ACTIVATIONS, size)
             elif kind == FREED:
                 tracker.free(ACTIVATIONS, size)
+            elif kind == SCRATCH:
+                tracker.alloc(ACTIVATIONS, size * self._has_scratch)
+                tracker.free(ACTIVATIONS, size * self._has_scratch)
             elif kind == ARRIVED:
                 model.gradient_ready(own if unit is None else unit, index, size)
             else:

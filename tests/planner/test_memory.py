@@ -29,24 +29,31 @@ GB = 1e9
 
 DDP = {"backend": "ddp", "sharding": "no_shard"}
 ZERO2 = {"sharding": "shard_grad_op", "precision": "bf16"}
+# FSDP2 in half precision makes units of batch norms, which the planner has in their block: 7 % too much.
+RESNET = {"model": "resnet-1m", "data": "images"}
+FSDP1_IN_BF16 = {"backend": "fsdp1", "precision": "bf16-pure"}
 FIELDS: dict[str, dict[str, Any]] = {
     "lab": {}, "lab, bf16": {"precision": "bf16"}, "lab, offload of all": {"offload": "all"},
     "lab, offload of the optimizer": {"offload": "optimizer", "precision": "bf16-pure"},
     "lab, mapped": {"gather": "mapped"}, "lab, mapped, zero1": {"gather": "mapped", "sharding": "zero1"},
     "lab, zero1": {"sharding": "zero1"}, "lab, no shard": {"sharding": "no_shard"},
     "lab, whole": {"wrap": "whole"}, "lab, t5": {"model": "t5-1m"}, "lab, llama, zero2": {"model": "llama-1m", **ZERO2},
-    "lab, vit": {"model": "vit-1m", "data": "images"}, "fsdp2": {"backend": "fsdp2"},
+    "lab, vit": {"model": "vit-1m", "data": "images"}, "lab, resnet": RESNET,
+    "lab, resnet, bf16": {"precision": "bf16", **RESNET}, "fsdp1, resnet, bf16": {**RESNET, **FSDP1_IN_BF16},
+    **{f"{b}, resnet": {"backend": b, **RESNET} for b in ("fsdp1", "fsdp2")}, "ddp, resnet": {**DDP, **RESNET},
+    "lab, resnet, one sample": {**RESNET, "micro_batch": 1}, "fsdp2": {"backend": "fsdp2"},
     "fsdp2, bf16, zero2": {"backend": "fsdp2", "precision": "bf16", "sharding": "shard_grad_op"},
     "lab, fused": {"optimizer_args": {"fused": True, "amsgrad": True}},
     "fsdp1, momentum": {"backend": "fsdp1", "optimizer": "sgd", "optimizer_args": {"momentum": 0.9, "nesterov": True}},
     "fsdp2, recompute": {"backend": "fsdp2", "recompute": "full"},
-    "fsdp1, bf16": {"backend": "fsdp1", "precision": "bf16-pure"}, "ddp": DDP, "t5, ddp": {**DDP, "model": "t5-1m"},
+    "fsdp1, bf16": FSDP1_IN_BF16, "ddp": DDP, "t5, ddp": {**DDP, "model": "t5-1m"},
     "ddp, bf16, accumulate": {**DDP, "precision": "bf16", "accumulate": 2, "sync": "last"},
     **{f"{b}, every second": {"backend": b, "accumulate": 4, "sync": 2} for b in ("lab", "fsdp2", "fsdp1")},
     "fsdp1, no shard, every second": {"backend": "fsdp1", "sharding": "no_shard", "accumulate": 4, "sync": 2},
     # 16 samples: on a busy machine Gloo's thread frees a gathered copy late, which 4 samples show as 2.6 % of the peak.
     "ddp, bf16, every second": {**DDP, "precision": "bf16", "accumulate": 5, "sync": 2, "micro_batch": 16},
 }  # fmt: skip
+TIED = ("lab, resnet, one sample",)  # two moments are as high as each other, within half a percent
 SPECS = {name: Spec(world_size=2).replace(**{"model": "gpt2-1m", **USUAL, **fields}) for name, fields in FIELDS.items()}
 
 
@@ -64,11 +71,11 @@ def pairs(events: dict[str, StepEvent]) -> dict[str, Beside]:
 @pytest.mark.parametrize("name", SPECS)
 def test_the_peak_and_its_classes_are_the_ledger_s_within_2_percent(pairs: dict[str, Beside], name: str) -> None:
     assert abs(pairs[name].error) <= 0.02
-    assert {role: e for role, e in pairs[name].errors() if abs(e) > 0.02} == {}
+    assert name in TIED or {role: e for role, e in pairs[name].errors() if abs(e) > 0.02} == {}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lab", "lab, bf16", "lab, t5", "lab, llama, zero2", "lab, vit"])
+@pytest.mark.parametrize("name", ["lab", "lab, bf16", "lab, t5", "lab, llama, zero2", "lab, vit", "lab, resnet"])
 def test_the_peak_is_the_closed_form_s(events: dict[str, StepEvent], name: str) -> None:
     theory = peak_in_theory(SPECS[name], shape_for(SPECS[name].workload.model))
     assert 0.98 <= events[name].memory.at_peak.total_bytes / theory <= 1.02
