@@ -217,10 +217,11 @@ def parameter_count(number: int) -> str:
 
 
 def fit_sentence(plan: Plan) -> str:
-    reserved, limit = size(plan.memory.reserved_bytes), size(plan.machine.device.memory_bytes)
+    peak, reserved = size(plan.memory.peak_bytes), size(plan.memory.reserved_bytes)
+    needed = f"{reserved} reserved of {size(plan.machine.device.memory_bytes)}, {peak} of them allocated at the peak"
     if plan.fits:
-        return f"fits: {reserved} of {limit}, {size(plan.margin_bytes)} to spare"
-    return f"does not fit: {reserved} of {limit}, {size(-plan.margin_bytes)} too much"
+        return f"fits: {needed}; {size(plan.margin_bytes)} to spare"
+    return f"does not fit: {needed}; {size(-plan.margin_bytes)} too much"
 
 
 def time_table(plan: Plan) -> Table:

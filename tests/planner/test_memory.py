@@ -12,7 +12,7 @@ from fsdp_lab.core.events import Role, StepEvent
 from fsdp_lab.core.model_shape import ALLOCATED, MADE
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.costs import Software
-from fsdp_lab.planner.memory import memory, peak_in_theory, tape_of
+from fsdp_lab.planner.memory import GPU_SLACK, SPARE, memory, peak_in_theory, tape_of
 from fsdp_lab.planner.named_models import NamedModel, named_model, shape_of
 from fsdp_lab.planner.published import peak_in_unit
 from fsdp_lab.planner.shapes import shape_for
@@ -194,6 +194,14 @@ def test_allocated_memory_of_published_rows(rows: list[MemoryRow]) -> None:
 def test_reserved_memory_of_published_rows(rows: list[MemoryRow]) -> None:
     reserved = [m for m in rows if m.kind == "reserved"]
     assert len(reserved) == 9 and mape(reserved) <= 0.05
+
+
+def test_reserved_memory_beside_allocated_in_one_figure() -> None:
+    """The slack is what an allocator needs at least, and what it takes where there is room is in the middle."""
+    ratios = [float(row["other_value"].split(";")[1]) / float(row["peak_mem"]) for row in published()
+              if row["other_metric"] == "peak_active_GB;peak_reserved_GB"]  # fmt: skip
+    assert len(ratios) == 21
+    assert 1 + GPU_SLACK < min(ratios) < SPARE < max(ratios)
 
 
 def test_a_row_left_out_contradicts_the_spec_and_says_why(rows: list[MemoryRow]) -> None:
