@@ -12,11 +12,15 @@ from fsdp_lab.core.events import Role, StepEvent
 from fsdp_lab.core.model_shape import ALLOCATED, MADE
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.costs import Software
+from fsdp_lab.planner.devices import machine
 from fsdp_lab.planner.memory import GPU_SLACK, SPARE, memory, peak_in_theory, tape_of
 from fsdp_lab.planner.named_models import NamedModel, named_model, shape_of
+from fsdp_lab.planner.plan import plan as planned_step
 from fsdp_lab.planner.published import peak_in_unit
+from fsdp_lab.planner.questions import planned_switch
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.planner.shapes.rewrapping import deepened
+from fsdp_lab.planner.transitions import loading_bytes
 from fsdp_lab.planner.validate import UNEXPLAINED, MemoryRow, mape, memory_lines, memory_rows, published
 from tests.planner.measured import MODELS, USUAL, Beside, beside, measured, planned
 from tests.pool import Pool
@@ -172,6 +176,34 @@ def _seconds(spec: Spec, shape: Any) -> float:
     begin = time.thread_time()
     memory(spec, shape, device="cuda")
     return time.thread_time() - begin
+
+
+# -- loading and switching: beside real ranks in tests/rank/test_pretrained.py and test_switch_memory.py ---------------
+
+
+def test_a_switch_takes_the_larger_layout_and_one_unit_s_state() -> None:
+    shape = shape_for("gpt2-10m")
+    lab, offloaded = (Spec(world_size=2).replace(model="gpt2-10m", offload=offload) for offload in ("none", "all"))
+    state = 12 * shape.parameters / 2
+    unit = 12 * max(u.numel for u in shape.units) / 2
+    moved = planned_switch(lab, lab.replace(backend="fsdp2"), device="cuda")
+    assert moved.before_bytes == moved.after_bytes == pytest.approx(state, rel=0.01)
+    assert unit < moved.peak_bytes - state < 1.7 * unit, "and what comes and goes"
+    assert planned_switch(lab, offloaded, device="cuda").after_bytes == 0
+    assert planned_switch(lab, offloaded, device="cpu").after_bytes == pytest.approx(state, rel=0.01)
+    wide = planned_switch(lab, lab.replace(wrap="whole"), device="cuda")
+    assert wide.peak_bytes == pytest.approx(2 * state, rel=0.02), "units that differ are taken for one"
+
+
+def test_loading_takes_what_a_rank_keeps_without_optimizer_state() -> None:
+    shape, spec = shape_for("gpt2-10m"), Spec(world_size=4).replace(model="gpt2-10m")
+    values = 4 * shape.parameters
+    for device in ("cpu", "cuda"):
+        assert loading_bytes(spec, shape, device=device) == pytest.approx(values / 4, rel=0.01)
+        ddp = spec.replace(backend="ddp", sharding="no_shard")
+        assert loading_bytes(ddp, shape, device=device) == pytest.approx(2 * values, rel=0.01), "with buckets"
+    found = planned_step(spec, shape, machine("h100", 4)).to_dict()["loading_memory_bytes"]
+    assert found == pytest.approx(values / 4, rel=0.01)
 
 
 # -- beside published peaks ------------------------------------------------------------------------------------------
