@@ -241,9 +241,11 @@ def _software(reader: _Reader) -> tuple[Software, str]:
     The FSDP paper's peaks of T5 (figure 8c) are taken to be of the first step. Between 8 GPUs and 512 they differ by 7 GB of
     11.3e9 parameters, some 4 bytes each within the rounding to GB: fp32 values, and neither gradients nor Adam's moments,
     which would be 12 more. 2.5 GB a sample are the keys and values of 24 decoder blocks (1.6 GB), biases (0.4 GB) and the
-    scores of one attention (0.3 GB): the end of the forward. The authors' trainer of GPT prints a peak after each phase of a
-    step, and resets it (github.com/mrshenli/ptd_benchmark, trainer.py). The paper does not say when it measured; peaks of
-    GPT-175B in the same figure differ by 16 bytes a parameter, so they are of a later step.
+    scores of one attention (0.3 GB): the end of the forward. (A small T5 of transformers 4.26 under FSDP1 on CPUs has biases
+    in fp32, returns the keys and values, and has a peak in its forward 3 % above the planned one a sample.) The authors'
+    trainer of GPT prints a peak after each phase of a step, and resets it (github.com/mrshenli/ptd_benchmark, trainer.py).
+    The paper does not say when it measured. Peaks of GPT-175B in the same figure differ by 16 bytes a parameter: they are of
+    a later step.
     """
     framework, checkpoints = reader.text("framework"), reader.text("act_ckpt")
     model, source = reader.text("model").lower(), reader.text("source")

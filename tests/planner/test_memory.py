@@ -33,7 +33,6 @@ GB = 1e9
 
 DDP = {"backend": "ddp", "sharding": "no_shard"}
 ZERO2 = {"sharding": "shard_grad_op", "precision": "bf16"}
-# FSDP2 in half precision makes units of batch norms, which the planner has in their block: 7 % too much.
 RESNET = {"model": "resnet-1m", "data": "images"}
 FSDP1_IN_BF16 = {"backend": "fsdp1", "precision": "bf16-pure"}
 FIELDS: dict[str, dict[str, Any]] = {
@@ -45,6 +44,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "lab, vit": {"model": "vit-1m", "data": "images"}, "lab, resnet": RESNET,
     "lab, resnet, bf16": {"precision": "bf16", **RESNET}, "fsdp1, resnet, bf16": {**RESNET, **FSDP1_IN_BF16},
     **{f"{b}, resnet": {"backend": b, **RESNET} for b in ("fsdp1", "fsdp2")}, "ddp, resnet": {**DDP, **RESNET},
+    "fsdp2, resnet, bf16": {"backend": "fsdp2", "precision": "bf16", **RESNET},
     "lab, resnet, one sample": {**RESNET, "micro_batch": 1}, "fsdp2": {"backend": "fsdp2"},
     "fsdp2, bf16, zero2": {"backend": "fsdp2", "precision": "bf16", "sharding": "shard_grad_op"},
     "lab, fused": {"optimizer_args": {"fused": True, "amsgrad": True}},
@@ -57,7 +57,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     # 16 samples: on a busy machine Gloo's thread frees a gathered copy late, which 4 samples show as 2.6 % of the peak.
     "ddp, bf16, every second": {**DDP, "precision": "bf16", "accumulate": 5, "sync": 2, "micro_batch": 16},
 }  # fmt: skip
-TIED = ("lab, resnet, one sample",)  # two moments are as high as each other, within half a percent
+# Two moments are as high as each other, within half a percent; images in bf16 are activations or "other".
+OF_OTHER_CLASSES = ("lab, resnet, one sample", "fsdp2, resnet, bf16")
 SPECS = {name: Spec(world_size=2).replace(**{"model": "gpt2-1m", **USUAL, **fields}) for name, fields in FIELDS.items()}
 
 
@@ -75,7 +76,7 @@ def pairs(events: dict[str, StepEvent]) -> dict[str, Beside]:
 @pytest.mark.parametrize("name", SPECS)
 def test_the_peak_and_its_classes_are_the_ledger_s_within_2_percent(pairs: dict[str, Beside], name: str) -> None:
     assert abs(pairs[name].error) <= 0.02
-    assert name in TIED or {role: e for role, e in pairs[name].errors() if abs(e) > 0.02} == {}
+    assert name in OF_OTHER_CLASSES or {role: e for role, e in pairs[name].errors() if abs(e) > 0.02} == {}
 
 
 @pytest.mark.slow
