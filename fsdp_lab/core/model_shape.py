@@ -94,12 +94,19 @@ class SizeFormula:
 
     terms: tuple[tuple[int, int, float], ...]
 
+    def __add__(self, other: SizeFormula) -> SizeFormula:
+        terms: dict[tuple[int, int], float] = {}
+        for b, t, c in (*self.terms, *other.terms):
+            terms[b, t] = terms.get((b, t), 0) + c
+        return SizeFormula(tuple((b, t, c) for (b, t), c in sorted(terms.items())))
+
     def bytes_of(self, samples: int, tokens: int) -> float:
         return sum(c * float(samples) ** b * float(tokens) ** t for b, t, c in self.terms)
 
 
 ALLOCATED, FREED = "+", "-"  # memory that is no parameter's gradient
 MADE, ARRIVED = "g", "!"  # a parameter's gradient is allocated; it is complete and can be reduced
+SCRATCH = "~"  # memory inside one kernel of a CPU, which is freed before the kernel ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +124,7 @@ def merged(changes: Sequence[TapeChange]) -> list[TapeChange]:
     found: list[TapeChange] = []
     for change in changes:
         if found and change.kind == found[-1].kind and change.kind in (ALLOCATED, FREED):
-            terms: dict[tuple[int, int], float] = {}
-            for b, t, c in (*found[-1].size.terms, *change.size.terms):
-                terms[b, t] = terms.get((b, t), 0) + c
-            found[-1] = TapeChange(change.kind, SizeFormula(tuple((b, t, c) for (b, t), c in sorted(terms.items()))))
+            found[-1] = TapeChange(change.kind, found[-1].size + change.size)
         else:
             found.append(change)
     return found
@@ -242,7 +246,7 @@ def _size(terms: Any) -> SizeFormula:
     return SizeFormula(tuple((b, t, c) for b, t, c in terms))
 
 
-_KINDS = (ALLOCATED, FREED, MADE, ARRIVED)
+_KINDS = (ALLOCATED, FREED, MADE, ARRIVED, SCRATCH)
 
 
 def _change_to_list(change: TapeChange, size: int) -> list[int]:

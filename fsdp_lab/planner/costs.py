@@ -51,6 +51,9 @@ class Software:
     `keeps_gradients`: `zero_grad` fills gradients with zeros instead of freeing them (torch before 2.0).
     `drops`: dropout after attention's softmax, where its matrix is written, and before each residual.
     `holds_scores`: the peak includes the matrix of scores, although the step is as fast as with a fused kernel.
+    `returns_cache`: a T5's decoder returns the keys and values of all its blocks (transformers' `use_cache`, on by default);
+    they live until the forward ends.
+    `first_step`: the peak is that of the first step, whose update is the first to allocate the optimizer's state.
     """
 
     attention: Attention = Attention.FLASH2
@@ -59,6 +62,8 @@ class Software:
     keeps_gradients: bool = False
     drops: bool = False
     holds_scores: bool = False
+    returns_cache: bool = False
+    first_step: bool = False
 
 
 USUAL = Software()

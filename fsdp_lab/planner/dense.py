@@ -5,9 +5,10 @@ forwards and backwards, as autograd does, gives the allocations and frees, and s
 
 Assumed: norms of a GPT are one kernel; those of a Llama or a T5 are written in operators, with copies in fp32, unless the
 model is compiled. Fused attention saves its inputs, its output and one number per head. Plain attention saves the softmax of
-its scores, of a Llama or a T5 in fp32; a GPT and a T5 are trained with dropout, whose mask and result are saved. A T5's
-biases by position, and their gradients, stay allocated for all of its blocks. Logits and their gradient are copied to fp32
-for the loss, unless the model is compiled.
+its scores, of a Llama or a T5 in fp32, for which a T5 copies the scores; a GPT and a T5 are trained with dropout, whose mask
+and result are saved. A T5's biases by position, and their gradients, stay allocated for all of its blocks, in fp32, as the
+mask in them has the dtype of the shards. Logits and their gradient are copied to fp32 for the loss, unless the model is
+compiled.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from fsdp_lab.planner.costs import BYTES, Attention, Software
 
 X = "x"  # the unit's input
 _GRAD_COPIES = 4.0  # bytes of an element of attention's fp32 gradient of queries, while its backward runs
-
+_BIAS_ITEM = 4.0  # bytes of an element of a T5's biases by position
 
 NOTHING = SizeFormula(())
-_Changes = tuple[tuple[TapeChange, ...], tuple[TapeChange, ...]]  # of the forward, of the backward
+# Of a block's forward, of the end of the model's forward, of the block's backward.
+_Changes = tuple[tuple[TapeChange, ...], tuple[TapeChange, ...], tuple[TapeChange, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,9 @@ class Operator:
     scratch: SizeFormula = NOTHING  # in its backward
     weights: tuple[int, ...] = ()
     through: bool = False
+    names: tuple[str, ...] = ()  # not used, but alive until then, since a variable of the forward names them
     kept: bool = False  # under selective recompute, which keeps some operators' outputs
+    cached: bool = False  # returned with the block's output, where the software returns a cache
 
 
 def tokens(each: float) -> SizeFormula:
@@ -85,7 +89,7 @@ class _Run:
             saving: for a backward; otherwise only the input and the tensors in `keeping` stay.
             exists: tensors that need not be recomputed.
         """
-        last = {name: i for i, op in enumerate(self.operators) for name in op.inputs}
+        last = {name: i for i, op in enumerate(self.operators) for name in (*op.inputs, *op.names)}
         for i, op in enumerate(self.operators):
             if op.output not in exists:
                 self._take(op.output, op.size)
@@ -93,7 +97,7 @@ class _Run:
                 self._take(_extra(op), op.extra)
                 for name in (*op.saves, _extra(op)):
                     self.holds[name] = self.holds.get(name, 0) + 1
-            for name in dict.fromkeys(op.inputs):
+            for name in dict.fromkeys((*op.inputs, *op.names)):
                 stays = self.holds.get(name) or name in keeping or (not saving and name == X)
                 if last[name] == i and not stays:
                     self._drop(name)
@@ -169,15 +173,16 @@ def dense_tape(shape: ModelShape, dtype: str, software: Software, *, compiled: b
     tape: list[tuple[Direction, int, PointSide, tuple[TapeChange, ...]]] = [(forward, 0, before, embedding)]
     for i, changes in enumerate(blocks, 1):
         tape += [(forward, i, before, changes[0]), (forward, i, after, head if i == len(blocks) else ())]
-    tape += [(forward, 0, after, ()), (backward, 0, before, head_backward)]
+    cached = tuple(change for _, ends, _ in blocks for change in ends)
+    tape += [(forward, 0, after, cached), (backward, 0, before, head_backward)]
     for i, changes in reversed(list(enumerate(blocks, 1))):
-        tape += [(backward, i, before, changes[1]), (backward, i, after, embedding_backward if i == 1 else ())]
+        tape += [(backward, i, before, changes[2]), (backward, i, after, embedding_backward if i == 1 else ())]
     tape.append((backward, 0, after, ()))
     return tuple(TapeSegment(Point(direction, call, side), changes) for direction, call, side, changes in tape)
 
 
 def _block(unit: UnitShape, dtype: str, software: Software, compiled: bool, *, recomputed: bool) -> _Changes:
-    """What a block's forward and its backward do."""
+    """What a block's forward and its backward do, and what the end of the model's forward frees of it."""
     operators = tuple(BlockOperators(unit, BYTES[dtype], software, compiled))
     h = tokens(BYTES[dtype] * unit.boundary_elements)
 
@@ -185,17 +190,20 @@ def _block(unit: UnitShape, dtype: str, software: Software, compiled: bool, *, r
         return _Run(operators=operators, input=h, item=BYTES[dtype], numel=unit.parameters, alive=alive, holds=holds)
 
     forward = run({X: h}, {})
-    if not recomputed:
+    cached: dict[str, SizeFormula] = {}
+    if not recomputed:  # what is cached is also saved
         forward.forward(saving=True)
         backward = run(forward.alive, forward.holds)
     else:
         kept = {op.output: op.size for op in operators if op.kept and software.operators}
-        forward.forward(saving=False, keeping=frozenset(kept))
+        cached = {op.output: op.size for op in operators if op.cached and software.returns_cache}
+        forward.forward(saving=False, keeping=frozenset((*kept, *cached)))
         backward = run({X: h, **kept}, {})
         backward.forward(saving=True, exists=frozenset(kept))
         backward.changes.append(TapeChange(FREED, operators[-1].size))  # the output is not used again
     backward.backward()
-    return tuple(forward.changes), tuple(backward.changes)
+    ends = tuple(TapeChange(FREED, size) for size in cached.values())
+    return tuple(forward.changes), ends, tuple(backward.changes)
 
 
 def _extra(op: Operator) -> str:
@@ -256,12 +264,17 @@ class BlockOperators:
         # A fused kernel needs the keys and values of all heads.
         kv = self._tokens(2 * (self._kv_width if self._is_plain else self._width))
         yield Operator(output=q, size=width, inputs=(n,), saves=(n,), weights=self._next_weights(), kept=True)
-        yield Operator(output=v, size=kv, inputs=(n,), saves=(n,), weights=self._next_weights(2))
+        is_cached = self._is_t5 and self._attentions == 2
+        yield Operator(output=v, size=kv, inputs=(n,), saves=(n,), weights=self._next_weights(2), cached=is_cached)
         if self._is_plain:
-            s, p, d = (f"{name}: {part}" for part in ("scores", "softmax", "weights"))
+            s, c, p, d = (f"{name}: {part}" for part in ("scores", "copy", "softmax", "weights"))
             softmax_item, dropout = (item if self._is_gpt else 4.0), not self._is_llama
             yield Operator(output=s, size=pairs(heads * item), inputs=(q, v), saves=(q, v))
-            yield Operator(output=p, size=pairs(heads * softmax_item), inputs=(s,), saves=(p,))
+            if self._is_t5 and item != softmax_item:
+                yield Operator(output=c, size=pairs(heads * softmax_item), inputs=(s,))
+            else:
+                c = s
+            yield Operator(output=p, size=pairs(heads * softmax_item), inputs=(c,), saves=(p,), names=(s,))
             if dropout or softmax_item != item:
                 yield Operator(output=d, size=pairs(heads * item), inputs=(p,), extra=pairs(heads if dropout else 0.0))
             else:
@@ -304,7 +317,7 @@ def _root(shape: ModelShape, dtype: str, compiled: bool) -> tuple[tuple[TapeChan
     unit = shape.units[0]
     item, vocabulary, h = BYTES[dtype], unit.products[-1].outputs, unit.boundary_elements
     x, logits, logits32 = tokens(item * h), tokens(item * vocabulary), tokens(4.0 * vocabulary)
-    biases, table = pairs(item * _bias_heads(shape)), SizeFormula(((0, 0, item * float(unit.parameters[0])),))
+    biases, table = pairs(_BIAS_ITEM * _bias_heads(shape)), SizeFormula(((0, 0, item * float(unit.parameters[0])),))
     is_tied = sum(n == vocabulary * h for n in unit.parameters) == 1
     is_cast, head = item != 4, 0 if is_tied else 1  # head: index of the head's weight
 

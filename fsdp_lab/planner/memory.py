@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_lab.core.events import RoleBytes
-from fsdp_lab.core.model_shape import ALLOCATED, ARRIVED, FREED, ModelShape, TapeChange, TapeSegment
+from fsdp_lab.core.model_shape import ALLOCATED, ARRIVED, FREED, SCRATCH, ModelShape, TapeChange, TapeSegment
 from fsdp_lab.core.schedule import Direction, PointSide
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.costs import BYTES, USUAL, Software
@@ -28,9 +28,12 @@ from fsdp_lab.planner.memory_models.fsdp import FSDP1Memory, FSDP2Memory
 from fsdp_lab.planner.step import recomputed
 
 CONTEXT_BYTES = 1 << 30  # GPU memory of CUDA's context, NCCL's buffers and the libraries' workspaces
-GPU_SLACK = 0.06  # blocks of a caching allocator that fit no request, as a share of the allocated bytes at the peak
+# Blocks of a caching allocator that fit no request, as a share of the allocated bytes at the peak: what it cannot release.
+# Below all published pairs: 0.15 to 0.83 in figure 8 of arXiv 2304.11277, 0.16 where torchtitan fills its device.
+GPU_SLACK = 0.06
 # Memory that torch's allocator reserves, relative to the allocated peak, while the device has room: the median over
-# torchtitan's published rows. Under pressure it releases unused blocks, so `MemoryPlan.reserved_bytes` decides what fits.
+# torchtitan's published rows, 1.16 to 1.63. In figure 8 it is 1.48 to 1.83 for GPT-175B, whose gathered units cannot be used
+# again at once, and 1.15 to 1.44 for T5. Under pressure it releases unused blocks, so `reserved_bytes` decides what fits.
 SPARE = 1.5
 FULL = 0.95  # share of device memory that an allocator reserves at most
 PRESSURE = 0.92  # share of device memory; the rest is for the driver, the communicator and fragmentation
@@ -49,7 +52,7 @@ class MemoryPlan:
     peak_phase: str  # "forward", "backward", "update"
     peak_unit: str
     host_bytes: int  # host memory under offload
-    reserved_bytes: int  # with the allocator's slack
+    reserved_bytes: int  # the least that the allocator needs: the peak with its slack
 
     @property
     def peak_bytes(self) -> int:
@@ -78,8 +81,7 @@ def memory(spec: Spec, shape: ModelShape, *, device: str, software: Software = U
 
 def peak_in_theory(spec: Spec, shape: ModelShape) -> float:
     """By the closed form in `fsdp_lab.engine.memory`, with what the plain model holds from its tape: of the lab's engine
-    with AdamW and its usual prefetching, over shards on CPUs of one host, where each unit is called once. Scratch inside
-    kernels is not on the tape: on a CPU oneDNN's copies for convolutions come on top."""
+    with AdamW and its usual prefetching, over shards on CPUs of one host, where each unit is called once."""
     units = FlatMemory(spec, shape, MemoryTracker(), on_gpu=False).units
     samples, tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)
     tape = tape_of(shape, spec)
@@ -110,7 +112,9 @@ def peak_in_theory(spec: Spec, shape: ModelShape) -> float:
         peak = max(peak, model + held)
         for change in segment.changes:
             size = change.size.bytes_of(samples, tokens)
-            if change.kind == ARRIVED:
+            if change.kind == SCRATCH:
+                peak = max(peak, model + held + (size if has_scratch(spec) else 0.0))
+            elif change.kind == ARRIVED:
                 came[unit if change.unit is None else change.unit] += size
             else:
                 model += -size if change.kind == FREED else size
@@ -120,6 +124,11 @@ def peak_in_theory(spec: Spec, shape: ModelShape) -> float:
 
 def _begins_backward(segment: TapeSegment) -> bool:
     return segment.point.direction is Direction.BACKWARD and segment.point.moment is PointSide.BEFORE
+
+
+def has_scratch(spec: Spec) -> bool:
+    """Whether a CPU's convolutions copy: those of one sample in fp32 go by another way."""
+    return spec.workload.micro_batch > 1 or spec.strategy.dtypes.param != "fp32"
 
 
 def batch_bytes(spec: Spec, shape: ModelShape) -> float:
@@ -137,6 +146,7 @@ class _Step:
         self._spec, self._shape, self._tracker, self._on_gpu = spec, shape, MemoryTracker(), on_gpu
         self._model = MODELS[spec.strategy.backend](spec, shape, self._tracker, on_gpu=on_gpu)
         self._samples, self._tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)
+        self._has_scratch = not on_gpu and has_scratch(spec)
         self._sizes: dict[int, tuple[Sequence[TapeChange], list[tuple[str, float, int | None, int]]]] = {}
         self._played: dict[tuple[object, ...], tuple[MemoryTracker, object]] = {}
 
@@ -149,7 +159,7 @@ class _Step:
     def plan(self) -> MemoryPlan:
         tracker, model = self._tracker, self._model
         tracker.alloc(OTHER, self._shape.buffers_bytes)
-        model.keeps_gradients = self._software.keeps_gradients
+        model.keeps_gradients, model.is_first = self._software.keeps_gradients, self._software.first_step
         model.alloc_state()
         held = role_bytes(tracker.now)
         batch = self._batch_bytes
@@ -210,6 +220,9 @@ class _Step:
                 tracker.alloc(ACTIVATIONS, size)
             elif kind == FREED:
                 tracker.free(ACTIVATIONS, size)
+            elif kind == SCRATCH:
+                tracker.alloc(ACTIVATIONS, size * self._has_scratch)
+                tracker.free(ACTIVATIONS, size * self._has_scratch)
             elif kind == ARRIVED:
                 model.gradient_ready(own if unit is None else unit, index, size)
             else:

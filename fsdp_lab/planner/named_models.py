@@ -14,6 +14,8 @@ from functools import lru_cache
 from fsdp_lab.core.model_shape import MatMul, ModelShape, SavedBytes, UnitShape
 from fsdp_lab.planner.costs import BYTES
 
+MASK_ITEM = 2  # bytes of an element of a mask: FSDP casts buffers as it casts parameters
+
 
 @dataclass(frozen=True, kw_only=True)
 class NamedModel:
@@ -29,6 +31,7 @@ class NamedModel:
     seq_len: int  # the default
     head_width: int = 0  # 0: hidden / heads
     tied: bool = False
+    masks: bool = False  # a block keeps a mask of all pairs as a buffer
 
     @property
     def width(self) -> int:
@@ -52,6 +55,11 @@ def llama_model(
                  vocabulary=vocabulary, seq_len=seq_len)  # fmt: skip
 
 
+def _min_gpt(layers: int, hidden: int, heads: int) -> NamedModel:
+    """github.com/karpathy/minGPT, model.py: a head of its own, and a buffer with the causal mask in every block."""
+    return replace(gpt_model(layers, hidden, heads), tied=False, masks=True)
+
+
 def _t5(heads: int, inner: int) -> NamedModel:
     return NamedModel(family="t5", layers=24, hidden=1024, heads=heads, kv_heads=heads, inner=inner, vocabulary=32128,
                  seq_len=512, head_width=128, tied=True)  # fmt: skip
@@ -73,6 +81,8 @@ _NAMES: tuple[tuple[str, NamedModel], ...] = (
     (r"llama.*7b|granite.*7b", llama_model(32, 4096, 32, 32, 11008, 32000, 4096)),
     (r"mistral.*7b", llama_model(32, 4096, 32, 8, 14336, 32000, 8192)),
     (r"smollm3.*3b", replace(llama_model(36, 2048, 16, 4, 11008, 128256, 8192), tied=True)),
+    (r"mingpt.*1t\b", _min_gpt(128, 25600, 160)),
+    (r"mingpt.*175b", _min_gpt(96, 12288, 96)),
     (r"gpt.*1t\b", gpt_model(128, 25600, 160)),
     (r"gpt.*530b", gpt_model(105, 20480, 128)),
     (r"(gpt|opt).*175b", gpt_model(96, 12288, 96)),
@@ -109,7 +119,9 @@ def shape_of(model: NamedModel) -> ModelShape:
         name="block", parameters=(*_weights(products), h, h), products=products, pair_flops=4 * model.width,
         heads=model.heads, causal=True, saved=_saved_bytes(saved), boundary_elements=h,
     )  # fmt: skip
-    return ModelShape(name=f"{model.family} of {model.layers} x {h}", units=(_root(model), *[block] * model.layers))
+    masks = MASK_ITEM * model.seq_len**2 * model.layers if model.masks else 0
+    return ModelShape(name=f"{model.family} of {model.layers} x {h}", units=(_root(model), *[block] * model.layers),
+                      buffers_bytes=masks)  # fmt: skip
 
 
 def _t5_block(model: NamedModel, attentions: int) -> UnitShape:

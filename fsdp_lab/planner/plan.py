@@ -18,6 +18,7 @@ from fsdp_lab.planner.costs import USUAL, Software
 from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates
 from fsdp_lab.planner.memory import CONTEXT_BYTES, MemoryPlan, memory, under_pressure
 from fsdp_lab.planner.step import StepModel, StepTime, recomputed
+from fsdp_lab.planner.transitions import loading_bytes
 
 PARTS = ("computing", "slowed by sending", "exposed communication", "optimizer")
 FIGURES = ("fits", "memory", "step", "tokens/s", "TFLOPS", "MFU", "exposed", "bound by")
@@ -119,6 +120,7 @@ class Plan:
             "network_gbit_per_s": self.machine.network_bytes_per_s * 8 / 1e9, "parameters": self.shape.parameters,
             "fits": self.fits, "margin_bytes": self.margin_bytes, "peak_memory_bytes": self.memory.peak_bytes,
             "reserved_memory_bytes": self.memory.reserved_bytes, "host_memory_bytes": self.memory.host_bytes,
+            "loading_memory_bytes": loading_bytes(self.spec, self.shape, device=self.machine.device.type),
             "memory_limit_bytes": self.machine.device.memory_bytes,
             "memory_at_peak_bytes": {role.value: self.memory.at_peak.of_role(role) for role in Role},
             "step_time_s": self.step_time_s, "tokens_per_s": self.tokens_per_s,
@@ -217,10 +219,11 @@ def parameter_count(number: int) -> str:
 
 
 def fit_sentence(plan: Plan) -> str:
-    reserved, limit = size(plan.memory.reserved_bytes), size(plan.machine.device.memory_bytes)
+    peak, reserved = size(plan.memory.peak_bytes), size(plan.memory.reserved_bytes)
+    needed = f"{reserved} reserved of {size(plan.machine.device.memory_bytes)}, {peak} of them allocated at the peak"
     if plan.fits:
-        return f"fits: {reserved} of {limit}, {size(plan.margin_bytes)} to spare"
-    return f"does not fit: {reserved} of {limit}, {size(-plan.margin_bytes)} too much"
+        return f"fits: {needed}; {size(plan.margin_bytes)} to spare"
+    return f"does not fit: {needed}; {size(-plan.margin_bytes)} too much"
 
 
 def time_table(plan: Plan) -> Table:

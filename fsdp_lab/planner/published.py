@@ -95,6 +95,8 @@ def case(row: Row) -> PublishedCase:
     ranks = reader.whole("n_gpus")
     software, recompute = _software(reader)
     fused = "fused" in reader.text("optimizer").lower()
+    # Flat parameters are of a class of their own, of which torch's foreach kernels of the time took none.
+    kernels = {"foreach": False} if _before_torch_21(reader) and not fused else {"fused": fused}
     seq_len = reader.whole("seq_len", model.seq_len)
     accumulate = reader.whole("grad_accum", 1)
     spec = Spec(world_size=ranks).replace(
@@ -102,7 +104,7 @@ def case(row: Row) -> PublishedCase:
         sharding=_sharding(strategy, ranks), shard_size=_shard_size(strategy, reader, ranks),
         precision=_precision(reader), recompute=recompute, compile=reader.text("compile") == "yes", seq_len=seq_len,
         accumulate=accumulate, micro_batch=_micro_batch(reader, ranks, accumulate), held_out=0.0,
-        optimizer_args={"fused": fused},
+        optimizer_args=kernels,
     )  # fmt: skip
     if accumulate > 1 and spec.strategy.is_replicated:
         spec = spec.replace(sync="last")  # programs that replicate reduce gradients once a step
@@ -249,7 +251,17 @@ def _precision(reader: _Reader) -> str:
 
 
 def _software(reader: _Reader) -> tuple[Software, str]:
-    """The software, and the Spec's `recompute`. No table gives the attention kernel; it follows from source and date."""
+    """The software, and the Spec's `recompute`. No table gives the attention kernel; it follows from source and date.
+
+    The FSDP paper's peaks of T5 (figure 8c) are taken to be of the first step. Between 8 GPUs and 512 they differ by 7 GB of
+    11.3e9 parameters, some 4 bytes each within the rounding to GB: fp32 values, and neither gradients nor Adam's moments,
+    which would be 12 more. 2.5 GB a sample are the keys and values of 24 decoder blocks (1.6 GB), biases (0.4 GB) and the
+    scores of one attention (0.3 GB): the end of the forward. (A small T5 of transformers 4.26 under FSDP1 on CPUs has biases
+    in fp32, returns the keys and values, and has a peak in its forward 3 % above the planned one a sample.) The authors'
+    trainer of GPT prints a peak after each phase of a step, and resets it (github.com/mrshenli/ptd_benchmark, trainer.py).
+    The paper does not say when it measured. Peaks of GPT-175B in the same figure differ by 16 bytes a parameter: they are of
+    a later step.
+    """
     framework, checkpoints = reader.text("framework"), reader.text("act_ckpt")
     model, source = reader.text("model").lower(), reader.text("source")
     kernel = Attention.FLASH2
@@ -263,9 +275,12 @@ def _software(reader: _Reader) -> tuple[Software, str]:
         checkpoints = str(reader.assume("act_ckpt", "selective (op)" if "titan" in framework else usual))
     if "op" in checkpoints or (checkpoints == "selective" and re.search("torchtitan|torchtrain", framework)):
         return Software(attention=kernel, operators=True), "full"
-    software = Software(attention=kernel, stops_early=not _before_torch_21(reader),
-                        keeps_gradients="2304.11277" in source, holds_scores="ATorch" in framework,
-                        drops=re.match("Megatron|NeMo", framework) is not None)  # fmt: skip
+    is_paper = "2304.11277" in source
+    if is_paper and "t5" in model and reader.text("peak_mem"):
+        reader.assume("peak", "of the first step")
+    software = Software(attention=kernel, stops_early=not _before_torch_21(reader), keeps_gradients=is_paper,
+                        holds_scores="ATorch" in framework, returns_cache="t5" in model,
+                        first_step=is_paper and "t5" in model, drops=re.match("Megatron|NeMo", framework) is not None)  # fmt: skip
     if checkpoints.startswith("selective"):
         reader.assume("selective", "every second block")
         return software, "every:2"

@@ -57,6 +57,17 @@ def test_every_tape_ends_with_nothing_but_the_loss(name: str) -> None:
         )
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_gradient_is_as_large_as_its_parameter(name: str) -> None:
+    """Whatever the numbers of samples and tokens: no size of a model is taken for one that grows with them."""
+    shape = shape_for(name)
+    made = {(shape.call_tree[s.point.call].unit if c.unit is None else c.unit, c.index, c.size)
+            for tape in shape.tapes.values() for s in tape for c in s.changes if c.kind == MADE}  # fmt: skip
+    assert made
+    for unit, index, size in made:
+        assert size.bytes_of(3, 4096) / shape.units[unit].parameters[index] in (2, 4)
+
+
 def test_blocks_that_are_alike_are_one_object() -> None:
     assert len(set(map(id, shape_for("llama-7b").units))) <= 4
 

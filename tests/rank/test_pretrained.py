@@ -23,6 +23,8 @@ from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.events import RoleBytes, StepEvent
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.models import Batches, Initializer, build_skeleton, resolve
+from fsdp_lab.planner.shapes import shape_for
+from fsdp_lab.planner.transitions import loading_bytes
 from fsdp_lab.rank import lifecycle
 from fsdp_lab.rank.ledger import Ledger
 from fsdp_lab.rank.lifecycle import Lifecycle
@@ -317,8 +319,10 @@ def test_loading_takes_the_memory_of_shards_and_no_more_than_one_unit(
     model.save_pretrained(tmp_path, max_shard_size="40MB")  # type: ignore[operator]
     whole = sum(p.nbytes for p in model.parameters())
     spec = Spec(world_size=ranks).replace(model=str(tmp_path), seq_len=16, micro_batch=1, **BACKENDS[backend])
+    planned = loading_bytes(spec, shape_for(DEEP), device="cpu")
     pool.renew()
     for peak, said, own, held, buckets in pool.run(_loaded, ranks, spec.to_dict(), reduction=None):
+        assert planned == pytest.approx(held.total_bytes, rel=0.01)
         assert own == pytest.approx(whole / (1 if backend == "ddp" else ranks), rel=0.01)
         assert 0.9 * own < peak < own + UNIT_BYTES, (peak / MIB, own / MIB)
         assert 0.9 * own < said <= peak + MIB, (said / MIB, peak / MIB)

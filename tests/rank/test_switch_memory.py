@@ -14,6 +14,7 @@ from fsdp_lab.core.spec import Spec
 from fsdp_lab.engine.fully_shard import flats_of
 from fsdp_lab.models import build_skeleton, flops, resolve
 from fsdp_lab.models.wrapping import units
+from fsdp_lab.planner.questions import planned_switch
 from fsdp_lab.rank import Session
 from fsdp_lab.rank.trainer import checksum
 from tests.engine.scenarios.meter import growths
@@ -98,13 +99,20 @@ def unit_bytes() -> int:
     return 4 * max(root, *inside)
 
 
-def assert_bounded(pool: Pool, names: list[str], layouts: dict[str, dict[str, Any]], optimizer: str) -> None:
+def assert_bounded(
+    pool: Pool, names: list[str], layouts: dict[str, dict[str, Any]], optimizer: str, above: float = 0.01
+) -> None:
+    """`above`: by how much more than the measured peak the planned one may be."""
     way = [spec(**layouts[name], optimizer=optimizer) for name in names]
     unit, slots = unit_bytes(), {"adamw": 2, "sgd": 0}[optimizer]
     by_rank = pool.run(walk, 2, [s.to_dict() for s in way], reduction=None, timeout_s=600)
     for i, (one, other) in enumerate(pairwise(names)):
         sums = []
+        plan = planned_switch(way[i], way[i + 1], device="cpu")
         for before, after, first, last, grown in (rank[i] for rank in by_rank):
+            assert -0.01 <= plan.peak_bytes / (plan.before_bytes + grown) - 1 <= above, f"{one} -> {other}"
+            if layouts[one]["backend"] != "fsdp1":  # which also holds gradients
+                assert plan.before_bytes == pytest.approx(before, rel=0.01), one
             building = 2.5 * unit if layouts[other]["backend"] == "fsdp1" else 0.0  # torch flattens a unit by a copy
             bound = max(before, after) + max(unit * (1 + slots), building)
             print(f"{optimizer} {one} -> {other}: {before + grown:,} of {bound:,.0f}; {before + after:,} for both")
@@ -128,7 +136,9 @@ def test_nor_where_the_optimizer_keeps_nothing(pool: Pool) -> None:
 @pytest.mark.slow
 def test_nor_between_other_layouts(pool: Pool) -> None:
     """There and back, by way of each."""
-    assert_bounded(pool, ["lab", *OTHERS, "ddp", *reversed(OTHERS), "fsdp2"], {**BACKENDS, **OTHERS}, "adamw")
+    assert_bounded(
+        pool, ["lab", *OTHERS, "ddp", *reversed(OTHERS), "fsdp2"], {**BACKENDS, **OTHERS}, "adamw", above=0.07
+    )
 
 
 # -- the pool of shared memory -----------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class FSDP1Memory(HookedMemory):
 
     def alloc_state(self) -> None:
         super().alloc_state()
-        if not self.offloaded and not self.keeps_gradients:
+        if not (self.offloaded or self.keeps_gradients or self.is_first):
             self.gradients = [u.gradient for u in self.units]
             self.tracker.alloc(GRADIENTS, sum(self.gradients))
 
@@ -260,6 +260,11 @@ class FSDP2Memory(HookedMemory):
     def pre_backward(self, unit: int) -> None:
         self._unshard(unit)
         self._copy_out(unit, keeps_buffer=False)
+        if unit and self.units[unit].mixed and self.shape.units[unit].full_precision:
+            # Batch norms are units of their own: they are what is prefetched, and theirs is the next reduction.
+            self.tracker.free(COMMUNICATION, sum(self._reduce_inputs))
+            self._reduce_inputs = []
+            return
         for other in self._prefetched_in_backward(unit):
             self._unshard(other)
 

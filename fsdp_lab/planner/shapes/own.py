@@ -21,9 +21,7 @@ from fsdp_lab.models.freezing import freeze
 from fsdp_lab.models.own import OwnModel, OwnSource, objective
 from fsdp_lab.planner.shapes.recorded import recorded_shape, unit_modules
 from fsdp_lab.planner.shapes.rewrapping import rewrapped
-from fsdp_lab.planner.shapes.tape import SAMPLES
-
-_LENGTH = 2 * (2**61 - 1)  # twice a prime that divides no size, since no size depends on a length
+from fsdp_lab.planner.shapes.tape import NO_LENGTH, SAMPLES
 
 
 class OwnInputs:
@@ -36,7 +34,7 @@ class OwnInputs:
         self.batch_size = SizeFormula(((1, 0, sum(t.nbytes for t in tensors_in(self._samples)) / SAMPLES),))
 
     def length(self, model: nn.Module) -> int:
-        return _LENGTH
+        return NO_LENGTH
 
     def batch(self, seq_len: int) -> Any:
         return map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype), self._samples)

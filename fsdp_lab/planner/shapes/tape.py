@@ -3,9 +3,10 @@
 The model runs on fake tensors, which have shapes and storages but no values, through torch's own autograd, casts and
 checkpoints. So torch determines what is saved, when it is freed, and in which order gradients are ready. One run covers all
 batch sizes and sequence lengths: samples and tokens are primes that divide no size of the model, so that the factors of a
-size show how it grows.
+size show how it grows. So do those of a length with one token more or less. Images have no tokens that vary.
 
-Note: scratch memory inside a kernel is not recorded.
+Note: of scratch memory inside a kernel only that of a CPU's convolutions is recorded: oneDNN copies their tensors to
+layouts of its own.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from fsdp_lab.core.model_shape import (
     ARRIVED,
     FREED,
     MADE,
+    SCRATCH,
     MatMul,
     SizeFormula,
     TapeChange,
@@ -44,7 +46,9 @@ from fsdp_lab.models.flops import empty_batch
 from fsdp_lab.models.presets import Facts
 
 SAMPLES = 37
-_LENGTHS = tuple(2 * prime for prime in (479, 487, 491, 241, 239, 233, 61, 59, 53))  # an encoder reads half of one
+# An encoder reads half of one, a prime. Both numbers next to the length and to its half have large prime factors.
+_LENGTHS = tuple(2 * prime for prime in (509, 457, 443, 467, 409, 229, 173, 103, 83, 61, 43, 59, 53, 29))
+NO_LENGTH = 2 * (2**61 - 1)  # twice a prime that divides no size, since no size depends on a length
 
 
 @dataclass(kw_only=True)
@@ -97,7 +101,7 @@ class ConfigInputs:
             self.batch_size = SizeFormula(((1, 0, 4.0 * facts.channels * height * width + 8),))
 
     def length(self, model: nn.Module) -> int:
-        return _length(model, self._facts)
+        return _length(model, self._facts) if self._facts.is_text else NO_LENGTH
 
     def batch(self, seq_len: int) -> Mapping[str, Tensor]:
         return empty_batch(self._facts, SAMPLES, seq_len, device="cpu")
@@ -192,10 +196,24 @@ def _cast_around(module: nn.Module) -> None:
 
 
 def _length(model: nn.Module, facts: Facts) -> int:
-    """A sequence length that the model supports and whose prime divides no size of a parameter."""
+    """A sequence length that the model supports and that its sizes cannot be taken for: see `size_of`."""
     sizes = {n for p in model.parameters() for n in p.shape if n}
     short = [s for s in _LENGTHS if facts.max_positions is None or s <= facts.max_positions] or _LENGTHS[-1:]
-    return next((s for s in short if not any(n % (s // 2) == 0 for n in sizes)), short[0])
+    return next((s for s in short if _is_distinct(s, sizes)), short[0])
+
+
+def _is_distinct(length: int, sizes: set[int]) -> bool:
+    """Whether the largest prime factors of it, of its half and of the numbers next to them divide none of the sizes."""
+    half = length // 2
+    factors = {_largest_prime(n) for n in (half, half - 1, half + 1, length - 1, length + 1)}
+    return SAMPLES not in factors and not any(n % factor == 0 for n in sizes for factor in factors)
+
+
+def _largest_prime(n: int) -> int:
+    factor = 2
+    while factor * factor <= n:
+        factor, n = (factor, n // factor) if n % factor == 0 else (factor + 1, n)
+    return n
 
 
 # -- recording -------------------------------------------------------------------------------------------------------
@@ -310,7 +328,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._current = current
         self._alive: dict[int, tuple[Any, _Storage | None]] = {}
         self._points: list[tuple[Point, int]] = []  # with the number of earlier events
-        self._events: list[tuple[str, int, int | None, int]] = []
+        self._events: list[tuple[str, int | list[int], int | None, int]] = []
         self._open = False
 
     @contextmanager
@@ -326,8 +344,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        before, after = _scratch(func.name().partition(".")[0], args, result)
+        self._events += [(SCRATCH, sizes, None, -1) for sizes in before]
         for t in tensors_in(result) if not isinstance(result, Tensor) else (result,):
             self._see(t)
+        self._events += [(SCRATCH, sizes, None, -1) for sizes in after]
         if (record := self._current()) is not None:
             _count(record, func, args, kwargs or {}, result)
         return result
@@ -363,11 +384,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = []
         for (point, begin), end in zip(self._points, ends, strict=True):
             changes = [
-                TapeChange(kind, size_of(size, seq_len), unit, index)
+                TapeChange(kind, _sum_of(size, seq_len), unit, index)
                 for kind, size, unit, index in self._events[begin:end]
             ]
             found.append(TapeSegment(point, tuple(merged(changes))))
         return tuple(found)
+
+
+def _sum_of(size: int | list[int], seq_len: int) -> SizeFormula:
+    return (
+        size_of(size, seq_len) if isinstance(size, int) else sum((size_of(n, seq_len) for n in size), SizeFormula(()))
+    )
 
 
 def size_of(size: int, seq_len: int) -> SizeFormula:
@@ -387,6 +414,48 @@ def size_of(size: int, seq_len: int) -> SizeFormula:
     while left % half == 0 and tokens < 2:
         left, tokens, whole = left // half, tokens + 1, whole * 2
     return SizeFormula(((samples, tokens, left // whole if left % whole == 0 else left / whole),))
+
+
+# -- convolutions of a CPU -------------------------------------------------------------------------------------------
+
+_LANES = 16  # channels of a block in oneDNN's layouts, on CPUs with AVX-512
+_FEW = 4  # fewer channels than that, as of an image, are in no blocks
+
+
+def _scratch(name: str, args: Any, result: Any) -> tuple[list[list[int]], list[list[int]]]:
+    """Bytes of what oneDNN has beside existing tensors: at moments before the results are allocated, and after. The gradient
+    of a weight is copied back when all else is freed; in half precision it is summed in fp32."""
+    if name == "aten::convolution" and _is_copied(args[1], args[3]):
+        x, weight = args[:2]
+        return [[_copied(x), _blocked(weight, 0, 1), _copied(result)]], []
+    if name != "aten::convolution_backward" or not _is_copied(args[2], args[4]):
+        return [], []
+    grad, x, weight = args[:3]
+    to_input, to_weight, _ = args[10]
+    own = _blocked(weight, 0, 1)
+    before = [[_copied(grad), own, _copied(x)]] if to_input else []
+    if not to_weight:
+        return before, []
+    sums = 4 * weight.numel() if weight.element_size() < 4 else 0
+    return [*before, [x.nbytes if to_input else 0, _copied(x), _copied(grad), own, sums]], [[own]]
+
+
+def _is_copied(weight: Tensor, stride: Sequence[int]) -> bool:
+    """A convolution of single pixels in fp32 is a matrix product."""
+    is_product = all(n == 1 for n in (*weight.shape[2:], *stride))
+    return weight.dim() == 4 and not (is_product and weight.dtype is torch.float32)
+
+
+def _copied(pixels: Tensor) -> int:
+    return _blocked(pixels, 1) if pixels.shape[1] >= _FEW else 0
+
+
+def _blocked(t: Tensor, *channels: int) -> int:
+    """Bytes of a tensor of which these dimensions are in whole blocks."""
+    size = t.nbytes
+    for n in (t.shape[dim] for dim in channels):
+        size = size // n * (-(-n // _LANES) * _LANES if n >= _FEW else n)
+    return size
 
 
 def _count(record: CallRecord, func: Any, args: Any, kwargs: Any, result: Any) -> None:
