@@ -27,7 +27,10 @@ const standing = (cell) => (refusal(cell) ? "refused" : fits(cell) ? "fits" : "d
 
 /** The ends of the 80 % band of a figure, or with "_50" of the 50 % band; the figure itself where the planner gave none. */
 function band(cell, name, suffix = "") {
-  return ["low", "high"].map((end) => columns[`${name}_${end}${suffix}`]?.[cell] ?? figure(cell, name));
+  return ["low", "high"].map((end) => {
+    const known = figure(cell, `${name}_${end}${suffix}`);
+    return Number.isNaN(known) ? figure(cell, name) : known;
+  });
 }
 
 /** MFU is in proportion to tokens per second. */
@@ -59,6 +62,7 @@ function size(bytes) {
 
 const duration = (s) => (s >= 1 ? `${digits(s)} s` : `${digits(s * 1e3)} ms`);
 const count = (number) => (number >= 1e6 ? `${digits(number / 1e6)} M` : whole(number));
+const plain = (number) => number.toLocaleString("en-US", { maximumSignificantDigits: 3 });
 const percent = (share) => (share < 0.995 ? `${(100 * share).toFixed(1)} %` : "100 %");
 
 /** "430 ms to 510 ms"; nothing where the ends are the same. */
@@ -120,8 +124,7 @@ const thinBar = (words, parts, most) => [make("span", { class: "words" }, words)
 function axis(most, unit, one) {
   const shown = ticks((0.97 * most) / one);
   const marks = shown.map((tick, i) => {
-    const number = tick.toLocaleString("en-US", { maximumSignificantDigits: 3 });
-    const words = i === shown.length - 1 ? `${number} ${unit}` : number;
+    const words = i === shown.length - 1 ? `${plain(tick)} ${unit}` : plain(tick);
     return make("span", { style: `left: ${(100 * tick * one) / most}%` }, words);
   });
   return make("div", { class: "axis" }, ...marks);
@@ -275,7 +278,7 @@ function mfuRuler(most, y, width) {
   const marks = ticks(100 * most).flatMap((tick) => {
     const height = y(tick / 100);
     return [make("line", { class: "grid", x1: left, x2: width - right, y1: height, y2: height }),
-      make("text", { x: left - 6, y: height + 4, "text-anchor": "end" }, `${tick} %`)];
+      make("text", { x: left - 6, y: height + 4, "text-anchor": "end" }, `${plain(tick)} %`)];
   });
   return [...marks, make("text", { x: 4, y: 12 }, "MFU")];
 }
@@ -340,8 +343,8 @@ function headline(cell) {
 }
 
 function verdict(cell) {
-  const probability = columns.fits_probability?.[cell];
-  const sure = probability === undefined ? "" : `: ${Math.round(100 * probability)} %`;
+  const probability = figure(cell, "fits_probability");
+  const sure = Number.isNaN(probability) ? "" : `: ${Math.round(100 * probability)} %`;
   return fits(cell) ? `fits${sure}` : `does not fit${sure && ` (fits${sure})`}`;
 }
 

@@ -147,7 +147,7 @@ class Answers:
     def add(self, plan: Mapping[str, Any]) -> None:
         """plan: as `Plan.to_dict` makes it."""
         row = {name: float(plan[name]) for name in FIGURES}
-        row |= {name: float(plan[name]) for name in UNCERTAIN if name in plan}
+        row |= {name: float(plan[name]) for name in UNCERTAIN if plan.get(name) is not None}
         row |= {f"{entry}.{key}": float(number) for entry in ENTRIES for key, number in plan[entry].items()}
         workload = plan["spec"]["workload"]
         row["global_batch"] = plan["ranks"] * workload["micro_batch"] * workload["accumulate"]
