@@ -145,14 +145,20 @@ def requested(
 def combinations(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Every combination of the lists, --ranks included, as the dict of a Spec, without duplicates."""
     seen: list[dict[str, Any]] = []
-    lists = parse_lists(args)
-    for world_size, *values in itertools.product(parse_whole_numbers("--ranks", args.ranks), *lists.values()):
-        combination = Spec(world_size=world_size).to_dict()
-        for name, value in zip(lists, values, strict=True):
-            (combination[part] if (part := part_of(name)) else combination)[name] = value
+    lists = {"world_size": parse_whole_numbers("--ranks", args.ranks), **parse_lists(args)}
+    for values in itertools.product(*lists.values()):
+        combination = with_values(dict(zip(lists, values, strict=True)))
         if combination not in seen:
             seen.append(combination)
             yield combination
+
+
+def with_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The dict of a Spec with these fields, by their flat names; the others have their defaults."""
+    made = Spec(world_size=values["world_size"]).to_dict()
+    for name, value in values.items():
+        (made[part] if (part := part_of(name)) else made)[name] = value
+    return made
 
 
 def parse_whole_numbers(name: str, text: str, least: int = 1) -> list[int]:

@@ -1,7 +1,8 @@
 """`fsdp-lab plan`: predicts memory and step time of a Spec on any hardware.
 
 Options are the fields of Workload and Strategy, as for `compare`, and the hardware. Besides plans: searches (`--find`),
-all rows of a CSV file (`--batch`), and the errors of predictions against published measurements (`--validate`).
+all rows of a CSV file (`--batch`), a page with the answer to each combination of lists (`--page`), and the errors of
+predictions against published measurements (`--validate`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.cli import fields
+from fsdp_lab.cli import fields, page
 from fsdp_lab.cli.console import Refused, memory_limit, say, say_json
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.formatting import Table, count, plural
@@ -31,8 +32,8 @@ POINT = ("ranks", "fits", "step_time_s", "tokens_per_s", "tflops_per_rank", "mfu
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("where").add_argument
-    add("--hardware", metavar="NAME", help="a GPU: a100-80, h100, h200, v100, t4, ...")
-    add("--ranks", default="8", metavar="N,N", help="GPUs, one rank each (default: %(default)s)")
+    add("--hardware", metavar="NAME", help="a GPU: a100-80, h100, h200, v100, t4, ...; several with commas for --page")
+    add("--ranks", metavar="N,N", help="GPUs, one rank each (default: 8)")
     add("--hosts", type=int, metavar="N", help="number of hosts (default: 8 GPUs per host)")
     network = "network bandwidth of a host, Gb/s (default: typical for the GPU)"
     add("--network", type=float, metavar="GB", help=network)
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     searches = "the fastest strategies that fit; the largest model that fits; the fewest GPUs that hold it"
     add("--find", choices=SEARCHES, help=searches)
     add("--batch", type=Path, metavar="FILE", help="predict every row of a CSV file")
+    add("--page", type=Path, metavar="FILE", help=page.HELP)
     published = "compare predictions with published measurements that they were not calibrated on; takes minutes"
     add("--validate", action="store_true", help=published)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -49,17 +51,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.page is not None:
+        return page.run(args, partial(answer, args, memory_limit(args)))
     if args.validate:
         return validate(args)
     if args.batch is not None:
         return batch(args)
-    if args.hardware is None:
-        raise Refused("no hardware is named; give --hardware a100-80, h100, h200, ... (or --batch, --validate)")
+    page.check_options(args)
+    if "," in args.hardware:
+        raise Refused(f"--hardware {args.hardware} is a list, which only --page takes; name one GPU")
     from fsdp_lab.planner.questions import Target, curve, planned
 
     target = Target(hardware=args.hardware, hosts=args.hosts, network_gbit_per_s=args.network)
-    if args.link is not None:
-        raise Refused("--link emulates a network while training; a plan's is --network, in Gb/s of a host")
     specs, refused = fields.requested(args, partial(spec_of, args, target))
     if not specs:
         raise refused[0][1]
@@ -88,6 +91,21 @@ def spec_of(args: argparse.Namespace, target: Target, combination: dict[str, Any
     spec = with_batch(Spec.from_dict(on_hosts(combination, target)), args.global_batch)
     target.machine(spec.world_size)
     return spec
+
+
+def answer(args: argparse.Namespace, limit_bytes: int | None, values: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan as a dict, for flat fields of a Spec and `hardware`. Raises FieldError."""
+    from fsdp_lab.planner.questions import Target, planned
+
+    target = Target(hardware=values["hardware"], hosts=args.hosts, network_gbit_per_s=args.network)
+    asked = fields.with_values({name: value for name, value in values.items() if name != "hardware"})
+    spec = spec_of(args, target, asked)
+    found = planned(spec, target)
+    found = found if limit_bytes is None else found.within(limit_bytes)
+    if spec.strategy.shard_size == asked["strategy"]["shard_size"]:
+        return found.to_dict()
+    assumed = {**found.assumed, "shard size": f"{spec.strategy.shard_size}, the GPUs of a host"}
+    return {**found.to_dict(), "assumed": assumed}
 
 
 def on_hosts(combination: dict[str, Any], target: Target) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A comparison as one HTML file that opens anywhere, without a network."""
+"""A comparison, or what-if, as one HTML file that opens anywhere, without a network."""
 
 from fsdp_lab.core.errors import not_installed
 

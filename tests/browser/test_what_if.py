@@ -1,14 +1,28 @@
-"""The what-if page in JupyterLab and chromium: choose, read the answer, be refused, search, take what was found."""
+"""The what-if page in JupyterLab and chromium: choose, read the answer, be refused, search, take what was found. And the
+one without a kernel, opened from disk, offline."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+import shlex
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
+from playwright.sync_api import Browser, Page
 
+from fsdp_lab.cli.main import main
+from fsdp_lab.core.formatting import count, duration, size
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.planner.questions import Target, planned
+from fsdp_lab.report.what_if import Axis, Product, write_what_if
 from tests.browser.driver import DashboardPage, model
 from tests.browser.jupyter import JupyterServer, Notebook
+from tests.browser.test_report import CONTRASTS
 
 CELL = "from fsdp_lab import WhatIf\npage = WhatIf()\npage"
 
@@ -71,3 +85,260 @@ def test_choose_read_be_refused_search_and_take(desk, watched, picture):
         )
         assert desk.clipped() == []
         desk.photograph(picture(f"what_if_{width}_{theme}"))
+
+
+# -- without a kernel ------------------------------------------------------------------------------------------------
+
+LISTS = ["--model", "llama-1b,llama-70b", "--hardware", "l40s,h100", "--ranks", "1,8,64,512", "--seq-len", "2048",
+         "--sharding", "full_shard,hybrid_shard", "--recompute", "none,full", "--precision", "bf16",
+         "--network", "800"]  # fmt: skip
+WINDOW = {"width": 1280, "height": 800}
+
+# Chooses a value as a reader does, and says after how many milliseconds the next frame had been painted.
+CHANGE = """async ([label, value]) => {
+  const select = [...document.querySelectorAll('select')].find((s) => s.labels[0].textContent === label);
+  const began = performance.now();
+  select.value = [...select.options].findIndex((o) => o.text.split(' – ')[0] === value);
+  select.dispatchEvent(new Event('change', { bubbles: true }));
+  await new Promise((resolve) => requestAnimationFrame(() => {
+    const { port1, port2 } = new MessageChannel();
+    port1.onmessage = resolve;
+    port2.postMessage(null); // comes after the frame
+  }));
+  return performance.now() - began }"""
+
+
+class StaticPage:
+    """A page without a kernel, from disk and offline, with whatever it says to the console or asks of anyone."""
+
+    def __init__(self, page: Page, file: Path, hash: str = "") -> None:
+        self.page, self.wrong = page, list[str]()
+        page.on("console", lambda m: self.wrong.append(f"{m.type}: {m.text}"))
+        page.on("pageerror", lambda e: self.wrong.append(f"page error: {e}"))
+        page.on("request", lambda r: r.url.startswith((file.as_uri(), "data:,")) or self.wrong.append(r.url[:200]))
+        page.set_viewport_size(WINDOW)
+        page.goto(file.as_uri() + hash)
+        page.wait_for_selector("html[data-ready]")
+
+    def choose(self, label: str, value: str) -> None:
+        select = self.page.get_by_label(label, exact=True)
+        texts = select.locator("option").all_inner_texts()
+        select.select_option(index=[text.split(" – ")[0] for text in texts].index(value))
+
+    def chosen(self) -> dict[str, str]:
+        return dict(
+            self.page.evaluate("""() => Object.fromEntries([...document.querySelectorAll('select')].map((s) =>
+            [s.labels[0].textContent, s.selectedOptions[0].text]))""")
+        )
+
+    def text(self, id: str) -> str:
+        return self.page.locator(f"#{id}").inner_text()
+
+    def figures(self) -> dict[str, str]:
+        return dict(zip(*(self.page.locator(f"#figures {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True))
+
+    def legend(self, card: str) -> list[str]:
+        return self.page.locator(f"#{card} .key").all_inner_texts()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("page") / "what-if.html"
+    assert main(["plan", "--page", str(made), *LISTS]) == 0
+    return made
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Callable[..., StaticPage]]:
+    """Opens pages in a context without network. What they say or ask for fails the test."""
+    context, pages = browser.new_context(offline=True), list[StaticPage]()
+
+    def make(file: Path, hash: str = "") -> StaticPage:
+        pages.append(StaticPage(context.new_page(), file, hash))
+        return pages[-1]
+
+    yield make
+    assert [page.wrong for page in pages] == [[]] * len(pages)
+    context.close()
+
+
+def test_a_page_without_a_kernel_says_what_its_command_says(
+    open_page: Callable[..., StaticPage], file: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Each figure is the planner's, for choices that a reader makes."""
+    page = open_page(file)
+    for label, value in (("model", "llama-70b"), ("hardware", "h100"), ("ranks", "512"), ("recompute", "full")):
+        page.choose(label, value)
+    command = shlex.split(page.text("command"))
+    assert command[:2] == ["fsdp-lab", "plan"] and command[-2:] == ["--network", "800.0"]
+    capsys.readouterr()
+    assert main([*command[1:], "--json"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    assert page.figures() == {
+        "step": duration(plan["step_time_s"]), "tokens/s": count(plan["tokens_per_s"]),
+        "tokens/s a rank": count(plan["tokens_per_s_per_rank"]), "TFLOPS a rank": f"{plan['tflops_per_rank']:.0f}",
+        "MFU": f"{100 * plan['mfu']:.1f} %", "HFU": f"{100 * plan['hfu']:.1f} %",
+        "exposed communication": f"{100 * plan['exposed_comm_s'] / plan['step_time_s']:.1f} %",
+    }  # fmt: skip
+    assert page.text("headline").startswith(
+        "llama-70b, 70.6 billion parameters · 512 × h100 in 64 hosts at 800 Gb/s each"
+    )
+    assert (
+        page.text("reading") == f"It fits 80.0 GiB, {size(plan['margin_bytes'])} to spare. Bound by {plan['binding']}."
+    )
+    memory, step = page.legend("memory"), page.legend("step")
+    assert f"activations {size(plan['memory_at_peak_bytes']['activations'])}" in memory
+    assert f"sharded parameters {size(plan['memory_at_peak_bytes']['parameters'])}" in memory
+    assert f"computing {duration(plan['computing_s'])}" in step and f"optimizer {duration(plan['optimizer_s'])}" in step
+    assert f"all-gather {duration(plan['comm_s_per_step']['all_gather'])}" in step
+    assert "network 800" not in page.text("assumed") and "hosts 64, of 8 devices each" in page.text("assumed")
+    rows = page.page.locator("#scaling tbody th").all_text_contents()
+    assert rows == ["1", "8", "64", "512"] and page.page.locator("#scaling .cross").count() == 2
+    assert re.search(r"Predicted by fsdp_lab \S+ on \S+ \S+ UTC, 64 combinations, with fsdp-lab plan --page what-if.html "
+                     "--hardware l40s,h100 --ranks 1,8,64,512", page.page.locator("footer").inner_text())  # fmt: skip
+
+
+def test_a_refused_combination_says_why_and_has_a_way_out(open_page: Callable[..., StaticPage], file: Path):
+    page = open_page(file)
+    page.choose("sharding", "hybrid_shard")
+    assert page.text("verdict") == "refused"
+    assert page.text("reading") == (
+        "strategy.sharding: hybrid_shard needs a shard size between 1 and world_size that divides it, and 1 ranks have "
+        "none; use 4 ranks, or full_shard."
+    )
+    assert page.figures() == {} and not page.page.locator("#pictures").is_visible()
+    ways = page.page.locator("#ways button")
+    assert ways.all_inner_texts() == ["ranks 8", "sharding full_shard"]
+    ways.first.click()
+    assert page.chosen() == {"model": "llama-1b", "hardware": "l40s", "ranks": "8", "sharding": "hybrid_shard",
+                             "recompute": "none"}  # fmt: skip
+    assert page.text("verdict") == "fits" and page.page.locator("#pictures").is_visible()
+    page.choose("model", "llama-70b")
+    assert page.text("verdict") == "does not fit" and page.text("ways").startswith("What fits:")
+    assert "llama-70b – does not fit" not in page.chosen().values()  # of what is chosen, the badge says it
+    page.page.locator("#ways button", has_text="model llama-1b").click()
+    assert page.text("verdict") == "fits" and not page.page.locator("#ways").is_visible()
+
+
+def test_a_link_opens_what_it_was_made_of(open_page: Callable[..., StaticPage], file: Path):
+    page = open_page(file)
+    page.choose("model", "llama-70b")
+    page.choose("ranks", "64")
+    link = page.page.locator("#link").evaluate("(e) => e.href")
+    assert page.page.url == link
+    other = open_page(file, link.removeprefix(file.as_uri()))
+    assert other.chosen() == page.chosen() and other.text("headline") == page.text("headline")
+    page.page.evaluate("location.hash = '#model=llama-1b&ranks=8'")  # as by a link on another page, or the button back
+    page.page.locator("#headline", has_text="llama-1b").wait_for()
+    strange = open_page(file, "#model=llama-9t&ranks=64&colour=red")
+    assert strange.text("notice") == "The link asks for model llama-9t, colour red, which this page does not have."
+    assert strange.chosen()["ranks"] == "64"
+
+
+def test_it_is_used_by_keyboard_and_by_pressing_the_curve(open_page: Callable[..., StaticPage], file: Path):
+    page = open_page(file)
+    page.page.keyboard.press("Tab")
+    assert page.page.evaluate("document.activeElement.labels[0].textContent") == "model"
+    page.page.keyboard.press("ArrowDown")
+    page.page.locator("#headline", has_text="llama-70b").wait_for()
+    page.page.locator("#scaling .point").nth(3).click()
+    assert page.chosen()["ranks"] == "512"
+    assert page.page.locator("#scaling .strong").text_content().startswith("512: ")
+
+
+def test_answers_are_drawn_within_100_ms(
+    open_page: Callable[..., StaticPage], file: Path, capsys: pytest.CaptureFixture[str]
+):
+    took_ms = answer_times(open_page(file))
+    with capsys.disabled():
+        print(f"\nanswers without a kernel: median {statistics.median(took_ms):.0f} ms, most {max(took_ms):.0f} ms")
+    assert statistics.median(took_ms) <= 100
+
+
+def answer_times(page: StaticPage) -> list[float]:
+    """Milliseconds from a change to the painted answer, of choices that each change it."""
+    took = []
+    for model_name, ranks in [("llama-70b", "512"), ("llama-1b", "64")] * 5:
+        before = page.text("headline")
+        took += [page.page.evaluate(CHANGE, ["model", model_name]), page.page.evaluate(CHANGE, ["ranks", ranks])]
+        assert page.text("headline") != before
+    return took
+
+
+@pytest.mark.slow
+def test_the_page_for_teaching(
+    open_page: Callable[..., StaticPage],
+    tmp_path: Path,
+    picture: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+):
+    """What `fsdp-lab plan --page FILE` makes by itself: in a minute, of 5 MB."""
+    file = tmp_path / "teaching.html"
+    began_s = time.process_time()
+    assert main(["plan", "--page", str(file)]) == 0
+    made_s = time.process_time() - began_s
+    page = open_page(file)
+    assert page.text("headline").startswith("llama-7b, 6.74 billion parameters · 64 × h100 in 8 hosts")
+    assert set(page.chosen()) == {"model", "hardware", "ranks", "sharding", "recompute", "micro batch"}
+    took_ms, size_mb = answer_times(page), file.stat().st_size / 1e6
+    with capsys.disabled():
+        print(f"\nthe page for teaching: {made_s:.0f} s of CPU, {size_mb:.1f} MB, "
+              f"answers in {statistics.median(took_ms):.0f} ms, most {max(took_ms):.0f} ms")  # fmt: skip
+    assert made_s <= 60 and size_mb <= 5 and statistics.median(took_ms) <= 100
+    for width, height in ((1280, 800), (390, 844)):
+        for scheme in ("light", "dark"):
+            page.page.set_viewport_size({"width": width, "height": height})
+            page.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            page.page.screenshot(path=picture(f"what-if-page-{width}-{scheme}"), full_page=True)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    "hash", ["#model=llama-1b&ranks=64", "#model=llama-70b&hardware=h100", "#sharding=hybrid_shard"]
+)
+def test_it_is_readable(open_page: Callable[..., StaticPage], file: Path, width: int, scheme: Any, hash: str):
+    """Nothing is wider than the window, inputs have labels, and text stands out from its ground (WCAG 2.1: 4.5 to 1)."""
+    page = open_page(file, hash).page
+    page.set_viewport_size({"width": width, "height": 844})
+    page.emulate_media(color_scheme=scheme)
+    page.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth")
+    page.locator("#scaling summary").click()
+    assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate("() => [...document.querySelectorAll('select')].every((s) => s.labels.length === 1)")
+    assert [(text, ratio) for text, ratio in page.evaluate(CONTRASTS) if ratio < 4.5] == []
+
+
+def predicted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan; with the keys of uncertainty for 8 ranks, and without them for others."""
+    spec = Spec(world_size=values["world_size"]).replace(model="llama-7b", precision="bf16", seq_len=2048)
+    plan = planned(spec, Target(hardware=values["hardware"])).to_dict()
+    plan = {name: value for name, value in plan.items() if not re.search(r"_(low|high)(_50)?$|_probability$", name)}
+    if spec.world_size != 8:
+        return plan
+    for name in ("step_time_s", "tokens_per_s", "peak_memory_bytes"):
+        plan |= {f"{name}_low": 0.9 * plan[name], f"{name}_high": 1.1 * plan[name]}
+        plan |= {f"{name}_low_50": 0.95 * plan[name], f"{name}_high_50": 1.05 * plan[name]}
+    return {**plan, "fits_probability": 0.93}
+
+
+def test_uncertainty_is_said_and_drawn_where_the_planner_knows_it(open_page: Callable[..., StaticPage], tmp_path: Path):
+    axes = {"model": ("llama-7b",), "hardware": ("h100",), "world_size": (8, 64)}
+    product = Product(axes=[
+        Axis(name=name, label=name, option=f"--{name}", values=values, words=tuple(map(str, values)))
+        for name, values in axes.items()
+    ])  # fmt: skip
+    page = open_page(write_what_if(tmp_path / "page.html", product, predicted))
+    step_s = predicted({"world_size": 8, "hardware": "h100"})["step_time_s"]
+    between = f"{duration(0.9 * step_s)} to {duration(1.1 * step_s)}"
+    assert page.figures()["step"].split("\n") == [duration(step_s), between]
+    assert page.text("verdict") == "fits: 93 %" and page.page.locator(".error").count() == 2
+    assert f"A step takes {between}, 8 times in 10." in page.text("step")
+    heights = "() => [...document.querySelectorAll('.band')].map((band) => band.getBBox().height)"
+    wide, narrow = page.page.evaluate(heights)
+    assert wide > narrow > 5
+
+    page.choose("world_size", "64")
+    step_s = predicted({"world_size": 64, "hardware": "h100"})["step_time_s"]
+    assert page.figures()["step"] == duration(step_s) and page.text("verdict") == "fits"
+    assert page.page.locator(".error").count() == 0 and "8 times in 10" not in page.text("answer") + page.text("step")

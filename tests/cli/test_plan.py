@@ -1,19 +1,27 @@
-"""`fsdp-lab plan`: one plan, a product of them, what is found, a table, and what is refused."""
+"""`fsdp-lab plan`: one plan, a product of them, what is found, a table, a page, and what is refused."""
 
 from __future__ import annotations
 
+import base64
 import csv
 import json
+import math
+import re
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fsdp_lab.cli.main import main
+from fsdp_lab.core.events import Role
+from fsdp_lab.planner import questions
 from fsdp_lab.planner.validate import published
+from fsdp_lab.report.what_if import FIGURES
 
 SEVEN = ["plan", "--model", "llama-7b", "--hardware", "a100-80", "--precision", "bf16"]
 
@@ -111,6 +119,7 @@ def test_rows_of_a_table_are_filled_in(tmp_path: Path, capsys: pytest.CaptureFix
         (["--hardware", "h100", "--network", "-4"], "network: -4.0 Gb/s is refused"),
         (["--hardware", "h100", "--memory", "0"], "--memory 0 is refused"),
         (["--hardware", "t4", "--precision", "bf16"], "a t4 has no matrix products in bf16"),
+        (["--hardware", "h100,h200"], "--hardware h100,h200 is a list, which only --page takes; name one GPU"),
         (["--hardware", "h100", "--link", "1 GB/s"], "--link emulates a network while training"),
         (["--hardware", "h100", "--find", "largest", "--ranks", "8,16"], "--find largest takes one value"),
         (["--batch", "no-such-file.csv"], "cannot read no-such-file.csv"),
@@ -129,3 +138,87 @@ def test_a_preset_is_planned_without_torch() -> None:
     code = "import sys; from fsdp_lab.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, *SEVEN], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1] == "False"
+
+
+# -- a page (tests/browser/test_what_if.py opens it) -------------------------------------------------------------------
+
+LISTS = ["--hardware", "t4,h100", "--ranks", "1,16", "--micro-batch", "1,2", "--precision", "fp16,bf16"]
+
+
+def embedded(file: Path) -> dict[str, Any]:
+    """What the script of a page reads, with the columns as lists."""
+    (text,) = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', file.read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads(text)
+    packed = found["columns"].items()
+    found["columns"] = {name: np.frombuffer(base64.b64decode(column), "<f4").tolist() for name, column in packed}
+    return found
+
+
+def test_a_page_has_the_plan_of_each_combination(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "page.html"
+    file.write_text("of yesterday")
+    rest = ["--model", "llama-1b", "--seq-len", "1024", "--memory", "24", "--global-batch", "64"]
+    assert main(["plan", "--page", str(file), *rest, *LISTS]) == 0
+    assert re.search(r"written: .*page.html, 16 combinations, [\d.]+ KiB", capsys.readouterr().out)
+    found = embedded(file)
+    columns, axes = found["columns"], {axis["name"]: axis["labels"] for axis in found["axes"]}
+    assert [*axes][:3] == ["model", "hardware", "world_size"] and axes["micro_batch"] == ["1", "2"]
+    options = ("--hardware", "--ranks", "--micro-batch", "--precision")
+    lists = product(("t4", "h100"), ("1", "16"), ("1", "2"), ("fp16", "bf16"))
+    for cell, words in enumerate(lists):
+        refusal = found["refusals"][int(number)] if (number := columns["refused"][cell]) >= 0 else None
+        if words[0] == "t4" and words[3] == "bf16":
+            assert refusal and (refusal["field"], refusal["hint"]) == ("strategy.precision", "use fp16, fp32")
+            assert refusal["reason"] == "a t4 has no matrix products in bf16" and math.isnan(
+                columns["step_time_s"][cell]
+            )
+            continue
+        (plan,) = said(capsys, "plan", *rest, *(word for pair in zip(options, words, strict=True) for word in pair))[
+            "plans"
+        ]
+        wanted = {name: float(plan[name]) for name in FIGURES}
+        wanted |= {f"memory_at_peak_bytes.{role}": plan["memory_at_peak_bytes"][role.value] for role in Role}
+        assert {name: columns[name][cell] for name in wanted} == pytest.approx(wanted, rel=1e-6)
+        assert found["texts"]["binding"][int(columns["binding"][cell])] == plan["binding"]
+        assert columns["global_batch"][cell] == 64 and refusal is None
+    assert {len(column) for column in columns.values()} == {16}
+    assert found["options"] == "--memory 24.0 --global-batch 64"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["page.txt"], "--page: page.txt does not end in .html or .htm"),
+        (["nowhere/page.html"], "--page: nowhere/page.html cannot be written: there is no folder"),
+        (["page.html", "--json"], "--page and --json are different results; give one of them"),
+        (["page.html", "--find", "fewest"], "--page and --find are different results"),
+        (["page.html", "--model", "llama-7b"], "no hardware is named; give --hardware"),
+        (["page.html", "--hardware", "h100,h1000"], "hardware: 'h1000' is not known; use one of h100"),
+        (["page.html", "--hardware", "h100", "--model", "llama-7b,llama-7c"], "workload.model: 'llama-7c' is neither"),
+        (["page.html", "--hardware", "h100", "--recompute", "none,some"], "strategy.recompute: "),
+        (["page.html", "--hardware", "h100", "--ranks", "8,x"], "--ranks '8,x' is refused"),
+        (["page.html", "--hardware", "h100", "--link", "1 GB/s"], "--link emulates a network while training"),
+        (["page.html", "--memory", "0"], "--memory 0 is refused"),
+        (
+            ["page.html", "--hardware", "h100", "--ranks", "8", "--micro-batch", ",".join(map(str, range(1, 20_002)))],
+            "page: 20,001 combinations are more than the 20,000 of a page; shorten a list, such as --micro-batch with",
+        ),
+    ],
+)  # fmt: skip
+def test_a_page_is_refused_before_anything_is_predicted(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(questions, "planned", lambda *_: pytest.fail("it was predicted"))
+    assert main(["plan", "--page", *arguments]) == 2
+    assert words in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+def test_a_page_without_any_answer_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "page.html"
+    assert main(["plan", "--page", str(file), "--hardware", "t4", "--precision", "bf16", "--ranks", "1,8"]) == 2
+    assert "a t4 has no matrix products in bf16" in capsys.readouterr().err and not file.exists()

@@ -1,0 +1,238 @@
+"""`write_what_if`: what-if as one HTML file without a kernel, for a teacher to host anywhere.
+
+A page has axes: fields with the values that a reader may choose. The answer of every combination is predicted when the page
+is made, by the planner, and kept in a table of float32 columns. The script in the page finds a row of it and draws it.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from fsdp_lab.core import __version__
+from fsdp_lab.core.describe import describe_value
+from fsdp_lab.core.errors import ArgumentError, FieldError
+from fsdp_lab.core.files import check_file, write_whole
+from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.what_if.charts import KINDS, PARTS
+from fsdp_lab.report.page import FOLDER, embedded
+from fsdp_lab.report.report import SUFFIXES
+
+MOST_COMBINATIONS = 20_000  # about a minute, and 5 MB
+RANKS = "world_size"
+
+# Keys of `Plan.to_dict` that are columns of the table.
+FIGURES = (
+    "fits", "margin_bytes", "peak_memory_bytes", "reserved_memory_bytes", "host_memory_bytes", "memory_limit_bytes",
+    "step_time_s", "tokens_per_s", "tokens_per_s_per_rank", "tflops_per_rank", "mfu", "hfu", "computing_s", "slowed_s",
+    "exposed_comm_s", "optimizer_s", "parameters", "hosts", "network_gbit_per_s",
+)  # fmt: skip
+# Those of uncertainty. Where a plan has none, the script takes the figure itself for both ends (`band` in what_if.js).
+UNCERTAIN = (
+    *(f"{name}_{end}" for name in ("step_time_s", "tokens_per_s", "peak_memory_bytes") for end in ("low", "high")),
+    *(f"{name}_{end}_50" for name in ("step_time_s", "tokens_per_s") for end in ("low", "high")),
+    "fits_probability",
+)
+ENTRIES = ("memory_at_peak_bytes", "comm_s_per_step")  # dicts, with a column for each entry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """A field with the values that can be chosen; one value is the same for the whole page.
+
+    Attributes:
+        option: of the command line, such as "--micro-batch".
+        words: the values as that option takes them, quoted for a shell.
+    """
+
+    name: str  # of a field of the Spec, or "hardware"
+    label: str
+    option: str
+    values: tuple[Any, ...]
+    words: tuple[str, ...]
+
+    @property
+    def labels(self) -> list[str]:
+        return [describe_value(self.name, value) for value in self.values]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """The axes of a page, and how it was asked for.
+
+    Attributes:
+        options: of `fsdp-lab plan` beside those of the axes, for the command that repeats an answer.
+        command: that made the page.
+        start: field -> value that a reader sees first; without it, the first combination that is not refused.
+    """
+
+    axes: Sequence[Axis]
+    options: str = ""
+    command: str = ""
+    start: Mapping[str, Any] | None = None
+
+    @property
+    def combinations(self) -> int:
+        return math.prod(len(axis.values) for axis in self.axes)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The combinations, in the order of the table: the last axis changes first."""
+        for values in itertools.product(*(axis.values for axis in self.axes)):
+            yield {axis.name: value for axis, value in zip(self.axes, values, strict=True)}
+
+
+Predict = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+def write_what_if(
+    path: str | os.PathLike[str],
+    product: Product,
+    predict: Predict,
+    *,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Path:
+    """Writes the page; returns its path. It takes about 2 ms for each combination.
+
+    Args:
+        path: ends in .html or .htm. An existing file is replaced.
+        predict: `Plan.to_dict` for a combination, by the names of the axes. It raises FieldError for one that is refused,
+            which the page then says.
+        progress: called with the number of combinations that are done.
+
+    Raises:
+        ArgumentError: the path cannot be written, or there are too many combinations. It is raised first.
+        FieldError: every combination is refused; that of the first.
+    """
+    file = check_file(path, SUFFIXES)
+    check_size(product)
+    answers = Answers()
+    for i, combination in enumerate(product):
+        try:
+            answers.add(predict(combination))
+        except FieldError as e:
+            answers.refuse(e)
+        progress(i + 1)
+    if len(answers.errors) == len(answers.rows):
+        raise answers.errors[0]
+    return write_whole(file, render(product, answers, time.time()).encode())
+
+
+def check_size(product: Product) -> None:
+    """Raises ArgumentError if there are too many combinations for a page."""
+    number, longest = product.combinations, max(product.axes, key=lambda axis: len(axis.values))
+    if number > MOST_COMBINATIONS:
+        raise ArgumentError("page", f"{number:,} combinations are more than the {MOST_COMBINATIONS:,} of a page",
+                            f"shorten a list, such as {longest.option} with {len(longest.values)} values")  # fmt: skip
+
+
+class Answers:
+    """The answers of a page, a row for each combination. Texts that repeat are stored once and numbered in a column."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.errors: list[FieldError] = []
+        self.texts: dict[str, dict[str, int]] = {"binding": {}, "assumed": {}}
+        self.refusals: dict[str, tuple[int, FieldError]] = {}
+
+    def add(self, plan: Mapping[str, Any]) -> None:
+        """plan: as `Plan.to_dict` makes it."""
+        row = {name: float(plan[name]) for name in FIGURES}
+        row |= {name: float(plan[name]) for name in UNCERTAIN if plan.get(name) is not None}
+        row |= {f"{entry}.{key}": float(number) for entry in ENTRIES for key, number in plan[entry].items()}
+        workload = plan["spec"]["workload"]
+        row["global_batch"] = plan["ranks"] * workload["micro_batch"] * workload["accumulate"]
+        row["binding"] = self._number("binding", plan["binding"])
+        row["assumed"] = self._number("assumed", assumed_text(plan["assumed"]))
+        self.rows.append(row)
+
+    def refuse(self, error: FieldError) -> None:
+        self.errors.append(error)
+        number, _ = self.refusals.setdefault(str(error), (len(self.refusals), error))
+        self.rows.append({"refused": number})
+
+    def _number(self, kind: str, text: str) -> int:
+        return self.texts[kind].setdefault(text, len(self.texts[kind]))
+
+    def columns(self) -> dict[str, str]:
+        """Name -> little-endian float32 as base64; NaN where a row has no such figure."""
+        names = dict.fromkeys(name for row in self.rows for name in row)
+        return {name: _packed([row.get(name, math.nan) for row in self.rows]) for name in ("refused", *names)}
+
+
+def _packed(numbers: Sequence[float]) -> str:
+    return base64.b64encode(np.asarray(numbers, dtype="<f4").tobytes()).decode()
+
+
+def assumed_text(assumed: Mapping[str, Any]) -> str:
+    return "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in assumed.items())
+
+
+def render(product: Product, answers: Answers, written_unix_s: float) -> str:
+    """The file's content."""
+    environment = Environment(loader=FileSystemLoader(FOLDER), undefined=StrictUndefined, autoescape=True,
+                              trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+    environment.filters.update(embedded=embedded)
+    read = {name: (FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "what_if.css", "what_if.js")}
+    return environment.get_template("what_if.html.jinja").render(
+        axes=product.axes,
+        command=product.command,
+        when=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(written_unix_s)),
+        version=__version__,
+        combinations=len(answers.rows),
+        tokens=theme.tokens(),
+        css=read["page.css"] + read["what_if.css"],
+        js=read["what_if.js"],
+        data=_data(product, answers),
+    )
+
+
+def _data(product: Product, answers: Answers) -> dict[str, Any]:
+    """What the script reads. Values are known by their place on their axis."""
+    axes = [
+        {"name": axis.name, "label": axis.label, "option": axis.option, "words": axis.words,
+         "labels": axis.labels} for axis in product.axes
+    ]  # fmt: skip
+    return {
+        "axes": axes,
+        "ranks": next(([*axis.values] for axis in product.axes if axis.name == RANKS), []),
+        "start": _start(product, answers),
+        "options": product.options,
+        "columns": answers.columns(),
+        "texts": {kind: list(numbered) for kind, numbered in answers.texts.items()},
+        "refusals": [_refusal(product, error) for _, error in answers.refusals.values()],
+        "memory": {name: {"label": fill.label, "hatch": fill.hatch} for name, fill in theme.MEMORY.items()},
+        "parts": _fills(PARTS),
+        "kinds": _fills(KINDS),
+    }
+
+
+def _fills(fills: Mapping[str, tuple[str, str]]) -> dict[str, dict[str, str]]:
+    return {name: {"fill": token.replace(".", "-"), "label": label} for name, (token, label) in fills.items()}
+
+
+def _start(product: Product, answers: Answers) -> list[int]:
+    """Places of the values of the first combination that is shown."""
+    if product.start is not None:
+        return [
+            axis.values.index(product.start[axis.name]) if axis.name in product.start else 0 for axis in product.axes
+        ]
+    first = next(i for i, row in enumerate(answers.rows) if "refused" not in row)
+    return [int(i) for i in np.unravel_index(first, [len(axis.values) for axis in product.axes])]
+
+
+def _refusal(product: Product, error: FieldError) -> dict[str, Any]:
+    """`fix`: axis -> place of the value that the error advises; empty if the page does not have all of them."""
+    axes = {axis.name: (i, axis.values) for i, axis in enumerate(product.axes)}
+    has_all = all(name in axes and value in axes[name][1] for name, value in error.fix.items())
+    fix = {axes[name][0]: axes[name][1].index(value) for name, value in error.fix.items()} if has_all else {}
+    return {"field": error.field, "reason": error.reason, "hint": error.hint, "fix": fix}
