@@ -44,7 +44,8 @@ class Band:
 class Doubt(StrEnum):
     """A kind of rate that can be wrong."""
 
-    COMPUTING = "computing"
+    COMPUTING = "matrix products and attention"
+    TRAFFIC = "kernels beside them"
     LINK = "links inside a host"
     NETWORK = "network between hosts"
     LATENESS = "latency and late ranks"
@@ -113,7 +114,9 @@ def worse(rates: Rates, doubt: Doubt, by: float) -> Rates:
     f = math.exp(by)
     if doubt is Doubt.COMPUTING:
         attention = {generation: share / f for generation, share in rates.attention.items()}
-        return replace(rates, matrix=rates.matrix / f, attention=attention, operands=rates.operands * f, memory=rates.memory / f)
+        return replace(rates, matrix=rates.matrix / f, attention=attention, operands=rates.operands * f)
+    if doubt is Doubt.TRAFFIC:
+        return replace(rates, traffic=rates.traffic * f)
     if doubt is Doubt.LINK:
         return replace(rates, link=rates.link / f)
     if doubt is Doubt.NETWORK:

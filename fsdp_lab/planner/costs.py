@@ -92,7 +92,8 @@ def work(unit: UnitShape, tokens: int, spec: Spec, device: Device, rates: Rates,
         traffic = (times * saved_bytes(unit, tokens, dtype),) * 2
     else:
         traffic = traffic_bytes(unit, tokens, dtype, fused=spec.strategy.compile, drops=software.drops)
-    other, other_back = (samples * size / (device.memory_bytes_per_s * rates.memory) for size in traffic)
+    moved_per_s = device.memory_bytes_per_s * rates.memory / rates.traffic
+    other, other_back = (samples * size / moved_per_s for size in traffic)
     host = rates.host(spec.strategy.backend).tensor_s * len(unit.parameters) / 2
     recompute = products / 2 + other if software.operators else products + scores + other
     if software.stops_early and unit.products and not software.operators:

@@ -249,6 +249,7 @@ class Rates:
     interference: float  # slowdown of computing by a collective in flight, as a share of the collective's time
     step_s: float  # per step, beside its micro-batches: the loop, the optimizer's launches, logging
     kernel_s: float  # the host's time to issue a kernel of the forward; on a GPU, which may wait for it
+    traffic: float = 1.0  # of norms, activations and losses through memory, relative to what their kernels need
     hosts: Mapping[str, HostOverhead] = field(default_factory=dict)  # by backend
     # By dtype, if measured: bytes moved in each direction by anything but matrix products, per byte saved by the forward.
     traffic_of: Mapping[str, float] = field(default_factory=dict)
