@@ -174,7 +174,7 @@ class Machine:
 
 # The default network of a host: that of the vendor's reference design or of the usual cloud machine.
 _NETWORKS_GBIT: Mapping[str, float] = {
-    "volta": 100, "turing": 50, "ampere": 1600, "ada": 400, "hopper": 3200, "blackwell": 3200,
+    "volta": 100, "turing": 50, "ampere": 800, "ada": 400, "hopper": 3200, "blackwell": 3200,
 }  # fmt: skip
 
 

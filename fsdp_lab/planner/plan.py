@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,10 +15,20 @@ from fsdp_lab.core.events import Role
 from fsdp_lab.core.formatting import Table, count, duration, size
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import Spec
+from fsdp_lab.planner.bands import (
+    CALIBRATED_ERRORS,
+    COVERED,
+    MEMORY_ERRORS,
+    PUBLISHED_ERRORS,
+    Band,
+    Quantiles,
+    Scale,
+    scale,
+)
 from fsdp_lab.planner.costs import USUAL, Software
 from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates
 from fsdp_lab.planner.memory import CONTEXT_BYTES, MemoryPlan, memory, under_pressure
-from fsdp_lab.planner.step import StepModel, StepTime, recomputed
+from fsdp_lab.planner.step import StepModel, StepTime, recomputed, step_seconds
 from fsdp_lab.planner.transitions import loading_bytes
 
 PARTS = ("computing", "slowed by sending", "exposed communication", "optimizer")
@@ -38,6 +49,8 @@ class Plan:
     comm_s: Mapping[str, float]  # by kind of collective: seconds per step without overlap
     link_bytes: Mapping[str, int]
     assumed: Mapping[str, Any]
+    rates: Rates
+    software: Software
 
     @property
     def step_time_s(self) -> float:
@@ -89,6 +102,44 @@ class Plan:
     def fits(self) -> bool:
         return self.margin_bytes >= 0
 
+    @cached_property
+    def scale(self) -> Scale:
+        """How wrong the step time may be. Takes a dozen simulations."""
+        if self.machine.device.measured is not None:
+            return Scale(below=1.0, above=1.0, causes={})
+        overlaps = not under_pressure(self.spec, self.shape, self.machine)
+
+        def seconds(rates: Rates) -> float:
+            return step_seconds(self.spec, self.shape, self.machine, rates, self.software, overlaps=overlaps)
+
+        return scale(PUBLISHED_ERRORS, self.machine, self.rates, seconds)
+
+    def step_time_band_s(self, level: float = COVERED) -> Band:
+        """The interval that holds the measured step time with this probability."""
+        errors = PUBLISHED_ERRORS if self.machine.device.measured is None else CALIBRATED_ERRORS
+        return self.scale.band(self.step_time_s, errors.quantiles.at(level))
+
+    def tokens_per_s_band(self, level: float = COVERED) -> Band:
+        """Of all ranks."""
+        return self.step_time_band_s(level).inverse(self.tokens)
+
+    def memory_band_bytes(self, of_bytes: float, level: float = COVERED) -> Band:
+        """The interval around a predicted peak."""
+        width = self._memory_errors.at(level)
+        return Band(of_bytes * math.exp(-width), of_bytes * math.exp(width))
+
+    @property
+    def _memory_errors(self) -> Quantiles:
+        return MEMORY_ERRORS[self.machine.device.type]
+
+    @property
+    def fits_probability(self) -> float:
+        """Probability that the device's memory is enough."""
+        available = self.margin_bytes + self.memory.reserved_bytes
+        if available <= 0:
+            return 0.0
+        return self._memory_errors.probability_below(math.log(available / self.memory.reserved_bytes))
+
     @property
     def exposed_share(self) -> float:
         """Exposed communication as a share of the step."""
@@ -123,13 +174,31 @@ class Plan:
             "loading_memory_bytes": loading_bytes(self.spec, self.shape, device=self.machine.device.type),
             "memory_limit_bytes": self.machine.device.memory_bytes,
             "memory_at_peak_bytes": {role.value: self.memory.at_peak.of_role(role) for role in Role},
+            "fits_probability": self.fits_probability, **self._bands(),
             "step_time_s": self.step_time_s, "tokens_per_s": self.tokens_per_s,
             "tokens_per_s_per_rank": self.tokens_per_s / ranks, "tflops_per_rank": self.flops_per_s / 1e12,
             "mfu": self.mfu, "hfu": self.hfu, "computing_s": self.step.computing_s, "slowed_s": self.step.slowed_s,
+            "host_s": self.step.host_s,
             "optimizer_s": self.step.optimizer_s,
             "comm_s_per_step": dict(self.comm_s), "comm_bytes_per_step": dict(self.link_bytes),
             "exposed_comm_s": self.step.exposed_comm_s, "binding": self.binding, "assumed": dict(self.assumed),
         }  # fmt: skip
+
+
+    def _bands(self) -> dict[str, float]:
+        """Ends of the 80 % band beside each figure, and of the 50 % band of times."""
+        ranks, bands = self.machine.ranks, dict[str, Band]()
+        for end, level in (("", COVERED), ("_50", 0.5)):
+            step_s, tokens = self.step_time_band_s(level), self.tokens_per_s_band(level)
+            each = Band(tokens.low / ranks, tokens.high / ranks)
+            bands |= {f"step_time_s{end}": step_s, f"tokens_per_s{end}": tokens, f"tokens_per_s_per_rank{end}": each}
+        bands["peak_memory_bytes"] = self.memory_band_bytes(self.memory.peak_bytes)
+        bands["reserved_memory_bytes"] = self.memory_band_bytes(self.memory.reserved_bytes)
+        flat = dict[str, float]()
+        for name, band in bands.items():
+            base, end = (name.removesuffix("_50"), "_50") if name.endswith("_50") else (name, "")
+            flat |= {f"{base}_low{end}": band.low, f"{base}_high{end}": band.high}
+        return flat
 
 
 def plan(
@@ -163,6 +232,7 @@ def plan(
         assumed["optimizer time"] = "in proportion to its state, as of AdamW"
     return Plan(
         spec=spec, shape=shape, machine=machine, step=step, comm_s=comm_s, link_bytes=link_bytes, assumed=assumed,
+        rates=rates, software=software,
         memory=memory(spec, shape, device=machine.device.type, software=software),
     )  # fmt: skip
 

@@ -118,7 +118,8 @@ def shape_of(spec: Spec) -> ModelShape:
 def predict(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Predictions for rows of a table, with assumptions for empty cells. One dict per row, in their order: `id`,
     `tokens_per_s_per_gpu`, `tflops_per_gpu` (as the row's `tflops_kind` counts), `peak_mem` (in its `peak_mem_unit`, of its
-    `peak_mem_kind`; None if the unit is unknown), `step_time_s`, and `assumed`, by field; or `id` and `error`, a sentence
+    `peak_mem_kind`; None if the unit is unknown), `step_time_s`, `fits_probability`, and `assumed`, by field; with `_low` and
+    `_high` the 80 % band of the first, the third and the fourth; or `id` and `error`, a sentence
     that names the column."""
     return [_predict_row(row) for row in rows]
 
@@ -133,8 +134,12 @@ def _predict_row(row: Row) -> dict[str, Any]:
     tokens_per_s = found.tokens_per_s / one.spec.world_size
     w, recomputed = one.spec.workload, one.spec.strategy.recompute == "full"
     per_token = counted_flops_per_token(row.get("tflops_kind", ""), one.shape, w.seq_len, recomputed=recomputed)
+    band, step_s, peak = found.tokens_per_s_band(), found.step_time_band_s(), peak_in_unit(found.memory, row)
+    peaks = None if peak is None else found.memory_band_bytes(peak)
     return {
-        "id": name, "tokens_per_s_per_gpu": tokens_per_s, "tflops_per_gpu": tokens_per_s * per_token / 1e12,
-        "peak_mem": peak_in_unit(found.memory, row),
-        "step_time_s": found.step_time_s, "assumed": {**found.assumed, **one.assumed},
+        "id": name, "tokens_per_s_per_gpu": tokens_per_s, "tokens_per_s_per_gpu_low": band.low / one.spec.world_size,
+        "tokens_per_s_per_gpu_high": band.high / one.spec.world_size, "tflops_per_gpu": tokens_per_s * per_token / 1e12,
+        "peak_mem": peak, "peak_mem_low": peaks and peaks.low, "peak_mem_high": peaks and peaks.high,
+        "fits_probability": found.fits_probability,
+        "step_time_s": found.step_time_s, "step_time_s_low": step_s.low, "step_time_s_high": step_s.high, "assumed": {**found.assumed, **one.assumed},
     }  # fmt: skip

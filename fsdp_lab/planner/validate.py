@@ -7,16 +7,21 @@ size. Errors are averaged over rows, and over sources first, so that two hundred
 from __future__ import annotations
 
 import csv
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import resources
 from typing import Any
 
 from fsdp_lab.core.errors import FieldError
+from fsdp_lab.planner.bands import COVERED
+from fsdp_lab.planner.coverage import Coverage, Responses, coverage, memory_quantiles
 from fsdp_lab.planner.devices import PUBLISHED
 from fsdp_lab.planner.fitting import leave_out, predicted_s
 from fsdp_lab.planner.memory import memory
+from fsdp_lab.planner.plan import Plan, plan
 from fsdp_lab.planner.published import PublishedCase, Row, case, memory_kind, unit_bytes
 
 # DeepSpeed's ZeRO-3 of 2021 with a fixed global batch on more and more GPUs, bound by communication on a network that the
@@ -39,6 +44,23 @@ class HeldOutError:
     def error(self) -> float:
         return self.predicted_s / (self.case.measured_s or 1.0) - 1.0
 
+    @cached_property
+    def plan(self) -> Plan:
+        """With the rates of the package."""
+        return plan(self.case.spec, self.case.shape, self.case.machine, software=self.case.software)
+
+    @property
+    def binding(self) -> str:
+        """What binds, and for communication whether the network is stated."""
+        if self.plan.binding != "communication":
+            return self.plan.binding
+        return "communication, network " + ("assumed" if "network" in self.plan.assumed else "stated")
+
+    @property
+    def ranks(self) -> str:
+        """A class of sizes."""
+        return next((f"up to {most} GPUs" for most in (8, 64, 256) if self.case.machine.ranks <= most), "more GPUs")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
@@ -48,9 +70,12 @@ class Errors:
 
     @property
     def by_source(self) -> dict[str, list[HeldOutError]]:
+        return self.by(lambda row: row.case.source)
+
+    def by(self, key: Callable[[HeldOutError], str]) -> dict[str, list[HeldOutError]]:
         rows: dict[str, list[HeldOutError]] = {}
         for row in self.held:
-            rows.setdefault(row.case.source, []).append(row)
+            rows.setdefault(key(row), []).append(row)
         return rows
 
     @property
@@ -72,6 +97,7 @@ class Validation:
 
     errors: Errors
     constant: Errors  # of predictions by a constant MFU per GPU, the mean of the other folds' rows
+    coverage: Coverage  # of the bands
     stress: tuple[HeldOutError, ...]  # not in the averages
     checks: tuple[Check, ...]
     refused: tuple[tuple[str, str], ...]  # (row id, reason)
@@ -90,6 +116,8 @@ class Validation:
             f"{'average by source':52s} {'':4s} {errors.by_source_mape:7.1%} {'':7s} {constant.by_source_mape:13.1%}",
             f"worst: {errors.worst.case.id}, {errors.worst.error:+.1%}; with a constant MFU {constant.worst.case.id},"
             f" {constant.worst.error:+.1%}",
+            "", *_parts(errors, "what binds", lambda row: row.binding), *_parts(errors, "size", lambda row: row.ranks),
+            "", *coverage_lines(self.coverage),
             "", "Stress tests of communication, not in the averages:",
             *(f"{row.case.id:52s} {row.error:+12.1%}" for row in self.stress),
             "", f"{'Throughput of a GPU, as a ratio':52s} {'published':>9s} {'predicted':>9s} {'points':>7s}",
@@ -97,16 +125,17 @@ class Validation:
         ]  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """Errors are fractions: predicted / measured - 1."""
+        """Errors are fractions: predicted / measured - 1. Widths are ln(high / low)."""
+        errors = self.errors
         return {
             "rows": [_row(row) for row in self.errors.held],
             "by_row_mape": self.errors.by_row_mape, "by_source_mape": self.errors.by_source_mape,
             "worst": _row(self.errors.worst),
-            "sources": {name: {"rows": len(held), "mape": mape(held), "bias": _bias(held)}
-                        for name, held in self.errors.by_source.items()},
+            "sources": _mapes(self.errors.by_source),
             "constant_mfu": {"by_row_mape": self.constant.by_row_mape, "by_source_mape": self.constant.by_source_mape,
                              "worst": _row(self.constant.worst)},
-            "stress": [_row(row) for row in self.stress],
+            "by_binding": _mapes(errors.by(lambda row: row.binding)), "by_ranks": _mapes(errors.by(lambda row: row.ranks)),
+            "coverage": self.coverage.to_dict(), "stress": [_row(row) for row in self.stress],
             "checks": [{"name": c.name, "kind": c.kind, "published": c.published, "predicted": c.predicted}
                        for c in self.checks],
             "refused": dict(self.refused),
@@ -116,6 +145,29 @@ class Validation:
 def mape(rows: Sequence[HeldOutError | MemoryRow]) -> float:
     """Mean absolute error relative to the measurement; NaN for no rows."""
     return sum(abs(row.error) for row in rows) / len(rows) if rows else float("nan")
+
+
+def _mapes(parts: Mapping[str, Sequence[HeldOutError]]) -> dict[str, dict[str, float]]:
+    return {name: {"rows": len(held), "mape": mape(held), "bias": _bias(held)} for name, held in parts.items()}
+
+
+def _parts(errors: Errors, title: str, key: Callable[[HeldOutError], str]) -> list[str]:
+    """Lines of the errors by a key."""
+    return [f"{f'by {title}: {name}':52s} {len(held):4d} {mape(held):7.1%} {_bias(held):+7.1%}"
+            for name, held in sorted(errors.by(key).items())]  # fmt: skip
+
+
+def coverage_lines(found: Coverage) -> list[str]:
+    """How many rows the bands hold, as text."""
+    ratio = found.width / found.constant_width
+    return [
+        f"Bands, each made without its source: the 80 % band holds {found.share():.0%} of the rows, the 50 % band"
+        f" {found.share(0.5):.0%}, with sources weighted alike;",
+        f"its mean width is ln(high/low) {found.width:.2f}, {ratio:.2f} of the narrowest +-x % that holds 80 %.",
+        f"{'sources of 10 rows or more':52s} {'rows':>4s} {'inside':>7s} {'usual':>9s} {'width':>6s}",
+        *(f"{s.source[:52]:52s} {s.rows:4d} {s.inside_80:7d} {f'{s.usual[0]}-{s.usual[1]}':>9s} {s.width:6.2f}"
+          f"{'' if s.is_usual else '  !'}" for s in found.sources if s.rows >= 10),
+    ]  # fmt: skip
 
 
 def _bias(held: Sequence[HeldOutError]) -> float:
@@ -167,7 +219,9 @@ def validate(rows: Sequence[Row]) -> Validation:
     fits = leave_out(cases, fold)
     held = tuple(HeldOutError(case=c, fold=fold(c), predicted_s=predicted_s(c, fits[fold(c)].rates)) for c in cases)
     stress = [case(row) for row in rows if row["id"] in STRESS]
+    responses = Responses.of(cases, lambda one: fits[fold(one)].rates)
     return Validation(
+        coverage=coverage(responses),
         errors=Errors(held=held), constant=Errors(held=tuple(by_constant(cases))), checks=checks(rows),
         stress=tuple(HeldOutError(case=c, fold="stress", predicted_s=predicted_s(c, PUBLISHED)) for c in stress),
         refused=tuple(refused),
@@ -335,9 +389,26 @@ def memory_rows(rows: Iterable[Row]) -> tuple[list[MemoryRow], list[tuple[str, s
     return found, refused
 
 
+def memory_coverage(rows: Sequence[MemoryRow], level: float = COVERED) -> float:
+    """The share of the explained rows in bands that were made without their source, with sources weighted alike."""
+    errors, sources = log_memory_errors(rows)
+    inside = dict[str, list[bool]]()
+    for source in dict.fromkeys(sources):
+        others = [(e, s) for e, s in zip(errors, sources, strict=True) if s != source]
+        half = memory_quantiles(*zip(*others, strict=True)).at(level)
+        inside[source] = [abs(e) <= half for e, s in zip(errors, sources, strict=True) if s == source]
+    return sum(sum(each) / len(each) for each in inside.values()) / len(inside)
+
+
+def log_memory_errors(rows: Sequence[MemoryRow]) -> tuple[list[float], list[str]]:
+    """ln(measured / predicted) and source of the explained rows."""
+    explained = [row for row in rows if row.is_explained]
+    return [-math.log1p(row.error) for row in explained], [row.case.source for row in explained]
+
+
 def memory_lines(rows: Sequence[MemoryRow]) -> list[str]:
     """Errors by kind and source, as text, with and without the rows that no Spec describes."""
-    lines = []
+    lines = [f"Bands of memory, each made without its source: the 80 % band holds {memory_coverage(rows):.0%} of the rows."]
     for kind in dict.fromkeys(row.kind for row in rows):
         of_kind = [row for row in rows if row.kind == kind]
         explained = [row for row in of_kind if row.is_explained]
