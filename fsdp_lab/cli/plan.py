@@ -147,7 +147,7 @@ def find(args: argparse.Namespace, spec: Spec, target: Target) -> int:
         return 0 if machine else 1
     search = searched(spec, target, limit_bytes=limit_bytes)
     if args.json:
-        top = [{"why": one.why, **one.plan.to_dict()} for one in search.top]
+        top = [{"why": one.why, "is_apart": one.is_apart, **one.plan.to_dict()} for one in search.top]
         nearest = None if search.nearest is None else search.nearest.to_dict()
         say_json({"top": top, "considered": search.considered, "fitting": search.fitting, "nearest": nearest})
     else:
@@ -225,13 +225,14 @@ def rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     last = "assumed, or why not"
     cells = []
     for row in rows:
-        speed, peak, why = ("–", "–"), "–", row.get("error")
+        speed, peak, why = ("–", "–", "–"), "–", row.get("error")
         if why is None:
-            speed = (count(row["tokens_per_s_per_gpu"]), f"{row['tflops_per_gpu']:.0f}")
+            band = f"{count(row['tokens_per_s_per_gpu_low'])} to {count(row['tokens_per_s_per_gpu_high'])}"
+            speed = (count(row["tokens_per_s_per_gpu"]), band, f"{row['tflops_per_gpu']:.0f}")
             peak = "–" if row["peak_mem"] is None else f"{row['peak_mem']:.1f}"
             why = ", ".join(row["assumed"])
         cells.append((row["id"], *speed, peak, why))
-    columns = ("id", "tokens/s/GPU", "TFLOPS/GPU", "memory", last)
+    columns = ("id", "tokens/s/GPU", "80 % band", "TFLOPS/GPU", "memory", last)
     return Table(columns=columns, rows=tuple(cells), left=frozenset({"id", last}))
 
 

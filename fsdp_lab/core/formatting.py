@@ -95,6 +95,12 @@ def duration(seconds: float) -> str:
     return f"{figures(seconds)} s" if seconds >= 1 else f"{figures(seconds * 1e3)} ms"
 
 
+def duration_range(low_s: float, high_s: float) -> str:
+    """In one unit: 591 to 792 ms."""
+    one, unit = (1.0, "s") if high_s >= 1 else (1e-3, "ms")
+    return f"{figures(low_s / one)} to {figures(high_s / one)} {unit}"
+
+
 def count(number: float) -> str:
     """A number or a rate without its unit: 950, 12,300, 1.23 M; a dash if not measured."""
     if math.isnan(number):

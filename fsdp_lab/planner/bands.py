@@ -89,6 +89,7 @@ class TimeErrors:
     unstated: float  # of a network that is assumed, instead of that of `sizes`
     unmeasured: float  # of computing on a device without rows
     floor: float  # of any prediction
+    between: float  # of the ratio of two predictions for one model on one device
     quantiles: Quantiles
     devices: frozenset[str]  # with rows
     ranks: int  # the most of a row; beyond, lateness and the network are as uncertain again for each doubling
@@ -100,7 +101,7 @@ class TimeErrors:
 PUBLISHED_ERRORS = TimeErrors(
     sizes={Doubt.COMPUTING: 0.05, Doubt.TRAFFIC: 0.4, Doubt.LINK: 0.1, Doubt.NETWORK: 0.4, Doubt.LATENESS: 0.4,
            Doubt.OVERLAP: 0.4, Doubt.HOST: 0.5},
-    unstated=0.8, unmeasured=0.15, floor=0.05, quantiles=Quantiles((0.4, 0.8, 1.0, 1.3, 2.0, 2.5)),
+    unstated=0.8, unmeasured=0.15, floor=0.05, between=0.04, quantiles=Quantiles((0.4, 0.8, 1.0, 1.3, 2.0, 2.5)),
     devices=frozenset({"a100-40", "a100-64", "a100-80", "h100", "h100-hbm2e", "h200", "gb200", "v100"}), ranks=1024,
 )  # fmt: skip
 
@@ -110,10 +111,11 @@ class Here:
     """Errors of steps on a machine that was calibrated: `quantiles` of |ln(measured / predicted)|, for any Spec."""
 
     quantiles: Quantiles
+    between: float
 
 
 # From `fsdp-lab bench plan`: steps of other models than those that were timed, on this project's two CPU cores.
-CALIBRATED_ERRORS = Here(quantiles=Quantiles((0.02, 0.04, 0.055, 0.08, 0.11, 0.14)))
+CALIBRATED_ERRORS = Here(quantiles=Quantiles((0.02, 0.04, 0.055, 0.08, 0.11, 0.14)), between=0.05)
 # Of |ln(measured / predicted)| of peaks, by type of device: published rows (a test repeats it), and the ledger of CPU ranks.
 MEMORY_ERRORS: Mapping[str, Quantiles] = {
     "cuda": Quantiles((0.0275, 0.0554, 0.1029, 0.1546, 0.1989, 0.2679)),
@@ -132,9 +134,11 @@ class Scale:
     def band(self, predicted: float, quantile: float) -> Band:
         return Band(predicted * math.exp(-quantile * self.below), predicted * math.exp(quantile * self.above))
 
-    def normalised(self, error: float) -> float:
-        """error: ln(measured / predicted)."""
-        return error / (self.above if error > 0 else self.below)
+    def apart(self, other: Scale, between: float) -> float:
+        """ln of the ratio that two measurements may differ in, where the predictions are equal: what both predictions share
+        does not count."""
+        kinds = {*self.causes, *other.causes}
+        return math.hypot(between, *(self.causes.get(k, 0.0) - other.causes.get(k, 0.0) for k in kinds))
 
 
 def worse(rates: Rates, doubt: Doubt, by: float) -> Rates:

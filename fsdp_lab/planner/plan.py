@@ -12,7 +12,7 @@ from typing import Any
 from fsdp_lab.core.describe import describe_value, differing_fields, field_title
 from fsdp_lab.core.errors import ArgumentError, SpecError
 from fsdp_lab.core.events import Role
-from fsdp_lab.core.formatting import Table, count, duration, size
+from fsdp_lab.core.formatting import Table, count, duration, duration_range, size
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.bands import (
@@ -21,8 +21,10 @@ from fsdp_lab.planner.bands import (
     MEMORY_ERRORS,
     PUBLISHED_ERRORS,
     Band,
+    Here,
     Quantiles,
     Scale,
+    TimeErrors,
     scale,
 )
 from fsdp_lab.planner.costs import USUAL, Software
@@ -31,9 +33,10 @@ from fsdp_lab.planner.memory import CONTEXT_BYTES, MemoryPlan, memory, under_pre
 from fsdp_lab.planner.step import StepModel, StepTime, recomputed, step_seconds
 from fsdp_lab.planner.transitions import loading_bytes
 
-PARTS = ("computing", "slowed by sending", "exposed communication", "optimizer")
-FIGURES = ("fits", "memory", "step", "tokens/s", "TFLOPS", "MFU", "exposed", "bound by")
+PARTS = ("computing", "slowed by sending", "exposed communication", "waiting for the host", "optimizer")
+FIGURES = ("fits", "memory", "step", "80 % band", "tokens/s", "TFLOPS", "MFU", "exposed", "bound by")
 LEFT_ALIGNED = frozenset({"strategy", "why", "bound by", "fits"})
+SURE = 0.98
 BOUND = 0.2  # communication is the bottleneck if it takes more of a step, exposed or by slowdown
 
 
@@ -114,10 +117,18 @@ class Plan:
 
         return scale(PUBLISHED_ERRORS, self.machine, self.rates, seconds)
 
+    @property
+    def _errors(self) -> TimeErrors | Here:
+        return PUBLISHED_ERRORS if self.machine.device.measured is None else CALIBRATED_ERRORS
+
     def step_time_band_s(self, level: float = COVERED) -> Band:
         """The interval that holds the measured step time with this probability."""
-        errors = PUBLISHED_ERRORS if self.machine.device.measured is None else CALIBRATED_ERRORS
-        return self.scale.band(self.step_time_s, errors.quantiles.at(level))
+        return self.scale.band(self.step_time_s, self._errors.quantiles.at(level))
+
+    def is_apart(self, other: Plan) -> bool:
+        """Whether the step times of two plans for one machine differ by more than their ratio is uncertain."""
+        ratio = abs(math.log(self.step_time_s / other.step_time_s))
+        return ratio > self.scale.apart(other.scale, self._errors.between)
 
     def tokens_per_s_band(self, level: float = COVERED) -> Band:
         """Of all ranks."""
@@ -278,7 +289,7 @@ def sentences(plan: Plan) -> list[str]:
         f"{model}, {parameter_count(plan.shape.parameters)}, {s.backend} {s.sharding}, {s.precision}, on {m.ranks:,} x "
         f"{m.device.name} in {m.hosts:,} host{'s' * (m.hosts > 1)}{network}",
         f"It {fit_sentence(plan)}.",
-        f"Step {duration(plan.step_time_s)}, {count(plan.tokens_per_s)} tokens/s, {plan.flops_per_s / 1e12:.3g} TFLOPS a "
+        f"Step {duration(plan.step_time_s)} ({band_text(plan)} in 8 of 10 cases), {count(plan.tokens_per_s)} tokens/s, {plan.flops_per_s / 1e12:.3g} TFLOPS a "
         f"rank, MFU {plan.mfu:.1%}, HFU {plan.hfu:.1%}; bound by {plan.binding}.",
         *([f"Assumed: {assumed}."] if assumed else []),
     ]
@@ -292,14 +303,20 @@ def fit_sentence(plan: Plan) -> str:
     peak, reserved = size(plan.memory.peak_bytes), size(plan.memory.reserved_bytes)
     needed = f"{reserved} reserved of {size(plan.machine.device.memory_bytes)}, {peak} of them allocated at the peak"
     if plan.fits:
-        return f"fits: {needed}; {size(plan.margin_bytes)} to spare"
-    return f"does not fit: {needed}; {size(-plan.margin_bytes)} too much"
+        return f"fits: {needed}; {size(plan.margin_bytes)} to spare{likely_text(plan)}"
+    return f"does not fit: {needed}; {size(-plan.margin_bytes)} too much{likely_text(plan)}"
+
+
+def likely_text(plan: Plan) -> str:
+    """How likely it is that the plan fits, where that is not nearly certain."""
+    share = plan.fits_probability
+    return f"; {share:.0%} likely to fit" if 1 - SURE <= share <= SURE else ""
 
 
 def time_table(plan: Plan) -> Table:
     """Parts of the step time."""
     step = plan.step
-    parts = (step.computing_s, step.slowed_s, step.exposed_comm_s, step.optimizer_s)
+    parts = (step.computing_s, step.slowed_s, step.exposed_comm_s, step.host_s, step.optimizer_s)
     sent = {kind.replace("_", " "): f"{duration(s)}, {size(plan.link_bytes[kind])}" for kind, s in plan.comm_s.items()}
     return Table(columns=(*PARTS, *sent), rows=((*map(duration, parts), *sent.values()),))
 
@@ -327,9 +344,21 @@ def _cell(name: str, value: Any) -> str:
     return f"{value:,}" if type(value) is int else describe_value(name, value)
 
 
+def fits_text(p: Plan) -> str:
+    """"yes" or "no", and how likely it is to fit, where that is not nearly certain."""
+    answer, share = "yes" if p.fits else "no", p.fits_probability
+    return f"{answer} ({share:.0%})" if 1 - SURE <= share <= SURE else answer
+
+
+def band_text(p: Plan) -> str:
+    """The 80 % band of the step time."""
+    band = p.step_time_band_s()
+    return duration_range(band.low, band.high)
+
+
 def plan_figures(p: Plan) -> tuple[str, ...]:
     """Cells of the columns `FIGURES`."""
     return (
-        "yes" if p.fits else "no", size(p.memory.reserved_bytes), duration(p.step_time_s), count(p.tokens_per_s),
+        fits_text(p), size(p.memory.reserved_bytes), duration(p.step_time_s), band_text(p), count(p.tokens_per_s),
         f"{p.flops_per_s / 1e12:.3g}", f"{p.mfu:.1%}", f"{p.exposed_share:.0%}", p.binding,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import SHARDINGS, Spec, Strategy
 from fsdp_lab.planner.devices import Machine
 from fsdp_lab.planner.memory import memory
-from fsdp_lab.planner.plan import LEFT_ALIGNED, Plan, fit_sentence, margin_bytes, plan
+from fsdp_lab.planner.plan import LEFT_ALIGNED, Plan, band_text, fit_sentence, likely_text, margin_bytes, plan
 
 RECOMPUTES = ("none", "every:2", "full")
 CHOSEN = ("shard_size", "recompute", "offload", "micro_batch", "accumulate", "forward_prefetch")
@@ -29,15 +29,17 @@ SHOWN = 5  # candidates of a search
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A plan that fits, and a sentence that compares it with the fastest one."""
+    """A plan that fits, and a sentence that compares it with the first one; `is_apart`: whether it can be told from it."""
 
     plan: Plan
     why: str
+    is_apart: bool
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Search:
-    """`top`: the candidates, fastest first. If nothing fits it is empty, and `nearest` lacks least memory."""
+    """`top`: the candidates, by expected speed: that of the plan, times the probability that it fits. If nothing fits it is
+    empty, and `nearest` lacks least memory."""
 
     spec: Spec
     top: tuple[Candidate, ...]
@@ -75,8 +77,8 @@ def search(spec: Spec, shape: ModelShape, machine: Machine, *, limit_bytes: int 
             else:
                 lacking.append((-margin, candidate))
         if fitting:
-            best = _distinct(sorted(fitting, key=lambda p: p.step_time_s))
-            top = tuple(Candidate(plan=p, why=_why(p, best[0], len(fitting))) for p in best)
+            best = _distinct(sorted(fitting, key=lambda p: p.step_time_s / p.fits_probability))
+            top = tuple(_candidate(p, best[0], len(fitting)) for p in best)
             return Search(spec=spec, top=top, considered=considered, fitting=len(fitting))
     nearest = plan(min(lacking, key=lambda one: one[0])[1], shape, machine) if lacking else None
     return Search(spec=spec, top=(), considered=considered, fitting=0, nearest=nearest)
@@ -211,10 +213,16 @@ def _distinct(plans: Sequence[Plan]) -> list[Plan]:
     return list(chosen.values())[:SHOWN]
 
 
+def _candidate(one: Plan, best: Plan, fitting: int) -> Candidate:
+    is_apart = one is not best and one.is_apart(best)
+    unsure = "" if is_apart or one is best else "; the order is not certain"
+    return Candidate(plan=one, why=f"{_why(one, best, fitting)}{unsure}{likely_text(one)}", is_apart=is_apart)
+
+
 def _why(one: Plan, best: Plan, fitting: int) -> str:
     """One sentence: the bottleneck of the best plan; time and memory of the others relative to it."""
     if one is best:
-        return f"the fastest of {fitting} that fit; bound by {one.binding}"
+        return f"the best of {fitting} that fit; bound by {one.binding}"
     slower = one.step_time_s / best.step_time_s - 1
     causes = {
         "more exposed communication": one.step.exposed_comm_s - best.step.exposed_comm_s,
@@ -225,7 +233,7 @@ def _why(one: Plan, best: Plan, fitting: int) -> str:
     cause = max(causes, key=lambda name: causes[name])
     less = best.memory.reserved_bytes - one.memory.reserved_bytes
     memory = f"{abs(less) / GIB:.1f} GiB {'less' if less > 0 else 'more'} memory"
-    return f"{slower:+.1%} step time ({cause}), {memory}" if slower >= 5e-4 else f"as fast, {memory}"
+    return f"{slower:+.1%} step time ({cause}), {memory}" if abs(slower) >= 5e-4 else f"as fast, {memory}"
 
 
 # -- text and tables ---------------------------------------------------------------------------------------------------
@@ -233,7 +241,8 @@ def _why(one: Plan, best: Plan, fitting: int) -> str:
 
 def _table(search: Search) -> Table:
     rows = (
-        (str(i), strategy_label(search.spec, one.plan.spec), one.why, duration(one.plan.step_time_s), f"{one.plan.mfu:.1%}",
+        (str(i), strategy_label(search.spec, one.plan.spec), one.why,
+         f"{duration(one.plan.step_time_s)} ({band_text(one.plan)})", f"{one.plan.mfu:.1%}",
          size(one.plan.memory.reserved_bytes))
         for i, one in enumerate(search.top, 1)
     )  # fmt: skip
@@ -243,7 +252,9 @@ def _table(search: Search) -> Table:
 def _sentence(search: Search) -> str:
     """The number of candidates that fit, or the nearest one."""
     if search.top:
-        return f"{search.fitting} of {search.considered} strategies fit."
+        like = sum(not one.is_apart for one in search.top) - 1
+        unsure = f" The first {like + 1} cannot be told apart: try them." if like else ""
+        return f"{search.fitting} of {search.considered} strategies fit.{unsure}"
     if search.nearest is None:
         return f"{search.spec.strategy.backend} has no valid strategy for this Spec."
     nearest = f"{strategy_label(search.spec, search.nearest.spec)}. It {fit_sentence(search.nearest)}."

@@ -172,7 +172,7 @@ function showMemory(cell) {
 }
 
 function stepParts(cell) {
-  const known = { computing: "computing_s", slowed: "slowed_s", exposed: "exposed_comm_s", optimizer: "optimizer_s" };
+  const known = { computing: "computing_s", slowed: "slowed_s", exposed: "exposed_comm_s", host: "host_s", optimizer: "optimizer_s" };
   const amounts = Object.fromEntries(Object.entries(known).map(([name, column]) => [name, figure(cell, column)]));
   const sum = Object.values(amounts).reduce((a, b) => a + b, 0);
   amounts.rest = Math.max(0, figure(cell, "step_time_s") - sum);

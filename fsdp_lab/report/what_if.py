@@ -35,7 +35,7 @@ RANKS = "world_size"
 FIGURES = (
     "fits", "margin_bytes", "peak_memory_bytes", "reserved_memory_bytes", "host_memory_bytes", "memory_limit_bytes",
     "step_time_s", "tokens_per_s", "tokens_per_s_per_rank", "tflops_per_rank", "mfu", "hfu", "computing_s", "slowed_s",
-    "exposed_comm_s", "optimizer_s", "parameters", "hosts", "network_gbit_per_s",
+    "exposed_comm_s", "host_s", "optimizer_s", "parameters", "hosts", "network_gbit_per_s",
 )  # fmt: skip
 # Those of uncertainty. Where a plan has none, the script takes the figure itself for both ends (`band` in what_if.js).
 UNCERTAIN = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
@@ -31,7 +32,8 @@ from fsdp_lab.dashboard.panels.drawing import (
 )
 from fsdp_lab.dashboard.what_if.question import Answer
 from fsdp_lab.dashboard.what_if.tables import limiting_factor, percent, taken_bytes, verdict
-from fsdp_lab.planner.plan import Plan
+from fsdp_lab.planner.bands import Band
+from fsdp_lab.planner.plan import Plan, band_text
 
 BAR_PX, SCALING_PX = 118, 232
 MOST_GPUS = 4096
@@ -44,8 +46,9 @@ PARTS: Mapping[str, tuple[str, str]] = {
     "computing": ("timeline.backward", "computing"),
     "slowed": ("timeline.forward", "slowed by sending"),
     "exposed": ("timeline.waiting", "exposed communication"),
+    "host": ("timeline.host_copy", "waiting for the host"),
     "optimizer": ("timeline.optimizer", "optimizer"),
-    "rest": ("timeline.compute", "the loop and launching"),
+    "rest": ("timeline.compute", "the loop"),
 }
 KINDS = {
     kind: (f"communication.{kind}", theme.COMMUNICATION[kind].label)
@@ -155,7 +158,7 @@ class StepCard(BaseCard):
 
     def __init__(self) -> None:
         super().__init__()
-        self._time = Columns("step.time", ["y", *PARTS, "end"], texts=["label"], limit=1)
+        self._time = Columns("step.time", ["y", *PARTS, "end", "low", "high"], texts=["label"], limit=1)
         self._sent = Columns("step.sent", ["y", *KINDS, "end"], texts=["label"], limit=1)
         self._range = ZeroRange(headroom=1.22, slack=0.5, steps=FINE)
         self._unit_s = 1e-3
@@ -171,35 +174,41 @@ class StepCard(BaseCard):
             source = twin(columns)
             bars = fig.hbar_stack(list(parts), y="y", height=height, source=source)
             paint_stack(bars, [fill for fill, _ in parts.values()])
-            label_ends(fig, source, token=token)
+            label_ends(fig, source, token=token, x="high" if columns is self._time else "end")
             hover_bars(
                 fig, source, [(label, f"@{name}{{0,0.00}}") for name, (_, label) in parts.items()], height=height
             )
+        band = fig.segment(x0="low", x1="high", y0="y", y1="y", source=twin(self._time), line_width=2)
+        tint(band.glyph, line_color="ink.peak")
         return fig
 
     def show(self, answer: Answer) -> None:
         p = answer.plan
         step, whole_s = p.step, p.step_time_s
         self._unit_s = 1.0 if whole_s >= 1 else 1e-3
-        known = (step.computing_s, step.slowed_s, step.exposed_comm_s, step.optimizer_s)
+        known = (step.computing_s, step.slowed_s, step.exposed_comm_s, step.host_s, step.optimizer_s)
+        band = p.step_time_band_s()
         parts = [*known, max(0.0, whole_s - sum(known))]
         sent = [p.comm_s.get(kind, 0.0) for kind in KINDS]
         sent_s = sum(sent)
-        self._time.replace([[0.0, *(s / self._unit_s for s in (*parts, whole_s))]], {"label": [duration(whole_s)]})
+        row = [0.0, *(s / self._unit_s for s in (*parts, whole_s, band.low, band.high))]
+        self._time.replace([row], {"label": [duration(whole_s)]})
         label = f"sent: {duration(sent_s)}" if sent_s else ""
         self._sent.replace([[LOWER_Y, *(s / self._unit_s for s in (*sent, sent_s))]], {"label": [label]})
-        self._range.cover(np.array([whole_s, sent_s]) / self._unit_s)
+        self._range.cover(np.array([band.high, sent_s]) / self._unit_s)
         keys = [
             *zip(PARTS.values(), parts, strict=True),
             *((kind, s) for kind, s in zip(KINDS.values(), sent, strict=True) if s),
         ]
+        keys = [(kind, s) for kind, s in keys if s]
         overlap = "nothing is sent"
         if sent_s:
             hidden = max(0.0, 1 - step.exposed_comm_s / sent_s)
             overlap = f"{percent(hidden)} of the communication is hidden"
         self._captions = Captions(
-            reading=f"{duration(whole_s)}; {overlap}",
-            legend=tuple(fill_key(token, f"{label} {duration(s)}") for (token, label), s in keys),
+            reading=f"{duration(whole_s)}, in 8 of 10 cases {band_text(p)}; {overlap}",
+            legend=(*(fill_key(token, f"{label} {duration(s)}") for (token, label), s in keys),
+                    Key(label="in 8 of 10 cases", token="ink.peak", hatch="line")),
             note="Below: what the collectives take by themselves.",
         )
 
@@ -217,7 +226,7 @@ class ScalingCard(BaseCard):
 
     def __init__(self) -> None:
         super().__init__()
-        figures = ["gpus", "mfu", "fitting", "step_ms", "tokens_per_s", "tflops", "gib"]
+        figures = ["gpus", "mfu", "fitting", "step_ms", "tokens_per_s", "tflops", "gib", "low", "high"]
         self._points = Columns("scaling.points", figures, texts=["fits"], limit=64)
         self._not_fitting = Columns("scaling.lacking", ["gpus", "mfu"], limit=64)
         self._asked = Columns("scaling.here", ["gpus", "mfu"], texts=["label"], limit=1)
@@ -235,6 +244,8 @@ class ScalingCard(BaseCard):
         fig.xaxis.formatter = NumeralTickFormatter(format="0,0")
         fig.xgrid.visible = False
         points = twin(self._points)
+        band = fig.varea("gpus", "low", "high", source=points, fill_alpha=0.4)
+        tint(band.glyph, fill_color="ink.band")
         dim = fig.line("gpus", "mfu", source=points, line_width=1.5, line_dash="4 3")
         tint(dim.glyph, line_color="ink.faint")
         line = fig.line("gpus", "fitting", source=points, line_width=2)
@@ -254,7 +265,8 @@ class ScalingCard(BaseCard):
         )  # fmt: skip
         tint(text.glyph, text_color="ink.peak")
         every = fig.scatter("gpus", "mfu", source=points, size=12, fill_alpha=0, line_alpha=0)
-        hover(fig, every, [("GPUs", "@gpus{0,0}"), ("", "@fits"), ("MFU", "@mfu{0.0} %"), ("step", "@step_ms{0,0} ms"),
+        hover(fig, every, [("GPUs", "@gpus{0,0}"), ("", "@fits"), ("MFU", "@mfu{0.0} %"),
+                           ("in 8 of 10 cases", "@low{0.0} to @high{0.0} %"), ("step", "@step_ms{0,0} ms"),
                            ("tokens/s", "@tokens_per_s{0,0}"), ("TFLOPS per GPU", "@tflops{0,0}"),
                            ("memory", "@gib{0,0.0} GiB")])  # fmt: skip
         return fig
@@ -268,9 +280,9 @@ class ScalingCard(BaseCard):
         self._not_fitting.replace([[p.machine.ranks, 100 * p.mfu] for p in plans if not p.fits])
         label = f"{asked.machine.ranks:,} GPUs: {percent(asked.mfu)}, {count(asked.tokens_per_s)} tokens/s"
         self._asked.replace([[asked.machine.ranks, 100 * asked.mfu]], {"label": [label]})
-        self._range.cover(np.array([100 * p.mfu for p in (*plans, asked)]))
+        self._range.cover(np.array([_mfu_band(p).high for p in (*plans, asked)]))
         self._most_gpus = max(MOST_GPUS, asked.machine.ranks)
-        keys = [Key(label="fits", token="ink.mean", hatch="line"), Key(label="asked", color=theme.RANKS[0])]
+        keys = [Key(label="fits", token="ink.mean", hatch="line"), Key(label="in 8 of 10 cases", token="ink.band"), Key(label="asked", color=theme.RANKS[0])]
         if not all(p.fits for p in plans):
             keys.append(Key(label="does not fit", color=NOT_FITTING))
         self._captions = Captions(reading=limiting_factor(answer), legend=tuple(keys), note=_fits_from(plans))
@@ -285,8 +297,13 @@ class ScalingCard(BaseCard):
 def _point(p: Plan) -> list[float]:
     return [
         p.machine.ranks, 100 * p.mfu, 100 * p.mfu if p.fits else math.nan, 1e3 * p.step_time_s, p.tokens_per_s,
-        p.flops_per_s / 1e12, taken_bytes(p) / GIB,
+        p.flops_per_s / 1e12, taken_bytes(p) / GIB, *dataclasses.astuple(_mfu_band(p)),
     ]  # fmt: skip
+
+
+def _mfu_band(p: Plan) -> Band:
+    """In percent."""
+    return p.step_time_band_s().inverse(100 * p.mfu * p.step_time_s)
 
 
 def _fits_from(plans: Sequence[Plan]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from fsdp_lab.core.formatting import count, duration, figures, size
 from fsdp_lab.dashboard.panels.base import BaseCard, Captions, Cell
 from fsdp_lab.dashboard.what_if.question import Answer, Question, searched_fields, unsearched_fields
-from fsdp_lab.planner.plan import Plan
+from fsdp_lab.planner.plan import Plan, band_text, likely_text
 from fsdp_lab.planner.search import Search, strategy_label
 
 
@@ -28,8 +28,8 @@ def verdict(p: Plan) -> str:
     """Whether it fits, and by how much."""
     limit = size(p.machine.device.memory_bytes)
     if p.fits:
-        return f"fits {limit}, {size(p.margin_bytes)} to spare"
-    return f"does not fit {limit}: {size(-p.margin_bytes)} too much"
+        return f"fits {limit}, {size(p.margin_bytes)} to spare{likely_text(p)}"
+    return f"does not fit {limit}: {size(-p.margin_bytes)} too much{likely_text(p)}"
 
 
 def limiting_factor(answer: Answer) -> str:
@@ -59,6 +59,7 @@ class AnswerCard(BaseCard):
         table: dict[str, str | Cell] = {
             "": Cell(text="fits" if p.fits else "does not fit", tone="good" if p.fits else "bad"),
             "step": duration(p.step_time_s),
+            "in 8 of 10 cases": band_text(p),
             "tokens/s": count(p.tokens_per_s),
             "tokens/s per GPU": count(p.tokens_per_s / p.machine.ranks),
             "TFLOPS per GPU": figures(p.flops_per_s / 1e12),
@@ -108,7 +109,7 @@ class StrategiesCard(BaseCard):
             use = Cell(text="In use" if used else "Use", title=f"Take strategy {i + 1}", press="apply", about=f"{i}",
                        pressed=used)  # fmt: skip
             label, memory = strategy_label(question.spec, p.spec), size(taken_bytes(p))
-            rows.append((use, label, duration(p.step_time_s), percent(p.mfu), memory, why))
+            rows.append((use, label, f"{duration(p.step_time_s)} ({band_text(p)})", percent(p.mfu), memory, why))
         reading = f"{search.fitting:,} of {search.considered:,} that were tried fit"
         if not search.top:
             reading = (
