@@ -1,4 +1,4 @@
-"""`fit_errors`: the uncertainties and quantiles of `fsdp_lab.planner.bands`, from rows that were predicted without their source;
+"""`fit_errors`: the uncertainties and quantiles of `fsdp_lab.planner.bands`, from rows predicted without their own source;
 `coverage`: how many rows of each source lie in a band that was made without it.
 
 Sizes are chosen from `GRID`, one kind after the other, for the least interval score of the 80 % band (Gneiting and Raftery,
@@ -9,7 +9,7 @@ its rows err together.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,8 +30,8 @@ ROUNDS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Responses:
-    """Rows with their errors, ln(measured / predicted), and what a prediction does if a kind of rate is wrong by each size of
-    `GRID`: [rows, kinds, sizes], ln(changed / predicted), above the prediction and below."""
+    """Rows with their errors, ln(measured / predicted), and what a prediction does if a kind of rate is wrong by each size
+    of `GRID`: [rows, kinds, sizes], ln(changed / predicted), above the prediction and below."""
 
     cases: tuple[PublishedCase, ...]
     errors: np.ndarray
@@ -43,7 +43,12 @@ class Responses:
         """rates_of: fitted without the case's fold."""
         usual = np.array([predicted_s(case, rates_of(case)) for case in cases])
         above, below = (
-            np.array([[[_changed(case, rates_of(case), doubt, sign * size) for size in GRID] for doubt in Doubt] for case in cases])
+            np.array(
+                [
+                    [[_changed(case, rates_of(case), doubt, sign * size) for size in GRID] for doubt in Doubt]
+                    for case in cases
+                ]
+            )
             for sign in (1, -1)
         )
         measured = np.array([case.measured_s or math.nan for case in cases])
@@ -67,14 +72,16 @@ class Responses:
 
     def scales(self, errors: TimeErrors) -> tuple[np.ndarray, np.ndarray]:
         """[rows] below the prediction and above it: as `bands.scale`."""
-        sizes = np.array([list(dict(uncertainties(errors, case.machine)).values()) for case in self.cases])  # [rows, kinds]
+        sizes = np.array(
+            [list(dict(uncertainties(errors, case.machine)).values()) for case in self.cases]
+        )  # [rows, kinds]
         down, up = (_interpolated(each, sizes) for each in (self.below, self.above))
-        return tuple(np.sqrt(errors.floor**2 + (each**2).sum(axis=1)) for each in (down, up))  # type: ignore[return-value]
+        return tuple(np.sqrt(errors.floor**2 + (each**2).sum(axis=1)) for each in (down, up))
 
     def normalised(self, errors: TimeErrors) -> np.ndarray:
         """[rows] of absolute errors."""
         below, above = self.scales(errors)
-        return np.abs(self.errors) / np.where(self.errors > 0, above, below)
+        return np.asarray(np.abs(self.errors) / np.where(self.errors > 0, above, below))
 
 
 def _changed(case: PublishedCase, rates: Rates, doubt: Doubt, by: float) -> float:
@@ -111,7 +118,20 @@ def fit_errors(rows: Responses, start: TimeErrors = PUBLISHED_ERRORS) -> TimeErr
 def with_quantiles(rows: Responses, errors: TimeErrors) -> TimeErrors:
     normalised = rows.normalised(errors)
     values = tuple(weighted_quantile(normalised, rows.weights, level) for level in LEVELS)
-    return replace(errors, quantiles=Quantiles(values))
+    return replace(errors, quantiles=Quantiles(values), between=_between(rows))
+
+
+def _between(rows: Responses) -> float:
+    """The size that 80 % of the differences of two errors have, of rows of one source, model, device, world size and sequence
+    length: the median over sources."""
+    groups, sizes = defaultdict[tuple[object, ...], list[int]](list), defaultdict[str, list[float]](list)
+    for i, c in enumerate(rows.cases):
+        groups[c.source, c.shape.name, c.machine.device.name, c.machine.ranks, c.tokens_per_sample].append(i)
+    for alike in groups.values():
+        errors = rows.errors[alike]
+        pairs = np.abs(errors[:, None] - errors[None, :])[np.triu_indices(len(alike), 1)]
+        sizes[rows.cases[alike[0]].source] += pairs.tolist()
+    return float(np.median([np.quantile(each, COVERED) for each in sizes.values() if each]))
 
 
 def memory_quantiles(errors: Sequence[float], sources: Sequence[str]) -> Quantiles:

@@ -112,8 +112,8 @@ def _device(name: str) -> Device:
     )  # fmt: skip
 
 
-_NAMES = ("v100", "t4", "a10g", "l40s", "l4", "a100-40", "a100-64", "a100-80", "h100", "h100-pcie", "h100-hbm2e", "h200", "b200",
-          "gb200")  # fmt: skip
+_NAMES = ("v100", "t4", "a10g", "l40s", "l4", "a100-40", "a100-64", "a100-80", "h100", "h100-pcie", "h100-hbm2e", "h200",
+          "b200", "gb200")  # fmt: skip
 DEVICES: Mapping[str, Device] = {name: _device(name) for name in _NAMES}
 _OTHER_NAMES = {"a100": "a100-80", "h100-sxm": "h100", "h100-80": "h100", "h200-141": "h200"}
 

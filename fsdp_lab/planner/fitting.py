@@ -1,8 +1,8 @@
 """`fit_rates`: the planner's free parameters, fitted to published step times.
 
 The objective is the sum over rows of the squared logarithm of predicted over measured step time. A row's weight is
-(1/rows + 1/(sources x rows of its source)) / 2, so that neither the largest source nor the smallest dominates; residuals
-beyond `OUTLIER` weigh less (Huber). Gauss-Newton steps from `START` change the logarithms of the parameters in `FREE`.
+1/sqrt(rows of its source), as rows of one source err together; residuals beyond `OUTLIER` weigh less (Huber).
+Gauss-Newton steps from `START` change the logarithms of the parameters in `FREE`.
 Nothing is fitted to a single row or source.
 """
 
@@ -30,7 +30,10 @@ SHARES = ("matrix", "link", "network")  # at most 1
 OUTLIER = 0.1
 PRIOR = 0.02  # a weak pull towards START, for parameters on which no row depends
 ROUNDS, CHORDS = 9, 3  # Gauss-Newton steps; how many share a Jacobian
-FOLD_ROUNDS, CONVERGED = 12, 2e-3  # if a fold is left out: most steps from the solution of all rows; the last one's size
+FOLD_ROUNDS, CONVERGED = (
+    12,
+    2e-3,
+)  # if a fold is left out: most steps from the solution of all rows; the last one's size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +55,8 @@ def fit_rates(cases: Sequence[PublishedCase]) -> Fit:
 
 
 def leave_out(cases: Sequence[PublishedCase], fold_of: Callable[[PublishedCase], str]) -> dict[str, Fit]:
-    """For each fold: `fit_rates` of the cases of all other folds, to less than 1 %. It is found from the solution of all cases
-    with that one's Jacobian, in a fifth of the time; or from the start, where those steps do not converge."""
+    """For each fold: `fit_rates` of the cases of all other folds, to less than 1 %. It is found from the solution of all
+    cases with that one's Jacobian, in a fifth of the time; or from the start, where those steps do not converge."""
     measured = _measured(cases)
     folds = np.array([fold_of(case) for case in measured])
     whole = _logarithms(fit_rates(measured).rates)
@@ -83,8 +86,8 @@ def _measured(cases: Sequence[PublishedCase]) -> list[PublishedCase]:
 
 def _weights(cases: Sequence[PublishedCase]) -> np.ndarray:
     sizes = Counter(case.source for case in cases)
-    w = np.array([sizes[case.source] ** -0.5 for case in cases])
-    return w / w.sum()
+    weights = np.array([sizes[case.source] ** -0.5 for case in cases])
+    return np.asarray(weights / weights.sum())
 
 
 def _jacobian(cases: Sequence[PublishedCase], x: np.ndarray, r: np.ndarray) -> np.ndarray:

@@ -195,7 +195,6 @@ class Plan:
             "exposed_comm_s": self.step.exposed_comm_s, "binding": self.binding, "assumed": dict(self.assumed),
         }  # fmt: skip
 
-
     def _bands(self) -> dict[str, float]:
         """Ends of the 80 % band beside each figure, and of the 50 % band of times."""
         ranks, bands = self.machine.ranks, dict[str, Band]()
@@ -289,7 +288,8 @@ def sentences(plan: Plan) -> list[str]:
         f"{model}, {parameter_count(plan.shape.parameters)}, {s.backend} {s.sharding}, {s.precision}, on {m.ranks:,} x "
         f"{m.device.name} in {m.hosts:,} host{'s' * (m.hosts > 1)}{network}",
         f"It {fit_sentence(plan)}.",
-        f"Step {duration(plan.step_time_s)} ({band_text(plan)} in 8 of 10 cases), {count(plan.tokens_per_s)} tokens/s, {plan.flops_per_s / 1e12:.3g} TFLOPS a "
+        f"Step {duration(plan.step_time_s)} ({band_text(plan)} in 8 of 10 cases), {count(plan.tokens_per_s)} tokens/s, "
+        f"{plan.flops_per_s / 1e12:.3g} TFLOPS a "
         f"rank, MFU {plan.mfu:.1%}, HFU {plan.hfu:.1%}; bound by {plan.binding}.",
         *([f"Assumed: {assumed}."] if assumed else []),
     ]
@@ -345,7 +345,7 @@ def _cell(name: str, value: Any) -> str:
 
 
 def fits_text(p: Plan) -> str:
-    """"yes" or "no", and how likely it is to fit, where that is not nearly certain."""
+    """ "yes" or "no", and how likely it is to fit, where that is not nearly certain."""
     answer, share = "yes" if p.fits else "no", p.fits_probability
     return f"{answer} ({share:.0%})" if 1 - SURE <= share <= SURE else answer
 

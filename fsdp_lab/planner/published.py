@@ -267,7 +267,11 @@ def _software(reader: _Reader) -> tuple[Software, str]:
     kernel = Attention.FLASH2
     if "Composer" in framework:
         kernel = Attention.FLASH1  # MPT's attn_impl of 2023
-    elif "t5" in model or re.search(r"2304\.11277|AWS'?$|1 Trillion|SC21|2104\.04473", source) or re.match("Megatron|NeMo", framework):
+    elif (
+        "t5" in model
+        or re.search(r"2304\.11277|AWS'?$|1 Trillion|SC21|2104\.04473", source)
+        or re.match("Megatron|NeMo", framework)
+    ):
         kernel = Attention.PLAIN  # before fused attention
     reader.assume("attention", kernel.value)
     if not checkpoints:
@@ -280,7 +284,8 @@ def _software(reader: _Reader) -> tuple[Software, str]:
         reader.assume("peak", "of the first step")
     software = Software(attention=kernel, stops_early=not _before_torch_21(reader), keeps_gradients=is_paper,
                         holds_scores="ATorch" in framework, returns_cache="t5" in model,
-                        first_step=is_paper and "t5" in model, drops=re.match("Megatron|NeMo", framework) is not None)  # fmt: skip
+                        first_step=is_paper and "t5" in model,
+                        drops=re.match("Megatron|NeMo", framework) is not None)  # fmt: skip
     if checkpoints.startswith("selective"):
         reader.assume("selective", "every second block")
         return software, "every:2"

@@ -118,8 +118,8 @@ def shape_of(spec: Spec) -> ModelShape:
 def predict(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Predictions for rows of a table, with assumptions for empty cells. One dict per row, in their order: `id`,
     `tokens_per_s_per_gpu`, `tflops_per_gpu` (as the row's `tflops_kind` counts), `peak_mem` (in its `peak_mem_unit`, of its
-    `peak_mem_kind`; None if the unit is unknown), `step_time_s`, `fits_probability`, and `assumed`, by field; with `_low` and
-    `_high` the 80 % band of the first, the third and the fourth; or `id` and `error`, a sentence
+    `peak_mem_kind`; None if the unit is unknown), `step_time_s`, `fits_probability`, and `assumed`, by field; `_low` and
+    `_high` beside the first, the third and the fourth are their 80 % band; or `id` and `error`, a sentence
     that names the column."""
     return [_predict_row(row) for row in rows]
 
@@ -141,5 +141,6 @@ def _predict_row(row: Row) -> dict[str, Any]:
         "tokens_per_s_per_gpu_high": band.high / one.spec.world_size, "tflops_per_gpu": tokens_per_s * per_token / 1e12,
         "peak_mem": peak, "peak_mem_low": peaks and peaks.low, "peak_mem_high": peaks and peaks.high,
         "fits_probability": found.fits_probability,
-        "step_time_s": found.step_time_s, "step_time_s_low": step_s.low, "step_time_s_high": step_s.high, "assumed": {**found.assumed, **one.assumed},
+        "step_time_s": found.step_time_s, "step_time_s_low": step_s.low, "step_time_s_high": step_s.high,
+        "assumed": {**found.assumed, **one.assumed},
     }  # fmt: skip

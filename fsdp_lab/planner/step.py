@@ -19,8 +19,8 @@ from fsdp_lab.core.model_shape import ModelShape, UnitShape
 from fsdp_lab.core.schedule import Action, Direction, Phase, PointSide, Rules, Schedule, UnitCall
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.costs import (
-    BUCKET,
     BACKWARD_LAUNCH,
+    BUCKET,
     BYTES,
     FIRST_BUCKET,
     SEND_KERNELS,
@@ -134,10 +134,10 @@ class StepModel:
         }  # fmt: skip
 
     @functools.cached_property
-    def _copies_s(self) -> Counter[tuple[int, Direction]]:
+    def _copies_s(self) -> Mapping[tuple[int, Direction], float]:
         """By unit and direction: copies between parameters and the buffers of collectives, on a GPU that was not measured,
         where the computing stream makes them."""
-        seconds = Counter[tuple[int, Direction]]()
+        seconds = defaultdict[tuple[int, Direction], float](float)
         if self._machine.device.measured is None:
             rate = self._machine.device.memory_bytes_per_s * self._rates.memory
             for a in self._schedule.actions:

@@ -408,7 +408,9 @@ def log_memory_errors(rows: Sequence[MemoryRow]) -> tuple[list[float], list[str]
 
 def memory_lines(rows: Sequence[MemoryRow]) -> list[str]:
     """Errors by kind and source, as text, with and without the rows that no Spec describes."""
-    lines = [f"Bands of memory, each made without its source: the 80 % band holds {memory_coverage(rows):.0%} of the rows."]
+    lines = [
+        f"Bands of memory, each made without its source: the 80 % band holds {memory_coverage(rows):.0%} of the rows."
+    ]
     for kind in dict.fromkeys(row.kind for row in rows):
         of_kind = [row for row in rows if row.kind == kind]
         explained = [row for row in of_kind if row.is_explained]

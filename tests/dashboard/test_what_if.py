@@ -14,6 +14,7 @@ from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.spec import Spec, Strategy
 from fsdp_lab.dashboard import WhatIf
 from fsdp_lab.dashboard.panels.drawing import ON_DEVICE
+from fsdp_lab.dashboard.what_if.charts import PARTS
 from fsdp_lab.dashboard.what_if.form import CUSTOM_ONLY, FIELDS
 from fsdp_lab.dashboard.what_if.question import CUSTOM, Question, answer, best, with_curve
 from fsdp_lab.models.presets import PRESETS
@@ -145,11 +146,11 @@ def test_a_choice_is_answered_and_drawn(page):
     assert classes == pytest.approx(after.plan.memory.peak_bytes / GIB)
     assert column(page, "need.before", "end")[0] == pytest.approx(before.plan.memory.peak_bytes / GIB)
     assert column(page, "need.now", "slack")[0] == pytest.approx(40 - after.plan.margin_bytes / GIB)
-    whole = sum(column(page, "step.time", part)[0] for part in ("computing", "slowed", "exposed", "optimizer", "rest"))
+    whole = sum(column(page, "step.time", part)[0] for part in PARTS)
     assert whole == pytest.approx(column(page, "step.time", "end")[0])
     assert column(page, "scaling.here", "gpus") == [64]
     assert column(page, "scaling.points", "gpus") == [1 << i for i in range(13)]
-    assert "64 × a100-40 in 8 hosts at 1,600 Gb/s each" in page._live._scene.captions()[""]["reading"]
+    assert "64 × a100-40 in 8 hosts at 800 Gb/s each" in page._live._scene.captions()[""]["reading"]
 
 
 def test_a_widget_is_a_choice_and_shows_what_follows_from_it(page):

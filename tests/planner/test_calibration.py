@@ -66,7 +66,8 @@ def made_up(traffic: float = 8.0, interference: float = 0.6) -> tuple[Calibratio
     empty = Calibration.of([bare], **said)
     rates = Rates(
         matrix=1.0, attention=PUBLISHED.attention, memory=1.0, operands=1.0, link=1.0, network=1.0, latency_s=0.0,
-        jitter_s=0.0, interference=interference, step_s=0.0, hosts=TRUTH, traffic_of=dict.fromkeys(DTYPES, traffic),
+        hop_s=0.0, kernel_s=0.0, jitter_s=0.0, interference=interference, step_s=0.0,
+        hosts=TRUTH, traffic_of=dict.fromkeys(DTYPES, traffic),
     )  # fmt: skip
     steps = {}
     for i, (r, s) in enumerate(zip(timed, shapes, strict=True)):

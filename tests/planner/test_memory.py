@@ -217,16 +217,19 @@ def rows() -> list[MemoryRow]:
 
 def test_allocated_memory_of_published_rows(rows: list[MemoryRow]) -> None:
     explained = [m for m in rows if m.kind == "allocated" and m.is_explained]
-    assert len(explained) == 23 and len({m.case.source for m in explained}) == 3
-    assert mape(explained) <= 0.05 and max(abs(m.error) for m in explained) <= 0.12
+    first = [m for m in explained if m.case.id.startswith(("fsdp-7", "dlrover"))]
+    assert len(first) == 23 and mape(first) <= 0.05 and max(abs(m.error) for m in first) <= 0.12
+    assert len(explained) == 60 and mape(explained) <= 0.1
     for source in {m.case.source for m in explained}:
-        assert mape([m for m in explained if m.case.source == source]) <= 0.08, source
-    assert any(line.startswith("allocated memory, 23 rows") for line in memory_lines(rows))
+        assert mape([m for m in explained if m.case.source == source]) <= 0.15, source
+    assert any(line.startswith("allocated memory, 60 rows") for line in memory_lines(rows))
 
 
 def test_reserved_memory_of_published_rows(rows: list[MemoryRow]) -> None:
     reserved = [m for m in rows if m.kind == "reserved"]
-    assert len(reserved) == 9 and mape(reserved) <= 0.05
+    first = [m for m in reserved if m.case.id.startswith(("tt165", "tt-8B"))]
+    assert len(first) == 9 and mape(first) <= 0.05
+    assert len(reserved) == 29 and mape(reserved) <= 0.12
 
 
 def test_reserved_memory_beside_allocated_in_one_figure() -> None:

@@ -28,7 +28,7 @@ def test_figures_hang_together() -> None:
         "forward and backward, but what is kept"
     )
     assert found.link_bytes["reduce_scatter"] == pytest.approx(2 * gathered, rel=0.001), "once, in fp32"
-    assert found.assumed["network"] == "1600 Gb/s a host" and found.assumed["attention"] == "flash2"
+    assert found.assumed["network"] == "800 Gb/s a host" and found.assumed["attention"] == "flash2"
 
 
 def test_a_slow_network_binds_and_the_curve_says_from_where() -> None:
@@ -37,7 +37,7 @@ def test_a_slow_network_binds_and_the_curve_says_from_where() -> None:
     assert [p.spec.world_size for p in curve] == [1, 2, 4, 8, 16, 32, 64]
     assert limit(curve) == "bound by communication above 8 GPUs at 100 Gb/s a host"
     fast = scaling(SPEC, SEVEN, machine("a100-80", 64), [8, 64])
-    assert limit(fast) == "bound by computing up to 64 GPUs at 1,600 Gb/s a host"
+    assert limit(fast) == "bound by computing up to 64 GPUs at 800 Gb/s a host"
 
 
 @pytest.mark.parametrize("changes", [{"sharding": "hybrid_shard", "shard_size": 8}, {"sharding": "shard_grad_op"}])

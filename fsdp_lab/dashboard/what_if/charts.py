@@ -207,8 +207,10 @@ class StepCard(BaseCard):
             overlap = f"{percent(hidden)} of the communication is hidden"
         self._captions = Captions(
             reading=f"{duration(whole_s)}, in 8 of 10 cases {band_text(p)}; {overlap}",
-            legend=(*(fill_key(token, f"{label} {duration(s)}") for (token, label), s in keys),
-                    Key(label="in 8 of 10 cases", token="ink.peak", hatch="line")),
+            legend=(
+                *(fill_key(token, f"{label} {duration(s)}") for (token, label), s in keys),
+                Key(label="in 8 of 10 cases", token="ink.peak", hatch="line"),
+            ),
             note="Below: what the collectives take by themselves.",
         )
 
@@ -282,7 +284,11 @@ class ScalingCard(BaseCard):
         self._asked.replace([[asked.machine.ranks, 100 * asked.mfu]], {"label": [label]})
         self._range.cover(np.array([_mfu_band(p).high for p in (*plans, asked)]))
         self._most_gpus = max(MOST_GPUS, asked.machine.ranks)
-        keys = [Key(label="fits", token="ink.mean", hatch="line"), Key(label="in 8 of 10 cases", token="ink.band"), Key(label="asked", color=theme.RANKS[0])]
+        keys = [
+            Key(label="fits", token="ink.mean", hatch="line"),
+            Key(label="in 8 of 10 cases", token="ink.band"),
+            Key(label="asked", color=theme.RANKS[0]),
+        ]
         if not all(p.fits for p in plans):
             keys.append(Key(label="does not fit", color=NOT_FITTING))
         self._captions = Captions(reading=limiting_factor(answer), legend=tuple(keys), note=_fits_from(plans))

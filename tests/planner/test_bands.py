@@ -1,0 +1,207 @@
+"""Bands: what widens them, that they hold what they say, and the probability that a plan fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.planner.bands import LEVELS, MEMORY_ERRORS, PUBLISHED_ERRORS, Band, Doubt, Quantiles, Scale, worse
+from fsdp_lab.planner.coverage import Responses, SourceCoverage, coverage, fit_errors, memory_quantiles, with_quantiles
+from fsdp_lab.planner.devices import PUBLISHED, machine
+from fsdp_lab.planner.fitting import leave_out
+from fsdp_lab.planner.plan import Plan, plan
+from fsdp_lab.planner.published import PublishedCase
+from fsdp_lab.planner.questions import Target, planned, predict, searched
+from fsdp_lab.planner.search import Search
+from fsdp_lab.planner.shapes import shape_for
+from fsdp_lab.planner.validate import fold, log_memory_errors, memory_rows, published, usable
+
+SEVEN = Spec(world_size=64).replace(model="llama-7b", precision="bf16", backend="fsdp2", seq_len=2048)
+QUANTILES = PUBLISHED_ERRORS.quantiles
+
+
+def plan_of(ranks: int = 64, hardware: str = "a100-80", network: float | None = 800, **changes: object) -> Plan:
+    return planned(SEVEN.replace(world_size=ranks, **changes), Target(hardware=hardware, network_gbit_per_s=network))
+
+
+# -- what widens a band ------------------------------------------------------------------------------------------------
+
+
+def test_a_band_holds_its_prediction_and_a_wider_one_the_narrower() -> None:
+    found = plan_of()
+    half, most = found.step_time_band_s(0.5), found.step_time_band_s(0.8)
+    assert most.low < half.low < found.step_time_s < half.high < most.high
+    tokens = found.tokens_per_s_band()
+    assert tokens.low == pytest.approx(found.tokens / most.high) and tokens.high == pytest.approx(
+        found.tokens / most.low
+    )
+
+
+def test_a_network_that_is_assumed_is_less_sure_where_communication_binds() -> None:
+    stated, assumed = plan_of(micro_batch=1), plan_of(network=None, micro_batch=1)
+    assert stated.step_time_s == assumed.step_time_s, "the assumed network is the one that is stated here"
+    assert assumed.step_time_band_s().high > 1.1 * stated.step_time_band_s().high
+    assert assumed.scale.causes[Doubt.NETWORK] == max(assumed.scale.causes.values())
+
+
+def test_inside_a_host_the_network_is_no_doubt_and_on_one_device_nothing_is_sent() -> None:
+    one, host = plan_of(ranks=1, network=None), plan_of(ranks=8, network=None)
+    assert host.scale.causes[Doubt.NETWORK] == 0.0
+    assert all(one.scale.causes[d] == 0.0 for d in (Doubt.NETWORK, Doubt.LINK, Doubt.LATENESS, Doubt.OVERLAP))
+
+
+def test_a_device_without_rows_and_more_ranks_than_any_row_had_are_less_sure() -> None:
+    measured, not_measured = plan_of(ranks=8, hardware="a100-80"), plan_of(ranks=8, hardware="b200")
+    assert not_measured.scale.causes[Doubt.COMPUTING] > measured.scale.causes[Doubt.COMPUTING]
+    few, many = (plan_of(ranks=n, micro_batch=4) for n in (1024, 8192))
+    assert many.step_time_band_s().width > few.step_time_band_s().width
+
+
+@pytest.mark.parametrize("doubt", Doubt)
+def test_a_kind_that_is_worse_makes_no_step_faster(doubt: Doubt) -> None:
+    where = machine("a100-80", 64, network_gbit_per_s=400)
+    shape = shape_for("llama-7b")
+    seconds = [plan(SEVEN, shape, where, rates=worse(PUBLISHED, doubt, by)).step_time_s for by in (-0.4, 0.0, 0.4)]
+    assert seconds == sorted(seconds)
+    assert seconds[0] < seconds[2] or doubt in (Doubt.LINK, Doubt.HOST), "which the network hides here"
+
+
+# -- fits --------------------------------------------------------------------------------------------------------------
+
+
+def test_what_just_fits_fits_in_half_of_all_cases() -> None:
+    found = plan_of()
+    needed = (
+        found.memory.reserved_bytes
+        + found.machine.device.memory_bytes
+        - found.margin_bytes
+        - found.memory.reserved_bytes
+    )
+    assert found.within(needed).fits_probability == pytest.approx(0.5, abs=0.01)
+    limits = [needed * share for share in (0.5, 0.8, 0.95, 1.0, 1.05, 1.2, 2.0)]
+    shares = [found.within(int(limit)).fits_probability for limit in limits]
+    assert shares == sorted(shares) and shares[0] < 0.02 and shares[-1] > 0.98
+    assert [found.within(int(limit)).fits for limit in limits] == [share >= 0.5 for share in shares]
+    assert "likely to fit" in repr(found.within(int(1.05 * needed))) and "likely" not in repr(found)
+
+
+@given(
+    values=st.lists(st.floats(0.001, 3.0), min_size=len(LEVELS), max_size=len(LEVELS), unique=True), at=st.floats(0, 5)
+)
+def test_quantiles_and_probabilities_are_each_other_s_inverse(values: list[float], at: float) -> None:
+    found = Quantiles(tuple(sorted(values)))
+    assert found.probability_below(0.0) == 0.5
+    assert found.probability_below(-at) == pytest.approx(1 - found.probability_below(at))
+    for level, value in zip(LEVELS, found.values, strict=True):
+        assert found.at(level) == pytest.approx(value)
+        assert found.probability_below(value) == pytest.approx(0.5 + level / 2)
+    assert 0.5 <= found.probability_below(at) <= found.probability_below(at + 0.1) <= 1.0
+
+
+# -- searches and tables -----------------------------------------------------------------------------------------------
+
+
+def search_of(memory_bytes: int | None = None) -> Search:
+    return searched(SEVEN.replace(world_size=8, micro_batch=2), Target(hardware="a100-80"), limit_bytes=memory_bytes)
+
+
+def test_a_search_ranks_by_speed_and_probability_and_says_what_cannot_be_told_apart() -> None:
+    found = search_of()
+    expected = [one.plan.step_time_s / one.plan.fits_probability for one in found.top]
+    assert expected == sorted(expected)
+    like = [one for one in found.top[1:] if not one.is_apart]
+    assert all("the order is not certain" in one.why for one in like)
+    assert ("cannot be told apart" in repr(found)) == bool(like)
+    assert not found.top[0].is_apart
+
+
+def test_what_two_predictions_share_does_not_make_their_order_uncertain() -> None:
+    both = {Doubt.NETWORK: 0.5, Doubt.COMPUTING: 0.1}
+    one, other = (
+        Scale(below=0.5, above=0.5, causes=both),
+        Scale(below=0.5, above=0.5, causes={**both, Doubt.NETWORK: 0.2}),
+    )
+    assert one.apart(one, 0.03) == pytest.approx(0.03)
+    assert one.apart(other, 0.04) == pytest.approx(0.3027, abs=1e-3)
+
+
+def test_rows_of_a_table_have_bands() -> None:
+    (row,) = [r for r in published() if r["id"] == "fsdp-7b-B2-512"]
+    (found,) = predict([row])
+    assert found["tokens_per_s_per_gpu_low"] < found["tokens_per_s_per_gpu"] < found["tokens_per_s_per_gpu_high"]
+    assert found["peak_mem_low"] < found["peak_mem"] < found["peak_mem_high"] and 0 <= found["fits_probability"] <= 1
+    assert found["step_time_s_low"] < found["step_time_s"] < found["step_time_s_high"]
+
+
+# -- coverage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[PublishedCase]:
+    return usable(published())[0]
+
+
+def made_up(cases: list[PublishedCase], seed: int) -> Responses:
+    """Errors of a known size: a normal distribution of 5 %, and of 20 % where the network's response is large."""
+    draw = np.random.default_rng(seed)
+    shape = (len(cases), len(Doubt), 6)
+    responses = np.zeros(shape)
+    slow = draw.random(len(cases)) < 0.3
+    responses[slow, list(Doubt).index(Doubt.NETWORK)] = np.array([0.0, 0.025, 0.05, 0.1, 0.2, 0.4])
+    errors = draw.normal(0, np.where(slow, 0.2, 0.05))
+    stated = [dataclasses.replace(c, machine=dataclasses.replace(c.machine, assumed={})) for c in cases]
+    return Responses(cases=tuple(stated), errors=errors, above=responses, below=responses)
+
+
+def test_a_known_uncertainty_is_found_and_its_bands_hold_what_they_say(cases: list[PublishedCase]) -> None:
+    rows = made_up(cases, seed=1)
+    found = coverage(rows)
+    assert 0.74 < found.share() < 0.86 and 0.4 < found.share(0.5) < 0.6
+    assert found.width < 1.25 * found.constant_width, "wide where it must be, and narrow elsewhere"
+    errors = fit_errors(rows)
+    below, above = rows.scales(errors)
+    is_slow = rows.above[:, list(Doubt).index(Doubt.NETWORK), -1] > 0
+    assert 2.5 < above[is_slow].mean() / above[~is_slow].mean() < 6 and (below == above).all()
+
+
+def test_a_source_is_judged_by_how_many_rows_chance_leaves_inside() -> None:
+    one = SourceCoverage(source="", rows=100, inside_50=50, inside_80=80, width=0.2)
+    assert one.usual == (73, 86) and one.is_usual
+    assert not dataclasses.replace(one, inside_80=99).is_usual and not dataclasses.replace(one, inside_80=70).is_usual
+
+
+def test_quantiles_of_memory_weigh_sources_not_rows() -> None:
+    found = memory_quantiles([0.1] * 100 + [0.3] * 4, ["a"] * 100 + ["b"] * 4)
+    assert found.at(0.8) == 0.1 and found.at(0.9) == 0.3
+
+
+def test_the_memory_bands_in_the_package_are_those_of_the_rows() -> None:
+    found = memory_quantiles(*log_memory_errors(memory_rows(published())[0]))
+    assert found.values == pytest.approx(MEMORY_ERRORS["cuda"].values, abs=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_bands_in_the_package_are_what_the_procedure_finds_and_they_hold(cases: list[PublishedCase]) -> None:
+    fits = leave_out(cases, fold)
+    rows = Responses.of(cases, lambda one: fits[fold(one)].rates)
+    found = fit_errors(rows)
+    assert dict(found.sizes) == dict(PUBLISHED_ERRORS.sizes) and found.floor == PUBLISHED_ERRORS.floor
+    assert found.quantiles.values == pytest.approx(PUBLISHED_ERRORS.quantiles.values, rel=0.02)
+    assert found.between == pytest.approx(PUBLISHED_ERRORS.between, abs=2e-3)
+    assert with_quantiles(rows, found).quantiles == found.quantiles
+    held = coverage(rows)
+    assert 0.75 <= held.share() <= 0.85 and held.width <= 1.5 * held.constant_width
+    names = {one.machine.device.name for one in cases}
+    assert names <= PUBLISHED_ERRORS.devices and max(one.machine.ranks for one in cases) == PUBLISHED_ERRORS.ranks
+
+
+def test_a_band_turns_into_that_of_a_rate() -> None:
+    band = Band(0.5, 2.0)
+    assert band.inverse(4.0) == Band(2.0, 8.0) and band.width == pytest.approx(math.log(4))
