@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 HELP = "write an HTML page that answers every combination of the lists; without lists, those of a set for teaching"
 # The options of a page for which none is given.
 TEACHING = {
-    "model": "llama-125m,llama-1b,llama-3b,llama-7b,llama-13b,llama-70b,llama-405b",
+    "model": "llama-125m,llama-1b,llama-7b,llama-13b,llama-70b,llama-405b",
     "hardware": "l40s,a100-80,h100,h200,b200",
     "ranks": "1,2,4,8,16,32,64,128,256,512,1024",
     "sharding": "full_shard,shard_grad_op,hybrid_shard,no_shard",
     "recompute": "none,full",
-    "micro_batch": "1,2,4,8",
+    "micro_batch": "1,2,8",
     "seq_len": "2048",
     "precision": "bf16",
 }

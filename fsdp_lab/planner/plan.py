@@ -288,7 +288,7 @@ def sentences(plan: Plan) -> list[str]:
         f"{model}, {parameter_count(plan.shape.parameters)}, {s.backend} {s.sharding}, {s.precision}, on {m.ranks:,} x "
         f"{m.device.name} in {m.hosts:,} host{'s' * (m.hosts > 1)}{network}",
         f"It {fit_sentence(plan)}.",
-        f"Step {duration(plan.step_time_s)} ({band_text(plan)} in 8 of 10 cases), {count(plan.tokens_per_s)} tokens/s, "
+        f"Step {duration(plan.step_time_s)} ({band_text(plan)} 8 times in 10), {count(plan.tokens_per_s)} tokens/s, "
         f"{plan.flops_per_s / 1e12:.3g} TFLOPS a "
         f"rank, MFU {plan.mfu:.1%}, HFU {plan.hfu:.1%}; bound by {plan.binding}.",
         *([f"Assumed: {assumed}."] if assumed else []),

@@ -38,7 +38,7 @@ from fsdp_lab.planner.devices import Machine, Rates
 
 # Backends whose host runs ahead of a GPU; on a CPU, which has no streams, they wait for their collectives.
 AHEAD = ("fsdp1", "fsdp2")
-SHORT = 4  # blocks that `step_seconds` simulates
+SHORT = 3  # blocks that `step_seconds` simulates
 SENDING = (Phase.UNSHARD, Phase.REDUCE)
 # Copies of a payload in addition to the collective: for a gather, for a reduction. FSDP2 gathers to one buffer and copies
 # from it; all backends copy gradients to one buffer before the reduction.

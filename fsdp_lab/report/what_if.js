@@ -344,7 +344,8 @@ function headline(cell) {
 
 function verdict(cell) {
   const probability = figure(cell, "fits_probability");
-  const sure = Number.isNaN(probability) ? "" : `: ${Math.round(100 * probability)} %`;
+  const isOpen = probability >= 0.02 && probability <= 0.98; // false for NaN: what is nearly certain needs no number
+  const sure = isOpen ? `: ${Math.round(100 * probability)} %` : "";
   return fits(cell) ? `fits${sure}` : `does not fit${sure && ` (fits${sure})`}`;
 }
 

@@ -174,10 +174,17 @@ def test_a_page_without_a_kernel_says_what_its_command_says(
     capsys.readouterr()
     assert main([*command[1:], "--json"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)["plans"]
+
+    def between(name: str, write: Callable[[float], str]) -> str:
+        return f"{write(plan[name])}\n{write(plan[f'{name}_low'])} to {write(plan[f'{name}_high'])}"
+
+    mfu = " to ".join(
+        f"{100 * plan['mfu'] * plan['step_time_s'] / plan[f'step_time_s_{end}']:.1f} %" for end in ("high", "low")
+    )
     assert page.figures() == {
-        "step": duration(plan["step_time_s"]), "tokens/s": count(plan["tokens_per_s"]),
+        "step": between("step_time_s", duration), "tokens/s": between("tokens_per_s", count),
         "tokens/s a rank": count(plan["tokens_per_s_per_rank"]), "TFLOPS a rank": f"{plan['tflops_per_rank']:.0f}",
-        "MFU": f"{100 * plan['mfu']:.1f} %", "HFU": f"{100 * plan['hfu']:.1f} %",
+        "MFU": f"{100 * plan['mfu']:.1f} %\n{mfu}", "HFU": f"{100 * plan['hfu']:.1f} %",
         "exposed communication": f"{100 * plan['exposed_comm_s'] / plan['step_time_s']:.1f} %",
     }  # fmt: skip
     assert page.text("headline").startswith(

@@ -206,10 +206,10 @@ class StepCard(BaseCard):
             hidden = max(0.0, 1 - step.exposed_comm_s / sent_s)
             overlap = f"{percent(hidden)} of the communication is hidden"
         self._captions = Captions(
-            reading=f"{duration(whole_s)}, in 8 of 10 cases {band_text(p)}; {overlap}",
+            reading=f"{duration(whole_s)}, 8 times in 10 {band_text(p)}; {overlap}",
             legend=(
                 *(fill_key(token, f"{label} {duration(s)}") for (token, label), s in keys),
-                Key(label="in 8 of 10 cases", token="ink.peak", hatch="line"),
+                Key(label="8 times in 10", token="ink.peak", hatch="line"),
             ),
             note="Below: what the collectives take by themselves.",
         )
@@ -268,7 +268,7 @@ class ScalingCard(BaseCard):
         tint(text.glyph, text_color="ink.peak")
         every = fig.scatter("gpus", "mfu", source=points, size=12, fill_alpha=0, line_alpha=0)
         hover(fig, every, [("GPUs", "@gpus{0,0}"), ("", "@fits"), ("MFU", "@mfu{0.0} %"),
-                           ("in 8 of 10 cases", "@low{0.0} to @high{0.0} %"), ("step", "@step_ms{0,0} ms"),
+                           ("8 times in 10", "@low{0.0} to @high{0.0} %"), ("step", "@step_ms{0,0} ms"),
                            ("tokens/s", "@tokens_per_s{0,0}"), ("TFLOPS per GPU", "@tflops{0,0}"),
                            ("memory", "@gib{0,0.0} GiB")])  # fmt: skip
         return fig
@@ -286,7 +286,7 @@ class ScalingCard(BaseCard):
         self._most_gpus = max(MOST_GPUS, asked.machine.ranks)
         keys = [
             Key(label="fits", token="ink.mean", hatch="line"),
-            Key(label="in 8 of 10 cases", token="ink.band"),
+            Key(label="8 times in 10", token="ink.band"),
             Key(label="asked", color=theme.RANKS[0]),
         ]
         if not all(p.fits for p in plans):

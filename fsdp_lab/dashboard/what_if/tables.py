@@ -59,7 +59,7 @@ class AnswerCard(BaseCard):
         table: dict[str, str | Cell] = {
             "": Cell(text="fits" if p.fits else "does not fit", tone="good" if p.fits else "bad"),
             "step": duration(p.step_time_s),
-            "in 8 of 10 cases": band_text(p),
+            "8 times in 10": band_text(p),
             "tokens/s": count(p.tokens_per_s),
             "tokens/s per GPU": count(p.tokens_per_s / p.machine.ranks),
             "TFLOPS per GPU": figures(p.flops_per_s / 1e12),
