@@ -100,9 +100,10 @@ class TimeErrors:
 # far the host's time of a kernel differs between programs, from GPT blocks of width 1,024 (vTrain's profiles, 60 us) and
 # transformers' (20 us). unstated: the spread of the networks that sources state, 15 to 250 Gb/s a GPU for A100s.
 PUBLISHED_ERRORS = TimeErrors(
-    sizes={Doubt.COMPUTING: 0.05, Doubt.TRAFFIC: 0.4, Doubt.LINK: 0.1, Doubt.NETWORK: 0.4, Doubt.LATENESS: 0.4,
+    sizes={Doubt.COMPUTING: 0.05, Doubt.TRAFFIC: 0.4, Doubt.LINK: 0.0, Doubt.NETWORK: 0.4, Doubt.LATENESS: 0.2,
            Doubt.OVERLAP: 0.4, Doubt.HOST: 0.5},
-    unstated=0.8, unmeasured=0.15, floor=0.05, between=0.04, quantiles=Quantiles((0.4, 0.8, 1.0, 1.3, 2.0, 2.5)),
+    unstated=0.8, unmeasured=0.15, floor=0.05, between=0.0325,
+    quantiles=Quantiles((0.2211, 0.5715, 0.9446, 1.2597, 1.4755, 1.9901)),
     devices=frozenset({"a100-40", "a100-64", "a100-80", "h100", "h100-hbm2e", "h200", "gb200", "v100"}), ranks=1024,
 )  # fmt: skip
 
@@ -119,13 +120,13 @@ class Here:
 CALIBRATED_ERRORS = Here(quantiles=Quantiles((0.013, 0.03, 0.05, 0.1, 0.18, 0.19)), between=0.05)
 # Of |ln(measured / predicted)| of peaks, by type of device: published rows (a test repeats it), and the ledger of CPU ranks.
 MEMORY_ERRORS: Mapping[str, Quantiles] = {
-    "cuda": Quantiles((0.0275, 0.0554, 0.1029, 0.1546, 0.1989, 0.2679)),
+    "cuda": Quantiles((0.026, 0.0373, 0.0497, 0.1145, 0.1989, 0.2679)),
     "cpu": Quantiles((0.001, 0.005, 0.008, 0.015, 0.02, 0.03)),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale:
+class ErrorScale:
     """ln(measured / predicted) of about one standard deviation, below the prediction and above; `causes`: above, by kind."""
 
     below: float
@@ -135,7 +136,7 @@ class Scale:
     def band(self, predicted: float, quantile: float) -> Band:
         return Band(predicted * math.exp(-quantile * self.below), predicted * math.exp(quantile * self.above))
 
-    def apart(self, other: Scale, between: float) -> float:
+    def apart(self, other: ErrorScale, between: float) -> float:
         """ln of the ratio that two measurements may differ in, where the predictions are equal: what both predictions share
         does not count."""
         kinds = {*self.causes, *other.causes}
@@ -173,7 +174,7 @@ def uncertainties(errors: TimeErrors, machine: Machine) -> Iterator[tuple[Doubt,
             yield doubt, size * (math.sqrt(1 + beyond) if doubt is Doubt.LATENESS else 1.0)
 
 
-def scale(errors: TimeErrors, machine: Machine, rates: Rates, seconds: Callable[[Rates], float]) -> Scale:
+def error_scale(errors: TimeErrors, machine: Machine, rates: Rates, seconds: Callable[[Rates], float]) -> ErrorScale:
     """seconds: of a step with given rates."""
     usual, above, below = seconds(rates), dict[Doubt, float](), dict[Doubt, float]()
     for doubt, size in uncertainties(errors, machine):
@@ -183,4 +184,4 @@ def scale(errors: TimeErrors, machine: Machine, rates: Rates, seconds: Callable[
         above[doubt] = max(0.0, math.log(seconds(worse(rates, doubt, size)) / usual))
         below[doubt] = max(0.0, math.log(usual / seconds(worse(rates, doubt, -size))))
     down, up = (math.hypot(errors.floor, *each.values()) for each in (below, above))
-    return Scale(below=down, above=up, causes=above)
+    return ErrorScale(below=down, above=up, causes=above)

@@ -32,11 +32,13 @@ class Attention(StrEnum):
 
     PLAIN = "plain"  # writes the matrix of scores to memory
     FLASH1 = "flash1"  # FlashAttention, and Triton's of the same age
+    CUDNN = "cudnn"  # torch's default on an H100 in 2.5.0, and where it is asked for
     FLASH2 = "flash2"  # FlashAttention-2, in torch's scaled_dot_product_attention since 2.2
 
 
-# Causal, width 128, on an A100: arXiv 2307.08691, figures 5 and 6.
-GAIN = {Attention.FLASH1: 1.0, Attention.FLASH2: 1.8}
+# Causal, width 128, on an A100: arXiv 2307.08691, figures 5 and 6. cuDNN over FlashAttention-2 on an H100: up to 1.75, the
+# release notes of PyTorch 2.5.
+GAIN = {Attention.FLASH1: 1.0, Attention.FLASH2: 1.8, Attention.CUDNN: 1.8 * 1.75}
 SCORE_BYTES = 12  # memory traffic per score and head in half precision: write, mask, softmax, read
 DROPOUT_BYTES = 5  # of an element in half precision: read, write, its mask
 
@@ -45,11 +47,13 @@ DROPOUT_BYTES = 5  # of an element in half precision: read, write, its mask
 class Software:
     """Properties of the software that no Spec has.
 
-    `operators`: recompute keeps half of the matrix products and the attention of a unit (torchtitan's selective activation
+    `operators`: recompute keeps every second matrix product and the attention of a unit (torchtitan's selective activation
     checkpoints). `stops_early`: recompute stops at the last tensor that the backward needs, before the unit's last
     product (torch's checkpoints since 2.1).
     `keeps_gradients`: `zero_grad` fills gradients with zeros instead of freeing them (torch before 2.0).
     `drops`: dropout after attention's softmax, where its matrix is written, and before each residual.
+    `fused_norms`: a norm of a gated block is one kernel. `half_loss`: the loss is computed of logits in half precision.
+    `half_state`: parameters and the optimizer's state are in half precision, which only the time of the update knows of.
     `holds_scores`: the peak includes the matrix of scores, although the step is as fast as with a fused kernel.
     `returns_cache`: a T5's decoder returns the keys and values of all its blocks (transformers' `use_cache`, on by default);
     they live until the forward ends.
@@ -61,6 +65,9 @@ class Software:
     stops_early: bool = True
     keeps_gradients: bool = False
     drops: bool = False
+    fused_norms: bool = False
+    half_loss: bool = False
+    half_state: bool = False
     holds_scores: bool = False
     returns_cache: bool = False
     first_step: bool = False
@@ -91,11 +98,12 @@ def work(unit: UnitShape, tokens: int, spec: Spec, device: Device, rates: Rates,
     if (times := rates.traffic_of.get(dtype)) is not None:
         traffic = (times * saved_bytes(unit, tokens, dtype),) * 2
     else:
-        traffic = traffic_bytes(unit, tokens, dtype, fused=spec.strategy.compile, drops=software.drops)
+        traffic = traffic_bytes(unit, tokens, dtype, software, fused=spec.strategy.compile)
     moved_per_s = device.memory_bytes_per_s * rates.memory / rates.traffic
     other, other_back = (samples * size / moved_per_s for size in traffic)
     host = rates.host(spec.strategy.backend).tensor_s * len(unit.parameters) / 2
-    recompute = products / 2 + other if software.operators else products + scores + other
+    kept = kept_products(unit) if software.operators else 0.0
+    recompute = (1 - kept) * products + other + (0.0 if software.operators else scores)
     if software.stops_early and unit.products and not software.operators:
         last = replace(unit, products=(replace(unit.products[-1], count=1),))
         recompute -= product_seconds(last, tokens * samples, dtype, device, rates)
@@ -113,13 +121,20 @@ def saved_bytes(unit: UnitShape, tokens: int, dtype: str) -> float:
     return replace(unit.saved[dtype], per_pair_bytes=0.0).bytes_of(tokens)
 
 
-def traffic_bytes(unit: UnitShape, tokens: int, dtype: str, *, fused: bool, drops: bool = False) -> tuple[float, float]:
+def kept_products(unit: UnitShape) -> float:
+    """The share of matrix products that `Software.operators` keeps: the first, the third, and so on, in calling order."""
+    each = [p.inputs * p.outputs * p.share for p in unit.products for _ in range(p.count)]
+    return sum(each[::2]) / sum(each) if each else 1.0
+
+
+def traffic_bytes(unit: UnitShape, tokens: int, dtype: str, software: Software = USUAL, *,
+                  fused: bool) -> tuple[float, float]:  # fmt: skip
     """Memory traffic of one sample without products and attention: (forward, backward). fused: by a compiler."""
-    traffic, size = memory_traffic(unit), unit.share * tokens * BYTES[dtype] / 2
+    traffic, size = memory_traffic(unit, software), unit.share * tokens * BYTES[dtype] / 2
     if traffic is None:
         traffic, size = PER_SAVED, saved_bytes(unit, tokens, dtype)
     forward, backward = traffic[2:] if fused else traffic[:2]
-    dropout = 2 * DROPOUT_BYTES * unit.boundary_elements * size if drops and unit.heads else 0.0
+    dropout = 2 * DROPOUT_BYTES * unit.boundary_elements * size if software.drops and unit.heads else 0.0
     return forward * size + dropout, backward * size + dropout
 
 
@@ -188,22 +203,23 @@ RESIDUAL: Bytes = (6, 6, 6, 4)  # two read, one written; fused: with the next no
 ACTIVATION: Bytes = (4, 6, 4, 6)  # GELU or ReLU
 GATE: Bytes = (10, 18, 6, 12)  # SiLU and a product, whose backward reads both factors
 ROTARY: Bytes = (20, 20, 4, 4)  # of queries and keys, in fp32
+HALF_LOSS: Bytes = (4, 8, 4, 8)  # log-softmax; its gradient
 LOSS: Bytes = (14, 22, 4, 4)  # of a logit: cast, log-softmax; its gradient, cast
 PER_SAVED: Bytes = (1.1, 1.7, 0.8, 1.1)  # per saved byte, for units of other models; as in a GPT's block
 
 
-def memory_traffic(unit: UnitShape) -> Bytes | None:
+def memory_traffic(unit: UnitShape, software: Software = USUAL) -> Bytes | None:
     """Bytes per token in half precision, of a transformer's block or of a head with its loss, which is one product without
     attention. None for other units."""
     if unit.heads:
-        return _block_traffic(unit)
+        return _block_traffic(unit, software)
     if len(unit.products) == 1 and not unit.saved["bf16"].fixed_bytes:
         head = unit.products[0]
-        return _sum_traffic((head.count * head.outputs * head.share, LOSS))
+        return _sum_traffic((head.count * head.outputs * head.share, HALF_LOSS if software.half_loss else LOSS))
     return None
 
 
-def _block_traffic(unit: UnitShape) -> Bytes | None:
+def _block_traffic(unit: UnitShape, software: Software) -> Bytes | None:
     """Traffic of one block or several. A block that widens to twice its inner width is gated, and such models (Llama and
     later ones) have RMS norms and rotary positions."""
     hidden = unit.boundary_elements or max(unit.products, key=lambda p: p.outputs).inputs
@@ -215,7 +231,8 @@ def _block_traffic(unit: UnitShape) -> Bytes | None:
     logits = sum(p.count * p.outputs * p.share for p in unit.products if p.outputs > max(4 * hidden, 2 * width))
     ends, inner, heads = 2 * blocks * hidden, blocks * width, unit.pair_flops / 4
     if widened >= 2 * inner:
-        return _sum_traffic((ends, RESIDUAL), (ends, RMS_NORM), (2 * heads, ROTARY), (inner, GATE), (logits, LOSS))
+        norm = LAYER_NORM if software.fused_norms else RMS_NORM
+        return _sum_traffic((ends, RESIDUAL), (ends, norm), (2 * heads, ROTARY), (inner, GATE), (logits, LOSS))
     return _sum_traffic((ends, RESIDUAL), (ends, LAYER_NORM), (inner, ACTIVATION), (logits, LOSS))
 
 
@@ -229,7 +246,7 @@ def _sum_traffic(*parts: tuple[float, Bytes]) -> Bytes:
 
 # Kernels of a forward besides matrix products and attention, as libraries write them and as a compiler fuses them.
 GATED_KERNELS, PLAIN_KERNELS, FUSED_KERNELS = 28, 12, 4
-ATTENTION_KERNELS = {Attention.PLAIN: 7, Attention.FLASH1: 2, Attention.FLASH2: 2}
+ATTENTION_KERNELS = {Attention.PLAIN: 7, Attention.FLASH1: 2, Attention.FLASH2: 2, Attention.CUDNN: 2}
 BACKWARD_LAUNCH = 0.4  # host's time of a backward, relative to the forward: more kernels, but autograd issues them
 SEND_KERNELS = 20  # a gather or a reduction of a unit takes the host as long as so many kernels
 

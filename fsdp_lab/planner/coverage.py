@@ -71,7 +71,7 @@ class Responses:
                          errors=self.errors[kept], above=self.above[kept], below=self.below[kept])  # fmt: skip
 
     def scales(self, errors: TimeErrors) -> tuple[np.ndarray, np.ndarray]:
-        """[rows] below the prediction and above it: as `bands.scale`."""
+        """[rows] below the prediction and above it: as `bands.error_scale`."""
         sizes = np.array(
             [list(dict(uncertainties(errors, case.machine)).values()) for case in self.cases]
         )  # [rows, kinds]
@@ -122,8 +122,8 @@ def with_quantiles(rows: Responses, errors: TimeErrors) -> TimeErrors:
 
 
 def _between(rows: Responses) -> float:
-    """The size that 80 % of the differences of two errors have, of rows of one source, model, device, world size and sequence
-    length: the median over sources."""
+    """The size that 80 % of the differences of two errors have, of rows of one source, model, device, world size and
+    sequence length: the median over sources."""
     groups, sizes = defaultdict[tuple[object, ...], list[int]](list), defaultdict[str, list[float]](list)
     for i, c in enumerate(rows.cases):
         groups[c.source, c.shape.name, c.machine.device.name, c.machine.ranks, c.tokens_per_sample].append(i)

@@ -168,7 +168,7 @@ def dense_tape(shape: ModelShape, dtype: str, software: Software, *, compiled: b
         if key not in cache:
             cache[key] = _block(unit, dtype, software, compiled, recomputed=key[1])
         blocks.append(cache[key])
-    embedding, head, head_backward, embedding_backward = _root(shape, dtype, compiled)
+    embedding, head, head_backward, embedding_backward = _root(shape, dtype, software, compiled)
     forward, backward, before, after = Direction.FORWARD, Direction.BACKWARD, PointSide.BEFORE, PointSide.AFTER
     tape: list[tuple[Direction, int, PointSide, tuple[TapeChange, ...]]] = [(forward, 0, before, embedding)]
     for i, changes in enumerate(blocks, 1):
@@ -231,7 +231,7 @@ class BlockOperators:
         twice = [p for p in unit.products[:-1] if p.count == 2]  # outside the MLP: keys and values
         self._kv_width = float(twice[0].outputs) if twice and not self._is_t5 else self._width
         self._is_plain = self._is_t5 or software.holds_scores or software.attention is Attention.PLAIN
-        self._fused_norm = compiled or not (self._is_gated or self._is_t5)
+        self._fused_norm = compiled or software.fused_norms or not (self._is_gated or self._is_t5)
         self._weights = iter(range(len(unit.parameters)))
 
     def __iter__(self) -> Iterator[Operator]:
@@ -312,7 +312,7 @@ class BlockOperators:
 # -- the root --------------------------------------------------------------------------------------------------------
 
 
-def _root(shape: ModelShape, dtype: str, compiled: bool) -> tuple[tuple[TapeChange, ...], ...]:
+def _root(shape: ModelShape, dtype: str, software: Software, compiled: bool) -> tuple[tuple[TapeChange, ...], ...]:
     """What the root does before the blocks and after them, in the forward and in the backward."""
     unit = shape.units[0]
     item, vocabulary, h = BYTES[dtype], unit.products[-1].outputs, unit.boundary_elements
@@ -337,6 +337,11 @@ def _root(shape: ModelShape, dtype: str, compiled: bool) -> tuple[tuple[TapeChan
     backward += alloc(x)
     backward += alloc(table) if is_tied else [TapeChange(MADE, table, 0, head), TapeChange(ARRIVED, table, 0, head)]
     backward += free(logits if is_cast or compiled else logits32) + alloc(x) + free(x, x) + alloc(biases)
+    if software.half_loss and is_cast and not compiled:  # the loop holds the logits
+        forward = alloc(x, logits, logits)
+        backward = alloc(logits, logits) + free(logits, logits) + alloc(x)
+        backward += alloc(table) if is_tied else [TapeChange(MADE, table, 0, head), TapeChange(ARRIVED, table, 0, head)]
+        backward += free(logits, logits) + alloc(x) + free(x, x) + alloc(biases)
     end = free(biases, biases)
     for i in (*(i for i in range(len(unit.parameters)) if i not in (0, head)), 0):
         size = SizeFormula(((0, 0, item * float(unit.parameters[i])),))

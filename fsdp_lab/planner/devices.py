@@ -264,6 +264,6 @@ class Rates:
 
 # Fitted to all usable rows of data/fsdp_measurements.csv. A test repeats the fit.
 PUBLISHED = Rates(
-    matrix=0.8741, attention={"ampere": 0.3178, "hopper": 0.1714}, memory=0.9, operands=1.227, link=0.5734, network=0.7415,
-    latency_s=3.4e-6, hop_s=14e-6, jitter_s=1.955e-6, interference=0.2702, step_s=0.03014, kernel_s=5e-5,
+    matrix=0.8945, attention={"ampere": 0.3049, "hopper": 0.1598}, memory=0.9, operands=1.3554, link=0.4878, network=0.7503,
+    latency_s=3.4e-6, hop_s=14e-6, jitter_s=2.295e-6, interference=0.1726, step_s=0.01058, kernel_s=5.034e-5,
 )  # fmt: skip

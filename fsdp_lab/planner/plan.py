@@ -21,11 +21,11 @@ from fsdp_lab.planner.bands import (
     MEMORY_ERRORS,
     PUBLISHED_ERRORS,
     Band,
+    ErrorScale,
     Here,
     Quantiles,
-    Scale,
     TimeErrors,
-    scale,
+    error_scale,
 )
 from fsdp_lab.planner.costs import USUAL, Software
 from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates
@@ -106,16 +106,16 @@ class Plan:
         return self.margin_bytes >= 0
 
     @cached_property
-    def scale(self) -> Scale:
+    def scale(self) -> ErrorScale:
         """How wrong the step time may be. Takes a dozen simulations."""
         if self.machine.device.measured is not None:
-            return Scale(below=1.0, above=1.0, causes={})
+            return ErrorScale(below=1.0, above=1.0, causes={})
         overlaps = not under_pressure(self.spec, self.shape, self.machine)
 
         def seconds(rates: Rates) -> float:
             return step_seconds(self.spec, self.shape, self.machine, rates, self.software, overlaps=overlaps)
 
-        return scale(PUBLISHED_ERRORS, self.machine, self.rates, seconds)
+        return error_scale(PUBLISHED_ERRORS, self.machine, self.rates, seconds)
 
     @property
     def _errors(self) -> TimeErrors | Here:

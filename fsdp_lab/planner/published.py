@@ -273,19 +273,28 @@ def _software(reader: _Reader) -> tuple[Software, str]:
         or re.match("Megatron|NeMo", framework)
     ):
         kernel = Attention.PLAIN  # before fused attention
-    reader.assume("attention", kernel.value)
+    said = reader.text("kernels")
+    if "cudnn" in said:
+        kernel = Attention.CUDNN
+    else:
+        reader.assume("attention", kernel.value)
+    of_kernels = {
+        "fused_norms": "fused norms" in said,
+        "half_loss": "half loss" in said,
+        "half_state": "half state" in said,
+    }
     if not checkpoints:
         usual = "full" if "full recompute" in reader.text("tflops_kind") else "none"
         checkpoints = str(reader.assume("act_ckpt", "selective (op)" if "titan" in framework else usual))
     if "op" in checkpoints or (checkpoints == "selective" and re.search("torchtitan|torchtrain", framework)):
-        return Software(attention=kernel, operators=True), "full"
+        return Software(attention=kernel, operators=True, **of_kernels), "full"
     is_paper = "2304.11277" in source
     if is_paper and "t5" in model and reader.text("peak_mem"):
         reader.assume("peak", "of the first step")
     software = Software(attention=kernel, stops_early=not _before_torch_21(reader), keeps_gradients=is_paper,
                         holds_scores="ATorch" in framework, returns_cache="t5" in model,
                         first_step=is_paper and "t5" in model,
-                        drops=re.match("Megatron|NeMo", framework) is not None)  # fmt: skip
+                        drops=re.match("Megatron|NeMo", framework) is not None, **of_kernels)  # fmt: skip
     if checkpoints.startswith("selective"):
         reader.assume("selective", "every second block")
         return software, "every:2"

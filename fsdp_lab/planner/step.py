@@ -94,6 +94,7 @@ class StepModel:
 
         numel = sum(unit.trained_numel for unit in self._units) / self._factor
         optimizer = optimizer_seconds(numel, w.torch_optimizer, self._machine.device, self._rates)
+        optimizer /= 2 if self._software.half_state else 1
         seconds = total(last.seconds, first.seconds) + optimizer
         seconds += self._rates.step_s + self._rates.host(self._spec.strategy.backend).step_s
         alone = (self.seconds(action) for action in self._schedule.actions if action.phase is Phase.COMPUTE)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.planner.bands import LEVELS, MEMORY_ERRORS, PUBLISHED_ERRORS, Band, Doubt, Quantiles, Scale, worse
+from fsdp_lab.planner.bands import LEVELS, MEMORY_ERRORS, PUBLISHED_ERRORS, Band, Doubt, ErrorScale, Quantiles, worse
 from fsdp_lab.planner.coverage import Responses, SourceCoverage, coverage, fit_errors, memory_quantiles, with_quantiles
 from fsdp_lab.planner.devices import PUBLISHED, machine
 from fsdp_lab.planner.fitting import leave_out
@@ -124,8 +124,8 @@ def test_a_search_ranks_by_speed_and_probability_and_says_what_cannot_be_told_ap
 def test_what_two_predictions_share_does_not_make_their_order_uncertain() -> None:
     both = {Doubt.NETWORK: 0.5, Doubt.COMPUTING: 0.1}
     one, other = (
-        Scale(below=0.5, above=0.5, causes=both),
-        Scale(below=0.5, above=0.5, causes={**both, Doubt.NETWORK: 0.2}),
+        ErrorScale(below=0.5, above=0.5, causes=both),
+        ErrorScale(below=0.5, above=0.5, causes={**both, Doubt.NETWORK: 0.2}),
     )
     assert one.apart(one, 0.03) == pytest.approx(0.03)
     assert one.apart(other, 0.04) == pytest.approx(0.3027, abs=1e-3)

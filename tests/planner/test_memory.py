@@ -219,9 +219,9 @@ def test_allocated_memory_of_published_rows(rows: list[MemoryRow]) -> None:
     explained = [m for m in rows if m.kind == "allocated" and m.is_explained]
     first = [m for m in explained if m.case.id.startswith(("fsdp-7", "dlrover"))]
     assert len(first) == 23 and mape(first) <= 0.05 and max(abs(m.error) for m in first) <= 0.12
-    assert len(explained) == 60 and mape(explained) <= 0.1
+    assert len(explained) == 60 and mape(explained) <= 0.05
     for source in {m.case.source for m in explained}:
-        assert mape([m for m in explained if m.case.source == source]) <= 0.15, source
+        assert mape([m for m in explained if m.case.source == source]) <= 0.08, source
     assert any(line.startswith("allocated memory, 60 rows") for line in memory_lines(rows))
 
 
