@@ -243,8 +243,10 @@ class Rates:
     operands: float  # how often a matrix product moves its operands through memory
     link: float  # inside a host
     network: float  # between hosts
-    latency_s: float  # of a collective, per step of its ring inside a host; not fitted
-    hop_s: float  # of a collective, per step of its ring between hosts; not fitted
+    # Of a collective, per step of its ring inside a host and between hosts: NCCL's own model of a ring (src/graph/tuning.cc,
+    # hwLat, protocol Simple). Not fitted; data/collective_timings.csv agrees.
+    latency_s: float
+    hop_s: float
     jitter_s: float  # delay of the last rank at a collective, per further rank
     interference: float  # slowdown of computing by a collective in flight, as a share of the collective's time
     step_s: float  # per step, beside its micro-batches: the loop, the optimizer's launches, logging

@@ -80,6 +80,27 @@ def test_large_all_reduces_of_nccl_tests_are_within_the_calibrated_share() -> No
     assert checked >= 7
 
 
+def test_gathers_and_reductions_of_nccl_tests_follow_the_model_over_sizes_and_hosts() -> None:
+    """Alone, with the shares of a link and of a network that large collectives reach: latency and bandwidth give the others,
+    from 4 MiB to 16 GiB, on one host, four and ten. (Megatron's kernels use multicast, which rings do not.)"""
+    alone = replace(PUBLISHED, link=0.8, network=0.86)
+    text = resources.files("fsdp_lab.planner").joinpath("data/collective_timings.csv").read_text(encoding="utf-8")
+    ratios: dict[int, list[float]] = {}
+    for row in csv.DictReader(text.splitlines()):
+        is_ring = row["collective"] in ("all_gather", "reduce_scatter") and "Megatron" not in row["source"]
+        if row["gpu"] != "H100" or not is_ring or float(row["payload_bytes"]) < 4 << 20:
+            continue
+        ranks, hosts = int(row["n_gpus"]), int(row["nodes"])
+        where = machine("h100", ranks, hosts=hosts, network_gbit_per_s=3200)
+        size, told = float(row["payload_bytes"]), float(row["time_us"]) / 1e6
+        found = collective_seconds(row["collective"], size, RankGroup(size=ranks), where, alone)
+        ratios.setdefault(hosts, []).append(found / told)
+    assert {hosts: len(each) for hosts, each in ratios.items()} == {1: 20, 4: 12, 10: 20}
+    for hosts, each in ratios.items():
+        assert sorted(each)[len(each) // 2] == pytest.approx(1.0, abs=0.2), hosts
+        assert min(each) > 0.6 and max(each) < 1.3, hosts
+
+
 @pytest.mark.parametrize(("ranks", "options", "said"), [
     (8, {"hardware": "a101"}, "hardware: 'a101' is not known; use one of a10"),
     (12, {"hosts": 5}, "hosts: 12 ranks cannot be divided among 5 hosts; use 4"),
