@@ -546,6 +546,8 @@ class Lab:
         Args:
             spec: None: that of the run, or the lab's.
             hardware: a GPU such as "h100", which need not be present; None: these ranks, as `calibrate` measured them.
+            hosts: how many; of the calibrated one, if no hardware is named: calibrate the GPUs of one, and plan for eight.
+            network_gbit_per_s: of a host's network cards together, one way; None: the usual rate.
 
         Raises:
             ArgumentError: no calibration, or of other ranks; hardware that is unknown or cannot hold the ranks.
@@ -556,7 +558,7 @@ class Lab:
         if self._calibration is None:
             hint = "call lab.calibrate(), or name a GPU such as h100"
             raise ArgumentError("hardware", "this machine is not calibrated", hint)
-        return planned_here(wanted, self._calibration)
+        return planned_here(wanted, self._calibration, hosts, network_gbit_per_s)
 
     # -- ranks ------------------------------------------------------------------------------------------------------
 

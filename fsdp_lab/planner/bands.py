@@ -65,7 +65,7 @@ class Quantiles:
     values: tuple[float, ...]
 
     def at(self, level: float) -> float:
-        """Beyond the last level: in proportion to a normal distribution's."""
+        """Beyond the last level: on the line of the last two."""
         points = ((0.0, 0.0), *zip(LEVELS, self.values, strict=True))
         i = min(bisect_left(LEVELS, level) + 1, len(LEVELS))
         (x0, y0), (x1, y1) = points[i - 1], points[i]
@@ -96,9 +96,9 @@ class TimeErrors:
     ranks: int  # the most of a row; beyond, lateness and the network are as uncertain again for each doubling
 
 
-# `fsdp_lab.planner.coverage` finds floor, between, quantiles and the sizes but that of HOST; a test repeats it. HOST: how
-# far the host's time of a kernel differs between programs, from GPT blocks of width 1,024 (vTrain's profiles, 60 us) and
-# transformers' (20 us). unstated: the spread of the networks that sources state, 15 to 250 Gb/s a GPU for A100s.
+# `fsdp_lab.planner.coverage` finds floor, between, quantiles and the sizes but that of HOST; a test repeats it. On HOST hardly
+# a row depends: how fast a program's Python issues kernels differs widely. unstated: the spread of the networks that
+# sources state, 15 to 250 Gb/s a GPU for A100s.
 PUBLISHED_ERRORS = TimeErrors(
     sizes={Doubt.COMPUTING: 0.05, Doubt.TRAFFIC: 0.4, Doubt.LINK: 0.0, Doubt.NETWORK: 0.4, Doubt.LATENESS: 0.2,
            Doubt.OVERLAP: 0.4, Doubt.HOST: 0.5},
@@ -136,11 +136,11 @@ class ErrorScale:
     def band(self, predicted: float, quantile: float) -> Band:
         return Band(predicted * math.exp(-quantile * self.below), predicted * math.exp(quantile * self.above))
 
-    def apart(self, other: ErrorScale, between: float) -> float:
+    def apart(self, other: ErrorScale, between: float, quantile: float) -> float:
         """ln of the ratio that two measurements may differ in, where the predictions are equal: what both predictions share
         does not count."""
         kinds = {*self.causes, *other.causes}
-        return math.hypot(between, *(self.causes.get(k, 0.0) - other.causes.get(k, 0.0) for k in kinds))
+        return math.hypot(between, *(quantile * (self.causes.get(k, 0.0) - other.causes.get(k, 0.0)) for k in kinds))
 
 
 def worse(rates: Rates, doubt: Doubt, by: float) -> Rates:
@@ -160,6 +160,13 @@ def worse(rates: Rates, doubt: Doubt, by: float) -> Rates:
     if doubt is Doubt.OVERLAP:
         return replace(rates, interference=rates.interference * f)
     return replace(rates, kernel_s=rates.kernel_s * f, step_s=rates.step_s * f)
+
+
+def of_network(errors: TimeErrors) -> TimeErrors:
+    """Those of a network between hosts that were calibrated."""
+    kept = (Doubt.NETWORK, Doubt.LATENESS)
+    return replace(errors, sizes={doubt: size if doubt in kept else 0.0 for doubt, size in errors.sizes.items()},
+                   unmeasured=0.0)  # fmt: skip
 
 
 def uncertainties(errors: TimeErrors, machine: Machine) -> Iterator[tuple[Doubt, float]]:

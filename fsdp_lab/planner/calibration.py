@@ -27,11 +27,12 @@ from functools import cached_property
 from statistics import fmean, median
 from typing import Any
 
+from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import BACKENDS, Spec
 from fsdp_lab.models.presets import gpt2_config
 from fsdp_lab.planner.costs import link_bytes
-from fsdp_lab.planner.devices import PUBLISHED, Curve, Device, HostOverhead, Machine, MeasuredCurves, Rates
+from fsdp_lab.planner.devices import PUBLISHED, Curve, Device, HostOverhead, Machine, MeasuredCurves, Rates, machine
 from fsdp_lab.planner.step import AHEAD, StepModel
 
 SMALL = ("deep", "shallow", "whole")
@@ -143,6 +144,21 @@ class Calibration:
         )  # fmt: skip
         return Machine(device=device, ranks=self.ranks, per_host=per_host, network_bytes_per_s=network, assumed={},
                        **curves)  # fmt: skip
+
+    def on_hosts(self, hosts: int, network_gbit_per_s: float | None = None) -> tuple[Machine, Rates]:
+        """So many hosts like the calibrated one, and the rates there: inside a host those that were measured, between hosts
+        a stated network with the shares that published runs reach. None: the usual network, which is assumed.
+
+        Raises:
+            ArgumentError: several hosts were calibrated, or a rate is out of range.
+        """
+        if self.per_host != self.ranks:
+            reason = f"{self.ranks // self.per_host} hosts were calibrated, and their network with them"
+            raise ArgumentError("hosts", reason, "calibrate on one host to plan for more")
+        found = machine(self.machine.device, hosts * self.ranks, hosts=hosts, network_gbit_per_s=network_gbit_per_s)
+        rates = replace(self.rates, network=PUBLISHED.network, hop_s=PUBLISHED.hop_s, latency_s=PUBLISHED.latency_s,
+                        jitter_s=PUBLISHED.jitter_s)  # fmt: skip
+        return replace(found, inside=self.machine.collectives, pairs=self.machine.pairs), rates
 
     @cached_property
     def rates(self) -> Rates:

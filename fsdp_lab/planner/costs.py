@@ -285,7 +285,7 @@ def collective_seconds(kind: str, payload_bytes: float, group: RankGroup, machin
     if group.size < 2:
         return 0.0
     sent = link_bytes(kind, payload_bytes, group.size)
-    if kind in machine.collectives:
+    if kind in machine.collectives or (kind in machine.inside and group.size * group.stride <= machine.per_host):
         return _measured_seconds(kind, sent, group, machine)
     inside = min(machine.per_host, group.size * group.stride)
     shared = 1 if machine.device.switched else inside
@@ -303,7 +303,7 @@ def _measured_seconds(kind: str, sent: float, group: RankGroup, machine: Machine
     rings = min(group.stride, machine.per_host)
     if group.size * group.stride > machine.per_host:
         return machine.collectives[kind](sent) if rings == 1 else machine.across[kind](sent * rings / machine.per_host)
-    of_all = machine.inside.get(kind, machine.collectives[kind])(sent)
+    of_all = (machine.inside.get(kind) or machine.collectives[kind])(sent)
     if kind not in machine.pairs:
         return of_all
     share = (group.size - 2) / (machine.per_host - 2)

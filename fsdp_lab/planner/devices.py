@@ -149,6 +149,11 @@ class Machine:
     def hosts(self) -> int:
         return -(-self.ranks // self.per_host)
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether all of it was: the devices, and their network if there are several hosts."""
+        return self.device.measured is not None and (self.hosts == 1 or bool(self.collectives))
+
     def allows(self, ranks: int) -> bool:
         """Whether so many ranks are a part of a host, or whole hosts."""
         return ranks <= self.per_host or ranks % self.per_host == 0

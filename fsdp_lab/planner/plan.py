@@ -26,6 +26,7 @@ from fsdp_lab.planner.bands import (
     Quantiles,
     TimeErrors,
     error_scale,
+    of_network,
 )
 from fsdp_lab.planner.costs import USUAL, Software
 from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates
@@ -108,18 +109,19 @@ class Plan:
     @cached_property
     def scale(self) -> ErrorScale:
         """How wrong the step time may be. Takes a dozen simulations."""
-        if self.machine.device.measured is not None:
+        if self.machine.is_measured:
             return ErrorScale(below=1.0, above=1.0, causes={})
+        errors = PUBLISHED_ERRORS if self.machine.device.measured is None else of_network(PUBLISHED_ERRORS)
         overlaps = not under_pressure(self.spec, self.shape, self.machine)
 
         def seconds(rates: Rates) -> float:
             return step_seconds(self.spec, self.shape, self.machine, rates, self.software, overlaps=overlaps)
 
-        return error_scale(PUBLISHED_ERRORS, self.machine, self.rates, seconds)
+        return error_scale(errors, self.machine, self.rates, seconds)
 
     @property
     def _errors(self) -> TimeErrors | Here:
-        return PUBLISHED_ERRORS if self.machine.device.measured is None else CALIBRATED_ERRORS
+        return CALIBRATED_ERRORS if self.machine.is_measured else PUBLISHED_ERRORS
 
     def step_time_band_s(self, level: float = COVERED) -> Band:
         """The interval that holds the measured step time with this probability."""
@@ -128,7 +130,7 @@ class Plan:
     def is_apart(self, other: Plan) -> bool:
         """Whether the step times of two plans for one machine differ by more than their ratio is uncertain."""
         ratio = abs(math.log(self.step_time_s / other.step_time_s))
-        return ratio > self.scale.apart(other.scale, self._errors.between)
+        return ratio > self.scale.apart(other.scale, self._errors.between, self._errors.quantiles.at(COVERED))
 
     def tokens_per_s_band(self, level: float = COVERED) -> Band:
         """Of all ranks."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fsdp_lab.core.errors import FieldError, SpecError
+from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError, check_whole
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.models.check import check_shapes, model_facts
@@ -60,12 +60,25 @@ def planned(spec: Spec, target: Target) -> Plan:
     return plan(spec, shape_of(spec), target.machine(spec.world_size))
 
 
-def planned_here(spec: Spec, calibration: Calibration) -> Plan:
-    """Predicts one step on the calibrated machine. Raises FieldError for another number of ranks, and as `planned`."""
-    if spec.world_size != calibration.ranks:
-        raise SpecError("world_size", f"{calibration.ranks} ranks were calibrated, and the Spec has {spec.world_size}",
-                        "calibrate again with as many, or name hardware")  # fmt: skip
-    return plan(spec, shape_of(spec), calibration.machine, rates=calibration.rates)
+def planned_here(
+    spec: Spec, calibration: Calibration, hosts: int | None = None, network_gbit_per_s: float | None = None
+) -> Plan:
+    """Predicts one step on the calibrated machine, or on so many hosts like it. Raises FieldError for another number of
+    ranks than these have, and as `planned`."""
+    if hosts is None and network_gbit_per_s is not None:
+        raise ArgumentError(
+            "network_gbit_per_s", "one machine was calibrated, and has no network", "give hosts as well"
+        )
+    if hosts is not None:
+        check_whole("hosts", hosts)
+    if spec.world_size != calibration.ranks * (hosts or 1):
+        reason = f"{calibration.ranks} ranks were calibrated, and the Spec has {spec.world_size}"
+        hint = "calibrate again with as many, give hosts that have as many together, or name hardware"
+        raise SpecError("world_size", reason, hint)
+    if hosts is None or hosts == 1:
+        return plan(spec, shape_of(spec), calibration.machine, rates=calibration.rates)
+    where, rates = calibration.on_hosts(hosts, network_gbit_per_s)
+    return plan(spec, shape_of(spec), where, rates=rates)
 
 
 def planned_memory(spec: Spec, *, device: str) -> MemoryPlan:

@@ -127,8 +127,9 @@ def test_what_two_predictions_share_does_not_make_their_order_uncertain() -> Non
         ErrorScale(below=0.5, above=0.5, causes=both),
         ErrorScale(below=0.5, above=0.5, causes={**both, Doubt.NETWORK: 0.2}),
     )
-    assert one.apart(one, 0.03) == pytest.approx(0.03)
-    assert one.apart(other, 0.04) == pytest.approx(0.3027, abs=1e-3)
+    assert one.apart(one, 0.03, 1.3) == pytest.approx(0.03)
+    assert one.apart(other, 0.04, 1.0) == pytest.approx(0.3027, abs=1e-3)
+    assert one.apart(other, 0.04, 2.0) == pytest.approx(0.6013, abs=1e-3)
 
 
 def test_rows_of_a_table_have_bands() -> None:

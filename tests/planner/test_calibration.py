@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from fsdp_lab.core.errors import ArgumentError, SpecError
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import Spec
+from fsdp_lab.planner.bands import Doubt
 from fsdp_lab.planner.calibration import Calibration, references
 from fsdp_lab.planner.devices import PUBLISHED, Curve, HostOverhead, Rates
 from fsdp_lab.planner.named_models import NamedModel, shape_of
-from fsdp_lab.planner.plan import plan
+from fsdp_lab.planner.plan import Plan, plan
+from fsdp_lab.planner.questions import planned_here
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.planner.shapes.rewrapping import rewrapped
 from fsdp_lab.planner.step import StepModel
@@ -74,6 +77,43 @@ def made_up(traffic: float = 8.0, interference: float = 0.6) -> tuple[Calibratio
         seconds = StepModel(r.spec, s.units, r.spec.workload.seq_len, empty.machine, rates).step().seconds
         steps[str(i)] = [0.9 * seconds, seconds, 1.3 * seconds]
     return Calibration.of([{**bare, "steps": steps}], **said), rates
+
+
+def test_one_host_is_measured_and_more_like_it_are_planned_with_a_stated_network() -> None:
+    here, _ = made_up()
+    spec = Spec(world_size=RANKS).replace(model="gpt2-1m", seq_len=64)
+
+    def on(hosts: int, gbit: float, **changes: Any) -> Plan:
+        return planned_here(spec.replace(world_size=RANKS * hosts, **changes), here, hosts, gbit)
+
+    alone, one = planned_here(spec, here), planned_here(spec, here, hosts=1)
+    assert one.step_time_s == alone.step_time_s and one.step_time_band_s() == alone.step_time_band_s()
+    times = [on(4, gbit).step_time_s for gbit in (0.1, 1.0, 10.0, 10_000.0)]
+    assert times == sorted(times, reverse=True) and times[0] > 2 * times[-1] > alone.step_time_s
+    slow = on(4, 1.0)
+    assert slow.link_bytes["all_gather"] > 0 and slow.machine.network_bytes_per_s == 125e6
+    sent = slow.link_bytes["all_gather"] / 125e6 / PUBLISHED.network
+    assert slow.comm_s["all_gather"] == pytest.approx(sent, rel=0.2)
+    hybrid = on(4, 1.0, sharding="hybrid_shard", shard_size=RANKS)
+    assert hybrid.comm_s["all_gather"] == pytest.approx(alone.comm_s["all_gather"]), (
+        "inside hosts, where it was measured"
+    )
+    band, sure = slow.step_time_band_s(), alone.step_time_band_s()
+    assert band.width > 1.5 * sure.width and set(slow.scale.causes) >= {Doubt.NETWORK}
+    assert slow.scale.causes[Doubt.COMPUTING] == slow.scale.causes[Doubt.TRAFFIC] == 0.0
+
+
+def test_hosts_that_were_not_calibrated_are_refused() -> None:
+    here, _ = made_up()
+    spec = Spec(world_size=RANKS)
+    with pytest.raises(SpecError, match=f"{RANKS} ranks were calibrated, and the Spec has {RANKS}; .*give hosts"):
+        planned_here(spec, here, hosts=2)
+    with pytest.raises(ArgumentError, match="one machine was calibrated, and has no network; give hosts"):
+        planned_here(spec, here, network_gbit_per_s=10)
+    with pytest.raises(ArgumentError, match="hosts: 0 is refused"):
+        planned_here(spec, here, hosts=0)
+    with pytest.raises(ArgumentError, match="network: -1 Gb/s is refused"):
+        planned_here(spec.replace(world_size=2 * RANKS), here, 2, -1)
 
 
 @pytest.mark.parametrize("traffic", [2.0, 30.0])
