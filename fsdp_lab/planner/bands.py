@@ -96,8 +96,8 @@ class TimeErrors:
     ranks: int  # the most of a row; beyond, lateness and the network are as uncertain again for each doubling
 
 
-# `fsdp_lab.planner.coverage` finds floor, between, quantiles and the sizes but that of HOST; a test repeats it. On HOST hardly
-# a row depends: how fast a program's Python issues kernels differs widely. unstated: the spread of the networks that
+# `fsdp_lab.planner.coverage` finds floor, between, quantiles and the sizes but that of HOST; a test repeats it. On HOST
+# hardly a row depends: how fast a program issues kernels differs widely. unstated: the spread of the networks that
 # sources state, 15 to 250 Gb/s a GPU for A100s.
 PUBLISHED_ERRORS = TimeErrors(
     sizes={Doubt.COMPUTING: 0.05, Doubt.TRAFFIC: 0.4, Doubt.LINK: 0.0, Doubt.NETWORK: 0.4, Doubt.LATENESS: 0.2,

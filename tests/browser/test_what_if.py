@@ -299,6 +299,7 @@ def test_the_page_for_teaching(
             page.page.screenshot(path=picture(f"what-if-page-{width}-{scheme}"), full_page=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(
