@@ -104,7 +104,7 @@ PUBLISHED_ERRORS = TimeErrors(
            Doubt.OVERLAP: 0.4, Doubt.HOST: 0.5},
     unstated=0.8, unmeasured=0.15, floor=0.05, between=0.0325,
     quantiles=Quantiles((0.2211, 0.5715, 0.9446, 1.2597, 1.4755, 1.9901)),
-    devices=frozenset({"a100-40", "a100-64", "a100-80", "h100", "h100-hbm2e", "h200", "gb200", "v100"}), ranks=1024,
+    devices=frozenset({"a100-40", "a100-64", "a100-80", "h100", "h100-hbm2e", "h200", "gb200", "v100"}), ranks=2048,
 )  # fmt: skip
 
 

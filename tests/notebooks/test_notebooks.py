@@ -115,7 +115,7 @@ def test_it_runs_from_top_to_bottom(nbformat: Any, name: str, tmp_path: Path):
         assert len(rows) == 5 and all(len(set(re.findall(r"[\d.]+ MiB", row))) == 1 for row in rows), (
             "to a tenth of a MiB"
         )
-        assert "bound by" in told and "the fastest of" in told
+        assert "bound by" in told and "the best of" in told
     else:
         assert told.index("forward · unshard root") < told.index("backward · reduce") < told.index("update · optim")
         assert "unshard 2 ahead" in told and "<Moment" in told

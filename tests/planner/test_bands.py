@@ -59,7 +59,7 @@ def test_inside_a_host_the_network_is_no_doubt_and_on_one_device_nothing_is_sent
 def test_a_device_without_rows_and_more_ranks_than_any_row_had_are_less_sure() -> None:
     measured, not_measured = plan_of(ranks=8, hardware="a100-80"), plan_of(ranks=8, hardware="b200")
     assert not_measured.scale.causes[Doubt.COMPUTING] > measured.scale.causes[Doubt.COMPUTING]
-    few, many = (plan_of(ranks=n, micro_batch=4) for n in (1024, 8192))
+    few, many = (plan_of(ranks=n, micro_batch=4) for n in (2048, 16384))
     assert many.step_time_band_s().width > few.step_time_band_s().width
 
 

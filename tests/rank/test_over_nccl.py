@@ -204,7 +204,7 @@ def test_a_switch_that_is_aborted_keeps_the_old_model(pool: Pool, undisturbed: C
     ("function", "args"),
     [
         (_interrupted, ({}, "0")),
-        (_fails, ()),
+        (_fails, (2.0,)),
         (_hangs, ({}, 1)),
         (_nccl_fails, (20.0, "fails")),
     ],

@@ -319,7 +319,13 @@ def test_sigint_ends_the_drawing_of_initial_values(pool: Pool) -> None:
         assert ended - at < 3 and draws < 40 and steps == [0]
 
 
-def _fails(place: Place) -> Any:
+def _fails(place: Place, after_s: float = 0.0) -> Any:
+    """after_s: when rank 1 fails, so that the other one may be inside a collective by then."""
+
+    def fail(*args: Any) -> Any:
+        time.sleep(after_s)
+        return 1 / 0
+
     s = session(place)
     s.apply("run", spec().to_dict())
     s.train(2)
@@ -327,7 +333,7 @@ def _fails(place: Place) -> Any:
     assert trainer is not None
     inner = trainer.batches.batch
     if place.rank == 1:
-        trainer.batches.batch = lambda *a: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+        trainer.batches.batch = fail  # type: ignore[method-assign]
     try:
         s.train(3)
         said = "nothing"
