@@ -167,18 +167,18 @@ class StepCard(BaseCard):
 
     def _draw(self) -> figure:
         fig = bar_figure("step", "ms")
-        for columns, parts, height, token in (
-            (self._time, PARTS, UPPER, "ink.peak"),
-            (self._sent, KINDS, LOWER, "ink.marker"),
+        times, sent = twin(self._time), twin(self._sent)
+        for source, parts, height, token, end in (
+            (times, PARTS, UPPER, "ink.peak", "high"),
+            (sent, KINDS, LOWER, "ink.marker", "end"),
         ):
-            source = twin(columns)
             bars = fig.hbar_stack(list(parts), y="y", height=height, source=source)
             paint_stack(bars, [fill for fill, _ in parts.values()])
-            label_ends(fig, source, token=token, x="high" if columns is self._time else "end")
+            label_ends(fig, source, token=token, x=end)
             hover_bars(
                 fig, source, [(label, f"@{name}{{0,0.00}}") for name, (_, label) in parts.items()], height=height
             )
-        band = fig.segment(x0="low", x1="high", y0="y", y1="y", source=twin(self._time), line_width=2)
+        band = fig.segment(x0="low", x1="high", y0="y", y1="y", source=times, line_width=2)
         tint(band.glyph, line_color="ink.peak")
         return fig
 
