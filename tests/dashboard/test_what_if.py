@@ -309,3 +309,12 @@ def test_closing_frees_every_widget():
     assert not made & set(opened)
     page.choose(world_size=4)  # nothing comes of it
     page.settle(5)
+
+
+def test_each_column_source_is_in_a_picture_once(page):
+    """The page fills a source by its name: of two with one name, one would stay empty."""
+    for one in page._live._scene.cards:
+        root = getattr(one, "root", None)
+        if root is not None:
+            names = [source.name for source in root.select({"type": ColumnDataSource}) if source.name]
+            assert sorted(names) == sorted(source.name for source in one.sources), one.name

@@ -65,7 +65,7 @@ class AnswerCard(BaseCard):
             "TFLOPS per GPU": figures(p.flops_per_s / 1e12),
             "MFU": percent(p.mfu),
             "HFU": percent(p.hfu),
-            "exposed communication": percent(p.exposed_share),
+            "exposed": percent(p.exposed_share),
         }
         assumed = "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in answer.assumed.items())
         self._captions = Captions(
