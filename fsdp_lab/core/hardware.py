@@ -94,7 +94,7 @@ def _with_memory(gpu: Gpu, gib: float, tb_per_s: float, *, power_share: float = 
 VARIANTS: Mapping[str, Gpu] = {
     "a100-40": _with_memory(GPUS["a100"], 40, 1.555),
     "a100-80": _with_memory(GPUS["a100"], 80, 2.039),
-    # Leonardo's own part: 124 multiprocessors instead of 108 (arXiv 2307.16885, table 1).
+    # Leonardo's own part is said to have 124 multiprocessors instead of 108; no data sheet was read.
     "a100-64": _with_memory(dataclasses.replace(GPUS["a100"], bf16=358, fp16=358), 64, 1.64),
     # The H100 of torchtitan's benchmarks: "96 GB HBM2e 2.4 TB/s, 500 W" (torchtitan@b5bcd76 benchmarks); its clocks at that
     # power are not published.

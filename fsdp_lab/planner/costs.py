@@ -219,18 +219,36 @@ def memory_traffic(unit: UnitShape, software: Software = USUAL) -> Bytes | None:
     return None
 
 
-def _block_traffic(unit: UnitShape, software: Software) -> Bytes | None:
-    """Traffic of one block or several. A block that widens to twice its inner width is gated, and such models (Llama and
-    later ones) have RMS norms and rotary positions."""
+@dataclass(frozen=True, kw_only=True)
+class _Blocks:
+    """The blocks of a unit. One that widens to twice its inner width is gated, and such models (Llama and later ones) have RMS
+    norms and rotary positions."""
+
+    count: int
+    hidden: float
+    inner: int
+    is_gated: bool
+
+
+def _blocks(unit: UnitShape) -> _Blocks | None:
+    """None for a unit without blocks."""
     hidden = unit.boundary_elements or max(unit.products, key=lambda p: p.outputs).inputs
-    width = max((p.inputs for p in unit.products if p.outputs == hidden), default=0)
-    blocks = sum(p.count for p in unit.products if (p.inputs, p.outputs) == (width, hidden))
-    if not blocks:
+    inner = max((p.inputs for p in unit.products if p.outputs == hidden), default=0)
+    count = sum(p.count for p in unit.products if (p.inputs, p.outputs) == (inner, hidden))
+    widened = sum(p.count * p.outputs for p in unit.products if p.inputs == hidden and p.outputs in (inner, 2 * inner))
+    return _Blocks(count=count, hidden=hidden, inner=inner, is_gated=widened >= 2 * count * inner) if count else None
+
+
+def _block_traffic(unit: UnitShape, software: Software) -> Bytes | None:
+    """Traffic of one block or several."""
+    blocks = _blocks(unit)
+    if blocks is None:
         return None
-    widened = sum(p.count * p.outputs for p in unit.products if p.inputs == hidden and p.outputs in (width, 2 * width))
-    logits = sum(p.count * p.outputs * p.share for p in unit.products if p.outputs > max(4 * hidden, 2 * width))
-    ends, inner, heads = 2 * blocks * hidden, blocks * width, unit.pair_flops / 4
-    if widened >= 2 * inner:
+    logits = sum(
+        p.count * p.outputs * p.share for p in unit.products if p.outputs > max(4 * blocks.hidden, 2 * blocks.inner)
+    )
+    ends, inner, heads = 2 * blocks.count * blocks.hidden, blocks.count * blocks.inner, unit.pair_flops / 4
+    if blocks.is_gated:
         norm = LAYER_NORM if software.fused_norms else RMS_NORM
         return _sum_traffic((ends, RESIDUAL), (ends, norm), (2 * heads, ROTARY), (inner, GATE), (logits, LOSS))
     return _sum_traffic((ends, RESIDUAL), (ends, LAYER_NORM), (inner, ACTIVATION), (logits, LOSS))
@@ -244,7 +262,8 @@ def _sum_traffic(*parts: tuple[float, Bytes]) -> Bytes:
 
 # -- what the host issues --------------------------------------------------------------------------------------------
 
-# Kernels of a forward besides matrix products and attention, as libraries write them and as a compiler fuses them.
+# Kernels of a block's forward besides matrix products and attention, as libraries write them and as a compiler fuses them.
+# These numbers, and those of the backward and of a collective, are assumed: only their product with `Rates.kernel_s` shows.
 GATED_KERNELS, PLAIN_KERNELS, FUSED_KERNELS = 28, 12, 4
 ATTENTION_KERNELS = {Attention.PLAIN: 7, Attention.FLASH1: 2, Attention.FLASH2: 2, Attention.CUDNN: 2}
 BACKWARD_LAUNCH = 0.4  # host's time of a backward, relative to the forward: more kernels, but autograd issues them
@@ -254,12 +273,11 @@ SEND_KERNELS = 20  # a gather or a reduction of a unit takes the host as long as
 def kernels(unit: UnitShape, attention: Attention, *, fused: bool) -> float:
     """Kernels that the host issues in a unit's forward. Units that are no blocks: in proportion to their products."""
     products = sum(p.count for p in unit.products)
-    if not unit.heads:
+    blocks = _blocks(unit) if unit.heads else None
+    if blocks is None:
         return products * (1 if fused else 3)
-    hidden = unit.boundary_elements
-    is_gated = sum(p.count for p in unit.products if p.inputs == hidden and p.outputs > hidden) > 1
-    others = FUSED_KERNELS if fused else GATED_KERNELS if is_gated else PLAIN_KERNELS
-    return products + ATTENTION_KERNELS[attention] + others
+    others = FUSED_KERNELS if fused else GATED_KERNELS if blocks.is_gated else PLAIN_KERNELS
+    return products + blocks.count * (ATTENTION_KERNELS[attention] + others)
 
 
 # -- collectives -----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import numpy as np
 
 from fsdp_lab.planner.bands import COVERED, LEVELS, PUBLISHED_ERRORS, Doubt, Quantiles, TimeErrors, uncertainties, worse
 from fsdp_lab.planner.devices import Rates
-from fsdp_lab.planner.fitting import predicted_s
+from fsdp_lab.planner.fitting import predicted_s, source_weights
 from fsdp_lab.planner.published import PublishedCase
 
 GRID = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
@@ -41,16 +41,14 @@ class Responses:
     @classmethod
     def of(cls, cases: Sequence[PublishedCase], rates_of: Callable[[PublishedCase], Rates]) -> Responses:
         """rates_of: fitted without the case's fold."""
-        usual = np.array([predicted_s(case, rates_of(case)) for case in cases])
-        above, below = (
-            np.array(
-                [
-                    [[_changed(case, rates_of(case), doubt, sign * size) for size in GRID] for doubt in Doubt]
-                    for case in cases
-                ]
-            )
-            for sign in (1, -1)
-        )
+        rates = [rates_of(case) for case in cases]
+        usual = np.array([predicted_s(case, own) for case, own in zip(cases, rates, strict=True)])
+
+        def changed(sign: int) -> np.ndarray:
+            return np.array([[[predicted_s(case, worse(own, doubt, sign * size)) for size in GRID] for doubt in Doubt]
+                             for case, own in zip(cases, rates, strict=True)])  # fmt: skip
+
+        above, below = changed(1), changed(-1)
         measured = np.array([case.measured_s or math.nan for case in cases])
         return cls(cases=tuple(cases), errors=np.log(measured / usual),
                    above=np.maximum(0.0, np.log(above / usual[:, None, None])),
@@ -62,8 +60,7 @@ class Responses:
 
     @cached_property
     def weights(self) -> np.ndarray:
-        rows = Counter(self.sources.tolist())
-        return np.array([rows[source] ** -0.5 for source in self.sources])
+        return source_weights(self.sources.tolist())
 
     def without(self, source: str) -> Responses:
         kept = self.sources != source
@@ -82,10 +79,6 @@ class Responses:
         """[rows] of absolute errors."""
         below, above = self.scales(errors)
         return np.asarray(np.abs(self.errors) / np.where(self.errors > 0, above, below))
-
-
-def _changed(case: PublishedCase, rates: Rates, doubt: Doubt, by: float) -> float:
-    return predicted_s(case, worse(rates, doubt, by))
 
 
 def _interpolated(responses: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -136,9 +129,7 @@ def _between(rows: Responses) -> float:
 
 def memory_quantiles(errors: Sequence[float], sources: Sequence[str]) -> Quantiles:
     """errors: ln(measured / predicted) of peaks. Nothing of memory is fitted, so no row is left out."""
-    rows = Counter(sources)
-    weights = np.array([rows[source] ** -0.5 for source in sources])
-    sizes = np.abs(np.array(errors))
+    sizes, weights = np.abs(np.array(errors)), source_weights(sources)
     return Quantiles(tuple(weighted_quantile(sizes, weights, level) for level in LEVELS))
 
 

@@ -327,21 +327,20 @@ def _root(shape: ModelShape, dtype: str, software: Software, compiled: bool) -> 
     def free(*sizes: SizeFormula) -> list[TapeChange]:
         return [TapeChange(FREED, size) for size in sizes if size.terms]
 
-    forward = alloc(x, logits, logits32)
-    if is_cast and not compiled:
-        forward += alloc(logits32) + free(logits32)
-    forward += free(logits)
-    backward = [] if compiled else alloc(logits32, logits32) + free(logits32, logits32)
-    if is_cast or compiled:
-        backward += alloc(logits) + free(logits32)
-    backward += alloc(x)
-    backward += alloc(table) if is_tied else [TapeChange(MADE, table, 0, head), TapeChange(ARRIVED, table, 0, head)]
-    backward += free(logits if is_cast or compiled else logits32) + alloc(x) + free(x, x) + alloc(biases)
+    of_head = alloc(table) if is_tied else [TapeChange(MADE, table, 0, head), TapeChange(ARRIVED, table, 0, head)]
     if software.half_loss and is_cast and not compiled:  # the loop holds the logits
         forward = alloc(x, logits, logits)
-        backward = alloc(logits, logits) + free(logits, logits) + alloc(x)
-        backward += alloc(table) if is_tied else [TapeChange(MADE, table, 0, head), TapeChange(ARRIVED, table, 0, head)]
-        backward += free(logits, logits) + alloc(x) + free(x, x) + alloc(biases)
+        backward = [*alloc(logits, logits), *free(logits, logits), *alloc(x), *of_head, *free(logits, logits)]
+    else:
+        forward = alloc(x, logits, logits32)
+        if is_cast and not compiled:
+            forward += alloc(logits32) + free(logits32)
+        forward += free(logits)
+        backward = [] if compiled else alloc(logits32, logits32) + free(logits32, logits32)
+        if is_cast or compiled:
+            backward += alloc(logits) + free(logits32)
+        backward += [*alloc(x), *of_head, *free(logits if is_cast or compiled else logits32)]
+    backward += alloc(x) + free(x, x) + alloc(biases)
     end = free(biases, biases)
     for i in (*(i for i in range(len(unit.parameters)) if i not in (0, head)), 0):
         size = SizeFormula(((0, 0, item * float(unit.parameters[i])),))

@@ -84,9 +84,14 @@ def _measured(cases: Sequence[PublishedCase]) -> list[PublishedCase]:
     return measured
 
 
+def source_weights(sources: Sequence[str]) -> np.ndarray:
+    """Of each row, 1/sqrt(rows of its source)."""
+    rows = Counter(sources)
+    return np.array([rows[source] ** -0.5 for source in sources])
+
+
 def _weights(cases: Sequence[PublishedCase]) -> np.ndarray:
-    sizes = Counter(case.source for case in cases)
-    weights = np.array([sizes[case.source] ** -0.5 for case in cases])
+    weights = source_weights([case.source for case in cases])
     return np.asarray(weights / weights.sum())
 
 

@@ -128,10 +128,9 @@ class Validation:
         """Errors are fractions: predicted / measured - 1. Widths are ln(high / low)."""
         errors = self.errors
         return {
-            "rows": [_row(row) for row in self.errors.held],
-            "by_row_mape": self.errors.by_row_mape, "by_source_mape": self.errors.by_source_mape,
-            "worst": _row(self.errors.worst),
-            "sources": _mapes(self.errors.by_source),
+            "rows": [_row(row) for row in errors.held],
+            "by_row_mape": errors.by_row_mape, "by_source_mape": errors.by_source_mape, "worst": _row(errors.worst),
+            "sources": _mapes(errors.by_source),
             "constant_mfu": {"by_row_mape": self.constant.by_row_mape, "by_source_mape": self.constant.by_source_mape,
                              "worst": _row(self.constant.worst)},
             "by_binding": _mapes(errors.by(lambda row: row.binding)), "by_ranks": _mapes(errors.by(lambda row: row.ranks)),
