@@ -1,6 +1,6 @@
 """How sure a prediction is: a `Band` around a step time or a peak of memory, and the probability that a plan fits.
 
-A step is predicted again with each kind of rate (`Doubt`) worse by its own uncertainty, and better. Slow collectives cost
+A step is predicted again with each kind of rate (`RateKind`) worse by its own uncertainty, and better. Slow collectives cost
 much where communication binds and nothing where it hides behind computing, so the band is wide where the prediction depends
 on what is thinly measured. Responses r of independent kinds add in squares:
 
@@ -43,7 +43,7 @@ class Band:
         return Band(of / self.high, of / self.low)
 
 
-class Doubt(StrEnum):
+class RateKind(StrEnum):
     """A kind of rate that can be wrong."""
 
     COMPUTING = "matrix products and attention"
@@ -55,7 +55,7 @@ class Doubt(StrEnum):
     HOST = "the host's time to issue kernels"
 
 
-SENDING = (Doubt.LINK, Doubt.NETWORK, Doubt.LATENESS, Doubt.OVERLAP)
+SENDING = (RateKind.LINK, RateKind.NETWORK, RateKind.LATENESS, RateKind.OVERLAP)
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Quantiles:
     def probability_below(self, value: float) -> float:
         """Of a signed error that is as likely above zero as below it."""
         points = ((0.0, 0.0), *zip(LEVELS, self.values, strict=True))
+        # Beyond the last level the rest falls exponentially, for want of rows.
         size, share = abs(value), 1.0 - (1.0 - LEVELS[-1]) * math.exp(1.0 - abs(value) / self.values[-1])
         for (x0, y0), (x1, y1) in itertools.pairwise(points):
             if size <= y1:
@@ -86,9 +87,9 @@ class Quantiles:
 class TimeErrors:
     """Uncertainties of a step's rates, as standard deviations of their logarithms."""
 
-    sizes: Mapping[Doubt, float]
+    sizes: Mapping[RateKind, float]
     unstated: float  # of a network that is assumed, instead of that of `sizes`
-    unmeasured: float  # of computing on a device without rows
+    unmeasured: float  # of computing on a device without rows; assumed
     floor: float  # of any prediction
     between: float  # of the ratio of two predictions for one model on one device
     quantiles: Quantiles
@@ -100,8 +101,8 @@ class TimeErrors:
 # hardly a row depends: how fast a program issues kernels differs widely. unstated: the spread of the networks that
 # sources state, 15 to 250 Gb/s a GPU for A100s.
 PUBLISHED_ERRORS = TimeErrors(
-    sizes={Doubt.COMPUTING: 0.05, Doubt.TRAFFIC: 0.4, Doubt.LINK: 0.0, Doubt.NETWORK: 0.4, Doubt.LATENESS: 0.4,
-           Doubt.OVERLAP: 0.4, Doubt.HOST: 0.5},
+    sizes={RateKind.COMPUTING: 0.05, RateKind.TRAFFIC: 0.4, RateKind.LINK: 0.0, RateKind.NETWORK: 0.4,
+           RateKind.LATENESS: 0.4, RateKind.OVERLAP: 0.4, RateKind.HOST: 0.5},
     unstated=0.8, unmeasured=0.15, floor=0.05, between=0.0325,
     quantiles=Quantiles((0.2211, 0.5604, 0.9278, 1.2539, 1.4685, 1.9653)),
     devices=frozenset({"a100-40", "a100-64", "a100-80", "h100", "h100-hbm2e", "h200", "gb200", "v100"}), ranks=2048,
@@ -109,7 +110,7 @@ PUBLISHED_ERRORS = TimeErrors(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Here:
+class CalibratedErrors:
     """Errors of steps on a machine that was calibrated: `quantiles` of |ln(measured / predicted)|, for any Spec."""
 
     quantiles: Quantiles
@@ -117,7 +118,7 @@ class Here:
 
 
 # From `fsdp-lab bench plan`, 30 ratios: steps of a model that was not among those timed, on this project's two CPU cores.
-CALIBRATED_ERRORS = Here(quantiles=Quantiles((0.013, 0.03, 0.05, 0.1, 0.18, 0.19)), between=0.05)
+CALIBRATED_ERRORS = CalibratedErrors(quantiles=Quantiles((0.013, 0.03, 0.05, 0.1, 0.18, 0.19)), between=0.05)
 # Of |ln(measured / predicted)| of peaks, by type of device: published rows (a test repeats it), and the ledger of CPU ranks.
 MEMORY_ERRORS: Mapping[str, Quantiles] = {
     "cuda": Quantiles((0.026, 0.0373, 0.0497, 0.1145, 0.1989, 0.2679)),
@@ -131,7 +132,7 @@ class ErrorScale:
 
     below: float
     above: float
-    causes: Mapping[Doubt, float]
+    causes: Mapping[RateKind, float]
 
     def band(self, predicted: float, quantile: float) -> Band:
         return Band(predicted * math.exp(-quantile * self.below), predicted * math.exp(quantile * self.above))
@@ -143,52 +144,52 @@ class ErrorScale:
         return math.hypot(between, *(quantile * (self.causes.get(k, 0.0) - other.causes.get(k, 0.0)) for k in kinds))
 
 
-def worse(rates: Rates, doubt: Doubt, by: float) -> Rates:
+def worse(rates: Rates, kind: RateKind, by: float) -> Rates:
     """The rates with one kind slower by a factor of exp(by)."""
     f = math.exp(by)
-    if doubt is Doubt.COMPUTING:
+    if kind is RateKind.COMPUTING:
         attention = {generation: share / f for generation, share in rates.attention.items()}
         return replace(rates, matrix=rates.matrix / f, attention=attention, operands=rates.operands * f)
-    if doubt is Doubt.TRAFFIC:
+    if kind is RateKind.TRAFFIC:
         return replace(rates, traffic=rates.traffic * f)
-    if doubt is Doubt.LINK:
+    if kind is RateKind.LINK:
         return replace(rates, link=rates.link / f)
-    if doubt is Doubt.NETWORK:
+    if kind is RateKind.NETWORK:
         return replace(rates, network=rates.network / f)
-    if doubt is Doubt.LATENESS:
+    if kind is RateKind.LATENESS:
         return replace(rates, latency_s=rates.latency_s * f, hop_s=rates.hop_s * f, jitter_s=rates.jitter_s * f)
-    if doubt is Doubt.OVERLAP:
+    if kind is RateKind.OVERLAP:
         return replace(rates, interference=rates.interference * f)
     return replace(rates, kernel_s=rates.kernel_s * f, step_s=rates.step_s * f)
 
 
 def of_network(errors: TimeErrors) -> TimeErrors:
     """Those of a network between hosts that were calibrated."""
-    kept = (Doubt.NETWORK, Doubt.LATENESS)
-    return replace(errors, sizes={doubt: size if doubt in kept else 0.0 for doubt, size in errors.sizes.items()},
+    kept = (RateKind.NETWORK, RateKind.LATENESS)
+    return replace(errors, sizes={kind: size if kind in kept else 0.0 for kind, size in errors.sizes.items()},
                    unmeasured=0.0)  # fmt: skip
 
 
-def uncertainties(errors: TimeErrors, machine: Machine) -> Iterator[tuple[Doubt, float]]:
+def uncertainties(errors: TimeErrors, machine: Machine) -> Iterator[tuple[RateKind, float]]:
     """The uncertainty of each kind on a machine."""
     beyond = max(0.0, math.log2(machine.ranks / errors.ranks))
-    for doubt, size in errors.sizes.items():
-        if doubt is Doubt.COMPUTING and machine.device.name not in errors.devices:
-            yield doubt, errors.unmeasured
-        elif doubt is Doubt.NETWORK:
-            yield doubt, (errors.unstated if "network" in machine.assumed else size) * math.sqrt(1 + beyond)
+    for kind, size in errors.sizes.items():
+        if kind is RateKind.COMPUTING and machine.device.name not in errors.devices:
+            yield kind, errors.unmeasured
+        elif kind is RateKind.NETWORK:
+            yield kind, (errors.unstated if "network" in machine.assumed else size) * math.sqrt(1 + beyond)
         else:
-            yield doubt, size * (math.sqrt(1 + beyond) if doubt is Doubt.LATENESS else 1.0)
+            yield kind, size * (math.sqrt(1 + beyond) if kind is RateKind.LATENESS else 1.0)
 
 
 def error_scale(errors: TimeErrors, machine: Machine, rates: Rates, seconds: Callable[[Rates], float]) -> ErrorScale:
     """seconds: of a step with given rates."""
-    usual, above, below = seconds(rates), dict[Doubt, float](), dict[Doubt, float]()
-    for doubt, size in uncertainties(errors, machine):
-        if size == 0 or (doubt in SENDING and machine.ranks == 1) or (doubt is Doubt.NETWORK and machine.hosts == 1):
-            above[doubt] = below[doubt] = 0.0
+    usual, above, below = seconds(rates), dict[RateKind, float](), dict[RateKind, float]()
+    for kind, size in uncertainties(errors, machine):
+        if size == 0 or (kind in SENDING and machine.ranks == 1) or (kind is RateKind.NETWORK and machine.hosts == 1):
+            above[kind] = below[kind] = 0.0
             continue
-        above[doubt] = max(0.0, math.log(seconds(worse(rates, doubt, size)) / usual))
-        below[doubt] = max(0.0, math.log(usual / seconds(worse(rates, doubt, -size))))
+        above[kind] = max(0.0, math.log(seconds(worse(rates, kind, size)) / usual))
+        below[kind] = max(0.0, math.log(usual / seconds(worse(rates, kind, -size))))
     down, up = (math.hypot(errors.floor, *each.values()) for each in (below, above))
     return ErrorScale(below=down, above=up, causes=above)

@@ -221,8 +221,8 @@ def memory_traffic(unit: UnitShape, software: Software = USUAL) -> Bytes | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Blocks:
-    """The blocks of a unit. One that widens to twice its inner width is gated, and such models (Llama and later ones) have RMS
-    norms and rotary positions."""
+    """The blocks of a unit. One that widens to twice its inner width is gated, and such models (Llama and later ones) have
+    RMS norms and rotary positions."""
 
     count: int
     hidden: float

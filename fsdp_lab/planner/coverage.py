@@ -16,14 +16,23 @@ from functools import cached_property
 
 import numpy as np
 
-from fsdp_lab.planner.bands import COVERED, LEVELS, PUBLISHED_ERRORS, Doubt, Quantiles, TimeErrors, uncertainties, worse
+from fsdp_lab.planner.bands import (
+    COVERED,
+    LEVELS,
+    PUBLISHED_ERRORS,
+    Quantiles,
+    RateKind,
+    TimeErrors,
+    uncertainties,
+    worse,
+)
 from fsdp_lab.planner.devices import Rates
 from fsdp_lab.planner.fitting import predicted_s, source_weights
 from fsdp_lab.planner.published import PublishedCase
 
 GRID = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
 # Kinds that hardly change what the rows measure, and so are not chosen: their uncertainty is known from elsewhere.
-GIVEN = (Doubt.HOST,)
+GIVEN = (RateKind.HOST,)
 MISSED = 10.0
 ROUNDS = 3
 
@@ -45,7 +54,7 @@ class Responses:
         usual = np.array([predicted_s(case, own) for case, own in zip(cases, rates, strict=True)])
 
         def changed(sign: int) -> np.ndarray:
-            return np.array([[[predicted_s(case, worse(own, doubt, sign * size)) for size in GRID] for doubt in Doubt]
+            return np.array([[[predicted_s(case, worse(own, kind, sign * size)) for size in GRID] for kind in RateKind]
                              for case, own in zip(cases, rates, strict=True)])  # fmt: skip
 
         above, below = changed(1), changed(-1)
@@ -134,10 +143,10 @@ def memory_quantiles(errors: Sequence[float], sources: Sequence[str]) -> Quantil
 
 
 def _changes() -> list[Callable[[TimeErrors, float], TimeErrors]]:
-    def of_kind(doubt: Doubt) -> Callable[[TimeErrors, float], TimeErrors]:
-        return lambda errors, size: replace(errors, sizes={**errors.sizes, doubt: size})
+    def of_kind(kind: RateKind) -> Callable[[TimeErrors, float], TimeErrors]:
+        return lambda errors, size: replace(errors, sizes={**errors.sizes, kind: size})
 
-    return [*(of_kind(doubt) for doubt in Doubt if doubt not in GIVEN),
+    return [*(of_kind(kind) for kind in RateKind if kind not in GIVEN),
             lambda errors, size: replace(errors, floor=size or errors.floor)]  # fmt: skip
 
 
@@ -164,15 +173,15 @@ class SourceCoverage:
     width: float
 
     @property
-    def usual(self) -> tuple[int, int]:
+    def expected(self) -> tuple[int, int]:
         """Rows inside that a binomial distribution with 80 % gives in nine of ten cases."""
         each = [math.comb(self.rows, k) * COVERED**k * (1 - COVERED) ** (self.rows - k) for k in range(self.rows + 1)]
         below = np.cumsum(each)
         return int(np.searchsorted(below, 0.05)), int(np.searchsorted(below, 0.95))
 
     @property
-    def is_usual(self) -> bool:
-        low, high = self.usual
+    def is_expected(self) -> bool:
+        low, high = self.expected
         return low <= self.inside_80 <= high
 
 
@@ -195,7 +204,7 @@ class Coverage:
             "inside_80": self.share(), "inside_50": self.share(0.5), "mean_width": self.width,
             "constant_width": self.constant_width,
             "sources": {s.source: {"rows": s.rows, "inside_80": s.inside_80, "inside_50": s.inside_50, "width": s.width,
-                                   "usual": list(s.usual)} for s in self.sources},
+                                   "expected": list(s.expected)} for s in self.sources},
         }  # fmt: skip
 
 

@@ -177,8 +177,8 @@ class Machine:
         return replace(self, device=replace(self.device, memory_bytes=least))
 
 
-# The default network of a host: that of the vendor's reference design or of the usual cloud machine; of A100s, whose networks
-# differ most, the median of the sources in data/fsdp_measurements.csv that state theirs.
+# The default network of a host: that of the vendor's reference design or of the usual cloud machine; of A100s, whose
+# networks differ most, the median of the sources in data/fsdp_measurements.csv that state theirs.
 _NETWORKS_GBIT: Mapping[str, float] = {
     "volta": 100, "turing": 50, "ampere": 800, "ada": 400, "hopper": 3200, "blackwell": 3200,
 }  # fmt: skip

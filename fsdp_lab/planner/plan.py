@@ -21,8 +21,8 @@ from fsdp_lab.planner.bands import (
     MEMORY_ERRORS,
     PUBLISHED_ERRORS,
     Band,
+    CalibratedErrors,
     ErrorScale,
-    Here,
     Quantiles,
     TimeErrors,
     error_scale,
@@ -120,7 +120,7 @@ class Plan:
         return error_scale(errors, self.machine, self.rates, seconds)
 
     @property
-    def _errors(self) -> TimeErrors | Here:
+    def _errors(self) -> TimeErrors | CalibratedErrors:
         return CALIBRATED_ERRORS if self.machine.is_measured else PUBLISHED_ERRORS
 
     def step_time_band_s(self, level: float = COVERED) -> Band:

@@ -163,9 +163,9 @@ def coverage_lines(found: Coverage) -> list[str]:
         f"Bands, each made without its source: the 80 % band holds {found.share():.0%} of the rows, the 50 % band"
         f" {found.share(0.5):.0%}, with sources weighted alike;",
         f"its mean width is ln(high/low) {found.width:.2f}, {ratio:.2f} of the narrowest +-x % that holds 80 %.",
-        f"{'sources of 10 rows or more':52s} {'rows':>4s} {'inside':>7s} {'usual':>9s} {'width':>6s}",
-        *(f"{s.source[:52]:52s} {s.rows:4d} {s.inside_80:7d} {f'{s.usual[0]}-{s.usual[1]}':>9s} {s.width:6.2f}"
-          f"{'' if s.is_usual else '  !'}" for s in found.sources if s.rows >= 10),
+        f"{'sources of 10 rows or more':52s} {'rows':>4s} {'inside':>7s} {'expected':>9s} {'width':>6s}",
+        *(f"{s.source[:52]:52s} {s.rows:4d} {s.inside_80:7d} {f'{s.expected[0]}-{s.expected[1]}':>9s} {s.width:6.2f}"
+          f"{'' if s.is_expected else '  !'}" for s in found.sources if s.rows >= 10),
     ]  # fmt: skip
 
 

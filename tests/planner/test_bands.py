@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.planner.bands import LEVELS, MEMORY_ERRORS, PUBLISHED_ERRORS, Band, Doubt, ErrorScale, Quantiles, worse
+from fsdp_lab.planner.bands import LEVELS, MEMORY_ERRORS, PUBLISHED_ERRORS, Band, ErrorScale, Quantiles, RateKind, worse
 from fsdp_lab.planner.coverage import Responses, SourceCoverage, coverage, fit_errors, memory_quantiles, with_quantiles
 from fsdp_lab.planner.devices import PUBLISHED, machine
 from fsdp_lab.planner.fitting import leave_out
@@ -47,29 +47,31 @@ def test_a_network_that_is_assumed_is_less_sure_where_communication_binds() -> N
     stated, assumed = plan_of(micro_batch=1), plan_of(network=None, micro_batch=1)
     assert stated.step_time_s == assumed.step_time_s, "the assumed network is the one that is stated here"
     assert assumed.step_time_band_s().high > 1.1 * stated.step_time_band_s().high
-    assert assumed.scale.causes[Doubt.NETWORK] == max(assumed.scale.causes.values())
+    assert assumed.scale.causes[RateKind.NETWORK] == max(assumed.scale.causes.values())
 
 
 def test_inside_a_host_the_network_is_no_doubt_and_on_one_device_nothing_is_sent() -> None:
     one, host = plan_of(ranks=1, network=None), plan_of(ranks=8, network=None)
-    assert host.scale.causes[Doubt.NETWORK] == 0.0
-    assert all(one.scale.causes[d] == 0.0 for d in (Doubt.NETWORK, Doubt.LINK, Doubt.LATENESS, Doubt.OVERLAP))
+    assert host.scale.causes[RateKind.NETWORK] == 0.0
+    assert all(
+        one.scale.causes[d] == 0.0 for d in (RateKind.NETWORK, RateKind.LINK, RateKind.LATENESS, RateKind.OVERLAP)
+    )
 
 
 def test_a_device_without_rows_and_more_ranks_than_any_row_had_are_less_sure() -> None:
     measured, not_measured = plan_of(ranks=8, hardware="a100-80"), plan_of(ranks=8, hardware="b200")
-    assert not_measured.scale.causes[Doubt.COMPUTING] > measured.scale.causes[Doubt.COMPUTING]
+    assert not_measured.scale.causes[RateKind.COMPUTING] > measured.scale.causes[RateKind.COMPUTING]
     few, many = (plan_of(ranks=n, micro_batch=4) for n in (2048, 16384))
     assert many.step_time_band_s().width > few.step_time_band_s().width
 
 
-@pytest.mark.parametrize("doubt", Doubt)
-def test_a_kind_that_is_worse_makes_no_step_faster(doubt: Doubt) -> None:
+@pytest.mark.parametrize("kind", RateKind)
+def test_a_kind_that_is_worse_makes_no_step_faster(kind: RateKind) -> None:
     where = machine("a100-80", 64, network_gbit_per_s=400)
     shape = shape_for("llama-7b")
-    seconds = [plan(SEVEN, shape, where, rates=worse(PUBLISHED, doubt, by)).step_time_s for by in (-0.4, 0.0, 0.4)]
+    seconds = [plan(SEVEN, shape, where, rates=worse(PUBLISHED, kind, by)).step_time_s for by in (-0.4, 0.0, 0.4)]
     assert seconds == sorted(seconds)
-    assert seconds[0] < seconds[2] or doubt in (Doubt.LINK, Doubt.HOST), "which the network hides here"
+    assert seconds[0] < seconds[2] or kind in (RateKind.LINK, RateKind.HOST), "which the network hides here"
 
 
 # -- fits --------------------------------------------------------------------------------------------------------------
@@ -122,10 +124,10 @@ def test_a_search_ranks_by_speed_and_probability_and_says_what_cannot_be_told_ap
 
 
 def test_what_two_predictions_share_does_not_make_their_order_uncertain() -> None:
-    both = {Doubt.NETWORK: 0.5, Doubt.COMPUTING: 0.1}
+    both = {RateKind.NETWORK: 0.5, RateKind.COMPUTING: 0.1}
     one, other = (
         ErrorScale(below=0.5, above=0.5, causes=both),
-        ErrorScale(below=0.5, above=0.5, causes={**both, Doubt.NETWORK: 0.2}),
+        ErrorScale(below=0.5, above=0.5, causes={**both, RateKind.NETWORK: 0.2}),
     )
     assert one.apart(one, 0.03, 1.3) == pytest.approx(0.03)
     assert one.apart(other, 0.04, 1.0) == pytest.approx(0.3027, abs=1e-3)
@@ -151,10 +153,10 @@ def cases() -> list[PublishedCase]:
 def made_up(cases: list[PublishedCase], seed: int) -> Responses:
     """Errors of a known size: a normal distribution of 5 %, and of 20 % where the network's response is large."""
     draw = np.random.default_rng(seed)
-    shape = (len(cases), len(Doubt), 6)
+    shape = (len(cases), len(RateKind), 6)
     responses = np.zeros(shape)
     slow = draw.random(len(cases)) < 0.3
-    responses[slow, list(Doubt).index(Doubt.NETWORK)] = np.array([0.0, 0.025, 0.05, 0.1, 0.2, 0.4])
+    responses[slow, list(RateKind).index(RateKind.NETWORK)] = np.array([0.0, 0.025, 0.05, 0.1, 0.2, 0.4])
     errors = draw.normal(0, np.where(slow, 0.2, 0.05))
     stated = [dataclasses.replace(c, machine=dataclasses.replace(c.machine, assumed={})) for c in cases]
     return Responses(cases=tuple(stated), errors=errors, above=responses, below=responses)
@@ -167,14 +169,17 @@ def test_a_known_uncertainty_is_found_and_its_bands_hold_what_they_say(cases: li
     assert found.width < 1.25 * found.constant_width, "wide where it must be, and narrow elsewhere"
     errors = fit_errors(rows)
     below, above = rows.scales(errors)
-    is_slow = rows.above[:, list(Doubt).index(Doubt.NETWORK), -1] > 0
+    is_slow = rows.above[:, list(RateKind).index(RateKind.NETWORK), -1] > 0
     assert 2.5 < above[is_slow].mean() / above[~is_slow].mean() < 6 and (below == above).all()
 
 
 def test_a_source_is_judged_by_how_many_rows_chance_leaves_inside() -> None:
     one = SourceCoverage(source="", rows=100, inside_50=50, inside_80=80, width=0.2)
-    assert one.usual == (73, 86) and one.is_usual
-    assert not dataclasses.replace(one, inside_80=99).is_usual and not dataclasses.replace(one, inside_80=70).is_usual
+    assert one.expected == (73, 86) and one.is_expected
+    assert (
+        not dataclasses.replace(one, inside_80=99).is_expected
+        and not dataclasses.replace(one, inside_80=70).is_expected
+    )
 
 
 def test_quantiles_of_memory_weigh_sources_not_rows() -> None:

@@ -12,7 +12,7 @@ import pytest
 from fsdp_lab.core.errors import ArgumentError, SpecError
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.planner.bands import Doubt
+from fsdp_lab.planner.bands import RateKind
 from fsdp_lab.planner.calibration import Calibration, references
 from fsdp_lab.planner.devices import PUBLISHED, Curve, HostOverhead, Rates
 from fsdp_lab.planner.named_models import NamedModel, shape_of
@@ -99,8 +99,8 @@ def test_one_host_is_measured_and_more_like_it_are_planned_with_a_stated_network
         "inside hosts, where it was measured"
     )
     band, sure = slow.step_time_band_s(), alone.step_time_band_s()
-    assert band.width > 1.5 * sure.width and set(slow.scale.causes) >= {Doubt.NETWORK}
-    assert slow.scale.causes[Doubt.COMPUTING] == slow.scale.causes[Doubt.TRAFFIC] == 0.0
+    assert band.width > 1.5 * sure.width and set(slow.scale.causes) >= {RateKind.NETWORK}
+    assert slow.scale.causes[RateKind.COMPUTING] == slow.scale.causes[RateKind.TRAFFIC] == 0.0
 
 
 def test_hosts_that_were_not_calibrated_are_refused() -> None:
