@@ -186,6 +186,7 @@ def test_a_curve_goes_through_its_points_and_on() -> None:
     assert curve.points == ((1.0, 1.0), (4.0, 4.0))
     assert [curve(x) for x in (0, 0.5, 1, 2, 4, 8)] == pytest.approx([0, 1, 1, 2, 4, 8])
     assert curve.best == 1.0
+    assert Curve.of([[1.0, 1.0], [2.0, 1.0], [4.0, 4.0]]).last == 1.0 < Curve.of([[1.0, 1.0], [2.0, 1.0], [4.0, 4.0]]).best
     with pytest.raises(ValueError, match="one point"):
         Curve.of([])
 
