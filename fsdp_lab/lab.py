@@ -9,7 +9,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.cluster import ClusterError, RankLost
@@ -27,10 +26,9 @@ from fsdp_lab.core.spec import Spec
 from fsdp_lab.history.history import History
 from fsdp_lab.history.stored_run import RunList
 from fsdp_lab.notebook import ProgressBar, exit_handler, rank_table, replace_former
-from fsdp_lab.planner.calibration import Calibration, references
+from fsdp_lab.planner.calibration import Calibration, alone, crowd_specs, one_rank, references, shapes_of
 from fsdp_lab.planner.plan import Plan
 from fsdp_lab.planner.questions import Target, planned, planned_here
-from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.runs.activities import Activities
 from fsdp_lab.runs.comparison import Refusal
 from fsdp_lab.runs.evaluation import EvalConfig, generated
@@ -509,35 +507,67 @@ class Lab:
             return run.generate(prompts, **sampling).wait()
         return generated(self.cluster.call, run.id, checked_prompts(prompts), Sampling(**sampling))
 
-    def calibrate(self, beside: Sequence[Spec] = (), *, passes: int = PASSES) -> Calibration:
+    def calibrate(self, beside: Sequence[Spec] = (), *, passes: int = PASSES, ranks: Sequence[int] = (),
+                  anchors: Sequence[Spec] = ()) -> Calibration:  # fmt: skip
         """Measures this machine on all ranks at once, in a minute or two, for `plan`. The state of the ranks stays.
+
+            lab = Lab(1)
+            lab.calibrate(ranks=(2, 4), anchors=[lab.spec])
+            lab.plan(lab.spec.replace(world_size=4))
 
         Args:
             beside: Specs whose steps are timed in turns with the calibration's, for comparison: `Calibration.beside_s`.
+            ranks: of a lab of one rank on a CPU, plans for so many on this host as well. Temporary processes share its cores
+                as they would, for a minute or so each; none of them trains with another.
+            anchors: with `ranks`, Specs of which one rank's step is timed in the crowd. Plans of the same work begin from
+                it, and are more exact: what is predicted is then only what communication adds.
             passes: number of measurements of each figure; fewer are quicker and less accurate.
 
         Raises:
-            FieldError: of a Spec, or of `passes`. ClusterError: a run is in progress.
+            FieldError: of a Spec, of `passes` or `ranks`. ClusterError: a run is in progress.
         """
         self._activities.require_open()
         if unfinished := self._activities.unfinished:
             reason = f"{unfinished[0]!r} is in progress and would be measured as well"
             raise ClusterError(f"{reason}; stop it or wait for it")
         check_whole("passes", passes)
+        self._check_crowds(ranks, anchors)
         begun_s, devices = time.monotonic(), self.devices
         # Matrix products in fp16 are not useful on a CPU.
         dtypes = ("fp32", "bf16") if devices[0] == "cpu" else ("fp32", "bf16", "fp16")
         per_host = ranks_per_host([seat.host for seat in self.cluster.placement.seats])
         timed = references(len(devices), dtypes, devices, per_host)
-        shapes = tuple(replace(shape_for(r.spec.workload.model, r.spec.strategy.wrap), tapes={}) for r in timed)
         specs = [spec.to_dict() for spec in (*(r.spec for r in timed), *beside)]
         for spec in beside:
             self.cluster.provide(spec)
         by_rank = self.cluster.call("calibrate", specs=specs, dtypes=dtypes, passes=passes)
         name = str(self.cluster.call("status")[0]["device_name"])
+        crowds = {n: self._crowd(n, dtypes, tuple(dict.fromkeys(map(one_rank, anchors))), passes, name) for n in ranks}
         self._calibration = Calibration.of(by_rank, unix_s=time.time(), seconds=time.monotonic() - begun_s, name=name,
-                                           devices=devices, shapes=shapes)  # fmt: skip
+                                           devices=devices, shapes=shapes_of(timed), crowds=crowds)  # fmt: skip
         return self._calibration
+
+    def _check_crowds(self, ranks: Sequence[int], anchors: Sequence[Spec]) -> None:
+        for n in ranks:
+            check_whole("ranks", n, 2)
+        if anchors and not ranks:
+            raise ArgumentError("anchors", "they are timed in a crowd of ranks", "give ranks as well, such as (2, 4)")
+        if ranks and self.ranks != 1:
+            raise ArgumentError(
+                "ranks", f"this lab has {self.ranks} itself", "calibrate a lab of one, or leave ranks out"
+            )
+        if ranks and self.devices[0] != "cpu":
+            raise ArgumentError(
+                "ranks", "GPUs are not shared as the cores of a CPU are", "leave it out, and plan for hosts"
+            )
+
+    def _crowd(
+        self, ranks: int, dtypes: Sequence[str], anchors: tuple[Spec, ...], passes: int, name: str
+    ) -> Calibration:
+        """This rank as one of so many on its host."""
+        begun_s, specs = time.monotonic(), [spec.to_dict() for spec in crowd_specs(dtypes, anchors)]
+        (each,) = self.cluster.call("crowd", ranks=ranks, specs=specs, dtypes=dtypes, passes=passes)
+        return alone(each, dtypes, anchors, name=name, seconds=time.monotonic() - begun_s)
 
     def plan(self, spec: Spec | None = None, hardware: str | None = None, *, hosts: int | None = None,
              network_gbit_per_s: float | None = None) -> Plan:  # fmt: skip

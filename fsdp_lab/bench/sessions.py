@@ -26,6 +26,7 @@ from torch import nn
 from fsdp_lab.bench.loading import load_and_step
 from fsdp_lab.bench.plan import BenchPlan
 from fsdp_lab.core.checkpoint_format import find
+from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.engine import fully_shard
 from fsdp_lab.models import build_skeleton, resolve
@@ -44,7 +45,8 @@ def perform(plan: BenchPlan, rank: int, store: dist.Store, job: Job) -> Any:
     """The result of the job's task on this rank. Collective."""
     shared = plan.devices.count(plan.devices[rank]) if plan.shares_gpu else 1
     session = Session(rank=rank, world_size=plan.ranks, device=plan.devices[rank], store=store, timeout_s=TIMEOUT_S,
-                      shared_gpu_ranks=shared, memory_cap=0.9 / shared if shared > 1 else None)  # fmt: skip
+                      shared_gpu_ranks=shared, memory_cap=0.9 / shared if shared > 1 else None,
+                      shared_memory=job.get("shares_memory", True), threads=job.get("threads"))  # fmt: skip
     try:
         return TASKS[job["task"]](session, job)
     finally:
@@ -80,6 +82,19 @@ def train(session: Session, job: Job) -> list[dict[str, Any]]:
             "step_s": events[-1]["step_time_s"],
             "peak_bytes": max(event["memory"]["peak_bytes"] for event in events),
         })  # fmt: skip
+    return found
+
+
+def steps(session: Session, job: Job) -> list[list[float]]:
+    """Seconds of each step of each Spec, from initial values; none of one that is refused on these ranks."""
+    found: list[list[float]] = []
+    for spec in job["specs"]:
+        try:
+            session.apply("bench", spec, fresh=True)
+        except SpecError:
+            found.append([])
+            continue
+        found.append([event["step_time_s"] for event in session.train(job["steps"])["events"]])
     return found
 
 
@@ -237,5 +252,5 @@ def engine_loop(device: torch.device) -> dict[str, list[float]]:
 
 
 TASKS: Mapping[str, Callable[[Session, Job], Any]] = {
-    "train": train, "switches": switches, "tour": tour, "load": load_and_step
+    "train": train, "steps": steps, "switches": switches, "tour": tour, "load": load_and_step
 }  # fmt: skip

@@ -180,6 +180,21 @@ def wire(args: argparse.Namespace) -> dict[str, Any]:
     return benches.wire(planned(args, (LAB,), steps=args.rounds), say)
 
 
+def many(args: argparse.Namespace) -> dict[str, Any]:
+    from fsdp_lab.bench.many import many
+
+    at_least(args, "passes", 1)
+    return many(numbers(args.ranks, 2), args.passes, say)
+
+
+def numbers(text: str, least: int) -> list[int]:
+    """Of a comma-separated list for --ranks. Raises Refused."""
+    found = [int(n) if n.strip().isdigit() else 0 for n in text.split(",")]
+    if min(found) < least:
+        raise Refused(f"--ranks {text} is refused; give numbers of {least} or more, as 2,4")
+    return found
+
+
 def planned(args: argparse.Namespace, forms: Sequence[str], **more: Any) -> BenchPlan:
     """The plan of the options. Raises PlanError, which names an option."""
     from fsdp_lab.bench.launch import place
@@ -263,10 +278,7 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
     models = args.model.split(",")
     for model in models:
         shape_for(model)  # an unknown one is refused before ranks start
-    ranks = [int(n) if n.strip().isdigit() else 0 for n in args.ranks.split(",")]
-    if min(ranks) < 2:
-        raise Refused(f"--ranks {args.ranks} is refused; give numbers of 2 or more, as 2,4")
-    return lab_benches.memory(models, ranks, say)
+    return lab_benches.memory(models, numbers(args.ranks, 2), say)
 
 
 # Name, function, description, options.
@@ -307,6 +319,9 @@ BENCHES: tuple[tuple[str, Callable[[argparse.Namespace], dict[str, Any]], str, O
      on_lab("gpt2-1m") | {
          "precision": {"default": "fp32", "help": f"comma-separated list, like --model {DEFAULT}"},
          "seq_len": number(128), "micro_batch": number(4), "rounds": number(3, "calibration rounds")}),
+    ("many", many, "step times of several ranks, predicted from what one finds, compared with measured ones",
+     {"ranks": {"default": "2,4", "metavar": "N,N", "help": f"numbers of ranks {DEFAULT}"},
+      "passes": number(4, "measurements of each figure of a calibration")}),
     ("memory", memory, "peak memory of a step, compared with FSDP2's and with the planned one",
      {"model": {"default": "gpt2-1m,llama-1m,bert-1m,t5-1m,vit-1m,resnet-1m", "metavar": "M,M",
                 "help": f"presets {DEFAULT}"},

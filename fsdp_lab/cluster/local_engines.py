@@ -25,8 +25,7 @@ from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters, privat
 from fsdp_lab.cluster.engines import EngineProcess, Engines
 from fsdp_lab.cluster.errors import ClusterError, StartError
 from fsdp_lab.cluster.guardian import Guardian, package_path
-from fsdp_lab.cluster.placement import usable_cores
-from fsdp_lab.core.process import HOST_MEMORY, MARK, Identity, end, machine, marked, sweep
+from fsdp_lab.core.process import HOST_MEMORY, MARK, Identity, end, machine, marked, sweep, usable_cores
 
 ATTACH_S = 10.0  # for the client to reach running engines
 # The client remembers the signatures of its messages against replays, by default of 65,536.

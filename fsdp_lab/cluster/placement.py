@@ -7,7 +7,6 @@ NVML and torch's version file: it neither imports torch nor creates a CUDA conte
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import re
 import socket
@@ -21,6 +20,7 @@ from typing import Any
 from fsdp_lab.core import nvml
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.nvml import GpuProcess, GpuReport, GpuStatus
+from fsdp_lab.core.process import usable_cores
 
 SHARED_GPU_BYTES_FRACTION = 0.92  # of a shared GPU, over all its ranks; the rest is for CUDA contexts
 UNSEEN_USE_FRACTION = 0.05  # of a GPU's memory, used by no visible process: then it is in use outside this container
@@ -156,17 +156,6 @@ def torch_cuda_version() -> str | None:
         return None
     match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
     return match.group(1) if match else None
-
-
-def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores that this process may use: affinity and the container's quota, at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = (cgroup / "cpu.max").read_text().split()[:2]
-        cores = min(cores, math.ceil(int(quota) / int(period)))
-    except (OSError, ValueError):  # no cgroup v2 here, or no limit ("max")
-        pass
-    return max(1, cores)
 
 
 # -- decisions -------------------------------------------------------------------------------------------------------

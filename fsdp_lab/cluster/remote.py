@@ -33,8 +33,8 @@ TRACE_CHARACTERS = 20_000
 # The methods of Session that the kernel may call. The first ones replace or drop the model.
 MODEL_METHODS = frozenset({"apply", "restore", "suspend", "resume", "unload"})
 SESSION_METHODS = MODEL_METHODS | frozenset(
-    ["train", "generate", "slow_next", "slow_end", "calibrate", "arm", "disarm", "discard", "save", "saves", "rescue",
-     "spread", "drop", "status"]
+    ["train", "generate", "slow_next", "slow_end", "calibrate", "crowd", "arm", "disarm", "discard", "save", "saves",
+     "rescue", "spread", "drop", "status"]
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ reused pid is signalled.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -67,6 +68,17 @@ def ranks_per_host(hosts: Sequence[str]) -> int:
     n = len(hosts) // max(1, len(set(hosts)))
     alike = all(len(set(hosts[i : i + n])) == 1 for i in range(0, len(hosts), n or 1))
     return n if n * len(set(hosts)) == len(hosts) and alike else len(hosts)
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may use: affinity and the container's quota, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()[:2]
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError):  # no cgroup v2 here, or no limit ("max")
+        pass
+    return max(1, cores)
 
 
 def born(pid: int) -> str:

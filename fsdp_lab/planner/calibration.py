@@ -7,7 +7,8 @@
 * steps of GPT-2s of width 32, which hardly compute, with every backend: with 6 blocks, with 2, and with 6 in one unit. The
   time that the curves do not explain is the overhead of a step, of a collective and of a parameter tensor, `Rates.hosts`;
 * steps of an unsharded GPT-2 of two blocks of width 256 with the lab's engine, in each dtype. The unexplained time is the
-  memory traffic of norms, activations and losses, `Rates.traffic_of`;
+  memory traffic of norms, activations and losses, `Rates.traffic_of`; the same on few tokens shows that of weights, which a
+  product that is repeated keeps in the cache, `Rates.weights`;
 * steps of a fully sharded one of four blocks, on so few tokens that communication takes about as long as computing. Their
   time gives the slowdown of overlapping communication, `Rates.interference`, or, for backends whose computing waits, and on
   slow networks for all, how much longer a collective takes in a step than alone, `HostOverhead.stretch`.
@@ -15,15 +16,24 @@
 So the predicted model, workload and sharding need not be among the measured ones. A calibration is valid for the same number
 of ranks on the same devices under the same other load.
 
+Note: from one rank to several. Ranks of one host share its cores, so one rank is measured in a crowd of as many processes
+(`fsdp_lab.rank.crowd`), each of which computes and steps by itself: `Calibration.crowds`. Curves, overheads and traffic
+follow as above, from steps that take as long as the slowest process's. What communication adds is predicted: the
+collectives' own curves; the cores' time that they take from computing, all of it (`interference` 1), since ranks leave no
+core free; and the wait for the last rank, which grows with the computing between two collectives where ranks outnumber cores
+(`Machine.late`). A step of the same work by one rank (`anchors`) corrects what computing takes, and nothing else.
+
 On a GPU the host runs ahead of the device: the smallest models, which show the host's time alone, are not used, and the
 others are larger. Predictions of this path have not been compared with measured steps of a GPU.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import itemgetter
 from statistics import fmean, median
 from typing import Any
 
@@ -31,8 +41,9 @@ from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import BACKENDS, Spec
 from fsdp_lab.models.presets import gpt2_config
-from fsdp_lab.planner.costs import link_bytes
+from fsdp_lab.planner.costs import PASSES, link_bytes
 from fsdp_lab.planner.devices import PUBLISHED, Curve, Device, HostOverhead, Machine, MeasuredCurves, Rates, machine
+from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.planner.step import AHEAD, StepModel
 
 SMALL = ("deep", "shallow", "whole")
@@ -43,7 +54,7 @@ MOST = 4.0  # upper bound of interference and of stretch
 class Reference:
     """A Spec whose steps are timed, for the quantity that `role` names."""
 
-    role: str  # "deep", "shallow", "whole": a small model with 6 blocks, 2, 6 in one unit; "traffic"; "overlap"
+    role: str  # "deep", "shallow", "whole": a small model with 6 blocks, 2, 6 in one unit; "traffic"; "weights"; "overlap"
     spec: Spec
 
 
@@ -72,6 +83,8 @@ def references(
         found += [Reference(role="overlap", spec=overlap.replace(backend=b)) for b in ("lab", *AHEAD)]
     # fp16's steps wait for the scale of the loss; its computing is as in bf16.
     found += [Reference(role="traffic", spec=plain.replace(precision=dtype)) for dtype in dtypes if dtype != "fp16"]
+    few = plain.replace(model=_gpt2(width, 4, seq_len), micro_batch=2, seq_len=seq_len // 2)
+    found.append(Reference(role="weights", spec=few.replace(accumulate=4, sync="last") if ranks > 1 else few))
     return found
 
 
@@ -89,6 +102,12 @@ class Calibration:
     devices: tuple[str, ...]  # one per rank
     probes: Mapping[str, Any] = field(repr=False)  # results of `fsdp_lab.rank.calibration`, the mean over ranks
     shapes: tuple[ModelShape, ...] = field(repr=False)  # of the references, in order
+    # Whether each rank made its steps by itself: they are of `one_rank` of a Spec.
+    alone: bool = False
+    anchors: tuple[
+        Spec, ...
+    ] = ()  # of one rank, whose steps were timed as well: plans of the same work begin from them
+    crowds: Mapping[int, Calibration] = field(default_factory=dict)  # of one rank, as one of so many on its host
 
     @property
     def ranks(self) -> int:
@@ -108,7 +127,13 @@ class Calibration:
     @classmethod
     def of(cls, each: Sequence[Mapping[str, Any]], **fields: Any) -> Calibration:
         """From the probes of every rank, and the other fields."""
-        return cls(probes=_mean(each), **fields)
+        probes = _mean(each)
+        if fields.get("alone"):  # a step that all wait for takes as long as the slowest
+            steps = {
+                i: [[one["steps"][i][k] for one in each] for k in range(len(s))] for i, s in probes["steps"].items()
+            }
+            probes["steps"] = {i: [max(step) for step in of_all] for i, of_all in steps.items()}
+        return cls(probes=probes, **fields)
 
     @property
     def on_gpu(self) -> bool:
@@ -117,6 +142,10 @@ class Calibration:
     @property
     def dtypes(self) -> tuple[str, ...]:
         return tuple(self.probes["products"])
+
+    def over_gloo(self) -> Calibration:
+        """Of a crowd: as if its ranks had no memory to share."""
+        return replace(self, probes={**self.probes, "collectives": self.probes["gloo"]})
 
     @cached_property
     def machine(self) -> Machine:
@@ -131,7 +160,7 @@ class Calibration:
         copies = Curve.of(p["copies"])
         measured = MeasuredCurves(products=products, scores=scores, copies=copies,
                             updates={name: Curve.of(rows) for name, rows in p["updates"].items()})  # fmt: skip
-        per_host = self.per_host
+        per_host, late = self.per_host, p["collectives"].get("late")
         sizes = {"collectives": self.ranks, "pairs": 2, "inside": per_host, "across": self.ranks // per_host}
         curves = {name: _curves(p.get(name, {}), size) for name, size in sizes.items()}
         all_ranks = max((curve.best for curve in curves["collectives"].values()), default=2 * copies.best)
@@ -143,7 +172,13 @@ class Calibration:
             generation="here" if self.on_gpu else "cpu", assumed={}, measured=measured,
         )  # fmt: skip
         return Machine(device=device, ranks=self.ranks, per_host=per_host, network_bytes_per_s=network, assumed={},
-                       **curves)  # fmt: skip
+                       late=late and _lateness(late, curves["collectives"]), **curves)  # fmt: skip
+
+    @cached_property
+    def _stepping(self) -> Machine:
+        """The machine of the steps."""
+        here = self.machine
+        return replace(here, ranks=1, per_host=1, collectives={}, late=None) if self.alone else here
 
     def on_hosts(self, hosts: int, network_gbit_per_s: float | None = None) -> tuple[Machine, Rates]:
         """So many hosts like the calibrated one, and the rates there: inside a host those that were measured, between hosts
@@ -165,20 +200,42 @@ class Calibration:
         """The measured rates, for `plan`."""
         rates = replace(
             PUBLISHED, matrix=1.0, memory=1.0, link=1.0, network=1.0, latency_s=0.0, hop_s=0.0, jitter_s=0.0,
-            step_s=0.0, interference=0.5, kernel_s=0.0,
+            step_s=0.0, interference=1.0 if self.alone else 0.5, kernel_s=0.0,
         )  # fmt: skip
         for _ in range(6):  # each has a small effect on the measurements that determine the others
             if not self.on_gpu:
                 rates = replace(rates, hosts={backend: self._host(backend, rates) for backend in BACKENDS})
             rates = replace(rates, traffic_of=self._traffic(rates))
+            rates = replace(rates, weights=self._weights(rates))
             for backend in ("lab", *AHEAD):
                 rates = self._with_overlap(backend, rates)
         return rates
 
+    def rates_of(self, spec: Spec, shape: ModelShape) -> Rates:
+        """`rates`, with the computing of a step of the same work that one rank made, if there is one in `anchors`."""
+        wanted = one_rank(spec)
+        for i, anchor in enumerate(self.anchors):
+            if anchor == wanted:
+                measured_s = median(self.probes["steps"][str(len(self.shapes) + i)])
+                tokens = shape.tokens(spec.workload.seq_len)
+
+                def computing(seconds: float, anchor: Spec = anchor, tokens: int = tokens) -> float:
+                    """Linear in the computing."""
+                    one, two = (
+                        StepModel(anchor, shape.units, tokens, self._stepping, replace(self.rates, computing=k)).step()
+                        for k in (1.0, 2.0)
+                    )
+                    return 1.0 + (seconds - one.seconds) / (two.seconds - one.seconds)
+
+                return replace(self.rates, computing=max(0.1, computing(measured_s)))
+        return self.rates
+
     @cached_property
     def _steps(self) -> list[tuple[Reference, ModelShape, float]]:
         """Each reference with its shape and the median seconds of its steps."""
-        timed = zip(references(self.ranks, self.dtypes, self.devices, self.per_host), self.shapes, strict=True)
+        wanted = references(1, self.dtypes, self.devices[:1]) if self.alone else references(
+            self.ranks, self.dtypes, self.devices, self.per_host)  # fmt: skip
+        timed = zip(wanted, self.shapes, strict=True)
         return [(r, shape, median(self.probes["steps"][str(i)])) for i, (r, shape) in enumerate(timed)]
 
     def _host(self, backend: str, rates: Rates) -> HostOverhead:
@@ -214,6 +271,12 @@ class Calibration:
                 traffic[dtype] = max(0.0, (seconds - none) / (one - none))
         return {**traffic, "fp16": traffic["bf16"]} if "bf16" in traffic else traffic
 
+    def _weights(self, rates: Rates) -> float:
+        """From the step of a model on few tokens, which is linear in it."""
+        ((r, shape, seconds),) = (step for step in self._steps if step[0].role == "weights")
+        none, one = (self._predicted_s(r, shape, replace(rates, weights=times)) for times in (0.0, 1.0))
+        return max(0.0, (seconds - none) / (one - none))
+
     def _with_overlap(self, backend: str, rates: Rates) -> Rates:
         """With the interference or stretch that predicts the step of role "overlap", by bisection (it grows with both).
 
@@ -244,7 +307,7 @@ class Calibration:
         return self._model(r, shape, rates).step().seconds
 
     def _model(self, r: Reference, shape: ModelShape, rates: Rates) -> StepModel:
-        return StepModel(r.spec, shape.units, shape.tokens(r.spec.workload.seq_len), self.machine, rates)
+        return StepModel(r.spec, shape.units, shape.tokens(r.spec.workload.seq_len), self._stepping, rates)
 
     # -- JSON -----------------------------------------------------------------------------------------------------
 
@@ -252,7 +315,9 @@ class Calibration:
         shapes = [replace(shape, tapes={}).to_dict() for shape in self.shapes]
         return {
             "unix_s": self.unix_s, "seconds": self.seconds, "name": self.name, "devices": list(self.devices),
-            "probes": dict(self.probes), "shapes": shapes,
+            "probes": dict(self.probes), "shapes": shapes, "alone": self.alone,
+            "anchors": [spec.to_dict() for spec in self.anchors],
+            "crowds": {str(ranks): crowd.to_dict() for ranks, crowd in self.crowds.items()},
         }  # fmt: skip
 
     @classmethod
@@ -261,9 +326,45 @@ class Calibration:
         try:
             shapes = tuple(ModelShape.from_dict(shape) for shape in d["shapes"])
             return cls(unix_s=d["unix_s"], seconds=d["seconds"], name=d["name"], devices=tuple(d["devices"]),
-                       probes=d["probes"], shapes=shapes)  # fmt: skip
+                       probes=d["probes"], shapes=shapes, alone=d["alone"],
+                       anchors=tuple(Spec.from_dict(spec) for spec in d["anchors"]),
+                       crowds={int(ranks): cls.from_dict(crowd) for ranks, crowd in d["crowds"].items()})  # fmt: skip
         except (KeyError, TypeError) as e:
             raise ValueError(f"this is no calibration ({type(e).__name__}: {e}); make one with lab.calibrate()") from e
+
+
+def crowd_specs(dtypes: Sequence[str], anchors: Sequence[Spec]) -> list[Spec]:
+    """The Specs that one rank of a crowd times: the references, then the anchors."""
+    return [*(r.spec for r in references(1, dtypes, ("cpu",))), *anchors]
+
+
+def alone(
+    each: Sequence[Mapping[str, Any]], dtypes: Sequence[str], anchors: tuple[Spec, ...], *, name: str, seconds: float
+) -> Calibration:
+    """Of one rank in a crowd, from the probes of all that were in it."""
+    shapes = shapes_of(references(1, dtypes, ("cpu",)))
+    return Calibration.of(each, unix_s=time.time(), seconds=seconds, name=name, devices=("cpu",) * len(each),
+                          shapes=shapes, alone=True, anchors=anchors)  # fmt: skip
+
+
+def shapes_of(timed: Sequence[Reference]) -> tuple[ModelShape, ...]:
+    return tuple(replace(shape_for(r.spec.workload.model, r.spec.strategy.wrap), tapes={}) for r in timed)
+
+
+def one_rank(spec: Spec) -> Spec:
+    """The Spec of one micro-batch on one rank: what the ranks of `spec` each compute."""
+    sharding = "no_shard" if spec.strategy.is_replicated else "full_shard"
+    return spec.replace(world_size=1, devices=None, link=None, sharding=sharding, shard_size=None, reshard_size=None,
+                        offload="none", accumulate=1, sync="every", gather="copy")  # fmt: skip
+
+
+def _lateness(rows: Sequence[Sequence[float]], collectives: Mapping[str, Curve]) -> Curve:
+    """By seconds of computing, from rounds of computing and a small collective, which take its own time as well."""
+    own_s = min(curve.points[0][1] for curve in collectives.values())
+    sizes = sorted(rows, key=itemgetter(0))
+    each = len(sizes) // 4  # rows of one size; its passes differ a little in the seconds of computing
+    means = [[fmean(column) for column in zip(*sizes[i : i + each], strict=True)] for i in range(0, len(sizes), each)]
+    return Curve.of([computing_s, late_s - own_s] for computing_s, late_s in means)
 
 
 def _curves(rows: Mapping[str, Sequence[Sequence[float]]], size: int) -> dict[str, Curve]:
@@ -271,6 +372,7 @@ def _curves(rows: Mapping[str, Sequence[Sequence[float]]], size: int) -> dict[st
     return {
         kind: Curve.of((link_bytes(kind, payload, size), seconds) for payload, seconds in each)
         for kind, each in rows.items()
+        if kind in PASSES
     }
 
 

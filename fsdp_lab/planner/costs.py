@@ -100,6 +100,7 @@ def work(unit: UnitShape, tokens: int, spec: Spec, device: Device, rates: Rates,
     else:
         traffic = traffic_bytes(unit, tokens, dtype, software, fused=spec.strategy.compile)
     moved_per_s = device.memory_bytes_per_s * rates.memory / rates.traffic
+    products += rates.weights * weight_bytes(unit, dtype) / device.memory_bytes_per_s
     other, other_back = (samples * size / moved_per_s for size in traffic)
     host = rates.host(spec.strategy.backend).tensor_s * len(unit.parameters) / 2
     kept = kept_products(unit) if software.operators else 0.0
@@ -108,12 +109,21 @@ def work(unit: UnitShape, tokens: int, spec: Spec, device: Device, rates: Rates,
         last = replace(unit, products=(replace(unit.products[-1], count=1),))
         recompute -= product_seconds(last, tokens * samples, dtype, device, rates)
     scores_back = (2.0 if software.attention is Attention.PLAIN else 2.5) * scores
+    forward, back = (
+        products + scores + other + host,
+        (1 + unit.trained_share) * products + scores_back + other_back + host,
+    )
     return Work(
-        forward_s=products + scores + other + host,
-        backward_s=(1 + unit.trained_share) * products + scores_back + other_back + host if unit.has_backward else 0.0,
-        recompute_s=recompute + host if recomputed and unit.has_backward else 0.0,
+        forward_s=rates.computing * forward,
+        backward_s=rates.computing * back if unit.has_backward else 0.0,
+        recompute_s=rates.computing * (recompute + host) if recomputed and unit.has_backward else 0.0,
         launched=kernels(unit, software.attention, fused=spec.strategy.compile),
     )
+
+
+def weight_bytes(unit: UnitShape, dtype: str) -> float:
+    """Bytes of the weights of a unit's matrix products."""
+    return BYTES[dtype] * sum(p.count * p.inputs * p.outputs for p in unit.products)
 
 
 def saved_bytes(unit: UnitShape, tokens: int, dtype: str) -> float:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from fsdp_lab.core.link import LinkSpec
 from fsdp_lab.core.model_shape import ModelShape, UnitShape
 from fsdp_lab.core.schedule import Action, Direction, Phase, PointSide, Rules, Schedule, UnitCall
 from fsdp_lab.core.spec import Spec
@@ -154,9 +155,25 @@ class StepModel:
         ahead = self._spec.strategy.backend in AHEAD and not self._on_cpu
         return Simulation(
             self._schedule, functools.partial(self.seconds, reduces=reduces), ahead=ahead,
-            interference=self._rates.interference, late_s=late_s(self._spec.world_size, self._rates),
+            interference=self._rates.interference, late_s=self._waited_s,
             blocking=self._blocking, issue_s=None if self._on_cpu else self._issue_s,
+            disturbs_s=functools.partial(self._disturbs_s, reduces=reduces) if self._link else None,
         ).run()  # fmt: skip
+
+    def _waited_s(self, action: Action) -> float:
+        """Wait of a collective for its last rank. While an emulated link is busy the last one may come."""
+        if self._link is None:
+            return self._late_s
+        key = action.phase, self._elements(action)
+        return max(0.0, self._late_s - max(0.0, self._emulated_s(*key) - self._carried_s(*key)))
+
+    @functools.cached_property
+    def _late_s(self) -> float:
+        """Delay of the last rank at a collective; on a measured machine by the usual time between two of them."""
+        if self._machine.late is None:
+            return late_s(self._spec.world_size, self._rates)
+        computing = sum(sum(seconds) for seconds in self._work_s.values())
+        return self._machine.late(computing / self.sends) if self.sends else 0.0
 
     def _issue_s(self, action: Action) -> float:
         """Seconds of the host to issue an action."""
@@ -205,10 +222,34 @@ class StepModel:
             return 0.0
         key = action.phase, self._elements(action)
         if key not in self._sent_s:
-            alone = sum(collective_seconds(*one, self._machine, self._rates) for one in self._collectives(*key))
-            stretch = self._rates.host(self._spec.strategy.backend).stretch
-            self._sent_s[key] = self._copied_s(*key) + stretch * alone
+            self._sent_s[key] = max(self._carried_s(*key), self._emulated_s(*key))
         return self._sent_s[key]
+
+    def _disturbs_s(self, action: Action, *, reduces: bool) -> float:
+        """Seconds in which a collective may slow computing: not those in which it waits for an emulated link."""
+        return min(self.seconds(action, reduces=reduces), self._carried_s(action.phase, self._elements(action)))
+
+    def _carried_s(self, phase: Phase, elements: int) -> float:
+        """A gather or a reduction over the real link."""
+        alone = sum(collective_seconds(*one, self._machine, self._rates) for one in self._collectives(phase, elements))
+        return self._copied_s(phase, elements) + self._rates.host(self._spec.strategy.backend).stretch * alone
+
+    def _emulated_s(self, phase: Phase, elements: int) -> float:
+        """Over the Spec's emulated link; hardware that is named has its own (wire/link.py)."""
+        if self._link is None:
+            return 0.0
+        bytes_per_s, latency_s = self._link
+        sent = [link_bytes(kind, size, group.size) for kind, size, group in self._collectives(phase, elements)]
+        return sum(latency_s + size / bytes_per_s for size in sent)
+
+    @functools.cached_property
+    def _link(self) -> tuple[float, float] | None:
+        """Bandwidth and latency of the emulated link, scaled to this device."""
+        device, text = self._machine.device, self._spec.link
+        if device.measured is None or text is None:
+            return None
+        link, dtype = LinkSpec.parse(text), self._dtypes.param
+        return link.bytes_per_s * link.scale(device.peak_flops_per_s.get(dtype), dtype), link.latency_s
 
     def _copied_s(self, phase: Phase, elements: int) -> float:
         """Seconds of copies on a measured device; for others see `_copies_s`."""
@@ -328,15 +369,18 @@ class Simulation:
         seconds: of each action alone.
         ahead: the host runs ahead of the device, and only the limiter holds gathers back.
         interference: slowdown of computing by a collective in flight, as a share of the collective's time.
-        late_s: wait of a collective for the last of its ranks, and of computing with it.
+        late_s: wait of each collective for the last of its ranks, and of computing with it.
         blocking: phases during which the computing thread waits.
         issue_s: the host's seconds to issue each action; None: no separate host issues them.
+        disturbs_s: seconds of each collective that may slow computing; None: all.
     """
 
     def __init__(self, schedule: Schedule, seconds: Callable[[Action], float], *, ahead: bool, interference: float,
-                 late_s: float = 0.0, blocking: frozenset[Phase] = frozenset(),
-                 issue_s: Callable[[Action], float] | None = None) -> None:  # fmt: skip
+                 late_s: Callable[[Action], float] = lambda action: 0.0, blocking: frozenset[Phase] = frozenset(),
+                 issue_s: Callable[[Action], float] | None = None,
+                 disturbs_s: Callable[[Action], float] | None = None) -> None:  # fmt: skip
         self._schedule, self._seconds, self._issue_s = schedule, seconds, issue_s
+        self._disturbs_s = disturbs_s or seconds
         self._ahead, self._interference, self._late_s = ahead, interference, late_s
         self._blocking = blocking
         self._computing = self._sending = self._copying = 0.0  # when each queue is free
@@ -397,15 +441,15 @@ class Simulation:
         if action.phase in self._blocking:
             return self._block(action, max(begin, self._computing), lasts)
         self._sending = begin + lasts
-        self._disturbed += lasts
-        self._waited_s += self._late_s if lasts else 0.0
+        self._disturbed += self._disturbs_s(action)
+        self._waited_s += self._late_s(action) if lasts else 0.0
         return begin, self._sending
 
     def _block(self, action: Action, begin: float, lasts: float) -> tuple[float, float]:
         """Send while computing waits."""
         self._waits.append((action.unit, self._computing, begin + lasts))
         self._sending = self._computing = begin + lasts
-        self._waited_s += self._late_s if lasts else 0.0
+        self._waited_s += self._late_s(action) if lasts else 0.0
         return begin, self._computing
 
     def _compute(self, action: Action, ready: float) -> tuple[float, float]:

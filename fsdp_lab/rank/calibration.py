@@ -59,16 +59,19 @@ _UPDATES: Mapping[str, tuple[int, ...]] = {  # elements
     "cuda": (1 << 16, 1 << 20, 1 << 24, 1 << 27),
 }
 _SENT: Mapping[int, int] = {1 << 10: 10, 1 << 14: 10, 1 << 18: 8, 1 << 20: 6, 1 << 22: 4, 1 << 24: 2}  # bytes: times
+_COMPUTING_S = (3e-4, 1e-3, 3e-3, 1e-2)  # between two collectives
+ROUNDS_S = 0.1  # of such computing
 HEADS, WIDTH = 4, 64
 LONGEST_S = 0.3  # of a collective: on a slow network no larger one is measured, since seconds are in proportion there
 MOST_ELEMENTS = 1 << 20  # of a tensor that the optimizer is given
 
 
 class HardwareProbe:
-    """One rank's measurements; every method is collective."""
+    """One rank's measurements; every method is collective, also among processes that `meet`."""
 
-    def __init__(self, info: RankInfo, world: Wire) -> None:
-        self._info, self._world, self._device = info, world, info.device
+    def __init__(self, info: RankInfo, world: Wire, meet: Callable[[], None] | None = None) -> None:
+        """meet: waits for all that measure at the same time; None: those are the ranks."""
+        self._info, self._world, self._device, self._meet = info, world, info.device, meet
         self._kind = "cuda" if info.device.type == "cuda" else "cpu"
 
     def all(self, trainers: Sequence[Trainer], dtypes: Sequence[str], passes: int) -> dict[str, Any]:
@@ -85,6 +88,13 @@ class HardwareProbe:
         with self._grouped() as groups:
             found = [{**self._rates(dtypes, groups), "steps": self._steps(trainers)} for _ in range(passes)]
         return {**_joined(found), "memory_bytes": self._memory_bytes(), "per_host": self._per_host}
+
+    def links(self, passes: int) -> dict[str, Any]:
+        """Collectives of all ranks alone: {kind: [[payload bytes, s]], "late": as by `lateness`}."""
+        found: dict[str, Any] = _joined(
+            [{**self.collectives(self._world), "late": list(self.lateness())} for _ in range(passes)]
+        )
+        return found
 
     def _rates(self, dtypes: Sequence[str], groups: Mapping[str, dist.ProcessGroup]) -> dict[str, Any]:
         return {
@@ -174,6 +184,26 @@ class HardwareProbe:
                 seconds.append(time.perf_counter() - begun_s)
             yield [float(size), median(seconds)]
 
+    def lateness(self) -> Iterator[list[float]]:
+        """[computing s, s]: by how much a round of computing and a small collective takes longer than both alone. Ranks
+        that share cores are not computing all the time, and so the last one arrives late."""
+        issue = self._issue("all_gather", min(_SENT), self._world)
+        for seconds in _COMPUTING_S:
+            compute = self._work(seconds)
+            rounds = max(4, round(ROUNDS_S / seconds))
+            times = []
+            for waits in (False, True):
+                self._barrier()
+                begun_s = time.perf_counter()
+                for _ in range(rounds):
+                    compute()
+                    if waits:
+                        issue().wait()
+                issue().wait()
+                self._finish()
+                times.append((time.perf_counter() - begun_s) / rounds)
+            yield [times[0], max(0.0, times[1] - times[0])]
+
     def _issue(self, kind: str, size: int, group: dist.ProcessGroup) -> Callable[[], Any]:
         """A function that issues a collective with `size` bytes of payload."""
         part = torch.ones(max(1, size // 4 // group.size()), device=self._device)
@@ -217,8 +247,14 @@ class HardwareProbe:
         taken = {}
         for i, trainer in enumerate(trainers):
             self._barrier()
-            taken[str(i)] = [trainer.step().step_time_s for _ in range(STEPS)][1:]
+            taken[str(i)] = [self._step_s(trainer) for _ in range(STEPS)][1:]
         return taken
+
+    def _step_s(self, trainer: Trainer) -> float:
+        """Ranks that share cores and do not communicate begin each step together: one ahead would leave cores to others."""
+        if self._meet is not None:
+            self._meet()
+        return trainer.step().step_time_s
 
     # -- small helpers --------------------------------------------------------------------------------------------
 
@@ -261,7 +297,10 @@ class HardwareProbe:
     def _barrier(self) -> None:
         """Wait for all ranks and their devices."""
         self._finish()
-        self._world.control(torch.zeros(1, dtype=torch.float64))
+        if self._meet is not None:
+            self._meet()
+        else:
+            self._world.control(torch.zeros(1, dtype=torch.float64))
 
     def _finish(self) -> None:
         if self._kind == "cuda":

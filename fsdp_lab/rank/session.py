@@ -27,6 +27,7 @@ from fsdp_lab.models import Batches
 from fsdp_lab.rank.abort import AbortProtocol
 from fsdp_lab.rank.calibration import HardwareProbe, calibration_trainers
 from fsdp_lab.rank.checkpointing import Checkpointer
+from fsdp_lab.rank.crowd import measure_crowd
 from fsdp_lab.rank.faults import FaultInjector, slower
 from fsdp_lab.rank.generation import completions, encoded
 from fsdp_lab.rank.heartbeat import HangWatchdog, HeartbeatThread, LongWorkLog, RankActivity
@@ -266,13 +267,20 @@ class Session:
             completed = completions(self._lifecycle.require(), prompts, texts, wanted)
         return {"texts": {str(number): completion.text for number, completion in completed.items()}}
 
-    def calibrate(self, specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str], passes: int) -> dict[str, Any]:
-        """Measure this machine, and steps of each Spec, besides the live training; collective.
+    def calibrate(self, specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str], passes: int,
+                  meet: Callable[[], None] | None = None) -> dict[str, Any]:  # fmt: skip
+        """Measure this machine, and steps of each Spec, besides the live training; collective. meet: see `HardwareProbe`.
         Returns what `HardwareProbe.all` does."""
         with self._exclusive():
             wanted = [self._spec(spec) for spec in specs]
             with calibration_trainers(wanted, self.info, self.world, self._lifecycle.preparation) as trainers:
-                return HardwareProbe(self.info, self.world).all(trainers, dtypes, passes)
+                return HardwareProbe(self.info, self.world, meet).all(trainers, dtypes, passes)
+
+    def crowd(self, ranks: int, specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str], passes: int) -> list[Any]:
+        """Measure what this rank would find as one of several on its host, besides the live training. Of one rank.
+        Returns what `measure_crowd` does."""
+        with self._exclusive():
+            return measure_crowd(ranks, specs, dtypes, passes)
 
     # -- faults ---------------------------------------------------------------------------------------------------
 

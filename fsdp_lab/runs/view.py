@@ -20,11 +20,11 @@ from typing import Any, Protocol
 
 import psutil
 
-from fsdp_lab.cluster.placement import usable_cores
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.formatting import Table
 from fsdp_lab.core.generation import Completion
 from fsdp_lab.core.loops import Trained
+from fsdp_lab.core.process import usable_cores
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.export import export_accelerate, export_script, export_spec
 from fsdp_lab.runs.evaluation import EarlyStopping, Evaluation

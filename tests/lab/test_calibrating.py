@@ -49,3 +49,25 @@ def test_a_run_that_goes_on_would_be_measured_too(real_lab: Lab) -> None:
     run.stop(30)
     with pytest.raises(ArgumentError, match="passes"):
         real_lab.calibrate(passes=0)
+
+
+@pytest.mark.slow
+def test_one_rank_is_planned_as_one_of_two() -> None:
+    spec = Spec(world_size=2).replace(**SMALL)
+    with Lab(1, history=False, progress=False) as lab:
+        with pytest.raises(ArgumentError, match="anchors: they are timed in a crowd of ranks; give ranks as well"):
+            lab.calibrate(anchors=[spec])
+        with pytest.raises(ArgumentError, match="ranks: 1 is refused"):
+            lab.calibrate(ranks=(1,))
+        here = lab.calibrate(passes=1, ranks=(2,), anchors=[spec, spec.replace(accumulate=2)])
+        assert (here.ranks, here.crowds[2].ranks, len(here.crowds[2].anchors)) == (1, 2, 1)
+        one, two = lab.plan(spec.replace(world_size=1)), lab.plan(spec)
+        assert two.machine.ranks == 2 and sum(two.comm_s.values()) > 0 == sum(one.comm_s.values())
+        assert lab.plan(spec.replace(link="1 MB/s")).step_time_s > 2 * two.step_time_s
+        lab.resize(2)
+        run = lab.run(spec, steps=8)
+        run.wait(120)
+        with pytest.raises(ArgumentError, match="ranks: this lab has 2 itself"):
+            lab.calibrate(ranks=(2,))
+    measured_s = statistics.median(e.step_time_s for e in run.events.since()[0] if e.counts)
+    assert 0.2 < two.step_time_s / measured_s < 5  # noise; `fsdp-lab bench many` says how exact it is

@@ -13,8 +13,8 @@ from fsdp_lab.core.errors import ArgumentError, SpecError
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.bands import RateKind
-from fsdp_lab.planner.calibration import Calibration, references
-from fsdp_lab.planner.devices import PUBLISHED, Curve, HostOverhead, Rates
+from fsdp_lab.planner.calibration import Calibration, one_rank, references
+from fsdp_lab.planner.devices import PUBLISHED, Curve, HostOverhead, Rates, machine
 from fsdp_lab.planner.named_models import NamedModel, shape_of
 from fsdp_lab.planner.plan import Plan, plan
 from fsdp_lab.planner.questions import planned_here
@@ -163,7 +163,7 @@ def test_a_calibration_on_several_hosts_tells_their_links_apart() -> None:
     assert (found.hosts, found.per_host) == (2, 2)
     assert found.inside["all_gather"](1e6) == pytest.approx(here.machine.collectives["all_gather"](1e6))
     assert found.device.link_bytes_per_s == pytest.approx(here.machine.device.link_bytes_per_s)
-    assert found.network_bytes_per_s == pytest.approx(2 * found.across["all_reduce"].best)
+    assert found.network_bytes_per_s == pytest.approx(2 * found.across["all_reduce"].last)
     hybrid, full = (
         plan(Spec(world_size=4).replace(sharding=sharding, model="gpt2-1m"), shape_for("gpt2-1m"), found,
              rates=here.rates).step_time_s
@@ -186,7 +186,8 @@ def test_a_curve_goes_through_its_points_and_on() -> None:
     assert curve.points == ((1.0, 1.0), (4.0, 4.0))
     assert [curve(x) for x in (0, 0.5, 1, 2, 4, 8)] == pytest.approx([0, 1, 1, 2, 4, 8])
     assert curve.best == 1.0
-    assert Curve.of([[1.0, 1.0], [2.0, 1.0], [4.0, 4.0]]).last == 1.0 < Curve.of([[1.0, 1.0], [2.0, 1.0], [4.0, 4.0]]).best
+    burst = Curve.of([[1.0, 1.0], [2.0, 1.0], [4.0, 4.0]])
+    assert burst.last == 1.0 < burst.best
     with pytest.raises(ValueError, match="one point"):
         Curve.of([])
 
@@ -199,3 +200,114 @@ def test_nothing_that_is_predicted_in_the_bench_is_among_the_references() -> Non
     assert len(compared) == 30
     assert not timed & {spec.id for spec in compared}
     assert statistics.mode(spec.strategy.backend for spec in compared) == "lab"
+
+
+# -- one rank of several ---------------------------------------------------------------------------------------------
+
+OTHER = {"model_type": "gpt2", "n_embd": 192, "n_layer": 5, "n_head": 4, "vocab_size": 384}
+ALONE = {name: replace(host, send_s=0.0, stretch=1.0) for name, host in TRUTH.items()}
+COMPILED = BASE.replace(model=OTHER, seq_len=96, micro_batch=3, compile=True)
+
+
+def crowd(*, late_s: float = 0.0, gloo: float = 1.0) -> tuple[Calibration, Rates]:
+    """One rank of two, of whose steps alone the rates are known; a compiled model computes in 0.7 of the time. `gloo`: how
+    many times as long collectives take without shared memory."""
+    timed, anchors = references(1, DTYPES, ("cpu",)), (one_rank(COMPILED),)
+    shapes = tuple(shape(r.spec) for r in timed)
+    bare: dict[str, Any] = {**probes(), "per_host": RANKS}
+    own_s = bare["collectives"]["all_gather"][0][1]
+    late = [[seconds, own_s + late_s] for seconds in (3e-4, 1e-3, 3e-3, 1e-2)]
+    bare["collectives"] = {**bare["collectives"], "late": late}
+    slower = {kind: [[n, gloo * s] for n, s in rows] for kind, rows in probes()["collectives"].items()}
+    bare["gloo"] = {**slower, "late": [[seconds, gloo * own_s] for seconds, _ in late]}
+    said: dict[str, Any] = {"unix_s": 0.0, "seconds": 1.0, "name": "CPU", "devices": ("cpu",) * RANKS, "shapes": shapes,
+                            "alone": True, "anchors": anchors}  # fmt: skip
+    steps = [1.0] * (len(timed) + 1)
+    empty = Calibration.of([{**bare, "steps": {str(i): [s] for i, s in enumerate(steps)}}], **said)
+    rates = replace(made_up()[1], interference=1.0, hosts=ALONE)
+    every = [(r.spec, s, rates) for r, s in zip(timed, shapes, strict=True)]
+    every.append((anchors[0], shape(anchors[0]), replace(rates, computing=0.7)))
+    for i, (spec, s, truth) in enumerate(every):
+        model = StepModel(spec, s.units, s.tokens(spec.workload.seq_len), empty._stepping, truth)
+        steps[i] = model.step().seconds
+    slowest = {**bare, "steps": {str(i): [s] for i, s in enumerate(steps)}}
+    quick = {**bare, "steps": {str(i): [0.8 * s] for i, s in enumerate(steps)}}
+    return Calibration.of([quick, slowest], **said), rates
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"backend": "lab"},
+        {"backend": "lab", "sharding": "no_shard"},
+        {"backend": "lab", "precision": "bf16"},
+        {"backend": "fsdp2", "accumulate": 2},
+        {"backend": "fsdp1", "sharding": "shard_grad_op"},
+        {"backend": "ddp", "sharding": "no_shard"},
+    ],
+)
+def test_steps_of_one_rank_predict_those_of_several(changes: dict[str, Any]) -> None:
+    here, truth = crowd()
+    spec = BASE.replace(model=OTHER, seq_len=96, micro_batch=3).replace(**changes)
+    told = plan(spec, shape(spec), here.machine, rates=here.rates_of(spec, shape(spec)))
+    true = plan(spec, shape(spec), here.machine, rates=truth)
+    assert told.step_time_s == pytest.approx(true.step_time_s, rel=0.03)
+    assert told.comm_s == true.comm_s and any(told.comm_s.values())
+
+
+def test_a_plan_of_work_whose_step_was_timed_begins_from_it() -> None:
+    here, truth = crowd()
+    many = COMPILED.replace(accumulate=4, sharding="shard_grad_op", link="1 GB/s")
+    known = here.rates_of(many, shape(many))
+    assert known.computing == pytest.approx(0.7, rel=0.02)
+    told = plan(many, shape(many), here.machine, rates=known).step_time_s
+    true = plan(many, shape(many), here.machine, rates=replace(truth, computing=0.7)).step_time_s
+    assert told == pytest.approx(true, rel=0.02)
+    for changes in ({"compile": False}, {"backend": "fsdp2"}, {"micro_batch": 2}, {"precision": "bf16"}):
+        other = COMPILED.replace(**changes)
+        assert here.rates_of(other, shape(other)) == here.rates, changes
+
+
+def test_the_last_rank_is_waited_for_at_each_collective() -> None:
+    spec = BASE.replace(model=OTHER, seq_len=96, micro_batch=3, backend="fsdp2")
+    (soon, _), (late, _) = crowd(), crowd(late_s=1e-3)
+    model = StepModel(spec, shape(spec).units, shape(spec).tokens(96), soon.machine, soon.rates)
+    seconds = [plan(spec, shape(spec), here.machine, rates=here.rates).step_time_s for here in (soon, late)]
+    waits = (seconds[1] - seconds[0]) / 1e-3  # computing waits, which after the last reductions there is none of
+    assert model.sends - 3 < waits < model.sends
+    over_gloo = crowd(gloo=3.0)[0].over_gloo()
+    assert plan(spec, shape(spec), over_gloo.machine, rates=over_gloo.rates).step_time_s > seconds[0]
+    assert over_gloo.machine.collectives["all_gather"](1e6) == 3 * soon.machine.collectives["all_gather"](1e6)
+
+
+def test_an_emulated_link_is_planned_here_and_not_on_hardware_that_is_named() -> None:
+    here, _ = made_up()
+    spec = BASE.replace(model="gpt2-1m", seq_len=64)
+
+    def on(link: str | None, **changes: Any) -> Plan:
+        return planned_here(spec.replace(link=link, **changes), here)
+
+    none, fast, slow = on(None), on("100 GB/s"), on("0.01 GB/s")
+    assert fast.step_time_s == none.step_time_s
+    sent = sum(slow.link_bytes.values())
+    assert slow.step_time_s == pytest.approx(sent / 10e6, rel=0.1)
+    later, latency = on("0.01 GB/s, 5 ms"), 5e-3
+    model = StepModel(spec, shape_for("gpt2-1m").units, 64, here.machine, here.rates)
+    assert later.step_time_s - slow.step_time_s == pytest.approx(model.sends * latency, rel=0.2)
+    assert on("0.01 GB/s", backend="fsdp2").step_time_s > slow.step_time_s, "which waits while it gathers"
+    assert on("nvlink of h100").step_time_s > 0
+    there, with_link = (
+        plan(spec.replace(link=link), shape_for("gpt2-1m"), machine("h100", RANKS)) for link in (None, "1 kB/s")
+    )
+    assert there.step_time_s == with_link.step_time_s
+
+
+def test_crowds_are_kept_and_found_by_their_number_of_ranks() -> None:
+    one, (two, _) = made_up()[0], crowd()
+    here = replace(one, devices=("cpu",), crowds={2: two})
+    spec = BASE.replace(model="gpt2-1m", seq_len=64)
+    assert planned_here(spec, here).step_time_s == planned_here(spec, two).step_time_s
+    again = Calibration.from_dict(json.loads(json.dumps(here.to_dict())))
+    assert again.crowds[2].rates == two.rates and again.crowds[2].anchors == two.anchors
+    with pytest.raises(SpecError, match="1 and 2 ranks were calibrated, and the Spec has 4"):
+        planned_here(spec.replace(world_size=4), here)

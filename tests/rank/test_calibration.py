@@ -5,11 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
+from fsdp_lab.core.children import ChildError
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.rank import calibration
 from fsdp_lab.rank.calibration import MEASURING_S, HardwareProbe, measured_groups
+from fsdp_lab.rank.crowd import measure_crowd
 
 
 @pytest.mark.parametrize(
@@ -62,3 +66,21 @@ def test_a_figure_takes_as_long_on_every_rank_whatever_a_call_takes_there(
     assert HardwareProbe(info, world)._seconds(lambda: clock.passes(call_s)) == pytest.approx(call_s)
     (begun_s,) = met_s
     assert MEASURING_S <= clock.now_s - begun_s < MEASURING_S + 2 * call_s
+
+
+@pytest.mark.slow
+def test_ranks_of_a_crowd_measure_together_and_leave_nothing_behind() -> None:
+    """Two processes: their own steps, and collectives among them, over both wires."""
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    spec = Spec(world_size=1, devices=("cpu",)).replace(model="gpt2-1m", seq_len=16, micro_batch=1)
+    each = measure_crowd(2, [spec.to_dict()], ["fp32"], 1)
+    assert len(each) == 2
+    for found in each:
+        assert found["per_host"] == 2 and len(found["steps"]["0"]) == calibration.STEPS - 1
+        for wire in ("collectives", "gloo"):
+            assert set(found[wire]) == {*calibration.KINDS, "late"}
+            assert all(seconds > 0 for kind in calibration.KINDS for _, seconds in found[wire][kind])
+    assert {p.pid for p in psutil.Process().children(recursive=True)} == before
+    with pytest.raises(ChildError, match="rank [01] failed: .*model"):
+        measure_crowd(2, [{**spec.to_dict(), "workload": {"model": "nothing-of-this-name"}}], ["fp32"], 1)
+    assert {p.pid for p in psutil.Process().children(recursive=True)} == before

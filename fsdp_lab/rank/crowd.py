@@ -1,0 +1,85 @@
+"""`measure_crowd`: what a rank would find if others shared its host's cores, measured by temporary processes; `main` is one.
+
+A CPU is shared by its ranks, so one rank alone says little of four. As many processes as there would be ranks measure the
+speed of computing, each with its share of the threads, all at the same time; and steps, which each makes by itself, without
+communication. Then they time collectives among them, over shared memory and over Gloo. No step of several ranks is measured:
+those are predicted (`fsdp_lab.planner.calibration`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+from fsdp_lab.core.children import Send, from_parent, private_output, run_children
+from fsdp_lab.core.process import usable_cores
+
+LIMIT_S = 900.0
+WIRES = {"collectives": True, "gloo": False}  # whether over shared memory, if there is any
+
+
+def measure_crowd(ranks: int, specs: Sequence[Any], dtypes: Sequence[str], passes: int) -> list[Any]:
+    """Per process what `HardwareProbe.all` returns, and "gloo", beside "collectives" over shared memory.
+
+    Args:
+        ranks: processes.
+        specs: of one rank each, as dicts: their steps are timed.
+
+    Raises:
+        ChildError: a process failed.
+    """
+    threads = max(1, usable_cores() // ranks)
+    job = {"ranks": ranks, "specs": list(specs), "dtypes": list(dtypes), "passes": passes, "threads": threads}
+    return run_children("fsdp_lab.rank.crowd", job, ranks, threads=threads, limit_s=LIMIT_S)
+
+
+# -- in the process of a child ----------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    send, received = private_output(), from_parent()
+    try:
+        send("result", _measure(json.loads(received.get()), received, send))
+    except Exception as e:
+        traceback.print_exc()
+        send("error", " ".join(str(e).split()) or type(e).__name__)
+        return 1
+    return 0
+
+
+def _measure(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> dict[str, Any]:
+    from torch import distributed as dist
+
+    from fsdp_lab.rank.calibration import HardwareProbe
+    from fsdp_lab.rank.rendezvous import find_store, host_store
+    from fsdp_lab.rank.session import Session
+
+    rank, ranks, passes = job["rank"], job["ranks"], job["passes"]
+    if hosted := host_store() if rank == 0 else None:
+        send("place", hosted.place)
+    store = hosted or find_store(json.loads(received.get()))
+    all_meet = dist.ProcessGroupGloo(dist.PrefixStore("meet", store), rank, ranks, timedelta(seconds=LIMIT_S))
+
+    def meet() -> None:
+        all_meet.barrier().wait()  # type: ignore[attr-defined]
+
+    alone = Session(rank=0, world_size=1, device="cpu", store=host_store(), threads=job["threads"])
+    found = alone.calibrate(job["specs"], job["dtypes"], passes, meet)
+    alone.close()
+    for name, shared in WIRES.items():
+        session = Session(rank=rank, world_size=ranks, device="cpu", store=dist.PrefixStore(name, store),
+                          shared_memory=shared)  # fmt: skip
+        probe = HardwareProbe(session.info, session.world)
+        found[name] = probe.links(passes)
+        meet()
+        session.close()
+    meet()  # the first has the store
+    return {**found, "per_host": ranks}
+
+
+if __name__ == "__main__":
+    os._exit(main())  # output is flushed; why not a regular exit: see end_process in rendezvous.py
