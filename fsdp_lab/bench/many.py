@@ -21,12 +21,13 @@ from fsdp_lab.core.process import usable_cores
 from fsdp_lab.core.spec import BACKENDS, Spec
 from fsdp_lab.planner.calibration import Calibration, alone, crowd_specs, one_rank
 from fsdp_lab.planner.questions import planned_here
-from fsdp_lab.rank.crowd import measure_crowd
+from fsdp_lab.rank.calibration import measure_crowd
 
 DTYPES = ("fp32", "bf16")
 LINKS = ("0.2 GB/s", "0.1 GB/s", "0.03 GB/s")  # a wire that is slower than a link refuses it
 WIRES = {"shared memory": True, "Gloo": False}
 STEPS, WARM_UP = 12, 4
+FIRST = 3  # trainings of a process that do not count: they take longer
 MEAN, WORST = 0.05, 0.12  # the errors that are aimed at
 
 
@@ -128,10 +129,10 @@ def _calibrated(ranks: int, anchors: tuple[Spec, ...], passes: int) -> Calibrati
 
 def _measured(wanted: Sequence[Spec], *, shares_memory: bool) -> list[float | None]:
     """The median of each one's steps, and of the ranks; None of one that is refused there."""
-    ranks = wanted[0].world_size
+    ranks, wanted = wanted[0].world_size, [wanted[0]] * FIRST + [*wanted]
     plan = replace(BenchPlan(forms=(LAB,)), ranks=ranks, devices=("cpu",) * ranks)
     job = {"task": "steps", "specs": [spec.to_dict() for spec in wanted], "steps": STEPS, "shares_memory": shares_memory,
            "threads": max(1, usable_cores() // ranks)}  # fmt: skip
     each = launch(plan, job, lambda done: None)
     return [median(median(seconds[WARM_UP:]) for seconds in of_spec) if all(of_spec) else None
-            for of_spec in zip(*each, strict=True)]  # fmt: skip
+            for of_spec in list(zip(*each, strict=True))[FIRST:]]  # fmt: skip

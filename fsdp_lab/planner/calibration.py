@@ -17,7 +17,7 @@ So the predicted model, workload and sharding need not be among the measured one
 of ranks on the same devices under the same other load.
 
 Note: from one rank to several. Ranks of one host share its cores, so one rank is measured in a crowd of as many processes
-(`fsdp_lab.rank.crowd`), each of which computes and steps by itself: `Calibration.crowds`. Curves, overheads and traffic
+(`fsdp_lab/rank/crowd.py`), each of which computes and steps by itself: `Calibration.crowds`. Curves, overheads and traffic
 follow as above, from steps that take as long as the slowest process's. What communication adds is predicted: the
 collectives' own curves; the cores' time that they take from computing, all of it (`interference` 1), since ranks leave no
 core free; and the wait for the last rank, which grows with the computing between two collectives where ranks outnumber cores
@@ -47,6 +47,7 @@ from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.planner.step import AHEAD, StepModel
 
 SMALL = ("deep", "shallow", "whole")
+TCP_SHARE = 0.941  # of an Ethernet's rate: 1,448 bytes of payload in a frame that takes 1,538
 MOST = 4.0  # upper bound of interference and of stretch
 
 
@@ -182,7 +183,8 @@ class Calibration:
 
     def on_hosts(self, hosts: int, network_gbit_per_s: float | None = None) -> tuple[Machine, Rates]:
         """So many hosts like the calibrated one, and the rates there: inside a host those that were measured, between hosts
-        a stated network with the shares that published runs reach. None: the usual network, which is assumed.
+        a stated network, of which GPUs reach the share that published runs do, and CPUs what TCP leaves. None: the usual
+        network, which is assumed.
 
         Raises:
             ArgumentError: several hosts were calibrated, or a rate is out of range.
@@ -191,7 +193,8 @@ class Calibration:
             reason = f"{self.ranks // self.per_host} hosts were calibrated, and their network with them"
             raise ArgumentError("hosts", reason, "calibrate on one host to plan for more")
         found = machine(self.machine.device, hosts * self.ranks, hosts=hosts, network_gbit_per_s=network_gbit_per_s)
-        rates = replace(self.rates, network=PUBLISHED.network, hop_s=PUBLISHED.hop_s, latency_s=PUBLISHED.latency_s,
+        network = PUBLISHED.network if self.on_gpu else TCP_SHARE
+        rates = replace(self.rates, network=network, hop_s=PUBLISHED.hop_s, latency_s=PUBLISHED.latency_s,
                         jitter_s=PUBLISHED.jitter_s)  # fmt: skip
         return replace(found, inside=self.machine.collectives, pairs=self.machine.pairs), rates
 

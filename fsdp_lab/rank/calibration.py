@@ -22,7 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fsdp_lab.backends import build, fill
 from fsdp_lab.backends.base import DTYPES
-from fsdp_lab.core.process import ranks_per_host
+from fsdp_lab.core.children import run_children
+from fsdp_lab.core.process import ranks_per_host, usable_cores
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.engine import collectives
 from fsdp_lab.engine.scaling import Scaler
@@ -34,8 +35,10 @@ from fsdp_lab.wire import Wire
 
 MEASURING_S = 0.03  # for one figure
 COMPUTING_S = 3e-4  # before a collective
+OTHER_BYTES = 4 << 20  # that are read and written before it: in a step its payload is in no near cache
 STEPS = 4  # of each training per pass
 WARMUP_STEPS = 4  # the third step of a training is a ledger step, and DDP rebuilds its buckets in the second
+CROWD_S = 900.0  # limit for a crowd
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 _Rows = tuple[tuple[int, int, int], ...]
@@ -166,7 +169,7 @@ class HardwareProbe:
 
     def _sent(self, kind: str, group: dist.ProcessGroup) -> Iterator[list[float]]:
         """[payload bytes, seconds] from issue to the end of the wait, behind a computation as in a step."""
-        compute = self._work(COMPUTING_S)
+        compute, other = self._work(COMPUTING_S), torch.ones(OTHER_BYTES // 4, device=self._device)
         for size, times in _SENT.items():
             issue = self._issue(kind, size, group)
             begun_s = time.perf_counter()
@@ -176,6 +179,7 @@ class HardwareProbe:
                 return
             seconds = []
             for _ in range(times):
+                other.neg_()
                 compute()
                 self._finish()
                 begun_s = time.perf_counter()
@@ -315,6 +319,21 @@ class HardwareProbe:
     @property
     def _per_host(self) -> int:
         return ranks_per_host(self._world.context.hosts) or self._info.world_size
+
+
+def measure_crowd(ranks: int, specs: Sequence[Any], dtypes: Sequence[str], passes: int) -> list[Any]:
+    """Per process what `HardwareProbe.all` returns, and "gloo", beside "collectives" over shared memory.
+
+    Args:
+        ranks: processes.
+        specs: of one rank each, as dicts: their steps are timed.
+
+    Raises:
+        ChildError: a process failed.
+    """
+    threads = max(1, usable_cores() // ranks)
+    job = {"ranks": ranks, "specs": list(specs), "dtypes": list(dtypes), "passes": passes, "threads": threads}
+    return run_children("fsdp_lab.rank.crowd", job, ranks, threads=threads, limit_s=CROWD_S)
 
 
 def measured_groups(size: int, per_host: int) -> dict[str, list[list[int]]]:

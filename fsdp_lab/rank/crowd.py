@@ -1,4 +1,4 @@
-"""`measure_crowd`: what a rank would find if others shared its host's cores, measured by temporary processes; `main` is one.
+"""One process of a crowd: what a rank would find if others shared its host's cores (`measure_crowd`); `main` is the process.
 
 A CPU is shared by its ranks, so one rank alone says little of four. As many processes as there would be ranks measure the
 speed of computing, each with its share of the threads, all at the same time; and steps, which each makes by itself, without
@@ -10,34 +10,13 @@ from __future__ import annotations
 import json
 import os
 import traceback
-from collections.abc import Sequence
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
-from fsdp_lab.core.children import Send, from_parent, private_output, run_children
-from fsdp_lab.core.process import usable_cores
+from fsdp_lab.core.children import Send, from_parent, private_output
 
-LIMIT_S = 900.0
 WIRES = {"collectives": True, "gloo": False}  # whether over shared memory, if there is any
-
-
-def measure_crowd(ranks: int, specs: Sequence[Any], dtypes: Sequence[str], passes: int) -> list[Any]:
-    """Per process what `HardwareProbe.all` returns, and "gloo", beside "collectives" over shared memory.
-
-    Args:
-        ranks: processes.
-        specs: of one rank each, as dicts: their steps are timed.
-
-    Raises:
-        ChildError: a process failed.
-    """
-    threads = max(1, usable_cores() // ranks)
-    job = {"ranks": ranks, "specs": list(specs), "dtypes": list(dtypes), "passes": passes, "threads": threads}
-    return run_children("fsdp_lab.rank.crowd", job, ranks, threads=threads, limit_s=LIMIT_S)
-
-
-# -- in the process of a child ----------------------------------------------------------------------------------------
 
 
 def main() -> int:
@@ -52,9 +31,9 @@ def main() -> int:
 
 
 def _measure(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> dict[str, Any]:
-    from torch import distributed as dist
+    from torch import distributed as dist  # not before `main` has reserved the standard output
 
-    from fsdp_lab.rank.calibration import HardwareProbe
+    from fsdp_lab.rank.calibration import CROWD_S, HardwareProbe
     from fsdp_lab.rank.rendezvous import find_store, host_store
     from fsdp_lab.rank.session import Session
 
@@ -62,7 +41,7 @@ def _measure(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> d
     if hosted := host_store() if rank == 0 else None:
         send("place", hosted.place)
     store = hosted or find_store(json.loads(received.get()))
-    all_meet = dist.ProcessGroupGloo(dist.PrefixStore("meet", store), rank, ranks, timedelta(seconds=LIMIT_S))
+    all_meet = dist.ProcessGroupGloo(dist.PrefixStore("meet", store), rank, ranks, timedelta(seconds=CROWD_S))
 
     def meet() -> None:
         all_meet.barrier().wait()  # type: ignore[attr-defined]

@@ -25,9 +25,8 @@ from fsdp_lab.core.hang import LONGEST_WORK_S, LongWork, limit
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.models import Batches
 from fsdp_lab.rank.abort import AbortProtocol
-from fsdp_lab.rank.calibration import HardwareProbe, calibration_trainers
+from fsdp_lab.rank.calibration import HardwareProbe, calibration_trainers, measure_crowd
 from fsdp_lab.rank.checkpointing import Checkpointer
-from fsdp_lab.rank.crowd import measure_crowd
 from fsdp_lab.rank.faults import FaultInjector, slower
 from fsdp_lab.rank.generation import completions, encoded
 from fsdp_lab.rank.heartbeat import HangWatchdog, HeartbeatThread, LongWorkLog, RankActivity

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from fsdp_lab.bench import many
 from fsdp_lab.bench.benches import BenchResult, measure, overheads, spread, step_figures
 from fsdp_lab.bench.launch import place
 from fsdp_lab.bench.plan import METERED_PEERS, METERING, STEP, BenchError, BenchPlan, PlanError, forms_named
@@ -111,6 +112,8 @@ def test_growth_is_of_medians_from_the_hundredth_toggle_on() -> None:
         (["toggle", "--relaunches", "0"], "--relaunches 0 is refused"),
         (["soak", "--toggles", "50"], "--toggles 50 is refused; give 110 or more"),
         (["soak", "--backend", "lab,fsdp3"], "--backend 'fsdp3' is refused"),
+        (["many", "--ranks", "1,2"], "--ranks 1,2 is refused; give numbers of 2 or more"),
+        (["many", "--passes", "0"], "--passes 0 is refused"),
     ],
 )
 def test_what_cannot_be_toggled_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,12 +121,33 @@ def test_what_cannot_be_toggled_is_refused(arguments: list[str], said: str, caps
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("what", ["live", "step", "wire", "metering", "toggle", "soak", "checkpoint", "load"])
+@pytest.mark.parametrize("what", ["live", "step", "wire", "metering", "toggle", "soak", "checkpoint", "load", "many"])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(
     what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", what, "--json", "/nowhere/at/all.json"]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_steps_of_two_ranks_are_predicted_from_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A few strategies over both wires; one of them is refused by them, and left out."""
+    wanted = many.specs(2)
+    few = {name: wanted[name] for name in ("lab", "fsdp2 accumulate 4", "ddp compile", "lab 0.03 GB/s")}
+    few["lab fast"] = wanted["lab"].replace(link="1 TB/s")
+    monkeypatch.setattr(many, "specs", lambda ranks: few)
+    file = tmp_path / "many.json"
+    assert main(["bench", "many", "--ranks", "2", "--passes", "1", "--json", str(file)]) == 0
+    assert "errors, 2 ranks, Gloo: mean" in capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert [(r["wire"], r["name"]) for r in found["rows"]] == [
+        (w, n) for w in many.WIRES for n in few if n != "lab fast"
+    ]
+    assert all(-0.7 < r["error"] < 2 for r in found["rows"])  # one pass is noise; the bench's own are four
+    of = {(r["wire"], r["name"]): r["predicted_s"] for r in found["rows"]}
+    assert of["Gloo", "lab 0.03 GB/s"] > of["Gloo", "lab"] > of["shared memory", "lab"]
 
 
 # -- bench step: what is refused -------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from fsdp_lab.core.errors import ArgumentError, SpecError
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.bands import RateKind
-from fsdp_lab.planner.calibration import Calibration, one_rank, references
+from fsdp_lab.planner.calibration import TCP_SHARE, Calibration, one_rank, references
 from fsdp_lab.planner.devices import PUBLISHED, Curve, HostOverhead, Rates, machine
 from fsdp_lab.planner.named_models import NamedModel, shape_of
 from fsdp_lab.planner.plan import Plan, plan
@@ -92,14 +92,14 @@ def test_one_host_is_measured_and_more_like_it_are_planned_with_a_stated_network
     assert times == sorted(times, reverse=True) and times[0] > 2 * times[-1] > alone.step_time_s
     slow = on(4, 1.0)
     assert slow.link_bytes["all_gather"] > 0 and slow.machine.network_bytes_per_s == 125e6
-    sent = slow.link_bytes["all_gather"] / 125e6 / PUBLISHED.network
+    sent = slow.link_bytes["all_gather"] / 125e6 / TCP_SHARE
     assert slow.comm_s["all_gather"] == pytest.approx(sent, rel=0.2)
     hybrid = on(4, 1.0, sharding="hybrid_shard", shard_size=RANKS)
     assert hybrid.comm_s["all_gather"] == pytest.approx(alone.comm_s["all_gather"]), (
         "inside hosts, where it was measured"
     )
     band, sure = slow.step_time_band_s(), alone.step_time_band_s()
-    assert band.width > 1.5 * sure.width and set(slow.scale.causes) >= {RateKind.NETWORK}
+    assert band.width > 1.3 * sure.width and set(slow.scale.causes) >= {RateKind.NETWORK}
     assert slow.scale.causes[RateKind.COMPUTING] == slow.scale.causes[RateKind.TRAFFIC] == 0.0
 
 
@@ -277,7 +277,9 @@ def test_the_last_rank_is_waited_for_at_each_collective() -> None:
     assert model.sends - 3 < waits < model.sends
     over_gloo = crowd(gloo=3.0)[0].over_gloo()
     assert plan(spec, shape(spec), over_gloo.machine, rates=over_gloo.rates).step_time_s > seconds[0]
-    assert over_gloo.machine.collectives["all_gather"](1e6) == 3 * soon.machine.collectives["all_gather"](1e6)
+    assert over_gloo.machine.collectives["all_gather"](1e6) == pytest.approx(
+        3 * soon.machine.collectives["all_gather"](1e6)
+    )
 
 
 def test_an_emulated_link_is_planned_here_and_not_on_hardware_that_is_named() -> None:

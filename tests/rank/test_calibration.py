@@ -12,8 +12,7 @@ import torch
 from fsdp_lab.core.children import ChildError
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.rank import calibration
-from fsdp_lab.rank.calibration import MEASURING_S, HardwareProbe, measured_groups
-from fsdp_lab.rank.crowd import measure_crowd
+from fsdp_lab.rank.calibration import MEASURING_S, HardwareProbe, measure_crowd, measured_groups
 
 
 @pytest.mark.parametrize(
