@@ -275,11 +275,13 @@ class Session:
             with calibration_trainers(wanted, self.info, self.world, self._lifecycle.preparation) as trainers:
                 return HardwareProbe(self.info, self.world, meet).all(trainers, dtypes, passes)
 
-    def crowd(self, ranks: int, specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str], passes: int) -> list[Any]:
+    def crowd(
+        self, ranks: int, specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str], passes: int
+    ) -> dict[str, Any]:
         """Measure what this rank would find as one of several on its host, besides the live training. Of one rank.
-        Returns what `measure_crowd` does."""
+        Returns {"each"}: what `measure_crowd` does."""
         with self._exclusive():
-            return measure_crowd(ranks, specs, dtypes, passes)
+            return {"each": measure_crowd(ranks, specs, dtypes, passes)}
 
     # -- faults ---------------------------------------------------------------------------------------------------
 

@@ -135,7 +135,7 @@ def test_steps_of_two_ranks_are_predicted_from_one(
 ) -> None:
     """A few strategies over both wires; one of them is refused by them, and left out."""
     wanted = many.specs(2)
-    few = {name: wanted[name] for name in ("lab", "fsdp2 accumulate 4", "ddp compile", "lab 0.03 GB/s")}
+    few = {name: wanted[name] for name in ("lab", "fsdp2 accumulate 4", "lab 0.03 GB/s")}
     few["lab fast"] = wanted["lab"].replace(link="1 TB/s")
     monkeypatch.setattr(many, "specs", lambda ranks: few)
     file = tmp_path / "many.json"
