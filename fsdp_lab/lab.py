@@ -524,7 +524,7 @@ class Lab:
             passes: number of measurements of each figure; fewer are quicker and less accurate.
 
         Raises:
-            FieldError: of a Spec, of `passes` or `ranks`. ClusterError: a run is in progress.
+            FieldError: of a Spec, of `passes` or `ranks`. ClusterError: a run is in progress, or a crowd failed.
         """
         self._activities.require_open()
         if unfinished := self._activities.unfinished:
@@ -552,6 +552,9 @@ class Lab:
             check_whole("ranks", n, 2)
         if anchors and not ranks:
             raise ArgumentError("anchors", "they are timed in a crowd of ranks", "give ranks as well, such as (2, 4)")
+        if any(spec.workload.is_own for spec in anchors):
+            hint = "leave it out, and plan without, or give a preset or a transformers config"
+            raise ArgumentError("anchors", "the temporary processes do not have the code of your model", hint)
         if ranks and self.ranks != 1:
             raise ArgumentError(
                 "ranks", f"this lab has {self.ranks} itself", "calibrate a lab of one, or leave ranks out"

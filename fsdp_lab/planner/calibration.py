@@ -49,6 +49,7 @@ from fsdp_lab.planner.step import AHEAD, StepModel
 SMALL = ("deep", "shallow", "whole")
 TCP_SHARE = 0.941  # of an Ethernet's rate: 1,448 bytes of payload in a frame that takes 1,538
 MOST = 4.0  # upper bound of interference and of stretch
+LEAST = 0.1  # lower bound of computing: an update that took longer than a step's prediction would leave nothing of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +106,7 @@ class Calibration:
     shapes: tuple[ModelShape, ...] = field(repr=False)  # of the references, in order
     # Whether each rank made its steps by itself: they are of `one_rank` of a Spec.
     alone: bool = False
-    anchors: tuple[
-        Spec, ...
-    ] = ()  # of one rank, whose steps were timed as well: plans of the same work begin from them
+    anchors: tuple[Spec, ...] = ()  # of one rank, also timed: plans of the same work begin from their steps
     crowds: Mapping[int, Calibration] = field(default_factory=dict)  # of one rank, as one of so many on its host
 
     @property
@@ -216,22 +215,16 @@ class Calibration:
 
     def rates_of(self, spec: Spec, shape: ModelShape) -> Rates:
         """`rates`, with the computing of a step of the same work that one rank made, if there is one in `anchors`."""
-        wanted = one_rank(spec)
-        for i, anchor in enumerate(self.anchors):
-            if anchor == wanted:
-                measured_s = median(self.probes["steps"][str(len(self.shapes) + i)])
-                tokens = shape.tokens(spec.workload.seq_len)
-
-                def computing(seconds: float, anchor: Spec = anchor, tokens: int = tokens) -> float:
-                    """Linear in the computing."""
-                    one, two = (
-                        StepModel(anchor, shape.units, tokens, self._stepping, replace(self.rates, computing=k)).step()
-                        for k in (1.0, 2.0)
-                    )
-                    return 1.0 + (seconds - one.seconds) / (two.seconds - one.seconds)
-
-                return replace(self.rates, computing=max(0.1, computing(measured_s)))
-        return self.rates
+        anchor = one_rank(spec) if self.anchors else spec
+        if anchor not in self.anchors:
+            return self.rates
+        measured_s = median(self.probes["steps"][str(len(self.shapes) + self.anchors.index(anchor))])
+        tokens = shape.tokens(spec.workload.seq_len)
+        one_s, two_s = (  # linear in the computing
+            StepModel(anchor, shape.units, tokens, self._stepping, replace(self.rates, computing=k)).step().seconds
+            for k in (1.0, 2.0)
+        )
+        return replace(self.rates, computing=max(LEAST, 1.0 + (measured_s - one_s) / (two_s - one_s)))
 
     @cached_property
     def _steps(self) -> list[tuple[Reference, ModelShape, float]]:

@@ -150,9 +150,8 @@ class Machine:
     pairs: Mapping[str, Curve] = field(default_factory=dict)  # of two ranks of a host
     inside: Mapping[str, Curve] = field(default_factory=dict)  # of the ranks of each host, if there are several hosts
     across: Mapping[str, Curve] = field(default_factory=dict)  # of one rank of each host
-    late: Curve | None = (
-        None  # of all ranks: by seconds of computing between collectives, how long the last is waited for
-    )
+    # Of all ranks: by seconds of computing between two collectives, how long the last rank is waited for.
+    late: Curve | None = None
 
     @property
     def hosts(self) -> int:
@@ -270,10 +269,8 @@ class Rates:
     hosts: Mapping[str, HostOverhead] = field(default_factory=dict)  # by backend
     # By dtype, if measured: bytes moved in each direction by anything but matrix products, per byte saved by the forward.
     traffic_of: Mapping[str, float] = field(default_factory=dict)
-    computing: float = (
-        1.0  # seconds of computing, relative to what all else here says; found from a step of the same model
-    )
     weights: float = 0.0  # if measured: bytes that a product moves per byte of its weight, beyond one that is repeated
+    computing: float = 1.0  # what computing takes, relative to all of the above, if a step of the same work was timed
 
     def attention_share(self, generation: str) -> float:
         """That of Hopper for generations that were not calibrated."""

@@ -380,7 +380,7 @@ class Simulation:
                  issue_s: Callable[[Action], float] | None = None,
                  disturbs_s: Callable[[Action], float] | None = None) -> None:  # fmt: skip
         self._schedule, self._seconds, self._issue_s = schedule, seconds, issue_s
-        self._disturbs_s = disturbs_s or seconds
+        self._disturbs_s = disturbs_s
         self._ahead, self._interference, self._late_s = ahead, interference, late_s
         self._blocking = blocking
         self._computing = self._sending = self._copying = 0.0  # when each queue is free
@@ -441,7 +441,7 @@ class Simulation:
         if action.phase in self._blocking:
             return self._block(action, max(begin, self._computing), lasts)
         self._sending = begin + lasts
-        self._disturbed += self._disturbs_s(action)
+        self._disturbed += lasts if self._disturbs_s is None else self._disturbs_s(action)
         self._waited_s += self._late_s(action) if lasts else 0.0
         return begin, self._sending
 
