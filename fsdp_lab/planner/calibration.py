@@ -38,6 +38,7 @@ from statistics import fmean, median
 from typing import Any
 
 from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.core.hardware import gpu_of_device
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import BACKENDS, Spec
 from fsdp_lab.models.presets import gpt2_config
@@ -180,22 +181,44 @@ class Calibration:
         here = self.machine
         return replace(here, ranks=1, per_host=1, collectives={}, late=None) if self.alone else here
 
-    def on_hosts(self, hosts: int, network_gbit_per_s: float | None = None) -> tuple[Machine, Rates]:
+    def spreads_to(self, per_host: int) -> bool:
+        """Whether so many ranks of a host can be planned from these: as many, or any number from one GPU, whose neighbors
+        share nothing with it but the links."""
+        return per_host == self.ranks or (self.on_gpu and self.ranks == 1)
+
+    def on_hosts(
+        self, hosts: int, network_gbit_per_s: float | None = None, *, per_host: int | None = None
+    ) -> tuple[Machine, Rates]:
         """So many hosts like the calibrated one, and the rates there: inside a host those that were measured, between hosts
         a stated network, of which GPUs reach the share that published runs do, and CPUs what TCP leaves. None: the usual
         network, which is assumed.
 
+        Args:
+            per_host: ranks of each; None: as many as were calibrated. From one GPU more, over the links of its data sheet.
+
         Raises:
-            ArgumentError: several hosts were calibrated, or a rate is out of range.
+            ArgumentError: several hosts were calibrated, a rate is out of range, or the GPU's links are not known.
         """
         if self.per_host != self.ranks:
             reason = f"{self.ranks // self.per_host} hosts were calibrated, and their network with them"
             raise ArgumentError("hosts", reason, "calibrate on one host to plan for more")
-        found = machine(self.machine.device, hosts * self.ranks, hosts=hosts, network_gbit_per_s=network_gbit_per_s)
-        network = PUBLISHED.network if self.on_gpu else TCP_SHARE
-        rates = replace(self.rates, network=network, hop_s=PUBLISHED.hop_s, latency_s=PUBLISHED.latency_s,
-                        jitter_s=PUBLISHED.jitter_s)  # fmt: skip
+        ranks = per_host or self.ranks
+        device = self.machine.device if ranks == self.ranks else self._linked()
+        found = machine(device, hosts * ranks, hosts=hosts, network_gbit_per_s=network_gbit_per_s)
+        rates = replace(self.rates, network=PUBLISHED.network if self.on_gpu else TCP_SHARE, hop_s=PUBLISHED.hop_s,
+                        latency_s=PUBLISHED.latency_s, jitter_s=PUBLISHED.jitter_s)  # fmt: skip
+        if ranks != self.ranks:
+            return found, replace(rates, link=PUBLISHED.link, interference=PUBLISHED.interference)
         return replace(found, inside=self.machine.collectives, pairs=self.machine.pairs), rates
+
+    def _linked(self) -> Device:
+        """The GPU with the links of its data sheet."""
+        gpu = gpu_of_device(self.name)
+        if gpu is None:
+            reason = f"one GPU was calibrated, and the links of a {self.name} are not known"
+            raise ArgumentError("hosts", reason, "calibrate all GPUs of a host, or name hardware")
+        return replace(self.machine.device, link_bytes_per_s=gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s,
+                       switched=gpu.nvlink_bytes_per_s is not None)  # fmt: skip
 
     @cached_property
     def rates(self) -> Rates:

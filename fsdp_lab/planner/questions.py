@@ -63,8 +63,9 @@ def planned(spec: Spec, target: Target) -> Plan:
 def planned_here(
     spec: Spec, calibration: Calibration, hosts: int | None = None, network_gbit_per_s: float | None = None
 ) -> Plan:
-    """Predicts one step on the calibrated machine, or on so many hosts like it; of one rank also for as many ranks as shared
-    its host while it was calibrated. Raises FieldError for another number of ranks than these have, and as `planned`."""
+    """Predicts one step on the calibrated machine, or on so many hosts like it. From one rank on a CPU also for as many
+    ranks as shared its host while it was calibrated; from one GPU for any number. Raises FieldError for another number of
+    ranks, and as `planned`."""
     if hosts is None and network_gbit_per_s is not None:
         raise ArgumentError(
             "network_gbit_per_s", "one machine was calibrated, and has no network", "give hosts as well"
@@ -73,14 +74,15 @@ def planned_here(
         check_whole("hosts", hosts)
     per_host, shape = spec.world_size // (hosts or 1), shape_of(spec)
     found = calibration.crowds.get(per_host, calibration)
-    if spec.world_size != found.ranks * (hosts or 1):
+    if spec.world_size != per_host * (hosts or 1) or not found.spreads_to(per_host):
         known = " and ".join(str(n) for n in (calibration.ranks, *calibration.crowds))
-        reason = f"{known} ranks were calibrated, and the Spec has {spec.world_size}"
+        were = "rank was" if known == "1" else "ranks were"
+        reason = f"{known} {were} calibrated, and the Spec has {spec.world_size}"
         hint = "calibrate again with as many, give hosts that have as many together, or name hardware"
         raise SpecError("world_size", reason, hint)
-    if hosts is None or hosts == 1:
+    if hosts in (None, 1) and per_host == found.ranks:
         return plan(spec, shape, found.machine, rates=found.rates_of(spec, shape))
-    where, rates = found.on_hosts(hosts, network_gbit_per_s)
+    where, rates = found.on_hosts(hosts or 1, network_gbit_per_s, per_host=per_host)
     return plan(spec, shape, where, rates=rates)
 
 

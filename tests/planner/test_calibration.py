@@ -313,3 +313,37 @@ def test_crowds_are_kept_and_found_by_their_number_of_ranks() -> None:
     assert again.crowds[2].rates == two.rates and again.crowds[2].anchors == two.anchors
     with pytest.raises(SpecError, match="1 and 2 ranks were calibrated, and the Spec has 4"):
         planned_here(spec.replace(world_size=4), here)
+
+
+def one_gpu(name: str) -> Calibration:
+    timed = references(1, DTYPES, ("cuda:0",))
+    shapes = tuple(shape(r.spec) for r in timed)
+    steps = {str(i): [0.01] for i in range(len(timed))}
+    bare = {**probes(), "collectives": {}, "steps": steps}
+    return Calibration.of([bare], unix_s=0.0, seconds=1.0, name=name, devices=("cuda:0",), shapes=shapes)
+
+
+def test_one_gpu_is_planned_as_one_of_many_over_the_links_of_its_data_sheet() -> None:
+    here = one_gpu("NVIDIA H100 80GB HBM3")
+    spec = Spec(world_size=1).replace(model="gpt2-10m", seq_len=128)
+
+    def on(ranks: int, hosts: int | None = None, gbit: float | None = None) -> Plan:
+        return planned_here(spec.replace(world_size=ranks), here, hosts, gbit)
+
+    one, host, two, slow = on(1), on(8), on(16, 2), on(16, 2, 10.0)
+    assert one.step.computing_s == host.step.computing_s == two.step.computing_s
+    assert (
+        sum(one.comm_s.values()) == 0 < sum(host.comm_s.values()) < sum(two.comm_s.values()) < sum(slow.comm_s.values())
+    )
+    assert host.machine.device.link_bytes_per_s == machine("h100", 8).device.link_bytes_per_s
+    assert (
+        (two.machine.hosts, two.machine.per_host) == (2, 8)
+        and "network" in two.assumed
+        and "network" not in slow.assumed
+    )
+    with pytest.raises(SpecError, match="1 rank was calibrated, and the Spec has 9"):
+        on(9, 2)
+    with pytest.raises(
+        ArgumentError, match="the links of a GPU of tomorrow are not known; calibrate all GPUs of a host"
+    ):
+        planned_here(spec.replace(world_size=2), one_gpu("GPU of tomorrow"))
