@@ -106,9 +106,12 @@ class Calibration:
     probes: Mapping[str, Any] = field(repr=False)  # results of `fsdp_lab.rank.calibration`, the mean over ranks
     shapes: tuple[ModelShape, ...] = field(repr=False)  # of the references, in order
     # Whether each rank made its steps by itself: they are of `one_rank` of a Spec.
-    alone: bool = False
-    anchors: tuple[Spec, ...] = ()  # of one rank, also timed: plans of the same work begin from their steps
-    crowds: Mapping[int, Calibration] = field(default_factory=dict)  # of one rank, as one of so many on its host
+    alone: bool = field(default=False, repr=False)
+    # Of one rank, also timed: plans of the same work begin from their steps.
+    anchors: tuple[Spec, ...] = field(default=(), repr=False)
+    crowds: Mapping[int, Calibration] = field(
+        default_factory=dict, repr=False
+    )  # of one rank, as one of so many on its host
 
     @property
     def ranks(self) -> int:
