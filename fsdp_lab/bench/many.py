@@ -131,7 +131,7 @@ def _measured(wanted: Sequence[Spec], *, shares_memory: bool) -> list[float | No
     """The median of each one's steps, and of the ranks; None of one that is refused there."""
     ranks, wanted = wanted[0].world_size, [wanted[0]] * FIRST + [*wanted]
     plan = replace(BenchPlan(forms=(LAB,)), ranks=ranks, devices=("cpu",) * ranks)
-    job = {"task": "steps", "specs": [spec.to_dict() for spec in wanted], "steps": STEPS, "shares_memory": shares_memory,
+    job = {"task": "times", "specs": [spec.to_dict() for spec in wanted], "steps": STEPS, "shares_memory": shares_memory,
            "threads": max(1, usable_cores() // ranks)}  # fmt: skip
     each = launch(plan, job, lambda done: None)
     return [median(median(seconds[WARM_UP:]) for seconds in of_spec) if all(of_spec) else None

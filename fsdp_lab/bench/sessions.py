@@ -85,7 +85,7 @@ def train(session: Session, job: Job) -> list[dict[str, Any]]:
     return found
 
 
-def steps(session: Session, job: Job) -> list[list[float]]:
+def times(session: Session, job: Job) -> list[list[float]]:
     """Seconds of each step of each Spec, from initial values; none of one that is refused on these ranks."""
     found: list[list[float]] = []
     for spec in job["specs"]:
@@ -252,5 +252,5 @@ def engine_loop(device: torch.device) -> dict[str, list[float]]:
 
 
 TASKS: Mapping[str, Callable[[Session, Job], Any]] = {
-    "train": train, "steps": steps, "switches": switches, "tour": tour, "load": load_and_step
+    "train": train, "times": times, "switches": switches, "tour": tour, "load": load_and_step
 }  # fmt: skip
