@@ -146,8 +146,8 @@ def test_steps_of_two_ranks_are_predicted_from_one(
         (w, n) for w in many.WIRES for n in few if n != "lab fast"
     ]
     assert all(-0.7 < r["error"] < 2 for r in found["rows"])  # one pass is noise; the bench's own are four
-    of = {(r["wire"], r["name"]): r["predicted_s"] for r in found["rows"]}
-    assert of["Gloo", "lab 0.03 GB/s"] > of["Gloo", "lab"] > of["shared memory", "lab"]
+    sent_s = 3 * 0.5 * 4e6 / 30e6  # half of a million parameters, gathered twice and reduced
+    assert all(0.6 * sent_s < r["predicted_s"] < 9 * sent_s for r in found["rows"] if r["name"] == "lab 0.03 GB/s")
 
 
 # -- bench step: what is refused -------------------------------------------------------------------------------------
