@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from fsdp_lab.bench.plan import BenchError, BenchPlan, PlanError
-from fsdp_lab.core.children import ChildError, Send, from_parent, private_output, run_children
+from fsdp_lab.core.children import ChildError, Send, run_child, run_children
 
 
 def place(ranks: int, device: str | None) -> tuple[str, ...]:
@@ -65,14 +64,7 @@ def launch(
 
 
 def main() -> int:
-    send, received = private_output(), from_parent()
-    try:
-        _measure(json.loads(received.get()), received, send)
-    except Exception as e:
-        traceback.print_exc()
-        send("error", " ".join(str(e).split()) or type(e).__name__)
-        return 1
-    return 0
+    return run_child(_measure)
 
 
 def _measure(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> None:

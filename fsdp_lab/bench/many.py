@@ -8,7 +8,7 @@ the steps, so that the machine's drift affects both alike, and the two predictio
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -46,8 +46,7 @@ class Many:
         return self.predicted_s / self.measured_s - 1
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "ranks": self.ranks, "wire": self.wire, "measured_s": self.measured_s,
-                "predicted_s": self.predicted_s, "error": self.error}  # fmt: skip
+        return {**asdict(self), "error": self.error}
 
 
 def specs(ranks: int) -> dict[str, Spec]:

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -165,6 +166,18 @@ def _next(messages: queue.Queue[tuple[int, str, Any]], end_s: float, limit_s: fl
 
 
 # -- in the process of a child ----------------------------------------------------------------------------------------
+
+
+def run_child(measure: Callable[[dict[str, Any], SimpleQueue[bytes], Send], None]) -> int:
+    """A child's whole life: its exit code. `measure` is given the job, the lines that follow it, and what sends."""
+    send, received = private_output(), from_parent()
+    try:
+        measure(json.loads(received.get()), received, send)
+    except Exception as e:
+        traceback.print_exc()
+        send("error", " ".join(str(e).split()) or type(e).__name__)
+        return 1
+    return 0
 
 
 def private_output() -> Send:

@@ -269,7 +269,9 @@ class Rates:
     hosts: Mapping[str, HostOverhead] = field(default_factory=dict)  # by backend
     # By dtype, if measured: bytes moved in each direction by anything but matrix products, per byte saved by the forward.
     traffic_of: Mapping[str, float] = field(default_factory=dict)
-    weights: float = 0.0  # if measured: bytes that a product moves per byte of its weight, beyond one that is repeated
+    # If measured: memory traffic of a product per byte of its weight, beyond one that is repeated. Bytes at the rate of the
+    # best copy, which is a cache's on a CPU: so it is above 1.
+    weights: float = 0.0
     computing: float = 1.0  # what computing takes, relative to all of the above, if a step of the same work was timed
 
     def attention_share(self, generation: str) -> float:

@@ -9,29 +9,21 @@ from __future__ import annotations
 
 import json
 import os
-import traceback
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
-from fsdp_lab.core.children import Send, from_parent, private_output
+from fsdp_lab.core.children import Send, run_child
 
 WIRES = {"collectives": True, "gloo": False}  # whether over shared memory, if there is any
 
 
 def main() -> int:
-    send, received = private_output(), from_parent()
-    try:
-        send("result", _measure(json.loads(received.get()), received, send))
-    except Exception as e:
-        traceback.print_exc()
-        send("error", " ".join(str(e).split()) or type(e).__name__)
-        return 1
-    return 0
+    return run_child(_measure)
 
 
-def _measure(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> dict[str, Any]:
-    from torch import distributed as dist  # not before `main` has reserved the standard output
+def _measure(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> None:
+    from torch import distributed as dist  # not before `run_child` has reserved the standard output
 
     from fsdp_lab.rank.calibration import CROWD_S, HardwareProbe
     from fsdp_lab.rank.rendezvous import find_store, host_store
@@ -57,7 +49,7 @@ def _measure(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> d
         meet()
         session.close()
     meet()  # the first has the store
-    return {**found, "per_host": ranks}
+    send("result", {**found, "per_host": ranks})
 
 
 if __name__ == "__main__":
