@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from fsdp_lab.core.formatting import Table
     from fsdp_lab.core.spec import Precision, Spec, Strategy
     from fsdp_lab.core.workload import Workload
-    from fsdp_lab.dashboard import Dashboard, WhatIf
+    from fsdp_lab.dashboard import Clinic, Dashboard, WhatIf
     from fsdp_lab.history import History
     from fsdp_lab.history.loops import watch
     from fsdp_lab.lab import Lab
     from fsdp_lab.models.presets import PRESETS
+    from fsdp_lab.models.unwrapping import unwrap_names
     from fsdp_lab.rank.torchrun import init_process_group
     from fsdp_lab.report import write_report
     from fsdp_lab.runs import CheckpointConfig, Comparison, EvalConfig, Recommendation, RecoveryPolicy, Run, RunState
@@ -32,6 +33,7 @@ __all__ = [
     "PRESETS",
     "ArgumentError",
     "CheckpointConfig",
+    "Clinic",
     "ClusterError",
     "Comparison",
     "Dashboard",
@@ -55,12 +57,14 @@ __all__ = [
     "WhatIf",
     "Workload",
     "init_process_group",
+    "unwrap_names",
     "watch",
     "write_report",
 ]
 
 _HOMES = {
     "ArgumentError": "core.errors",
+    "Clinic": "dashboard",
     "ClusterError": "cluster",
     "Comparison": "runs",
     "Dashboard": "dashboard",
@@ -86,6 +90,7 @@ _HOMES = {
     "WhatIf": "dashboard",
     "Workload": "core.workload",
     "init_process_group": "rank.torchrun",
+    "unwrap_names": "models.unwrapping",
     "watch": "history.loops",
     "write_report": "report",
 }

@@ -9,6 +9,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.cluster import ClusterError, RankLost
@@ -22,15 +23,17 @@ from fsdp_lab.core.errors import ArgumentError, SpecError, check_whole, is_whole
 from fsdp_lab.core.formatting import Table
 from fsdp_lab.core.generation import Sampling, checked_prompts
 from fsdp_lab.core.process import ranks_per_host
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.core.spec import Spec, Strategy
+from fsdp_lab.core.user_code import code_name
 from fsdp_lab.history.history import History
 from fsdp_lab.history.stored_run import RunList
-from fsdp_lab.notebook import ProgressBar, exit_handler, rank_table, replace_former
+from fsdp_lab.notebook import ProgressBar, exit_handler, progress_bar, rank_table, replace_former
 from fsdp_lab.planner.calibration import Calibration, alone, crowd_specs, one_rank, references, shapes_of
 from fsdp_lab.planner.plan import Plan
 from fsdp_lab.planner.questions import Target, planned, planned_here
 from fsdp_lab.runs.activities import Activities
 from fsdp_lab.runs.comparison import Refusal
+from fsdp_lab.runs.engine_check import LEAST_STEPS, SMALL_MODEL, EngineCheck, check_engine
 from fsdp_lab.runs.evaluation import EvalConfig, generated
 from fsdp_lab.runs.recovery import RecoveryPolicy
 from fsdp_lab.runs.run import Drill, Run
@@ -63,7 +66,7 @@ class Lab:
             GPUs where there are fewer than ranks, CPUs otherwise. `notes` says what that means for the figures.
         cluster: your own ipyparallel Cluster or Client, a profile name, a cluster id, or the path of a connection file.
             Its engines need this package; they are used as they are and never stopped.
-        progress: True shows a progress bar in a notebook; a callable receives each `StartProgress`.
+        progress: True shows progress bars in a notebook; a callable receives each `StartProgress`.
         reduction: "auto", "rank_ordered" (equal bits for every backend) or "native".
         take_busy: use GPUs that other processes use, too.
         timeout_s: for starting, and for a collective whose peer is missing.
@@ -104,6 +107,7 @@ class Lab:
         if ranks is not None and not is_whole(ranks):
             raise SpecError("world_size", f"{ranks!r} ranks are refused", "give a whole number of 1 or more")
         self._devices = each_device(devices, ranks or 2)
+        self._shows_progress = progress is True
         self.history = History.of(history)
         self._calibration: Calibration | None = None
         self.cluster = Cluster(
@@ -120,6 +124,7 @@ class Lab:
         )
         self._activities = Activities(self.cluster, self._place_ranks, self._record)
         self.cluster.on_loop(self._take_loop)
+        self.cluster.on_loop_hung(self._activities.end_hung_loops)
         self.cluster.on_lost(self._activities.lose_rank)
         self._at_exit = exit_handler(weakref.ref(self))
         if not alongside:
@@ -274,7 +279,8 @@ class Lab:
                 without arguments that builds it, or its class; `loss`, a function of (model, batch) that returns a scalar
                 tensor and calls `model(...)` only; `data`, a map-style dataset, or a function that returns one. They are
                 sent to the ranks with all that they use. Initial values are those that `model` gives under the seed, for
-                which every rank holds a whole model in host memory while it starts. Tokens count as samples.
+                which every rank holds a whole model in host memory while it starts. Tokens count as samples. `engine`, a
+                class, shards in place of a backend: see `check_engine`.
 
         Raises:
             SpecError: an invalid field or combination, or code that cannot be sent.
@@ -380,7 +386,41 @@ class Lab:
         if not specs:
             first = f"every combination is refused, the first because of {refused[0].reason}" if refused else ""
             raise ArgumentError("compare", first or "it has no Spec", "change a list")
-        return self._activities.begin_sweep(specs, refused, steps=steps, rounds=rounds)
+        sweep = self._activities.begin_sweep(specs, refused, steps=steps, rounds=rounds)
+        if self._shows_progress:
+            sweep.while_awaited = partial(ProgressBar().sweep, sweep)
+        return sweep
+
+    def check_engine(
+        self,
+        engine: Any,
+        *,
+        sharding: str = Strategy().sharding,
+        steps: int = 6,
+        most: Mapping[str, float] = {},
+        **changes: Any,
+    ) -> EngineCheck:
+        """Tries an engine of your own: `lab.check_engine(Mine, sharding="zero1")`. Waits for it, some seconds.
+
+        It trains for some steps as backend "yours", which inspects each call in the first two, then torch's backend, or the
+        lab's, does the same. What it returns says whether the engine passed, and what is wrong if not.
+
+        Args:
+            engine: a class with the methods shard, gather, free and reduce, and perhaps prefetch: see
+                `fsdp_lab.backends.yours`.
+            sharding: when the lab calls which: "no_shard", "zero1", "shard_grad_op" or "full_shard".
+            steps: 5 or more; the first three are slower and do not count.
+            most: what it may take at most. In sizes of the whole model, a rank and step: "sent", "gathered", "gradients",
+                "optimizer"; and "exposed", the share of communication that computing waits for.
+            changes: flat field names, as in `Spec.replace`, such as link="0.1 GB/s".
+
+        Raises:
+            FieldError: of an argument. A mistake of the engine is no exception.
+        """
+        check_whole("steps", steps, LEAST_STEPS)
+        spec = self._wanted(None, {"model": SMALL_MODEL, **changes, "engine": engine, "sharding": sharding})
+        return check_engine(lambda backend: self.run(spec.replace(backend=backend), steps=steps), spec.strategy,
+                            code_name(spec.strategy.engine), most)  # fmt: skip
 
     def slow_motion(self, spec: Spec | Mapping[str, Any] | None = None, **changes: Any) -> SlowMotion:
         """One training step, phase by phase: `for moment in lab.slow_motion(): ...` (see `SlowMotion`).
@@ -540,9 +580,12 @@ class Lab:
         specs = [spec.to_dict() for spec in (*(r.spec for r in timed), *beside)]
         for spec in beside:
             self.cluster.provide(spec)
-        by_rank = self.cluster.call("calibrate", specs=specs, dtypes=dtypes, passes=passes)
-        name = str(self.cluster.call("status")[0]["device_name"])
-        crowds = {n: self._crowd(n, dtypes, tuple(dict.fromkeys(map(one_rank, anchors))), passes, name) for n in ranks}
+        with progress_bar("measuring this machine") if self._shows_progress else contextlib.nullcontext():
+            by_rank = self.cluster.call("calibrate", specs=specs, dtypes=dtypes, passes=passes)
+            name = str(self.cluster.call("status")[0]["device_name"])
+            crowds = {
+                n: self._crowd(n, dtypes, tuple(dict.fromkeys(map(one_rank, anchors))), passes, name) for n in ranks
+            }
         self._calibration = Calibration.of(by_rank, unix_s=time.time(), seconds=time.monotonic() - begun_s, name=name,
                                            devices=devices, shapes=shapes_of(timed), crowds=crowds)  # fmt: skip
         return self._calibration

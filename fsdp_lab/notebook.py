@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.membership import RankStatus
 from fsdp_lab.core.formatting import Table, duration, size
+from fsdp_lab.runs.sweep import Sweep
 
 KEY = "_fsdp_lab_open"  # of the open lab, in the notebook's namespace
 
@@ -64,26 +65,50 @@ class ProgressBar:
     def __init__(self) -> None:
         self._handle: Any = None
 
-    def __call__(self, progress: StartProgress) -> None:
-        with contextlib.suppress(Exception):  # ranks start also where no bar can be drawn
-            self._show(progress)
+    def __call__(self, p: StartProgress) -> None:
+        """Draws how far ranks are that start."""
+        self.show(f"{p.stage} ({p.done} of {p.total}), {duration(p.seconds)}", p.done, p.total, over=p.stage == "ready")
 
-    def _show(self, p: StartProgress) -> None:
+    def sweep(self, sweep: Sweep) -> None:
+        """Draws how far a comparison is."""
+        p = sweep.progress
+        left = "" if sweep.done or p.left_s is None else f", about {duration(p.left_s)} left"
+        self.show(f"{p.done_steps} of {p.all_steps} steps, {duration(p.seconds)}{left}", p.done_steps, p.all_steps,
+                  over=sweep.done)  # fmt: skip
+
+    def show(self, text: str, done: int | None, total: int = 1, *, over: bool = False) -> None:
+        """`done`: None where it is not known how far it is."""
+        with contextlib.suppress(Exception):  # the work goes on also where no bar can be drawn
+            self._draw(text, "" if done is None else f' max="{total}" value="{done}"', over)
+
+    def _draw(self, text: str, value: str, over: bool) -> None:
         from IPython.core.getipython import get_ipython
         from IPython.display import HTML, display
 
         shell = get_ipython()
         if shell is None or getattr(shell, "kernel", None) is None:
             return
-        text = f"{p.stage} ({p.done} of {p.total}), {duration(p.seconds)}"
-        bar = f'<progress max="{p.total}" value="{p.done}"></progress>' if p.stage != "ready" else "✓"
-        html = HTML(f"<div>{bar} <span>{escape(text)}</span></div>")  # type: ignore[no-untyped-call]
+        mark = "✓" if over else f"<progress{value}></progress>"
+        html = HTML(f"<div>{mark} <span>{escape(text)}</span></div>")  # type: ignore[no-untyped-call]
         if self._handle is None:
             self._handle = display(html, display_id=True)  # type: ignore[no-untyped-call]
         else:
             self._handle.update(html)
-        if p.stage == "ready":
-            self._handle = None  # a resize shows a bar of its own
+        if over:
+            self._handle = None  # what comes next shows a bar of its own
+
+
+@contextlib.contextmanager
+def progress_bar(text: str) -> Iterator[None]:
+    """Shows a bar without an end while the block runs, and how long it took."""
+    shown, begin_s = ProgressBar(), time.monotonic()
+    shown.show(text, None)
+    try:
+        yield
+    except BaseException:
+        shown.show(f"{text}: not ended", 0)
+        raise
+    shown.show(f"{text}: {duration(time.monotonic() - begin_s)}", None, over=True)
 
 
 def rank_table(ranks: Sequence[RankStatus], *, caption: str, notes: Sequence[str]) -> Table:

@@ -97,6 +97,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByGroup(config, log)
 
 
+class FailuresAtOnce:
+    """Says each failure when it happens: a run that is ended for its time never comes to its summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            why = str(report.longrepr if crash is None else crash.message).strip().partition("\n")[0]
+            terminal.write_line(f"\nFAILED {report.nodeid} in {report.when} after {report.duration:.0f} s: {why[:300]}")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """No test writes to the history or the cache of whoever runs it; what tests start inherits that."""
     signal.signal(
@@ -107,6 +122,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["FSDP_LAB_CACHE"] = os.path.join(folder, "cache")
     if not hasattr(config, "workerinput"):
         os.environ["FSDP_LAB_TEST_TURNS"] = folder  # of all processes of this run
+        config.pluginmanager.register(FailuresAtOnce(config))
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     # Threads of OpenMP spin where several processes share the cores: one test took 70 s of CPU in place of 13.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

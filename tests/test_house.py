@@ -33,7 +33,7 @@ KERNEL = (
     | {"psutil", "ipyparallel", "zmq", "IPython", "ipykernel", "tornado", "traitlets", "jupyter_client"}
     | {"platformdirs", "yaml"}
 )
-SCREEN = KERNEL | {"bokeh", "ipywidgets", "anywidget", "rich", "jupyter_core", "packaging"}
+SCREEN = KERNEL | {"bokeh", "ipywidgets", "anywidget", "rich", "jupyter_core", "jupyter_server", "packaging"}
 FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
     (0, "core", frozenset({"psutil", "pynvml"})),
     (1, "engine", frozenset({"torch"})),
@@ -51,7 +51,7 @@ FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
     (6, "report", SCREEN | {"jinja2"}),
     (6, "notebook", KERNEL),
     (6, "lab", KERNEL),
-    (6, "cli", SCREEN),
+    (6, "cli", SCREEN | {"playwright"}),
     (6, "__main__", frozenset()),
 )
 PLACE = {name: i for i, (_, name, _) in enumerate(FLOORS)}
@@ -339,6 +339,7 @@ NAME_TOKENS = {
     "planner/calibration.py",
     "planner/published.py",
     "planner/search.py",
+    "runs/diagnosis.py",
 }
 
 

@@ -1,4 +1,5 @@
-"""Four ways to train a model, behind one interface: our engine ("lab"), FSDP2, FSDP1, DDP. Read base.py first.
+"""Ways to train a model, behind one interface: our engine ("lab"), FSDP2, FSDP1, DDP, and one of the user's own ("yours").
+Read base.py first.
 
 `build` makes the backend of a Spec; `check` refuses what depends on the model, the device or torch.
 """
@@ -21,9 +22,12 @@ from fsdp_lab.backends.fsdp2 import FSDP2
 from fsdp_lab.backends.optimizers import check_optimizer
 from fsdp_lab.backends.state import fill
 from fsdp_lab.backends.transfer import transfer_state
+from fsdp_lab.backends.your_engine import wraps_modules
+from fsdp_lab.backends.your_module import YourModule
+from fsdp_lab.backends.yours import Yours
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.patterns import unmatched
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.core.spec import YOURS, Spec
 from fsdp_lab.core.workload import Workload
 from fsdp_lab.engine import ParamShard, build_mesh, known_groups
 from fsdp_lab.models.freezing import freeze, frozen_names
@@ -32,11 +36,18 @@ from fsdp_lab.models.wrapping import units
 __all__ = ["Backend", "ParamShard", "build", "fill", "transfer_state"]
 
 _Wrap = Callable[[nn.Module, Spec, DeviceMesh, torch.device], Backend]
+
+
+def _yours(skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> Backend:
+    return (YourModule if wraps_modules(spec.strategy) else Yours)(skeleton, spec, mesh, device)
+
+
 _BACKENDS: Mapping[str, _Wrap] = {
     "lab": FlatBackend,
     "fsdp2": FSDP2,
     "fsdp1": FSDP1,
     "ddp": DDP,
+    YOURS: _yours,
 }
 
 

@@ -1,4 +1,4 @@
-"""`Backend`: a model under a Strategy, ready to train. Read this first, then fsdp2.py, fsdp1.py, ddp.py.
+"""`Backend`: a model under a Strategy, ready to train. Read this first, then fsdp2.py, fsdp1.py, ddp.py, yours.py.
 
 A backend is made from a skeleton (parameters on meta, buffers real) and filled through its `param_shards`: each
 parameter by its original name, with the flat range of it that this rank holds as fp32 master. They locate values for
@@ -82,7 +82,7 @@ class Measured(ABC):
 
 
 class Backend(Measured):
-    """What a trainer needs from each of the four backends. Not thread-safe.
+    """What a trainer needs from each backend. Not thread-safe.
 
     Attributes:
         optimizer: its parameters hold the gradients. kept: the state that it keeps.
@@ -124,6 +124,15 @@ class Backend(Measured):
         """What the model returns: a mapping. Tensors of `arguments` are on the device."""
         return self.module(**arguments)
 
+    def begin_step(self, step: int) -> bool:
+        """Called before each step, with its number. Returns whether it is slower than others, and does not count."""
+        return False
+
+    @property
+    def user_call(self) -> tuple[str, float] | None:
+        """The user's code that it is in, as text, and since when, of `time.monotonic`. Called from any thread."""
+        return None
+
     @abstractmethod
     def micro_batch(self, *, communicate: bool) -> AbstractContextManager[None]:
         """The context of one forward and backward; without communication, gradients are accumulated for a later one."""
@@ -152,6 +161,14 @@ class Backend(Measured):
         any padding is zero."""
         shards = map(self.gradient, self.param_shards())
         return [g for g in shards if g is not None and g.numel()]
+
+    def is_counted(self, shard: ParamShard) -> bool:
+        """Whether this rank's part counts in sums over the ranks of a replica; False where another rank has the same."""
+        return True
+
+    def counted_gradients(self) -> list[Tensor]:
+        """Those of `gradients` that count in the norm."""
+        return self.gradients()
 
     def parameter_bytes(self) -> int:
         return sum(shard.local.nbytes for shard in self.param_shards())

@@ -10,9 +10,9 @@ when the backend is built, so each computes its share without communication, als
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,13 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.backends.base import Backend, original_name, scalars_of, seed_state, state_slots
+from fsdp_lab.core.errors import FieldError
 from fsdp_lab.engine import ParamShard
 from fsdp_lab.engine.collectives import gather_texts
 from fsdp_lab.engine.streams import streams_of
 
 PARAM = "param"
+T = TypeVar("T")
 
 Range = Sequence[int]  # start, stop
 Layout = Mapping[str, Range]  # of one rank: parameter -> its range of the flat parameter, possibly empty
@@ -154,6 +156,18 @@ def gather_json(mine: Any) -> list[Any]:
     text = json.dumps(mine)
     texts = [text] if dist.get_world_size() == 1 else gather_texts(text, _world(), torch.device("cpu"))
     return [json.loads(text) for text in texts]
+
+
+def together(make: Callable[[], T]) -> T:
+    """What `make` returns; collective. If it raises a FieldError on one rank, all ranks raise that."""
+    error, made = None, None
+    try:
+        made = make()
+    except FieldError as e:
+        error = e
+    if first := next((e for e in gather_json(error and error.to_dict()) if e is not None), None):
+        raise FieldError.from_dict(first)
+    return cast(T, made)
 
 
 def _world() -> dist.ProcessGroup:

@@ -2,7 +2,9 @@
 
 Note: what is compared. The prediction knows one rank: its kernels and its steps while others share its cores, and
 collectives alone (`rank/crowd.py`). No step of several ranks is among what it knows. The crowd is measured before and after
-the steps, so that the machine's drift affects both alike, and the two predictions are averaged.
+the steps, and the two predictions are averaged. A machine that others use too may change its speed within minutes.
+So the ranks time the same matrix products as the crowd before and after each training, and the predicted computing is
+scaled by the ratio of the two (`Many.slowdown`): on a quiet machine it is 1.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from fsdp_lab.core.formatting import Table
 from fsdp_lab.core.process import usable_cores
 from fsdp_lab.core.spec import BACKENDS, Spec
 from fsdp_lab.planner.calibration import Calibration, alone, crowd_specs, one_rank
+from fsdp_lab.planner.devices import Curve
+from fsdp_lab.planner.plan import Plan
 from fsdp_lab.planner.questions import planned_here
 from fsdp_lab.rank.calibration import measure_crowd
 
@@ -40,6 +44,7 @@ class Many:
     wire: str
     measured_s: float
     predicted_s: float
+    slowdown: float  # seconds of products beside the measured steps, relative to those in the crowd
 
     @property
     def error(self) -> float:
@@ -83,9 +88,9 @@ def many(worlds: Sequence[int], passes: int, say: Say) -> dict[str, Any]:
     rows: list[Many] = []
     for ranks in worlds:
         rows += _of_ranks(ranks, passes, say)
-    cells = [(str(r.ranks), r.wire, r.name, f"{1e3 * r.measured_s:.1f}", f"{1e3 * r.predicted_s:.1f}", f"{r.error:+.1%}")
-             for r in rows]  # fmt: skip
-    columns = ("ranks", "wire", "strategy", "measured ms", "predicted ms", "error")
+    cells = [(str(r.ranks), r.wire, r.name, f"{1e3 * r.measured_s:.1f}", f"{1e3 * r.predicted_s:.1f}", f"{r.slowdown:.2f}",
+              f"{r.error:+.1%}") for r in rows]  # fmt: skip
+    columns = ("ranks", "wire", "strategy", "measured ms", "predicted ms", "slowdown", "error")
     say(repr(Table(columns=columns, rows=tuple(cells), left=frozenset(columns[1:3]))))
     errors = {}
     for ranks, wire in dict.fromkeys((r.ranks, r.wire) for r in rows):
@@ -109,12 +114,27 @@ def _of_ranks(ranks: int, passes: int, say: Say) -> list[Many]:
     rows = []
     for wire, shares in WIRES.items():
         known = [here if shares else here.over_gloo() for here in both]
-        for (name, spec), measured_s in zip(wanted.items(), measured[wire], strict=True):
-            if measured_s is None:
+        for (name, spec), timed in zip(wanted.items(), measured[wire], strict=True):
+            if timed is None:
                 continue
-            predicted_s = fmean(planned_here(spec, here).step_time_s for here in known)
-            rows.append(Many(name=name, ranks=ranks, wire=wire, measured_s=measured_s, predicted_s=predicted_s))
+            slowdowns = [_slowdown(timed.products, here) for here in known]
+            predicted_s = fmean(
+                _slowed_s(planned_here(spec, here), times) for here, times in zip(known, slowdowns, strict=True)
+            )
+            rows.append(Many(name=name, ranks=ranks, wire=wire, measured_s=timed.step_s, predicted_s=predicted_s,
+                             slowdown=fmean(slowdowns)))  # fmt: skip
     return rows
+
+
+def _slowdown(products: Sequence[Sequence[float]], here: Calibration) -> float:
+    """Seconds of products, relative to those of the calibration: the median over their sizes."""
+    known = Curve.of(here.probes["products"]["fp32"])
+    return median(seconds / known(flops) for flops, seconds in products)
+
+
+def _slowed_s(plan: Plan, slowdown: float) -> float:
+    """The planned step if computing takes `slowdown` times as long."""
+    return plan.step_time_s + (slowdown - 1) * (plan.step.computing_s + plan.step.optimizer_s)
 
 
 def _calibrated(ranks: int, anchors: tuple[Spec, ...], passes: int) -> Calibration:
@@ -126,12 +146,26 @@ def _calibrated(ranks: int, anchors: tuple[Spec, ...], passes: int) -> Calibrati
     return alone(each, DTYPES, anchors, name="CPU", seconds=0.0)
 
 
-def _measured(wanted: Sequence[Spec], *, shares_memory: bool) -> list[float | None]:
-    """The median of each one's steps, and of the ranks; None of one that is refused there."""
+@dataclass(frozen=True, kw_only=True)
+class _Timed:
+    """The median step of a training, and of its ranks; and the products beside it, as of `HardwareProbe.products`."""
+
+    step_s: float
+    products: list[list[float]]
+
+
+def _measured(wanted: Sequence[Spec], *, shares_memory: bool) -> list[_Timed | None]:
+    """None of a Spec that is refused on these ranks."""
     ranks, wanted = wanted[0].world_size, [wanted[0]] * FIRST + [*wanted]
     plan = replace(BenchPlan(forms=(LAB,)), ranks=ranks, devices=("cpu",) * ranks)
     job = {"task": "times", "specs": [spec.to_dict() for spec in wanted], "steps": STEPS, "shares_memory": shares_memory,
            "threads": max(1, usable_cores() // ranks)}  # fmt: skip
     each = launch(plan, job, lambda done: None)
-    return [median(median(seconds[WARM_UP:]) for seconds in of_spec) if all(of_spec) else None
-            for of_spec in list(zip(*each, strict=True))[FIRST:]]  # fmt: skip
+    return [_timed(of_spec) for of_spec in list(zip(*each, strict=True))[FIRST:]]
+
+
+def _timed(of_ranks: Sequence[Mapping[str, Any]]) -> _Timed | None:
+    if not all(one["steps"] for one in of_ranks):
+        return None
+    return _Timed(step_s=median(median(one["steps"][WARM_UP:]) for one in of_ranks),
+                  products=[row for one in of_ranks for row in one["products"]])  # fmt: skip

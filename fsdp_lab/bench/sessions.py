@@ -32,6 +32,7 @@ from fsdp_lab.engine import fully_shard
 from fsdp_lab.models import build_skeleton, resolve
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.rank import Session
+from fsdp_lab.rank.calibration import HardwareProbe
 from fsdp_lab.rank.trainer import checksum
 
 FILLED = 0.8  # of the memory that a process may take, by what it holds between steps
@@ -85,16 +86,22 @@ def train(session: Session, job: Job) -> list[dict[str, Any]]:
     return found
 
 
-def times(session: Session, job: Job) -> list[list[float]]:
-    """Seconds of each step of each Spec, from initial values; none of one that is refused on these ranks."""
-    found: list[list[float]] = []
+def times(session: Session, job: Job) -> list[dict[str, Any]]:
+    """Of each Spec: "steps", seconds of each from initial values, none if it is refused on these ranks; and "products", as
+    of `HardwareProbe.products` before the training and after it."""
+    probe = HardwareProbe(session.info, session.world)
+    found: list[dict[str, Any]] = []
+    before = list(probe.products(torch.float32))
     for spec in job["specs"]:
         try:
             session.apply("bench", spec, fresh=True)
         except SpecError:
-            found.append([])
-            continue
-        found.append([event["step_time_s"] for event in session.train(job["steps"])["events"]])
+            steps = []
+        else:
+            steps = [event["step_time_s"] for event in session.train(job["steps"])["events"]]
+        after = list(probe.products(torch.float32))
+        found.append({"steps": steps, "products": [*before, *after]})
+        before = after
     return found
 
 

@@ -281,6 +281,17 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
     return lab_benches.memory(models, numbers(args.ranks, 2), say)
 
 
+def class_(args: argparse.Namespace) -> dict[str, Any]:
+    from fsdp_lab.cli import class_bench
+    from fsdp_lab.planner.shapes import shape_for
+
+    for name, least in (("labs", 2), ("ranks", 1), ("rounds", 1), ("seconds", 1)):
+        at_least(args, name, least)
+    shape_for(args.model)  # an unknown one is refused before anything starts
+    page = not args.no_page
+    return class_bench.measure_class(args.labs, args.ranks, args.model, args.rounds, args.seconds, page=page, say=say)
+
+
 # Name, function, description, options.
 BENCHES: tuple[tuple[str, Callable[[argparse.Namespace], dict[str, Any]], str, Options], ...] = (
     ("live", live, "latency of start, switch and stop, as a user sees it",
@@ -322,6 +333,11 @@ BENCHES: tuple[tuple[str, Callable[[argparse.Namespace], dict[str, Any]], str, O
     ("many", many, "step times of several ranks, predicted from what one finds, compared with measured ones",
      {"ranks": {"default": "2,4", "metavar": "N,N", "help": f"numbers of ranks {DEFAULT}"},
       "passes": number(4, "measurements of each figure of a calibration")}),
+    ("class", class_, "labs of a class on this machine at once: first plots, event to pixel, memory, a refusal",
+     on_lab("gpt2-1m") | {
+         "labs": number(8, "at once"), "rounds": number(2, "starts beside labs that train"),
+         "seconds": number(30, "for which all train and are measured"),
+         "no_page": {"action": "store_true", "help": "no browser; else one page is drawn, which needs playwright"}}),
     ("memory", memory, "peak memory of a step, compared with FSDP2's and with the planned one",
      {"model": {"default": "gpt2-1m,llama-1m,bert-1m,t5-1m,vit-1m,resnet-1m", "metavar": "M,M",
                 "help": f"presets {DEFAULT}"},

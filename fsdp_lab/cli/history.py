@@ -84,7 +84,7 @@ def head(stored: StoredRun) -> list[str]:
         changes = switch.before.difference(switch.after) if switch.before is not None else {}
         changed = describe_changes(changes, "->")
         lines.append(f"from step {switch.step}: {changed}{'' if switch.carried else ' (restarted)'}")
-    return lines
+    return [*lines, *map(str, stored.diagnoses)]
 
 
 def delete(args: argparse.Namespace, history: History) -> None:

@@ -190,9 +190,9 @@ def train(
 
 
 def outcome(run: Run) -> list[str]:
-    """Sentences on the incidents, failed saves and the last checkpoint."""
+    """Sentences on the incidents, failed saves, the last checkpoint, and known troubles."""
     saves = [s.words for s in run.saves if s.error] + [s.words for s in run.saves[-1:] if not s.error]
-    return [incident.words for incident in run.incidents] + saves
+    return [incident.words for incident in run.incidents] + saves + [str(d) for d in run.diagnoses]
 
 
 def write_trace(run: Run, file: Path) -> str:

@@ -19,15 +19,17 @@ from fsdp_lab.cluster.addresses import unique_names
 from fsdp_lab.cluster.calls import SECOND_INTERRUPT_S, Dispatcher
 from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters
 from fsdp_lab.cluster.detached_hosts import DETACHED
+from fsdp_lab.cluster.engine_server import forks
 from fsdp_lab.cluster.engines import Engines, ExternalEngines, exposure_notes
 from fsdp_lab.cluster.errors import ClusterError, StartError
 from fsdp_lab.cluster.guardian import Guardian
 from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SlurmHosts, SshHosts
 from fsdp_lab.cluster.launcher_engines import LauncherEngines
-from fsdp_lab.cluster.local_engines import DetachedEngines, LocalEngines, claim, engine_environment
+from fsdp_lab.cluster.local_engines import DetachedEngines, Forked, LocalEngines, claim, engine_environment
 from fsdp_lab.cluster.membership import Member
 from fsdp_lab.cluster.network import meet
 from fsdp_lab.cluster.placement import Host, Placement, place, probe
+from fsdp_lab.cluster.room import Room, RoomPlace
 from fsdp_lab.cluster.slurm_engines import SlurmEngines
 from fsdp_lab.cluster.ssh_engines import SshEngines
 from fsdp_lab.cluster.supervisor import Supervisor
@@ -121,10 +123,12 @@ class Assembly:
         config, n = self.config, self.config.ranks or 2
         self._began_s = time.monotonic()
         self._report("starting engines", 0, n)
+        if config.persist_s is not None and config.hosts is None and Room.here() is not None:
+            raise ArgumentError("persist", "in a class a place is free again when its kernel ends", "leave persist out")
         if config.persist_s is not None and self._attach(config.persist_s):
             return
         if config.given is None and config.hosts is None:  # devices are refused before anything is started
-            place([probe()] * n, config.devices, take_busy=config.take_busy)
+            place([self._this_host()] * n, config.devices, take_busy=config.take_busy)
         self._connect()
         self._assemble(config.ranks or self._engines.default_ranks, config.devices)
 
@@ -177,15 +181,36 @@ class Assembly:
         elif config.hosts is not None:
             membership.engines = self._engines_on(config.hosts)
         else:
+            n, room = config.ranks or 2, Room.here()
+            taken = None if room is None else room.take(n, config.devices)
+            shared = {} if taken is None else self._turn_of(taken, n)
+            forked = Forked(module=config.rank_module) if forks(len(self._this_host().gpus)) else None
             membership.engines = LocalEngines(
-                membership.token, self._environment, self._supervisor.process_ended, config.timeout_s
-            )
+                membership.token, self._environment | shared, self._supervisor.process_ended, config.timeout_s, taken, forked
+            )  # fmt: skip
         membership.forget_ends()
         membership.engines.sending = self._dispatcher.sending
         if membership.closed:  # meanwhile, by another thread
             membership.engines.close()
             raise ClusterError("the ranks were closed while they started")
         self._supervisor.watch(membership.engines.client)
+
+    def _turn_of(self, taken: RoomPlace, ranks: int) -> dict[str, str]:
+        """Waits until the labs of a class that began before have started. Returns the ranks' part of the environment."""
+        first: list[int] = []
+
+        def waiting(before: int) -> None:
+            if self._membership.closed:
+                raise ClusterError("the ranks were closed before they started")
+            first.append(before)
+            self._report("waiting for labs that start", first[0] - before, first[0])
+
+        try:
+            taken.await_turn(waiting)
+        except BaseException:
+            taken.leave()
+            raise
+        return taken.environment(ranks)
 
     def _engines_on(self, hosts: Hosts) -> Engines:
         """Raises StartError."""
@@ -212,12 +237,20 @@ class Assembly:
         """Joins exactly `n` healthy ranks anew."""
         if n < 1:
             raise ClusterError(f"{n} ranks: one is the least")
+        if (taken := self._engines.place) is not None:
+            taken.change(n)
         self._engines.unpersist()
         self.attached_status = ()
         by_engine = self._describe(self._enough_engines(n))
         chosen = rank_order(by_engine, self._engines.place_of)[:n]
         reports = [by_engine[engine] for engine in chosen]
-        placement = place(self._hosts(reports), devices, take_busy=self.config.take_busy)
+        if taken is not None:
+            taken.fill(r["pid"] for r in reports)
+        hosts = self._hosts(reports)
+        placement = place(hosts, devices, take_busy=self.config.take_busy)
+        if taken is not None:
+            taken.settle(placement, hosts[0])
+            placement = replace(placement, notes=(taken.note, *placement.notes))
         self._check_gpus(placement)
         members = [self._member(rank, chosen[rank], report, placement) for rank, report in enumerate(reports)]
         self._membership.replace(members, placement)
@@ -247,11 +280,11 @@ class Assembly:
                     "ask for fewer, or start more engines"
                 )
         elif (missing := n - len(found)) > 0:
-            self._report("starting engines", 0, missing)
+            # The first forked engines wait for the imports of their server.
+            stage = "importing torch" if self._engines.forked and not before else "starting engines"
+            self._report(stage, 0, missing)
             try:
-                found += self._engines.add(
-                    missing, lambda k: self._report("starting engines", k, missing), self.config.timeout_s
-                )
+                found += self._engines.add(missing, lambda k: self._report(stage, k, missing), self.config.timeout_s)
             except StartError:
                 self._membership.replace([m for m in before if m.engine in found])  # they can be joined again
                 raise
@@ -284,12 +317,25 @@ class Assembly:
         for r in reports:
             pids.setdefault(r["id"], []).append(r["pid"])
         if self._engines.local:
-            return [probe(ours=frozenset(r["pid"] for r in reports))] * len(reports)
+            return [self._this_host(frozenset(r["pid"] for r in reports))] * len(reports)
         names = unique_names({r["id"]: (r["host"], next(iter(r["addresses"]), "")) for r in reports})
         leaders = {key: next(rank for rank, r in enumerate(reports) if r["id"] == key) for key in pids}
         asked = {rank: {"ours": pids[key]} for key, rank in leaders.items()}
         found = self._dispatcher.ask("hardware", asked, self.config.timeout_s)
         return [replace(found[leaders[r["id"]]], name=names[r["id"]]) for r in reports]
+
+    def _this_host(self, ours: frozenset[int] = frozenset()) -> Host:
+        """This machine, or what a room of a class gives of it."""
+        if self._membership.engines is not None and (taken := self._engines.place) is not None:
+            return taken.host(ours)
+        room = Room.here()
+        return probe(ours=ours) if room is None else room.host(ours)
+
+    def check(self, ranks: int, devices: Sequence[str] | None, ours: frozenset[int]) -> None:
+        """Raises FieldError for devices that are not there, or where a class leaves no room for so many ranks."""
+        if (taken := self._engines.place) is not None:
+            taken.check(ranks)
+        place([self._this_host(ours)] * ranks, devices, take_busy=self.config.take_busy)
 
     def _check_gpus(self, placement: Placement) -> None:
         """Raises ArgumentError for a host without a GPU for each of its ranks, where that was asked for."""
@@ -315,7 +361,8 @@ class Assembly:
         """`hosts`: of the ranks, in rank order."""
         n, module, timeout_s = len(hosts), self.config.rank_module, self.config.timeout_s
         self._dispatcher.call("claim", owner=self._membership.token, timeout_s=timeout_s)
-        self._report("importing torch", 0, n)
+        if not self._engines.forked:
+            self._report("importing torch", 0, n)
         self._dispatcher.call("load", module=module, timeout_s=2 * timeout_s)
         self._report("joining ranks", 0, n)
         found = meet(self._dispatcher, hosts)
@@ -333,6 +380,9 @@ class Assembly:
             for seat in seats
         }  # fmt: skip
         self._dispatcher.send("join", each).results(timeout_s + 10)
+        if (taken := self._engines.place) is not None:
+            taken.start()
+            taken.give_way(lambda: any(member.step for member in self._membership.members))
         self._report("ready", n, n)
 
     # -- ranks that a former kernel left ----------------------------------------------------------------------------

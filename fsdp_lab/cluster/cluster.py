@@ -29,10 +29,10 @@ from fsdp_lab.cluster.assembly import Assembly, ClusterConfig, RestoredError, St
 from fsdp_lab.cluster.calls import Call, Dispatcher, OnData
 from fsdp_lab.cluster.code_delivery import Delivery
 from fsdp_lab.cluster.detached import persist_limit_s
-from fsdp_lab.cluster.errors import ClusterError, RankLost
+from fsdp_lab.cluster.errors import ClusterError, RankHung, RankLost
 from fsdp_lab.cluster.hosts import Hosts, LauncherHosts
 from fsdp_lab.cluster.membership import ClusterState, Membership, RankStatus
-from fsdp_lab.cluster.placement import Placement, place, probe
+from fsdp_lab.cluster.placement import Placement
 from fsdp_lab.cluster.supervisor import Supervisor
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.hang import limit
@@ -116,7 +116,8 @@ class Cluster:
         What the ranks had trained is lost. Raises as `start`; the cluster is closed then, unless it could join as many ranks
         as before anew."""
         with self._changing:
-            self._membership.require_engines()
+            if (taken := self._membership.require_engines().place) is not None:
+                taken.check(ranks)
             self._assemble(lambda: self._assembly.resize(ranks, devices))
 
     def move(
@@ -138,10 +139,10 @@ class Cluster:
             self._assemble(lambda: self._assembly.move(hosts, ranks, report))
 
     def check_devices(self, ranks: int, devices: Sequence[str] | None) -> None:
-        """Raises SpecError for devices that are not there, where all ranks are on this host."""
-        engines = self._membership.require_engines()
-        if engines.local:
-            place([probe(ours=frozenset(self.pids))] * ranks, devices, take_busy=self._config.take_busy)
+        """Raises FieldError where all ranks are on this host, for devices that it has not, and more ranks than a class
+        leaves room for."""
+        if self._membership.require_engines().local:
+            self._assembly.check(ranks, devices, frozenset(self.pids))
 
     def _assemble(self, work: Callable[[], None]) -> None:
         self._membership.enter(ClusterState.ASSEMBLING)
@@ -255,6 +256,10 @@ class Cluster:
     def on_loop(self, callback: Callable[[Mapping[str, Any]], None]) -> None:
         """`callback(message)` on the client's IO thread for each message of a loop that is watched in a cell."""
         self._supervisor.monitor.on_loop = callback
+
+    def on_loop_hung(self, callback: Callable[[RankHung], None]) -> None:
+        """`callback(hung)` on the supervisor's thread when ranks wait for each other in a watched loop."""
+        self._supervisor.on_loop_hung = callback
 
     def on_lost(self, callback: Callable[[RankLost], None]) -> None:
         """`callback(lost)` on the supervisor's thread when a rank's process ends unexpectedly."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_lab.cluster.calls import Dispatcher
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.core.spec import Spec, part_of
 from fsdp_lab.core.user_code import UserCode, loaded
 
 KEPT = 9  # functions, classes and datasets: those of three Specs
@@ -19,23 +19,23 @@ class Delivery:
 
     def check(self, spec: Spec) -> None:
         """Raises SpecError for code that is neither here nor on all ranks."""
-        for name, code in spec.workload.sent_code().items():
+        for name, code in spec.sent_code().items():
             if packed := code.packed or self._packed.get(code.digest):
                 self._packed.pop(code.digest, None)
                 self._packed[code.digest] = packed  # as the newest
                 for oldest in list(self._packed)[:-KEPT]:
                     del self._packed[oldest]
             elif self._lacking(code):
-                loaded(f"workload.{name}", code)
+                loaded(f"{part_of(name)}.{name}", code)
 
     def provide(self, spec: Spec) -> None:
         """Sends what ranks lack. Raises SpecError as `check`, and of ranks that cannot use it; else as a call to them."""
         self.check(spec)
-        codes = spec.workload.sent_code()
+        codes = spec.sent_code()
         kept = {*self._packed, *(code.digest for code in codes.values())}
         for name, code in codes.items():
             if ranks := self._lacking(code):
-                arguments = {"field": f"workload.{name}", "name": code.name, "digest": code.digest,
+                arguments = {"field": f"{part_of(name)}.{name}", "name": code.name, "digest": code.digest,
                              "packed": self._packed[code.digest], "kept": sorted(kept)}  # fmt: skip
                 self._dispatcher.send("receive", dict.fromkeys(ranks, arguments)).results()
                 for member in (self._dispatcher.membership.members[rank] for rank in ranks):

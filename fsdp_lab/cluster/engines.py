@@ -2,7 +2,7 @@
 launcher (MPI, Slurm, SSH). Engines started here or by a former kernel are in local_engines.py.
 
 All provide engine ids and a connected `ipyparallel.Client`; which engine is which rank is decided in assembly.py. Only
-`fsdp_lab.cluster` uses undocumented parts of ipyparallel 9, each with a comment that gives the reason.
+`fsdp_lab.cluster` uses undocumented parts of ipyparallel 8.8 and 9, each with a comment that gives the reason.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import ipyparallel as ipp
 from IPython.paths import get_ipython_dir
 
 from fsdp_lab.cluster.errors import ClusterError, StartError
+from fsdp_lab.cluster.room import RoomPlace
 from fsdp_lab.core.process import host_id
 
 
@@ -38,9 +39,11 @@ class Engines(ABC):
 
     owned = False  # whether we started them, and therefore may end them
     local = False  # whether all of them are on this host
+    forked = False  # whether they are forked from a process that has imported torch
     notes: tuple[str, ...] = ()  # on how they were started
     sending: AbstractContextManager[Any] = nullcontext()  # held while the client sends: it does not count atomically
     client: Any  # the `ipyparallel.Client` for our calls
+    place: RoomPlace | None = None  # in the room of a class
 
     @property
     def user_client(self) -> Any:

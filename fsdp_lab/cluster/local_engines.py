@@ -9,10 +9,12 @@ import logging
 import os
 import secrets
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -22,9 +24,11 @@ import zmq
 from traitlets.config import Config
 
 from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters, private_folder, remove_private
+from fsdp_lab.cluster.engine_server import SOCKET, ForkedEngineSetLauncher, start_server
 from fsdp_lab.cluster.engines import EngineProcess, Engines
 from fsdp_lab.cluster.errors import ClusterError, StartError
 from fsdp_lab.cluster.guardian import Guardian, package_path
+from fsdp_lab.cluster.room import RoomPlace
 from fsdp_lab.core.process import HOST_MEMORY, MARK, Identity, end, machine, marked, sweep, usable_cores
 
 ATTACH_S = 10.0  # for the client to reach running engines
@@ -45,6 +49,13 @@ c.Session.key = {key!r}
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Forked:
+    """Engines are forked from a server that has imported the ranks' code: `module`, or None as in `Cluster`."""
+
+    module: str | None
+
+
 class OnEnd(Protocol):
     """Called on the launcher thread, or on a thread that waits for a process."""
 
@@ -63,19 +74,33 @@ class LocalEngines(Engines):
     _guardian: Guardian | None
     _connection: Mapping[str, Any]  # with which an engine reaches the controller
     _record: DetachedCluster | None  # while the engines may outlive this kernel
+    _server: subprocess.Popen[bytes] | None  # that forks engines
 
-    def __init__(self, token: str, environment: Mapping[str, str], on_end: OnEnd, timeout_s: float = 60) -> None:
+    def __init__(
+        self,
+        token: str,
+        environment: Mapping[str, str],
+        on_end: OnEnd,
+        timeout_s: float = 60,
+        place: RoomPlace | None = None,
+        forked: Forked | None = None,
+    ) -> None:
+        """forked: None where each engine is to be a process that imports for itself."""
+        self.place = place  # is left when they have ended
         self._prepare(token, environment, on_end)
         try:
             self._folder = self._make_folder()
         except OSError as e:
+            self._leave_place()
             raise StartError(
                 f"the engines need a private folder for temporary files and none can be made: {e}; "
                 "set TMPDIR to a folder that you may write to"
             ) from None
         self._loop = LauncherLoop()
         try:
-            self._guardian = Guardian(token, self._folder)
+            self._guardian = Guardian(token, self._folder, [] if place is None else [place.descriptor])
+            if forked is not None:
+                self._server = start_server(self._folder, self._environment, forked.module)
             self._before_controller()
             self.client = self._loop.run(self._open(), timeout_s)
         except BaseException as e:
@@ -90,7 +115,7 @@ class LocalEngines(Engines):
         self._exit_codes: dict[int, int | None] = {}
         self._launchers: dict[int, Any] = {}  # pid -> ipyparallel's launcher of one engine
         self._cluster: Any = None
-        self.client = self._user_client = self._guardian = self._record = None
+        self.client = self._user_client = self._guardian = self._record = self._server = None
         self._closed = False
 
     def _make_folder(self) -> Path:
@@ -99,7 +124,7 @@ class LocalEngines(Engines):
 
     def _cluster_options(self) -> dict[str, Any]:
         """Of the `ipyparallel.Cluster`. Raises StartError."""
-        return cluster_options()
+        return cluster_options() | ({} if self._server is None else {"engines": ForkedEngineSetLauncher})
 
     def _before_controller(self) -> None:
         """What is to be known before the controller is started. Raises StartError."""
@@ -133,6 +158,10 @@ class LocalEngines(Engines):
         return client
 
     @property
+    def forked(self) -> bool:  # type: ignore[override]
+        return self._server is not None
+
+    @property
     def user_client(self) -> Any:
         """A separate client: what a notebook does with it (purge, wait for all) does not affect our calls."""
         if self._user_client is None:
@@ -142,6 +171,8 @@ class LocalEngines(Engines):
 
     def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
         before = set(self.client.ids)
+        if self._server is not None:
+            timeout_s *= 3  # the server imports first; engines that do it later have twice as long for that
         try:
             started = self._loop.run(self._start(n), timeout_s)
         except Exception as e:
@@ -237,18 +268,29 @@ class LocalEngines(Engines):
         self._closed = True
         self.unpersist()
         self._close_clients()
+        if self._cluster is not None:
+            self._cluster.cluster_file = ""  # else an end that is reported late makes the folder again
         ended = self._end_all()
+        if self._server is not None:
+            self._server.terminate()
         controller = self._controller
         if controller is not None and controller.process is not None:
             end([controller.process], term_s=1.0)
         left = sweep(self._token)
+        if self._server is not None:
+            self._server.wait()
         self._stop_loop()
         if self._guardian is not None and not left:
             if ended:
                 self._guardian.release()
             else:
                 self._guardian.detach()  # it tries again
+        self._leave_place()
         remove_private(self._folder)
+
+    def _leave_place(self) -> None:
+        if self.place is not None:
+            self.place.leave()
 
     def _close_clients(self) -> None:
         for client in (self.client, self._user_client):
@@ -334,6 +376,8 @@ class DetachedEngines(LocalEngines):
         config.write_text(CONTROLLER_CONFIG.format(curve=zmq.has("curve"), key=secrets.token_hex(32).encode()))
         (file,) = (self._folder / "security").glob("cluster-*.json")  # ipyparallel keeps it up to date
         self._cluster = ipp.Cluster.from_file(str(file), **cluster_options())
+        if (self._folder / SOCKET).exists():
+            self._cluster.engine_launcher_class = ForkedEngineSetLauncher
         ours = {p.pid for p in marked(self._token)}  # a pid in the file may be another process's by now
         if self.controller_pid not in ours:
             raise StartError("ipyparallel's controller has ended")

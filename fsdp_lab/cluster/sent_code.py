@@ -18,6 +18,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.source_text import ABSENT, SourceText, importable
+from fsdp_lab.core.spec import ENGINE_FIELD, YOURS
 from fsdp_lab.core.user_code import UserCode, is_code
 from fsdp_lab.core.workload import CODE_FIELDS
 
@@ -25,13 +26,17 @@ MOST_BYTES = 1 << 30  # of one object: it goes to every rank through the kernel'
 
 
 def with_code(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a Spec, with functions, classes and datasets as the field holds them. Raises SpecError as `code_of`."""
+    """Fields of a Spec, with functions, classes and datasets as the field holds them; `engine` alone means backend "yours"
+    too. Raises SpecError as `code_of`."""
     data = changes.get("data")
     if hasattr(data, "__iter__") and not (isinstance(data, str) or is_code(data) or _is_object(data)):
         hint = "give a map-style dataset, with __len__ and __getitem__, or a function that returns one"
         raise SpecError("workload.data", f"a {type(data).__name__} is refused: samples are read by their number", hint)
+    if changes.get("engine") is not None:
+        changes = {"backend": YOURS, **changes}
+    fields = {**{name: f"workload.{name}" for name in CODE_FIELDS}, "engine": ENGINE_FIELD}
     return {
-        name: code_of(f"workload.{name}", value) if name in CODE_FIELDS and _is_object(value) else value
+        name: code_of(fields[name], value) if name in fields and _is_object(value) else value
         for name, value in changes.items()
     }
 

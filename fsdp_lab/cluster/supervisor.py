@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import secrets
 import threading
@@ -16,7 +17,7 @@ import psutil
 from fsdp_lab.cluster.calls import Dispatcher, Sink
 from fsdp_lab.cluster.errors import RankHung, RankLost
 from fsdp_lab.cluster.membership import Member, ReceivedHeartbeat
-from fsdp_lab.core.hang import Hang, Heartbeat, diagnose
+from fsdp_lab.core.hang import Hang, Heartbeat, diagnose, shortest_limit
 from fsdp_lab.core.process import alive, describe_exit
 
 CHECK_S = 0.25  # between two checks for hangs
@@ -44,6 +45,7 @@ class Supervisor:
     def __init__(self, dispatcher: Dispatcher, hang_s: float) -> None:
         self._dispatcher, self._membership = dispatcher, dispatcher.membership
         self.monitor = HeartbeatMonitor(hang_s)
+        self.on_loop_hung: Callable[[RankHung], None] = lambda hung: None  # called on this thread
         self._ended: queue.SimpleQueue[RankExit | None] = queue.SimpleQueue()
         self._callbacks: list[Callable[[RankLost], None]] = []
 
@@ -103,16 +105,21 @@ class Supervisor:
 
     def _check_hangs(self) -> None:
         """Ends the calls of ranks that wait for one that does not join their collective."""
-        if not (calls := [call for call in self._dispatcher.live_calls if not call.failed]):
+        calls = [call for call in self._dispatcher.live_calls if not call.failed]
+        loops = self.monitor.loops
+        if not calls and not loops:
             return
         with self._membership.lock:
             processes = {m.rank: m.process for m in self._membership.members}
-        hang = self.monitor.find_hang(processes, min(call.started_s for call in calls))
+        since_s = -math.inf if loops else min(call.started_s for call in calls)
+        hang = self.monitor.find_hang(processes, since_s)
         if hang is not None:
             self.monitor.forget()
             hung = RankHung(hang)
             for call in calls:
                 call.hang(hung)
+            if loops:
+                self.on_loop_hung(hung)
 
     def _end_stopped(self) -> None:
         """Ends ranks that are stopped while no rank waits for them; the hub would notice them much later."""
@@ -225,6 +232,12 @@ class HeartbeatMonitor:
         with self._lock:
             return self._received.get(rank)
 
+    @property
+    def loops(self) -> bool:
+        """Whether a rank is in a loop of the user's."""
+        with self._lock:
+            return any(r.beat.loops for r in self._received.values())
+
     def forget(self) -> None:
         """Drops all heartbeats: earlier ones are no evidence for a new hang."""
         with self._lock:
@@ -236,15 +249,16 @@ class HeartbeatMonitor:
         """The hang, if any, of the call that began at `since_s` on the monotonic clock."""
         with self._lock:
             received = dict(self._received)
-        waiting = [r for r in received.values() if r.beat.pending_s > self._limit_s]
-        if not any(r.at_s - r.beat.pending_s > since_s - 1.0 for r in waiting):
+        limit_s = shortest_limit(self._limit_s, (r.beat for r in received.values()))
+        waiting = [r for r in received.values() if max(r.beat.pending_s, r.beat.user_call_s) > limit_s]
+        if not any(r.at_s - max(r.beat.pending_s, r.beat.user_call_s) > since_s - 1.0 for r in waiting):
             return None
         silent = {rank: why for rank, process in processes.items() if (why := _silence(received.get(rank), process))}
-        hang = diagnose({rank: r.beat for rank, r in received.items()}, self._limit_s, silent)
+        hang = diagnose({rank: r.beat for rank, r in received.items()}, limit_s, silent)
         if hang is None:
             return None
         stale = [rank for rank in hang.ranks if rank not in silent and not _fresh(received.get(rank))]
-        return None if stale and hang.waited_s < self._limit_s + FRESH_S else hang
+        return None if stale and hang.waited_s < limit_s + FRESH_S else hang
 
     def find_stopped(self, processes: Processes) -> list[int]:
         """Ranks whose process has been stopped for longer than the limit. Call it regularly.

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdp_lab.core.loops import Trained, WatchedLoop
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.core.spec import YOURS, Spec
+from fsdp_lab.core.user_code import code_name
 
 UNKNOWN = "unknown"  # the value of a Spec's field that a watched loop does not tell
 DEFAULT_FIELDS = ("backend", "sharding", "precision")  # name Specs that do not differ
-STRATEGY_FIELDS = (*DEFAULT_FIELDS, "offload", "gather", "link")
+STRATEGY_FIELDS = (*DEFAULT_FIELDS, "engine", "offload", "gather", "link")
 SELF_EXPLAINING = (
     "model",
     "data",
@@ -22,7 +23,7 @@ SELF_EXPLAINING = (
     "optimizer_args",
 )  # shown without the field's name
 # None turns these off; of other fields it means a choice by the backend.
-NONE_IS_OFF = ("link", "clip_norm", "decay_steps", "freeze", "param_groups", "lora")
+NONE_IS_OFF = ("link", "clip_norm", "decay_steps", "freeze", "param_groups", "lora", "engine")
 
 
 def flat_fields(spec: Trained | Mapping[str, Any]) -> dict[str, Any]:
@@ -64,6 +65,8 @@ def describe_value(name: str, value: Any) -> str:
         return f"every {value}"
     if name == "optimizer_args" and isinstance(value, Mapping):
         return " ".join(argument if v is True else f"{argument}={v}" for argument, v in value.items()) or "none"
+    if name == "engine":
+        return code_name(value)
     if name == "lora" and isinstance(value, Mapping):
         return " ".join(f"{part}={v}" for part, v in value.items() if v is not None)
     if isinstance(value, Mapping):
@@ -89,6 +92,8 @@ def describe_fields(flat: Mapping[str, Any], names: Sequence[str]) -> str:
     """Those of the named fields that are set; all of them if none is."""
     unset: tuple[Any, ...] = (None, "none", "copy", {}, UNKNOWN)
     used = [name for name in names if flat[name] not in unset and flat[name] is not False]  # 0 is a value
+    if flat.get("backend") != YOURS:
+        used = [name for name in used if name != "engine"]  # nobody uses it
     return " ".join(describe_field(name, flat[name]) for name in used or names)
 
 
@@ -101,6 +106,6 @@ def describe_changes(changes: Mapping[str, tuple[Any, Any]], arrow: str = "→")
 
 
 def describe_strategy(spec: Trained) -> str:
-    """`lab full_shard bf16 offload optimizer link 0.25 GB/s`; `watched fsdp2 full_shard fp32`."""
+    """`lab full_shard bf16 link 0.25 GB/s`; `yours full_shard fp32 engine Mine`; `watched fsdp2 full_shard fp32`."""
     watched = "watched " if isinstance(spec, WatchedLoop) else ""
     return watched + describe_fields(flat_fields(spec), STRATEGY_FIELDS)

@@ -250,6 +250,7 @@ class StepEvent:
     comm: Mapping[str, Traffic] = field(default_factory=dict)  # by kind of collective (`fsdp_lab.wire.group`)
     first_after_switch: bool = False
     ledger: bool = False  # a ledger step, slowed by measuring; not in medians
+    inspected: bool = False  # a user's own engine was checked in it, which takes time; not in medians
     slow: bool = False  # stopped at its phases (slow motion), so its times are meaningless
     lr: float | None = None  # of its update; None: unknown, in files from before it was told
     loss_scale: float | None = None  # of its gradients; None: without loss scaling, or unknown
@@ -266,6 +267,7 @@ class StepEvent:
     host: str = ""  # of this rank; "": unknown
     across_bytes: int = 0  # of all kinds, sent by this rank to ranks on other hosts
     across_s: float = 0.0  # issue to completion of the collectives of groups on several hosts, summed as in `Traffic`
+    recompiled: tuple[str, ...] = ()  # by torch.compile in this step: the guard that failed, of each, as far as known
 
     @property
     def tokens_per_s(self) -> float:
@@ -305,7 +307,7 @@ class StepEvent:
     @property
     def counts(self) -> bool:
         """Whether medians include the step's time."""
-        return not (self.first_after_switch or self.ledger or self.slow)
+        return not (self.first_after_switch or self.ledger or self.inspected or self.slow)
 
     def to_dict(self) -> dict[str, Any]:
         d = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -314,6 +316,7 @@ class StepEvent:
         d["memory_curve"] = [sample.to_row() for sample in self.memory_curve]
         d["completions"] = [completion.to_row() for completion in self.completions]
         d["notes"] = list(self.notes)
+        d["recompiled"] = list(self.recompiled)
         d["carriers"] = [dataclasses.asdict(carrier) for carrier in self.carriers]
         d["spans"] = [span.to_row() for span in self.spans]
         return d
@@ -326,6 +329,7 @@ class StepEvent:
         fields["comm"] = {kind: Traffic(**t) for kind, t in fields["comm"].items()}
         fields["completions"] = tuple(Completion.from_row(row) for row in fields.get("completions", ()))
         fields["notes"] = tuple(fields["notes"])
+        fields["recompiled"] = tuple(fields.get("recompiled", ()))
         fields["carriers"] = tuple(Carrier(**d) for d in fields.get("carriers", ()))
         fields["spans"] = tuple(Span.from_row(row) for row in fields.get("spans", ()))
         return cls(**fields)

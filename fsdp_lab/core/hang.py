@@ -19,6 +19,7 @@ from typing import Any
 
 from fsdp_lab.core.errors import ArgumentError, is_number
 
+OWN_ENGINE_S = 3.0  # how long a collective may wait for a rank while an engine of the user's trains
 WORKING_S, IDLE_S = 1.0, 2.0  # the longest interval between two heartbeats
 _GRACE_S = 1.5  # on a busy machine
 
@@ -47,6 +48,25 @@ class LongWork(enum.Enum):
 
 
 LONGEST_WORK_S = max(work.limit_s for work in LongWork)
+
+# In the sentences of hangs in loops of the user's, by which `fsdp_lab.runs.diagnosis` knows them again.
+UNEQUAL_BATCHES = "the ranks have unequal numbers of batches"
+FORWARD_ALONE = "ran the model outside of the loop's steps, and not all ranks did"
+
+
+class LoopPlace(enum.StrEnum):
+    """Where a rank is in a loop of the user's that is watched."""
+
+    NONE = ""
+    STEP = "in a step"
+    BETWEEN = "between two steps"
+    FORWARD = "in the model's forward, between two steps"  # and alone, if other ranks are elsewhere
+    OVER = "left"
+
+    @property
+    def inside(self) -> bool:
+        """Whether it is in the loop."""
+        return self not in (LoopPlace.NONE, LoopPlace.OVER)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +110,16 @@ class Heartbeat:
     stack: str = ""  # of the rank's main thread, newest call last
     work: str = ""  # the text of the `LongWork` that it does
     since_work_s: float | None = None  # since it last did long work within its limit; None: never
+    hang_s: float | None = None  # how long its training lets a collective wait; None: as long as any other
+    user_call: str = ""  # the user's code that it is in, such as "Mine.gather(root) in the forward of step 0"
+    user_call_s: float = 0.0  # for so long
+    loop: str = LoopPlace.NONE  # a `LoopPlace`
+    loop_steps: int = 0  # that it has begun in its newest watched loop
+
+    @property
+    def loops(self) -> bool:
+        """Whether it is in a watched loop."""
+        return LoopPlace(self.loop).inside
 
     @property
     def next_s(self) -> float:
@@ -119,6 +149,7 @@ class Heartbeat:
 # -- hangs -----------------------------------------------------------------------------------------------------------
 
 
+_NONE_ISSUED = Issued(sequence=-1, kind="no collective", group="", size=0, ordinal=-1)
 _MAX_STACKS = 3  # the stacks of further ranks are alike
 _SAME_PAYLOAD = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "control")  # on every rank of the group
 
@@ -156,6 +187,11 @@ def limit(hang_s: float | None, timeout_s: float) -> float:
     return float(hang_s)
 
 
+def shortest_limit(limit_s: float, heartbeats: Iterable[Heartbeat]) -> float:
+    """The least of it and what the trainings of these ranks ask for."""
+    return min([limit_s, *(h.hang_s for h in heartbeats if h.hang_s is not None)])
+
+
 def diagnose(heartbeats: Heartbeats, limit_s: float, silent: Mapping[int, str] | None = None) -> Hang | None:
     """The hang of ranks that have waited for longer than `limit_s`; None if there are none.
 
@@ -165,9 +201,11 @@ def diagnose(heartbeats: Heartbeats, limit_s: float, silent: Mapping[int, str] |
     waiting = {rank: h for rank, h in heartbeats.items() if h.pending is not None and rank not in silent}
     late = [h for h in waiting.values() if _counted_s(h, heartbeats, silent) > limit_s]
     if not late:
-        return None
+        return _endless(heartbeats, waiting, limit_s)
     longest = max(late, key=lambda h: h.pending_s)
-    return _mismatch(longest, heartbeats, waiting) or _absence(longest, heartbeats, waiting, silent)
+    hang = _mismatch(longest, heartbeats, waiting) or _absence(longest, heartbeats, waiting, silent)
+    cause = cause_in_loop({rank: LoopRank.of(h) for rank, h in heartbeats.items() if h.loop})
+    return dataclasses.replace(hang, sentence=f"{cause}; {hang.sentence}") if cause else hang
 
 
 def _counted_s(wait: Heartbeat, heartbeats: Heartbeats, silent: Mapping[int, str]) -> float:
@@ -175,6 +213,52 @@ def _counted_s(wait: Heartbeat, heartbeats: Heartbeats, silent: Mapping[int, str
     peers = (heartbeats[rank] for rank in wait.peers if rank in heartbeats and rank not in silent)
     idle_s = (peer.since_work_s for peer in peers if peer.since_work_s is not None)
     return min(wait.pending_s, *idle_s, math.inf)
+
+
+def _endless(heartbeats: Heartbeats, waiting: Heartbeats, limit_s: float) -> Hang | None:
+    """Ranks in the user's own code that wait for no collective, and for which none waits."""
+    found = [h for r, h in heartbeats.items() if r not in waiting and h.user_call and h.user_call_s > limit_s]
+    if not found:
+        return None
+    ranks, longest = [h.rank for h in found], max(found, key=lambda h: h.user_call_s)
+    has = "has" if len(ranks) == 1 else "have"
+    return Hang(
+        sentence=f"{_ranks(ranks)} {has} been in {longest.user_call} for {longest.user_call_s:.1f} s, without a collective",
+        ranks=tuple(ranks),
+        absent=tuple(ranks),
+        collective=longest.last or _NONE_ISSUED,
+        waiting=(),
+        waited_s=longest.user_call_s,
+        stacks=_stacks(ranks, heartbeats, {}),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopRank:
+    """A rank of a watched loop whose ranks do not meet."""
+
+    place: LoopPlace
+    steps: int  # begun
+    generates: bool = False  # a function of that name calls the model
+
+    @classmethod
+    def of(cls, h: Heartbeat) -> LoopRank:
+        return cls(place=LoopPlace(h.loop), steps=h.loop_steps, generates="in generate\n" in f"{h.stack}\n")
+
+
+def cause_in_loop(ranks: Mapping[int, LoopRank]) -> str:
+    """Why the ranks of a loop do not meet, from where each is; "" if it is no known cause."""
+    alone = [rank for rank, r in ranks.items() if r.place is LoopPlace.FORWARD]
+    if alone and len(alone) < len(ranks):
+        generates = " in generate" if any(ranks[rank].generates for rank in alone) else ""
+        return f"{_ranks(alone)} {FORWARD_ALONE}{generates}"
+    inside = [rank for rank, r in ranks.items() if r.place is LoopPlace.STEP]
+    left = [rank for rank, r in ranks.items() if r.place is LoopPlace.OVER]
+    if not inside or not left or ranks[left[0]].steps >= ranks[inside[0]].steps:
+        return ""
+    made, begun = ranks[left[0]].steps, ranks[inside[0]].steps
+    return (f"{UNEQUAL_BATCHES}: {_ranks(left)} left the loop after {made} step{'s' * (made != 1)}, "
+            f"{_ranks(inside)} began step {begun}")  # fmt: skip
 
 
 # -- a rank is missing -----------------------------------------------------------------------------------------------
@@ -247,7 +331,8 @@ def _last_seen(rank: int, heartbeat: Heartbeat | None, silence: str | None) -> s
     name = heartbeat.last.name if heartbeat.last else "no collective"
     if silence:
         return f"the last heartbeat of rank {rank} was after {name}; {silence}, so its stack cannot be read"
-    last = f"the last collective of rank {rank} is {name}" + (f", and it {heartbeat.work}" if heartbeat.work else "")
+    doing = heartbeat.work or (f"is in {heartbeat.user_call}" if heartbeat.user_call else "")
+    last = f"the last collective of rank {rank} is {name}" + (f", and it {doing}" if doing else "")
     return last if heartbeat.working else f"{last}, and it is not in the step: it has not begun, or is busy with a cell"
 
 

@@ -20,9 +20,12 @@ from fsdp_lab.core.errors import SpecError, is_whole
 from fsdp_lab.core.fields import BOOL, check_fields, check_value, later, matching, one_of, values, whole
 from fsdp_lab.core.link import LinkError, LinkSpec
 from fsdp_lab.core.schedule import OffloadPolicy, PrefetchPolicy, Rules
+from fsdp_lab.core.user_code import UserCode, is_code
 from fsdp_lab.core.workload import Workload
 
 BACKENDS = ("lab", "fsdp2", "fsdp1", "ddp")
+YOURS = "yours"  # the backend that is a class of the user's, `Strategy.engine`
+ENGINE_FIELD = "strategy.engine"
 SHARDINGS = ("full_shard", "shard_grad_op", "zero1", "hybrid_shard", "hybrid_shard_zero2", "no_shard")
 DTYPES = ("fp32", "bf16", "fp16")
 OFFLOADS = tuple(policy.value for policy in OffloadPolicy)
@@ -69,6 +72,9 @@ _WRAP = matching(
     '"block", "every:K", "min_params:N", "class:NAME" or "whole"',
 )
 _RECOMPUTE = matching(r"none|full|every:[1-9]\d*", '"none", "full" or "every:K"')
+_ENGINE = later(
+    values(is_code, 'a class with the methods shard, gather, free and reduce, or its name as "package.module:name"')
+)
 _SYNC = values(
     lambda v: v in SYNCS if isinstance(v, str) else is_whole(v, 1),
     '"every", "last", or a whole number n of 1 or more: every n-th micro-batch, and the last',
@@ -79,7 +85,7 @@ _SYNC = values(
 class Strategy:
     """How the work is sharded, and by which backend. `Spec` refuses what a backend cannot do."""
 
-    backend: str = field(default="lab", metadata=one_of(BACKENDS))
+    backend: str = field(default="lab", metadata=one_of((*BACKENDS, YOURS)))
     sharding: str = field(default="full_shard", metadata=one_of(SHARDINGS))
     # Ranks in one shard group: the sharding factor F of arXiv 2304.11277, section 3.2.
     shard_size: int | None = field(default=None, metadata=whole(1))
@@ -102,14 +108,30 @@ class Strategy:
     # The micro-batches that communicate; n: every n-th one of a step. The last always does.
     sync: str | int = field(default="every", metadata=_SYNC)
     compile: bool = field(default=False, metadata=BOOL)
+    # Code: the class of backend "yours" (fsdp_lab/backends/yours.py); the other backends do not look at it.
+    engine: str | Mapping[str, Any] | None = field(default=None, metadata=_ENGINE)
 
     def __post_init__(self) -> None:
+        if callable(self.engine):
+            raise SpecError(ENGINE_FIELD, f"{self.engine!r} is refused: a Spec holds what JSON can",
+                            'give it to lab.run(engine=...), or its name, as "package.module:name"')  # fmt: skip
         check_fields("strategy", self)
+        if isinstance(self.engine, Mapping) and not isinstance(self.engine, UserCode):
+            object.__setattr__(self, "engine", UserCode.of(ENGINE_FIELD, self.engine))
+        if self.is_yours and self.engine is None:
+            raise SpecError(ENGINE_FIELD, "backend yours is a class of your own, and there is none",
+                            "give engine=YourClass, with the methods shard, gather, free and reduce",
+                            {"backend": "lab"})  # fmt: skip
 
     @property
     def dtypes(self) -> Precision:
         """The precision with its token resolved."""
         return self.precision if isinstance(self.precision, Precision) else PRECISIONS[self.precision]
+
+    @property
+    def is_yours(self) -> bool:
+        """Whether the user's own engine shards."""
+        return self.backend == YOURS
 
     # -- the meaning of `sharding`: use these instead of comparing tokens ------------------------------------------
 
@@ -229,6 +251,8 @@ class Spec:
             for f in dataclasses.fields(kind):
                 if f.metadata.get("later") and getattr(part, f.name) == f.default:
                     del d[name][f.name]
+        if not self.strategy.is_yours:
+            d["strategy"].pop("engine", None)  # nobody uses it
         text = json.dumps(d, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
@@ -249,10 +273,15 @@ class Spec:
         """The same Spec, with the objects of code that was sent, by digest, where it has none."""
         found = {
             name: value.with_object(objects[value.digest])
-            for name, value in self.workload.sent_code().items()
+            for name, value in self.sent_code().items()
             if value.given is None and value.digest in objects
         }
         return self.replace(**found) if found else self
+
+    def sent_code(self) -> dict[str, UserCode]:
+        """Flat field name -> code that was sent, not imported, and that the ranks need."""
+        engine = self.strategy.engine if self.strategy.is_yours else None
+        return self.workload.sent_code() | ({"engine": engine} if isinstance(engine, UserCode) else {})
 
     def validate(self, **changes: Any) -> SpecError | None:
         """The error that `replace(**changes)` would raise, or None."""
@@ -309,6 +338,7 @@ PARTS: Mapping[str, type[Workload] | type[Strategy]] = {"workload": Workload, "s
 
 _CAN_SHARD: Mapping[str, tuple[str, ...]] = {
     "lab": SHARDINGS,
+    YOURS: ("full_shard", "shard_grad_op", "zero1", "no_shard"),
     "fsdp2": ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2"),
     "fsdp1": ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard"),
     "ddp": ("no_shard",),
@@ -318,6 +348,7 @@ _WHY_NOT: Mapping[tuple[str, str], str] = {
     ("fsdp2", "no_shard"): "FSDP2 has no replicated mode",
     ("fsdp2", "zero1"): "FSDP2 always shards the gradients with the parameters",
     ("fsdp1", "zero1"): "FSDP1 always shards the gradients with the parameters",
+    (YOURS, "*"): "your engine has one group, that of all ranks",
 }
 
 
@@ -450,7 +481,7 @@ def _rule_reshard_size(spec: Spec) -> None:
 
 def _rule_overlap(spec: Spec) -> None:
     s, backend = spec.strategy, spec.strategy.backend
-    if backend == "lab":
+    if backend == "lab" or s.is_yours:
         return
     if backend != "fsdp1" and s.backward_prefetch_point != "before":
         raise _invalid("backward_prefetch_point", f"{backend} has no choice of it", "use before, or backend lab",
@@ -494,7 +525,34 @@ def _rule_dropout(spec: Spec) -> None:
                        "other Specs", "use compile false, or dropout off", compile=False)  # fmt: skip
 
 
+# Of backend yours: fields of Strategy that keep their default, and why.
+_NOT_YOURS: Mapping[str, str] = {
+    "precision": "your engine trains in fp32",
+    "offload": "your engine keeps everything on the device",
+    "reshard_size": "your engine has one group, that of all ranks",
+    "forward_prefetch": "your engine is asked for one unit ahead, if it has the method prefetch",
+    "backward_prefetch": "your engine is asked for one unit ahead, if it has the method prefetch",
+    "backward_prefetch_point": "your engine is asked before the backward of the unit that computes",
+    "limit_all_gathers": "your engine is asked for one unit ahead at most",
+    "limit_reductions": "your engine is asked to reduce one unit at a time",
+    "compile": "the lab calls your engine from hooks that a compiler would leave out",
+}
+
+
+def _rule_yours(spec: Spec) -> None:
+    if not spec.strategy.is_yours:
+        return
+    for f in dataclasses.fields(Strategy):
+        if f.name in _NOT_YOURS and getattr(spec.strategy, f.name) != f.default:
+            raise _invalid(f.name, _NOT_YOURS[f.name], f"leave it at {f.default}", **{f.name: f.default})
+    for name in ("freeze", "lora"):
+        if getattr(spec.workload, name) is not None:
+            raise SpecError(f"workload.{name}", "your engine is given parameters that are all trained",
+                            "leave it out, or use backend lab", {name: None})  # fmt: skip
+
+
 _RULES: tuple[Callable[[Spec], None], ...] = (
+    _rule_yours,
     _rule_sharding,
     _rule_shard_size,
     _rule_offload,

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import ipywidgets
 
@@ -15,8 +14,9 @@ from fsdp_lab.core.spec import Spec
 from fsdp_lab.dashboard.board import Board
 from fsdp_lab.dashboard.comparison_card import ComparisonCard
 from fsdp_lab.dashboard.controls import Controls
+from fsdp_lab.dashboard.diagnosis_box import DiagnosisBox
 from fsdp_lab.dashboard.feed import Feed
-from fsdp_lab.dashboard.forms import answer_while_busy, close_all, error_text, styled
+from fsdp_lab.dashboard.forms import answer_while_busy, close_all, display_widget, error_text, styled
 from fsdp_lab.dashboard.hosts_form import HostsForm
 from fsdp_lab.dashboard.lab_like import LabLike
 from fsdp_lab.dashboard.live import Latency, LiveView
@@ -78,9 +78,18 @@ class Dashboard:
         self._controls.add_button("Hosts…", "server", "Start the ranks on other hosts", self._hosts.toggle)
         self._feed = Feed(lab, self._live, self._board, ComparisonCard(self._press), self._wanted)
         self._slow = SlowMotionBox(lab, wanted=self._controls.slow_motion_spec, accept=self._controls.accept)
-        shown = [self._controls.widget, self._safety.widget, self._live, self._slow.widget]
+        self._diagnosis = DiagnosisBox(choose=self._controls.accept)
+        shown = [self._controls.widget, self._safety.widget, self._diagnosis.widget, self._live, self._slow.widget]
         self._box = styled(ipywidgets.VBox(shown), "fsdp-lab")
-        self._forms = (self._controls, self._sweep_form, self._writing, self._hosts, self._safety, self._slow)
+        self._forms = (
+            self._controls,
+            self._sweep_form,
+            self._writing,
+            self._hosts,
+            self._safety,
+            self._slow,
+            self._diagnosis,
+        )
         answer_while_busy([self._live, *(widget for form in self._forms for widget in form.inputs)])
         self._halt = threading.Event()
         self.reset_measurements()
@@ -185,6 +194,7 @@ class Dashboard:
                 self._writing.tick()
                 self._hosts.tick()
                 self._safety.tick(run)
+                self._diagnosis.tick(self._feed.run)
                 self._slow.tick()
                 failing = False
             except Exception as e:
@@ -198,9 +208,13 @@ class Dashboard:
             for form in self._forms:
                 form.retire()
 
-    def _repr_mimebundle_(self, **options: Any) -> Any:
+    def prepare(self) -> None:
+        """Draws the first picture. Call it before `widget` is displayed in a layout of your own."""
         self._live.prepare()
-        return self._box._repr_mimebundle_(**options)
+
+    def _ipython_display_(self) -> None:
+        self.prepare()
+        display_widget(self._box)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self._live.views} view{'s' * (self._live.views != 1)}"

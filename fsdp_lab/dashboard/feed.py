@@ -59,6 +59,11 @@ class Predictor:
                 threading.Thread(target=self._make, args=(spec,), name="fsdp-lab-predictor", daemon=True).start()
             return prediction
 
+    def knows_nothing_of(self, spec: Spec) -> bool:
+        """Whether nothing can be predicted for it, now or later."""
+        with self._lock:
+            return spec.id in self._made and self._made[spec.id][0] is None
+
     def _make(self, spec: Spec) -> None:
         prediction, retry_s = None, float("inf")
         try:
@@ -121,8 +126,8 @@ class Stage:
             panel.update(steps)
 
     def predict(self, prediction: Prediction | None) -> None:
-        """Draws a prediction, which stays until there is another."""
-        if prediction is not None and prediction != self.prediction:
+        """Draws a prediction, which stays until there is another; None: there can be none."""
+        if prediction != self.prediction:
             self.prediction = prediction
             for panel in self.panels:
                 panel.predict(prediction)
@@ -176,11 +181,22 @@ class Feed:
                 stage.show(stage.assembler.flush())
         for panel in self._stage.pinnable:
             panel.update(())  # a person may have chosen another step
-        if not isinstance(self._run, WatchedRun):
-            self._stage.predict(self._predictor.of(self._chosen()))
+        if not isinstance(self._run, WatchedRun) and isinstance(chosen := self._chosen(), Spec):
+            self._predict(chosen)
         self._compare(self._board.tick())
         self._live.flush([e.end_unix_s for e in events])
         return events
+
+    def trace(self, steps: Sequence[Step]) -> None:
+        """Takes steps with spans and memory curves that come later than their events, as those of a stored run do."""
+        for panel in self._stage.panels:
+            if steps and panel.of_one_step:
+                panel.update(steps)
+
+    def _predict(self, spec: Spec) -> None:
+        prediction = self._predictor.of(spec)
+        if prediction is not None or self._predictor.knows_nothing_of(spec):
+            self._stage.predict(prediction)
 
     def _chosen(self) -> Spec:
         """What is chosen on the page; in a sweep it is the sweep's."""

@@ -14,7 +14,7 @@ from fsdp_lab.core.describe import describe_value, field_title
 from fsdp_lab.core.link import OFFERED
 from fsdp_lab.core.lr_schedule import LR_SCHEDULES
 from fsdp_lab.core.optimizer import OPTIMIZERS
-from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec, Strategy
+from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, YOURS, Spec, Strategy
 from fsdp_lab.core.workload import DROPOUTS, OWN, RANDOM
 from fsdp_lab.dashboard.choices import Choices, ChoiceState, Chosen
 from fsdp_lab.dashboard.forms import HIDDEN, put, styled
@@ -64,7 +64,9 @@ def _shard_sizes(chosen: Chosen) -> Sequence[Any]:
 
 def _forward_prefetch(chosen: Chosen) -> str:
     backend = chosen.flat()["backend"]
-    return str(Strategy(backend=backend).forward_depth) if backend == "lab" else "torch's own"
+    if backend == "lab":
+        return str(Strategy(backend=backend).forward_depth)
+    return "your own" if backend == YOURS else "torch's own"
 
 
 def _whole_number(text: str) -> Any:
@@ -113,9 +115,14 @@ def _lora(text: str) -> Any:
     return {"r": rank, "alpha": None, "targets": None} if isinstance(rank, int) else rank
 
 
+def _backends(chosen: Chosen) -> Sequence[Any]:
+    """With "yours" where the Spec has an engine of the user's."""
+    return BACKENDS if chosen.flat().get("engine") is None else (*BACKENDS, YOURS)
+
+
 GROUPS: tuple[tuple[str, tuple[ControlSpec, ...]], ...] = (
     ("Sharding", (
-        ControlSpec(name="backend", label="backend", help="Who shards", tokens=fixed(*BACKENDS)),
+        ControlSpec(name="backend", label="backend", help="Who shards", tokens=_backends),
         ControlSpec(name="sharding", label="sharding", help="What is sharded", tokens=fixed(*SHARDINGS)),
         ControlSpec(name="shard_size", label="shard size", help="Ranks in one shard group", tokens=_shard_sizes),
         ControlSpec(name="precision", label="precision", help="dtype of computing and reducing", tokens=fixed(*PRECISIONS)),

@@ -105,6 +105,16 @@ def section(title: str, parts: Sequence[widgets.Widget]) -> widgets.VBox:
     return styled(widgets.VBox([head, *parts]), "fsdp-safety-part")
 
 
+def display_widget(widget: widgets.Widget) -> None:
+    """Displays it in a cell's output, as a message of its own and not as the cell's result.
+
+    ipywidgets 7 knows no other way, and Colab names the manager that loads anywidget only in such messages.
+    """
+    from IPython.display import display
+
+    display(widget)  # type: ignore[no-untyped-call]
+
+
 def close_all(widget: widgets.Widget) -> None:
     """Closes a widget and all that it contains: each has a comm and an entry in a table of ipywidgets."""
     for child in getattr(widget, "children", ()):

@@ -4,7 +4,6 @@
 // data sources (numbered, so that what comes twice is passed over and what is missing is noticed), properties of models,
 // and the words of the cards. Ticks that arrive while a frame is being painted are merged into the next one.
 
-const LOAD_TIMEOUT_MS = 15000;
 const PING_EVERY_MS = 4000;
 const SILENT_AFTER_MS = 15000;
 const HIDDEN_FRAME_MS = 1000; // a hidden tab paints no frames; acknowledge all the same
@@ -16,14 +15,21 @@ const SILENT = "No answer from the kernel. It may be busy; if it was restarted, 
 
 // -- BokehJS, from the kernel --------------------------------------------------------------------------------------
 
-/** BokehJS of the wanted version: the one on the page, else the kernel's, which came with the widget or is asked for once. */
+/** BokehJS of the wanted version: the one on the page, else the kernel's, which came with the widget or is asked for once. A
+    busy kernel answers later. If it was restarted instead, the cell that is run again brings a widget with BokehJS. */
 function loadBokeh(model) {
   const version = model.get("bokeh_version");
   const present = () => window.Bokeh?.[version] ?? (window.Bokeh?.version === version ? window.Bokeh : undefined);
   if (present()) return Promise.resolve(present());
   const loading = (window.__fsdpLabBokeh ??= {});
-  const given = model.get("first")?.bokehjs;
-  loading[version] ??= Promise.resolve(given ?? askForBokeh(model)).then(runScript).then(present).catch((error) => {
+  const given = asBytes(model.get("first")?.bokehjs);
+  if (!given && loading[version]) return loading[version];
+  const load = async () => {
+    const script = given ?? (await askForBokeh(model));
+    if (!present()) await runScript(script); // another view may have had it first
+    return present();
+  };
+  loading[version] = load().catch((error) => {
     delete loading[version]; // the next view may be luckier
     throw error;
   });
@@ -31,13 +37,13 @@ function loadBokeh(model) {
 }
 
 function askForBokeh(model) {
-  return new Promise((resolve, reject) => {
-    const timer = setTimeout(() => reject(new Error(GONE)), LOAD_TIMEOUT_MS);
+  return new Promise((resolve) => {
     const onMessage = (message, buffers) => {
       if (message.kind !== "bokehjs") return;
-      clearTimeout(timer);
+      const script = payload(message, buffers);
+      if (!script && !message.base64) return void model.send({ kind: "bokehjs", text: true });
       model.off("msg:custom", onMessage);
-      resolve(buffers[0]);
+      resolve(script);
     };
     model.on("msg:custom", onMessage);
     model.send({ kind: "bokehjs" });
@@ -60,13 +66,24 @@ async function runScript(compressed) {
 
 const cssVariable = (name, fallback) => getComputedStyle(document.body).getPropertyValue(name).trim() || fallback;
 
-/** JupyterLab says its theme on the body; elsewhere the background's lightness decides. */
+/** JupyterLab says its theme on the body, and other pages say what its cards are drawn on, or are one colour themselves. */
 function isDark() {
   const said = document.body.dataset.jpThemeLight;
   if (said !== undefined) return said === "false";
-  const rgb = getComputedStyle(document.body).backgroundColor.match(/[\d.]+/g)?.map(Number) ?? [255, 255, 255];
-  if (rgb.length > 3 && rgb[3] === 0) return matchMedia("(prefers-color-scheme: dark)").matches;
-  return 0.2126 * rgb[0] + 0.7152 * rgb[1] + 0.0722 * rgb[2] < 128;
+  for (const colour of [resolved("var(--jp-layout-color0)"), getComputedStyle(document.body).backgroundColor]) {
+    const [red, green, blue, opacity = 1] = colour.match(/[\d.]+/g)?.map(Number) ?? [0, 0, 0, 0];
+    if (opacity > 0) return 0.2126 * red + 0.7152 * green + 0.0722 * blue < 128;
+  }
+  return matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+/** A colour of CSS as this page computes it; a transparent one where it knows no such variable. */
+function resolved(colour) {
+  const probe = document.body.appendChild(element("i"));
+  probe.style.backgroundColor = colour;
+  const computed = getComputedStyle(probe).backgroundColor;
+  probe.remove();
+  return computed;
 }
 
 function currentTheme(model) {
@@ -112,11 +129,29 @@ const revived = (value) => (value?.type === "map" ? new Map(value.entries) : val
 
 // -- data ----------------------------------------------------------------------------------------------------------
 
-const doubles = (view) => new Float64Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
+/** A buffer as bytes: JupyterLab gives views of memory, others the memory itself, of another frame even; or nothing. */
+function asBytes(buffer) {
+  if (ArrayBuffer.isView(buffer)) return new Uint8Array(buffer.buffer, buffer.byteOffset, buffer.byteLength);
+  return Object.prototype.toString.call(buffer) === "[object ArrayBuffer]" ? new Uint8Array(buffer) : undefined;
+}
+
+/** What came with a message, also where a page passes on no buffers and has asked for text; undefined if nothing did. */
+function payload(message, buffers) {
+  if (message.base64) return Uint8Array.from(atob(message.base64), (character) => character.charCodeAt(0));
+  return asBytes(buffers?.[0]);
+}
+
+/** Whether a message has the numbers that its tables describe. */
+function isWhole(message, numbers) {
+  const count = message.tables.reduce((sum, table) => sum + table.rows * table.columns.length, 0);
+  return (numbers?.byteLength ?? 0) === 8 * count;
+}
+
+const doubles = (bytes) => new Float64Array(bytes.slice().buffer);
 
 /** The tables of a message with their columns: {name, generation, first, rows, limit, data: {column: values}}. */
-function readTables(descriptions, buffer) {
-  const all = buffer ? doubles(buffer) : new Float64Array(0);
+function readTables(descriptions, bytes) {
+  const all = bytes ? doubles(bytes) : new Float64Array(0);
   let at = 0;
   return descriptions.map((d) => {
     const data = {};
@@ -334,6 +369,7 @@ class View {
     this.root.append(this.banner, this.body);
     el.append(this.root);
     this.gone = false;
+    this.text = false;
     this.doc = null;
     this.resetPending();
     this.listen();
@@ -358,47 +394,74 @@ class View {
       await new Promise((resolve) => setTimeout(resolve, 20));
     }
     await this.drawFirst();
-    this.mount();
+    if (!this.mounting && !this.root.dataset.ready) this.mount(); // else another scene came meanwhile
   }
 
   /** What came with the widget itself: a kernel that is busy with the next cell answers later. */
   async drawFirst() {
     const first = this.model.get("first");
-    if (!first?.layout) return;
-    await this.draw(first, [first.numbers]);
+    if (!first?.layout || !isWhole(first, asBytes(first.numbers))) return;
+    await this.draw(first, asBytes(first.numbers));
     this.root.dataset.first = String(first.scene);
   }
 
   mount() {
     this.mounting = true;
     this.resetPending();
-    this.tell("mount");
+    this.tell("mount", this.text ? { text: true } : {});
   }
 
   receive(message, buffers) {
     if (this.gone || (message.view && message.view !== this.id)) return;
     this.heard = Date.now();
     this.banner.hidden = true;
-    if (message.kind === "tick" && this.Bokeh) this.take(message, buffers); // before that, the snapshot brings it
-    else if (message.kind === "snapshot") this.draw(message, buffers).catch((error) => this.fail(error));
-    else if (message.kind === "remount" && this.Bokeh) this.mount();
+    if (message.kind === "remount" && this.Bokeh) this.mount();
+    if (message.kind !== "snapshot" && !(message.kind === "tick" && this.Bokeh)) return; // a snapshot brings earlier ticks
+    const bytes = payload(message, buffers);
+    if (!isWhole(message, bytes)) this.askForText();
+    else if (message.kind === "tick") this.take(message, bytes);
+    else this.draw(message, bytes);
+  }
+
+  /** This page does not pass on buffers: from now on all is to come as text, which is a third longer. */
+  askForText() {
+    if (this.text) return this.fail(new Error("this page passes on neither buffers nor text"));
+    this.text = true;
+    this.mount();
   }
 
   // A snapshot: all there is of a scene. Pictures that show this scene already are kept and filled anew.
 
-  async draw(message, buffers) {
+  /** One at a time, since Bokeh builds over several turns of the event loop; the newest of those that come meanwhile. */
+  draw(message, bytes) {
+    this.next = [message, bytes];
+    this.drawing ??= this.drawNext();
+    return this.drawing;
+  }
+
+  async drawNext() {
+    while (this.next && !this.gone) {
+      const [message, bytes] = this.next;
+      this.next = null;
+      await this.drawWhole(message, bytes).catch((error) => this.fail(error));
+    }
+    this.drawing = null;
+  }
+
+  async drawWhole(message, bytes) {
     this.seq = message.seq;
     if (!this.doc || this.scene !== message.scene) await this.build(message);
     if (this.gone) return;
     this.sources.at.clear();
     for (const card of this.cardOf.values()) card.waiting.clear();
-    for (const table of readTables(message.tables, buffers[0])) this.sources.write(table);
+    for (const table of readTables(message.tables, bytes)) this.sources.write(table);
     this.patch(message.patches);
     this.caption(message.captions);
+    this.root.dataset.scene = String(message.scene);
+    if (!message.view || this.next) return; // what comes next has those ticks
     this.mounting = false;
     this.pump(); // ticks that came while Bokeh was building
-    this.root.dataset.scene = String(message.scene);
-    if (message.view) this.root.dataset.ready = String(message.seq);
+    this.root.dataset.ready = String(message.seq);
   }
 
   async build({ layout, scene }) {
@@ -465,11 +528,11 @@ class View {
     this.lost = false;
   }
 
-  take(message, buffers) {
+  take(message, bytes) {
     const p = this.pending;
     const last = p.seq ?? this.seq;
     if (!this.mounting && message.seq !== last + 1) return void this.mount(); // something was lost on the way
-    for (const table of readTables(message.tables, buffers[0])) {
+    for (const table of readTables(message.tables, bytes)) {
       const merged = mergeTables(p.tables.get(table.name), table);
       if (!merged) return void this.mount();
       p.tables.set(table.name, merged);
@@ -583,7 +646,7 @@ class View {
 
   repaint() {
     const theme = (this.theme = currentTheme(this.model));
-    this.root.classList.toggle("fsdp-dark", theme.dark);
+    for (const themed of [this.root, this.root.closest(".fsdp-lab")]) themed?.classList.toggle("fsdp-dark", theme.dark);
     this.tintSwatches(this.root);
     if (this.doc) paintModels(this.doc, theme);
   }
@@ -618,8 +681,8 @@ class View {
 
   fail(error) {
     if (this.gone) return;
-    this.say(error.message === GONE ? GONE : `The plots could not be drawn: ${error.message}`);
-    if (error.message !== GONE) console.error("fsdp_lab live view", error);
+    this.say(`The plots could not be drawn: ${error.message}`);
+    console.error("fsdp_lab live view", error);
   }
 
   forgetDocument() {

@@ -9,6 +9,7 @@ messages, and the latency is measured. After the first mount the state is empty:
 
 from __future__ import annotations
 
+import base64
 import gzip
 import threading
 import time
@@ -98,6 +99,7 @@ class _View:
 
     acked: int
     last_message_s: float
+    text: bool = False  # its page passes on no buffers
 
 
 @dataclass(kw_only=True)
@@ -181,7 +183,9 @@ class LiveView(anywidget.AnyWidget):
             self._seq += 1
             self._sent_s = time.monotonic()
             self._stamps.sent(self._seq)
-            self.send({"kind": "tick", "seq": self._seq, **header}, buffers=[_bytes(numbers)])
+            self._say({"kind": "tick", "seq": self._seq, **header}, _bytes(numbers),
+                      as_text=any(view.text for view in self._views.values()),
+                      as_buffer=not all(view.text for view in self._views.values()))  # fmt: skip
             return True
 
     def latency(self) -> Latency:
@@ -219,9 +223,10 @@ class LiveView(anywidget.AnyWidget):
                 self._views[view].last_message_s = time.monotonic()
             match kind:
                 case "bokehjs":
-                    self.send({"kind": "bokehjs"}, buffers=[bokeh_js()])
+                    text = bool(content.get("text"))
+                    self._say({"kind": "bokehjs"}, bokeh_js(), as_text=text, as_buffer=not text)
                 case "mount":
-                    self._mount(view)
+                    self._mount(view, text=bool(content.get("text")))
                 case "ack":
                     self._acknowledge(view, int(content["seq"]), float(content["painted_unix_s"]))
                 case "pin":
@@ -233,7 +238,12 @@ class LiveView(anywidget.AnyWidget):
                 case "leave":
                     self._views.pop(view, None)
 
-    def _mount(self, view: str) -> None:
+    def _say(self, message: dict[str, Any], numbers: bytes, *, as_text: bool, as_buffer: bool) -> None:
+        """Sends a message with bytes: as a buffer, and as base64 for pages that drop buffers."""
+        text = {"base64": base64.b64encode(numbers).decode()} if as_text else {}
+        self.send({**message, **text}, buffers=[numbers] if as_buffer else [])
+
+    def _mount(self, view: str, *, text: bool) -> None:
         """Sends one view everything up to now; it skips rows, by their number, that a later tick brings again."""
         header, numbers = self._snapshot()
         if not self._views:  # no other view needs older rows in the next tick
@@ -242,8 +252,8 @@ class LiveView(anywidget.AnyWidget):
                 patches=self._scene.patches(),
                 captions=self._scene.captions(),
             )
-        self._views[view] = _View(acked=self._seq, last_message_s=time.monotonic())
-        self.send({**header, "view": view}, buffers=[numbers])
+        self._views[view] = _View(acked=self._seq, last_message_s=time.monotonic(), text=text)
+        self._say({**header, "view": view}, numbers, as_text=text, as_buffer=not text)
         if not self._was_mounted:
             self._was_mounted, self.first = True, {}
 

@@ -27,6 +27,9 @@ class Peer:
 
 def peer(spec: Spec) -> Peer:
     """The Spec to export. Raises SpecError for a field that torch's backends cannot express."""
+    if spec.strategy.is_yours:
+        raise refuse("backend", "your own engine needs the lab, which calls it", "use backend fsdp2, or ddp for no_shard",
+                     backend="fsdp2")  # fmt: skip
     if spec.strategy.backend != "lab":
         return Peer(spec=spec, remarks=tuple(_without_effect(spec)))
     backend = "ddp" if spec.strategy.is_replicated else "fsdp2"

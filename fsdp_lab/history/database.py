@@ -247,7 +247,8 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 Row = tuple[int, StepEvent]  # its cursor in the run's EventStore, and the event
 
-PARTS = ("memory", "comm", "memory_curve", "spans", "completions", "notes", "carriers")  # fields that are not scalars
+# Fields that are not scalars.
+PARTS = ("memory", "comm", "memory_curve", "spans", "completions", "notes", "carriers", "recompiled")
 LEVEL = 6  # of zlib: 9 saves 1% more and takes twice the time
 
 
@@ -273,6 +274,7 @@ def pack(rows: Sequence[Row], *, heavy: bool = False) -> bytes:
         "comm": {kind: _traffic(events, kind) for kind in sorted({kind for e in events for kind in e.comm})},
         "notes": _column([list(e.notes) for e in events]),
         "completions": _column([[c.to_row() for c in e.completions] for e in events]),
+        "recompiled": _column([list(e.recompiled) for e in events]),
         "carriers": _column([[dataclasses.asdict(c) for c in e.carriers] for e in events]),
     }
     if heavy:
@@ -305,6 +307,8 @@ def unpack(data: bytes) -> list[Row]:
         _set(
             events, "completions", _values(table["completions"], n), lambda rows: tuple(map(Completion.from_row, rows))
         )
+    if "recompiled" in table:  # did not exist
+        _set(events, "recompiled", _values(table["recompiled"], n), tuple)
     if "carriers" in table:  # did not exist
         _set(events, "carriers", _values(table["carriers"], n), lambda rows: tuple(Carrier(**row) for row in rows))
     _set(events, "spans", table.get("spans", ()), lambda rows: tuple(map(Span.from_row, rows)))

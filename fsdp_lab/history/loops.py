@@ -39,6 +39,7 @@ def watch(
     title: str = "",
     ledger_every: int | None = None,
     trace_every: int = TRACE_EVERY,
+    hang_s: float | None = None,
     history: History | str | os.PathLike[str] | bool = True,
 ) -> Watch:
     """Measures a training loop of your own: step time, memory by class, communication, loss.
@@ -68,6 +69,8 @@ def watch(
         title: of the run; "": made from the wrapper and the model.
         ledger_every: make each n-th step a ledger step besides the third, which measures memory by class.
         trace_every: record the timeline of each n-th step.
+        hang_s: how long a collective of the loop may wait for a rank before the loop is ended, with the rank named, and the
+            cause where it is a known one; None: as long as the lab's, `Lab(hang_s=...)`.
         history: where events are stored outside of a lab: True in the default file, a path, or False.
 
     Raises:
@@ -82,7 +85,7 @@ def watch(
         host = session.loop_host(recorder.publish) if session is not None else plain_host(model, recorder.publish)
         recorder.serve(host)
     return Watch(model, optimizer, host, tokens=tokens, flops=flops, title=title, ledger_every=ledger_every,
-                 trace_every=trace_every)  # fmt: skip
+                 trace_every=trace_every, hang_s=hang_s)  # fmt: skip
 
 
 class LoopRecorder:

@@ -25,6 +25,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.patterns import matches, unmatched
 from fsdp_lab.core.workload import OWN, RANDOM, Workload
+from fsdp_lab.core.wrapper_names import WRAPPED_NAMES, unwrapped
 from fsdp_lab.models.build import Initializer
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.models.weights import StoredTensor, Weights, has_weights
@@ -152,7 +153,7 @@ class _Match:
             self.sources.pop(name, None)
         missing = [name for name in shapes if name not in self.sources and name not in self.misshapen]
         self.missing, self.extra = _but_ignored(model, missing, self.extra)
-        self._names = [*shapes, *self.extra]
+        self._names, self._shapes = [*shapes, *self.extra], shapes
 
     def refuse(self, fresh: Sequence[str]) -> None:
         """Raises one SpecError that names what does not fit, but for what `fresh` accepts."""
@@ -175,6 +176,13 @@ class _Match:
             said.append(f"have {len(misshapen)} of another shape ({_listed(shapes)})")
         if extra:
             said.append(f"have {len(extra)} that it has no place for ({_listed(extra)})")
+        if (
+            wrapped := next((n for n in extra if (inner := unwrapped(n)) != n and inner in self._shapes), None)
+        ) is not None:
+            said.append(f"{WRAPPED_NAMES}: {wrapped} is {unwrapped(wrapped)}")
+            raise SpecError(_FIELD, f"the {self._count} tensors in {self._folder} {', and '.join(said)}",
+                            "write them again by fsdp_lab.unwrap_names(folder, to), and give that folder",
+                            {"weights": RANDOM})  # fmt: skip
         patterns = [*fresh, *smallest_patterns({*missing, *misshapen, *extra}, self._names)]
         raise SpecError(
             _FIELD,

@@ -193,7 +193,7 @@ class Calibration:
         self, hosts: int, network_gbit_per_s: float | None = None, *, per_host: int | None = None
     ) -> tuple[Machine, Rates]:
         """So many hosts like the calibrated one, and the rates there: inside a host those that were measured, between hosts
-        a stated network, of which GPUs reach the share that published runs do, and CPUs what TCP leaves. None: the usual
+        a stated network, of which GPUs reach the share of published timings, and CPUs what TCP leaves. None: the usual
         network, which is assumed.
 
         Args:

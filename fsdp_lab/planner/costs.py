@@ -10,11 +10,13 @@ scores through memory. Norms, activations, residuals and losses: memory traffic,
 Collectives: a ring of n ranks sends (n-1)/n of the payload over every link for an all-gather or a reduce-scatter, twice that
 for an all-reduce (Patarasu and Yuan, 2009; nccl-tests' "busbw" is that over the time). Within a host each device has its own
 link. Between hosts NCCL makes several rings through different network cards, so that one group's ring has the whole host's
-network; groups on the same hosts share it.
+network; groups on the same hosts share it. Switches of Hopper's hosts and later ones add up themselves (NVLS), so that an
+all-reduce inside such a host sends each byte once instead of twice.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -39,7 +41,12 @@ class Attention(StrEnum):
 # Causal, width 128, on an A100: arXiv 2307.08691, figures 5 and 6. cuDNN over FlashAttention-2 on an H100: up to 1.75, the
 # release notes of PyTorch 2.5.
 GAIN = {Attention.FLASH1: 1.0, Attention.FLASH2: 1.8, Attention.CUDNN: 1.8 * 1.75}
-SCORE_BYTES = 12  # memory traffic per score and head in half precision: write, mask, softmax, read
+# Memory traffic per score and head in half precision: write, mask, softmax, read; and where mask and softmax are one kernel
+# (Megatron-LM, arXiv 2104.04473, section 4.2).
+SCORE_BYTES, FUSED_SCORE_BYTES = 12, 8
+# FlashAttention's kernels are for heads of whole multiples of this width (flash_api.cpp, `round_multiple`): a narrower head
+# takes as long as one of the next width.
+HEAD_STEP = 32
 DROPOUT_BYTES = 5  # of an element in half precision: read, write, its mask
 
 
@@ -52,6 +59,7 @@ class Software:
     product (torch's checkpoints since 2.1).
     `keeps_gradients`: `zero_grad` fills gradients with zeros instead of freeing them (torch before 2.0).
     `drops`: dropout after attention's softmax, where its matrix is written, and before each residual.
+    `fused_softmax`: plain attention's scale, mask and softmax are one kernel.
     `fused_norms`: a norm of a gated block is one kernel. `half_loss`: the loss is computed of logits in half precision.
     `half_state`: parameters and the optimizer's state are in half precision, which only the time of the update knows of.
     `holds_scores`: the peak includes the matrix of scores, although the step is as fast as with a fused kernel.
@@ -65,6 +73,7 @@ class Software:
     stops_early: bool = True
     keeps_gradients: bool = False
     drops: bool = False
+    fused_softmax: bool = False
     fused_norms: bool = False
     half_loss: bool = False
     half_state: bool = False
@@ -171,11 +180,19 @@ def attention_seconds(unit: UnitShape, tokens: float, samples: int, dtype: str, 
         return unit.pair_flops * pairs / peak + device.measured.scores[dtype](unit.heads * pairs)
     kernel = software.attention
     if kernel is Attention.PLAIN:
-        each = SCORE_BYTES + DROPOUT_BYTES * software.drops
+        each = (FUSED_SCORE_BYTES if software.fused_softmax else SCORE_BYTES) + DROPOUT_BYTES * software.drops
         moved = each * unit.heads * pairs / (device.memory_bytes_per_s * rates.memory)
         return unit.pair_flops * pairs / (peak * device.matrix_share * rates.matrix) + moved
-    flops = unit.pair_flops * pairs * (0.5 if unit.causal else 1.0)
+    flops = unit.pair_flops * pairs * (0.5 if unit.causal else 1.0) * padding(unit)
     return flops / (peak * rates.attention_share(device.generation) * GAIN[kernel])
+
+
+def padding(unit: UnitShape) -> float:
+    """The width of a head in FlashAttention's kernel relative to its own; 1 without attention."""
+    if not unit.heads:
+        return 1.0
+    width = unit.pair_flops / 4 / unit.heads
+    return math.ceil(width / HEAD_STEP) * HEAD_STEP / width
 
 
 def optimizer_seconds(elements: float, optimizer: TorchOptimizer, device: Device, rates: Rates) -> float:
@@ -292,6 +309,9 @@ def kernels(unit: UnitShape, attention: Attention, *, fused: bool) -> float:
 
 # -- collectives -----------------------------------------------------------------------------------------------------
 
+# How much faster an all-reduce of NVLS is than a ring: half of the bytes, at three quarters of the rate
+# (data/collective_timings.csv, 1 GiB and more on eight H100 or H200).
+MULTICAST = 1.33
 PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # of the payload through the ring
 
 
@@ -318,6 +338,8 @@ def collective_seconds(kind: str, payload_bytes: float, group: RankGroup, machin
     inside = min(machine.per_host, group.size * group.stride)
     shared = 1 if machine.device.switched else inside
     slowest = sent * shared / (machine.device.link_bytes_per_s * rates.link)
+    if kind == "all_reduce" and machine.switches_reduce:
+        slowest /= MULTICAST
     if group.size * group.stride > machine.per_host:
         rings = min(group.stride, machine.per_host)  # groups that use a host's network at once
         slowest = max(slowest, sent * rings / (machine.network_bytes_per_s * rates.network))
@@ -339,6 +361,6 @@ def _measured_seconds(kind: str, sent: float, group: RankGroup, machine: Machine
 
 
 def late_s(size: int, rates: Rates) -> float:
-    """Delay of the last of `size` ranks at a collective. Interruptions of single ranks are rare, so the wait for the slowest
-    grows with their number (Petrini, Kerbyson and Pakin, 2003)."""
-    return rates.jitter_s * (size - 1)
+    """Delay of the last of `size` ranks at a collective. If each is late by an exponentially distributed time, the last is
+    late by the mean times 1 + 1/2 + ... + 1/size, about ln(size) (Rényi, On the theory of order statistics, 1953)."""
+    return rates.jitter_s * math.log(size)

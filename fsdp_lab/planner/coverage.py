@@ -53,9 +53,12 @@ class Responses:
         rates = [rates_of(case) for case in cases]
         usual = np.array([predicted_s(case, own) for case, own in zip(cases, rates, strict=True)])
 
+        def other_s(i: int, other: Rates) -> float:
+            return float(usual[i]) if other == rates[i] else predicted_s(cases[i], other)
+
         def changed(sign: int) -> np.ndarray:
-            return np.array([[[predicted_s(case, worse(own, kind, sign * size)) for size in GRID] for kind in RateKind]
-                             for case, own in zip(cases, rates, strict=True)])  # fmt: skip
+            return np.array([[[other_s(i, worse(own, kind, sign * size)) for size in GRID] for kind in RateKind]
+                             for i, own in enumerate(rates)])  # fmt: skip
 
         above, below = changed(1), changed(-1)
         measured = np.array([case.measured_s or math.nan for case in cases])

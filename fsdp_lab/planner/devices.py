@@ -162,6 +162,12 @@ class Machine:
         """Whether all of it was: the devices, and their network if there are several hosts."""
         return self.device.measured is not None and (self.hosts == 1 or bool(self.collectives))
 
+    @property
+    def switches_reduce(self) -> bool:
+        """Whether NCCL reduces in the switches of the one host. Hosts of four GPUs have none."""
+        newer = self.device.generation in ("hopper", "blackwell")
+        return newer and self.device.switched and self.per_host >= 8 and self.hosts == 1
+
     def allows(self, ranks: int) -> bool:
         """Whether so many ranks are a part of a host, or whole hosts."""
         return ranks <= self.per_host or ranks % self.per_host == 0
@@ -255,13 +261,13 @@ class Rates:
     attention: Mapping[str, float]  # fused attention's own FLOPs (half of the pairs if causal), by generation
     memory: float  # of the memory bandwidth; not fitted
     operands: float  # how often a matrix product moves its operands through memory
+    # Of a collective, not fitted to steps but to the timings of data/collective_timings.csv: shares to payloads of 4 GiB and
+    # more, the hop to those of 16 MB and more. A test repeats it.
     link: float  # inside a host
     network: float  # between hosts
-    # Of a collective, per step of its ring inside a host and between hosts: NCCL's own model of a ring (src/graph/tuning.cc,
-    # hwLat, protocol Simple). Not fitted; data/collective_timings.csv agrees.
-    latency_s: float
-    hop_s: float
-    jitter_s: float  # delay of the last rank at a collective, per further rank
+    latency_s: float  # per step of its ring inside a host: NCCL's own (src/graph/tuning.cc, hwLat, protocol Simple)
+    hop_s: float  # between hosts
+    jitter_s: float  # mean delay of a rank at a collective; the last one is waited for
     interference: float  # slowdown of computing by a collective in flight, as a share of the collective's time
     step_s: float  # per step, beside its micro-batches: the loop, the optimizer's launches, logging
     kernel_s: float  # the host's time to issue a kernel of the forward; on a GPU, which may wait for it
@@ -284,6 +290,6 @@ class Rates:
 
 # Fitted to all usable rows of data/fsdp_measurements.csv. A test repeats the fit.
 PUBLISHED = Rates(
-    matrix=0.8945, attention={"ampere": 0.3049, "hopper": 0.1598}, memory=0.9, operands=1.3554, link=0.4878, network=0.7503,
-    latency_s=3.4e-6, hop_s=14e-6, jitter_s=2.295e-6, interference=0.1726, step_s=0.01058, kernel_s=5.034e-5,
+    matrix=0.869, attention={"ampere": 0.3129, "hopper": 0.1675}, memory=0.9, operands=1.113, link=0.8, network=0.82,
+    latency_s=3.4e-6, hop_s=38e-6, jitter_s=1.301e-4, interference=0.1533, step_s=0.008816, kernel_s=4.844e-5,
 )  # fmt: skip

@@ -303,7 +303,9 @@ def parameter_count(number: int) -> str:
 
 def fit_sentence(plan: Plan) -> str:
     peak, reserved = size(plan.memory.peak_bytes), size(plan.memory.reserved_bytes)
-    needed = f"{reserved} reserved of {size(plan.machine.device.memory_bytes)}, {peak} of them allocated at the peak"
+    context = f", and {size(CONTEXT_BYTES)} of CUDA's context" if plan.machine.device.type == "cuda" else ""
+    limit = size(plan.machine.device.memory_bytes)
+    needed = f"{reserved} reserved of {limit}, {peak} of them allocated at the peak{context}"
     if plan.fits:
         return f"fits: {needed}; {size(plan.margin_bytes)} to spare{likely_text(plan)}"
     return f"does not fit: {needed}; {size(-plan.margin_bytes)} too much{likely_text(plan)}"

@@ -186,6 +186,12 @@ def source(reader: _Reader) -> str:
 # (column, pattern, reason, hint) of rows that are not FSDP by itself, or of a dtype that no Spec has.
 _REFUSED = (
     ("strategy", r"x ?TP|\+ ?TP|PP|CP\d", "is more than sharded data parallelism", "leave the row out"),
+    (
+        "strategy",
+        r"over the \d+ ranks of a host",
+        "shards the optimizer's state inside a host, which no Spec does",
+        "leave the row out",
+    ),
     ("model", "(?i)lora", "trains adapters beside frozen weights", "leave the row out"),
     ("strategy", "(?i)offload", "copies over PCI Express, which is not calibrated", "leave the row out"),
     ("precision", "(?i)float8|fp8", "is not one of the lab's", "use bf16, fp16 or fp32"),
@@ -288,13 +294,13 @@ def _software(reader: _Reader) -> tuple[Software, str]:
         checkpoints = str(reader.assume("act_ckpt", "selective (op)" if "titan" in framework else usual))
     if "op" in checkpoints or (checkpoints == "selective" and re.search("torchtitan|torchtrain", framework)):
         return Software(attention=kernel, operators=True, **of_kernels), "full"
-    is_paper = "2304.11277" in source
+    is_paper, is_megatron = "2304.11277" in source, re.match("Megatron|NeMo", framework) is not None
     if is_paper and "t5" in model and reader.text("peak_mem"):
         reader.assume("peak", "of the first step")
     software = Software(attention=kernel, stops_early=not _before_torch_21(reader), keeps_gradients=is_paper,
                         holds_scores="ATorch" in framework, returns_cache="t5" in model,
                         first_step=is_paper and "t5" in model,
-                        drops=re.match("Megatron|NeMo", framework) is not None, **of_kernels)  # fmt: skip
+                        drops=is_megatron, fused_softmax=is_megatron, **of_kernels)  # fmt: skip
     if checkpoints.startswith("selective"):
         reader.assume("selective", "every second block")
         return software, "every:2"

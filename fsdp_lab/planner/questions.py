@@ -119,8 +119,12 @@ def fewest_ranks(spec: Spec, target: Target, *, limit_bytes: int | None = None) 
 
 
 def shape_of(spec: Spec) -> ModelShape:
-    """The model of a Spec in its units. Raises SpecError for a workload that cannot run."""
+    """The model of a Spec in its units. Raises SpecError for a workload that cannot run, and for an engine of the user's,
+    of which nothing can be predicted."""
     w = spec.workload
+    if spec.strategy.is_yours:
+        raise SpecError("strategy.backend", "what your own engine takes cannot be predicted, only measured",
+                        "plan the same sharding with backend lab or fsdp2", {"backend": "lab"})  # fmt: skip
     if spec.world_size > MOST_RANKS:
         raise SpecError("world_size", f"{spec.world_size:,} ranks are refused", f"give {MOST_RANKS:,} or fewer")
     if w.seq_len * w.micro_batch > MOST_TOKENS:

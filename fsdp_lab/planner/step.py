@@ -63,25 +63,35 @@ class StepModel:
     """Seconds of each action of a schedule, and of the whole step."""
 
     def __init__(self, spec: Spec, units: Sequence[UnitShape], tokens: int, machine: Machine, rates: Rates,
-                 software: Software = USUAL, *, overlaps: bool = True) -> None:  # fmt: skip
-        """tokens: of one sample. overlaps: whether collectives overlap with computing; False if memory is too full."""
+                 software: Software = USUAL, *, overlaps: bool = True, longer: StepModel | None = None) -> None:  # fmt: skip
+        """
+        Args:
+            tokens: of one sample.
+            overlaps: whether collectives overlap with computing; False if memory is too full.
+            longer: the same of more units, whose figures are taken over.
+        """
         self._overlaps = overlaps
         self._spec, self._units, self._machine, self._rates, self._software = spec, units, machine, rates, software
-        recomputing, cache = recomputed(spec, len(units)), dict[tuple[int, bool], Work]()  # most units are equal
-        self.works = []
-        for i, unit in enumerate(units):
-            key = id(unit), i in recomputing
-            if key not in cache:
-                cache[key] = work(unit, tokens, spec, machine.device, rates, software, recomputed=key[1])
-            self.works.append(cache[key])
+        self.works: list[Work] = longer.works[: len(units)] if longer else self._worked(tokens)
         self._factor = spec.shard_factor
         self._shard = RankGroup(size=self._factor)
         self._replicas = RankGroup(size=spec.world_size // self._factor, stride=self._factor)
         self._dtypes = spec.strategy.dtypes
         self._on_cpu = machine.device.type == "cpu"
         self._buckets = self._bucket_elements() if spec.strategy.backend == "ddp" else None
-        self._sent_s: dict[tuple[Phase, int], float] = {}  # seconds by phase and elements
+        self._sent_s: dict[tuple[Phase, int], float] = longer._sent_s if longer else {}  # by phase and elements
         self._schedule = schedule_of(len(units), self._rules)
+
+    def _worked(self, tokens: int) -> list[Work]:
+        """Of each unit; most are equal."""
+        recomputing, cache, works = recomputed(self._spec, len(self._units)), dict[tuple[int, bool], Work](), []
+        for i, unit in enumerate(self._units):
+            key = id(unit), i in recomputing
+            if key not in cache:
+                cache[key] = work(unit, tokens, self._spec, self._machine.device, self._rates, self._software,
+                                  recomputed=key[1])  # fmt: skip
+            works.append(cache[key])
+        return works
 
     def step(self) -> StepTime:
         """All micro-batches and the optimizer step."""
@@ -183,6 +193,30 @@ class StepModel:
                 return each
             return each * (BACKWARD_LAUNCH + (self.works[action.unit].recompute_s > 0))
         return self._rates.kernel_s * SEND_KERNELS if action.phase in SENDING else 0.0
+
+    def lags_late(self, blocks: int) -> bool:
+        """Whether the host falls behind the device after more than `SHORT` of so many blocks: it is slower than they, and
+        the root's gather before them, or a forward that is slower than the host, gives it a lead to lose."""
+        block, kernel_s = self.works[-1], self._rates.kernel_s
+        most = block.launched * (BACKWARD_LAUNCH + 1) + 3 * SEND_KERNELS
+        if self._on_cpu or most * kernel_s < min(block.forward_s, block.backward_s):  # most models are far from it
+            return False
+        issued, computed, sent = (dict.fromkeys(Direction, 0.0) for _ in range(3))
+        last, lead_s = len(self._units) - 1, 0.0
+        for action in self._schedule.actions:
+            if action.unit == last:
+                direction = action.point.direction
+                issued[direction] += self._issue_s(action)
+                taken = computed if action.phase is Phase.COMPUTE else sent
+                taken[direction] += self.seconds(action)
+            elif action.unit == 0 and action.phase is Phase.UNSHARD:
+                lead_s = max(lead_s, self.seconds(action))
+        forward_s, backward_s = (
+            issued[direction] - max(computed[direction], sent[direction])
+            for direction in (Direction.FORWARD, Direction.BACKWARD)
+        )
+        in_forward = 0 < forward_s * SHORT < lead_s
+        return in_forward or 0 < backward_s * SHORT < lead_s + blocks * max(0.0, -forward_s)
 
     @property
     def _rules(self) -> Rules:
@@ -296,16 +330,17 @@ def step_seconds(spec: Spec, shape: ModelShape, machine: Machine, rates: Rates, 
     """`StepTime.seconds`, sooner: only some of many equal blocks are simulated, and the others add the time of one more."""
     units, tokens = shape.units, shape.tokens(spec.workload.seq_len)
 
-    def seconds(first: int) -> float:
-        return StepModel(spec, units[:first], tokens, machine, rates, software, overlaps=overlaps).step().seconds
+    def model(first: int, longer: StepModel | None = None) -> StepModel:
+        return StepModel(spec, units[:first], tokens, machine, rates, software, overlaps=overlaps, longer=longer)
 
-    if len({id(unit) for unit in units}) > 2 or len(units) < SHORT + 3:
-        return seconds(len(units))
     policy = spec.strategy.recompute
     period = int(policy.partition(":")[2]) if ":" in policy else 1
-    if len(units) < SHORT + 3 + period:
-        return seconds(len(units))
-    long, short = seconds(SHORT + 1 + period), seconds(SHORT + 1)
+    if len({id(unit) for unit in units}) > 2 or len(units) < SHORT + 3 + period:
+        return model(len(units)).step().seconds
+    longer = model(SHORT + 1 + period)
+    if longer.lags_late(len(units)):
+        return model(len(units)).step().seconds
+    long, short = longer.step().seconds, model(SHORT + 1, longer).step().seconds
     return short + (long - short) * (len(units) - SHORT - 1) / period
 
 

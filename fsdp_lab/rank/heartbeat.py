@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import distributed as dist
 
-from fsdp_lab.core.hang import IDLE_S, WORKING_S, Heartbeat, Issued, LongWork, diagnose
+from fsdp_lab.core.hang import IDLE_S, WORKING_S, Heartbeat, Issued, LongWork, LoopPlace, diagnose
 from fsdp_lab.rank.abort import BoundedStore
 from fsdp_lab.wire import Collective, WireContext
 
@@ -43,6 +43,11 @@ class RankActivity:
     step: int | None
     work: str = ""  # see `Heartbeat`
     since_work_s: float | None = None
+    hang_s: float | None = None
+    user_call: str = ""
+    user_call_s: float = 0.0
+    loop: str = LoopPlace.NONE
+    loop_steps: int = 0
 
 
 class LongWorkLog:
@@ -167,6 +172,11 @@ class HeartbeatThread:
             step=activity.step,
             work=activity.work,
             since_work_s=activity.since_work_s,
+            hang_s=activity.hang_s,
+            user_call=activity.user_call,
+            user_call_s=activity.user_call_s,
+            loop=activity.loop,
+            loop_steps=activity.loop_steps,
             last=_issued(last) if last else None,
             pending=_issued(pending) if pending else None,
             pending_s=time.perf_counter() - pending.issue_s if pending else 0.0,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from fsdp_lab.backends import Backend, build, fill
 from fsdp_lab.backends.base import drop_slots, update_hyperparameters
-from fsdp_lab.backends.state import SuspendedState, gather_json, resume_state, suspend_state
+from fsdp_lab.backends.state import SuspendedState, gather_json, resume_state, suspend_state, together
 from fsdp_lab.backends.storage import return_memory
 from fsdp_lab.backends.transfer import StateSource, StateTransfer
 from fsdp_lab.core.hang import LongWork
@@ -32,8 +32,8 @@ from fsdp_lab.rank.abort import AbortProtocol
 from fsdp_lab.rank.checkpointing import Checkpointer
 from fsdp_lab.rank.heartbeat import LongWorkLog
 from fsdp_lab.rank.ledger import LedgerResult
-from fsdp_lab.rank.measure import HostPeak, held_bytes
-from fsdp_lab.rank.prepare import EmulatedLink, LinkEmulation, Preparation, PreparedTraining, Require, together
+from fsdp_lab.rank.measure import HostPeak, device_name, held_bytes, precision_notes
+from fsdp_lab.rank.prepare import EmulatedLink, LinkEmulation, Preparation, PreparedTraining, Require
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset, compare_clocks
 from fsdp_lab.rank.trainer import StepCost, Trainer, TrainingProgress
@@ -87,8 +87,10 @@ class Lifecycle:
         self._replaced = 0  # how many are complete
 
     def notes_of(self, spec: Spec) -> tuple[str, ...]:
-        """On how representative timings are, because of this rank's device and of its emulated link, and on the tokens."""
-        return (*self._notes, *self.emulated.notes, *notes_on(spec.workload))
+        """On how representative timings are, because of this rank's device, its precision and its emulated link, and on the
+        tokens."""
+        precision = precision_notes(device_name(self._info.device), spec.strategy.dtypes.param)
+        return (*self._notes, *precision, *self.emulated.notes, *notes_on(spec.workload))
 
     def require(self) -> Trainer:
         if self.trainer is None:

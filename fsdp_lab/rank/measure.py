@@ -29,8 +29,10 @@ import torch
 
 from fsdp_lab.backends.base import Measured
 from fsdp_lab.core.events import Memory, MemorySample, RoleBytes, Span, Traffic
+from fsdp_lab.core.hardware import gpu_of_device
 from fsdp_lab.engine.streams import Streams, streams_of
 from fsdp_lab.rank.ledger import Ledger, LedgerResult
+from fsdp_lab.rank.recompilations import Recompilations
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import StepTrace
 from fsdp_lab.wire import Collective, WireContext, across, traffic
@@ -52,6 +54,7 @@ class StepMetrics:
     host: str
     across_bytes: int
     across_s: float
+    recompiled: tuple[str, ...]
 
 
 class DeviceClock:
@@ -89,6 +92,7 @@ class UnreadStep:
     trace: StepTrace | None
     memory: Memory
     memory_curve: tuple[MemorySample, ...]
+    recompiled: tuple[str, ...]
 
 
 class StepMeter:
@@ -110,6 +114,7 @@ class StepMeter:
         self._gradients = self._optimizer = 0  # bytes, when they first exist
         self._limit, self._loading_bytes = limit_bytes(info.device), loading_bytes
         self.ledger = ledger
+        self._recompiled = Recompilations()
         self._recording: Ledger | None = None  # of the ledger step in progress
         self._curve: tuple[MemorySample, ...] = ()  # of the step in progress, if it is a ledger step
         self._trace: StepTrace | None = None  # of the step in progress, or the last one
@@ -139,7 +144,7 @@ class StepMeter:
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
         self._start_s = time.perf_counter()
-        with self._ledger_step() if ledger else nullcontext(), self._trace or nullcontext():
+        with self._ledger_step() if ledger else nullcontext(), self._trace or nullcontext(), self._recompiled.during():
             yield
 
     def synchronised(self) -> None:
@@ -206,6 +211,7 @@ class StepMeter:
             trace=self._trace,
             memory=self._memory(),
             memory_curve=self._curve,
+            recompiled=self._recompiled.take(),
         )
 
     def read(self, step: UnreadStep) -> StepMetrics:
@@ -232,6 +238,7 @@ class StepMeter:
             host=self._context.host,
             across_bytes=across_bytes,
             across_s=across_s,
+            recompiled=step.recompiled,
         )
 
     def _traffic(self, collectives: Sequence[Collective]) -> dict[str, Traffic]:
@@ -333,6 +340,14 @@ def fidelity_notes(info: RankInfo, shared_gpu_ranks: int, carrier: str = "Gloo")
             "Over NCCL exposed communication is measured in ledger steps and repeated; the timeline shows no waits.",
         )
     return ()
+
+
+def precision_notes(device_name: str, dtype: str) -> tuple[str, ...]:
+    """A note where the GPU has no tensor cores for the dtype of the matrix products: a T4 or a V100 in bf16."""
+    gpu = gpu_of_device(device_name)
+    if dtype != "bf16" or gpu is None or gpu.bf16 is not None:
+        return ()
+    return (f"{device_name} has no tensor cores for bf16: it may be slower than fp32; precision fp16 uses them.",)
 
 
 def held_bytes(device: torch.device, context: WireContext) -> int:

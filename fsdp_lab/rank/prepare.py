@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -55,7 +55,6 @@ from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.trainer import StepCost
 from fsdp_lab.wire import Link, Wire
 
-T = TypeVar("T")
 Require = Callable[[Spec, Batches], object]  # raises FieldError of what is to be trained
 
 
@@ -78,18 +77,6 @@ class PreparedTraining:
             return initial_values(self.skeleton, w, self.weights, check)
         base = build_skeleton(resolve(w.model))
         return AdaptedValues(initial_values(base, w, self.weights, check), self.skeleton, w.seed, check)
-
-
-def together(make: Callable[[], T]) -> T:
-    """What `make` returns; collective. If it raises a FieldError on one rank, all ranks raise that."""
-    error, made = None, None
-    try:
-        made = make()
-    except FieldError as e:
-        error = e
-    if first := next((e for e in gather_json(error and error.to_dict()) if e is not None), None):
-        raise FieldError.from_dict(first)
-    return cast(T, made)
 
 
 class Preparation:

@@ -21,7 +21,7 @@ from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.events import PhaseSnapshot, StepEvent
 from fsdp_lab.core.faults import Fault, FaultKind
 from fsdp_lab.core.generation import Sampling
-from fsdp_lab.core.hang import LONGEST_WORK_S, LongWork, limit
+from fsdp_lab.core.hang import LONGEST_WORK_S, OWN_ENGINE_S, LongWork, limit
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.models import Batches
 from fsdp_lab.rank.abort import AbortProtocol
@@ -37,7 +37,7 @@ from fsdp_lab.rank.rendezvous import RankInfo, find_store, own_connection
 from fsdp_lab.rank.slow_motion import SlowMotionStep
 from fsdp_lab.rank.spreading import drop, on_this_host, spread
 from fsdp_lab.rank.trainer import Trainer
-from fsdp_lab.rank.watch import LoopHost
+from fsdp_lab.rank.watch import LoopHost, LoopProgress
 from fsdp_lab.wire import RankAborted, ReductionOrder, Wire, WireContext
 
 
@@ -111,6 +111,7 @@ class Session:
             carrier += f" (the GPU's memory is not shared: {why})"
         self._notes = fidelity_notes(self.info, shared_gpu_ranks, carrier)
         self._work = LongWorkLog()
+        self._loop = LoopProgress()  # of a loop of the user's
         self._lifecycle = Lifecycle(
             self.info, self.context, self._protocol, self._checkpointer, self._notes, self._work
         )
@@ -240,7 +241,7 @@ class Session:
         with contextlib.ExitStack() as stack:
             if compiles or trainer.is_first:
                 stack.enter_context(self.context.patience(LONGEST_WORK_S))
-            if trainer.is_first:
+            if trainer.is_first and not trainer.spec.strategy.is_yours:  # in the first step its mistakes show
                 stack.enter_context(self._work.during(LongWork.FIRST_STEP))
             stack.enter_context(self._work.compiling(compiles))
             yield
@@ -451,7 +452,7 @@ class Session:
         """For a loop of a user's on this rank. `publish`: takes its messages where no kernel does."""
         publish = self._on_loop or publish or (lambda message: None)
         return LoopHost(info=self.info, context=self.context, world=self.world, publish=publish, notes=self._notes,
-                        guard=self._protocol.loop)  # fmt: skip
+                        guard=self._protocol.loop, progress=self._loop)  # fmt: skip
 
     @property
     def has_kernel(self) -> bool:
@@ -549,12 +550,24 @@ class Session:
         """Called in the thread of the heartbeats."""
         trainer = self.trainer
         work, since_work_s = self._work.read()
+        user_call, since_s = (trainer.backend.user_call if trainer else None) or ("", time.monotonic())
         return RankActivity(
             working=self._protocol.monitor.working,
             step=trainer.progress.step if trainer else None,
             work=work,
             since_work_s=since_work_s,
+            hang_s=self._hang_s(trainer),
+            user_call=user_call,
+            user_call_s=time.monotonic() - since_s,
+            loop=self._loop.place,
+            loop_steps=self._loop.steps,
         )
+
+    def _hang_s(self, trainer: Trainer | None) -> float | None:
+        """How long a collective may wait, if that differs from the lab's limit."""
+        if self._loop.place.inside:
+            return self._loop.hang_s
+        return OWN_ENGINE_S if trainer is not None and trainer.spec.strategy.is_yours else None
 
 
 def _evaluable(samples: int, prompts: Sequence[str], sampling: Mapping[str, Any]) -> Require:

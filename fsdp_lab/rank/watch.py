@@ -19,6 +19,7 @@ import dataclasses
 import math
 import secrets
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -31,8 +32,9 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fsdp_lab.backends.found import find
-from fsdp_lab.core.errors import ArgumentError, check_whole, is_whole
+from fsdp_lab.core.errors import ArgumentError, check_whole, is_number, is_whole
 from fsdp_lab.core.events import UNKNOWN_TRAFFIC, StepEvent
+from fsdp_lab.core.hang import LoopPlace
 from fsdp_lab.engine.tensors import tensors_in
 from fsdp_lab.models import BestPeak, device_peak
 from fsdp_lab.rank.abort import INTERRUPTED, first_line
@@ -57,6 +59,15 @@ _OTHER_GROUP = "Collectives in a process group that is not the lab's are not mea
 Publish = Callable[[dict[str, Any]], None]
 
 
+@dataclass(kw_only=True)
+class LoopProgress:
+    """Where a rank is in its newest watched loop; read by the thread of the heartbeats."""
+
+    place: LoopPlace = LoopPlace.NONE
+    steps: int = 0  # begun
+    hang_s: float | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoopHost:
     """What a loop is watched from: a rank of the lab's, or a process of its own.
@@ -65,6 +76,7 @@ class LoopHost:
         world: the default group; None where it is none of the lab's, or there is none.
         publish: takes messages for the lab's kernel or for the history.
         guard: the context of the whole loop, in which a failure of one rank frees the others.
+        progress: told where this rank is; also the seconds that a collective may wait for it, None for the lab's own.
     """
 
     info: RankInfo
@@ -73,6 +85,7 @@ class LoopHost:
     publish: Publish
     notes: tuple[str, ...] = ()
     guard: Callable[[], AbstractContextManager[None]] = nullcontext
+    progress: LoopProgress = field(default_factory=LoopProgress)
 
 
 def plain_host(model: nn.Module, publish: Publish) -> LoopHost:
@@ -115,10 +128,13 @@ class Watch:
 
     def __init__(self, model: nn.Module, optimizer: Any, host: LoopHost, *, tokens: int | None = None,
                  flops: int | bool = True, title: str = "", ledger_every: int | None = None,
-                 trace_every: int = TRACE_EVERY) -> None:  # fmt: skip
+                 trace_every: int = TRACE_EVERY, hang_s: float | None = None) -> None:  # fmt: skip
         for name, value in (("tokens", tokens), ("ledger_every", ledger_every), ("trace_every", trace_every)):
             if value is not None:
                 check_whole(name, value)
+        if hang_s is not None and not (is_number(hang_s) and hang_s > 0):
+            raise ArgumentError("hang_s", f"{hang_s!r} is refused", "give seconds, more than 0, or None for the lab's")
+        self._hang_s = hang_s
         self._found = find(model, _optimizers(optimizer))
         self._host, self._context, self._world = host, host.context, host.world
         if not isinstance(flops, bool):
@@ -157,6 +173,8 @@ class Watch:
             raise ArgumentError("model", f"its process groups were given up ({self._context.aborted})",
                                 "call fsdp_lab.init_process_group() on all ranks, and build the model again")  # fmt: skip
         self._used = self._open = self._context.watched = True
+        progress = self._host.progress
+        progress.place, progress.steps, progress.hang_s = LoopPlace.BETWEEN, 0, self._hang_s
         try:
             self._guard.enter_context(self._host.guard())
             self._begin()
@@ -179,6 +197,7 @@ class Watch:
 
     def _leave(self, error: BaseException | None) -> None:
         """Frees the other ranks first, if it failed: rank 0's history waits for their last messages."""
+        place = LoopPlace.OVER if error is None else self._host.progress.place
         self._close()
         try:
             if error is None:
@@ -188,7 +207,11 @@ class Watch:
         finally:
             state, reason = _outcome(error)
             own = error is not None and not isinstance(error, RankAborted)
-            self._publish({"end": {"state": state, "reason": reason, "own": own, "notes": list(self._late_notes())}})
+            generates = error is not None and any(
+                f.name == "generate" for f in traceback.extract_tb(error.__traceback__)
+            )
+            self._publish({"end": {"state": state, "reason": reason, "own": own, "notes": list(self._late_notes()),
+                                   "place": place, "steps": self._host.progress.steps, "generates": generates}})  # fmt: skip
 
     def _begin(self) -> None:
         host, device = self._host, self._found.device
@@ -209,6 +232,7 @@ class Watch:
 
     def _close(self) -> None:
         self._open = self._context.watched = False
+        self._host.progress.place = LoopPlace.OVER
         self._given = None
         for handle in self._handles:
             handle.remove()
@@ -274,11 +298,15 @@ class Watch:
         self._handles.append(optimizer.register_step_pre_hook(lambda one, *_: self._before_update(one)))
 
     def _before_forward(self, *_: Any) -> None:
-        if self._given is not None and torch._C._current_graph_task_id() == -1:  # else it is a recomputation
+        if self._given is None:
+            self._host.progress.place = LoopPlace.FORWARD
+        elif torch._C._current_graph_task_id() == -1:  # else it is a recomputation
             self._enter(self._given, "forward")
 
     def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
-        if self._given is not None and torch.is_grad_enabled():
+        if self._given is None:
+            self._host.progress.place = LoopPlace.BETWEEN
+        elif torch.is_grad_enabled():
             for t in tensors_in(output):
                 if t.requires_grad:
                     t.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
@@ -330,6 +358,8 @@ class Watch:
         self._context.check()
         ledger, traced = self._is_ledger(), self._is_traced()
         given = self._given = _Given(tokens=tokens if tokens is not None else self._tokens or 0)
+        self._host.progress.steps += 1
+        self._host.progress.place = LoopPlace.STEP
         try:
             if traced and self._meter.runs_behind:
                 self._read_all(wait=True)
@@ -343,6 +373,7 @@ class Watch:
                     self._meter.before_update()
             self._context.check()
             self._end(given, ledger=ledger)
+            self._host.progress.place = LoopPlace.BETWEEN  # after a failure it stays where that was
         finally:
             self._given = None
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fsdp_lab.cluster import ClusterError, RankLost
+from fsdp_lab.cluster import ClusterError, RankHung, RankLost
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.core.faults import SIGNALS, fault_of
 from fsdp_lab.core.spec import Spec
@@ -131,6 +131,12 @@ class Activities:
         """Ends the loops that the rank was in."""
         for run in list(self._watched.values()):
             run.lose(lost.rank, str(lost))
+            self._drop_if_over(run)
+
+    def end_hung_loops(self, hung: RankHung) -> None:
+        """Ends the loops whose ranks wait for each other, and interrupts their cells."""
+        for run in list(self._watched.values()):
+            run.hang(hung.sentence, hung.details)
             self._drop_if_over(run)
 
     def _drop_if_over(self, run: WatchedRun) -> None:

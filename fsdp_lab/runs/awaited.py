@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+PROGRESS_S = 1.0
 
 
 class Awaited(Generic[T]):
     """A result that another thread sets once. `wait()` or `await` it from any thread or event loop, any number of times.
 
     Subclasses define `_given_up`: what Ctrl-C in `wait`, or cancelling the task that awaits, does.
+
+    Attributes:
+        while_awaited: called each second while a task awaits, and once at the end: to draw how far it is.
     """
 
     def __init__(self) -> None:
+        self.while_awaited: Callable[[], None] = _nothing
         self._future: Future[None] = Future()
         self._future.set_running_or_notify_cancel()  # cancelling one task that awaits does not cancel it for the others
 
@@ -57,9 +62,16 @@ class Awaited(Generic[T]):
         return self._wait_async().__await__()
 
     async def _wait_async(self) -> T:
+        future = asyncio.wrap_future(self._future)
         try:
-            await asyncio.wrap_future(self._future)
+            while not (await asyncio.wait([future], timeout=PROGRESS_S))[0]:
+                self.while_awaited()
+            self.while_awaited()
         except asyncio.CancelledError:
             self._given_up(blocking=False)
             raise
         return self._outcome()
+
+
+def _nothing() -> None:
+    pass

@@ -154,8 +154,9 @@ class Comparison:
             "parity": [self.badge(r) for r in rows],
             "step time": columns.pop("step time"),
             "time ratio": [ratio_words(r.time_ratio) for r in rows],
-            **{name: column for name, column in columns.items() if name != "loss"},
+            "peak/rank": columns.pop("peak/rank"),
             "peak ratio": [NONE if r.memory_ratio is None else f"{r.memory_ratio:.2f}" for r in rows],
+            **{name: column for name, column in columns.items() if name != "loss"},
             "loss": columns["loss"],
         }
         titles = {"parity": f"parity with {base}", "time ratio": f"time / {base}", "peak ratio": f"peak / {base}"}

@@ -27,6 +27,7 @@ from fsdp_lab.core.loops import Trained
 from fsdp_lab.core.process import usable_cores
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.export import export_accelerate, export_script, export_spec
+from fsdp_lab.runs.diagnosis import Diagnosis, diagnose
 from fsdp_lab.runs.evaluation import EarlyStopping, Evaluation
 from fsdp_lab.runs.steps import EventStore, Step
 from fsdp_lab.runs.summary import step_table, summarize
@@ -148,6 +149,12 @@ class RunQueries:
     def best(self: JudgedRun) -> Evaluation | None:
         """The evaluation with the least loss; None where there is none."""
         return self.early_stopping.best
+
+    @property
+    def diagnoses(self: RunView) -> tuple[Diagnosis, ...]:
+        """Known troubles that its steps, or its failure, show; () for none. See `fsdp_lab.runs.diagnosis`."""
+        failed = self.state in (RunState.FAILED, RunState.BROKEN)
+        return diagnose(self.spec, self.events, self.reason if failed else "")
 
     def table(self: JudgedRun, last: int = 10) -> Table:
         """The last steps, one row each, over all ranks. Notes name the last evaluation and the best one."""

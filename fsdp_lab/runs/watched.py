@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fsdp_lab.core.hang import LoopPlace, LoopRank, cause_in_loop
 from fsdp_lab.core.loops import WatchedLoop
 from fsdp_lab.runs.awaited import Awaited
 from fsdp_lab.runs.steps import EventStore
@@ -26,7 +27,6 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
     """
 
     switches: Sequence[Switch] = ()
-    details = ""  # the cell itself shows what it raised
 
     def __init__(self, message: Mapping[str, Any], environment: Mapping[str, Any],
                  interrupt: Callable[[], None] = lambda: None) -> None:  # fmt: skip
@@ -44,6 +44,7 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         self._lock = threading.Lock()
         self._ends: dict[int, Mapping[str, Any]] = {}  # by rank
         self._state, self._reason = RunState.RUNNING, ""
+        self.details = ""  # of a hang, the stacks; the cell itself shows what it raised
 
     def take(self, message: Mapping[str, Any]) -> None:
         """A message of one rank."""
@@ -60,6 +61,16 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         if rank < self.spec.world_size:
             self._end_rank(rank, {"state": RunState.FAILED.value, "reason": why, "own": True}, last=True)
 
+    def hang(self, why: str, details: str) -> None:
+        """Its ranks wait for each other: the loop is over, and its cell is interrupted."""
+        with self._lock:
+            if self.done:
+                return
+            self._state, self._reason, self.details = RunState.FAILED, why, details
+            self.ended_unix_s = time.time()
+        self._end()
+        self._interrupt()
+
     def _end_rank(self, rank: int, end: Mapping[str, Any], *, last: bool = False) -> None:
         with self._lock:
             if self.done:
@@ -67,7 +78,7 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
             self._ends.setdefault(rank, end)
             if len(self._ends) < self.spec.world_size and not last:
                 return
-            self._state, self._reason = _verdict([self._ends[r] for r in sorted(self._ends)])
+            self._state, self._reason = _verdict(dict(sorted(self._ends.items())))
             self.ended_unix_s = time.time()
         self._end()
 
@@ -107,10 +118,16 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         return f"<WatchedRun {self.id}: {self.state.value}{reason}, step {self.step}, {self.spec.name}>"
 
 
-def _verdict(ends: Sequence[Mapping[str, Any]]) -> tuple[RunState, str]:
-    """State and reason of the whole: of the rank that failed by itself, if one did."""
-    worst = max(ends, key=lambda end: (_ORDER.index(RunState(end["state"])), bool(end["own"])))
-    return RunState(worst["state"]), str(worst["reason"])
+def _verdict(ends: Mapping[int, Mapping[str, Any]]) -> tuple[RunState, str]:
+    """State and reason of the whole: of the rank that failed by itself, if one did, with the cause where it is known."""
+    worst = max(ends.values(), key=lambda end: (_ORDER.index(RunState(end["state"])), bool(end["own"])))
+    state, reason = RunState(worst["state"]), str(worst["reason"])
+    if state is not RunState.FAILED or worst["own"]:
+        return state, reason
+    ranks = {rank: LoopRank(place=LoopPlace(end.get("place", "")), steps=end.get("steps", 0),
+                            generates=end.get("generates", False)) for rank, end in ends.items()}  # fmt: skip
+    cause = cause_in_loop(ranks)
+    return state, f"{cause}; {reason}" if cause else reason
 
 
 _ORDER = (RunState.FINISHED, RunState.STOPPED, RunState.FAILED)

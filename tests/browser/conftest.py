@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, sync_playwright
 
 from tests.browser.jupyter import JupyterServer, Notebook, chromium, find_chromium
 
@@ -23,8 +23,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.browser)
-            # A server, kernels, ranks and a page that draws: two cores have enough to do.
-            item.add_marker(pytest.mark.alone)
             if skip is not None:
                 item.add_marker(skip)
 
@@ -44,20 +42,42 @@ def browser() -> Iterator[Browser]:
         yield started
 
 
+class Pages:
+    """Makes pages, each with nothing but a session of its own."""
+
+    def __init__(self, server: JupyterServer, browser: Browser) -> None:
+        self._server, self._browser = server, browser
+        self.contexts: list[BrowserContext] = []
+
+    def __call__(self) -> Notebook:
+        context = self._browser.new_context(viewport={"width": 1280, "height": 900})
+        self.contexts.append(context)
+        return Notebook(context.new_page(), self._server)
+
+    def close(self, since: int = 0) -> None:
+        """Those but the first `since`; and all kernels, if no page is left."""
+        for context in self.contexts[since:]:
+            context.close()
+        del self.contexts[since:]
+        if not self.contexts:
+            self._server.end_kernels()
+
+
 @pytest.fixture(scope="module")
-def open_notebook(server: JupyterServer, browser: Browser) -> Iterator[Callable[[], Notebook]]:
-    """Makes pages, each with nothing but a session of its own; with the module they and all kernels end."""
-    contexts = []
+def open_notebook(server: JupyterServer, browser: Browser) -> Iterator[Pages]:
+    pages = Pages(server, browser)
+    yield pages
+    pages.close()
 
-    def make() -> Notebook:
-        context = browser.new_context(viewport={"width": 1280, "height": 900})
-        contexts.append(context)
-        return Notebook(context.new_page(), server)
 
-    yield make
-    for context in contexts:
-        context.close()
-    server.end_kernels()
+@pytest.fixture(autouse=True)
+def closes_its_pages(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test has opened by itself ends with it: a page that nobody looks at goes on drawing."""
+    pages = request.getfixturevalue("open_notebook") if "open_notebook" in request.fixturenames else None
+    before = len(pages.contexts) if pages is not None else 0
+    yield
+    if pages is not None and len(pages.contexts) > before:
+        pages.close(before)
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 from playwright.sync_api import Locator, Page
+from playwright.sync_api import TimeoutError as PageTimeout
 
-from tests.browser.jupyter import Notebook
+from tests.browser.jupyter import LIMIT_S, Notebook
 
 STEP = """() => { const m = document.querySelector('.fsdp-headline')?.innerText.match(/^step ([\\d,]+)/);
                   return m ? Number(m[1].replaceAll(',', '')) : -1 }"""
@@ -43,7 +44,6 @@ class DashboardPage:
             f"""([former, blank]) => document.querySelector('.fsdp-live').dataset.scene !== former
                                      || (blank && ({STEP})() >= 0)""",
             arg=[former, blank],
-            timeout=60_000,
         )
 
     def field(self, label: str) -> Locator:
@@ -81,24 +81,26 @@ class DashboardPage:
 
     # -- wait -----------------------------------------------------------------------------------------------------
 
-    def wait_drawn(self, timeout_s: float = 60) -> None:
-        self.page.wait_for_selector(
-            ".fsdp-live[data-ready] .fsdp-card canvas", state="attached", timeout=timeout_s * 1e3
-        )
+    def wait_drawn(self) -> None:
+        drawn = self.page.locator(".fsdp-live[data-ready] .fsdp-card canvas").first
+        try:
+            drawn.wait_for(state="attached")
+        except PageTimeout as e:
+            raise AssertionError(f"not drawn: {self.notebook.outputs()} {self.notebook.wrong}") from e
 
-    def wait_step(self, at_least: int, timeout_s: float = 60) -> None:
+    def wait_step(self, at_least: int, timeout_s: float = LIMIT_S) -> None:
         self.page.wait_for_function(f"(n) => ({STEP})() >= n", arg=at_least, timeout=timeout_s * 1e3)
 
-    def wait_steps_more(self, more: int, timeout_s: float = 60) -> None:
+    def wait_steps_more(self, more: int, timeout_s: float = LIMIT_S) -> None:
         self.wait_step(max(0, self.step()) + more, timeout_s)
 
-    def wait_note(self, label: str, pattern: str, timeout_s: float = 30) -> str:
+    def wait_note(self, label: str, pattern: str, timeout_s: float = LIMIT_S) -> str:
         """Until the note beside a control matches; returns it."""
         note = self.field(label).locator(".fsdp-note-line").get_by_text(re.compile(pattern))
         note.wait_for(timeout=timeout_s * 1e3)
         return self.note(label)
 
-    def wait_state(self, word: str, timeout_s: float = 30) -> float:
+    def wait_state(self, word: str, timeout_s: float = LIMIT_S) -> float:
         """Until the state is `word`; returns the seconds that took."""
         began = time.monotonic()
         self.page.locator(".fsdp-state", has_text=word).first.wait_for(timeout=timeout_s * 1e3)
@@ -113,22 +115,22 @@ class DashboardPage:
         self.page.wait_for_function(f"(n) => ({STEP})() === n", arg=last)
         return last
 
-    def wait_refusal(self, text: str, timeout_s: float = 30) -> None:
+    def wait_refusal(self, text: str, timeout_s: float = LIMIT_S) -> None:
         """Until a line beside the controls says why something was refused."""
         line = self.page.locator(".fsdp-refusal-line:visible", has_text=text)
         line.first.wait_for(timeout=timeout_s * 1e3)
 
-    def wait_rows(self, source: str, count: int, timeout_s: float = 30) -> None:
+    def wait_rows(self, source: str, count: int, timeout_s: float = LIMIT_S) -> None:
         self.page.wait_for_function(
             f"(n) => ({model(source)}?.get_length() ?? 0) === n", arg=count, timeout=timeout_s * 1e3
         )
 
-    def wait_reading(self, card: str, pattern: str, timeout_s: float = 30) -> str:
+    def wait_reading(self, card: str, pattern: str, timeout_s: float = LIMIT_S) -> str:
         reading = self.page.locator(f".fsdp-card-{card} .fsdp-reading", has_text=re.compile(pattern))
         reading.first.wait_for(timeout=timeout_s * 1e3)
         return self.reading(card)
 
-    def wait_new_reading(self, card: str, old: str, timeout_s: float = 30) -> str:
+    def wait_new_reading(self, card: str, old: str, timeout_s: float = LIMIT_S) -> str:
         self.page.wait_for_function(
             "([card, old]) => document.querySelector(`.fsdp-card-${card} .fsdp-reading`).innerText !== old",
             arg=[card, old],
@@ -144,8 +146,10 @@ class DashboardPage:
         self.notebook.theme(f"JupyterLab {theme}")
         painted = int(self.page.locator(".fsdp-live").first.get_attribute("data-painted") or 0)
         if self.state() == "running":
-            self.page.wait_for_function(
-                "(n) => Number(document.querySelector('.fsdp-live').dataset.painted) > n + 4", arg=painted
+            self.page.wait_for_function(  # or the run has ended meanwhile
+                """(n) => Number(document.querySelector('.fsdp-live').dataset.painted) > n + 4
+                          || document.querySelector('.fsdp-state').innerText !== 'running'""",
+                arg=painted,
             )
 
     def photograph(self, path: Path) -> None:

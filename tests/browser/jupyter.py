@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,12 +19,15 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page, Playwright
 
+from tests.ports import free_ports
+
 REPO = Path(__file__).resolve().parents[2]
 CHROMIUM_FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--disable-default-apps",
 ]  # fmt: skip
 LOCAL = ("http://127.0.0.1", "ws://127.0.0.1", "data:", "blob:")
+LIMIT_S = 120.0  # of a wait that says no other: two busy cores are no fault
 
 # What a page says that is not about us.
 NOT_OURS = (
@@ -41,12 +43,6 @@ IDLE = """() => {
 }"""
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def find_chromium() -> str | None:
     """Debian's chromium, or another one on the path."""
     return next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
@@ -58,7 +54,7 @@ class JupyterServer:
     def __init__(self, home: Path) -> None:
         self.root = home / "notebooks"
         self.root.mkdir(parents=True)
-        self.port = free_port()
+        (self.port,) = free_ports(1)
         self.token = secrets.token_hex(16)
         self.log = home / "jupyter.log"
         quiet = home / "settings/@jupyterlab/apputils-extension"
@@ -88,7 +84,7 @@ class JupyterServer:
             )
         self._await_start()
 
-    def _await_start(self, timeout_s: float = 90) -> None:
+    def _await_start(self, timeout_s: float = LIMIT_S) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
             with contextlib.suppress(OSError):
@@ -141,6 +137,7 @@ class Notebook:
         self.page = page
         self.server = server
         self.wrong: list[str] = []
+        page.set_default_timeout(LIMIT_S * 1e3)
         page.on("console", lambda m: self._console(m.type, m.text))
         page.on("pageerror", lambda e: self.wrong.append(f"page error: {e.stack or e}"))
         page.on("request", lambda r: r.url.startswith(LOCAL) or self.wrong.append(f"external request: {r.url}"))
@@ -151,19 +148,20 @@ class Notebook:
 
     def open(self, name: str, *, reset: bool = True) -> None:
         self.page.goto(self.server.url(name, reset=reset))
-        self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-        self.page.wait_for_function(IDLE, timeout=60_000)
+        self.page.wait_for_selector(".jp-Notebook .jp-Cell")
+        self.page.wait_for_function(IDLE)
 
     def command(self, name: str, args: dict[str, Any] | None = None) -> None:
         """Runs a command of JupyterLab and waits for it."""
         self.page.evaluate("async ([name, args]) => { await window.jupyterapp.commands.execute(name, args) }",
                            [name, args or {}])  # fmt: skip
 
-    def run_all(self, *, wait: bool = True, timeout_ms: int = 120_000) -> None:
+    def run_all(self, *, wait: bool = True, timeout_ms: float = LIMIT_S * 1e3) -> None:
         self.page.evaluate("""() => { window.ranAll = null;
             window.jupyterapp.commands.execute('notebook:run-all-cells').then(r => { window.ranAll = String(r) }) }""")
         if wait:
             self.page.wait_for_function("() => window.ranAll !== null", timeout=timeout_ms)
+            assert self.page.evaluate("() => window.ranAll") == "true", f"a cell failed: {self.outputs()} {self.wrong}"
 
     def execute(self, code: str) -> str:
         """Runs code in the notebook's kernel, beside its cells; returns what it printed, or its error."""
@@ -201,7 +199,7 @@ class Notebook:
         self.page.evaluate(
             "async () => { await window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart() }"
         )
-        self.page.wait_for_function(IDLE, timeout=60_000)
+        self.page.wait_for_function(IDLE)
 
     def hide_sidebar(self) -> None:
         """The folder's list takes a quarter of a narrow window."""
@@ -220,7 +218,8 @@ class Notebook:
     def outputs(self) -> list[str]:
         return list(
             self.page.evaluate("""() => [...document.querySelectorAll('.jp-CodeCell')].map(c =>
-            [...c.querySelectorAll('.jp-OutputArea-output')].map(o => o.innerText.slice(0, 800)).join('|'))""")
+            [...c.querySelectorAll('.jp-OutputArea-output')].map(
+                o => (o.innerText || o.textContent).slice(0, 800)).join('|'))""")
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from playwright.sync_api import Browser
 from fsdp_lab import History
 from fsdp_lab.export import text_of
 from fsdp_lab.history import RunList
-from tests.browser.jupyter import REPO, JupyterServer, Notebook
+from tests.browser.jupyter import LIMIT_S, REPO, JupyterServer, Notebook
+from tests.notebooks.test_notebooks import LONGEST_S
 
 NAME = "04_compare_strategies.ipynb"
 
@@ -28,7 +30,11 @@ def gone_through(
     (server.root / NAME).write_text(text.replace("steps=30,", "steps=16,"), encoding="utf-8")  # enough for its claims
     notebook = open_notebook()
     notebook.open(NAME)
+    began_s = time.monotonic()
     notebook.run_all(timeout_ms=300_000)
+    took_s = time.monotonic() - began_s
+    print(f"\n{NAME}: {took_s:.0f} s")
+    assert took_s <= LONGEST_S
     assert notebook.wrong == []
     return notebook, server.root
 
@@ -62,7 +68,7 @@ def test_the_report_holds_the_same_figures(gone_through: tuple[Notebook, Path], 
     context = browser.new_context(offline=True)
     page = context.new_page()
     page.goto((folder / "comparison.html").as_uri())
-    page.wait_for_selector("html[data-ready]", timeout=60_000)
+    page.wait_for_selector("html[data-ready]", timeout=LIMIT_S * 1e3)
     told = json.loads(page.locator("#fsdp-lab-records").text_content() or "")
     shown = page.locator("#comparison tbody tr").all_inner_texts()
     context.close()

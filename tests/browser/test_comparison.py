@@ -42,7 +42,7 @@ class ComparisonPage(DashboardPage):
 
     def pin(self, label: str) -> None:
         self.button("Pin").click()
-        self.row(label).wait_for(timeout=20_000)
+        self.row(label).wait_for()
 
     def chip(self, field: str, value: str) -> Locator:
         row = self.page.locator(".fsdp-sweep-row", has=self.page.get_by_text(field, exact=True))
@@ -65,7 +65,7 @@ def desk_of(server: JupyterServer, page: ComparisonPage, name: str, cell: str) -
     page.notebook.open(server.write(name, [cell]))
     page.notebook.hide_sidebar()
     page.notebook.run_all()
-    page.wait_drawn(90)
+    page.wait_drawn()
     return page
 
 
@@ -83,8 +83,8 @@ def opened(desk: ComparisonPage, watched: Callable[[Notebook], None]) -> Compari
         "lab.sweep and lab.sweep.stop(); lab.sweep = None; lab.current and lab.current.stop()\n"
         "for label in list(dashboard.pins): dashboard.unpin(label)"
     )
-    desk.button("Start").first.scroll_into_view_if_needed(timeout=10_000)
-    desk.page.wait_for_function("() => !document.querySelector('button.fsdp-button').disabled", timeout=10_000)
+    desk.button("Start").first.scroll_into_view_if_needed()
+    desk.page.wait_for_function("() => !document.querySelector('button.fsdp-button').disabled")
     desk.start()
     desk.wait_step(12)
     return desk
@@ -139,7 +139,7 @@ def test_a_comparison_by_its_form(opened: ComparisonPage):
     opened.wait_state("comparing")
     opened.page.locator(".fsdp-progress", has_text=re.compile(r"of 72 steps · about \d+ s left · now \d")).wait_for()
     assert opened.field("sharding").locator("select").is_disabled()
-    opened.wait_state("finished", 60)
+    opened.wait_state("finished")
     assert opened.page.locator(".fsdp-live").first.get_attribute("data-scene") == scene
     opened.page.locator(".fsdp-card-comparison .fsdp-reading", has_text="The fastest that fits is").wait_for()
     assert opened.card.locator("tbody tr").count() == 3
@@ -191,19 +191,19 @@ def test_with_ranks(server: JupyterServer, open_notebook, watched, picture):
     for label, value in (("model", "gpt2-1m"), ("sequence length", "32"), ("micro batch", "1")):
         opened.choose(label, value)
     opened.start()
-    opened.wait_step(8, 120)
+    opened.wait_step(8)
     opened.pin("A")
     opened.choose("sharding", "no_shard")
-    opened.wait_note("sharding", r"applied at step \d+", 60)
+    opened.wait_note("sharding", r"applied at step \d+")
 
     opened.button("Compare…").click()
     opened.chip("sharding", "full_shard").click()
     opened.page.locator(".fsdp-number", has_text="steps").locator("input").fill("12")
     opened.page.locator(".fsdp-sweep-said", has_text="2 combinations: 2 can run").wait_for()
     opened.ask("Start comparison").click()
-    opened.page.locator(".fsdp-progress", has_text="of 24 steps").wait_for(timeout=30_000)
+    opened.page.locator(".fsdp-progress", has_text="of 24 steps").wait_for()
     opened.photograph(picture("comparison-going"))
-    opened.wait_state("finished", 120)
+    opened.wait_state("finished")
     opened.page.locator(".fsdp-card-comparison .fsdp-reading", has_text="The fastest that fits is").wait_for()
     opened.photograph(picture("comparison-ranks"))
 

@@ -35,8 +35,8 @@ def opened(desk: DashboardPage, watched: Callable[[Notebook], None]) -> Dashboar
     watched(desk.notebook)
     desk.notebook.execute("lab.current and lab.current.stop()")
     desk.page.set_viewport_size({"width": 1280, "height": 900})
-    desk.button("Start").first.scroll_into_view_if_needed(timeout=10_000)
-    desk.page.wait_for_function("() => !document.querySelector('button.fsdp-button').disabled", timeout=10_000)
+    desk.button("Start").first.scroll_into_view_if_needed()
+    desk.page.wait_for_function("() => !document.querySelector('button.fsdp-button').disabled")
     return desk
 
 
@@ -80,7 +80,7 @@ def test_a_ledger_step_is_drawn_by_unit_and_class(opened, picture):
     opened.wait_drawn()
     assert "none measured yet" in opened.reading("ledger")
     opened.start()
-    opened.wait_reading("ledger", r"rank \d+ in step 10: peak [\d.]+ MiB in forward, h.5", timeout_s=60)
+    opened.wait_reading("ledger", r"rank \d+ in step 10: peak [\d.]+ MiB in forward, h.5")
     card = opened.page.locator(".fsdp-card-ledger").first
     card.scroll_into_view_if_needed()  # what is out of sight is not painted
     opened.wait_rows("ledger.curve", 16)
@@ -100,7 +100,7 @@ def test_a_ledger_step_is_drawn_by_unit_and_class(opened, picture):
 @pytest.mark.slow
 def test_what_is_chosen_is_drawn_as_predicted_before_it_lands(opened, picture):
     opened.start()
-    opened.wait_reading("memory", r"predicted [\d.]+ MiB, measured [\d.]+ MiB", timeout_s=60)
+    opened.wait_reading("memory", r"predicted [\d.]+ MiB, measured [\d.]+ MiB")
     opened.button("Pause").click()
     opened.wait_state("paused")
     peak = f"() => {model('memory.predicted')}.get_column('peak')[0]"
@@ -110,13 +110,13 @@ def test_what_is_chosen_is_drawn_as_predicted_before_it_lands(opened, picture):
     opened.wait_reading("memory", r"predicted [\d.]+ MiB with the chosen settings")
     card = opened.page.locator(".fsdp-card-memory").first
     card.scroll_into_view_if_needed()
-    opened.page.wait_for_function(f"(before) => ({peak})() > 1.05 * before", arg=before, timeout=20_000)
+    opened.page.wait_for_function(f"(before) => ({peak})() > 1.05 * before", arg=before)
     for width, theme in ((1560, "Dark"), (900, "Light")):
         opened.show(width, theme)
         card.screenshot(path=picture(f"prediction_{width}_{theme}"))
     opened.button("Resume").click()
     opened.wait_note("sharding", r"applied at step \d+")
-    opened.wait_reading("memory", r"predicted [\d.]+ MiB, measured", timeout_s=60)
+    opened.wait_reading("memory", r"predicted [\d.]+ MiB, measured")
     opened.button("Stop").click()
     opened.wait_state("stopped")
 
@@ -217,13 +217,13 @@ def test_a_hang_is_said_and_its_stack_unfolds(opened, picture):
         "'has waited 30.2 s: the last that rank 1 joined is all_gather 105 of transformer.h.1'"
     )
     details = opened.page.locator(".fsdp-details")
-    details.wait_for(timeout=10_000)
+    details.wait_for()
     assert (
         opened.state() == "failed" and "rank 1 did not join all_gather 106" in details.locator("xpath=..").inner_text()
     )
     assert not details.locator("pre").is_visible()
     details.locator("summary").click()
-    details.locator("pre").wait_for(state="visible", timeout=10_000)
+    details.locator("pre").wait_for(state="visible")
     box = details.locator("pre").bounding_box()
     assert box is not None and box["height"] < 300 and box["width"] > 200, "a long stack scrolls in its place"
     opened.page.screenshot(path=picture("hang"))

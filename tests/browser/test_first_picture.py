@@ -32,6 +32,6 @@ def test_a_picture_is_drawn_while_its_kernel_is_busy(server: JupyterServer, open
     assert "the cell is over" not in notebook.outputs()[0]
     canvases = len(notebook.page.query_selector_all(DRAWN))
     (server.root / "go").touch()
-    notebook.page.wait_for_selector(".fsdp-live[data-ready]", timeout=60_000)
+    notebook.page.wait_for_selector(".fsdp-live[data-ready]")
     assert len(notebook.page.query_selector_all(DRAWN)) == canvases, "the same picture, filled anew"
     assert notebook.page.evaluate("() => window.Bokeh.documents.length") == 1

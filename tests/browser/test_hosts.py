@@ -66,7 +66,7 @@ def test_ranks_are_started_on_two_hosts_by_the_form(
             watched(desk.notebook)
             desk.notebook.open(server.write("ssh.ipynb", [REAL]))
             desk.notebook.run_all()
-            desk.wait_drawn(120)
+            desk.wait_drawn()
             desk.button("Hosts…").click()
             form = desk.page.locator(".fsdp-sweep:visible")
             assert "lose what they have trained" in form.inner_text()
@@ -79,9 +79,9 @@ def test_ranks_are_started_on_two_hosts_by_the_form(
                 assert desk.clipped() == []
                 desk.photograph(picture(f"hosts-form-{width}-{theme.lower()}"))
             form.get_by_role("button", name="Start there").click()
-            form.get_by_text("4 ranks are on alpha and beta.").wait_for(timeout=60_000)
+            form.get_by_text("4 ranks are on alpha and beta.").wait_for(timeout=120_000)
             desk.start()
-            desk.wait_step(12, 120)
+            desk.wait_step(12)
             assert names(desk, "communication.now") == ["alpha  0", "1", "beta  2", "3"]
             desk.choose("sharding", "hybrid_shard")
             desk.wait_note("sharding", r"applied at step \d+")

@@ -12,6 +12,7 @@ from playwright.sync_api import Browser, Page
 
 from fsdp_lab import Comparison, write_report
 from fsdp_lab.runs.comparison import finite
+from tests.browser.jupyter import LIMIT_S
 from tests.lab.events import SPEC
 from tests.lab.past import past
 from tests.report.runs import FAULT, HOSTILE, sweep
@@ -40,7 +41,7 @@ def drawn(browser: Browser, file: Path) -> Iterator[tuple[Page, list[str]]]:
     page.on("request", lambda r: r.url in (file.as_uri(), "data:,") or wrong.append(f"request: {r.url[:200]}"))
     page.set_viewport_size(WINDOW)
     page.goto(file.as_uri())
-    page.wait_for_selector("html[data-ready]", timeout=60_000)
+    page.wait_for_selector("html[data-ready]", timeout=LIMIT_S * 1e3)
     yield page, wrong
     context.close()
 
@@ -144,6 +145,6 @@ def test_more_runs_than_colours_are_drawn(browser: Browser, tmp_path: Path):
     runs = [past(str(i), SPEC.replace(forward_prefetch=i), steps=6) for i in range(10)]
     page = browser.new_page()
     page.goto(write_report(tmp_path / "many.html", runs).as_uri())
-    page.wait_for_selector("html[data-ready]", timeout=60_000)
+    page.wait_for_selector("html[data-ready]", timeout=LIMIT_S * 1e3)
     assert page.locator("#comparison tbody tr").count() == len(page.evaluate(COLUMN, ["loss", "value"])) == 10
     page.close()

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Locator
 
 from tests.browser.driver import DashboardPage
-from tests.browser.jupyter import JupyterServer, Notebook
+from tests.browser.jupyter import LIMIT_S, JupyterServer, Notebook
 
 FAKE = """\
 from tests.dashboard.fake_lab import FakeLab
@@ -37,7 +37,7 @@ class SafetyPage(DashboardPage):
     def press(self, word: str) -> None:
         self.card.locator("button.fsdp-safety-button", has_text=re.compile(rf"^\s*{word}\s*$")).click()
 
-    def wait_words(self, part: str, pattern: str, timeout_s: float = 20) -> str:
+    def wait_words(self, part: str, pattern: str, timeout_s: float = LIMIT_S) -> str:
         words = self.card.locator(f".fsdp-{part}", has_text=re.compile(pattern))
         words.first.wait_for(timeout=timeout_s * 1e3)
         return str(words.first.inner_text())
@@ -64,7 +64,7 @@ def opened(page: SafetyPage, server: JupyterServer, name: str, cell: str) -> Saf
     page.notebook.open(server.write(name, [cell]))
     page.notebook.hide_sidebar()
     page.notebook.run_all()
-    page.wait_drawn(90)
+    page.wait_drawn()
     return page
 
 
@@ -115,7 +115,7 @@ def test_a_killed_rank_and_the_way_out(server: JupyterServer, open_notebook: Cal
         desk.choose("every (steps)", "5")
         desk.choose("samples", "2")
         desk.start()
-        desk.wait_step(11, 120)
+        desk.wait_step(11)
         desk.wait_words("evaluation-said", r"Evaluation loss [\d.]+ \(perplexity [\d.]+\) at step \d+, best")
         desk.wait_words("safety-list", "MiB")
         desk.notebook.execute("import os, signal; os.kill(lab.rank_status()[1].pid, signal.SIGKILL)")
@@ -124,18 +124,18 @@ def test_a_killed_rank_and_the_way_out(server: JupyterServer, open_notebook: Cal
         desk.look(1280, "Light", picture("safety-killed"))
         at = desk.step()
         desk.press("Recover")
-        desk.wait_words("incidents", r"training again [\d.]+ m?s", 90)
+        desk.wait_words("incidents", r"training again [\d.]+ m?s")
         told = desk.wait_words("incidents", r"Resumed from a checkpoint of step \d+ · .* · 2 ranks")
         assert "detected 0 s → freed" in told
         desk.wait_state("running")
-        desk.wait_step(at + 20, 90)
+        desk.wait_step(at + 20)
         for theme in ("Light", "Dark"):
             desk.look(1280, theme, picture(f"safety-recovered-{theme.lower()}"))
         desk.button("Stop").click()
-        desk.wait_state("stopped", 60)
+        desk.wait_state("stopped")
         last = int(desk.notebook.execute("print(lab.current.step)"))
         desk.press("Resume")
-        desk.wait_state("running", 60)
+        desk.wait_state("running")
         assert int(desk.notebook.execute("print(lab.current.switches[0].step)")) == last
     finally:
         server.end_kernels()

@@ -32,13 +32,13 @@ class SlowPage(DashboardPage):
         return self.page.locator(".fsdp-slow .fsdp-state-line")
 
     def wait_said(self, text: str) -> None:
-        self.said.get_by_text(text).first.wait_for(timeout=20_000)
+        self.said.get_by_text(text).first.wait_for()
 
     def wait_phase(self, least: int) -> None:
         """Until that phase, or a later one, is in the picture."""
         self.page.wait_for_function(
             """(least) => { const m = document.querySelector('.fsdp-slow .fsdp-headline')?.innerText.match(/phase (\\d+)/);
-                            return m && Number(m[1]) >= least }""", arg=least, timeout=20_000)  # fmt: skip
+                            return m && Number(m[1]) >= least }""", arg=least)  # fmt: skip
 
     def wait_painted(self) -> None:
         """Until the picture shows all that the kernel has sent."""

@@ -38,7 +38,7 @@ class TimelinePage(DashboardPage):
             """([condition, n]) => {
               const said = document.querySelector('.fsdp-card-timeline .fsdp-reading').innerText.match(/step ([\\d,]+):/);
               return said && Function('s', 'n', `return ${condition}`)(Number(said[1].replaceAll(',', '')), n) }""",
-            arg=[condition, arg], timeout=30_000)  # fmt: skip
+            arg=[condition, arg])  # fmt: skip
 
     def wait_begun(self) -> None:
         """A new run whose first traced step is drawn."""
@@ -67,7 +67,7 @@ def opened(desk: TimelinePage, watched: Callable[[Notebook], None]) -> TimelineP
     watched(desk.notebook)
     desk.page.set_viewport_size({"width": 1280, "height": 1000})
     desk.notebook.execute("lab.current and lab.current.stop()")
-    desk.page.wait_for_function("() => !document.querySelector('button.fsdp-button').disabled", timeout=10_000)
+    desk.page.wait_for_function("() => !document.querySelector('button.fsdp-button').disabled")
     desk.wait_begun()
     return desk
 
@@ -142,7 +142,7 @@ def test_a_span_says_what_it_was(opened: TimelinePage, picture):
     opened.page.mouse.move(place["x"], place["y"])
     words = ["all-gather", *place["says"], "float32, 2 ranks"]
     assert "GB/s bus" in place["says"][2]
-    opened.page.wait_for_function(TIPS, arg=words, timeout=10_000)
+    opened.page.wait_for_function(TIPS, arg=words)
     opened.card.screenshot(path=picture("timeline-hover"))
 
 
@@ -174,7 +174,7 @@ def test_many_ranks(desk: TimelinePage, watched, picture):
     watched(desk.notebook)
     desk.notebook.execute("lab.current and lab.current.stop(); lab.ranks = 64; lab.step_s = 0.3")
     desk.notebook.execute("run = lab.run(lab.spec.replace(world_size=64))")
-    desk.page.locator(".fsdp-card-timeline .fsdp-note", has_text="3 of 64 ranks").wait_for(timeout=30_000)
+    desk.page.locator(".fsdp-card-timeline .fsdp-note", has_text="3 of 64 ranks").wait_for()
     desk.notebook.execute("run.stop(); print(len(run.events))")
     labels = desk.page.evaluate(f"() => [...{model('timeline.ranks')}.major_label_overrides.values()]")
     said = desk.card.locator(".fsdp-note").inner_text()

@@ -10,8 +10,10 @@ import threading
 import time
 from pathlib import Path
 
+import ipyparallel as ipp
 import psutil
 import pytest
+from ipyparallel.cluster.launcher import LocalProcessLauncher
 
 from fsdp_lab.cluster import ClusterError, RankError, RankLost, RankStuck, StartError
 from fsdp_lab.cluster.calls import CLIENT_HISTORY
@@ -36,7 +38,7 @@ def test_nothing_listens_beyond_this_machine(cluster: Cluster):
 
 
 def test_only_its_user_reads_its_keys(cluster: Cluster):
-    (folder,) = {Path(p.environ()["IPP_PROFILE_DIR"]) for p in marked(cluster.token)}
+    (folder,) = {Path(name) for p in marked(cluster.token) if (name := p.environ().get("IPP_PROFILE_DIR"))}
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     key = cluster.client.session.key.decode()
     assert key and key not in " ".join(word for p in marked(cluster.token) for word in p.cmdline())
@@ -44,6 +46,29 @@ def test_only_its_user_reads_its_keys(cluster: Cluster):
     assert len(secret) == 3 and {stat.S_IMODE(f.stat().st_mode) for f in secret} == {0o600}, (
         "controller's, client's and engines'"
     )
+
+
+def test_an_end_that_is_reported_late_leaves_no_folder(monkeypatch: pytest.MonkeyPatch):
+    """ipyparallel waits for a process on a thread, which may be late on a busy machine, and then writes to its own file."""
+    late, written = threading.Event(), threading.Semaphore(0)
+    wait, update = LocalProcessLauncher._wait, ipp.Cluster.update_cluster_file
+
+    def wait_late(launcher: LocalProcessLauncher) -> None:
+        late.wait(30)
+        wait(launcher)
+
+    def count(cluster: ipp.Cluster) -> None:
+        update(cluster)
+        written.release()
+
+    monkeypatch.setattr(LocalProcessLauncher, "_wait", wait_late)
+    cluster = Cluster(1, rank_module=FAKE).start()
+    folder = {Path(name) for p in marked(cluster.token) if (name := p.environ().get("IPP_PROFILE_DIR"))}.pop()
+    assert list(folder.glob("security/cluster-*.json"))
+    cluster.close()
+    monkeypatch.setattr(ipp.Cluster, "update_cluster_file", count)
+    late.set()
+    assert written.acquire(timeout=30) and not folder.exists()
 
 
 def test_connections_are_encrypted_and_messages_signed(cluster: Cluster):

@@ -25,6 +25,7 @@ from fsdp_lab.core.generation import Sampling
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs import EventStore, Refusal, RunState, SlowMotion, Sweep, Switch, SwitchRequest
 from fsdp_lab.runs.control import GenerateRequest
+from fsdp_lab.runs.diagnosis import Diagnosis
 from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig
 from fsdp_lab.runs.recovery import CHECKPOINT, Incident, RecoveryPolicy, refitted
 from fsdp_lab.runs.saving import CheckpointConfig, SavedCheckpoint
@@ -143,6 +144,7 @@ class SaveRequest:
 
 
 class FakeRun:
+    diagnoses: tuple[Diagnosis, ...] = ()
     """Makes a step of all ranks every `step_s` in a thread. With a `share` it stands aside after so many, as in a sweep."""
 
     def __init__(

@@ -274,6 +274,19 @@ def test_the_weights_of_a_folder_are_offered_for_a_folder(desk):
     assert desk.controls._controls["model"].input.label == "model"
 
 
+def test_an_engine_of_ones_own_is_offered_where_the_spec_has_one(desk):
+    def offered():
+        return [value for _, value in desk.controls._controls["backend"].input.options]
+
+    assert "yours" not in offered()
+    desk.controls.choices.adopt(desk.controls.choices.wanted.replace(engine="package.module:Engine"))
+    desk.controls._show()
+    assert "yours" in offered()
+    desk.choose("backend", "yours")
+    assert desk.controls.choices.wanted.strategy.is_yours
+    assert desk.controls._controls["forward_prefetch"].input.label == "auto (your own)"
+
+
 def test_memory_is_measured_on_demand(desk):
     c = desk.controls
     assert c._ledger.disabled

@@ -33,10 +33,14 @@ def lab():
     lab.close()
 
 
-def test_it_can_be_shown(lab):
+def test_it_can_be_shown(lab, monkeypatch):
+    """In a message of its own; a real kernel sends it in tests/front_ends."""
+    shown: list[object] = []
+    monkeypatch.setattr("IPython.display.display", shown.append)
     dashboard = Dashboard(lab)
     try:
-        assert "application/vnd.jupyter.widget-view+json" in dashboard._repr_mimebundle_()
+        dashboard._ipython_display_()
+        assert shown == [dashboard.widget] and "layout" in dashboard._live.first
     finally:
         dashboard.close()
 

@@ -138,6 +138,18 @@ def test_what_is_chosen_is_predicted_before_it_lands_and_held_against_what_is_me
     show.until(lambda: "measured" in reading())
 
 
+def test_what_was_predicted_goes_where_nothing_can_be(show):
+    def reading() -> str:
+        return str(show.live._scene.captions()["memory"]["reading"])
+
+    run = show.lab.run(sharding="full_shard")
+    show.until(lambda: "predicted" in reading())
+    run.apply(engine="package.module:Engine", backend="yours")
+    show.until(lambda: "predicted" not in reading())
+    run.apply(backend="fsdp2")
+    show.until(lambda: "predicted" in reading())
+
+
 def test_where_the_machine_is_calibrated_a_step_is_predicted_too(show):
     def reading() -> str:
         return str(show.live._scene.captions()["throughput"]["reading"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
+import tracemalloc
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,7 +46,8 @@ class Page:
             assert message["kind"] == "snapshot" or message["seq"] == self.seq + 1
             self.seq = message["seq"]
             self.patches.update(message["patches"])
-            self._take(message["tables"], np.frombuffer(buffers[0]))
+            text = message.get("base64")
+            self._take(message["tables"], np.frombuffer(buffers[0] if text is None else base64.b64decode(text)))
 
     def _take(self, tables: list[Mapping[str, Any]], numbers: np.ndarray) -> None:
         start = 0
@@ -232,6 +235,53 @@ def test_two_pages_of_one_widget_both_hold_everything(stage):
     assert stage.view.flush()
     assert stage.holds_all(first)
     assert stage.holds_all(second)
+
+
+def test_a_page_that_drops_buffers_gets_text_beside_one_that_does_not(stage):
+    page = stage.open("usual")
+    plain = Page(stage.view, "plain")
+    stage.pages.append(plain)
+    stage.train(3)
+    plain.say("mount", text=True)
+    assert "base64" in stage.sent[-1][0] and stage.sent[-1][1] == []
+    stage.train(2)
+    stage.view.flush()
+    assert "base64" in stage.sent[-1][0] and len(stage.sent[-1][1]) == 1
+    assert stage.holds_all(page) and stage.holds_all(plain)
+    page.say("leave")
+    stage.train()
+    stage.view.flush()
+    assert stage.sent[-1][1] == [] and stage.holds_all(plain)
+    plain.say("bokehjs", text=True)
+    content, buffers = stage.sent[-1]
+    assert buffers == [] and gzip.decompress(base64.b64decode(content["base64"])) == live.BOKEH_JS.read_bytes()
+
+
+def test_a_page_that_never_acknowledges_costs_no_memory(stage, monkeypatch):
+    """Its notebook is closed, or its tab is in the background: after a minute nothing is sent, and nothing kept for it."""
+    clock = [100.0]
+    monkeypatch.setattr(live.time, "monotonic", lambda: clock[0])
+    stage.open("silent")
+
+    def go_on(ticks: int) -> None:
+        for _ in range(ticks):
+            clock[0] += 2.5
+            stage.train()
+            stage.view.flush([float(stage.step)] * 1000)
+
+    def kept_bytes() -> int:
+        kept = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, live.__file__)])
+        return sum(trace.size for trace in kept.traces)
+
+    tracemalloc.start()
+    try:
+        go_on(30)
+        assert stage.view.views == 0 and len(stage.ticks()) <= 2 + live.FORGET_S / live.SILENCE_S
+        sent, before = len(stage.sent), kept_bytes()
+        go_on(30)
+        assert kept_bytes() - before < 1e5 and len(stage.sent) == sent
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_page_that_leaves_is_not_waited_for(stage):

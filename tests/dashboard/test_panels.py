@@ -457,6 +457,9 @@ def test_what_is_predicted_is_a_hollow_bar_before_and_after_anything_is_measured
     peak = max(e.memory.peak_bytes for e in told[-1].events)
     assert panel.captions().reading.endswith(f"predicted 41.0 MiB, measured {size(peak)}")
     assert "predicted" in [key.label for key in panel.captions().legend]
+    panel.predict(None)  # of another Spec, of which nothing can be said
+    assert "predicted" not in panel.captions().reading and columns(panel, 2)["peak"] == []
+    assert "predicted" not in [key.label for key in panel.captions().legend]
 
 
 def test_a_prediction_is_held_against_a_measurement_of_its_own_strategy_alone():

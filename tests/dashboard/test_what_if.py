@@ -60,7 +60,7 @@ def column(page: WhatIf, source: str, name: str) -> list[float]:
 
 
 def test_every_field_of_a_strategy_can_be_asked_for():
-    assert set(vars(Strategy())) <= set(FIELDS)
+    assert set(vars(Strategy())) - {"engine"} <= set(FIELDS)  # of an engine of one's own nothing can be predicted
     assert {"model", "seq_len", "micro_batch", "accumulate", "optimizer", "optimizer_args", "world_size"} <= set(FIELDS)
     assert set(FIELDS) <= set(small().flat())
     assert list(FIELDS["model"].tokens(small())) == list(PRESETS)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -15,6 +13,7 @@ from fsdp_lab.core.spec import Spec
 from fsdp_lab.export import export_script
 from fsdp_lab.rank import Session
 from tests.pool import Place, Pool
+from tests.ports import free_ports
 
 SEVERAL = Path(__file__).with_name("several.py")
 SMALL = {"model_type": "gpt2", "n_layer": 3, "n_embd": 36, "n_head": 4, "vocab_size": 384, "n_positions": 64,
@@ -64,12 +63,6 @@ def torchrun(world_size: int, *arguments: str | Path, timeout_s: float = 480) ->
 
 def losses_of(printed: str) -> list[float]:
     return [float(line.split()[3]) for line in printed.splitlines() if line.startswith("step ")]
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [s.getsockname()[1] for s in sockets]
 
 
 def exported(folder: Path, specs: Mapping[str, Spec], steps: int) -> dict[str, list[float]]:

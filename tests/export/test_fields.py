@@ -206,6 +206,7 @@ ACCELERATE: list[Case] = [
 ]
 ONLY_IN_THE_LAB: list[Refusal] = [
     ({"sharding": "zero1"}, "strategy.sharding"),
+    ({"backend": "yours", "engine": "tests.your_engines:FullyShard"}, "strategy.backend"),
     ({"offload": "optimizer"}, "strategy.offload"),
     ({"offload": "all", "sharding": "no_shard"}, "strategy.offload"),
     ({"precision": Precision(param="bf16", norm="fp32")}, "strategy.precision.norm"),
@@ -310,6 +311,7 @@ def test_the_tables_leave_no_field_out() -> None:
     fields = {f.name for kind in (Spec, Workload, Strategy) for f in dataclasses.fields(kind)} - {
         "workload",
         "strategy",
+        "engine",  # of backend yours alone, which is refused
     }
     assert {field for _, field, _ in SCRIPT} == fields
     refused = {field.split(".")[-1] for _, field in NOT_IN_ACCELERATE}

@@ -8,6 +8,7 @@ from statistics import median
 import pytest
 
 from fsdp_lab.lab import Lab
+from fsdp_lab.planner.calibration import Calibration, references
 from fsdp_lab.runs import Run
 from tests.hosts.machines import Site, SshServers, site
 
@@ -15,7 +16,9 @@ pytestmark = pytest.mark.slow
 WORK = {"model": "gpt2-1m", "seq_len": 64}
 HEADERS = 0.10  # of Ethernet, IP and TCP, their acknowledgements, and the ranks' reports to the kernel
 WITHIN = 0.10
-PLANNED_WITHIN = 0.35  # two ranks of a host share a core here
+STEPS = 6
+PLANNED_WITHIN = 0.35  # two ranks of a host share a core here, and one pass is noise
+CHOSEN_WITHIN = 0.1  # of the fastest sharding; the others take 1.3 and 1.9 times as long as that
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +46,16 @@ def step_s(run: Run) -> float:
     return median(e.step_time_s for e in run.events.since()[0] if e.counts and e.rank == 0)
 
 
+def slowdown(lab: Lab, calibration: Calibration) -> float:
+    """Step time now over step time during the calibration, of a Spec that the calibration has timed: other load on the
+    machine may come and go in the minutes between."""
+    wanted = references(4, calibration.dtypes, calibration.devices, 2)
+    index, spec = next(
+        (i, r.spec) for i, r in enumerate(wanted) if r.role == "overlap" and r.spec.strategy.backend == "lab"
+    )
+    return step_s(lab.run(spec, steps=8).wait(300)) / median(calibration.probes["steps"][str(index)])
+
+
 def test_hybrid_sharding_inside_hosts_sends_what_theory_says(hosts: tuple[Site, SshServers]) -> None:
     """With F ranks in each of R shard groups a rank sends (F-1)/F of the gradients inside its group, and 2 (R-1)/R of its
     F-th part of them to the other groups (arXiv 2304.11277, section 3.2.2): for F = R = 2 a half each, and no parameters.
@@ -63,37 +76,39 @@ def test_hybrid_sharding_inside_hosts_sends_what_theory_says(hosts: tuple[Site, 
     assert across < 0.5 * median(full for full, _ in told["full_shard"])  # in a ring its gathers send less
 
 
-@pytest.mark.alone
 def test_an_emulated_link_takes_the_time_of_a_cable_as_fast(hosts: tuple[Site, SshServers]) -> None:
     made, servers = hosts
     for machine in made.machines:
-        machine.shape("100mbit")
+        machine.shape("25mbit")  # where a shaper that wakes 20 ms late, on a busy core, sends no less
     with lab_on(servers, 1) as lab:
-        run = lab.run(**WORK, steps=14).wait(300)
+        run = lab.run(**WORK, steps=STEPS).wait(300)
         cable_s = step_s(run)
         measured = min(e.carriers[0].bytes_per_s for e in run.events.since()[0] if e.carriers)
-    assert 10e6 < measured < 12.5e6, "both directions of the cable at once"
+    assert 0.8 < measured / (25e6 / 8) < 1, "both directions of the cable at once"
     with Lab(2, history=False, progress=False) as lab:
-        emulated_s = step_s(lab.run(**WORK, steps=14, link=f"{measured / 1e6:.3f} MB/s").wait(300))
+        emulated_s = step_s(lab.run(**WORK, steps=STEPS, link=f"{measured / 1e6:.3f} MB/s").wait(300))
     print(f"{measured / 1e6:.2f} MB/s: {cable_s:.3f} s on the cable, {emulated_s:.3f} s emulated")
     assert emulated_s == pytest.approx(cable_s, rel=WITHIN)
 
 
-@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_the_planner_knows_both_links(hosts: tuple[Site, SshServers]) -> None:
-    """Calibrated on two hosts of two ranks, it says which sharding suits their cable, and about how long a step takes."""
+    """Calibrated on two hosts of two ranks, it chooses a sharding for their cable, and says about how long a step takes."""
     made, servers = hosts
     for machine in made.machines:
-        machine.shape("400mbit")
-    measured, planned = dict[str, float](), dict[str, float]()
+        machine.shape("200mbit")  # the cable takes most of a step, and not the cores that ranks share
+    measured, planned, slowdowns = dict[str, float](), dict[str, float](), list[float]()
     with lab_on(servers, 2) as lab:
-        here = lab.calibrate(passes=1).machine
+        calibration = lab.calibrate(passes=1)
+        here = calibration.machine
         for sharding in ("full_shard", "hybrid_shard", "no_shard"):
+            slowdowns.append(slowdown(lab, calibration))
             run = lab.run(**WORK, sharding=sharding, steps=10).wait(300)
-            measured[sharding], planned[sharding] = step_s(run), lab.plan(run.spec).step_time_s
+            measured[sharding], planned[sharding] = step_s(run) / slowdowns[-1], lab.plan(run.spec).step_time_s
+    print(f"network {here.network_bytes_per_s / 1e6:.1f} MB/s; step time now / calibrated: {slowdowns}")
     print("; ".join(f"{s}: measured {measured[s]:.3f} s, planned {planned[s]:.3f} s" for s in measured))
     assert (here.hosts, here.per_host) == (2, 2)
-    assert 30e6 < here.network_bytes_per_s < 55e6 < 5 * 55e6 < here.device.link_bytes_per_s
-    assert sorted(planned, key=planned.__getitem__) == sorted(measured, key=measured.__getitem__)
+    assert here.network_bytes_per_s < 27.5e6 < 10 * 27.5e6 < here.device.link_bytes_per_s
+    assert here.network_bytes_per_s > 15e6 * min(1.0, *slowdowns), "a calibration under load fills less of the cable"
+    assert measured[min(planned, key=planned.__getitem__)] <= (1 + CHOSEN_WITHIN) * min(measured.values())
     assert planned == pytest.approx(measured, rel=PLANNED_WITHIN)

@@ -20,10 +20,10 @@ from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SlurmHosts
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.lab import Lab
 from tests.cluster.conftest import FAKE
-from tests.hosts.machines import Site, Slurm, eventually, kept_folders
+from tests.hosts.machines import Site, Slurm, eventually, kept_folders, within_start_limit
 
 pytestmark = pytest.mark.slow
-START_S, END_S, LEFT_S = 25.0, 5.0, 15.0
+END_S, LEFT_S = 5.0, 15.0
 KERNEL = """
 import sys, time
 from fsdp_lab.cluster.cluster import Cluster
@@ -89,7 +89,8 @@ def test_ranks_train_in_a_job_that_is_given_back(two: Site, slurm: Slurm, hosts)
     lab = Lab.slurm(hosts=2, ranks_per_host=2, time="10", history=False, progress=stages.append)
     try:
         run = lab.run(model="gpt2-1m", seq_len=32, steps=3).wait(120)
-        assert run.step == 3 and time.monotonic() - begin_s < START_S
+        took_s = time.monotonic() - begin_s
+        assert run.step == 3 and within_start_limit(took_s, 4)
         assert [s.host for s in lab.cluster.status()] == ["alpha"] * 2 + ["beta"] * 2
         (job,) = slurm.jobs()
         assert f"granted: job {job}" in [p.stage for p in stages]

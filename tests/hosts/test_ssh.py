@@ -24,10 +24,10 @@ from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.process import marked
 from fsdp_lab.lab import Lab
 from tests.cluster.conftest import FAKE
-from tests.hosts.machines import Site, SshServers, eventually, kept_folders, program
+from tests.hosts.machines import Site, SshServers, eventually, kept_folders, program, within_start_limit
 
 pytestmark = pytest.mark.slow
-START_S, END_S = 25.0, 5.0
+END_S = 5.0
 LEFT_S = 15.0  # for hosts to be clean after the kernel was killed
 KERNEL = """
 import sys, time
@@ -99,7 +99,7 @@ def test_ranks_train_on_both_hosts_and_nothing_is_left(two: Site, ssh: SshServer
     try:
         run = lab.run(model="gpt2-1m", seq_len=32, steps=3).wait(120)
         took_s = time.monotonic() - begin_s
-        assert run.step == 3 and took_s < START_S
+        assert run.step == 3 and within_start_limit(took_s, 4)
         assert [s.host for s in lab.cluster.status()] == ["alpha"] * 2 + ["beta"] * 2
         assert "looking at hosts" in [p.stage for p in stages]
         words = [_words(pid) for m in two.machines for pid in m.pids]

@@ -87,3 +87,32 @@ def test_a_kernel_that_is_restarted_finds_its_ranks_by_the_same_cell(tmp_path: P
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
+
+
+@pytest.mark.slow
+def test_a_comparison_that_is_awaited_shows_how_far_it_is(tmp_path: Path):
+    manager, client = start_new_kernel(env={**os.environ, "TMPDIR": str(tmp_path)}, kernel_name="python3")
+
+    def bars(code: str) -> list[str]:
+        """What the cell displayed, as HTML, each state of it."""
+        told: list[str] = []
+        client.execute_interactive(
+            code, timeout=60, output_hook=lambda m: told.append(m["content"].get("data", {}).get("text/html", ""))
+        )
+        return [html for html in told if "<span>" in html]
+
+    try:
+        make = f"from fsdp_lab.lab import Lab\nlab = Lab(2, history=False, rank_module={FAKE!r}, progress="
+        compare = 'sweep = await lab.compare(sharding=["full_shard", "no_shard"], steps=60)'
+        started = bars(f"{make}True)")
+        assert "<progress" in started[0] and "✓" in started[-1] and "ready (2 of 2)" in started[-1]
+        *on_the_way, end = bars(compare)
+        assert on_the_way and all('<progress max="120" value=' in html for html in on_the_way)
+        assert "✓" in end and "120 of 120 steps" in end and "left" not in end
+        begun, failed = bars("from fsdp_lab.notebook import progress_bar\nwith progress_bar('measuring'): 1 / 0")
+        assert "<progress>" in begun and "measuring: not ended" in failed
+        bars(f"{make}False)")
+        assert bars(compare) == [] == bars("lab.close()")
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)

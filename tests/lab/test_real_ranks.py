@@ -87,21 +87,11 @@ def test_a_comparison_in_turns_is_equal_bit_for_bit_to_runs_that_were_never_inte
 def test_a_run_that_is_out_of_memory_is_a_row_with_its_reason_and_the_others_go_on(lab: Lab):
     lab.run(**SMALL, steps=1).wait(60)
 
-    def limit(room_bytes: int) -> None:  # beyond what this rank has
-        import re
-        import resource
-        from pathlib import Path
-
-        (kib,) = re.findall(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())
-        most = resource.RLIM_INFINITY if room_bytes < 0 else int(kib) * 1024 + room_bytes
-        resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
-
-    view = lab.client[lab.cluster.engine_ids]
-    view.apply_sync(limit, 1 << 30)
+    lab.cluster.call("limit_memory", more_bytes=1 << 30)
     try:
         sweep = lab.compare(**{**SMALL, "micro_batch": [1, 4096, 2]}, steps=4, rounds=2).wait(180)
     finally:
-        view.apply_sync(limit, -1)
+        lab.cluster.call("limit_memory", more_bytes=None)
     assert [run.state for run in sweep.runs] == [RunState.FINISHED, RunState.FAILED, RunState.FINISHED]
     assert re.search(
         r"OutOfMemory: [\d,.]+ MiB more could not be allocated; give a smaller micro_batch", sweep.runs[1].reason

@@ -212,17 +212,15 @@ def test_a_run_that_failed_is_recovered_by_another(lab: Lab, undisturbed: dict[i
 
 @pytest.mark.slow
 def test_a_failure_that_comes_again_at_once_ends_the_run(lab: Lab) -> None:
-    lab.client[:].execute(
-        "import fsdp_lab.rank.trainer as t; t.Trainer._accumulate_was = t.Trainer._accumulate", block=True
-    )
-    lab.client[1:].execute("t.Trainer._accumulate = lambda self: 1 / 0", block=True)
+    lab.client[:].execute("from fsdp_lab.rank import trainer as t; usual = t.Trainer._accumulate").get(20)
+    lab.client[1:].execute("t.Trainer._accumulate = lambda self: 1 / 0").get(20)
     try:
         run = lab.run(**SMALL, steps=STEPS, recover=RecoveryPolicy(how="auto", times=2))
         with pytest.raises(ClusterError, match="rank 1 failed in train at .*: ZeroDivisionError"):
             run.wait(60)
         assert len(run.incidents) == 2 and {i.source for i in run.incidents} == {"the ranks"}
     finally:
-        lab.client[:].execute("t.Trainer._accumulate = t.Trainer._accumulate_was", block=True)
+        lab.client[:].execute("t.Trainer._accumulate = usual").get(20)
     assert lab.run(**SMALL, steps=2).wait(60).state is RunState.FINISHED
 
 

@@ -1,4 +1,5 @@
-"""Executes the notebooks and saves them with outputs that a page without a kernel shows: `python -m tests.notebooks.save`.
+"""Executes the notebooks and saves them with outputs that a page without a kernel shows: `python -m tests.notebooks.save`,
+or with the numbers of some, as `... 03 10`.
 
 Both run in a real JupyterLab in chromium, so that Bokeh pictures exist; each picture is saved in its cell as a PNG in the
 place of the widget, which would be an empty frame wherever no kernel runs. The dashboard's own picture comes from the
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 import base64
 import shutil
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +67,13 @@ def still(notebook: Any, pictures: list[bytes]) -> Any:
     return notebook
 
 
-def main() -> None:
+def main(wanted: Sequence[str]) -> None:
+    """`wanted`: how the names of the notebooks begin; empty: all."""
     home = Path(tempfile.mkdtemp())
     server = JupyterServer(home)
     try:
         with sync_playwright() as playwright, chromium(playwright) as browser:
-            for name in sorted(p.name for p in NOTEBOOKS.glob("*.ipynb")):
+            for name in sorted(p.name for p in NOTEBOOKS.glob("*.ipynb") if p.name.startswith(tuple(wanted or [""]))):
                 page = browser.new_page(viewport={"width": 1280, "height": 1000})
                 save(name, server, page)
                 page.close()
@@ -79,4 +83,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

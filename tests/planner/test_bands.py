@@ -162,10 +162,12 @@ def made_up(cases: list[PublishedCase], seed: int) -> Responses:
     return Responses(cases=tuple(stated), errors=errors, above=responses, below=responses)
 
 
+@pytest.mark.slow
 def test_a_known_uncertainty_is_found_and_its_bands_hold_what_they_say(cases: list[PublishedCase]) -> None:
-    rows = made_up(cases[::4], seed=1)
-    found = coverage(rows)
-    assert 0.74 < found.share() < 0.86 and 0.4 < found.share(0.5) < 0.6
+    drawn = [coverage(made_up(cases[::4], seed)) for seed in range(4)]  # most sources have one row or two
+    assert 0.74 < np.mean([one.share() for one in drawn]) < 0.86
+    assert 0.4 < np.mean([one.share(0.5) for one in drawn]) < 0.6
+    rows, found = made_up(cases[::4], seed=1), drawn[1]
     assert found.width < 1.25 * found.constant_width, "wide where it must be, and narrow elsewhere"
     errors = fit_errors(rows)
     below, above = rows.scales(errors)

@@ -9,10 +9,23 @@ import pytest
 
 from fsdp_lab.core.optimizer import TorchOptimizer
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.planner.costs import GATE, RESIDUAL, RMS_NORM, ROTARY, memory_traffic, update_bytes
-from fsdp_lab.planner.devices import machine
+from fsdp_lab.planner.costs import (
+    FUSED_SCORE_BYTES,
+    GATE,
+    RESIDUAL,
+    RMS_NORM,
+    ROTARY,
+    SCORE_BYTES,
+    Attention,
+    Software,
+    attention_seconds,
+    memory_traffic,
+    padding,
+    update_bytes,
+)
+from fsdp_lab.planner.devices import DEVICES, PUBLISHED, machine
 from fsdp_lab.planner.memory import needed_bytes, under_pressure
-from fsdp_lab.planner.named_models import named_model, shape_of
+from fsdp_lab.planner.named_models import gpt_model, named_model, shape_of
 from fsdp_lab.planner.plan import plan
 from fsdp_lab.planner.published import case
 from fsdp_lab.planner.shapes import shape_for
@@ -80,3 +93,27 @@ def test_what_is_needed_is_state_and_what_is_kept() -> None:
     assert state < needed_bytes(one.spec, one.shape) < 1.4 * state
     twice = one.spec.replace(micro_batch=2)
     assert needed_bytes(twice, one.shape) > needed_bytes(one.spec, one.shape)
+
+
+def test_a_head_of_an_odd_width_takes_as_long_as_the_next_whole_one() -> None:
+    """FlashAttention's kernels of 80 wide heads are those of 96."""
+    hidden, heads = 2560, 32
+    narrow = shape_of(gpt_model(4, hidden, heads)).units[-1]
+    whole = shape_of(gpt_model(4, 3072, heads)).units[-1]
+    assert padding(narrow) == pytest.approx(96 / 80) and padding(whole) == 1.0
+    a100, software = DEVICES["a100-80"], Software()
+    times = [attention_seconds(unit, 4096, 1, "bf16", a100, PUBLISHED, software) for unit in (narrow, whole)]
+    assert times[0] == pytest.approx(times[1])
+
+
+def test_a_fused_softmax_moves_less_and_flash_attention_has_no_scores_to_move() -> None:
+    unit, a100 = shape_of(gpt_model(4, 4096, 32)).units[-1], DEVICES["a100-80"]
+
+    def seconds(kernel: Attention, fused: bool) -> float:
+        software = Software(attention=kernel, fused_softmax=fused)
+        return attention_seconds(unit, 2048, 1, "bf16", a100, PUBLISHED, software)
+
+    saved = seconds(Attention.PLAIN, False) - seconds(Attention.PLAIN, True)
+    moved = (SCORE_BYTES - FUSED_SCORE_BYTES) * 32 * 2048**2
+    assert saved == pytest.approx(moved / (a100.memory_bytes_per_s * PUBLISHED.memory))
+    assert seconds(Attention.FLASH2, False) == seconds(Attention.FLASH2, True)

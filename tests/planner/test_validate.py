@@ -37,7 +37,7 @@ def found() -> dict[str, Check]:
 
 def test_calibrated_rows_are_met(cases: list[PublishedCase]) -> None:
     errors = Errors(held=tuple(HeldOutError(case=c, fold="", predicted_s=predicted_s(c, PUBLISHED)) for c in cases))
-    assert errors.by_row_mape < 0.075 and errors.by_source_mape < 0.07
+    assert errors.by_row_mape < 0.065 and errors.by_source_mape < 0.065
     assert mape([row for row in errors.held if row.case.id.startswith("mosaic")]) < 0.045
 
 
@@ -50,14 +50,14 @@ def test_throughput_scales_as_published(found: dict[str, Check]) -> None:
     scaling = [check for check in found.values() if check.kind == "scaling"]
     assert len(scaling) >= 6
     for check in scaling:
-        assert abs(check.points) < 4, check
+        assert abs(check.points) < 3, check
 
 
 def test_switches_are_worth_what_is_published(found: dict[str, Check]) -> None:
     ablations = {name: check for name, check in found.items() if check.kind == "ablation"}
     assert all((check.predicted > 1) == (check.published > 1) for check in ablations.values())
     for name, check in ablations.items():
-        near = 0.12 if "prefetch" in name else 0.05 if "hybrid" in name else 0.1
+        near = 0.06 if "prefetch" in name else 0.05 if "hybrid" in name else 0.1
         assert check.predicted == pytest.approx(check.published, abs=near), name
 
 

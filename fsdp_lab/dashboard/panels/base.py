@@ -129,12 +129,15 @@ class BaseCard:
 class Panel(BaseCard, ABC):
     """A card that shows a run."""
 
+    of_one_step = False  # whether it draws one step that has spans or a memory curve, and passes over others
+
     @abstractmethod
     def update(self, steps: Sequence[Step]) -> int:
         """Writes new steps to the sources; returns the number of rows written."""
 
-    def predict(self, prediction: Prediction) -> None:
-        """Draws what is predicted for the chosen Spec, applied or not, until there is another prediction."""
+    def predict(self, prediction: Prediction | None) -> None:
+        """Draws what is predicted for the chosen Spec, applied or not, until there is another prediction. None: of that Spec
+        nothing can be predicted."""
 
     def cover(self) -> None:
         """Fits the ranges again, after the curves of other runs have changed."""

@@ -214,7 +214,7 @@ class ThroughputPanel(CurvePanel):
             ),
         )
 
-    def predict(self, prediction: Prediction) -> None:
+    def predict(self, prediction: Prediction | None) -> None:
         self._prediction = prediction
         self.cover()
 

@@ -138,7 +138,7 @@ class MemoryPanel(Panel):
             self._captions = self._describe(self._measured)
         return written
 
-    def predict(self, prediction: Prediction) -> None:
+    def predict(self, prediction: Prediction | None) -> None:
         self._prediction = prediction
         self._write_predicted()
         if self._measured is not None:
@@ -160,6 +160,7 @@ class MemoryPanel(Panel):
     def _write_predicted(self) -> None:
         p = self._prediction
         if p is None:
+            self._predicted.clear()
             return
         parts = [p.at_peak.of_role(Role(c)) for c in ON_DEVICE]
         scaled = [b / self._unit for b in (*parts, p.host_bytes, p.peak_bytes)]

@@ -19,7 +19,7 @@ import ipywidgets as widgets
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.dashboard.choices import Choices, ChoiceState
 from fsdp_lab.dashboard.fields import Control, Group
-from fsdp_lab.dashboard.forms import answer_while_busy, close_all, put
+from fsdp_lab.dashboard.forms import answer_while_busy, close_all, display_widget, put
 from fsdp_lab.dashboard.live import LiveView
 from fsdp_lab.dashboard.scene import Scene
 from fsdp_lab.dashboard.what_if.charts import MemoryCard, ScalingCard, StepCard
@@ -170,9 +170,9 @@ class WhatIf:
         self._live.close()
         close_all(self._box)
 
-    def _repr_mimebundle_(self, **options: Any) -> Any:
+    def _ipython_display_(self) -> None:
         self._live.prepare()
-        return self._box._repr_mimebundle_(**options)
+        display_widget(self._box)
 
     def __repr__(self) -> str:
         return f"<WhatIf: {headline(self._answer)}; it {verdict(self._answer.plan)}>"

@@ -1,0 +1,348 @@
+"""`diagnose`: known troubles of a run, each named from what its ranks have reported, with what helps.
+
+It reads what every panel reads, the step events, the Spec and why a run has failed, so it works on runs of any kind: live,
+stored, and loops that are only watched. Times are medians of steps that count; limits are at the top. What may have a good
+reason is named only where it costs much.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from statistics import median
+from typing import Any
+
+from fsdp_lab.core.events import Memory, StepEvent, Track
+from fsdp_lab.core.formatting import plural, size
+from fsdp_lab.core.hang import FORWARD_ALONE, UNEQUAL_BATCHES
+from fsdp_lab.core.loops import Trained
+from fsdp_lab.core.spec import Spec, Strategy
+from fsdp_lab.core.wrapper_names import WRAPPED_NAMES
+from fsdp_lab.runs.steps import EventStore, Step
+
+WINDOW = 64  # the newest steps that are looked at
+LEAST_STEPS = 5  # that count, for a statement about times
+WAITING_SHARE = 0.55  # of a step that computing waits for collectives
+LEAST_SENT_BYTES = 1 << 20  # in a step: small loops wait for each other, not for the link
+OFFLOAD_SHARE = 0.2  # of a step that copies to and from the host and the optimizer there take
+ROOM = 0.5  # of a device's memory, that everything together would leave at least, where offload is not needed
+ADAPTERS_SAVE = 0.25  # of the peak without them, at least
+ACTIVATIONS_SHARE = 0.6  # of the peak
+SENDS_MORE = 1.02  # times what replicas would send; small messages, such as votes, are counted too
+WHOLE = 0.9  # of the whole model: gradients as large are not sharded
+RECOMPILED_STEPS = 3  # one or two are normal: shapes become dynamic
+UNSYNCHRONISED_STEPS = 3
+# Of a SpecError of "workload.model".
+_BUILDING = re.compile(
+    r"^workload\.model: .*(out of memory|can't allocate memory|cannot allocate memory|MemoryError)", re.IGNORECASE
+)
+_IN_A_SHARD_GROUP = frozenset(
+    {"all_gather", "reduce_scatter", "control"}
+)  # kinds that exchange nothing between replicas
+
+
+class Cause(StrEnum):
+    """A trouble, by a short name."""
+
+    LOADING = "loading"
+    ADAPTERS = "adapters"
+    ACCUMULATION = "accumulation"
+    BATCHES = "batches"
+    GENERATION = "generation"
+    COMMUNICATION = "communication"
+    OFFLOAD = "offload"
+    COMPILATION = "compilation"
+    REPLICAS = "replicas"
+    CHECKPOINT = "checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """A cause that was found.
+
+    Attributes:
+        sentence: what was measured, and what it means. cure: what to do.
+        changes: fields of the Spec by flat name that do it, for `run.apply` or `lab.run`; empty where no field does.
+    """
+
+    cause: Cause
+    sentence: str
+    cure: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.sentence} {self.cure}"
+
+
+def diagnose(spec: Trained, events: EventStore, failure: str = "") -> tuple[Diagnosis, ...]:
+    """What is wrong with a run, as far as it can be told; () if it is well, or young. `failure`: why it failed, or ""."""
+    spec_id = spec.id  # a property that is computed at each access
+    steps = [s for s in events.last_steps(WINDOW) if s.spec_id == spec_id]
+    case = _Case(spec=spec, steps=steps, failure=failure, begun=len(events) > 0)
+    return tuple(d for find in _FINDERS if (d := find(case)) is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """What the finders look at."""
+
+    spec: Trained
+    steps: Sequence[Step]  # whole ones, under this Spec
+    failure: str  # why it failed; "" if it did not
+    begun: bool  # some rank has ended a step
+
+    @property
+    def strategy(self) -> Strategy | None:
+        return self.spec.strategy if isinstance(self.spec, Spec) else None
+
+    @property
+    def shard_factor(self) -> int:
+        """Ranks that share one copy of the parameters."""
+        return self.spec.shard_factor if isinstance(self.spec, Spec) else self.spec.shard_size
+
+    @property
+    def counted(self) -> list[Step]:
+        return [s for s in self.steps if s.counts]
+
+    @property
+    def memory(self) -> Memory | None:
+        """Of the rank with the highest peak, where a ledger step has told it."""
+        found = [e.memory for e in self.steps[-1].events] if self.steps else []
+        return max((m for m in found if m.at_peak.total_bytes), key=lambda m: m.peak_bytes, default=None)
+
+    @property
+    def model_bytes(self) -> int:
+        """Of all parameters, from the shards of the ranks that share them."""
+        if not self.steps:
+            return 0
+        return sum(e.memory.parameters_bytes for e in self.steps[-1].events) * self.shard_factor // self.spec.world_size
+
+    def median_of(self, value: Callable[[StepEvent], float], rank: int) -> float:
+        return median(value(s.events[rank]) for s in self.counted)
+
+
+# -- each cause ------------------------------------------------------------------------------------------------------
+
+
+def _loading(case: _Case) -> Diagnosis | None:
+    """Only of a function that builds the model: later, memory may have run out for another reason."""
+    if case.begun or not _BUILDING.search(case.failure) or case.spec.world_size < 2:
+        return None
+    return Diagnosis(
+        cause=Cause.LOADING,
+        sentence=f"Memory ran out before the first step. Each of the {case.spec.world_size} ranks built the whole model, "
+        "with its values, before it was sharded.",
+        cure="Give the folder of the weights as `model`: each rank then reads its own shards, by range. In a script: build "
+        "the model on the meta device, shard it, and load each rank's part (torch.distributed.checkpoint).",
+    )
+
+
+def _adapters(case: _Case) -> Diagnosis | None:
+    """What LoRA saves is the gradients and the optimizer state of the parameters that are frozen."""
+    m = case.memory
+    if m is None or not isinstance(case.spec, Spec) or case.spec.workload.adapters is None or m.host_bytes:
+        return None
+    whole = m.parameters_bytes * (1 + _optimizer_sizes(case.spec))
+    saved = max(0, whole - m.gradients_bytes - m.optimizer_bytes)
+    share, activations = saved / (m.peak_bytes + saved), m.at_peak.activations_bytes
+    recomputes = case.spec.strategy.recompute != "none"
+    if share >= ADAPTERS_SAVE or activations < ACTIVATIONS_SHARE * m.peak_bytes or recomputes:
+        return None
+    return Diagnosis(
+        cause=Cause.ADAPTERS,
+        sentence=f"LoRA saves little here: {size(saved)} of gradients and optimizer state, {share:.0%} of what the peak "
+        f"would be. {size(activations)} of the peak of {size(m.peak_bytes)} are activations, which the frozen model needs, "
+        "too.",
+        cure="Recompute activations in the backward, or take a smaller micro-batch or shorter sequences.",
+        changes={"recompute": "full"},
+    )
+
+
+def _optimizer_sizes(spec: Spec) -> int:
+    """Sizes of the parameters that the optimizer's state takes, roughly."""
+    return 2 if "adam" in spec.workload.optimizer.lower() else 1 if spec.workload.optimizer_args else 0
+
+
+def _accumulation(case: _Case) -> Diagnosis | None:
+    if case.shard_factor < 2 or (m := case.memory) is None:
+        return None
+    if case.strategy is not None:
+        if case.strategy.shards_optimizer_only or not isinstance(case.spec, Spec) or case.spec.sync_interval < 2:
+            return None
+        held = m.at_peak.gradients_bytes
+    else:
+        held = max((e.gradients_bytes for e in _forwards(case)), default=0)
+    whole = case.model_bytes
+    if not whole or held < WHOLE * whole:
+        return None
+    shard = whole // case.shard_factor
+    return Diagnosis(
+        cause=Cause.ACCUMULATION,
+        sentence=f"Each rank holds whole gradients, {size(held)} where its shard is {size(shard)}: they are not reduced "
+        "until the last micro-batch of a step.",
+        cure="Reduce them after every micro-batch: sync=\"every\", or without no_sync() and "
+        "set_requires_gradient_sync(False). It sends more, and each rank keeps its shard only.",
+        changes={"sync": "every"} if case.strategy is not None else {},
+    )  # fmt: skip
+
+
+def _forwards(case: _Case) -> Iterator[Any]:
+    """What was held in the forwards of ledger steps, in which gradients are those of earlier micro-batches."""
+    for step in case.steps:
+        for e in step.events:
+            yield from (sample.classes for sample in e.memory_curve if sample.phase == "forward")
+
+
+def _batches(case: _Case) -> Diagnosis | None:
+    if UNEQUAL_BATCHES not in case.failure:
+        return None
+    return Diagnosis(
+        cause=Cause.BATCHES,
+        sentence=f"{_sentence(case.failure)} Those that go on wait for collectives which the others never issue.",
+        cure="Let all ranks make as many steps: a DistributedSampler with drop_last=True, or before each step agree whether "
+        "every rank has a batch (an all-reduce of a flag).",
+    )
+
+
+def _generation(case: _Case) -> Diagnosis | None:
+    if FORWARD_ALONE not in case.failure:
+        return None
+    return Diagnosis(
+        cause=Cause.GENERATION,
+        sentence=f"{_sentence(case.failure)} A sharded model gathers its parameters in each forward, for which all ranks "
+        "are needed.",
+        cure="Let every rank run it, with as many forwards: generate(..., synced_gpus=True), the same prompt lengths and "
+        "numbers of new tokens, and print on rank 0 alone. Or gather the parameters first, on all ranks.",
+    )
+
+
+def _sentence(failure: str) -> str:
+    """The cause in a failure, before what the ranks wait for."""
+    text = failure.partition(";")[0]
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _replica_sent_bytes(spec: Trained, model_bytes: int) -> float:
+    """What a rank sends a step where each holds a replica: an all-reduce of all gradients, 2 (n - 1) / n of them (arXiv
+    2304.11277, section 3.2.2). 0 where parameters are frozen, or nothing is known of the model."""
+    if isinstance(spec, Spec) and (spec.workload.freeze or spec.workload.lora is not None):
+        return 0.0
+    return 2 * (spec.world_size - 1) / spec.world_size * model_bytes
+
+
+def _communication(case: _Case) -> Diagnosis | None:
+    """Not named where replicas would send as much: then sharding is not the cause. What a loop trains is not known."""
+    counted = case.counted
+    if case.shard_factor < 2 or len(counted) < LEAST_STEPS:
+        return None
+    ranks = range(case.spec.world_size)
+    share = min(case.median_of(lambda e: e.exposed_comm_s / e.step_time_s, rank) for rank in ranks)
+    newest = counted[-1].events[0]
+    sent, calls = sum(t.link_bytes for t in newest.comm.values()), sum(t.calls for t in newest.comm.values())
+    if not share >= WAITING_SHARE or sent < LEAST_SENT_BYTES:  # also where it is not known
+        return None
+    replica_sent = _replica_sent_bytes(case.spec, case.model_bytes)
+    if isinstance(case.spec, Spec) and sent < SENDS_MORE * replica_sent:
+        return None
+    sentence = (f"Computing waits for collectives {share:.0%} of each step: a rank sends {size(sent)} a step, in {calls} "
+                f"collectives of {size(sent / max(1, calls))}.")  # fmt: skip
+    if replica_sent:
+        sentence += f" With a replica on each rank it would be {size(replica_sent)}."
+    cure, changes = _less_communication(case)
+    return Diagnosis(cause=Cause.COMMUNICATION, sentence=sentence, cure=cure, changes=changes)
+
+
+def _less_communication(case: _Case) -> tuple[str, dict[str, Any]]:
+    memory, spec = case.memory, case.spec
+    more = "a larger micro-batch computes more with each gather, and hybrid sharding keeps gathers on one host"
+    if not isinstance(spec, Spec):
+        return f"If a replica fits, DDP sends less; {more}.", {}
+    replica: dict[str, Any] = {"sharding": "no_shard"}
+    if spec.validate(**replica) is not None:
+        replica["backend"] = "ddp"
+    if memory is not None and memory.limit_bytes and spec.validate(**replica) is None:
+        shards = memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes + memory.host_bytes
+        needed = memory.peak_bytes + (case.shard_factor - 1) * shards
+        if needed < ROOM * memory.limit_bytes:
+            return (
+                f"A replica fits, about {size(needed)} of {size(memory.limit_bytes)}: do not shard. Else {more}.",
+                replica,
+            )
+    return f"{more[:1].upper()}{more[1:]}.", {"micro_batch": 4 * spec.workload.micro_batch}
+
+
+def _offload(case: _Case) -> Diagnosis | None:
+    m = case.steps[-1].events[0].memory if case.steps else None
+    s = case.strategy
+    if s is None or m is None or s.offload == "none" or not m.limit_bytes or len(case.counted) < LEAST_STEPS:
+        return None
+    needed = m.peak_bytes + m.host_bytes
+    share = median([_host_share(e) for step in case.steps for e in step.events if e.spans] or [0.0])
+    if needed > ROOM * m.limit_bytes or share < OFFLOAD_SHARE:
+        return None
+    return Diagnosis(
+        cause=Cause.OFFLOAD,
+        sentence=f"Offload takes time and is not needed: {share:.0%} of a step are copies between host and device and the "
+        f"optimizer on the host, and all of it would take {size(needed)} of the device's {size(m.limit_bytes)}.",
+        cure='Switch it off; or keep parameters on the device with offload="optimizer"; or make steps longer by a larger '
+        "micro-batch.",
+        changes={"offload": "none"},
+    )
+
+
+def _host_share(e: StepEvent) -> float:
+    """The share of a traced step in which the host copies or updates."""
+    host_s = sum(s.seconds for s in e.spans if s.track is Track.HOST_COPY or s.name == "optimizer")
+    return host_s / e.step_time_s if e.step_time_s else 0.0
+
+
+def _compilation(case: _Case) -> Diagnosis | None:
+    again = [e for step in case.steps for e in step.events if e.recompiled]
+    steps = sorted({e.step for e in again})
+    if len(steps) < RECOMPILED_STEPS:
+        return None
+    guard = next((reason for e in reversed(again) for reason in reversed(e.recompiled) if reason), "")
+    because = f" The last guard that failed: {guard}." if guard else ""
+    return Diagnosis(
+        cause=Cause.COMPILATION,
+        sentence=f"torch.compile compiled again in {plural(len(steps), 'step')}, last in step {steps[-1]}.{because}",
+        cure="Keep what changes from step to step in tensors, not in Python numbers or shapes (pad batches to one length); "
+        "or do not compile.",
+        changes={"compile": False} if case.strategy is not None else {},
+    )
+
+
+def _replicas(case: _Case) -> Diagnosis | None:
+    updated = [s for s in case.steps if not any(e.skipped for e in s.events)]
+    copies = case.spec.world_size // max(1, case.shard_factor)
+    if copies < 2 or len(updated) < UNSYNCHRONISED_STEPS or case.strategy is not None:
+        return None
+    if any(set(e.comm) - _IN_A_SHARD_GROUP or math.isnan(e.exposed_comm_s) for s in updated for e in s.events):
+        return None
+    return Diagnosis(
+        cause=Cause.REPLICAS,
+        sentence=f"{copies} copies of the parameters are trained apart: in {plural(len(updated), 'step')} nothing was "
+        "reduced between them, so each learns from its own batches alone.",
+        cure="Give FSDP the whole two-dimensional mesh (replicas x shards), not its shard dimension; with FSDP1 always give "
+        "a device_mesh. For plain replicas use DDP.",
+    )
+
+
+def _checkpoint(case: _Case) -> Diagnosis | None:
+    if WRAPPED_NAMES not in case.failure:
+        return None
+    text = case.failure[case.failure.index(WRAPPED_NAMES) :].partition(";")[0]
+    return Diagnosis(
+        cause=Cause.CHECKPOINT,
+        sentence=f"The weights do not fit the model: {text}.",
+        cure="Save from the inner module, or take the prefix off: fsdp_lab.unwrap_names(folder, to).",
+    )
+
+
+_FINDERS: tuple[Callable[[_Case], Diagnosis | None], ...] = (
+    _loading, _checkpoint, _batches, _generation, _replicas, _accumulation, _adapters, _communication, _offload,
+    _compilation,
+)  # fmt: skip

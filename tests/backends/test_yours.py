@@ -1,0 +1,206 @@
+"""Backend "yours": right engines train as FSDP2 does, bit for bit, and each mistake is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_lab.backends import build, fill
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.spec import Spec, Strategy
+from fsdp_lab.models import Batches, resolve
+from fsdp_lab.rank.trainer import checksum, squared_norm
+from tests import your_engines
+from tests.backends import train
+from tests.engine.parity import MODELS, Outcomes, assert_equal, plan
+from tests.pool import Place, Pool, RankError
+from tests.your_engines import RIGHT, WRONG
+
+SMALL = {"model_type": "gpt2", "n_layer": 3, "n_embd": 36, "n_head": 4, "vocab_size": 384, "n_positions": 32}
+
+
+def spec(engine: type | None, sharding: str, world_size: int = 2, **changes: Any) -> Spec:
+    base = Spec(world_size=world_size).replace(model=SMALL, seq_len=32, micro_batch=2, lr=0.01, optimizer="sgd")
+    if engine is None:
+        return base.replace(backend="fsdp2", **changes)
+    return base.replace(backend="yours", engine=f"tests.your_engines:{engine.__name__}", sharding=sharding, **changes)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_engine_is_equal_to_fsdp2_bit_for_bit(outcomes: Outcomes, name: str) -> None:
+    yours, theirs = outcomes.of(plan((spec(*RIGHT[name]), 3)), plan((spec(None, ""), 3)))
+    assert_equal(yours, theirs)
+
+
+def test_micro_batches_that_do_not_communicate(outcomes: Outcomes) -> None:
+    changes: dict[str, Any] = {"accumulate": 3, "sync": "last"}
+    yours = plan((spec(your_engines.Overlapped, "full_shard", **changes), 2))
+    found, theirs = outcomes.of(yours, plan((spec(None, "", **changes), 2)))
+    assert_equal(found, theirs)
+
+
+def test_a_step_is_inspected_with_accumulation(outcomes: Outcomes) -> None:
+    for name in ("data parallel", "ZeRO-1", "full"):
+        found, theirs = outcomes.of(
+            *(plan((s, 2)) for s in (spec(*RIGHT[name], accumulate=2), spec(None, "", accumulate=2)))
+        )
+        assert_equal(found, theirs)
+
+
+@pytest.mark.parametrize("changes", [{"wrap": "whole"}, {"wrap": "every:2"}, {"recompute": "full"}], ids=str)
+def test_other_units(outcomes: Outcomes, changes: dict[str, Any]) -> None:
+    yours, theirs = outcomes.of(
+        plan((spec(your_engines.Overlapped, "full_shard", **changes), 2)), plan((spec(None, ""), 2))
+    )
+    assert_equal(yours, theirs)
+
+
+def test_a_live_training_moves_into_an_engine_and_out_again(outcomes: Outcomes) -> None:
+    adam = {"optimizer": "adamw"}
+    yours = plan((spec(None, "", **adam), 1), (spec(your_engines.FullyShard, "full_shard", **adam), 1),
+                 (spec(your_engines.DataParallel, "no_shard", **adam), 1), (spec(None, "", **adam), 1))  # fmt: skip
+    found, theirs = outcomes.of(yours, plan((spec(None, "", **adam), 4)))
+    assert_equal(found, theirs)
+
+
+class CalledTwice(nn.Module):
+    """Its first block computes twice, and a parameter of the second is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.blocks[1].bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.blocks
+        found: Tensor = first(torch.tanh(second(torch.tanh(first(x)))))
+        return found
+
+
+class ValuesOf:
+    """Of a module, to fill a backend with."""
+
+    buffers = ()
+
+    def __init__(self, module: nn.Module) -> None:
+        self._values = {name: p.detach().reshape(-1) for name, p in module.named_parameters()}
+
+    def read_into(self, name: str, start: int, target: Tensor) -> None:
+        target.copy_(self._values[name][start : start + target.numel()])
+
+
+def twice(place: Place, wanted: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parameters after three steps, and those of a plain module that has seen the samples of all ranks."""
+    of = Spec.from_dict(wanted)
+    torch.manual_seed(1)
+    plain, inputs = CalledTwice(), torch.randn(3, place.world_size, 4, 8)
+    with torch.device("meta"):
+        skeleton = CalledTwice()
+    backend = build(skeleton, of, place.info.device)
+    fill(backend, ValuesOf(plain))
+    optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=of.workload.lr)
+    for step in range(3):
+        backend.begin_step(step)
+        with backend.micro_batch(communicate=True):
+            backend.module(inputs[step, place.rank]).square().mean().backward()
+        plain(inputs[step].flatten(0, 1)).square().mean().backward()
+        for one in (backend.optimizer, optimizer):
+            one.step()
+            one.zero_grad()
+    return ({n: t.numpy() for n, t in train.whole(backend).items()},
+            {n: p.detach().numpy() for n, p in plain.named_parameters()})  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["data parallel", "ZeRO-1", "full", "overlapped"])
+def test_a_unit_that_computes_twice_and_a_frozen_parameter(pool: Pool, name: str) -> None:
+    own = {part: f"tests.own_module:{name}" for part, name in (("model", "Net"), ("loss", "loss"), ("data", "Samples"))}
+    engine, sharding = RIGHT[name]
+    wanted = Spec(world_size=2).replace(**own, optimizer="sgd", lr=0.1, weight_decay=0.0, backend="yours", sharding=sharding,
+                                        engine=f"tests.your_engines:{engine.__name__}")  # fmt: skip
+    for found, plain in pool.run(twice, 2, wanted.to_dict()):
+        assert found.keys() == plain.keys()
+        for key in found:
+            assert found[key] == pytest.approx(plain[key], abs=1e-6), key
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_an_engine_that_wraps_a_module_is_equal_to_fsdp2(outcomes: Outcomes, optimizer: str) -> None:
+    """With the interface of Stanford's CS336; norms are replicated."""
+    changes: dict[str, Any] = {"model": MODELS["llama tied"], "optimizer": optimizer}
+    yours = plan((spec(your_engines.Cs336, "full_shard", **changes), 3))
+    found, theirs = outcomes.of(yours, plan((spec(None, "", **changes), 3)))
+    assert_equal(found, theirs)
+
+
+@pytest.mark.parametrize(("changes", "text"), [({"sharding": "no_shard"}, "decides itself what it frees"),
+                                               ({"accumulate": 2}, "which micro-batch is the last")])  # fmt: skip
+def test_what_it_is_not_asked_for_is_refused(pool: Pool, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(RankError, match=text):
+        pool.run(trained, 2, spec(your_engines.Cs336, "full_shard").replace(**changes).to_dict())
+
+
+def norm_and_checksum(place: Place, wanted: dict[str, Any]) -> tuple[float, int]:
+    of = Spec.from_dict(wanted)
+    backend = train.start(place, of)
+    batches = Batches(of.workload, resolve(of.workload.model), rank=place.rank, world_size=place.world_size)
+    with backend.micro_batch(communicate=True):
+        backend.loss(batches.batch(0, 0)).backward()
+    squared = squared_norm(backend.counted_gradients(), place.info.device)
+    return float(squared) / backend.replicas, checksum(backend)
+
+
+def test_what_is_replicated_counts_once(pool: Pool) -> None:
+    """In the norm of gradients, and in the checksum of the parameters."""
+    specs = [spec(engine, "full_shard", model=MODELS["llama tied"]).to_dict() for engine in (your_engines.Cs336, None)]
+    yours, theirs = ([*zip(*pool.run(norm_and_checksum, 2, s), strict=True)] for s in specs)
+    assert sum(yours[0]) == pytest.approx(sum(theirs[0]), rel=1e-6)
+    assert sum(yours[1]) % (1 << 64) == sum(theirs[1]) % (1 << 64)
+
+
+def trained(place: Place, wanted: dict[str, Any]) -> None:
+    of = Spec.from_dict(wanted)
+    backend = train.start(place, of)
+    for step in range(2):
+        backend.begin_step(step)
+        train.steps(place, of, backend, step, 1)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_is_named(pool: Pool, name: str) -> None:
+    engine, sharding, text = WRONG[name]
+    with pytest.raises(RankError, match=rf"strategy\.engine: {name}\b.*{text}"):
+        pool.run(trained, 2, spec(engine, sharding, model=MODELS["llama tied"]).to_dict())
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_engine_passes_the_inspection(pool: Pool, name: str) -> None:
+    """On three ranks, where parts have padding."""
+    pool.run(trained, 3, spec(*RIGHT[name], world_size=3).to_dict())
+
+
+@pytest.mark.parametrize(("changes", "text"), [
+    ({"sharding": "hybrid_shard"}, "one group, that of all ranks"),
+    ({"precision": "bf16"}, "trains in fp32"),
+    ({"offload": "all"}, "keeps everything on the device"),
+    ({"compile": True}, "hooks"),
+    ({"backward_prefetch": 2}, "one unit ahead"),
+    ({"freeze": ["*.bias"]}, "all trained"),
+    ({"engine": None}, "a class of your own, and there is none"),
+    ({"engine": your_engines.Zero1}, "a Spec holds what JSON can"),
+], ids=str)  # fmt: skip
+def test_what_an_engine_cannot_do_is_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        spec(your_engines.FullyShard, "full_shard", world_size=4).replace(**changes)
+
+
+def test_other_backends_do_not_look_at_it() -> None:
+    """So that one can switch from it and back; their ids do not change with it."""
+    plain = Spec()
+    assert plain.replace(engine="tests.your_engines:Zero1").id == plain.id
+    yours = plain.replace(engine="tests.your_engines:FullyShard", backend="yours")
+    assert yours.id != yours.replace(engine="tests.your_engines:Overlapped").id
+    assert Spec.from_json(yours.to_json()) == yours
+    assert Strategy().engine is None

@@ -1,0 +1,168 @@
+"""The live view in a page that is not JupyterLab's: sandboxed frames, no network, buffers as front ends hand them over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser
+
+from tests.browser.jupyter import LIMIT_S
+from tests.dashboard.test_live import Stage
+from tests.front_ends.plain_page import PlainPage
+
+pytestmark = pytest.mark.slow
+
+READY = "() => document.querySelector('.fsdp-live[data-ready]') !== null"
+DARK = "background: #1e1e1e; color: #cccccc"
+
+
+def painted(steps: int) -> str:
+    return f"""() => window.Bokeh.documents.flatMap((d) => [...d.all_models])
+        .findLast((m) => m.name === 'loss.steps')?.get_length() === {steps}"""
+
+
+class Hosted:
+    """A view of this process in a page: messages are passed on one by one."""
+
+    def __init__(self, browser: Browser, stage: Stage, first: str = "", **page: Any) -> None:
+        """first: JavaScript that the page runs before it has the widget."""
+        self.stage = stage
+        self.context = browser.new_context(viewport={"width": 1000, "height": 1700})
+        self.context.set_default_timeout(LIMIT_S * 1e3)
+        self.page = PlainPage(self.context, self._told, **page)
+        self._passed = len(stage.sent)
+        self._busy: list[dict[str, Any]] | None = None  # what the page has told a kernel that runs a cell
+        if first:
+            self.page.frames[0].evaluate(first)
+        self.page.begin(stage.view.get_state())
+
+    def busy(self) -> None:
+        self._busy = []
+
+    def free(self) -> None:
+        told, self._busy = self._busy or [], None
+        for content in told:
+            self._told(content)
+
+    def _told(self, content: dict[str, Any]) -> None:
+        if self._busy is not None:
+            self._busy.append(content)
+            return
+        self.stage.view._on_message(self.stage.view, content, [])
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        while self._passed < len(self.stage.sent):
+            content, buffers = self.stage.sent[self._passed]
+            self._passed += 1
+            self.page.deliver(content, buffers)
+
+    def wait(self, until: str, meanwhile: Callable[[], object] = lambda: None) -> None:
+        self.page.wait(until, LIMIT_S, meanwhile)
+
+    def train(self, steps: int) -> None:
+        self.stage.train(steps)
+        self.wait(painted(self.stage.step), lambda: (self.stage.view.flush(), self.pass_on()))
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    stage = Stage(monkeypatch)
+    stage.train(3)
+    stage.view.prepare()
+    return stage
+
+
+def test_a_page_that_drops_buffers_gets_text(stage: Stage, browser: Browser):
+    hosted = Hosted(browser, stage, how="none")
+    try:
+        hosted.wait(READY)
+        hosted.train(4)
+        assert hosted.page.wrong == []
+        assert all("base64" in content and not buffers for content, buffers in stage.sent if content["kind"] == "tick")
+    finally:
+        hosted.context.close()
+
+
+def test_two_outputs_in_frames_of_their_own(stage: Stage, browser: Browser):
+    """As in Colab: neither sees the other's BokehJS, and both draw all."""
+    hosted = Hosted(browser, stage, frames=2, how="memory")
+    try:
+        hosted.wait(READY)
+        assert stage.view.views == 2
+        hosted.train(4)
+        assert hosted.page.wrong == []
+        assert not any("base64" in content for content, _ in stage.sent), "text only where buffers are dropped"
+    finally:
+        hosted.context.close()
+
+
+@pytest.mark.parametrize(("name", "style", "how"), [("light", "background: #ffffff", "view"), ("dark", DARK, "bytes")])
+def test_a_page_without_jupyters_colours(name: str, style: str, how: str, stage: Stage, browser: Browser,
+                                         picture: Callable[[str], Path]):  # fmt: skip
+    hosted = Hosted(browser, stage, style=style, how=how)
+    try:
+        hosted.wait(READY)
+        hosted.train(30)
+        (frame,) = hosted.page.frames
+        contrast = frame.evaluate("""() => {
+            const light = (c) => { const [r, g, b] = c.match(/[\\d.]+/g).map(Number); return (r + g + b) / 765 };
+            const card = document.querySelector('.fsdp-card');
+            const ink = getComputedStyle(card.querySelector('h3')).color;
+            return light(ink) - light(getComputedStyle(card).backgroundColor) }""")
+        assert contrast > 0.6 if name == "dark" else contrast < -0.6
+        assert frame.evaluate("() => document.querySelector('.fsdp-live').classList.contains('fsdp-dark')") == (
+            name == "dark"
+        )
+        hosted.page.photograph(picture(f"plain-{name}"))
+        assert hosted.page.wrong == []
+    finally:
+        hosted.context.close()
+
+
+def test_another_scene_comes_while_the_first_picture_is_being_drawn(stage: Stage, browser: Browser):
+    """The kernel begins a run as soon as the widget is displayed."""
+    slow_to_draw = """() => {
+        let bokeh, embed;
+        const get = (loaded, name) => name === 'embed' ? embed : name === loaded.version ? bokeh : loaded[name];
+        Object.defineProperty(window, 'Bokeh', { get: () => bokeh, set: (loaded) => {
+            bokeh = new Proxy(loaded, { get });
+            let first = true;
+            embed = { embed_items: async (...given) => {
+                if (first) {
+                    first = false;
+                    window.deliver({ kind: 'remount' }, [], 'view');
+                    await new Promise((resolve) => setTimeout(resolve, 2000));
+                }
+                return loaded.embed.embed_items(...given) } } } }) }"""
+    hosted = Hosted(browser, stage, slow_to_draw)
+    try:
+        (frame,) = hosted.page.frames
+        stage.view.show(stage.scene)
+        hosted.wait(READY)
+        hosted.train(4)
+        assert hosted.page.wrong == []
+        assert frame.evaluate("() => window.Bokeh.documents.length") == 1
+        assert frame.evaluate("() => document.querySelector('.fsdp-live').dataset.scene") == "2"
+    finally:
+        hosted.context.close()
+
+
+def test_a_second_view_waits_for_a_kernel_that_is_busy(stage: Stage, browser: Browser):
+    """It has nothing to draw with, since the first view has taken what came with the widget."""
+    stage.open("first")
+    assert not stage.view.first
+    hosted = Hosted(browser, stage)
+    try:
+        hosted.busy()
+        hosted.wait("() => document.querySelector('.fsdp-banner').innerText.startsWith('No answer from the kernel')")
+        hosted.free()
+        hosted.wait(READY)
+        hosted.train(4)
+        assert hosted.page.wrong == []
+        assert hosted.page.frames[0].evaluate("() => document.querySelector('.fsdp-banner').hidden")
+    finally:
+        hosted.context.close()

@@ -1,0 +1,274 @@
+"""The checks of the course's exercises: each refuses the empty answer and plausible wrong ones with a sentence that names
+the mistake, and takes those of solutions/exercises.py and others. What they look at is of real ranks, and of the planner."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fsdp_lab.core.events import Traffic
+from fsdp_lab.core.loops import WatchedLoop
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.lab import Lab
+from fsdp_lab.planner.questions import Target
+from fsdp_lab.runs import exercises
+from fsdp_lab.runs.exercises import Marked
+from fsdp_lab.runs.recovery import BEGINNING
+from fsdp_lab.runs.steps import EventStore
+from fsdp_lab.runs.watched import WatchedRun
+from tests.lab import events
+
+FILE = Path(__file__).resolve().parents[2] / "notebooks" / "solutions" / "exercises.py"
+SOLUTIONS = SimpleNamespace(**runpy.run_path(str(FILE)))
+SPEC = Spec().replace(model="gpt2-1m", seq_len=64, micro_batch=2)
+BLOCK = "transformer.h.1"
+
+
+def check(marked: Marked, text: str) -> None:
+    """`text`: what a wrong answer is told; "": the answer is right."""
+    assert bool(marked) == (not text), marked
+    assert re.search(text or "^Passed", repr(marked)), marked
+    assert marked.sentence.endswith(".") and not marked.sentence.endswith("..")
+    assert ("✔" in marked._repr_html_()) == marked.passed
+
+
+# -- notebook 01 -----------------------------------------------------------------------------------------------------
+
+
+def switched(lab: Lab, **changes: Any) -> Marked:
+    """One step as it begins, then one after a switch."""
+    run = lab.run(SPEC)
+    while run.step < 1:
+        time.sleep(0.02)
+    begun = run.apply(**changes).wait(60).step if changes else 0
+    while run.step < begun + 1:
+        time.sleep(0.02)
+    run.stop()
+    return exercises.sends_less(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "as when this run began: change a control"),
+        ({"recompute": "full"}, r"100%, and at most 60% .* Most of it is gathered parameters in fp32, of most units"),
+        ({"backend": "ddp", "sharding": "no_shard"}, r"Most of it is gradients, all-reduced, which sends twice"),
+        ({"precision": "bf16"}, r"69%.*Most of it is gradients, reduced, in fp32"),
+        ({"accumulate": 2}, "other work: accumulate is 2 and was 1"),
+        *((changes, "") for changes in SOLUTIONS.SENDS_LESS),
+        ({"precision": "bf16-pure", "backend": "fsdp2"}, ""),
+    ],
+)  # fmt: skip
+def test_a_rank_sends_less(real_lab: Lab, changes: dict[str, Any], text: str) -> None:
+    check(switched(real_lab, **changes), text)
+
+
+def test_nothing_was_started() -> None:
+    check(exercises.sends_less(None), "press Start")
+
+
+# -- notebooks 02 and 03 ---------------------------------------------------------------------------------------------
+
+N = 973_568  # parameters of gpt2-1m
+
+
+def test_traffic_is_predicted(real_lab: Lab) -> None:
+    run = real_lab.run(SPEC, sharding="shard_grad_op", precision="bf16", steps=1).wait(60)
+    right = SOLUTIONS.TRAFFIC
+    for changes, text in (
+        ({}, ""),
+        ({"all_gather": 1.002 * N}, ""),
+        ({"all_gather": ...}, "all-gather: nothing was given"),
+        ({"all_gather": "all"}, "all-gather: 'all' given; give a number"),
+        ({"all_gather": 4 * N}, "fp32 values of the whole model"),
+        ({"all_gather": 2 * N}, "a rank sends its own half"),
+        ({"all_gather": 3_136_768 / 2}, "what full_shard gathers, most units twice"),
+        ({"all_gather": N / 2}, "half of it"),
+        ({"all_gather": 7}, "times what was sent; elements, times bytes each"),
+        ({"reduce_scatter": N}, "reduces them in fp32"),
+        ({"reduce_scatter": 4 * N}, "a rank keeps the half that is its own"),
+        ({"reduce_scatter": 8 * N}, "the whole model twice"),
+        ({"reduce_scatter": None}, "reduce-scatter: nothing was given"),
+    ):
+        check(exercises.predicts_traffic(run, **{**right, **changes}), text)
+
+
+def test_phases_are_put_in_order(real_lab: Lab) -> None:
+    real_lab.run(SPEC, sharding="shard_grad_op", steps=1).wait(60)
+    moments = list(real_lab.slow_motion())
+    for order, text in (
+        (" ".join(SOLUTIONS.ORDER), ""),
+        ("Unshard compute compute reduce reshard", "frees the parameters first"),
+        ("", "Give a list"),
+        ("gather compute", "'gather' is no phase"),
+        ("compute unshard compute reshard reduce", "At place 1 the unit computes, but its parameters are in shards"),
+        ("unshard compute reshard unshard compute reshard reduce", "unshard is there 2 times, and happens 1 time"),
+        ("unshard compute reduce compute reshard", "At place 3 gradients are reduced, but there are none"),
+        ("unshard compute reshard compute reduce", "At place 4 the unit computes"),
+        ("unshard compute unshard compute reshard reduce", "whole already"),
+        ("unshard compute compute reduce", "reshard is there 0 times"),
+        ("unshard compute reshard reduce", "reduced, but there are none before"),
+    ):
+        wanted = "" if "first" in text else text
+        check(exercises.orders_phases(moments, order.split(), unit=BLOCK), wanted)
+        assert not text or text in repr(exercises.orders_phases(moments, order.split(), unit=BLOCK))
+    for nothing in (..., None, [...], "unshard, compute"):
+        check(exercises.orders_phases(moments, nothing, unit=BLOCK), "Give a list")
+
+
+# -- notebook 04 -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "change something in mine"),
+        ({"sharding": "shard_grad_op"}, "more memory. What stays gathered"),
+        ({"forward_prefetch": 2}, "a rank sends 100% of the bytes"),
+        ({"micro_batch": 1}, "other work: micro batch is 1 and was 2"),
+        ({"link": "0.5 GB/s"}, "other work: link is"),
+        *((changes, "") for changes in SOLUTIONS.FASTER),
+        ({"precision": "bf16", "sharding": "shard_grad_op"}, ""),
+    ],
+)
+def test_faster_over_a_slow_link(real_lab: Lab, changes: dict[str, Any], text: str) -> None:
+    # Where times decide, the link is slower, so that cores that others use count less.
+    base = SPEC.replace(link="0.01 GB/s" if text else "0.005 GB/s")
+    sweep = real_lab.compare([base, base.replace(**changes)], steps=5, rounds=1).wait(120)
+    check(exercises.faster_and_no_larger(sweep), text)
+
+
+# -- notebook 05 -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_rank_is_lost_and_no_step(real_lab: Lab) -> None:
+    run = real_lab.run(SPEC, **SOLUTIONS.REPEATS_NOTHING, steps=12, recover=True)
+    while run.step < 2:
+        time.sleep(0.02)
+    real_lab.drill("kill").wait(60)
+    check(exercises.repeats_nothing(run.wait(60)), "")
+    incident = replace(run.incidents[-1], source=BEGINNING, resumed_step=0)
+    for changes, text in (
+        ({}, "from the beginning, so .* were trained again: its shards were nowhere else"),
+        ({"incidents": []}, "inject a fault"),
+        ({"saves": [object()]}, "It wrote 1 checkpoint: leave save out"),
+        ({"incidents": [replace(incident, resumed_step=None)]}, "did not go on: .* Give recover=True"),
+        ({"spec": SPEC.replace(sharding="zero1")}, "its part of the optimizer's state"),
+    ):
+        given = {"incidents": [incident], "saves": [], "spec": SPEC, "reason": "", **changes}
+        check(exercises.repeats_nothing(SimpleNamespace(**given)), text)  # type: ignore[arg-type]
+
+
+# -- notebooks 06 and 09 ---------------------------------------------------------------------------------------------
+
+RENTED = Spec(world_size=8).replace(model="llama-1b", precision="bf16", seq_len=2048, micro_batch=8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "change something in mine"),
+        ({"recompute": "full"}, r"does not fit: .* Most of it is activations, .*: recompute them, or take fewer"),
+        ({"sharding": "no_shard", "recompute": "full", "micro_batch": 1, "accumulate": 8}, "shard over more ranks"),
+        ({"micro_batch": 1}, "A step has 8 samples, and 64 were asked for"),
+        ({"micro_batch": 1, "accumulate": 8}, r"[\d.]+ times that of the fastest. It is bound by communication"),
+        ({"seq_len": 512}, "other work: seq len is 512 and was 2048"),
+        ({"precision": "bf16-pure"}, "other work: precision is"),
+        (SOLUTIONS.FITS, ""),
+        ({"backend": "fsdp2", "sharding": "shard_grad_op", "recompute": "full", "micro_batch": 4, "accumulate": 2}, ""),
+        ({"recompute": "full", "micro_batch": 4, "accumulate": 2, "sync": "last"}, ""),
+    ],
+)  # fmt: skip
+def test_it_fits_and_is_fastest(changes: dict[str, Any], text: str) -> None:
+    check(exercises.fits_and_is_fastest(RENTED, RENTED.replace(**changes), Target(hardware="l4")), text)
+
+
+HOSTS = Spec(world_size=32).replace(model="llama-13b", precision="bf16", seq_len=4096, micro_batch=1, recompute="full")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "change something in mine"),
+        ({"sharding": "shard_grad_op"}, "32 ranks share one copy, and a host has 8: all-gathers cross"),
+        ({"sharding": "hybrid_shard", "shard_size": 16}, "16 ranks share one copy, and a host has 8"),
+        ({"sharding": "hybrid_shard", "shard_size": 2}, "does not fit: .* 2 ranks share one copy"),
+        ({"sharding": "no_shard"}, "does not fit: .* every rank holds a whole copy"),
+        ({"world_size": 8}, "other work: world size is 8 and was 32"),
+        (SOLUTIONS.INSIDE_HOSTS, ""),
+        ({"sharding": "hybrid_shard_zero2", "shard_size": 8}, ""),
+        ({"sharding": "hybrid_shard", "shard_size": 4}, ""),
+    ],
+)
+def test_gathers_stay_inside_hosts(changes: dict[str, Any], text: str) -> None:
+    target = Target(hardware="a100-80", hosts=4, network_gbit_per_s=100)
+    check(exercises.gathers_inside_hosts(HOSTS, HOSTS.replace(**changes), target), text)
+
+
+def test_what_is_no_spec_is_said() -> None:
+    for given in (..., None, {"sharding": "zero1"}):
+        check(exercises.fits_and_is_fastest(RENTED, given, Target(hardware="l4")), "not a Spec yet")
+        check(exercises.gathers_inside_hosts(HOSTS, given, Target(hardware="h100", hosts=4)), "not a Spec yet")
+
+
+# -- notebooks 07 and 08 ---------------------------------------------------------------------------------------------
+
+REST = SOLUTIONS.FREEZE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "Everything is trained"),
+        ({"freeze": ["transformer.h.*"]}, "and it is frozen too"),
+        ({"freeze": REST[1:]}, r"transformer\.h\.0 is trained as well"),
+        ({"freeze": REST[:1]}, r"embeddings \(wte, wpe\) or the last norm"),
+        ({"lora": {"r": 4}}, "These are adapters"),
+        ({"freeze": REST}, ""),
+        ({"freeze": ["transformer.h.0.*", "transformer.h.1.*", "transformer.h.2.*", "*.wte.*", "*.wpe.*", "*ln_f*"]}, ""),
+    ],
+)  # fmt: skip
+def test_the_last_block_alone_is_trained(real_lab: Lab, changes: dict[str, Any], text: str) -> None:
+    check(exercises.trains_last_block(real_lab.run(SPEC, steps=1, **changes).wait(60)), text)
+
+
+LOOP = WatchedLoop(model="Net", backend="fsdp2", sharding="full_shard", shard_size=2, parameters=100, units=3,
+                   optimizer="AdamW", precision="fp32", offload="none", world_size=2, device="cpu")  # fmt: skip
+
+
+def watched(flops: int, reductions: int) -> Any:
+    """What a loop of these FLOPs and reductions a step has told; notebook 08 runs real ones (tests/notebooks)."""
+    comm: Mapping[str, Traffic] = {"all_gather": Traffic(calls=7)}
+    if reductions:
+        comm = {**comm, "reduce_scatter": Traffic(calls=reductions)}
+    store = EventStore()
+    store.add(events.steps(0, flops=flops, comm=comm))
+    return SimpleNamespace(spec=LOOP, events=store)
+
+
+def test_a_loop_accumulates_and_reduces_once() -> None:
+    one: WatchedRun = watched(100, 4)
+    for second, text in (
+        (watched(400, 4), ""),
+        (one, "no second loop yet"),
+        (None, "no second loop yet"),
+        (watched(100, 4), "computes as much as one of the loop before, and 4"),
+        (watched(200, 8), "computes 2 times as much"),
+        (watched(400, 16), "Gradients are reduced 16 times a step, and 4 are enough"),
+        (watched(400, 0), "never reduced, so each rank trains on its own"),
+    ):
+        check(exercises.accumulates(one, second), text)
+    own = SimpleNamespace(spec=SPEC, events=one.events)
+    check(exercises.accumulates(one, own), "a run of the lab's own")  # type: ignore[arg-type]
