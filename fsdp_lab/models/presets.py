@@ -14,6 +14,7 @@ names presets that take it.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -46,6 +47,11 @@ def closest(name: str, count: int = 3) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*alike, *(family if not alike else [])]))[:count] or tuple(small[:count])
 
 
+def key_of(model: str | Mapping[str, Any]) -> str:
+    """A text by which a model is known: the name of a preset, or a config as JSON."""
+    return model if isinstance(model, str) else json.dumps(model, sort_keys=True, default=dict)
+
+
 # -- one function per family, with the numbers in which its models differ ---------------------------------------------
 
 
@@ -55,6 +61,14 @@ def gpt2_config(width: int, layers: int, heads: int, positions: int = 1024,
         "model_type": "gpt2", "vocab_size": vocabulary, "n_embd": width, "n_layer": layers, "n_head": heads,
         "n_positions": positions, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": None,
     }  # fmt: skip
+
+
+# Width, layers and positions of the models that a calibration trains, on CPUs and on GPUs.
+TIMED = ((32, 6, 128), (32, 2, 128), (256, 2, 128), (256, 4, 128), (2048, 2, 512), (2048, 4, 512))
+
+
+def timed_config(width: int, layers: int, positions: int) -> dict[str, Any]:
+    return gpt2_config(width, layers, max(2, width // 64), positions)
 
 
 def _llama(width: int, layers: int, heads: int, kv_heads: int, inner: int, *,

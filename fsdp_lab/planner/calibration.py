@@ -41,7 +41,7 @@ from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.hardware import gpu_of_device
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import BACKENDS, Spec
-from fsdp_lab.models.presets import gpt2_config
+from fsdp_lab.models.presets import timed_config
 from fsdp_lab.planner.costs import PASSES, link_bytes
 from fsdp_lab.planner.devices import PUBLISHED, Curve, Device, HostOverhead, Machine, MeasuredCurves, Rates, machine
 from fsdp_lab.planner.shapes import shape_for
@@ -75,24 +75,20 @@ def references(
         sharding = {"sharding": "no_shard"} if backend == "ddp" else {"sharding": "full_shard"} | inside
         small = start.replace(backend=backend, micro_batch=1, seq_len=16, **sharding)
         found += [
-            Reference(role="deep", spec=small.replace(model=_gpt2(32, 6))),
-            Reference(role="shallow", spec=small.replace(model=_gpt2(32, 2))),
+            Reference(role="deep", spec=small.replace(model=timed_config(32, 6, 128))),
+            Reference(role="shallow", spec=small.replace(model=timed_config(32, 2, 128))),
         ]
         if backend != "ddp":  # DDP has no units
-            found.append(Reference(role="whole", spec=small.replace(model=_gpt2(32, 6), wrap="whole")))
-    plain = start.replace(model=_gpt2(width, 2, seq_len), sharding="no_shard", micro_batch=4, seq_len=seq_len)
+            found.append(Reference(role="whole", spec=small.replace(model=timed_config(32, 6, 128), wrap="whole")))
+    plain = start.replace(model=timed_config(width, 2, seq_len), sharding="no_shard", micro_batch=4, seq_len=seq_len)
     if ranks > 1:
-        overlap = start.replace(model=_gpt2(width, 4, seq_len), micro_batch=2, seq_len=seq_len // 2)
+        overlap = start.replace(model=timed_config(width, 4, seq_len), micro_batch=2, seq_len=seq_len // 2)
         found += [Reference(role="overlap", spec=overlap.replace(backend=b)) for b in ("lab", *AHEAD)]
     # fp16's steps wait for the scale of the loss; its computing is as in bf16.
     found += [Reference(role="traffic", spec=plain.replace(precision=dtype)) for dtype in dtypes if dtype != "fp16"]
-    few = plain.replace(model=_gpt2(width, 4, seq_len), micro_batch=2, seq_len=seq_len // 2)
+    few = plain.replace(model=timed_config(width, 4, seq_len), micro_batch=2, seq_len=seq_len // 2)
     found.append(Reference(role="weights", spec=few.replace(accumulate=4, sync="last") if ranks > 1 else few))
     return found
-
-
-def _gpt2(width: int, layers: int, positions: int = 128) -> dict[str, Any]:
-    return gpt2_config(width, layers, max(2, width // 64), positions)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,9 @@ import pytest
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.model_shape import ALLOCATED, ARRIVED, FREED, MADE, ModelShape
 from fsdp_lab.models import PRESETS, count_flops, resolve
-from fsdp_lab.planner.shapes import recorded, shape_for
+from fsdp_lab.models.presets import key_of
+from fsdp_lab.planner.calibration import references
+from fsdp_lab.planner.shapes import _preset_jsons, recorded, shape_for
 from fsdp_lab.planner.shapes.recorded import shape_of
 from fsdp_lab.planner.shapes.tape import size_of
 from tests.covering import tiered
@@ -28,6 +30,15 @@ def test_a_preset_s_shape_has_its_parameters(name: str) -> None:
 def test_the_file_says_what_a_recording_says(name: str) -> None:
     assert shape_for(name) == shape_of(name)
     assert ModelShape.from_dict(shape_for(name).to_dict()) == shape_for(name)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_so_are_the_models_of_a_calibration(device: str) -> None:
+    """Else a kernel would record them while its user waits."""
+    models = [r.spec.workload.model for ranks in (1, 2) for r in references(ranks, ["bf16"], [device] * ranks)]
+    assert {key_of(model) for model in models} <= _preset_jsons().keys()
+    if device == "cpu":
+        assert shape_for(models[0]) == shape_of(models[0])
 
 
 @pytest.mark.parametrize("name", ["gpt2-124m", "llama-1b", "bert-110m", "t5-60m", "vit-1m"])

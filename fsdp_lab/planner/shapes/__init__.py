@@ -17,6 +17,7 @@ from fsdp_lab.core.lora import Lora
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import Strategy
 from fsdp_lab.core.workload import CODE_FIELDS, Workload
+from fsdp_lab.models.presets import key_of
 from fsdp_lab.planner.shapes.rewrapping import rewrapped
 
 
@@ -51,21 +52,21 @@ def _own(own: _Own, wrap: str) -> ModelShape:
 
 def shape_for(model: str | Mapping[str, Any], wrap: str = "block", frozen: tuple[str, ...] | None = None,
               lora: Lora | None = None, dropout: str = "off") -> ModelShape:  # fmt: skip
-    """A model in the units of a `Strategy.wrap`. Presets take milliseconds if the wrap is "block", "every:K" or "whole",
-    nothing is frozen, nothing added (`Workload.freeze`, `lora`), and dropout is off; the rest takes seconds, and torch.
+    """A model in the units of a `Strategy.wrap`. Presets and the models of a calibration take milliseconds if the wrap is
+    "block", "every:K" or "whole", nothing is frozen, nothing added (`Workload.freeze`, `lora`), and dropout is off; the rest
+    takes seconds, and torch.
 
     Raises:
         SpecError: no such model, or no module to wrap.
     """
-    if isinstance(model, str):
-        if (
-            model in _preset_jsons()
-            and (frozen, lora, dropout) == (None, None, "off")
-            and not wrap.startswith(("class:", "min_params:"))
-        ):
-            return _preset(model, wrap)
-        return _recorded(model, wrap, frozen, lora, dropout, is_json=False)
-    return _recorded(json.dumps(model, sort_keys=True, default=dict), wrap, frozen, lora, dropout, is_json=True)
+    key = key_of(model)
+    if (
+        key in _preset_jsons()
+        and (frozen, lora, dropout) == (None, None, "off")
+        and not wrap.startswith(("class:", "min_params:"))
+    ):
+        return _preset(key, wrap)
+    return _recorded(key, wrap, frozen, lora, dropout, is_json=not isinstance(model, str))
 
 
 @lru_cache(maxsize=64)
@@ -80,15 +81,15 @@ def _recorded(model: str, wrap: str, frozen: tuple[str, ...] | None, lora: Lora 
 
 
 @lru_cache(maxsize=64)
-def _preset(name: str, wrap: str) -> ModelShape:
+def _preset(key: str, wrap: str) -> ModelShape:
     if wrap != "block":
-        return rewrapped(_preset(name, "block"), wrap)
-    return ModelShape.from_dict(json.loads(_preset_jsons()[name]))
+        return rewrapped(_preset(key, "block"), wrap)
+    return ModelShape.from_dict(json.loads(_preset_jsons()[key]))
 
 
 @lru_cache(maxsize=1)
 def _preset_jsons() -> dict[str, str]:
-    """The JSON of each preset's shape; empty while the file is being made."""
+    """The JSON of each shape that the package has, by `key_of` its model; empty while the file is being made."""
     try:
         packed = resources.files("fsdp_lab.planner").joinpath("data/shapes.json.gz").read_bytes()
     except FileNotFoundError:

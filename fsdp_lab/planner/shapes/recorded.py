@@ -3,7 +3,8 @@
 The model is built on meta. If its blocks are equal, a model of five blocks (the first two, a middle one, the last two) is
 recorded and the middle one is repeated, so a model of 126 layers takes as long as one of five.
 
-`python -m fsdp_lab.planner.shapes.recorded` writes the file of presets, in some minutes.
+`python -m fsdp_lab.planner.shapes.recorded` writes the file of presets and of the models that a calibration trains, in some
+minutes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import dataclasses
 import gzip
 import json
 from collections.abc import Mapping, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.models.configs import first_line, resolve
 from fsdp_lab.models.freezing import freeze
 from fsdp_lab.models.lora import adapted
-from fsdp_lab.models.presets import PRESETS, facts_of
+from fsdp_lab.models.presets import PRESETS, TIMED, facts_of, key_of, timed_config
 from fsdp_lab.models.wrapping import blocks, units
 from fsdp_lab.planner.shapes.rewrapping import MIDDLE, net_bytes, repeated, rewrapped
 from fsdp_lab.planner.shapes.tape import SAMPLES, ConfigInputs, Inputs, TapeRecording, owners, products_of, record
@@ -257,8 +259,9 @@ def _deepened(shape: ModelShape, model: nn.Module, inside: Sequence[Sequence[nn.
 
 
 def write_presets(path: Path) -> None:
-    """Writes every preset's shape, in units of wrap "block"."""
-    jsons = {name: json.dumps(shape_of(name).to_dict(), separators=(",", ":")) for name in PRESETS}
+    """Writes the shape of every preset and of the models of a calibration, in units of wrap "block"."""
+    models = {name: name for name in PRESETS} | {key_of(config): config for config in starmap(timed_config, TIMED)}
+    jsons = {key: json.dumps(shape_of(model).to_dict(), separators=(",", ":")) for key, model in models.items()}
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(gzip.compress(json.dumps(jsons).encode(), mtime=0))
 
