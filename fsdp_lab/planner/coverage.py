@@ -26,7 +26,7 @@ from fsdp_lab.planner.bands import (
     uncertainties,
     worse,
 )
-from fsdp_lab.planner.devices import Rates
+from fsdp_lab.planner.devices import Machine, Rates
 from fsdp_lab.planner.fitting import predicted_s, source_weights
 from fsdp_lab.planner.published import PublishedCase
 
@@ -74,6 +74,14 @@ class Responses:
     def weights(self) -> np.ndarray:
         return source_weights(self.sources.tolist())
 
+    @cached_property
+    def _machines(self) -> tuple[list[Machine], list[int]]:
+        """One of those that `uncertainties` does not tell apart, and which of them is a row's."""
+        found: dict[tuple[object, ...], tuple[int, Machine]] = {}
+        rows = [found.setdefault((m.device.name, m.ranks, "network" in m.assumed), (len(found), m))[0]
+                for m in (case.machine for case in self.cases)]  # fmt: skip
+        return [m for _, m in found.values()], rows
+
     def without(self, source: str) -> Responses:
         kept = self.sources != source
         return Responses(cases=tuple(c for c, is_kept in zip(self.cases, kept, strict=True) if is_kept),
@@ -81,9 +89,8 @@ class Responses:
 
     def scales(self, errors: TimeErrors) -> tuple[np.ndarray, np.ndarray]:
         """[rows] below the prediction and above it: as `bands.error_scale`."""
-        sizes = np.array(
-            [list(dict(uncertainties(errors, case.machine)).values()) for case in self.cases]
-        )  # [rows, kinds]
+        machines, of_row = self._machines
+        sizes = np.array([list(dict(uncertainties(errors, m)).values()) for m in machines])[of_row]  # [rows, kinds]
         down, up = (_interpolated(each, sizes) for each in (self.below, self.above))
         return tuple(np.sqrt(errors.floor**2 + (each**2).sum(axis=1)) for each in (down, up))
 
