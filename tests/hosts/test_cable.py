@@ -18,7 +18,9 @@ HEADERS = 0.10  # of Ethernet, IP and TCP, their acknowledgements, and the ranks
 WITHIN = 0.10
 STEPS = 6
 PLANNED_WITHIN = 0.35  # two ranks of a host share a core here, and one pass is noise
-CHOSEN_WITHIN = 0.1  # of the fastest sharding; the others take 1.3 and 1.9 times as long as that
+CHOSEN_WITHIN = 0.1  # of the fastest sharding; the others take 1.2 and 1.9 times as long as that
+SHARDINGS = ("full_shard", "hybrid_shard", "no_shard")
+ROUNDS = 2  # of the shardings in turn: other work on the machine comes and goes, and each has its best
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def slowdown(lab: Lab, calibration: Calibration) -> float:
     index, spec = next(
         (i, r.spec) for i, r in enumerate(wanted) if r.role == "overlap" and r.spec.strategy.backend == "lab"
     )
-    return step_s(lab.run(spec, steps=8).wait(300)) / median(calibration.probes["steps"][str(index)])
+    return step_s(lab.run(spec, steps=6).wait(300)) / median(calibration.probes["steps"][str(index)])
 
 
 def test_hybrid_sharding_inside_hosts_sends_what_theory_says(hosts: tuple[Site, SshServers]) -> None:
@@ -97,18 +99,23 @@ def test_the_planner_knows_both_links(hosts: tuple[Site, SshServers]) -> None:
     made, servers = hosts
     for machine in made.machines:
         machine.shape("200mbit")  # the cable takes most of a step, and not the cores that ranks share
-    measured, planned, slowdowns = dict[str, float](), dict[str, float](), list[float]()
+    rounds, planned, slowdowns = {s: list[float]() for s in SHARDINGS}, dict[str, float](), list[float]()
     with lab_on(servers, 2) as lab:
         calibration = lab.calibrate(passes=1)
         here = calibration.machine
-        for sharding in ("full_shard", "hybrid_shard", "no_shard"):
+        for _ in range(ROUNDS):
             slowdowns.append(slowdown(lab, calibration))
-            run = lab.run(**WORK, sharding=sharding, steps=10).wait(300)
-            measured[sharding], planned[sharding] = step_s(run) / slowdowns[-1], lab.plan(run.spec).step_time_s
+            for sharding, times_s in rounds.items():
+                run = lab.run(**WORK, sharding=sharding, steps=6).wait(300)
+                times_s.append(step_s(run))
+                planned[sharding] = lab.plan(run.spec).step_time_s
+    measured = {s: min(times_s) / min(slowdowns) for s, times_s in rounds.items()}
     print(f"network {here.network_bytes_per_s / 1e6:.1f} MB/s; step time now / calibrated: {slowdowns}")
-    print("; ".join(f"{s}: measured {measured[s]:.3f} s, planned {planned[s]:.3f} s" for s in measured))
+    print("; ".join(f"{s}: {rounds[s]} s, measured {measured[s]:.3f} s, planned {planned[s]:.3f} s" for s in SHARDINGS))
     assert (here.hosts, here.per_host) == (2, 2)
     assert here.network_bytes_per_s < 27.5e6 < 10 * 27.5e6 < here.device.link_bytes_per_s
-    assert here.network_bytes_per_s > 15e6 * min(1.0, *slowdowns), "a calibration under load fills less of the cable"
+    assert here.network_bytes_per_s > 15e6 * min(1.0, min(slowdowns)), (
+        "a calibration under load fills less of the cable"
+    )
     assert measured[min(planned, key=planned.__getitem__)] <= (1 + CHOSEN_WITHIN) * min(measured.values())
     assert planned == pytest.approx(measured, rel=PLANNED_WITHIN)
