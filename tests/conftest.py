@@ -8,11 +8,12 @@ run one after the other and wait once for the rest.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,6 +139,12 @@ def pool() -> Iterator[Pool]:
     ranks = Pool(4)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="module")
+def ran(pool: Pool) -> Callable[..., list[Any]]:
+    """`pool.run`, once for the same arguments: tests of a module share its results."""
+    return functools.cache(pool.run)
 
 
 @pytest.fixture(scope="session")

@@ -117,14 +117,6 @@ def test_pin_toggle_pin_compare_unpin(opened: ComparisonPage):
 
 
 @pytest.mark.slow
-def test_a_ninth_pin_is_refused_in_words(opened: ComparisonPage):
-    for label in "ABCDEFGH":
-        opened.pin(label)
-    opened.button("Pin").click()
-    opened.page.locator(".fsdp-state-line", has_text="8 runs are pinned already").wait_for()
-
-
-@pytest.mark.slow
 def test_a_comparison_by_its_form(opened: ComparisonPage):
     """What can run is said before, its progress while it runs; the page is not built anew for a turn."""
     opened.button("Compare…").click()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -115,10 +115,10 @@ def _simulated(place: Place, which: Case, mode: Mode, without: Wait | None = Non
 
 @pytest.mark.parametrize("mode", Mode, ids=lambda mode: mode.value)
 @pytest.mark.parametrize("name", some_quick(CASES))
-def test_every_wait_is_there(pool: Pool, name: str, mode: Mode) -> None:
+def test_every_wait_is_there(ran: Callable[..., Any], name: str, mode: Mode) -> None:
     which = CASES[name]
-    plain = pool.run(_plainly, which.ranks, which)
-    for rank, found in enumerate(pool.run(_simulated, which.ranks, which, mode)):
+    plain = ran(_plainly, which.ranks, which)
+    for rank, found in enumerate(ran(_simulated, which.ranks, which, mode)):
         assert not isinstance(found, str), found
         assert found[0].keys() == plain[rank].keys()
         for key, value in found[0].items():
@@ -153,9 +153,9 @@ ASKED = {
 
 
 @pytest.mark.parametrize("name", some_quick(ASKED))
-def test_what_a_step_asks_of_the_device(pool: Pool, name: str) -> None:
+def test_what_a_step_asks_of_the_device(ran: Callable[..., Any], name: str) -> None:
     which = CASES[name]
-    found = pool.run(_simulated, which.ranks, which, Mode.EAGER)[0]
+    found = ran(_simulated, which.ranks, which, Mode.EAGER)[0]
     assert not isinstance(found, str), found
     _, waits, counts = found
     collectives = (counts["all_gather"], counts["reduce_scatter"], counts["all_reduce"])

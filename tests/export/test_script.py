@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +50,18 @@ def same(pool: Pool, folder: Path, cases: dict[str, dict[str, Any]], world_size:
     return lab
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_losses_are_the_labs_bit_for_bit_on_two_ranks(pool: Pool, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
+def strategies(folder: Path) -> dict[str, dict[str, Any]]:
+    text = folder / "text.txt"
     text.write_bytes(bytes(range(32, 127)) * 40)
-    folder = tmp_path / "texts"
-    (folder / "b").mkdir(parents=True)
-    (folder / "b" / "two.txt").write_bytes(b"of the second " * 300)
-    (folder / "one.txt").write_bytes(b"of the first " * 300)
-    (folder / "zero.bin").write_bytes(b"\0not text" * 300)
-    cases: dict[str, dict[str, Any]] = {
+    texts = folder / "texts"
+    (texts / "b").mkdir(parents=True)
+    (texts / "b" / "two.txt").write_bytes(b"of the second " * 300)
+    (texts / "one.txt").write_bytes(b"of the first " * 300)
+    (texts / "zero.bin").write_bytes(b"\0not text" * 300)
+    return {
         "fsdp2": {"backend": "fsdp2", "clip_norm": 0.1, "seed": 3, "accumulate": 4, "sync": 2,
                   "optimizer_args": {"betas": (0.8, 0.9), "eps": 1e-6, "amsgrad": True}},
-        "fsdp1": {"backend": "fsdp1", "accumulate": 3, "sync": 2, "sharding": "shard_grad_op", "data": str(folder),
+        "fsdp1": {"backend": "fsdp1", "accumulate": 3, "sync": 2, "sharding": "shard_grad_op", "data": str(texts),
                   **COSINE},
         "ddp": {**DDP, "accumulate": 3, "sync": 2, "clip_norm": 0.1, "optimizer": "sgd", "lr": 1.0,
                 "optimizer_args": {"momentum": 0.5, "nesterov": True}},
@@ -81,23 +80,15 @@ def test_losses_are_the_labs_bit_for_bit_on_two_ranks(pool: Pool, tmp_path: Path
         "fsdp2_bf16_buffers": {"backend": "fsdp2", "precision": "bf16-pure", "model": LLAMA},
         "ddp_bf16_buffers": {**DDP, "precision": "bf16-pure", "model": LLAMA, "accumulate": 3, "sync": 2},
     }  # fmt: skip
-    lab = same(pool, tmp_path, cases, 2)
-    # Other work gives other losses: the comparison is not blind.
-    work = {name: json.dumps(spec(**case).to_dict()["workload"]) for name, case in cases.items()}
-    alike = [(a, b) for a, b in itertools.combinations(cases, 2) if lab[a] == lab[b] and work[a] != work[b]]
-    assert alike == []
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_tokens_are_the_labs(pool: Pool, tmp_path: Path) -> None:
-    """By the losses, bit for bit."""
-    tokenizer = words.word_tokenizer(tmp_path / "tokenizer")
+def of_tokens(folder: Path) -> dict[str, dict[str, Any]]:
+    tokenizer = words.word_tokenizer(folder / "tokenizer")
     texts = words.uneven(200, 30)
-    records = words.json_lines(tmp_path / "records" / "some.jsonl", [*texts, "", "<end>"], "story")
-    chats = words.json_lines(tmp_path / "chats.jsonl", CHATS, "messages")
-    cases: dict[str, dict[str, Any]] = {
-        "records": {"data": str(tmp_path / "records"), "tokenizer": tokenizer, "text_field": "story", "held_out": 0.2},
+    records = words.json_lines(folder / "records" / "some.jsonl", [*texts, "", "<end>"], "story")
+    chats = words.json_lines(folder / "chats.jsonl", CHATS, "messages")
+    return {
+        "records": {"data": str(folder / "records"), "tokenizer": tokenizer, "text_field": "story", "held_out": 0.2},
         "library": {"tokenizer": str(minilm_folder()), "model": {**LLAMA, "vocab_size": 30522}},
         "padded": {
             "data": records,
@@ -109,8 +100,76 @@ def test_tokens_are_the_labs(pool: Pool, tmp_path: Path) -> None:
         },
         "chats": {"data": chats, "tokenizer": tokenizer, "backend": "fsdp1", "accumulate": 3, "sync": 2},
     }
-    lab = same(pool, tmp_path, cases, 2)
-    assert len(set(map(tuple, lab.values()))) == len(cases)
+
+
+def trained_weights(folder: Path) -> dict[str, dict[str, Any]]:
+    """From files in bf16, some of whose values are missing and drawn."""
+    model = folder / "model"
+    filled(LLAMA, 9).bfloat16().save_pretrained(model, max_shard_size="30KB")  # type: ignore[operator]
+    partly = folder / "partly"
+    shutil.copytree(model, partly)
+    (partly / "model.safetensors.index.json").unlink()
+    held = {name: t for file in sorted(partly.glob("*.safetensors")) for name, t in load_file(file).items()}
+    for file in partly.glob("*.safetensors"):
+        file.unlink()
+    save_file({n: t for n, t in held.items() if "layers.1.mlp" not in n}, partly / "trained.safetensors")
+    fresh = {"model": str(partly), "fresh_weights": ["model.layers.1.mlp.*"]}
+    return {
+        "lab": {"model": str(model)},
+        "fsdp1": {"backend": "fsdp1", **fresh},
+        "ddp": {**DDP, **fresh, "lora": {"r": 2}},
+        "lora": {"model": str(model), "lora": LORA, "recompute": "full"},
+        "lora_fsdp1": {"backend": "fsdp1", "model": str(model), "lora": LORA},
+    }
+
+
+@dataclass
+class TwoRanks:
+    """What scripts for two ranks gave and what the lab did, by group and name of the case."""
+
+    folder: Path
+    cases: dict[str, dict[str, dict[str, Any]]]
+    lab: dict[str, list[float]]
+    scripts: dict[str, list[float]]
+
+    def same(self, group: str) -> dict[str, list[float]]:
+        """Losses by name of the case."""
+        names = {name: f"{group}_{name}" for name in self.cases[group]}
+        assert all(len(set(self.lab[key])) == STEPS for key in names.values())  # it learns
+        assert {key: self.scripts[key] for key in names.values()} == {key: self.lab[key] for key in names.values()}
+        return {name: self.lab[key] for name, key in names.items()}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> TwoRanks:
+    """All under one torchrun: to start that takes longer than most scripts."""
+    folder, groups = tmp_path_factory.mktemp("scripts"), (strategies, of_tokens, trained_weights)
+    cases = {group.__name__: group(made_folder(folder / group.__name__)) for group in groups}
+    specs = {f"{group}_{name}": spec(**case) for group, some in cases.items() for name, case in some.items()}
+    return TwoRanks(folder, cases, in_the_lab(pool, specs, STEPS), exported(folder, specs, STEPS))
+
+
+def made_folder(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_losses_are_the_labs_bit_for_bit_on_two_ranks(two_ranks: TwoRanks) -> None:
+    lab, cases = two_ranks.same("strategies"), two_ranks.cases["strategies"]
+    # Other work gives other losses: the comparison is not blind.
+    work = {name: json.dumps(spec(**case).to_dict()["workload"]) for name, case in cases.items()}
+    alike = [(a, b) for a, b in itertools.combinations(cases, 2) if lab[a] == lab[b] and work[a] != work[b]]
+    assert alike == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_tokens_are_the_labs(two_ranks: TwoRanks) -> None:
+    """By the losses, bit for bit."""
+    lab = two_ranks.same("of_tokens")
+    assert len(set(map(tuple, lab.values()))) == len(lab)
 
 
 @pytest.mark.slow
@@ -127,39 +186,24 @@ def test_losses_are_the_labs_bit_for_bit_where_the_order_of_a_sum_matters(pool: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_losses_of_trained_weights_are_the_labs_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
-    """From files in bf16, some of whose values are missing and drawn."""
-    folder = tmp_path / "model"
-    filled(LLAMA, 9).bfloat16().save_pretrained(folder, max_shard_size="30KB")  # type: ignore[operator]
-    partly = tmp_path / "partly"
-    shutil.copytree(folder, partly)
-    (partly / "model.safetensors.index.json").unlink()
-    held = {name: t for file in sorted(partly.glob("*.safetensors")) for name, t in load_file(file).items()}
-    for file in partly.glob("*.safetensors"):
-        file.unlink()
-    save_file({n: t for n, t in held.items() if "layers.1.mlp" not in n}, partly / "trained.safetensors")
-    fresh = {"model": str(partly), "fresh_weights": ["model.layers.1.mlp.*"]}
-    cases: dict[str, dict[str, Any]] = {
-        "lab": {"model": str(folder)},
-        "fsdp1": {"backend": "fsdp1", **fresh},
-        "ddp": {**DDP, **fresh, "lora": {"r": 2}},
-        "lora": {"model": str(folder), "lora": LORA, "recompute": "full"},
-        "lora_fsdp1": {"backend": "fsdp1", "model": str(folder), "lora": LORA},
-    }
-    lab = same(pool, tmp_path, cases, 2)
+def test_losses_of_trained_weights_are_the_labs_bit_for_bit(pool: Pool, two_ranks: TwoRanks) -> None:
+    lab, folder = two_ranks.same("trained_weights"), two_ranks.folder
     assert lab["fsdp1"][0] == lab["ddp"][0] and len({losses[0] for losses in lab.values()}) == 2
     assert lab["lora"] == lab["lora_fsdp1"] and lab["lora"][0] == lab["lab"][0] and lab["lora"][1] != lab["lab"][1]
-    files = [load_file(tmp_path / f"{name}.saved" / "adapter_model.safetensors") for name in ("lora", "lora_fsdp1")]
-    torch.testing.assert_close(files[0], files[1], rtol=0, atol=0)
+    adapters = {
+        name: load_file(folder / f"trained_weights_{name}.saved" / "adapter_model.safetensors")
+        for name in ("lora", "lora_fsdp1", "ddp")
+    }
+    torch.testing.assert_close(adapters["lora"], adapters["lora_fsdp1"], rtol=0, atol=0)
     # What peft opens goes on with the loss of the run's next step.
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, tmp_path / "lora.saved")
-    asked = spec(**cases["lora"])
+    base = AutoModelForCausalLM.from_pretrained(folder / "trained_weights" / "model", dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, folder / "trained_weights_lora.saved")
+    asked = spec(**two_ranks.cases["trained_weights"]["lora"])
     given = Batches(asked.workload, base.config, rank=0, world_size=1)
     with torch.no_grad():
         found = [float(model(**given.batch(STEPS * asked.global_batch + 2 * rank)).loss) for rank in range(2)]
     assert sum(found) / 2 == pytest.approx(in_the_lab(pool, {"it": asked}, STEPS + 1)["it"][-1], rel=1e-6)
-    assert len(load_file(tmp_path / "ddp.saved" / "adapter_model.safetensors")) == 8
+    assert len(adapters["ddp"]) == 8
 
 
 @pytest.mark.slow

@@ -154,7 +154,8 @@ def patient(resident_real: Lab) -> Run:
 def test_the_exercise_refuses_half_a_cure(
     real_lab: Lab, patient: Run, changes: dict[str, Any] | None, text: str
 ) -> None:
-    after = patient if changes is None else real_lab.run(patient.spec.replace(**changes), steps=8).wait(90)
+    steps = 2 if text.startswith(("another machine", "2 samples")) else 8
+    after = patient if changes is None else real_lab.run(patient.spec.replace(**changes), steps=steps).wait(90)
     check(exercises.heals(patient, after), text)
 
 

@@ -97,7 +97,7 @@ def test_a_cut_link_is_found_and_the_collective_is_named(pool: Pool, changes: di
 
 
 def _cut_for_good(place: Place) -> Any:
-    s = session(place, hang_s=LIMIT_S, timeout_s=5)  # which new groups take that cannot be opened
+    s = session(place, hang_s=LIMIT_S, timeout_s=2)  # which new groups take that cannot be opened
     s.apply("run", spec().to_dict())
     s.arm({"kind": "cut", "ranks": [0], "heals": False, "phase": "backward"})
     said = [said_by(s), said_by(s)]

@@ -29,6 +29,7 @@ from tests.rank.test_session import BACKENDS, DDP, _fails, _follow, _interrupted
 from tests.wire.simulated_nccl import simulated, simulated_deaf
 
 KILL_LIMIT_S = 4.0  # three ranks build their models meanwhile
+WAITED_S = 6.0  # for ranks that stay in a wait
 NO_SHARD = {"sharding": "no_shard"}  # what one rank holds is the whole model
 
 
@@ -115,7 +116,7 @@ def kill(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "victim"), [("lab", 1), ("ddp", 1), ("lab", 0)])
+@pytest.mark.parametrize(("name", "victim"), [("ddp", 1), ("lab", 0)])
 def test_survivors_of_a_kill_are_freed_and_the_run_goes_on_from_what_they_hold(
     pool: Pool, undisturbed: Callable[..., list[float]], tmp_path: Path, name: str, victim: int
 ) -> None:
@@ -215,14 +216,16 @@ def test_without_nccl_s_abort_the_ranks_would_stay(
 ) -> None:
     """So the tests above see that it is called, and that the simulation blocks as a GPU does."""
     with pytest.raises(RankError, match=r"did not answer(.|\n)*simulated_nccl.py.* in wait"):
-        pool.run(simulated_deaf, 2, function, *args, reduction=None, timeout_s=10)
+        pool.run(simulated_deaf, 2, function, *args, reduction=None, timeout_s=WAITED_S)
 
 
 @pytest.mark.slow
 def test_without_nccl_s_abort_no_survivor_of_a_kill_would_be_freed(pool: Pool, tmp_path: Path) -> None:
     partial = begin(tmp_path, 2)
     with pytest.raises(RankError, match="did not answer"):
-        pool.run(simulated_deaf, 3, _killed, NO_SHARD, str(partial), 1, reduction=None, timeout_s=15)
+        pool.run(
+            simulated_deaf, 3, _killed, NO_SHARD, str(partial), 1, reduction=None, timeout_s=KILL_LIMIT_S + WAITED_S
+        )
     assert not list(tmp_path.glob("told*"))
 
 

@@ -119,8 +119,8 @@ def _length(spans: list[tuple[float, float]]) -> float:
 @pytest.mark.alone
 @pytest.mark.parametrize(
     "changes",
-    [{"backend": "lab"}, {"backend": "fsdp2"}, {"backend": "fsdp1"}, DDP],
-    ids=["lab", "fsdp2", "fsdp1", "ddp"],
+    [{"backend": "lab"}, {"backend": "fsdp1"}, DDP],
+    ids=["lab", "fsdp1", "ddp"],
 )
 def test_it_agrees_with_the_profiler(pool: Pool, changes: dict[str, Any]) -> None:
     """Communication without computing, as Holistic Trace Analysis counts it, within 5 % of the step: in a quarter of

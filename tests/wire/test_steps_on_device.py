@@ -3,7 +3,7 @@ host. tests/engine/test_streams.py has the same on groups that order nothing els
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from tests.covering import tiered
 from tests.engine.simulated import Mode, SimulatedDevice
 from tests.engine.test_streams import ASKED, CASES, Case, Values, train
-from tests.pool import Place, Pool
+from tests.pool import Place
 from tests.wire.simulated_wire import Over, wire_on_device
 
 
@@ -30,20 +30,20 @@ def _over(place: Place, which: Case, over: str, mode: Mode) -> Any:
 
 
 def _rows() -> Iterable[tuple[str, str, Mode]]:
-    """Each case over each wire, in one of the modes, and the other over the other wire."""
-    return [(name, over, [*Mode][(i + j + 1) % len(Mode)]) for i, name in enumerate(CASES)
-            for j, over in enumerate((Over.NCCL, Over.HOST, Over.GPU))]  # fmt: skip
+    """Each case over two of the wires, in one mode each, by turns."""
+    wires = (Over.NCCL, Over.GPU, Over.HOST)
+    return [(name, wires[(i + j) % 3], [*Mode][(i + j) % 2]) for i, name in enumerate(CASES) for j in (0, 1)]
 
 
 def _is_quick(name: str, over: str, mode: Mode) -> bool:
-    return (name, over) == ("full_shard", Over.NCCL) or (name, over) == ("hybrid_shard", Over.GPU)
+    return (name, over) in {("full_shard", Over.NCCL), ("hybrid_shard", Over.GPU)}
 
 
 @pytest.mark.parametrize(("name", "over", "mode"), tiered(_rows(), _is_quick))
-def test_every_wait_is_there(pool: Pool, name: str, over: str, mode: Mode) -> None:
+def test_every_wait_is_there(ran: Callable[..., Any], name: str, over: str, mode: Mode) -> None:
     which, order = CASES[name], "native" if over == Over.NCCL else "auto"
-    plain = pool.run(_plainly, which.ranks, which, reduction=order)
-    for rank, found in enumerate(pool.run(_over, which.ranks, which, over, mode, reduction=None)):
+    plain = ran(_plainly, which.ranks, which, reduction=order)
+    for rank, found in enumerate(ran(_over, which.ranks, which, over, mode, reduction=None)):
         assert not isinstance(found, str), found
         assert found[0].keys() == plain[rank].keys()
         for key, value in found[0].items():
@@ -79,12 +79,12 @@ ADDED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ADDED)
-def test_what_the_wire_adds_to_a_step(pool: Pool, name: str) -> None:
+def test_what_the_wire_adds_to_a_step(ran: Callable[..., Any], name: str) -> None:
     which, (*_, copies, events, by_compute, by_host) = CASES[name], ASKED[name]
     marks, by_lanes, staged_copies, staged_waits = ADDED[name]
     asked = {}
     for over in (Over.NCCL, Over.HOST):
-        _, waits, counts = pool.run(_over, which.ranks, which, over, Mode.EAGER, reduction=None)[0]
+        _, waits, counts = ran(_over, which.ranks, which, over, Mode.EAGER, reduction=None)[0]
         compute = sum(n for wait, n in waits.items() if wait.waiting == "compute")
         for_nccl = sum(n for wait, n in waits.items() if wait.waited_for.startswith("nccl"))
         assert (counts["streams"], counts["events"], compute) == (0, events, by_compute)

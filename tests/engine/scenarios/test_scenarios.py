@@ -45,7 +45,7 @@ RANKS = 2
 # shard, the gathered buffer, the gradient as it is sent and as it is reduced, and two moments; each has a placeholder of
 # three numbers; and what a thread of Gloo's frees late is seen late. `bench memory` compares byte by byte.
 MORE, MORE_BYTES = 1.05, 16 * 1024
-# In the quick tier: each way in which an engine can go wrong, under FSDP2 and ours. The rest, and DDP, is slow.
+# In the quick tier: each way in which an engine can go wrong, under FSDP2 and ours. The rest, and DDP under these, is slow.
 QUICK = frozenset(
     {
         "contrastive",
@@ -137,7 +137,10 @@ def cases(of: Callable[[Scenario], list[Any]], quick: Callable[[int, Any], bool]
 
 
 def engines_of(scenario: Scenario) -> list[Kind]:
-    return [kind for kind in Kind if kind not in {Kind.ONE, *scenario.not_under}]
+    """DDP, which is torch's and shards nothing, where something is said of it, and under those of QUICK."""
+    kinds = [kind for kind in Kind if kind not in {Kind.ONE, *scenario.not_under}]
+    with_ddp = scenario.name in QUICK or Kind.DDP in scenario.other_order
+    return kinds if with_ddp else [kind for kind in kinds if kind is not Kind.DDP]
 
 
 def faults_of(scenario: Scenario) -> list[str]:
