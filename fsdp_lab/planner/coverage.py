@@ -23,6 +23,7 @@ from fsdp_lab.planner.bands import (
     Quantiles,
     RateKind,
     TimeErrors,
+    told_apart,
     uncertainties,
     worse,
 )
@@ -76,10 +77,9 @@ class Responses:
 
     @cached_property
     def _machines(self) -> tuple[list[Machine], list[int]]:
-        """One of those that `uncertainties` does not tell apart, and which of them is a row's."""
+        """One of those that are not `told_apart`, and which of them is a row's."""
         found: dict[tuple[object, ...], tuple[int, Machine]] = {}
-        rows = [found.setdefault((m.device.name, m.ranks, "network" in m.assumed), (len(found), m))[0]
-                for m in (case.machine for case in self.cases)]  # fmt: skip
+        rows = [found.setdefault(told_apart(c.machine), (len(found), c.machine))[0] for c in self.cases]
         return [m for _, m in found.values()], rows
 
     def without(self, source: str) -> Responses:

@@ -114,8 +114,6 @@ def test_the_planner_knows_both_links(hosts: tuple[Site, SshServers]) -> None:
     print("; ".join(f"{s}: {rounds[s]} s, measured {measured[s]:.3f} s, planned {planned[s]:.3f} s" for s in SHARDINGS))
     assert (here.hosts, here.per_host) == (2, 2)
     assert here.network_bytes_per_s < 27.5e6 < 10 * 27.5e6 < here.device.link_bytes_per_s
-    assert here.network_bytes_per_s > 15e6 * min(1.0, min(slowdowns)), (
-        "a calibration under load fills less of the cable"
-    )
+    assert here.network_bytes_per_s > 15e6 * min(1.0, *slowdowns), "a calibration under load fills less of the cable"
     assert measured[min(planned, key=planned.__getitem__)] <= (1 + CHOSEN_WITHIN) * min(measured.values())
     assert planned == pytest.approx(measured, rel=PLANNED_WITHIN)

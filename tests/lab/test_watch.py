@@ -215,12 +215,13 @@ def test_under_torchrun_another_process_reads_it_while_it_runs(tmp_path: Path, g
 
 
 @pytest.mark.slow
-def test_under_torchrun_a_rank_that_raises_is_in_the_history(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_under_torchrun_a_rank_that_raises_is_in_the_history(tmp_path: Path, rank: int) -> None:
     path = tmp_path / "runs.sqlite3"
-    process = torchrun(tmp_path, str(path), "lab", "100000", "1")
+    process = torchrun(tmp_path, str(path), "lab", "100000", str(rank))
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0 and "no more of this" in err and "SIGABRT" not in err
     past = stored(path)
     assert past is not None and past.step >= 5
-    # torchrun ends rank 0, which writes the history, as soon as the other has ended: its last words may be missing
-    assert past.state in (RunState.FAILED, RunState.LOST)
+    # torchrun ends the other rank as soon as one has ended: the history may miss rank 0's last words, if it was that
+    assert past.state is RunState.FAILED or (rank == 1 and past.state is RunState.LOST)

@@ -12,7 +12,7 @@ from fsdp_lab.core.model_shape import ALLOCATED, ARRIVED, FREED, MADE, ModelShap
 from fsdp_lab.models import PRESETS, count_flops, resolve
 from fsdp_lab.models.presets import key_of
 from fsdp_lab.planner.calibration import references
-from fsdp_lab.planner.shapes import _preset_jsons, recorded, shape_for
+from fsdp_lab.planner.shapes import packaged_jsons, recorded, shape_for
 from fsdp_lab.planner.shapes.recorded import shape_of
 from fsdp_lab.planner.shapes.tape import size_of
 from tests.covering import tiered
@@ -36,7 +36,7 @@ def test_the_file_says_what_a_recording_says(name: str) -> None:
 def test_so_are_the_models_of_a_calibration(device: str) -> None:
     """Else a kernel would record them while its user waits."""
     models = [r.spec.workload.model for ranks in (1, 2) for r in references(ranks, ["bf16"], [device] * ranks)]
-    assert {key_of(model) for model in models} <= _preset_jsons().keys()
+    assert {key_of(model) for model in models} <= packaged_jsons().keys()
     if device == "cpu":
         assert shape_for(models[0]) == shape_of(models[0])
 

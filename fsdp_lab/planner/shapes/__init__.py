@@ -61,11 +61,11 @@ def shape_for(model: str | Mapping[str, Any], wrap: str = "block", frozen: tuple
     """
     key = key_of(model)
     if (
-        key in _preset_jsons()
+        key in packaged_jsons()
         and (frozen, lora, dropout) == (None, None, "off")
         and not wrap.startswith(("class:", "min_params:"))
     ):
-        return _preset(key, wrap)
+        return _packaged(key, wrap)
     return _recorded(key, wrap, frozen, lora, dropout, is_json=not isinstance(model, str))
 
 
@@ -81,14 +81,14 @@ def _recorded(model: str, wrap: str, frozen: tuple[str, ...] | None, lora: Lora 
 
 
 @lru_cache(maxsize=64)
-def _preset(key: str, wrap: str) -> ModelShape:
+def _packaged(key: str, wrap: str) -> ModelShape:
     if wrap != "block":
-        return rewrapped(_preset(key, "block"), wrap)
-    return ModelShape.from_dict(json.loads(_preset_jsons()[key]))
+        return rewrapped(_packaged(key, "block"), wrap)
+    return ModelShape.from_dict(json.loads(packaged_jsons()[key]))
 
 
 @lru_cache(maxsize=1)
-def _preset_jsons() -> dict[str, str]:
+def packaged_jsons() -> dict[str, str]:
     """The JSON of each shape that the package has, by `key_of` its model; empty while the file is being made."""
     try:
         packed = resources.files("fsdp_lab.planner").joinpath("data/shapes.json.gz").read_bytes()

@@ -255,10 +255,10 @@ def _deepened(shape: ModelShape, model: nn.Module, inside: Sequence[Sequence[nn.
     )  # fmt: skip
 
 
-# -- the file of presets ---------------------------------------------------------------------------------------------
+# -- the package's file ------------------------------------------------------------------------------------------------
 
 
-def write_presets(path: Path) -> None:
+def write_shapes(path: Path) -> None:
     """Writes the shape of every preset and of the models of a calibration, in units of wrap "block"."""
     models = {name: name for name in PRESETS} | {key_of(config): config for config in starmap(timed_config, TIMED)}
     jsons = {key: json.dumps(shape_of(model).to_dict(), separators=(",", ":")) for key, model in models.items()}
@@ -267,4 +267,4 @@ def write_presets(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_presets(Path(__file__).parents[1] / "data" / "shapes.json.gz")
+    write_shapes(Path(__file__).parents[1] / "data" / "shapes.json.gz")
