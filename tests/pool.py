@@ -158,26 +158,30 @@ class Pool:
         timeout_s: float = 120,
     ) -> list[Any]:
         """With `reduction` None no process group is opened: the function does that."""
+        if not all(worker.process.is_alive() for worker in self._workers):
+            self.renew()  # one was killed between two runs: for its memory, say
         self._runs += 1
         chosen = self._workers[:world_size]
         store = (
             Path(self._folder.name) / f"store{self._runs}"
         )  # not in memory, which would cost a descriptor in each run
         store.touch(mode=0o600)
-        for rank, worker in enumerate(chosen):
-            worker.give((function, rank, world_size, f"file:{store}", reduction, shared_memory, args))
         end = time.monotonic() + timeout_s
-        late = [rank for rank, worker in enumerate(chosen) if not worker.pipe.poll(max(0.0, end - time.monotonic()))]
-        if late:
-            stacks = "\n".join(f"rank {rank}:\n{chosen[rank].read_stacks()}" for rank in late)
-            self.renew()
-            raise RankError(f"ranks {late} did not answer in {timeout_s} s\n{stacks}")
         try:
+            for rank, worker in enumerate(chosen):
+                worker.give((function, rank, world_size, f"file:{store}", reduction, shared_memory, args))
+            late = [i for i, worker in enumerate(chosen) if not worker.pipe.poll(max(0.0, end - time.monotonic()))]
+            if late:
+                stacks = "\n".join(f"rank {rank}:\n{chosen[rank].read_stacks()}" for rank in late)
+                raise RankError(f"ranks {late} did not answer in {timeout_s} s\n{stacks}")
             answers = [worker.take() for worker in chosen]
-        except (EOFError, ConnectionResetError):
+        except (EOFError, ConnectionError):
             codes = [worker.process.exitcode for worker in self._workers]
             self.renew()
             raise RankError(f"a rank's process ended while it worked; exit codes by rank: {codes}") from None
+        except BaseException:  # the test's time is over, perhaps: no later run may find an answer to this one
+            self.renew()
+            raise
         errors = [f"rank {rank}: {text}" for rank, (state, text) in enumerate(answers) if state == "error"]
         if errors:
             raise RankError("\n".join(errors))
