@@ -5,7 +5,8 @@ found by its address while it is alive: the backend lists its storages (`Backend
 `Backend.transient_tensors`), the wire those that collectives move, and a hook on each parameter its gradient. This
 happens at marks: at every begin and end of a unit, at every collective and at every gradient. A block that nothing
 lists is classified by where it was allocated: in communication, in a forward or a backward, in the optimizer; only the
-rest is "other". So the classes add up to the allocated memory at any moment.
+rest is "other". On a GPU that is also what the allocator holds at a mark beyond all known blocks, such as what threads
+allocate that the profiler does not see. So the classes add up to the allocated memory at every mark.
 
 Note: frees that are not reported. The profiler sees the threads of the step, but a thread of Gloo's may release a
 tensor last; and on a CPU it does not see frees of blocks that existed before. So weak references follow the storages
@@ -24,7 +25,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,7 +61,7 @@ class LedgerResult:
     peak: RoleBytes
     end_bytes: int
     curve: tuple[MemorySample, ...]
-    exposed: dict[str, float] | None = None  # seconds by kind of collective, on a GPU
+    exposed_s: Mapping[str, float] | None = None  # of `KernelTimes`, on a GPU
 
 
 _Seen = tuple[int, int]  # the number of a mark, and the address of a block that was alive then
@@ -73,6 +75,7 @@ class _Mark:
     phase: str
     unit: str
     moment: str  # "begin" or "end" of the unit; "" if it is not a point of the curve
+    allocated_bytes: int = 0  # by the GPU's allocator
     listed: list[_Listed] = field(default_factory=list)
     freed: list[_Seen] = field(default_factory=list)  # followed storages that have been freed
 
@@ -99,15 +102,12 @@ class Ledger:
         self._followed: list[tuple[_Seen, StorageWeakRef]] = []
         self._handles: list[Any] = []
         self._hooked: dict[int, Tensor] = {}  # by id; referenced, so that ids stay unique
-        self._before_bytes = 0
         self.result: LedgerResult | None = None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """The context of the step. Sets `result`, unless the step raised."""
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it writes to stderr at each start
-        if self._device.type == "cuda":
-            self._before_bytes = torch.cuda.memory_allocated(self._device)
         self._install()
         self._context.hide_from_profiler = True  # the step may be given up
         try:
@@ -121,8 +121,8 @@ class Ledger:
             self._remove()
         self.result = self._analyse(profiler.kineto_results.experimental_event_tree())
         if kind is not None:
-            exposed = exposed_on_device(profiler.kineto_results.events())
-            self.result = dataclasses.replace(self.result, exposed=exposed)
+            exposed_s = KernelTimes.of(profiler.kineto_results.events()).exposed_s
+            self.result = dataclasses.replace(self.result, exposed_s=exposed_s)
         self._hooked, self._followed = {}, []
 
     def before_update(self) -> None:
@@ -181,7 +181,8 @@ class Ledger:
 
     def _mark(self, phase: str, unit: str, moment: str = "", *, persistent: bool = False) -> _Mark:
         with record_function(f"{_MARK}{len(self._marks)}"):
-            mark = _Mark(str(phase), unit, moment)
+            on_gpu = self._device.type == "cuda"
+            mark = _Mark(str(phase), unit, moment, torch.cuda.memory_allocated(self._device) if on_gpu else 0)
             self._marks.append(mark)
         self._position = (mark.phase, unit)
         first = len(self._marks) == 1
@@ -216,8 +217,7 @@ class Ledger:
         moments = sorted(_read(tree, self._device.type), key=lambda moment: moment[0])
         blocks, marks = self._lifetimes(moments)
         if self._device.type == "cuda":
-            listed = sum(b.size for b in blocks if b.start == -math.inf)
-            blocks.append(MemoryBlock(max(0, self._before_bytes - listed), Role.OTHER))
+            blocks += _unknown(blocks, marks)
         return _follow(blocks, marks)
 
     def _lifetimes(self, moments: Sequence[_Moment]) -> tuple[list[MemoryBlock], list[tuple[float, _Mark]]]:
@@ -286,6 +286,22 @@ def _read(tree: Sequence[Any], kind: str) -> Iterator[_Moment]:
                 yield event.start_time_ns, address, nbytes, communicating, None
         inside = communicating or name.startswith(_COMMUNICATING)
         left += [(child, inside) for child in event.children]
+
+
+def _unknown(blocks: Sequence[MemoryBlock], marks: Sequence[tuple[float, _Mark]]) -> list[MemoryBlock]:
+    """What the allocator holds at each mark beyond the blocks that are known there, until the next mark."""
+    ends = ((at, sign * b.size) for b in blocks if b.role for at, sign in ((b.start, 1), (b.end, -1)))
+    changes, known_bytes, found = sorted(ends, reverse=True), 0, list[MemoryBlock]()
+    for at, mark in marks:
+        while changes and changes[-1][0] < at:
+            known_bytes += changes.pop()[1]
+        beyond_bytes = max(0, mark.allocated_bytes - known_bytes)
+        if not found:
+            found.append(MemoryBlock(beyond_bytes, Role.OTHER))
+        elif beyond_bytes != found[-1].size:
+            found[-1].end = at - 1  # so that the sample of this mark has it
+            found.append(MemoryBlock(beyond_bytes, Role.OTHER, at - 1))
+    return found
 
 
 def _follow(blocks: Sequence[MemoryBlock], marks: Sequence[tuple[float, _Mark]]) -> LedgerResult:
@@ -361,38 +377,69 @@ def _uncompiled(function: Callable[..., Any]) -> Any:
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
 
-# -- exposed communication on a GPU -----------------------------------------------------------------------------------
+# -- kernels of a GPU --------------------------------------------------------------------------------------------------
 
-_NCCL = ("AllGather", "all_gather"), ("ReduceScatter", "reduce_scatter"), ("AllReduce", "all_reduce")
+_NCCL = (("AllGather", "all_gather"), ("ReduceScatter", "reduce_scatter"), ("AllReduce", "all_reduce"),
+         ("Broadcast", "broadcast"))  # fmt: skip
 _COPIES = ("Memcpy", "Memset")
 
 
-def exposed_on_device(events: Iterable[Any]) -> dict[str, float]:
-    """Seconds by kind of collective, from kineto's events. Time with several collectives counts for the first of them."""
-    sent: list[tuple[float, float, str]] = []
-    computed: list[tuple[float, float]] = []
-    for event in events:
-        name, span = event.name(), (event.start_ns() / 1e9, event.end_ns() / 1e9)
-        if event.device_type() == DeviceType.CUDA and not name.startswith(_COPIES):
+@dataclass(frozen=True, kw_only=True)
+class KernelTimes:
+    """The kernels of a profiled step. Copies are none. Neither are the spans that the profiler draws on a stream for each
+    `record_function`: they cover the gaps between kernels too."""
+
+    count: int
+    busy_s: float  # in which at least one kernel ran
+    exposed_s: (
+        Mapping[str, float] | None
+    )  # communication alone, by kind of collective; None: no kernel of NCCL was seen
+
+    @classmethod
+    def of(cls, events: Iterable[Any]) -> KernelTimes:
+        """`events`: kineto's. Time with several collectives counts for the first of them."""
+        computing: list[tuple[int, int]] = []
+        sent: list[tuple[int, int, str]] = []
+        for event in events:
+            name = event.name()
+            if event.device_type() != DeviceType.CUDA or event.is_user_annotation() or name.startswith(_COPIES):
+                continue
             if "nccl" in name.lower():
-                sent.append((*span, next((kind for part, kind in _NCCL if part in name), "other")))
+                kind = next((kind for part, kind in _NCCL if part in name), "other")
+                sent.append((event.start_ns(), event.end_ns(), kind))
             else:
-                computed.append(span)
+                computing.append((event.start_ns(), event.end_ns()))
+        busy = _union([*computing, *(span[:2] for span in sent)])
+        return cls(
+            count=len(computing) + len(sent),
+            busy_s=sum(end - start for start, end in busy) / 1e9,
+            exposed_s=_alone(sent, _union(computing)) if sent else None,
+        )
+
+
+def _alone(sent: Iterable[tuple[int, int, str]], computing: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """Seconds by kind in which nothing computes. `computing`: in order, without overlaps."""
     found: dict[str, float] = {}
-    until = float("-inf")
-    for start, end, kind in sorted(sent):
-        alone = (max(start, until), end)
-        if alone[0] < alone[1]:
-            overlaps = [(max(a, alone[0]), min(b, alone[1])) for a, b in computed if a < alone[1] and b > alone[0]]
-            found[kind] = found.get(kind, 0.0) + alone[1] - alone[0] - covered(overlaps)
-            until = end
+    until = first = 0
+    for issued, end, kind in sorted(sent):
+        start = max(issued, until)
+        if start >= end:
+            continue
+        until = end
+        while first < len(computing) and computing[first][1] <= start:
+            first += 1
+        beside = computing[first : bisect_left(computing, (end,), first)]
+        hidden_ns = sum(min(b, end) - max(a, start) for a, b in beside)
+        found[kind] = found.get(kind, 0.0) + (end - start - hidden_ns) / 1e9
     return found
 
 
-def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """The length of the union."""
-    total, until = 0.0, float("-inf")
+def _union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """In order, without overlaps."""
+    merged: list[tuple[int, int]] = []
     for start, end in sorted(spans):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged

@@ -35,7 +35,7 @@ from fsdp_lab.rank.ledger import Ledger, LedgerResult
 from fsdp_lab.rank.recompilations import Recompilations
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import StepTrace
-from fsdp_lab.wire import Collective, WireContext, across, traffic
+from fsdp_lab.wire import Collective, WireContext, across, exposed, traffic
 
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -242,12 +242,13 @@ class StepMeter:
         )
 
     def _traffic(self, collectives: Sequence[Collective]) -> dict[str, Traffic]:
-        """Over NCCL, exposed communication is taken from the last ledger step, and unknown before the first."""
+        """Over NCCL, exposed communication is taken from the last ledger step. It is unknown before the first, and where the
+        profiler saw no kernel of NCCL, as when something else uses CUPTI. What goes over Gloo the host waits for."""
         if not self._on_gpu or self._info.shares_gpu:
             return traffic(collectives)
-        unknown = dict.fromkeys((c.kind for c in collectives), math.nan)
-        exposed = None if self.ledger is None else self.ledger.exposed
-        return traffic(collectives, unknown if exposed is None else exposed)
+        if self.ledger is None or self.ledger.exposed_s is None:
+            return traffic(collectives, dict.fromkeys((c.kind for c in collectives), math.nan))
+        return traffic(collectives, {**exposed(collectives), **self.ledger.exposed_s})
 
     # -- memory ---------------------------------------------------------------------------------------------------
 

@@ -47,6 +47,7 @@ def summarize(spec: Trained, steps: Sequence[Step]) -> dict[str, Any]:
         "step_time_s": {"median": quantile(times, 0.5), "p10": quantile(times, 0.1), "p90": quantile(times, 0.9)},
         "tokens_per_s": median([s.tokens_per_s for s in counted]),
         "tflops_per_rank": by_rank(attrgetter("tflops")),
+        "mfu": median(known([of_ranks(s, peaks.mfu) for s in counted])),
         "mfu_per_rank": by_rank(peaks.mfu),
         "hfu_per_rank": by_rank(peaks.hfu),
         "peak_flops_source": steps[-1].events[0].peak_source if steps else "",

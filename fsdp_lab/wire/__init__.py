@@ -9,7 +9,7 @@ from fsdp_lab.wire.context import SHARED_MEMORY, RankAborted, ReductionOrder, Wi
 from fsdp_lab.wire.gpu_memory import CudaMemory, DeviceMemory
 from fsdp_lab.wire.group import Wire, register
 from fsdp_lab.wire.link import Alarm, Link, LinkDirection
-from fsdp_lab.wire.meter import Collective, across, link_bytes, spans, traffic, waits
+from fsdp_lab.wire.meter import Collective, across, exposed, link_bytes, spans, traffic, waits
 from fsdp_lab.wire.nccl import Nccl
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "WireContext",
     "WireTimeout",
     "across",
+    "exposed",
     "link_bytes",
     "register",
     "spans",

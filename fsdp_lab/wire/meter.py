@@ -104,9 +104,9 @@ class Meter:
 
 def traffic(collectives: Sequence[Collective], exposed_s: Mapping[str, float] | None = None) -> dict[str, Traffic]:
     """Traffic by kind. A collective that has not ended adds no seconds. `exposed_s`: seconds of exposed communication
-    by kind, if measured elsewhere."""
+    by kind, if measured elsewhere, also of kinds that nothing was issued as: a reduction may be sent as an all-to-all."""
     exposed_s = exposed(collectives) if exposed_s is None else exposed_s
-    found: dict[str, Traffic] = {}
+    found = {kind: Traffic() for kind in exposed_s if collectives}
     for c in collectives:
         seconds = 0.0 if c.end_s is None else c.end_s - c.began_s
         found[c.kind] = found.get(c.kind, Traffic()) + Traffic(calls=1, link_bytes=c.link_bytes, seconds=seconds)

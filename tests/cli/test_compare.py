@@ -27,7 +27,7 @@ from tests.lab.telling import ended
 
 TINY = ["--model", "gpt2-1m", "--seq-len", "16", "--micro-batch", "1"]
 KEYS = {
-    *("spec", "losses", "step_time_s", "tokens_per_s", "tflops_per_rank", "mfu_per_rank", "hfu_per_rank"),
+    *("spec", "losses", "step_time_s", "tokens_per_s", "tflops_per_rank", "mfu", "mfu_per_rank", "hfu_per_rank"),
     *("peak_flops_source", "peak_memory_bytes", "memory_at_peak_bytes", "rss_bytes", "loading_bytes"),
     *("comm_s_per_step", "comm_bytes_per_step", "exposed_comm_s_per_step"),
 }

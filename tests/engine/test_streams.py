@@ -16,6 +16,7 @@ import torch
 from fsdp_lab.core.spec import Strategy
 from fsdp_lab.engine import full_state, no_sync, sharded_parameters, unshard
 from fsdp_lab.engine.collectives import CommHandle
+from fsdp_lab.engine.streams import CommStreams, CudaStreams
 from tests.engine.simulated import Mode, SimulatedDevice, Wait
 from tests.engine.toys import Net, batch, by_block, make
 from tests.pool import Place, Pool
@@ -209,3 +210,11 @@ def _without_references(place: Place, which: Case) -> Any:
 
 def test_memory_that_is_freed_too_early_is_found(pool: Pool) -> None:
     assert "accesses memory that was freed" in pool.run(_without_references, 2, CASES["offload all"])[0]
+
+
+def test_communication_on_a_gpu_has_streams_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's FSDP gives its own: a gather must not wait behind a product that fills the GPU."""
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, **options: made.append(options))
+    CommStreams.of(CudaStreams(torch.device("cuda:0")))
+    assert made == [{"priority": -1}] * len(dataclasses.fields(CommStreams))

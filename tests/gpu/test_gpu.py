@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd.profiler import profile, record_function
+from torch.profiler import DeviceType
 
 from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.rank import Session
+from fsdp_lab.rank.ledger import KernelTimes
+from fsdp_lab.rank.trainer import _pinned
 from tests.pool import Place, Pool
 
 pytestmark = [
@@ -108,3 +113,38 @@ def test_our_engine_trains_what_fsdp2_trains(pool: Pool, precision: str, changes
     (ours,) = pool.run(_losses, 1, base.replace(**changes).to_dict(), 10, reduction=None)
     assert ours == pytest.approx(theirs, rel=1e-4 if precision == "fp32" else 2e-2)
     assert ours[-1] < ours[0]
+
+
+def _kernels_around_a_gap() -> tuple[KernelTimes, float]:
+    """A product, a sleep on another stream for which the first one waits, and a product; inside one range."""
+    side, a = torch.cuda.Stream(), torch.ones(2048, 2048, device="cuda")
+    a @ a
+    torch.cuda.synchronize()
+    with profile(use_kineto=True, use_device="cuda") as profiler:
+        with record_function("compute root"):
+            a @ a
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(100_000_000)
+            torch.cuda.current_stream().wait_stream(side)
+            a @ a
+        torch.cuda.synchronize()
+    events = list(profiler.kineto_results.events())
+    (slept,) = [e for e in events if "spin" in e.name().lower() and not e.is_user_annotation()]
+    # what sleeps stands for a collective, whose kernels have NCCL's names
+    named = [SimpleNamespace(name=lambda e=e: "ncclDevKernel_AllGather" if e is slept else e.name(),
+                             device_type=e.device_type, is_user_annotation=e.is_user_annotation,
+                             start_ns=e.start_ns, end_ns=e.end_ns) for e in events]  # fmt: skip
+    assert any(e.is_user_annotation() and e.device_type() == DeviceType.CUDA for e in events)
+    return KernelTimes.of(named), (slept.end_ns() - slept.start_ns()) / 1e9
+
+
+def test_a_range_around_a_gap_hides_no_exposed_communication() -> None:
+    found, slept_s = _kernels_around_a_gap()
+    assert found.exposed_s is not None and found.exposed_s["all_gather"] == pytest.approx(slept_s, rel=0.05)
+
+
+def test_a_batch_on_the_gpu_stays_there() -> None:
+    batch = {"ids": torch.ones(2, device="cuda"), "labels": torch.ones(2)}
+    pinned = _pinned(batch, torch.device("cuda:0"))
+    assert pinned["ids"] is batch["ids"] and pinned["labels"].is_pinned()

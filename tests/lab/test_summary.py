@@ -15,7 +15,7 @@ from fsdp_lab.runs.steps import assemble
 from fsdp_lab.runs.summary import figures, quantile, step_table, summarize
 from tests.lab.events import SPEC, event, steps
 
-KEYS = ["spec", "losses", "step_time_s", "tokens_per_s", "tflops_per_rank", "mfu_per_rank", "hfu_per_rank",
+KEYS = ["spec", "losses", "step_time_s", "tokens_per_s", "tflops_per_rank", "mfu", "mfu_per_rank", "hfu_per_rank",
         "peak_flops_source", "peak_memory_bytes", "memory_at_peak_bytes", "rss_bytes", "loading_bytes",
         "comm_s_per_step", "comm_bytes_per_step", "exposed_comm_s_per_step"]  # fmt: skip
 
@@ -88,7 +88,7 @@ def test_utilisation_is_relative_to_a_peak_with_its_source_and_recompute_makes_i
     known = {"flops": 10**9, "peak_flops_per_s": 2e11, "peak_source": "a data sheet"}
     plain, again = steps(0, **known), steps(1, **known, recompute_flops=10**9 // 4)
     entry = summary(SPEC, again)
-    assert entry["mfu_per_rank"] == [0.05, 0.05] and entry["hfu_per_rank"] == [0.0625, 0.0625]
+    assert entry["mfu"] == 0.05 and entry["mfu_per_rank"] == [0.05, 0.05] and entry["hfu_per_rank"] == [0.0625, 0.0625]
     assert entry["peak_flops_source"] == "a data sheet"
     table = step_table(assemble(plain), {})
     assert "HFU" not in table.columns and "note: MFU relative to 0.2 TFLOPS a rank (a data sheet)" in repr(table)

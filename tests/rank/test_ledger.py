@@ -16,7 +16,7 @@ from fsdp_lab.core.events import MemorySample, Role, RoleBytes, StepEvent
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.models import Initializer, build_skeleton, resolve
 from fsdp_lab.rank.faults import InjectedFault
-from fsdp_lab.rank.ledger import MOST_SAMPLES, Ledger, MemoryBlock, _follow, _Mark
+from fsdp_lab.rank.ledger import MOST_SAMPLES, Ledger, MemoryBlock, _follow, _Mark, _unknown
 from fsdp_lab.wire import WireContext
 from tests.pool import Place, Pool
 from tests.rank.test_session import BACKENDS, DDP, session
@@ -367,6 +367,25 @@ def test_the_highest_moment_between_two_marks_is_in_the_curve() -> None:
     ]
     assert found.peak == RoleBytes(parameters_bytes=100, activations_bytes=50)
     assert found.end_bytes == 107  # what is on the host too
+
+
+@pytest.mark.parametrize("workspace", [0, 7])
+def test_what_a_gpu_s_allocator_holds_beyond_known_blocks_is_other(workspace: int) -> None:
+    """A workspace before the step, and one of 30 that a thread allocates which the profiler does not see."""
+    blocks = [
+        MemoryBlock(50, Role.PARAMETERS),
+        MemoryBlock(100, Role.ACTIVATIONS, 12, 35),
+        MemoryBlock(1, None, 12, 35),  # on the host
+    ]
+    allocated = {at: known + workspace for at, known in {10: 50, 20: 150, 30: 180, 40: 80}.items()}
+    marks = [(float(at), _Mark("forward", f"unit {at}", "begin", nbytes)) for at, nbytes in allocated.items()]
+    result = _follow([*blocks, *_unknown(blocks, marks)], marks)
+    sampled = {s.unit: s.classes.total_bytes for s in result.curve if s.moment == "begin"}
+    assert sampled == {f"unit {at}": nbytes for at, nbytes in allocated.items()}
+    assert [s.classes.other_bytes for s in result.curve if s.moment == "begin"] == [
+        workspace + unseen for unseen in (0, 0, 30, 30)
+    ]
+    assert (result.peak.total_bytes, result.peak.other_bytes) == (180 + workspace, 30 + workspace)
 
 
 def test_a_curve_of_many_units_is_thinned_and_keeps_its_peak() -> None:

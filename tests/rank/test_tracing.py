@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import random
 import time
 from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch.profiler import DeviceType
 
 from fsdp_lab.core.events import Span, StepEvent, Track, exposed_by_unit
 from fsdp_lab.rank import tracing
-from fsdp_lab.rank.ledger import exposed_on_device
+from fsdp_lab.rank.ledger import KernelTimes
+from fsdp_lab.rank.measure import StepMeter
+from fsdp_lab.wire import Collective
 from tests.pool import Place, Pool
 from tests.rank.test_session import BACKENDS, session, spec
 
@@ -134,27 +138,69 @@ def test_clocks_are_compared_over_the_wire(pool: Pool) -> None:
 
 # -- a GPU's kernels -------------------------------------------------------------------------------------------------
 
+GATHER, SCATTER = "ncclDevKernel_AllGather_RING_LL(...)", "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(...)"
 
-def kernel(name: str, start: int, end: int, *, on_gpu: bool = True) -> SimpleNamespace:
+
+def event(name: str, start: int, end: int, *, on_gpu: bool = True, annotation: bool = False) -> SimpleNamespace:
     kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    return SimpleNamespace(
-        name=lambda: name, device_type=lambda: kind, start_ns=lambda: start * 10**9, end_ns=lambda: end * 10**9
-    )
+    return SimpleNamespace(name=lambda: name, device_type=lambda: kind, is_user_annotation=lambda: annotation,
+                           start_ns=lambda: start * 10**9, end_ns=lambda: end * 10**9)  # fmt: skip
 
 
 def test_what_a_gpu_waits_for_is_read_from_its_kernels() -> None:
-    gather, scatter = "ncclDevKernel_AllGather_RING_LL(...)", "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(...)"
     kernels = [
-        kernel("gemm", 0, 4),
-        kernel(gather, 2, 7),  # 4 to 7 by itself
-        kernel("gemm", 7, 12),
-        kernel("gemm", 8, 10),
-        kernel(scatter, 9, 16),  # 12 to 16 by itself
-        kernel(gather, 14, 19),  # 16 to 19; before that the other one counts
-        kernel("Memcpy DtoH (Device -> Pinned)", 12, 16),
-        kernel("aten::mm", 4, 19, on_gpu=False),
-        kernel("ncclDevKernel_SendRecv(...)", 30, 31),
+        event("gemm", 0, 4),
+        event(GATHER, 2, 7),  # 4 to 7 by itself
+        event("gemm", 7, 12),
+        event("gemm", 8, 10),
+        event(SCATTER, 9, 16),  # 12 to 16 by itself
+        event(GATHER, 14, 19),  # 16 to 19; before that the other one counts
+        event("Memcpy DtoH (Device -> Pinned)", 12, 16),
+        event("aten::mm", 4, 19, on_gpu=False),
+        event("ncclDevKernel_SendRecv(...)", 30, 31),
     ]
-    assert exposed_on_device(kernels) == {"all_gather": 6.0, "reduce_scatter": 4.0, "other": 1.0}
-    assert exposed_on_device(kernels[::-1]) == exposed_on_device(kernels)
-    assert exposed_on_device([]) == {}
+    found = KernelTimes.of(kernels)
+    assert found.exposed_s == {"all_gather": 6.0, "reduce_scatter": 4.0, "other": 1.0}
+    assert (found.count, found.busy_s) == (7, 20.0)
+    assert KernelTimes.of(kernels[::-1]) == found
+
+
+def test_a_span_that_the_profiler_draws_over_kernels_is_no_computing() -> None:
+    """`record_function` around a forward, and what torch opens around a collective, span the gaps on the GPU's streams."""
+    kernels = [event("gemm", 0, 1), event(GATHER, 1, 5), event("gemm", 5, 6)]
+    spans = [event("compute root", 0, 6, annotation=True), event("nccl:all_gather", 1, 5, annotation=True)]
+    assert KernelTimes.of([*spans, *kernels]) == KernelTimes.of(kernels)
+    assert KernelTimes.of(kernels).exposed_s == {"all_gather": 4.0}
+
+
+def test_without_a_kernel_of_nccl_exposed_communication_is_unknown() -> None:
+    assert KernelTimes.of([event("gemm", 0, 4)]).exposed_s is None and KernelTimes.of([]).exposed_s is None
+
+
+@pytest.mark.parametrize("seen", [None, {"other": 3.0}])
+def test_exposed_communication_of_a_gpu_is_measured_or_unknown_and_never_0(seen: dict[str, float] | None) -> None:
+    """`other`: a reduction in rank order, which NCCL sends as an all-to-all."""
+    sent = [Collective(sequence=i, kind=kind, group="0", size=2, link_bytes=8, issue_s=0.0)
+            for i, kind in enumerate(("all_gather", "reduce_scatter"))]  # fmt: skip
+    of_gpu = SimpleNamespace(_on_gpu=True, _info=SimpleNamespace(shares_gpu=False),
+                             ledger=SimpleNamespace(exposed_s=seen))  # fmt: skip
+    comm = StepMeter._traffic(cast(StepMeter, of_gpu), sent)
+    assert {kind: t.calls for kind, t in comm.items()} == {"all_gather": 1, "reduce_scatter": 1} | dict.fromkeys(
+        seen or (), 0
+    )
+    total_s = sum(t.exposed_seconds for t in comm.values())
+    assert math.isnan(total_s) if seen is None else total_s == 3.0
+    assert StepMeter._traffic(cast(StepMeter, of_gpu), []) == {}  # one rank sends nothing, and waits for nothing
+
+
+def test_exposed_communication_is_what_remains_of_any_kernels() -> None:
+    """Beside what each second of many random kernels says by itself."""
+    drawn = random.Random(0)
+    for _ in range(50):
+        spans = [(start := drawn.randrange(200), start + drawn.randrange(1, 20)) for _ in range(30)]
+        kernels = [event(drawn.choice(("gemm", GATHER)), *span) for span in spans]
+        sent, computed = set[int](), set[int]()
+        for k, (start, end) in zip(kernels, spans, strict=True):
+            (sent if k.name() == GATHER else computed).update(range(start, end))
+        found = KernelTimes.of(kernels)
+        assert sum((found.exposed_s or {}).values()) == len(sent - computed) and found.busy_s == len(sent | computed)
