@@ -17,6 +17,7 @@ and its additional time is spread over `LEDGER_STEPS` steps.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 import sys
@@ -73,6 +74,39 @@ def ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
     return [one / other for one, other in zip(ones, others, strict=True)]
 
 
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % confidence interval of the median, whatever the distribution; of fewer than six values the least and the
+    greatest. By order statistics (Conover, Practical Nonparametric Statistics, section 3.2)."""
+    ordered, n = sorted(values), len(values)
+    below = itertools.accumulate(math.comb(n, k) / 2**n for k in range(n))
+    outside = sum(1 for share in below if share <= 0.025)
+    return ordered[max(0, outside - 1)], ordered[n - max(1, outside)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Busy:
+    """What the GPU of the slowest rank does in a step, of which another one was profiled."""
+
+    kernels: int
+    busy_s: float
+    step_s: float
+
+    @classmethod
+    def of(cls, kernels: Mapping[str, Any] | None, step_s: float) -> Busy | None:
+        return None if kernels is None else cls(kernels=kernels["count"], busy_s=kernels["busy_s"], step_s=step_s)
+
+    @property
+    def share(self) -> float:
+        """Of the step in which kernels run. In the rest the GPU waits for the host, which issues them."""
+        return min(1.0, self.busy_s / self.step_s)
+
+    def cells(self) -> tuple[str, str, str]:
+        return f"{self.kernels:,}", f"{self.share:.0%}", f"{1 - self.share:.0%}"
+
+
+BUSY = ("kernels", "GPU busy", "host-bound")  # columns
+
+
 def slowest(ranks: Sequence[Sequence[float]]) -> list[float]:
     """Seconds of the slowest rank, one per round."""
     return [max(seconds) for seconds in zip(*ranks, strict=True)]
@@ -91,6 +125,7 @@ class BenchResult:
         default_factory=dict
     )  # of metered forms: seconds by part
     ledger_s: Mapping[str, float] = field(default_factory=dict)  # of metered forms: their ledger step
+    kernels: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # `KernelTimes` of rank 0, on GPUs
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[Mapping[str, Any]]) -> BenchResult:
@@ -103,6 +138,7 @@ class BenchResult:
             shared=frozenset(f for f in forms if all(r[f]["is_shared"] for r in ranks)),
             gradient_norms={f: math.sqrt(sum(r[f]["squared_norm"] for r in ranks)) for f in forms},
             parts={f: parts_of([r[f]["parts"] for r in ranks]) for f in forms if "parts" in ranks[0][f]},
+            kernels={f: ranks[0][f]["kernels"] for f in forms if ranks[0][f].get("kernels")},
             ledger_s={f: max(max(r[f]["ledger_s"]) for r in ranks) for f in forms if ranks[0][f].get("ledger_s")},
         )
 
@@ -112,6 +148,10 @@ class BenchResult:
     def ratio(self, one: str, other: str) -> Spread:
         """Ratio of the step times of two forms in the same round: below 1, `one` is faster."""
         return spread(ratios(self.seconds[one], self.seconds[other]))
+
+    def ratio_interval(self, one: str, other: str) -> tuple[float, float]:
+        """The `interval` of that ratio's median."""
+        return interval(ratios(self.seconds[one], self.seconds[other]))
 
     @property
     def fastest(self) -> dict[str, str]:
@@ -227,12 +267,16 @@ def step_figures(result: BenchResult, environment: Mapping[str, Any], say: Say) 
     rows = []
     for form in sorted(result.seconds, key=lambda f: result.step_time(f).median):
         time, ratio = result.step_time(form), result.ratio(LAB, form) if lab else result.ratio(form, result.reference)
-        rows.append((form, *(f"{1e3 * s:.1f}" for s in (time.median, time.p10, time.p90)),
-                     *(f"{r:.3f}" for r in (ratio.median, ratio.p10, ratio.p90))))  # fmt: skip
-    columns = ("form", "ms/step", "p10", "p90", heading, "p10 ", "p90 ")
+        busy = Busy.of(result.kernels.get(form), time.median)
+        times = (f"{1e3 * s:.1f}" for s in (time.median, time.p10, time.p90))
+        shares = (f"{r:.3f}" for r in (ratio.median, ratio.p10, ratio.p90))
+        rows.append((form, *times, *shares, *(busy.cells() if busy else ())))
+    columns = ("form", "ms/step", "p10", "p90", heading, "p10 ", "p90 ", *(BUSY if result.kernels else ()))
     say(repr(Table(columns=columns, rows=tuple(rows), left=frozenset({"form"}))))
     for name, found in result.ratios.items():
-        report.ratio(name, found, note=f"; {result.fastest[name.partition('/')[2]]} is the fastest of them")
+        form = result.fastest[name.partition("/")[2]]
+        low, high = result.ratio_interval(LAB, form)
+        report.ratio(name, found, note=f"; its median is {low:.3f} to {high:.3f} (95 %); {form} is the fastest of them")
     for name, memory in result.memory_ratios.items():
         say(f"{name}, peak allocated memory: {memory:.3f}")
     for name, found in result.control.items():
@@ -243,6 +287,7 @@ def step_figures(result: BenchResult, environment: Mapping[str, Any], say: Say) 
         "step_time_s": {form: asdict(result.step_time(form)) for form in result.seconds},
         "fastest": result.fastest,
         "peak_bytes": dict(result.peak_bytes),
+        "kernels": dict(result.kernels),
         "memory_ratios": result.memory_ratios,
     }
 

@@ -20,7 +20,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fsdp_lab.bench import parts
-from fsdp_lab.bench.launch import place
 from fsdp_lab.bench.parts import HYBRID, PINNED, REPOSITORY, SOME, STRATEGIES
 from fsdp_lab.bench.plan import CONTROL, LAB, METERED_PEERS, METERING, REFERENCE, STEP, BenchPlan, PlanError
 from fsdp_lab.bench.record import BenchPart, now
@@ -106,13 +105,15 @@ class Place:
     memory_bytes: float  # of the smallest GPU
 
     @classmethod
-    def here(cls, device: str) -> Place:
-        """Raises PlanError where there is no GPU."""
+    def here(cls, device: str, *, listing: bool = False) -> Place:
+        """Raises PlanError where there is no GPU, unless the parts are only listed: then as if there were one."""
         if device == "cpu":
             return cls(device=device, gpus=0, memory_bytes=math.inf)
         import torch
 
         gpus = torch.cuda.device_count()
+        if not gpus and listing:
+            return cls(device=device, gpus=1, memory_bytes=math.inf)
         if not gpus:
             raise PlanError(
                 "bench gpu needs a GPU, and torch finds none here; "
@@ -131,24 +132,29 @@ class Place:
 
     def devices(self, ranks: int, *, shared: bool = False) -> tuple[str, ...]:
         """One for each rank; `shared`: the first GPU for all of them."""
-        return ("cuda:0",) * ranks if shared and self.gpus else place(ranks, self.device)
+        if not self.gpus:
+            return ("cpu",) * ranks
+        return tuple(f"cuda:{0 if shared else rank % self.gpus}" for rank in range(ranks))
 
 
 # -- the list ----------------------------------------------------------------------------------------------------------
 
 
 def listed(at: Place) -> tuple[BenchPart, ...]:
-    """In the order in which they are run. Limits are what each may take; an H100 takes about nine minutes for all."""
+    """In the order in which they are run: what several GPUs show first, where there are several. Limits are what each may
+    take; an H100 takes about nine minutes for all."""
     programs = at.devices(max(1, min(at.gpus, MOST_RANKS)))
     metered = _plan(at.scale.metered, at.devices(1), at.scale.metered_steps)
+    over_nccl = tuple(_over_nccl(at))
     return (
+        *(over_nccl if at.gpus >= 2 else ()),
         BenchPart(name="tests", title="tests/gpu, where pytest is installed", limit_s=180, measure=parts.tests,
              skipped=_no_tests(at)),
         BenchPart(name="strategies", title="every strategy on one rank, compared with FSDP2", limit_s=90,
              measure=partial(parts.strategies, at.strategies, at.scale.precisions, at.devices(1))),
         *(_step(at, shape) for shape in at.scale.shapes),
         *(part for ranks in at.scale.shared for part in _sharing(at, ranks)),
-        *_over_nccl(at),
+        *(() if at.gpus >= 2 else over_nccl),
         BenchPart(name="metering", title="what measuring costs, by backend", limit_s=120,
              measure=partial(parts.metering, metered), skipped=_too_large(at, metered)),
         BenchPart(name="switch", title="live switches near the memory limit", limit_s=90,
@@ -212,7 +218,9 @@ def _over_nccl(at: Place) -> Iterator[BenchPart]:
     devices = at.devices(ranks)
     skipped = "" if at.gpus >= 2 else f"it needs 2 GPUs or more, and there {'is 1' if at.gpus else 'are none'}"
     hybrid = HYBRID if ranks % 2 == 0 and ranks >= 4 else {}
-    yield BenchPart(name="nccl", title=f"a rank on each of {ranks} GPUs: strategies, compared with FSDP2", limit_s=90,
+    yield BenchPart(name="links", title=f"collectives of {ranks} GPUs alone: bus bandwidth by size", limit_s=60,
+               measure=partial(parts.links, devices), skipped=skipped)  # fmt: skip
+    yield BenchPart(name="nccl", title=f"a rank on each of {ranks} GPUs: strategies, compared with FSDP2", limit_s=180,
                measure=partial(parts.strategies, {**at.strategies, **hybrid}, at.scale.precisions[:2], devices),
                skipped=skipped)  # fmt: skip
     shape = Shape(preset="gpt2-124m", seq_len=1024, micro_batch=8, forms=STEP)

@@ -10,12 +10,13 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.autograd.profiler import profile
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -28,7 +29,7 @@ from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.models import Batches, BestPeak, Initializer, build_skeleton, resolve
 from fsdp_lab.models.flops import Peak
 from fsdp_lab.models.wrapping import blocks
-from fsdp_lab.rank.ledger import LedgerResult
+from fsdp_lab.rank.ledger import KernelTimes, LedgerResult
 from fsdp_lab.rank.measure import StepMeter, UnreadStep
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset
@@ -55,10 +56,12 @@ class BuiltForm:
     peak_bytes: int = 0  # of this form alone, on a GPU; 0 on a CPU, where no allocator counts
     metered: Metered | None = None
     is_shared: bool = False  # it communicates through shared memory
+    kernels: KernelTimes | None = None  # of a profiled step, on a GPU
 
     def result(self) -> dict[str, Any]:
         found = {"seconds": self.seconds, "loss": float(self.loss), "squared_norm": self.squared_norm,
-                 "peak_bytes": self.peak_bytes, "is_shared": self.is_shared}  # fmt: skip
+                 "peak_bytes": self.peak_bytes, "is_shared": self.is_shared,
+                 "kernels": None if self.kernels is None else asdict(self.kernels)}  # fmt: skip
         return found if self.metered is None else found | self.metered.result()
 
 
@@ -89,6 +92,11 @@ def interleave(
                 built.seconds.append(seconds)
                 built.peak_bytes = max(built.peak_bytes, _peak(built.backend, info.device))
         on_round(i + 1)
+    if info.device.type == "cuda":
+        for built in forms:
+            with profile(use_kineto=True, use_device="cuda") as profiler:
+                step(built, batches[-1], info.device, world, first=False)
+            built.kernels = KernelTimes.of(profiler.kineto_results.events())
     return {built.form.name: built.result() for built in forms}
 
 

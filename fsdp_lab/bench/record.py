@@ -19,7 +19,7 @@ from typing import Any
 from fsdp_lab.core.files import write_whole
 
 FIGURES = "-- the same as JSON, with all figures --"
-LEAST_S = 5.0  # a part that has less time is skipped
+LEAST_SHARE = 0.5  # of its limit: a part that has less time is skipped
 
 Say = Callable[[str], None]
 Figures = Mapping[str, Any]
@@ -93,7 +93,7 @@ class Record:
     def _run(self, part: BenchPart, record: PartRecord, limit_s: float) -> None:
         record.begun, begun_s = now(), time.monotonic()
         self.say(f"== {part.name}: {part.title}")
-        if reason := part.skipped or ("" if limit_s >= LEAST_S else f"no time was left; give --only {part.name}"):
+        if reason := part.skipped or _too_short(part, limit_s):
             record.outcome, record.reason = PartOutcome.SKIPPED, reason
         else:
             record.outcome = PartOutcome.RUNNING
@@ -130,6 +130,13 @@ class Record:
                 yield from part.text()
         yield f"\n{FIGURES}"
         yield json.dumps({"facts": dict(self.facts), "parts": [asdict(part) for part in self.parts]}) + "\n"
+
+
+def _too_short(part: BenchPart, left_s: float) -> str:
+    """Why a part is not begun with so little time; "" if it is."""
+    if left_s >= LEAST_SHARE * part.limit_s:
+        return ""
+    return f"{max(0.0, left_s):.0f} s were left, and it may need {part.limit_s:.0f}; give --only {part.name}"
 
 
 def now() -> str:

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import gc
 import math
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from fsdp_lab.bench.loading import load_and_step
 from fsdp_lab.bench.plan import BenchPlan
 from fsdp_lab.core.checkpoint_format import find
 from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.engine import fully_shard
 from fsdp_lab.models import build_skeleton, resolve
@@ -77,13 +80,22 @@ def train(session: Session, job: Job) -> list[dict[str, Any]]:
         except Exception as e:  # so that one Spec does not hide what the others do
             found.append({"error": f"{type(e).__name__}: {' '.join(str(e).split())}"})
             continue
+        counted = [e["step_time_s"] for e in events if StepEvent.from_dict(e).counts]
+        assert session.trainer is not None and counted
+        ledger = session.trainer.meter.ledger
         found.append({
             "losses": [event["mean_loss"] for event in events],
             "checksum": _checksum(session),
-            "step_s": events[-1]["step_time_s"],
+            "step_s": statistics.median(counted),
             "peak_bytes": max(event["memory"]["peak_bytes"] for event in events),
+            "kernels": None if ledger is None or ledger.kernels is None else asdict(ledger.kernels),
         })  # fmt: skip
     return found
+
+
+def links(session: Session, job: Job) -> dict[str, Any]:
+    """[payload bytes, seconds] of collectives of all ranks alone, by kind."""
+    return HardwareProbe(session.info, session.world).collectives(session.world)
 
 
 def times(session: Session, job: Job) -> list[dict[str, Any]]:
@@ -259,5 +271,5 @@ def engine_loop(device: torch.device) -> dict[str, list[float]]:
 
 
 TASKS: Mapping[str, Callable[[Session, Job], Any]] = {
-    "train": train, "times": times, "switches": switches, "tour": tour, "load": load_and_step
+    "train": train, "links": links, "times": times, "switches": switches, "tour": tour, "load": load_and_step
 }  # fmt: skip

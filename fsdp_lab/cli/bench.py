@@ -7,6 +7,7 @@ lab (lab_benches.py).
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import tempfile
@@ -80,7 +81,12 @@ GPU: Options = {
     "only": {"metavar": "PART,PART", "help": "only the parts whose names begin so, as step,switch"},
     "list": {"action": "store_true", "help": "list the parts, and run none"},
     "out": {"type": Path, "metavar": "FILE", "help": "results file (default: fsdp_lab-gpu-DATE.txt)"},
-    "minutes": number(9, "skip what is left after so many; 0: no limit"),
+    "minutes": {
+        "type": float,
+        "default": 9.0,
+        "metavar": "N",
+        "help": f"skip what is left after so many; 0: no limit {DEFAULT}",
+    },
 }
 
 
@@ -209,9 +215,10 @@ def gpu(args: argparse.Namespace) -> int:
     from fsdp_lab.bench import gpu as gpu_list
     from fsdp_lab.bench.record import Record
 
-    at_least(args, "minutes", 0)
+    if not 0 <= args.minutes < math.inf:
+        raise Refused(f"--minutes {args.minutes:g} is refused; give 0 or more, as 8.5")
     try:
-        at = gpu_list.Place.here(args.device)
+        at = gpu_list.Place.here(args.device, listing=args.list)
         parts = gpu_list.chosen(gpu_list.listed(at), args.only)
     except PlanError as e:
         raise Refused(str(e)) from e

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -27,7 +28,7 @@ from fsdp_lab.core.process import ranks_per_host, usable_cores
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.engine import collectives
 from fsdp_lab.engine.scaling import Scaler
-from fsdp_lab.rank.prepare import Preparation
+from fsdp_lab.rank.prepare import LONGEST_S, Preparation, is_next_measured, is_over_nccl, seconds_on_device
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset
 from fsdp_lab.rank.trainer import Trainer, TrainingProgress, squared_norm
@@ -62,10 +63,11 @@ _UPDATES: Mapping[str, tuple[int, ...]] = {  # elements
     "cuda": (1 << 16, 1 << 20, 1 << 24, 1 << 27),
 }
 _SENT: Mapping[int, int] = {1 << 10: 10, 1 << 14: 10, 1 << 18: 8, 1 << 20: 6, 1 << 22: 4, 1 << 24: 2}  # bytes: times
+_SENT_OVER_NCCL = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26, 1 << 29)
+_BACK_TO_BACK = 16
 _COMPUTING_S = (3e-4, 1e-3, 3e-3, 1e-2)  # between two collectives
 ROUNDS_S = 0.1  # of such computing
 HEADS, WIDTH = 4, 64
-LONGEST_S = 0.3  # of a collective: on a slow network no larger one is measured, since seconds are in proportion there
 MOST_ELEMENTS = 1 << 20  # of a tensor that the optimizer is given
 
 
@@ -168,7 +170,11 @@ class HardwareProbe:
         return {kind: list(self._sent(kind, group)) for kind in KINDS if group.size() > 1}
 
     def _sent(self, kind: str, group: dist.ProcessGroup) -> Iterator[list[float]]:
-        """[payload bytes, seconds] from issue to the end of the wait, behind a computation as in a step."""
+        """[payload bytes, seconds]: over NCCL by the device's clock, else from issue to the end of the wait, behind a
+        computation as in a step."""
+        if is_over_nccl(self._world, self._device):
+            yield from self._sent_over_nccl(kind, group)
+            return
         compute, other = self._work(COMPUTING_S), torch.ones(OTHER_BYTES // 4, device=self._device)
         for size, times in _SENT.items():
             issue = self._issue(kind, size, group)
@@ -187,6 +193,13 @@ class HardwareProbe:
                 self._finish()
                 seconds.append(time.perf_counter() - begun_s)
             yield [float(size), median(seconds)]
+
+    def _sent_over_nccl(self, kind: str, group: dist.ProcessGroup) -> Iterator[list[float]]:
+        for size, larger in pairwise((*_SENT_OVER_NCCL, 2 * _SENT_OVER_NCCL[-1])):
+            seconds = seconds_on_device(self._world, self._issue(kind, size, group), _BACK_TO_BACK)
+            yield [float(size), seconds]
+            if not is_next_measured(self._world, self._device, seconds, size, larger // size):
+                return
 
     def lateness(self) -> Iterator[list[float]]:
         """[computing s, s]: by how much a round of computing and a small collective takes longer than both alone. Ranks

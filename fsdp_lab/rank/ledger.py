@@ -61,7 +61,7 @@ class LedgerResult:
     peak: RoleBytes
     end_bytes: int
     curve: tuple[MemorySample, ...]
-    exposed_s: Mapping[str, float] | None = None  # of `KernelTimes`, on a GPU
+    kernels: KernelTimes | None = None  # on a GPU
 
 
 _Seen = tuple[int, int]  # the number of a mark, and the address of a block that was alive then
@@ -121,8 +121,7 @@ class Ledger:
             self._remove()
         self.result = self._analyse(profiler.kineto_results.experimental_event_tree())
         if kind is not None:
-            exposed_s = KernelTimes.of(profiler.kineto_results.events()).exposed_s
-            self.result = dataclasses.replace(self.result, exposed_s=exposed_s)
+            self.result = dataclasses.replace(self.result, kernels=KernelTimes.of(profiler.kineto_results.events()))
         self._hooked, self._followed = {}, []
 
     def before_update(self) -> None:

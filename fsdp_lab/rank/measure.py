@@ -246,9 +246,10 @@ class StepMeter:
         profiler saw no kernel of NCCL, as when something else uses CUPTI. What goes over Gloo the host waits for."""
         if not self._on_gpu or self._info.shares_gpu:
             return traffic(collectives)
-        if self.ledger is None or self.ledger.exposed_s is None:
+        kernels = None if self.ledger is None else self.ledger.kernels
+        if kernels is None or kernels.exposed_s is None:
             return traffic(collectives, dict.fromkeys((c.kind for c in collectives), math.nan))
-        return traffic(collectives, {**exposed(collectives), **self.ledger.exposed_s})
+        return traffic(collectives, {**exposed(collectives), **kernels.exposed_s})
 
     # -- memory ---------------------------------------------------------------------------------------------------
 

@@ -226,8 +226,11 @@ def _plain(value: Any) -> Any:
 # -- the emulated link -----------------------------------------------------------------------------------------------
 
 
-_PROBE_BYTES = 4 << 20  # of an all-gather's output
+_PROBE_BYTES = 4 << 20  # of an all-gather's output, through the host
 _PROBES = 7
+_ON_DEVICE_BYTES = (1 << 20, 1 << 23, 1 << 26, 1 << 29)  # over NCCL: by 4 MiB NVLink has not come near to its speed
+_BACK_TO_BACK = 8
+LONGEST_S = 0.3  # of a collective: on a slow network no larger one is measured, since seconds are in proportion there
 _INSTEAD = "100 Gb/s of h100"  # proposed instead of a link that is too fast
 
 
@@ -297,10 +300,12 @@ class LinkEmulation:
 
 
 def measured_speed(world: Wire, device: torch.device) -> float:
-    """Bytes/s over one rank's link, in one direction: the median of some large all-gathers over the real wire, infinite
-    for one rank. Collective."""
+    """Bytes/s over one rank's link, in one direction: of large all-gathers over the real wire, infinite for one rank.
+    Through the host it is the median of some, over NCCL the highest of `measured_bandwidths`. Collective."""
     if world.size() == 1:
         return math.inf
+    if is_over_nccl(world, device):
+        return max(measured_bandwidths(world, device).values())
     part = torch.zeros(_PROBE_BYTES // 4 // world.size(), device=device)
     whole = torch.empty(part.numel() * world.size(), device=device)
     rates = []
@@ -311,6 +316,48 @@ def measured_speed(world: Wire, device: torch.device) -> float:
             torch.cuda.synchronize(device)
         rates.append((whole.nbytes - part.nbytes) / (time.perf_counter() - start_s))
     return statistics.median(rates[1:])  # the first opens connections
+
+
+def measured_bandwidths(world: Wire, device: torch.device) -> dict[int, float]:
+    """Bus bandwidth of all-gathers over NCCL by the bytes of their output: (W-1)/W of these over the time, in bytes/s (as
+    nccl-tests, doc/PERFORMANCE.md). Sizes end where one takes long, or much of the memory that any rank has. Collective."""
+    found: dict[int, float] = {}
+    for nbytes in _ON_DEVICE_BYTES:
+        part = torch.zeros(nbytes // 4 // world.size(), device=device)
+        whole = torch.empty(part.numel() * world.size(), device=device)
+        seconds = seconds_on_device(world, partial(world.all_gather_single, whole, part), _BACK_TO_BACK)
+        found[nbytes] = (whole.nbytes - part.nbytes) / seconds
+        del part, whole
+        if not is_next_measured(world, device, seconds, nbytes, _ON_DEVICE_BYTES[1] // _ON_DEVICE_BYTES[0]):
+            break
+    return found
+
+
+def is_over_nccl(world: Wire, device: torch.device) -> bool:
+    nccl = world.context.nccl
+    return nccl is not None and nccl.carries(torch.empty(1, device=device))
+
+
+def seconds_on_device(world: Wire, issue: Callable[[], Any], times: int) -> float:
+    """Seconds of one of some collectives over NCCL, by the device's clock and back to back, so that what the host takes to
+    issue and to wake up is in none of a size that matters. Collective."""
+    nccl = world.context.nccl
+    assert nccl is not None
+    issue().wait()  # opens connections
+    before = nccl.record()
+    for _ in range(times):
+        issue().wait()
+    after = nccl.record()
+    nccl.synchronize()
+    return float(before.elapsed_time(after)) / 1e3 / times
+
+
+def is_next_measured(world: Wire, device: torch.device, seconds: float, nbytes: int, times: int) -> bool:
+    """Whether a collective `times` as large as the last one is measured: the same on all ranks. Collective."""
+    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
+    votes = torch.tensor([times * seconds > LONGEST_S or 4 * times * nbytes > free_bytes], dtype=torch.float64)
+    world.control(votes)
+    return not votes.item()
 
 
 def _over_nccl() -> SpecError:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from fsdp_lab.bench import many
-from fsdp_lab.bench.benches import BenchResult, measure, overheads, spread, step_figures
+from fsdp_lab.bench.benches import BenchResult, interval, measure, overheads, spread, step_figures
 from fsdp_lab.bench.launch import place
 from fsdp_lab.bench.plan import METERED_PEERS, METERING, STEP, BenchError, BenchPlan, PlanError, forms_named
 from fsdp_lab.cli import lab_benches
@@ -453,3 +453,9 @@ def ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
             if "fsdp_lab.bench.launch" in child.cmdline():
                 found.append(child)
     return found
+
+
+@pytest.mark.parametrize(("n", "place"), [(3, 0), (5, 0), (6, 0), (20, 5), (30, 9)])
+def test_the_interval_of_a_median_is_that_of_order_statistics(n: int, place: int) -> None:
+    """As tables of the binomial have it: of 20 values the sixth and the fifteenth."""
+    assert interval([float(i) for i in reversed(range(n))]) == (place, n - 1 - place)

@@ -68,8 +68,10 @@ def test_what_this_machine_cannot_run_is_skipped_with_the_reason(monkeypatch: py
 
     one, two, small = skips(1, 78), skips(2, 78), skips(1, 24)
     reason = "it needs 2 GPUs or more, and there is 1"
-    assert {name: why for name, why in one.items() if why and name != "tests"} == {"nccl": reason, "nccl-step": reason}
-    assert not two["nccl"] and not two["nccl-step"] and one.keys() == two.keys()
+    over_nccl = ["links", "nccl", "nccl-step"]
+    assert {name: why for name, why in one.items() if why and name != "tests"} == dict.fromkeys(over_nccl, reason)
+    assert not any(two[name] for name in over_nccl) and one.keys() == two.keys()
+    assert list(two)[:3] == over_nccl, "first, where time is short"
     assert small["step-llama-1b"] == "its 3 forms take 55.2 GiB, and the GPU has 24.0 GiB"
     assert not small["step-gpt2-124m"]
     here = {part.name: part.skipped for part in listed(Place.here("cpu"))}
@@ -81,6 +83,14 @@ def test_a_part_is_chosen_by_the_beginning_of_its_name() -> None:
     assert names == ["step-gpt2-1m", "step-llama-1m", "switch"]
     with pytest.raises(PlanError, match="no part 'x'"):
         chosen(listed(Place.here("cpu")), "x")
+
+
+def test_the_list_needs_no_gpu_and_minutes_no_whole_number(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["bench", "gpu", "--list", "--minutes", "8.5"]) == 0
+    assert "step of llama-1b on one rank" in capsys.readouterr().out
 
 
 def test_the_list_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,18 +180,19 @@ def test_what_no_time_is_left_for_is_skipped(tmp_path: Path) -> None:
         limits.append(limit_s)
         return {}
 
-    for limit_s in (0.0, 30.0, 4.0):
+    for limit_s in (0.0, 45.0, 24.0):  # a program under torchrun needed more than 24 of its 60 s, and failed for it
         record = Record(facts={}, file=tmp_path / "gpu.txt", say=silent)
         record.run([part("one", measure)], limit_s)
-    assert limits == [60, pytest.approx(30, abs=1)]
-    assert record.parts[0].said == "skipped: no time was left; give --only one"
+    assert limits == [60, pytest.approx(45, abs=1)]
+    assert record.parts[0].said == "skipped: 24 s were left, and it may need 60; give --only one"
 
 
 # -- what is wrong, is found -------------------------------------------------------------------------------------------
 
 
 def trained(losses: Sequence[float] = (6.0, 5.0), total: int = 7) -> dict[str, Any]:
-    return {"losses": list(losses), "checksum": total, "step_s": 0.1, "peak_bytes": GIB}
+    kernels = {"count": 1493, "busy_s": 0.025, "exposed_s": None}
+    return {"losses": list(losses), "checksum": total, "step_s": 0.1, "peak_bytes": GIB, "kernels": kernels}
 
 
 @pytest.mark.parametrize(
@@ -203,6 +214,7 @@ def test_a_strategy_that_trains_something_else_fails(
         parts.strategies(named, ["fp32"], ["cuda:0"], lines.append, 60)
     assert said in str(raised.value)
     rows = lines[0].splitlines()
+    assert rows[1].split()[5:9] == ["1.00", "GiB", "1,493", "25%"], "beside its time, who had the GPU"
     assert "equal bit for bit" in rows[1] and "losses differ by 0.0e+00" in rows[3], (
         "equal losses, and other parameters"
     )
@@ -219,6 +231,7 @@ def test_ranks_that_do_not_agree_are_an_error() -> None:
 def test_the_goal_is_printed_beside_time_and_memory(lab_bytes: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = BenchPlan(preset="gpt2-1m", forms=("lab", "fsdp2-raw"), ranks=1, devices=("cpu",))
     result = BenchResult(
+        kernels={form: {"count": 870, "busy_s": 0.5} for form in ("lab", "fsdp2-raw")},
         seconds={"lab": [1.1], "fsdp2-raw": [1.0]},
         losses={"lab": [5.0], "fsdp2-raw": [5.0]},
         gradient_norms={"lab": 1.0, "fsdp2-raw": 1.0},
@@ -229,6 +242,7 @@ def test_the_goal_is_printed_beside_time_and_memory(lab_bytes: int, said: str, m
     lines: list[str] = []
     parts.step(plan, lines.append, 50)
     assert limits == [50]
+    assert [line.split()[7:] for line in lines[1].splitlines()[1:]] == [["870", "50%", "50%"], ["870", "45%", "55%"]]
     assert "lab/fsdp2 in time: 1.100; the goal, 1.00 or less, is not met" in lines
     assert f"lab/fsdp2 in peak memory: {lab_bytes / GIB / 30:.3f}; the goal, 1.00 or less, {said}" in lines
     assert f"  peak allocated memory of lab: {lab_bytes / GIB:.3f} GiB" in lines

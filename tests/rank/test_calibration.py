@@ -11,7 +11,7 @@ import torch
 
 from fsdp_lab.core.children import ChildError
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.rank import calibration
+from fsdp_lab.rank import calibration, prepare
 from fsdp_lab.rank.calibration import MEASURING_S, HardwareProbe, measure_crowd, measured_groups
 
 
@@ -65,6 +65,53 @@ def test_a_figure_takes_as_long_on_every_rank_whatever_a_call_takes_there(
     assert HardwareProbe(info, world)._seconds(lambda: clock.passes(call_s)) == pytest.approx(call_s)
     (begun_s,) = met_s
     assert MEASURING_S <= clock.now_s - begun_s < MEASURING_S + 2 * call_s
+
+
+class OverNccl:
+    """A wire of 4 ranks over NCCL on a device that moves 1 MiB in 100 us; the host takes a second to issue anything."""
+
+    def __init__(self) -> None:
+        self.clock, self.device_s, self.sent = Clock(), 0.0, list[int]()
+        self.context = SimpleNamespace(nccl=self, hosts=())
+
+    def size(self) -> int:
+        return 4
+
+    def all_gather_single(self, whole: torch.Tensor, part: torch.Tensor) -> Any:
+        self.clock.passes(1.0)
+        self.device_s += whole.nbytes / (1 << 20) * 1e-4
+        self.sent.append(whole.nbytes)
+        return SimpleNamespace(wait=lambda: None)
+
+    def control(self, values: torch.Tensor) -> None:
+        """The others vote as this rank does."""
+
+    def carries(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def record(self) -> Any:
+        at_s = self.device_s
+        return SimpleNamespace(elapsed_time=lambda later: 1e3 * (later.at_s - at_s), at_s=at_s)
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_a_link_of_nccl_is_timed_by_the_device_on_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bus bandwidth: of what all ranks gather, three of four parts arrive over a rank's link."""
+    wire: Any = OverNccl()
+    monkeypatch.setattr(prepare, "_ON_DEVICE_BYTES", (1 << 10, 1 << 13, 1 << 16))
+    found = prepare.measured_bandwidths(wire, torch.device("cpu"))
+    assert list(found) == [1 << 10, 1 << 13, 1 << 16] and set(wire.sent) == set(found)
+    assert list(found.values()) == pytest.approx([0.75 * (1 << 20) / 1e-4] * 3)
+    assert prepare.measured_speed(wire, torch.device("cpu")) == pytest.approx(max(found.values()))
+
+
+def test_no_larger_collective_is_measured_where_one_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire: Any = OverNccl()
+    monkeypatch.setattr(prepare, "_ON_DEVICE_BYTES", (1 << 20, 1 << 23, 1 << 26))
+    monkeypatch.setattr(prepare, "LONGEST_S", 8e-4 + 1e-9)  # 8 MiB take 800 us, and 64 MiB would take 6.4 ms
+    assert list(prepare.measured_bandwidths(wire, torch.device("cpu"))) == [1 << 20, 1 << 23]
 
 
 @pytest.mark.slow

@@ -183,7 +183,7 @@ def test_exposed_communication_of_a_gpu_is_measured_or_unknown_and_never_0(seen:
     sent = [Collective(sequence=i, kind=kind, group="0", size=2, link_bytes=8, issue_s=0.0)
             for i, kind in enumerate(("all_gather", "reduce_scatter"))]  # fmt: skip
     of_gpu = SimpleNamespace(_on_gpu=True, _info=SimpleNamespace(shares_gpu=False),
-                             ledger=SimpleNamespace(exposed_s=seen))  # fmt: skip
+                             ledger=SimpleNamespace(kernels=SimpleNamespace(exposed_s=seen)))  # fmt: skip
     comm = StepMeter._traffic(cast(StepMeter, of_gpu), sent)
     assert {kind: t.calls for kind, t in comm.items()} == {"all_gather": 1, "reduce_scatter": 1} | dict.fromkeys(
         seen or (), 0
