@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -121,9 +121,15 @@ def plural(number: int, noun: str) -> str:
 # -- medians with their spread ---------------------------------------------------------------------------------------
 
 
-def known(values: Sequence[float]) -> list[float]:
+def known(values: Iterable[float]) -> list[float]:
     """The finite values; infinities and NaN mark values that were not measured."""
     return [v for v in values if math.isfinite(v)]
+
+
+def median_known(values: Iterable[float]) -> float:
+    """The median of the finite values; NaN if there are none. (A median among NaN depends on their places.)"""
+    middle = quantile(known(values), 0.5)
+    return math.nan if middle is None else middle
 
 
 def quantile(values: Sequence[float], q: float) -> float | None:

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ import numpy as np
 from fsdp_lab.core.describe import DEFAULT_FIELDS, describe_fields, differing_fields
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.events import StepEvent
-from fsdp_lab.core.formatting import MIB
+from fsdp_lab.core.formatting import MIB, median_known
 from fsdp_lab.core.loops import Trained
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Numbers
@@ -368,7 +368,7 @@ def curve_of(steps: Iterable[Step]) -> Numbers:
             recent.clear()
         if step.counts:
             recent.append(_rates(step))
-        smooth = [median(values) for values in zip(*recent, strict=True)] if recent else [math.nan] * 3
+        smooth = [median_known(values) for values in zip(*recent, strict=True)] if recent else [math.nan] * 3
         rows.append([step.number, step.mean_loss, *smooth, *_peaks(step)])
     return np.array(rows[-MOST_ROWS:], dtype=np.float64).reshape(-1, len(CURVE))
 

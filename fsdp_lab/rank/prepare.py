@@ -330,6 +330,8 @@ def measured_bandwidths(world: Wire, device: torch.device) -> dict[int, float]:
         del part, whole
         if not is_next_measured(world, device, seconds, nbytes, _ON_DEVICE_BYTES[1] // _ON_DEVICE_BYTES[0]):
             break
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the largest took much
     return found
 
 

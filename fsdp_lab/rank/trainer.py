@@ -394,9 +394,11 @@ def _read(*scalars: Tensor) -> list[float]:
 
 def _pinned(batch: Batch, device: torch.device) -> Batch:
     """A copy of pageable memory to a GPU may wait for the device. A dataset may have tensors on the GPU already."""
-    if device.type != "cuda":
-        return batch
-    return map_tensors(lambda t: t.pin_memory() if t.device.type == "cpu" and not t.is_pinned() else t, batch)
+
+    def pinned(t: Tensor) -> Tensor:
+        return t.pin_memory() if t.device.type == "cpu" and t.layout is torch.strided and not t.is_pinned() else t
+
+    return map_tensors(pinned, batch) if device.type == "cuda" else batch
 
 
 def _slices(t: Tensor) -> Sequence[Tensor]:

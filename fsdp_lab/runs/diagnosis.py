@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from fsdp_lab.core.events import Memory, StepEvent, Track
-from fsdp_lab.core.formatting import plural, size
+from fsdp_lab.core.formatting import median_known, plural, size
 from fsdp_lab.core.hang import FORWARD_ALONE, UNEQUAL_BATCHES
 from fsdp_lab.core.loops import Trained
 from fsdp_lab.core.spec import Spec, Strategy
@@ -121,7 +121,7 @@ class _Case:
         return sum(e.memory.parameters_bytes for e in self.steps[-1].events) * self.shard_factor // self.spec.world_size
 
     def median_of(self, value: Callable[[StepEvent], float], rank: int) -> float:
-        return median(value(s.events[rank]) for s in self.counted)
+        return median_known(value(s.events[rank]) for s in self.counted)
 
 
 # -- each cause ------------------------------------------------------------------------------------------------------

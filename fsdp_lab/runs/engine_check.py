@@ -6,6 +6,7 @@ more than what was asked for (`LIMITS`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -154,7 +155,8 @@ def _excess(
     name: str, most: Mapping[str, float], found: Figures, classes: Mapping[Role, int], model_bytes: float
 ) -> Iterator[str]:
     sent, exposed, all_of_it = (
-        0.0 if spread is None else spread.median for spread in (found.link_bytes, found.exposed_comm_s, found.comm_s)
+        math.nan if spread is None else spread.median
+        for spread in (found.link_bytes, found.exposed_comm_s, found.comm_s)
     )
     values = {
         "sent": sent / model_bytes,
@@ -165,8 +167,10 @@ def _excess(
         "exposed": exposed / all_of_it if all_of_it else 0.0,
     }
     for key, limit in most.items():
-        if values[key] > limit:
-            title, hint = LIMITS[key]
+        title, hint = LIMITS[key]
+        if math.isnan(values[key]):
+            yield f"What {name} {title} is not known here: train four steps or more, or leave {key!r} out."
+        elif values[key] > limit:
             share = key == "exposed"
             told, asked = (f"{v:.0%}" if share else f"{v:.2f}" for v in (values[key], limit))
             unit = " of its communication" if share else " model sizes"

@@ -135,3 +135,13 @@ def test_a_step_that_fails_takes_no_event_of_another_with_it(pool: Pool) -> None
     (found,) = pool.run(_train, 1, spec(1).to_dict(), True, reduction=None)
     assert [step for step, _ in found["told"]] == list(range(STEPS - 1))
     assert found["waits"] == 1, "a device that may hang is not waited for"
+
+
+def test_only_what_can_be_pinned_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data set may have its tensors on the GPU already (here: on meta)."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t + 1)
+    on_host, elsewhere, sparse = torch.ones(2), torch.ones(2, device="meta"), torch.ones(2).to_sparse()
+    batch = {"a": on_host, "b": elsewhere, "c": sparse}
+    found = trainer_module._pinned(batch, torch.device("cuda:0"))
+    assert found["a"].tolist() == [2, 2] and found["b"] is elsewhere and found["c"] is sparse
+    assert trainer_module._pinned(batch, torch.device("cpu")) is batch

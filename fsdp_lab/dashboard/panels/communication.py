@@ -13,7 +13,7 @@ from bokeh.layouts import row
 from bokeh.plotting import figure
 
 from fsdp_lab.core.events import Carrier, Traffic
-from fsdp_lab.core.formatting import duration, traffic
+from fsdp_lab.core.formatting import duration, median_known, traffic
 from fsdp_lab.core.link import format_rate
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns
@@ -148,7 +148,7 @@ class CommunicationPanel(Panel):
             own = [e for s in self._recent for e in s.events if e.rank == rank]
             ms = [median(_of(e.comm, k).seconds for e in own) * 1e3 for k in KINDS]
             mb = [median(_of(e.comm, k).link_bytes for e in own) / 1e6 for k in KINDS]
-            rows.append([rank, *ms, *mb, median(e.exposed_comm_s for e in own) * 1e3, sum(ms)])
+            rows.append([rank, *ms, *mb, median_known(e.exposed_comm_s for e in own) * 1e3, sum(ms)])
             labels.append(duration(sum(ms) / 1e3))
             colors.append(theme.rank_color(rank))
         places = [self._ranks.place(int(r[0])) for r in rows]
@@ -173,7 +173,7 @@ class CommunicationPanel(Panel):
         recent = list(self._recent)
         seconds = median(fmean(sum(t.seconds for t in e.comm.values()) for e in s.events) for s in recent)
         link = median(fmean(sum(t.link_bytes for t in e.comm.values()) for e in s.events) for s in recent)
-        exposed = median(fmean(e.exposed_comm_s for e in s.events) for s in recent)
+        exposed = median_known(fmean(e.exposed_comm_s for e in s.events) for s in recent)
         share = 100 * exposed / median(s.step_time_s for s in recent)
         part = f", {duration(exposed)} of it exposed ({share:.0f} % of the step)" if math.isfinite(exposed) else ""
         legend = [fill_key(token) for kind, token in zip(KINDS, TOKENS, strict=True) if kind in self._seen]
