@@ -228,9 +228,10 @@ class Cluster:
         """Raises SpecError if the Spec needs code of the user's that is neither here nor on all ranks."""
         self._delivery.check(spec)
 
-    def provide(self, spec: Spec) -> None:
-        """Sends the ranks the user's code that this Spec needs and they lack. Raises SpecError, and as `call`."""
-        self._delivery.provide(spec)
+    def provide(self, spec: Spec) -> tuple[str, ...]:
+        """Sends the ranks the user's code that this Spec needs and they lack. Returns what to tell of modules that have
+        changed. Raises SpecError, and as `call`."""
+        return self._delivery.provide(spec)
 
     def settle(self) -> dict[int, Any]:
         """Waits after a failure until no rank works any more, and ends a rank that continues, if it is ours; that takes

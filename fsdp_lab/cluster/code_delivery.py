@@ -1,11 +1,28 @@
-"""`Delivery`: the user's code, sent to the ranks that lack it."""
+"""`Delivery`: the user's code, and the user's own modules, sent to the ranks that lack them.
+
+The ranks use a module as the kernel has imported it, whatever its file has become: a run that goes on, a rank that replaces
+another, and a machine without the file have the same code. So a reload in the kernel, and nothing else, brings a change.
+"""
 
 from __future__ import annotations
 
-from fsdp_lab.cluster.calls import Dispatcher
-from fsdp_lab.core.spec import Spec, part_of
-from fsdp_lab.core.user_code import UserCode, loaded
+import contextlib
+import importlib.util
+import sys
+import sysconfig
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+from fsdp_lab.cluster.calls import Dispatcher
+from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.spec import ENGINE_FIELD, Spec, part_of
+from fsdp_lab.core.user_code import UserCode, loaded
+from fsdp_lab.core.workload import CODE_FIELDS
+
+_NOT_OWN = frozenset({"__main__", "fsdp_lab", "torch", "transformers", *sys.stdlib_module_names})  # wherever they are
+_PYTHON = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 KEPT = 9  # functions, classes and datasets: those of three Specs
 
 
@@ -16,6 +33,7 @@ class Delivery:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         self._packed: dict[str, bytes] = {}  # by digest
+        self._texts: dict[str, tuple[Any, str]] = {}  # of modules, with their __spec__, which a reload replaces
 
     def check(self, spec: Spec) -> None:
         """Raises SpecError for code that is neither here nor on all ranks."""
@@ -28,9 +46,11 @@ class Delivery:
             elif self._lacking(code):
                 loaded(f"{part_of(name)}.{name}", code)
 
-    def provide(self, spec: Spec) -> None:
-        """Sends what ranks lack. Raises SpecError as `check`, and of ranks that cannot use it; else as a call to them."""
+    def provide(self, spec: Spec) -> tuple[str, ...]:
+        """Sends what ranks lack. Returns notes on modules that have changed. Raises SpecError as `check`, and of ranks that
+        cannot use it; else as a call to them."""
         self.check(spec)
+        notes = self._send_modules(spec)
         codes = spec.sent_code()
         kept = {*self._packed, *(code.digest for code in codes.values())}
         for name, code in codes.items():
@@ -40,6 +60,52 @@ class Delivery:
                 self._dispatcher.send("receive", dict.fromkeys(ranks, arguments)).results()
                 for member in (self._dispatcher.membership.members[rank] for rank in ranks):
                     member.code = (member.code & kept) | {code.digest}
+        return notes
+
+    def _send_modules(self, spec: Spec) -> tuple[str, ...]:
+        """Has the ranks use the user's own modules as this kernel does, where the Spec has code. Returns notes."""
+        codes = {f"workload.{name}": getattr(spec.workload, name) for name in CODE_FIELDS if spec.workload.is_own}
+        codes |= {ENGINE_FIELD: spec.strategy.engine} if spec.strategy.is_yours else {}
+        for field, code in codes.items():
+            with contextlib.suppress(SpecError):  # the ranks alone may have it
+                loaded(field, code)
+        notes: list[str] = []
+        sent = {m.__name__: [str(file), self._text(m, file, notes), folders]
+                for m, file, folders in (own_modules() if codes else ())}  # fmt: skip
+        if not sent:
+            return ()
+        members = self._dispatcher.membership.members
+        changed = self._dispatcher.send("receive_modules", {m.rank: {"sent": sent} for m in members}).results()
+        for member in (m for m, names in zip(members, changed, strict=True) if names):
+            member.code = set()
+        anew = sorted({name for names in changed for name in names})
+        return (*notes, *(f"{name}: the ranks have imported it anew, as this kernel has it" for name in anew))
+
+    def _text(self, module: types.ModuleType, file: Path, notes: list[str]) -> str:
+        """Of which the kernel imported it, as far as known. Adds a note if the file has changed since."""
+        name, spec = module.__name__, module.__spec__
+        now = importlib.util.decode_source(file.read_bytes()) if file.exists() else ""
+        held_of, held = self._texts.get(name, (None, now))
+        text = held if held_of is spec else now
+        self._texts[name] = (spec, text)
+        compiled = Path(getattr(module, "__cached__", None) or "")  # written by the import, where Python writes any
+        known = compiled.is_file() and not sys.dont_write_bytecode
+        if text != now or (known and file.stat().st_mtime > compiled.stat().st_mtime):
+            used = "the file" if text == now else "what the kernel has"
+            notes.append(f"{name}: {file.name} has changed since this kernel imported it, and the ranks use {used}; "
+                         f"importlib.reload({name}) makes all the same")  # fmt: skip
+        return text
 
     def _lacking(self, code: UserCode) -> list[int]:
         return [m.rank for m in self._dispatcher.membership.members if code.digest not in m.code]
+
+
+def own_modules() -> Iterator[tuple[types.ModuleType, Path, list[str] | None]]:
+    """(module, its file, its folders if it is a package) of modules that are neither installed nor a part of Python."""
+    for name, module in [*sys.modules.items()]:
+        if name.partition(".")[0] not in _NOT_OWN and getattr(module, "__spec__", None) is not None:
+            folders, named = [*getattr(module, "__path__", ())] or None, getattr(module, "__file__", None)
+            file = Path(named or (f"{folders[0]}/__init__.py" if folders else ""))
+            installed = {"site-packages", "dist-packages"} & {*file.parts} or str(file).startswith(_PYTHON)
+            if file.suffix == ".py" and not installed and (file.exists() or not named):
+                yield module, file, folders

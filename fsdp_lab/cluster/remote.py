@@ -330,6 +330,19 @@ def receive(field: str, name: str, digest: str, packed: bytes, kept: Sequence[st
     session().receive(digest, unpacked(field, name, packed), kept)
 
 
+def receive_modules(sent: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Gives this process the text of the user's own modules. Returns those that it had imported from another text; all code
+    that was sent before is dropped then, because it may use them."""
+    from fsdp_lab.cluster.sent_code import SentModules
+
+    finder = next((f for f in sys.meta_path if isinstance(f, SentModules)), None)
+    if finder is None:
+        sys.meta_path.insert(0, finder := SentModules())
+    if changed := finder.take(sent):
+        session().forget_code()
+    return changed
+
+
 def limit_memory(more_bytes: int | None) -> None:
     """Lets this process allocate so much more than it holds, as on a small machine; None: as much as before. Raises
     RuntimeError where the system sets no such limit."""
@@ -373,6 +386,7 @@ ACTIONS: Mapping[str, Callable[..., Any]] = {
         join,
         attach,
         receive,
+        receive_modules,
         limit_memory,
         leave,
         ping,

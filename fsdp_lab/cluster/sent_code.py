@@ -1,5 +1,5 @@
 """The user's code on its way to the ranks: `code_of` packs it in the kernel, and `unpacked` makes the object of it on a
-rank. `code_delivery` sends it.
+rank. `code_delivery` sends it, and before it the user's own modules, which `SentModules` imports.
 
 Note: pickle. Whoever can send a pickle can run code. This is the one place that uses it, on the channel of ipyparallel,
 which is signed with the cluster's key and runs what the kernel sends anyway. Nothing here reads what came from a rank, a
@@ -9,9 +9,14 @@ store, a file or the history: a Spec from there has source and digest alone, and
 from __future__ import annotations
 
 import hashlib
+import importlib.abc
+import importlib.util
 import io
+import linecache
+import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -72,6 +77,43 @@ def unpacked(field: str, name: str, packed: bytes) -> Any:
         said = " ".join(str(e).split()) or type(e).__name__
         raise SpecError(field, f"{name} cannot be used on this rank ({said})",
                         "install what it imports where the ranks are, or define it in the notebook") from e  # fmt: skip
+
+
+class _SentFile(SourceFileLoader):
+    """A module's file, with the text that the kernel sent in place of its own."""
+
+    def __init__(self, name: str, file: str, text: str) -> None:
+        super().__init__(name, file)
+        self.text = text
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        return compile(self.text, self.path, "exec", dont_inherit=True)
+
+
+class SentModules(importlib.abc.MetaPathFinder):
+    """On a rank: imports modules from the text that the kernel sent. A reload on the rank reads the rank's own file."""
+
+    def __init__(self) -> None:
+        self._sent: Mapping[str, Sequence[Any]] = {}
+
+    def take(self, sent: Mapping[str, Sequence[Any]]) -> list[str]:
+        """`sent`: name -> (file, text, folders of a package or None). Returns the modules that were imported from another
+        text; then all are imported anew, because they may use each other."""
+        imported = {name: module.__loader__ for name in sent if (module := sys.modules.get(name)) is not None}
+        changed = [name for name, loader in imported.items() if getattr(loader, "text", None) != sent[name][1]]
+        self._sent = {**self._sent, **sent}
+        for file, text, _ in sent.values():  # what tracebacks show
+            linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+        for name in self._sent if changed else ():
+            sys.modules.pop(name, None)
+        return changed
+
+    def find_spec(self, name: str, path: Any, target: types.ModuleType | None = None) -> ModuleSpec | None:
+        if target is not None or name not in self._sent:
+            return None
+        file, text, folders = self._sent[name]
+        loader = _SentFile(name, file, text)
+        return importlib.util.spec_from_file_location(name, file, loader=loader, submodule_search_locations=folders)
 
 
 def _packed(field: str, given: Any) -> bytes:

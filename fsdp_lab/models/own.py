@@ -229,7 +229,7 @@ class OwnSource(Source):
     """The samples of a map-style dataset, collated by its `collate`, if it has one, else as torch's DataLoader does."""
 
     def __init__(self, workload: Workload) -> None:
-        given = loaded(_DATA, workload.data)
+        self._given = given = loaded(_DATA, workload.data)
         self._seed, self._name = workload.seed, code_name(workload.data)
         makes = isinstance(given, type) or not hasattr(given, "__getitem__")
         self._dataset = self._made(given) if makes and callable(given) else given
@@ -241,6 +241,10 @@ class OwnSource(Source):
             content = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             digest.update(f"{t.dtype}{tuple(t.shape)}".encode() + content.numpy().tobytes())
         self.fingerprint = digest.hexdigest()
+
+    def is_of(self, workload: Workload) -> bool:
+        """Whether a Workload has the same dataset, which may be another one under the same name."""
+        return self._seed == workload.seed and self._given is loaded(_DATA, workload.data)
 
     def first(self, count: int) -> Batch:
         """A batch of the first samples."""

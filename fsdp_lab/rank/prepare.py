@@ -89,7 +89,7 @@ class Preparation:
                                     awaited=partial(work.renew, LongWork.AWAIT_TOKENS), check=check)  # fmt: skip
         self._peaks: dict[torch.dtype, BestPeak] = {}
         self._flops: dict[str, Flops] = {}
-        self._own_costs: dict[str, OwnCost] = {}
+        self.own_costs: dict[str, OwnCost] = {}
 
     def prepare(self, spec: Spec, before: tuple[Spec, Batches] | None, *,
                 require: Require = lambda spec, batches: None, begins: bool = False) -> PreparedTraining:  # fmt: skip
@@ -164,16 +164,16 @@ class Preparation:
         w, own = spec.workload, OwnModel(spec.workload)
         skeleton = own.skeleton()
         check(skeleton, spec, self._info.device)
-        kept = before is not None and not set(before[0].difference(spec)) & {"data", "seed"}
-        source = before[1].source if before is not None and kept else OwnSource(w)
+        source = before[1].source if before is not None else None
+        if not isinstance(source, OwnSource) or not source.is_of(w):
+            source = OwnSource(w)
         batches = Batches(w, None, rank=self._info.rank, world_size=self._info.world_size, source=source)
         key = json.dumps(
             [_plain(w.model), _plain(w.loss), source.fingerprint, w.micro_batch, spec.strategy.recompute, w.freeze]
         )
-        if key not in self._own_costs:
-            assert isinstance(source, OwnSource)
-            self._own_costs[key] = own.cost(source, lambda model: recomputed(model, spec.strategy))
-        found = self._own_costs[key]
+        if key not in self.own_costs:
+            self.own_costs[key] = own.cost(source, lambda model: recomputed(model, spec.strategy))
+        found = self.own_costs[key]
         _check_unused(found, spec)
         cost = StepCost(
             flops=w.accumulate * found.flops.model,

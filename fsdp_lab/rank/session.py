@@ -145,6 +145,11 @@ class Session:
         but those of `kept`; trainings hold what they use themselves."""
         self._code = {known: code for known, code in self._code.items() if known in kept} | {digest: given}
 
+    def forget_code(self) -> None:
+        """Drops the user's code, and what is known of it."""
+        self._code.clear()
+        self._lifecycle.preparation.own_costs.clear()
+
     def _spec(self, given: Mapping[str, Any]) -> Spec:
         return Spec.from_dict(given).with_code(self._code)
 

@@ -412,7 +412,7 @@ class Driver:
         """Calls the ranks with `spec`, and records the switch."""
         began_s = time.monotonic()
         before = self.spec if self.switches else None
-        self.ranks.provide(spec)
+        code = self.ranks.provide(spec)
         required = {"evaluated": self._evaluate.samples, **self._evaluate.texts} if self._evaluate else {}
         result = self.call(what, run=self.run, spec=spec.to_dict(), **required, **arguments)[0]
         seconds = time.monotonic() - began_s
@@ -422,7 +422,7 @@ class Driver:
             after=spec,
             seconds=seconds,
             carried=bool(result["carried"]),
-            notes=tuple(result.get("notes", ())),
+            notes=(*code, *result.get("notes", ())),
         )
         rewound = switch.step < self.step or (before is not None and before.world_size != spec.world_size)
         if not switch.carried or before is None or rewound:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +110,99 @@ def test_what_cannot_be_sent_or_used_is_refused_and_the_lab_goes_on(lab: Lab, tm
     with pytest.raises(SpecError, match="the code of build is not here, because .*; give model=... again"):
         lab.run(other)
     assert lab.run(**own(), steps=1).wait(60).state is RunState.FINISHED and not lab.lost
+
+
+MODULE = """
+import torch
+from torch import nn
+
+import net_parts
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return net_parts.act(self.fc(x)) * 1.0
+
+
+def loss(model, batch):
+    return (model(batch) - 1).square().mean()
+
+
+class Samples:
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, i):
+        return torch.randn(8, generator=torch.Generator().manual_seed(i))
+"""
+PARTS = "def act(x):\n    return x * 2.0\n"
+
+
+def test_a_module_that_was_edited_between_its_import_and_its_first_run_is_told(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = tmp_path / "net_edited.py"
+    file.write_text(MODULE.replace("net_parts.act", "torch.tanh").replace("import net_parts\n", ""))
+    importlib.import_module("net_edited")
+    os.utime(file, (time.time() + 10,) * 2)
+    fields: dict[str, Any] = {
+        n: f"net_edited:{v}" for n, v in (("model", "Net"), ("loss", "loss"), ("data", "Samples"))
+    }
+    run = lab.run(**fields, wrap="whole", steps=1).wait(60)
+    said = "net_edited: net_edited.py has changed since this kernel imported it, and the ranks use the file; importlib."
+    assert any(note.startswith(said) for note in run.notes), run.notes
+
+
+def test_ranks_use_a_module_as_the_kernel_has_imported_it(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a module that this one imports, by a name, by an object or from a cell; the ranks do not see the files at all."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def write(name: str, text: str) -> None:
+        (tmp_path / f"{name}.py").write_text(text)
+
+    write("net_module", MODULE)
+    write("net_parts", PARTS)
+    net, parts = importlib.import_module("net_module"), importlib.import_module("net_parts")
+    notes: list[str] = []
+
+    def trained(model: Any = "net_module:Net", loss: Any = "net_module:loss", data: Any = "net_module:Samples") -> Any:
+        run = lab.run(model=model, loss=loss, data=data, wrap="whole", micro_batch=2, steps=3).wait(90)
+        assert run.state is RunState.FINISHED, run.reason
+        notes[:] = [note for note in run.notes if "this kernel" in note]
+        return losses(run)
+
+    from_cell = cell("from net_module import Net\n\ndef build():\n    return Net()\n", 11)["build"]
+    first = trained()
+    assert first == trained(net.Net, net.loss, net.Samples) == trained(from_cell) and not notes
+    write("net_parts", PARTS.replace("2.0", "3.0"))
+    assert trained() == first and "the ranks use what the kernel has; importlib.reload(net_parts)" in notes[0]
+    importlib.reload(parts)
+    second = trained(from_cell)
+    assert second == trained() != first
+    old = net.Net
+    write("net_module", MODULE.replace("* 1.0", "* 4.0").replace("manual_seed(i)", "manual_seed(i + 1)"))
+    importlib.reload(net)
+    third = trained()
+    assert "net_module: the ranks have imported it anew, as this kernel has it" in notes
+    assert third == trained(net.Net, net.loss, net.Samples) and third[0] not in {*first, *second}
+    assert trained(old, data=net.Samples) not in (second, third), "its old forward, on the new samples"
+    write("net_module", MODULE)
+    importlib.reload(net)
+    assert trained() == second
+    write("net_engine", "from tests.your_engines import FullyShard as Mine\n")
+    engine = importlib.import_module("net_engine")
+    small: dict[str, Any] = {"model": "gpt2-1m", "seq_len": 32, "engine": "net_engine:Mine", "steps": 1}
+    assert lab.run(**small).wait(60).state is RunState.FINISHED
+    write("net_engine", "class Mine: pass\n")
+    importlib.reload(engine)
+    with pytest.raises(SpecError, match="Mine has no method shard"):
+        lab.run(**small).wait(60)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +53,20 @@ def test_it_is_planned_in_any_units_and_for_any_machine() -> None:
     assert [len(shape_of(made.replace(wrap=wrap)).units) for wrap in ("every:2", "whole")] == [3, 1]
     plan = planned(made, Target(hardware="h100"))
     assert plan.fits and plan.tokens_per_s == pytest.approx(128 / plan.step_time_s)
+
+
+def test_a_module_that_was_reloaded_is_planned_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "planned_module.py"
+    file.write_text(TEXT)
+    module = importlib.import_module("planned_module")
+    made = Spec().replace(**{name: f"planned_module:{value}" for name, value in
+                             (("model", "build"), ("loss", "loss"), ("data", "Samples"))})  # fmt: skip
+    before = shape_of(made).parameters
+    assert before == shape_of(spec()).parameters
+    file.write_text(TEXT.replace("WIDTH = 16", "WIDTH = 8  # narrow"))
+    importlib.reload(module)
+    assert shape_of(made).parameters < before
 
 
 REFUSED: list[tuple[str, str, str]] = [

@@ -16,6 +16,7 @@ from typing import Any
 from fsdp_lab.core.lora import Lora
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import Strategy
+from fsdp_lab.core.user_code import loaded
 from fsdp_lab.core.workload import CODE_FIELDS, Workload
 from fsdp_lab.models.presets import key_of
 from fsdp_lab.planner.shapes.rewrapping import rewrapped
@@ -26,8 +27,11 @@ class _Own:
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
-        codes = (getattr(workload, name) for name in CODE_FIELDS)
-        self._key = (*(code if isinstance(code, str) else code["digest"] for code in codes), workload.freeze)
+        codes = {f"workload.{name}": getattr(workload, name) for name in CODE_FIELDS}
+        # What a name means is another object after a reload.
+        self._named = [loaded(field, code) for field, code in codes.items() if isinstance(code, str)]
+        digests = (code["digest"] for code in codes.values() if not isinstance(code, str))
+        self._key = (*digests, *map(id, self._named), workload.freeze)
 
     def __hash__(self) -> int:
         return hash(self._key)
