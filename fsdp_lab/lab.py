@@ -19,7 +19,7 @@ from fsdp_lab.cluster.hosts import CUT_S, Hosts, LauncherHosts, SlurmHosts, ssh_
 from fsdp_lab.cluster.membership import RankStatus
 from fsdp_lab.cluster.sent_code import with_code
 from fsdp_lab.core.checkpoint_format import Checkpoint, check_folder, check_same, find
-from fsdp_lab.core.errors import ArgumentError, SpecError, check_whole, is_whole
+from fsdp_lab.core.errors import ArgumentError, SpecError, check_whole, is_whole, plain_errors
 from fsdp_lab.core.formatting import Table
 from fsdp_lab.core.generation import Sampling, checked_prompts
 from fsdp_lab.core.process import ranks_per_host
@@ -50,6 +50,7 @@ SAVE_S = 600.0  # limit for a checkpoint that the caller waits for
 WAITING_S = 2.0  # a rank that waits longer than this for a collective is reported
 
 
+@plain_errors
 class Lab:
     """Resident ranks, and the runs that use them.
 

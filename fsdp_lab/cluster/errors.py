@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 
+from fsdp_lab.core.errors import SentenceError
 from fsdp_lab.core.hang import Hang
 
 
@@ -15,7 +16,7 @@ def clock(unix_s: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(unix_s))
 
 
-class ClusterError(RuntimeError):
+class ClusterError(SentenceError, RuntimeError):
     """Any failure of the cluster. `details` may hold more lines, such as a rank's stack."""
 
     details: str = ""

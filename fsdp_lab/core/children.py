@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import IO, Any
 
+from fsdp_lab.core.errors import SentenceError
 from fsdp_lab.core.process import HOST_MEMORY
 
 SILENCE_S = 600.0  # without a message of any child: longer than all timeouts inside the ranks
@@ -32,7 +33,7 @@ END_S = 3.0
 Send = Callable[[str, Any], None]  # kind, value
 
 
-class ChildError(RuntimeError):
+class ChildError(SentenceError, RuntimeError):
     """A child failed or is silent. `str()` is a sentence."""
 
 

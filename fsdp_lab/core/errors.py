@@ -2,15 +2,66 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
-from collections.abc import Mapping
-from typing import Any, TypeGuard
+import traceback
+import types
+from collections.abc import Callable, Mapping
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, TypeGuard, TypeVar
 
+T = TypeVar("T")
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 # Import name -> distribution, if not the same.
 DISTRIBUTIONS = {"IPython": "ipython", "PIL": "pillow", "yaml": "pyyaml"}
 
 
-class FieldError(ValueError):
+class SentenceError(Exception):
+    """An error whose message says all. A notebook shows the line of the cell and the message, and `%tb verbose` the whole
+    traceback; of a script, see `plain_errors`."""
+
+    def _render_traceback_(self) -> list[str]:
+        shell = _shell()  # which calls this
+        if shell.InteractiveTB.mode == "Verbose":
+            return list(shell.InteractiveTB.structured_traceback(type(self), self, self.__traceback__))
+        name_of = getattr(shell.compile, "format_code_name", lambda file: None)  # "Cell", "In[3]"
+        before_ours = takewhile(lambda f: not f.filename.startswith(_PACKAGE), traceback.extract_tb(self.__traceback__))
+        lines = [f"{' '.join(name_of(f.filename) or ('File', f.filename))}, line {f.lineno}\n----> {f.line}"
+                 for f in before_ours if f"{os.sep}IPython{os.sep}" not in f.filename]  # fmt: skip
+        return [*lines, f"{type(self).__name__}: {self}"]
+
+
+def _shell() -> Any:
+    """IPython's shell; None in a script."""
+    ipython = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()
+
+
+def plain_errors(of: type[T]) -> type[T]:
+    """A class whose public methods raise a SentenceError without the frames below them, so that a script's traceback ends
+    near its own line. With FSDP_LAB_TRACEBACK=whole in the environment they are kept."""
+
+    def plain(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except SentenceError as e:
+                if _shell() is not None or os.environ.get("FSDP_LAB_TRACEBACK") == "whole":
+                    raise
+                raise e.with_traceback(None) from e.__cause__
+
+        return call
+
+    for name, method in [*vars(of).items()]:
+        if isinstance(method, types.FunctionType) and (name == "__init__" or not name.startswith("_")):
+            setattr(of, name, plain(method))
+    return of
+
+
+class FieldError(SentenceError, ValueError):
     """An invalid value. `str()` is "field: reason; hint".
 
     Attributes:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from fsdp_lab.core.errors import SpecError, is_whole
+from fsdp_lab.core.errors import SpecError, is_whole, plain_errors
 from fsdp_lab.core.fields import BOOL, check_fields, check_value, later, matching, one_of, values, whole
 from fsdp_lab.core.link import LinkError, LinkSpec
 from fsdp_lab.core.schedule import OffloadPolicy, PrefetchPolicy, Rules
@@ -81,6 +81,7 @@ _SYNC = values(
 )
 
 
+@plain_errors
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """How the work is sharded, and by which backend. `Spec` refuses what a backend cannot do."""
@@ -185,6 +186,7 @@ class Strategy:
         )
 
 
+@plain_errors
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """One thing that can be run: a workload, a strategy and a world size, valid as a whole.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from fsdp_lab.core.errors import SpecError, is_number
+from fsdp_lab.core.errors import SpecError, is_number, plain_errors
 from fsdp_lab.core.fields import NOT_NEGATIVE, POSITIVE, as_json, check_fields, later, one_of, text, values, whole
 from fsdp_lab.core.lora import Lora
 from fsdp_lab.core.lr_schedule import LR_SCHEDULES, LrSchedule
@@ -56,6 +56,7 @@ _ARGUMENTS = later(
 _WEIGHTS = later(text('"random", "own", or the folder of the weights'))
 
 
+@plain_errors
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """What is trained. A step sees micro_batch x accumulate x world_size samples."""

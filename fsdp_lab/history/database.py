@@ -24,6 +24,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.core.errors import SentenceError
 from fsdp_lab.core.events import Carrier, Memory, MemorySample, RoleBytes, Span, StepEvent, Traffic
 from fsdp_lab.core.generation import Completion
 
@@ -56,7 +57,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 )
 
 
-class HistoryError(RuntimeError):
+class HistoryError(SentenceError, RuntimeError):
     """The history cannot be read or written; `str()` is a sentence."""
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import platformdirs
 
-from fsdp_lab.core.errors import ArgumentError, check_whole, is_number
+from fsdp_lab.core.errors import ArgumentError, check_whole, is_number, plain_errors
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.history.database import HistoryDB, HistoryError, damaged, set_aside
 from fsdp_lab.history.stored_run import RunList, StoredRun
@@ -32,6 +32,7 @@ TARGET = 0.9  # share of the limit that is in use after the oldest runs were del
 T = TypeVar("T")
 
 
+@plain_errors
 class History:
     """The runs of this user on this machine, or in a file of your own.
 

@@ -8,10 +8,13 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Generic, TypeVar
 
+from fsdp_lab.core.errors import plain_errors
+
 T = TypeVar("T")
 PROGRESS_S = 1.0
 
 
+@plain_errors
 class Awaited(Generic[T]):
     """A result that another thread sets once. `wait()` or `await` it from any thread or event loop, any number of times.
 

@@ -19,7 +19,7 @@ from fsdp_lab.cluster import ClusterError
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.sent_code import with_code
 from fsdp_lab.core.checkpoint_format import Checkpoint
-from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError, check_whole
+from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError, check_whole, plain_errors
 from fsdp_lab.core.faults import Fault
 from fsdp_lab.core.generation import Sampling, checked_prompts
 from fsdp_lab.core.spec import Spec
@@ -36,6 +36,7 @@ STOP_S = 2.0
 POLL_S = 0.02
 
 
+@plain_errors
 class Run(RunQueries, Awaited["Run"]):
     """One training run. Made by `Lab.run`; starts at once.
 

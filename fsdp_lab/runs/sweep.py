@@ -19,7 +19,7 @@ from itertools import product
 from statistics import fmean
 from typing import Any
 
-from fsdp_lab.core.errors import FieldError, SpecError
+from fsdp_lab.core.errors import FieldError, SpecError, plain_errors
 from fsdp_lab.core.spec import Spec, part_of
 from fsdp_lab.runs.awaited import Awaited
 from fsdp_lab.runs.comparison import Comparison, Refusal
@@ -42,6 +42,7 @@ class SweepProgress:
     left_s: float | None
 
 
+@plain_errors
 class Sweep(Awaited["Sweep"]):
     """Made by `Lab.compare`; starts at once. `await` it or `wait()` for it; `comparison()` has the results so far.
 

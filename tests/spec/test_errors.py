@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import pickle
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 
 import fsdp_lab
+from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.cluster.calls import Outcome, verdict
 from fsdp_lab.cluster.remote import described
-from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError
+from fsdp_lab.core.children import ChildError
+from fsdp_lab.core.errors import ArgumentError, FieldError, SentenceError, SpecError
 from fsdp_lab.core.spec import Spec
+from fsdp_lab.history import HistoryError
+from fsdp_lab.runs.awaited import Awaited
 from tests.test_house import REPO, modules
 
 FIELDS = {*Spec().to_dict(), "spec"} - {"workload", "strategy"}  # "spec": the text of one as a whole
@@ -61,3 +70,56 @@ def test_spec_errors_name_fields_of_a_spec_and_argument_errors_do_not():
     assert not [place for place, field in raised("SpecError") if not of_a_spec(field)]
     arguments = list(raised("ArgumentError"))
     assert len(arguments) > 30 and not [place for place, field in arguments if of_a_spec(field)]
+
+
+LOST = "RankLost(rank=1, engine=1, pid=2, host='here', reason='was killed', unix_s=0.0)"
+MISTAKE = "from fsdp_lab import Spec\n\ndef mine():\n    Spec().replace(sharding='fullshard')\n\nmine()"
+
+
+def shown(shell: InteractiveShell, capsys: pytest.CaptureFixture[str], cell: str) -> str:
+    shell.run_cell(cell, store_history=True)
+    return re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+
+
+def test_a_notebook_shows_the_user_s_lines_and_the_sentence(capsys: pytest.CaptureFixture[str]):
+    shell = InteractiveShell.instance()
+    try:
+        lines = shown(shell, capsys, MISTAKE).splitlines()
+        assert lines[:4] == ["Cell In[1], line 6", "----> mine()", "Cell In[1], line 4",
+                             "----> Spec().replace(sharding='fullshard')"]  # fmt: skip
+        assert lines[4].startswith("SpecError: strategy.sharding: ") and len(lines) == 5
+        assert (
+            "dataclasses.py" in shown(shell, capsys, "%tb verbose")
+            and len(shown(shell, capsys, "%tb").splitlines()) == 5
+        )
+        lines = shown(shell, capsys, f"from fsdp_lab import RankLost\nraise {LOST}").splitlines()
+        assert lines[1] == f"----> raise {LOST}" and lines[2].startswith("RankLost: rank 1 is gone") and len(lines) == 3
+    finally:
+        InteractiveShell.clear_instance()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_traceback_of_a_script_ends_near_its_own_line(tmp_path: Path, whole: bool):
+    (tmp_path / "script.py").write_text(MISTAKE)
+    environment = {**os.environ, "FSDP_LAB_TRACEBACK": "whole" if whole else ""}
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "in mine\n    Spec().replace(sharding='fullshard')\n" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("fsdp_lab.core.errors.SpecError: strategy.sharding: ")
+    assert ("dataclasses.py" in done.stderr) is whole and (done.stderr.count('  File "') == 3) is not whole
+
+
+def test_what_a_wait_raises_has_no_frames_of_the_thread_that_failed():
+    class Failing(Awaited[None]):
+        def _outcome(self) -> None:
+            raise error
+
+    error = RankLost(rank=1, engine=1, pid=2, host="here", reason="was killed", unix_s=0.0)
+    waiting = Failing()
+    waiting._end()
+    with pytest.raises(RankLost) as caught:
+        waiting.wait()
+    assert [entry.name for entry in caught.traceback][1:] == ["call"]
+
+
+def test_sentences_for_users_have_one_base():
+    assert all(issubclass(kind, SentenceError) for kind in (FieldError, ClusterError, HistoryError, ChildError))
