@@ -70,7 +70,7 @@ def given_config(model: str | Mapping[str, Any] | PreTrainedConfig) -> PreTraine
     raise SpecError(
         _FIELD,
         f"{model!r} is neither a preset, nor a file or folder, nor a model type of transformers",
-        f"did you mean {' or '.join(closest(model))}?",
+        f"use {' or '.join(closest(model))}, or a folder that save_pretrained has written",
     )
 
 
