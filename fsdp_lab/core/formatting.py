@@ -40,11 +40,12 @@ class Table:
             return 'style="text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap"'
 
         def cell(name: str, text: str) -> str:
-            """A spread in parentheses is on a line below its number, which saves width."""
+            """A spread in parentheses is on a line below its number, which saves width. What is not told apart is grey."""
             middle, open_, spread = text.partition(" (")
-            if name in self.left or not open_:
+            if name in self.left:
                 return escape(text)
-            return f"{escape(middle)}<br><small>({escape(spread)}</small>"
+            shown = escape(middle) + (f"<br><small>({escape(spread)}</small>" if open_ else "")
+            return f'<span style="opacity:.55">{shown}</span>' if text.startswith("≈") else shown
 
         sides = [side(name) for name in self.columns]
         head = "".join(f"<th {s}>{escape(c)}</th>" for s, c in zip(sides, self.columns, strict=True))

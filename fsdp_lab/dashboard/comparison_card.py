@@ -79,7 +79,7 @@ def table(compared: Comparison, entries: Sequence[Entry]) -> tuple[tuple[str | C
             Cell(text=row.name, title=row.name),
             _badge(row, compared),
             _time(row, longest_s),
-            _ratio(ratio_words(row.time_ratio)),
+            _ratio(ratio_words(row.time_ratio, "×")),
             _median(row.figures.tokens_per_s, count),
             _compute(row),
             _median(row.figures.exposed_comm_s, duration),
@@ -139,7 +139,7 @@ def _range(spread: Spread) -> str:
 def _ratio(words: str) -> Cell:
     """The ratio, with its interval as the tooltip."""
     middle, _, rest = words.partition(" (")
-    return Cell(text=middle if middle == NONE else f"×{middle}", title=rest.rstrip(")"))
+    return Cell(text=middle, title=("not told apart: " if middle.startswith("≈") else "") + rest.rstrip(")"))
 
 
 def _median(spread: Spread | None, text_of: Callable[[float], str]) -> Cell:

@@ -69,6 +69,7 @@ class Row:
     time_ratio: Ratio | None = None  # to the baseline, as are the next two
     throughput_ratio: Ratio | None = None
     memory_ratio: float | None = None
+    view: RunView | None = field(default=None, repr=False, compare=False)  # the run itself
 
     @property
     def refused(self) -> bool:
@@ -215,8 +216,10 @@ class Comparison:
         return tuple(note + suffix for note, suffix in partial.items() if suffix or common)
 
     def _pairings(self) -> list[str]:
-        used = {r.time_ratio.pairing for r in self.rows if r.time_ratio and r.label != self.baseline}
-        return [sentence for pairing, sentence in PAIRINGS.items() if pairing in used]
+        ratios = [r.time_ratio for r in self.rows if r.time_ratio]
+        used = {r.pairing for r in ratios}
+        unclear = [] if all(r.clear for r in ratios) else [f"≈: not told apart in time from {self.baseline}."]
+        return [*(sentence for pairing, sentence in PAIRINGS.items() if pairing in used), *unclear]
 
     def __repr__(self) -> str:
         return "\n".join(filter(None, [self._alarm(), repr(self.table())]))
@@ -291,6 +294,7 @@ def _row(run: RunView | Refusal, label: str, flat: Mapping[str, Any], differing:
         started_unix_s=run.started_unix_s,
         figures=measured,
         notes=tuple(dict.fromkeys([*run.notes, *measured.notes])),
+        view=run,
         step_times=tuple((s.events[0].end_unix_s, s.step_time_s) for s in counted),
         throughputs=tuple((s.events[0].end_unix_s, s.tokens_per_s) for s in counted),
     )
@@ -388,11 +392,12 @@ def _spread_text(spread: Spread | None, text: Callable[[float], str]) -> str:
     return f"{text(spread.median)} ({number if unit == high_unit else low} to {high})"
 
 
-def ratio_words(ratio: Ratio | None) -> str:
-    """A ratio with its interval: 1.12 (1.08 to 1.15)."""
+def ratio_words(ratio: Ratio | None, sign: str = "") -> str:
+    """A ratio with its interval: 1.12 (1.08 to 1.15), or ≈ 1.02 (0.97 to 1.08) where the two are not told apart."""
     if ratio is None:
         return NONE
-    return f"{ratio.median:.2f}" + (f" ({ratio.p10:.2f} to {ratio.p90:.2f})" if ratio.p10 and ratio.p90 else "")
+    interval = f" ({ratio.p10:.2f} to {ratio.p90:.2f})" if ratio.p10 and ratio.p90 else ""
+    return f"{'' if ratio.clear else '≈ '}{sign}{ratio.median:.2f}{interval}"
 
 
 def labels_by(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:

@@ -2,9 +2,10 @@
 
 The rule. Candidates do the same work as the baseline on the same link (model, data, sequence length), they are not
 *different* from it (`runs.parity`), and the peak of their fullest rank has been measured and fits. Speed is throughput over
-all ranks, so that runs of other batches and world sizes compare. *Fastest*: the most tokens per second. *Smallest*: the
-lowest peak among those whose time per token is within `WITHIN` of the fastest's (`runs.summary.ratio`). A *toggle* is a
-field of the Spec with two of its values; it is judged from every pair of runs that differ in this field alone.
+all ranks, so that runs of other batches and world sizes compare. *Fastest*: of the run with the most tokens per second and
+those whose time per token is not told apart from its (`runs.summary.ratio`), the one with the lowest peak. *Smallest*: the
+lowest peak of these and of those within `WITHIN` of that time. A *toggle* is a field of the Spec with two of its values; it
+is judged from every pair of runs that differ in this field alone.
 """
 
 from __future__ import annotations
@@ -58,13 +59,15 @@ class Recommendation:
     """Labels are those of the comparison's rows.
 
     Attributes:
-        fastest, smallest: labels; None where no run can be recommended.
+        fastest, smallest: labels; None where no run can be recommended. fastest_run, smallest_run: the runs themselves.
         sentences: the recommendation. toggles: what each toggle saved or cost.
         excluded: label -> why it is not recommended. notes: how far to trust the figures.
     """
 
     fastest: str | None
     smallest: str | None
+    fastest_run: RunView | None
+    smallest_run: RunView | None
     limit_bytes: int | None
     sentences: tuple[str, ...]
     toggles: tuple[Toggle, ...]
@@ -106,16 +109,19 @@ def recommend(runs: Comparison | Sequence[RunView | Refusal], limit_bytes: int |
     compared = runs if isinstance(runs, Comparison) else Comparison.of(runs)
     excluded = {row.label: why for row in compared.rows if (why := _excluded(compared, row, limit_bytes))}
     fit = [row for row in compared.rows if row.label not in excluded]
-    fastest = max(fit, key=_speed, default=None)
-    slowdowns = {row.label: ratio(fastest.throughputs, row.throughputs) for row in fit if fastest}
-    fast = [row for row in fit if row is fastest or ((r := slowdowns[row.label]) and r.median <= 1 + WITHIN)]
-    smallest = min(fast, key=lambda row: (row.figures.peak_memory_bytes or 0, -_speed(row)), default=None)
+    quickest = max(fit, key=_speed, default=None)
+    slowdowns = [(row, ratio(quickest.throughputs, row.throughputs)) for row in fit if quickest]
+    alike = [row for row, r in slowdowns if row is quickest or not (r and r.clear)]
+    near = [row for row, r in slowdowns if row in alike or (r and r.median <= 1 + WITHIN)]
+    fastest, smallest = _smallest(alike), _smallest(near)
     sound = [row for row in compared.rows if row.figures.steps and not row.differs]
     return Recommendation(
         fastest=fastest.label if fastest else None,
         smallest=smallest.label if smallest else None,
+        fastest_run=fastest.view if fastest else None,
+        smallest_run=smallest.view if smallest else None,
         limit_bytes=limit_bytes,
-        sentences=_sentences(fastest, smallest, slowdowns, limit_bytes),
+        sentences=_sentences(fastest, smallest, [row.label for row in alike if row is not fastest], limit_bytes),
         toggles=toggles(sound),
         excluded=excluded,
         notes=(FITS, *compared.fidelity()),
@@ -147,10 +153,16 @@ def _speed(row: Row) -> float:
     return rate.median if rate else 0.0
 
 
+def _smallest(rows: Sequence[Row]) -> Row | None:
+    """The fastest of those with the lowest peak."""
+    least = min((row.figures.peak_memory_bytes or 0 for row in rows), default=0) * (1 + SAME_MEMORY)
+    return max((row for row in rows if (row.figures.peak_memory_bytes or 0) <= least), key=_speed, default=None)
+
+
 def _sentences(
-    fastest: Row | None, smallest: Row | None, slowdowns: Mapping[str, Ratio | None], limit_bytes: int | None
+    fastest: Row | None, smallest: Row | None, alike: Sequence[str], limit_bytes: int | None
 ) -> tuple[str, ...]:
-    """The recommendation. `slowdowns`: label -> time per token relative to the fastest run; None: not measured."""
+    """The recommendation. `alike`: the others that are not told apart in time from the fastest."""
     if fastest is None or smallest is None:
         return ("None of these runs can be recommended.",)
 
@@ -160,8 +172,7 @@ def _sentences(
 
     room = f"fits in {size(limit_bytes)} a rank" if limit_bytes else "fits"
     first = f"The fastest that {room} is {described(fastest)}."
-    alike = [label for label, r in slowdowns.items() if label != fastest.label and not (r and r.clear)]
-    first += f" Within noise as fast: {', '.join(alike)}." if alike else ""
+    first += f" Not told apart from it in time: {', '.join(alike)}; it is the smallest of them." if alike else ""
     if smallest is fastest:
         return (first, f"It is also the smallest within {WITHIN:.0%} of that time.")
     return (first, f"The smallest within {WITHIN:.0%} of its time is {described(smallest)}.")

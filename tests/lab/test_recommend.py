@@ -83,11 +83,18 @@ def test_noise_is_called_noise():
     assert said.startswith("forward prefetch 1 instead of forward prefetch 0 saved 20% time, the same memory")
 
 
-def test_what_is_as_fast_within_noise_is_named():
-    found = recommend(
-        [turned("a", 0, 0.1, 100, {}), turned("b", 1, 0.1003, 100, GRAD_OP), turned("c", 2, 0.2, 100, BF16)]
-    )
-    assert found.fastest == "A" and "Within noise as fast: B." in found.sentences[0]
+@pytest.mark.parametrize("peak_mib", [100, 60])
+def test_of_what_is_not_told_apart_in_time_the_smallest_is_recommended(peak_mib: int):
+    runs = [turned("a", 0, 0.1, 100, {}), turned("b", 1, 0.1003, peak_mib, GRAD_OP), turned("c", 2, 0.2, 50, BF16)]
+    found = recommend(runs)
+    taken, other = ("A", "B") if peak_mib == 100 else ("B", "A")
+    assert found.fastest == found.smallest == taken
+    assert found.fastest_run is found.smallest_run is runs["AB".index(taken)]
+    assert f"Not told apart from it in time: {other}; it is the smallest of them." in found.sentences[0]
+    compared = Comparison.of(runs)
+    b, c = compared.table()._repr_html_().split("<tr>")[3:]
+    assert "opacity" in b and "≈ 1.0" in b and "opacity" not in c and "≈" not in c.split("<p>")[0]
+    assert "≈: not told apart in time from A." in compared.notes()
 
 
 def test_refusals_of_one_reason_are_said_together(four):
