@@ -41,6 +41,37 @@ class SavedBytes:
         return self.per_token_bytes * tokens + self.per_pair_bytes * tokens * tokens + self.fixed_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class SizeFormula:
+    """Bytes as a polynomial in B samples of T tokens. Terms: (power of B, power of T, coefficient)."""
+
+    terms: tuple[tuple[int, int, float], ...]
+
+    def __add__(self, other: SizeFormula) -> SizeFormula:
+        terms: dict[tuple[int, int], float] = {}
+        for b, t, c in (*self.terms, *other.terms):
+            terms[b, t] = terms.get((b, t), 0) + c
+        return SizeFormula(tuple((b, t, c) for (b, t), c in sorted(terms.items())))
+
+    def bytes_of(self, samples: int, tokens: int) -> float:
+        return sum(c * float(samples) ** b * float(tokens) ** t for b, t, c in self.terms)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What a pass launches on a GPU: the number of all kernels, and the bytes that those beside matrix products and
+    attention read and write."""
+
+    count: float
+    size: SizeFormula
+
+    def __add__(self, other: Kernels) -> Kernels:
+        return Kernels(self.count + other.count, self.size + other.size)
+
+
+NO_KERNELS = Kernels(0, SizeFormula(()))
+
+
 @dataclass(frozen=True, kw_only=True)
 class UnitShape:
     """One unit: a block, or the root with the parameters that are in no block."""
@@ -58,6 +89,8 @@ class UnitShape:
     full_precision: tuple[int, ...] = ()  # indices of tensors that are fp32 in any precision: those of batch norms
     frozen: tuple[int, ...] = ()  # indices of tensors that are not trained
     has_backward: bool = True  # False: nothing in it or before it is trained
+    # If recorded: of the forward and the backward, by arithmetic as a tape's. Else the planner derives them from the sizes.
+    kernels: Mapping[str, tuple[Kernels, Kernels]] = field(default_factory=dict)
 
     @cached_property
     def numel(self) -> int:
@@ -86,22 +119,6 @@ class UnitShape:
         pairs = self.pair_flops * (self.share * tokens) ** 2
         products = self.forward_flops(tokens) - pairs
         return products + pairs + ((1 + self.trained_share) * products + 2 * pairs if self.has_backward else 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class SizeFormula:
-    """Bytes as a polynomial in B samples of T tokens. Terms: (power of B, power of T, coefficient)."""
-
-    terms: tuple[tuple[int, int, float], ...]
-
-    def __add__(self, other: SizeFormula) -> SizeFormula:
-        terms: dict[tuple[int, int], float] = {}
-        for b, t, c in (*self.terms, *other.terms):
-            terms[b, t] = terms.get((b, t), 0) + c
-        return SizeFormula(tuple((b, t, c) for (b, t), c in sorted(terms.items())))
-
-    def bytes_of(self, samples: int, tokens: int) -> float:
-        return sum(c * float(samples) ** b * float(tokens) ** t for b, t, c in self.terms)
 
 
 ALLOCATED, FREED = "+", "-"  # memory that is no parameter's gradient
@@ -266,6 +283,7 @@ def _unit_to_dict(unit: UnitShape) -> dict[str, Any]:
         "full_precision": list(unit.full_precision), "pair_flops": unit.pair_flops,
         "products": [[p.inputs, p.outputs, p.count, p.share] for p in unit.products],
         "saved": {k: [v.per_token_bytes, v.per_pair_bytes, v.fixed_bytes] for k, v in unit.saved.items()},
+        "kernels": {k: [[one.count, [list(t) for t in one.size.terms]] for one in v] for k, v in unit.kernels.items()},
         "boundary_elements": unit.boundary_elements, "heads": unit.heads, "causal": unit.causal, "share": unit.share,
         **({"frozen": list(unit.frozen), "has_backward": unit.has_backward} if unit.frozen else {}),
     }  # fmt: skip
@@ -274,7 +292,9 @@ def _unit_to_dict(unit: UnitShape) -> dict[str, Any]:
 def _unit_from_dict(d: Mapping[str, Any]) -> UnitShape:
     products = (MatMul(inputs=i, outputs=o, count=n, share=share) for i, o, n, share in d["products"])
     saved = {k: SavedBytes(per_token_bytes=a, per_pair_bytes=b, fixed_bytes=c) for k, (a, b, c) in d["saved"].items()}
+    kernels = {k: tuple(Kernels(count, _size(terms)) for count, terms in v) for k, v in d.get("kernels", {}).items()}
     return UnitShape(**{
         **d, "parameters": tuple(d["parameters"]), "shapes": tuple(map(tuple, d["shapes"])), "products": tuple(products),
         "full_precision": tuple(d["full_precision"]), "frozen": tuple(d.get("frozen", ())), "saved": saved,
+        "kernels": kernels,
     })  # fmt: skip

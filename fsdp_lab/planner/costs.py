@@ -17,12 +17,14 @@ all-reduce inside such a host sends each byte once instead of twice.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from fsdp_lab.core.model_shape import UnitShape
+from fsdp_lab.core.model_shape import MatMul, UnitShape
 from fsdp_lab.core.optimizer import TorchOptimizer
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.core.schedule import Direction
+from fsdp_lab.core.spec import Spec, Strategy
 from fsdp_lab.planner.devices import Device, Machine, Rates
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -47,6 +49,10 @@ SCORE_BYTES, FUSED_SCORE_BYTES = 12, 8
 # FlashAttention's kernels are for heads of whole multiples of this width (flash_api.cpp, `round_multiple`): a narrower head
 # takes as long as one of the next width.
 HEAD_STEP = 32
+# How much longer a product in half precision takes if a row of one of its matrices is no multiple of 16 bytes: no kernel of
+# the tensor cores' newest instructions is eligible (on an H100 3.53, github m87-labs/kestrel pull request 143). Published
+# rows are not charged: their frameworks pad vocabularies.
+UNALIGNED = 3.5
 DROPOUT_BYTES = 5  # of an element in half precision: read, write, its mask
 
 
@@ -95,7 +101,7 @@ class Work:
     forward_s: float
     backward_s: float
     recompute_s: float  # in the backward
-    launched: float  # kernels of the forward
+    issue_s: Mapping[Direction, float]  # the host's time to issue the kernels
 
 
 def work(unit: UnitShape, tokens: int, spec: Spec, device: Device, rates: Rates, software: Software, *,
@@ -111,13 +117,22 @@ def work(unit: UnitShape, tokens: int, spec: Spec, device: Device, rates: Rates,
     moved_per_s = device.memory_bytes_per_s * rates.memory / rates.traffic
     products += rates.weights * weight_bytes(unit, dtype) / device.memory_bytes_per_s
     other, other_back = (samples * size / moved_per_s for size in traffic)
-    host = rates.host(spec.strategy.backend).tensor_s * len(unit.parameters) / 2
+    issue = rates.kernel_s * kernels(unit, software.attention, fused=spec.strategy.compile)
+    issue_back = BACKWARD_LAUNCH * issue
+    on_cpu = device.type == "cpu"
+    if unit.kernels and not on_cpu and not spec.strategy.compile:
+        counted = unit.kernels[arithmetic(spec.strategy)]
+        other, other_back = (one.size.bytes_of(samples, tokens) / moved_per_s for one in counted)
+        issue, issue_back = (rates.eager_s * one.count for one in counted)
+    of_tensors = rates.host(spec.strategy.backend).tensor_s * len(unit.parameters) / 2
+    host, issuing = (of_tensors, 0.0) if on_cpu else (0.0, of_tensors)  # a GPU does not wait for it
     kept = kept_products(unit) if software.operators else 0.0
     recompute = (1 - kept) * products + other + (0.0 if software.operators else scores)
     if software.stops_early and unit.products and not software.operators:
         last = replace(unit, products=(replace(unit.products[-1], count=1),))
         recompute -= product_seconds(last, tokens * samples, dtype, device, rates)
     scores_back = (2.0 if software.attention is Attention.PLAIN else 2.5) * scores
+    recomputes = recomputed and unit.has_backward
     forward, back = (
         products + scores + other + host,
         (1 + unit.trained_share) * products + scores_back + other_back + host,
@@ -125,9 +140,15 @@ def work(unit: UnitShape, tokens: int, spec: Spec, device: Device, rates: Rates,
     return Work(
         forward_s=rates.computing * forward,
         backward_s=rates.computing * back if unit.has_backward else 0.0,
-        recompute_s=rates.computing * (recompute + host) if recomputed and unit.has_backward else 0.0,
-        launched=kernels(unit, software.attention, fused=spec.strategy.compile),
-    )
+        recompute_s=rates.computing * (recompute + host) if recomputes else 0.0,
+        issue_s={Direction.FORWARD: issue + issuing,
+                 Direction.BACKWARD: issue_back + issuing + (issue if recomputes else 0.0)},
+    )  # fmt: skip
+
+
+def arithmetic(strategy: Strategy) -> str:
+    """The name of the tape of a model, as in `ModelShape.tapes`."""
+    return "fp32" if strategy.dtypes.param == "fp32" else "autocast" if strategy.backend == "ddp" else "half"
 
 
 def weight_bytes(unit: UnitShape, dtype: str) -> float:
@@ -159,16 +180,22 @@ def traffic_bytes(unit: UnitShape, tokens: int, dtype: str, software: Software =
 
 def product_seconds(unit: UnitShape, tokens: float, dtype: str, device: Device, rates: Rates) -> float:
     """Matrix products of the forward."""
+    is_charged = device.type == "cuda" and dtype != "fp32" and bool(unit.kernels)
+
+    def slowed(p: MatMul) -> float:
+        return UNALIGNED if is_charged and (p.inputs % 8 or p.outputs % 8) else 1.0
+
     if device.measured is not None:
         curve = device.curve(dtype)
-        return sum(p.count * curve(2 * unit.share * tokens * p.share * p.inputs * p.outputs) for p in unit.products)
+        return sum(p.count * slowed(p) * curve(2 * unit.share * tokens * p.share * p.inputs * p.outputs)
+                   for p in unit.products)  # fmt: skip
     rate = device.flops_per_s(dtype) * device.matrix_share * rates.matrix
     bandwidth = device.memory_bytes_per_s * rates.memory
     seen = unit.share * tokens
     total = 0.0
     for p in unit.products:
         operands = rates.operands * BYTES[dtype] * (p.share * seen * (p.inputs + p.outputs) + p.inputs * p.outputs)
-        total += p.count * (2 * p.share * seen * p.inputs * p.outputs / rate + operands / bandwidth)
+        total += p.count * (slowed(p) * 2 * p.share * seen * p.inputs * p.outputs / rate + operands / bandwidth)
     return total
 
 

@@ -76,7 +76,7 @@ class Device:
     """One accelerator. Rates in FLOP/s and bytes/s, one direction of a link."""
 
     name: str
-    peak_flops_per_s: Mapping[str, float]  # dense, by dtype: "bf16", "fp16", "tf32", "fp32"
+    peak_flops_per_s: Mapping[str, float]  # dense, by dtype: "bf16", "fp16", "tf32", "fp32"; MFU is relative to it
     matrix_share: float  # of the peak, in a large matrix product
     memory_bytes: int
     memory_bytes_per_s: float
@@ -244,7 +244,8 @@ def _indivisible(field: str, ranks: int, given: int, reason: str) -> ArgumentErr
 
 @dataclass(frozen=True, kw_only=True)
 class HostOverhead:
-    """Time of Python, autograd and a backend on a CPU, where computing waits for them. On a GPU the host runs ahead."""
+    """Time of Python, autograd and a backend: beside computing on a CPU; on a GPU, of the host that runs ahead of it, and
+    beside `Rates.eager_s` and `SEND_KERNELS`."""
 
     step_s: float = 0.0  # per step
     send_s: float = 0.0  # per gather or reduction, beside the collective; below 0 if issuing it in a step is cheaper
@@ -271,6 +272,9 @@ class Rates:
     interference: float  # slowdown of computing by a collective in flight, as a share of the collective's time
     step_s: float  # per step, beside its micro-batches: the loop, the optimizer's launches, logging
     kernel_s: float  # the host's time to issue a kernel of the forward; on a GPU, which may wait for it
+    # The same where all kernels were counted (`UnitShape.kernels`), not fitted: between a fast workstation's 5 us and the
+    # 47 us that eager Python took on a virtual machine with an H100.
+    eager_s: float = 15.3e-6
     traffic: float = 1.0  # of norms, activations and losses through memory, relative to what their kernels need
     hosts: Mapping[str, HostOverhead] = field(default_factory=dict)  # by backend
     # By dtype, if measured: bytes moved in each direction by anything but matrix products, per byte saved by the forward.

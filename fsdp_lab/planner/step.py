@@ -20,7 +20,6 @@ from fsdp_lab.core.model_shape import ModelShape, UnitShape
 from fsdp_lab.core.schedule import Action, Direction, Phase, PointSide, Rules, Schedule, UnitCall
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.costs import (
-    BACKWARD_LAUNCH,
     BUCKET,
     BYTES,
     FIRST_BUCKET,
@@ -119,22 +118,24 @@ class StepModel:
 
     @property
     def sends(self) -> int:
-        """Number of collectives of a micro-batch."""
+        """Number of collectives of a micro-batch; on a GPU, of gathers and reductions that the host issues."""
         return self._sends.total()
 
     @functools.cached_property
     def _sends(self) -> Counter[tuple[int, Direction]]:
-        """Number of collectives by unit and direction."""
+        """`sends` by unit and direction."""
         counts = Counter[tuple[int, Direction]]()
         for a in self._schedule.actions:
             if a.phase in SENDING:
-                counts[a.unit, a.point.direction] += len(self._collectives(a.phase, self._elements(a)))
+                elements = self._elements(a)
+                number = len(self._collectives(a.phase, elements)) if self._on_cpu else bool(elements)
+                counts[a.unit, a.point.direction] += number
         return counts
 
     @functools.cached_property
     def _work_s(self) -> dict[Direction, list[float]]:
-        """By direction and unit: computing, and the host's time to issue collectives."""
-        send_s = self._rates.host(self._spec.strategy.backend).send_s
+        """By direction and unit: computing, and on a CPU the host's time to issue collectives."""
+        send_s = self._rates.host(self._spec.strategy.backend).send_s if self._on_cpu else 0.0
         alone = {
             Direction.FORWARD: [w.forward_s for w in self.works],
             Direction.BACKWARD: [w.backward_s + w.recompute_s for w in self.works],
@@ -166,7 +167,8 @@ class StepModel:
         return Simulation(
             self._schedule, functools.partial(self.seconds, reduces=reduces), ahead=ahead,
             interference=self._rates.interference, late_s=self._waited_s,
-            blocking=self._blocking, issue_s=None if self._on_cpu else self._issue_s,
+            blocking=self._blocking,
+            issue_s=None if self._on_cpu else functools.partial(self._issue_s, reduces=reduces),
             disturbs_s=functools.partial(self._disturbs_s, reduces=reduces) if self._link else None,
         ).run()  # fmt: skip
 
@@ -185,24 +187,29 @@ class StepModel:
         computing = sum(sum(seconds) for seconds in self._work_s.values())
         return self._machine.late(computing / self.sends) if self.sends else 0.0
 
-    def _issue_s(self, action: Action) -> float:
+    def _issue_s(self, action: Action, *, reduces: bool = True) -> float:
         """Seconds of the host to issue an action."""
         if action.phase is Phase.COMPUTE and computes(action, self._schedule):
-            each = self._rates.kernel_s * self.works[action.unit].launched
-            if action.point.direction is Direction.FORWARD:
-                return each
-            return each * (BACKWARD_LAUNCH + (self.works[action.unit].recompute_s > 0))
-        return self._rates.kernel_s * SEND_KERNELS if action.phase in SENDING else 0.0
+            return self.works[action.unit].issue_s[action.point.direction]
+        elements = self._elements(action) if action.phase in SENDING else 0
+        # One rank sends nothing and makes the calls all the same, which the published rates were fitted without.
+        issues = elements and (self._units[0].kernels or self._collectives(action.phase, elements))
+        return self._send_issue_s if issues and (reduces or action.phase is not Phase.REDUCE) else 0.0
+
+    @functools.cached_property
+    def _send_issue_s(self) -> float:
+        each = self._rates.eager_s if self._units[0].kernels else self._rates.kernel_s
+        return SEND_KERNELS * each + self._rates.host(self._spec.strategy.backend).send_s
 
     def lags_late(self, blocks: int) -> bool:
         """Whether the host falls behind the device after more than `SHORT` of so many blocks: it is slower than they, and
-        the root's gather before them, or a forward that is slower than the host, gives it a lead to lose."""
-        block, kernel_s = self.works[-1], self._rates.kernel_s
-        most = block.launched * (BACKWARD_LAUNCH + 1) + 3 * SEND_KERNELS
-        if self._on_cpu or most * kernel_s < min(block.forward_s, block.backward_s):  # most models are far from it
+        the root's gather before them, its head, or a forward that is slower than the host gives it a lead to lose."""
+        block = self.works[-1]
+        most_s = max(block.issue_s.values()) + 3 * self._send_issue_s
+        if self._on_cpu or most_s < min(block.forward_s, block.backward_s):  # most models are far from it
             return False
         issued, computed, sent = (dict.fromkeys(Direction, 0.0) for _ in range(3))
-        last, lead_s = len(self._units) - 1, 0.0
+        last, lead_s, head_s = len(self._units) - 1, 0.0, 0.0
         for action in self._schedule.actions:
             if action.unit == last:
                 direction = action.point.direction
@@ -211,12 +218,14 @@ class StepModel:
                 taken[direction] += self.seconds(action)
             elif action.unit == 0 and action.phase is Phase.UNSHARD:
                 lead_s = max(lead_s, self.seconds(action))
+            elif action.unit == 0 and action.phase is Phase.COMPUTE:  # a head, at the end of the forward and on
+                head_s += max(0.0, self.seconds(action) - self._issue_s(action))
         forward_s, backward_s = (
             issued[direction] - max(computed[direction], sent[direction])
             for direction in (Direction.FORWARD, Direction.BACKWARD)
         )
         in_forward = 0 < forward_s * SHORT < lead_s
-        return in_forward or 0 < backward_s * SHORT < lead_s + blocks * max(0.0, -forward_s)
+        return in_forward or 0 < backward_s * SHORT < lead_s + head_s + blocks * max(0.0, -forward_s)
 
     @property
     def _rules(self) -> Rules:
@@ -294,7 +303,7 @@ class StepModel:
         """Elements that a unit gathers or reduces; with DDP, those of the bucket that it fills. FSDP1 reduces a flat
         parameter whole, also where parts of it are frozen."""
         if self._buckets is not None:
-            return self._buckets.get(action.unit, 0)
+            return self._buckets.get(action.unit, 0) if action.phase is Phase.REDUCE else 0
         unit = self._units[action.unit]
         if action.phase is Phase.REDUCE:
             return unit.numel if unit.trained_numel and self._spec.strategy.backend == "fsdp1" else unit.trained_numel
@@ -470,8 +479,8 @@ class Simulation:
 
     def _send(self, action: Action, ready: float) -> tuple[float, float]:
         begin, lasts = max(ready, self._sending), self._seconds(action)
-        if self._issue_s and lasts:
-            begin = max(begin, self._issued)
+        if self._issue_s:
+            begin = max(begin, self._issued) if lasts else begin
             self._issued += self._issue_s(action)
         if action.phase in self._blocking:
             return self._block(action, max(begin, self._computing), lasts)

@@ -180,7 +180,7 @@ class _Model:
         tapes = {key: _tape(run, first.calls, shared) for key, run in runs.items()}
         image = self._inputs.image_tokens
         distinct: dict[str, UnitShape] = {}
-        units = [self._unit(i, first, tapes, image) for i in range(len(self._inside) + 1)]
+        units = [self._unit(i, runs, tapes, image) for i in range(len(self._inside) + 1)]
         return ModelShape(
             name=name, units=tuple(distinct.setdefault(repr(unit), unit) for unit in units), image_tokens=image,
             calls=first.calls, tapes=tapes, unit_names=("root", *_names(self._model, self._inside)),
@@ -188,8 +188,9 @@ class _Model:
         )  # fmt: skip
 
     def _unit(
-        self, i: int, run: TapeRecording, tapes: Mapping[str, Sequence[TapeSegment]], image: int | None
+        self, i: int, runs: Mapping[str, TapeRecording], tapes: Mapping[str, Sequence[TapeSegment]], image: int | None
     ) -> UnitShape:
+        run = runs["fp32"]
         tokens = run.seq_len if image is None else image
         calls = [k for k, (unit, _) in enumerate(run.calls) if unit == i]
         records, owned = [run.records[k] for k in calls], self._owned[i]
@@ -204,6 +205,8 @@ class _Model:
             heads=max((r.heads for r in records), default=0), causal=any(r.causal for r in records),
             boundary_elements=max((r.boundary for r in records), default=0) / (SAMPLES * tokens),
             saved={dtype: _saved(tapes[key], set(calls)) for dtype, key in _TAPES.items()},
+            kernels={name: (runs[name].kernels(calls, Direction.FORWARD), runs[name].kernels(calls, Direction.BACKWARD))
+                     for name in PRECISIONS},
         )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from fsdp_lab.core.model_shape import (
     ALLOCATED,
     FREED,
+    NO_KERNELS,
     ModelShape,
     SavedBytes,
     SizeFormula,
@@ -88,6 +89,8 @@ def joined_units(group: Sequence[UnitShape]) -> UnitShape:
             fixed_bytes=sum(u.saved[dtype].fixed_bytes for u in group),
         ) for dtype in first.saved},
         heads=max(u.heads for u in group), causal=any(u.causal for u in group),
+        kernels={name: (sum((u.kernels[name][0] for u in group), NO_KERNELS),
+                        sum((u.kernels[name][1] for u in group), NO_KERNELS)) for name in first.kernels},
     )  # fmt: skip
 
 

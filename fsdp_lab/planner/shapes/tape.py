@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +33,7 @@ from fsdp_lab.core.model_shape import (
     FREED,
     MADE,
     SCRATCH,
+    Kernels,
     MatMul,
     SizeFormula,
     TapeChange,
@@ -53,7 +54,10 @@ NO_LENGTH = 2 * (2**61 - 1)  # twice a prime that divides no size, since no size
 
 @dataclass(kw_only=True)
 class CallRecord:
-    """What one call of a unit computes in the forward, with the sizes of the recorded run."""
+    """What one call of a unit computes, with the sizes of the recorded run; products and attention in the forward."""
+
+    # By pass: of each kernel on a GPU, the sizes of what it moves; of products and attention none.
+    launched: dict[Direction, list[list[int]]] = field(default_factory=lambda: defaultdict(list))
 
     products: list[tuple[int, int, int]] = field(default_factory=list)  # with a weight: rows, inputs, outputs
     pair_flops: float = 0.0
@@ -70,6 +74,11 @@ class TapeRecording:
     segments: tuple[TapeSegment, ...]
     records: tuple[CallRecord, ...]
     seq_len: int
+
+    def kernels(self, calls: Sequence[int], direction: Direction) -> Kernels:
+        """Of a pass of these calls."""
+        launched = [sizes for k in calls for sizes in self.records[k].launched[direction]]
+        return Kernels(len(launched), sum((_sum_of(sizes, self.seq_len) for sizes in launched), SizeFormula(())))
 
 
 class Inputs(Protocol):
@@ -231,6 +240,7 @@ class _Run:
         self._begun: set[int] = set()
         self._ended: set[int] = set()
         self._backward = False
+        self._backward_call = 0
         for unit, parameters in enumerate(owners(model, units)):
             for index, (_, p, _) in enumerate(parameters):
                 if p.requires_grad:
@@ -304,11 +314,17 @@ class _Run:
             if k in reached:
                 return
             reached.add(k)
+            self._backward_call = k if moment is PointSide.BEFORE else self.calls[k][1] or 0
         self.recorder.point(Point(direction, k, moment))
 
-    def _current(self) -> CallRecord | None:
-        """The record of the innermost call in the forward."""
-        return self.records[self._open[-1]] if self._open and not self._backward else None
+    def _current(self) -> tuple[list[list[int]], CallRecord | None]:
+        """Of the innermost call, which is the root's also before it and after it: what it launches, and in the forward its
+        record."""
+        call = self._backward_call if self._backward else self._open[-1] if self._open else 0
+        if call >= len(self.records):
+            return [], None
+        record, direction = self.records[call], Direction.BACKWARD if self._backward else Direction.FORWARD
+        return record.launched[direction], record if self._open and not self._backward else None
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -323,7 +339,7 @@ class _Storage:
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records allocations and frees of storages, between the points of the schedule."""
 
-    def __init__(self, current: Callable[[], CallRecord | None]) -> None:
+    def __init__(self, current: Callable[[], tuple[list[list[int]], CallRecord | None]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._current = current
         self._alive: dict[int, tuple[Any, _Storage | None]] = {}
@@ -349,7 +365,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for t in tensors_in(result) if not isinstance(result, Tensor) else (result,):
             self._see(t)
         self._events += [(SCRATCH, sizes, None, -1) for sizes in after]
-        if (record := self._current()) is not None:
+        launched, record = self._current()
+        launched += _launched(func, args, tensors_in((args, kwargs, result)))
+        if record is not None:
             _count(record, func, args, kwargs or {}, result)
         return result
 
@@ -456,6 +474,29 @@ def _blocked(t: Tensor, *channels: int) -> int:
     for n in (t.shape[dim] for dim in channels):
         size = size // n * (-(-n // _LANES) * _LANES if n >= _FEW else n)
     return size
+
+
+# Kernels of an operator on a GPU, where they are not one: fills before sums into place, sorted indices, and attention's
+# and norms' gradients one after the other.
+_KERNELS = {"aten::native_layer_norm_backward": 3, "aten::slice_backward": 2, "aten::constant_pad_nd": 2,
+            "aten::nll_loss_backward": 2, "aten::embedding_dense_backward": 6, "aten::convolution_backward": 2,
+            "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 4}  # fmt: skip
+# How often more than once a kernel reads its inputs where a row does not fit shared memory (SoftMax.cu).
+_READ_AGAIN = {"aten::_log_softmax": 2, "aten::_log_softmax_backward_data": 1}
+_SHARED_MEMORY = 48 << 10
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::convolution", "aten::_scaled_dot_product")
+
+
+def _launched(func: Any, args: Any, tensors: Iterable[Tensor]) -> list[list[int]]:
+    """The kernels of an operator, and what those that are bound by memory read and write: of a tensor that is expanded, its
+    memory."""
+    name = func.name().partition(".")[0]
+    if func.is_view or "empty" in name or name in ("aten::_unsafe_view", "prim::device"):
+        return []
+    sizes = [min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors]
+    if name in _READ_AGAIN and args[0].shape[-1] * args[0].element_size() > _SHARED_MEMORY:
+        sizes += _READ_AGAIN[name] * [t.nbytes for t in tensors_in(args)]
+    return [[] if name.startswith(_PRODUCTS) else sizes, *[[]] * (_KERNELS.get(name, 1) - 1)]
 
 
 def _count(record: CallRecord, func: Any, args: Any, kwargs: Any, result: Any) -> None:
