@@ -18,10 +18,20 @@ from fsdp_lab.core.events import RoleBytes
 from fsdp_lab.core.model_shape import ALLOCATED, ARRIVED, FREED, SCRATCH, ModelShape, TapeChange, TapeSegment
 from fsdp_lab.core.schedule import Direction, PointSide
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.planner.costs import BYTES, USUAL, Software
+from fsdp_lab.planner.costs import BYTES, USUAL, Software, arithmetic
 from fsdp_lab.planner.dense import dense_tape
 from fsdp_lab.planner.devices import Machine
-from fsdp_lab.planner.memory_models.base import ACTIVATIONS, GRADIENTS, OTHER, MemoryModel, MemoryTracker, role_bytes
+from fsdp_lab.planner.memory_models.base import (
+    ACTIVATIONS,
+    GRADIENTS,
+    MASTER,
+    OTHER,
+    PARAMETERS,
+    UNSHARDED,
+    MemoryModel,
+    MemoryTracker,
+    role_bytes,
+)
 from fsdp_lab.planner.memory_models.ddp import DDPMemory
 from fsdp_lab.planner.memory_models.flat import FlatMemory
 from fsdp_lab.planner.memory_models.fsdp import FSDP1Memory, FSDP2Memory
@@ -77,6 +87,21 @@ def memory(spec: Spec, shape: ModelShape, *, device: str, software: Software = U
         software: used if the shape has no tapes.
     """
     return _Step(spec, shape, software, on_gpu=device != "cpu").plan()
+
+
+def loading_bytes(spec: Spec, shape: ModelShape, *, device: str) -> int:
+    """The most that a rank holds until it has its values: its part of them, into which they are read. There is no optimizer
+    state yet. A model without values is made first, one parameter at a time on the host; for FSDP1 torch copies each unit.
+    """
+    on_gpu, tracker, backend = device != "cpu", MemoryTracker(), spec.strategy.backend
+    model: MemoryModel = MODELS[backend](spec, shape, tracker, on_gpu=on_gpu)
+    model.alloc_state()
+    has_copies = model.offloaded and tracker.now[PARAMETERS] > 0
+    values = sum(u.shard * (not (model.offloaded and on_gpu)) + u.cast * has_copies for u in model.units)
+    buckets = tracker.now[UNSHARDED] + tracker.now[GRADIENTS] if backend == "ddp" else 0.0
+    skeleton = 0 if on_gpu else MASTER * max(n for unit in shape.units for n in unit.parameters)
+    whole = MASTER * max(unit.numel for unit in shape.units) if backend == "fsdp1" else 0
+    return round(max(skeleton, whole * (2 + 1 / spec.shard_factor), buckets + values))
 
 
 def peak_in_theory(spec: Spec, shape: ModelShape) -> float:
@@ -251,7 +276,7 @@ def tape_of(shape: ModelShape, spec: Spec, software: Software = USUAL) -> Sequen
     if not shape.tapes:
         units = frozenset(recomputed(spec, len(shape.units)))
         return dense_tape(shape, s.dtypes.param, software, compiled=s.compile, recomputed=units)
-    name = "fp32" if s.dtypes.param == "fp32" else "autocast" if s.backend == "ddp" else "half"
+    name = arithmetic(s)
     plain = shape.tapes[name]
     whole = shape.tapes.get(f"{name}, recompute", plain)
     if s.recompute == "none":

@@ -30,9 +30,8 @@ from fsdp_lab.planner.bands import (
 )
 from fsdp_lab.planner.costs import USUAL, Software
 from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates
-from fsdp_lab.planner.memory import CONTEXT_BYTES, MemoryPlan, memory, under_pressure
+from fsdp_lab.planner.memory import CONTEXT_BYTES, MemoryPlan, loading_bytes, memory, under_pressure
 from fsdp_lab.planner.step import StepModel, StepTime, recomputed, step_seconds
-from fsdp_lab.planner.transitions import loading_bytes
 
 PARTS = ("computing", "slowed by sending", "exposed communication", "waiting for the host", "optimizer")
 FIGURES = ("fits", "memory", "step", "80 % band", "tokens/s", "TFLOPS", "MFU", "exposed", "bound by")
@@ -89,7 +88,7 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation, 0 to 1, relative to the data sheet's peak in the compute dtype."""
+        """Model FLOPs utilisation, 0 to 1, relative to the device's peak in the compute dtype, as of a run on it."""
         return self.flops_per_s / self.machine.device.flops_per_s(self.spec.strategy.dtypes.param)
 
     @property

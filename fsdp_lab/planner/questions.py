@@ -22,7 +22,6 @@ from fsdp_lab.planner.published import Row, case, counted_flops_per_token, peak_
 from fsdp_lab.planner.search import Search, fewest, largest, search
 from fsdp_lab.planner.shapes import shape_of_workload
 from fsdp_lab.planner.shapes.rewrapping import deepened
-from fsdp_lab.planner.transitions import SwitchPlan, switching
 
 MOST_RANKS = 1 << 17
 MOST_TOKENS = 1 << 27  # of one micro-batch
@@ -89,11 +88,6 @@ def planned_here(
 def planned_memory(spec: Spec, *, device: str) -> MemoryPlan:
     """Memory of a rank on any machine; `device` is "cpu" or "cuda"."""
     return memory(spec, shape_of(spec), device=device)
-
-
-def planned_switch(old: Spec, new: Spec, *, device: str) -> SwitchPlan:
-    """Memory of a rank while its training is moved to another Spec; `device` is "cpu" or "cuda"."""
-    return switching(old, new, shape_of(old), shape_of(new), device=device)
 
 
 def curve(spec: Spec, target: Target) -> tuple[list[Plan], str]:

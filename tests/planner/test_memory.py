@@ -13,16 +13,15 @@ from fsdp_lab.core.model_shape import ALLOCATED, MADE
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.costs import Software
 from fsdp_lab.planner.devices import machine
-from fsdp_lab.planner.memory import GPU_SLACK, SPARE, memory, peak_in_theory, tape_of
+from fsdp_lab.planner.memory import GPU_SLACK, SPARE, loading_bytes, memory, peak_in_theory, tape_of
 from fsdp_lab.planner.named_models import NamedModel, named_model, shape_of
 from fsdp_lab.planner.plan import plan as planned_step
 from fsdp_lab.planner.published import peak_in_unit
-from fsdp_lab.planner.questions import planned_switch
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.planner.shapes.rewrapping import deepened
-from fsdp_lab.planner.transitions import loading_bytes
 from fsdp_lab.planner.validate import UNEXPLAINED, MemoryRow, mape, memory_lines, memory_rows, published
 from tests.planner.measured import MODELS, USUAL, Beside, beside, measured, planned
+from tests.planner.switching import planned_switch
 from tests.pool import Pool
 
 pytestmark = pytest.mark.timeout(900)  # a fixture trains all Specs, each within the pool's own limit

@@ -23,8 +23,8 @@ from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.events import RoleBytes, StepEvent
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.models import Batches, Initializer, build_skeleton, resolve
+from fsdp_lab.planner.memory import loading_bytes
 from fsdp_lab.planner.shapes import shape_for
-from fsdp_lab.planner.transitions import loading_bytes
 from fsdp_lab.rank import lifecycle
 from fsdp_lab.rank.ledger import Ledger
 from fsdp_lab.rank.lifecycle import Lifecycle

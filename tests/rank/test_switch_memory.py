@@ -14,10 +14,10 @@ from fsdp_lab.core.spec import Spec
 from fsdp_lab.engine.fully_shard import flats_of
 from fsdp_lab.models import build_skeleton, flops, resolve
 from fsdp_lab.models.wrapping import units
-from fsdp_lab.planner.questions import planned_switch
 from fsdp_lab.rank import Session
 from fsdp_lab.rank.trainer import checksum
 from tests.engine.scenarios.meter import growths
+from tests.planner.switching import planned_switch
 from tests.pool import Place, Pool
 from tests.rank.test_session import BACKENDS, session
 

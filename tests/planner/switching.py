@@ -1,5 +1,5 @@
-"""`loading_bytes`, `switching`: the memory of a rank while it reads its first values, and while a live training is moved to
-another Spec, as rank/lifecycle.py and backends/transfer.py do it.
+"""`planned_switch`: the memory of a rank while a live training is moved to another Spec, as rank/lifecycle.py and
+backends/transfer.py do it. What they are held against.
 
 A switch first makes a model without values, one parameter at a time on the host. Then it drops gradients, copies and what is
 gathered, and builds the new backend, which has no storage yet; for FSDP1 torch makes a copy of each unit on the way. Then
@@ -28,6 +28,7 @@ from fsdp_lab.planner.memory_models.base import (
     MemoryTracker,
     UnitBytes,
 )
+from fsdp_lab.planner.questions import shape_of
 
 BATCHES, LEAST_NUMEL, MOST_NUMEL = 64, 1 << 16, 4 << 20  # of parameters that move at once, as in backends/transfer.py
 _FLAT = ("lab", "fsdp1")  # backends in which a unit is one storage
@@ -42,16 +43,9 @@ class SwitchPlan:
     after_bytes: int
 
 
-def loading_bytes(spec: Spec, shape: ModelShape, *, device: str) -> int:
-    """The most that a rank holds until it has its values: its part of them, into which they are read. There is no optimizer
-    state yet."""
-    layout = _Layout(spec, shape, on_gpu=device != "cpu")
-    return round(max(layout.skeleton, layout.building, layout.at_build + sum(layout.values)))
-
-
-def switching(old: Spec, new: Spec, old_shape: ModelShape, new_shape: ModelShape, *, device: str) -> SwitchPlan:
-    """A switch of a training that has stepped. The shapes are in the units of the Specs."""
-    before, after = (_Layout(s, shape, on_gpu=device != "cpu") for s, shape in ((old, old_shape), (new, new_shape)))
+def planned_switch(old: Spec, new: Spec, *, device: str) -> SwitchPlan:
+    """A switch of a training that has stepped; `device` is "cpu" or "cuda"."""
+    before, after = (_Layout(s, shape_of(s), on_gpu=device != "cpu") for s in (old, new))
     now = sum(before.units) - before.copies
     held = sum(before.units) + before.beside
     peak = max(held + after.skeleton, now + after.building)
@@ -65,9 +59,9 @@ def switching(old: Spec, new: Spec, old_shape: ModelShape, new_shape: ModelShape
 
 
 class _Layout:
-    """What a Spec keeps between steps. `values`, `units`: bytes of parameters, and with their optimizer state, of each unit.
-    `copies`: of them, what offload computes with. `beside`: gathered parameters and gradients. `at_build`: of those, what
-    exists before the first step: DDP's buckets."""
+    """What a Spec keeps between steps. `units`: bytes of parameters with their optimizer state, of each unit. `copies`: of
+    them, what offload computes with. `beside`: gathered parameters and gradients. `at_build`: of those, what exists before
+    the first step: DDP's buckets."""
 
     def __init__(self, spec: Spec, shape: ModelShape, *, on_gpu: bool) -> None:
         tracker = MemoryTracker()
@@ -82,7 +76,6 @@ class _Layout:
         def parameters(u: UnitBytes) -> float:
             return u.shard * is_here + u.cast * has_copies
 
-        self.values = [parameters(u) for u in model.units]
         self.units = [parameters(u) + slots * u.state * is_here for u in model.units]
         self.copies = sum(u.cast for u in model.units) * has_copies
         self.beside = tracker.now[UNSHARDED] + tracker.now[GRADIENTS]
