@@ -23,8 +23,10 @@ collectives' own curves; the cores' time that they take from computing, all of i
 core free; and the wait for the last rank, which grows with the computing between two collectives where ranks outnumber cores
 (`Machine.late`). A step of the same work by one rank (`anchors`) corrects what computing takes, and nothing else.
 
-On a GPU the host runs ahead of the device: the smallest models, which show the host's time alone, are not used, and the
-others are larger. Predictions of this path have not been compared with measured steps of a GPU.
+On a GPU the host runs ahead of the device, and the smallest models show its time alone: that of a kernel
+(`Rates.eager_s`) from DDP's, which adds next to nothing to a block, then of a step, a gather or reduction, and a tensor.
+Norms, activations and losses take as long as copies of as many bytes (`UnitShape.kernels`). Predictions of this path have
+not been compared with measured steps of a GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from fsdp_lab.core.hardware import gpu_of_device
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import BACKENDS, Spec
 from fsdp_lab.models.presets import timed_config
-from fsdp_lab.planner.costs import PASSES, link_bytes
+from fsdp_lab.planner.costs import PASSES, SEND_KERNELS, link_bytes
 from fsdp_lab.planner.devices import PUBLISHED, Curve, Device, HostOverhead, Machine, MeasuredCurves, Rates, machine
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.planner.step import AHEAD, StepModel
@@ -50,6 +52,7 @@ from fsdp_lab.planner.step import AHEAD, StepModel
 SMALL = ("deep", "shallow", "whole")
 TCP_SHARE = 0.941  # of an Ethernet's rate: 1,448 bytes of payload in a frame that takes 1,538
 MOST = 4.0  # upper bound of interference and of stretch
+SHOWN = 1.02  # by how much a step must depend on them
 LEAST = 0.1  # lower bound of computing: an update that took longer than a step's prediction would leave nothing of it
 
 
@@ -84,6 +87,8 @@ def references(
     if ranks > 1:
         overlap = start.replace(model=timed_config(width, 4, seq_len), micro_batch=2, seq_len=seq_len // 2)
         found += [Reference(role="overlap", spec=overlap.replace(backend=b)) for b in ("lab", *AHEAD)]
+    if on_gpu:
+        return found
     # fp16's steps wait for the scale of the loss; its computing is as in bf16.
     found += [Reference(role="traffic", spec=plain.replace(precision=dtype)) for dtype in dtypes if dtype != "fp16"]
     few = plain.replace(model=timed_config(width, 4, seq_len), micro_batch=2, seq_len=seq_len // 2)
@@ -152,7 +157,7 @@ class Calibration:
         """The measured machine, for `plan`."""
         p = self.probes
         products = {dtype: Curve.of(rows) for dtype, rows in p["products"].items()}
-        peaks = {dtype: curve.best for dtype, curve in products.items()}
+        peaks = {dtype: p.get("peaks", {}).get(dtype) or curve.best for dtype, curve in products.items()}
         scores = {
             dtype: Curve.of((count, seconds / 3.5 - flops / peaks[dtype]) for count, flops, seconds in rows)
             for dtype, rows in p["scores"].items()
@@ -227,10 +232,12 @@ class Calibration:
             step_s=0.0, interference=1.0 if self.alone else 0.5, kernel_s=0.0,
         )  # fmt: skip
         for _ in range(6):  # each has a small effect on the measurements that determine the others
+            if self.on_gpu:
+                rates = replace(rates, eager_s=self._eager_s(rates))
+            rates = replace(rates, hosts={backend: self._host(backend, rates) for backend in BACKENDS})
             if not self.on_gpu:
-                rates = replace(rates, hosts={backend: self._host(backend, rates) for backend in BACKENDS})
-            rates = replace(rates, traffic_of=self._traffic(rates))
-            rates = replace(rates, weights=self._weights(rates))
+                rates = replace(rates, traffic_of=self._traffic(rates))
+                rates = replace(rates, weights=self._weights(rates))
             for backend in ("lab", *AHEAD):
                 rates = self._with_overlap(backend, rates)
         return rates
@@ -256,17 +263,33 @@ class Calibration:
         timed = zip(wanted, self.shapes, strict=True)
         return [(r, shape, median(self.probes["steps"][str(i)])) for i, (r, shape) in enumerate(timed)]
 
+    def _unexplained(self, backend: str, rates: Rates) -> dict[str, tuple[float, ModelShape, StepModel]]:
+        """Of the small models' steps, by role: seconds that are not predicted."""
+        return {
+            r.role: (seconds - self._predicted_s(r, shape, rates), shape, self._model(r, shape, rates))
+            for r, shape, seconds in self._steps
+            if r.spec.strategy.backend == backend and r.role in SMALL
+        }
+
+    def _eager_s(self, rates: Rates) -> float:
+        """The host's time for a kernel, from what DDP's steps take longer with more blocks."""
+        found = self._unexplained("ddp", rates)
+        (deep_s, _, deep), (shallow_s, _, shallow) = found["deep"], found["shallow"]
+        issuing_s = [sum(sum(work.issue_s.values()) for work in model.works) for model in (deep, shallow)]
+        kernels = (issuing_s[0] - issuing_s[1]) / rates.eager_s
+        return max(1e-7, rates.eager_s + (deep_s - shallow_s) / kernels)
+
     def _host(self, backend: str, rates: Rates) -> HostOverhead:
         """The overhead per step, collective and tensor, from the unexplained time of the small models' steps."""
         unexplained = {
-            r.role: (seconds - self._predicted_s(r, shape, rates), self._model(r, shape, rates).sends, _tensors(shape))
-            for r, shape, seconds in self._steps
-            if r.spec.strategy.backend == backend and r.role in SMALL
+            role: (seconds, model.sends, _tensors(shape))
+            for role, (seconds, shape, model) in self._unexplained(backend, rates).items()
         }
         deep, shallow, whole = unexplained["deep"], unexplained["shallow"], unexplained.get("whole")
         now = rates.host(backend)
         send_s = (deep[0] - whole[0]) / (deep[1] - whole[1]) if whole is not None and deep[1] != whole[1] else 0.0
-        send_s = max(send_s, -self._latency_s - now.send_s)
+        least_s = SEND_KERNELS * rates.eager_s if self.on_gpu else self._latency_s
+        send_s = max(send_s, -least_s - now.send_s)
         tensor_s = (deep[0] - shallow[0] - send_s * (deep[1] - shallow[1])) / (deep[2] - shallow[2])
         tensor_s = max(tensor_s, -now.tensor_s)
         step_s = max(deep[0] - send_s * deep[1] - tensor_s * deep[2], -now.step_s)
@@ -313,6 +336,9 @@ class Calibration:
             return replace(rates, hosts={**rates.hosts, backend: replace(rates.host(backend), stretch=value)})
 
         low, high = 0.0, MOST
+        least_s, most_s = (self._predicted_s(r, shape, with_(value)) for value in (low, high))
+        if most_s < SHOWN * least_s:  # the host takes longer than both, and the step shows neither
+            return rates
         for _ in range(12):
             middle = (low + high) / 2
             if self._predicted_s(r, shape, with_(middle)) < seconds:

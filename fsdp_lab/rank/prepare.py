@@ -103,7 +103,7 @@ class Preparation:
         dtype = DTYPES[spec.strategy.dtypes.param]
         try:
             with self._work.during(LongWork.READ):
-                mine = self._peaks.get(dtype) or BestPeak(device_peak(self._info.device, dtype))
+                mine = self.peak(dtype)
                 prepared = self._prepare_local(spec, before, mine, begins=begins)
                 require(spec, prepared.batches)
         except FieldError as e:
@@ -122,6 +122,10 @@ class Preparation:
         common = self._common_peak([p and Peak(*p) for *_, p, _ in by_rank], mine.given)
         peak = self._peaks[dtype] = mine if mine.given == common else BestPeak(common)
         return dataclasses.replace(prepared, cost=dataclasses.replace(prepared.cost, peak=peak))
+
+    def peak(self, dtype: torch.dtype) -> BestPeak:
+        """The device's, as its MFU is relative to."""
+        return self._peaks.get(dtype) or BestPeak(device_peak(self._info.device, dtype))
 
     def _prepare_local(self, spec: Spec, before: tuple[Spec, Batches] | None, peak: BestPeak, *,
                        begins: bool) -> PreparedTraining:  # fmt: skip

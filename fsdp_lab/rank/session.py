@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import torch
 
+from fsdp_lab.backends.base import DTYPES
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.events import PhaseSnapshot, StepEvent
 from fsdp_lab.core.faults import Fault, FaultKind
@@ -275,11 +276,13 @@ class Session:
     def calibrate(self, specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str], passes: int,
                   meet: Callable[[], None] | None = None) -> dict[str, Any]:  # fmt: skip
         """Measure this machine, and steps of each Spec, besides the live training; collective. meet: see `HardwareProbe`.
-        Returns what `HardwareProbe.all` does."""
+        Returns what `HardwareProbe.all` does, and "peaks": FLOP/s by dtype that MFU is relative to."""
         with self._exclusive():
             wanted = [self._spec(spec) for spec in specs]
-            with calibration_trainers(wanted, self.info, self.world, self._lifecycle.preparation) as trainers:
-                return HardwareProbe(self.info, self.world, meet).all(trainers, dtypes, passes)
+            preparation = self._lifecycle.preparation
+            with calibration_trainers(wanted, self.info, self.world, preparation) as trainers:
+                peaks = {dtype: preparation.peak(DTYPES[dtype]).given.flops_per_s or 0.0 for dtype in dtypes}
+                return {**HardwareProbe(self.info, self.world, meet).all(trainers, dtypes, passes), "peaks": peaks}
 
     def crowd(
         self, ranks: int, specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str], passes: int

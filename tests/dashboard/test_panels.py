@@ -272,6 +272,19 @@ def test_mfu_says_what_it_is_relative_to():
     assert panel.patches()["tflops.mfu"]["end"] == pytest.approx(scale)
 
 
+def test_over_a_switch_of_precision_no_axis_stands_for_two_peaks():
+    panel, told = TflopsPanel(StepAxis(), 2), steps(6)
+    faster = [Step(events=tuple(dataclasses.replace(e, peak_flops_per_s=2 * e.peak_flops_per_s, spec_id="bf16")
+                                for e in s.events)) for s in told[3:]]  # fmt: skip
+    panel.update(told[:3])
+    assert panel.patches()["tflops.mfu_axis"] == {"visible": True}
+    panel.update(faster)
+    assert panel.patches()["tflops.mfu_axis"] == {"visible": False}
+    assert "relative to 0.220 TFLOPS" in panel.captions().note
+    mean, mfu = columns(panel)["mean"], columns(panel)["mfu_percent"]
+    assert mfu[-1] == pytest.approx(100 * mean[-1] * 1e12 / 220e9), "the tooltip of each step has its own"
+
+
 def test_mfu_is_never_above_100_percent():
     panel = TflopsPanel(StepAxis(), 2)
     told = steps(6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.profiler import DeviceType
 
 from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.spec import Spec
+from fsdp_lab.planner.calibration import Calibration, references, shapes_of
+from fsdp_lab.planner.questions import planned_here
 from fsdp_lab.rank import Session
 from fsdp_lab.rank.ledger import KernelTimes
 from fsdp_lab.rank.trainer import _pinned
@@ -148,3 +151,31 @@ def test_a_batch_on_the_gpu_stays_there() -> None:
     batch = {"ids": torch.ones(2, device="cuda"), "labels": torch.ones(2)}
     pinned = _pinned(batch, torch.device("cuda:0"))
     assert pinned["ids"] is batch["ids"] and pinned["labels"].is_pinned()
+
+
+LARGE = [("gpt2-124m", 8, 10 << 30), ("llama-1b", 2, 24 << 30)]  # with 1,024 tokens: what a step takes of the GPU
+
+
+def _calibrate(place: Place, specs: list[dict[str, Any]]) -> dict[str, Any]:
+    s = Session(rank=place.rank, world_size=1, device="cuda:0", store=place.store)
+    found = s.calibrate(specs, ("fp32", "bf16"), 2)
+    s.close()
+    return found
+
+
+def test_a_calibrated_gpu_is_planned_within_a_tenth(pool: Pool) -> None:
+    """Of the lab's engine in bf16, on models that were not among those timed for the calibration."""
+    timed, total = references(1, ("fp32", "bf16"), ("cuda:0",)), torch.cuda.get_device_properties(0).total_memory
+    wanted = [
+        Spec(world_size=1).replace(model=model, micro_batch=samples, seq_len=1024, precision="bf16")
+        for model, samples, nbytes in LARGE
+        if 2 * nbytes < total
+    ]
+    assert wanted, "24 GiB are needed"
+    specs = [spec.to_dict() for spec in (*(r.spec for r in timed), *wanted)]
+    probes = pool.run(_calibrate, 1, specs, reduction=None, timeout_s=600)
+    here = Calibration.of(probes, unix_s=0.0, seconds=1.0, name=torch.cuda.get_device_name(0), devices=("cuda:0",),
+                          shapes=shapes_of(timed))  # fmt: skip
+    assert 1e-6 < here.rates.eager_s < 1e-4
+    for spec, taken in zip(wanted, here.beside_s, strict=True):
+        assert planned_here(spec, here).step_time_s == pytest.approx(statistics.median(taken), rel=0.1), spec

@@ -31,6 +31,8 @@ def test_ranks_measure_their_machine_and_keep_what_they_hold(real_lab: Lab) -> N
         found = real_lab.plan(spec)
         assert found.step_time_s == plan(spec, shape_for("gpt2-1m"), here.machine, rates=here.rates).step_time_s
         assert 0.1 < found.step_time_s / statistics.median(taken) < 10, spec  # noise; the bench of plans asks for more
+    (first, *_), peak = run.events.since()[0], here.machine.device.flops_per_s("fp32")
+    assert first.peak_flops_per_s == pytest.approx(peak), "one peak for the MFU of a run and of its plan"
     with pytest.raises(SpecError, match="2 ranks were calibrated, and the Spec has 4"):
         real_lab.plan(Spec(world_size=4))
     there = real_lab.plan(Spec(world_size=16).replace(model="llama-7b", precision="bf16"), "h100", hosts=2)

@@ -13,7 +13,7 @@ from fsdp_lab.core.errors import ArgumentError, SpecError
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.bands import RateKind
-from fsdp_lab.planner.calibration import TCP_SHARE, Calibration, one_rank, references
+from fsdp_lab.planner.calibration import TCP_SHARE, Calibration, one_rank, references, shapes_of
 from fsdp_lab.planner.devices import PUBLISHED, Curve, HostOverhead, Rates, machine
 from fsdp_lab.planner.named_models import NamedModel, shape_of
 from fsdp_lab.planner.plan import Plan, plan
@@ -315,12 +315,35 @@ def test_crowds_are_kept_and_found_by_their_number_of_ranks() -> None:
         planned_here(spec.replace(world_size=4), here)
 
 
+EAGER_S, ON_GPU = 40e-6, {name: replace(host, stretch=1.0) for name, host in TRUTH.items()}
+
+
 def one_gpu(name: str) -> Calibration:
-    timed = references(1, DTYPES, ("cuda:0",))
-    shapes = tuple(shape(r.spec) for r in timed)
-    steps = {str(i): [0.01] for i in range(len(timed))}
-    bare = {**probes(), "collectives": {}, "steps": steps}
-    return Calibration.of([bare], unix_s=0.0, seconds=1.0, name=name, devices=("cuda:0",), shapes=shapes)
+    """Of a host that takes 40 us for a kernel, and for a backend's work beside them as long as `ON_GPU` says. Products are
+    those of a GPU, so that the smallest models show the host alone."""
+    timed, fast = references(1, DTYPES, ("cuda:0",)), probes()
+    shapes = shapes_of(timed)
+    for row in ("products", "scores"):
+        fast[row] = {dtype: [[*sizes, 1e-3 * s] for *sizes, s in rows] for dtype, rows in fast[row].items()}
+    bare = {**fast, "copies": [[n, 1e-6 + n / 1e12] for n in (1e3, 1e9)], "collectives": {}, "peaks": {"fp32": 67e12}}
+    said: dict[str, Any] = {"unix_s": 0.0, "seconds": 1.0, "name": name, "devices": ("cuda:0",), "shapes": shapes}
+    empty = Calibration.of([{**bare, "steps": {str(i): [1.0] for i in range(len(timed))}}], **said)
+    truth = replace(PUBLISHED, matrix=1.0, memory=1.0, step_s=0.0, kernel_s=0.0, eager_s=EAGER_S, hosts=ON_GPU)
+    steps = {str(i): [StepModel(r.spec, s.units, s.tokens(r.spec.workload.seq_len), empty.machine, truth).step().seconds]
+             for i, (r, s) in enumerate(zip(timed, shapes, strict=True))}  # fmt: skip
+    return Calibration.of([{**bare, "steps": steps}], **said)
+
+
+def test_on_a_gpu_the_host_s_time_for_a_kernel_comes_out_and_plans_what_was_not_measured() -> None:
+    here = one_gpu("NVIDIA H100 80GB HBM3")
+    assert here.rates.eager_s == pytest.approx(EAGER_S, rel=0.5), "with what DDP takes for a tensor"
+    truth = replace(here.rates, eager_s=EAGER_S, hosts=ON_GPU)
+    for model, changes in (("gpt2-10m", {}), ("gpt2-30m", {"backend": "fsdp2", "precision": "bf16"}),
+                           ("gpt2-124m", {"backend": "ddp", "sharding": "no_shard", "precision": "bf16"})):  # fmt: skip
+        spec = Spec(world_size=1).replace(model=model, seq_len=128, **changes)
+        told, true = (plan(spec, shape_for(model), here.machine, rates=rates) for rates in (here.rates, truth))
+        assert told.step_time_s == pytest.approx(true.step_time_s, rel=0.1), model
+    assert here.machine.device.flops_per_s("fp32") == 67e12, "MFU is relative to what a run's is"
 
 
 def test_one_gpu_is_planned_as_one_of_many_over_the_links_of_its_data_sheet() -> None:

@@ -28,6 +28,7 @@ from fsdp_lab.runs.summary import Peaks
 POINT_PX = 7
 TABLE_STEPS = 8
 SMALL_LOSS = 0.01
+ALIKE = 1.25  # most of a peak over another that share an axis
 RATE = "tokens/s"  # the head of a column that may count samples
 
 
@@ -316,7 +317,7 @@ class TflopsPanel(CurvePanel):
         """The peak that all ranks share, in FLOP/s, and its source; None where one axis cannot serve all."""
         peaks = [peak for e in step.events if (peak := self._peaks.of(e)) is not None]
         rates = [flops_per_s for flops_per_s, _ in peaks]
-        if len(rates) < len(step.events) or max(rates) > 1.25 * min(rates):
+        if len(rates) < len(step.events) or max(rates) > ALIKE * min(rates):
             return None
         return fmean(rates), peaks[0][1]
 
@@ -337,9 +338,15 @@ class TflopsPanel(CurvePanel):
         legend = rank_keys(self.world_size) if self._ranks else (mean, Key(label="least to most", token="ink.band"))
         return Captions(reading=reading, legend=legend, note=note)
 
+    def _is_one_scale(self) -> bool:
+        """Whether one axis serves all steps that are drawn: not over a switch to a precision with another peak."""
+        tflops, share = self._table.column("mean"), self._table.column("mfu_percent")
+        peaks = tflops[share > 0] / share[share > 0]
+        return not peaks.size or bool(peaks.max() <= ALIKE * peaks.min())
+
     def patches(self) -> Patches:
         changes: dict[str, Mapping[str, Any]] = {**super().patches(), "tflops.mfu_axis": {"visible": False}}
-        if self._peak is not None:
+        if self._peak is not None and self._is_one_scale():
             changes["tflops.mfu"] = {"start": 0.0, "end": 100 * self._range.end * 1e12 / self._peak[0]}
             changes["tflops.mfu_axis"] = {"visible": True}
         return changes
