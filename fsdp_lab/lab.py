@@ -30,7 +30,7 @@ from fsdp_lab.history.stored_run import RunList
 from fsdp_lab.notebook import ProgressBar, exit_handler, progress_bar, rank_table, replace_former
 from fsdp_lab.planner.calibration import Calibration, alone, crowd_specs, one_rank, references, shapes_of
 from fsdp_lab.planner.plan import Plan
-from fsdp_lab.planner.questions import Target, planned, planned_here
+from fsdp_lab.planner.questions import Target, planned, planned_here, require_memory
 from fsdp_lab.runs.activities import Activities
 from fsdp_lab.runs.comparison import Refusal
 from fsdp_lab.runs.engine_check import LEAST_STEPS, SMALL_MODEL, EngineCheck, check_engine
@@ -259,6 +259,7 @@ class Lab:
         save: CheckpointConfig | str | os.PathLike[str] | None = None,
         recover: RecoveryPolicy | str | bool = False,
         evaluate: EvalConfig | int | None = None,
+        anyway: bool = False,
         **changes: Any,
     ) -> Run:
         """Starts a run and returns it at once: `await` it, `wait()` for it, or read its `table()` meanwhile.
@@ -276,6 +277,7 @@ class Lab:
             recover: what to do when ranks or a step fail: True recovers automatically, "ask" waits for `recover` or
                 `stop`; a `RecoveryPolicy` also sets the number of ranks. See `run.incidents`.
             evaluate: compute the loss on held-out samples every so many steps, and optionally stop by it: see `EvalConfig`.
+            anyway: start it although the planner knows that its memory does not suffice.
             changes: flat field names, as in `Spec.replace`. For a module of your own, three together: `model`, a function
                 without arguments that builds it, or its class; `loss`, a function of (model, batch) that returns a scalar
                 tensor and calls `model(...)` only; `data`, a map-style dataset, or a function that returns one. They are
@@ -287,7 +289,7 @@ class Lab:
             SpecError: an invalid field or combination, or code that cannot be sent.
         """
         return self._activities.begin_run(
-            self._wanted(spec, changes), steps=steps, fresh=fresh, ledger_every=ledger_every,
+            self._wanted(spec, changes, anyway=anyway), steps=steps, fresh=fresh, ledger_every=ledger_every,
             saving=CheckpointConfig.of(save), recovering=RecoveryPolicy.of(recover), evaluate=evaluate,
         )  # fmt: skip
 
@@ -300,6 +302,7 @@ class Lab:
         save: CheckpointConfig | str | os.PathLike[str] | None = None,
         recover: RecoveryPolicy | str | bool = False,
         evaluate: EvalConfig | int | None = None,
+        anyway: bool = False,
         **changes: Any,
     ) -> Run:
         """Starts a run that continues from a checkpoint: parameters, optimizer state, position in the data, random state.
@@ -319,7 +322,7 @@ class Lab:
             FieldError: there is no complete checkpoint, or an invalid field or combination.
         """
         saved = checkpoint if isinstance(checkpoint, Checkpoint) else find(checkpoint)
-        wanted = self._wanted(saved.spec, changes)
+        wanted = self._wanted(saved.spec, changes, anyway=anyway)
         check_same(saved, wanted)
         return self._activities.begin_run(
             wanted, steps=steps, ledger_every=ledger_every, saving=CheckpointConfig.of(save),
@@ -447,8 +450,10 @@ class Lab:
                             "use backend lab", {"backend": "lab"})  # fmt: skip
         return self._activities.begin_slow_motion(wanted)
 
-    def _wanted(self, spec: Spec | Mapping[str, Any] | None, changes: Mapping[str, Any]) -> Spec:
-        """The Spec, or the lab's default one, with the changes."""
+    def _wanted(
+        self, spec: Spec | Mapping[str, Any] | None, changes: Mapping[str, Any], *, anyway: bool = False
+    ) -> Spec:
+        """The Spec, or the lab's default one, with the changes. Raises SpecError; `anyway`: not for want of memory."""
         if spec is None:
             base = Spec(world_size=self.ranks, devices=self._devices)
         else:
@@ -460,6 +465,8 @@ class Lab:
             fields.setdefault("devices", None)  # a list for another number of ranks
         wanted = base.replace(**fields)
         self.cluster.check_code(wanted)
+        if not anyway:
+            require_memory(wanted, self.cluster.memory)
         return wanted
 
     def interrupt(self) -> None:
@@ -486,7 +493,8 @@ class Lab:
         """The Spec of the newest run; before the first, that of the ranks that were attached to, else the default one."""
         if (run := self._activities.run) is not None:
             return run.spec
-        return self._wanted(next((status["spec"] for status in self.cluster.attached_status), None), {})
+        held = next((status["spec"] for status in self.cluster.attached_status), None)
+        return self._wanted(held, {}, anyway=True)
 
     # -- stored runs, checkpoints, plans ----------------------------------------------------------------------------
 

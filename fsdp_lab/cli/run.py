@@ -42,6 +42,7 @@ RECENT_STEPS = 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("spec", type=Path, nargs="?", help='a file with {"workload": {...}, "strategy": {...}, "world_size": 2}')
+    add("--anyway", action="store_true", help="start it although the planner knows that its memory does not suffice")
     add("--steps", type=int, help="number of steps (default: train until Ctrl-C)")
     add("--ranks", type=int, help="instead of the file's world_size")
     add("--link", metavar="LINK", help=f"instead of the file's: {fields.LINK}; none: the real wire")
@@ -87,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
     check(spec.workload, evaluated=evaluate.samples if evaluate else 0, begins=start is None)
 
     options: dict[str, Any] = {"steps": args.steps, "save": checkpoint_config(args),
-                               "recover": recovery_policy(args.recover), "evaluate": evaluate}  # fmt: skip
+                               "recover": recovery_policy(args.recover), "evaluate": evaluate,
+                               "anyway": args.anyway}  # fmt: skip
     train(terminal(), spec, options, results, args.trace, start, hosts)
     return 0
 

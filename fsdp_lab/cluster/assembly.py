@@ -379,7 +379,9 @@ class Assembly:
             }
             for seat in seats
         }  # fmt: skip
-        self._dispatcher.send("join", each).results(timeout_s + 10)
+        joined = self._dispatcher.send("join", each).results(timeout_s + 10)
+        for member, limits_bytes in zip(self._membership.members, joined, strict=True):
+            member.limits_bytes = limits_bytes and tuple(limits_bytes)
         if (taken := self._engines.place) is not None:
             taken.start()
             taken.give_way(lambda: any(member.step for member in self._membership.members))
@@ -439,7 +441,7 @@ class Assembly:
             call.wait_all(SECOND_INTERRUPT_S)
         self.attached_status = tuple(call.results(0))
         for member, status in zip(members, self.attached_status, strict=True):
-            member.step = status["step"]
+            member.step, member.limits_bytes = status["step"], status.get("limits_bytes")
             member.code.update(status.get("code", ()))
         if not self._engines.local:
             self.notes = exposure_notes(self._engines.client, record.host_ids)

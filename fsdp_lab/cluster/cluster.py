@@ -288,6 +288,11 @@ class Cluster:
         return self._membership.placement
 
     @property
+    def memory(self) -> list[tuple[str, str, int, int]]:
+        """Of each rank, where it is known: its host, its device, and its `Member.limits_bytes`."""
+        return [(one.host, one.device, *one.limits_bytes) for one in self._membership.members if one.limits_bytes]
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Notes on how representative the times are, and on how the ranks were started."""
         return (*self.placement.notes, *self._assembly.notes)

@@ -94,6 +94,7 @@ class Member:
     lost: RankLost | None = None
     end_reason: str = ""  # why we end it
     code: set[str] = field(default_factory=set)  # digests of the user's code that it has
+    limits_bytes: tuple[int, int] | None = None  # of its device's memory for it, and of its host's; None: not known
 
     @property
     def engine_process(self) -> EngineProcess:

@@ -10,6 +10,7 @@ the failed step's tensors. Errors travel as plain dicts and become exceptions ag
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pkgutil
@@ -20,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fsdp_lab.cluster.addresses import Endpoint, Endpoints, at_each, measure_endpoint, own_addresses, try_endpoint
@@ -236,6 +238,9 @@ def describe() -> dict[str, Any]:
     return {"pid": os.getpid(), "host": socket.gethostname(), "id": host_id(), "addresses": addresses}
 
 
+FIRST_TO_GO = "800"  # of 1000
+
+
 def hardware(ours: Collection[int]) -> Host:
     """The cores and GPUs of this host; `ours` are the pids of our ranks on it."""
     return probe(ours=frozenset(ours))
@@ -245,6 +250,8 @@ def claim(owner: str) -> None:
     """Makes this rank the owner's; closes the session of the former owner."""
     leave()
     resident().owner = owner
+    with contextlib.suppress(OSError):  # where memory ends, Linux ends a rank, and not the kernel or its server
+        Path("/proc/self/oom_score_adj").write_text(FIRST_TO_GO)
 
 
 def rank_code(module: str | None) -> Any:
@@ -301,9 +308,9 @@ def host(module: str | None, address: str | None) -> str:
     return str(own.store.place)
 
 
-def join(module: str | None, beats: Mapping[str, str], variables: Mapping[str, str], **arguments: Any) -> None:
-    """Makes this rank's Session; returns when all ranks have joined. `beats` is the header of its heartbeats, `variables`
-    are of the environment, until it leaves."""
+def join(module: str | None, beats: Mapping[str, str], variables: Mapping[str, str], **arguments: Any) -> Any:
+    """Makes this rank's Session; returns its `limits_bytes` when all ranks have joined. `beats` is the header of its
+    heartbeats, `variables` are of the environment, until it leaves."""
     own = resident()
     own.set_variables(variables)
     own.heartbeats = HeartbeatPublisher(beats)
@@ -312,6 +319,7 @@ def join(module: str | None, beats: Mapping[str, str], variables: Mapping[str, s
         on_loop=own.heartbeats.publish_loop, **arguments,
     )  # fmt: skip
     own.push()
+    return getattr(own.session, "limits_bytes", None)
 
 
 def attach(beats: Mapping[str, str]) -> dict[str, Any]:

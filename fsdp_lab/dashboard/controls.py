@@ -15,7 +15,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.errors import FieldError, SpecError
 from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.core.workload import Workload
@@ -33,6 +33,7 @@ from fsdp_lab.dashboard.fields import (
 from fsdp_lab.dashboard.forms import InputForm, put, styled
 from fsdp_lab.dashboard.lab_like import LabLike, active_loop, active_run, active_sweep, shown_run
 from fsdp_lab.models.check import check
+from fsdp_lab.planner.questions import ANYWAY, DoesNotFit
 from fsdp_lab.runs import Run, RunState, SwitchRequest
 
 SWEEPING = "A comparison is running, so the strategy cannot be changed. Stop ends it and keeps what was measured."
@@ -73,6 +74,7 @@ class Controls(InputForm):
         self._checked: Workload | None = None
         self.choices = Choices(_first_spec(lab), check=self._check)
         self._sent: list[_Sent] = []
+        self._too_large: Spec | None = None  # what Start refused
         self._complaint = ""
         self._start = self.button("Start", "play", "Start training at step 0", self.start)
         self._pause = self.button("Pause", "pause", "Pause after the steps in progress", self.pause)
@@ -179,7 +181,14 @@ class Controls(InputForm):
     def _begin(self) -> None:
         """Starts a run; choices that waited for one become pending with it."""
         wanted, waiting = self.choices.wanted, self._waiting()
-        run = self._lab.run(wanted, **self._options())
+        again = {"anyway": True} if wanted == self._too_large else {}
+        try:
+            run = self._lab.run(wanted, **self._options(), **again)
+        except DoesNotFit as e:
+            self._too_large = wanted
+            raise SpecError(
+                e.field, e.reason, e.hint.replace(ANYWAY, "press Start again to start it all the same")
+            ) from e
         self._sent.clear()
         self._await(waiting, wanted, run, None)
 

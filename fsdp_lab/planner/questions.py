@@ -5,27 +5,33 @@ They look up the model's shape and the machine; the rest of the planner needs ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError, check_whole
+from fsdp_lab.core.formatting import size
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.models.check import check_shapes, model_facts
+from fsdp_lab.planner.bands import MEMORY_ERRORS
 from fsdp_lab.planner.calibration import Calibration
 from fsdp_lab.planner.devices import Device, Machine, machine
 from fsdp_lab.planner.memory import MemoryPlan, memory
 from fsdp_lab.planner.plan import Plan, limit, plan, scaling
 from fsdp_lab.planner.published import Row, case, counted_flops_per_token, peak_in_unit
 from fsdp_lab.planner.search import Search, fewest, largest, search
-from fsdp_lab.planner.shapes import shape_of_workload
+from fsdp_lab.planner.shapes import is_packaged, shape_of_workload
 from fsdp_lab.planner.shapes.rewrapping import deepened
 
 MOST_RANKS = 1 << 17
 MOST_TOKENS = 1 << 27  # of one micro-batch
 PER_HOST = 8  # devices that a host usually has
+SURE = 0.95  # level of the band below which a Spec does not fit
+LESS = 'a smaller micro_batch or seq_len, more sharding, recompute="full", or more ranks'
+ANYWAY = "lab.run(..., anyway=True) starts it all the same"
 CURVE = tuple(1 << i for i in range(13))  # 1 to 4,096 ranks
 
 
@@ -88,6 +94,41 @@ def planned_here(
 def planned_memory(spec: Spec, *, device: str) -> MemoryPlan:
     """Memory of a rank on any machine; `device` is "cpu" or "cuda"."""
     return memory(spec, shape_of(spec), device=device)
+
+
+class DoesNotFit(SpecError):
+    """A Spec that surely needs more memory than there is."""
+
+
+def require_memory(spec: Spec, ranks: Sequence[tuple[str, str, int, int]], former: Spec | None = None) -> None:
+    """Raises DoesNotFit if even the low end of the plan's memory is more than there is. Takes milliseconds: models that
+    would be recorded first are let pass.
+
+    Args:
+        ranks: that there are: the host and the device of each, the bytes that the device has for it, and its host's.
+        former: what trains; no more than that takes is refused, whatever the plan says.
+    """
+    w, s = spec.workload, spec.strategy
+    if s.is_yours or s.gather != "copy" or not ranks or w.is_own or not is_packaged(
+        w.model, s.wrap, w.freeze, w.adapters, w.dropout
+    ):  # fmt: skip
+        return
+    device = "cpu" if ranks[0][1] == "cpu" else "cuda"
+    try:
+        plan = planned_memory(spec, device=device)
+        if former is not None and plan.peak_bytes <= planned_memory(former, device=device).peak_bytes:
+            return
+    except FieldError:  # the ranks say what is wrong with it
+        return
+    hosts, low = {host: nbytes for host, _, _, nbytes in ranks}, math.exp(-MEMORY_ERRORS[device].at(SURE))
+    of_host = min(hosts.values()) * len(hosts) / spec.world_size
+    of_gpu = min(nbytes for _, _, nbytes, _ in ranks)
+    of_device = (plan.peak_bytes, of_host, "host") if device == "cpu" else (plan.peak_bytes, of_gpu, "GPU")
+    for needed, room, where in (of_device, (plan.host_bytes, of_host, "host")):
+        if low * needed > room:
+            share = f"its share of the {where}'s memory is {size(int(room))}"
+            reason = f"a rank needs {size(int(low * needed))} or more, and {share}"
+            raise DoesNotFit("workload.micro_batch", reason, f"give {LESS}; or {ANYWAY}")
 
 
 def curve(spec: Spec, target: Target) -> tuple[list[Plan], str]:

@@ -32,7 +32,7 @@ from fsdp_lab.rank.faults import FaultInjector, slower
 from fsdp_lab.rank.generation import completions, encoded
 from fsdp_lab.rank.heartbeat import HangWatchdog, HeartbeatThread, LongWorkLog, RankActivity
 from fsdp_lab.rank.lifecycle import Lifecycle
-from fsdp_lab.rank.measure import device_name, fidelity_notes, software
+from fsdp_lab.rank.measure import device_name, fidelity_notes, limit_bytes, software
 from fsdp_lab.rank.prepare import Require
 from fsdp_lab.rank.rendezvous import RankInfo, find_store, own_connection
 from fsdp_lab.rank.slow_motion import SlowMotionStep
@@ -479,6 +479,11 @@ class Session:
         self._leave_slow_motion()
         return {"freed_bytes": self._lifecycle.unload()}
 
+    @property
+    def limits_bytes(self) -> tuple[int, int]:
+        """What this process may use of its device's memory, and what its host has."""
+        return limit_bytes(self.info.device), limit_bytes(torch.device("cpu"))
+
     def status(self) -> dict[str, Any]:
         """The rank's device, software, training and last collective, as plain values."""
         last, trainer = self.context.last, self.trainer
@@ -492,6 +497,7 @@ class Session:
             "spec": trainer.spec.to_dict() if trainer else None,
             "spec_id": trainer.spec.id if trainer else None,
             "step": trainer.progress.step if trainer else None,
+            "limits_bytes": self.limits_bytes,
             "rss_bytes": psutil.Process().memory_info().rss,
             "suspended": list(self._lifecycle.suspended),
             "code": list(self._code),

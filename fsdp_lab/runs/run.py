@@ -23,6 +23,7 @@ from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError, check_who
 from fsdp_lab.core.faults import Fault
 from fsdp_lab.core.generation import Sampling, checked_prompts
 from fsdp_lab.core.spec import Spec
+from fsdp_lab.planner.questions import require_memory
 from fsdp_lab.runs.awaited import Awaited
 from fsdp_lab.runs.control import FaultRequest, GenerateRequest, Request, RunControl, SwitchRequest
 from fsdp_lab.runs.driver import Driver, Progress
@@ -189,7 +190,7 @@ class Run(RunQueries, Awaited["Run"]):
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    def apply(self, spec: Spec | None = None, **changes: Any) -> SwitchRequest:
+    def apply(self, spec: Spec | None = None, *, anyway: bool = False, **changes: Any) -> SwitchRequest:
         """Trains another Spec from the next chunk on: `run.apply(sharding="shard_grad_op")`. Returns at once.
 
         Another `world_size`, or other `devices`, take some seconds: ranks are started or ended, and all join anew with the
@@ -199,7 +200,8 @@ class Run(RunQueries, Awaited["Run"]):
         Changes are made to the pending Spec, else to the applied one. A newer request replaces a pending one.
 
         Raises:
-            SpecError: an invalid Spec, or more ranks than a given cluster has engines.
+            SpecError: an invalid Spec, or more ranks than a given cluster has engines, or, without `anyway`, more memory
+                than there is, as the planner knows.
             ClusterError: the run is over.
         """
         with self._control.changed:
@@ -210,6 +212,8 @@ class Run(RunQueries, Awaited["Run"]):
             wanted = base.replace(**with_code(changes))
             self._check_ranks(wanted)
             self._check_evaluation(wanted)
+            if not anyway:
+                require_memory(wanted, self._driver.ranks.memory, former=self.spec)
             return self._control.request_switch(wanted)
 
     def ledger(self) -> None:

@@ -73,6 +73,8 @@ def host_store(address=None):
 
 
 class Session:
+    limits_bytes = (8 << 30, 8 << 30)
+
     def __init__(self, *, rank, world_size, device, place, store=None, reduction="auto", timeout_s=60, threads=None,
                  memory_cap=None, shared_gpu_ranks=1, on_event=lambda event: None, on_heartbeat=None,
                  on_loop=None, hang_s=None, address="", hosts=()):  # fmt: skip

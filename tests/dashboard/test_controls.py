@@ -17,6 +17,7 @@ from fsdp_lab.dashboard.choices import ChoiceState
 from fsdp_lab.dashboard.controls import Controls
 from fsdp_lab.dashboard.fields import GROUPS, OTHER
 from fsdp_lab.dashboard.writing_form import WritingForm
+from fsdp_lab.planner.questions import ANYWAY, LESS, DoesNotFit
 from fsdp_lab.runs import RunState
 from tests.dashboard.fake_lab import FakeLab
 
@@ -63,6 +64,25 @@ def desk():
     d = Desk()
     yield d
     d.lab.close()
+
+
+def test_what_cannot_fit_is_said_in_a_sentence_and_start_again_starts_it(desk):
+    given, start = [], desk.lab.run
+
+    def run(spec, *, anyway=False, **options):
+        given.append((spec.workload.micro_batch, anyway))
+        if spec.workload.micro_batch > 8 and not anyway:
+            raise DoesNotFit("workload.micro_batch", "a rank needs 9 TiB or more", f"give {LESS}; or {ANYWAY}")
+        return start(spec, **options)
+
+    desk.lab.run = run
+    desk.choose("micro_batch", 4096)
+    desk.controls._start.click()
+    said = html.unescape(desk.controls._state.value)
+    assert "A rank needs 9 TiB or more: give a smaller micro_batch" in said and "or press Start again" in said
+    assert "anyway" not in said and desk.lab.current is None
+    desk.controls._start.click()
+    assert given == [(4096, False), (4096, True)] and desk.lab.current.spec.workload.micro_batch == 4096
 
 
 def test_there_is_a_control_for_every_field_that_the_dashboard_promises():

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -130,6 +131,30 @@ def test_what_cannot_be_is_refused_before_anything_is_sent(lab: Lab):
         ):
             lab.run(ledger_every=wrong)  # type: ignore[arg-type]
     assert run.state is RunState.RUNNING and run.pending is None
+
+
+def test_what_cannot_fit_is_refused_with_its_figures_and_started_anyway(lab: Lab):
+    large = {"model": "gpt2-355m", "micro_batch": 4096}
+    former = lab.current
+    refusal = r"a rank needs 1,\d+ GiB or more, and its share of the host's memory is 4.00 GiB; give .*anyway=True"
+    with pytest.raises(SpecError, match=refusal):
+        lab.run(**large)
+    assert lab.current is former, "before anything starts"
+    with pytest.raises(ArgumentError, match="every combination is refused, the first because of .*a rank needs"):
+        lab.compare(model=["gpt2-355m"], micro_batch=[4096])
+    run = going(lab, model="gpt2-355m", micro_batch=1)
+    with pytest.raises(SpecError, match="a rank needs"):
+        run.apply(micro_batch=4096)
+    assert run.apply(micro_batch=4096, anyway=True).wait(20) is not None
+    assert run.apply(lr=0.02).wait(20) is not None, "what trains is not doubted again"
+    assert lab.run(**large, anyway=True, steps=1).wait(20).state is RunState.FINISHED
+
+
+def test_where_memory_ends_a_rank_goes_before_the_kernel(lab: Lab):
+    score = "/proc/{}/oom_score_adj"
+    own = int(Path(score.format("self")).read_text())
+    ranks = [int(Path(score.format(pid)).read_text()) for pid in lab.cluster.pids]
+    assert min(ranks) == 800 > own
 
 
 def test_pause_holds_and_resume_goes_on(lab: Lab):
