@@ -20,7 +20,7 @@ from fsdp_lab.backends.flat import FlatBackend
 from fsdp_lab.backends.fsdp1 import FSDP1
 from fsdp_lab.backends.fsdp2 import FSDP2
 from fsdp_lab.backends.optimizers import check_optimizer
-from fsdp_lab.backends.state import fill
+from fsdp_lab.backends.state import buffers_in, fill
 from fsdp_lab.backends.transfer import transfer_state
 from fsdp_lab.backends.your_engine import wraps_modules
 from fsdp_lab.backends.your_module import YourModule
@@ -104,6 +104,9 @@ def build(skeleton: nn.Module, spec: Spec, device: torch.device, *, mesh: Device
         destroy(_groups_since(before))
         raise
     backend.groups = _groups_since(before)
+    if spec.workload.is_own:
+        buffers = buffers_in(backend.module, persistent=False)
+        backend.constants = {name: b.detach().to("cpu", copy=True) for name, b in buffers}
     return backend
 
 

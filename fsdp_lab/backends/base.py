@@ -87,6 +87,7 @@ class Backend(Measured):
     Attributes:
         optimizer: its parameters hold the gradients. kept: the state that it keeps.
         replicas: how many ranks hold the same gradient shard.
+        constants: of a user's module: copies on the host of its buffers that are not persistent, as they were built.
         groups: process groups created for this backend, which `release` destroys.
         parked: optimizer state that came with a transfer, of parameters that are frozen here, by name and slot;
             `drop_slots` frees it.
@@ -101,6 +102,7 @@ class Backend(Measured):
         self.kept = kept_state(spec.workload.torch_optimizer, device.type)
         self.optimizer = make_optimizer(shards, spec.workload)
         self.parked: dict[str, dict[str, Tensor]] = {}
+        self.constants: Mapping[str, Tensor] | None = None
         self.groups: list[dist.ProcessGroup] = []
         self._param_shards = shards
         self._objective = objective(spec.workload)

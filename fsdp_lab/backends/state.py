@@ -1,6 +1,6 @@
-"""The state of a backend (parameters, optimizer state, persistent buffers), to and from other places: initial values
-(`fill`), host memory (`suspend_state`, `resume_state`), and the flat chunks of a
-checkpoint (`snapshot`, `targets`). To the next backend: transfer.py. Values are copied bit for bit.
+"""The state of a backend (parameters, optimizer state, persistent buffers, and `module_states`), to and from other places:
+initial values (`fill`), host memory (`suspend_state`, `resume_state`), and the flat chunks of a checkpoint (`snapshot`,
+`targets`). To the next backend: transfer.py. Values are copied bit for bit.
 
 Note: shares of a checkpoint. Ranks that hold the same range of a parameter divide it evenly, so that nothing is written
 twice and replicas share the writing: with DDP on four ranks each writes a quarter. Every rank has all layouts, gathered
@@ -9,6 +9,8 @@ when the backend is built, so each computes its share without communication, als
 
 from __future__ import annotations
 
+import copy
+import io
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +22,15 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.backends.base import Backend, original_name, scalars_of, seed_state, state_slots
-from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.errors import ArgumentError, FieldError
 from fsdp_lab.engine import ParamShard
 from fsdp_lab.engine.collectives import gather_texts
 from fsdp_lab.engine.streams import streams_of
+from fsdp_lab.engine.tensors import map_tensors
 
 PARAM = "param"
+MODULE = "module."  # names of a checkpoint's chunks that have what `module_states` returns begin so
+_EXTRA = "_extra_state"  # as in `Module.state_dict`
 T = TypeVar("T")
 
 Range = Sequence[int]  # start, stop
@@ -47,7 +52,7 @@ def fill(backend: Backend, values: Values) -> None:
     for shard in backend.param_shards():
         if shard.numel:
             values.read_into(shard.name, shard.start, shard.local)
-    for name, buffer in persistent_buffers(backend.module):
+    for name, buffer in buffers_in(backend.module):
         if name in values.buffers:
             flat = torch.empty(buffer.numel(), dtype=buffer.dtype)
             values.read_into(name, 0, flat)
@@ -62,6 +67,7 @@ class SuspendedState:
     slots: tuple[str, ...]
     scalars: Mapping[str, float]  # of the optimizer, such as its number of steps
     buffers: tuple[Tensor, ...]
+    modules: Mapping[str, Any]
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +84,8 @@ def suspend_state(backend: Backend) -> SuspendedState:
         values={key: copies.queue(value) for key, value in values.items()},
         slots=slots,
         scalars=scalars,
-        buffers=tuple(copies.queue(b) for _, b in persistent_buffers(backend.module)),
+        buffers=tuple(copies.queue(b) for _, b in buffers_in(backend.module)),
+        modules=module_states(backend),
     )
     copies.wait()
     return suspended
@@ -93,23 +100,57 @@ def resume_state(state: SuspendedState, backend: Backend) -> None:
             value = state.values[shard.name, slot]
             if value.numel():
                 slot_target(backend, shard, slot).copy_(value)
-    for (_, target), source in zip(persistent_buffers(backend.module), state.buffers, strict=True):
+    for (_, target), source in zip(buffers_in(backend.module), state.buffers, strict=True):
         target.copy_(source)
+    set_module_states(backend, state.modules)
 
 
-def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The buffers that are state, such as BatchNorm's statistics, with their names in the model, in order.
+def buffers_in(module: nn.Module, *, persistent: bool = True) -> list[tuple[str, Tensor]]:
+    """The buffers that are state, such as BatchNorm's statistics, or the others, with their names in the model, in order."""
+    found = ((path + name, m, name, b) for path, m in _modules(module).items() for name, b in m._buffers.items())
+    return sorted((path, b) for path, m, name, b in found
+                  if b is not None and (name in m._non_persistent_buffers_set) != persistent)  # fmt: skip
 
-    Non-persistent buffers, such as rotary frequencies, are constants, which a new model has already.
-    """
+
+def _modules(module: nn.Module) -> dict[str, nn.Module]:
+    """All modules by what the names of their buffers begin with: "", or "layers.0."."""
     inner = module.module if isinstance(module, DistributedDataParallel) else module
-    found = ((f"{path}.{name}", m, name, b) for path, m in inner.named_modules() for name, b in m._buffers.items())
-    persistent = {
-        original_name(path.lstrip(".")): b
-        for path, m, name, b in found
-        if b is not None and name not in m._non_persistent_buffers_set
-    }
-    return sorted(persistent.items())
+    return {original_name(f"{path}.x".lstrip("."))[:-1]: m for path, m in inner.named_modules()}
+
+
+def module_states(backend: Backend) -> dict[str, Any]:
+    """Copies of the state of modules that is neither a parameter nor a persistent buffer, by name: what `get_extra_state`
+    returns, the states of generators that are attributes, and those buffers of a user's module that are not persistent and
+    have changed. (Others, such as rotary frequencies, are constants, which a new model has already.)"""
+    found: dict[str, Any] = {}
+    for path, m in _modules(backend.module).items():
+        if type(m).get_extra_state is not nn.Module.get_extra_state:
+            found[path + _EXTRA] = m.get_extra_state()
+        found |= {path + name: v.get_state() for name, v in vars(m).items() if isinstance(v, torch.Generator)}
+    if backend.constants is not None:
+        for name, b in buffers_in(backend.module, persistent=False):
+            was = backend.constants.get(name)
+            if was is None or not torch.equal(
+                was.to(b.dtype), b.cpu()
+            ):  # a cast, as `Precision.buffer` says, is no change
+                found[name] = b
+    return copy.deepcopy({name: map_tensors(torch.detach, value) for name, value in found.items()})
+
+
+def set_module_states(backend: Backend, states: Mapping[str, Any]) -> None:
+    """Give a new backend what `module_states` returned."""
+    modules = _modules(backend.module)
+    for full, value in states.items():
+        path, dot, name = full.rpartition(".")
+        m = modules[path + dot]
+        if name == _EXTRA:
+            m.set_extra_state(value)
+        elif isinstance(generator := vars(m).get(name), torch.Generator):
+            generator.set_state(value)
+        elif (b := m._buffers.get(name)) is not None and b.shape == value.shape:
+            b.copy_(value)
+        else:  # as a cache that grows
+            m.register_buffer(name, value.to(backend.device), persistent=False)
 
 
 def layout_of(shards: Iterable[ParamShard]) -> Layout:
@@ -233,19 +274,23 @@ def snapshot(backend: Backend, layouts: Sequence[Layout], rank: int, writers: Co
             for slot in _kept(backend, shard, slots):
                 values = slot_values(backend, shard, slot)[start - shard.start : stop - shard.start]
                 chunks.append(Chunk(name=key(shard.name, slot), start=start, values=copies.queue(values)))
-    for path, buffer in persistent_buffers(backend.module):
+    for path, buffer in buffers_in(backend.module):
         chunks.append(Chunk(name=buffer_key(rank, path), start=0, values=copies.queue(buffer.reshape(-1))))
     copies.wait()
+    for name, value in module_states(backend).items():
+        chunks.append(Chunk(name=f"{MODULE}{rank}.{name}", start=0, values=_encoded(name, value)))
     return chunks
 
 
-def targets(backend: Backend, slots: Sequence[str], scalars: Mapping[str, float], buffers_of: int) -> list[Chunk]:
+def targets(backend: Backend, slots: Sequence[str], scalars: Mapping[str, float], buffers_of: int,
+            modules: Mapping[str, int]) -> list[Chunk]:  # fmt: skip
     """The tensors of a new backend to be filled from a checkpoint; allocates its parameters and optimizer state. Not
     collective.
 
     Args:
         slots, scalars: of the saved optimizer; those that the new one does not keep are left out.
         buffers_of: the rank whose saved buffers this one takes.
+        modules: the names of its other chunks of modules, for `set_modules`, and their sizes.
     """
     backend.allocate()
     slots = [slot for slot in slots if slot in backend.kept.slots]
@@ -257,8 +302,32 @@ def targets(backend: Backend, slots: Sequence[str], scalars: Mapping[str, float]
         if p.numel
     ]
     buffers = [Chunk(name=buffer_key(buffers_of, path), start=0, values=b.view(-1))
-               for path, b in persistent_buffers(backend.module)]  # fmt: skip
-    return wanted + buffers
+               for path, b in buffers_in(backend.module)]  # fmt: skip
+    states = [Chunk(name=name, start=0, values=torch.empty(n, dtype=torch.uint8)) for name, n in modules.items()]
+    return wanted + buffers + states
+
+
+def set_modules(backend: Backend, filled: Sequence[Chunk]) -> None:
+    """Give a new backend the module states among filled targets."""
+    found = {c.name.split(".", 2)[2]: c.values for c in filled if c.name.startswith(MODULE)}
+    set_module_states(backend, {name: _decoded(content) for name, content in found.items()})
+
+
+def _encoded(name: str, value: Any) -> Tensor:
+    """As bytes that are read without running anything. Raises ArgumentError."""
+    file = io.BytesIO()
+    try:
+        torch.save(map_tensors(lambda t: t.cpu().clone(), value), file)
+        found = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+        _decoded(found)
+    except Exception as e:  # of many classes
+        raise ArgumentError("save", f"{name} has things of classes that a checkpoint does not hold",
+                            "return numbers, text, tensors, and lists and dicts of these") from e  # fmt: skip
+    return found
+
+
+def _decoded(content: Tensor) -> Any:
+    return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
 
 
 def key(name: str, slot: str) -> str:

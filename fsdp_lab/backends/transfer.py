@@ -37,12 +37,14 @@ from fsdp_lab.backends.state import (
     PARAM,
     Layout,
     Range,
+    buffers_in,
     gather_json,
     has_slots,
     layout_of,
+    module_states,
     optimizer_slots,
     park,
-    persistent_buffers,
+    set_module_states,
     slot_target,
     slot_values,
 )
@@ -116,6 +118,11 @@ class StateTransfer:
             complete: waits for the device's collectives. Raises where they were aborted: what they wrote is invalid then,
                 and the batch does not count.
         """
+        old = self._source.buffers
+        pairs = zip(buffers_in(old.module), buffers_in(self.new.module), strict=True)
+        for (_, source), (_, target) in pairs:
+            target.copy_(source)
+        set_module_states(self.new, module_states(old))
         left = Counter(storage_id(s.local) for s in self._from.values())
         for names in self._batches:
             self._receive(names)
@@ -129,9 +136,6 @@ class StateTransfer:
                     _free_shards(backend, [s for s in done if self._source.holders[s.name] is backend], busy())
                 for s in done:
                     left.pop(storage_id(s.local), None)
-        pairs = zip(persistent_buffers(self._source.buffers.module), persistent_buffers(self.new.module), strict=True)
-        for (_, source), (_, target) in pairs:
-            target.copy_(source)
 
     def settle(self, completed: int) -> StateSource:
         """Where the state is after an error, when every rank has completed so many batches, and some rank no more."""

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder with one safetensors file per rank that had something to write, in the format of torch's
 Distributed Checkpoint (its `HuggingFaceStorageReader` reads it with any number of ranks), and `checkpoint.json` for
-everything that is no tensor. Nothing is pickled.
+everything that is no tensor. Nothing is pickled but the extra states of a user's modules, which `torch.load` reads with
+`weights_only`, so that nothing is run.
 
 Note: atomic commit. A checkpoint is written to a folder whose name ends in `.partial`. When the files of all ranks are on
 disk, the manifest is added, and the folder is renamed in one operation of the file system. So a folder without that ending
@@ -101,7 +102,8 @@ def finish(partial: Path, parts: Sequence[Mapping[str, Any]], *, kind: str, else
     furthest = max((s["optimizer"] for s in states), key=lambda optimizer: int(optimizer["steps"]))
     optimizer = {**furthest, "slots": sorted({slot for s in states for slot in s["optimizer"]["slots"]})}
     files = {part["file"]: part["bytes"] for part in parts if part["file"] is not None}
-    manifest = {**states[0], "optimizer": optimizer, "files": files, "format": FORMAT, "kind": kind,
+    modules = [s.get("modules", {}) for s in states]
+    manifest = {**states[0], "optimizer": optimizer, "modules": modules, "files": files, "format": FORMAT, "kind": kind,
                 "saved_unix_s": time.time()}  # fmt: skip
     with open(partial / MANIFEST, "w", encoding="utf-8") as f:
         json.dump(manifest, f, indent=1)
@@ -185,10 +187,18 @@ def find(path: str | os.PathLike[str], *, field: str = "checkpoint") -> Checkpoi
 
 
 def check_same(saved: Checkpoint, spec: Spec) -> None:
-    """Raises SpecError if the Spec is a different training from the saved one (`LINEAGE`)."""
+    """Raises SpecError if the Spec is a different training from the saved one (`LINEAGE`), or of other ranks than those that
+    saved, where these have different states of modules."""
     if other := [name for name in saved.spec.difference(spec) if name in LINEAGE]:
         raise SpecError(other[0], f"{saved.path.name} is of another training, by its {other[0]}",
                         f"keep its {', '.join(LINEAGE)}")  # fmt: skip
+    by_rank, ranks = saved.manifest.get("modules", []), saved.spec.world_size
+    states = [{name.split(".", 2)[2]: digest for name, (_, digest) in modules.items()} for modules in by_rank]
+    differing = sorted(name for name in set().union(*states) if any(s.get(name) != states[0].get(name) for s in states))
+    if differing and saved.manifest["writers"] != list(range(spec.world_size)):
+        raise SpecError("world_size", f"{differing[0]} differs between the ranks that wrote {saved.path.name}, so that no "
+                        "others can continue it", f"resume on {ranks} ranks, or make it a persistent buffer",
+                        {"world_size": ranks})  # fmt: skip
 
 
 def read(path: Path, *, field: str = "checkpoint") -> Checkpoint:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fsdp_lab.backends.state import PARAM, Chunk, buffer_key, key, persistent_buffers
+from fsdp_lab.backends.state import PARAM, Chunk, buffer_key, buffers_in, key
 from fsdp_lab.core.checkpoint_format import Checkpoint
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.workload import Workload
@@ -42,7 +42,7 @@ def export_pretrained(saved: Checkpoint, folder: Path, *, force: bool = False) -
     workload = saved.spec.workload
     model = adapted(resolve(workload.model), workload.adapters)
     values = {name: torch.empty(p.shape) for name, p in model.named_parameters()}
-    values.update({name: torch.empty_like(b) for name, b in persistent_buffers(model)})
+    values.update({name: torch.empty_like(b) for name, b in buffers_in(model)})
     try:
         read_shards(saved.path, list(_chunks(saved, values)), optional=())
     except (LookupError, OSError) as e:

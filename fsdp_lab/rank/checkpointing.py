@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import threading
 import time
@@ -46,7 +47,18 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fsdp_lab.backends import Backend
-from fsdp_lab.backends.state import Chunk, Layout, gather_json, layout_of, shapes_of, slots_of, snapshot, targets
+from fsdp_lab.backends.state import (
+    MODULE,
+    Chunk,
+    Layout,
+    gather_json,
+    layout_of,
+    set_modules,
+    shapes_of,
+    slots_of,
+    snapshot,
+    targets,
+)
 from fsdp_lab.core.checkpoint_format import Checkpoint, begin, check_same, discard, find, finish, prune
 from fsdp_lab.core.errors import ArgumentError, FieldError
 from fsdp_lab.core.spec import Spec
@@ -180,6 +192,7 @@ class Checkpointer:
             raise LookupError("a switch was interrupted, and the state is in two layouts; nothing was saved")
         rank = self._info.rank
         chunks = snapshot(trainer.backend, self._layouts, rank, writers) + self._random_states()
+        modules = {c.name: c.values for c in chunks if c.name.startswith(MODULE)}
         state = {
             "run": trainer.run,
             "spec": trainer.spec.to_dict(),
@@ -188,6 +201,7 @@ class Checkpointer:
             "scaler": asdict(trainer.scaler),
             "optimizer": slots_of(trainer.backend),
             "parameters": shapes_of(trainer.backend),
+            "modules": {name: (t.numel(), hashlib.sha256(t.numpy()).hexdigest()) for name, t in modules.items()},
             "writers": sorted(writers),
             "torch": str(torch.__version__),
         }
@@ -261,16 +275,20 @@ class Checkpointer:
         buffers_of = writers[rank % len(writers)]
         kept = m["optimizer"]
         scalars = kept.get("scalars", {"step": float(kept["steps"])})  # the steps alone, in older checkpoints
-        wanted = targets(backend, kept["slots"], scalars, buffers_of)
+        modules = m["modules"][rank % len(writers)] if "modules" in m else {}  # not in older checkpoints
+        wanted = targets(backend, kept["slots"], scalars, buffers_of, {name: n for name, (n, _) in modules.items()})
         same_rank = saved.spec.world_size == self._info.world_size and rank in writers
         random = self._random_states() if same_rank else []
         with torch.no_grad():
             read_shards(saved.path, [*wanted, *random], optional=("optimizer.", "random."))
+            set_modules(backend, wanted)
         for chunk in random:
             _set_random_state(chunk, self._info.device)
-        lost = "random numbers that your own code draws on a rank do not continue from the saved state"
+        lost = ["random numbers that your own code draws on a rank do not continue from the saved state"]
+        if buffer := next((c.name.split(".", 2)[2] for c in wanted if c.name.startswith("buffer.")), None):
+            lost += [f"rank r has the buffers of rank r mod {len(writers)} now, such as {buffer}"]
         progress = TrainingProgress(step=saved.step, samples=saved.samples)
-        return progress, Scaler(**m["scaler"]), [] if same_rank else [lost]
+        return progress, Scaler(**m["scaler"]), [] if same_rank else lost
 
 
 def _set_random_state(chunk: Chunk, device: torch.device) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fsdp_lab.cluster.sent_code import unpacked
-from fsdp_lab.core.checkpoint_format import find
-from fsdp_lab.core.errors import SpecError
+from fsdp_lab.core.checkpoint_format import check_same, find
+from fsdp_lab.core.errors import ArgumentError, SpecError
 from fsdp_lab.core.spec import Spec
 from tests.own import TEXT, cell, own, packed, spec
 from tests.pool import Place, Pool
@@ -129,6 +129,76 @@ def train_afresh(pool: Pool, specs: dict[str, Spec], steps: int) -> dict[str, li
     found, _ = train(pool, [(made, steps, True) for made in specs.values()])
     by_spec = [[loss for loss, *_ in found[i : i + steps]] for i in range(0, len(found), steps)]
     return dict(zip(specs, by_spec, strict=True))
+
+
+STATE = TEXT.replace("""        return x + self.out(F.relu(self.fc(self.norm(x))))
+""", """        if self.training and torch.is_grad_enabled():
+            self.calls += 1
+            self.cache = torch.cat([self.cache[-4:], self.fc.weight.detach().sum().reshape(1)])
+            self.mean.data.mul_(0.5).add_(self.cache.mean(), alpha=0.5)
+        noise = torch.randn(WIDTH, generator=self.generator)
+        return x + self.out(F.relu(self.fc(self.norm(x) + noise - self.mean))) * min(1.0, self.calls / 9)
+
+    def get_extra_state(self):
+        return {"calls": self.calls, "thing": (1, 2)}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+""").replace("        self.norm = nn.LayerNorm(WIDTH)\n", """        self.norm = nn.LayerNorm(WIDTH)
+        self.calls, self.generator = 0, torch.Generator().manual_seed(3)
+        self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+""")  # fmt: skip
+
+
+def _with_state(
+    place: Place, sent: Any, given: list[dict[str, Any]], folder: str
+) -> tuple[list[float], list[float], str]:
+    """The losses in one piece; those of two steps of each Spec, suspended in between, and then from a checkpoint; and what a
+    refused save says."""
+    s, said, losses = rank_with(place, sent), "", []
+    for i, one in enumerate(given):
+        s.apply("run", one, fresh=i == 0)
+        losses += [e["mean_loss"] for e in s.train(2)["events"]]
+        s.suspend()
+        s.resume("run")
+    try:
+        s.save(folder)
+        s.saves(30.0)
+    except ArgumentError as e:
+        said = str(e)
+    s.apply("steady", given[0], fresh=True)
+    steady = [e["mean_loss"] for e in s.train(len(losses) + 2)["events"]]
+    if not said:
+        s.restore("run", given[0], folder)
+        losses += [e["mean_loss"] for e in s.train(2)["events"]]
+    s.close()
+    return steady, losses, said
+
+
+@pytest.mark.parametrize("backends", [["lab", "ddp"], pytest.param([*BACKENDS], marks=pytest.mark.slow)], ids=str)
+def test_the_state_of_modules_beside_their_parameters_goes_along(
+    pool: Pool, tmp_path: Path, backends: list[str]
+) -> None:
+    made = spec(**own(cell(STATE, 18)))
+    given = [made.replace(**BACKENDS[name]).to_dict() for name in backends]
+    for steady, switched, said in pool.run(_with_state, 2, packed(made), given, str(tmp_path), reduction=None):
+        assert (switched, said) == (steady, "")
+    saved = find(tmp_path)
+    check_same(saved, made.replace(world_size=4, micro_batch=1))
+    saved.manifest["modules"][1]["module.1.blocks.0._extra_state"][1] = "another"
+    with pytest.raises(
+        SpecError, match=r"world_size: blocks.0._extra_state differs between the ranks .*resume on 2 ranks"
+    ):
+        check_same(saved, made.replace(world_size=4, micro_batch=1))
+
+
+def test_state_of_a_class_that_no_checkpoint_holds_goes_along_and_cannot_be_saved(pool: Pool, tmp_path: Path) -> None:
+    made = spec(**own(cell(STATE.replace("(1, 2)", "nn.Identity()"), 19)))
+    for steady, switched, said in pool.run(
+        _with_state, 2, packed(made), [made.to_dict()], str(tmp_path), reduction=None
+    ):
+        assert switched == steady[:2] and "save: blocks.0._extra_state has things of classes" in said
 
 
 def test_a_checkpoint_continues_at_another_world_size(pool: Pool, tmp_path: Path) -> None:
