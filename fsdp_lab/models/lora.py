@@ -4,12 +4,14 @@ peft puts a layer of its own around each target, inside of the model, whose clas
 called "base_layer" then; `base_name` is the name without that. All parameters but those of adapters are frozen.
 
 Note: initial values. Those of the model are drawn or read as without adapters, so that adding them changes no loss before
-the first update: B begins with zeros. A is drawn as peft draws it, from (seed, name) as all random values are.
+the first update: one of A and B begins with zeros. The other is drawn as peft draws it, from (seed, name) as all random
+values are.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 _ADAPTER = "default"  # peft's name of the one adapter
 _BASE = ".base_layer"
-_FIRST, _SECOND = f".lora_A.{_ADAPTER}.", f".lora_B.{_ADAPTER}."
+_PARTS = re.compile(rf"\.lora_(embedding_)?([AB])\.{_ADAPTER}(?=\.|$)")
 
 
 def adapted(config: PreTrainedConfig, lora: Lora | None) -> PreTrainedModel:
@@ -101,11 +103,16 @@ class AdaptedValues:
 
 def is_adapter(name: str) -> bool:
     """Whether it is the name of an adapter's parameter."""
-    return _FIRST in name or _SECOND in name
+    return _PARTS.search(name) is not None
 
 
 def _draw(name: str) -> Draw:
-    return Draw(nn.init.kaiming_uniform_, {"a": math.sqrt(5)}) if _FIRST in name else Draw(nn.init.zeros_, {})
+    """Of embeddings it is A that begins with zeros, as peft has it."""
+    found = _PARTS.search(name)
+    assert found is not None
+    if found[1]:
+        return Draw(nn.init.zeros_ if found[2] == "A" else nn.init.normal_, {})
+    return Draw(nn.init.kaiming_uniform_, {"a": math.sqrt(5)}) if found[2] == "A" else Draw(nn.init.zeros_, {})
 
 
 # -- in peft's format ------------------------------------------------------------------------------------------------
@@ -113,9 +120,10 @@ def _draw(name: str) -> Draw:
 
 def adapter_tensors(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of adapters by the names that peft gives them in `adapter_model.safetensors`."""
-    return {
-        f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}": t for name, t in values.items() if is_adapter(name)
+    named = {
+        _PARTS.sub(lambda part: part[0].removesuffix(f".{_ADAPTER}"), name): name for name in values if is_adapter(name)
     }
+    return {f"base_model.model.{saved}": values[name] for saved, name in named.items()}
 
 
 def save_adapters(model: PreTrainedModel, values: Mapping[str, Tensor], folder: Path, base: str) -> None:
