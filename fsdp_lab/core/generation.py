@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,10 +63,10 @@ class Completion:
 def checked_prompts(prompts: object, field: str = "prompts") -> tuple[str, ...]:
     """One text or several. Raises ArgumentError."""
     given = (prompts,) if isinstance(prompts, str) else prompts
-    wanted = "give a text, or a list of texts, none of them empty"
+    wanted = "give a text, or a list of texts, none of them empty or with half of a surrogate pair"
     if not isinstance(given, Sequence) or isinstance(given, (bytes, Mapping)) or not given:
         raise ArgumentError(field, f"{prompts!r} is refused", wanted)
     for prompt in given:
-        if not isinstance(prompt, str) or not prompt:
+        if not isinstance(prompt, str) or not prompt or re.search(r"[\ud800-\udfff]", prompt):
             raise ArgumentError(field, f"{prompt!r} is refused", wanted)
     return tuple(given)

@@ -1,9 +1,10 @@
 """`Records`: the samples that a workload's data contains, as text or as chats, read one after the other.
 
 A text file is one sample, or, by lines, one for each line that is not blank. A file of records (JSON lines, Parquet, Arrow,
-a folder that `datasets` saved) has a sample in each record, in the column `Workload.text_field`. A folder is one of records
-if all its files are, apart from those that say something about the data; one with files of records and others is refused. A
-.json is among either: a folder of text may have some. `pyarrow` and `datasets` are imported where such a file is opened.
+a folder that `datasets` saved) has a sample in each record, in the column `Workload.text_field`; a chat's tools are in the
+column "tools". A folder is one of records if all its files are, apart from those that say something about the data; one with
+files of records and others is refused. A .json is among either: a folder of text may have some. `pyarrow` and `datasets` are
+imported where such a file is opened.
 
 Note: the digest. It is to be found in seconds whatever the size of the data, since every rank needs it before it knows
 whether there is anything to do. So files up to `_WHOLE_BYTES` are read whole, and of larger ones the size, the time of the
@@ -19,20 +20,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TextIO, TypeAlias, cast
 
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.patterns import matches
 from fsdp_lab.core.workload import Workload
 from fsdp_lab.models.data import STDLIB_CAP_BYTES, stdlib_files, text_files, walk
 
-Value: TypeAlias = str | list[dict[str, str]]  # a text, or the messages of a chat
+Value: TypeAlias = str | dict[str, Any]  # a text, or a chat: what `apply_chat_template` takes
 
 PIECE_CHARS = 1 << 20  # of a text file that is read at once, but for the rest of a line
 _FIELD = "workload.data"
 _INSTALL = 'install them with "pip install datasets pyarrow"'
 _BATCH = 1000  # records that are read at once
-_BEGINS_ARRAY, _SNIFF_BYTES = re.compile(rb"\s*\[\s*\{"), 1024
+_BEGINS_ARRAY, _SNIFF_CHARS = re.compile(r"\s*\[\s*\{"), 1024
+_TOOLS = "tools"
+_NO_CHARACTER = re.compile(r"[\ud800-\udfff]")  # half of a pair in JSON, or a byte that is not UTF-8: see `_opened`
 _WHOLE_BYTES, _SAMPLES, _SAMPLE_BYTES = 16 << 20, 256, 64 << 10
 _ABOUT = (
     "readme*",
@@ -101,19 +104,26 @@ class Records:
         for number, row in _numbered(path, found, self.field):
             if self.field not in row:
                 raise _broken(path, number, f"has no {self.field!r}, only {_names(row)}")
-            yield Sample(str(path), number, self._checked(path, number, row[self.field]))
+            yield Sample(str(path), number, self._checked(path, number, row))
         if number == 0:
             raise refusal(f"{path}: has no records", "remove that file")
 
-    def _checked(self, path: Path, number: int, value: Any) -> Value:
-        if self.is_chat:
-            reason = chat_error(value)
-            if reason:
-                raise _broken(path, number, f"{self.field!r} {reason}")
-            return [{"role": m["role"], "content": m["content"]} for m in value]
-        if not isinstance(value, str):
-            raise _broken(path, number, f"{self.field!r} is {_kind(value)}, not text")
-        return value
+    def _checked(self, path: Path, number: int, row: dict[str, Any]) -> Value:
+        found, tools = row[self.field], row.get(_TOOLS) or None
+        if not self.is_chat:
+            reason = "" if isinstance(found, str) else f"is {_kind(found)}, not text"
+        elif not (reason := chat_error(found)):
+            try:  # tables, whose rows have one type, may have them as text
+                found = {"conversation": found, "tools": json.loads(tools) if isinstance(tools, str) else tools}
+            except ValueError:
+                reason = "has tools that are not JSON"
+        if not reason and _NO_CHARACTER.search(
+            found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+        ):
+            reason = "has half of a surrogate pair or a byte that is not UTF-8, which is no character"
+        if reason:
+            raise _broken(path, number, f"{self.field!r} {reason}")
+        return cast(Value, found)
 
     def digest(self) -> str:
         """See the note."""
@@ -169,19 +179,19 @@ def open_records(workload: Workload, files: Sequence[tuple[Path, Format]]) -> Re
     is_chat = not isinstance(value, str)
     if is_chat and chat_error(value):
         reason = f"the column {field!r} of {files[0][0]} is {_kind(value)}, neither text nor a list of messages"
-        raise SpecError("workload.text_field", reason, "name a column of text, or of messages with role and content")
+        raise SpecError("workload.text_field", reason, "name a column of text, or of messages with roles")
     return Records(name=workload.data, files=tuple(files), field=field, is_chat=is_chat, by_lines=False)
 
 
 def chat_error(value: Any) -> str:
-    """Why it is no chat, "" if it is one: a list of dicts with a role and a content, both text."""
+    """Why it is no chat, "" if it is one: a list of dicts with a role. The rest is for the template."""
     if not isinstance(value, list):
         return f"is {_kind(value)}, not a list of messages"
     if not value:
         return "has no messages"
     for message in value:
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            return "has a message without a role and a content that are text"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return "has a message without a role"
     return ""
 
 
@@ -227,14 +237,15 @@ def _format(path: Path) -> Format:
     suffix = path.suffix.lower()
     if suffix != ".json":
         return _SUFFIXES.get(suffix, Format.TEXT)
-    with path.open("rb") as file:
-        line = file.readline(PIECE_CHARS)
-        if _BEGINS_ARRAY.match(line + file.read(_SNIFF_BYTES)):
+    with _opened(path) as file:
+        start = file.read(_SNIFF_CHARS)
+        if _BEGINS_ARRAY.match(start):
             return Format.ARRAY
-    try:
-        return Format.JSON if isinstance(json.loads(line), dict) else Format.TEXT
-    except (ValueError, RecursionError):
-        return Format.TEXT
+        file.seek(0)
+        try:
+            return Format.JSON if start.lstrip().startswith("{") and json.loads(file.readline()) else Format.TEXT
+        except (ValueError, RecursionError):
+            return Format.TEXT
 
 
 def _content(path: Path) -> str:
@@ -251,9 +262,14 @@ def _content(path: Path) -> str:
     return found.hexdigest()
 
 
+def _opened(path: Path, newline: str | None = None) -> TextIO:
+    """Bytes that are not UTF-8 come as halves of surrogate pairs. A mark of the byte order is left out."""
+    return path.open(encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+
+
 def _pieces(path: Path) -> Iterator[Sample]:
     """A text file in pieces that end with a line, if it is not too long."""
-    with path.open(encoding="utf-8", newline="") as file:
+    with _opened(path, newline="") as file:
         text = _piece(path, file)
         while text:
             following = _piece(path, file)
@@ -261,27 +277,23 @@ def _pieces(path: Path) -> Iterator[Sample]:
             text = following
 
 
-def _piece(path: Path, file: Any) -> str:
-    try:
-        text: str = file.read(PIECE_CHARS)
-        return text + file.readline(PIECE_CHARS) if len(text) == PIECE_CHARS else text
-    except UnicodeDecodeError as e:
-        raise _not_utf8(path, e) from None
+def _piece(path: Path, file: TextIO) -> str:
+    text = file.read(PIECE_CHARS)
+    return _utf8(path, text + file.readline(PIECE_CHARS) if len(text) == PIECE_CHARS else text)
 
 
 def _lines(path: Path) -> Iterator[Sample]:
-    with path.open(encoding="utf-8") as file:
-        try:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield Sample(str(path), number, line.rstrip("\n"))
-        except UnicodeDecodeError as e:
-            raise _not_utf8(path, e) from None
+    with _opened(path) as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield Sample(str(path), number, _utf8(path, line.rstrip("\n"), f" in line {number}"))
 
 
-def _not_utf8(path: Path, error: UnicodeDecodeError) -> SpecError:
-    hint = "convert or remove that file, or use tokenizer bytes with packing packed, which takes any text"
-    return refusal(f"{path} is not text in UTF-8 ({error.reason})", hint)
+def _utf8(path: Path, text: str, where: str = "") -> str:
+    if _NO_CHARACTER.search(text):
+        hint = "convert or remove that file, or use tokenizer bytes with packing packed, which takes any text"
+        raise refusal(f"{path} is not text in UTF-8{where}", hint)
+    return text
 
 
 # -- records ---------------------------------------------------------------------------------------------------------
@@ -305,7 +317,7 @@ def _rows(path: Path, kind: Format, field: str | None) -> Iterator[dict[str, Any
     try:
         batches = {Format.PARQUET: _parquet, Format.ARROW: _arrow, Format.SAVED: _saved}[kind](path, field)
         for batch in batches:
-            yield from batch
+            yield from ({k: _without_nulls(v) for k, v in row.items()} for row in batch)
     except ImportError as e:
         raise refusal(f"{path}: {kind.value} is read with {e.name}, which is not installed", _INSTALL) from e
     except Exception as e:  # of many classes, pyarrow's and those of what it calls
@@ -316,17 +328,17 @@ def _rows(path: Path, kind: Format, field: str | None) -> Iterator[dict[str, Any
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open("rb") as file:
+    with _opened(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield number, _object(path, number, line)
 
 
-def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as e:  # nested too deep
-        raise _broken(path, number, f"is not JSON ({e})") from None
+        raise _broken(path, number, "is not UTF-8" if _NO_CHARACTER.search(line) else f"is not JSON ({e})") from None
     if not isinstance(row, dict):
         raise _broken(path, number, f"is {_kind(row)}, not an object")
     return row
@@ -336,7 +348,7 @@ def _parquet(path: Path, field: str | None) -> Iterator[list[dict[str, Any]]]:
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(path) as file:
-        columns = [field] if field in file.schema_arrow.names else None
+        columns = _columns(file.schema_arrow.names, field)
         for batch in file.iter_batches(_BATCH, columns=columns):
             yield batch.to_pylist()
 
@@ -352,7 +364,7 @@ def _arrow(path: Path, field: str | None) -> Iterator[list[dict[str, Any]]]:
             mapped.seek(0)
             opened = batches = pyarrow.ipc.open_stream(mapped)
         for batch in batches:
-            chosen = batch.select([field]) if field in batch.schema.names else batch
+            chosen = batch.select(_columns(batch.schema.names, field))
             chosen.validate(full=True)  # a broken offset would be read outside of the file, which ends the process
             for first in range(0, chosen.num_rows, _BATCH):
                 yield chosen.slice(first, _BATCH).to_pylist()
@@ -362,11 +374,22 @@ def _saved(path: Path, field: str | None) -> Iterator[list[dict[str, Any]]]:
     from datasets import load_from_disk
 
     opened = load_from_disk(str(path), keep_in_memory=False).with_format("arrow")
-    if field in opened.column_names:
-        opened = opened.select_columns([field])
+    opened = opened.select_columns(_columns(opened.column_names, field))
     for table in opened.iter(_BATCH):
         table.validate(full=True)  # as in `_arrow`
         yield table.to_pylist()
+
+
+def _columns(names: Sequence[str], field: str | None) -> list[str]:
+    """Those to be read; all where there is no such field."""
+    return [name for name in names if name in (field, _TOOLS)] if field in names else list(names)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Tables have a null for each key that a row or a part of it lacks."""
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def _broken(path: Path, number: int, reason: str) -> SpecError:

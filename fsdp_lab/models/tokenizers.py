@@ -1,10 +1,10 @@
 """Tokenizers: `ByteTokenizer` (a token is a byte plus 3), and `FolderTokenizer`, a fast tokenizer of transformers.
 
-Note: loss on the answers only. A chat becomes tokens by the tokenizer's template. Where the template marks what the
-assistant says ({% generation %}), the mask is the template's. Otherwise the chat is rendered up to each answer, with and
-without it: where the tokens of both are the beginning of the whole chat's, the answer is what lies between them, up to its
-last end token (what the template writes after it is no part of an answer). Where they are not, the answers have no exact
-place, and the chat is refused.
+Note: loss on the answers only. A chat, with its tools, becomes tokens by the tokenizer's template. Where the template marks
+what the assistant says ({% generation %}), the mask is the template's. Otherwise the chat is rendered up to each answer,
+with and without it: where the tokens of both are the beginning of the whole chat's, the answer is what lies between them, up
+to its last end token (what the template writes after it is no part of an answer). Where they are not, the answers have no
+exact place, and the chat is refused.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ _FIELD = "workload.tokenizer"
 _FILES = (FILE, _CONFIG, *_CLASSIC, *_SENTENCEPIECE, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
           "chat_template.json")  # fmt: skip
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")
-
-Message = Mapping[str, str]
 
 
 class Chat(NamedTuple):
@@ -79,8 +77,8 @@ class Tokenizer(ABC):
         """Write it, so that AutoTokenizer of transformers opens it."""
 
     @abstractmethod
-    def encode_chat(self, messages: Sequence[Message]) -> Chat:
-        """Raises InexactChat."""
+    def encode_chat(self, chat: Mapping[str, Any]) -> Chat:
+        """`chat`: "conversation" and "tools", as of `apply_chat_template`. Raises InexactChat."""
 
 
 class ByteTokenizer(Tokenizer):
@@ -102,7 +100,7 @@ class ByteTokenizer(Tokenizer):
 
         ByT5Tokenizer().save_pretrained(folder)
 
-    def encode_chat(self, messages: Sequence[Message]) -> Chat:
+    def encode_chat(self, chat: Mapping[str, Any]) -> Chat:
         raise InexactChat("bytes have no template for chats")
 
 
@@ -128,8 +126,9 @@ class FolderTokenizer(Tokenizer):
         self.pad_id = end if self._tokenizer.pad_token_id is None else self._tokenizer.pad_token_id
         self.mask_id = self._tokenizer.mask_token_id
         self.special_ids = tuple(sorted(self._tokenizer.all_special_ids))
-        template = self._tokenizer.chat_template
-        self.marks_answers = isinstance(template, str) and _MARKS_ANSWERS.search(template) is not None
+        template = self._tokenizer.chat_template or ""
+        templates = [template] if isinstance(template, str) else template.values()  # of several, one is for tools
+        self.marks_answers = all(map(_MARKS_ANSWERS.search, templates))
 
     def encode(self, texts: Sequence[str], *, whole: bool) -> list[list[int]]:
         self._backend.no_truncation()
@@ -147,26 +146,24 @@ class FolderTokenizer(Tokenizer):
     def save(self, folder: Path) -> None:
         self._tokenizer.save_pretrained(folder)
 
-    def encode_chat(self, messages: Sequence[Message]) -> Chat:
+    def encode_chat(self, chat: Mapping[str, Any]) -> Chat:
         if not self._tokenizer.chat_template:
             raise InexactChat("the tokenizer has no template for chats")
         if self.marks_answers:
-            return self._marked(messages)
-        ids, answers = self._rendered(messages), [False]
+            found = self._rendered(chat, return_dict=True, return_assistant_tokens_mask=True)
+            return Chat(list(found["input_ids"]), [bool(m) for m in found["assistant_masks"]])
+        ids = self._rendered(chat)
         answers = [False] * len(ids)
-        for i, message in enumerate(messages):
+        for i, message in enumerate(chat["conversation"]):
             if message["role"] == "assistant":
-                begin, end = self._answer(ids, messages[:i], messages[: i + 1])
+                begin, end = self._answer(ids, chat, i)
                 answers[begin:end] = [True] * (end - begin)
         return Chat(ids, answers)
 
-    def _marked(self, messages: Sequence[Message]) -> Chat:
-        found = self._rendered(messages, return_dict=True, return_assistant_tokens_mask=True)
-        return Chat(list(found["input_ids"]), [bool(m) for m in found["assistant_masks"]])
-
-    def _answer(self, ids: list[int], before: Sequence[Message], after: Sequence[Message]) -> tuple[int, int]:
-        """Begin and end of an answer in the tokens of its chat."""
-        asked = self._rendered(before, add_generation_prompt=True) if before else []
+    def _answer(self, ids: list[int], chat: Mapping[str, Any], number: int) -> tuple[int, int]:
+        """Begin and end of an answer in the tokens of its chat; `number`: of its message."""
+        before, after = ({**chat, "conversation": chat["conversation"][:count]} for count in (number, number + 1))
+        asked = self._rendered(before, add_generation_prompt=True) if number else []
         answered = self._rendered(after)
         if ids[: len(asked)] != asked or ids[: len(answered)] != answered:
             raise InexactChat("the template writes the beginning of a chat in another way once more follows, so that the "
@@ -176,11 +173,9 @@ class FolderTokenizer(Tokenizer):
             answer = answer[: len(answer) - answer[::-1].index(self.end_id)]
         return len(asked), len(asked) + len(answer)
 
-    def _rendered(self, messages: Sequence[Message], **options: Any) -> Any:
+    def _rendered(self, chat: Mapping[str, Any], **options: Any) -> Any:
         try:
-            return self._tokenizer.apply_chat_template(
-                list(messages), tokenize=True, **{"return_dict": False, **options}
-            )
+            return self._tokenizer.apply_chat_template(**chat, tokenize=True, **{"return_dict": False, **options})
         except Exception as e:  # of the template, whose message names what it wants
             raise InexactChat(f"the tokenizer's template refuses it ({' '.join(str(e).split())[:200]})") from e
 

@@ -20,11 +20,11 @@ import numpy.typing as npt
 
 from fsdp_lab.models.cache import Cache, Progress, Progresses
 from fsdp_lab.models.records import Records, Sample, refusal
-from fsdp_lab.models.tokenizers import InexactChat, Message, Tokenizer
+from fsdp_lab.models.tokenizers import InexactChat, Tokenizer
 
 Mapped: TypeAlias = npt.NDArray[Any]
 
-_FORMAT = 2  # of the folder: a change of what is written makes all of them anew
+_FORMAT = 3  # of the folder: a change of what is written makes all of them anew
 _BATCH_CHARS, _BATCH_RECORDS = 2 << 20, 4096
 _END_BYTES = 2 << 20
 
@@ -94,7 +94,7 @@ def encoded(batch: Sequence[Sample], tokenizer: Tokenizer, *, whole: bool) -> li
 
 def _encoded_chat(record: Sample, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
     try:
-        ids, answers = tokenizer.encode_chat(cast("list[Message]", record.value))
+        ids, answers = tokenizer.encode_chat(cast("dict[str, Any]", record.value))
     except InexactChat as e:
         hint = "correct it, give a tokenizer with a template that marks answers, or name a column of text"
         raise refusal(f"record {record.number} of {record.file}: {e}", hint) from None
@@ -162,7 +162,7 @@ def _batches(records: Iterable[Sample]) -> Iterator[list[Sample]]:
     chars = 0
     for record in records:
         batch.append(record)
-        chars += len(record.value) if isinstance(record.value, str) else sum(len(m["content"]) for m in record.value)
+        chars += len(str(record.value))
         if chars >= _BATCH_CHARS or len(batch) >= _BATCH_RECORDS:
             yield batch
             batch, chars = [], 0

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from peft import PeftModel
@@ -34,7 +36,7 @@ DDP = {"backend": "ddp", "sharding": "no_shard"}
 LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 384,
          "intermediate_size": 64, "max_position_embeddings": 64}  # fmt: skip
 GROUPS = [{"match": ["transformer.h.0.*"], "lr": 0.001}, {"match": ["*.ln_*", "*.bias"], "weight_decay": 0.5}]
-LORA = {"r": 4, "targets": ["q_proj", "down_proj"]}
+LORA = {"r": 4, "targets": ["q_proj", "down_proj", "embed_tokens"]}
 COSINE = {"lr_schedule": "cosine", "decay_steps": 3, "lr_end": 0.1}  # other rates from the second update on
 CHATS = [words.chat(*(words.text(*range(i, i + 1 + (i + j) % 4)) for j in range(2 + i % 3))) for i in range(80)]
 BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
@@ -220,6 +222,10 @@ _FOLDER = tempfile.TemporaryDirectory(prefix="fsdp_lab_scripts_")
 TOKENIZER = words.word_tokenizer(Path(_FOLDER.name, "tokenizer"))
 RECORDS = words.json_lines(Path(_FOLDER.name, "records.jsonl"), words.uneven(200, 30), "story")
 CONVERSATIONS = words.json_lines(Path(_FOLDER.name, "chats.jsonl"), CHATS, "messages")
+TABLE = str(Path(_FOLDER.name, "chats.parquet"))
+pyarrow.parquet.write_table(
+    pyarrow.table({"messages": CHATS, "tools": [[{"function": {"name": "w1"}}]] * len(CHATS)}), TABLE
+)
 MARKED = words.word_tokenizer(Path(_FOLDER.name, "marked"), words.MARKED_TEMPLATE)
 LINES = Path(_FOLDER.name, "lines.txt")
 LINES.write_text("\n".join([*words.uneven(60, 30), "", " ", "<end>"]), newline="\r\n")
@@ -243,6 +249,7 @@ ROWS: dict[str, dict[str, Any]] = {  # may have different numbers of labels
     "chats": {"data": CONVERSATIONS, "tokenizer": TOKENIZER, "packing": "padded", "accumulate": 3},
     "chats packed": {"data": CONVERSATIONS, "tokenizer": TOKENIZER, "held_out": 0.2},
     "chats marked": {"data": CONVERSATIONS, "tokenizer": MARKED, "packing": "padded", "model": BERT},
+    "chats of a table": {"data": TABLE, "tokenizer": TOKENIZER, "packing": "padded"},
     "chats in halves": {"data": CONVERSATIONS, "tokenizer": MARKED, "model": T5, "seq_len": 9},
 }  # fmt: skip
 EVERY = [

@@ -205,6 +205,52 @@ def test_a_chat_whose_answers_have_no_exact_place_is_refused(tmp_path: Path) -> 
     refused("workload.data", "bytes have no template", data=data, tokenizer="bytes")
 
 
+MESSAGE = (
+    "{% for part in m['content'] %}{{ part['text'] }} {% endfor %}{% if 'tool_calls' in m %}{% for c in m['tool_calls'] %}"
+    "{{ c['function']['name'] }} {{ c['function']['arguments'] | tojson }} {% endfor %}{% endif %}<end> "
+)
+
+
+@pytest.mark.parametrize(
+    "answer", [MESSAGE, "{% generation %}" + MESSAGE + "{% endgeneration %}"], ids=["prefixes", "marked"]
+)
+def test_a_chats_tools_calls_and_parts_are_those_of_the_template_alone(tmp_path: Path, answer: str) -> None:
+    """From each format; also where a table has keys that a message lacks, or tools as text."""
+    template = (
+        "{% if tools %}<system> {% for t in tools %}{{ t['function']['name'] }} {% endfor %}<end> {% endif %}"
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}<assistant> "
+        + answer + "{% else %}<user> {{ m['role'] }} " + MESSAGE
+        + "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+    )  # fmt: skip
+    folder = word_tokenizer(tmp_path / "tokenizer", template)
+    call = {"type": "function", "function": {"name": "w9", "arguments": {"a": "w3"}}}
+    said = [
+        {"role": "developer", "content": [{"type": "text", "text": "w1"}, {"type": "text", "text": "w2"}]},
+        {"role": "user", "content": [{"type": "text", "text": "w3"}]},
+        {"role": "assistant", "content": [], "tool_calls": [call]},
+        {"role": "tool", "content": [{"type": "text", "text": "w4"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "w5"}]},
+    ]
+    tools = [{"type": "function", "function": {"name": "w9", "parameters": {"a": {"type": "string"}}}}]
+    table = pa.Table.from_pylist([{"messages": said, "tools": tools}, {"messages": said[1:2] + said[4:]}])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    datasets.Dataset(table.drop(["tools"]).append_column("tools", [[json.dumps(tools), None]])).save_to_disk(
+        tmp_path / "b"
+    )
+    (tmp_path / "c.jsonl").write_text(
+        json.dumps({"messages": said, "tools": tools}) + "\n" + json.dumps({"messages": said[1:2] + said[4:]})
+    )
+    alone = AutoTokenizer.from_pretrained(folder)
+    whole = [alone.apply_chat_template(said, tools=tools, return_dict=False),
+             alone.apply_chat_template(said[1:2] + said[4:], return_dict=False)]  # fmt: skip
+    for name in ("a.parquet", "b", "c.jsonl"):
+        fields = {"data": str(tmp_path / name), "packing": "padded", "seq_len": 48, **IN_ORDER}
+        found = rows(Workload(model=GPT2, tokenizer=folder, **fields))
+        assert [i[: len(w)] for i, w in zip(found["input_ids"].tolist(), whole, strict=True)] == whole
+        learned = [i for i in found["labels"][0].tolist() if i != IGNORED]
+        assert learned == [*ids(9), words.UNKNOWN, words.UNKNOWN, END, *ids(5), END]
+
+
 # -- other kinds of models -------------------------------------------------------------------------------------------
 
 
@@ -501,6 +547,9 @@ def test_the_models_own_tokenizer_is_the_default(tmp_path: Path) -> None:
         ("b.jsonl", b'{"text": "w1"}\n{"text": ', "b.jsonl: record 2 is not JSON"),
         ("b.jsonl", b'{"text": "w1", "x": ' + b"[" * 9999, "b.jsonl: record 1 is not JSON"),
         ("b.jsonl", b'[1]\n', "b.jsonl: record 1 is of type list, not an object"),
+        ("b.jsonl", b'{"text": "w1"}\n{"text": "w1 \\ud83d"}\n', "b.jsonl: record 2 'text' has half of a surrogate pair"),
+        ("b.jsonl", b'{"text": "w1 \xe9"}\n', "b.jsonl: record 1 'text' has .*a byte that is not UTF-8"),
+        ("b.jsonl", '{"text": "w1"}\n'.encode("utf-16"), "b.jsonl: record 1 is not UTF-8"),
         ("b.jsonl", b'{"text": 3}\n', "b.jsonl: record 1 'text' is of type int, not text"),
         ("b.jsonl", b'{"txt": "w1"}\n', "b.jsonl: record 1 has no 'text', only 'txt'"),
         ("b.parquet", b"", "b.parquet: the file is empty"),
@@ -515,6 +564,20 @@ def test_a_broken_file_in_the_middle_of_a_folder_is_named(
         json_lines(tmp_path / "data" / other, uneven(40, 9))
     (tmp_path / "data" / name).write_bytes(content)
     refused("workload.data", said, data=str(tmp_path / "data"), tokenizer=folder)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=repr)
+def test_what_json_can_hold_is_what_the_tokenizer_gets(tmp_path: Path, folder: str, end: str) -> None:
+    """A mark of the byte order, ends of lines, other separators in a text, a NUL, halves in another column, a long line."""
+    said = ["w1\u2028w2\x85w3", "w4 \0 w5", "w6 \U0001f642", "w7" + " " * 1_200_000 + "w8"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for name, sides in (("a.jsonl", said), ("b.json", [said[-1], said[0]])):
+        lines = [json.dumps({"text": s, "\ud83d": "\udc00"}, ensure_ascii=s is said[2]) for s in sides]
+        content = "".join(line + end for line in lines).encode("utf-8", "surrogatepass")
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+        found = rows(Workload(model=GPT2, data=str(tmp_path / name), tokenizer=folder, seq_len=4, **IN_ORDER))
+        alone = [i for s in sides for i in [*tokenizer(s).input_ids, END]]
+        assert found["input_ids"].reshape(-1).tolist() == alone[: found["input_ids"].numel()]
 
 
 @pytest.mark.parametrize("kind", ["file", "stream", "saved"])
@@ -565,6 +628,8 @@ def test_what_has_no_samples_is_refused(tmp_path: Path, folder: str) -> None:
     refused("workload.text_field", "is text, which has no columns", data=str(tmp_path / "some.txt"), text_field="x")
     (tmp_path / "latin.txt").write_bytes(b"w1 \xe9 w2")
     refused("workload.data", "is not text in UTF-8", data=str(tmp_path / "latin.txt"), tokenizer=folder)
+    lines = {"data": str(tmp_path / "latin.txt"), "tokenizer": folder, "packing": "padded"}
+    refused("workload.data", "latin.txt is not text in UTF-8 in line 1", **lines)
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["w1"]})}).save_to_disk(tmp_path / "splits")
     error = refused("workload.data", "has the splits train", data=str(tmp_path / "splits"), tokenizer=folder)
     assert error.hint.endswith("splits/train")
