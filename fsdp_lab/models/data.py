@@ -19,7 +19,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,9 @@ import numpy.typing as npt
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.formatting import size
 from fsdp_lab.models.presets import Facts
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Ids: TypeAlias = npt.NDArray[np.int64]
@@ -44,6 +47,7 @@ SYNTHETIC_COUNT = 50_000  # synthetic images in an epoch
 NOISE = 0.5  # standard deviation of the noise; the wave's strength is about 1
 _CYCLES = (2, 7)  # waves over the image: fewest, most
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"})
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # of Pillow, by channels
 _CACHE_BYTES = 256 * 2**20
 
 
@@ -189,7 +193,10 @@ class SyntheticImages:
 class FolderImages:
     """Images in a folder, whose sub-folders, sorted by name, are the classes.
 
-    An image is scaled and cropped at the center to the model's size, and normalised to -1..1.
+    An image is scaled and cropped at the center to the model's size, and normalised to -1..1. It is opened as torchvision's
+    ImageFolder does, by `convert`: without what is transparent, not turned as EXIF says, the first one of an animation. But
+    16 bits become 8 by the higher ones, and floats are of 0 to 1, where `convert` would cut off what is above 255. Values of
+    other ranges are refused.
 
     Raises:
         SpecError: no such folder, no class in it, more classes than the model has, or Pillow is not installed.
@@ -224,13 +231,28 @@ class FolderImages:
         height, width = self._facts.image_pixels
         try:
             with Image.open(path) as opened:
-                fitted = ImageOps.fit(opened.convert("L" if self._facts.channels == 1 else "RGB"), (width, height))
-        except (OSError, ValueError) as e:
-            raise SpecError(
-                "workload.data", f"{path} is not an image that can be read ({e})", "remove that file"
-            ) from None
+                found = _of_8_bits(opened).convert(_MODES[self._facts.channels])
+                fitted = ImageOps.fit(found, (width, height))
+        except Exception as e:  # of many classes, also of files that would take too much memory
+            hint = "remove that file, or save it in another way"
+            raise SpecError("workload.data", f"{path} cannot be read as an image ({e})", hint) from None
         array = np.asarray(fitted, dtype=np.uint8)
         return array[None] if array.ndim == 2 else np.ascontiguousarray(array.transpose(2, 0, 1))
+
+
+def _of_8_bits(image: Image) -> Image:
+    """Raises ValueError for values whose range is not known."""
+    from PIL.Image import fromarray
+
+    if not image.mode.startswith(("I", "F")):
+        return image
+    values = np.asarray(image.convert(image.mode[0]))
+    if image.mode == "I" and image.format not in ("PNG", "PPM"):  # which have 16 bits
+        raise ValueError("integers of 32 bits have no known range; save it with 8 or 16")
+    most = 1 if image.mode == "F" else 65535
+    if not (values.min() >= 0 and values.max() <= most):
+        raise ValueError(f"its values are not between 0 and {most}")
+    return fromarray((values // 256 if most > 1 else np.round(values * 255)).astype(np.uint8))
 
 
 def _entries(folder: str, facts: Facts) -> list[tuple[Path, int]]:
@@ -252,6 +274,9 @@ def _entries(folder: str, facts: Facts) -> list[tuple[Path, int]]:
             f"{folder} has {len(classes)} classes and the model {facts.classes}",
             "give a config with a larger num_labels",
         )
+    if facts.channels not in _MODES:
+        raise SpecError("workload.data", f"the model has {facts.channels} channels, and images 1, 3 or 4", "use another",
+                        {"data": "images"})  # fmt: skip
     try:
         import PIL  # noqa: F401
     except ImportError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from transformers import ByT5Tokenizer
 
 from fsdp_lab.core.errors import SpecError
@@ -16,7 +19,8 @@ from fsdp_lab.core.workload import Workload
 from fsdp_lab.models import Batches, resolve
 from fsdp_lab.models.batches import MASK_ID, Order, open_source
 from fsdp_lab.models.check import check
-from fsdp_lab.models.data import STDLIB_CAP_BYTES, encode, open_text
+from fsdp_lab.models.data import STDLIB_CAP_BYTES, FolderImages, encode, open_text
+from fsdp_lab.models.presets import facts_of
 from fsdp_lab.models.sources import IGNORED, Batch, Indices, Source
 
 GPT2 = resolve("gpt2-1m")
@@ -158,6 +162,61 @@ def test_a_folder_of_images_gives_classes_by_name(tmp_path: Path) -> None:
     assert sorted(batch["labels"].tolist()) == [0, 0, 1, 1]
     red = batch["pixel_values"][batch["labels"] == 0]
     assert (red[:, 0] == 1).all() and (red[:, 1:] == -1).all()
+
+
+RAMP = np.linspace(0, 1, 32 * 32).reshape(32, 32)
+SHADES = np.round(RAMP * 255).astype(np.uint8)
+
+
+def _with_exif(path: Path) -> None:
+    image = Image.fromarray(SHADES)
+    image.getexif()[0x0112] = 6  # to be turned by a right angle
+    image.save(path, exif=image.getexif())
+
+
+IMAGES: dict[str, Callable[[Path], None]] = {
+    "L.png": lambda path: Image.fromarray(SHADES).save(path),
+    "I16.png": lambda path: Image.fromarray((RAMP * 65535).astype(np.uint16)).save(path),
+    "I16.tif": lambda path: Image.fromarray((RAMP * 65535).astype(">u2")).save(path),
+    "I.pgm": lambda path: Image.fromarray((RAMP * 65535).astype(np.int32)).save(path),
+    "F.tif": lambda path: Image.fromarray(RAMP.astype(np.float32)).save(path),
+    "LA.png": lambda path: Image.merge("LA", [Image.fromarray(SHADES), Image.new("L", (32, 32), 9)]).save(path),
+    "P.png": lambda path: Image.fromarray(SHADES).convert("P").save(path, transparency=3),
+    "CMYK.tif": lambda path: Image.fromarray(SHADES).convert("RGB").convert("CMYK").save(path),
+    "turned.png": _with_exif,
+    "moving.gif": lambda path: Image.fromarray(SHADES).save(
+        path, save_all=True, append_images=[Image.new("L", (32, 32))]
+    ),
+}
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_an_image_of_any_mode_has_the_same_shades(tmp_path: Path, channels: int) -> None:
+    (tmp_path / "class").mkdir()
+    for name, save in IMAGES.items():
+        save(tmp_path / "class" / name)
+    facts = dataclasses.replace(facts_of(resolve("vit-1m")), channels=channels)
+    images = FolderImages(str(tmp_path), facts)
+    for i in range(images.count):
+        pixels, _ = images.image(i)
+        assert pixels.shape[0] == channels and np.abs(pixels[0] + 1 - SHADES / 127.5).max() < 2.1 / 127.5
+    with pytest.raises(SpecError, match="workload.data: the model has 2 channels, and images 1, 3 or 4"):
+        FolderImages(str(tmp_path), dataclasses.replace(facts, channels=2))
+
+
+@pytest.mark.parametrize(("save", "said"), [
+    (lambda path: Image.fromarray((RAMP * 9000).astype(np.int32)).save(path), "integers of 32 bits have no known range"),
+    (lambda path: Image.fromarray((RAMP * 255).astype(np.float32)).save(path), "its values are not between 0 and 1"),
+    (lambda path: path.write_bytes(b"II no image"), "cannot identify"),
+    (lambda path: Image.new("1", (20_000, 20_000)).save(path, compression="group4"), "exceeds limit of .* pixels"),
+])  # fmt: skip
+def test_an_image_that_cannot_be_read_is_named(tmp_path: Path, save: Callable[[Path], None], said: str) -> None:
+    (tmp_path / "class").mkdir()
+    save(tmp_path / "class" / "it.tif")
+    with pytest.raises(
+        SpecError, match=rf"workload.data: .*it.tif cannot be read as an image \(.*{said}.*; remove that"
+    ):
+        FolderImages(str(tmp_path), facts_of(resolve("vit-1m"))).image(0)
 
 
 # -- what is held out ------------------------------------------------------------------------------------------------
