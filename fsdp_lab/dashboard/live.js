@@ -6,11 +6,12 @@
 
 const PING_EVERY_MS = 4000;
 const SILENT_AFTER_MS = 15000;
+const DRAW_AGAIN_MS = 1000; // after a failure; doubled each time
 const HIDDEN_FRAME_MS = 1000; // a hidden tab paints no frames; acknowledge all the same
 
 const DEATHS = ["comm_live_update", "comm:close"]; // the widget manager's: the kernel restarted, the comm was closed
 
-const GONE = "The kernel that fed this view is gone. Run the cell again.";
+const GONE = "The kernel is gone. Run the cell again."; // as in live.css
 const SILENT = "No answer from the kernel. It may be busy; if it was restarted, run the cell again.";
 
 // -- BokehJS, from the kernel --------------------------------------------------------------------------------------
@@ -371,6 +372,7 @@ class View {
     this.gone = false;
     this.text = false;
     this.doc = null;
+    this.drawAgainMs = DRAW_AGAIN_MS;
     this.resetPending();
     this.listen();
     this.start().catch((error) => this.fail(error));
@@ -389,12 +391,13 @@ class View {
 
   async start() {
     this.Bokeh = await loadBokeh(this.model);
-    while (!this.root.isConnected) {
-      if (this.gone) return;
-      await new Promise((resolve) => setTimeout(resolve, 20));
-    }
     await this.drawFirst();
     if (!this.mounting && !this.root.dataset.ready) this.mount(); // else another scene came meanwhile
+  }
+
+  /** Bokeh draws only what is in the page, and JupyterLab takes outputs out of it while it restores or moves them. */
+  async connected() {
+    while (!this.gone && !this.root.isConnected) await new Promise((resolve) => setTimeout(resolve, 20));
   }
 
   /** What came with the widget itself: a kernel that is busy with the next cell answers later. */
@@ -414,7 +417,7 @@ class View {
   receive(message, buffers) {
     if (this.gone || (message.view && message.view !== this.id)) return;
     this.heard = Date.now();
-    this.banner.hidden = true;
+    if (this.doc) this.banner.hidden = true;
     if (message.kind === "remount" && this.Bokeh) this.mount();
     if (message.kind !== "snapshot" && !(message.kind === "tick" && this.Bokeh)) return; // a snapshot brings earlier ticks
     const bytes = payload(message, buffers);
@@ -443,15 +446,26 @@ class View {
     while (this.next && !this.gone) {
       const [message, bytes] = this.next;
       this.next = null;
-      await this.drawWhole(message, bytes).catch((error) => this.fail(error));
+      await this.drawWhole(message, bytes).catch((error) => this.drawAgain(error));
     }
     this.drawing = null;
   }
 
+  /** The output may have been moved meanwhile. */
+  drawAgain(error) {
+    this.forgetDocument();
+    this.fail(error);
+    setTimeout(() => this.gone || this.doc || this.mount(), this.drawAgainMs);
+    this.drawAgainMs *= 2;
+  }
+
   async drawWhole(message, bytes) {
     this.seq = message.seq;
+    await this.connected();
+    if (this.gone) return;
     if (!this.doc || this.scene !== message.scene) await this.build(message);
     if (this.gone) return;
+    this.banner.hidden = true;
     this.sources.at.clear();
     for (const card of this.cardOf.values()) card.waiting.clear();
     for (const table of readTables(message.tables, bytes)) this.sources.write(table);
@@ -474,7 +488,7 @@ class View {
     const [views] = await this.Bokeh.embed.embed_items({ [docid]: JSON.parse(layout.document) }, [item]);
     if (this.gone) return;
     this.bokehViews = views;
-    this.doc = this.Bokeh.documents[this.Bokeh.documents.length - 1];
+    this.doc = this.Bokeh.documents.find((doc) => doc.views_manager === views); // another view may build meanwhile
     this.scene = scene;
     this.byName = new Map([...this.doc.all_models].filter((m) => m.name).map((m) => [m.name, m]));
     this.ranges = new Map();

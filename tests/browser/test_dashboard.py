@@ -194,9 +194,32 @@ def test_a_cell_run_again_replaces_its_dashboard_and_two_views_agree(opened):
 
 
 @pytest.mark.slow
+def test_a_view_that_bokeh_could_not_embed_builds_itself_again(opened):
+    """As where JupyterLab takes the output out of the page while Bokeh embeds it."""
+    page = opened.page
+    page.evaluate("""() => { const embed = window.Bokeh.embed, real = embed.embed_items;
+        window.restored = () => { embed.embed_items = real };
+        embed.embed_items = async () => { throw new Error('element must be under <body>') } }""")
+    opened.notebook.execute("lab.run(steps=60)")  # ticks come meanwhile, and do not hide the banner
+    opened.notebook.write_and_run("dashboard = Dashboard(lab)\ndashboard")
+    page.locator(".fsdp-banner:visible", has_text="element must be under <body>").wait_for()
+    page.evaluate("() => window.restored()")
+    opened.wait_drawn()
+    opened.wait_step(59)
+    assert not page.locator(".fsdp-banner:visible").count()
+    assert all("element must be under <body>" in text for text in opened.notebook.wrong)
+    opened.notebook.wrong.clear()
+
+
+@pytest.mark.slow
 def test_a_kernel_that_is_gone_is_said_and_the_cell_runs_again(opened):
+    """By one sentence, in place of an icon of ipywidgets' on each of its widgets."""
     opened.notebook.restart_kernel()
-    opened.page.locator(".fsdp-banner", has_text="Run the cell again").first.wait_for()
+    opened.page.locator(".fsdp-lab.jupyter-widgets-disconnected").first.wait_for()
+    said = opened.page.evaluate("""() => [...document.querySelectorAll('.jupyter-widgets-disconnected')].map(
+        (e) => getComputedStyle(e, '::before').content).filter((text) => text !== 'none')""")
+    assert said == ['"The kernel is gone. Run the cell again."'] * opened.page.locator(".fsdp-lab").count()
+    assert not opened.page.locator(".fsdp-lab :is(.fsdp-banner, .fsdp-state):visible").count(), "it is not running"
     opened.notebook.run_cell(0)
     opened.page.wait_for_selector(".jp-Cell:first-child .fsdp-live[data-ready]")
     assert not opened.page.locator(".jp-Cell:first-child .fsdp-banner:visible").count()
