@@ -670,8 +670,9 @@ class Lab:
 
             lab.move(SshHosts(names=("gpu1", "gpu2"), gpus_per_host=8))
 
-        The run is stopped, and the next one starts fresh, or from a checkpoint in a folder that the hosts have too. If it
-        fails or is interrupted, as many ranks as before are started again where they were.
+        First the hosts are looked at, or Slurm is waited for; where that fails or is interrupted, nothing has changed. Then
+        the run is stopped, and the next one starts fresh, or from a checkpoint in a folder that the hosts have too. If ranks
+        cannot be started there, as many as before are started again where they were.
 
         Args:
             hosts: a `SshHosts`, `SlurmHosts` or `LauncherHosts` of `fsdp_lab.cluster.hosts`; None: this machine.
@@ -682,8 +683,8 @@ class Lab:
             StartError: one sentence. ArgumentError: the lab's engines are yours.
         """
         self._activities.require_open()
-        self._activities.stop("the ranks were moved")
-        self.cluster.move(hosts, hosts.ranks if hosts is not None else ranks, progress)
+        self.cluster.move(hosts, hosts.ranks if hosts is not None else ranks, progress,
+                          lambda: self._activities.stop("the ranks were moved"))  # fmt: skip
         self._devices = self._calibration = None
         self._activate()
 

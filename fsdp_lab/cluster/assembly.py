@@ -147,15 +147,35 @@ class Assembly:
             self._assemble(len(seats), [seat.device for seat in seats])
             raise RestoredError(e) from None
 
-    def move(self, hosts: Hosts | None, ranks: int | None, report: Callable[[StartProgress], None] | None) -> None:
-        """Ends the engines and starts others, on `hosts` or here. Raises RestoredError if that fails or is interrupted."""
+    def look_at(self, hosts: Hosts, report: Callable[[StartProgress], None] | None) -> tuple[str, Engines]:
+        """A token, and the cluster that engines of it will have on these hosts: they were looked at, or a queue was waited
+        in, and nothing was ended. Raises StartError."""
+        began_s, token = time.monotonic(), secrets.token_hex(8)
+
+        def say(stage: str, done: int, total: int) -> None:
+            if self._membership.closed:
+                raise ClusterError("the ranks were closed meanwhile")
+            progress = StartProgress(stage=stage, done=done, total=total, seconds=time.monotonic() - began_s)
+            (report or self._on_progress)(progress)
+
+        return token, self._engines_on(hosts, token, say)
+
+    def move(
+        self,
+        hosts: Hosts | None,
+        ranks: int | None,
+        report: Callable[[StartProgress], None] | None,
+        found: tuple[str, Engines] | None,
+    ) -> None:
+        """Ends the engines and starts others: where `look_at` has found that they can be, or here. Raises RestoredError if
+        that fails or is interrupted."""
         self._began_s = time.monotonic()
         former, seats, former_report = self.config, self._membership.placement.seats, self._on_progress
         self._on_progress = report or former_report
         self.config = replace(former, hosts=hosts, ranks=ranks, devices=None)
         self._end_engines()
         try:
-            self._connect()
+            self._connect(found)
             self._assemble(ranks or self._engines.default_ranks, None)
         except BaseException as e:
             self.config, self._on_progress = former, former_report
@@ -174,12 +194,14 @@ class Assembly:
         self._membership.token = secrets.token_hex(8)
         self.notes = ()
 
-    def _connect(self) -> None:
+    def _connect(self, found: tuple[str, Engines] | None = None) -> None:
         config, membership = self.config, self._membership
-        if config.given is not None:
+        if found is not None:
+            membership.token, membership.engines = found
+        elif config.given is not None:
             membership.engines = ExternalEngines(config.given, config.timeout_s)
         elif config.hosts is not None:
-            membership.engines = self._engines_on(config.hosts)
+            membership.engines = self._engines_on(config.hosts, membership.token, self._report)
         else:
             n, room = config.ranks or 2, Room.here()
             taken = None if room is None else room.take(n, config.devices)
@@ -212,16 +234,15 @@ class Assembly:
             raise
         return taken.environment(ranks)
 
-    def _engines_on(self, hosts: Hosts) -> Engines:
+    def _engines_on(self, hosts: Hosts, token: str, report: Callable[[str, int, int], None]) -> Engines:
         """Raises StartError."""
-        config, token, ended = self.config, self._membership.token, self._supervisor.process_ended
-        given = (token, config.environment, ended, config.timeout_s)
+        given = (token, self.config.environment, self._supervisor.process_ended, self.config.timeout_s)
         if isinstance(hosts, SshHosts):
-            return SshEngines(*given, hosts, self._report)
+            return SshEngines(*given, hosts, report)
         if isinstance(hosts, SlurmHosts):
-            return SlurmEngines(*given, hosts, self._report)
+            return SlurmEngines(*given, hosts, report)
         assert isinstance(hosts, LauncherHosts)
-        return LauncherEngines(*given, hosts, self._report)
+        return LauncherEngines(*given, hosts, report)
 
     @property
     def _environment(self) -> dict[str, str]:

@@ -121,11 +121,17 @@ class Cluster:
             self._assemble(lambda: self._assembly.resize(ranks, devices))
 
     def move(
-        self, hosts: Hosts | None, ranks: int | None = None, report: Callable[[StartProgress], None] | None = None
+        self,
+        hosts: Hosts | None,
+        ranks: int | None = None,
+        report: Callable[[StartProgress], None] | None = None,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         """Ends the ranks and starts others on these hosts, or on this one. What they had trained is lost.
 
-        `report`: as in the constructor, for this start alone; it cancels the start by raising.
+        Args:
+            report: as in the constructor, for this start alone; it cancels the start by raising.
+            before: called before anything is ended, when the hosts were looked at, or Slurm has granted them.
 
         Raises:
             ArgumentError: the engines are not ours, or cannot persist there. As `resize`.
@@ -134,9 +140,16 @@ class Cluster:
             raise ArgumentError("hosts", "the engines of a given cluster are yours, and stay where they are",
                                 "make a lab with Lab.ssh, Lab.slurm or Lab")  # fmt: skip
         check_persistence(hosts, persist=self.persistent)
-        with self._changing:
-            self._membership.require_engines()
-            self._assemble(lambda: self._assembly.move(hosts, ranks, report))
+        found = self._assembly.look_at(hosts, report) if hosts is not None else None
+        try:
+            before()
+            with self._changing:
+                self._membership.require_engines()
+                self._assemble(lambda: self._assembly.move(hosts, ranks, report, found))
+        except BaseException:
+            if found is not None:
+                found[1].close()
+            raise
 
     def check_devices(self, ranks: int, devices: Sequence[str] | None) -> None:
         """Raises FieldError where all ranks are on this host, for devices that it has not, and more ranks than a class

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,14 +19,15 @@ import ipywidgets as widgets
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.hosts import Hosts, SlurmHosts, ssh_hosts
-from fsdp_lab.core.formatting import duration, plural
+from fsdp_lab.core.formatting import plural
 from fsdp_lab.dashboard.forms import HIDDEN, InputForm, put, styled
 from fsdp_lab.dashboard.lab_like import LabLike
 
 HERE, SSH, SLURM = "this machine", "hosts by SSH", "a job of Slurm"
 MOST = 4096
 LOSES = (
-    "Ranks that move lose what they have trained. Save it first, in a folder that the hosts have too, and resume there."
+    "The hosts are looked at first. When all can be used, the ranks here end and lose what they have trained: save it "
+    "before, in a folder that the hosts have too, and resume there."
 )
 
 
@@ -40,6 +42,7 @@ class HostsForm(InputForm):
         self._lab, self._choose = lab, choose
         self._mover: threading.Thread | None = None
         self._cancelled = threading.Event()
+        self._progress: tuple[StartProgress, float] | None = None  # the newest, and when the start began, monotonic
         self._where = self.dropdown("ranks on", (HERE, SSH, SLURM), SSH, "Where the ranks are to be")
         styled(self._where, "fsdp-select")
         self._ranks = self._narrow("ranks", 2, 1, "Number of ranks on this machine")
@@ -96,7 +99,7 @@ class HostsForm(InputForm):
             return
         hosts, ranks = self._hosts(), self._ranks.value if self._where.value == HERE else None
         self._cancelled.clear()
-        self.say("The run is stopped, and its ranks end.")
+        self.say("The hosts are looked for; until they are found, the run goes on.")
         self._mover = threading.Thread(target=self.attempt, args=(partial(self._move, hosts, ranks),),
                                        name="fsdp-lab-move", daemon=True)  # fmt: skip
         self._mover.start()
@@ -114,7 +117,10 @@ class HostsForm(InputForm):
         return None
 
     def _move(self, hosts: Hosts | None, ranks: int | None) -> None:
-        self._lab.move(hosts, ranks, progress=self._report)
+        try:
+            self._lab.move(hosts, ranks, progress=self._report)
+        finally:
+            self._progress = None
         places = dict.fromkeys(status.host for status in self._lab.rank_status())
         n = len(self._lab.devices)
         self._choose({"world_size": n, "devices": None})
@@ -124,12 +130,15 @@ class HostsForm(InputForm):
         """Raises ClusterError where the start was cancelled."""
         if self._cancelled.is_set():
             raise ClusterError("the start there was cancelled, and ranks are where they were")
-        self.say(f"{p.stage[0].upper()}{p.stage[1:]}: {p.done} of {p.total}, {duration(p.seconds)}")
+        self._progress = p, time.monotonic() - p.seconds
 
     # -- what is shown ----------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Buttons that can be pressed now."""
+        """Buttons that can be pressed now, and how far a start is."""
+        if (progress := self._progress) is not None:
+            p, began_s = progress
+            self.say(f"{p.stage[0].upper()}{p.stage[1:]}: {p.done} of {p.total}, {time.monotonic() - began_s:.0f} s")
         put(self._start, "disabled", self.moving or self._lab.closed)
         put(self._cancel, "disabled", not self.moving)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from fsdp_lab.cluster.hosts import SlurmHosts, SshHosts
@@ -85,8 +87,13 @@ def test_a_queue_is_shown_and_left(lab: FakeLab, form: HostsForm) -> None:
     form._where.value = SLURM
     assert form._cancel.disabled
     form._start.click()
-    until(lambda: "Job 7 is pending (Resources): 0 of 2, 1.00 s" in form.message.value, 5)
-    form.tick()
+
+    def seconds() -> int:
+        form.tick()
+        found = re.search(r"Job 7 is pending \(Resources\): 0 of 2, (\d+) s", form.message.value)
+        return int(found[1]) if found else 0
+
+    until(lambda: seconds() >= 1, 5)
     assert form._start.disabled and not form._cancel.disabled
     form._start.click()  # a second press does nothing
     form._cancel.click()
