@@ -74,7 +74,7 @@ class RankHung(ClusterError):
     def __init__(self, hang: Hang) -> None:
         self.ranks, self.absent, self.waiting, self.after_s = hang.ranks, hang.absent, hang.waiting, hang.waited_s
         self.rank = hang.ranks[0] if hang.ranks else None
-        self.collective, self.unit, self.group = hang.collective.name, hang.collective.unit, hang.collective.group
+        self.collective, self.unit, self.group = hang.collective.label, hang.collective.unit, hang.collective.group
         self.stack = self.details = hang.text
         self.unix_s = time.time()
         super().__init__(hang.sentence + (f"\n{hang.text}" if hang.text else ""))

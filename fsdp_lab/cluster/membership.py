@@ -65,9 +65,9 @@ class RankStatus:
 
     @property
     def waits_for(self) -> str:
-        """The collective that it waits for, as in "all_gather 17 of transformer.h.3"; "" if none."""
+        """The collective that it waits for, as in "all_gather of unit transformer.h.3"; "" if none."""
         pending = self.heartbeat.beat.pending if self.heartbeat is not None and self.state != "idle" else None
-        return pending.name if pending is not None else ""
+        return pending.label if pending is not None else ""
 
     @property
     def waits_s(self) -> float:

@@ -83,14 +83,8 @@ class Issued:
 
     @property
     def label(self) -> str:
-        """Its kind and its unit, as in "all_gather of transformer.h.3"."""
-        return f"{self.kind} of {self.unit}" if self.unit else self.kind
-
-    @property
-    def name(self) -> str:
-        """With its number in the group, as in "all_gather 17 of transformer.h.3"."""
-        number = f" {self.ordinal}" if self.ordinal >= 0 else ""
-        return f"{self.kind}{number} of {self.unit}" if self.unit else f"{self.kind}{number}"
+        """Its kind and its unit, as in "all_gather of unit transformer.h.3"."""
+        return f"{self.kind} of unit {self.unit}" if self.unit else self.kind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -271,11 +265,14 @@ def _absence(longest: Heartbeat, heartbeats: Heartbeats, waiting: Heartbeats, si
     blocked = [] if absent else _missing(wait, heartbeats)
     assert wait.pending is not None
     waiters = _waiting_in(wait.pending, waiting)
-    what = f"{wait.pending.name} (group {wait.pending.group}: {_ranks(wait.peers)})"
+    what = f"{wait.pending.label} (group {wait.pending.group}: {_ranks(wait.peers)})"
     waited = f"{_ranks(waiters)} {'has' if len(waiters) == 1 else 'have'} waited {wait.pending_s:.1f} s"
     named = absent or blocked
     if absent:
-        details = [_last_seen(rank, heartbeats.get(rank), silent.get(rank)) for rank in absent[:_MAX_STACKS]]
+        details = [
+            _last_seen(rank, heartbeats.get(rank), silent.get(rank), wait.pending.label)
+            for rank in absent[:_MAX_STACKS]
+        ]
     else:
         details = [f"rank {rank} waits in {_pending(waiting[rank])} itself" for rank in blocked[:_MAX_STACKS]]
         details.append("the ranks wait for each other")
@@ -324,11 +321,12 @@ def _waiting_in(collective: Issued, waiting: Heartbeats) -> tuple[int, ...]:
     return tuple(sorted(r for r, h in waiting.items() if h.pending and (h.pending.group, h.pending.ordinal) == key))
 
 
-def _last_seen(rank: int, heartbeat: Heartbeat | None, silence: str | None) -> str:
-    """What is known about a rank that did not join."""
+def _last_seen(rank: int, heartbeat: Heartbeat | None, silence: str | None, awaited: str) -> str:
+    """What is known about a rank that did not join what is awaited."""
     if heartbeat is None:
         return f"rank {rank} has sent no heartbeat"
-    name = heartbeat.last.name if heartbeat.last else "no collective"
+    name = heartbeat.last.label if heartbeat.last else "no collective"
+    name = f"an earlier {name}" if name == awaited else name
     if silence:
         return f"the last heartbeat of rank {rank} was after {name}; {silence}, so its stack cannot be read"
     doing = heartbeat.work or (f"is in {heartbeat.user_call}" if heartbeat.user_call else "")
@@ -337,7 +335,7 @@ def _last_seen(rank: int, heartbeat: Heartbeat | None, silence: str | None) -> s
 
 
 def _pending(heartbeat: Heartbeat) -> str:
-    return heartbeat.pending.name if heartbeat.pending else "nothing"
+    return heartbeat.pending.label if heartbeat.pending else "nothing"
 
 
 # -- ranks issue different collectives -------------------------------------------------------------------------------
@@ -381,9 +379,9 @@ def _mismatch_hang(
     versions = " and ".join(issues)
     named = [rank for ranks in parties[1:] for rank in ranks]
     return Hang(
-        sentence=f"the ranks disagree about collective {ordinal} of group {longest.pending.group}: {versions}; one was "
+        sentence=f"the ranks disagree about a collective of group {longest.pending.group}: {versions}; one was "
         f"skipped, or their order differs. Rank {longest.rank} has waited {longest.pending_s:.1f} s in "
-        f"{longest.pending.name}",
+        f"{longest.pending.label}",
         ranks=tuple(named),
         absent=tuple(rank for rank in named if rank not in waiting),
         collective=issued[parties[0][0]],

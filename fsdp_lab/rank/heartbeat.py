@@ -243,7 +243,7 @@ def _store_unreachable(heartbeat: Heartbeat, error: str) -> str:
     """The diagnosis of a rank that cannot read the others' heartbeats."""
     assert heartbeat.pending is not None
     return (
-        f"{heartbeat.pending.name} (group {heartbeat.pending.group}) has been pending for {heartbeat.pending_s:.1f} s, and "
+        f"{heartbeat.pending.label} (group {heartbeat.pending.group}) has been pending for {heartbeat.pending_s:.1f} s, and "
         f"rank 0's store does not answer, so the missing rank is unknown ({error}): rank 0 is stopped, or the connection to "
         "it is cut"
     )

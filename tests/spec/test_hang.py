@@ -47,8 +47,8 @@ def test_the_rank_that_did_not_come_is_named_with_the_collective_its_unit_and_it
     hang = diagnosed(beat(0, issued(16), 8), beat(1), beat(2, issued(16), 9), beat(3, issued(16), 2))
     assert hang.ranks == hang.absent == (1,) and hang.waiting == (0, 2, 3) and hang.waited_s == 9
     assert hang.sentence.startswith(
-        "rank 1 did not join all_gather 16 of h.3 (group world: ranks 0, 1, 2 and 3), for which ranks 0, 2 and 3 have "
-        "waited 9.0 s: the last collective of rank 1 is all_gather 15 of h.3"
+        "rank 1 did not join all_gather of unit h.3 (group world: ranks 0, 1, 2 and 3), for which ranks 0, 2 and 3 have "
+        "waited 9.0 s: the last collective of rank 1 is an earlier all_gather of unit h.3"
     )
     assert hang.stacks == {1: "s1"} and "rank 1 is here:\ns1" in hang.text
 
@@ -97,7 +97,7 @@ def test_ranks_that_wait_for_each_other_are_told_so_and_none_is_absent():
         beat(0, a, 9, peers=(0, 1), counts={"a": 5, "b": 9}), beat(1, b, 8, peers=(0, 1), counts={"a": 4, "b": 10})
     )
     assert hang.ranks == (1,) and hang.absent == () and hang.collective == a
-    assert "rank 1 waits in all_reduce 9 of h.2 itself; the ranks wait for each other" in hang.sentence
+    assert "rank 1 waits in all_reduce of unit h.2 itself; the ranks wait for each other" in hang.sentence
 
 
 @pytest.mark.parametrize("other", [issued(15, unit="h.4"), issued(15, "all_reduce"), issued(15, payload_bytes=8)])
@@ -110,7 +110,7 @@ def test_ranks_that_issued_something_else_are_told_from_the_first_difference_on(
     )
     assert hang.ranks == (1,) and hang.absent == () and set(hang.stacks) == {0, 1}
     assert (
-        "disagree about collective 15 of group world: ranks 0 and 2 issued all_gather of h.3 and rank 1"
+        "disagree about a collective of group world: ranks 0 and 2 issued all_gather of unit h.3 and rank 1"
         in hang.sentence
     )
 
@@ -137,7 +137,7 @@ def test_a_rank_that_works_longer_than_that_work_may_take_is_named_with_it():
     hang = diagnosed(
         beat(0, issued(16), 1000.0, peers=(0, 1)), beat(1, work=LongWork.DRAW.text, since_work_s=5.1), limit_s=5.0
     )
-    assert hang.absent == (1,) and "is all_gather 15 of h.3, and it draws initial values" in hang.sentence
+    assert hang.absent == (1,) and "is an earlier all_gather of unit h.3, and it draws initial values" in hang.sentence
     assert beat(1, work="compiles").silent_s > 100 * beat(1).silent_s, "native code may hold the interpreter meanwhile"
 
 
