@@ -520,14 +520,16 @@ class Lab:
             self.history.record(run)
 
     def save(self, folder: str | os.PathLike[str]) -> Checkpoint:
-        """Saves the state of the ranks and returns the complete checkpoint. A run in progress is saved by `run.save`.
+        """Saves the state of the ranks and returns the complete checkpoint; of a run in progress as `run.save` does.
 
         Raises:
-            ArgumentError: of the folder. ClusterError: it could not be written, or a run is in progress.
+            ArgumentError: of the folder. ClusterError: it could not be written, or a loop of yours is in progress.
         """
         root = check_folder(folder, field="folder")
         if (run := self.current) is not None and not run.done:
-            raise ClusterError(f"{run!r} is in progress: start it with lab.run(save=folder), then run.save()")
+            if isinstance(run, WatchedRun):
+                raise ClusterError(f"{run!r} has the ranks: wait for its cell")
+            return run.save(root).wait(SAVE_S)
         self.cluster.call("save", root=str(root), kind="step", last=1 << 30)
         saves = self.cluster.call("saves", wait_s=SAVE_S)[0]["ended"]
         error = saves[-1]["error"] if saves else "it takes too long"

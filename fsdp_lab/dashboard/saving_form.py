@@ -76,8 +76,8 @@ class SavingForm(InputForm):
     def save(self) -> None:
         """Requests a checkpoint of the active run; without one, saves what the ranks hold."""
         if (run := active_run(self._lab)) is not None:
-            self._request = run.save()
-            self.say("A checkpoint is written after the steps in progress.")
+            self._request = run.save(self._folder.value)
+            self.say("A checkpoint is written after the steps in progress, and one of the last step at the run's end.")
         elif self._saver is None or not self._saver.is_alive():
             self.say("Saving what the ranks hold.")
             folder = self._folder.value

@@ -8,6 +8,7 @@ a timeout.
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import threading
 import time
@@ -46,7 +47,7 @@ class Run(RunQueries, Awaited["Run"]):
 
     Attributes:
         id: as in its events. events: its `EventStore`.
-        steps: how many to train; None: until stopped. ledger_every, evaluate, saving, recovering: as given.
+        steps: how many to train; None: until stopped. ledger_every, evaluate, recovering: as given; saving: also by `save`.
         switches: of every Spec that was applied. incidents: failures that the run recovered from, or is to recover from.
         on_best: called on the driver's thread between two chunks with each `Evaluation` that is the best so far, while the
             ranks hold the parameters of that step. An exception in a callback fails the run.
@@ -228,17 +229,24 @@ class Run(RunQueries, Awaited["Run"]):
             self._require_live("start another one with lab.run")
             self._control.ledger = True
 
-    def save(self) -> Request[Checkpoint]:
-        """Takes a checkpoint after the running chunk, in the folder of `saving`. Returns at once; waiting is optional.
+    def save(self, folder: str | os.PathLike[str] | None = None) -> Request[Checkpoint]:
+        """Takes a checkpoint after the running chunk. Returns at once; waiting is optional.
+
+        Args:
+            folder: for this and all later checkpoints of the run, that of its last step included; None: that of `saving`.
 
         Raises:
-            ArgumentError: the run has no folder. ClusterError: it is over.
+            ArgumentError: of the folder, or there is none. ClusterError: the run is over.
         """
-        if self.saving is None:
-            raise ArgumentError("save", "this run has no folder for checkpoints", "start it with lab.run(save=folder)")
+        config = self.saving
+        if folder is not None:
+            config = CheckpointConfig(folder=folder) if config is None else replace(config, folder=folder)
+        if config is None:
+            raise ArgumentError("save", "this run has no folder for checkpoints", "give one: run.save(folder)")
         with self._control.changing():
             self._require_live("lab.save(folder) saves what the ranks hold")
-            return self._driver.checkpoints.request()
+            self.saving = config
+            return self._driver.checkpoints.request(config)
 
     def generate(self, prompts: str | Sequence[str], **sampling: Any) -> GenerateRequest:
         """Has the model continue a text or several, after the running chunk: `await run.generate("Once")`. Returns at once.

@@ -93,7 +93,9 @@ class CheckpointSchedule:
         self._requests: list[Request[Checkpoint]] = []  # for the next checkpoint
         self._waiting: dict[int, list[Request[Checkpoint]]] = {}  # index in `taken` -> requests that it answers
 
-    def request(self) -> Request[Checkpoint]:
+    def request(self, config: CheckpointConfig) -> Request[Checkpoint]:
+        """`config`: of this and all later ones."""
+        self.config = config
         self._requests.append(request := Request[Checkpoint]())
         return request
 

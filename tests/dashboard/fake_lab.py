@@ -211,9 +211,8 @@ class FakeRun:
         self.texts.append(GenerateRequest((prompts,), Sampling(**sampling)))
         return self.texts[-1]
 
-    def save(self) -> SaveRequest:
-        if self.saving is None:
-            raise ArgumentError("save", "this run has no folder for checkpoints", "start it with lab.run(save=folder)")
+    def save(self, folder: str) -> SaveRequest:
+        self.saving = CheckpointConfig(folder=folder)
         path = self.saving.folder / f"step-{self.step:08d}-abcdef"
         self.saves.append(
             SavedCheckpoint(

@@ -118,10 +118,15 @@ def test_save_now_in_a_run_and_what_came_of_it(desk: Desk) -> None:
     assert "13.0 MiB" in desk.saving._list.value and "12.0 ms" in desk.saving._list.value
 
 
-def test_save_now_in_a_run_without_a_folder_is_refused_in_words(desk: Desk) -> None:
+def test_save_now_saves_into_the_folder_of_the_field_whatever_the_run_was_started_with(
+    desk: Desk, tmp_path: Path
+) -> None:
     desk.start()
+    assert desk.lab.current.saving is None
+    desk.saving._folder.value = "other"
     desk.saving._save.click()
-    assert "This run has no folder for checkpoints" in plain(desk.saving.message.value)
+    desk.until(lambda: "is saved in other" in desk.saving.message.value)
+    assert desk.lab.current.saving.folder == tmp_path / "other"
 
 
 def test_save_now_without_a_run_never_holds_up_who_pressed(desk: Desk) -> None:
