@@ -367,8 +367,9 @@ class Lab:
 
         All begin with the same initial values and see the same batches. They take turns of `steps / rounds` steps, at least
         three, so that drift of the machine affects all alike; between its turns a run's state is on the host, bit for bit.
-        Combinations that are invalid or fail are listed with their reason, and the others continue. Returns at once. A new
-        run ends it.
+        Combinations that are invalid or fail are listed with their reason, and the others continue. Returns at once. A run
+        in progress is suspended and goes on afterwards; it is stopped where a combination needs other ranks, and while it
+        waits for `recover`. A new run ends the comparison.
 
         Args:
             spec: the Spec that the lists change, or several; None: the default one for this lab's ranks.

@@ -16,10 +16,11 @@ from typing import Any
 import ipywidgets as widgets
 
 from fsdp_lab.core.describe import describe_fields, describe_strategy, field_title, flat_fields
+from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec
 from fsdp_lab.dashboard.forms import HIDDEN, InputForm, put, status, styled
-from fsdp_lab.dashboard.lab_like import LabLike, active_sweep, shown_run
-from fsdp_lab.runs import Refusal, Sweep
+from fsdp_lab.dashboard.lab_like import LabLike, active_loop, active_run, active_sweep, shown_run
+from fsdp_lab.runs import Refusal, RunState, Sweep
 from fsdp_lab.runs.sweep import ROUNDS, combine
 
 COMBINED: Mapping[str, Sequence[Any]] = {
@@ -96,8 +97,10 @@ class SweepForm(InputForm):
             self._show()
 
     def start(self) -> None:
-        """Begins the comparison of what is chosen."""
-        base = self._wanted()
+        """Begins the comparison of what is chosen. Raises ArgumentError where that would end what cannot be suspended."""
+        base, run = self._wanted(), active_run(self._lab)
+        if active_loop(self._lab) is not None or (run is not None and run.state is RunState.BROKEN):
+            raise ArgumentError("compare", "it would end what has the ranks now", "stop that first, or recover it")
         self._started = self._lab.compare(base, steps=self._steps.value, rounds=self._rounds.value, **self.lists(base))
         self._open = False
         self._show()
@@ -154,8 +157,10 @@ class SweepForm(InputForm):
         valid = len(combined) - len(refused)
         self._start.disabled = not valid
         cannot = f", {len(refused)} cannot" if refused else ""
+        run = active_run(self._lab)
+        goes_on = "" if run is None else " The run is suspended meanwhile, and goes on afterwards."
         total = f"<b>{len(combined)} combination{'s' * (len(combined) != 1)}</b>: {valid} can run{cannot}."
-        return f"{total} {self._estimate(valid)}{_reasons(refused, self.lists(base))}"
+        return f"{total} {self._estimate(valid)}{goes_on}{_reasons(refused, self.lists(base))}"
 
     def _estimate(self, runs: int) -> str:
         run = shown_run(self._lab)
@@ -189,6 +194,8 @@ def _progress(sweep: Sweep) -> str:
     turn = ""
     if run is not None and run in sweep.runs:
         turn = f" · now {sweep.runs.index(run) + 1}: {describe_strategy(run.spec)}"
+    if sweep.suspended is not None:
+        turn += f" · then the run goes on at step {sweep.suspended.step:,}"
     track = f'<span class="fsdp-progress-track"><i class="fsdp-progress-done" style="width:{share:.1f}%"></i></span>'
     return (f'<span class="fsdp-progress" role="progressbar" aria-valuenow="{share:.0f}" aria-valuemin="0" '
             f'aria-valuemax="100" aria-label="Comparison">{track}<span>{p.done_steps:,} of {p.all_steps:,} steps · {left}'

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fsdp_lab.cluster import ClusterError, RankHung, RankLost
@@ -62,10 +63,19 @@ class Activities:
     def begin_sweep(self, specs: Sequence[Spec], refused: Sequence[Refusal], *, steps: int, rounds: int) -> Sweep:
         with self._lock:
             self.require_open()
-            clear = self._preparation("a comparison was started", place_ranks=False)
-            self.sweep = Sweep(specs, refused, steps=steps, rounds=rounds, make=self._begin_turn, drop=self._discard,
-                               clear=lambda: clear(specs[0]))  # fmt: skip
+            run = self._suspendable(specs)
+            clear = self._preparation("a comparison was started", place_ranks=False, but=run)
+            self.sweep = Sweep(specs, refused, steps=steps, rounds=rounds, make=self._begin_turn, suspended=run,
+                               drop=partial(self._end_turns, run), clear=lambda: clear(specs[0]))  # fmt: skip
             return self.sweep
+
+    def _suspendable(self, specs: Sequence[Spec]) -> Run | None:
+        """The run in progress, if it can wait for a sweep: its state needs the ranks that it is on."""
+        run = self.run if self.sweep is None or self.sweep.done else self.sweep.suspended
+        if run is None or run.done or run.state in (RunState.BROKEN, RunState.STOPPING):
+            return None
+        on = run.pending or run.spec
+        return run if all((s.world_size, s.devices) == (on.world_size, on.devices) for s in specs) else None
 
     def _begin_turn(self, spec: Spec, steps: int, share: int) -> Run:
         """Starts one of a sweep's runs. Under the lock the sweep is known before its first run is, else the run would be
@@ -77,8 +87,14 @@ class Activities:
         self._record(run)
         return run
 
-    def _discard(self, runs: list[str]) -> None:
-        self._cluster.call("discard", timeout_s=5.0, runs=runs)
+    def _end_turns(self, suspended: Run | None, runs: list[str]) -> None:
+        """Drops the states of a sweep's runs. The run that was suspended is the newest again, unless there is another."""
+        with self._lock:
+            if suspended is not None and self.run is not None and self.run.id in runs:
+                self._newest = suspended if self._newest is self.run else self._newest
+                self.run = suspended
+        stopped = [suspended.id] if suspended is not None and suspended.done else []
+        self._cluster.call("discard", timeout_s=5.0, runs=[*runs, *stopped])
 
     def begin_slow_motion(self, spec: Spec) -> SlowMotion:
         with self._lock:
@@ -89,13 +105,13 @@ class Activities:
             self._slow = weakref.ref(slow)
         return slow
 
-    def _preparation(self, why: str, *, place_ranks: bool = True) -> Callable[[Spec], None]:
+    def _preparation(self, why: str, *, place_ranks: bool = True, but: Run | None = None) -> Callable[[Spec], None]:
         """The function that a new activity calls on its own thread before anything is sent to the ranks.
 
         What it has to end is fixed now, under the lock: then everyone ends only earlier activities, and no two wait for
-        each other.
+        each other. `but` goes on.
         """
-        former = [one for one in (self._slow_step, self.sweep, self.run, *self._watched.values()) if one is not None]
+        former = [one for one in (self._slow_step, *self.unfinished) if one is not None and one is not but]
 
         def prepare(spec: Spec) -> None:
             """Ends the former activities, then places the ranks."""
@@ -187,8 +203,10 @@ class Activities:
 
     @property
     def unfinished(self) -> list[Sweep | Run | WatchedRun]:
-        """The newest sweep, the newest run and watched loops, where they are not over."""
-        return [one for one in (self.sweep, self.run, *self._watched.values()) if one is not None and not one.done]
+        """The newest sweep, the run that it has suspended, the newest run and watched loops, where they are not over."""
+        suspended = None if self.sweep is None else self.sweep.suspended
+        found = (self.sweep, suspended, self.run, *self._watched.values())
+        return [one for one in dict.fromkeys(found) if one is not None and not one.done]
 
     @property
     def slow(self) -> SlowMotion | None:

@@ -100,7 +100,8 @@ class RunControl:
         faults: to be armed, in order. texts: to be continued, in order.
         ledger: whether the next step is to be a ledger step.
         paused: whether to hold between two chunks.
-        suspended: whether the run waits for its turn, with its training state on the host.
+        suspending: whether to suspend the run after its chunk. suspended: whether it waits for its turn, with its training
+            state on the host.
         stop_s, stop_reason: when a stop was requested, on the monotonic clock, and why; None: it was not.
     """
 
@@ -111,7 +112,7 @@ class RunControl:
         self.ended_unix_s: float | None = None
         self.pending: Spec | None = None
         self.recovery: RecoveryPolicy | None = None
-        self.paused = self.suspended = False
+        self.paused = self.suspending = self.suspended = False
         self.stop_s: float | None = None
         self.stop_reason = ""
         self.faults: list[FaultRequest] = []
@@ -168,8 +169,9 @@ class RunControl:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is a Spec to apply, a fault to arm, or a text to continue, which a pause does not delay."""
-        return self.pending is not None or bool(self.faults) or bool(self.texts)
+        """Whether there is a Spec to apply, a fault to arm, a text to continue, or the ranks are wanted, which a pause does
+        not delay."""
+        return self.pending is not None or bool(self.faults) or bool(self.texts) or self.suspending
 
     @property
     def interrupt_reason(self) -> str:
@@ -203,7 +205,7 @@ class RunControl:
     def wait_for_turn(self) -> bool:
         """Suspended until `take_turn` or `stop` is called. Returns whether it is the run's turn."""
         with self.changed:
-            self.suspended = True
+            self.suspending, self.suspended = False, True
             if self.stop_s is None:
                 self.set_state(RunState.PAUSED, "waits for its turn")
             while self.suspended and self.stop_s is None:

@@ -228,7 +228,7 @@ class Driver:
                 return RunState.FINISHED, ""
             if reason := self.early_stopping.reason:
                 return RunState.STOPPED, reason
-            if progress.turn_over:
+            if progress.turn_over or control.suspending:
                 self._suspend()
                 continue
             with control.changed:
@@ -323,13 +323,18 @@ class Driver:
                 raise
 
     def _suspend(self) -> None:
-        """Moves the training state to the host until `take_turn` or `stop`. Ranks that are new by then begin again."""
+        """Moves the training state to the host until `take_turn` or `stop`. Ranks that are new by then have lost it: a run
+        that takes turns begins again, and another one has failed."""
+        self._save_last_step()  # it may be stopped meanwhile, when the ranks hold another run's
         self.call("suspend")
         if not self.control.wait_for_turn():
             return
         self.progress.begin_turn()
         self._prepare(self.spec)
         if self.call("resume", run=self.run)[0]["step"] is None:
+            if self.progress.share is None:
+                self.call("unload")  # what the ranks hold is another run's
+                raise ClusterError("its ranks were replaced while it was suspended, and its state was lost with them")
             self.progress.restart()
             self._switch(self.spec, fresh=True)
 

@@ -296,10 +296,16 @@ class Run(RunQueries, Awaited["Run"]):
         """The next failure to be detected was injected at this time."""
         self._driver.recovery.injected_unix_s = unix_s
 
+    def suspend(self) -> None:
+        """Suspends the run after its chunk, or its pause: its state goes to the host, and others may use the ranks until
+        `take_turn`."""
+        with self._control.changing():
+            self._control.suspending = True
+
     def take_turn(self) -> None:
         """Continues a suspended run; the ranks must be free."""
         with self._control.changing():
-            self._control.suspended = False
+            self._control.suspending = self._control.suspended = False
 
     def wait_suspended(self, timeout_s: float | None = None) -> bool:
         """Blocks until the run is suspended or over, or for `timeout_s`. Returns whether it is either."""

@@ -51,6 +51,7 @@ class Sweep(Awaited["Sweep"]):
     Attributes:
         runs: in order of their first turns. refused: combinations that are impossible.
         steps: of each run. rounds: turns of each run. reason: why it was stopped; empty where it was not.
+        suspended: the run that it found in progress, which goes on afterwards; None: there was none, or it was stopped.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Sweep(Awaited["Sweep"]):
         make: Callable[[Spec, int, int], Run],
         clear: Callable[[], None],
         drop: Callable[[list[str]], None],
+        suspended: Run | None = None,
     ) -> None:
         """`make(spec, steps, share)` starts a run; `clear` frees the ranks, once; `drop` deletes suspended runs' states."""
         super().__init__()
@@ -71,7 +73,7 @@ class Sweep(Awaited["Sweep"]):
         self.runs: list[Run] = []
         self._runs: dict[str, Run] = {}  # by the id of their Specs
         self.error: BaseException | None = None
-        self._make, self._clear, self._drop = make, clear, drop
+        self._make, self._clear, self._drop, self.suspended = make, clear, drop, suspended
         self._stopped = threading.Event()
         self._began_s, self._ended_s = time.monotonic(), 0.0
         self._driver = threading.Thread(target=self._drive, name="fsdp_lab-sweep", daemon=True)
@@ -159,6 +161,10 @@ class Sweep(Awaited["Sweep"]):
         try:
             if self.specs:
                 self._clear()
+            if self.suspended is not None:
+                self.suspended.suspend()
+                while not self.suspended.wait_suspended(0.1) and not self._stopped.is_set():
+                    pass
             for specs in self._by_ranks():
                 self._in_turns(specs)
         except BaseException as e:
@@ -167,7 +173,10 @@ class Sweep(Awaited["Sweep"]):
             for run in self.runs:
                 run.stop(STOP_S, self.reason)
             with contextlib.suppress(Exception):  # lost ranks have nothing suspended
-                self._drop([run.id for run in self.runs])
+                if self.runs:
+                    self._drop([run.id for run in self.runs])
+            if self.suspended is not None:
+                self.suspended.take_turn()
             self._ended_s = time.monotonic()
             self._end()
 

@@ -240,6 +240,10 @@ class FakeRun:
     def step(self) -> int:
         return len(self.events) // self.spec.world_size
 
+    def suspend(self) -> None:
+        self.pause()
+        self._aside.set()
+
     def take_turn(self) -> None:
         self._aside.clear()
         self._turn = self._share or 0
@@ -550,10 +554,12 @@ class FakeLab:
         combined = list(combine(spec or self.spec, lists, lambda base, changes: base.replace(**changes)))
         refused = [one for one in combined if isinstance(one, Refusal)]
         run, slow = self.current, self._slow_step
+        run = None if run is None or run.done else run
         with self._lock:
             self.sweep = Sweep([one for one in combined if isinstance(one, Spec)], refused, steps=steps, rounds=rounds,
-                               make=self._turn_of, drop=lambda runs: None,
-                               clear=lambda: self._make_room("a comparison was started", run, slow))  # fmt: skip
+                               make=self._turn_of, drop=lambda runs: vars(self).update(current=run or self.current),
+                               clear=lambda: self._make_room("a comparison was started", None, slow),
+                               suspended=run)  # fmt: skip
         return self.sweep
 
     def plan(self, spec: Spec) -> Any:

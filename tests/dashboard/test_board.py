@@ -394,6 +394,22 @@ def test_controls_rest_during_a_sweep_and_say_why(dashboard):
     until(lambda: len(dashboard.comparison.rows) == len(lab.sweep.runs) + 1)
 
 
+def test_a_run_that_a_comparison_suspends_goes_on_and_that_is_said(dashboard):
+    lab, form = dashboard.lab, dashboard._sweep_form
+    run = lab.run()
+    form.toggle()
+    assert "The run is suspended meanwhile, and goes on afterwards." in form.message.value
+    form._steps.value = 400
+    form.start()
+    until(lambda: "then the run goes on at step" in form._progress.value)
+    form.stop()
+    until(lambda: lab.sweep.done and lab.current is run and run.state is RunState.RUNNING)
+    run.state, former = RunState.BROKEN, lab.sweep
+    form.toggle()
+    form.attempt(form.start)
+    assert "It would end what has the ranks now: stop that first" in form.message.value and lab.sweep is former
+
+
 def test_a_form_says_what_it_will_take_and_refuses_nothing_to_run(dashboard):
     form = dashboard._sweep_form
     form.toggle()

@@ -125,6 +125,27 @@ def test_a_killed_rank_is_replaced_and_the_curve_is_that_of_an_undisturbed_run(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_run_that_a_comparison_suspends_goes_on_bit_for_bit(
+    lab: Lab, undisturbed: dict[int, float], tmp_path: Path, lost: bool
+) -> None:
+    """Also where a rank is lost meanwhile, and with it the state of the run: it was saved before."""
+    run = lab.run(**SMALL, steps=STEPS, recover=True, save=tmp_path)
+    until(lambda: run.step > 3, 60)
+    sweep = lab.compare(run.spec, backend=["fsdp2", "lab"], steps=2000 if lost else 4, rounds=1)
+    if lost:
+        until(lambda: bool(sweep.runs) and sweep.runs[0].step > 1, 60)
+        kill(lab, 1)
+        until(lambda: len(sweep.runs) == 2 and sweep.runs[1].step > 1, 60)
+        sweep.stop(20)
+    sweep.wait(120)
+    run.wait(120)
+    assert losses(run) == undisturbed and lab.current is run
+    found = [(i.source, i.resumed_step, "was lost with them" in i.sentence) for i in run.incidents]
+    assert found == ([(CHECKPOINT, run.saves[0].step, True)] if lost else [])
+
+
+@pytest.mark.slow
 def test_without_a_checkpoint_or_a_replica_it_begins_again(lab: Lab, undisturbed: dict[int, float]) -> None:
     run = lab.run(**SMALL, steps=STEPS, recover=True)
     until(lambda: run.step > 3, 60)

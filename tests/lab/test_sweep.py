@@ -90,17 +90,42 @@ def test_ctrl_c_and_interrupt_stop_all_of_it(lab: Lab):
     assert all(run.state is RunState.STOPPED for run in sweep.runs) and sweep.reason == "interrupted"
 
 
-def test_another_run_ends_it_and_it_ends_another_run(lab: Lab):
+def test_a_run_in_progress_waits_for_it_and_goes_on(lab: Lab):
+    """Also while it is paused, and where one comparison replaces another."""
     run = lab.run()
     until(lambda: run.step > 1, 20)
+    run.pause()
+    until(lambda: run.state is RunState.PAUSED, 20)
+    step = run.step
     first = lab.compare(sharding=SHARDINGS, steps=2000)
     until(lambda: bool(first.runs), 20)
-    assert run.state is RunState.STOPPED and run.reason == "a comparison was started"
-    second = lab.compare(sharding=SHARDINGS[:2], steps=2000)
-    until(lambda: bool(second.runs), 20)
+    assert first.suspended is run and run.reason == "waits for its turn"
+    second = lab.compare(sharding=SHARDINGS[:2], steps=6)
+    second.wait(30)
     assert first.done and first.reason == "a comparison was started" and len(first.runs) <= 3
+    assert {one.state for one in second.runs} == {RunState.FINISHED} and lab.current is run
+    until(lambda: run.state is RunState.PAUSED and not run.reason, 20)
+    assert run.step == step
+    run.resume()
+    until(lambda: run.step > step + 1, 20)
+    assert lab.cluster.call("status")[0]["step"] > step and run.stop(10) and run.state is RunState.STOPPED
+
+
+def test_another_run_ends_it_and_the_run_that_waits(lab: Lab):
+    run = lab.run()
+    until(lambda: run.step > 1, 20)
+    sweep = lab.compare(sharding=SHARDINGS[:2], steps=2000)
+    until(lambda: bool(sweep.runs), 20)
     last = lab.run(steps=3).wait(30)
-    assert last.state is RunState.FINISHED and second.done and second.reason == "another run was started"
+    assert last.state is RunState.FINISHED and lab.current is last
+    assert {sweep.reason, run.reason} == {"another run was started"} and sweep.done and run.state is RunState.STOPPED
+
+
+def test_it_stops_a_run_that_needs_the_ranks_as_they_are(lab: Lab):
+    run = lab.run()
+    until(lambda: run.step > 1, 20)
+    sweep = lab.compare(world_size=[1, 2], steps=3, rounds=1).wait(60)
+    assert sweep.suspended is None and run.state is RunState.STOPPED and run.reason == "a comparison was started"
 
 
 @pytest.mark.slow
