@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any, TypeVar
@@ -132,7 +133,12 @@ def close_all(widget: widgets.Widget) -> None:
 def status(text: str, *, wrong: bool = False) -> str:
     """A sentence that a screen reader announces when it changes."""
     tone = "fsdp-refused" if wrong else "fsdp-soft"
-    return f'<span class="{tone}" role="status">{escape(text)}</span>' if text else ""
+    return f'<span class="{tone}" role="status">{prose(text)}</span>' if text else ""
+
+
+def prose(text: str) -> str:
+    """A sentence as HTML, with what is in backticks as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def error_text(error: BaseException) -> str:

@@ -10,6 +10,8 @@ import ipywidgets
 import pytest
 
 from fsdp_lab.dashboard import Dashboard
+from fsdp_lab.dashboard.clinic import Clinic
+from fsdp_lab.dashboard.clinic.pains import Pain
 from fsdp_lab.dashboard.lab_like import LabLike
 from fsdp_lab.lab import Lab
 from tests.dashboard.fake_lab import FakeLab
@@ -106,6 +108,25 @@ def test_a_closed_lab_is_said_and_the_thread_rests(lab):
     assert "The lab is closed" in dashboard._controls._state.value
     assert dashboard._controls._start.disabled
     dashboard.close()
+
+
+def test_the_clinics_select_follows_what_is_trained(lab, monkeypatch):
+    """A page may send another choice before it has heard that the select is disabled."""
+    trained = threading.Event()
+    monkeypatch.setattr(Pain, "reproduce", lambda pain, lab: trained.wait(10) and lab.run(steps=1))
+    clinic = Clinic(lab)
+    try:
+        clinic.choose("generation")
+        clinic._reproduce.click()
+        assert clinic._choice.disabled
+        clinic._choice.value = "communication"
+        assert clinic._choice.value == clinic.pain.cause == "generation" and "wait some seconds" in clinic.message.value
+        trained.set()
+        clinic.wait(10)
+        clinic._choice.value = "communication"
+        assert clinic.pain.cause == "communication"
+    finally:
+        clinic.dashboard.close()
 
 
 def test_a_tick_that_fails_does_not_end_the_display(lab, monkeypatch, caplog):

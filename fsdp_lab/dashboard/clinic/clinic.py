@@ -12,7 +12,7 @@ import ipywidgets as widgets
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.dashboard.clinic.pains import PAINS, AnyRun, ClinicLab, Pain
 from fsdp_lab.dashboard.dashboard import Dashboard
-from fsdp_lab.dashboard.forms import HIDDEN, InputForm, answer_while_busy, display_widget, put, section, styled
+from fsdp_lab.dashboard.forms import HIDDEN, InputForm, answer_while_busy, display_widget, prose, put, section, styled
 
 
 class Clinic(InputForm):
@@ -39,7 +39,7 @@ class Clinic(InputForm):
         self.dashboard = Dashboard(lab)
         names = [(pain.title, name) for name, pain in PAINS.items()]
         self._choice = styled(self.dropdown("pain", names, names[0][1], "What hurts"), "fsdp-select")
-        self._choice.observe(lambda change: self.attempt(lambda: self.choose(change["new"])), "value")
+        self._choice.observe(lambda change: self._chosen(change["new"]), "value")
         self._reproduce = self.button("Reproduce", "bug", "Train until it has this pain", self.reproduce)
         self._cure = self.button("Apply the cure", "medkit", "Train as the diagnosis says", self.cure)
         self._about, self._code, self._found, self.message = (
@@ -64,6 +64,10 @@ class Clinic(InputForm):
         put(self._choice, "value", name)
         self.say("")
         self._show()
+
+    def _chosen(self, name: str) -> None:
+        self.attempt(lambda: self.choose(name))
+        put(self._choice, "value", self.pain.cause.value)  # a choice while something is trained comes too late
 
     def reproduce(self) -> None:
         """Trains until the ranks have the pain."""
@@ -141,9 +145,9 @@ def code_of(pain: Pain) -> str:
 def found(pain: Pain, sick: AnyRun, cured: AnyRun | None) -> str:
     """What the lab says of the run, and the figure before and after, as HTML."""
     named = [d for d in sick.diagnoses if d.cause is pain.cause]
-    said: list[Any] = [f"<p><b>{escape(d.sentence)}</b> {escape(d.cure)}</p>" for d in named]
+    said: list[Any] = [f"<p><b>{prose(d.sentence)}</b> {prose(d.cure)}</p>" for d in named]
     if not named:
-        said = [f"<p>The lab has not named the cause this time. {escape(sick.reason)}</p>"]
+        said = [f"<p>The lab has not named the cause this time. {prose(sick.reason)}</p>"]
     rows = [("as reproduced", sick), *([("cured", cured)] if cured is not None else [])]
     cells = "".join(f"<tr><td>{name}</td><td>{escape(pain.measure.of(run))}</td></tr>" for name, run in rows)
     head = f"<tr><th></th><th>{escape(pain.measure.name)}</th></tr>"
