@@ -15,10 +15,11 @@ from typing import Any
 
 import ipywidgets as widgets
 
+from fsdp_lab.core.describe import field_title
 from fsdp_lab.core.errors import FieldError, SpecError
 from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.core.workload import Workload
+from fsdp_lab.core.workload import LINEAGE, Workload
 from fsdp_lab.dashboard.choices import Choices, ChoiceState, Note
 from fsdp_lab.dashboard.fields import (
     FIRST_MODEL_ON_CPUS,
@@ -30,16 +31,20 @@ from fsdp_lab.dashboard.fields import (
     Group,
     Offer,
 )
-from fsdp_lab.dashboard.forms import InputForm, put, styled
-from fsdp_lab.dashboard.lab_like import LabLike, active_loop, active_run, active_sweep, shown_run
+from fsdp_lab.dashboard.forms import HIDDEN, InputForm, prose, put, styled
+from fsdp_lab.dashboard.lab_like import LabLike, active_loop, active_run, active_sweep, held_step, shown_run
 from fsdp_lab.models.check import check
 from fsdp_lab.planner.questions import ANYWAY, DoesNotFit
-from fsdp_lab.runs import Run, RunState, SwitchRequest
+from fsdp_lab.runs import Run, RunState, SwitchRequest, WatchedRun
 
 SWEEPING = "A comparison is running, so the strategy cannot be changed. Stop ends it and keeps what was measured."
 WATCHING = "This loop is your own: what it trains and how is in its code. Stop interrupts its cell."
 WAITING = "See Safety below, or press Stop."
+HELD = "The ranks hold what was trained up to step {step:,}."
 IDLE = "Press Start to train."
+RESTARTS = (
+    "With another {field} training begins at step 0. What was trained up to step {step:,} is lost unless it is saved."
+)
 CLOSED = "The lab is closed. Make another one and run this cell again."
 
 
@@ -76,15 +81,19 @@ class Controls(InputForm):
         self._sent: list[_Sent] = []
         self._too_large: Spec | None = None  # what Start refused
         self._complaint = ""
+        self._question = ""  # the field that is asked about, because its change begins at step 0
         self._start = self.button("Start", "play", "Start training at step 0", self.start)
         self._pause = self.button("Pause", "pause", "Pause after the steps in progress", self.pause)
         self._stop = self.button("Stop", "stop", "End the run and keep the ranks", self.stop)
         self._ledger = self.button(
             "Profile memory", "microscope", "Profile memory in the next step (slower)", self.ledger
         )
-        self._start.button_style = "primary"
         self._state = styled(widgets.HTML(), "fsdp-state-line")
         self._bar = styled(widgets.Box([*self.inputs, self._state]), "fsdp-bar")
+        self.message = styled(widgets.HTML(), "fsdp-notice-text")
+        self._answers = [self.button("Begin at step 0", "play", "Train what is chosen, from initial values", self._restart),
+                         self.button("Keep the run", "undo", "Leave what it trains as it is", self._keep)]  # fmt: skip
+        self._notice = styled(widgets.Box([self.message, *self._answers]), "fsdp-notice")
         every = [f for _, fields in GROUPS for f in fields]
         self._controls = {f.name: Control(f, self.choices.wanted, self._choose) for f in every}
         self._groups = [
@@ -96,11 +105,11 @@ class Controls(InputForm):
         self._fields = [widget for control in self._controls.values() for widget in control.inputs]
         self.inputs += [*(button for group in self._groups for button in group.buttons), *self._fields]
         groups = styled(widgets.Box([group.box for group in self._groups]), "fsdp-groups")
-        self.widget = styled(widgets.VBox([self._bar, *below, groups]), "fsdp-controls")
+        self.widget = styled(widgets.VBox([self._bar, self._notice, *below, groups]), "fsdp-controls")
         self._show()
 
     def add_button(self, text: str, icon: str, tooltip: str, press: Callable[[], Any]) -> None:
-        """Adds a button to the bar. An error of `press` is shown beside the state."""
+        """Adds a button to the bar. An error of `press` is shown below it."""
         *buttons, state = self._bar.children
         self._bar.children = [*buttons, self.button(text, icon, tooltip, press), state]
 
@@ -115,9 +124,16 @@ class Controls(InputForm):
             self._begin()
 
     def pause(self) -> None:
-        """Pauses or resumes the run."""
+        """Pauses or resumes the run. Without one, starts a run that continues with what the ranks hold."""
         if (run := active_run(self._lab)) is not None:
             (run.resume if run.state is RunState.PAUSED else run.pause)()
+        elif self._held() is not None:
+            self._begin(fresh=False)
+
+    def _held(self) -> int | None:
+        """The step at which the ranks continue, if they train what is chosen; None: they begin at step 0."""
+        changed = set(self._lab.spec.difference(self.choices.wanted))
+        return None if changed & {*LINEAGE, *RANK_FIELDS} else held_step(self._lab)
 
     def stop(self) -> None:
         """Requests that the run, or the whole comparison, ends at once, whatever the ranks are doing."""
@@ -149,14 +165,29 @@ class Controls(InputForm):
         self.attempt(lambda: self._take(dict(values)))
 
     def _take(self, values: Mapping[str, Any]) -> None:
+        self._question = ""
         accepted = self.choices.choose(**values)
         if not accepted:
             return
         run = active_run(self._lab)
         if run is None:
             self._note(accepted, ChoiceState.NEXT, "with the next start")
+        elif run.step and (restarting := set((run.pending or run.spec).difference(self.choices.wanted)) & set(LINEAGE)):
+            self._note(accepted, ChoiceState.NEXT, "see above")
+            self._question = field_title(min(restarting))
         else:
             self._apply(run, accepted)
+
+    def _restart(self) -> None:
+        self._question = ""
+        if (run := active_run(self._lab)) is not None:
+            self._apply(run, self._waiting())
+
+    def _keep(self) -> None:
+        self._question = ""
+        if (run := active_run(self._lab)) is not None:
+            self._note(self._waiting(), ChoiceState.IDLE, "")
+            self.choices.adopt(run.pending or run.spec)
 
     def _apply(self, run: Run, accepted: Mapping[str, Any]) -> None:
         wanted = self.choices.wanted
@@ -178,12 +209,12 @@ class Controls(InputForm):
             return Offer(effect="Another number of ranks takes some seconds; the run goes on with its parameters.")
         return Offer()
 
-    def _begin(self) -> None:
+    def _begin(self, *, fresh: bool = True) -> None:
         """Starts a run; choices that waited for one become pending with it."""
         wanted, waiting = self.choices.wanted, self._waiting()
         again = {"anyway": True} if wanted == self._too_large else {}
         try:
-            run = self._lab.run(wanted, **self._options(), **again)
+            run = self._lab.run(wanted, fresh=fresh, **self._options(), **again)
         except DoesNotFit as e:
             self._too_large = wanted
             raise SpecError(
@@ -218,7 +249,7 @@ class Controls(InputForm):
             self._show()
 
     def say(self, text: str, *, wrong: bool = False) -> None:
-        """Shows what went wrong beside the state, until the next thing that a person does."""
+        """Shows what went wrong below the buttons, until the next thing that a person does."""
         with self._lock:
             self._complaint = text
             self._show_state()
@@ -229,6 +260,9 @@ class Controls(InputForm):
         """Settles what is pending, follows what code has changed, and shows the state."""
         with self._lock:
             before = (dict(self.choices.notes), self.choices.wanted)
+            if self._question and active_run(self._lab) is None:
+                self._question = ""
+                self._note(self._waiting(), ChoiceState.NEXT, "with the next start")
             self._sent = [s for s in self._sent if not self._settled(s, run, events)]
             if run is not None and not self._sent and active_sweep(self._lab) is None:
                 self._follow(run)
@@ -290,20 +324,44 @@ class Controls(InputForm):
         watching = active_loop(self._lab) is not None and not sweeping
         for widget in self._fields:
             put(widget, "disabled", sweeping or watching)
+        held = None if active or sweeping or state is RunState.FAILED else self._held()
         put(self._start, "disabled", sweeping or (active and not paused))
-        put(self._pause, "disabled", sweeping or watching or not active or stopping or broken)
-        put(self._pause, "description", "Resume" if paused else "Pause")
-        put(self._pause, "icon", "play" if paused else "pause")
+        put(self._start, "description", "Start" if held is None else "Start over")
+        put(self._start, "button_style", "primary" if held is None else "")
+        put(self._pause, "disabled", sweeping or watching or (not active and held is None) or stopping or broken)
+        put(self._pause, "description", "Resume" if paused else "Pause" if held is None else "Continue")
+        put(self._pause, "icon", "pause" if held is None and not paused else "play")
+        put(self._pause, "button_style", "" if held is None else "primary")
         put(self._stop, "disabled", not sweeping and (not active or stopping))
         put(self._ledger, "disabled", sweeping or watching or not active or stopping or broken)
         word = "comparing" if sweeping else state.value if state is not None else "ready"
-        own = (run.reason if run is not None else IDLE) or (WATCHING if watching else "")
-        reason = SWEEPING if sweeping else WAITING if broken else own
-        text = self._complaint or reason or (self._lab.waiting if active else "")
-        details = run.details if run is not None and not self._complaint else ""
-        css = f"fsdp-state fsdp-state-{word}"
-        put(self._state, "value", f'<span class="{css}" role="status">{escape(word)}</span> '
-             f"<span>{escape(text)}</span>{_folded(details)}")  # fmt: skip
+        css, text = f"fsdp-state fsdp-state-{word}", SWEEPING if sweeping else self._sentence(run, held)
+        put(self._state, "value", f'<span class="{css}" role="status">{escape(word)}</span> <span>{prose(text)}</span>')
+        self._show_notice(run if state is RunState.FAILED and not sweeping else None)
+
+    def _sentence(self, run: Run | WatchedRun | None, held: int | None) -> str:
+        """What stands beside the state."""
+        if run is not None and run.state in (RunState.BROKEN, RunState.RECOVERING):
+            return WAITING
+        if run is not None and run.reason:
+            return "" if run.state is RunState.FAILED else run.reason
+        if held is not None:
+            return HELD.format(step=held)
+        if run is None:
+            return IDLE
+        return WATCHING if active_loop(self._lab) is not None else "" if run.state.over else self._lab.waiting
+
+    def _show_notice(self, failed: Run | WatchedRun | None) -> None:
+        """The row below the buttons: a question, what was refused, or why the run failed."""
+        run, text = active_run(self._lab), self._complaint or (failed.reason if failed is not None else "")
+        if self._question and run is not None:
+            text = RESTARTS.format(field=self._question, step=run.step)
+        said = prose(f"{text[:1].upper()}{text[1:]}")
+        details = _folded(failed.details) if failed is not None and text == failed.reason else ""
+        put(self.message, "value", f'<span role="alert">{said}</span>{details}' if text else "")
+        put(self._notice.layout, "display", "" if text else HIDDEN)
+        for answer in self._answers:
+            put(answer.layout, "display", "" if self._question else HIDDEN)
 
     def _check(self, spec: Spec) -> None:
         """What a Spec cannot check of its workload. The last valid workload is remembered: most choices do not change it."""

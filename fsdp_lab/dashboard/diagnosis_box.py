@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from html import escape
 from itertools import zip_longest
 from typing import Any
 
 import ipywidgets as widgets
 
 from fsdp_lab.core.describe import describe_field
-from fsdp_lab.dashboard.forms import HIDDEN, InputForm, put, styled
+from fsdp_lab.dashboard.forms import HIDDEN, InputForm, prose, put, styled
 from fsdp_lab.runs import Run, WatchedRun
 from fsdp_lab.runs.diagnosis import Diagnosis
 
@@ -64,7 +63,7 @@ class DiagnosisBox(InputForm):
         for (box, text, cure), d in zip_longest(self._rows, self.found):
             put(box.layout, "display", HIDDEN if d is None else "")
             if d is not None:
-                put(text, "value", f'<span role="status"><b>{escape(d.sentence)}</b> {escape(d.cure)}</span>')
+                put(text, "value", f'<span role="status"><b>{prose(d.sentence)}</b> {prose(d.cure)}</span>')
                 put(cure, "description", ", ".join(describe_field(n, v) for n, v in d.changes.items()) or "Apply")
                 put(cure.layout, "display", "" if d.changes else HIDDEN)
         put(self.widget.layout, "display", "" if found else HIDDEN)

@@ -72,6 +72,14 @@ def active_sweep(lab: LabLike) -> Sweep | None:
     return None if sweep is None or sweep.done else sweep
 
 
+def held_step(lab: LabLike) -> int | None:
+    """The step up to which what all ranks hold is trained; None where they hold nothing alike, or are in use."""
+    if active_run(lab) or active_loop(lab) or active_sweep(lab):
+        return None
+    steps = {rank.step if rank.alive else None for rank in lab.rank_status()}
+    return steps.pop() or None if len(steps) == 1 else None
+
+
 def shown_run(lab: LabLike) -> Run | WatchedRun | None:
     """The run that the plots show: in a sweep, the one whose turn it is. A user's own loop, if it is the newest."""
     sweep = active_sweep(lab)

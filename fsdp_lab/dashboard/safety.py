@@ -15,7 +15,7 @@ import ipywidgets as widgets
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.core.faults import DRILLS
 from fsdp_lab.core.formatting import duration
-from fsdp_lab.dashboard.forms import InputForm, error_text, field, put, row, section, status, styled, text_line
+from fsdp_lab.dashboard.forms import InputForm, error_text, field, prose, put, row, section, status, styled, text_line
 from fsdp_lab.dashboard.lab_like import LabLike
 from fsdp_lab.dashboard.saving_form import EVERY, OFF, SavingForm
 from fsdp_lab.runs import EvalConfig, Incident, RecoveryPolicy, Run, RunState, WatchedRun
@@ -35,6 +35,7 @@ NO_INCIDENT = (
     "when training resumed, and from what."
 )
 UNFINISHED = {"broken": "waits for Recover or Stop", "recovering": "is being recovered", "stopping": "is given up"}
+SAID = "Why is said above. Recover it, or press Start."
 LASTING = "slow"  # the only drill whose effect lasts until it is ended
 
 Begin = Callable[[Callable[[Mapping[str, Any]], Run]], None]
@@ -107,7 +108,7 @@ class SafetyBox(InputForm):
             return
         state = run.state.value
         badge = f'<span class="fsdp-state fsdp-state-{state}">{state}</span> '
-        reason = f'<span role="status">{escape(run.reason)}</span>'
+        reason = f'<span role="status">{prose(SAID if run.state is RunState.FAILED else run.reason)}</span>'
         put(self.message, "value", badge + (status(self._complaint, wrong=True) or reason))
 
     def _summary(self, run: Run | None) -> str:

@@ -39,7 +39,7 @@ class DashboardPage:
         if code:
             self.notebook.execute(code)
         else:
-            self.button("Start").first.click()
+            self.button("Start( over)?").first.click()
         self.page.wait_for_function(
             f"""([former, blank]) => document.querySelector('.fsdp-live').dataset.scene !== former
                                      || (blank && ({STEP})() >= 0)""",

@@ -83,7 +83,7 @@ def opened(desk: ComparisonPage, watched: Callable[[Notebook], None]) -> Compari
         "lab.sweep and lab.sweep.stop(); lab.sweep = None; lab.current and lab.current.stop()\n"
         "for label in list(dashboard.pins): dashboard.unpin(label)"
     )
-    desk.button("Start").first.scroll_into_view_if_needed()
+    desk.button("Start( over)?").first.scroll_into_view_if_needed()
     desk.page.wait_for_function("() => !document.querySelector('button.fsdp-button').disabled")
     desk.start()
     desk.wait_step(12)

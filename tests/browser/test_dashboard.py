@@ -35,7 +35,7 @@ def opened(desk: DashboardPage, watched: Callable[[Notebook], None]) -> Dashboar
     watched(desk.notebook)
     desk.notebook.execute("lab.current and lab.current.stop()")
     desk.page.set_viewport_size({"width": 1280, "height": 900})
-    desk.button("Start").first.scroll_into_view_if_needed()
+    desk.button("Start( over)?").first.scroll_into_view_if_needed()
     desk.page.wait_for_function("() => !document.querySelector('button.fsdp-button').disabled")
     return desk
 
@@ -70,6 +70,19 @@ def test_start_toggle_refuse_stop(opened):
     last = opened.stop()
     opened.page.locator(".fsdp-card-loss").scroll_into_view_if_needed()
     opened.wait_rows("loss.steps", last + 1)
+
+    opened.button("Continue").click()
+    opened.wait_state("running")
+    opened.choose("model", "gpt2-10m")
+    opened.page.locator(".fsdp-notice:visible", has_text="With another model training begins at step 0.").wait_for()
+    opened.page.locator("button", has_text="Keep the run").click()
+    opened.page.locator(".fsdp-notice").wait_for(state="hidden")
+    opened.button("Stop").click()
+    opened.button("Start over").wait_for()
+    assert opened.notebook.execute("print(lab.begun[-1], lab.current.spec.workload.model)").split() == [
+        "continued",
+        "gpt2-1m",
+    ]
 
 
 @pytest.mark.slow
@@ -236,14 +249,12 @@ def test_a_hang_is_said_and_its_stack_unfolds(opened, picture):
         "lab.current.stop(); r = lab.current\n"
         "stack = ''.join(f'  File \"/lab/layer{i}.py\", line {i}, in forward\\n' for i in range(40)) + '    time.sleep(9)'\n"
         "r.state, r.details = type(r.state).FAILED, 'rank 1 is here:\\n' + stack\n"
-        "r.reason = 'rank 1 did not join all_gather 106 of transformer.h.2 (group 0: ranks 0 and 1), for which rank 0 '"
-        "'has waited 30.2 s: the last that rank 1 joined is all_gather 105 of transformer.h.1'"
+        "r.reason = 'rank 1 did not join all_gather of unit transformer.h.2 (group 0: ranks 0 and 1), for which rank 0 '"
+        "'has waited 30.2 s: the last collective of rank 1 is all_gather of unit transformer.h.1'"
     )
     details = opened.page.locator(".fsdp-details")
     details.wait_for()
-    assert (
-        opened.state() == "failed" and "rank 1 did not join all_gather 106" in details.locator("xpath=..").inner_text()
-    )
+    assert opened.state() == "failed" and "Rank 1 did not join all_gather" in details.locator("xpath=..").inner_text()
     assert not details.locator("pre").is_visible()
     details.locator("summary").click()
     details.locator("pre").wait_for(state="visible")

@@ -444,6 +444,7 @@ class FakeLab:
     def __init__(self, ranks: int = 2, *, step_s: float = 0.1, hosts: int = 1) -> None:
         self.ranks, self.hosts = ranks, hosts
         self.devices = ("cpu",) * ranks
+        self.begun: list[str] = []  # each run: fresh, or continued
         self.most_ranks: int | None = None
         self.attached = False
         self.spec = Spec(world_size=ranks)
@@ -470,7 +471,9 @@ class FakeLab:
 
     def rank_status(self) -> list[Any]:
         each = max(1, len(self.devices) // self.hosts)
-        return [SimpleNamespace(host=f"gpu{rank // each + 1}") for rank in range(len(self.devices))]
+        step = self.current.step if self.current is not None else None
+        return [SimpleNamespace(host=f"gpu{rank // each + 1}", step=step, alive=rank not in self.lost)
+                for rank in range(len(self.devices))]  # fmt: skip
 
     def move(self, hosts: Any, ranks: int | None = None, *, progress: Callable[[StartProgress], None]) -> None:
         """Takes as long as `move_gate` is closed."""
@@ -544,6 +547,7 @@ class FakeLab:
         if self.sweep is not None:
             self.sweep.stop(5)
         self._make_room("another run was started", self.current, self._slow_step)
+        self.begun.append("fresh" if fresh else "continued")
         self.current = FakeRun(f"run-{next(self._ids)}", self.spec, steps=steps, step_s=self.step_s,
                                hosts=self.hosts)  # fmt: skip
         self.current.saving, self.current.recovering = save, RecoveryPolicy.of(recover)

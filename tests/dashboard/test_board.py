@@ -314,7 +314,7 @@ def test_presses_choose_the_baseline_and_take_rows_away(dashboard):
     dashboard._live._on_message(None, {"kind": "press", "card": "comparison", "word": "unpin", "about": "B"}, [])
     assert list(dashboard.pins) == ["A"] and dashboard.comparison.baseline == "A"
     dashboard._press("unpin", "Z")
-    assert "no pin" in dashboard._controls._state.value
+    assert "no pin" in dashboard._controls.message.value
 
 
 # -- sweeps ----------------------------------------------------------------------------------------------------------

@@ -39,6 +39,10 @@ class Desk:
     def note(self, name: str) -> str:
         return re.sub("<[^>]*>", "", self.controls._controls[name].note.value)
 
+    def notice(self) -> str:
+        """The row below the buttons; "" where it is hidden."""
+        return "" if self.controls._notice.layout.display == "none" else self.controls.message.value
+
     def validate(self, group: int = 0) -> str:
         return self.controls._groups[group]._words.value
 
@@ -160,8 +164,45 @@ def test_other_ranks_go_on_with_the_run(desk):
 def test_a_model_that_begins_anew_is_applied_at_step_0(desk):
     desk.controls.start()
     desk.until(lambda: len(desk.lab.current.events) > 10)
+    run = desk.lab.current
     desk.choose("model", "gpt2-10m")
-    desk.until(lambda: desk.note("model") == "applied at step 0")
+    desk.tick()
+    assert "With another model training begins at step 0." in desk.notice() and not run.applies, "it asks first"
+    desk.controls._answers[1].click()
+    desk.tick()
+    assert (desk.notice(), desk.note("model"), desk.controls.choices.wanted) == ("", "", run.spec)
+    desk.choose("model", "gpt2-10m")
+    desk.choose("precision", "bf16")
+    desk.controls._answers[0].click()
+    desk.until(lambda: desk.note("model") == desk.note("precision") == "applied at step 0")
+    assert desk.notice() == "" and len(run.applies) == 1
+
+
+def test_a_question_that_the_end_of_a_run_overtakes_waits_for_the_next(desk):
+    desk.controls.start()
+    desk.until(lambda: len(desk.lab.current.events) > 10)
+    desk.choose("model", "gpt2-10m")
+    desk.lab.current.stop()
+    desk.tick()
+    assert desk.notice() == "" and desk.note("model") == "with the next start"
+    assert desk.controls._start.description == "Start", "another model does not continue"
+
+
+def test_after_a_stop_the_ranks_continue_or_start_over(desk):
+    controls = desk.controls
+    assert (controls._start.description, controls._pause.disabled) == ("Start", True)
+    controls.start()
+    desk.until(lambda: len(desk.lab.current.events) > 10)
+    controls._stop.click()
+    desk.until(lambda: controls._pause.description == "Continue")
+    assert controls._start.description == "Start over" and not controls._pause.disabled
+    assert f"up to step {desk.lab.current.step}" in controls._state.value
+    controls._pause.click()
+    desk.until(lambda: controls._pause.description == "Pause" and len(desk.lab.current.events) > 10)
+    controls._stop.click()
+    desk.until(lambda: controls._pause.description == "Continue")
+    controls._start.click()
+    assert desk.lab.begun == ["fresh", "continued", "fresh"]
 
 
 def test_on_cpus_the_first_model_is_a_small_one():
@@ -460,18 +501,25 @@ def test_devices_that_do_not_fit_are_refused_in_words(desk):
     assert "does not name one device for each of 2 ranks" in desk.validate(2)
 
 
-def test_a_handler_that_fails_says_so_in_the_line_of_the_state(desk, monkeypatch):
+def test_a_handler_that_fails_says_so_below_the_buttons(desk, monkeypatch):
     monkeypatch.setattr(desk.lab, "run", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("no engines")))
     desk.controls._start.click()
-    assert "no engines" in desk.controls._state.value
+    assert "No engines" in desk.notice()
 
 
-def test_a_failed_run_says_why(desk):
+def test_a_failed_run_says_why_once_in_a_row_of_its_own(desk):
     desk.controls.start()
+    assert desk.notice() == ""
     desk.lab.current.stop()
-    desk.lab.current.state, desk.lab.current.reason = RunState.FAILED, "rank 1 was lost: <killed>"
+    desk.lab.current.state, desk.lab.current.reason = (
+        RunState.FAILED,
+        "rank 1 was lost: <killed>; give `model` a folder",
+    )
     desk.tick()
-    assert "rank 1 was lost: &lt;killed&gt;" in desk.controls._state.value
+    assert "Rank 1 was lost: &lt;killed&gt;; give <code>model</code> a folder" in desk.notice()
+    assert "lost" not in desk.controls._state.value and desk.controls._pause.description == "Pause", (
+        "nothing to continue"
+    )
 
 
 def test_notes_begin_empty(desk):
@@ -494,8 +542,8 @@ def test_a_hang_is_said_while_it_lasts_and_the_stack_is_there_to_be_unfolded(des
         'File "<cell>", line 3',
     )
     desk.tick()
-    assert "failed" in line.value and run.reason in line.value and desk.lab.waiting not in line.value
-    assert "<pre>File &quot;&lt;cell&gt;&quot;, line 3</pre></details>" in line.value
+    assert "failed" in line.value and "Rank 1 did not join" in desk.notice() and desk.lab.waiting not in line.value
+    assert "<pre>File &quot;&lt;cell&gt;&quot;, line 3</pre></details>" in desk.notice()
 
 
 # -- a text that is asked for ----------------------------------------------------------------------------------------

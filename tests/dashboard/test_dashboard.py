@@ -133,7 +133,7 @@ def test_a_tick_that_fails_does_not_end_the_display(lab, monkeypatch, caplog):
     dashboard = Dashboard(lab)
     try:
         monkeypatch.setattr(dashboard._feed, "tick", lambda: 1 / 0)
-        until(lambda: "division by zero" in dashboard._controls._state.value)
+        until(lambda: "The display failed: ZeroDivisionError" in dashboard._controls.message.value)
         monkeypatch.undo()
         lab.run()
         until(lambda: len(dashboard._live._scene.cards[3].sources[0]) > 3)

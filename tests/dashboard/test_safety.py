@@ -208,6 +208,7 @@ def test_a_run_that_waits_says_why_and_recover_goes_on(desk: Desk) -> None:
     desk.until(lambda: desk.lab.current.state is RunState.BROKEN and desk.buttons != [])
     assert desk.buttons == ["Recover", "Resume on fewer ranks"]
     assert "rank 1 is gone: its process 4321 on here was ended by SIGKILL" in desk.head()
+    assert desk.controls.message.value == "", "it is said once"
     assert "waits for Recover or Stop" in desk.recovery._incidents.value
     state = plain(desk.controls._state.value)
     assert state.startswith("broken See Safety below") and not desk.controls._stop.disabled
@@ -276,7 +277,7 @@ def test_a_run_that_failed_can_be_recovered_too(desk: Desk) -> None:
     former = desk.lab.current
     desk.lab.lose(1)
     desk.until(lambda: former.state is RunState.FAILED and desk.buttons != [])
-    assert desk.head().startswith("failed rank 1 is gone")
+    assert desk.head().startswith("failed Why is said above") and "Rank 1 is gone" in desk.controls.message.value
     desk.recovery._same.click()
     desk.until(lambda: desk.lab.current is not former and desk.buttons == [])
 

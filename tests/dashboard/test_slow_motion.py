@@ -153,7 +153,7 @@ def test_a_run_that_is_going_is_stopped_and_that_is_said(desk):
     desk.press("next")
     desk.until(lambda: desk.index == 0)
     assert run.state is RunState.STOPPED and run.reason == "slow motion was started"
-    assert "lab.run(lab.spec, fresh=False) continues with them" in desk.said
+    assert "Continue, at the top, goes on with them" in desk.said
     desk.press("next")
     desk.until(lambda: desk.index == 1)
     assert "lab.run" not in desk.said
