@@ -282,16 +282,18 @@ class StepMeter:
         )
 
     def _gpu_memory(self, m: Memory) -> Memory:
-        """The allocator's statistics; what it reports beyond the last ledger step counts as other."""
+        """The allocator's statistics. What it reports beyond the last ledger step counts as other, and what is missing to it
+        is taken from other and activations: the classes add up to its peak."""
         reserved, peak = torch.cuda.memory_reserved(self._device), torch.cuda.max_memory_allocated(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         held = RoleBytes(parameters_bytes=m.parameters_bytes, optimizer_bytes=m.optimizer_bytes)
         classes = held if self.ledger is None else self.ledger.peak
-        other = classes.other_bytes + max(0, peak - classes.total_bytes)
+        other = classes.other_bytes + peak - classes.total_bytes
+        activations = max(0, classes.activations_bytes + min(0, other))
         return dataclasses.replace(
             m,
             peak_bytes=peak,
-            at_peak=dataclasses.replace(classes, other_bytes=other),
+            at_peak=dataclasses.replace(classes, other_bytes=max(0, other), activations_bytes=activations),
             allocated_bytes=torch.cuda.memory_allocated(self._device),
             reserved_bytes=reserved,
             outside_bytes=max(0, total - free - reserved),

@@ -179,3 +179,11 @@ def test_a_calibrated_gpu_is_planned_within_a_tenth(pool: Pool) -> None:
     assert 1e-6 < here.rates.eager_s < 1e-4
     for spec, taken in zip(wanted, here.beside_s, strict=True):
         assert planned_here(spec, here).step_time_s == pytest.approx(statistics.median(taken), rel=0.1), spec
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_classes_of_a_peak_add_up_to_the_allocator_s(pool: Pool, precision: str) -> None:
+    given = Spec(world_size=1).replace(model="gpt2-10m", seq_len=32, micro_batch=2, precision=precision).to_dict()
+    (said,) = pool.run(_train, 1, [given], 1, reduction=None)
+    for e in map(StepEvent.from_dict, said):
+        assert e.memory.at_peak.total_bytes == e.memory.peak_bytes

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.profiler import profile
 
-from fsdp_lab.core.events import MemorySample, Role, RoleBytes, StepEvent
+from fsdp_lab.core.events import Memory, MemorySample, Role, RoleBytes, StepEvent
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.models import Initializer, build_skeleton, resolve
 from fsdp_lab.rank.faults import InjectedFault
-from fsdp_lab.rank.ledger import MOST_SAMPLES, Ledger, MemoryBlock, _follow, _Mark, _unknown
+from fsdp_lab.rank.ledger import MOST_SAMPLES, Ledger, LedgerResult, MemoryBlock, _follow, _Mark, _unknown
+from fsdp_lab.rank.measure import StepMeter
 from fsdp_lab.wire import WireContext
 from tests.pool import Place, Pool
 from tests.rank.test_session import BACKENDS, DDP, session
@@ -401,3 +402,18 @@ def test_samples_cross_processes_as_rows() -> None:
     classes = RoleBytes(gradients_bytes=3, other_bytes=4)
     sample = MemorySample(at_s=0.5, phase="forward", unit="h.0", moment="end", classes=classes)
     assert MemorySample.from_row(sample.to_row()) == sample
+
+
+@pytest.mark.parametrize("peak_bytes", [90, 110, 150])
+def test_the_classes_add_up_to_the_allocator_s_peak(monkeypatch: pytest.MonkeyPatch, peak_bytes: int) -> None:
+    """Of a step that allocates less than the ledger step did, a little more, and much more."""
+    for name, value in {"memory_reserved": 200, "max_memory_allocated": peak_bytes, "memory_allocated": 80,
+                        "mem_get_info": (100, 400)}.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    meter = StepMeter.__new__(StepMeter)
+    meter._device = torch.device("cuda:0")
+    classes = RoleBytes(parameters_bytes=60, activations_bytes=40, other_bytes=5)
+    meter.ledger = LedgerResult(peak=classes, end_bytes=0, curve=())
+    found = meter._gpu_memory(Memory(parameters_bytes=60))
+    assert found.at_peak.total_bytes == found.peak_bytes == peak_bytes
+    assert found.at_peak.parameters_bytes == 60 and found.at_peak.other_bytes == max(0, peak_bytes - 100)
