@@ -247,9 +247,11 @@ class StepMeter:
         if not self._on_gpu or self._info.shares_gpu:
             return traffic(collectives)
         kernels = None if self.ledger is None else self.ledger.kernels
-        if kernels is None or kernels.exposed_s is None:
-            return traffic(collectives, dict.fromkeys((c.kind for c in collectives), math.nan))
-        return traffic(collectives, {**exposed(collectives), **kernels.exposed_s})
+        seen = {} if kernels is None or kernels.exposed_s is None else kernels.exposed_s
+        unknown = {c.kind for c in collectives if not seen or c.start_s is not None}  # these went over NCCL
+        if "other" in seen:  # a sum in rank order is sent by kernels of another name
+            unknown = set()
+        return traffic(collectives, {**exposed(collectives), **dict.fromkeys(unknown, math.nan), **seen})
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
