@@ -172,6 +172,9 @@ def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) 
     if not offloads:
         found.defer(wrapped)
     _lazy_init(wrapped, wrapped)  # now, not in the first forward, since it creates the local shards
+    if offloads:
+        for handle in _handles(wrapped):
+            handle._use_sharded_flat_param()  # the pinned copy, not what was copied, which the first forward would read
     found.defer(wrapped)
     for name, module in wrapped.named_modules():
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:

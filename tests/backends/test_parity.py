@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from fsdp_lab.core.spec import Spec
+from tests.backends import train
 from tests.covering import tiered
 from tests.engine.parity import Outcome, Outcomes, assert_equal, assert_learned, plan
-from tests.pool import RankError
+from tests.pool import Place, Pool, RankError
 
 SMALL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 36, "n_head": 4, "vocab_size": 384, "n_positions": 32}
 
@@ -65,6 +66,30 @@ def test_a_strategy_does_not_change_the_result(outcomes: Outcomes, backend: str,
             outcome(outcomes, (spec(2, backend=backend, **changes), 2))
         return
     assert_equal(outcome(outcomes, (spec(2, backend=backend, **changes), 2)), plainly(outcomes, 2))
+
+
+def _trained_offloaded(place: Place, given: dict[str, Any]) -> list[float]:
+    """On a CPU as on a GPU: FSDP1 computes with a copy, pinned there, of what it was built with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
+        patch.setattr(torch.cpu.Stream, "synchronize", lambda self: None, raising=False)
+        patch.setattr("fsdp_lab.backends.check", lambda *_: None)
+        backend = train.start(place, Spec.from_dict(given))
+        losses = train.steps(place, Spec.from_dict(given), backend, 0, 2)
+        backend.release()
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("changes", [{}, {"sharding": "no_shard"}, {"precision": "bf16"}], ids=str)
+def test_what_fsdp1_offloads_begins_with_the_initial_values(
+    pool: Pool, world_size: int, changes: dict[str, Any]
+) -> None:
+    offloaded = spec(world_size, backend="fsdp1", offload="all", **changes)
+    plain = spec(world_size, backend="fsdp1", **changes)
+    mine, theirs = (pool.run(_trained_offloaded, world_size, s.to_dict())[0] for s in (offloaded, plain))
+    assert mine == pytest.approx(theirs, rel=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["lab", "fsdp2"])
