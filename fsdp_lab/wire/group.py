@@ -93,6 +93,8 @@ class Wire(dist.ProcessGroup):
         self._on_gpu = context.open_on_gpu(store, self._rank, self._ranks, self._name_)
         store = dist.PrefixStore("nccl", options.store)
         self._nccl: NcclGroup | None = context.open_nccl(store, self._rank, self._size)
+        self._issued = 0
+        self._together: list[WireWork] | None = None  # issued inside torch's coalescing manager
         context.add_group(self, self._name_, ranks)
 
     # -- torch's interface of a group -----------------------------------------------------------------------------
@@ -192,8 +194,10 @@ class Wire(dist.ProcessGroup):
         return self._shared
 
     def _get_backend(self, device: torch.device) -> Any:
-        """By which torch's FSDP2 asks for such memory."""
-        return self if self._shared is not None else super()._get_backend(device)
+        """By which torch's FSDP2 asks for such memory, and torch's own functions for a group with timeouts."""
+        if device.type == "cuda" and self._nccl is not None:
+            return self._nccl.inner
+        return self._gloo if self._shared is None else self
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return self._shared is not None and device.type == "cpu"
@@ -207,6 +211,20 @@ class Wire(dist.ProcessGroup):
         for inner in (self._gloo, None if self._nccl is None else self._nccl.inner):
             if inner is not None:
                 inner._set_default_timeout(timeout)
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._issued
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass  # it counts from zero on every rank
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device) -> WireWork | None:
+        """They were issued one by one, as the meter counts them; each was on its way before any is waited for."""
+        works, self._together = self._together, None
+        return _last(works) if works else None
 
     def abort(self) -> None:
         """Abort this rank's collectives, in all its groups."""
@@ -316,6 +334,24 @@ class Wire(dist.ProcessGroup):
             return group.allgather([outs], ins, _asynchronous(opts or c10d.AllgatherOptions()))
 
         return self._send("all_gather", payload, [input], parts, call)
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> WireWork:
+        """outputs: W lists of the tensors of one rank, inputs: this rank's."""
+        each = zip(zip(*outputs, strict=True), inputs, strict=True)
+        return _last([self.allgather([list(parts)], [t], opts) for parts, t in each])
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> WireWork:
+        """outputs, inputs: W tensors, of any sizes. Gloo has it of one tensor only."""
+        sizes = [t.numel() for t in outputs]
+        whole = outputs[0].new_empty(sum(sizes))
+        sent = torch.cat([t.reshape(-1) for t in inputs])
+        work = self.all_to_all_single(whole, sent, sizes, [t.numel() for t in inputs], opts)
+
+        def spread() -> None:
+            for t, part in zip(outputs, whole.split(sizes), strict=True):
+                t.copy_(part.view_as(t))
+
+        return work.followed_by(spread, outputs)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
@@ -508,9 +544,13 @@ class Wire(dist.ProcessGroup):
                 then()
 
         results = results or outputs
-        return WireWork(self.context, issued, inner, results, finish=finish if unstage or then else None, blocking=blocking,
+        work = WireWork(self.context, issued, inner, results, finish=finish if unstage or then else None, blocking=blocking,
                         sliced=whole_group or self._shared is not None, timed=timed,
                         uses=[*inputs, *outputs, *results] if over_nccl or then is not None else ())  # fmt: skip
+        self._issued += 1
+        if self._together is not None:
+            self._together.append(work)
+        return work
 
     def _meet(self, whole_group: bool, tensors: list[Tensor]) -> None:
         """Before the first collective over NCCL, which makes the communicator: all ranks come to a barrier over Gloo.
@@ -552,8 +592,9 @@ class Wire(dist.ProcessGroup):
 
     def _inner(self, tensors: Sequence[Tensor], whole_group: bool = True) -> Any:
         """The group that carries these: of GPUs NCCL's, or in memory that ranks share; else the host's. `whole_group`: not
-        between two ranks."""
-        if (nccl := self._carrier(tensors)) is not None:
+        between two ranks. Those go over the host: NCCL runs the sends and receives of a pair one after the other, and two
+        ranks that both begin with a send would wait for ever."""
+        if whole_group and (nccl := self._carrier(tensors)) is not None:
             return nccl.inner
         streams = self.context.streams
         if (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -197,3 +198,38 @@ def _chosen(place: Place) -> GlooExchange:
 def test_all_ranks_choose_alike_how_they_exchange(pool: Pool, ranks: int) -> None:
     (chosen,) = set(pool.run(_chosen, ranks))
     assert chosen.piece_bytes in (0, 128 << 10)
+
+
+def _loops(place: Place) -> dict[str, Any]:
+    """What loops of users and of torch's libraries call beside plain collectives."""
+    rank, size, group = place.rank, place.world_size, place.world
+    other, cpu = (rank + 1) % size, torch.device("cpu")
+    sent = [torch.full((rank + 1,), 10.0 * rank + r) for r in range(size)]
+    received = [torch.empty(r + 1) for r in range(size)]
+    dist.all_to_all(received, sent)
+    lists = [[torch.empty(2), torch.empty(1)] for _ in range(size)]
+    group.allgather_coalesced(lists, [torch.full((2,), 1.0 + rank), torch.full((1,), 5.0 + rank)]).wait()
+    big, came = torch.full((1 << 18,), 1.0 + rank), torch.empty(1 << 18)
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, big, other), dist.P2POp(dist.irecv, came, other)]):
+        work.wait()
+    one, two = torch.full((3,), 1.0 + rank), torch.full((5,), 2.0 + rank)
+    with dist.distributed_c10d._coalescing_manager(group, cpu, async_ops=True) as together:
+        dist.all_reduce(one)
+        dist.all_reduce(two)
+    together.wait()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=30), group)
+    dist.distributed_c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=1))
+    return {"all_to_all": [t.tolist() for t in received], "lists": [[t.tolist() for t in ts] for ts in lists],
+            "pair": came[0].item(), "together": [one[0].item(), two[-1].item()],
+            "number": group._get_sequence_number_for_group() > 0}  # fmt: skip
+
+
+def test_what_loops_call_beside_plain_collectives(over: Over) -> None:
+    for rank, found in enumerate(over.run(_loops, 2)):
+        assert found == {
+            "all_to_all": [[10.0 * r + rank] * (r + 1) for r in range(2)],
+            "lists": [[[1.0 + r] * 2, [5.0 + r]] for r in range(2)],
+            "pair": 2.0 - rank,
+            "together": [3.0, 5.0],
+            "number": True,
+        }

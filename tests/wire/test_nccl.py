@@ -243,3 +243,20 @@ def test_the_settings_are_ours_for_our_groups_only(monkeypatch: pytest.MonkeyPat
     assert group.options.is_high_priority_stream, "a peer's collectives run here, and its own stream would have it"
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1" and "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
     assert levels == [dist.DebugLevel.INFO, dist.DebugLevel.DETAIL], "DETAIL would switch the error handling on again"
+
+
+def _pair(place: Place) -> list[Any]:
+    with opened(place) as (world, device):
+        gathered(world).sum()
+        before, other = device.groups[0].issued, 1 - place.rank
+        came = torch.empty(N)
+        ops = [dist.P2POp(dist.isend, torch.full((N,), 1.0 + place.rank), other), dist.P2POp(dist.irecv, came, other)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        assert world._get_backend(torch.device("cuda")) is device.groups[0]
+        return [came.tolist(), device.groups[0].issued - before]
+
+
+def test_a_pair_of_sends_and_receives_goes_over_the_host(pool: Pool) -> None:
+    """NCCL would run them in the order of issue: with two that both send first, for ever."""
+    assert pool.run(simulated, 2, _pair, reduction=None) == [[[2.0] * N, 0], [[1.0] * N, 0]]
