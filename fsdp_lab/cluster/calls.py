@@ -165,7 +165,8 @@ class Call:
             self._free()
         with self._changed:
             outcomes = dict(self._outcomes)
-        gone = any(o.error and o.error["kind"] == "EngineError" for o in outcomes.values())  # ipyparallel's name for it
+        ended = self._end_without_device(outcomes)
+        gone = ended or any(o.error and o.error["kind"] == "EngineError" for o in outcomes.values())
         if gone or (any(o.error for o in outcomes.values()) and self._dispatcher.may_be_dying(self._ranks)):
             with self._changed:
                 self._changed.wait_for(self._lost, GONE_NOTICE_S if gone else DEATH_NOTICE_S)
@@ -197,6 +198,15 @@ class Call:
             outcome = "its process was ended" if ended else "it is not ours to end, and keeps running"
             stuck = RankStuck(rank=rank, what=self.what, after_s=2 * ESCALATION_S, outcome=outcome)
             self.finish(rank, Outcome(stuck=stuck))
+
+    def _end_without_device(self, outcomes: Mapping[int, Outcome]) -> bool:
+        """Ends the ranks that a CUDA error left without a GPU. Returns whether there are any: they are lost then."""
+        ended = False
+        for rank, o in outcomes.items():
+            if o.error and o.error["kind"] == remote.DEVICE_LOST:
+                reason = f"had an error of its GPU ({o.error['reason'][:200]}) and was ended"
+                ended |= self._dispatcher.end_rank(rank, reason)
+        return ended
 
     def _free_from(self, hung: RankHung) -> None:
         """Ends the ranks that hang. The others settle by themselves then, and the error does not wait for them."""

@@ -32,6 +32,7 @@ from fsdp_lab.core.process import host_id
 KEY = "_fsdp_lab"
 PUBLISH_EVERY_S = 0.04  # at most 25 messages per second and rank, however fast the steps are
 TRACE_CHARACTERS = 20_000
+DEVICE_LOST = "DeviceLost"  # the kind of an error after which the rank's process is of no use
 
 # The methods of Session that the kernel may call. The first ones replace or drop the model.
 MODEL_METHODS = frozenset({"apply", "restore", "suspend", "resume", "unload"})
@@ -85,6 +86,8 @@ def described(error: BaseException) -> dict[str, Any]:
     kind, reason = type(error).__name__, " ".join(str(error).split()) or "no message"
     if short := memory_short(error):
         kind, reason = "OutOfMemory", short
+    elif device_lost(error):
+        kind = DEVICE_LOST
     d = {"kind": kind, "reason": reason, "trace": text, "unix_s": time.time()}
     if kind in ("ArgumentError", "SpecError"):
         d["refusal"] = [getattr(error, name) for name in ("field", "reason", "hint")]
@@ -94,6 +97,17 @@ def described(error: BaseException) -> dict[str, Any]:
         traceback.clear_frames(seen.__traceback__)
         seen.__traceback__, seen = None, seen.__cause__ or seen.__context__
     return d
+
+
+def device_lost(error: BaseException | None) -> bool:
+    """Whether a CUDA error is among the causes, such as a device assert or an Xid: after one, every call of this process to
+    its GPU raises it again."""
+    while error is not None:
+        text = str(error)
+        if type(error).__name__ == "AcceleratorError" or "CUDA error" in text:
+            return "out of memory" not in text
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def memory_short(error: BaseException) -> str:

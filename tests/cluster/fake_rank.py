@@ -2,7 +2,8 @@
 
 Ranks meet in a barrier each step, served by a thread of rank 0, so that a rank that dies leaves the others waiting, as a
 collective would. `spec["workload"]["data"]` orders a failure: "refuse" (SpecError in apply), "raise:R" (rank R raises in
-its third step), "raise-all", "deaf" (ignores SIGINT for a minute), "slow-apply" (half a minute, can be interrupted),
+its third step), "cuda:R" (its GPU fails in that step),
+"raise-all", "deaf" (ignores SIGINT for a minute), "slow-apply" (half a minute, can be interrupted),
 "slow-phase" (in slow motion the fourth phase takes half a minute, and can be interrupted).
 """
 
@@ -28,6 +29,10 @@ GIVE_UP = b"\2"
 
 class RankAborted(RuntimeError):
     pass
+
+
+class AcceleratorError(RuntimeError):
+    """As torch raises it."""
 
 
 class Barrier:
@@ -204,6 +209,8 @@ class Session:
         began, data = time.perf_counter(), self.spec.workload.data
         if data == f"raise:{self.rank}" and self.step == 2:
             raise ValueError(f"rank {self.rank} was told to fail")
+        if data == f"cuda:{self.rank}" and self.step == 2:
+            raise AcceleratorError("CUDA error: device-side assert triggered")
         if data == "raise-all" and self.step == 2:
             raise SpecError("workload.data", "all fail", "give another")
         if data == "deaf" and self.rank == 1 and self.step == 2:

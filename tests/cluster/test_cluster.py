@@ -194,6 +194,17 @@ def test_a_killed_rank_is_noticed_said_and_replaced(cluster: Cluster):
     assert [t["rank"] for t in cluster.call("status")] == [0, 1]
 
 
+def test_a_rank_whose_gpu_failed_is_lost_and_replaced(cluster: Cluster):
+    """Every later call to the GPU would raise the same error."""
+    keeper, failed = cluster.pids
+    order(cluster, "cuda:1")
+    with pytest.raises(RankLost, match=r"rank 1 is gone: .* had an error of its GPU \(CUDA error: device-side assert"):
+        cluster.call("train", steps=10)
+    cluster.resize(2)
+    assert cluster.pids[0] == keeper and cluster.pids[1] != failed and not psutil.pid_exists(failed)
+    assert [t["rank"] for t in cluster.call("status")] == [0, 1]
+
+
 def test_an_idle_rank_that_dies_is_noticed_too(cluster: Cluster):
     os.kill(cluster.pids[0], signal.SIGTERM)
     deadline = time.monotonic() + 3
