@@ -260,9 +260,7 @@ def _fidelity(hosts: Sequence[Host], seats: Sequence[Seat], load: Counter[tuple[
     if shared:
         names = ", ".join(f"{n} ranks on {device}" for (_, device), n in shared.items())
         cap = min(seat.memory_cap or 1.0 for seat in seats)
-        notes.append(
-            f"{names}: they take turns, communicate through host memory (Gloo), and have {cap:.0%} of its memory each"
-        )
+        notes.append(f"{names}: they take turns, and have {cap:.0%} of its memory each")
     ranks_on = Counter(seat.host for seat in seats if seat.device == "cpu")
     for host in {h.name: h for h in hosts}.values():
         ranks = ranks_on[host.name]
