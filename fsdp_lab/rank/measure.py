@@ -349,8 +349,12 @@ def fidelity_notes(info: RankInfo, shared_gpu_ranks: int, carrier: str = "Gloo")
 
 
 def precision_notes(device_name: str, dtype: str) -> tuple[str, ...]:
-    """A note where the GPU has no tensor cores for the dtype of the matrix products: a T4 or a V100 in bf16."""
+    """A note where the GPU has no tensor cores for the dtype of the matrix products: a T4 or a V100 in bf16, or any in fp32
+    while torch's TF32 is off."""
     gpu = gpu_of_device(device_name)
+    if dtype == "fp32" and gpu is not None and gpu.tf32 and gpu.bf16 and not torch.backends.cuda.matmul.allow_tf32:
+        return (f"fp32 products use no tensor cores, since TF32 is off: {gpu.fp32:g} TFLOP/s on this GPU at most; "
+                f"precision bf16 has {gpu.bf16:g}.",)  # fmt: skip
     if dtype != "bf16" or gpu is None or gpu.bf16 is not None:
         return ()
     return (f"{device_name} has no tensor cores for bf16: it may be slower than fp32; precision fp16 uses them.",)

@@ -21,6 +21,7 @@ from tests.rank.test_session import session, spec
         ("Tesla T4", "fp32", False),
         ("Tesla V100-SXM2-16GB", "bf16", True),
         ("NVIDIA A100-SXM4-80GB", "bf16", False),
+        ("NVIDIA A100-SXM4-80GB", "fp32", True),
         ("A GPU that is not in the table", "bf16", False),
         ("CPU", "bf16", False),
     ],
