@@ -58,6 +58,8 @@ def return_memory(device: torch.device) -> None:
     """Make the allocators return cached memory to the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+        if hasattr(torch._C, "_host_emptyCache"):  # of pinned memory
+            torch._C._host_emptyCache()
     with contextlib.suppress(OSError, AttributeError):  # a C library other than glibc
         ctypes.CDLL(None).malloc_trim(0)
 
