@@ -57,7 +57,8 @@ def test_one_rank_over_nccl(pool: Pool, precision: str) -> None:
     assert all(math.isfinite(e.mean_loss) for e in events)
     assert events[-1].mean_loss < events[0].mean_loss
     for e in events:
-        assert e.memory.peak_bytes > 0 and e.memory.reserved_bytes and not e.notes
+        assert e.memory.peak_bytes > 0 and e.memory.reserved_bytes
+        assert all("TF32 is off" in note for note in e.notes)
         assert e.peak_flops_per_s and e.mfu
     assert [e.ledger for e in events] == [False, False, True] * len(EACH)
 
@@ -187,3 +188,41 @@ def test_the_classes_of_a_peak_add_up_to_the_allocator_s(pool: Pool, precision: 
     (said,) = pool.run(_train, 1, [given], 1, reduction=None)
     for e in map(StepEvent.from_dict, said):
         assert e.memory.at_peak.total_bytes == e.memory.peak_bytes
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_fsdp1_offloads_trains_what_fsdp2_trains(pool: Pool, precision: str) -> None:
+    """On one rank FSDP1 shards nothing, and computes with a copy of the host's values from the first step on."""
+    base = Spec(world_size=1).replace(model=SMALL, seq_len=32, micro_batch=2, lr=0.01, precision=precision)
+    theirs, mine = (pool.run(_losses, 1, base.replace(backend=b, offload="all").to_dict(), 3, reduction=None)[0]
+                    for b in ("fsdp2", "fsdp1"))  # fmt: skip
+    assert mine == pytest.approx(theirs, rel=1e-4 if precision == "fp32" else 2e-2)
+
+
+def _over_nccl(place: Place, given: dict[str, Any], steps: int) -> list[dict[str, Any]]:
+    """Each rank on a GPU of its own."""
+    s = Session(rank=place.rank, world_size=place.world_size, device=f"cuda:{place.rank}", store=place.store)
+    s.apply("gpu", given)
+    events: list[dict[str, Any]] = s.train(steps)["events"]
+    s.close()
+    return events
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it needs two GPUs")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("changes", EACH, ids=str)
+def test_two_gpus_over_nccl_train_what_fsdp2_trains(pool: Pool, precision: str, changes: dict[str, Any]) -> None:
+    base = Spec(world_size=2).replace(model=SMALL, seq_len=32, micro_batch=2, lr=0.01, precision=precision)
+    theirs, mine = (pool.run(_over_nccl, 2, s.to_dict(), 4, reduction=None)[0]
+                    for s in (base.replace(backend="fsdp2"), base.replace(**changes)))  # fmt: skip
+    rel = 1e-4 if precision == "fp32" else 2e-2
+    assert [e["mean_loss"] for e in mine] == pytest.approx([e["mean_loss"] for e in theirs], rel=rel)
+    assert {c.name for e in mine for c in StepEvent.from_dict(e).carriers} == {"NCCL"}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="it needs four GPUs")
+def test_four_gpus_in_two_replicas(pool: Pool) -> None:
+    base = Spec(world_size=4).replace(model=SMALL, seq_len=32, micro_batch=2, lr=0.01)
+    plain, hybrid = (pool.run(_over_nccl, 4, base.replace(sharding=s).to_dict(), 4, reduction=None)[0]
+                     for s in ("full_shard", "hybrid_shard"))  # fmt: skip
+    assert [e["mean_loss"] for e in hybrid] == pytest.approx([e["mean_loss"] for e in plain], rel=1e-4)
