@@ -62,7 +62,8 @@ class Lab:
     `close()` ends them, as do `with`, `async with`, and, unless they are persistent, the kernel's exit, restart and death.
 
     Args:
-        ranks: number of ranks; None: 2, or all engines of a given cluster.
+        ranks: number of ranks; None: one on each free GPU where there are two or more, else 2; or all engines of a given
+            cluster.
         devices: one per rank ("cuda:0", "cpu"), "cpu" for all, or None: one GPU per rank where GPUs are free, shared
             GPUs where there are fewer than ranks, CPUs otherwise. `notes` says what that means for the figures.
         cluster: your own ipyparallel Cluster or Client, a profile name, a cluster id, or the path of a connection file.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
@@ -29,6 +30,7 @@ from fsdp_lab.engine.streams import streams_of
 from fsdp_lab.engine.tensors import map_tensors
 
 PARAM = "param"
+PINNED_BYTES = 64 << 20
 MODULE = "module."  # names of a checkpoint's chunks that have what `module_states` returns begin so
 _EXTRA = "_extra_state"  # as in `Module.state_dict`
 T = TypeVar("T")
@@ -341,22 +343,59 @@ def buffer_key(rank: int, path: str) -> str:
 
 
 class HostCopies:
-    """Copies on the host. Those of a GPU's tensors are queued, to pinned memory, and waited for together."""
+    """Copies on the host. Those of a GPU's tensors go through two pinned buffers of bounded size, one of which is copied on
+    while the other fills: pinned memory is not paged out, and torch rounds it up to a power of two and keeps it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._streams = device, streams_of(device)
+        self._buffers: list[Tensor] = []  # free ones: bytes, pinned
+        self._filling: Tensor | None = None
+        self._used_bytes = 0
+        self._parts: list[tuple[Tensor, Tensor]] = []  # in the buffer that fills: pinned, and the copy
+        self._arriving: deque[tuple[Any, Tensor, list[tuple[Tensor, Tensor]]]] = (
+            deque()
+        )  # an event, the buffer, its parts
 
     def queue(self, values: Tensor) -> Tensor:
         """A copy, to be read after `wait`."""
         values = values.detach()
         if self._streams is None or values.device.type != self._device.type:  # offloaded
             return values.to("cpu", copy=True)
-        copy = self._streams.host_memory(values.numel(), values.dtype).view(values.shape)
-        return copy.copy_(values, non_blocking=True)
+        copy = self._streams.host_memory(values.numel(), values.dtype, pinned=False).view(values.shape)
+        if not values.numel():
+            return copy
+        most = PINNED_BYTES // values.itemsize
+        for part, target in zip(values.reshape(-1).split(most), copy.view(-1).split(most), strict=True):
+            if self._filling is None or self._used_bytes + part.nbytes > PINNED_BYTES:
+                self._turn()
+            assert self._filling is not None
+            pinned = self._filling[self._used_bytes :][: part.nbytes].view(part.dtype)
+            self._parts.append((pinned.copy_(part, non_blocking=True), target))
+            self._used_bytes += -(-part.nbytes // 16) * 16  # aligned for any dtype
+        return copy
+
+    def _turn(self) -> None:
+        """Fill another buffer: the second one, or the one that has arrived first."""
+        assert self._streams is not None
+        if self._filling is not None:
+            self._arriving.append((self._streams.mark(), self._filling, self._parts))
+        if len(self._arriving) == 2:
+            self._land()
+        self._filling = self._buffers.pop() if self._buffers else self._streams.host_memory(PINNED_BYTES, torch.uint8)
+        self._used_bytes, self._parts = 0, []
+
+    def _land(self) -> None:
+        arrived, buffer, parts = self._arriving.popleft()
+        arrived.synchronize()
+        for pinned, target in parts:
+            target.copy_(pinned)
+        self._buffers.append(buffer)
 
     def wait(self) -> None:
-        if self._streams is not None:
-            self._streams.current().synchronize()
+        if self._filling is not None:
+            self._turn()
+        while self._arriving:
+            self._land()
 
 
 def _shares(

@@ -28,7 +28,7 @@ from fsdp_lab.cluster.launcher_engines import LauncherEngines
 from fsdp_lab.cluster.local_engines import DetachedEngines, Forked, LocalEngines, claim, engine_environment
 from fsdp_lab.cluster.membership import Member
 from fsdp_lab.cluster.network import meet
-from fsdp_lab.cluster.placement import Host, Placement, place, probe
+from fsdp_lab.cluster.placement import Host, Placement, free_gpus, place, probe, without_ours
 from fsdp_lab.cluster.room import Room, RoomPlace
 from fsdp_lab.cluster.slurm_engines import SlurmEngines
 from fsdp_lab.cluster.ssh_engines import SshEngines
@@ -106,6 +106,8 @@ class Assembly:
         self.config, self._dispatcher, self._supervisor = config, dispatcher, supervisor
         self._membership, self._monitor, self._on_progress = dispatcher.membership, supervisor.monitor, report
         self._began_s = 0.0
+        self._default_ranks = 2
+        self._before_bytes: Mapping[str, int] = {}  # in use on each GPU before the first rank, by UUID
         self.notes: tuple[str, ...] = ()
         self.attached_status: tuple[Mapping[str, Any], ...] = ()
 
@@ -120,15 +122,20 @@ class Assembly:
         return self._membership.engines
 
     def start(self) -> None:
-        config, n = self.config, self.config.ranks or 2
+        config = self.config
         self._began_s = time.monotonic()
-        self._report("starting engines", 0, n)
+        self._report("starting engines", 0, config.ranks or self._default_ranks)
         if config.persist_s is not None and config.hosts is None and Room.here() is not None:
             raise ArgumentError("persist", "in a class a place is free again when its kernel ends", "leave persist out")
         if config.persist_s is not None and self._attach(config.persist_s):
             return
         if config.given is None and config.hosts is None:  # devices are refused before anything is started
-            place([self._this_host()] * n, config.devices, take_busy=config.take_busy)
+            host = self._this_host()
+            self._before_bytes = {gpu.uuid: gpu.used_bytes for gpu in host.gpus}
+            if config.ranks is None and config.devices is None and (free := len(free_gpus(host))) > self._default_ranks:
+                self._default_ranks = free
+                self.notes = (f"{free} ranks, one on each GPU that is free; Lab(2) takes two of them.",)
+            place([host] * (config.ranks or self._default_ranks), config.devices, take_busy=config.take_busy)
         self._connect()
         self._assemble(config.ranks or self._engines.default_ranks, config.devices)
 
@@ -203,13 +210,14 @@ class Assembly:
         elif config.hosts is not None:
             membership.engines = self._engines_on(config.hosts, membership.token, self._report)
         else:
-            n, room = config.ranks or 2, Room.here()
+            n, room = config.ranks or self._default_ranks, Room.here()
             taken = None if room is None else room.take(n, config.devices)
             shared = {} if taken is None else self._turn_of(taken, n)
             forked = Forked(module=config.rank_module) if forks(len(self._this_host().gpus)) else None
             membership.engines = LocalEngines(
                 membership.token, self._environment | shared, self._supervisor.process_ended, config.timeout_s, taken, forked
             )  # fmt: skip
+            membership.engines.default_ranks = n
         membership.forget_ends()
         membership.engines.sending = self._dispatcher.sending
         if membership.closed:  # meanwhile, by another thread
@@ -246,7 +254,8 @@ class Assembly:
 
     @property
     def _environment(self) -> dict[str, str]:
-        return engine_environment(self._membership.token, self.config.ranks or 2, self.config.environment)
+        return engine_environment(self._membership.token, self.config.ranks or self._default_ranks,
+                                  self.config.environment)  # fmt: skip
 
     def _report(self, stage: str, done: int, total: int) -> None:
         seconds = time.monotonic() - self._began_s
@@ -350,7 +359,9 @@ class Assembly:
         if self._membership.engines is not None and (taken := self._engines.place) is not None:
             return taken.host(ours)
         room = Room.here()
-        return probe(ours=ours) if room is None else room.host(ours)
+        if room is not None:
+            return room.host(ours)
+        return without_ours(probe(ours=ours), self._membership.placement.devices if ours else (), self._before_bytes)
 
     def check(self, ranks: int, devices: Sequence[str] | None, ours: frozenset[int]) -> None:
         """Raises FieldError for devices that are not there, or where a class leaves no room for so many ranks."""

@@ -11,7 +11,7 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -194,6 +194,23 @@ def place(hosts: Sequence[Host], devices: Sequence[str] | None = None, *, take_b
     return Placement(seats=tuple(seats), notes=(*notes, *_fidelity(hosts, seats, load)))
 
 
+def free_gpus(host: Host, *, take_busy: bool = False) -> list[CudaDevice]:
+    """Those that this torch can use and nobody else does."""
+    return [gpu for gpu in host.gpus if host.torch_cuda is not None and (take_busy or not gpu.busy)]
+
+
+def without_ours(host: Host, devices: Collection[str], before_bytes: Mapping[str, int]) -> Host:
+    """Leaves out what our ranks hold on their devices where NVML names no processes, as in a container.
+
+    Args:
+        before_bytes: what each GPU had in use, by its UUID, before the first of our ranks began."""
+    return dataclasses.replace(host, gpus=tuple(
+        dataclasses.replace(gpu, used_bytes=min(gpu.used_bytes, before_bytes.get(gpu.uuid, gpu.used_bytes)))
+        if gpu.device in devices and not gpu.users else gpu
+        for gpu in host.gpus
+    ))  # fmt: skip
+
+
 def _choose(hosts: Sequence[Host], take_busy: bool) -> tuple[list[str], list[str]]:
     """A device per rank, if the user named none: GPUs if every host has a free one, otherwise CPUs for all."""
     machines = {host.name: host for host in hosts}
@@ -201,9 +218,8 @@ def _choose(hosts: Sequence[Host], take_busy: bool) -> tuple[list[str], list[str
     free: dict[str, list[CudaDevice]] = {}
     for host in machines.values():
         busy = [gpu for gpu in host.gpus if gpu.busy and not take_busy]
-        free[host.name] = [gpu for gpu in host.gpus if gpu not in busy]
+        free[host.name] = free_gpus(host, take_busy=take_busy)
         if host.gpus and host.torch_cuda is None:
-            free[host.name] = []
             notes.append(
                 f"{host.name} has {len(host.gpus)} GPU{'s' * (len(host.gpus) > 1)}, but its torch is built for CPUs: "
                 "ranks compute on the CPU; install a CUDA build of torch to use them"

@@ -41,8 +41,8 @@ class Streams(Protocol):
     def entered(self, stream: Any) -> AbstractContextManager[Any]:
         """Within it that stream is current."""
 
-    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel], uninitialised, on the host, from and to which copies are queued."""
+    def host_memory(self, numel: int, dtype: torch.dtype, *, pinned: bool = True) -> Tensor:
+        """[numel], uninitialised, on the host; to and from pinned memory copies are queued, others wait."""
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is in the device's memory."""
@@ -75,8 +75,8 @@ class CudaStreams:
     def entered(self, stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
 
-    def host_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype, pin_memory=True)
+    def host_memory(self, numel: int, dtype: torch.dtype, *, pinned: bool = True) -> Tensor:
+        return torch.empty(numel, dtype=dtype, pin_memory=pinned)
 
     def holds(self, tensor: Tensor) -> bool:
         return tensor.is_cuda

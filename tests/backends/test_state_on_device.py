@@ -19,7 +19,7 @@ from tests.pool import Place, Pool
 from tests.wire.simulated_wire import Over, wire_on_device
 
 BATCH = Wait("host", "compute", "transfer._await_all")
-COPIES = Wait("host", "compute", "state.wait")
+COPIES = Wait("host", "compute", "state._land")
 SPECS = [{}, {"sharding": "no_shard"}, {"offload": "all"}, {"sharding": "shard_grad_op"}]
 
 
