@@ -365,7 +365,7 @@ class HostCopies:
         if not values.numel():
             return copy
         most = PINNED_BYTES // values.itemsize
-        for part, target in zip(values.reshape(-1).split(most), copy.view(-1).split(most), strict=True):
+        for part, target in zip(torch.split(values.reshape(-1), most), torch.split(copy.view(-1), most), strict=True):
             if self._filling is None or self._used_bytes + part.nbytes > PINNED_BYTES:
                 self._turn()
             assert self._filling is not None

@@ -218,7 +218,8 @@ class StepModel:
                 taken[direction] += self.seconds(action)
             elif action.unit == 0 and action.phase is Phase.UNSHARD:
                 lead_s = max(lead_s, self.seconds(action))
-            elif action.unit == 0 and action.phase is Phase.COMPUTE:  # a head, at the end of the forward and on
+            elif action.unit == 0 and action.phase is Phase.COMPUTE and self._units[0].kernels:
+                # A head, which the published rates were fitted without: at the end of the forward and on.
                 head_s += max(0.0, self.seconds(action) - self._issue_s(action))
         forward_s, backward_s = (
             issued[direction] - max(computed[direction], sent[direction])

@@ -201,7 +201,9 @@ class Checkpointer:
             "scaler": asdict(trainer.scaler),
             "optimizer": slots_of(trainer.backend),
             "parameters": shapes_of(trainer.backend),
-            "modules": {name: (t.numel(), hashlib.sha256(t.numpy()).hexdigest()) for name, t in modules.items()},
+            "modules": {
+                name: (t.numel(), hashlib.sha256(t.numpy().tobytes()).hexdigest()) for name, t in modules.items()
+            },
             "writers": sorted(writers),
             "torch": str(torch.__version__),
         }

@@ -199,6 +199,12 @@ class Wire(dist.ProcessGroup):
             return self._nccl.inner
         return self._gloo if self._shared is None else self
 
+    supports_splitting = supports_coalescing = supports_time_estimate = False  # what torch asks of a backend
+
+    def split_group(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError("a group of fsdp_lab cannot be split; make the smaller groups with "
+                                  "torch.distributed.new_group or init_device_mesh")  # fmt: skip
+
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return self._shared is not None and device.type == "cpu"
 
@@ -348,7 +354,7 @@ class Wire(dist.ProcessGroup):
         work = self.all_to_all_single(whole, sent, sizes, [t.numel() for t in inputs], opts)
 
         def spread() -> None:
-            for t, part in zip(outputs, whole.split(sizes), strict=True):
+            for t, part in zip(outputs, torch.split(whole, sizes), strict=True):
                 t.copy_(part.view_as(t))
 
         return work.followed_by(spread, outputs)
