@@ -40,6 +40,7 @@ from fsdp_lab.core import files
 from fsdp_lab.core.spec import BACKENDS
 
 Options = dict[str, Mapping[str, Any]]  # name of a value -> arguments of `add_argument`
+Bench = tuple[str, Callable[[argparse.Namespace], dict[str, Any]], str, Options]  # name, function, description, options
 DEFAULT = "(default: %(default)s)"
 
 
@@ -96,16 +97,20 @@ def on_lab(model: str) -> Options:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(title="benchmarks", metavar="NAME", required=True)
-    for name, measure, help_text, options in BENCHES:
+    add_benches(kinds, BENCHES)
+    listed = add_command(kinds, "gpu", "all that only a GPU can show, with one file of results; on a CPU a rehearsal")
+    listed.set_defaults(run=gpu)
+    for value, settings in GPU.items():
+        listed.add_argument(option(value), **settings)
+
+
+def add_benches(kinds: Any, benches: Sequence[Bench]) -> None:
+    for name, measure, help_text, options in benches:
         kind = add_command(kinds, name, help_text)
         kind.set_defaults(measure=measure)
         for value, settings in options.items():
             kind.add_argument(option(value), **settings)
         kind.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    listed = add_command(kinds, "gpu", "all that only a GPU can show, with one file of results; on a CPU a rehearsal")
-    listed.set_defaults(run=gpu)
-    for value, settings in GPU.items():
-        listed.add_argument(option(value), **settings)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -288,19 +293,7 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
     return lab_benches.memory(models, numbers(args.ranks, 2), say)
 
 
-def class_(args: argparse.Namespace) -> dict[str, Any]:
-    from fsdp_lab.cli import class_bench
-    from fsdp_lab.planner.shapes import shape_for
-
-    for name, least in (("labs", 2), ("ranks", 1), ("rounds", 1), ("seconds", 1)):
-        at_least(args, name, least)
-    shape_for(args.model)  # an unknown one is refused before anything starts
-    page = not args.no_page
-    return class_bench.measure_class(args.labs, args.ranks, args.model, args.rounds, args.seconds, page=page, say=say)
-
-
-# Name, function, description, options.
-BENCHES: tuple[tuple[str, Callable[[argparse.Namespace], dict[str, Any]], str, Options], ...] = (
+BENCHES: tuple[Bench, ...] = (
     ("live", live, "latency of start, switch and stop, as a user sees it",
      on_lab("gpt2-10m") | {"rounds": number(2, "passes over all switches")}),
     ("step", step, "step time of the backends, interleaved, as ratios",
@@ -340,11 +333,6 @@ BENCHES: tuple[tuple[str, Callable[[argparse.Namespace], dict[str, Any]], str, O
     ("many", many, "step times of several ranks, predicted from what one finds, compared with measured ones",
      {"ranks": {"default": "2,4", "metavar": "N,N", "help": f"numbers of ranks {DEFAULT}"},
       "passes": number(4, "measurements of each figure of a calibration")}),
-    ("class", class_, "labs of a class on this machine at once: first plots, event to pixel, memory, a refusal",
-     on_lab("gpt2-1m") | {
-         "labs": number(8, "at once"), "rounds": number(2, "starts beside labs that train"),
-         "seconds": number(30, "for which all train and are measured"),
-         "no_page": {"action": "store_true", "help": "no browser; else one page is drawn, which needs playwright"}}),
     ("memory", memory, "peak memory of a step, compared with FSDP2's and with the planned one",
      {"model": {"default": "gpt2-1m,llama-1m,bert-1m,t5-1m,vit-1m,resnet-1m", "metavar": "M,M",
                 "help": f"presets {DEFAULT}"},

@@ -24,6 +24,7 @@ from fsdp_lab.cli import lab_benches
 from fsdp_lab.cli.lab_benches import growth, route, tour
 from fsdp_lab.cli.main import main
 from fsdp_lab.core.formatting import Spread
+from tests.test_house import REPO
 
 TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--vocab", "64", "--seq-len", "8", "--device", "cpu"]
 
@@ -459,3 +460,9 @@ def ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
 def test_the_interval_of_a_median_is_that_of_order_statistics(n: int, place: int) -> None:
     """As tables of the binomial have it: of 20 values the sixth and the fifteenth."""
     assert interval([float(i) for i in reversed(range(n))]) == (place, n - 1 - place)
+
+
+def test_benches_for_developers_refuse_as_the_others_do() -> None:
+    done = subprocess.run([sys.executable, "-m", "tests.bench", "class", "--labs", "1"], capture_output=True, text=True,
+                          cwd=REPO)  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, "--labs 1 is refused; give a whole number of 2 or more\n")

@@ -1,4 +1,4 @@
-"""`fsdp-lab bench class`: as many labs at once as a class has, on this machine, as people start them.
+"""`python -m tests.bench class`: as many labs at once as a class has, on this machine, as people start them.
 
 Note: what is measured. A real server of a class, and a kernel of a notebook for each learner, in which the same cell starts
 a lab, shows its dashboard and begins a run. One learner's notebook is open in a chromium, and that cell is run there by a

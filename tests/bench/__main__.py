@@ -1,0 +1,46 @@
+"""`python -m tests.bench NAME`: benches that are for those who develop fsdp_lab. Arguments, `--json` and exit codes as those
+of `fsdp-lab bench`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from fsdp_lab.cli.bench import Bench, add_benches, number, on_lab, run, say
+from fsdp_lab.cli.console import Failed, Refused, at_least, signals_raise
+from fsdp_lab.core.errors import FieldError
+
+
+def class_(args: argparse.Namespace) -> dict[str, Any]:
+    from fsdp_lab.planner.shapes import shape_for
+    from tests.bench.classroom import measure_class
+
+    for name, least in (("labs", 2), ("ranks", 1), ("rounds", 1), ("seconds", 1)):
+        at_least(args, name, least)
+    shape_for(args.model)  # an unknown one is refused before anything starts
+    return measure_class(args.labs, args.ranks, args.model, args.rounds, args.seconds, page=not args.no_page, say=say)
+
+
+BENCHES: tuple[Bench, ...] = (
+    ("class", class_, "labs of a class on this machine at once: first plots, event to pixel, memory, a refusal",
+     on_lab("gpt2-1m") | {
+         "labs": number(8, "at once"), "rounds": number(2, "starts beside labs that train"),
+         "seconds": number(30, "for which all train and are measured"),
+         "no_page": {"action": "store_true", "help": "no browser; else one page is drawn, which needs playwright"}}),
+)  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", allow_abbrev=False)
+    add_benches(parser.add_subparsers(metavar="NAME", required=True), BENCHES)
+    try:
+        with signals_raise():
+            return run(parser.parse_args())
+    except (Refused, FieldError, Failed) as e:
+        print(e, file=sys.stderr)
+        return 1 if isinstance(e, Failed) else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
