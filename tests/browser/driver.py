@@ -35,6 +35,8 @@ class DashboardPage:
     def start(self, code: str = "") -> None:
         """Presses Start, or begins a run by code; what the page shows afterwards is of the new run."""
         live = self.page.locator(".fsdp-live").first
+        # JupyterLab may just have moved the output, as when the window changes: then the former run is drawn once more.
+        self.page.wait_for_function("() => document.querySelector('.fsdp-live')?.dataset.ready")
         former, blank = live.get_attribute("data-scene"), self.step() < 0
         if code:
             self.notebook.execute(code)
