@@ -9,12 +9,8 @@ gather cannot run further ahead than the points at which the schedule issues it.
 waits for the event that a `CommHandle` records, not for the whole stream. A buffer that one stream allocated and another
 reads (an unsharded gradient, a copy from the host) is referenced by the handle until the compute stream has waited for it.
 
-Note: priority. A kernel of communication needs few multiprocessors and must start in time; behind the products that fill a
-GPU it would wait for a whole wave of them. So communication has streams of high priority, as torch's FSDP gives its own, and
-the wire asks NCCL for the same: under it a peer's collectives run on NCCL's stream, not on the peer's.
-
-What does not depend on each other has streams of its own, so that no transfer waits behind another kind: all-gathers,
-reduce-scatters, all-reduces between replicas (on several hosts another link), copies to the device and copies to the host.
+What does not depend on each other has streams of its own: gathers, reductions, all-reduces between replicas, copies to the
+device and to the host. All have high priority, as NCCL's has over the wire: products that fill the GPU would hold them up.
 """
 
 from __future__ import annotations
@@ -32,8 +28,7 @@ class Streams(Protocol):
     """Of one device that computes while Python goes on."""
 
     def new(self, name: str) -> Any:
-        """A stream of high priority, with `wait_stream`, `wait_event`, `record_event` and `synchronize` of a
-        torch.cuda.Stream."""
+        """A stream of high priority, with the methods of a torch.cuda.Stream that are used here and in the wire."""
 
     def current(self) -> Any:
         """The stream to which work is given now."""

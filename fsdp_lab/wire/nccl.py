@@ -62,7 +62,7 @@ class Nccl:
         nccl: Any = dist.ProcessGroupNCCL  # not in a build for a CPU
         options = nccl.Options()
         options._timeout = timeout
-        options.is_high_priority_stream = True  # see "Note: priority" in engine/streams.py
+        options.is_high_priority_stream = True  # as engine/streams.py says of its own
         with _own_settings():
             return nccl(store, rank, size, options)
 
