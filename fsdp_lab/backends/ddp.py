@@ -8,8 +8,8 @@ own reduction is used."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Backend
 from fsdp_lab.backends.storage import DeferredStorage
 from fsdp_lab.backends.wrapping import prepare
-from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.errors import FieldError, SpecError
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.engine import ParamShard
 from fsdp_lab.models.sources import Batch
@@ -55,6 +55,7 @@ class DDP(Backend):
             # a lambda, since DDP compares a hook's annotations with types, and ours are strings
             module.register_comm_hook((group, reduce), lambda state, bucket: _sum_then_divide(state, bucket))
         self._wrap = spec.strategy.wrap
+        self._has_reduced = False
         super().__init__(module, shards, deferred, spec, mesh, device)
 
     def loss(self, batch: Batch) -> Tensor:
@@ -87,9 +88,19 @@ class DDP(Backend):
         self.module.__dict__.pop("logger", None)  # it refers to the reducer
         self.module.__dict__.pop("reducer", None)
 
-    def micro_batch(self, *, communicate: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def micro_batch(self, *, communicate: bool) -> Iterator[None]:
+        """Raises SpecError after the first backward that communicates, if a parameter has no gradient: DDP would fail in the
+        next forward. (Where the model can be tried without values, that is refused before.)"""
         assert isinstance(self.module, DistributedDataParallel)
-        return nullcontext() if communicate else self.module.no_sync()
+        with nullcontext() if communicate else self.module.no_sync():
+            yield
+        if communicate and not self._has_reduced:
+            for name, p in self.module.module.named_parameters():
+                if p.requires_grad and p.grad is None:
+                    raise SpecError("strategy.backend", f"DDP needs a gradient for every parameter, and {name} got none",
+                                    "use another backend, or freeze it", {"backend": "lab"})  # fmt: skip
+            self._has_reduced = True
 
 
 def _whole(name: str, param: nn.Parameter) -> ParamShard:

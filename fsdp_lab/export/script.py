@@ -433,7 +433,7 @@ def _recipe(name: str, draws: Iterable[Draw]) -> Recipe:
 
 def _call(name: str, draw: Draw) -> str:
     """One draw as a line of code. Raises SpecError unless a function of torch.nn.init makes it."""
-    known = getattr(nn.init, draw.function.__name__, None)
+    known = getattr(nn.init, getattr(draw.function, "__name__", ""), None)
     if known is not draw.function or any(isinstance(v, Tensor) for v in draw.arguments.values()):
         raise SpecError("workload.model", f"{name} is initialised by code of its class, which a script cannot contain",
                         "choose another model, or export the Spec itself, which contains it")  # fmt: skip

@@ -3,7 +3,9 @@
 Note: initial values depend on (seed, parameter name) alone, so that all backends start equal. One global seed would make
 them depend on the order of construction and on the device; here every parameter has its own generator. transformers'
 `_init_weights` defines the distributions: it runs once with every initialisation function replaced by one that records the
-call, and the calls are replayed on real memory, parameter by parameter.
+call, and the calls are replayed on real memory, parameter by parameter. Values that a module computes (Mamba's time steps,
+RWKV's decays) cannot be recorded on meta. For such a parameter its module's initialisation runs again on a real copy of that
+module, from the parameter's generator, which takes the memory of one such module.
 
 Note: pieces. A rank needs a range of each parameter, and a random generator cannot jump. So values are drawn in pieces up to
 the end of the range, and only the range is kept; what lies behind it is not drawn. Functions that fill element after element
@@ -129,7 +131,8 @@ class Draw:
 
     def __str__(self) -> str:
         given = ", ".join(f"{k}={f'{v:.4g}' if isinstance(v, float) else v}" for k, v in self.arguments.items())
-        return f"{self.function.__name__.rstrip('_')}({given})" + ("" if self.part is None else " on a part")
+        named = getattr(self.function, "__name__", "compute_")
+        return f"{named.rstrip('_')}({given})" + ("" if self.part is None else " on a part")
 
 
 class Initializer:
@@ -220,6 +223,7 @@ def _recorded_draws(model: nn.Module) -> dict[str, list[Draw]]:
     names = {_storage_id(p): name for name, p in model.named_parameters()}
     draws: dict[str, list[Draw]] = {name: [] for name in names.values()}
     tied: set[int] = set()  # parameters that the current module has under a second name
+    computed: set[str] = set()  # parameters that the current module sets to values that it computes
 
     def record(function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         storage = _storage_id(tensor)
@@ -230,6 +234,8 @@ def _recorded_draws(model: nn.Module) -> dict[str, list[Draw]]:
             part = None if whole else (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
             earlier = [] if whole else draws[name]  # a draw of the whole overwrites earlier ones
             draws[name] = [*earlier, Draw(function, arguments, part)]
+            if function is _copy_:
+                computed.add(name)
         return tensor
 
     with _initialisation_replaced(record):
@@ -238,8 +244,18 @@ def _recorded_draws(model: nn.Module) -> dict[str, list[Draw]]:
             tied.clear()
             own = module.named_parameters(recurse=False)
             tied.update(_storage_id(p) for n, p in own if names[_storage_id(p)] != path + n)
-            if owner is not None:
-                owner._init_weights(module)  # type: ignore[no-untyped-call]
+            if owner is None:
+                continue
+            before = {n: p._version for n, p in module.named_parameters() if _storage_id(p) not in tied}
+            computed.clear()
+            owner._init_weights(module)  # type: ignore[no-untyped-call]
+            own_names = {names[_storage_id(p)]: n for n, p in module.named_parameters()}
+            # What was changed in place went past the functions.
+            computed |= {m for m, n in own_names.items() if n in before
+                         and module.get_parameter(n)._version != before[n]}  # fmt: skip
+            kept = copy.deepcopy(module) if computed else module  # the model is wrapped later
+            for name in computed:
+                draws[name] = [Draw(partial(_compute_, owner, kept, own_names[name]), {})]
     for name, parameter in model.named_parameters():
         if not draws[name] or draws[name][0].part is not None:
             draws[name].insert(0, _default_draw(name, parameter))
@@ -274,6 +290,15 @@ def _initialisation_replaced(record: Callable[..., Any]) -> Iterator[None]:
     finally:
         table.update(functions)
         hf_init.copy_ = copy
+
+
+def _compute_(owner: Any, module: nn.Module, name: str, target: Tensor, generator: torch.Generator) -> None:
+    """Set `target` to what `owner` initialises a parameter of `module`, which is on meta, to."""
+    made = copy.deepcopy(module)._apply(lambda t: torch.zeros_like(t, device="cpu") if t.is_meta else t)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.set_state(generator.get_state())
+        owner._init_weights(made)
+    target.copy_(made.get_parameter(name).reshape(target.shape))
 
 
 def _copy_(tensor: Tensor, other: Tensor) -> Tensor:

@@ -190,12 +190,19 @@ def _weights_folder(workload: Workload) -> Path | None:
 
 
 def notes_on(workload: Workload) -> tuple[str, ...]:
-    """Notes for a run: that its model, which begins with read weights, gets bytes by default as tokens."""
-    if workload.is_own or workload.tokenizer is not None or tokenizer_folder(workload) is not None:
+    """Notes for a run: that experts compute eagerly; that a model that begins with read weights gets bytes by default."""
+    if workload.is_own:
         return ()
+    from fsdp_lab.models.configs import given_config, leaves_experts_open
+
+    experts = ('experts compute one after the other, which works in every precision; a config with experts_implementation '
+               '"grouped_mm" has bf16 faster',)  # fmt: skip
+    notes = experts if leaves_experts_open(given_config(workload.model)) else ()
+    if workload.tokenizer is not None or tokenizer_folder(workload) is not None:
+        return notes
     if (folder := _weights_folder(workload)) is None or not model_facts(workload.model).is_text:
-        return ()
-    return (f"there is no tokenizer beside the weights in {folder}: the model reads bytes (give tokenizer)",)
+        return notes
+    return (*notes, f"there is no tokenizer beside the weights in {folder}: the model reads bytes (give tokenizer)")
 
 
 def _check_text_model(workload: Workload, facts: Facts) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from fsdp_lab.core.errors import SpecError, is_number
 from fsdp_lab.models.presets import PRESETS, closest, facts_of
 
 _FIELD = "workload.model"
+_RANDOM = ("drop", "jitter")  # in names of fields: dropout, stochastic depth, noise of a router
 _TYPES: Mapping[str, str] = configuration_auto.CONFIG_MAPPING_NAMES  # type: ignore[attr-defined]
 
 
@@ -26,8 +27,9 @@ def resolve(model: str | Mapping[str, Any] | PreTrainedConfig, *, dropout: str =
     config.json or the path of such a file, a dict with "model_type", or a config object. Nothing is downloaded. Weights
     beside a config.json are for `Pretrained`.
 
-    dropout: as in a Workload: "off" sets every dropout to 0, "config" leaves it as it is. Layers are never left out
-    (`layerdrop`): ranks that skip different ones would not gather the same.
+    dropout: as in a Workload: "off" sets every dropout and every router's noise to 0, "config" leaves them. Layers are never
+    left out (`layerdrop`): ranks that skip different ones would not gather the same. Experts are computed eagerly where
+    the config does not say how: see `leaves_experts_open`.
 
     Raises:
         SpecError: no such model, or a config that transformers refuses.
@@ -39,8 +41,10 @@ def resolve(model: str | Mapping[str, Any] | PreTrainedConfig, *, dropout: str =
             "its config is of quantized weights, which cannot be trained",
             "remove quantization_config from the config",
         )
-    _without_dropout(config, "drop" if dropout == "off" else "layerdrop")
+    _without_dropout(config, _RANDOM if dropout == "off" else ("layerdrop",))
     config.use_cache = False  # keys and values are cached for generation; wrong when a block is recomputed
+    if leaves_experts_open(config):
+        config._experts_implementation = "eager"
     if facts_of(config).kind == "causal":
         # There is no padding. With a padding id, the byte of that id would not be learned, and every forward would search
         # the input for it, which synchronises a GPU.
@@ -48,6 +52,13 @@ def resolve(model: str | Mapping[str, Any] | PreTrainedConfig, *, dropout: str =
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     return config
+
+
+def leaves_experts_open(config: PreTrainedConfig) -> bool:
+    """Whether a model has experts, and its config does not say how they compute: transformers would take a grouped product,
+    which takes bf16 alone."""
+    has_experts = any("expert" in name and not name.startswith("_") for name in vars(config))
+    return has_experts and getattr(config, "_experts_implementation", None) is None
 
 
 def given_config(model: str | Mapping[str, Any] | PreTrainedConfig) -> PreTrainedConfig:
@@ -106,13 +117,16 @@ def first_line(error: BaseException) -> str:
     return text if len(text) <= 200 else text[:199] + "…"
 
 
-def _without_dropout(config: PreTrainedConfig, named: str) -> None:
-    """Set the fields with this in their names to 0."""
+def _without_dropout(config: PreTrainedConfig, named: Sequence[str]) -> None:
+    """Set the fields with one of these in their names to 0, of the type that they have."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             _without_dropout(value, named)
-        elif named in name and is_number(value):
-            setattr(config, name, 0.0)
+        elif any(n in name for n in named):
+            if is_number(value):
+                setattr(config, name, type(value)(0))
+            elif isinstance(value, (list, tuple)) and all(map(is_number, value)):  # of each stage
+                setattr(config, name, type(value)(type(v)(0) for v in value))
 
 
 def _plain(value: Any) -> Any:

@@ -41,6 +41,7 @@ class Flops(NamedTuple):
 
     model: int
     recompute: int
+    unused: tuple[str, ...] = ()  # parameters that the loss gives no gradient, or not in every batch
 
 
 def flops_per_sample(config: PreTrainedConfig, seq_len: int) -> int:
@@ -81,8 +82,16 @@ def count_flops(
         warnings.warn(message, stacklevel=2)
         tokens = facts.tokens_per_sample(seq_len)
         weights = 4 * _matrix_weights([model]) + 2 * _matrix_weights([model], trained=True)
-        return Flops(weights * tokens, 2 * _matrix_weights(chosen) * tokens)
-    return Flops(flops.model // _SAMPLES, flops.recompute // _SAMPLES)
+        return Flops(weights * tokens, 2 * _matrix_weights(chosen) * tokens, _experts(model))
+    unused = tuple(n for n, p in model.named_parameters() if p.requires_grad and p.grad is None)
+    return Flops(flops.model // _SAMPLES, flops.recompute // _SAMPLES, unused)
+
+
+def _experts(model: nn.Module) -> tuple[str, ...]:
+    """The parameters of experts that are modules of their own, of which a batch may use some."""
+    lists = [(name, m) for name, m in model.named_modules()
+             if name.endswith("experts") and isinstance(m, (nn.ModuleDict, nn.ModuleList))]  # fmt: skip
+    return tuple(f"{name}.{n}" for name, m in lists for n, p in m.named_parameters() if p.requires_grad)
 
 
 def counted_flops(loss: Callable[[], Tensor], recomputed: Sequence[nn.Module]) -> Flops:

@@ -208,6 +208,13 @@ _KINDS: Mapping[str, Kind] = {
     "gpt2": "causal", "llama": "causal", "bert": "masked", "t5": "seq2seq", "vit": "image", "resnet": "image",
     "convnext": "image",
 }  # fmt: skip
+# Their positions begin behind the padding id, so that pad_token_id + 1 of the config's number have no token.
+_BEHIND_PADDING = frozenset((
+    "camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "mpnet", "roberta", "roberta-prelayernorm",
+    "xlm-roberta", "xlm-roberta-xl", "xmod",
+))  # fmt: skip
+# They keep keys and values in every forward, whatever `use_cache` says: a block that is recomputed adds its own twice.
+CACHE_ALWAYS = frozenset({"flaubert", "xlm"})
 _POSITIONS = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len")
 
 
@@ -253,6 +260,8 @@ def facts_of(config: Any) -> Facts:
     if kind != "image":
         # n_positions of old T5 configs is no limit: positions are relative.
         positions = next((read(n) for n in _POSITIONS if isinstance(read(n), int) and read(n) > 0), None)
+        if positions is not None and model_type in _BEHIND_PADDING:
+            positions -= read("pad_token_id", 0) + 1
         return Facts(model_type=model_type, kind=kind, vocab_size=read("vocab_size"),
                      max_positions=None if model_type == "t5" else positions)  # fmt: skip
     patch = read("patch_size")

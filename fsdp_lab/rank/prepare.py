@@ -10,7 +10,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -49,7 +49,7 @@ from fsdp_lab.models.cache import Progresses
 from fsdp_lab.models.flops import Peak
 from fsdp_lab.models.lora import AdaptedValues, adapted
 from fsdp_lab.models.own import OwnCost, OwnModel, OwnSource, signature
-from fsdp_lab.models.presets import facts_of
+from fsdp_lab.models.presets import CACHE_ALWAYS, facts_of
 from fsdp_lab.rank.heartbeat import LongWorkLog
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.trainer import StepCost
@@ -142,6 +142,7 @@ class Preparation:
         batches = Batches(spec.workload, config, rank=self._info.rank, world_size=self._info.world_size, source=source,
                           progress=self._progress)  # fmt: skip
         w, flops = spec.workload, self._sample(spec)
+        _check_unused(flops.unused, spec, "freeze it")
         samples = w.micro_batch * w.accumulate
         cost = StepCost(
             flops=samples * flops.model,
@@ -178,7 +179,7 @@ class Preparation:
         if key not in self.own_costs:
             self.own_costs[key] = own.cost(source, lambda model: recomputed(model, spec.strategy))
         found = self.own_costs[key]
-        _check_unused(found, spec)
+        _check_unused(found.unused, spec, "set its requires_grad to False")
         cost = StepCost(
             flops=w.accumulate * found.flops.model,
             recompute_flops=w.accumulate * found.flops.recompute,
@@ -192,7 +193,13 @@ class Preparation:
         lora = w.adapters and dataclasses.asdict(w.adapters)
         key = json.dumps([spec.to_dict()["workload"]["model"], w.seq_len, s.recompute, w.freeze, lora], sort_keys=True)
         if key not in self._flops:
-            self._flops[key] = count_flops(resolve(w.model), w.seq_len, lambda model: recomputed(model, s), w.freeze,
+            config = resolve(w.model)
+            if s.recompute != "none" and config.model_type in CACHE_ALWAYS:
+                reason = (
+                    f"{config.model_type} keeps keys and values in every forward, and adds them twice when recomputed"
+                )
+                raise SpecError("strategy.recompute", reason, "use none", {"recompute": "none"})
+            self._flops[key] = count_flops(config, w.seq_len, lambda model: recomputed(model, s), w.freeze,
                                            w.adapters)  # fmt: skip
         return self._flops[key]
 
@@ -215,11 +222,11 @@ class Preparation:
                             "make their names and shapes depend on nothing random and on no file")  # fmt: skip
 
 
-def _check_unused(cost: OwnCost, spec: Spec) -> None:
+def _check_unused(unused: Sequence[str], spec: Spec, instead: str) -> None:
     """DDP waits for every parameter's gradient."""
-    if cost.unused and spec.strategy.backend == "ddp":
+    if unused and spec.strategy.backend == "ddp":
         raise SpecError("strategy.backend", f"DDP needs a gradient for every parameter, and the loss gives none to "
-                        f"{cost.unused[0]}", "use another backend, or set its requires_grad to False")  # fmt: skip
+                        f"{unused[0]} in every batch", f"use another backend, or {instead}", {"backend": "lab"})  # fmt: skip
 
 
 def _plain(value: Any) -> Any:

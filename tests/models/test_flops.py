@@ -15,7 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from fsdp_lab.backends.wrapping import prepare, recomputed
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Strategy
+from fsdp_lab.core.workload import Workload
 from fsdp_lab.models import build_skeleton, count_flops, device_peak, flops, flops_per_sample, resolve
+from fsdp_lab.models.check import notes_on
 from fsdp_lab.models.flops import BestPeak, Peak, _from_data_sheet, empty_batch, measured_peak
 from fsdp_lab.models.presets import facts_of
 from tests.models.small import filled
@@ -176,9 +178,24 @@ def test_a_product_of_experts_that_fp32_lacks_has_its_way_out() -> None:
     config = {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
               "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 384, "num_local_experts": 2}  # fmt: skip
     with pytest.raises(SpecError, match='set its experts_implementation to "eager"'):
-        count_flops(resolve(config), 8)
+        count_flops(resolve({**config, "experts_implementation": "grouped_mm"}), 8)
     with pytest.warns(UserWarning, match="estimated as 6 N"):
-        count_flops(resolve({**config, "experts_implementation": "eager"}), 8)
+        count_flops(resolve(config), 8)
+    (note,) = notes_on(Workload(model=config))
+    assert "experts compute one after the other" in note
+
+
+def test_parameters_that_no_batch_uses_are_known_before_ranks_do_anything() -> None:
+    """DDP would fail in its second step."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    dinov2 = {"model_type": "dinov2", "image_size": 32, "num_labels": 4, "patch_size": 8, **sizes}
+    assert count_flops(resolve(dinov2), 1).unused == ("dinov2.embeddings.mask_token",)
+    assert count_flops(resolve("gpt2-1m"), 16).unused == ()
+    switch = {"model_type": "switch_transformers", "d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 48,
+              "vocab_size": 384, "pad_token_id": 0, "num_experts": 2, "decoder_start_token_id": 0}  # fmt: skip
+    with pytest.warns(UserWarning, match="estimated as 6 N"):
+        unused = count_flops(resolve(switch), 16).unused
+    assert unused and all(".experts." in name for name in unused), "a batch may use some"
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,32 @@ def test_seeds_and_names_differ() -> None:
         zero("lm_head.weight")  # a tied parameter has one name, its first
 
 
+SIZES = {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 1, "vocab_size": 300}
+# Families that compute initial values from others, which are on meta.
+COMPUTED: dict[str, dict[str, Any]] = {
+    "mamba": {"model_type": "mamba", **SIZES, "time_step_rank": 4},
+    "mamba2": {"model_type": "mamba2", **SIZES, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8},
+    "rwkv": {"model_type": "rwkv", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300, "context_length": 16},
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_values_that_a_module_computes_are_those_of_the_model_itself(name: str) -> None:
+    """Where they are drawn they are the same for a seed; where they are not, the same as everywhere."""
+    config = resolve(COMPUTED[name])
+    skeleton = build_skeleton(config)
+    one, again = Initializer(skeleton, 0), Initializer(skeleton, 0)
+    eager, other = (type(skeleton)(config) for _ in range(2))
+    drawn = {n for (n, a), b in zip(eager.named_parameters(), other.parameters(), strict=True) if not torch.equal(a, b)}
+    for path, theirs in eager.named_parameters():
+        ours = one(path)
+        assert torch.equal(ours, again(path)) and bool(ours.isfinite().all()), path
+        assert path in drawn or torch.equal(ours, theirs), path
+    assert any(
+        name in path for name in ("A_log", "time_decay") for path, _ in eager.named_parameters() if path not in drawn
+    )
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_values_are_distributed_as_the_model_itself_draws_them(name: str) -> None:
     config = resolve(SMALL[name])

@@ -10,7 +10,7 @@ import pytest
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.workload import Workload
 from fsdp_lab.models import PRESETS, build_skeleton, resolve
-from fsdp_lab.models.presets import closest
+from fsdp_lab.models.presets import closest, facts_of
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -52,3 +52,10 @@ def test_presets_and_check_need_neither_torch_nor_transformers() -> None:
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_positions_that_begin_behind_the_padding_id_are_fewer() -> None:
+    """RoBERTa's 34 positions hold 32 tokens."""
+    roberta = {"model_type": "roberta", "pad_token_id": 1, "max_position_embeddings": 34, "vocab_size": 300}
+    assert facts_of(roberta).max_positions == 32
+    assert facts_of({**roberta, "model_type": "bert"}).max_positions == 34

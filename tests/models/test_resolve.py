@@ -36,6 +36,15 @@ def test_dropout_is_zero_and_the_config_given_is_left_alone() -> None:
     assert resolve("t5-1m").dropout_rate == 0
 
 
+def test_what_else_is_drawn_in_a_forward_is_off_as_dropout_is() -> None:
+    """Noise of routers, stochastic depth, and dropouts of several stages."""
+    mixtral = {"model_type": "mixtral", "num_hidden_layers": 1, "num_local_experts": 2, "router_jitter_noise": 0.1}
+    assert resolve(mixtral).router_jitter_noise == 0 and resolve(mixtral, dropout="config").router_jitter_noise == 0.1
+    assert resolve("switch_transformers").router_jitter_noise == 0
+    cvt = resolve("cvt")
+    assert [*cvt.drop_rate, *cvt.attention_drop_rate, *cvt.drop_path_rate] == [0.0] * 9
+
+
 def test_a_byte_that_would_be_padding_is_learned_all_the_same() -> None:
     assert resolve({"model_type": "bloom", "pad_token_id": 100}).pad_token_id is None
 
