@@ -29,9 +29,7 @@ LAZY_NAMES = PACKAGE / "core" / "lazy_names.py"
 TORCH = frozenset({"torch", "numpy"})
 RANKS = TORCH | {"transformers"}
 KERNEL = (
-    RANKS
-    | {"psutil", "ipyparallel", "zmq", "IPython", "ipykernel", "tornado", "traitlets", "jupyter_client"}
-    | {"platformdirs", "yaml"}
+    RANKS | {"psutil", "ipyparallel", "zmq", "IPython", "ipykernel", "tornado", "traitlets"} | {"platformdirs", "yaml"}
 )
 SCREEN = KERNEL | {"bokeh", "ipywidgets", "anywidget", "rich", "jupyter_core", "jupyter_server", "packaging"}
 FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
@@ -51,7 +49,7 @@ FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
     (6, "report", SCREEN | {"jinja2"}),
     (6, "notebook", KERNEL),
     (6, "lab", KERNEL),
-    (6, "cli", SCREEN | {"playwright"}),
+    (6, "cli", SCREEN),
     (6, "__main__", frozenset()),
 )
 PLACE = {name: i for i, (_, name, _) in enumerate(FLOORS)}

@@ -117,6 +117,9 @@ def package(requirement: str) -> Finding:
         return Finding(name, "missing", State.FAIL, fix)
     if satisfies(version, requirement):
         return Finding(name, version)
+    if name == "torch" and satisfies(version, re.sub(r"<[\d.]+,?", "", requirement)):  # whoever has it may need it
+        way = "it may work, as nothing asks for its version; for a tested one without losing this one: python3 -m venv .venv"
+        return Finding(name, f"{version}, newer than those tested: {requirement}", State.WARN, way)
     return Finding(name, f"{version}, but {requirement} is required", State.FAIL, fix)
 
 
