@@ -332,6 +332,7 @@ def test_step_measures_every_form_and_writes_what_it_prints(tmp_path: Path, caps
         "step_time_s",
         "fastest",
         "peak_bytes",
+        "kernels",
         "memory_ratios",
     ]
     peers = {f"lab/{peer}{group}" for peer in ("fsdp2", "ddp") for group in ("", "-raw", "-shared")}
