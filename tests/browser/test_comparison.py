@@ -205,7 +205,7 @@ def test_with_ranks(server: JupyterServer, open_notebook, watched, picture):
     assert "equal" in opened.cell("2", 2)
     told = opened.notebook.execute(
         "c = dashboard.comparison\n"
-        "for r in c.rows: print(r.label, r.figures.counted, round(r.figures.tokens_per_s.median), "
+        "for r in c.rows[:3]: print(r.label, r.figures.counted, round(r.figures.tokens_per_s.median), "
         "f'×{r.memory_ratio:.2f}' if r.memory_ratio else '–', sep='|')").split()  # fmt: skip
     assert [line.split("|")[0] for line in told] == ["A", "1", "2"]
     for line in told:
