@@ -238,7 +238,7 @@ def _recorded_draws(model: nn.Module) -> dict[str, list[Draw]]:
                 computed.add(name)
         return tensor
 
-    with _initialisation_replaced(record):
+    with torch.no_grad(), _initialisation_replaced(record):
         for path, module, owner in _children_first(model, "", None):
             # A tied head must not draw the embedding again: the module of its first name does.
             tied.clear()
@@ -295,7 +295,7 @@ def _initialisation_replaced(record: Callable[..., Any]) -> Iterator[None]:
 def _compute_(owner: Any, module: nn.Module, name: str, target: Tensor, generator: torch.Generator) -> None:
     """Set `target` to what `owner` initialises a parameter of `module`, which is on meta, to."""
     made = copy.deepcopy(module)._apply(lambda t: torch.zeros_like(t, device="cpu") if t.is_meta else t)
-    with torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.default_generator.set_state(generator.get_state())
         owner._init_weights(made)
     target.copy_(made.get_parameter(name).reshape(target.shape))

@@ -67,6 +67,13 @@ def test_values_that_a_module_computes_are_those_of_the_model_itself(name: str) 
     )
 
 
+def test_a_parameter_that_is_scaled_in_place_begins_scaled() -> None:
+    scaled = {**COMPUTED["mamba"], "num_hidden_layers": 4, "rescale_prenorm_residual": True}
+    largest = Initializer(build_skeleton(resolve(scaled)), 0)("backbone.layers.0.mixer.out_proj.weight").abs().max()
+    bound = (2 * SIZES["hidden_size"]) ** -0.5  # of its uniform distribution
+    assert 0.9 * bound < 2 * largest <= bound
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_values_are_distributed_as_the_model_itself_draws_them(name: str) -> None:
     config = resolve(SMALL[name])
