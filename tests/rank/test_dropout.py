@@ -30,6 +30,16 @@ def test_masks_are_the_same_under_every_backend_and_in_a_recomputed_forward(pool
     assert outcome(told, len(plans) + 1)[0] != outcome(told, 0)[0]
 
 
+def test_what_a_router_draws_whatever_its_config_says_is_the_same_again(pool: Pool) -> None:
+    phimoe = {"model_type": "phimoe", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 384,
+              "num_key_value_heads": 2, "intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2,
+              "max_position_embeddings": 64}  # fmt: skip
+    told = pool.run(
+        trained, 2, [planned((spec(model=phimoe, **c), 2)) for c in ({}, {}, BACKENDS["fsdp2"])], reduction=None
+    )
+    assert outcome(told, 0) == outcome(told, 1) == outcome(told, 2)
+
+
 def test_masks_belong_to_the_samples_and_not_to_the_rank(pool: Pool) -> None:
     """Micro-batches of one rank that accumulates four are those of four ranks: their losses are the same."""
     four = pool.run(trained, 4, [planned((spec(4, **ON), 1))], reduction=None)
