@@ -82,7 +82,7 @@ def test_what_cannot_fit_is_said_in_a_sentence_and_start_again_starts_it(desk):
     desk.lab.run = run
     desk.choose("micro_batch", 4096)
     desk.controls._start.click()
-    said = html.unescape(desk.controls._state.value)
+    said = html.unescape(desk.notice())
     assert "A rank needs 9 TiB or more: give a smaller micro_batch" in said and "or press Start again" in said
     assert "anyway" not in said and desk.lab.current is None
     desk.controls._start.click()
