@@ -9,15 +9,17 @@ import stat
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import ipyparallel as ipp
 import psutil
 import pytest
 from ipyparallel.cluster.launcher import LocalProcessLauncher
 
-from fsdp_lab.cluster import ClusterError, RankError, RankLost, RankStuck, StartError
+from fsdp_lab.cluster import ClusterError, RankError, RankLost, RankStuck, StartError, assembly
 from fsdp_lab.cluster.calls import CLIENT_HISTORY
 from fsdp_lab.cluster.cluster import Cluster
+from fsdp_lab.cluster.placement import CudaDevice, Host
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.process import marked
 from tests.cluster.conftest import FAKE, order
@@ -308,3 +310,16 @@ def test_no_permission_to_write_is_said_with_the_way_out(monkeypatch):
 def test_a_rank_module_that_is_not_there_is_said():
     with pytest.raises(RankError, match="ModuleNotFoundError: No module named 'no_such_module'"):
         Cluster(1, rank_module="no_such_module").start()
+
+
+def test_without_a_number_there_is_a_rank_on_each_free_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"name": "H100", "total_bytes": 80 << 30}
+    gpus = tuple(CudaDevice(device=f"cuda:{i}", uuid=f"GPU-{i}", used_bytes=i // 3 * (40 << 30), **sizes)
+                 for i in range(4))  # fmt: skip
+    monkeypatch.setattr(assembly, "probe", lambda **_: Host(name="here", cores=8, gpus=gpus, torch_cuda="13.0"))
+    monkeypatch.setattr(assembly.Assembly, "_connect", mock.Mock(side_effect=StartError("enough")))
+    cluster = Cluster(None)
+    with pytest.raises(StartError, match="enough"):
+        cluster.start()
+    assert cluster._assembly._default_ranks == 3
+    assert cluster._assembly.notes == ("3 ranks, one on each GPU that is free; Lab(2) takes two of them.",)

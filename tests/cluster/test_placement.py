@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.cluster.placement import CudaDevice, Host, _visible, place, probe
+from fsdp_lab.cluster.placement import CudaDevice, Host, _visible, free_gpus, place, probe, without_ours
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.nvml import GpuProcess, GpuReport, GpuStatus
 from fsdp_lab.core.process import usable_cores
@@ -58,7 +58,7 @@ def test_more_ranks_than_gpus_share_them_with_a_cap_and_a_note():
     placed = place([host(gpu(0), gpu(1))] * 4)
     assert placed.devices == ("cuda:0", "cuda:0", "cuda:1", "cuda:1")
     assert all(s.memory_cap == 0.46 and s.shared_gpu_ranks == 2 for s in placed.seats)
-    assert "2 ranks on cuda:0" in placed.notes[0] and "Gloo" in placed.notes[0]
+    assert "2 ranks on cuda:0" in placed.notes[0] and "take turns" in placed.notes[0]
 
 
 def test_uneven_sharing_makes_all_ranks_talk_over_gloo():
@@ -163,3 +163,14 @@ def test_a_containers_quota_counts(tmp_path: Path):
     assert usable_cores(tmp_path) == 1
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert usable_cores(tmp_path) >= 1
+
+
+def test_what_our_ranks_hold_in_a_container_makes_no_gpu_busy():
+    """There NVML names no process. A GPU that is not ours may be somebody's."""
+    now = host(gpu(0, used=40 * GIB), gpu(1, used=40 * GIB))
+    assert free_gpus(now) == []
+    ours = without_ours(now, {"cuda:0"}, {"GPU-0": GIB, "GPU-1": GIB})
+    assert [g.device for g in free_gpus(ours)] == ["cuda:0"] and ours.gpus[0].used_bytes == GIB
+    seen = host(gpu(0, (SOMEBODY,), used=40 * GIB))
+    assert without_ours(seen, {"cuda:0"}, {"GPU-0": GIB}) == seen
+    assert free_gpus(host(gpu(0), cuda=None)) == []

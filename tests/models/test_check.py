@@ -99,7 +99,7 @@ def test_folders_of_images_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     workload = Workload(model="vit-1m", data=str(tmp_path))
     check(workload)
-    with pytest.raises(SpecError, match="not an image that can be read"):
+    with pytest.raises(SpecError, match="cannot be read as an image"):
         Batches(workload, resolve("vit-1m"), rank=0, world_size=1).batch(0)
 
 
