@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -200,7 +201,8 @@ class Dashboard:
             except Exception as e:
                 if not failing:
                     log.exception("a tick of the dashboard failed")
-                    self._controls.say(f"The display failed: {type(e).__name__}: {e}")
+                    with contextlib.suppress(Exception):  # it may be the controls that fail
+                        self._controls.say(f"The display failed: {type(e).__name__}: {e}")
                 failing = True
             self._cpu_s += time.thread_time() - began_s
             self._ticks += 1
