@@ -254,7 +254,7 @@ class DrillForm(InputForm):
 
     def tick(self, run: Run | None) -> None:
         """A drill needs a run that trains."""
-        ranks = (run or self._lab).spec.world_size
+        ranks = len(self._lab.devices) or 1 if run is None else run.spec.world_size  # while ranks move there are none
         if self._rank.value >= ranks:
             put(self._rank, "value", ranks - 1)
         put(self._rank, "max", ranks - 1)
