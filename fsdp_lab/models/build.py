@@ -294,7 +294,8 @@ def _initialisation_replaced(record: Callable[..., Any]) -> Iterator[None]:
 
 def _compute_(owner: Any, module: nn.Module, name: str, target: Tensor, generator: torch.Generator) -> None:
     """Set `target` to what `owner` initialises a parameter of `module`, which is on meta, to."""
-    made = copy.deepcopy(module)._apply(lambda t: torch.zeros_like(t, device="cpu") if t.is_meta else t)
+    made: Any = copy.deepcopy(module)
+    made._apply(lambda t: torch.zeros_like(t, device="cpu") if t.is_meta else t)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.default_generator.set_state(generator.get_state())
         owner._init_weights(made)
