@@ -393,7 +393,9 @@ class HostCopies:
 
     def wait(self) -> None:
         if self._filling is not None:
-            self._turn()
+            assert self._streams is not None
+            self._arriving.append((self._streams.mark(), self._filling, self._parts))
+            self._filling = None
         while self._arriving:
             self._land()
 
