@@ -152,10 +152,10 @@ def test_controls_answer_while_a_cell_is_busy(opened):
 
 def test_the_theme_is_followed_live(opened):
     """Axes and inks change with JupyterLab's theme, both ways, without a reload."""
-    colours = """() => { const models = [...window.Bokeh.documents.at(-1).all_models];
+    colours = """() => { const models = [...window.Bokeh.documents.at(-1)?.all_models ?? []];
         const line = models.find(m => m.type === 'Line' && m.tags.some(t => t.tint?.line_color === 'ink.mean'));
         const axis = models.find(m => m.type === 'LinearAxis');
-        return [axis.axis_label_text_color, line.line_color.value ?? line.line_color] }"""
+        return axis && line && [axis.axis_label_text_color, line.line_color.value ?? line.line_color] }"""
     seen = {}
     for theme in ("Light", "Dark", "Light"):
         opened.notebook.theme(f"JupyterLab {theme}")
@@ -163,7 +163,7 @@ def test_the_theme_is_followed_live(opened):
             "(dark) => document.querySelector('.fsdp-live').classList.contains('fsdp-dark') === dark",
             arg=theme == "Dark",
         )
-        now = opened.page.evaluate(colours)
+        now = opened.page.wait_for_function(colours).json_value()  # the plots may just be built anew
         assert seen.setdefault(theme, now) == now
     assert all(a != b for a, b in zip(seen["Light"], seen["Dark"], strict=True))
 

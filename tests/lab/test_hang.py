@@ -64,7 +64,7 @@ def test_a_rank_that_comes_before_the_limit_is_left_in_peace_and_what_the_others
     until(lambda: bool(impatient_lab.rank_status()[0].waits_for))
     zero = impatient_lab.rank_status()[0]
     assert zero.heartbeat is not None and zero.heartbeat.beat.working and zero.heartbeat.beat.peers == (0, 1)
-    assert zero.waits_for.startswith("all_gather ") and " of transformer.h." in zero.waits_for
+    assert zero.waits_for.startswith("all_gather of unit transformer.h.")
     assert f"train, in {zero.waits_for} for " in repr(impatient_lab.status())
     step = run.step
     until(lambda: run.step > step + 3 or run.done, 20)

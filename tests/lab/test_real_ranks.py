@@ -87,11 +87,13 @@ def test_a_comparison_in_turns_is_equal_bit_for_bit_to_runs_that_were_never_inte
 def test_a_run_that_is_out_of_memory_is_a_row_with_its_reason_and_the_others_go_on(lab: Lab):
     lab.run(**SMALL, steps=1).wait(60)
 
-    lab.cluster.call("limit_memory", more_bytes=1 << 30)
+    lab.cluster.call("limit_memory", more_bytes=256 << 20)
     try:
-        sweep = lab.compare(**{**SMALL, "micro_batch": [1, 4096, 2]}, steps=4, rounds=2).wait(180)
+        sweep = lab.compare(**{**SMALL, "micro_batch": [1, 1024, 1 << 16, 2]}, steps=4, rounds=2).wait(180)
     finally:
         lab.cluster.call("limit_memory", more_bytes=None)
+    [refusal] = sweep.refused
+    assert "micro_batch" in refusal.reason and "memory" in refusal.reason, "by the plan: it does not begin"
     assert [run.state for run in sweep.runs] == [RunState.FINISHED, RunState.FAILED, RunState.FINISHED]
     assert re.search(
         r"OutOfMemory: [\d,.]+ MiB more could not be allocated; give a smaller micro_batch", sweep.runs[1].reason
