@@ -131,7 +131,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(
     assert "cannot be written" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_steps_of_two_ranks_are_predicted_from_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shutil
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -1229,10 +1228,10 @@ def compiled(place: Place, backend: str, when: str) -> None:
     assert sum(counters["graph_break"].values()) <= 4, counters["graph_break"]
 
 
-def compiled_step(place: Place, kind: type[torch.optim.Optimizer], depth: int) -> None:
+def compiled_step(place: Place) -> None:
     torch._dynamo.reset()
-    model, plain = by_block(make(depth=depth)), by_block(make(depth=depth))
-    optimizers = [kind(m.parameters(), lr=0.01) for m in (model, plain)]
+    model, plain = by_block(make(depth=0)), by_block(make(depth=0))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, plain)]
     steps = [torch.compile(optimizers[0].step, backend="eager"), optimizers[1].step]
     for i in range(2):
         for m, optimizer, step in zip((model, plain), optimizers, steps, strict=True):
@@ -1243,24 +1242,15 @@ def compiled_step(place: Place, kind: type[torch.optim.Optimizer], depth: int) -
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-6), name
 
 
-@pytest.mark.parametrize(
-    ("kind", "depth"), [(torch.optim.SGD, 0), pytest.param(torch.optim.AdamW, 1, marks=pytest.mark.slow)]
-)
-def test_a_compiled_step_of_an_optimizer(pool: Pool, kind: type[torch.optim.Optimizer], depth: int) -> None:
-    """AdamW's takes Dynamo ten seconds a rank to trace."""
-    pool.run(compiled_step, 2, kind, depth, timeout_s=200)
+def test_a_compiled_step_of_an_optimizer(pool: Pool) -> None:
+    """SGD's: Dynamo takes ten seconds a rank to trace AdamW's."""
+    pool.run(compiled_step, 2, timeout_s=200)
 
 
 @pytest.mark.parametrize("when", ["before", "after", "whole"])
 def test_compile(pool: Pool, when: str) -> None:
     """Traced and differentiated ahead of time, but run by torch's own kernels: needs no compiler."""
     pool.run(compiled, 2, "aot_eager", when, timeout_s=200)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here, and there is no g++")
-def test_compile_to_machine_code(pool: Pool) -> None:
-    pool.run(compiled, 2, "inductor", "before", timeout_s=200)
 
 
 # -- hooks of users ----------------------------------------------------------------------------------------------------

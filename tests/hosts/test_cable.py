@@ -12,7 +12,6 @@ from fsdp_lab.planner.calibration import Calibration, references
 from fsdp_lab.runs import Run
 from tests.hosts.machines import Site, SshServers, site
 
-pytestmark = pytest.mark.slow
 WORK = {"model": "gpt2-1m", "seq_len": 64}
 HEADERS = 0.10  # of Ethernet, IP and TCP, their acknowledgements, and the ranks' reports to the kernel
 WITHIN = 0.10
@@ -58,6 +57,7 @@ def slowdown(lab: Lab, calibration: Calibration) -> float:
     return step_s(lab.run(spec, steps=6).wait(300)) / median(calibration.probes["steps"][str(index)])
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_inside_hosts_sends_what_theory_says(hosts: tuple[Site, SshServers]) -> None:
     """With F ranks in each of R shard groups a rank sends (F-1)/F of the gradients inside its group, and 2 (R-1)/R of its
     F-th part of them to the other groups (arXiv 2304.11277, section 3.2.2): for F = R = 2 a half each, and no parameters.
@@ -78,6 +78,7 @@ def test_hybrid_sharding_inside_hosts_sends_what_theory_says(hosts: tuple[Site, 
     assert across < 0.5 * median(full for full, _ in told["full_shard"])  # in a ring its gathers send less
 
 
+@pytest.mark.slow
 def test_an_emulated_link_takes_the_time_of_a_cable_as_fast(hosts: tuple[Site, SshServers]) -> None:
     made, servers = hosts
     for machine in made.machines:
@@ -93,6 +94,7 @@ def test_an_emulated_link_takes_the_time_of_a_cable_as_fast(hosts: tuple[Site, S
     assert emulated_s == pytest.approx(cable_s, rel=WITHIN)
 
 
+@pytest.mark.bench
 @pytest.mark.timeout(600)
 def test_the_planner_knows_both_links(hosts: tuple[Site, SshServers]) -> None:
     """Calibrated on two hosts of two ranks, it chooses a sharding for their cable, and says about how long a step takes."""

@@ -53,7 +53,7 @@ def test_a_run_that_goes_on_would_be_measured_too(real_lab: Lab) -> None:
         real_lab.calibrate(passes=0)
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 @pytest.mark.timeout(600)  # so does this
 def test_one_rank_is_planned_as_one_of_two() -> None:
     spec = Spec(world_size=2).replace(**SMALL)

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from fsdp_lab.planner import fitting
 from fsdp_lab.planner.devices import PUBLISHED
 from fsdp_lab.planner.fitting import fit_rates
 from fsdp_lab.planner.published import PublishedCase
@@ -18,6 +19,14 @@ def cases() -> list[PublishedCase]:
 
 
 @pytest.mark.slow
+def test_one_more_step_of_the_procedure_leaves_the_rates_in_the_package_as_they_are(cases: list[PublishedCase]) -> None:
+    kept = fitting._logarithms(PUBLISHED)
+    residuals = fitting._residuals(cases, fitting._rates(kept))
+    jacobian = fitting._jacobian(cases, kept, residuals)
+    assert fitting._gauss_newton(kept, residuals, jacobian, fitting._weights(cases)) == pytest.approx(kept, abs=3e-3)
+
+
+@pytest.mark.bench
 def test_the_rates_in_the_package_are_what_the_procedure_finds(cases: list[PublishedCase]) -> None:
     found = fit_rates(cases)
     assert found.rows == len(cases)
