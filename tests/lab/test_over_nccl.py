@@ -105,9 +105,7 @@ def bench(resident_nccl: Lab, undisturbed: Mapping[int, float]) -> Iterator[Dril
     [
         ("kill", LAB, 0, CHECKPOINT),
         ("stop", DDP, 1, REPLICA),
-        ("stall", FSDP2, 1, CHECKPOINT),
-        ("cut", LAB, 0, LIVE),
-        ("raise", DDP, 1, LIVE),
+        ("cut", FSDP2, 0, LIVE),
     ],
 )
 def test_drills_are_survived(
