@@ -413,8 +413,8 @@ def test_files_that_readme_names_exist():
 
 def test_readme_and_ci_speak_the_same_commands():
     commands = (
-        "python3 -m venv .venv && .venv/bin/pip install -e . && .venv/bin/fsdp-lab lab",
-        "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/pytest",
+        "python3 -m venv .venv && .venv/bin/pip install -c .ci/constraints.txt -e . && .venv/bin/fsdp-lab lab",
+        "python3 -m venv .venv && .venv/bin/pip install -c .ci/constraints.txt -e '.[test]' && .venv/bin/pytest",
     )
     readme = (REPO / "README.md").read_text(encoding="utf-8").splitlines()
     assert all(command in readme for command in commands), "each stands in README.md, on a line of its own"

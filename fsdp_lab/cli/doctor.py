@@ -100,7 +100,7 @@ def packages() -> list[Finding]:
 
 
 def requirements() -> list[str]:
-    """The installation's requirements, extras left out: "torch<2.14,>=2.11"."""
+    """The installation's requirements, extras left out: "torch<2.15,>=2.11"."""
     try:
         listed = importlib.metadata.requires("fsdp-lab") or []
     except importlib.metadata.PackageNotFoundError:
@@ -134,7 +134,7 @@ def satisfies(version: str, requirement: str) -> bool:
 
 def torch(facts: TorchFacts) -> list[Finding]:
     if not facts.version:
-        fix = f"{sys.executable} -m pip install --force-reinstall 'torch>=2.11,<2.14'"
+        fix = f"{sys.executable} -m pip install --force-reinstall 'torch>=2.11,<2.15'"
         return [Finding("import torch", facts.error, State.FAIL, fix)]
     build = f"built for CUDA {facts.cuda_build}" if facts.cuda_build else "built for CPUs"
     advice = "" if facts.gloo else "CPU ranks and offload need it: take another build of torch"

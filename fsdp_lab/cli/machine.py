@@ -154,7 +154,7 @@ def in_use(index: int, gpu: GpuStatus) -> Finding:
 def driver(devices: GpuReport, torch: TorchFacts) -> Finding:
     """Whether the driver supports the CUDA that torch was built for; any minor release of the same major one runs."""
     carries = f"driver {devices.driver}" + (f" carries CUDA {devices.driver_cuda}" if devices.driver_cuda else "")
-    pip = f"{sys.executable} -m pip install --force-reinstall 'torch>=2.11,<2.14'"
+    pip = f"{sys.executable} -m pip install --force-reinstall 'torch>=2.11,<2.15'"
     if not torch.cuda_build:
         major = int(devices.driver_cuda.partition(".")[0] or 0)
         index = f" --index-url https://download.pytorch.org/whl/{OLDER_BUILD[major]}" if major in OLDER_BUILD else ""

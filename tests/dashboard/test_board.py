@@ -30,7 +30,7 @@ def run_of(spec: Spec, steps: int, name: str = "past", *, first: int = 0) -> Rec
     return told(spec, [event(spec, name, r, n, first=n == first) for n in range(first, steps) for r in ranks], id=name)
 
 
-def until(what: Callable[[], Any], timeout_s: float = 20) -> None:
+def until(what: Callable[[], Any], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < deadline, "waited in vain"

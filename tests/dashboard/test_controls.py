@@ -55,7 +55,7 @@ class Desk:
             events, self.cursor = run.events.since(self.cursor)
         self.controls.tick(run, events)
 
-    def until(self, what: Callable[[], bool], timeout_s: float = 10) -> None:
+    def until(self, what: Callable[[], bool], timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s
         while not what():
             assert time.monotonic() < deadline, "waited in vain"

@@ -17,7 +17,7 @@ from fsdp_lab.lab import Lab
 from tests.dashboard.fake_lab import FakeLab
 
 
-def until(what: Callable[[], bool], timeout_s: float = 10) -> None:
+def until(what: Callable[[], bool], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < deadline, "waited in vain"

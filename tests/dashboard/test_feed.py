@@ -33,7 +33,7 @@ class Show:
     def steps(self) -> list[float]:
         return self.table("loss.steps").column("step").tolist()
 
-    def until(self, what: Callable[[], bool], timeout_s: float = 10) -> None:
+    def until(self, what: Callable[[], bool], timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s
         while not what():
             assert time.monotonic() < deadline, "waited in vain"

@@ -49,7 +49,7 @@ class Desk:
         self.controls.tick(run, run.events.since(0)[0] if run is not None else ())
         self.box.tick(run)
 
-    def until(self, what: Callable[[], bool], timeout_s: float = 10) -> None:
+    def until(self, what: Callable[[], bool], timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s
         while not what():
             assert time.monotonic() < deadline, f"waited in vain: {self.head()}"

@@ -39,7 +39,7 @@ class Desk:
     def press(self, name: str) -> None:
         getattr(self.box, f"_{name}").click()
 
-    def until(self, what: Callable[[], bool], timeout_s: float = 10) -> None:
+    def until(self, what: Callable[[], bool], timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s
         while not what():
             assert time.monotonic() < deadline, f"waited in vain: {self.said}"

@@ -45,7 +45,7 @@ def watched(interrupt: Callable[[], None] = lambda: None, *, losses: bool = Fals
     return run
 
 
-def until(what: Callable[[], bool], timeout_s: float = 10) -> None:
+def until(what: Callable[[], bool], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < deadline, "waited in vain"
