@@ -153,6 +153,10 @@ class BenchResult:
         """The `interval` of that ratio's median."""
         return interval(ratios(self.seconds[one], self.seconds[other]))
 
+    def said_interval(self, other: str) -> str:
+        """That of the lab over another form, in words."""
+        return "its median is {:.3f} to {:.3f} (95 %)".format(*self.ratio_interval(LAB, other))
+
     @property
     def fastest(self) -> dict[str, str]:
         """Measured peer -> its form with the smallest median step time; of forms on torch's own group for "PEER-raw", and
@@ -275,12 +279,11 @@ def step_figures(result: BenchResult, environment: Mapping[str, Any], say: Say) 
     say(repr(Table(columns=columns, rows=tuple(rows), left=frozenset({"form"}))))
     for name, found in result.ratios.items():
         form = result.fastest[name.partition("/")[2]]
-        low, high = result.ratio_interval(LAB, form)
-        report.ratio(name, found, note=f"; its median is {low:.3f} to {high:.3f} (95 %); {form} is the fastest of them")
+        report.ratio(name, found, note=f"; {result.said_interval(form)}; {form} is the fastest of them")
     for name, memory in result.memory_ratios.items():
         say(f"{name}, peak allocated memory: {memory:.3f}")
     for name, found in result.control.items():
-        report.control(name, found, note=f"; {CONTROL} does the same as {LAB}")
+        report.control(name, found, note=f"; {result.said_interval(CONTROL)}; {CONTROL} does the same as {LAB}")
     difference, form = result.difference()
     say(f"largest difference of losses and gradient norms to {result.reference}: {difference:.1e} ({form})")
     return report.figures | {

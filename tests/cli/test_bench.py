@@ -276,6 +276,7 @@ def test_ratios_are_of_the_same_round_and_against_the_fastest_form() -> None:
     assert figures["step_time_s"]["lab"]["median"] == 4.0 and figures["environment"] == {"cores": 2}
     printed = "\n".join(lines)
     assert all(form in printed for form in found.seconds) and "fsdp2-wire is the fastest of them" in printed
+    assert "; its median is 0.500 to 1.000 (95 %); lab-again does the same as lab" in printed
 
 
 def test_memory_is_compared_where_it_was_counted() -> None:
