@@ -19,7 +19,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class Place:
     context: Any
     world: Any
     store: Any
+    sharing: int = 1  # ranks on this one's GPU
 
     @property
     def rank(self) -> int:
@@ -70,12 +71,14 @@ def _serve(pipe: Any, stacks: Path) -> None:
         task = pickle.loads(pipe.recv())
         if task is None:
             os._exit(0)
-        function, rank, world_size, place, reduction, shared, args = task
+        function, rank, world_size, place, reduction, shared, devices, args = task
         joined = reduction is not None
         try:
             order = ReductionOrder(reduction or "auto")
             context = WireContext(reduction=order, timeout_s=15, shared_memory=shared)
-            info = RankInfo(rank=rank, world_size=world_size, device=torch.device("cpu"))
+            device = devices[rank] if devices else "cpu"
+            sharing = max(1, devices.count(device))
+            info = RankInfo(rank=rank, world_size=world_size, device=torch.device(device), shares_gpu=sharing > 1)
             store = find_store(place)
             world = open_groups(info, store, context, 0) if joined else None
             if (
@@ -83,7 +86,7 @@ def _serve(pipe: Any, stacks: Path) -> None:
             ):  # a rank that leaves at once would break connections that others still open
                 world._gloo.barrier().wait()
             try:
-                answer = ("ok", function(Place(info, context, world, store), *args))
+                answer = ("ok", function(Place(info, context, world, store, sharing), *args))
             except BaseException as e:
                 context.abort(str(e))  # others may wait in a collective that this rank left
                 raise
@@ -155,9 +158,10 @@ class Pool:
         *args: Any,
         reduction: str | None = "auto",
         shared_memory: bool = False,
+        devices: Sequence[str] = (),
         timeout_s: float = 120,
     ) -> list[Any]:
-        """With `reduction` None no process group is opened: the function does that."""
+        """With `reduction` None no process group is opened: the function does that. `devices`: of the ranks; (): CPUs."""
         if not all(worker.process.is_alive() for worker in self._workers):
             self.renew()  # one was killed between two runs: for its memory, say
         self._runs += 1
@@ -169,7 +173,7 @@ class Pool:
         end = time.monotonic() + timeout_s
         try:
             for rank, worker in enumerate(chosen):
-                worker.give((function, rank, world_size, f"file:{store}", reduction, shared_memory, args))
+                worker.give((function, rank, world_size, f"file:{store}", reduction, shared_memory, devices, args))
             late = [i for i, worker in enumerate(chosen) if not worker.pipe.poll(max(0.0, end - time.monotonic()))]
             if late:
                 stacks = "\n".join(f"rank {rank}:\n{chosen[rank].read_stacks()}" for rank in late)

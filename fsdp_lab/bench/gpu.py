@@ -148,7 +148,7 @@ def listed(at: Place) -> tuple[BenchPart, ...]:
     over_nccl = tuple(_over_nccl(at))
     return (
         *(over_nccl if at.gpus >= 2 else ()),
-        BenchPart(name="tests", title="tests/gpu, where pytest is installed", limit_s=180, measure=parts.tests,
+        BenchPart(name="tests", title="tests/gpu, where pytest is installed", limit_s=300, measure=parts.tests,
              skipped=_no_tests(at)),
         BenchPart(name="strategies", title="every strategy on one rank, compared with FSDP2", limit_s=90,
              measure=partial(parts.strategies, at.strategies, at.scale.precisions, at.devices(1))),

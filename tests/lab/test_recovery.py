@@ -176,8 +176,12 @@ def test_it_waits_for_a_word_and_goes_on_with_fewer(lab: Lab, undisturbed: dict[
 
 @pytest.mark.slow
 def test_the_number_of_ranks_changes_while_it_trains(lab: Lab, undisturbed: dict[int, float]) -> None:
+    grows_and_shrinks(lab, lab.run(**SMALL, steps=STEPS), undisturbed)
+    lab.resize(2)
+
+
+def grows_and_shrinks(lab: Lab, run: Run, undisturbed: dict[int, float]) -> None:
     """The state is carried: with the same global batch the losses are the same, but for the order of sums."""
-    run = lab.run(**SMALL, steps=STEPS)
     until(lambda: run.step > 2, 60)
     run.pause()
     grown = run.apply(world_size=4, micro_batch=1).wait(60)
@@ -196,7 +200,6 @@ def test_the_number_of_ranks_changes_while_it_trains(lab: Lab, undisturbed: dict
     assert told.keys() == undisturbed.keys()
     assert all(told[step] == pytest.approx(loss, rel=1e-4) for step, loss in undisturbed.items())
     assert [s.after.world_size for s in run.switches] == [2, 4, 4, 1] and shrunk.step > grown.step
-    lab.resize(2)
 
 
 @pytest.mark.slow

@@ -44,9 +44,11 @@ def session(place: Place, **options: Any) -> Session:
     return Session(
         rank=place.rank,
         world_size=place.world_size,
-        device="cpu",
+        device=str(place.info.device),
         store=place.store,
         threads=1,
+        shared_gpu_ranks=place.sharing,
+        memory_cap=0.9 / place.sharing,
         **{"timeout_s": 20, **options},
     )
 
@@ -63,10 +65,12 @@ def _beyond(place: Place, plan: list[dict[str, Any]]) -> list[Any]:
     return found
 
 
-def _follow(place: Place, plan: list[tuple[dict[str, Any], int]], reduction: str = "rank_ordered") -> list[Any]:
+def _follow(
+    place: Place, plan: list[tuple[dict[str, Any], int]], reduction: str = "rank_ordered", shared_memory: bool = True
+) -> list[Any]:
     """Apply and train each entry; what was said, and what each apply answered."""
     said: list[dict[str, Any]] = []
-    s = session(place, on_event=said.append, reduction=reduction)
+    s = session(place, on_event=said.append, reduction=reduction, shared_memory=shared_memory)
     answers = []
     for given, steps in plan:
         answers.append(s.apply("run", given))

@@ -1,0 +1,251 @@
+"""What only a machine with a GPU can show, of one rank. Needs torch, numpy, transformers and psutil; no Jupyter."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import traceback
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.autograd.profiler import profile, record_function
+from torch.profiler import DeviceType
+from transformers import masking_utils
+
+from fsdp_lab.core.events import StepEvent
+from fsdp_lab.core.spec import Spec
+from fsdp_lab.planner.calibration import Calibration, references, shapes_of
+from fsdp_lab.planner.questions import planned_here
+from fsdp_lab.rank import trainer as trainer_module
+from fsdp_lab.rank.ledger import KernelTimes
+from fsdp_lab.rank.trainer import _pinned
+from tests.pool import Place, Pool
+from tests.rank.test_session import DDP, session
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+
+ONE = ("cuda:0",)
+SMALL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 384, "n_positions": 64}
+EACH = [{}, {"forward_prefetch": 1, "backward_prefetch": 2}, {"sharding": "shard_grad_op"}, {"sharding": "zero1"},
+        {"offload": "optimizer"}, {"offload": "all"}, {"recompute": "full"}, {"sharding": "no_shard"},
+        {"backend": "fsdp2"}, {"backend": "fsdp2", "offload": "all"}, {"backend": "fsdp1"},
+        {"backend": "fsdp1", "offload": "all"},
+        {"backend": "ddp", "sharding": "no_shard"}]  # fmt: skip
+
+
+def as_spec(world_size: int = 1, **changes: Any) -> Spec:
+    return Spec(world_size=world_size).replace(model=SMALL, seq_len=32, micro_batch=2, lr=0.01).replace(**changes)
+
+
+def _each(place: Place, precision: str, model: str) -> list[Any]:
+    """For each of EACH, from initial values, the events of three steps, or the traceback of what ended it."""
+    s, told = session(place), list[Any]()
+    base = as_spec(precision=precision).replace(**({"model": model} if model else {}))
+    for changes in EACH:
+        try:
+            s.apply("gpu", base.replace(**changes).to_dict(), fresh=True)
+            told.append(s.train(3)["events"])
+        except Exception:  # so that each is a test of its own
+            told.append(traceback.format_exc())
+    s.close()
+    return told
+
+
+def told_by(ran: Callable[..., list[Any]], precision: str, case: int, model: str = "") -> list[StepEvent]:
+    (told,) = ran(_each, 1, precision, model, devices=ONE, reduction=None)
+    assert not isinstance(told[case], str), told[case]
+    return [StepEvent.from_dict(e) for e in told[case]]
+
+
+CASES = pytest.mark.parametrize("case", range(len(EACH)), ids=[str(changes) for changes in EACH])
+
+
+@CASES
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_rank_trains_and_tells_its_figures(ran: Callable[..., list[Any]], precision: str, case: int) -> None:
+    events = told_by(ran, precision, case)
+    assert all(math.isfinite(e.mean_loss) for e in events)
+    assert events[-1].mean_loss < events[0].mean_loss
+    for e in events:
+        assert e.memory.peak_bytes > 0 and e.memory.reserved_bytes
+        assert all("TF32 is off" in note for note in e.notes)
+        assert e.peak_flops_per_s and e.mfu
+    assert [e.ledger for e in events] == [False, False, True]
+
+
+@CASES
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_ledger_s_sum_is_what_the_allocator_says(ran: Callable[..., list[Any]], precision: str, case: int) -> None:
+    """At the peak and between steps, within 1%, and little of it is of no class."""
+    e = told_by(ran, precision, case, "gpt2-10m")[-1]
+    found = max((s.classes for s in e.memory_curve), key=lambda c: c.total_bytes)
+    assert found.total_bytes == pytest.approx(e.memory.peak_bytes, rel=0.01)
+    assert e.memory_curve[-1].classes.total_bytes == pytest.approx(e.memory.allocated_bytes, rel=0.01, abs=1e6)
+    assert e.memory.at_peak.total_bytes == pytest.approx(e.memory.peak_bytes, rel=0.01)
+    assert e.memory.limit_bytes is not None and e.memory.reserved_bytes is not None
+    assert e.memory.peak_bytes <= e.memory.reserved_bytes <= e.memory.limit_bytes
+    assert e.memory.outside_bytes > 0
+
+
+def losses(place: Place, given: dict[str, Any], steps: int) -> list[float]:
+    s = session(place)
+    s.apply("gpu", given)
+    told = s.train(steps)["events"]
+    s.close()
+    return [e["mean_loss"] for e in told]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("changes", [
+    {},
+    {"forward_prefetch": 2, "backward_prefetch": 2, "limit_all_gathers": 3},
+    {"sharding": "zero1"},
+    {"offload": "optimizer"},
+    {"offload": "all"},
+], ids=str)  # fmt: skip
+def test_our_engine_trains_what_fsdp2_trains(pool: Pool, precision: str, changes: dict[str, Any]) -> None:
+    """On one GPU; kernels may add in another order, hence a tolerance of some ulps of the dtype over ten steps."""
+    base = as_spec(precision=precision)
+    (theirs,), (ours,) = (pool.run(losses, 1, s.to_dict(), 10, devices=ONE, reduction=None)
+                          for s in (base.replace(backend="fsdp2"), base.replace(**changes)))  # fmt: skip
+    assert ours == pytest.approx(theirs, rel=1e-4 if precision == "fp32" else 2e-2)
+    assert ours[-1] < ours[0]
+
+
+def waits_only_to_read(place: Place, given: dict[str, Any]) -> list[int]:
+    """Three steps in which nothing but the read of a loss makes the host wait for the device; else torch raises. What they
+    make once, and a ledger's step, comes before. Decoders of transformers ask whether a sample is of several texts."""
+    s, mode = session(place), torch.cuda.set_sync_debug_mode
+    s.apply("gpu", given)
+    s.train(3)
+    read = trainer_module._read
+
+    def reading(*scalars: torch.Tensor) -> list[float]:
+        mode("default")
+        values = read(*scalars)
+        mode("error")
+        return values
+
+    with (
+        mock.patch.object(trainer_module, "_read", reading),
+        mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+    ):
+        mode("error")
+        try:
+            steps = [e["step"] for e in s.train(3)["events"]]
+        finally:
+            mode("default")
+    s.close()
+    return steps
+
+
+@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"backend": "fsdp2"}, DDP], ids=str)
+def test_the_host_waits_only_to_read_the_loss(pool: Pool, changes: dict[str, Any]) -> None:
+    given = as_spec(**changes, accumulate=2, clip_norm=1.0).to_dict()
+    assert pool.run(waits_only_to_read, 1, given, devices=ONE, reduction=None) == [[3, 4, 5]]
+
+
+def kernels_in(events: Iterable[Any]) -> list[tuple[int, int, bool]]:
+    """Begin, end, and whether it is NCCL's, of each kernel that kineto saw."""
+    return [(e.start_ns(), e.end_ns(), "nccl" in e.name().lower()) for e in events
+            if e.device_type() == DeviceType.CUDA and not e.is_user_annotation()
+            and not e.name().startswith(("Memcpy", "Memset"))]  # fmt: skip
+
+
+def alone_s(kernels: Iterable[tuple[int, int, bool]]) -> float:
+    """Seconds in which kernels of NCCL's run and no others, from one begin or end to the next."""
+    edges = sorted((at, sends, by) for begin, end, sends in kernels for at, by in ((begin, 1), (end, -1)))
+    running, before_ns, found_ns = {False: 0, True: 0}, 0, 0
+    for at_ns, sends, by in edges:
+        if running[True] and not running[False]:
+            found_ns += at_ns - before_ns
+        running[sends] += by
+        before_ns = at_ns
+    return found_ns / 1e9
+
+
+def _kernels_around_a_gap() -> tuple[list[Any], float]:
+    """A product, a sleep on another stream for which the first one waits, and a product; inside one range."""
+    side, a = torch.cuda.Stream(), torch.ones(2048, 2048, device="cuda")
+    a @ a
+    torch.cuda.synchronize()
+    with profile(use_kineto=True, use_device="cuda") as profiler:
+        with record_function("compute root"):
+            a @ a
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(100_000_000)
+            torch.cuda.current_stream().wait_stream(side)
+            a @ a
+        torch.cuda.synchronize()
+    events = list(profiler.kineto_results.events())
+    (slept,) = [e for e in events if "spin" in e.name().lower() and not e.is_user_annotation()]
+    # what sleeps stands for a collective, whose kernels have NCCL's names
+    named = [SimpleNamespace(name=lambda e=e: "ncclDevKernel_AllGather" if e is slept else e.name(),
+                             device_type=e.device_type, is_user_annotation=e.is_user_annotation,
+                             start_ns=e.start_ns, end_ns=e.end_ns) for e in events]  # fmt: skip
+    assert any(e.is_user_annotation() and e.device_type() == DeviceType.CUDA for e in events)
+    return named, (slept.end_ns() - slept.start_ns()) / 1e9
+
+
+def test_a_range_around_a_gap_hides_no_exposed_communication() -> None:
+    events, slept_s = _kernels_around_a_gap()
+    found = KernelTimes.of(events).exposed_s
+    assert found is not None and found["all_gather"] == pytest.approx(slept_s, rel=0.05)
+    assert found["all_gather"] == pytest.approx(alone_s(kernels_in(events)))
+
+
+def test_a_batch_on_the_gpu_stays_there() -> None:
+    batch = {"ids": torch.ones(2, device="cuda"), "labels": torch.ones(2)}
+    pinned = _pinned(batch, torch.device("cuda:0"))
+    assert pinned["ids"] is batch["ids"] and pinned["labels"].is_pinned()
+
+
+LARGE = [("gpt2-124m", 8, 10 << 30), ("llama-1b", 2, 24 << 30)]  # with 1,024 tokens: what a step takes of the GPU
+
+
+def _calibrate(place: Place, specs: list[dict[str, Any]]) -> dict[str, Any]:
+    s = session(place)
+    found = s.calibrate(specs, ("fp32", "bf16"), 2)
+    s.close()
+    return found
+
+
+def test_a_calibrated_gpu_is_planned_within_a_tenth(pool: Pool) -> None:
+    """Of the lab's engine in bf16, on models that were not among those timed for the calibration."""
+    timed, total = references(1, ("fp32", "bf16"), ("cuda:0",)), torch.cuda.get_device_properties(0).total_memory
+    wanted = [
+        Spec(world_size=1).replace(model=model, micro_batch=samples, seq_len=1024, precision="bf16")
+        for model, samples, nbytes in LARGE
+        if 2 * nbytes < total
+    ]
+    assert wanted, "24 GiB are needed"
+    specs = [spec.to_dict() for spec in (*(r.spec for r in timed), *wanted)]
+    probes = pool.run(_calibrate, 1, specs, devices=ONE, reduction=None, timeout_s=600)
+    here = Calibration.of(probes, unix_s=0.0, seconds=1.0, name=torch.cuda.get_device_name(0), devices=("cuda:0",),
+                          shapes=shapes_of(timed))  # fmt: skip
+    assert 1e-6 < here.rates.eager_s < 1e-4
+    for spec, taken in zip(wanted, here.beside_s, strict=True):
+        assert planned_here(spec, here).step_time_s == pytest.approx(statistics.median(taken), rel=0.1), spec
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_classes_of_a_peak_add_up_to_the_allocator_s(ran: Callable[..., list[Any]], precision: str) -> None:
+    for e in told_by(ran, precision, 0, "gpt2-10m"):
+        assert e.memory.at_peak.total_bytes == e.memory.peak_bytes
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_fsdp1_offloads_trains_what_fsdp2_trains(pool: Pool, precision: str) -> None:
+    """On one rank FSDP1 shards nothing, and computes with a copy of the host's values from the first step on."""
+    base = as_spec(precision=precision, offload="all")
+    (theirs,), (mine,) = (pool.run(losses, 1, base.replace(backend=b).to_dict(), 3, devices=ONE, reduction=None)
+                          for b in ("fsdp2", "fsdp1"))  # fmt: skip
+    assert mine == pytest.approx(theirs, rel=1e-4 if precision == "fp32" else 2e-2)
