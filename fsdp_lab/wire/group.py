@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import _symmetric_memory as symm_mem
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
@@ -63,7 +64,16 @@ def register(
         return Wire(options, context)
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
+    if getattr(symm_mem.rendezvous, "func", None) is not _rendezvous:
+        symm_mem.rendezvous = partial(_rendezvous, symm_mem.rendezvous)
     return f"cpu:{BACKEND},cuda:{BACKEND}" if torch.cuda.is_available() else f"cpu:{BACKEND}"
+
+
+def _rendezvous(of_torch: Callable[[Tensor, Any], Any], tensor: Tensor, group: Any) -> Any:
+    """In place of torch's, which asks a group in C++ for its store; one of Python's has none, and the process would end."""
+    if isinstance(group if isinstance(group, dist.ProcessGroup) else c10d._resolve_process_group(group), Wire):
+        raise NotImplementedError("a group of fsdp_lab has no symmetric memory; leave out set_symm_mem_for_comm")
+    return of_torch(tensor, group)
 
 
 class Wire(dist.ProcessGroup):
@@ -602,14 +612,7 @@ class Wire(dist.ProcessGroup):
         ranks that both begin with a send would wait for ever."""
         if whole_group and (nccl := self._carrier(tensors)) is not None:
             return nccl.inner
-        streams = self.context.streams
-        if (
-            self._on_gpu is not None
-            and whole_group
-            and tensors
-            and streams is not None
-            and all(map(streams.holds, tensors))
-        ):
+        if self._on_gpu is not None and whole_group and tensors and all(map(self._is_on_device, tensors)):
             return self._on_gpu
         return self._gloo if self._shared is None else self._shared
 

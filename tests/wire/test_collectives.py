@@ -224,6 +224,28 @@ def _loops(place: Place) -> dict[str, Any]:
             "number": group._get_sequence_number_for_group() > 0}  # fmt: skip
 
 
+def _not_here(place: Place) -> list[str]:
+    """What torch says of each."""
+    symmetric, plain = torch.distributed._symmetric_memory, torch.ones(4)
+    groups = [place.world, place.world.group_name]
+    calls = [lambda group=group: symmetric.rendezvous(plain, group) for group in groups]
+    calls.append(lambda: dist.distributed_c10d._time_estimator(place.world).__enter__())
+    said = []
+    for call in calls:
+        with pytest.raises(NotImplementedError) as e:
+            call()
+        said.append(str(e.value))
+    dist.all_reduce(plain)
+    assert plain[0] == place.world_size, "and the group goes on"
+    return said
+
+
+def test_symmetric_memory_and_estimates_of_time_are_refused(over: Over) -> None:
+    for *shared, estimated in over.run(_not_here, 2):
+        assert set(shared) == {"a group of fsdp_lab has no symmetric memory; leave out set_symm_mem_for_comm"}
+        assert "time estimator is not supported" in estimated
+
+
 def test_what_loops_call_beside_plain_collectives(over: Over) -> None:
     for rank, found in enumerate(over.run(_loops, 2)):
         assert found == {

@@ -240,6 +240,7 @@ def test_the_settings_are_ours_for_our_groups_only(monkeypatch: pytest.MonkeyPat
     group = Nccl(SimulatedDevice()).open("store", 1, 2, timedelta(seconds=60))
     assert group.seen == nccl._SETTINGS and group.seen["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert group.options._timeout == timedelta(seconds=60) and group.place == ("store", 1, 2)
+    assert not group.supports_time_estimate and isinstance(group, Opened), "torch's functions ask for its class"
     assert group.options.is_high_priority_stream, "a peer's collectives run here, and its own stream would have it"
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1" and "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
     assert levels == [dist.DebugLevel.INFO, dist.DebugLevel.DETAIL], "DETAIL would switch the error handling on again"
