@@ -260,6 +260,8 @@ class Calibration:
         """Each reference with its shape and the median seconds of its steps."""
         wanted = references(1, self.dtypes, self.devices[:1]) if self.alone else references(
             self.ranks, self.dtypes, self.devices, self.per_host)  # fmt: skip
+        if len(wanted) != len(self.shapes):
+            raise ArgumentError("calibration", "an earlier version timed other models", "call lab.calibrate() again")
         timed = zip(wanted, self.shapes, strict=True)
         return [(r, shape, median(self.probes["steps"][str(i)])) for i, (r, shape) in enumerate(timed)]
 

@@ -154,6 +154,16 @@ def test_json_both_ways() -> None:
         Calibration.from_dict({"unix_s": 0.0})
 
 
+def test_one_on_a_gpu_that_timed_what_is_timed_on_a_cpu_is_to_be_made_again() -> None:
+    """As earlier versions did."""
+    here, _ = made_up()
+    gpus = tuple(f"cuda:{rank}" for rank in range(RANKS))
+    saved = json.loads(json.dumps({**here.to_dict(), "devices": gpus, "name": "NVIDIA H100 80GB HBM3"}))
+    with pytest.raises(ArgumentError) as e:
+        planned_here(BASE, Calibration.from_dict(saved))
+    assert str(e.value) == "calibration: an earlier version timed other models; call lab.calibrate() again"
+
+
 def test_a_calibration_on_several_hosts_tells_their_links_apart() -> None:
     here, _ = made_up()
     slow = {kind: [[n, 10 * seconds] for n, seconds in rows] for kind, rows in here.probes["collectives"].items()}
