@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_lab.engine.buffers import BufferPool
 from fsdp_lab.engine.streams import Streams
-from fsdp_lab.wire import listeners
 from fsdp_lab.wire.context import GPU_MEMORY, SHARED_MEMORY, GlooExchange, ReductionOrder, WireContext
 from fsdp_lab.wire.exchange import SEVERAL_HOSTS
 from fsdp_lab.wire.gpu_memory import DeviceMemory
@@ -717,20 +716,17 @@ def _check_plain(tensors: Sequence[Tensor]) -> None:
 
 
 def _open_gloo(store: Any, rank: int, size: int, timeout: timedelta, address: str = "") -> Any:
-    """One thread, so that operations run in the order in which they are issued: see `in_order`. When it is open nobody else
-    can connect to it. Raises ConnectionError."""
+    """One thread, so that operations run in the order in which they are issued: see `in_order`. Raises ConnectionError."""
     gloo: Any = dist.ProcessGroupGloo
     options: Any = gloo._Options()
     options._timeout, options._threads = timeout, 1
     try:
-        options._devices, ports = listeners.made_by(lambda: _gloo_devices(gloo, address))
-        group = gloo(store, rank, size, options)
+        options._devices = _gloo_devices(gloo, address)
+        return gloo(store, rank, size, options)
     except RuntimeError as e:
         if "timeout" in str(e).lower():
             raise
         raise ConnectionError(f"Gloo could not connect the ranks ({str(e).splitlines()[0][:200]})") from None
-    listeners.shut(ports)
-    return group
 
 
 def _gloo_devices(gloo: Any, address: str) -> list[Any]:

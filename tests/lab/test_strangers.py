@@ -38,7 +38,6 @@ class Kind(Enum):
     ZEROMQ = "ipyparallel's ZeroMQ"
     STORE = "torch's store"
     SILENT = "takes connections and says nothing"
-    SHUT = "takes no connection"
 
 
 def listeners(lab: Lab) -> list[tuple[int, str, int]]:
@@ -54,11 +53,7 @@ def listeners(lab: Lab) -> list[tuple[int, str, int]]:
 
 def kind_of(port: int) -> Kind:
     """By what it answers: ZeroMQ greets first, TCPStore returns a ping."""
-    try:
-        s = socket.create_connection(("127.0.0.1", port), timeout=ANSWER_S)
-    except TimeoutError:
-        return Kind.SHUT
-    with s:
+    with socket.create_connection(("127.0.0.1", port), timeout=ANSWER_S) as s:
         with contextlib.suppress(TimeoutError, ConnectionError):
             if s.recv(1) == b"\xff":
                 return Kind.ZEROMQ
