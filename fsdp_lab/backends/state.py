@@ -12,11 +12,13 @@ from __future__ import annotations
 import copy
 import io
 import json
+import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -122,21 +124,17 @@ def _modules(module: nn.Module) -> dict[str, nn.Module]:
 
 def module_states(backend: Backend) -> dict[str, Any]:
     """Copies of the state of modules that is neither a parameter nor a persistent buffer, by name: what `get_extra_state`
-    returns, the states of generators that are attributes, and those buffers of a user's module that are not persistent and
-    have changed. (Others, such as rotary frequencies, are constants, which a new model has already.)"""
-    found: dict[str, Any] = {}
-    for path, m in _modules(backend.module).items():
-        if type(m).get_extra_state is not nn.Module.get_extra_state:
-            found[path + _EXTRA] = m.get_extra_state()
-        found |= {path + name: v.get_state() for name, v in vars(m).items() if isinstance(v, torch.Generator)}
+    returns, the states of random generators that are attributes, and those buffers of a user's module that are not
+    persistent and have changed. (Others, such as rotary frequencies, are constants, which a new model has already.)"""
+    found = _beside_tensors(_modules(backend.module))
     if backend.constants is not None:
         for name, b in buffers_in(backend.module, persistent=False):
             was = backend.constants.get(name)
             if was is None or not torch.equal(
                 was.to(b.dtype), b.cpu()
             ):  # a cast, as `Precision.buffer` says, is no change
-                found[name] = b
-    return copy.deepcopy({name: map_tensors(torch.detach, value) for name, value in found.items()})
+                found[name] = b.detach().clone()
+    return found
 
 
 def set_module_states(backend: Backend, states: Mapping[str, Any]) -> None:
@@ -145,14 +143,86 @@ def set_module_states(backend: Backend, states: Mapping[str, Any]) -> None:
     for full, value in states.items():
         path, dot, name = full.rpartition(".")
         m = modules[path + dot]
-        if name == _EXTRA:
-            m.set_extra_state(value)
-        elif isinstance(generator := vars(m).get(name), torch.Generator):
-            generator.set_state(value)
-        elif (b := m._buffers.get(name)) is not None and b.shape == value.shape:
+        if _set_beside_tensors(m, name, value):
+            continue
+        if (b := m._buffers.get(name)) is not None and b.shape == value.shape:
             b.copy_(value)
         else:  # as a cache that grows
             m.register_buffer(name, value.to(backend.device), persistent=False)
+
+
+_Random = tuple[Callable[[Any], Any], Callable[[Any, Any], object]]
+_RANDOM: Mapping[type, _Random] = {  # how to take and to set the state of a generator; numpy's as lists and numbers
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.Generator: (lambda r: _listed(r.bit_generator.state), lambda r, s: setattr(r.bit_generator, "state", s)),
+    np.random.RandomState: (lambda r: _listed(r.get_state(legacy=False)), np.random.RandomState.set_state),
+}
+
+
+def _listed(state: Any) -> Any:
+    return json.loads(json.dumps(state, default=np.ndarray.tolist))
+
+
+def _beside_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Copies of what `get_extra_state` of these modules returns, and of the states of random generators that are attributes,
+    by name."""
+    found: dict[str, Any] = {}
+    for path, m in modules.items():
+        if type(m).get_extra_state is not nn.Module.get_extra_state:
+            found[path + _EXTRA] = copy.deepcopy(map_tensors(torch.detach, m.get_extra_state()))
+        found |= {path + name: _RANDOM[type(v)][0](v) for name, v in vars(m).items() if type(v) in _RANDOM}
+    return found
+
+
+def _set_beside_tensors(m: nn.Module, name: str, value: Any) -> bool:
+    """Set it, if the name is that of such a state."""
+    if name == _EXTRA:
+        m.set_extra_state(value)
+    elif (kind := type(vars(m).get(name))) in _RANDOM:
+        _RANDOM[kind][1](vars(m)[name], value)
+    else:
+        return False
+    return True
+
+
+class ForwardState:
+    """What a forward may change of a backend's modules, copied before a step and given back when the step is discarded:
+    buffers, what `get_extra_state` returns, and random generators. In place, as the step is computed again with the same
+    modules; not of modules whose buffers are all constants (see `module_states`)."""
+
+    def __init__(self, backend: Backend) -> None:
+        own, modules = backend.constants is not None, _modules(backend.module)
+        self._buffered = [m for m in modules.values() if own or m._buffers.keys() - m._non_persistent_buffers_set]
+        self._others = {path: m for path, m in modules.items() if _beside_tensors({path: m})}
+
+    def copy(self) -> None:
+        """Does not wait for the device."""
+        self._before = [dict(m._buffers) for m in self._buffered]  # a forward may put others in their place
+        self._changing = [
+            b.detach() for before in self._before for b in before.values()
+            if b is not None and b.layout is torch.strided and 0 not in b.stride()  # nobody writes to an expanded one
+        ]  # fmt: skip
+        self._copies = [torch.empty_like(b) for b in self._changing]
+        _copy_all(self._changing, self._copies)
+        self._states = _beside_tensors(self._others)
+
+    def give_back(self) -> None:
+        """As of the last `copy`; may be called again."""
+        for m, before in zip(self._buffered, self._before, strict=True):
+            m._buffers.clear()
+            m._buffers.update(before)
+        _copy_all(self._copies, self._changing)
+        for full, value in copy.deepcopy(self._states).items():
+            path, dot, name = full.rpartition(".")
+            _set_beside_tensors(self._others[path + dot], name, value)
+
+
+def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """On a GPU in a few launches, where they are of one dtype."""
+    for dtype in {t.dtype for t in sources}:
+        of = [i for i, t in enumerate(sources) if t.dtype == dtype]
+        torch._foreach_copy_([targets[i] for i in of], [sources[i] for i in of])
 
 
 def layout_of(shards: Iterable[ParamShard]) -> Layout:

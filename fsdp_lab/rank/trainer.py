@@ -37,6 +37,7 @@ from torch.autograd.profiler import record_function
 
 from fsdp_lab.backends import Backend
 from fsdp_lab.backends.base import scale_rates
+from fsdp_lab.backends.state import ForwardState
 from fsdp_lab.core.events import Carrier, StepEvent
 from fsdp_lab.core.schedule import Phase
 from fsdp_lab.core.spec import Spec
@@ -133,6 +134,7 @@ class Trainer:
         self.meter = StepMeter(self.backend, self.world.context, self.info, offload=offload, ledger=ledger,
                                loading_bytes=self.loading_bytes)  # fmt: skip
         self.state = StepState.IDLE
+        self._forward_state = ForwardState(self.backend)
         self._ended: EndedStep | None = None
         self._complete_events: list[StepEvent] = []  # that were not returned
         self._steps_here = 0
@@ -157,6 +159,7 @@ class Trainer:
         ledger = self._ledger_due and self._steps_here >= _LEDGER_STEP and not busy
         inspected = self.backend.begin_step(self.progress.step)
         carriers = self.carriers() if self.is_first else ()  # here nothing else is held than between steps
+        self._forward_state.copy()
         with self.meter.step(ledger=ledger, traced=traced and not slow):
             self._enter(StepState.COMPUTING)
             scale, rate = self.scaler.scale, self._rate_factor()
@@ -347,9 +350,12 @@ class Trainer:
         return mean_loss, norm, skipped
 
     def discard(self) -> None:
-        """Drop the step in progress, if any."""
+        """Drop the step in progress, if any, with what its forwards have changed."""
+        begun = self.state is not StepState.IDLE
         self.backend.optimizer.zero_grad(set_to_none=True)
         self._enter(StepState.IDLE)
+        if begun:
+            self._forward_state.give_back()
 
     def _enter(self, state: StepState) -> None:
         if state not in STEP_TRANSITIONS[self.state]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,10 @@ from fsdp_lab.cluster.sent_code import unpacked
 from fsdp_lab.core.checkpoint_format import check_same, find
 from fsdp_lab.core.errors import ArgumentError, SpecError
 from fsdp_lab.core.spec import Spec
+from tests.covering import tiered
 from tests.own import TEXT, cell, own, packed, spec
 from tests.pool import Place, Pool
-from tests.rank.test_session import BACKENDS, DDP, session
+from tests.rank.test_session import BACKENDS, DDP, _stall, session
 
 
 def rank_with(place: Place, sent: dict[str, tuple[str, bytes]]) -> Any:
@@ -137,6 +141,7 @@ STATE = TEXT.replace("""        return x + self.out(F.relu(self.fc(self.norm(x))
             self.cache = torch.cat([self.cache[-4:], self.fc.weight.detach().sum().reshape(1)])
             self.mean.data.mul_(0.5).add_(self.cache.mean(), alpha=0.5)
         noise = torch.randn(WIDTH, generator=self.generator)
+        noise += self.of_python.random() + self.of_numpy.random() + self.legacy.random_sample()
         return x + self.out(F.relu(self.fc(self.norm(x) + noise - self.mean))) * min(1.0, self.calls / 9)
 
     def get_extra_state(self):
@@ -146,9 +151,10 @@ STATE = TEXT.replace("""        return x + self.out(F.relu(self.fc(self.norm(x))
         self.calls = state["calls"]
 """).replace("        self.norm = nn.LayerNorm(WIDTH)\n", """        self.norm = nn.LayerNorm(WIDTH)
         self.calls, self.generator = 0, torch.Generator().manual_seed(3)
+        self.of_python, self.of_numpy, self.legacy = random.Random(4), np.random.default_rng(5), np.random.RandomState(6)
         self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
         self.register_buffer("cache", torch.zeros(1), persistent=False)
-""")  # fmt: skip
+""").replace("import math\n", "import math\nimport random\n\nimport numpy as np\n")  # fmt: skip
 
 
 def _with_state(
@@ -199,6 +205,46 @@ def test_state_of_a_class_that_no_checkpoint_holds_goes_along_and_cannot_be_save
         _with_state, 2, packed(made), [made.to_dict()], str(tmp_path), reduction=None
     ):
         assert switched == steady[:2] and "save: blocks.0._extra_state has things of classes" in said
+
+
+def _stopped_in_a_step(place: Place, sent: Any, given: dict[str, Any]) -> tuple[list[Any], list[Any], bool]:
+    """(loss, held-out loss) of four steps in one piece; and where the third is stopped between its two micro-batches."""
+    s = rank_with(place, sent)
+
+    def trained(steps: int) -> list[Any]:
+        trainer = s.trainer
+        assert trainer is not None
+        at = range(trainer.progress.step, trainer.progress.step + steps)
+        return [(e["mean_loss"], e["eval_loss"]) for e in s.train(steps, evaluations=dict.fromkeys(at, 2))["events"]]
+
+    s.apply("steady", given, fresh=True)
+    steady = trained(4)
+    s.apply("stopped", given, fresh=True)
+    losses, trainer = trained(2), s.trainer
+    assert trainer is not None
+    inner = trainer.batches.batch
+
+    def batch(samples: int, micro: int) -> Any:
+        if micro == 1 and place.rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            _stall(threading.Event(), s)
+        return inner(samples, micro)
+
+    trainer.batches.batch = batch  # type: ignore[method-assign]
+    stopped = s.train(1)["stopped"]
+    trainer.batches.batch = inner  # type: ignore[method-assign]
+    losses += trained(2)
+    s.close()
+    return steady, losses, stopped
+
+
+@pytest.mark.parametrize("backend", tiered(BACKENDS, lambda name: name == "lab"))
+def test_a_step_that_is_stopped_leaves_no_state_behind(pool: Pool, backend: str) -> None:
+    """Statistics of batches, other buffers, `get_extra_state` and generators are as before it, and the step is the same."""
+    names = cell(STATE.replace("nn.LayerNorm(WIDTH)", "nn.BatchNorm1d(WIDTH)"), 21)
+    made = spec(**own(names, held_out=0.25, accumulate=2, **BACKENDS[backend]))
+    for steady, losses, stopped in pool.run(_stopped_in_a_step, 2, packed(made), made.to_dict(), reduction=None):
+        assert stopped and losses == steady and len(set(losses)) == 4
 
 
 def test_a_checkpoint_continues_at_another_world_size(pool: Pool, tmp_path: Path) -> None:
