@@ -56,6 +56,9 @@ class Dashboard:
 
     A lab has one dashboard: making another closes the former. `close()` ends its thread and its widgets; the lab and its
     runs continue. When the lab is closed, the dashboard says so and its thread ends.
+
+    Attributes:
+        diagnosis: what is wrong with the run that is shown.
     """
 
     def __init__(self, lab: LabLike) -> None:
@@ -79,8 +82,8 @@ class Dashboard:
         self._controls.add_button("Hosts…", "server", "Start the ranks on other hosts", self._hosts.toggle)
         self._feed = Feed(lab, self._live, self._board, ComparisonCard(self._press), self._wanted)
         self._slow = SlowMotionBox(lab, wanted=self._controls.slow_motion_spec, accept=self._controls.accept)
-        self._diagnosis = DiagnosisBox(choose=self._controls.accept)
-        shown = [self._controls.widget, self._safety.widget, self._diagnosis.widget, self._live, self._slow.widget]
+        self.diagnosis = DiagnosisBox(choose=self._controls.accept)
+        shown = [self._controls.widget, self._safety.widget, self.diagnosis.widget, self._live, self._slow.widget]
         self._box = styled(ipywidgets.VBox(shown), "fsdp-lab")
         self._forms = (
             self._controls,
@@ -89,7 +92,7 @@ class Dashboard:
             self._hosts,
             self._safety,
             self._slow,
-            self._diagnosis,
+            self.diagnosis,
         )
         answer_while_busy([self._live, *(widget for form in self._forms for widget in form.inputs)])
         self._halt = threading.Event()
@@ -195,7 +198,7 @@ class Dashboard:
                 self._writing.tick()
                 self._hosts.tick()
                 self._safety.tick(run)
-                self._diagnosis.tick(self._feed.run)
+                self.diagnosis.tick(self._feed.run)
                 self._slow.tick()
                 failing = False
             except Exception as e:

@@ -65,6 +65,7 @@ class Diagnosis:
 
     Attributes:
         sentence: what was measured, and what it means. cure: what to do.
+        failure: how `sentence` begins, where the reason of a failed run says that, too.
         changes: fields of the Spec by flat name that do it, for `run.apply` or `lab.run`; empty where no field does.
     """
 
@@ -72,6 +73,12 @@ class Diagnosis:
     sentence: str
     cure: str
     changes: Mapping[str, Any] = field(default_factory=dict)
+    failure: str = ""
+
+    @property
+    def meaning(self) -> str:
+        """What `sentence` adds to the reason of the run."""
+        return self.sentence.removeprefix(self.failure).lstrip()
 
     def __str__(self) -> str:
         return f"{self.sentence} {self.cure}"
@@ -201,6 +208,7 @@ def _batches(case: _Case) -> Diagnosis | None:
         return None
     return Diagnosis(
         cause=Cause.BATCHES,
+        failure=_sentence(case.failure),
         sentence=f"{_sentence(case.failure)} Those that go on wait for collectives which the others never issue.",
         cure="Let all ranks make as many steps: a DistributedSampler with drop_last=True, or before each step agree whether "
         "every rank has a batch (an all-reduce of a flag).",
@@ -212,6 +220,7 @@ def _generation(case: _Case) -> Diagnosis | None:
         return None
     return Diagnosis(
         cause=Cause.GENERATION,
+        failure=_sentence(case.failure),
         sentence=f"{_sentence(case.failure)} A sharded model gathers its parameters in each forward, for which all ranks "
         "are needed.",
         cure="Let every rank run it, with as many forwards: generate(..., synced_gpus=True), the same prompt lengths and "
@@ -335,9 +344,11 @@ def _checkpoint(case: _Case) -> Diagnosis | None:
     if WRAPPED_NAMES not in case.failure:
         return None
     text = case.failure[case.failure.index(WRAPPED_NAMES) :].partition(";")[0]
+    sentence = f"The weights do not fit the model: {text}."
     return Diagnosis(
         cause=Cause.CHECKPOINT,
-        sentence=f"The weights do not fit the model: {text}.",
+        failure=sentence,
+        sentence=sentence,
         cure="Save from the inner module, or take the prefix off: fsdp_lab.unwrap_names(folder, to).",
     )
 

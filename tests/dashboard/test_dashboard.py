@@ -9,11 +9,15 @@ from collections.abc import Callable
 import ipywidgets
 import pytest
 
+from fsdp_lab.core.hang import FORWARD_ALONE
 from fsdp_lab.dashboard import Dashboard
 from fsdp_lab.dashboard.clinic import Clinic
 from fsdp_lab.dashboard.clinic.pains import Pain
 from fsdp_lab.dashboard.lab_like import LabLike
 from fsdp_lab.lab import Lab
+from fsdp_lab.runs import RunState
+from fsdp_lab.runs.diagnosis import diagnose
+from fsdp_lab.runs.steps import EventStore
 from tests.dashboard.fake_lab import FakeLab
 
 
@@ -127,6 +131,46 @@ def test_the_clinics_select_follows_what_is_trained(lab, monkeypatch):
         assert clinic.pain.cause == "communication"
     finally:
         clinic.dashboard.close()
+
+
+def test_a_failure_in_the_clinic_is_said_once(lab, monkeypatch):
+    """Below the buttons; what it means, in the clinic's card."""
+    reason = f"rank 0 {FORWARD_ALONE} in generate; rank 1 waits for it"
+    failure, meaning = FORWARD_ALONE.partition(" of ")[0], "A sharded model gathers"
+
+    def reproduce(pain, lab):
+        run = lab.run(steps=1)
+        run.wait(10)
+        run.diagnoses = diagnose(run.spec, EventStore(), reason)
+        run.reason, run.state = reason, RunState.FAILED
+        return run
+
+    monkeypatch.setattr(Pain, "reproduce", reproduce)
+    monkeypatch.setattr(Pain, "cure", lambda pain, lab, run: lab.run(steps=1))
+    clinic = Clinic(lab)
+
+    def said(text):
+        return [w.value.count(text) for w in within(clinic._box) if text in str(getattr(w, "value", ""))]
+
+    try:
+        clinic.choose("generation")
+        clinic.reproduce()
+        clinic.wait(10)
+        until(lambda: failure in clinic.dashboard._controls.message.value)
+        until(lambda: said(meaning) == said(failure) == [1])
+        ticks = clinic.dashboard.cost().ticks
+        until(lambda: clinic.dashboard.cost().ticks > ticks + 1)
+        assert said(meaning) == said(failure) == [1] and meaning in clinic._found.value
+        clinic.cure()
+        clinic.wait(10)
+        assert failure in clinic._found.value, "another run is shown below"
+    finally:
+        clinic.dashboard.close()
+
+
+def within(widget):
+    """The widget, and all that it contains."""
+    return [widget, *(found for child in getattr(widget, "children", ()) for found in within(child))]
 
 
 def test_a_tick_that_fails_does_not_end_the_display(lab, monkeypatch, caplog):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from html import escape
-from typing import Any
 
 import ipywidgets as widgets
 
@@ -118,7 +117,7 @@ class Clinic(InputForm):
         self.cured = self.pain.cure(self._lab, self.sick)
 
     def _show(self, *, busy: bool = False) -> None:
-        pain = self.pain
+        pain, self.dashboard.diagnosis.elsewhere = self.pain, self.sick
         for widget in (self._choice, self._reproduce):
             put(widget, "disabled", busy)
         put(self._cure, "disabled", busy or self.sick is None)
@@ -143,11 +142,12 @@ def code_of(pain: Pain) -> str:
 
 
 def found(pain: Pain, sick: AnyRun, cured: AnyRun | None) -> str:
-    """What the lab says of the run, and the figure before and after, as HTML."""
+    """What the lab says of the run, and the figure before and after, as HTML. While the dashboard shows the run, the failure
+    itself is there."""
     named = [d for d in sick.diagnoses if d.cause is pain.cause]
-    said: list[Any] = [f"<p><b>{prose(d.sentence)}</b> {prose(d.cure)}</p>" for d in named]
-    if not named:
-        said = [f"<p>The lab has not named the cause this time. {prose(sick.reason)}</p>"]
+    texts = [d.sentence if cured is not None else d.meaning for d in named]
+    said = [f"<p><b>{prose(text)}</b> {prose(d.cure)}</p>" for text, d in zip(texts, named, strict=True)]
+    said = said or ["<p>The lab has not named the cause this time.</p>"]
     rows = [("as reproduced", sick), *([("cured", cured)] if cured is not None else [])]
     cells = "".join(f"<tr><td>{name}</td><td>{escape(pain.measure.of(run))}</td></tr>" for name, run in rows)
     head = f"<tr><th></th><th>{escape(pain.measure.name)}</th></tr>"
