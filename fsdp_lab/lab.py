@@ -290,7 +290,7 @@ class Lab:
             SpecError: an invalid field or combination, or code that cannot be sent.
         """
         return self._activities.begin_run(
-            self._wanted(spec, changes, anyway=anyway), steps=steps, fresh=fresh, ledger_every=ledger_every,
+            self._wanted(spec, changes, "lab.run", anyway=anyway), steps=steps, fresh=fresh, ledger_every=ledger_every,
             saving=CheckpointConfig.of(save), recovering=RecoveryPolicy.of(recover), evaluate=evaluate,
         )  # fmt: skip
 
@@ -323,7 +323,7 @@ class Lab:
             FieldError: there is no complete checkpoint, or an invalid field or combination.
         """
         saved = checkpoint if isinstance(checkpoint, Checkpoint) else find(checkpoint)
-        wanted = self._wanted(saved.spec, changes, anyway=anyway)
+        wanted = self._wanted(saved.spec, changes, "lab.resume", anyway=anyway)
         check_same(saved, wanted)
         return self._activities.begin_run(
             wanted, steps=steps, ledger_every=ledger_every, saving=CheckpointConfig.of(save),
@@ -453,9 +453,10 @@ class Lab:
         return self._activities.begin_slow_motion(wanted)
 
     def _wanted(
-        self, spec: Spec | Mapping[str, Any] | None, changes: Mapping[str, Any], *, anyway: bool = False
+        self, spec: Spec | Mapping[str, Any] | None, changes: Mapping[str, Any], call: str = "", *, anyway: bool = False
     ) -> Spec:
-        """The Spec, or the lab's default one, with the changes. Raises SpecError; `anyway`: not for want of memory."""
+        """The Spec, or the lab's default one, with the changes. Raises SpecError; `anyway`: not for want of memory, where
+        `call` takes that."""
         if spec is None:
             base = Spec(world_size=self.ranks, devices=self._devices)
         else:
@@ -468,7 +469,7 @@ class Lab:
         wanted = base.replace(**fields)
         self.cluster.check_code(wanted)
         if not anyway:
-            require_memory(wanted, self.cluster.memory)
+            require_memory(wanted, self.cluster.memory, call)
         return wanted
 
     def interrupt(self) -> None:

@@ -34,7 +34,7 @@ from fsdp_lab.dashboard.fields import (
 from fsdp_lab.dashboard.forms import HIDDEN, InputForm, prose, put, styled
 from fsdp_lab.dashboard.lab_like import LabLike, active_loop, active_run, active_sweep, held_step, shown_run
 from fsdp_lab.models.check import check
-from fsdp_lab.planner.questions import ANYWAY, DoesNotFit
+from fsdp_lab.planner.questions import LESS, DoesNotFit
 from fsdp_lab.runs import Run, RunState, SwitchRequest, WatchedRun
 
 SWEEPING = "A comparison is running, so the strategy cannot be changed. Stop ends it and keeps what was measured."
@@ -219,9 +219,8 @@ class Controls(InputForm):
             run = self._lab.run(wanted, fresh=fresh, **self._options(), **again)
         except DoesNotFit as e:
             self._too_large = wanted
-            raise SpecError(
-                e.field, e.reason, e.hint.replace(ANYWAY, "press Start again to start it all the same")
-            ) from e
+            way_out = f"give {LESS}; or press Start again to start it all the same"
+            raise SpecError(e.field, e.reason, way_out) from e
         self._sent.clear()
         self._await(waiting, wanted, run, None)
 

@@ -31,7 +31,6 @@ MOST_TOKENS = 1 << 27  # of one micro-batch
 PER_HOST = 8  # devices that a host usually has
 SURE = 0.95  # level of the band below which a Spec does not fit
 LESS = 'a smaller micro_batch or seq_len, more sharding, recompute="full", or more ranks'
-ANYWAY = "lab.run(..., anyway=True) starts it all the same"
 CURVE = tuple(1 << i for i in range(13))  # 1 to 4,096 ranks
 
 
@@ -100,12 +99,14 @@ class DoesNotFit(SpecError):
     """A Spec that surely needs more memory than there is."""
 
 
-def require_memory(spec: Spec, ranks: Sequence[tuple[str, str, int, int]], former: Spec | None = None) -> None:
+def require_memory(spec: Spec, ranks: Sequence[tuple[str, str, int, int]], call: str = "",
+                   former: Spec | None = None) -> None:  # fmt: skip
     """Raises DoesNotFit if even the low end of the plan's memory is more than there is. Takes milliseconds: models that
     would be recorded first are let pass.
 
     Args:
         ranks: that there are: the host and the device of each, the bytes that the device has for it, and its host's.
+        call: the function that takes it with `anyway=True`; "": none does.
         former: what trains; no more than that takes is refused, whatever the plan says.
     """
     w, s = spec.workload, spec.strategy
@@ -128,7 +129,8 @@ def require_memory(spec: Spec, ranks: Sequence[tuple[str, str, int, int]], forme
         if low * needed > room:
             share = f"its share of the {where}'s memory is {size(int(room))}"
             reason = f"a rank needs {size(int(low * needed))} or more, and {share}"
-            raise DoesNotFit("workload.micro_batch", reason, f"give {LESS}; or {ANYWAY}")
+            way_out = f"give {LESS}" + (f"; or call {call}(..., anyway=True)" if call else "")
+            raise DoesNotFit("workload.micro_batch", reason, way_out)
 
 
 def curve(spec: Spec, target: Target) -> tuple[list[Plan], str]:

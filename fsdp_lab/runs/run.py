@@ -214,7 +214,7 @@ class Run(RunQueries, Awaited["Run"]):
             self._check_ranks(wanted)
             self._check_evaluation(wanted)
             if not anyway:
-                require_memory(wanted, self._driver.ranks.memory, former=self.spec)
+                require_memory(wanted, self._driver.ranks.memory, "lab.current.apply", former=self.spec)
             return self._control.request_switch(wanted)
 
     def ledger(self) -> None:

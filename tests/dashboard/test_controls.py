@@ -17,7 +17,7 @@ from fsdp_lab.dashboard.choices import ChoiceState
 from fsdp_lab.dashboard.controls import Controls
 from fsdp_lab.dashboard.fields import GROUPS, OTHER
 from fsdp_lab.dashboard.writing_form import WritingForm
-from fsdp_lab.planner.questions import ANYWAY, LESS, DoesNotFit
+from fsdp_lab.planner.questions import LESS, DoesNotFit
 from fsdp_lab.runs import RunState
 from tests.dashboard.fake_lab import FakeLab
 
@@ -76,7 +76,7 @@ def test_what_cannot_fit_is_said_in_a_sentence_and_start_again_starts_it(desk):
     def run(spec, *, anyway=False, **options):
         given.append((spec.workload.micro_batch, anyway))
         if spec.workload.micro_batch > 8 and not anyway:
-            raise DoesNotFit("workload.micro_batch", "a rank needs 9 TiB or more", f"give {LESS}; or {ANYWAY}")
+            raise DoesNotFit("workload.micro_batch", "a rank needs 9 TiB or more", f"give {LESS}; or call lab.run(..., anyway=True)")
         return start(spec, **options)
 
     desk.lab.run = run
