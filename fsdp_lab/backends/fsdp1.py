@@ -46,6 +46,7 @@ _PASSING = {  # attributes of a FlatParameter
     Role.GRADIENTS: ("grad", "_saved_grad_shard"),
     Role.COMMUNICATION: ("_mp_shard",),
 }
+_HELD = ("_full_param_padded", "_local_shard", "_mp_shard", "_cpu_grad")
 _PREFETCH = {"before": BackwardPrefetch.BACKWARD_PRE, "after": BackwardPrefetch.BACKWARD_POST}
 
 
@@ -92,13 +93,17 @@ class FSDP1(FSDP1Tensors, Backend):
                 _reshard(unit, handle, True)
 
     def release(self, busy: Collection[int] = ()) -> None:
+        """Pinned memory cannot be resized, and is freed with its last reference: torch's wrappers lose theirs here."""
         flat = []
-        for handle in _handles(self.module):
-            p: Any = handle.flat_param
-            held = [getattr(p, n, None) for n in ("_full_param_padded", "_local_shard", "_mp_shard", "_cpu_grad")]
-            flat += [t for t in held if isinstance(t, Tensor)]
+        for p in (handle.flat_param for handle in _handles(self.module)):
+            flat += [t for name in _HELD if isinstance(t := getattr(p, name, None), Tensor)]
         super().release(busy)
         free(flat, busy)
+        for p in (handle.flat_param for handle in _handles(self.module)):
+            for name in (*_HELD, "_saved_grad_shard", "_tensors"):
+                setattr(p, name, None)
+            for view in (p, *p._params):
+                view.grad, view.data = None, view.data.new_empty(0)
 
 
 class _Shards:

@@ -5,6 +5,8 @@ Ours against FSDP2 and DDP, over models and strategies, is in tests/engine/test_
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -68,28 +70,44 @@ def test_a_strategy_does_not_change_the_result(outcomes: Outcomes, backend: str,
     assert_equal(outcome(outcomes, (spec(2, backend=backend, **changes), 2)), plainly(outcomes, 2))
 
 
-def _trained_offloaded(place: Place, given: dict[str, Any]) -> list[float]:
-    """On a CPU as on a GPU: FSDP1 computes with a copy, pinned there, of what it was built with."""
+def _trained_offloaded(place: Place, given: dict[str, Any]) -> tuple[list[float], int, int]:
+    """On a CPU as on a GPU: FSDP1 computes with a copy, pinned there, of what it was built with. Returns losses, the number
+    of copies, and of those that exist when the backend was released, and torch still has the module."""
+    copies: list[weakref.ref[Any]] = []
+
+    def pinned(t: torch.Tensor) -> torch.Tensor:
+        """As pinned memory, it is freed with its last reference, and not before."""
+        memory = t.detach().numpy().copy()
+        copies.append(weakref.ref(memory))
+        return torch.from_numpy(memory)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
+        patch.setattr(torch.Tensor, "pin_memory", pinned)
         patch.setattr(torch.cpu.Stream, "synchronize", lambda self: None, raising=False)
         patch.setattr("fsdp_lab.backends.check", lambda *_: None)
         backend = train.start(place, Spec.from_dict(given))
         losses = train.steps(place, Spec.from_dict(given), backend, 0, 2)
+        module = backend.module
         backend.release()
-    return losses
+        del backend
+        gc.collect()
+    held = sum(copy() is not None for copy in copies)
+    assert module is not None
+    return losses, len(copies), held
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("changes", [{}, {"sharding": "no_shard"}, {"precision": "bf16"}], ids=str)
-def test_what_fsdp1_offloads_begins_with_the_initial_values(
+def test_what_fsdp1_offloads_begins_with_the_initial_values_and_is_freed(
     pool: Pool, world_size: int, changes: dict[str, Any]
 ) -> None:
     offloaded = spec(world_size, backend="fsdp1", offload="all", **changes)
     plain = spec(world_size, backend="fsdp1", **changes)
-    mine, theirs = (pool.run(_trained_offloaded, world_size, s.to_dict())[0] for s in (offloaded, plain))
-    assert mine == pytest.approx(theirs, rel=1e-6)
+    (mine, copies, held), (theirs, *_) = (
+        pool.run(_trained_offloaded, world_size, s.to_dict())[0] for s in (offloaded, plain)
+    )
+    assert mine == pytest.approx(theirs, rel=1e-6) and copies and not held
 
 
 @pytest.mark.parametrize("backend", ["lab", "fsdp2"])

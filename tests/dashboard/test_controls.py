@@ -76,7 +76,9 @@ def test_what_cannot_fit_is_said_in_a_sentence_and_start_again_starts_it(desk):
     def run(spec, *, anyway=False, **options):
         given.append((spec.workload.micro_batch, anyway))
         if spec.workload.micro_batch > 8 and not anyway:
-            raise DoesNotFit("workload.micro_batch", "a rank needs 9 TiB or more", f"give {LESS}; or call lab.run(..., anyway=True)")
+            raise DoesNotFit(
+                "workload.micro_batch", "a rank needs 9 TiB or more", f"give {LESS}; or call lab.run(..., anyway=True)"
+            )
         return start(spec, **options)
 
     desk.lab.run = run
