@@ -330,7 +330,6 @@ NAME_TOKENS = {
     "backends/fsdp1.py",
     "bench/parts.py",
     "bench/plan.py",
-    "bench/many.py",
     "cli/lab_benches.py",
     "cli/drill.py",
     "export/accelerate.py",

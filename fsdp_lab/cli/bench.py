@@ -191,13 +191,6 @@ def wire(args: argparse.Namespace) -> dict[str, Any]:
     return benches.wire(planned(args, (LAB,), steps=args.rounds), say)
 
 
-def many(args: argparse.Namespace) -> dict[str, Any]:
-    from fsdp_lab.bench.many import many
-
-    at_least(args, "passes", 1)
-    return many(numbers(args.ranks, 2), args.passes, say)
-
-
 def numbers(text: str, least: int) -> list[int]:
     """Of a comma-separated list for --ranks. Raises Refused."""
     found = [int(n) if n.strip().isdigit() else 0 for n in text.split(",")]
@@ -330,9 +323,6 @@ BENCHES: tuple[Bench, ...] = (
      on_lab("gpt2-1m") | {
          "precision": {"default": "fp32", "help": f"comma-separated list, like --model {DEFAULT}"},
          "seq_len": number(128), "micro_batch": number(4), "rounds": number(3, "calibration rounds")}),
-    ("many", many, "step times of several ranks, predicted from what one finds, compared with measured ones",
-     {"ranks": {"default": "2,4", "metavar": "N,N", "help": f"numbers of ranks {DEFAULT}"},
-      "passes": number(4, "measurements of each figure of a calibration")}),
     ("memory", memory, "peak memory of a step, compared with FSDP2's and with the planned one",
      {"model": {"default": "gpt2-1m,llama-1m,bert-1m,t5-1m,vit-1m,resnet-1m", "metavar": "M,M",
                 "help": f"presets {DEFAULT}"},

@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 import pytest
 
-from fsdp_lab.bench import many
 from fsdp_lab.bench.benches import BenchResult, interval, measure, overheads, spread, step_figures
 from fsdp_lab.bench.launch import place
 from fsdp_lab.bench.plan import METERED_PEERS, METERING, STEP, BenchError, BenchPlan, PlanError, forms_named
@@ -24,7 +23,8 @@ from fsdp_lab.cli import lab_benches
 from fsdp_lab.cli.lab_benches import growth, route, tour
 from fsdp_lab.cli.main import main
 from fsdp_lab.core.formatting import Spread
-from tests.test_house import REPO
+from tests.bench import many
+from tests.bench.__main__ import main as developers
 
 TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--vocab", "64", "--seq-len", "8", "--device", "cpu"]
 
@@ -114,8 +114,6 @@ def test_growth_is_of_medians_from_the_hundredth_toggle_on() -> None:
         (["toggle", "--relaunches", "0"], "--relaunches 0 is refused"),
         (["soak", "--toggles", "50"], "--toggles 50 is refused; give 110 or more"),
         (["soak", "--backend", "lab,fsdp3"], "--backend 'fsdp3' is refused"),
-        (["many", "--ranks", "1,2"], "--ranks 1,2 is refused; give numbers of 2 or more"),
-        (["many", "--passes", "0"], "--passes 0 is refused"),
     ],
 )
 def test_what_cannot_be_toggled_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +121,7 @@ def test_what_cannot_be_toggled_is_refused(arguments: list[str], said: str, caps
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("what", ["live", "step", "wire", "metering", "toggle", "soak", "checkpoint", "load", "many"])
+@pytest.mark.parametrize("what", ["live", "step", "wire", "metering", "toggle", "soak", "checkpoint", "load"])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(
     what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,7 +140,7 @@ def test_steps_of_two_ranks_are_predicted_from_one(
     monkeypatch.setattr(many, "specs", lambda ranks: few)
     monkeypatch.setattr(many, "_calibrated", functools.cache(many._calibrated))  # before and after: once is enough here
     file = tmp_path / "many.json"
-    assert main(["bench", "many", "--ranks", "2", "--passes", "1", "--json", str(file)]) == 0
+    assert developers(["many", "--ranks", "2", "--passes", "1", "--json", str(file)]) == 0
     assert "errors, 2 ranks, Gloo: mean" in capsys.readouterr().out
     found = json.loads(file.read_text())
     assert [(r["wire"], r["name"]) for r in found["rows"]] == [
@@ -464,7 +462,16 @@ def test_the_interval_of_a_median_is_that_of_order_statistics(n: int, place: int
     assert interval([float(i) for i in reversed(range(n))]) == (place, n - 1 - place)
 
 
-def test_benches_for_developers_refuse_as_the_others_do() -> None:
-    done = subprocess.run([sys.executable, "-m", "tests.bench", "class", "--labs", "1"], capture_output=True, text=True,
-                          cwd=REPO)  # fmt: skip
-    assert (done.returncode, done.stderr) == (2, "--labs 1 is refused; give a whole number of 2 or more\n")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["class", "--labs", "1"], "--labs 1 is refused; give a whole number of 2 or more"),
+        (["many", "--ranks", "1,2"], "--ranks 1,2 is refused; give numbers of 2 or more"),
+        (["many", "--passes", "0"], "--passes 0 is refused"),
+    ],
+)
+def test_benches_for_developers_refuse_as_the_others_do(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert developers(arguments) == 2
+    assert capsys.readouterr().err.startswith(said)

@@ -73,4 +73,4 @@ def test_one_rank_is_planned_as_one_of_two() -> None:
         with pytest.raises(ArgumentError, match="ranks: this lab has 2 itself"):
             lab.calibrate(ranks=(2,))
     measured_s = statistics.median(e.step_time_s for e in run.events.since()[0] if e.counts)
-    assert 0.2 < two.step_time_s / measured_s < 5  # noise; `fsdp-lab bench many` says how exact it is
+    assert 0.2 < two.step_time_s / measured_s < 5  # noise; `python -m tests.bench many` says how exact it is
