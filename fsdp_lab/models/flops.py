@@ -132,8 +132,9 @@ class _RecomputeCounter:
 
 
 def _needs_values(error: Exception) -> bool:
-    """Whether a forward failed only because meta tensors have no values: PyTorch's messages for that name the device."""
-    return isinstance(error, NotImplementedError) or "meta" in str(error).lower()
+    """Whether a forward failed only because meta tensors have no values: PyTorch's messages for that name the device; or
+    because of the cache, which training does not have: one without attention knows no length."""
+    return isinstance(error, NotImplementedError) or "meta" in str(error).lower() or "Cache" in str(error)
 
 
 def empty_batch(facts: Facts, samples: int, seq_len: int, *, device: str) -> dict[str, Tensor]:

@@ -117,6 +117,14 @@ def test_a_model_that_looks_at_values_is_estimated_aloud() -> None:
         assert flops_per_sample(resolve({"model_type": "bart", **sizes}), 16) > 0
 
 
+def test_a_model_without_attention_whose_cache_has_no_length_is_estimated_too() -> None:
+    bamba = {"model_type": "bamba", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 300,
+             "num_key_value_heads": 2, "intermediate_size": 48, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1,
+             "mamba_d_state": 4}  # fmt: skip
+    with pytest.warns(UserWarning, match="estimated as 6 N"):
+        assert flops_per_sample(resolve(bamba), 32) > 0
+
+
 def test_a_cpu_is_measured_and_says_so() -> None:
     peak = device_peak("cpu", torch.float32)
     assert peak.flops_per_s is not None and math.isfinite(peak.flops_per_s) and peak.flops_per_s > 1e8
