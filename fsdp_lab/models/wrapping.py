@@ -73,7 +73,7 @@ def _outermost_of(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
 def _outermost(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         members = list(child.children())
-        alike = len({type(m) for m in members}) == 1
+        alike = len({type(m) for m in members}) == 1 and not isinstance(members[0], nn.ModuleList)  # has no forward
         if isinstance(child, (nn.ModuleList, nn.Sequential)) and alike and _size(members[0]):
             yield from members
         else:
