@@ -80,6 +80,8 @@ def build_skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     kind = facts_of(config).kind
     classes = getattr(modeling_auto, _HEADS[kind])[type(config)]
     model_class: type[PreTrainedModel] = classes[0] if isinstance(classes, tuple) else classes
+    if type(text := getattr(config, "text_config", None)) is model_class.config_class:
+        config = text  # of a family of several modalities whose head takes text alone
     attention = "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
     try:
         with parameters_on_meta():
@@ -92,6 +94,9 @@ def build_skeleton(config: PreTrainedConfig) -> PreTrainedModel:
             f"no {config.model_type} can be built from this config: {first_line(e)}",
             "correct the config, or choose a preset",
         ) from e
+    if computed := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+        reason = f"{config.model_type} computes its buffer {computed[0]} from parameters, which have no values yet"
+        raise SpecError("workload.model", reason, "choose another family")
     if kind == "causal" and getattr(model, "loss_type", "") is None:
         model.loss_type = "ForCausalLM"  # transformers' own default, without its warning
     return cast(PreTrainedModel, model.train())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import json
@@ -42,13 +43,15 @@ def resolve(model: str | Mapping[str, Any] | PreTrainedConfig, *, dropout: str =
             "remove quantization_config from the config",
         )
     _without_dropout(config, _RANDOM if dropout == "off" else ("layerdrop",))
-    config.use_cache = False  # keys and values are cached for generation; wrong when a block is recomputed
-    if leaves_experts_open(config):
-        config._experts_implementation = "eager"
+    for part in filter(None, (config, getattr(config, "text_config", None))):
+        part.use_cache = False  # keys and values are cached for generation; wrong when a block is recomputed
+        if leaves_experts_open(part):
+            part._experts_implementation = "eager"
     if facts_of(config).kind == "causal":
         # There is no padding. With a padding id, the byte of that id would not be learned, and every forward would search
         # the input for it, which synchronises a GPU.
-        config.pad_token_id = None
+        with contextlib.suppress(Exception):  # of huggingface_hub: ModernBERT's decoder takes no None
+            config.pad_token_id = None
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     return config

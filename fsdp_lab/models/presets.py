@@ -252,8 +252,9 @@ def facts_of(config: Any) -> Facts:
     """
 
     def read(name: str, default: Any = None) -> Any:
-        value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-        return default if value is None else value
+        parts = (config, getattr(config, "text_config", None), getattr(config, "vision_config", None))
+        values = (p.get(name) if isinstance(p, Mapping) else getattr(p, name, None) for p in parts)
+        return next((value for value in values if value is not None), default)
 
     model_type = str(read("model_type", ""))
     kind = _KINDS.get(model_type) or _kind_in_transformers(model_type, config)
@@ -284,6 +285,7 @@ def _kind_in_transformers(model_type: str, config: Any) -> Kind:
     from transformers.models.auto import modeling_auto as auto
 
     is_decoder = bool(getattr(config, "is_decoder", False))
+    has_encoder = bool(getattr(config, "is_encoder_decoder", True))  # a dict does not say
     names: tuple[tuple[Kind, str], ...] = (
         ("seq2seq", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
         ("masked", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
@@ -291,7 +293,8 @@ def _kind_in_transformers(model_type: str, config: Any) -> Kind:
         ("image", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
     )
     for kind, table in names:
-        if model_type in getattr(auto, table) and not (kind == "masked" and is_decoder):
+        # Speech models without an encoder of text are among the encoder-decoders, and predict what they read.
+        if model_type in getattr(auto, table) and not {"masked": is_decoder, "seq2seq": not has_encoder}.get(kind):
             return kind
     raise SpecError(
         "workload.model",

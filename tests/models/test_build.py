@@ -78,6 +78,24 @@ def test_encoder_and_decoder_of_two_classes_are_both_blocks() -> None:
     assert blocks(nn.Linear(2, 2)) == []
 
 
+def test_lists_in_a_list_are_no_blocks_but_what_they_contain() -> None:
+    sizes = {"block_sizes": [2, 2], "num_decoder_layers": 1, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48}
+    skeleton = build_skeleton(resolve({"model_type": "funnel", "vocab_size": 300, **sizes}))
+    assert block_class_names(skeleton) == ("FunnelLayer",) and len(blocks(skeleton)) == 5
+
+
+def test_a_buffer_that_is_computed_from_parameters_is_refused_by_name() -> None:
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "vocab_size": 300,
+    }
+    with pytest.raises(SpecError, match="ibert computes its buffer .*weight_integer from parameters"):
+        build_skeleton(resolve({"model_type": "ibert", **sizes}))
+
+
 def test_the_door_to_meta_is_shut_again_after_an_error() -> None:
     before = nn.Module.register_parameter
     with pytest.raises(ZeroDivisionError), parameters_on_meta():

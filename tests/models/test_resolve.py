@@ -10,7 +10,8 @@ import pytest
 from transformers import AutoConfig, BertConfig, GPT2Config
 
 from fsdp_lab.core.errors import SpecError
-from fsdp_lab.models import resolve
+from fsdp_lab.models import build_skeleton, resolve
+from fsdp_lab.models.presets import facts_of
 
 TINY = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 300}
 
@@ -49,6 +50,28 @@ def test_a_byte_that_would_be_padding_is_learned_all_the_same() -> None:
     assert resolve({"model_type": "bloom", "pad_token_id": 100}).pad_token_id is None
 
 
+SMALL_TEXT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+              "intermediate_size": 48, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4,
+              "num_experts_per_tok": 2, "vocab_size": 300, "layer_types": ["full_attention"], "max_position_embeddings": 64,
+              "pad_token_id": 0}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "text"), [("qwen3_5_moe", "qwen3_5_moe_text"), ("gemma3", "gemma3_text")])
+def test_the_text_of_a_family_that_sees_as_well_is_read_as_a_text_models(model_type: str, text: str) -> None:
+    """The head of the first takes the text's part alone, that of the other all."""
+    small = {**SMALL_TEXT, "model_type": text}
+    config = resolve({"model_type": model_type, "text_config": small, "vision_config": {"num_hidden_layers": 1}})
+    part = config.text_config
+    assert (part.use_cache, part._experts_implementation) == (False, "eager")
+    facts = facts_of(config)
+    assert (facts.kind, facts.vocab_size, facts.max_positions) == ("causal", 300, 64)
+    assert build_skeleton(config).get_input_embeddings().weight.shape == (300, 32)
+
+
+def test_a_family_that_takes_no_none_keeps_its_padding() -> None:
+    assert resolve({"model_type": "modernbert-decoder", "pad_token_id": 0}).pad_token_id == 0
+
+
 def test_an_encoder_decoder_always_knows_how_its_decoder_starts() -> None:
     assert resolve({"model_type": "t5"}).decoder_start_token_id == 0
 
@@ -60,6 +83,7 @@ def test_an_encoder_decoder_always_knows_how_its_decoder_starts() -> None:
         ({"n_embd": 4}, "no model_type"),
         ({**TINY, "n_embd": "wide"}, "gpt2 refuses the config"),
         ({**TINY, "quantization_config": {"quant_method": "awq"}}, "quantized"),
+        ({"model_type": "qwen2_audio"}, "no language model or image classifier of type 'qwen2_audio'"),
         ("/no/such/folder", "neither a preset, nor a file or folder"),
     ],
 )
