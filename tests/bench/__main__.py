@@ -30,6 +30,13 @@ def many(args: argparse.Namespace) -> dict[str, Any]:
     return many(numbers(args.ranks, 2), args.passes, say)
 
 
+def families(args: argparse.Namespace) -> dict[str, Any]:
+    from tests.bench.families import sweep
+
+    at_least(args, "jobs", 1)
+    return sweep(args.names, args.jobs, say)
+
+
 BENCHES: tuple[Bench, ...] = (
     ("class", class_, "labs of a class on this machine at once: first plots, event to pixel, memory, a refusal",
      on_lab("gpt2-1m") | {
@@ -39,12 +46,16 @@ BENCHES: tuple[Bench, ...] = (
     ("many", many, "step times of several ranks, predicted from what one finds, compared with measured ones",
      {"ranks": {"default": "2,4", "metavar": "N,N", "help": f"numbers of ranks {DEFAULT}"},
       "passes": number(4, "measurements of each figure of a calibration")}),
+    ("families", families, "families of transformers, small: which train, which are refused, and why",
+     {"jobs": number(1, "families at once")}),
 )  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", allow_abbrev=False)
-    add_benches(parser.add_subparsers(metavar="NAME", required=True), BENCHES)
+    kinds = parser.add_subparsers(metavar="NAME", required=True)
+    add_benches(kinds, BENCHES)
+    kinds.choices["families"].add_argument("names", nargs="*", metavar="FAMILY", help="model types (default: all)")
     try:
         with signals_raise():
             return run(parser.parse_args(arguments))

@@ -475,3 +475,11 @@ def test_benches_for_developers_refuse_as_the_others_do(
 ) -> None:
     assert developers(arguments) == 2
     assert capsys.readouterr().err.startswith(said)
+
+
+@pytest.mark.slow
+def test_a_family_of_transformers_is_tried_under_every_backend() -> None:
+    done = subprocess.run([sys.executable, "-m", "tests.bench", "families", "gpt2"], capture_output=True, text=True,
+                          cwd=Path(__file__).parents[2])  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "trains: 1 of 1" in done.stdout and "under every backend:\n      gpt2" in done.stdout
