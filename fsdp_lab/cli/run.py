@@ -84,13 +84,17 @@ def run(args: argparse.Namespace) -> int:
     evaluate = eval_config(args)
 
     from fsdp_lab.models.check import check
+    from fsdp_lab.planner.questions import LESS, DoesNotFit
 
     check(spec.workload, evaluated=evaluate.samples if evaluate else 0, begins=start is None)
 
     options: dict[str, Any] = {"steps": args.steps, "save": checkpoint_config(args),
                                "recover": recovery_policy(args.recover), "evaluate": evaluate,
                                "anyway": args.anyway}  # fmt: skip
-    train(terminal(), spec, options, results, args.trace, start, hosts)
+    try:
+        train(terminal(), spec, options, results, args.trace, start, hosts)
+    except DoesNotFit as e:
+        raise DoesNotFit(e.field, e.reason, f"give {LESS}; or --anyway") from e
     return 0
 
 

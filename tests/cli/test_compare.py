@@ -23,6 +23,7 @@ from fsdp_lab.cli.console import Refused, Results
 from fsdp_lab.cli.main import main, parser
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Spec
+from fsdp_lab.planner.questions import require_memory
 from tests.lab.telling import ended
 
 TINY = ["--model", "gpt2-1m", "--seq-len", "16", "--micro-batch", "1"]
@@ -229,6 +230,21 @@ def test_compare_on_real_ranks(tmp_path: Path):
         assert run["comm_bytes_per_step"].keys() == run["comm_s_per_step"].keys()
         assert 0 < sum(run["exposed_comm_s_per_step"].values()) < run["step_time_s"]["p90"]
         assert Spec.from_dict(run["spec"])
+
+
+def test_a_spec_that_cannot_fit_names_the_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: object) -> None:
+        require_memory(
+            Spec().replace(model="gpt2-1m", micro_batch=4096), [("here", "cpu", 1 << 20, 1 << 20)] * 2, "lab.run"
+        )
+
+    monkeypatch.setattr("fsdp_lab.cli.run.train", refuse)
+    (tmp_path / "spec.json").write_text(Spec().replace(model="gpt2-1m").to_json())
+    assert main(["run", str(tmp_path / "spec.json")]) == 2
+    said = capsys.readouterr().err
+    assert "a rank needs" in said and "; or --anyway" in said and "lab.run" not in said
 
 
 @pytest.mark.slow
