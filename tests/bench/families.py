@@ -101,7 +101,7 @@ CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
     "ministral": {"head_dim": 8},
-    "mobilebert": {"embedding_size": 32, "intra_bottleneck_size": 32, "true_hidden_size": 32},
+    "mobilebert": {"embedding_size": 16, "intra_bottleneck_size": 32, "true_hidden_size": 32},
     "nemotron": {"num_key_value_heads": 4},
     "neomme": {"head_dim": 16},
     "poolformer": {"hidden_sizes": [16, 32, 80, 128], "num_encoder_blocks": 4},

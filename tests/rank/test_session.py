@@ -200,6 +200,11 @@ def test_weight_decay_can_be_taken_away_and_given_back(pool: Pool) -> None:
         assert seen == [[0.1, 0.0], [0.0, 0.0], [0.2, 0.0]]
 
 
+EXPERTS = {"model_type": "switch_transformers", "d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 48,
+           "vocab_size": 384, "pad_token_id": 0, "num_experts": 2, "decoder_start_token_id": 0}  # fmt: skip
+CACHES = {"model_type": "xlm", "emb_dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 384}
+
+
 def _refused(place: Place, given: list[dict[str, Any]], folder: str) -> list[Any]:
     s = session(place)
     s.apply("run", spec().to_dict())
@@ -223,12 +228,14 @@ def test_a_refusal_leaves_all_as_it_was(pool: Pool, tmp_path: Path) -> None:
         spec(backend="fsdp1", offload="all").to_dict(),
         spec(data="/nowhere/at/all").to_dict(),
         spec(seq_len=65).to_dict(),
+        spec(model=EXPERTS, backend="fsdp2").to_dict(),
+        spec(model=CACHES, recompute="full").to_dict(),
         spec(micro_batch=3).to_dict(),
     ]
     for said, steps in pool.run(_refused, 2, bad, str(tmp_path / "nothing"), reduction=None):
         assert [text.split(":")[0] for text in said] == [
             "world_size", "strategy.wrap", "strategy.offload", "workload.data", "workload.seq_len",
-            "workload.data"]  # fmt: skip
+            "strategy.backend", "strategy.recompute", "workload.data"]  # fmt: skip
         assert steps == [2, 3]
 
 
