@@ -7,7 +7,6 @@ where a strategy asks for bf16 buffers ours has the bits of FSDP1.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -51,7 +50,8 @@ def test_every_model(outcomes: Outcomes, model: str) -> None:
 @pytest.mark.parametrize(
     ("precision", "world_size"),
     tiered(
-        [(p, w) for i, p in enumerate(PRECISIONS) for w in (1 + i % 2, 4)], lambda precision, world_size: world_size < 4
+        [(p, w) for i, p in enumerate(PRECISIONS) for w in (1 + i % 2, 4)[: 2 - i % 2]],
+        lambda precision, world_size: world_size < 4,
     ),
 )
 def test_every_precision(outcomes: Outcomes, precision: str, world_size: int) -> None:
@@ -85,7 +85,7 @@ def test_hybrid_and_smaller_groups(outcomes: Outcomes, precision: str) -> None:
 @pytest.mark.parametrize(
     ("precision", "sync"),
     tiered(
-        itertools.product(["bf16", "bf16 sums", "fp16"], ["every", "last", 2]),
+        [("bf16", "every"), ("bf16 sums", "last"), ("bf16", 2), ("fp16", "last"), ("fp16", 2)],
         lambda precision, sync: (precision, sync) in (("bf16", "every"), ("fp16", "last")),
     ),
 )

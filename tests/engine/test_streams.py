@@ -17,6 +17,7 @@ from fsdp_lab.core.spec import Strategy
 from fsdp_lab.engine import full_state, no_sync, sharded_parameters, unshard
 from fsdp_lab.engine.collectives import CommHandle
 from fsdp_lab.engine.streams import CommStreams, CudaStreams
+from tests.covering import tiered
 from tests.engine.simulated import Mode, SimulatedDevice, Wait
 from tests.engine.toys import Net, batch, by_block, make
 from tests.pool import Place, Pool
@@ -106,6 +107,11 @@ def _plainly(place: Place, which: Case) -> Values:
     return train(place, which)[0]
 
 
+def _rows() -> list[tuple[str, Mode]]:
+    """Those of QUICK in both modes, the others by turns."""
+    return [(n, m) for i, n in enumerate(CASES) for j, m in enumerate(Mode) if n in QUICK or (i + j) % 2]
+
+
 def _simulated(place: Place, which: Case, mode: Mode, without: Wait | None = None) -> Any:
     """What `train` returns; or the first race that was found."""
     device = SimulatedDevice(mode, without=without)
@@ -114,8 +120,7 @@ def _simulated(place: Place, which: Case, mode: Mode, without: Wait | None = Non
     return device.races[0] if device.races else found
 
 
-@pytest.mark.parametrize("mode", Mode, ids=lambda mode: mode.value)
-@pytest.mark.parametrize("name", some_quick(CASES))
+@pytest.mark.parametrize(("name", "mode"), tiered(_rows(), lambda name, mode: name in QUICK))
 def test_every_wait_is_there(ran: Callable[..., Any], name: str, mode: Mode) -> None:
     which = CASES[name]
     plain = ran(_plainly, which.ranks, which)

@@ -60,12 +60,9 @@ def switched(lab: Lab, **changes: Any) -> Marked:
     ("changes", "text"),
     [
         ({}, "as when this run began: change a control"),
-        ({"recompute": "full"}, r"100%, and at most 60% .* Most of it is gathered parameters in fp32, of most units"),
         ({"backend": "ddp", "sharding": "no_shard"}, r"Most of it is gradients, all-reduced, which sends twice"),
-        ({"precision": "bf16"}, r"69%.*Most of it is gradients, reduced, in fp32"),
         ({"accumulate": 2}, "other work: accumulate is 2 and was 1"),
         *((changes, "") for changes in SOLUTIONS.SENDS_LESS),
-        ({"precision": "bf16-pure", "backend": "fsdp2"}, ""),
     ],
 )  # fmt: skip
 def test_a_rank_sends_less(real_lab: Lab, changes: dict[str, Any], text: str) -> None:
@@ -135,10 +132,8 @@ def test_phases_are_put_in_order(real_lab: Lab) -> None:
         ({}, "change something in mine"),
         ({"sharding": "shard_grad_op"}, "more memory. What stays gathered"),
         ({"forward_prefetch": 2}, "a rank sends 100% of the bytes"),
-        ({"micro_batch": 1}, "other work: micro batch is 1 and was 2"),
         ({"link": "0.5 GB/s"}, "other work: link is"),
         *((changes, "") for changes in SOLUTIONS.FASTER),
-        ({"precision": "bf16", "sharding": "shard_grad_op"}, ""),
     ],
 )
 def test_faster_over_a_slow_link(real_lab: Lab, changes: dict[str, Any], text: str) -> None:
@@ -233,12 +228,9 @@ REST = SOLUTIONS.FREEZE
     ("changes", "text"),
     [
         ({}, "Everything is trained"),
-        ({"freeze": ["transformer.h.*"]}, "and it is frozen too"),
         ({"freeze": REST[1:]}, r"transformer\.h\.0 is trained as well"),
-        ({"freeze": REST[:1]}, r"embeddings \(wte, wpe\) or the last norm"),
         ({"lora": {"r": 4}}, "These are adapters"),
         ({"freeze": REST}, ""),
-        ({"freeze": ["transformer.h.0.*", "transformer.h.1.*", "transformer.h.2.*", "*.wte.*", "*.wpe.*", "*ln_f*"]}, ""),
     ],
 )  # fmt: skip
 def test_the_last_block_alone_is_trained(real_lab: Lab, changes: dict[str, Any], text: str) -> None:
