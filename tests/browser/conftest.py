@@ -16,10 +16,6 @@ from playwright.sync_api import Browser, BrowserContext, sync_playwright
 from tests.browser.jupyter import JupyterServer, Notebook, chromium, find_chromium
 
 HERE = Path(__file__).parent
-# Without a GPU most of a test's time is drawing: five frames a second are enough to see what happens.
-FEWER_FRAMES = """const draw = window.requestAnimationFrame.bind(window);
-    window.requestAnimationFrame = (callback) => setTimeout(() => draw(callback), 180);
-    window.cancelAnimationFrame = clearTimeout;"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,7 +51,6 @@ class Pages:
 
     def __call__(self) -> Notebook:
         context = self._browser.new_context(viewport={"width": 1280, "height": 900})
-        context.add_init_script(FEWER_FRAMES)
         self.contexts.append(context)
         return Notebook(context.new_page(), self._server)
 

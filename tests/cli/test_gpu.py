@@ -351,8 +351,9 @@ def test_every_part_is_in_a_rehearsal() -> None:
     assert found == everything
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("only", SOME)
+@pytest.mark.parametrize(
+    "only", [pytest.param(SOME[0], marks=pytest.mark.slow), pytest.param(SOME[1], marks=pytest.mark.bench)]
+)
 def test_the_rehearsal_runs_every_part_without_jupyter(only: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(without(JUPYTER | {"rich"}))  # of the command and of all that it starts
     file = tmp_path / "gpu.txt"

@@ -78,7 +78,7 @@ def test_hybrid_sharding_inside_hosts_sends_what_theory_says(hosts: tuple[Site, 
     assert across < 0.5 * median(full for full, _ in told["full_shard"])  # in a ring its gathers send less
 
 
-@pytest.mark.slow
+@pytest.mark.bench
 def test_an_emulated_link_takes_the_time_of_a_cable_as_fast(hosts: tuple[Site, SshServers]) -> None:
     made, servers = hosts
     for machine in made.machines:
