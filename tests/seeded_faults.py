@@ -25,7 +25,7 @@ import psutil
 
 REPO = Path(__file__).resolve().parents[1]
 COPIED = ("fsdp_lab", "tests", "notebooks", "binder", "pyproject.toml", "README.md")
-TIERS = {"quick": "not slow and not bench", "whole": "not bench"}  # name -> pytest -m
+TIERS = {"quick": "not slow and not nightly", "whole": "not nightly"}  # name -> pytest -m
 LIMIT_S = 1200
 
 

@@ -432,5 +432,5 @@ def test_readme_and_ci_speak_the_same_commands():
 
 def test_plain_pytest_runs_what_is_not_slow():
     options = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
-    assert options["addopts"][options["addopts"].index("-m") + 1] == "not slow and not bench"
+    assert options["addopts"][options["addopts"].index("-m") + 1] == "not slow and not nightly"
     assert any(marker.startswith("slow: ") for marker in options["markers"])

@@ -18,7 +18,7 @@ clinic"""
 LIMIT_MS = 120_000
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_a_pain_is_had_named_and_cured(server: JupyterServer, open_notebook, watched, picture) -> None:
     desk = DashboardPage(open_notebook())

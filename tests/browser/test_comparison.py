@@ -174,7 +174,7 @@ for run in (right, run_of(Spec().replace(sharding='shard_grad_op', offload='all'
     opened.button("Compare…").click()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_with_ranks(server: JupyterServer, open_notebook, watched, picture):
     """A person's path: start, pin, switch, compare by the form, and read the numbers back."""

@@ -54,7 +54,7 @@ def test_64_ranks_are_named_by_their_hosts(server: JupyterServer, open_notebook,
         desk.photograph(picture(f"hosts-{ranks}-{width}-{theme.lower()}"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_ranks_are_started_on_two_hosts_by_the_form(
     server: JupyterServer, open_notebook, watched, picture, tmp_path: Path

@@ -29,7 +29,7 @@ from tests.bench.__main__ import main as developers
 TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--vocab", "64", "--seq-len", "8", "--device", "cpu"]
 
 
-@pytest.mark.bench
+@pytest.mark.nightly
 def test_live_measures_start_switches_and_stops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bench.json"
     assert main(["bench", "live", "--model", "gpt2-1m", "--rounds", "1", "--json", str(file)]) == 0
@@ -43,7 +43,7 @@ def test_live_measures_start_switches_and_stops(tmp_path: Path, capsys: pytest.C
     assert all(name in printed for name in seconds)
 
 
-@pytest.mark.bench
+@pytest.mark.nightly
 def test_toggle_is_measured_beside_a_relaunch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +129,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(
     assert "cannot be written" in capsys.readouterr().err
 
 
-@pytest.mark.bench
+@pytest.mark.nightly
 def test_steps_of_two_ranks_are_predicted_from_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -369,7 +369,7 @@ def test_metering_is_measured_beside_nothing_of_ours(tmp_path: Path, capsys: pyt
     assert all(f"  {name}: {1e3 * seconds:.3f} ms" in printed for name, seconds in parts.items())
 
 
-@pytest.mark.bench
+@pytest.mark.nightly
 def test_checkpoints_are_measured_beside_plain_dcp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, folder = tmp_path / "checkpoint.json", tmp_path / "here"
     few = [*TINY, "--rounds", "2", "--folder", str(folder), "--json", str(file)]
@@ -385,7 +385,7 @@ def test_checkpoints_are_measured_beside_plain_dcp(tmp_path: Path, capsys: pytes
     assert "--rounds 0 is refused" in capsys.readouterr().err
 
 
-@pytest.mark.bench
+@pytest.mark.nightly
 def test_loading_is_measured_beside_from_pretrained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, folder = tmp_path / "load.json", tmp_path / "here"
     few = ["--model", "gpt2-1m", "--ranks", "2", "--rounds", "2", "--folder", str(folder), "--json", str(file)]

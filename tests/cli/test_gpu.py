@@ -352,7 +352,7 @@ def test_every_part_is_in_a_rehearsal() -> None:
 
 
 @pytest.mark.parametrize(
-    "only", [pytest.param(SOME[0], marks=pytest.mark.slow), pytest.param(SOME[1], marks=pytest.mark.bench)]
+    "only", [pytest.param(SOME[0], marks=pytest.mark.slow), pytest.param(SOME[1], marks=pytest.mark.nightly)]
 )
 def test_the_rehearsal_runs_every_part_without_jupyter(only: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(without(JUPYTER | {"rich"}))  # of the command and of all that it starts

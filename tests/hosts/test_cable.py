@@ -78,7 +78,7 @@ def test_hybrid_sharding_inside_hosts_sends_what_theory_says(hosts: tuple[Site, 
     assert across < 0.5 * median(full for full, _ in told["full_shard"])  # in a ring its gathers send less
 
 
-@pytest.mark.bench
+@pytest.mark.nightly
 def test_an_emulated_link_takes_the_time_of_a_cable_as_fast(hosts: tuple[Site, SshServers]) -> None:
     made, servers = hosts
     for machine in made.machines:
@@ -94,7 +94,7 @@ def test_an_emulated_link_takes_the_time_of_a_cable_as_fast(hosts: tuple[Site, S
     assert emulated_s == pytest.approx(cable_s, rel=WITHIN)
 
 
-@pytest.mark.bench
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_planner_knows_both_links(hosts: tuple[Site, SshServers]) -> None:
     """Calibrated on two hosts of two ranks, it chooses a sharding for their cable, and says about how long a step takes."""

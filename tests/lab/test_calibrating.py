@@ -17,7 +17,7 @@ from tests.lab.test_lab import until
 SMALL = {"model": "gpt2-1m", "micro_batch": 2, "seq_len": 64}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)  # it measures for a minute where nothing runs beside it
 def test_ranks_measure_their_machine_and_keep_what_they_hold(real_lab: Lab) -> None:
     run = real_lab.run(**SMALL, steps=2)
@@ -53,7 +53,7 @@ def test_a_run_that_goes_on_would_be_measured_too(real_lab: Lab) -> None:
         real_lab.calibrate(passes=0)
 
 
-@pytest.mark.bench
+@pytest.mark.nightly
 @pytest.mark.timeout(600)  # so does this
 def test_one_rank_is_planned_as_one_of_two() -> None:
     spec = Spec(world_size=2).replace(**SMALL)

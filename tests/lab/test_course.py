@@ -347,7 +347,7 @@ def solution_of(gap: str) -> str:
     return re.split(r"\n\n\n(?=class )", text[text.index(f"class {gap}") :])[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("gap", GAPS)
 def test_a_gap(real_lab: Lab, sources: list[str], gap: str) -> None:
     solved = checked(real_lab, sources, gap, solution_of(gap))

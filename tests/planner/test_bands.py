@@ -189,7 +189,7 @@ def made_up(cases: list[PublishedCase], seed: int) -> Responses:
     return Responses(cases=tuple(stated), errors=errors, above=responses, below=responses)
 
 
-@pytest.mark.bench
+@pytest.mark.nightly
 def test_a_known_uncertainty_is_found_and_its_bands_hold_what_they_say(cases: list[PublishedCase]) -> None:
     drawn = [coverage(made_up(cases[::4], seed)) for seed in range(4)]  # most sources have one row or two
     assert 0.74 < np.mean([one.share() for one in drawn]) < 0.86
@@ -221,7 +221,7 @@ def test_the_memory_bands_in_the_package_are_those_of_the_rows() -> None:
     assert found.values == pytest.approx(MEMORY_ERRORS["cuda"].values, abs=2e-4)
 
 
-@pytest.mark.bench
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_bands_in_the_package_are_what_the_procedure_finds_and_they_hold(cases: list[PublishedCase]) -> None:
     fits = leave_out(cases, fold)

@@ -26,7 +26,7 @@ def test_one_more_step_of_the_procedure_leaves_the_rates_in_the_package_as_they_
     assert fitting._gauss_newton(kept, residuals, jacobian, fitting._weights(cases)) == pytest.approx(kept, abs=3e-3)
 
 
-@pytest.mark.bench
+@pytest.mark.nightly
 def test_the_rates_in_the_package_are_what_the_procedure_finds(cases: list[PublishedCase]) -> None:
     found = fit_rates(cases)
     assert found.rows == len(cases)

@@ -114,7 +114,7 @@ def test_no_larger_collective_is_measured_where_one_takes_long(monkeypatch: pyte
     assert list(prepare.measured_bandwidths(wire, torch.device("cpu"))) == [1 << 20, 1 << 23]
 
 
-@pytest.mark.bench
+@pytest.mark.nightly
 def test_ranks_of_a_crowd_measure_together_and_leave_nothing_behind() -> None:
     """Two processes: their own steps, and collectives among them, over both wires."""
     before = {p.pid for p in psutil.Process().children(recursive=True)}
