@@ -26,7 +26,8 @@ def resolve(model: str | Mapping[str, Any] | PreTrainedConfig, *, dropout: str =
 
     `model` is a preset ("gpt2-10m"), a model type of transformers ("opt", with its default sizes), a folder with a
     config.json or the path of such a file, a dict with "model_type", or a config object. Nothing is downloaded. Weights
-    beside a config.json are for `Pretrained`.
+    beside a config.json are for `Pretrained`. Which families of transformers train, under which backend, and why others do
+    not: tests/results/families.txt, which `python -m tests.bench families` finds.
 
     dropout: as in a Workload: "off" sets every dropout and every router's noise to 0, "config" leaves them. Layers are never
     left out (`layerdrop`): ranks that skip different ones would not gather the same. Experts are computed eagerly where
