@@ -94,12 +94,11 @@ class FSDP1(FSDP1Tensors, Backend):
 
     def release(self, busy: Collection[int] = ()) -> None:
         """Pinned memory cannot be resized, and is freed with its last reference: torch's wrappers lose theirs here."""
-        flat = []
-        for p in (handle.flat_param for handle in _handles(self.module)):
-            flat += [t for name in _HELD if isinstance(t := getattr(p, name, None), Tensor)]
+        parameters: list[Any] = [handle.flat_param for handle in _handles(self.module)]
+        held = [t for p in parameters for name in _HELD if isinstance(t := getattr(p, name, None), Tensor)]
         super().release(busy)
-        free(flat, busy)
-        for p in (handle.flat_param for handle in _handles(self.module)):
+        free(held, busy)
+        for p in parameters:
             for name in (*_HELD, "_saved_grad_shard", "_tensors"):
                 setattr(p, name, None)
             for view in (p, *p._params):

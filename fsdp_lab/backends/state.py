@@ -197,7 +197,7 @@ class ForwardState:
         self._others = {path: m for path, m in modules.items() if _beside_tensors({path: m})}
 
     def copy(self) -> None:
-        """Does not wait for the device."""
+        """Waits for the device only where `get_extra_state` does."""
         self._before = [dict(m._buffers) for m in self._buffered]  # a forward may put others in their place
         self._changing = [
             b.detach() for before in self._before for b in before.values()
