@@ -1,4 +1,4 @@
-"""The engine's example in the README runs as it stands, under torchrun, with torch alone."""
+"""The engine's example in the reference runs as it stands, under torchrun, with torch alone."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ torch.testing.assert_close(whole, {name: p.detach() for name, p in plain.named_p
 """
 
 
-def test_the_example_in_the_readme_runs(tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (REPO / "README.md").read_text(encoding="utf-8"), re.S)
+def test_the_example_in_the_reference_runs(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (REPO / "notebooks" / "reference.md").read_text(encoding="utf-8"), re.S)
     (example,) = [b for b in blocks if "fsdp_lab.engine" in b]
     script = tmp_path / "example.py"
     script.write_text(ONLY_TORCH + example + ENDING)
