@@ -395,7 +395,7 @@ def test_no_strangers_at_the_top_level():
     assert {name for name in top if not name.startswith(".")} <= TOP_LEVEL
 
 
-@pytest.mark.parametrize("page", ["README.md", "notebooks/reference.md"])
+@pytest.mark.parametrize("page", ["README.md", "notebooks/reference.md", "fsdp_lab/ARCHITECTURE.md"])
 def test_files_that_a_page_names_exist(page: str):
     text = (REPO / page).read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:fsdp_lab|tests|notebooks|binder|\.github)/[\w./-]*)`", text))
