@@ -58,6 +58,15 @@ ALLOWED = {name: third_party for _, name, third_party in FLOORS}
 # Folders that may import more than the rest of their package.
 ALLOWED_IN_FOLDER = {"planner/shapes": RANKS}
 
+# Modules that import by a computed name: the packages' public names, what the kernel asks of a rank, a user's own code.
+LOADED_BY_NAME = {"core/lazy_names.py", "cluster/remote.py", "core/user_code.py"}
+
+# Budgets: they only fall.
+MOST_PARTS = 18  # packages and modules at the top of fsdp_lab
+MOST_IMPORTS_BETWEEN_PARTS = 70
+MOST_FILES = 310
+MOST_LINES = 68_776
+
 TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "environment.yml", "fsdp_lab", "notebooks", "tests", "binder"}
 
 
@@ -143,10 +152,17 @@ def test_imports_run_downhill():
     assert not wrong, "\n".join(["these import from above:", *wrong])
 
 
+def module_files() -> dict[str, Path]:
+    """Dotted name -> file, of every module and package but fsdp_lab itself."""
+    return {
+        f"fsdp_lab.{'.'.join(p.relative_to(PACKAGE).with_suffix('').parts)}".removesuffix(".__init__"): p
+        for p in modules()
+    }
+
+
 def circles() -> list[list[str]]:
     """Files that import each other, directly or through others: typing-only and local imports count."""
-    files = {f"fsdp_lab.{'.'.join(p.relative_to(PACKAGE).with_suffix('').parts)}".removesuffix(".__init__"): p
-             for p in modules()}  # fmt: skip
+    files = module_files()
     reached = {name: imported(path, files) for name, path in files.items()}
     for through in files:  # Warshall: whoever reaches `through` reaches all that it does
         for targets in reached.values():
@@ -169,8 +185,31 @@ def imported(path: Path, files: Mapping[str, Path]) -> set[str]:
     return found & files.keys()
 
 
-def test_no_files_of_runs_import_each_other_in_a_circle():
-    assert not [circle for circle in circles() if any(name.startswith("fsdp_lab.runs.") for name in circle)]
+def test_no_two_files_import_each_other():
+    assert circles() == []
+
+
+def test_imports_are_absolute():
+    relative = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    assert relative == []
+
+
+def test_modules_are_not_imported_by_computed_names():
+    """`pkgutil.resolve_name`, `import_module` and `__import__` would go around the test of the floors."""
+    loaders = {"resolve_name", "import_module", "__import__"}
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in modules()
+        if path.relative_to(PACKAGE).as_posix() not in LOADED_BY_NAME
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and called(node) in loaders
+    ]
+    assert wrong == []
 
 
 def test_third_party_imports_stay_on_their_floors():
@@ -202,6 +241,34 @@ def test_third_party_imports_stay_on_their_floors():
 )
 def test_the_floors_test_can_fail(code: str, wrong: bool):
     assert any(uphill(i) for i in imports(PACKAGE / "wire" / "made_up.py", code)) == wrong
+
+
+# -- budgets ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_package_keeps_its_budgets():
+    """`python -m tests.figures` prints these and more."""
+    files = module_files()
+    part = {name: name.split(".")[1] for name in files}
+    between = {
+        (part[name], part[target])
+        for name, path in files.items()
+        for target in imported(path, files)
+        if part[name] != part[target]
+    }
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py"))
+    sizes = (len(set(part.values())), len(between), len(list(PACKAGE.rglob("*.py"))), lines)
+    budgets = (MOST_PARTS, MOST_IMPORTS_BETWEEN_PARTS, MOST_FILES, MOST_LINES)
+    assert all(size <= budget for size, budget in zip(sizes, budgets, strict=True)), (sizes, budgets)
+
+
+def test_no_class_name_is_used_twice():
+    places: dict[str, list[str]] = {}
+    for path in modules():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
 # -- what an import costs and needs ----------------------------------------------------------------------------------
