@@ -32,7 +32,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {  # forms of each; those over Gloo diffe
 }
 
 
-def time_collectives(world: Wire, rounds: int, on_round: Callable[[int], None]) -> dict[str, dict[str, list[float]]]:
+def time_collectives(world: Wire, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Seconds of this rank by "kind/bytes" and form, one per round, after one to warm up. Collective. Raises BenchError if
     the ranks share no memory."""
     shared, gloo = (beside(world, shared_memory=on) for on in (True, False))
@@ -46,7 +46,6 @@ def time_collectives(world: Wire, rounds: int, on_round: Callable[[int], None]) 
                     group = shared if form in (SHARED, AGAIN) else gloo
                     issue = partial(_collective, group, kind, form, *tensors[group][nbytes])
                     of_size[form].append(_timed(shared, issue, max(1, BATCH_BYTES // nbytes)))
-        on_round(i)
     world.barrier().wait()
     return {name: {form: found[1:] for form, found in of_size.items()} for name, of_size in seconds.items()}
 
