@@ -397,7 +397,6 @@ NAME_TOKENS = {
     "backends/fsdp1.py",
     "bench/parts.py",
     "bench/plan.py",
-    "cli/lab_benches.py",
     "cli/drill.py",
     "export/accelerate.py",
     "planner/calibration.py",

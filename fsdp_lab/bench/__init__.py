@@ -1,6 +1,6 @@
-"""`fsdp-lab bench`: backends compared with each other in one launch, one step of each in turn, and the other benches.
+"""`fsdp-lab bench`: backends compared in one launch, one step of each in turn; collectives; and what needs a GPU.
 
-Read plan.py (what is compared, on which work), interleave.py (the loop in a rank), launch.py (a rank),
-benches.py (each bench: measurements, ratios with a control, text and JSON), and gpu.py (`bench gpu`, a list of them). The
-launcher needs torch only to count GPUs, the ranks need no Jupyter. Benches on a Lab are in cli/lab_benches.py.
+Read plan.py (what is compared, on which work), interleave.py (the loop in a rank), results.py (ratios with a control, as
+text and JSON), and gpu.py (`bench gpu`, a list of parts). launch.py starts the ranks, tasks.py has what they do. The parent
+needs torch only to count GPUs, the ranks need no Jupyter. Benches for developers are in tests/bench.
 """

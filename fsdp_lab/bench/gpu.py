@@ -1,98 +1,89 @@
-"""`bench gpu`: all that only a GPU can show, as one list. parts.py has what each does; record.py runs and records them.
+"""`bench gpu`: all that only a GPU can show, as a list of parts (parts.py has what each does), and the file of results.
 
 On a CPU the same list is rehearsed with small models: it shows that each part works, and its times say nothing about a
 GPU. Each part starts processes of its own, so that a crash of one, or memory that it does not give back, touches no other.
+
+The file is text for a reader; after the line `FIGURES` it is JSON: {"facts": {...}, "parts": [{"name", "title", "outcome",
+"reason", "begun", "seconds", "printed", "figures"}, ...]}. It is written anew with each line that is printed, so that a
+session that is cut off leaves what it had; the part that was in progress then is "not finished".
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from fsdp_lab.bench import parts
 from fsdp_lab.bench.parts import HYBRID, PINNED, REPOSITORY, SOME, STRATEGIES
-from fsdp_lab.bench.plan import CONTROL, LAB, METERED_PEERS, METERING, REFERENCE, STEP, BenchPlan, PlanError
-from fsdp_lab.bench.record import BenchPart, now
+from fsdp_lab.bench.plan import CONTROL, LAB, REFERENCE, STEP, BenchPlan, PlanError
+from fsdp_lab.bench.results import Say
 from fsdp_lab.core import __version__
+from fsdp_lab.core.files import write_whole
 from fsdp_lab.core.formatting import plural, size
 from fsdp_lab.models.presets import PRESETS
 
+FIGURES = "-- the same as JSON, with all figures --"
 STATE_BYTES = 16  # per parameter of a form in fp32: values, two moments, gradients that DDP keeps
 MOST_RANKS = 8  # of the parts with a rank on each GPU
+LEAST_SHARE = 0.5  # of its limit: a part that has less time is skipped
+PENDING, RUNNING, PASSED, FAILED, SKIPPED = "not begun", "not finished", "passed", "failed", "skipped"
 
 
-def llama(width: int, layers: int, vocabulary: int) -> dict[str, Any]:
-    """A model for the switches, of units of about one size."""
-    return {"model_type": "llama", "vocab_size": vocabulary, "hidden_size": width, "num_hidden_layers": layers,
-            "num_attention_heads": width // 64, "num_key_value_heads": width // 64, "intermediate_size": 4 * width,
-            "tie_word_embeddings": True, "max_position_embeddings": 1024, "bos_token_id": None,
-            "eos_token_id": 1}  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What is measured of a preset."""
-
-    preset: str
-    seq_len: int
-    micro_batch: int
-    forms: tuple[str, ...]
+def _plan(preset: str, seq_len: int, micro_batch: int, forms: tuple[str, ...], steps: int = 20) -> BenchPlan:
+    """On one rank, in bf16."""
+    return BenchPlan(
+        preset=preset, seq_len=seq_len, micro_batch=micro_batch, forms=forms, steps=steps, ranks=1, precision="bf16"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
     """How large and how long the parts are."""
 
-    shapes: tuple[Shape, ...]
-    steps: int  # counted ones of each form
+    shapes: tuple[BenchPlan, ...]
     shared: tuple[int, ...]  # numbers of ranks that share one GPU
-    sharing: Shape  # what they train
-    metered: Shape
-    metered_steps: int  # counted ones of each form
+    sharing: BenchPlan  # what they train
+    metered: str  # options of `metering`
     precisions: tuple[str, ...]
-    switched: Mapping[str, Any]  # a config
+    switched: str  # options of `switch`
 
 
 _BOTH = (LAB, REFERENCE, "fsdp2-wire", CONTROL)
-# Where ranks share a GPU.
-_OVER_WIRE = (LAB, "fsdp2-wire", "ddp-wire", CONTROL)
-_METERED = tuple(form for peer in METERED_PEERS for form in METERING[peer])  # in one launch: few launches measure all
+_OVER_WIRE = (LAB, "fsdp2-wire", "ddp-wire", CONTROL)  # where ranks share a GPU
+METERING = "--backend fsdp2,fsdp1,ddp,lab --ranks 1 --launches 2 --precision bf16"
 ON_GPU = Scale(
     shapes=(
-        Shape(preset="gpt2-124m", seq_len=1024, micro_batch=8, forms=_BOTH),
-        Shape(preset="gpt2-355m", seq_len=1024, micro_batch=4, forms=_BOTH),
-        Shape(preset="llama-1b", seq_len=1024, micro_batch=2, forms=(LAB, REFERENCE, CONTROL)),
+        _plan("gpt2-124m", 1024, 8, _BOTH),
+        _plan("gpt2-355m", 1024, 4, _BOTH),
+        _plan("llama-1b", 1024, 2, (LAB, REFERENCE, CONTROL)),
     ),
-    steps=20,
     shared=(2, 4),
-    sharing=Shape(preset="gpt2-30m", seq_len=128, micro_batch=2, forms=_OVER_WIRE),
-    metered=Shape(preset="gpt2-124m", seq_len=512, micro_batch=8, forms=_METERED),
-    metered_steps=30,
+    sharing=_plan("gpt2-30m", 128, 2, _OVER_WIRE, steps=10),
+    metered="--model gpt2-124m --seq-len 512 --micro-batch 8 --steps 30",
     precisions=("fp32", "bf16", "fp16"),
-    switched=llama(2048, 14, 32000),
+    switched="",
 )
 REHEARSAL = Scale(
-    shapes=(
-        Shape(preset="gpt2-1m", seq_len=16, micro_batch=1, forms=(LAB, REFERENCE)),
-        Shape(preset="llama-1m", seq_len=16, micro_batch=1, forms=(LAB, REFERENCE)),
-    ),
-    steps=2,
+    shapes=tuple(_plan(preset, 16, 1, (LAB, REFERENCE), steps=2) for preset in ("gpt2-1m", "llama-1m")),
     shared=(2,),
-    sharing=Shape(preset="gpt2-1m", seq_len=16, micro_batch=1, forms=_OVER_WIRE),
-    metered=Shape(preset="gpt2-1m", seq_len=16, micro_batch=1, forms=_METERED),
-    metered_steps=4,
+    sharing=_plan("gpt2-1m", 16, 1, _OVER_WIRE, steps=2),
+    metered="--model gpt2-1m --seq-len 16 --micro-batch 1 --steps 4",
     precisions=("fp32",),
-    switched=llama(64, 3, 384),
+    switched="--width 64 --layers 3 --vocab 384",
 )
 
 
@@ -112,23 +103,15 @@ class Place:
         import torch
 
         gpus = torch.cuda.device_count()
-        if not gpus and listing:
-            return cls(device=device, gpus=1, memory_bytes=math.inf)
-        if not gpus:
-            raise PlanError(
-                "bench gpu needs a GPU, and torch finds none here; "
-                "give --device cpu to rehearse the same list with small models"
-            )
+        if not gpus and not listing:
+            instead = "give --device cpu to rehearse the same list with small models"
+            raise PlanError(f"bench gpu needs a GPU, and torch finds none here; {instead}")
         sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(gpus)]
-        return cls(device=device, gpus=gpus, memory_bytes=min(sizes))
+        return cls(device=device, gpus=max(1, gpus), memory_bytes=min(sizes, default=math.inf))
 
     @property
     def scale(self) -> Scale:
         return REHEARSAL if self.device == "cpu" else ON_GPU
-
-    @property
-    def strategies(self) -> Mapping[str, Mapping[str, Any]]:
-        return {**STRATEGIES, **(PINNED if self.gpus else {})}
 
     def devices(self, ranks: int, *, shared: bool = False) -> tuple[str, ...]:
         """One for each rank; `shared`: the first GPU for all of them."""
@@ -140,32 +123,97 @@ class Place:
 # -- the list ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(kw_only=True)
+class BenchPart:
+    """`measure` is given where to print and how long it may take; it returns figures, or raises with a sentence."""
+
+    name: str
+    title: str
+    limit_s: float
+    measure: Callable[[Say, float], Mapping[str, Any]]
+    skipped: str = ""  # why it cannot be run here; "": it can
+    outcome: str = PENDING
+    reason: str = ""  # of a failure, or why it was skipped
+    begun: str = ""  # UTC
+    seconds: float = 0.0
+    printed: list[str] = field(default_factory=list)
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def said(self) -> str:
+        return f"{self.outcome}: {self.reason}" if self.reason else self.outcome
+
+
 def listed(at: Place) -> tuple[BenchPart, ...]:
     """In the order in which they are run: what several GPUs show first, where there are several. Limits are what each may
     take; an H100 takes about nine minutes for all."""
-    programs = at.devices(max(1, min(at.gpus, MOST_RANKS)))
-    metered = _plan(at.scale.metered, at.devices(1), at.scale.metered_steps)
-    over_nccl = tuple(_over_nccl(at))
-    return (
-        *(over_nccl if at.gpus >= 2 else ()),
-        BenchPart(name="tests", title="tests/gpu, where pytest is installed", limit_s=300, measure=parts.tests,
-             skipped=_no_tests(at)),
-        BenchPart(name="strategies", title="every strategy on one rank, compared with FSDP2", limit_s=90,
-             measure=partial(parts.strategies, at.strategies, at.scale.precisions, at.devices(1))),
-        *(_step(at, shape) for shape in at.scale.shapes),
-        *(part for ranks in at.scale.shared for part in _sharing(at, ranks)),
-        *(() if at.gpus >= 2 else over_nccl),
-        BenchPart(name="metering", title="what measuring costs, by backend", limit_s=120,
-             measure=partial(parts.metering, metered), skipped=_too_large(at, metered)),
-        BenchPart(name="switch", title="live switches near the memory limit", limit_s=90,
-             measure=partial(parts.switch, at.scale.switched, at.devices(1))),
-        BenchPart(name="tour", title="the notebooks' steps without Jupyter", limit_s=60,
-             measure=partial(parts.tour, at.devices(1))),
-        BenchPart(name="torchrun", title="a Spec under torchrun", limit_s=60,
-             measure=partial(parts.torchrun, programs)),
-        BenchPart(name="export", title="an exported script, compared with the lab", limit_s=90,
-             measure=partial(parts.exported, programs)),
-    )  # fmt: skip
+    over_nccl, others = list(_over_nccl(at)), list(_on_one(at))
+    if at.gpus >= 2:
+        return (*over_nccl, *others)
+    place = next(i for i, part in enumerate(others) if part.name == "metering")
+    return (*others[:place], *over_nccl, *others[place:])
+
+
+def _part(name: str, title: str, limit_s: float, measure: Callable[..., Any], *given: Any, why: str = "") -> BenchPart:
+    """`why`: it is skipped."""
+    return BenchPart(name=name, title=title, limit_s=limit_s, measure=partial(measure, *given), skipped=why)
+
+
+def _on_one(at: Place) -> Iterator[BenchPart]:
+    one, scale = at.devices(1), at.scale
+    why = "" if at.gpus else "they need a GPU"
+    yield _part("tests", "tests/gpu, where pytest is installed", 300, parts.tests, why=why or _not_here("tests/gpu"))
+    named = {**STRATEGIES, **(PINNED if at.gpus else {})}
+    title = "every strategy on one rank, compared with FSDP2"
+    yield _part("strategies", title, 90, parts.strategies, named, scale.precisions, one)
+    for shape in scale.shapes:
+        title, plan = f"step of {shape.preset} on one rank, bf16: time and memory", replace(shape, devices=one)
+        yield _part(
+            f"step-{shape.preset}", title, 90, parts.step, plan, why=_too_large(at, plan.preset, len(plan.forms))
+        )
+    for ranks in scale.shared:
+        yield from _sharing(at, ranks)
+    yield from _of_clone(at)
+
+
+def _of_clone(at: Place) -> Iterator[BenchPart]:
+    """Those of `python -m tests.bench`."""
+    here, ranks = _not_here("tests/bench"), max(1, min(at.gpus, MOST_RANKS))
+    too_large, several = _too_large(at, at.scale.metered.split()[1], forms=12), f"--ranks {ranks}"
+    for name, title, limit_s, options, why in (
+        ("metering", "what measuring costs, by backend", 120, f"{METERING} {at.scale.metered}", too_large),
+        ("switch", "live switches near the memory limit", 90, at.scale.switched, ""),
+        ("tour", "the notebooks' steps without Jupyter", 60, "", ""),
+        ("torchrun", "a Spec under torchrun", 60, several, ""),
+        ("export", "an exported script, compared with the lab", 90, several, ""),
+    ):
+        command = [name, "--device", at.device, *options.split()]
+        yield _part(name, title, limit_s, parts.bench, command, why=here or why)
+
+
+def _sharing(at: Place, ranks: int) -> Iterator[BenchPart]:
+    where, devices = "one GPU" if at.gpus else "the CPU", at.devices(ranks, shared=True)
+    named = {**{name: STRATEGIES[name] for name in SOME}, **(HYBRID if ranks >= 4 else {})}
+    title = f"{ranks} ranks share {where}: strategies, compared with FSDP2"
+    yield _part(f"share-{ranks}", title, 60, parts.strategies, named, at.scale.precisions[:2], devices)
+    plan = replace(at.scale.sharing, ranks=ranks, devices=devices)
+    title = f"step of {plan.preset}, bf16, on {ranks} ranks that share {where}"
+    yield _part(f"share-step-{ranks}", title, 60, parts.step, plan)
+
+
+def _over_nccl(at: Place) -> Iterator[BenchPart]:
+    """Skipped with fewer than two GPUs."""
+    ranks = min(at.gpus, MOST_RANKS) if at.gpus >= 2 else 2
+    devices, each = at.devices(ranks), f"a rank on each of {ranks} GPUs"
+    why = "" if at.gpus >= 2 else f"it needs 2 GPUs or more, and there {'is 1' if at.gpus else 'are none'}"
+    named = {**STRATEGIES, **PINNED, **(HYBRID if ranks % 2 == 0 and ranks >= 4 else {})}
+    title = f"collectives of {ranks} GPUs alone: bus bandwidth by size"
+    yield _part("links", title, 60, parts.links, devices, why=why)
+    title = f"{each}: strategies, compared with FSDP2"
+    yield _part("nccl", title, 180, parts.strategies, named, at.scale.precisions[:2], devices, why=why)
+    plan = replace(_plan("gpt2-124m", 1024, 8, STEP), ranks=ranks, devices=devices)
+    why = why or _too_large(at, plan.preset, len(STEP), ranks)
+    yield _part("nccl-step", f"step of {plan.preset}, bf16, with {each}", 90, parts.step, plan, why=why)
 
 
 def chosen(all_parts: Sequence[BenchPart], only: str | None) -> tuple[BenchPart, ...]:
@@ -180,64 +228,96 @@ def chosen(all_parts: Sequence[BenchPart], only: str | None) -> tuple[BenchPart,
     return tuple(part for part in all_parts if part.name.startswith(tuple(wanted)))
 
 
-def _no_tests(at: Place) -> str:
-    if not at.gpus:
-        return "they need a GPU"
-    if not (REPOSITORY / "tests" / "gpu").is_dir():
-        return f"there is no folder tests/gpu in {REPOSITORY}"
-    missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
+def _not_here(folder: str) -> str:
+    """Why tests or benches in a folder of the clone cannot be run; "" if they can."""
+    if not (REPOSITORY / folder).is_dir():
+        return f"there is no folder {folder} in {REPOSITORY}"
+    needed = ("pytest", "hypothesis") if folder == "tests/gpu" else ()
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     return f"{' and '.join(missing)} not installed; the other parts check the same" if missing else ""
 
 
-def _plan(shape: Shape, devices: tuple[str, ...], steps: int) -> BenchPlan:
-    """In bf16."""
-    return BenchPlan(preset=shape.preset, seq_len=shape.seq_len, micro_batch=shape.micro_batch, forms=shape.forms,
-                     steps=steps, ranks=len(devices), devices=devices, precision="bf16")  # fmt: skip
-
-
-def _step(at: Place, shape: Shape) -> BenchPart:
-    plan = _plan(shape, at.devices(1), at.scale.steps)
-    return BenchPart(name=f"step-{shape.preset}", title=f"step of {shape.preset} on one rank, bf16: time and memory",
-                limit_s=90, measure=partial(parts.step, plan), skipped=_too_large(at, plan))  # fmt: skip
-
-
-def _sharing(at: Place, ranks: int) -> Iterator[BenchPart]:
-    where = "one GPU" if at.gpus else "the CPU"
-    devices, named = at.devices(ranks, shared=True), {name: STRATEGIES[name] for name in SOME}
-    hybrid = HYBRID if ranks >= 4 else {}
-    yield BenchPart(name=f"share-{ranks}", title=f"{ranks} ranks share {where}: strategies, compared with FSDP2", limit_s=60,
-               measure=partial(parts.strategies, {**named, **hybrid}, at.scale.precisions[:2], devices))  # fmt: skip
-    plan = _plan(at.scale.sharing, devices, max(2, at.scale.steps // 2))
-    yield BenchPart(name=f"share-step-{ranks}", title=f"step of {plan.preset}, bf16, on {ranks} ranks that share {where}",
-               limit_s=60, measure=partial(parts.step, plan))  # fmt: skip
-
-
-def _over_nccl(at: Place) -> Iterator[BenchPart]:
-    """Skipped with fewer than two GPUs."""
-    ranks = min(at.gpus, MOST_RANKS) if at.gpus >= 2 else 2
-    devices = at.devices(ranks)
-    skipped = "" if at.gpus >= 2 else f"it needs 2 GPUs or more, and there {'is 1' if at.gpus else 'are none'}"
-    hybrid = HYBRID if ranks % 2 == 0 and ranks >= 4 else {}
-    yield BenchPart(name="links", title=f"collectives of {ranks} GPUs alone: bus bandwidth by size", limit_s=60,
-               measure=partial(parts.links, devices), skipped=skipped)  # fmt: skip
-    yield BenchPart(name="nccl", title=f"a rank on each of {ranks} GPUs: strategies, compared with FSDP2", limit_s=180,
-               measure=partial(parts.strategies, {**at.strategies, **hybrid}, at.scale.precisions[:2], devices),
-               skipped=skipped)  # fmt: skip
-    shape = Shape(preset="gpt2-124m", seq_len=1024, micro_batch=8, forms=STEP)
-    plan = _plan(shape, devices, at.scale.steps)
-    yield BenchPart(name="nccl-step", title=f"step of {plan.preset}, bf16, with a rank on each of {ranks} GPUs", limit_s=90,
-               measure=partial(parts.step, plan), skipped=skipped or _too_large(at, plan))  # fmt: skip
-
-
-def _too_large(at: Place, plan: BenchPlan) -> str:
-    """Why the forms of a plan, which all exist at a time, do not fit; "" if they do. A fifth is for one form's step."""
-    held_bytes = STATE_BYTES * PRESETS[plan.preset].parameters * len(plan.forms) / plan.ranks
+def _too_large(at: Place, preset: str, forms: int, ranks: int = 1) -> str:
+    """Why forms that all exist at a time do not fit; "" if they do. A fifth is for one form's step."""
+    held_bytes = STATE_BYTES * PRESETS[preset].parameters * forms / ranks
     if held_bytes <= 0.8 * at.memory_bytes:
         return ""
-    return f"its {plural(len(plan.forms), 'form')} take {size(held_bytes)}, and the GPU has {size(at.memory_bytes)}"
+    return f"its {plural(forms, 'form')} take {size(held_bytes)}, and the GPU has {size(at.memory_bytes)}"
 
 
-# -- what it runs on ---
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Record:
+    """All that one command did."""
+
+    facts: Mapping[str, Any]  # of the machine: printed at the top
+    file: Path
+    say: Say
+    parts: Sequence[BenchPart] = ()
+
+    def run(self, parts: Sequence[BenchPart], limit_s: float) -> None:
+        """Runs them in order, within so many seconds together (0: no limit). A part that fails does not stop the next."""
+        self.parts, begun_s = parts, time.monotonic()
+        for part in parts:
+            left_s = limit_s - (time.monotonic() - begun_s) if limit_s else part.limit_s
+            self.say(f"== {part.name}: {part.title}")
+            part.begun, part.reason = now(), part.skipped
+            if not part.reason and left_s < LEAST_SHARE * part.limit_s:
+                needs = f"it may need {part.limit_s:.0f}; give --only {part.name}"
+                part.reason = f"{max(0.0, left_s):.0f} s were left, and {needs}"
+            if part.reason:
+                part.outcome = SKIPPED
+            else:
+                self._run(part, min(part.limit_s, left_s))
+            self.say(f"{part.said} ({part.seconds:.1f} s)")
+            self.write()
+
+    def _run(self, part: BenchPart, limit_s: float) -> None:
+        begun_s = time.monotonic()
+
+        def say(line: str) -> None:
+            self.say(line)
+            part.printed.extend(line.splitlines())
+            part.seconds = time.monotonic() - begun_s
+            self.write()
+
+        part.outcome = RUNNING
+        self.write()
+        try:
+            part.figures = part.measure(say, limit_s)
+            part.outcome = PASSED
+        except Exception as e:  # of any kind: the next part may work
+            part.outcome, part.reason = FAILED, " ".join(str(e).split()) or type(e).__name__
+        part.seconds = time.monotonic() - begun_s
+
+    def write(self) -> None:
+        write_whole(self.file, "\n".join(self.text()).encode(), field="--out")
+
+    def text(self) -> Iterator[str]:
+        for name, value in self.facts.items():
+            yield f"{name}: {value}"
+        yield ""
+        width = max((len(part.name) for part in self.parts), default=0)
+        for part in self.parts:
+            yield f"{part.name:{width}}  {part.seconds:6.1f} s  {part.said}"
+        for part in self.parts:
+            if part.outcome != PENDING:
+                yield f"\n== {part.name}: {part.title}"
+                yield "  ".join(filter(None, (part.begun, f"{part.seconds:.1f} s", part.said)))
+                yield from part.printed
+        yield f"\n{FIGURES}"
+        told = ("name", "title", "outcome", "reason", "begun", "seconds", "printed", "figures")
+        records = [{name: getattr(part, name) for name in told} for part in self.parts]
+        yield json.dumps({"facts": dict(self.facts), "parts": records}) + "\n"
+
+
+def now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+# -- what it runs on --------------------------------------------------------------------------------------------------
 
 
 def facts(at: Place) -> Iterator[tuple[str, str]]:
@@ -254,28 +334,18 @@ def facts(at: Place) -> Iterator[tuple[str, str]]:
         yield f"device {i}", f"{gpu.name}, {size(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}"
     if not at.gpus:
         yield "device", f"CPU, {platform.processor() or platform.machine()}"
-    found = software(torch.device("cuda:0" if at.gpus else "cpu"))
-    packages = {"fsdp_lab": f"{__version__}{_commit()}", "python": platform.python_version(), **found}
-    packages |= {name: _installed(name) for name in ("transformers", "numpy", "psutil")}
+    theirs = software(torch.device("cuda:0" if at.gpus else "cpu"))
+    packages = {"fsdp_lab": f"{__version__}{_commit()}", "python": platform.python_version(), **theirs}
+    packages |= {name: version(name) for name in ("transformers", "numpy", "psutil")}
     yield "versions", ", ".join(f"{name} {value}" for name, value in packages.items() if value)
     yield "machine", f"{os.cpu_count()} cores, {platform.platform()}, load average {os.getloadavg()[0]:.1f}"
 
 
 def _commit() -> str:
     """Of the clone that this is, with a plus if files were changed; "" if it is none."""
-    if not (REPOSITORY / ".git").exists():
-        return ""
+    git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--exclude=*", "--dirty=+"]
     try:
-        git = ["git", "-C", str(REPOSITORY)]
-        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10)
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)
+        said = subprocess.run(git, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return f" (commit {commit.stdout.strip()}{'+' * bool(changed.stdout.strip())})" if commit.returncode == 0 else ""
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "is not installed"
+    return f" (commit {said.stdout.strip()})" if said.returncode == 0 and (REPOSITORY / ".git").exists() else ""

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,26 +21,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_lab.backends import Backend, build, fill
 from fsdp_lab.backends.base import state_slots
-from fsdp_lab.bench.plan import FORMS, BenchPlan, Form
-from fsdp_lab.bench.wire import beside
-from fsdp_lab.core.events import StepEvent
-from fsdp_lab.engine.scaling import Scaler
-from fsdp_lab.models import Batches, BestPeak, Initializer, build_skeleton, resolve
-from fsdp_lab.models.flops import Peak
+from fsdp_lab.bench.plan import BenchError, BenchPlan, Form
+from fsdp_lab.models import Initializer, build_skeleton, resolve
+from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.models.wrapping import blocks
-from fsdp_lab.rank.ledger import KernelTimes, LedgerResult
-from fsdp_lab.rank.measure import StepMeter, UnreadStep
+from fsdp_lab.rank.ledger import KernelTimes
 from fsdp_lab.rank.rendezvous import RankInfo
-from fsdp_lab.rank.tracing import ClockOffset
-from fsdp_lab.rank.trainer import StepCost, Trainer, TrainingProgress
-from fsdp_lab.wire import SHARED_MEMORY, ReductionOrder, Wire
+from fsdp_lab.wire import SHARED_MEMORY, Wire
+from fsdp_lab.wire.group import BACKEND
 
 Batch = Mapping[str, Tensor]
-TRACE_EVERY_S = 0.5  # the duration of a chunk in a lab, whose last step is traced
-PUBLISH_EVERY_S = 0.04  # as the ranks of a lab do
 _KEPT = 2  # blocks that a tuned FSDP2 does not reshard
-
-Publish = Callable[[list[dict[str, Any]]], None]
 
 
 @dataclass(kw_only=True)
@@ -50,35 +40,46 @@ class BuiltForm:
 
     form: Form
     backend: Backend
+    is_shared: bool = False  # it communicates through shared memory
     seconds: list[float] = field(default_factory=list)
     loss: Tensor = field(default_factory=lambda: torch.zeros(()))  # of the newest step
     squared_norm: float = 0.0  # this rank's share of the first step's squared gradient norm
     peak_bytes: int = 0  # of this form alone, on a GPU; 0 on a CPU, where no allocator counts
-    metered: Metered | None = None
-    is_shared: bool = False  # it communicates through shared memory
     kernels: KernelTimes | None = None  # of a profiled step, on a GPU
 
+    def train(self, batch: Batch, on_gradients: Callable[[], None]) -> Tensor:
+        """One step; `on_gradients` is called before the update. Returns the loss."""
+        with self.backend.micro_batch(communicate=True):
+            loss = self.backend.loss(batch)
+            torch.autograd.backward(loss)
+        on_gradients()
+        self.backend.optimizer.step()
+        self.backend.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def end_round(self, seconds: float, device: torch.device, *, counted: bool) -> None:
+        if counted:
+            self.seconds.append(seconds)
+            self.peak_bytes = max(self.peak_bytes, _peak(self.backend, device))
+
     def result(self) -> dict[str, Any]:
-        found = {"seconds": self.seconds, "loss": float(self.loss), "squared_norm": self.squared_norm,
-                 "peak_bytes": self.peak_bytes, "is_shared": self.is_shared,
-                 "kernels": None if self.kernels is None else asdict(self.kernels)}  # fmt: skip
-        return found if self.metered is None else found | self.metered.result()
+        return {
+            "seconds": self.seconds,
+            "loss": float(self.loss),
+            "squared_norm": self.squared_norm,
+            "peak_bytes": self.peak_bytes,
+            "is_shared": self.is_shared,
+            "kernels": None if self.kernels is None else asdict(self.kernels),
+        }
 
 
 def interleave(
-    plan: BenchPlan,
-    info: RankInfo,
-    world: Wire,
-    on_round: Callable[[int], None],
-    on_events: Publish = lambda events: None,
+    plan: BenchPlan, forms: Sequence[BuiltForm], info: RankInfo, world: Wire, on_round: Callable[[int], None]
 ) -> dict[str, dict[str, Any]]:
     """Trains every form in turn and returns `BuiltForm.result` by form. Collective.
 
-    Args:
-        on_round: called with the number of each finished round, warm-up included.
-        on_events: called with the step events of metered forms.
+    `on_round` is called with the number of each finished round, warm-up included.
     """
-    forms = list(build_forms(plan, info, world, on_events))
     batches = list(batches_of(plan, info))
     for i, batch in enumerate(batches):
         if i == plan.warmup:
@@ -86,11 +87,7 @@ def interleave(
             gc.freeze()  # many models exist now: a collection would be timed as part of some form's step
         for built in forms if i % 2 else forms[::-1]:  # in alternating order: no form always follows the same one
             seconds = step(built, batch, info.device, world, first=i == 0)
-            if built.metered is not None:
-                built.metered.end_round(seconds, counted=i >= plan.warmup)
-            if i >= plan.warmup:
-                built.seconds.append(seconds)
-                built.peak_bytes = max(built.peak_bytes, _peak(built.backend, info.device))
+            built.end_round(seconds, info.device, counted=i >= plan.warmup)
         on_round(i + 1)
     if info.device.type == "cuda":
         for built in forms:
@@ -103,32 +100,30 @@ def interleave(
 def batches_of(plan: BenchPlan, info: RankInfo) -> Iterator[Batch]:
     """Random tokens: different ones for each rank and round, the same for all forms."""
     generator = torch.Generator().manual_seed(plan.seed * plan.ranks + info.rank)
+    tokens = int(PRESETS[plan.preset].config["vocab_size"]) if plan.preset else plan.vocab
     for _ in range(plan.warmup + plan.steps):
-        ids = torch.randint(plan.tokens, (plan.micro_batch, plan.seq_len), generator=generator).to(info.device)
+        ids = torch.randint(tokens, (plan.micro_batch, plan.seq_len), generator=generator).to(info.device)
         yield {"input_ids": ids, "labels": ids}
 
 
 # -- building --------------------------------------------------------------------------------------------------------
 
 
-def build_forms(
-    plan: BenchPlan, info: RankInfo, world: Wire, on_events: Publish = lambda events: None
-) -> Iterator[BuiltForm]:
+def build_forms(plan: BenchPlan, info: RankInfo, world: Wire) -> Iterator[BuiltForm]:
     """Builds every form of the plan, with equal initial values. Collective."""
-    groups = dict.fromkeys(FORMS[name].group for name in plan.forms)  # in one order on all ranks
+    forms = [plan.known[name] for name in plan.forms]
+    groups = dict.fromkeys(form.group for form in forms)  # in one order on all ranks
     meshes = {group: _mesh(info, world, group) for group in groups if group != "wire"}
     config = resolve(plan.model)
-    for name in plan.forms:
-        form = FORMS[name]
+    for form in forms:
         skeleton = build_skeleton(config)
         initial = Initializer(skeleton, plan.seed)
         backend = build(skeleton, plan.spec(form), info.device, mesh=meshes.get(form.group))
         fill(backend, initial)
         if form.is_tuned:
             _tune(backend.module, raw=_raw_backend(info) if form.group == "raw" else "")
-        metered = Metered(plan, form, info, world, backend, on_events) if form.metered else None
         is_shared = form.group == "wire" and world.context.host_carrier == SHARED_MEMORY
-        yield BuiltForm(form=form, backend=backend, metered=metered, is_shared=is_shared)
+        yield BuiltForm(form=form, backend=backend, is_shared=is_shared)
 
 
 def _mesh(info: RankInfo, world: Wire, group: str) -> DeviceMesh:
@@ -137,6 +132,19 @@ def _mesh(info: RankInfo, world: Wire, group: str) -> DeviceMesh:
         return DeviceMesh.from_group(beside(world, shared_memory=False), info.device.type, mesh_dim_names=("shard",))
     raw = dist.new_group(backend=_raw_backend(info), timeout=world.context.timeout)
     return DeviceMesh.from_group(raw, info.device.type, mesh_dim_names=("shard",))
+
+
+def beside(world: Wire, *, shared_memory: bool) -> Wire:
+    """A second group of all ranks, over shared memory or over Gloo. Raises BenchError if the ranks share no memory."""
+    before, world.context.shared_memory = world.context.shared_memory, shared_memory
+    try:
+        group = dist.new_group(backend=BACKEND, timeout=world.context.timeout)
+    finally:
+        world.context.shared_memory = before
+    if shared_memory and (why := next(iter(world.context.not_shared.values()), "")):
+        raise BenchError(f"the ranks share no memory: {why}")
+    assert isinstance(group, Wire)
+    return group
 
 
 def _raw_backend(info: RankInfo) -> str:
@@ -164,32 +172,19 @@ def _tune(model: Any, *, raw: str) -> None:
 
 def step(built: BuiltForm, batch: Batch, device: torch.device, world: Wire, *, first: bool) -> float:
     """Trains one step and returns its seconds on this rank. The first, which is not counted, computes the gradient norm."""
-    backend = built.backend
-    world.context.reduction = ReductionOrder(built.form.reduction)
+
+    def note_norm() -> None:
+        if first:
+            built.squared_norm = _squared_norm(built.backend)
+
     world.control(torch.zeros(1, dtype=torch.float64))  # a barrier
     _synchronize(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     begun_s = time.perf_counter()
-    if built.metered is not None:
-        built.loss = built.metered.step(batch, on_gradients=lambda: _note_norm(built, first=first))
-        _synchronize(device)
-        return time.perf_counter() - begun_s
-    with backend.micro_batch(communicate=True):
-        loss = backend.loss(batch)
-        torch.autograd.backward(loss)
-    _note_norm(built, first=first)
-    backend.optimizer.step()
-    backend.optimizer.zero_grad(set_to_none=True)
+    built.loss = built.train(batch, note_norm)
     _synchronize(device)
-    seconds = time.perf_counter() - begun_s
-    built.loss = loss.detach()
-    return seconds
-
-
-def _note_norm(built: BuiltForm, *, first: bool) -> None:
-    if first:
-        built.squared_norm = _squared_norm(built.backend)
+    return time.perf_counter() - begun_s
 
 
 def _peak(backend: Backend, device: torch.device) -> int:
@@ -214,161 +209,3 @@ def _squared_norm(backend: Backend) -> float:
     """This rank's share of the squared gradient norm; the sum over ranks is that of the whole gradient."""
     gradients = [g for g in map(backend.gradient, backend.param_shards()) if g is not None]
     return sum(float(g.double().square().sum()) for g in gradients) / backend.replicas
-
-
-# -- metered forms ---------------------------------------------------------------------------------------------------
-
-
-class Metered:
-    """Trains, measures and publishes every step of a form as a lab's rank does, by its `Trainer`; all of it is timed.
-
-    Only two things differ: batches are given; and events go as JSON through the pipe to the launcher, where a rank of a lab
-    publishes them over ZMQ.
-    """
-
-    def __init__(
-        self, plan: BenchPlan, form: Form, info: RankInfo, world: Wire, backend: Backend, send: Publish
-    ) -> None:
-        self._send = send
-        self._batches = _GivenBatch()
-        self._times = PartTimes()
-        self._trainer = TimedTrainer(
-            run="bench",
-            spec=plan.spec(form),
-            info=info,
-            backend=backend,
-            batches=cast(Batches, self._batches),
-            world=world,
-            cost=StepCost(flops=0, recompute_flops=0, tokens=plan.micro_batch * plan.seq_len, peak=BestPeak(_NO_PEAK)),
-            progress=TrainingProgress(),
-            scaler=Scaler(enabled=False),
-            notes=(),
-            clock=ClockOffset(),
-        )
-        self._trainer.times = self._times
-        self._unsent: list[dict[str, Any]] = []
-        self._published_s = self._traced_s = float("-inf")
-        self._ledger = False  # whether the newest step was a ledger step
-        self._ledger_s: list[float] = []
-
-    def step(self, batch: Batch, *, on_gradients: Callable[[], None]) -> Tensor:
-        """A step and its event. `on_gradients` is called before the update. Returns the loss."""
-        self._batches.given = batch
-        now_s = time.perf_counter()
-        traced = now_s - self._traced_s >= TRACE_EVERY_S
-        if traced:
-            self._traced_s = now_s
-        handle = self._trainer.backend.optimizer.register_step_pre_hook(lambda *_: on_gradients())
-        event = self._trainer.step(traced=traced)
-        handle.remove()
-        self._ledger = event.ledger
-        with self._times.of("events"):
-            self._publish(event)
-        return torch.tensor(event.loss)
-
-    def _publish(self, event: StepEvent) -> None:
-        """Send all unsent events every `PUBLISH_EVERY_S`."""
-        self._unsent.append(event.to_dict())
-        now_s = time.perf_counter()
-        if now_s - self._published_s >= PUBLISH_EVERY_S:
-            unsent, self._unsent = self._unsent, []
-            self._send(unsent)
-            self._published_s = now_s
-
-    def end_round(self, seconds: float, *, counted: bool) -> None:
-        """Keep the parts of the newest step; of a ledger step, its time."""
-        self._times.end_step(keep=counted)
-        if self._ledger:
-            self._ledger_s.append(seconds)
-
-    def result(self) -> dict[str, Any]:
-        return {"parts": self._times.kept, "ledger_s": self._ledger_s}
-
-
-PARTS = ("norm", "vote", "measuring", "events")
-_NO_PEAK = Peak(None, "not measured")
-
-
-class PartTimes:
-    """Host seconds of each of `PARTS`, step by step."""
-
-    def __init__(self) -> None:
-        self._now = dict.fromkeys(PARTS, 0.0)
-        self.kept: dict[str, list[float]] = {name: [] for name in PARTS}
-
-    @contextmanager
-    def of(self, part: str) -> Iterator[None]:
-        begun_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._now[part] += time.perf_counter() - begun_s
-
-    def end_step(self, *, keep: bool) -> None:
-        for name, seconds in self._now.items():
-            if keep:
-                self.kept[name].append(seconds)
-        self._now = dict.fromkeys(PARTS, 0.0)
-
-
-class TimedTrainer(Trainer):
-    """A trainer that times what it does beyond a plain loop."""
-
-    times: PartTimes
-
-    def __post_init__(self, ledger: LedgerResult | None) -> None:
-        super().__post_init__(ledger)
-        self.meter = TimedMeter(self)
-
-    def _loss_and_norm(self, total: Tensor) -> tuple[float, float]:
-        with self.times.of("norm"):
-            return super()._loss_and_norm(total)
-
-    def _cast(self, loss: float, squared: float) -> list[float]:
-        with self.times.of("vote"):
-            return super()._cast(loss, squared)
-
-    def _complete(self) -> None:
-        with self.times.of("measuring"):
-            super()._complete()
-
-
-class TimedMeter(StepMeter):
-    """Times its own work at the ends of a step, and around the update."""
-
-    def __init__(self, trainer: TimedTrainer) -> None:
-        super().__init__(trainer.backend, trainer.world.context, trainer.info, offload="none")
-        self._trainer = trainer
-
-    @contextmanager
-    def step(self, *, ledger: bool = False, traced: bool = False) -> Iterator[None]:
-        with ExitStack() as stack:
-            with self._trainer.times.of("measuring"):
-                stack.enter_context(super().step(ledger=ledger, traced=traced))
-            yield
-            with self._trainer.times.of("measuring"):
-                stack.close()
-
-    def before_update(self) -> None:
-        with self._trainer.times.of("measuring"):
-            super().before_update()
-
-    def after_update(self) -> None:
-        with self._trainer.times.of("measuring"):
-            super().after_update()
-
-    def end(self) -> UnreadStep:
-        with self._trainer.times.of("measuring"):
-            return super().end()
-
-
-class _GivenBatch:
-    """In the place of `Batches`: samples of equal length, which the launcher gives."""
-
-    given: Batch
-
-    def batch(self, samples: int, micro: int) -> Batch:
-        return self.given
-
-    def weight(self, samples: int, micro: int) -> float:
-        return 1.0

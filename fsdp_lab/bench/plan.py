@@ -5,20 +5,17 @@ A peer has several forms, because ratios are computed against its fastest one.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from fsdp_lab.core.errors import FieldError
-from fsdp_lab.core.spec import Spec, Strategy
-from fsdp_lab.core.workload import Workload
+from fsdp_lab.core.spec import Spec
 from fsdp_lab.models.presets import PRESETS
 
 LAB, CONTROL = "lab", "lab-again"
-DCP, DCP_AGAIN = "dcp", "dcp-again"  # plain Distributed Checkpoint, which `bench checkpoint` compares with
-WARM_UP, WINDOW = 100, 10  # of `bench soak`: switches before the first reading; readings of which the median counts
 REFERENCE = "fsdp2-raw"  # losses and printed times are compared with its
+PEERS = ("fsdp2", "ddp")
 
 
 class PlanError(ValueError):
@@ -36,23 +33,10 @@ class Form:
     name: str
     peer: str
     group: str = "wire"  # the process group: our Wire as labs have it, "gloo", a Wire over Gloo, or "raw", torch's own
-    reduction: str = "auto"  # of the Wire
     forward_prefetch: int | None = None  # None: what a user gets who sets nothing
     is_tuned: bool = False  # FSDP2 with all that makes it faster here: see `_tune` in interleave.py
     fused: bool = False  # the optimizer's update
     gather: str = "copy"  # of Strategy
-    metered: bool = False  # each step is measured and reported as a lab's rank does
-
-    def strategy(self, sharding: str, precision: str) -> dict[str, Any]:
-        """Fields of Strategy."""
-        replicated = self.peer == "ddp"
-        return {
-            "backend": self.peer,
-            "sharding": "no_shard" if replicated else sharding,
-            "precision": precision,
-            "forward_prefetch": self.forward_prefetch,
-            "gather": self.gather,
-        }
 
 
 # In the order in which they take turns. The control is far from the form that it repeats.
@@ -68,44 +52,43 @@ _STEP_FORMS = (
     Form(name="fsdp2-wire-prefetch", peer="fsdp2", forward_prefetch=1),
     Form(name="fsdp2-wire-tuned", peer="fsdp2", forward_prefetch=1, is_tuned=True),
 )
-_FUSED_FORMS = (Form(name="lab-fused", peer="lab", fused=True),)  # by name alone: peers would need it as well
-_GLOO_FORMS = (  # by name alone: what CPU ranks of a lab would have without shared memory
-    Form(name="lab-gloo", peer="lab", group="gloo"),
+_BY_NAME_ALONE = (
+    Form(name="lab-fused", peer="lab", fused=True),  # peers would need it as well
+    Form(name="lab-gloo", peer="lab", group="gloo"),  # CPU ranks of a lab without shared memory
     Form(name="fsdp2-gloo", peer="fsdp2", group="gloo"),
     Form(name="ddp-gloo", peer="ddp", group="gloo"),
+    Form(name="lab-mapped", peer="lab", gather="mapped"),  # peers have nothing like it
 )
-_MAPPED_FORMS = (Form(name="lab-mapped", peer="lab", gather="mapped"),)  # by name alone: peers have nothing like it
-PEERS = ("fsdp2", "ddp")
+FORMS: Mapping[str, Form] = {form.name: form for form in (*_STEP_FORMS, *_BY_NAME_ALONE)}
 STEP = tuple(form.name for form in _STEP_FORMS)
-NAMED = (*STEP, *(form.name for form in (*_FUSED_FORMS, *_GLOO_FORMS, *_MAPPED_FORMS)))
-
-
-def _metering(peer: str) -> tuple[Form, ...]:
-    """Forms for the overhead of measuring: torch's own group without our code, with all measuring, and the first again."""
-    return (
-        Form(name=f"{peer}-bare", peer=peer, group="raw"),
-        Form(name=f"{peer}-metered", peer=peer, reduction="native", metered=True),
-        Form(name=f"{peer}-bare-again", peer=peer, group="raw"),
-    )
-
-
-METERED_PEERS = ("fsdp2", "fsdp1", "ddp", "lab")
-METERING: Mapping[str, tuple[str, ...]] = {peer: tuple(f.name for f in _metering(peer)) for peer in METERED_PEERS}
-_METERED_FORMS = tuple(form for peer in METERED_PEERS for form in _metering(peer))
-FORMS: Mapping[str, Form] = {
-    f.name: f for f in (*_STEP_FORMS, *_FUSED_FORMS, *_GLOO_FORMS, *_MAPPED_FORMS, *_METERED_FORMS)
-}
 
 
 def forms_named(names: str) -> tuple[str, ...]:
     """The forms in a comma-separated list, where a peer means all its forms, in the order of turns. Raises PlanError."""
     chosen: set[str] = set()
     for name in (n.strip() for n in names.split(",") if n.strip()):
-        found = [f.name for f in _STEP_FORMS if name in (f.name, f.peer)] or [name] * (name in NAMED)
-        if not found:
-            raise PlanError(f"--only: there is no form {name}; choose from {', '.join((*NAMED, *PEERS))}")
-        chosen.update(found)
-    return tuple(name for name in NAMED if name in chosen)
+        meant = [f.name for f in _STEP_FORMS if name in (f.name, f.peer)] or [name] * (name in FORMS)
+        if not meant:
+            raise PlanError(f"--only: there is no form {name}; choose from {', '.join((*FORMS, *PEERS))}")
+        chosen.update(meant)
+    return tuple(name for name in FORMS if name in chosen)
+
+
+def place(ranks: int, device: str | None) -> tuple[str, ...]:
+    """Returns a device per rank. None: GPUs if there is one for each rank, else CPUs.
+
+    With "cuda" and fewer GPUs than ranks, ranks share them. Raises PlanError if there is no GPU.
+    """
+    if device == "cpu":
+        return ("cpu",) * ranks
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and not gpus:
+        raise PlanError("--device cuda: torch finds no GPU here; give --device cpu")
+    if device is None and gpus < ranks:
+        return ("cpu",) * ranks
+    return tuple(f"cuda:{rank % gpus}" for rank in range(ranks))
 
 
 # -- the work -----------------------------------------------------------------------------------------------------
@@ -135,6 +118,7 @@ class BenchPlan:
     devices: tuple[str, ...] = ()  # one for each rank; see launch.place
     seed: int = 0
     limit_s: float = 0.0  # of one launch, whose ranks are ended then; 0: none
+    known: ClassVar[Mapping[str, Form]] = FORMS
 
     def __post_init__(self) -> None:
         for name in ("ranks", "steps", "warmup", "layers", "width", "heads", "vocab", "seq_len", "micro_batch"):
@@ -150,7 +134,7 @@ class BenchPlan:
         if not self.forms:
             raise PlanError(f"--only names no form; choose from {', '.join(STEP)}")
         for name in self.forms:
-            self._check(FORMS[name])
+            self._check(self.known[name])
 
     def _check_preset(self) -> None:
         causal = [name for name, preset in PRESETS.items() if preset.kind == "causal"]
@@ -172,15 +156,11 @@ class BenchPlan:
 
     def spec(self, form: Form) -> Spec:
         """The Spec of a form. Its `data` is not read: the tokens are random."""
-        work = Workload(model=self.model, seq_len=self.seq_len, micro_batch=self.micro_batch, lr=3e-4, seed=self.seed,
-                        optimizer_args={"fused": form.fused})  # fmt: skip
-        strategy = Strategy(**form.strategy(self.sharding, self.precision))
-        return Spec(workload=work, strategy=strategy, world_size=self.ranks)
-
-    @property
-    def tokens(self) -> int:
-        """How many different tokens there are."""
-        return int(PRESETS[self.preset].config["vocab_size"]) if self.preset else self.vocab
+        spec = Spec(world_size=self.ranks).replace(model=self.model, seq_len=self.seq_len, micro_batch=self.micro_batch)
+        spec = spec.replace(lr=3e-4, seed=self.seed, optimizer_args={"fused": form.fused}, precision=self.precision)
+        sharding = "no_shard" if form.peer == "ddp" else self.sharding
+        prefetch = form.forward_prefetch
+        return spec.replace(backend=form.peer, sharding=sharding, forward_prefetch=prefetch, gather=form.gather)
 
     @property
     def model(self) -> str | dict[str, Any]:
@@ -200,21 +180,16 @@ class BenchPlan:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether the lab's wire is over shared memory, where the machine has it. Not where its own cost is measured, beside
-        torch's group over Gloo."""
-        shares = set(self.devices) == {"cpu"} or self.shares_gpu
-        return shares and not any(FORMS[name].metered for name in self.forms)
+        """Whether the lab's wire is over shared memory, where the machine has it."""
+        return set(self.devices) == {"cpu"} or self.shares_gpu
 
     @property
     def shares_gpu(self) -> bool:
         """Whether several ranks use one GPU; then torch's own groups are Gloo's."""
         return self.devices[:1] != ("cpu",) and len(set(self.devices)) < len(self.devices)
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> BenchPlan:
+    def from_dict(cls, d: dict[str, Any]) -> Self:
         return cls(**{**d, "forms": tuple(d["forms"]), "devices": tuple(d["devices"])})
 
 

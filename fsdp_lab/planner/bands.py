@@ -119,7 +119,7 @@ class CalibratedErrors:
     between: float
 
 
-# From 30 ratios of `fsdp-lab bench plan --json`: a model that was not among those timed, two cores, other work beside it.
+# From 30 ratios of `python -m tests.bench plan`: a model that was not among those timed, two cores, other work beside it.
 CALIBRATED_ERRORS = CalibratedErrors(quantiles=Quantiles((0.041, 0.06, 0.083, 0.136, 0.185, 0.199)), between=0.079)
 # Of |ln(measured / predicted)| of peaks, by type of device: published rows (a test repeats it); on CPUs the 2 % that tests
 # allow between plan and ledger, spread evenly.

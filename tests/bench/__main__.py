@@ -1,54 +1,91 @@
-"""`python -m tests.bench NAME`: benches that are for those who develop fsdp_lab. Arguments, `--json` and exit codes as those
-of `fsdp-lab bench`."""
+"""`python -m tests.bench NAME`: benches for those who develop fsdp_lab. Arguments, `--json` and exit codes are those of
+`fsdp-lab bench`."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from fsdp_lab.cli.bench import DEFAULT, Bench, add_benches, number, numbers, on_lab, run, say
-from fsdp_lab.cli.console import Failed, Refused, at_least, signals_raise
+from fsdp_lab.cli.bench import DEFAULT, OWN_RANKS, PRECISION, Bench, Options, add_benches, number, run
+from fsdp_lab.cli.console import Failed, Refused, signals_raise
 from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.spec import BACKENDS
 
 
-def class_(args: argparse.Namespace) -> dict[str, Any]:
-    from fsdp_lab.planner.shapes import shape_for
-    from tests.bench.classroom import measure_class
-
-    for name, least in (("labs", 2), ("ranks", 1), ("rounds", 1), ("seconds", 1)):
-        at_least(args, name, least)
-    shape_for(args.model)  # an unknown one is refused before anything starts
-    return measure_class(args.labs, args.ranks, args.model, args.rounds, args.seconds, page=not args.no_page, say=say)
+def on_lab(model: str) -> Options:
+    return {"ranks": number(2), "model": {"default": model, "help": f"a preset {DEFAULT}"}}
 
 
-def many(args: argparse.Namespace) -> dict[str, Any]:
-    from tests.bench.many import many
-
-    at_least(args, "passes", 1)
-    return many(numbers(args.ranks, 2), args.passes, say)
+def measured_by(module: str, name: str) -> Callable[[argparse.Namespace], dict[str, Any]]:
+    """A function of a module here, which is imported if it is called: most need torch or Jupyter."""
+    return lambda args: getattr(importlib.import_module(f"tests.bench.{module}"), name)(args)
 
 
-def families(args: argparse.Namespace) -> dict[str, Any]:
-    from tests.bench.families import sweep
-
-    at_least(args, "jobs", 1)
-    return sweep(args.names, args.jobs, say)
-
-
-BENCHES: tuple[Bench, ...] = (
-    ("class", class_, "labs of a class on this machine at once: first plots, event to pixel, memory, a refusal",
-     on_lab("gpt2-1m") | {
-         "labs": number(8, "at once"), "rounds": number(2, "starts beside labs that train"),
-         "seconds": number(30, "for which all train and are measured"),
-         "no_page": {"action": "store_true", "help": "no browser; else one page is drawn, which needs playwright"}}),
-    ("many", many, "step times of several ranks, predicted from what one finds, compared with measured ones",
-     {"ranks": {"default": "2,4", "metavar": "N,N", "help": f"numbers of ranks {DEFAULT}"},
-      "passes": number(4, "measurements of each figure of a calibration")}),
-    ("families", families, "families of transformers, small: which train, which are refused, and why",
-     {"jobs": number(1, "families at once")}),
-)  # fmt: skip
+RANKS = {"default": "2,4", "metavar": "N,N", "help": f"numbers of ranks {DEFAULT}"}
+FOLDER = {"type": Path, "help": "folder on the disk to measure (default: a temporary one)"}
+LIVE: Options = on_lab("gpt2-10m") | {"rounds": number(2, "passes over all switches")}
+TOGGLE: Options = {
+    **on_lab("gpt2-10m"),
+    "pairs": {"type": int, "help": "number of random switches (default: each pair of strategies, twice)"},
+    "relaunches": number(5, "number of torchrun relaunches"),
+}
+SOAK: Options = {
+    **on_lab("gpt2-1m"),
+    "toggles": number(1000, "switches of each backend, the first 100 to warm up"),
+    "backend": {"default": ",".join(BACKENDS), "metavar": "B,B", "help": "(default: all four)"},
+}
+CHECKPOINT: Options = OWN_RANKS | {"rounds": number(15, "number of saves and loads"), "folder": FOLDER}
+LOAD: Options = {
+    "ranks": number(4, "rank processes"),
+    "model": {"default": "gpt2-355m", "help": f"a causal preset {DEFAULT}"},
+    "seq_len": number(64, "tokens per sequence"),
+    "micro_batch": number(1, "sequences per rank"),
+    "rounds": number(3, "number of times that each loads"),
+    "device": {"choices": ["cpu"], "default": "cpu"},
+    "folder": FOLDER,
+}
+METERING: Options = {
+    **OWN_RANKS,
+    **PRECISION,
+    "steps": number(100, "counted steps of each form"),
+    "launches": number(4, "number of fresh launches"),
+    "backend": {"default": "fsdp2", "metavar": "B,B", "help": f"of several, one file with all {DEFAULT}"},
+}
+PLAN: Options = {
+    **on_lab("gpt2-1m"),
+    "precision": {"default": "fp32", "help": f"comma-separated list, like --model {DEFAULT}"},
+    "seq_len": number(128),
+    "micro_batch": number(4),
+    "rounds": number(3, "calibration rounds"),
+}
+MODELS = "gpt2-1m,llama-1m,bert-1m,t5-1m,vit-1m,resnet-1m"
+MEMORY: Options = {"model": {"default": MODELS, "metavar": "M,M", "help": f"presets {DEFAULT}"}, "ranks": RANKS}
+MANY: Options = {"ranks": RANKS, "passes": number(4, "measurements of each figure of a calibration")}
+DEVICE: Options = {"device": OWN_RANKS["device"]}
+PROGRAM: Options = {**DEVICE, "ranks": number(1)}
+SWITCH: Options = {**DEVICE, "width": number(2048), "layers": number(14), "vocab": number(32000)}
+FAMILIES: Options = {"jobs": number(1, "families at once")}
+TABLE: tuple[tuple[str, str, str, Options], ...] = (
+    ("live", "labs", "latency of start, switch and stop, as a user sees it", LIVE),
+    ("toggle", "labs", "time of a strategy switch, compared with a relaunch by torchrun", TOGGLE),
+    ("soak", "labs", "memory growth of kernel and ranks over many strategy switches", SOAK),
+    ("plan", "labs", "predicted step times, compared with measured ones", PLAN),
+    ("memory", "labs", "peak memory of a step, compared with FSDP2's and with the planned one", MEMORY),
+    ("checkpoint", "checkpoint", "save and load, compared with plain Distributed Checkpoint", CHECKPOINT),
+    ("load", "load", "weights until the first step, compared with from_pretrained and FSDP2", LOAD),
+    ("metering", "metering", "cost of all that a lab does in a step beyond plain training", METERING),
+    ("switch", "switch", "live switches near the memory limit of a GPU", SWITCH),
+    ("tour", "tour", "the notebooks' steps without Jupyter, on one rank", DEVICE),
+    ("torchrun", "programs", "a Spec under torchrun", PROGRAM),
+    ("export", "programs", "an exported script, compared with the lab", PROGRAM),
+    ("many", "many", "step times of several ranks, predicted from what one finds, compared with measured ones", MANY),
+    ("families", "families", "families of transformers, small: which train, which are refused, and why", FAMILIES),
+)
+BENCHES: tuple[Bench, ...] = tuple((name, measured_by(of, name), text, options) for name, of, text, options in TABLE)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,6 +9,7 @@ more than text or an image. All else has *failed*.
 
 from __future__ import annotations
 
+import argparse
 import re
 import resource
 import shutil
@@ -20,14 +21,16 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 from transformers.models.auto import configuration_auto, modeling_auto
 
-from fsdp_lab.bench.benches import Say
 from fsdp_lab.bench.plan import PlanError
+from fsdp_lab.cli.bench import say
+from fsdp_lab.cli.console import at_least
 from fsdp_lab.core.checkpoint_format import find
 from fsdp_lab.core.errors import FieldError, SpecError
 from fsdp_lab.core.spec import Spec
@@ -117,14 +120,14 @@ CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def families() -> list[str]:
+def known_families() -> list[str]:
     """The model types for which transformers has a head with a loss that the lab trains."""
-    found = []
+    known = []
     for name in configuration_auto.CONFIG_MAPPING_NAMES:  # type: ignore[attr-defined]
         with suppress(SpecError):
             facts_of({"model_type": name})
-            found.append(name)
-    return sorted(found)
+            known.append(name)
+    return sorted(known)
 
 
 def small(name: str) -> dict[str, Any]:
@@ -238,27 +241,28 @@ def _alone(name: str) -> str:
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
-def sweep(names: Sequence[str], jobs: int, say: Say) -> dict[str, Any]:
+def families(args: argparse.Namespace) -> dict[str, Any]:
     """Tries these families, or all; says a line for each, and at the end a table. Raises PlanError for an unknown one."""
-    known = families()
-    if unknown := [name for name in names if name not in known]:
+    at_least(args, "jobs", 1)
+    known = known_families()
+    if unknown := [name for name in args.names if name not in known]:
         raise PlanError(f"{unknown[0]} is no family with a loss that the lab trains; give some of {', '.join(known)}")
-    pending, found = deque(names or known), dict[str, Any]()
+    pending, found = deque(args.names or known), dict[str, Any]()
 
     def work() -> None:
         pool = Pool(2)
         while pending:
             name = pending.popleft()
             found[name] = outcome = _outcome(pool, name)
-            say(f"{name:30} {outcome['parameters'] / 1e6:5.2f}M {outcome['seconds']:5.1f} s  {outcome['group']}"
-                f"{': ' if outcome['reason'] else ''}{outcome['reason']}")  # fmt: skip
+            told = f"{outcome['group']}{': ' if outcome['reason'] else ''}{outcome['reason']}"
+            say(f"{name:30} {outcome['parameters'] / 1e6:5.2f}M {outcome['seconds']:5.1f} s  {told}")
             if outcome["group"] != TRAINS:
                 pool.renew()  # nothing of it is left for the next
         pool.close()
 
-    with ThreadPoolExecutor(jobs) as threads:
+    with ThreadPoolExecutor(args.jobs) as threads:
         try:
-            for worker in [threads.submit(work) for _ in range(jobs)]:
+            for worker in [threads.submit(work) for _ in range(args.jobs)]:
                 worker.result()
         finally:
             pending.clear()  # after Ctrl-C the executor waits for the families that are tried
@@ -322,13 +326,11 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
         reason = re.sub(r"(workload|strategy)\.\w+: ", "", outcome["reason"])
         reason = re.sub(rf"\b[a-z_]\w*(\.\w+)+\b|\b{re.escape(name)}\b", "...", reason)
         groups[outcome["group"]][textwrap.shorten(reason, 300)].append(name)
+    wrap = partial(textwrap.wrap, width=120, break_on_hyphens=False)
     lines = []
     for group, reasons in groups.items():
         lines.append(f"\n{group}: {sum(map(len, reasons.values()))} of {len(found)}")
         for reason, names in sorted(reasons.items(), key=lambda item: -len(item[1])):
-            lines += textwrap.wrap(
-                f"{reason or 'under every backend'}:", 120, initial_indent="  ", subsequent_indent="  "
-            )
-            lines += textwrap.wrap(", ".join(names), 120, initial_indent="      ", subsequent_indent="      ",
-                                   break_on_hyphens=False)  # fmt: skip
+            lines += wrap(f"{reason or 'under every backend'}:", initial_indent="  ", subsequent_indent="  ")
+            lines += wrap(", ".join(names), initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines)

@@ -9,15 +9,20 @@ scaled by the ratio of the two (`Many.slowdown`): on a quiet machine it is 1.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from fsdp_lab.bench.benches import Say
-from fsdp_lab.bench.launch import launch
+import torch
+
 from fsdp_lab.bench.plan import LAB, BenchError, BenchPlan
+from fsdp_lab.bench.tasks import BenchRank
+from fsdp_lab.cli.bench import say
+from fsdp_lab.cli.console import at_least
 from fsdp_lab.core.children import ChildError
+from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.formatting import Table
 from fsdp_lab.core.process import usable_cores
 from fsdp_lab.core.spec import BACKENDS, Spec
@@ -25,7 +30,8 @@ from fsdp_lab.planner.calibration import Calibration, alone, crowd_specs, one_ra
 from fsdp_lab.planner.devices import Curve
 from fsdp_lab.planner.plan import Plan
 from fsdp_lab.planner.questions import planned_here
-from fsdp_lab.rank.calibration import measure_crowd
+from fsdp_lab.rank.calibration import HardwareProbe, measure_crowd
+from tests.bench.ranks import launch_here, numbers
 
 DTYPES = ("fp32", "bf16")
 LINKS = ("0.2 GB/s", "0.1 GB/s", "0.03 GB/s")  # a wire that is slower than a link refuses it
@@ -83,13 +89,14 @@ def _changes(backend: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     yield "gpt2-10m", {"model": "gpt2-10m", "micro_batch": 2}
 
 
-def many(worlds: Sequence[int], passes: int, say: Say) -> dict[str, Any]:
-    """Of so many ranks each. passes: measurements of each figure of a calibration. Raises BenchError."""
-    rows: list[Many] = []
-    for ranks in worlds:
-        rows += _of_ranks(ranks, passes, say)
-    cells = [(str(r.ranks), r.wire, r.name, f"{1e3 * r.measured_s:.1f}", f"{1e3 * r.predicted_s:.1f}", f"{r.slowdown:.2f}",
-              f"{r.error:+.1%}") for r in rows]  # fmt: skip
+def many(args: argparse.Namespace) -> dict[str, Any]:
+    """Raises BenchError."""
+    at_least(args, "passes", 1)
+    rows = [row for ranks in numbers(args.ranks, 2) for row in _of_ranks(ranks, args.passes)]
+    cells = []
+    for r in rows:
+        times = (f"{1e3 * r.measured_s:.1f}", f"{1e3 * r.predicted_s:.1f}", f"{r.slowdown:.2f}", f"{r.error:+.1%}")
+        cells.append((str(r.ranks), r.wire, r.name, *times))
     columns = ("ranks", "wire", "strategy", "measured ms", "predicted ms", "slowdown", "error")
     say(repr(Table(columns=columns, rows=tuple(cells), left=frozenset(columns[1:3]))))
     errors = {}
@@ -102,7 +109,7 @@ def many(worlds: Sequence[int], passes: int, say: Say) -> dict[str, Any]:
     return {"rows": [row.to_dict() for row in rows], "errors": errors, "environment": {}}
 
 
-def _of_ranks(ranks: int, passes: int, say: Say) -> list[Many]:
+def _of_ranks(ranks: int, passes: int) -> list[Many]:
     wanted = specs(ranks)
     anchors = tuple(dict.fromkeys(map(one_rank, wanted.values())))
     say(
@@ -121,8 +128,8 @@ def _of_ranks(ranks: int, passes: int, say: Say) -> list[Many]:
             predicted_s = fmean(
                 _slowed_s(planned_here(spec, here), times) for here, times in zip(known, slowdowns, strict=True)
             )
-            rows.append(Many(name=name, ranks=ranks, wire=wire, measured_s=timed.step_s, predicted_s=predicted_s,
-                             slowdown=fmean(slowdowns)))  # fmt: skip
+            both_s = {"measured_s": timed.step_s, "predicted_s": predicted_s}
+            rows.append(Many(name=name, ranks=ranks, wire=wire, slowdown=fmean(slowdowns), **both_s))
     return rows
 
 
@@ -158,14 +165,34 @@ def _measured(wanted: Sequence[Spec], *, shares_memory: bool) -> list[_Timed | N
     """None of a Spec that is refused on these ranks."""
     ranks, wanted = wanted[0].world_size, [wanted[0]] * FIRST + [*wanted]
     plan = replace(BenchPlan(forms=(LAB,)), ranks=ranks, devices=("cpu",) * ranks)
-    job = {"task": "times", "specs": [spec.to_dict() for spec in wanted], "steps": STEPS, "shares_memory": shares_memory,
-           "threads": max(1, usable_cores() // ranks)}  # fmt: skip
-    each = launch(plan, job, lambda done: None)
+    job = {"specs": [spec.to_dict() for spec in wanted], "shared_memory": shares_memory}
+    each = launch_here(plan, "many", **job, threads=max(1, usable_cores() // ranks))
     return [_timed(of_spec) for of_spec in list(zip(*each, strict=True))[FIRST:]]
 
 
 def _timed(of_ranks: Sequence[Mapping[str, Any]]) -> _Timed | None:
     if not all(one["steps"] for one in of_ranks):
         return None
-    return _Timed(step_s=median(median(one["steps"][WARM_UP:]) for one in of_ranks),
-                  products=[row for one in of_ranks for row in one["products"]])  # fmt: skip
+    step_s = median(median(one["steps"][WARM_UP:]) for one in of_ranks)
+    return _Timed(step_s=step_s, products=[row for one in of_ranks for row in one["products"]])
+
+
+def on_rank(rank: BenchRank, job: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of each Spec: "steps", seconds of each from initial values, none if it is refused on these ranks; and "products", as
+    of `HardwareProbe.products` before the training and after it."""
+    timed: list[dict[str, Any]] = []
+    with rank.session(shared_memory=job["shared_memory"], threads=job["threads"]) as session:
+        probe = HardwareProbe(session.info, session.world)
+        before = list(probe.products(torch.float32))
+        for spec in job["specs"]:
+            steps: list[float] = []
+            try:
+                session.apply("bench", spec, fresh=True)
+            except SpecError:
+                pass
+            else:
+                steps = [event["step_time_s"] for event in session.train(STEPS)["events"]]
+            after = list(probe.products(torch.float32))
+            timed.append({"steps": steps, "products": [*before, *after]})
+            before = after
+    return timed

@@ -7,23 +7,23 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from fsdp_lab.bench import gpu, parts, sessions
-from fsdp_lab.bench.benches import BenchResult, measure
-from fsdp_lab.bench.gpu import Place, chosen, listed, llama
+from fsdp_lab.bench import gpu, parts, results
+from fsdp_lab.bench.gpu import FIGURES, BenchPart, Place, Record, chosen, listed
 from fsdp_lab.bench.plan import BenchError, BenchPlan, PlanError
-from fsdp_lab.bench.record import FIGURES, BenchPart, Record
+from fsdp_lab.bench.results import BenchResult, measure
 from fsdp_lab.cli.main import main
 from fsdp_lab.core.spec import Spec
+from tests.bench.in_pool import launched_in
 from tests.cli.test_bench import ranks_of
+from tests.pool import Pool
 from tests.test_house import JUPYTER, REPO, without
 
 GIB = 1 << 30
@@ -90,13 +90,10 @@ def test_the_list_needs_no_gpu_and_minutes_no_whole_number(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert main(["bench", "gpu", "--list", "--minutes", "8.5"]) == 0
-    assert "step of llama-1b on one rank" in capsys.readouterr().out
-
-
-def test_the_list_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "gpu", "--device", "cpu", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [part.name for part in listed(Place.here("cpu"))]
+    at = Place.here("cuda", listing=True)
+    assert [line.split()[0] for line in lines] == [part.name for part in listed(at)]
+    assert any("step of llama-1b on one rank" in line for line in lines)
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -141,19 +138,10 @@ def test_a_part_that_fails_is_told_and_the_rest_still_runs(
     text = file.read_text()
     assert "== first: the part first" in text and "\na line\nand another\n" in text
     assert "failed: it did other work" in text.partition("== first")[0], "outcomes come first"
-    for fact in (
-        "date: 20",
-        "device: CPU",
-        f"torch {torch.__version__}",
-        "transformers ",
-        "fsdp_lab 0",
-        "command: fsdp-lab",
-    ):
-        assert fact in text.partition("== first")[0]
-    assert seen[0]["parts"][0]["outcome"] == "not finished" and seen[0]["parts"][0]["printed"] == [
-        "a line",
-        "and another",
-    ]
+    facts = ("date: 20", "device: CPU", f"torch {torch.__version__}", "transformers ", "command: fsdp-lab")
+    assert all(fact in text.partition("== first")[0] for fact in facts)
+    begun = seen[0]["parts"][0]
+    assert begun["outcome"] == "not finished" and begun["printed"] == ["a line", "and another"]
     assert [p["outcome"] for p in seen[1]["parts"]] == ["failed", "skipped", "not finished"]
 
 
@@ -208,7 +196,7 @@ def test_a_strategy_that_trains_something_else_fails(
 ) -> None:
     named = {name: parts.STRATEGIES[name] for name in ("fsdp2", "lab", "ddp")}
     found = [trained(), other, trained([6.0, 5.0], 8)]
-    monkeypatch.setattr(parts, "_trained", lambda *given: found)
+    monkeypatch.setattr(parts, "trained", lambda *given: found)
     lines: list[str] = []
     with pytest.raises(BenchError, match="1 of 3 are wrong") as raised:
         parts.strategies(named, ["fp32"], ["cuda:0"], lines.append, 60)
@@ -248,54 +236,6 @@ def test_the_goal_is_printed_beside_time_and_memory(lab_bytes: int, said: str, m
     assert f"  peak allocated memory of lab: {lab_bytes / GIB:.3f} GiB" in lines
 
 
-def switched(**changes: Any) -> dict[str, Any]:
-    made = {"before_bytes": 12 * GIB, "after_bytes": 16 * GIB, "peak_bytes": 16 * GIB, "seconds": 1.0,
-            "before_checksum": 3, "after_checksum": 3}  # fmt: skip
-    return {"layers": 2, "parameters": GIB, "unit_bytes": GIB // 8, "limit_bytes": 20 * GIB,
-            "switches": [made, made, made | changes, made]}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"peak_bytes": int(16.8 * GIB)}, "fsdp2 to fsdp1 takes too much"),
-        ({"after_checksum": 4}, "fsdp2 to fsdp1 changes"),
-    ],
-)
-def test_a_switch_that_takes_too_much_or_loses_a_bit_fails(
-    changes: Mapping[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parts, "launch", lambda *given: [switched(**changes)])
-    lines: list[str] = []
-    with pytest.raises(BenchError, match=said):
-        parts.switch(llama(64, 2, 384), ["cuda:0"], lines.append, 60)
-    monkeypatch.setattr(parts, "launch", lambda *given: [switched(peak_bytes=int(16.3 * GIB))])
-    lines.clear()
-    parts.switch(llama(64, 2, 384), ["cuda:0"], lines.append, 60)
-    assert "lab to ddp" in lines[1] and "16.4 GiB" in lines[1], "the bound: the larger one, and a unit with its moments"
-
-
-@pytest.mark.parametrize(("free_bytes", "layers"), [(1 << 30, 3), (6_000_000, 2), (1, 1)])
-def test_the_model_that_is_switched_is_as_deep_as_its_step_fits(
-    free_bytes: int, layers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, 1 << 30))
-    spec = Spec(world_size=1).replace(model=llama(64, 3, 384))
-    found, parameters, unit_bytes = sessions._deepest(spec, torch.device("cuda:0"))
-    block = 4 * 64 * 64 + 3 * 64 * 256 + 2 * 64
-    assert (found, parameters, unit_bytes) == (layers, layers * block + 384 * 64 + 64, 4 * block)
-
-
-def test_a_switch_runs_under_a_limit_which_is_lifted_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[float] = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * GIB))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: said.append(fraction))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    with pytest.raises(RuntimeError, match="out of memory"), sessions._limited(torch.device("cuda:0"), 20 * GIB):
-        raise RuntimeError("out of memory")
-    assert said == [0.25, 1.0]
-
-
 # -- programs and limits -----------------------------------------------------------------------------------------------
 
 
@@ -323,48 +263,61 @@ def test_a_program_that_does_not_end_leaves_no_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_do_not_end_in_time_are_ended() -> None:
-    plan = BenchPlan(preset="gpt2-1m", forms=("lab",), steps=100_000, ranks=1, devices=("cpu",), limit_s=15)
-    with pytest.raises(BenchError, match="the ranks did not end within 15 s"):
+    plan = BenchPlan(preset="gpt2-1m", forms=("lab",), steps=100_000, ranks=1, devices=("cpu",), limit_s=3)
+    with pytest.raises(BenchError, match="the ranks did not end within 3 s"):
         measure(plan)
     assert not ranks_of(psutil.Process())
 
 
-@pytest.mark.slow
-def test_a_spec_that_fails_hides_no_other() -> None:
+def test_a_spec_that_fails_hides_no_other(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP1 refuses this without a GPU, on both ranks; the next Spec trains."""
+    monkeypatch.setattr(parts, "launch", launched_in(pool))
     base = Spec(world_size=2).replace(model="gpt2-1m", seq_len=16, micro_batch=1)
     wanted = [base.replace(backend="fsdp1", offload="all"), base, base.replace(backend="fsdp2")]
-    refused, ours, theirs = parts._trained(wanted, 2, ("cpu", "cpu"), 100)
+    refused, ours, theirs = parts.trained(wanted, 2, ("cpu", "cpu"), 100)
     assert refused["error"].startswith("rank 0: SpecError: strategy.offload")
     assert ours["losses"] == theirs["losses"] and ours["checksum"] == theirs["checksum"] and len(ours["losses"]) == 2
 
 
-# -- a rehearsal of all of it, where there is no Jupyter ---------------------------------------------------------------
+# -- a rehearsal of all of it ------------------------------------------------------------------------------------------
 
-SOME = ("strategies,share-2,switch", "tour,torchrun,export")
-ELSEWHERE = "step,share-step,metering"  # what they run has its own tests: `fsdp-lab bench step` and `metering`
+ON_RANKS = "strategies,step,share"
+PROGRAMS = "metering,switch,tour,torchrun,export"
 
 
 def test_every_part_is_in_a_rehearsal() -> None:
     everything = {part.name for part in listed(Place.here("cpu")) if not part.skipped}
-    found = {part.name for some in (*SOME, ELSEWHERE) for part in chosen(listed(Place.here("cpu")), some)}
-    assert found == everything
+    assert {part.name for part in chosen(listed(Place.here("cpu")), f"{ON_RANKS},{PROGRAMS}")} == everything
 
 
-@pytest.mark.parametrize(
-    "only", [pytest.param(SOME[0], marks=pytest.mark.slow), pytest.param(SOME[1], marks=pytest.mark.nightly)]
-)
-def test_the_rehearsal_runs_every_part_without_jupyter(only: str, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_rehearsal_runs_every_part_of_ranks(
+    tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in (parts, results):
+        monkeypatch.setattr(module, "launch", launched_in(pool))
+    file = tmp_path / "gpu.txt"
+    command = ["bench", "gpu", "--device", "cpu", "--only", ON_RANKS, "--minutes", "0", "--out", str(file)]
+    assert main(command) == 0, capsys.readouterr().out
+    check_rehearsed(file, capsys.readouterr().out)
+
+
+@pytest.mark.nightly
+def test_programs_are_rehearsed_where_there_is_no_jupyter(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(without(JUPYTER | {"rich"}))  # of the command and of all that it starts
     file = tmp_path / "gpu.txt"
-    command = [sys.executable, "-m", "fsdp_lab", "bench", "gpu", "--device", "cpu", "--only", only, "--out", str(file)]
+    only = ["--only", PROGRAMS, "--out", str(file)]
     path = os.pathsep.join([str(tmp_path), str(REPO)])
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=280, cwd=REPO, env={**os.environ, "PYTHONPATH": path}
-    )
+    command = [sys.executable, "-m", "fsdp_lab", "bench", "gpu", "--device", "cpu", *only]
+    env = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=REPO, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = figures_in(file)
-    assert found["facts"]["fsdp-lab bench gpu"] == "a rehearsal on the CPU"
-    for each in found["parts"]:
+    check_rehearsed(file, done.stdout)
+
+
+def check_rehearsed(file: Path, printed: str) -> None:
+    written = figures_in(file)
+    assert written["facts"]["fsdp-lab bench gpu"] == "a rehearsal on the CPU"
+    for each in written["parts"]:
         assert each["outcome"] == "passed" and each["printed"] and each["figures"], each["name"]
-        assert all(line in done.stdout for line in each["printed"])
+        assert all(line in printed for line in each["printed"])

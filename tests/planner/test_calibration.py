@@ -203,7 +203,7 @@ def test_a_curve_goes_through_its_points_and_on() -> None:
 
 
 def test_nothing_that_is_predicted_in_the_bench_is_among_the_references() -> None:
-    from fsdp_lab.cli.lab_benches import strategies
+    from tests.bench.labs import strategies
 
     timed = {r.spec.id for r in references(RANKS, DTYPES)}
     compared = [spec for model in ("gpt2-1m", "gpt2-10m", "llama-1m") for spec in strategies(BASE.replace(model=model))]

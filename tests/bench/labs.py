@@ -1,4 +1,4 @@
-"""The benches that run on a lab: live, toggle, soak, plan and memory. They report as those in bench/benches.py do.
+"""The benches that run on a lab: live, toggle, soak, plan and memory.
 
 Note: what is compared in `toggle`. A switch is timed from `run.apply` to the first step that every rank has reported
 under the new Spec, with parameters and optimizer state carried over; this includes the end of the chunk of steps in
@@ -17,6 +17,7 @@ another run continues with the same parameters, and the former is dropped.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
@@ -25,9 +26,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -35,13 +37,14 @@ from typing import Any
 
 import psutil
 
-from fsdp_lab.bench.benches import Report, Say, format_spread, ratios, spread
-from fsdp_lab.bench.plan import PRECISIONS, WARM_UP, WINDOW, BenchError
+from fsdp_lab.bench.plan import PRECISIONS, BenchError
 from fsdp_lab.bench.plan import SHARDINGS as PEER_SHARDINGS
-from fsdp_lab.cli.console import open_lab, terminal
+from fsdp_lab.bench.results import Report, format_spread, ratios, spread
+from fsdp_lab.cli.bench import say
+from fsdp_lab.cli.console import Refused, at_least, open_lab, terminal
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.core.errors import FieldError
-from fsdp_lab.core.formatting import Spread, Table
+from fsdp_lab.core.formatting import Table
 from fsdp_lab.core.process import HOST_MEMORY
 from fsdp_lab.core.spec import BACKENDS, SHARDINGS, Spec
 from fsdp_lab.lab import Lab
@@ -52,10 +55,12 @@ from fsdp_lab.planner.memory import peak_in_theory
 from fsdp_lab.planner.plan import plan as predict
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.runs import Run
+from tests.bench.ranks import numbers
 
 STEP_LIMIT_S = 120.0  # limit for a step
 RELAUNCH_LIMIT_S = 300.0  # limit for torchrun
 WITHIN_S = 3.0  # the longest pause between two switches
+WARM_UP, WINDOW = 100, 10  # of `soak`: switches before the first reading; readings of which the median counts
 RUN_TOGGLES = 50
 AIMED_ERROR = 0.15  # of a predicted step time, relative to the measured one
 
@@ -81,32 +86,31 @@ SHARDED: Sequence[Mapping[str, str]] = ({"sharding": "full_shard"}, {"sharding":
 REPLICATED: Sequence[Mapping[str, str]] = tuple({"sharding": "no_shard", "precision": p} for p in ("fp32", "bf16"))
 
 
-def fresh_lab(ranks: int) -> AbstractContextManager[Lab]:
+def fresh_lab(ranks: int, devices: tuple[str, ...] | None = None) -> AbstractContextManager[Lab]:
     """A lab with new ranks, whose runs are not stored."""
-    return open_lab(terminal(), ranks, None, history=False)
+    return open_lab(terminal(), ranks, devices, history=False)
 
 
 # -- live ------------------------------------------------------------------------------------------------------------
 
 
-def live(model: str, ranks: int, rounds: int, say: Say) -> dict[str, Any]:
+def live(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds until the first step, of a switch, and of a stop, as a user sees them. Raises BenchError."""
-    spec = Spec(world_size=ranks).replace(model=model, micro_batch=1, seq_len=64)
+    spec = Spec(world_size=args.ranks).replace(model=args.model, micro_batch=1, seq_len=64)
     begun_s = time.perf_counter()
-    with fresh_lab(ranks) as lab:
+    with fresh_lab(args.ranks) as lab:
         ready_s = time.perf_counter() - begun_s
-        started = lab.run(spec)
-        await_step(started, spec.id)
+        run = lab.run(spec)
+        await_step(run, spec.id)
         waits: dict[str, list[float]] = {"start to ranks ready": [ready_s]}
         waits["start to first step"] = [time.perf_counter() - begun_s]
-        waits["switch to first step"] = [
-            switch(started, spec.replace(**changes)) for changes in [*LIVE_CHANGES] * rounds
-        ]
+        changes = [*LIVE_CHANGES] * args.rounds
+        waits["switch to first step"] = [switch(run, spec.replace(**change)) for change in changes]
         waits["stop"] = list(_stops(lab, spec))
     for what, seconds in waits.items():
         more = f", {min(seconds):.2f} to {max(seconds):.2f} s, {len(seconds)} times"
         say(f"{what}: {seconds[0]:.2f} s" if len(seconds) == 1 else f"{what}: median {median(seconds):.2f} s{more}")
-    return {"seconds": waits, "environment": {"model": model, "ranks": ranks}}
+    return {"seconds": waits, "environment": {"model": args.model, "ranks": args.ranks}}
 
 
 def _stops(lab: Lab, spec: Spec) -> Iterator[float]:
@@ -158,55 +162,55 @@ def _await(run: Run, what: str, reached: Callable[[], bool]) -> None:
 Toggle = tuple[Spec, Spec, float]  # from, to, seconds
 
 
-def toggle(model: str, ranks: int, pairs: int | None, relaunches: int, say: Say) -> dict[str, Any]:
+def toggle(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds from a change of strategy to its first step, on resident ranks and by torchrun. Raises BenchError."""
-    spec = Spec(world_size=ranks).replace(model=model, micro_batch=1, seq_len=64)
-    stops = [spec.replace(backend=b, sharding=s) for b, s in route(pairs)]
-    say(f"{len(stops) - 1} toggles of {model} on {ranks} ranks, {relaunches} relaunches")
-    with fresh_lab(ranks) as lab:
+    at_least(args, "pairs", 2)
+    at_least(args, "relaunches", 1)
+    spec = Spec(world_size=args.ranks).replace(model=args.model, micro_batch=1, seq_len=64)
+    stops = [spec.replace(backend=b, sharding=s) for b, s in route(args.pairs)]
+    say(f"{len(stops) - 1} toggles of {args.model} on {args.ranks} ranks, {args.relaunches} relaunches")
+    with fresh_lab(args.ranks) as lab:
         run = lab.run(stops[0])
         await_step(run, stops[0].id)
-        toggles, relaunched = _timed(run, stops, relaunches)
+        toggles, relaunched = _timed(run, stops, args.relaunches)
     seconds, relaunch_s = [s for _, _, s in toggles], median(relaunched)
-    by_pair: dict[tuple[str, str], list[float]] = {}
-    by_strategy: dict[str, list[float]] = {}
+    by_pair: dict[tuple[str, str], list[float]] = defaultdict(list)
+    by_strategy: dict[str, list[float]] = defaultdict(list)
     for before, after, s in toggles:
-        by_pair.setdefault((before.id, after.id), []).append(s)
-        by_strategy.setdefault(f"{after.strategy.backend} {after.strategy.sharding}", []).append(s)
-    report = Report(say, {"model": model, "ranks": ranks})
-    report.ratio("resident/relaunch", spread([s / relaunch_s for s in seconds]))
+        by_pair[before.id, after.id].append(s)
+        by_strategy[f"{after.strategy.backend} {after.strategy.sharding}"].append(s)
+    report = Report(say, {"model": args.model, "ranks": args.ranks})
+    report.add("ratios", "resident/relaunch", spread([s / relaunch_s for s in seconds]))
     if twice := [pair[1] / pair[0] for pair in by_pair.values() if len(pair) > 1]:
-        report.control("resident/resident", spread(twice), note="; the same pair again")
+        report.add("control", "resident/resident", spread(twice), note="; the same pair again")
     say(f"toggle to first step: {format_spread(spread(seconds), 's')}, longest {max(seconds):.3f}")
     say(f"torchrun to first step: {format_spread(spread(relaunched), 's')}")
     for strategy, of in sorted(by_strategy.items()):
         say(f"  to {strategy}: {format_spread(spread(of), 's')}")
-    return report.figures | {
-        "seconds": {"toggle": asdict(spread(seconds)), "relaunch": asdict(spread(relaunched))},
-        "worst": max(seconds),
-    }
+    times = {"toggle": asdict(spread(seconds)), "relaunch": asdict(spread(relaunched))}
+    return report.figures | {"seconds": times, "worst": max(seconds)}
 
 
 def route(pairs: int | None) -> list[tuple[str, str]]:
     """The strategies in the order of the run. None: with every ordered pair as neighbours twice; or `pairs` random ones."""
     if pairs is None:
         return [STRATEGIES[i] for i in (*tour(len(STRATEGIES)), *tour(len(STRATEGIES))[1:])]
-    chance, found = random.Random(0), [STRATEGIES[0]]
-    while len(found) <= pairs:
-        found.append(chance.choice([strategy for strategy in STRATEGIES if strategy != found[-1]]))
-    return found
+    chance, visited = random.Random(0), [STRATEGIES[0]]
+    while len(visited) <= pairs:
+        visited.append(chance.choice([strategy for strategy in STRATEGIES if strategy != visited[-1]]))
+    return visited
 
 
 def tour(n: int) -> list[int]:
     """An Eulerian circuit over n places (Hierholzer): each ordered pair once; n (n - 1) + 1 places long."""
     left = {i: [j for j in range(n) if j != i] for i in range(n)}
-    open_, found = [0], []
+    open_, closed = [0], []
     while open_:
         if left[open_[-1]]:
             open_.append(left[open_[-1]].pop())
         else:
-            found.append(open_.pop())
-    return found[::-1]
+            closed.append(open_.pop())
+    return closed[::-1]
 
 
 def _timed(run: Run, stops: Sequence[Spec], relaunches: int) -> tuple[list[Toggle], list[float]]:
@@ -229,11 +233,10 @@ def relaunch(spec: Spec) -> float:
     with tempfile.TemporaryDirectory(prefix="fsdp_lab_") as folder:
         file = Path(folder) / "spec.json"
         file.write_text(spec.to_json())
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.world_size}",
-                   "-m", "fsdp_lab.rank", str(file), "--steps", "1"]  # fmt: skip
-        begun_s = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=RELAUNCH_LIMIT_S, check=False,
-                              env={**HOST_MEMORY, **os.environ})  # fmt: skip
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.world_size}"]
+        command = [sys.executable, *torchrun, "-m", "fsdp_lab.rank", str(file), "--steps", "1"]
+        begun_s, env = time.perf_counter(), {**HOST_MEMORY, **os.environ}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=RELAUNCH_LIMIT_S, check=False, env=env)
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
         if not lines:
             raise BenchError(f"torchrun made no step: {done.stderr.strip().splitlines()[-1:]}")
@@ -244,19 +247,24 @@ def relaunch(spec: Spec) -> float:
 # -- soak ------------------------------------------------------------------------------------------------------------
 
 
-def soak(model: str, ranks: int, toggles: int, backends: Sequence[str], say: Say) -> dict[str, Any]:
+def soak(args: argparse.Namespace) -> dict[str, Any]:
     """Growth of the resident memory of kernel and ranks over many switches, for each backend. Raises BenchError."""
-    found: dict[str, Mapping[str, Mapping[str, Any]]] = {}
-    base = Spec(world_size=ranks).replace(model=model, micro_batch=1, seq_len=32)
+    at_least(args, "toggles", WARM_UP + WINDOW, f": the first {WARM_UP} are warm-up")
+    backends = [name.strip() for name in args.backend.split(",")]
+    if unknown := next((name for name in backends if name not in BACKENDS), None):
+        raise Refused(f"--backend {unknown!r} is refused; give some of {', '.join(BACKENDS)}")
+    grown: dict[str, Mapping[str, Mapping[str, Any]]] = {}
+    base = Spec(world_size=args.ranks).replace(model=args.model, micro_batch=1, seq_len=32)
     for backend in backends:
-        with fresh_lab(ranks) as lab:  # new ranks for each backend
+        with fresh_lab(args.ranks) as lab:  # new ranks for each backend
             pair = [base.replace(backend=backend, **c) for c in (REPLICATED if backend == "ddp" else SHARDED)]
-            found[backend] = _grown(lab, pair, toggles)
-        for name, one in found[backend].items():
+            grown[backend] = _grown(lab, pair, args.toggles)
+        for name, one in grown[backend].items():
             first, last = (one[key] / 2**20 for key in ("from_bytes", "to_bytes"))
-            at = f"from toggle {WARM_UP} ({first:.0f} MiB) to {toggles:,} ({last:.0f} MiB)"
+            at = f"from toggle {WARM_UP} ({first:.0f} MiB) to {args.toggles:,} ({last:.0f} MiB)"
             say(f"{backend}, {name}: {one['growth']:+.2%} {at}")
-    return {"growth": found, "environment": {"model": model, "ranks": ranks, "toggles": toggles}}
+    environment = {"model": args.model, "ranks": args.ranks, "toggles": args.toggles}
+    return {"growth": grown, "environment": environment}
 
 
 def _grown(lab: Lab, pair: Sequence[Spec], toggles: int) -> Mapping[str, Any]:
@@ -291,38 +299,42 @@ def growth(before: Sequence[int], after: Sequence[int]) -> dict[str, Any]:
 # -- plan ------------------------------------------------------------------------------------------------------------
 
 
-def plan(bases: Sequence[Spec], rounds: int, say: Say) -> dict[str, Any]:
+def plan(args: argparse.Namespace) -> dict[str, Any]:
     """Calibrates on this machine, then compares predicted step times with measured ones. Raises SpecError, BenchError."""
+    at_least(args, "rounds", 1)
+    models = args.model.split(",")
+    shapes = {model: shape_for(model) for model in models}  # an unknown one is refused before ranks start
+    base = Spec(world_size=args.ranks).replace(seq_len=args.seq_len, micro_batch=args.micro_batch)
+    bases = [base.replace(model=m, precision=p) for m in models for p in args.precision.split(",")]
     specs = [spec for base in bases for spec in strategies(base)]
-    ranks, console, found = bases[0].world_size, terminal(), list[Calibration]()
-    say(f"{len(specs)} Specs on {ranks} ranks, {rounds} rounds")
-    with open_lab(console, ranks, None, history=False) as lab:
-        for i in range(rounds):
-            with console.status(f"round {i + 1} of {rounds}"):
+    console, rounds = terminal(), list[Calibration]()
+    say(f"{len(specs)} Specs on {args.ranks} ranks, {args.rounds} rounds")
+    with fresh_lab(args.ranks) as lab:
+        for i in range(args.rounds):
+            with console.status(f"round {i + 1} of {args.rounds}"):
                 try:
-                    found.append(lab.calibrate(beside=specs))
+                    rounds.append(lab.calibrate(beside=specs))
                 except ClusterError as e:
                     raise BenchError(str(e)) from e
-    rows = predictions(specs, found)
-    cells = []
-    for row in rows:
-        s, r = row.spec.strategy, row.ratio
-        times = [f"{1e3 * sorted(values)[len(values) // 2]:.1f}" for values in (row.measured_s, row.predicted_s)]
-        cells.append((str(row.spec.workload.model), s.backend, s.sharding, str(s.precision), *times,
-                      *(f"{value:.3f}" for value in (r.median, r.p10, r.p90))))  # fmt: skip
+    rows, cells, errors = [], [], []
+    for i, spec in enumerate(specs):
+        s, shape = spec.strategy, shapes[str(spec.workload.model)]
+        predicted = [predict(spec, shape, here.machine, rates=here.rates).step_time_s for here in rounds]
+        measured = [median(here.beside_s[i]) for here in rounds]
+        ratio = spread(ratios(predicted, measured))
+        errors.append(abs(ratio.median - 1))
+        times_s = {"predicted_s": predicted, "measured_s": measured, "predicted/measured": asdict(ratio)}
+        rows.append({"spec": spec.to_dict(), **times_s})
+        times = [f"{1e3 * sorted(values)[len(values) // 2]:.1f}" for values in (measured, predicted)]
+        shares = (f"{value:.3f}" for value in (ratio.median, ratio.p10, ratio.p90))
+        cells.append((str(spec.workload.model), s.backend, s.sharding, str(s.precision), *times, *shares))
     columns = ("model", "backend", "sharding", "precision", "measured ms", "predicted ms", "ratio", "p10", "p90")
     say(repr(Table(columns=columns, rows=tuple(cells), left=frozenset(columns[:4]))))
-    errors = [abs(row.ratio.median - 1) for row in rows]
     within = sum(error <= AIMED_ERROR for error in errors) / len(errors)
     summary = {"mean": fmean(errors), "worst": max(errors), "within": within}
-    say(f"errors of the medians: mean {summary['mean']:.1%}, worst {summary['worst']:.1%}, "
-        f"{within:.0%} of {len(rows)} within {AIMED_ERROR:.0%}")  # fmt: skip
-    return {
-        "rows": [row.to_dict() for row in rows],
-        "errors": summary,
-        "environment": {},
-        "rates": asdict(found[-1].rates),
-    }
+    of = f"{within:.0%} of {len(rows)} within {AIMED_ERROR:.0%}"
+    say(f"errors of the medians: mean {summary['mean']:.1%}, worst {summary['worst']:.1%}, {of}")
+    return {"rows": rows, "errors": summary, "environment": {}, "rates": asdict(rounds[-1].rates)}
 
 
 def strategies(base: Spec) -> Iterator[Spec]:
@@ -330,111 +342,53 @@ def strategies(base: Spec) -> Iterator[Spec]:
     for backend in BACKENDS:
         for sharding in SHARDINGS:
             try:
-                found = base.replace(backend=backend, sharding=sharding)
+                spec = base.replace(backend=backend, sharding=sharding)
             except FieldError:
                 continue
-            if not found.strategy.is_hybrid or 1 < found.shard_factor < found.world_size:
-                yield found
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictedStepTime:
-    """One Spec in every round: a round calibrates anew and times its steps in turns with the calibration runs."""
-
-    spec: Spec
-    predicted_s: Sequence[float]
-    measured_s: Sequence[float]  # the median of the round's steps
-
-    @property
-    def ratio(self) -> Spread:
-        """Predicted over measured, one value per round."""
-        return spread(ratios(self.predicted_s, self.measured_s))
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"spec": self.spec.to_dict(), "predicted_s": list(self.predicted_s), "measured_s": list(self.measured_s),
-                "predicted/measured": asdict(self.ratio)}  # fmt: skip
-
-
-def predictions(specs: Sequence[Spec], rounds: Sequence[Calibration]) -> list[PredictedStepTime]:
-    """`rounds`: calibrations during which these Specs were timed."""
-    found = []
-    for i, spec in enumerate(specs):
-        shape = shape_for(spec.workload.model, spec.strategy.wrap)
-        predicted = [predict(spec, shape, here.machine, rates=here.rates).step_time_s for here in rounds]
-        measured = [median(here.beside_s[i]) for here in rounds]
-        found.append(PredictedStepTime(spec=spec, predicted_s=predicted, measured_s=measured))
-    return found
+            if not spec.strategy.is_hybrid or 1 < spec.shard_factor < spec.world_size:
+                yield spec
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def memory(models: Sequence[str], ranks: Sequence[int], say: Say) -> dict[str, Any]:
+def memory(args: argparse.Namespace) -> dict[str, Any]:
     """Peak bytes of a step on CPUs by the ledger, of the rank that holds most: beside FSDP2, the planner's, and the
     closed form in `fsdp_lab.engine.memory`. Raises SpecError, BenchError."""
-    rows = []
-    for world_size in ranks:
-        with open_lab(terminal(), world_size, ("cpu",) * world_size, history=False) as lab:
+    models = args.model.split(",")
+    shapes = {model: shape_for(model) for model in models}  # an unknown one is refused before ranks start
+    rows, cells = [], []
+    for world_size in numbers(args.ranks, 2):
+        with fresh_lab(world_size, ("cpu",) * world_size) as lab:
             for spec in compared(models, world_size):
-                peer = spec.replace(backend="fsdp2")
-                shape = shape_for(spec.workload.model, spec.strategy.wrap)
-                plan, theory = planned_memory(spec, shape, device="cpu").peak_bytes, round(peak_in_theory(spec, shape))
-                rows.append(MemoryPeaks(spec, peak_bytes(lab, spec), peak_bytes(lab, peer), plan, theory))
-    cells = []
-    for row in rows:
-        s, mib = row.spec.strategy, (f"{n / 2**20:.2f}" for n in (row.lab_bytes, row.fsdp2_bytes, row.planned_bytes))
-        cells.append((str(row.spec.workload.model), str(s.precision), s.sharding, str(row.spec.world_size), *mib,
-                      f"{row.ratio:.4f}", f"{row.beside_plan:.4f}", f"{row.beside_theory:.4f}"))  # fmt: skip
-    columns = ("model", "precision", "sharding", "ranks", "lab MiB", "fsdp2 MiB", "plan MiB", "lab/fsdp2", "lab/plan",
-               "lab/theory")  # fmt: skip
+                shape, name = shapes[str(spec.workload.model)], str(spec.workload.model)
+                lab_bytes, fsdp2_bytes = peak_bytes(lab, spec), peak_bytes(lab, spec.replace(backend="fsdp2"))
+                planned, theory = planned_memory(spec, shape, device="cpu").peak_bytes, peak_in_theory(spec, shape)
+                peaks = {"lab": lab_bytes, "fsdp2": fsdp2_bytes, "planned": planned, "theory": round(theory)}
+                others = {"fsdp2": fsdp2_bytes, "plan": planned, "theory": round(theory)}
+                over = {f"lab/{other}": lab_bytes / nbytes for other, nbytes in others.items()}
+                rows.append({"spec": spec.to_dict(), **{f"{of}_bytes": n for of, n in peaks.items()}, **over})
+                mib = (f"{n / 2**20:.2f}" for n in (lab_bytes, fsdp2_bytes, planned))
+                s = spec.strategy
+                shares = (f"{ratio:.4f}" for ratio in over.values())
+                cells.append((name, str(s.precision), s.sharding, str(world_size), *mib, *shares))
+    columns = ("model", "precision", "sharding", "ranks", "lab MiB", "fsdp2 MiB", "plan MiB", *over)
     say(repr(Table(columns=columns, rows=tuple(cells), left=frozenset(columns[:3]))))
-    worst = max(rows, key=lambda row: row.ratio)
-    within = sum(row.ratio <= 1.0 for row in rows)
-    say(f"lab/fsdp2: at most {worst.ratio:.4f} ({worst.spec.workload.model}), {within} of {len(rows)} not above 1")
-    worst = max(rows, key=lambda row: row.beside_theory)
-    say(f"lab/theory: at most {worst.beside_theory:.4f} ({worst.spec.workload.model})")
-    return {"rows": [row.to_dict() for row in rows], "environment": {}}
-
-
-@dataclass(frozen=True)
-class MemoryPeaks:
-    """One Spec of the lab's engine, and the same under FSDP2."""
-
-    spec: Spec
-    lab_bytes: int
-    fsdp2_bytes: int
-    planned_bytes: int
-    theory_bytes: int
-
-    @property
-    def ratio(self) -> float:
-        return self.lab_bytes / self.fsdp2_bytes
-
-    @property
-    def beside_plan(self) -> float:
-        return self.lab_bytes / self.planned_bytes
-
-    @property
-    def beside_theory(self) -> float:
-        return self.lab_bytes / self.theory_bytes
-
-    def to_dict(self) -> dict[str, Any]:
-        measured = {"lab_bytes": self.lab_bytes, "fsdp2_bytes": self.fsdp2_bytes, "planned_bytes": self.planned_bytes,
-                    "theory_bytes": self.theory_bytes}  # fmt: skip
-        ratios = {"lab/fsdp2": self.ratio, "lab/plan": self.beside_plan, "lab/theory": self.beside_theory}
-        return {"spec": self.spec.to_dict(), **measured, **ratios}
+    within = f", {sum(row['lab/fsdp2'] <= 1.0 for row in rows)} of {len(rows)} not above 1"
+    for name, more in (("lab/fsdp2", within), ("lab/theory", "")):
+        worst = max(rows, key=lambda row: row[name])
+        say(f"{name}: at most {worst[name]:.4f} ({worst['spec']['workload']['model']}){more}")
+    return {"rows": rows, "environment": {}}
 
 
 def compared(models: Sequence[str], ranks: int) -> Iterator[Spec]:
     """Of the lab's engine: every precision and sharding that FSDP2 has too."""
     for model in models:
-        image = model in PRESETS and PRESETS[model].kind == "image"
-        base = Spec(world_size=ranks, devices=("cpu",) * ranks).replace(
-            model=model, **({"data": "images"} if image else {})
-        )
+        data = {"data": "images"} if model in PRESETS and PRESETS[model].kind == "image" else {}
+        base = Spec(world_size=ranks, devices=("cpu",) * ranks).replace(model=model, backend="lab", **data)
         for precision in PRECISIONS:
             for sharding in PEER_SHARDINGS:
-                yield base.replace(backend="lab", precision=precision, sharding=sharding)
+                yield base.replace(precision=precision, sharding=sharding)
 
 
 def peak_bytes(lab: Lab, spec: Spec) -> int:

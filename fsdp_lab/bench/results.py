@@ -1,0 +1,267 @@
+"""`bench step` and `bench wire`: measurements of ranks, ratios with a control, as text and JSON; and how any bench reports.
+
+A bench prints each figure once it is known and returns the content of its `--json` file: "ratios" and "control" (a
+ratio of equals), each with median, p10, p90 and n; what else was measured; in "environment" what it was measured with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fsdp_lab.bench.launch import launch
+from fsdp_lab.bench.plan import CONTROL, FORMS, LAB, PEERS, REFERENCE, BenchError, BenchPlan
+from fsdp_lab.core.formatting import Spread, Table
+
+Say = Callable[[str], None]
+TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}  # of losses and gradient norms, relative
+
+
+class Report:
+    """Prints the ratios of a bench and collects what `--json` writes, in `figures`."""
+
+    def __init__(self, say: Say, environment: Mapping[str, Any]) -> None:
+        self.say = say
+        self.figures: dict[str, Any] = {"ratios": {}, "control": {}, "environment": dict(environment)}
+
+    def add(self, section: str, name: str, values: Spread, *, label: str = "", note: str = "") -> None:
+        """`section`: "ratios" or "control"."""
+        self.figures[section][name] = asdict(values)
+        self.say(f"{'control ' * (section == 'control')}{label or name}: {format_spread(values)}{note}")
+
+
+def format_spread(values: Spread, unit: str = "", digits: int = 3) -> str:
+    """Median, p10, p90 and n of a ratio, or of seconds, which the unit "ms" converts."""
+    scale = 1e3 if unit == "ms" else 1
+    median, p10, p90 = (f"{scale * value:.{digits}f}" for value in (values.median, values.p10, values.p90))
+    return f"{median}{' ' * bool(unit)}{unit}, p10 {p10}, p90 {p90} ({values.n})"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """The spread of one value or more."""
+    result = Spread.of(values)
+    assert result is not None
+    return result
+
+
+def ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Element-wise quotients, one per round."""
+    return [one / other for one, other in zip(ones, others, strict=True)]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % confidence interval of the median, whatever the distribution; of fewer than six values the least and the
+    greatest. By order statistics (Conover, Practical Nonparametric Statistics, section 3.2)."""
+    ordered, n = sorted(values), len(values)
+    below = itertools.accumulate(math.comb(n, k) / 2**n for k in range(n))
+    outside = sum(1 for share in below if share <= 0.025)
+    return ordered[max(0, outside - 1)], ordered[n - max(1, outside)]
+
+
+BUSY = ("kernels", "GPU busy", "host-bound")  # columns
+
+
+def busy_cells(kernels: Mapping[str, Any] | None, step_s: float) -> tuple[str, ...]:
+    """Cells of `BUSY`: the share of a step in which kernels run; in the rest the GPU waits for the host, which issues them.
+    () on a CPU. `kernels`: `KernelTimes` of a profiled step."""
+    if not kernels:
+        return ()
+    share = min(1.0, kernels["busy_s"] / step_s)
+    return f"{kernels['count']:,}", f"{share:.0%}", f"{1 - share:.0%}"
+
+
+def slowest(ranks: Sequence[Sequence[float]]) -> list[float]:
+    """Seconds of the slowest rank, one per round."""
+    return [max(seconds) for seconds in zip(*ranks, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchResult:
+    """The measurements of each form: seconds per counted step, and what shows that all forms did the same work."""
+
+    seconds: Mapping[str, Sequence[float]]  # of the slowest rank
+    losses: Mapping[str, Sequence[float]]  # of the last step, by rank
+    gradient_norms: Mapping[str, float]  # of the first step, over all ranks
+    peak_bytes: Mapping[str, int]  # of the rank that allocated most; 0 on CPUs
+    shared: frozenset[str] = frozenset()  # forms that communicate through shared memory
+    kernels: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # `KernelTimes` of rank 0, on GPUs
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[Mapping[str, Any]]) -> BenchResult:
+        """From the `BuiltForm.result` of each rank, by form."""
+        forms = list(ranks[0])
+        return cls(
+            seconds={f: slowest([r[f]["seconds"] for r in ranks]) for f in forms},
+            losses={f: [r[f]["loss"] for r in ranks] for f in forms},
+            peak_bytes={f: max(r[f]["peak_bytes"] for r in ranks) for f in forms},
+            shared=frozenset(f for f in forms if all(r[f]["is_shared"] for r in ranks)),
+            gradient_norms={f: math.sqrt(sum(r[f]["squared_norm"] for r in ranks)) for f in forms},
+            kernels={f: ranks[0][f]["kernels"] for f in forms if ranks[0][f].get("kernels")},
+        )
+
+    def step_time(self, form: str) -> Spread:
+        return spread(self.seconds[form])
+
+    def ratio(self, one: str, other: str) -> Spread:
+        """Ratio of the step times of two forms in the same round: below 1, `one` is faster."""
+        return spread(ratios(self.seconds[one], self.seconds[other]))
+
+    def interval(self, other: str) -> tuple[float, float]:
+        """The `interval` of the median ratio of the lab to another form."""
+        return interval(ratios(self.seconds[LAB], self.seconds[other]))
+
+    @property
+    def fastest(self) -> dict[str, str]:
+        """Measured peer -> its form with the smallest median step time; of forms on torch's own group for "PEER-raw", and
+        of those through shared memory, as the lab itself, for "PEER-shared"."""
+        fastest = {}
+        for peer in PEERS:
+            forms = [f for f in self.seconds if FORMS[f].peer == peer]
+            raw, shared = [f for f in forms if FORMS[f].group == "raw"], [f for f in forms if f in self.shared]
+            for name, some in ((peer, forms), (f"{peer}-raw", raw), (f"{peer}-shared", shared)):
+                if some:
+                    fastest[name] = min(some, key=lambda f: statistics.median(self.seconds[f]))
+        return fastest
+
+    @property
+    def reference(self) -> str:
+        """The form that losses, norms and printed times are compared with."""
+        return REFERENCE if REFERENCE in self.seconds else next(iter(self.seconds))
+
+    @property
+    def ratios(self) -> dict[str, Spread]:
+        """Step time of the lab over that of `fastest`; empty if the lab was not measured."""
+        lab = LAB in self.seconds
+        return {f"{LAB}/{peer}": self.ratio(LAB, form) for peer, form in self.fastest.items() if lab}
+
+    @property
+    def memory_ratios(self) -> dict[str, float]:
+        """Peak allocated memory of the lab over that of the fastest form of each peer; empty on CPUs."""
+        if not self.peak_bytes.get(LAB):
+            return {}
+        fastest = {peer: form for peer, form in self.fastest.items() if peer in PEERS}
+        return {f"{LAB}/{peer}": self.peak_bytes[LAB] / self.peak_bytes[form] for peer, form in fastest.items()}
+
+    @property
+    def control(self) -> dict[str, Spread]:
+        """Step time of the lab over that of a second instance of itself: the ratio when nothing differs."""
+        both = LAB in self.seconds and CONTROL in self.seconds
+        return {f"{LAB}/{LAB}": self.ratio(LAB, CONTROL)} if both else {}
+
+    def difference(self) -> tuple[float, str]:
+        """The largest relative difference to the reference in last losses and first gradient norms, and its form."""
+        differences = {form: self._difference_of(form) for form in self.seconds}
+        worst = max(differences, key=lambda form: differences[form])
+        return differences[worst], worst
+
+    def _difference_of(self, form: str) -> float:
+        mine = [*self.losses[form], self.gradient_norms[form]]
+        theirs = [*self.losses[self.reference], self.gradient_norms[self.reference]]
+        gaps = [abs(a - b) / abs(b) if b else abs(a) for a, b in zip(mine, theirs, strict=True)]
+        return max(gap if math.isfinite(gap) else math.inf for gap in gaps)
+
+    def check_same_work(self, precision: str) -> None:
+        """Raises BenchError if a form computed something else than the reference: its step time is meaningless then."""
+        difference, form = self.difference()
+        if difference > TOLERANCES[precision]:
+            raise BenchError(
+                f"{form} did other work than {self.reference}: losses or gradient norms differ by {difference:.2g}, "
+                f"and {TOLERANCES[precision]:g} is allowed in {precision}; no figure of this run counts"
+            )
+
+
+# -- step ------------------------------------------------------------------------------------------------------------
+
+
+def step(plan: BenchPlan, say: Say) -> dict[str, Any]:
+    """Every form of every backend in one launch, one step of each in turn. Raises BenchError."""
+    say(f"{len(plan.forms)} forms, {rounds_of(plan)}, on {' '.join(plan.devices)}")
+    result = measure(plan)
+    figures = step_figures(result, environment(plan), say)
+    result.check_same_work(plan.precision)
+    return figures
+
+
+def measure(plan: BenchPlan) -> BenchResult:
+    """Launches the ranks of a plan."""
+    return BenchResult.of_ranks(launch(plan, "steps"))
+
+
+def step_figures(result: BenchResult, environment: Mapping[str, Any], say: Say) -> dict[str, Any]:
+    """Prints the table of all forms, fastest first, and a line for each ratio; returns the content of the file."""
+    report, lab = Report(say, environment), LAB in result.seconds
+    told = "its median is {:.3f} to {:.3f} (95 %)"
+    heading = f"{LAB}/form" if lab else f"form/{result.reference}"
+    rows = []
+    for form in sorted(result.seconds, key=lambda f: result.step_time(f).median):
+        time, ratio = result.step_time(form), result.ratio(LAB, form) if lab else result.ratio(form, result.reference)
+        times = (f"{1e3 * s:.1f}" for s in (time.median, time.p10, time.p90))
+        shares = (f"{r:.3f}" for r in (ratio.median, ratio.p10, ratio.p90))
+        rows.append((form, *times, *shares, *busy_cells(result.kernels.get(form), time.median)))
+    columns = ("form", "ms/step", "p10", "p90", heading, "p10 ", "p90 ", *(BUSY if result.kernels else ()))
+    say(repr(Table(columns=columns, rows=tuple(rows), left=frozenset({"form"}))))
+    for name, ratio in result.ratios.items():
+        form = result.fastest[name.partition("/")[2]]
+        report.add(
+            "ratios", name, ratio, note=f"; {told.format(*result.interval(form))}; {form} is the fastest of them"
+        )
+    for name, memory in result.memory_ratios.items():
+        say(f"{name}, peak allocated memory: {memory:.3f}")
+    for name, ratio in result.control.items():
+        report.add(
+            "control", name, ratio, note=f"; {told.format(*result.interval(CONTROL))}; {CONTROL} does the same as {LAB}"
+        )
+    difference, form = result.difference()
+    say(f"largest difference of losses and gradient norms to {result.reference}: {difference:.1e} ({form})")
+    return report.figures | {
+        "step_time_s": {form: asdict(result.step_time(form)) for form in result.seconds},
+        "fastest": result.fastest,
+        "peak_bytes": dict(result.peak_bytes),
+        "kernels": dict(result.kernels),
+        "memory_ratios": result.memory_ratios,
+    }
+
+
+# -- collectives ------------------------------------------------------------------------------------------------------
+
+
+def wire(plan: BenchPlan, say: Say) -> dict[str, Any]:
+    """All-gathers and reduce-scatters over shared memory, beside Gloo in its faster form. Raises BenchError."""
+    from fsdp_lab.bench.tasks import AGAIN, KINDS, SHARED  # needs torch
+
+    say(f"{plan.ranks} ranks, {plan.steps} rounds after one of warm-up; bytes of the whole tensor, microseconds")
+    ranks = launch(plan, "wire")
+    report, rows = Report(lambda line: None, environment(plan)), []
+    for name in ranks[0]["seconds"]:
+        kind, _, nbytes = name.partition("/")
+        seconds = {form: slowest([rank["seconds"][name][form] for rank in ranks]) for form in KINDS[kind]}
+        times = {form: spread(of).median for form, of in seconds.items()}
+        gloo = min((form for form in times if form not in (SHARED, AGAIN)), key=times.__getitem__)
+        report.add("ratios", name, ratio := spread(ratios(seconds[SHARED], seconds[gloo])))
+        report.add("control", name, again := spread(ratios(seconds[SHARED], seconds[AGAIN])))
+        cells = (f"{1e6 * times[SHARED]:,.0f}", f"{1e6 * times[gloo]:,.0f}", gloo)
+        shares = (f"{x:.3f}" for x in (ratio.median, ratio.p10, ratio.p90, again.median))
+        rows.append((kind, f"{int(nbytes):,}", *cells, *shares))
+    columns = ("collective", "bytes", "shared", "Gloo", "its form", "shared/Gloo", "p10", "p90", "control")
+    say(repr(Table(columns=columns, rows=tuple(rows), left=frozenset({"collective", "its form"}))))
+    waiting = max(rank["waiting"] for rank in ranks)
+    say(f"a rank that waits for another one takes {waiting:.2%} of a core")
+    return report.figures | {"waiting_cores": waiting}
+
+
+def rounds_of(plan: BenchPlan) -> str:
+    return f"{plan.steps} rounds after {plan.warmup} of warm-up"
+
+
+def environment(plan: BenchPlan) -> dict[str, Any]:
+    """The plan, and the names of the GPUs where ranks are on GPUs."""
+    if plan.devices[0] == "cpu":
+        return asdict(plan)
+    import torch
+
+    gpus = [torch.cuda.get_device_name(device) for device in plan.devices]
+    return {**asdict(plan), "gpus": gpus, "shares_gpu": plan.shares_gpu}

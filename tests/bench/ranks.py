@@ -1,0 +1,36 @@
+"""A rank of a bench of this folder, as fsdp_lab/bench/launch.py has one: `on_rank` of the module that the task names."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+from fsdp_lab.bench.launch import launch
+from fsdp_lab.bench.plan import BenchPlan
+from fsdp_lab.cli.console import Refused
+from fsdp_lab.core.children import Send, run_child
+
+launch_here = partial(launch, module="tests.bench.ranks")
+
+
+def numbers(text: str, least: int) -> list[int]:
+    """Of a comma-separated list for --ranks. Raises Refused."""
+    given = [int(n) if n.strip().isdigit() else 0 for n in text.split(",")]
+    if min(given) < least:
+        raise Refused(f"--ranks {text} is refused; give numbers of {least} or more, as 2,4")
+    return given
+
+
+def _perform(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> None:
+    from fsdp_lab.bench.tasks import BenchRank  # torch, which is imported while the end of the input is watched
+
+    task = importlib.import_module(f"tests.bench.{job['task']}")
+    plan = getattr(task, "Plan", BenchPlan).from_dict(job["plan"])
+    send("result", task.on_rank(BenchRank.join(plan, job, received, send), job))
+
+
+if __name__ == "__main__":
+    os._exit(run_child(_perform))
