@@ -28,7 +28,7 @@ from fsdp_lab.planner.bands import (
     error_scale,
     of_network,
 )
-from fsdp_lab.planner.costs import USUAL, Software
+from fsdp_lab.planner.costs import Computing, ComputingOf
 from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates
 from fsdp_lab.planner.memory import CONTEXT_BYTES, MemoryPlan, loading_bytes, memory, under_pressure
 from fsdp_lab.planner.step import StepModel, StepTime, recomputed, step_seconds
@@ -53,7 +53,7 @@ class Plan:
     link_bytes: Mapping[str, int]
     assumed: Mapping[str, Any]
     rates: Rates
-    software: Software
+    computing: ComputingOf = Computing
 
     @property
     def step_time_s(self) -> float:
@@ -114,7 +114,7 @@ class Plan:
         overlaps = not under_pressure(self.spec, self.shape, self.machine)
 
         def seconds(rates: Rates) -> float:
-            return step_seconds(self.spec, self.shape, self.machine, rates, self.software, overlaps=overlaps)
+            return step_seconds(self.spec, self.shape, self.machine, rates, self.computing, overlaps=overlaps)
 
         return error_scale(errors, self.machine, self.rates, seconds)
 
@@ -213,7 +213,7 @@ class Plan:
 
 
 def plan(
-    spec: Spec, shape: ModelShape, machine: Machine, *, rates: Rates = PUBLISHED, software: Software = USUAL
+    spec: Spec, shape: ModelShape, machine: Machine, *, rates: Rates = PUBLISHED, computing: ComputingOf = Computing
 ) -> Plan:
     """Predicts a step.
 
@@ -232,19 +232,18 @@ def plan(
         raise SpecError("strategy.gather", "mapped is for ranks on CPUs", "use copy", {"gather": "copy"})
     overlaps = not under_pressure(spec, shape, machine)
     model = StepModel(
-        spec, shape.units, shape.tokens(spec.workload.seq_len), machine, rates, software, overlaps=overlaps
+        spec, shape.units, shape.tokens(spec.workload.seq_len), machine, rates, computing, overlaps=overlaps
     )
     step = model.step()
     comm_s, link_bytes = model.communicated()
     assumed = {**machine.device.assumed, **machine.assumed}
     if machine.device.measured is None:
-        assumed["attention"] = software.attention.value
+        assumed["attention"] = "flash2"
     if not spec.workload.torch_optimizer.is_known:
         assumed["optimizer time"] = "in proportion to its state, as of AdamW"
     return Plan(
         spec=spec, shape=shape, machine=machine, step=step, comm_s=comm_s, link_bytes=link_bytes, assumed=assumed,
-        rates=rates, software=software,
-        memory=memory(spec, shape, device=machine.device.type, software=software),
+        rates=rates, computing=computing, memory=memory(spec, shape, device=machine.device.type),
     )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import csv
 import json
 import math
 import re
@@ -20,7 +19,6 @@ import pytest
 from fsdp_lab.cli.main import main
 from fsdp_lab.core.events import Role
 from fsdp_lab.planner import questions
-from fsdp_lab.planner.validate import published
 from fsdp_lab.report.what_if import FIGURES
 
 SEVEN = ["plan", "--model", "llama-7b", "--hardware", "a100-80", "--precision", "bf16"]
@@ -91,21 +89,6 @@ def test_the_best_strategy_the_largest_model_and_the_fewest_gpus(capsys: pytest.
     assert "None of " in capsys.readouterr().out
 
 
-def test_rows_of_a_table_are_filled_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [r for r in published() if r["id"] in ("mosaic-002", "fsdp-7b-B2-512")]
-    rows.append({**rows[0], "id": "mine", "model": "", "n_layers": "", "hidden": ""})
-    file = tmp_path / "rows.csv"
-    with file.open("w", newline="") as opened:
-        writer = csv.DictWriter(opened, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    found = {row["id"]: row for row in said(capsys, "plan", "--batch", str(file))["rows"]}
-    assert found["mosaic-002"]["tokens_per_s_per_gpu"] > 500 and found["mosaic-002"]["assumed"]
-    assert "peak_mem" in found["mosaic-002"] and found["mine"]["error"].startswith("model: ")
-    assert main(["plan", "--batch", str(file)]) == 0
-    assert "mosaic-002" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -123,7 +106,6 @@ def test_rows_of_a_table_are_filled_in(tmp_path: Path, capsys: pytest.CaptureFix
         (["--hardware", "h100,h200"], "--hardware h100,h200 is a list, which only --page takes; name one GPU"),
         (["--hardware", "h100", "--link", "1 GB/s"], "--link emulates a network while training"),
         (["--hardware", "h100", "--find", "largest", "--ranks", "8,16"], "--find largest takes one value"),
-        (["--batch", "no-such-file.csv"], "cannot read no-such-file.csv"),
         (["--hardware", "h100", "--seq-len", "4096", "--model", "gpt2-124m"], "over the model's 1024 positions"),
     ],
 )  # fmt: skip
