@@ -176,11 +176,6 @@ def of_network(errors: TimeErrors) -> TimeErrors:
                    unmeasured=0.0, floor=floor)  # fmt: skip
 
 
-def told_apart(machine: Machine) -> tuple[object, ...]:
-    """What `uncertainties` reads of a machine."""
-    return machine.device.name, machine.ranks, "network" in machine.assumed
-
-
 def uncertainties(errors: TimeErrors, machine: Machine) -> Iterator[tuple[RateKind, float]]:
     """The uncertainty of each kind on a machine."""
     beyond = max(0.0, math.log2(machine.ranks / errors.ranks))

@@ -95,7 +95,8 @@ def peak_in_theory(spec: Spec, shape: ModelShape) -> float:
     units = FlatMemory(spec, shape, MemoryTracker(), on_gpu=False).units
     samples, tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)
     tape = tape_of(shape, spec)
-    order = [shape.call_tree[segment.point.call].unit for segment in tape if _begins_backward(segment)][1:]
+    begins = (Direction.BACKWARD, PointSide.BEFORE)
+    order = [shape.call_tree[s.point.call].unit for s in tape if (s.point.direction, s.point.moment) == begins][1:]
     keeps_all = not spec.strategy.reshards_after_forward
     state = 3 * sum(u.shard for u in units) + units[0].gathered
 
@@ -132,10 +133,6 @@ def peak_in_theory(spec: Spec, shape: ModelShape) -> float:
     return state + peak
 
 
-def _begins_backward(segment: TapeSegment) -> bool:
-    return segment.point.direction is Direction.BACKWARD and segment.point.moment is PointSide.BEFORE
-
-
 def has_scratch(spec: Spec) -> bool:
     """Whether a CPU's convolutions copy: those of one sample in fp32 go by another way."""
     return spec.workload.micro_batch > 1 or spec.strategy.dtypes.param != "fp32"
@@ -159,18 +156,13 @@ class _Step:
         self._sizes: dict[int, tuple[Sequence[TapeChange], list[tuple[str, float, int | None, int]]]] = {}
         self._played: dict[tuple[object, ...], tuple[MemoryTracker, object]] = {}
 
-    @property
-    def _batch_bytes(self) -> float:
-        if self._on_gpu:
-            return self._shape.batch.bytes_of(self._samples, self._tokens)
-        return batch_bytes(self._spec, self._shape)
-
     def plan(self) -> MemoryPlan:
         tracker, model = self._tracker, self._model
         tracker.alloc(OTHER, self._shape.buffers_bytes)
         model.alloc_state()
         held = role_bytes(tracker.now)
-        batch = self._batch_bytes
+        on_device = self._shape.batch.bytes_of(self._samples, self._tokens)
+        batch = on_device if self._on_gpu else batch_bytes(self._spec, self._shape)
         tape = tape_of(self._shape, self._spec)
         for micro in _distinct_micro_batches(self._spec):
             tracker.alloc(OTHER, batch)

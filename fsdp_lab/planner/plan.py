@@ -336,31 +336,19 @@ def plan_table(plans: Sequence[Plan]) -> Table:
     flat = [p.spec.flat() for p in plans]
     differing = differing_fields(flat)
     names = tuple("ranks" if name == "world_size" else field_title(name) for name in differing)
-    rows = (
-        (*(_cell(n, fields[n]) for n in differing), *plan_figures(p)) for p, fields in zip(plans, flat, strict=True)
-    )
+    rows = []
+    for p, fields in zip(plans, flat, strict=True):
+        cells = [f"{v:,}" if type(v := fields[name]) is int else describe_value(name, v) for name in differing]
+        share = f" ({p.fits_probability:.0%})" if 1 - SURE <= p.fits_probability <= SURE else ""
+        rows.append((
+            *cells, ("yes" if p.fits else "no") + share, size(p.memory.reserved_bytes), duration(p.step_time_s),
+            band_text(p), count(p.tokens_per_s), f"{p.flops_per_s / 1e12:.3g}", f"{p.mfu:.1%}", f"{p.exposed_share:.0%}",
+            p.binding,
+        ))  # fmt: skip
     return Table(columns=(*names, *FIGURES), rows=tuple(rows), left=LEFT_ALIGNED | {n for n in names if n != "ranks"})
-
-
-def _cell(name: str, value: Any) -> str:
-    return f"{value:,}" if type(value) is int else describe_value(name, value)
-
-
-def fits_text(p: Plan) -> str:
-    """ "yes" or "no", and how likely it is to fit, where that is not nearly certain."""
-    answer, share = "yes" if p.fits else "no", p.fits_probability
-    return f"{answer} ({share:.0%})" if 1 - SURE <= share <= SURE else answer
 
 
 def band_text(p: Plan) -> str:
     """The 80 % band of the step time."""
     band = p.step_time_band_s()
     return duration_range(band.low, band.high)
-
-
-def plan_figures(p: Plan) -> tuple[str, ...]:
-    """Cells of the columns `FIGURES`."""
-    return (
-        fits_text(p), size(p.memory.reserved_bytes), duration(p.step_time_s), band_text(p), count(p.tokens_per_s),
-        f"{p.flops_per_s / 1e12:.3g}", f"{p.mfu:.1%}", f"{p.exposed_share:.0%}", p.binding,
-    )  # fmt: skip

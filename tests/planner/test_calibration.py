@@ -17,14 +17,12 @@ from fsdp_lab.planner.devices import PUBLISHED, Curve, HostOverhead, Machine, Ra
 from fsdp_lab.planner.plan import Plan, plan
 from fsdp_lab.planner.questions import planned_here
 from fsdp_lab.planner.shapes import shape_for
-from fsdp_lab.planner.shapes.rewrapping import rewrapped
 from fsdp_lab.planner.step import StepModel
-from tests.planner.research.models import NamedModel, shape_of
 
 RANKS = 2
 DTYPES = ("fp32", "bf16")
 BASE = Spec(world_size=RANKS)
-OTHER = {"model_type": "gpt2", "n_embd": 192, "n_layer": 5, "n_head": 4, "vocab_size": 384}
+OTHER = "gpt2-1m"
 OF_BACKENDS: list[dict[str, Any]] = [
     {"backend": "lab"}, {"backend": "lab", "sharding": "no_shard"}, {"backend": "lab", "precision": "bf16"},
     {"backend": "fsdp2", "accumulate": 2}, {"backend": "fsdp1", "sharding": "shard_grad_op"},
@@ -33,12 +31,7 @@ OF_BACKENDS: list[dict[str, Any]] = [
 
 
 def shape(spec: Spec) -> ModelShape:
-    config = spec.workload.model
-    assert not isinstance(config, str)
-    width, layers, heads = (config[key] for key in ("n_embd", "n_layer", "n_head"))
-    model = NamedModel(family="gpt", layers=layers, hidden=width, heads=heads, kv_heads=heads, inner=4 * width,
-                  vocabulary=384, seq_len=128, tied=True)  # fmt: skip
-    return rewrapped(shape_of(model), spec.strategy.wrap)
+    return shape_for(spec.workload.model, spec.strategy.wrap)
 
 
 def step_s(spec: Spec, here: Calibration, rates: Rates) -> float:
@@ -77,7 +70,7 @@ TRUTH = {
 def made_up(traffic: float = 8.0, interference: float = 0.6) -> tuple[Calibration, Rates]:
     """A calibration on steps that follow from known rates, and those."""
     timed = references(RANKS, DTYPES, ("cpu",) * RANKS)
-    shapes = tuple(shape(r.spec) for r in timed)
+    shapes = shapes_of(timed)
     bare = {**probes(), "steps": {str(i): [1.0] for i in range(len(timed))}}
     said: dict[str, Any] = {"unix_s": 0.0, "seconds": 1.0, "name": "CPU", "devices": ("cpu",) * RANKS, "shapes": shapes}
     empty = Calibration.of([bare], **said)
@@ -139,19 +132,10 @@ def test_a_fit_predicts_what_was_not_measured(traffic: float, interference: floa
         assert step_s(spec, here, here.rates) == pytest.approx(step_s(spec, here, truth), rel=0.03), changes
 
 
-def test_what_the_references_took_comes_out() -> None:
-    here, _ = made_up()
-    for r, s, seconds in here._steps:
-        told = StepModel(r.spec, s.units, r.spec.workload.seq_len, here.machine, here.rates).step().seconds
-        assert told == pytest.approx(seconds, rel=0.02), r
-
-
 def test_json_both_ways() -> None:
     here, _ = made_up()
     again = Calibration.from_dict(json.loads(json.dumps(here.to_dict())))
-    assert again == here
-    assert again.rates == here.rates
-    assert again.machine == here.machine
+    assert again == here and again.rates == here.rates and again.machine == here.machine
     with pytest.raises(ValueError, match=r"no calibration .* lab\.calibrate"):
         Calibration.from_dict({"unix_s": 0.0})
 
@@ -214,7 +198,7 @@ def crowd(*, late_s: float = 0.0, gloo: float = 1.0) -> tuple[Calibration, Rates
     """One rank of two, of whose steps alone the rates are known; a compiled model computes in 0.7 of the time. `gloo`: how
     many times as long collectives take without shared memory."""
     timed, anchors = references(1, DTYPES, ("cpu",)), (one_rank(COMPILED),)
-    shapes = tuple(shape(r.spec) for r in timed)
+    shapes = shapes_of(timed)
     bare: dict[str, Any] = {**probes(), "per_host": RANKS}
     own_s = bare["collectives"]["all_gather"][0][1]
     late = [[seconds, own_s + late_s] for seconds in (3e-4, 1e-3, 3e-3, 1e-2)]

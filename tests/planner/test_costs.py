@@ -8,9 +8,7 @@ import pytest
 
 from fsdp_lab.core.optimizer import TorchOptimizer
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.planner.costs import (
-    update_bytes,
-)
+from fsdp_lab.planner.costs import update_bytes
 from fsdp_lab.planner.devices import machine
 from fsdp_lab.planner.plan import plan
 from fsdp_lab.planner.shapes import shape_for

@@ -28,7 +28,6 @@ from fsdp_lab.planner.bands import (
     Quantiles,
     RateKind,
     TimeErrors,
-    told_apart,
     uncertainties,
     worse,
 )
@@ -184,9 +183,10 @@ class Responses:
 
     @cached_property
     def _machines(self) -> tuple[list[Machine], list[int]]:
-        """One of those that are not `told_apart`, and which of them is a row's."""
+        """One of those that `uncertainties` does not tell apart, and which of them is a row's."""
         apart: dict[tuple[object, ...], tuple[int, Machine]] = {}
-        rows = [apart.setdefault(told_apart(c.machine), (len(apart), c.machine))[0] for c in self.cases]
+        keys = [(m.device.name, m.ranks, "network" in m.assumed) for m in (case.machine for case in self.cases)]
+        rows = [apart.setdefault(key, (len(apart), c.machine))[0] for key, c in zip(keys, self.cases, strict=True)]
         return [m for _, m in apart.values()], rows
 
     def without(self, source: str) -> Responses:
