@@ -400,7 +400,6 @@ NAME_TOKENS = {
     "cli/drill.py",
     "export/accelerate.py",
     "planner/calibration.py",
-    "planner/published.py",
     "planner/search.py",
     "runs/diagnosis.py",
 }

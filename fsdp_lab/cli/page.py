@@ -33,7 +33,7 @@ TEACHING = {
 TAUGHT_FIRST = {"model": "llama-7b", "hardware": "h100", "world_size": 64}
 OF_ALL = ("hosts", "network", "memory", "global_batch")  # options with one value for the whole page
 AXES = ("hardware", "ranks", "link", *(field.name for kind in PARTS.values() for field in dataclasses.fields(kind)))
-OTHERS = ("find", "batch", "validate", "json")  # what else `plan` can do
+OTHERS = ("find", "json")  # what else `plan` can do
 
 
 def run(args: argparse.Namespace, predict: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> int:
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, predict: Callable[[Mapping[str, Any]], Mapping
 def check_options(args: argparse.Namespace) -> None:
     """Completes `--ranks`. Raises Refused without hardware, and for an option that no plan takes."""
     if args.hardware is None:
-        raise Refused("no hardware is named; give --hardware a100-80, h100, h200, ... (or --batch, --validate)")
+        raise Refused("no hardware is named; give --hardware a100-80, h100, h200, ...")
     if args.link is not None:
         raise Refused("--link emulates a network while training; a plan's is --network, in Gb/s of a host")
     args.ranks = args.ranks or "8"

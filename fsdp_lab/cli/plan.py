@@ -1,14 +1,12 @@
 """`fsdp-lab plan`: predicts memory and step time of a Spec on any hardware.
 
-Options are the fields of Workload and Strategy, as for `compare`, and the hardware. Besides plans: searches (`--find`),
-all rows of a CSV file (`--batch`), a page with the answer to each combination of lists (`--page`), and the errors of
-predictions against published measurements (`--validate`).
+Options are the fields of Workload and Strategy, as for `compare`, and the hardware. Besides plans: searches (`--find`), and
+a page with the answer to each combination of lists (`--page`).
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_lab.cli import fields, page
 from fsdp_lab.cli.console import Refused, memory_limit, say, say_json
 from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.formatting import Table, count, plural
+from fsdp_lab.core.formatting import plural
 from fsdp_lab.core.spec import Spec
 
 if TYPE_CHECKING:
@@ -42,10 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--global-batch", type=int, metavar="N", help="samples per step; sets the number of micro-batches")
     searches = "the fastest strategies that fit; the largest model that fits; the fewest GPUs that hold it"
     add("--find", choices=SEARCHES, help=searches)
-    add("--batch", type=Path, metavar="FILE", help="predict every row of a CSV file")
     add("--page", type=Path, metavar="FILE", help=page.HELP)
-    published = "compare predictions with published measurements that they were not calibrated on; takes minutes"
-    add("--validate", action="store_true", help=published)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     fields.add_options(parser)
 
@@ -53,10 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.page is not None:
         return page.run(args, partial(answer, args, memory_limit(args)))
-    if args.validate:
-        return validate(args)
-    if args.batch is not None:
-        return batch(args)
     page.check_options(args)
     if "," in args.hardware:
         raise Refused(f"--hardware {args.hardware} is a list, which only --page takes; name one GPU")
@@ -155,49 +146,6 @@ def find(args: argparse.Namespace, spec: Spec, target: Target) -> int:
     return 0 if search.top else 1
 
 
-def batch(args: argparse.Namespace) -> int:
-    """Predicts every row of a CSV file, in its order. As JSON: {"rows": [...]}."""
-    from fsdp_lab.planner.questions import predict
-
-    rows = predict(read_rows(args.batch))
-    if args.json:
-        say_json({"rows": rows})
-    else:
-        say(repr(rows_table(rows)))
-    return 0
-
-
-def read_rows(file: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file with a header. Raises Refused."""
-    try:
-        with file.open(encoding="utf-8-sig", newline="") as opened:
-            reader = csv.DictReader(opened)
-            rows = [
-                {k: v or "" for k, v in row.items() if isinstance(k, str) and not isinstance(v, list)} for row in reader
-            ]
-    except OSError as e:
-        raise Refused(f"cannot read {file} ({e.strerror}); give the path of a CSV file") from e
-    except (UnicodeDecodeError, csv.Error) as e:
-        raise Refused(f"{file} is no CSV ({e}); give a table with a header, as of fsdp_measurements.csv") from e
-    columns = set(reader.fieldnames or ())
-    if not columns & {"model", "n_layers"}:
-        raise Refused(f"{file} has no column model or n_layers; its first line is to name the columns")
-    return rows
-
-
-def validate(args: argparse.Namespace) -> int:
-    """Compares predictions with published measurements: step times, each fitted without its own source, and peak memory."""
-    from fsdp_lab.planner import validate as against
-
-    rows = against.published()
-    found, (peaks, _) = against.validate(rows), against.memory_rows(rows)
-    if args.json:
-        say_json({**found.to_dict(), "memory": [peak.to_dict() for peak in peaks]})
-    else:
-        say("\n".join([*found.lines(), "", "Peak memory:", *against.memory_lines(peaks)]))
-    return 0
-
-
 def point(plan: Plan) -> dict[str, Any]:
     """One point of a scaling curve."""
     d = plan.to_dict()
@@ -218,22 +166,6 @@ def show_plans(plans: Sequence[Plan], scaling: Sequence[Plan], bottleneck: str) 
     tables = (time_table(plan), memory_table(plan), plan_table(scaling))
     end = f"{bottleneck[0].upper()}{bottleneck[1:]}."
     say("\n".join([*sentences(plan), *(f"\n{table!r}" for table in tables), "", end]))
-
-
-def rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Predictions of `--batch`; a dash for what is not predicted."""
-    last = "assumed, or why not"
-    cells = []
-    for row in rows:
-        speed, peak, why = ("–", "–", "–"), "–", row.get("error")
-        if why is None:
-            band = f"{count(row['tokens_per_s_per_gpu_low'])} to {count(row['tokens_per_s_per_gpu_high'])}"
-            speed = (count(row["tokens_per_s_per_gpu"]), band, f"{row['tflops_per_gpu']:.0f}")
-            peak = "–" if row["peak_mem"] is None else f"{row['peak_mem']:.1f}"
-            why = ", ".join(row["assumed"])
-        cells.append((row["id"], *speed, peak, why))
-    columns = ("id", "tokens/s/GPU", "80 % band", "TFLOPS/GPU", "memory", last)
-    return Table(columns=columns, rows=tuple(cells), left=frozenset({"id", last}))
 
 
 def largest_text(shape: ModelShape | None, spec: Spec, device: str) -> str:

@@ -1,7 +1,7 @@
 """`ModelShape`: the sizes of a model's units, from which the planner computes memory and time. No torch.
 
-`fsdp_lab.planner.named_models` derives it from published sizes of a transformer. `fsdp_lab.planner.shapes.recorded`
-records it from any transformers config, with tapes: the allocations and frees of a step of the plain model, ordered by time.
+`fsdp_lab.planner.shapes.recorded` records it from any transformers config, with tapes: the allocations and frees of a step
+of the plain model, ordered by time.
 """
 
 from __future__ import annotations

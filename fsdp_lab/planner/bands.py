@@ -8,7 +8,7 @@ on what is thinly measured. Responses r of independent kinds add in squares:
 
 `quantile` is that of |ln(measured / predicted)| / scale over published rows, each predicted without its own source. This is
 normalised split conformal prediction (Lei et al., arXiv 1604.04173, section 5.2) with a source of n rows weighing as
-sqrt(n), as its rows err together. The scale gives the shape, the quantile the coverage; `coverage` finds both.
+sqrt(n), as its rows err together. The scale gives the shape, the quantile the coverage; tests/planner/research finds both.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class TimeErrors:
     ranks: int  # the most of a row; beyond, lateness and the network are as uncertain again for each doubling
 
 
-# `fsdp_lab.planner.coverage` finds floor, between, quantiles and the sizes but that of HOST; a test repeats it. On HOST
+# tests/planner/research finds floor, between, quantiles and the sizes but that of HOST; a test repeats it. On HOST
 # hardly a row depends: how fast a program issues kernels differs widely. EAGER: the ends of `Rates.eager_s` are those of the
 # band that is shown, where a step takes as long as its host. unstated: the spread of the networks that
 # sources state, 15 to 250 Gb/s a GPU for A100s.
@@ -174,11 +174,6 @@ def of_network(errors: TimeErrors) -> TimeErrors:
     floor = CALIBRATED_ERRORS.quantiles.at(COVERED) / errors.quantiles.at(COVERED)
     return replace(errors, sizes={kind: size if kind in kept else 0.0 for kind, size in errors.sizes.items()},
                    unmeasured=0.0, floor=floor)  # fmt: skip
-
-
-def told_apart(machine: Machine) -> tuple[object, ...]:
-    """What `uncertainties` reads of a machine."""
-    return machine.device.name, machine.ranks, "network" in machine.assumed
 
 
 def uncertainties(errors: TimeErrors, machine: Machine) -> Iterator[tuple[RateKind, float]]:

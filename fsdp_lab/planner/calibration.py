@@ -290,17 +290,14 @@ class Calibration:
         deep, shallow, whole = unexplained["deep"], unexplained["shallow"], unexplained.get("whole")
         now = rates.host(backend)
         send_s = (deep[0] - whole[0]) / (deep[1] - whole[1]) if whole is not None and deep[1] != whole[1] else 0.0
-        least_s = SEND_KERNELS * rates.eager_s if self.on_gpu else self._latency_s
+        # Issuing a collective in a step may be cheaper than alone by as much as the smallest one takes.
+        smallest_s = min((curve.points[0][1] for curve in self.machine.collectives.values()), default=0.0)
+        least_s = SEND_KERNELS * rates.eager_s if self.on_gpu else smallest_s
         send_s = max(send_s, -least_s - now.send_s)
         tensor_s = (deep[0] - shallow[0] - send_s * (deep[1] - shallow[1])) / (deep[2] - shallow[2])
         tensor_s = max(tensor_s, -now.tensor_s)
         step_s = max(deep[0] - send_s * deep[1] - tensor_s * deep[2], -now.step_s)
         return replace(now, step_s=now.step_s + step_s, send_s=now.send_s + send_s, tensor_s=now.tensor_s + tensor_s)
-
-    @cached_property
-    def _latency_s(self) -> float:
-        """Seconds of the smallest collective: issuing one in a step may be cheaper by as much than alone."""
-        return min((curve.points[0][1] for curve in self.machine.collectives.values()), default=0.0)
 
     def _traffic(self, rates: Rates) -> dict[str, float]:
         """By dtype, from the step of the unsharded model, which is linear in it."""

@@ -17,9 +17,8 @@ all-reduce inside such a host sends each byte once instead of twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from fsdp_lab.core.model_shape import MatMul, UnitShape
 from fsdp_lab.core.optimizer import TorchOptimizer
@@ -31,21 +30,12 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DDP's buckets, torch's defaults
 
 
-class Attention(StrEnum):
-    """The attention kernel, which libraries choose and no Spec has. Its rate is `Rates.attention` times `GAIN`."""
-
-    PLAIN = "plain"  # writes the matrix of scores to memory
-    FLASH1 = "flash1"  # FlashAttention, and Triton's of the same age
-    CUDNN = "cudnn"  # torch's default on an H100 in 2.5.0, and where it is asked for
-    FLASH2 = "flash2"  # FlashAttention-2, in torch's scaled_dot_product_attention since 2.2
-
-
-# Causal, width 128, on an A100: arXiv 2307.08691, figures 5 and 6. cuDNN over FlashAttention-2 on an H100: up to 1.75, the
-# release notes of PyTorch 2.5.
-GAIN = {Attention.FLASH1: 1.0, Attention.FLASH2: 1.8, Attention.CUDNN: 1.8 * 1.75}
-# Memory traffic per score and head in half precision: write, mask, softmax, read; and where mask and softmax are one kernel
-# (Megatron-LM, arXiv 2104.04473, section 4.2).
-SCORE_BYTES, FUSED_SCORE_BYTES = 12, 8
+# FlashAttention-2, which torch's scaled_dot_product_attention has since 2.2, reaches `Rates.attention` times this. (Causal,
+# width 128, on an A100: arXiv 2307.08691, figures 5 and 6.)
+FLASH2 = 1.8
+FUSED_BACKWARD = (
+    2.5  # seconds of fused attention's backward, which computes the scores again, per second of its forward
+)
 # FlashAttention's kernels are for heads of whole multiples of this width (flash_api.cpp, `round_multiple`): a narrower head
 # takes as long as one of the next width.
 HEAD_STEP = 32
@@ -53,42 +43,6 @@ HEAD_STEP = 32
 # the tensor cores' newest instructions is eligible (on an H100 3.53, github m87-labs/kestrel pull request 143). Published
 # rows are not charged: their frameworks pad vocabularies.
 UNALIGNED = 3.5
-DROPOUT_BYTES = 5  # of an element in half precision: read, write, its mask
-
-
-@dataclass(frozen=True, kw_only=True)
-class Software:
-    """Properties of the software that no Spec has.
-
-    `operators`: recompute keeps every second matrix product and the attention of a unit (torchtitan's selective activation
-    checkpoints). `stops_early`: recompute stops at the last tensor that the backward needs, before the unit's last
-    product (torch's checkpoints since 2.1).
-    `keeps_gradients`: `zero_grad` fills gradients with zeros instead of freeing them (torch before 2.0).
-    `drops`: dropout after attention's softmax, where its matrix is written, and before each residual.
-    `fused_softmax`: plain attention's scale, mask and softmax are one kernel.
-    `fused_norms`: a norm of a gated block is one kernel. `half_loss`: the loss is computed of logits in half precision.
-    `half_state`: parameters and the optimizer's state are in half precision, which only the time of the update knows of.
-    `holds_scores`: the peak includes the matrix of scores, although the step is as fast as with a fused kernel.
-    `returns_cache`: a T5's decoder returns the keys and values of all its blocks (transformers' `use_cache`, on by default);
-    they live until the forward ends.
-    `first_step`: the peak is that of the first step, whose update is the first to allocate the optimizer's state.
-    """
-
-    attention: Attention = Attention.FLASH2
-    operators: bool = False
-    stops_early: bool = True
-    keeps_gradients: bool = False
-    drops: bool = False
-    fused_softmax: bool = False
-    fused_norms: bool = False
-    half_loss: bool = False
-    half_state: bool = False
-    holds_scores: bool = False
-    returns_cache: bool = False
-    first_step: bool = False
-
-
-USUAL = Software()
 
 
 # -- computing -------------------------------------------------------------------------------------------------------
@@ -104,46 +58,116 @@ class Work:
     issue_s: Mapping[Direction, float]  # the host's time to issue the kernels
 
 
-def work(unit: UnitShape, tokens: int, spec: Spec, device: Device, rates: Rates, software: Software, *,
-         recomputed: bool) -> Work:  # fmt: skip
-    """tokens: of one sample."""
-    dtype, samples = spec.strategy.dtypes.param, spec.workload.micro_batch
-    products = product_seconds(unit, tokens * samples, dtype, device, rates)
-    scores = attention_seconds(unit, tokens, samples, dtype, device, rates, software)
-    if (times := rates.traffic_of.get(dtype)) is not None:
-        traffic = (times * saved_bytes(unit, tokens, dtype),) * 2
-    else:
-        traffic = traffic_bytes(unit, tokens, dtype, software, fused=spec.strategy.compile)
-    moved_per_s = device.memory_bytes_per_s * rates.memory / rates.traffic
-    products += rates.weights * weight_bytes(unit, dtype) / device.memory_bytes_per_s
-    other, other_back = (samples * size / moved_per_s for size in traffic)
-    issue = rates.kernel_s * kernels(unit, software.attention, fused=spec.strategy.compile)
-    issue_back = BACKWARD_LAUNCH * issue
-    on_cpu = device.type == "cpu"
-    if unit.kernels and not on_cpu and not spec.strategy.compile:
-        counted = unit.kernels[arithmetic(spec.strategy)]
-        other, other_back = (one.size.bytes_of(samples, tokens) / moved_per_s for one in counted)
-        issue, issue_back = (rates.eager_s * one.count for one in counted)
-    of_tensors = rates.host(spec.strategy.backend).tensor_s * len(unit.parameters) / 2
-    host, issuing = (of_tensors, 0.0) if on_cpu else (0.0, of_tensors)  # a GPU does not wait for it
-    kept = kept_products(unit) if software.operators else 0.0
-    recompute = (1 - kept) * products + other + (0.0 if software.operators else scores)
-    if software.stops_early and unit.products and not software.operators:
-        last = replace(unit, products=(replace(unit.products[-1], count=1),))
-        recompute -= product_seconds(last, tokens * samples, dtype, device, rates)
-    scores_back = (2.0 if software.attention is Attention.PLAIN else 2.5) * scores
-    recomputes = recomputed and unit.has_backward
-    forward, back = (
-        products + scores + other + host,
-        (1 + unit.trained_share) * products + scores_back + other_back + host,
-    )
-    return Work(
-        forward_s=rates.computing * forward,
-        backward_s=rates.computing * back if unit.has_backward else 0.0,
-        recompute_s=rates.computing * (recompute + host) if recomputes else 0.0,
-        issue_s={Direction.FORWARD: issue + issuing,
-                 Direction.BACKWARD: issue_back + issuing + (issue if recomputes else 0.0)},
-    )  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class Computing:
+    """Computes the `Work` of units with torch's usual kernels: FlashAttention-2, and checkpoints whose recompute stops at
+    the last tensor that the backward needs, before the unit's last product."""
+
+    spec: Spec
+    tokens: int  # of one sample
+    device: Device
+    rates: Rates
+
+    @property
+    def dtype(self) -> str:
+        return self.spec.strategy.dtypes.param
+
+    @property
+    def samples(self) -> int:
+        return self.spec.workload.micro_batch
+
+    def work(self, unit: UnitShape, *, recomputed: bool) -> Work:
+        device, rates, compiled = self.device, self.rates, self.spec.strategy.compile
+        products, (scores, scores_back) = self.product_s(unit), self.attention_s(unit)
+        if (times := rates.traffic_of.get(self.dtype)) is not None:
+            traffic = (times * saved_bytes(unit, self.tokens, self.dtype),) * 2
+        else:
+            traffic = self.traffic_bytes(unit)
+        moved_per_s = device.memory_bytes_per_s * rates.memory / rates.traffic
+        products += rates.weights * weight_bytes(unit, self.dtype) / device.memory_bytes_per_s
+        other, other_back = (self.samples * size / moved_per_s for size in traffic)
+        issue = rates.kernel_s * self.kernels(unit)
+        issue_back = BACKWARD_LAUNCH * issue
+        on_cpu = device.type == "cpu"
+        if unit.kernels and not on_cpu and not compiled:
+            counted = unit.kernels[arithmetic(self.spec.strategy)]
+            other, other_back = (one.size.bytes_of(self.samples, self.tokens) / moved_per_s for one in counted)
+            issue, issue_back = (rates.eager_s * one.count for one in counted)
+        of_tensors = rates.host(self.spec.strategy.backend).tensor_s * len(unit.parameters) / 2
+        host, issuing = (of_tensors, 0.0) if on_cpu else (0.0, of_tensors)  # a GPU does not wait for it
+        recompute = self.recompute_s(unit, products, scores, other)
+        recomputes = recomputed and unit.has_backward
+        forward = products + scores + other + host
+        back = (1 + unit.trained_share) * products + scores_back + other_back + host
+        return Work(
+            forward_s=rates.computing * forward,
+            backward_s=rates.computing * back if unit.has_backward else 0.0,
+            recompute_s=rates.computing * (recompute + host) if recomputes else 0.0,
+            issue_s={Direction.FORWARD: issue + issuing,
+                     Direction.BACKWARD: issue_back + issuing + (issue if recomputes else 0.0)},
+        )  # fmt: skip
+
+    def product_s(self, unit: UnitShape) -> float:
+        """Matrix products of the forward."""
+        device, rates, dtype = self.device, self.rates, self.dtype
+        seen = unit.share * (self.tokens * self.samples)
+        is_charged = device.type == "cuda" and dtype != "fp32" and bool(unit.kernels)
+
+        def slowed(p: MatMul) -> float:
+            return UNALIGNED if is_charged and (p.inputs % 8 or p.outputs % 8) else 1.0
+
+        if device.measured is not None:
+            curve = device.curve(dtype)
+            return sum(p.count * slowed(p) * curve(2 * seen * p.share * p.inputs * p.outputs) for p in unit.products)
+        rate = device.flops_per_s(dtype) * device.matrix_share * rates.matrix
+        bandwidth = device.memory_bytes_per_s * rates.memory
+        total = 0.0
+        for p in unit.products:
+            operands = rates.operands * BYTES[dtype] * (p.share * seen * (p.inputs + p.outputs) + p.inputs * p.outputs)
+            total += p.count * (slowed(p) * 2 * p.share * seen * p.inputs * p.outputs / rate + operands / bandwidth)
+        return total
+
+    def attention_s(self, unit: UnitShape) -> tuple[float, float]:
+        """Attention without its products with weights: (forward, backward)."""
+        pairs, peak = self.samples * (unit.share * self.tokens) ** 2, self.device.flops_per_s(self.dtype)
+        if (measured := self.device.measured) is not None:
+            seconds = unit.pair_flops * pairs / peak + measured.scores[self.dtype](unit.heads * pairs)
+            return seconds, FUSED_BACKWARD * seconds
+        return self.fused_attention_s(unit, pairs, peak, FLASH2)
+
+    def fused_attention_s(self, unit: UnitShape, pairs: float, peak: float, gain: float) -> tuple[float, float]:
+        flops = unit.pair_flops * pairs * (0.5 if unit.causal else 1.0) * padding(unit)
+        seconds = flops / (peak * self.rates.attention_share(self.device.generation) * gain)
+        return seconds, FUSED_BACKWARD * seconds
+
+    def traffic_bytes(self, unit: UnitShape) -> tuple[float, float]:
+        """Memory traffic of one sample without products and attention: (forward, backward)."""
+        return traffic_bytes(unit, self.tokens, self.dtype, memory_traffic(unit), fused=self.spec.strategy.compile)
+
+    def kernels(self, unit: UnitShape) -> float:
+        """Kernels of a unit's forward that a compiler has fused. Others are counted (`UnitShape.kernels`)."""
+        blocks = blocks_of(unit) if unit.heads else None
+        return sum(p.count for p in unit.products) + (blocks.count * FUSED_KERNELS if blocks else 0)
+
+    def recompute_s(self, unit: UnitShape, products: float, scores: float, other: float) -> float:
+        """A second forward, from what it takes."""
+        return products + other + scores - self.last_product_s(unit)
+
+    def last_product_s(self, unit: UnitShape) -> float:
+        return self.product_s(replace(unit, products=(replace(unit.products[-1], count=1),))) if unit.products else 0.0
+
+    def optimizer_s(self, elements: float) -> float:
+        """One update of a rank's shard. Measured are AdamW and SGD without arguments; others are in proportion to memory
+        traffic."""
+        optimizer = self.spec.workload.torch_optimizer
+        each = update_bytes(optimizer)
+        if self.device.measured is None:
+            return elements * each / (self.device.memory_bytes_per_s * self.rates.memory)
+        name = optimizer.name if optimizer.is_known else "adamw"
+        return self.device.measured.updates[name](elements) * each / update_bytes(TorchOptimizer(name=name))
+
+
+ComputingOf = Callable[..., Computing]  # of its fields
 
 
 def arithmetic(strategy: Strategy) -> str:
@@ -161,57 +185,14 @@ def saved_bytes(unit: UnitShape, tokens: int, dtype: str) -> float:
     return replace(unit.saved[dtype], per_pair_bytes=0.0).bytes_of(tokens)
 
 
-def kept_products(unit: UnitShape) -> float:
-    """The share of matrix products that `Software.operators` keeps: the first, the third, and so on, in calling order."""
-    each = [p.inputs * p.outputs * p.share for p in unit.products for _ in range(p.count)]
-    return sum(each[::2]) / sum(each) if each else 1.0
-
-
-def traffic_bytes(unit: UnitShape, tokens: int, dtype: str, software: Software = USUAL, *,
+def traffic_bytes(unit: UnitShape, tokens: int, dtype: str, traffic: Bytes | None, *,
                   fused: bool) -> tuple[float, float]:  # fmt: skip
-    """Memory traffic of one sample without products and attention: (forward, backward). fused: by a compiler."""
-    traffic, size = memory_traffic(unit, software), unit.share * tokens * BYTES[dtype] / 2
+    """(Forward, backward) of one sample, from the traffic of a token; None: in proportion to what is saved."""
+    size = unit.share * tokens * BYTES[dtype] / 2
     if traffic is None:
         traffic, size = PER_SAVED, saved_bytes(unit, tokens, dtype)
     forward, backward = traffic[2:] if fused else traffic[:2]
-    dropout = 2 * DROPOUT_BYTES * unit.boundary_elements * size if software.drops and unit.heads else 0.0
-    return forward * size + dropout, backward * size + dropout
-
-
-def product_seconds(unit: UnitShape, tokens: float, dtype: str, device: Device, rates: Rates) -> float:
-    """Matrix products of the forward."""
-    is_charged = device.type == "cuda" and dtype != "fp32" and bool(unit.kernels)
-
-    def slowed(p: MatMul) -> float:
-        return UNALIGNED if is_charged and (p.inputs % 8 or p.outputs % 8) else 1.0
-
-    if device.measured is not None:
-        curve = device.curve(dtype)
-        return sum(p.count * slowed(p) * curve(2 * unit.share * tokens * p.share * p.inputs * p.outputs)
-                   for p in unit.products)  # fmt: skip
-    rate = device.flops_per_s(dtype) * device.matrix_share * rates.matrix
-    bandwidth = device.memory_bytes_per_s * rates.memory
-    seen = unit.share * tokens
-    total = 0.0
-    for p in unit.products:
-        operands = rates.operands * BYTES[dtype] * (p.share * seen * (p.inputs + p.outputs) + p.inputs * p.outputs)
-        total += p.count * (slowed(p) * 2 * p.share * seen * p.inputs * p.outputs / rate + operands / bandwidth)
-    return total
-
-
-def attention_seconds(unit: UnitShape, tokens: float, samples: int, dtype: str, device: Device, rates: Rates,
-                      software: Software) -> float:  # fmt: skip
-    """Attention of the forward, without its products with weights. tokens: of one sample."""
-    pairs, peak = samples * (unit.share * tokens) ** 2, device.flops_per_s(dtype)
-    if device.measured is not None:
-        return unit.pair_flops * pairs / peak + device.measured.scores[dtype](unit.heads * pairs)
-    kernel = software.attention
-    if kernel is Attention.PLAIN:
-        each = (FUSED_SCORE_BYTES if software.fused_softmax else SCORE_BYTES) + DROPOUT_BYTES * software.drops
-        moved = each * unit.heads * pairs / (device.memory_bytes_per_s * rates.memory)
-        return unit.pair_flops * pairs / (peak * device.matrix_share * rates.matrix) + moved
-    flops = unit.pair_flops * pairs * (0.5 if unit.causal else 1.0) * padding(unit)
-    return flops / (peak * rates.attention_share(device.generation) * GAIN[kernel])
+    return forward * size, backward * size
 
 
 def padding(unit: UnitShape) -> float:
@@ -220,17 +201,6 @@ def padding(unit: UnitShape) -> float:
         return 1.0
     width = unit.pair_flops / 4 / unit.heads
     return math.ceil(width / HEAD_STEP) * HEAD_STEP / width
-
-
-def optimizer_seconds(elements: float, optimizer: TorchOptimizer, device: Device, rates: Rates) -> float:
-    """One update of a rank's shard. Measured are AdamW and SGD without arguments; others are in proportion to memory
-    traffic."""
-    each = update_bytes(optimizer)
-    if device.measured is not None:
-        measured = optimizer.name if optimizer.is_known else "adamw"
-        usual = update_bytes(TorchOptimizer(name=measured))
-        return device.measured.updates[measured](elements) * each / usual
-    return elements * each / (device.memory_bytes_per_s * rates.memory)
 
 
 def update_bytes(optimizer: TorchOptimizer) -> int:
@@ -257,24 +227,23 @@ RESIDUAL: Bytes = (6, 6, 6, 4)  # two read, one written; fused: with the next no
 ACTIVATION: Bytes = (4, 6, 4, 6)  # GELU or ReLU
 GATE: Bytes = (10, 18, 6, 12)  # SiLU and a product, whose backward reads both factors
 ROTARY: Bytes = (20, 20, 4, 4)  # of queries and keys, in fp32
-HALF_LOSS: Bytes = (4, 8, 4, 8)  # log-softmax; its gradient
 LOSS: Bytes = (14, 22, 4, 4)  # of a logit: cast, log-softmax; its gradient, cast
 PER_SAVED: Bytes = (1.1, 1.7, 0.8, 1.1)  # per saved byte, for units of other models; as in a GPT's block
 
 
-def memory_traffic(unit: UnitShape, software: Software = USUAL) -> Bytes | None:
+def memory_traffic(unit: UnitShape, *, norm: Bytes = RMS_NORM, loss: Bytes = LOSS) -> Bytes | None:
     """Bytes per token in half precision, of a transformer's block or of a head with its loss, which is one product without
-    attention. None for other units."""
+    attention. None for other units. norm: of a gated block."""
     if unit.heads:
-        return _block_traffic(unit, software)
+        return _block_traffic(unit, norm)
     if len(unit.products) == 1 and not unit.saved["bf16"].fixed_bytes:
         head = unit.products[0]
-        return _sum_traffic((head.count * head.outputs * head.share, HALF_LOSS if software.half_loss else LOSS))
+        return _sum_traffic((head.count * head.outputs * head.share, loss))
     return None
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Blocks:
+class Blocks:
     """The blocks of a unit. One that widens to twice its inner width is gated, and such models (Llama and later ones) have
     RMS norms and rotary positions."""
 
@@ -284,18 +253,18 @@ class _Blocks:
     is_gated: bool
 
 
-def _blocks(unit: UnitShape) -> _Blocks | None:
+def blocks_of(unit: UnitShape) -> Blocks | None:
     """None for a unit without blocks."""
     hidden = unit.boundary_elements or max(unit.products, key=lambda p: p.outputs).inputs
     inner = max((p.inputs for p in unit.products if p.outputs == hidden), default=0)
     count = sum(p.count for p in unit.products if (p.inputs, p.outputs) == (inner, hidden))
     widened = sum(p.count * p.outputs for p in unit.products if p.inputs == hidden and p.outputs in (inner, 2 * inner))
-    return _Blocks(count=count, hidden=hidden, inner=inner, is_gated=widened >= 2 * count * inner) if count else None
+    return Blocks(count=count, hidden=hidden, inner=inner, is_gated=widened >= 2 * count * inner) if count else None
 
 
-def _block_traffic(unit: UnitShape, software: Software) -> Bytes | None:
+def _block_traffic(unit: UnitShape, norm: Bytes) -> Bytes | None:
     """Traffic of one block or several."""
-    blocks = _blocks(unit)
+    blocks = blocks_of(unit)
     if blocks is None:
         return None
     logits = sum(
@@ -303,7 +272,6 @@ def _block_traffic(unit: UnitShape, software: Software) -> Bytes | None:
     )
     ends, inner, heads = 2 * blocks.count * blocks.hidden, blocks.count * blocks.inner, unit.pair_flops / 4
     if blocks.is_gated:
-        norm = LAYER_NORM if software.fused_norms else RMS_NORM
         return _sum_traffic((ends, RESIDUAL), (ends, norm), (2 * heads, ROTARY), (inner, GATE), (logits, LOSS))
     return _sum_traffic((ends, RESIDUAL), (ends, LAYER_NORM), (inner, ACTIVATION), (logits, LOSS))
 
@@ -316,28 +284,17 @@ def _sum_traffic(*parts: tuple[float, Bytes]) -> Bytes:
 
 # -- what the host issues --------------------------------------------------------------------------------------------
 
-# Kernels of a block's forward besides matrix products and attention, as libraries write them and as a compiler fuses them.
-# These numbers, and those of the backward and of a collective, are assumed: only their product with `Rates.kernel_s` shows.
-GATED_KERNELS, PLAIN_KERNELS, FUSED_KERNELS = 28, 12, 4
-ATTENTION_KERNELS = {Attention.PLAIN: 7, Attention.FLASH1: 2, Attention.FLASH2: 2, Attention.CUDNN: 2}
+# Kernels of a block's forward besides its matrix products, with two of attention, as a compiler fuses them. This number, and
+# those of the backward and of a collective, are assumed: only their product with `Rates.kernel_s` shows.
+FUSED_KERNELS = 6
 BACKWARD_LAUNCH = 0.4  # host's time of a backward, relative to the forward: more kernels, but autograd issues them
 SEND_KERNELS = 20  # a gather or a reduction of a unit takes the host as long as so many kernels
-
-
-def kernels(unit: UnitShape, attention: Attention, *, fused: bool) -> float:
-    """Kernels that the host issues in a unit's forward. Units that are no blocks: in proportion to their products."""
-    products = sum(p.count for p in unit.products)
-    blocks = _blocks(unit) if unit.heads else None
-    if blocks is None:
-        return products * (1 if fused else 3)
-    others = FUSED_KERNELS if fused else GATED_KERNELS if blocks.is_gated else PLAIN_KERNELS
-    return products + blocks.count * (ATTENTION_KERNELS[attention] + others)
 
 
 # -- collectives -----------------------------------------------------------------------------------------------------
 
 # How much faster an all-reduce of NVLS is than a ring: half of the bytes, at three quarters of the rate
-# (data/collective_timings.csv, 1 GiB and more on eight H100 or H200).
+# (tests/planner/research/data/collective_timings.csv, 1 GiB and more on eight H100 or H200).
 MULTICAST = 1.33
 PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # of the payload through the ring
 

@@ -192,7 +192,7 @@ class Machine:
 
 
 # The default network of a host: that of the vendor's reference design or of the usual cloud machine; of A100s, whose
-# networks differ most, the median of the sources in data/fsdp_measurements.csv that state theirs.
+# networks differ most, the median of the sources in research/data/fsdp_measurements.csv that state theirs.
 _NETWORKS_GBIT: Mapping[str, float] = {
     "volta": 100, "turing": 50, "ampere": 800, "ada": 400, "hopper": 3200, "blackwell": 3200,
 }  # fmt: skip
@@ -255,15 +255,15 @@ class HostOverhead:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Free parameters of the cost model: few, global, and fitted together (`fsdp_lab.planner.fitting`), none to a single
+    """Free parameters of the cost model: few, global, and fitted together (tests/planner/research), none to a single
     published row. Shares are of the device's or the link's best, 0 to 1."""
 
     matrix: float  # matrix products inside a model, relative to one large product alone
     attention: Mapping[str, float]  # fused attention's own FLOPs (half of the pairs if causal), by generation
     memory: float  # of the memory bandwidth; not fitted
     operands: float  # how often a matrix product moves its operands through memory
-    # Of a collective, not fitted to steps but to the timings of data/collective_timings.csv: shares to payloads of 4 GiB and
-    # more, the hop to those of 16 MB and more. A test repeats it.
+    # Of a collective, fitted to timings (tests/planner/research/data/collective_timings.csv) and not to steps: shares to
+    # payloads of 4 GiB and more, the hop to those of 16 MB and more. A test repeats it.
     link: float  # inside a host
     network: float  # between hosts
     latency_s: float  # per step of its ring inside a host: NCCL's own (src/graph/tuning.cc, hwLat, protocol Simple)
@@ -292,7 +292,7 @@ class Rates:
         return self.hosts.get(backend, HostOverhead())
 
 
-# Fitted to all usable rows of data/fsdp_measurements.csv. A test repeats the fit.
+# Fitted to all usable rows of tests/planner/research/data/fsdp_measurements.csv. A test repeats the fit.
 PUBLISHED = Rates(
     matrix=0.869, attention={"ampere": 0.3129, "hopper": 0.1675}, memory=0.9, operands=1.113, link=0.8, network=0.82,
     latency_s=3.4e-6, hop_s=38e-6, jitter_s=1.301e-4, interference=0.1533, step_s=0.008816, kernel_s=4.844e-5,

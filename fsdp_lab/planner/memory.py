@@ -18,8 +18,7 @@ from fsdp_lab.core.events import RoleBytes
 from fsdp_lab.core.model_shape import ALLOCATED, ARRIVED, FREED, SCRATCH, ModelShape, TapeChange, TapeSegment
 from fsdp_lab.core.schedule import Direction, PointSide
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.planner.costs import BYTES, USUAL, Software, arithmetic
-from fsdp_lab.planner.dense import dense_tape
+from fsdp_lab.planner.costs import BYTES, arithmetic
 from fsdp_lab.planner.devices import Machine
 from fsdp_lab.planner.memory_models.base import (
     ACTIVATIONS,
@@ -41,11 +40,6 @@ CONTEXT_BYTES = 1 << 30  # GPU memory of CUDA's context, NCCL's buffers and the 
 # Blocks of a caching allocator that fit no request, as a share of the allocated bytes at the peak: what it cannot release.
 # Below all published pairs: 0.15 to 0.83 in figure 8 of arXiv 2304.11277, 0.16 where torchtitan fills its device.
 GPU_SLACK = 0.06
-# Memory that torch's allocator reserves, relative to the allocated peak, while the device has room: the median over
-# torchtitan's published rows, 1.16 to 1.63. In figure 8 it is 1.48 to 1.83 for GPT-175B, whose gathered units cannot be used
-# again at once, and 1.15 to 1.44 for T5. Under pressure it releases unused blocks, so `reserved_bytes` decides what fits.
-SPARE = 1.5
-FULL = 0.95  # share of device memory that an allocator reserves at most
 PRESSURE = 0.92  # share of device memory; the rest is for the driver, the communicator and fragmentation
 GATHERED = 3  # blocks at a time: one in use and two that the rate limiter admits
 MODELS: Mapping[str, type[MemoryModel]] = {
@@ -68,25 +62,16 @@ class MemoryPlan:
     def peak_bytes(self) -> int:
         return self.at_peak.total_bytes
 
-    def peak_of_kind(self, kind: str, capacity_bytes: float) -> float:
-        """The peak as tools report it on a device of that capacity: "allocated" by tensors, "reserved" by the allocator, or
-        "used" on the device (nvidia-smi), which includes the context."""
-        if kind == "allocated":
-            return self.peak_bytes
-        context = CONTEXT_BYTES if kind == "used" else 0
-        reserved = min(SPARE * self.peak_bytes, FULL * capacity_bytes - context)
-        return max(reserved, self.reserved_bytes) + context
 
-
-def memory(spec: Spec, shape: ModelShape, *, device: str, software: Software = USUAL) -> MemoryPlan:
+def memory(spec: Spec, shape: ModelShape, *, device: str, model: type[MemoryModel] | None = None) -> MemoryPlan:
     """Predicts the memory of any step but the first.
 
     Args:
         shape: the model, in the units of `spec.strategy.wrap`.
         device: "cpu" or "cuda".
-        software: used if the shape has no tapes.
+        model: of the backend; None: the usual one.
     """
-    return _Step(spec, shape, software, on_gpu=device != "cpu").plan()
+    return _Step(spec, shape, model or MODELS[spec.strategy.backend], on_gpu=device != "cpu").plan()
 
 
 def loading_bytes(spec: Spec, shape: ModelShape, *, device: str) -> int:
@@ -110,7 +95,8 @@ def peak_in_theory(spec: Spec, shape: ModelShape) -> float:
     units = FlatMemory(spec, shape, MemoryTracker(), on_gpu=False).units
     samples, tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)
     tape = tape_of(shape, spec)
-    order = [shape.call_tree[segment.point.call].unit for segment in tape if _begins_backward(segment)][1:]
+    begins = (Direction.BACKWARD, PointSide.BEFORE)
+    order = [shape.call_tree[s.point.call].unit for s in tape if (s.point.direction, s.point.moment) == begins][1:]
     keeps_all = not spec.strategy.reshards_after_forward
     state = 3 * sum(u.shard for u in units) + units[0].gathered
 
@@ -147,10 +133,6 @@ def peak_in_theory(spec: Spec, shape: ModelShape) -> float:
     return state + peak
 
 
-def _begins_backward(segment: TapeSegment) -> bool:
-    return segment.point.direction is Direction.BACKWARD and segment.point.moment is PointSide.BEFORE
-
-
 def has_scratch(spec: Spec) -> bool:
     """Whether a CPU's convolutions copy: those of one sample in fp32 go by another way."""
     return spec.workload.micro_batch > 1 or spec.strategy.dtypes.param != "fp32"
@@ -166,29 +148,22 @@ def batch_bytes(spec: Spec, shape: ModelShape) -> float:
 
 
 class _Step:
-    def __init__(self, spec: Spec, shape: ModelShape, software: Software, *, on_gpu: bool) -> None:
-        self._software = software
+    def __init__(self, spec: Spec, shape: ModelShape, model: type[MemoryModel], *, on_gpu: bool) -> None:
         self._spec, self._shape, self._tracker, self._on_gpu = spec, shape, MemoryTracker(), on_gpu
-        self._model = MODELS[spec.strategy.backend](spec, shape, self._tracker, on_gpu=on_gpu)
+        self._model = model(spec, shape, self._tracker, on_gpu=on_gpu)
         self._samples, self._tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)
         self._has_scratch = not on_gpu and has_scratch(spec)
         self._sizes: dict[int, tuple[Sequence[TapeChange], list[tuple[str, float, int | None, int]]]] = {}
         self._played: dict[tuple[object, ...], tuple[MemoryTracker, object]] = {}
 
-    @property
-    def _batch_bytes(self) -> float:
-        if self._on_gpu:
-            return self._shape.batch.bytes_of(self._samples, self._tokens)
-        return batch_bytes(self._spec, self._shape)
-
     def plan(self) -> MemoryPlan:
         tracker, model = self._tracker, self._model
         tracker.alloc(OTHER, self._shape.buffers_bytes)
-        model.keeps_gradients, model.is_first = self._software.keeps_gradients, self._software.first_step
         model.alloc_state()
         held = role_bytes(tracker.now)
-        batch = self._batch_bytes
-        tape = tape_of(self._shape, self._spec, self._software)
+        on_device = self._shape.batch.bytes_of(self._samples, self._tokens)
+        batch = on_device if self._on_gpu else batch_bytes(self._spec, self._shape)
+        tape = tape_of(self._shape, self._spec)
         for micro in _distinct_micro_batches(self._spec):
             tracker.alloc(OTHER, batch)
             model.begin_micro_batch(reduces=self._spec.communicates(micro))
@@ -269,13 +244,10 @@ def _distinct_micro_batches(spec: Spec) -> list[int]:
     return sorted(micro for micro in {*first, *(interval + m for m in first), count - 1} if micro < count)
 
 
-def tape_of(shape: ModelShape, spec: Spec, software: Software = USUAL) -> Sequence[TapeSegment]:
+def tape_of(shape: ModelShape, spec: Spec) -> Sequence[TapeSegment]:
     """The tape of the Spec's precision and recompute. For a model of one unit, "every:K" is treated as "none", which is an
     upper bound."""
     s = spec.strategy
-    if not shape.tapes:
-        units = frozenset(recomputed(spec, len(shape.units)))
-        return dense_tape(shape, s.dtypes.param, software, compiled=s.compile, recomputed=units)
     name = arithmetic(s)
     plain = shape.tapes[name]
     whole = shape.tapes.get(f"{name}, recompute", plain)

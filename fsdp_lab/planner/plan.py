@@ -28,7 +28,7 @@ from fsdp_lab.planner.bands import (
     error_scale,
     of_network,
 )
-from fsdp_lab.planner.costs import USUAL, Software
+from fsdp_lab.planner.costs import Computing, ComputingOf
 from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates
 from fsdp_lab.planner.memory import CONTEXT_BYTES, MemoryPlan, loading_bytes, memory, under_pressure
 from fsdp_lab.planner.step import StepModel, StepTime, recomputed, step_seconds
@@ -53,7 +53,7 @@ class Plan:
     link_bytes: Mapping[str, int]
     assumed: Mapping[str, Any]
     rates: Rates
-    software: Software
+    computing: ComputingOf = Computing
 
     @property
     def step_time_s(self) -> float:
@@ -114,7 +114,7 @@ class Plan:
         overlaps = not under_pressure(self.spec, self.shape, self.machine)
 
         def seconds(rates: Rates) -> float:
-            return step_seconds(self.spec, self.shape, self.machine, rates, self.software, overlaps=overlaps)
+            return step_seconds(self.spec, self.shape, self.machine, rates, self.computing, overlaps=overlaps)
 
         return error_scale(errors, self.machine, self.rates, seconds)
 
@@ -213,7 +213,7 @@ class Plan:
 
 
 def plan(
-    spec: Spec, shape: ModelShape, machine: Machine, *, rates: Rates = PUBLISHED, software: Software = USUAL
+    spec: Spec, shape: ModelShape, machine: Machine, *, rates: Rates = PUBLISHED, computing: ComputingOf = Computing
 ) -> Plan:
     """Predicts a step.
 
@@ -232,19 +232,18 @@ def plan(
         raise SpecError("strategy.gather", "mapped is for ranks on CPUs", "use copy", {"gather": "copy"})
     overlaps = not under_pressure(spec, shape, machine)
     model = StepModel(
-        spec, shape.units, shape.tokens(spec.workload.seq_len), machine, rates, software, overlaps=overlaps
+        spec, shape.units, shape.tokens(spec.workload.seq_len), machine, rates, computing, overlaps=overlaps
     )
     step = model.step()
     comm_s, link_bytes = model.communicated()
     assumed = {**machine.device.assumed, **machine.assumed}
     if machine.device.measured is None:
-        assumed["attention"] = software.attention.value
+        assumed["attention"] = "flash2"
     if not spec.workload.torch_optimizer.is_known:
         assumed["optimizer time"] = "in proportion to its state, as of AdamW"
     return Plan(
         spec=spec, shape=shape, machine=machine, step=step, comm_s=comm_s, link_bytes=link_bytes, assumed=assumed,
-        rates=rates, software=software,
-        memory=memory(spec, shape, device=machine.device.type, software=software),
+        rates=rates, computing=computing, memory=memory(spec, shape, device=machine.device.type),
     )  # fmt: skip
 
 
@@ -337,31 +336,19 @@ def plan_table(plans: Sequence[Plan]) -> Table:
     flat = [p.spec.flat() for p in plans]
     differing = differing_fields(flat)
     names = tuple("ranks" if name == "world_size" else field_title(name) for name in differing)
-    rows = (
-        (*(_cell(n, fields[n]) for n in differing), *plan_figures(p)) for p, fields in zip(plans, flat, strict=True)
-    )
+    rows = []
+    for p, fields in zip(plans, flat, strict=True):
+        cells = [f"{v:,}" if type(v := fields[name]) is int else describe_value(name, v) for name in differing]
+        share = f" ({p.fits_probability:.0%})" if 1 - SURE <= p.fits_probability <= SURE else ""
+        rows.append((
+            *cells, ("yes" if p.fits else "no") + share, size(p.memory.reserved_bytes), duration(p.step_time_s),
+            band_text(p), count(p.tokens_per_s), f"{p.flops_per_s / 1e12:.3g}", f"{p.mfu:.1%}", f"{p.exposed_share:.0%}",
+            p.binding,
+        ))  # fmt: skip
     return Table(columns=(*names, *FIGURES), rows=tuple(rows), left=LEFT_ALIGNED | {n for n in names if n != "ranks"})
-
-
-def _cell(name: str, value: Any) -> str:
-    return f"{value:,}" if type(value) is int else describe_value(name, value)
-
-
-def fits_text(p: Plan) -> str:
-    """ "yes" or "no", and how likely it is to fit, where that is not nearly certain."""
-    answer, share = "yes" if p.fits else "no", p.fits_probability
-    return f"{answer} ({share:.0%})" if 1 - SURE <= share <= SURE else answer
 
 
 def band_text(p: Plan) -> str:
     """The 80 % band of the step time."""
     band = p.step_time_band_s()
     return duration_range(band.low, band.high)
-
-
-def plan_figures(p: Plan) -> tuple[str, ...]:
-    """Cells of the columns `FIGURES`."""
-    return (
-        fits_text(p), size(p.memory.reserved_bytes), duration(p.step_time_s), band_text(p), count(p.tokens_per_s),
-        f"{p.flops_per_s / 1e12:.3g}", f"{p.mfu:.1%}", f"{p.exposed_share:.0%}", p.binding,
-    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The planner's functions for the command line and the dashboard: plans, searches and rows of a table, for models by name.
+"""The planner's functions for the command line and the dashboard: plans and searches, for models by name.
 
 They look up the model's shape and the machine; the rest of the planner needs neither model names nor torch.
 """
@@ -6,10 +6,9 @@ They look up the model's shape and the machine; the rest of the planner needs ne
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError, check_whole
 from fsdp_lab.core.formatting import size
@@ -21,7 +20,6 @@ from fsdp_lab.planner.calibration import Calibration
 from fsdp_lab.planner.devices import Device, Machine, machine
 from fsdp_lab.planner.memory import MemoryPlan, memory
 from fsdp_lab.planner.plan import Plan, limit, plan, scaling
-from fsdp_lab.planner.published import Row, case, counted_flops_per_token, peak_in_unit
 from fsdp_lab.planner.search import Search, fewest, largest, search
 from fsdp_lab.planner.shapes import is_packaged, shape_of_workload
 from fsdp_lab.planner.shapes.rewrapping import deepened
@@ -172,34 +170,3 @@ def shape_of(spec: Spec) -> ModelShape:
     facts = model_facts(w.model)
     check_shapes(spec.replace(data="stdlib" if facts.is_text else "images").workload, facts)
     return shape_of_workload(w, spec.strategy.wrap)
-
-
-def predict(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Predictions for rows of a table, with assumptions for empty cells. One dict per row, in their order: `id`,
-    `tokens_per_s_per_gpu`, `tflops_per_gpu` (as the row's `tflops_kind` counts), `peak_mem` (in its `peak_mem_unit`, of its
-    `peak_mem_kind`; None if the unit is unknown), `step_time_s`, `fits_probability`, and `assumed`, by field; `_low` and
-    `_high` beside the first, the third and the fourth are their 80 % band; or `id` and `error`, a sentence
-    that names the column."""
-    return [_predict_row(row) for row in rows]
-
-
-def _predict_row(row: Row) -> dict[str, Any]:
-    name = row.get("id", "")
-    try:
-        one = case(row)
-        found = plan(one.spec, one.shape, one.machine, software=one.software)
-    except FieldError as e:
-        return {"id": name, "error": str(e)}
-    tokens_per_s = found.tokens_per_s / one.spec.world_size
-    w, recomputed = one.spec.workload, one.spec.strategy.recompute == "full"
-    per_token = counted_flops_per_token(row.get("tflops_kind", ""), one.shape, w.seq_len, recomputed=recomputed)
-    band, step_s, peak = found.tokens_per_s_band(), found.step_time_band_s(), peak_in_unit(found.memory, row)
-    peaks = None if peak is None else found.memory_band_bytes(peak)
-    return {
-        "id": name, "tokens_per_s_per_gpu": tokens_per_s, "tokens_per_s_per_gpu_low": band.low / one.spec.world_size,
-        "tokens_per_s_per_gpu_high": band.high / one.spec.world_size, "tflops_per_gpu": tokens_per_s * per_token / 1e12,
-        "peak_mem": peak, "peak_mem_low": peaks and peaks.low, "peak_mem_high": peaks and peaks.high,
-        "fits_probability": found.fits_probability,
-        "step_time_s": found.step_time_s, "step_time_s_low": step_s.low, "step_time_s_high": step_s.high,
-        "assumed": {**found.assumed, **one.assumed},
-    }  # fmt: skip

@@ -24,15 +24,13 @@ from fsdp_lab.planner.costs import (
     BYTES,
     FIRST_BUCKET,
     SEND_KERNELS,
-    USUAL,
+    Computing,
+    ComputingOf,
     RankGroup,
-    Software,
     Work,
     collective_seconds,
     late_s,
     link_bytes,
-    optimizer_seconds,
-    work,
 )
 from fsdp_lab.planner.devices import Machine, Rates
 
@@ -62,16 +60,19 @@ class StepModel:
     """Seconds of each action of a schedule, and of the whole step."""
 
     def __init__(self, spec: Spec, units: Sequence[UnitShape], tokens: int, machine: Machine, rates: Rates,
-                 software: Software = USUAL, *, overlaps: bool = True, longer: StepModel | None = None) -> None:  # fmt: skip
+                 computing: ComputingOf = Computing, *, overlaps: bool = True,
+                 longer: StepModel | None = None) -> None:  # fmt: skip
         """
         Args:
             tokens: of one sample.
+            computing: makes what gives the units their seconds.
             overlaps: whether collectives overlap with computing; False if memory is too full.
             longer: the same of more units, whose figures are taken over.
         """
         self._overlaps = overlaps
-        self._spec, self._units, self._machine, self._rates, self._software = spec, units, machine, rates, software
-        self.works: list[Work] = longer.works[: len(units)] if longer else self._worked(tokens)
+        self._spec, self._units, self._machine, self._rates = spec, units, machine, rates
+        self._computing = computing(spec=spec, tokens=tokens, device=machine.device, rates=rates)
+        self.works: list[Work] = longer.works[: len(units)] if longer else self._worked()
         self._factor = spec.shard_factor
         self._shard = RankGroup(size=self._factor)
         self._replicas = RankGroup(size=spec.world_size // self._factor, stride=self._factor)
@@ -81,14 +82,13 @@ class StepModel:
         self._sent_s: dict[tuple[Phase, int], float] = longer._sent_s if longer else {}  # by phase and elements
         self._schedule = schedule_of(len(units), self._rules)
 
-    def _worked(self, tokens: int) -> list[Work]:
+    def _worked(self) -> list[Work]:
         """Of each unit; most are equal."""
         recomputing, cache, works = recomputed(self._spec, len(self._units)), dict[tuple[int, bool], Work](), []
         for i, unit in enumerate(self._units):
             key = id(unit), i in recomputing
             if key not in cache:
-                cache[key] = work(unit, tokens, self._spec, self._machine.device, self._rates, self._software,
-                                  recomputed=key[1])  # fmt: skip
+                cache[key] = self._computing.work(unit, recomputed=key[1])
             works.append(cache[key])
         return works
 
@@ -103,8 +103,7 @@ class StepModel:
             return reducing * of_last + unreduced * of_first
 
         numel = sum(unit.trained_numel for unit in self._units) / self._factor
-        optimizer = optimizer_seconds(numel, w.torch_optimizer, self._machine.device, self._rates)
-        optimizer /= 2 if self._software.half_state else 1
+        optimizer = self._computing.optimizer_s(numel)
         seconds = total(last.seconds, first.seconds) + optimizer
         seconds += self._rates.step_s + self._rates.host(self._spec.strategy.backend).step_s
         alone = (self.seconds(action) for action in self._schedule.actions if action.phase is Phase.COMPUTE)
@@ -335,13 +334,13 @@ class StepModel:
         return dict(seconds), {kind: round(size) for kind, size in sent.items()}
 
 
-def step_seconds(spec: Spec, shape: ModelShape, machine: Machine, rates: Rates, software: Software = USUAL, *,
+def step_seconds(spec: Spec, shape: ModelShape, machine: Machine, rates: Rates, computing: ComputingOf = Computing, *,
                  overlaps: bool = True) -> float:  # fmt: skip
     """`StepTime.seconds`, sooner: only some of many equal blocks are simulated, and the others add the time of one more."""
     units, tokens = shape.units, shape.tokens(spec.workload.seq_len)
 
     def model(first: int, longer: StepModel | None = None) -> StepModel:
-        return StepModel(spec, units[:first], tokens, machine, rates, software, overlaps=overlaps, longer=longer)
+        return StepModel(spec, units[:first], tokens, machine, rates, computing, overlaps=overlaps, longer=longer)
 
     policy = spec.strategy.recompute
     period = int(policy.partition(":")[2]) if ":" in policy else 1

@@ -5,23 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.planner.bands import LEVELS, MEMORY_ERRORS, PUBLISHED_ERRORS, Band, ErrorScale, Quantiles, RateKind, worse
-from fsdp_lab.planner.coverage import Responses, SourceCoverage, coverage, fit_errors, memory_quantiles, with_quantiles
+from fsdp_lab.planner.bands import LEVELS, PUBLISHED_ERRORS, Band, ErrorScale, Quantiles, RateKind, worse
 from fsdp_lab.planner.devices import PUBLISHED, machine
-from fsdp_lab.planner.fitting import leave_out
 from fsdp_lab.planner.plan import Plan, plan
-from fsdp_lab.planner.published import PublishedCase
-from fsdp_lab.planner.questions import Target, planned, predict, searched
+from fsdp_lab.planner.questions import Target, planned, searched
 from fsdp_lab.planner.search import Search
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.planner.step import StepModel, step_seconds
-from fsdp_lab.planner.validate import fold, log_memory_errors, memory_rows, published, usable
 
 SEVEN = Spec(world_size=64).replace(model="llama-7b", precision="bf16", backend="fsdp2", seq_len=2048)
 QUANTILES = PUBLISHED_ERRORS.quantiles
@@ -159,82 +154,6 @@ def test_what_two_predictions_share_does_not_make_their_order_uncertain() -> Non
     assert one.apart(one, 0.03, 1.3) == pytest.approx(0.03)
     assert one.apart(other, 0.04, 1.0) == pytest.approx(0.3027, abs=1e-3)
     assert one.apart(other, 0.04, 2.0) == pytest.approx(0.6013, abs=1e-3)
-
-
-def test_rows_of_a_table_have_bands() -> None:
-    (row,) = [r for r in published() if r["id"] == "fsdp-7b-B2-512"]
-    (found,) = predict([row])
-    assert found["tokens_per_s_per_gpu_low"] < found["tokens_per_s_per_gpu"] < found["tokens_per_s_per_gpu_high"]
-    assert found["peak_mem_low"] < found["peak_mem"] < found["peak_mem_high"] and 0 <= found["fits_probability"] <= 1
-    assert found["step_time_s_low"] < found["step_time_s"] < found["step_time_s_high"]
-
-
-# -- coverage ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def cases() -> list[PublishedCase]:
-    return usable(published())[0]
-
-
-def made_up(cases: list[PublishedCase], seed: int) -> Responses:
-    """Errors of a known size: a normal distribution of 5 %, and of 20 % where the network's response is large."""
-    draw = np.random.default_rng(seed)
-    shape = (len(cases), len(RateKind), 6)
-    responses = np.zeros(shape)
-    slow = draw.random(len(cases)) < 0.3
-    responses[slow, list(RateKind).index(RateKind.NETWORK)] = np.array([0.0, 0.025, 0.05, 0.1, 0.2, 0.4])
-    errors = draw.normal(0, np.where(slow, 0.2, 0.05))
-    stated = [dataclasses.replace(c, machine=dataclasses.replace(c.machine, assumed={})) for c in cases]
-    return Responses(cases=tuple(stated), errors=errors, above=responses, below=responses)
-
-
-@pytest.mark.nightly
-def test_a_known_uncertainty_is_found_and_its_bands_hold_what_they_say(cases: list[PublishedCase]) -> None:
-    drawn = [coverage(made_up(cases[::4], seed)) for seed in range(4)]  # most sources have one row or two
-    assert 0.74 < np.mean([one.share() for one in drawn]) < 0.86
-    assert 0.4 < np.mean([one.share(0.5) for one in drawn]) < 0.6
-    rows, found = made_up(cases[::4], seed=1), drawn[1]
-    assert found.width < 1.25 * found.constant_width, "wide where it must be, and narrow elsewhere"
-    errors = fit_errors(rows)
-    below, above = rows.scales(errors)
-    is_slow = rows.above[:, list(RateKind).index(RateKind.NETWORK), -1] > 0
-    assert 2.5 < above[is_slow].mean() / above[~is_slow].mean() < 6 and (below == above).all()
-
-
-def test_a_source_is_judged_by_how_many_rows_chance_leaves_inside() -> None:
-    one = SourceCoverage(source="", rows=100, inside_50=50, inside_80=80, width=0.2)
-    assert one.expected == (73, 86) and one.is_expected
-    assert (
-        not dataclasses.replace(one, inside_80=99).is_expected
-        and not dataclasses.replace(one, inside_80=70).is_expected
-    )
-
-
-def test_quantiles_of_memory_weigh_sources_not_rows() -> None:
-    found = memory_quantiles([0.1] * 100 + [0.3] * 4, ["a"] * 100 + ["b"] * 4)
-    assert found.at(0.8) == 0.1 and found.at(0.9) == 0.3
-
-
-def test_the_memory_bands_in_the_package_are_those_of_the_rows() -> None:
-    found = memory_quantiles(*log_memory_errors(memory_rows(published())[0]))
-    assert found.values == pytest.approx(MEMORY_ERRORS["cuda"].values, abs=2e-4)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_the_bands_in_the_package_are_what_the_procedure_finds_and_they_hold(cases: list[PublishedCase]) -> None:
-    fits = leave_out(cases, fold)
-    rows = Responses.of(cases, lambda one: fits[fold(one)].rates)
-    found = fit_errors(rows)
-    assert dict(found.sizes) == dict(PUBLISHED_ERRORS.sizes) and found.floor == PUBLISHED_ERRORS.floor
-    assert found.quantiles.values == pytest.approx(PUBLISHED_ERRORS.quantiles.values, rel=0.02)
-    assert found.between == pytest.approx(PUBLISHED_ERRORS.between, abs=2e-3)
-    assert with_quantiles(rows, found).quantiles == found.quantiles
-    held = coverage(rows)
-    assert 0.75 <= held.share() <= 0.85 and held.width <= 1.5 * held.constant_width
-    names = {one.machine.device.name for one in cases}
-    assert names <= PUBLISHED_ERRORS.devices and max(one.machine.ranks for one in cases) == PUBLISHED_ERRORS.ranks
 
 
 def test_a_band_turns_into_that_of_a_rate() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from dataclasses import dataclass, replace
-from importlib import resources
+from pathlib import Path
 
 import pytest
 
@@ -89,7 +89,7 @@ class Timing:
 @pytest.fixture(scope="module")
 def timings() -> list[Timing]:
     """Of NCCL as it chooses by itself, by nccl-tests. (Megatron's kernels use multicast for gathers too.)"""
-    text = resources.files("fsdp_lab.planner").joinpath("data/collective_timings.csv").read_text(encoding="utf-8")
+    text = (Path(__file__).parent / "research" / "data" / "collective_timings.csv").read_text(encoding="utf-8")
     found = []
     for row in csv.DictReader(text.splitlines()):
         if row["gpu"] not in NAMES or not row["nodes"] or not row["time_us"] or "Megatron" in row["source"]:

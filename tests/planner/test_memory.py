@@ -9,17 +9,12 @@ from typing import Any
 import pytest
 
 from fsdp_lab.core.events import Role, StepEvent
-from fsdp_lab.core.model_shape import ALLOCATED, MADE
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.planner.costs import Software
 from fsdp_lab.planner.devices import machine
-from fsdp_lab.planner.memory import GPU_SLACK, SPARE, loading_bytes, memory, peak_in_theory, tape_of
-from fsdp_lab.planner.named_models import NamedModel, named_model, shape_of
+from fsdp_lab.planner.memory import loading_bytes, memory, peak_in_theory
 from fsdp_lab.planner.plan import plan as planned_step
-from fsdp_lab.planner.published import peak_in_unit
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.planner.shapes.rewrapping import deepened
-from fsdp_lab.planner.validate import UNEXPLAINED, MemoryRow, mape, memory_lines, memory_rows, published
 from tests.planner.measured import MODELS, USUAL, Beside, beside, measured, planned
 from tests.planner.switching import planned_switch
 from tests.pool import Pool
@@ -110,10 +105,6 @@ def test_offloaded_state_is_the_host_s(events: dict[str, StepEvent]) -> None:
 
 # -- beside closed forms ---------------------------------------------------------------------------------------------
 
-LLAMA = NamedModel(
-    family="llama", layers=32, hidden=4096, heads=32, kv_heads=32, inner=11008, vocabulary=32000, seq_len=4096
-)
-
 
 def wide(ranks: int, **changes: Any) -> Spec:
     fields = {
@@ -125,31 +116,6 @@ def wide(ranks: int, **changes: Any) -> Spec:
         **changes,
     }
     return Spec(world_size=ranks).replace(held_out=0.0, **fields)
-
-
-@pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
-@pytest.mark.parametrize(("keeps", "each"), [(False, 12), (True, 16)])
-def test_model_state_is_12_bytes_a_parameter_and_16_where_gradients_stay(keeps: bool, each: int, backend: str) -> None:
-    """Values and AdamW's moments in fp32; the peak is where the backward begins, and there are no gradients yet."""
-    shape, software = shape_of(LLAMA), Software(keeps_gradients=keeps)
-    peaks = {
-        n: memory(wide(n, backend=backend, micro_batch=32), shape, device="cuda", software=software) for n in (16, 32)
-    }
-    assert {p.peak_phase for p in peaks.values()} == {"backward"}
-    slope = (peaks[16].peak_bytes - peaks[32].peak_bytes) / (shape.parameters * (1 / 16 - 1 / 32))
-    assert slope == pytest.approx(each, rel=1e-4)
-
-
-@pytest.mark.parametrize("backend", ["lab", "fsdp2"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_model_of_which_only_sizes_are_known_is_as_one_that_was_recorded(
-    backend: str, recompute: str, precision: str
-) -> None:
-    spec = wide(64, backend=backend, recompute=recompute, precision=precision, seq_len=1024)
-    recorded, known = (memory(spec, s, device="cuda") for s in (shape_for("llama-7b"), shape_of(LLAMA)))
-    assert known.peak_bytes == pytest.approx(recorded.peak_bytes, rel=0.02)
-    assert known.at_peak.activations_bytes == pytest.approx(recorded.at_peak.activations_bytes, rel=0.06)
 
 
 def test_what_saves_memory_saves_it() -> None:
@@ -204,109 +170,3 @@ def test_loading_takes_what_a_rank_keeps_without_optimizer_state() -> None:
         assert loading_bytes(ddp, shape, device=device) == pytest.approx(2 * values, rel=0.01), "with buckets"
     found = planned_step(spec, shape, machine("h100", 4)).to_dict()["loading_memory_bytes"]
     assert found == pytest.approx(values / 4, rel=0.01)
-
-
-# -- beside published peaks ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[MemoryRow]:
-    return memory_rows(published())[0]
-
-
-def test_allocated_memory_of_published_rows(rows: list[MemoryRow]) -> None:
-    explained = [m for m in rows if m.kind == "allocated" and m.is_explained]
-    first = [m for m in explained if m.case.id.startswith(("fsdp-7", "dlrover"))]
-    assert len(first) == 23 and mape(first) <= 0.05 and max(abs(m.error) for m in first) <= 0.12
-    assert len(explained) == 60 and mape(explained) <= 0.05
-    for source in {m.case.source for m in explained}:
-        assert mape([m for m in explained if m.case.source == source]) <= 0.08, source
-    assert any(line.startswith("allocated memory, 60 rows") for line in memory_lines(rows))
-
-
-def test_reserved_memory_of_published_rows(rows: list[MemoryRow]) -> None:
-    reserved = [m for m in rows if m.kind == "reserved"]
-    first = [m for m in reserved if m.case.id.startswith(("tt165", "tt-8B"))]
-    assert len(first) == 9 and mape(first) <= 0.05
-    assert len(reserved) == 29 and mape(reserved) <= 0.12
-
-
-def test_reserved_memory_beside_allocated_in_one_figure() -> None:
-    """The slack is what an allocator needs at least, and what it takes where there is room is in the middle."""
-    ratios = [float(row["other_value"].split(";")[1]) / float(row["peak_mem"]) for row in published()
-              if row["other_metric"] == "peak_active_GB;peak_reserved_GB"]  # fmt: skip
-    assert len(ratios) == 21
-    assert 1 + GPU_SLACK < min(ratios) < SPARE < max(ratios)
-
-
-def test_a_row_left_out_contradicts_the_spec_and_says_why(rows: list[MemoryRow]) -> None:
-    """Values, gradients and moments in fp32 are 16 bytes a parameter on one GPU."""
-    assert {m.case.id for m in rows if not m.is_explained} == set(UNEXPLAINED)
-    alone = next(m for m in rows if m.case.id == "kempner-01")
-    assert 8 < alone.measured_bytes / alone.case.shape.parameters < 12
-    assert any(UNEXPLAINED["kempner-01"] in line for line in memory_lines(rows))
-
-
-def test_t5_s_peaks_are_those_of_a_first_forward(rows: list[MemoryRow]) -> None:
-    """Between 8 GPUs and 512 fp32 values alone, within the rounding to GB; between 8 samples and 16 the end of a forward."""
-    by_id = {m.case.id: m for m in rows}
-    few, many = by_id["fsdp-7c-B16-8"], by_id["fsdp-7c-B16-512"]
-    parameters = few.case.shape.parameters * (1 / 8 - 1 / 512)
-    assert (few.measured_bytes - many.measured_bytes) / parameters == pytest.approx(4, abs=1 * GB / parameters)
-    assert (few.predicted_bytes - many.predicted_bytes) / parameters == pytest.approx(4, abs=0.01)
-    fewer = by_id["fsdp-7c-B8-512"]
-    assert (many.predicted_bytes - fewer.predicted_bytes) / 8 == pytest.approx(
-        (many.measured_bytes - fewer.measured_bytes) / 8, abs=GB / 8
-    )
-
-
-def test_a_first_step_makes_the_optimizer_s_state_in_its_update() -> None:
-    shape, state = shape_of(LLAMA), 8 * shape_of(LLAMA).parameters / 16
-    for backend in ("fsdp1", "fsdp2", "lab"):
-        usual, first = (
-            memory(wide(16, backend=backend), shape, device="cuda", software=Software(first_step=is_first))
-            for is_first in (False, True)
-        )
-        assert usual.held.optimizer_bytes == pytest.approx(state, rel=0.001) and not first.held.optimizer_bytes
-        assert first.held.parameters_bytes == usual.held.parameters_bytes and not first.held.gradients_bytes
-        assert usual.peak_bytes - first.peak_bytes == pytest.approx(state, rel=0.25)
-
-
-def test_a_t5_s_cache_lives_until_its_forward_ends() -> None:
-    model = named_model("t5-11b")
-    assert model is not None
-    shape, ends = shape_of(model), {}
-    for returns_cache in (False, True):
-        tape = tape_of(shape, wide(64, seq_len=512), Software(returns_cache=returns_cache))
-        total, sizes = 0.0, []
-        for segment in tape:
-            for change in segment.changes:
-                total += change.size.bytes_of(1, 512) * (1 if change.kind in (ALLOCATED, MADE) else -1)
-            sizes.append(total)
-        ends[returns_cache] = max(sizes[: len(sizes) // 2]), sizes[-1]
-    cache = 24 * 4 * model.width * 2 * 512  # bytes: blocks, keys and values of two attentions, bf16, tokens
-    assert ends[True][0] - ends[False][0] == pytest.approx(cache)
-    assert ends[True][1] == pytest.approx(ends[False][1])  # nothing of it is left
-
-
-def test_slopes_of_published_rows(rows: list[MemoryRow]) -> None:
-    """Bytes a parameter between two numbers of GPUs: of dlrover's rows, which are exact, 12."""
-    by_id = {m.case.id: m for m in rows}
-    few, many = by_id["dlrover-7B-16"], by_id["dlrover-7B-32"]
-    parameters = few.case.shape.parameters * (1 / 16 - 1 / 32)
-    assert (few.measured_bytes - many.measured_bytes) / parameters == pytest.approx(12, abs=0.01)
-    assert (few.predicted_bytes - many.predicted_bytes) / parameters == pytest.approx(12, abs=0.3)
-
-
-def test_units_and_kinds() -> None:
-    plan = memory(wide(64), shape_of(LLAMA), device="cuda")
-    gib = peak_in_unit(plan, {"peak_mem_unit": "GiB", "peak_mem_kind": "allocated"})
-    gb = peak_in_unit(plan, {"peak_mem_unit": "GB", "peak_mem_kind": "allocated"})
-    mib = peak_in_unit(plan, {"peak_mem_unit": "MB (slope fits MiB)", "peak_mem_kind": "max allocated"})
-    assert gib is not None and gb is not None and mib is not None
-    assert gb * GB == pytest.approx(gib * 2**30) == pytest.approx(plan.peak_bytes) == pytest.approx(mib * 2**20)
-    reserved = peak_in_unit(plan, {"peak_mem_unit": "GB", "peak_mem_kind": "reserved"})
-    assert reserved is not None and reserved > plan.reserved_bytes / GB > gb
-    full = peak_in_unit(plan, {"peak_mem_unit": "GiB", "peak_mem_kind": "reserved", "gpu_mem_gb": "16"})
-    assert full == pytest.approx(0.95 * 16)
-    assert peak_in_unit(plan, {"peak_mem_unit": "bananas", "peak_mem_kind": "reserved"}) is None

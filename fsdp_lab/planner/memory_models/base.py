@@ -122,8 +122,6 @@ class MemoryModel:
         self.fresh = [0.0] * len(self.units)  # gradients that became ready after the unit's last reduction
         self.offloaded = self.strategy.offload != "none"
         self.reduces_on_host = self.offloaded and not on_gpu  # reduced gradients are host memory, which is not counted
-        self.keeps_gradients = False  # between steps
-        self.is_first = False  # the first step: what is kept between steps does not exist yet
         self.reduces = True  # whether this micro-batch reduces gradients
 
     def unit_bytes(self, unit: UnitShape) -> UnitBytes:
@@ -149,12 +147,9 @@ class MemoryModel:
 
     def alloc_state(self) -> None:
         """Allocates what a rank holds when a step begins."""
-        if self.keeps_gradients and not (self.offloaded or self.is_first):
-            self.gradients = [u.gradient for u in self.units]
-            self.tracker.alloc(GRADIENTS, sum(self.gradients))
         if not self.offloaded:
             self.tracker.alloc(PARAMETERS, self.shards)
-            self.tracker.alloc(OPTIMIZER, 0.0 if self.is_first else self.state)
+            self.tracker.alloc(OPTIMIZER, self.state)
 
     @property
     def host_bytes(self) -> float:
@@ -187,8 +182,6 @@ class MemoryModel:
     def update(self) -> None:
         """Scratch of the optimizer's kernels: AdamW's square roots, SGD's gradients with weight decay added. Foreach ones
         take a parameter group at a time, fused ones have none; others take a tensor at a time, counted as one unit."""
-        if self.is_first and not self.offloaded:
-            self.tracker.alloc(OPTIMIZER, self.state)
         if self.offloaded or self.optimizer.is_fused:
             return
         groups = [[u.decayed for u in self.units], [u.others for u in self.units]]
@@ -201,8 +194,6 @@ class MemoryModel:
 
     def drop_gradients(self) -> None:
         """Called for `zero_grad`."""
-        if self.keeps_gradients:
-            return
         if not self.offloaded:
             self.tracker.free(GRADIENTS, sum(self.gradients))
         self.gradients = [0.0] * len(self.units)

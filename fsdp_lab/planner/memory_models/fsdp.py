@@ -96,7 +96,7 @@ class FSDP1Memory(HookedMemory):
 
     def alloc_state(self) -> None:
         super().alloc_state()
-        if not (self.offloaded or self.keeps_gradients or self.is_first):
+        if not self.offloaded:
             self.gradients = [u.gradient for u in self.units]
             self.tracker.alloc(GRADIENTS, sum(self.gradients))
 

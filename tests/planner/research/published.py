@@ -6,22 +6,33 @@ shape, no number of GPUs) or is of another kind of parallelism.
 
 from __future__ import annotations
 
+import csv
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.formatting import GIB, MIB
 from fsdp_lab.core.model_shape import ModelShape
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.planner.costs import Attention, Software
-from fsdp_lab.planner.devices import Machine, machine
+from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates, machine
 from fsdp_lab.planner.memory import MemoryPlan
-from fsdp_lab.planner.named_models import NamedModel, gpt_model, llama_model, named_model, shape_of
+from fsdp_lab.planner.plan import Plan
+from tests.planner.research.models import NamedModel, gpt_model, llama_model, named_model, shape_of
+from tests.planner.research.software import peak_of_kind, planned, planned_memory, planned_s
+from tests.planner.research.tape import Attention, Software
 
 Row = Mapping[str, str]
+DATA = Path(__file__).parent / "data"
+
+
+def published() -> list[Row]:
+    """The table's rows."""
+    with (DATA / "fsdp_measurements.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +58,16 @@ class PublishedCase:
         w = self.spec.workload
         return w.micro_batch * w.accumulate * w.seq_len
 
+    def plan(self) -> Plan:
+        return planned(self.spec, self.shape, self.machine, self.software)
+
+    def memory(self) -> MemoryPlan:
+        return planned_memory(self.spec, self.shape, self.software)
+
+    def predicted_s(self, rates: Rates = PUBLISHED) -> float:
+        """Seconds of a step."""
+        return planned_s(self.spec, self.shape, self.machine, self.software, rates)
+
 
 @dataclass
 class _Reader:
@@ -55,8 +76,9 @@ class _Reader:
     row: Row
     assumed: dict[str, Any] = field(default_factory=dict)
 
-    def text(self, column: str) -> str:
-        return (self.row.get(column) or "").strip()
+    def text(self, *columns: str) -> str:
+        """Of several columns with an @ between them."""
+        return "@".join((self.row.get(column) or "").strip() for column in columns)
 
     def number(self, column: str) -> float | None:
         given = self.text(column)
@@ -79,48 +101,58 @@ class _Reader:
             return int(value)
         if default is None:
             raise ArgumentError(column, "it is empty", "fill it in")
-        self.assumed[column] = default
-        return default
+        return self.assume(column, default)
 
     def assume(self, column: str, value: Any) -> Any:
         self.assumed[column] = value
         return value
 
 
+def _first(table: Iterable[tuple[str, str]], text: str) -> str | None:
+    """The value of the first pattern in the text."""
+    return next((value for pattern, value in table if re.search(pattern, text)), None)
+
+
 def case(row: Row) -> PublishedCase:
     """Reads a row. Raises ArgumentError for a missing cell that cannot be assumed, or for another kind of parallelism."""
     reader = _Reader(row)
-    strategy = _strategy(reader)
+    for column, pattern, reason, hint in _REFUSED:
+        if re.search(pattern, reader.text(column)):
+            raise ArgumentError(column, f"{reader.text(column)} {reason}", hint)
+    strategy = reader.text("strategy") or reader.assume("strategy", "FULL_SHARD")
     model = _model(reader)
     ranks = reader.whole("n_gpus")
     software, recompute = _software(reader)
     fused = "fused" in reader.text("optimizer").lower()
     # Flat parameters are of a class of their own, of which torch's foreach kernels of the time took none.
     kernels = {"foreach": False} if _before_torch_21(reader) and not fused else {"fused": fused}
-    seq_len = reader.whole("seq_len", model.seq_len)
-    accumulate = reader.whole("grad_accum", 1)
+    seq_len, accumulate = reader.whole("seq_len", model.seq_len), reader.whole("grad_accum", 1)
+    hosts_of = re.search(r"(\d+) GPUs/node", reader.text("interconnect"))
+    per_host = int(hosts_of[1]) if hosts_of else 4 if reader.text("gpu").startswith(("GB200", "GB300")) else 8
+    sharding = "full_shard" if ranks == 1 else _first(_SHARDINGS, strategy)
     spec = Spec(world_size=ranks).replace(
-        backend=_backend(reader, strategy),
-        sharding=_sharding(strategy, ranks), shard_size=_shard_size(strategy, reader, ranks),
+        backend=_first(_BACKENDS, f"{strategy}@{reader.text('framework')}"), sharding=sharding,
+        shard_size=_shard_size(strategy, ranks, per_host) if str(sharding).startswith("hybrid") else None,
         precision=_precision(reader), recompute=recompute, compile=reader.text("compile") == "yes", seq_len=seq_len,
         accumulate=accumulate, micro_batch=_micro_batch(reader, ranks, accumulate), held_out=0.0,
         optimizer_args=kernels,
     )  # fmt: skip
     if accumulate > 1 and spec.strategy.is_replicated:
         spec = spec.replace(sync="last")  # programs that replicate reduce gradients once a step
-    if (reader.text("other_metric"), reader.text("other_value")) == ("backward_prefetch", "off"):
+    if reader.text("other_metric", "other_value") == "backward_prefetch@off":
         spec = spec.replace(backward_prefetch=0)
-    shape = shape_of(model)
-    hardware = _machine(reader, ranks)
+    shape, hardware = shape_of(model), _machine(reader, ranks, per_host)
     if not reader.text("act_ckpt") and recompute == "none" and not _fits_without_recompute(spec, shape, hardware):
         reader.assume("act_ckpt", "full: with all activations it would not fit")
         spec = spec.replace(recompute="full")
     reader.assumed.update(hardware.assumed)
-    case = PublishedCase(id=reader.text("id"), source=source(reader), spec=spec, shape=shape, machine=hardware,
-                         software=software, measured_s=None, assumed=reader.assumed)  # fmt: skip
-    tokens_per_s = _tokens_per_s(reader, model, seq_len)
-    seconds = case.tokens / tokens_per_s if tokens_per_s else reader.number("step_time_s")
-    return replace(case, measured_s=seconds)
+    one = PublishedCase(id=reader.text("id"), source=_source(reader), spec=spec, shape=shape, machine=hardware,
+                        software=software, measured_s=None, assumed=reader.assumed)  # fmt: skip
+    tokens_per_s, tflops = reader.number("tokens_per_s_per_gpu"), reader.number("tflops_per_gpu")
+    if tokens_per_s is None and tflops is not None:
+        counted = counted_flops_per_token(row, shape, seq_len, recomputed=reader.text("act_ckpt") in ("full", "yes"))
+        tokens_per_s = tflops * 1e12 / counted
+    return replace(one, measured_s=one.tokens / tokens_per_s if tokens_per_s else reader.number("step_time_s"))
 
 
 def _fits_without_recompute(spec: Spec, shape: ModelShape, hardware: Machine) -> bool:
@@ -133,7 +165,6 @@ def _fits_without_recompute(spec: Spec, shape: ModelShape, hardware: Machine) ->
 
 # -- the model of a row ----------------------------------------------------------------------------------------------
 
-
 # Columns of sizes, and the fields of `NamedModel` that they give.
 _SIZES: Mapping[str, str] = {
     "n_layers": "layers", "hidden": "hidden", "n_heads": "heads", "n_kv_heads": "kv_heads", "ffn_hidden": "inner",
@@ -145,16 +176,16 @@ def _model(reader: _Reader) -> NamedModel:
     """The row's model. Raises ArgumentError if neither its name nor its sizes are enough."""
     numbers = {name: reader.number(column) for column, name in _SIZES.items()}
     given: dict[str, Any] = {name: int(number) for name, number in numbers.items() if number is not None}
-    found = named_model(reader.text("model"))
-    if found is None:
+    model = named_model(reader.text("model"))
+    if model is None:
         if not {"layers", "hidden"} <= given.keys():
             raise ArgumentError("model", f"{reader.text('model') or 'nothing'!r} is not known, and the row gives no sizes",
                             "fill in n_layers and hidden, or name a model such as llama-3 8b")  # fmt: skip
-        found = _model_of_sizes(reader, **given)
+        model = _model_of_sizes(reader, **given)
     for column, name in _SIZES.items():
         if name not in given:
-            reader.assume(column, getattr(found, name))
-    return replace(found, **given)
+            reader.assume(column, getattr(model, name))
+    return replace(model, **given)
 
 
 def _model_of_sizes(reader: _Reader, layers: int, hidden: int, **others: Any) -> NamedModel:
@@ -172,69 +203,56 @@ def _model_of_sizes(reader: _Reader, layers: int, hidden: int, **others: Any) ->
 
 # -- the Spec, the software and the machine of a row -----------------------------------------------------------------
 
-
-def source(reader: _Reader) -> str:
-    """The source of the measurement: rows of one source share a cluster, a program and a way of counting."""
-    text = reader.text("source")
-    figure = re.search(r"arXiv 2304\.11277.*?Fig (\d\(\w\))", text)
-    if figure:
-        return f"fsdp paper, fig {figure[1]}"
-    found = re.match(r"(github [\w./-]+@\w+|github [\w/-]+|[^',]+( '[^']+')?)", text)
-    return found[0].strip() if found else reader.text("id").split("-")[0]
-
-
 # (column, pattern, reason, hint) of rows that are not FSDP by itself, or of a dtype that no Spec has.
+_OUT = "leave the row out"
 _REFUSED = (
-    ("strategy", r"x ?TP|\+ ?TP|PP|CP\d", "is more than sharded data parallelism", "leave the row out"),
+    ("strategy", r"x ?TP|\+ ?TP|PP|CP\d", "is more than sharded data parallelism", _OUT),
     (
         "strategy",
         r"over the \d+ ranks of a host",
         "shards the optimizer's state inside a host, which no Spec does",
-        "leave the row out",
+        _OUT,
     ),
-    ("model", "(?i)lora", "trains adapters beside frozen weights", "leave the row out"),
-    ("strategy", "(?i)offload", "copies over PCI Express, which is not calibrated", "leave the row out"),
+    ("model", "(?i)lora", "trains adapters beside frozen weights", _OUT),
+    ("strategy", "(?i)offload", "copies over PCI Express, which is not calibrated", _OUT),
     ("precision", "(?i)float8|fp8", "is not one of the lab's", "use bf16, fp16 or fp32"),
 )
+# By the strategy, where parameters and gradients may be whole and the optimizer's state sharded; and by the framework.
+_STATE = "(?i:zero-1|distributed optimizer)"
+_SHARDINGS = (
+    (_STATE, "zero1"), ("(HYBRID|HSDP).*NRAF|NRAF.*(HYBRID|HSDP)", "hybrid_shard_zero2"), ("HYBRID|HSDP", "hybrid_shard"),
+    ("GRAD_OP|no reshard|NRAF|reshard_after_forward=False", "shard_grad_op"), ("NO_SHARD|DDP", "no_shard"),
+    ("", "full_shard"),
+)  # fmt: skip
+_BACKENDS = ((f"{_STATE}.*@", "lab"), ("(NO_SHARD|DDP).*@(?!.*FSDP)", "ddp"),
+             ("@.*(FSDP2|torchtitan|torchtrain|DeepSpeed)", "fsdp2"), ("", "fsdp1"))  # fmt: skip
+# Gradients are reduced in the compute dtype by default, as FSDP1 and FSDP2 do without a `reduce_dtype`; torchtitan's
+# configuration and Composer's DEFAULT set fp32.
+_PRECISIONS = (("^fp16@", "fp16"), ("^(?!.*bf16.*@).*32.*@", "fp32"), ("(fp32 reduce|default).*@|@.*titan", "bf16"),
+               ("", "bf16-pure"))  # fmt: skip
+# No table gives the attention kernel; it follows from framework, model, source and date: MPT's attn_impl of 2023, and
+# programs from before there was fused attention.
+_ATTENTIONS = (("Composer.*@.*@", "flash1"), (r"@.*t5.*@|2304\.11277|AWS'?$|1 Trillion|SC21|2104\.04473", "plain"),
+               ("^(Megatron|NeMo)", "plain"), ("", "flash2"))  # fmt: skip
+_GPUS = (
+    ("H100.*(HBM2|NVL)", "h100-hbm2e"), ("H100.*PCIe", "h100-pcie"), ("H100", "h100"), ("H200", "h200"),
+    ("GB[23]00", "gb200"), ("B200", "b200"), ("A100.*40", "a100-40"), ("A100.*Leonardo", "a100-64"), ("A100", "a100-80"),
+    ("V100", "v100"), ("A10G", "a10g"), ("L40S", "l40s"), (r"L4\b", "l4"), ("T4", "t4"),
+)  # fmt: skip
 
 
-def _strategy(reader: _Reader) -> str:
-    """Raises ArgumentError for a row that is refused."""
-    for column, pattern, reason, hint in _REFUSED:
-        if re.search(pattern, reader.text(column)):
-            raise ArgumentError(column, f"{reader.text(column)} {reason}", hint)
-    return reader.text("strategy") or str(reader.assume("strategy", "FULL_SHARD"))
+def _source(reader: _Reader) -> str:
+    """The source of the measurement: rows of one source share a cluster, a program and a way of counting."""
+    text = reader.text("source")
+    if figure := re.search(r"arXiv 2304\.11277.*?Fig (\d\(\w\))", text):
+        return f"fsdp paper, fig {figure[1]}"
+    name = re.match(r"(github [\w./-]+@\w+|github [\w/-]+|[^',]+( '[^']+')?)", text)
+    return name[0].strip() if name else reader.text("id").split("-")[0]
 
 
-SHARDED_OPTIMIZER = "(?i)zero-1|distributed optimizer"  # parameters and gradients whole, the optimizer's state sharded
-
-
-def _backend(reader: _Reader, strategy: str) -> str:
-    if re.search(SHARDED_OPTIMIZER, strategy):
-        return "lab"
-    if re.search("NO_SHARD|DDP", strategy) and not re.search("FSDP", reader.text("framework")):
-        return "ddp"
-    return "fsdp2" if re.search("FSDP2|torchtitan|torchtrain|DeepSpeed", reader.text("framework")) else "fsdp1"
-
-
-def _sharding(strategy: str, ranks: int) -> str:
-    if ranks == 1:
-        return "full_shard"
-    if re.search(SHARDED_OPTIMIZER, strategy):
-        return "zero1"
-    if re.search("HYBRID|HSDP", strategy):
-        return "hybrid_shard_zero2" if "NRAF" in strategy else "hybrid_shard"
-    if re.search("GRAD_OP|no reshard|NRAF|reshard_after_forward=False", strategy):
-        return "shard_grad_op"
-    return "no_shard" if re.search("NO_SHARD|DDP", strategy) else "full_shard"
-
-
-def _shard_size(strategy: str, reader: _Reader, ranks: int) -> int | None:
-    if not _sharding(strategy, ranks).startswith("hybrid"):
-        return None
-    if found := re.search(r"\((\d+)x(\d+)\)", strategy):  # replicas x shard
-        return ranks // int(found[1])
-    per_host = _per_host(reader)
+def _shard_size(strategy: str, ranks: int, per_host: int) -> int:
+    if replicas := re.search(r"\((\d+)x(\d+)\)", strategy):
+        return ranks // int(replicas[1])
     if ranks % per_host or ranks <= per_host:
         raise ArgumentError("strategy", f"{strategy} on {ranks} GPUs in hosts of {per_host}: no shard group is known",
                         "name it as HYBRID_SHARD (replicas x shard)")  # fmt: skip
@@ -242,22 +260,15 @@ def _shard_size(strategy: str, reader: _Reader, ranks: int) -> int | None:
 
 
 def _precision(reader: _Reader) -> str:
-    """Gradients are reduced in the compute dtype by default, as FSDP1 and FSDP2 do without a `reduce_dtype`; torchtitan's
-    configuration and Composer's DEFAULT set fp32."""
     text = reader.text("precision").lower() or str(reader.assume("precision", "bf16 mixed"))
-    if text == "fp16":
-        return "fp16"
-    if "32" in text and "bf16" not in text:
-        return "fp32"
-    if re.search("fp32 reduce|default", text) or re.search("titan", reader.text("framework")):
-        return "bf16"
-    if not re.search("pure|reduce bf16", text):
+    name = str(_first(_PRECISIONS, f"{text}@{reader.text('framework')}"))
+    if name == "bf16-pure" and not re.search("pure|reduce bf16", text):
         reader.assume("reduce dtype", "bf16")
-    return "bf16-pure"
+    return name
 
 
 def _software(reader: _Reader) -> tuple[Software, str]:
-    """The software, and the Spec's `recompute`. No table gives the attention kernel; it follows from source and date.
+    """The software, and the Spec's `recompute`.
 
     The FSDP paper's peaks of T5 (figure 8c) are taken to be of the first step. Between 8 GPUs and 512 they differ by 7 GB of
     11.3e9 parameters, some 4 bytes each within the rounding to GB: fp32 values, and neither gradients nor Adam's moments,
@@ -268,39 +279,25 @@ def _software(reader: _Reader) -> tuple[Software, str]:
     The paper does not say when it measured. Peaks of GPT-175B in the same figure differ by 16 bytes a parameter: they are of
     a later step.
     """
-    framework, checkpoints = reader.text("framework"), reader.text("act_ckpt")
-    model, source = reader.text("model").lower(), reader.text("source")
-    kernel = Attention.FLASH2
-    if "Composer" in framework:
-        kernel = Attention.FLASH1  # MPT's attn_impl of 2023
-    elif (
-        "t5" in model
-        or re.search(r"2304\.11277|AWS'?$|1 Trillion|SC21|2104\.04473", source)
-        or re.match("Megatron|NeMo", framework)
-    ):
-        kernel = Attention.PLAIN  # before fused attention
-    said = reader.text("kernels")
-    if "cudnn" in said:
-        kernel = Attention.CUDNN
-    else:
-        reader.assume("attention", kernel.value)
-    of_kernels = {
-        "fused_norms": "fused norms" in said,
-        "half_loss": "half loss" in said,
-        "half_state": "half state" in said,
-    }
+    framework, checkpoints, said = reader.text("framework"), reader.text("act_ckpt"), reader.text("kernels")
+    is_t5, is_paper = "t5" in reader.text("model").lower(), "2304.11277" in reader.text("source")
+    kernel = Attention.CUDNN
+    if "cudnn" not in said:
+        told = f"{framework}@{reader.text('model').lower()}@{reader.text('source')}"
+        kernel = Attention(reader.assume("attention", _first(_ATTENTIONS, told)))
+    software = Software(attention=kernel, fused_norms="fused norms" in said, half_loss="half loss" in said,
+                        half_state="half state" in said)  # fmt: skip
     if not checkpoints:
         usual = "full" if "full recompute" in reader.text("tflops_kind") else "none"
         checkpoints = str(reader.assume("act_ckpt", "selective (op)" if "titan" in framework else usual))
     if "op" in checkpoints or (checkpoints == "selective" and re.search("torchtitan|torchtrain", framework)):
-        return Software(attention=kernel, operators=True, **of_kernels), "full"
-    is_paper, is_megatron = "2304.11277" in source, re.match("Megatron|NeMo", framework) is not None
-    if is_paper and "t5" in model and reader.text("peak_mem"):
+        return replace(software, operators=True), "full"
+    if is_paper and is_t5 and reader.text("peak_mem"):
         reader.assume("peak", "of the first step")
-    software = Software(attention=kernel, stops_early=not _before_torch_21(reader), keeps_gradients=is_paper,
-                        holds_scores="ATorch" in framework, returns_cache="t5" in model,
-                        first_step=is_paper and "t5" in model,
-                        drops=is_megatron, fused_softmax=is_megatron, **of_kernels)  # fmt: skip
+    is_megatron = re.match("Megatron|NeMo", framework) is not None
+    software = replace(software, stops_early=not _before_torch_21(reader), keeps_gradients=is_paper, drops=is_megatron,
+                       fused_softmax=is_megatron, holds_scores="ATorch" in framework, returns_cache=is_t5,
+                       first_step=is_paper and is_t5)  # fmt: skip
     if checkpoints.startswith("selective"):
         reader.assume("selective", "every second block")
         return software, "every:2"
@@ -321,61 +318,34 @@ def _micro_batch(reader: _Reader, ranks: int, accumulate: int) -> int:
     return int(reader.whole("micro_batch", 1))
 
 
-_GPUS: tuple[tuple[str, str], ...] = (
-    (r"H100.*(HBM2|NVL)", "h100-hbm2e"), (r"H100.*PCIe", "h100-pcie"), (r"H100", "h100"), (r"H200", "h200"),
-    (r"GB[23]00", "gb200"), (r"B200", "b200"), (r"A100.*40", "a100-40"), (r"A100.*Leonardo", "a100-64"),
-    (r"A100", "a100-80"), (r"V100", "v100"),
-    (r"A10G", "a10g"), (r"L40S", "l40s"), (r"L4\b", "l4"), (r"T4", "t4"),
-)  # fmt: skip
-
-
-def _gpu(reader: _Reader) -> str:
-    text, memory = reader.text("gpu"), reader.number("gpu_mem_gb")
-    found = next((name for pattern, name in _GPUS if re.search(pattern, text)), None)
-    if found is None:
-        raise ArgumentError(
-            "gpu", f"{text or 'nothing'!r} is not known", f"use one of {', '.join(n for _, n in _GPUS)}"
-        )
-    if found == "a100-80" and memory is not None and memory < 60:
-        return "a100-40"
-    if found == "h100" and memory is not None and 90 <= memory <= 100:
-        return str(reader.assume("gpu part", "h100-hbm2e"))  # the only one with so much memory
-    return found
-
-
-def _per_host(reader: _Reader) -> int:
-    if found := re.search(r"(\d+) GPUs/node", reader.text("interconnect")):
-        return int(found[1])
-    return 4 if reader.text("gpu").startswith(("GB200", "GB300")) else 8
-
-
 # ZeRO-3 of 2021 used one of a DGX A100's eight network cards: its published steps at small batches (arXiv 2104.04473,
 # table 2) take as long as sending all parameters three times through one card.
 ONE_CARD_GBIT = 200.0
 
 
-def _network_gbit(reader: _Reader, per_host: int) -> float | None:
-    """Network bandwidth of a host; None if it is not given."""
-    text = reader.text("interconnect")
-    if found := re.search(r"([\d.]+) ?([GT])b(?:/s|ps)?(?: [\w-]+)* per GPU", text):
-        return float(found[1]) * (1000 if found[2] == "T" else 1) * per_host
-    if found := re.search(r"([\d.]+) ?Gbps usable", text):
-        return float(found[1])
-    if found := re.search(r"([\d.]+) ?([GT])(?:b/s|bps)", text):
-        return float(found[1]) * (1000 if found[2] == "T" else 1)
-    if not text and re.search(r"DeepSpeed ZeRO-3 \(2021\)", reader.text("framework")):
+def _machine(reader: _Reader, ranks: int, per_host: int) -> Machine:
+    text, memory, network_text = reader.text("gpu"), reader.number("gpu_mem_gb"), reader.text("interconnect")
+    gpu = _first(_GPUS, text)
+    if gpu is None:
+        raise ArgumentError(
+            "gpu", f"{text or 'nothing'!r} is not known", f"use one of {', '.join(n for _, n in _GPUS)}"
+        )
+    if gpu == "a100-80" and memory is not None and memory < 60:
+        gpu = "a100-40"
+    elif gpu == "h100" and memory is not None and 90 <= memory <= 100:
+        gpu = str(reader.assume("gpu part", "h100-hbm2e"))  # the only one with so much memory
+    network = None
+    for pattern, times in ((r"([\d.]+) ?([GT])b(?:/s|ps)?(?: [\w-]+)* per GPU", per_host), (r"([\d.]+) ?(G)bps usable", 1),
+                           (r"([\d.]+) ?([GT])(?:b/s|bps)", 1)):  # fmt: skip
+        if network is None and (given := re.search(pattern, network_text)):
+            network = float(given[1]) * (1000 if given[2] == "T" else 1) * times
+    if not network_text and "DeepSpeed ZeRO-3 (2021)" in reader.text("framework"):
         reader.assume("interconnect", f"{ONE_CARD_GBIT:.0f} Gb/s a host, one card of its eight")
-        return ONE_CARD_GBIT
-    return None
-
-
-def _machine(reader: _Reader, ranks: int) -> Machine:
-    per_host = _per_host(reader)
+        network = ONE_CARD_GBIT
     hosts = ranks // per_host if ranks > per_host and ranks % per_host == 0 else 1 if ranks <= per_host else None
-    found = machine(_gpu(reader), ranks, hosts=hosts, network_gbit_per_s=_network_gbit(reader, per_host))
-    memory = reader.number("gpu_mem_gb")
-    is_less = memory is not None and memory * GIB < 0.9 * found.device.memory_bytes
-    return found.limited(int(memory * GIB)) if memory is not None and is_less else found
+    where = machine(gpu, ranks, hosts=hosts, network_gbit_per_s=network)
+    is_less = memory is not None and memory * GIB < 0.9 * where.device.memory_bytes
+    return where.limited(int(memory * GIB)) if memory is not None and is_less else where
 
 
 # -- what a row measured ---------------------------------------------------------------------------------------------
@@ -385,16 +355,13 @@ def peak_in_unit(planned: MemoryPlan, row: Row) -> float | None:
     """A predicted peak in the row's `peak_mem_unit` and of its `peak_mem_kind`; None for an unknown unit."""
     unit, capacity_gib = unit_bytes(row), (row.get("gpu_mem_gb") or "").strip()
     capacity = float(capacity_gib) * GIB if capacity_gib else float("inf")
-    return None if unit is None else planned.peak_of_kind(memory_kind(row), capacity) / unit
+    return None if unit is None else peak_of_kind(planned, memory_kind(row), capacity) / unit
 
 
 def memory_kind(row: Row) -> str:
-    """The kind of memory that a row counts, as of `MemoryPlan.peak_of_kind`. torchtitan reports reserved memory, which is
-    the default."""
+    """The kind of memory that a row counts, as of `peak_of_kind`. torchtitan reports reserved memory: the default."""
     kind = (row.get("peak_mem_kind") or "").lower()
-    if "allocated" in kind:
-        return "allocated"
-    return "used" if any(word in kind for word in ("used", "smi", "context")) else "reserved"
+    return str(_first((("allocated", "allocated"), ("used|smi|context", "used"), ("", "reserved")), kind))
 
 
 def unit_bytes(row: Row) -> int | None:
@@ -403,10 +370,10 @@ def unit_bytes(row: Row) -> int | None:
     return MIB if "MiB" in unit else {"GiB": GIB, "GB": 10**9, "MB": 10**6, "bytes": 1, "B": 1}.get(unit)
 
 
-def counted_flops_per_token(kind: str, shape: ModelShape, seq_len: int, *, recomputed: bool) -> float:
+def counted_flops_per_token(row: Row, shape: ModelShape, seq_len: int, *, recomputed: bool) -> float:
     """FLOPs as a row's `tflops_kind` counts them: of the model; or of the hardware, which includes a second forward under
     full recompute."""
-    block = shape.units[-1]
+    kind, block = (row.get("tflops_kind") or "").strip(), shape.units[-1]
     if "96*B*s*l*h^2" in kind:  # minGPT's benchmark: without attention and without the head
         return 96.0 * (len(shape.units) - 1) * block.boundary_elements**2
     flops = 3 * shape.forward_flops(seq_len) / seq_len  # causal attention counted whole
@@ -414,15 +381,3 @@ def counted_flops_per_token(kind: str, shape: ModelShape, seq_len: int, *, recom
         root = shape.units[0].forward_flops(seq_len) * 3 / seq_len
         return flops + (flops - root) / 3 if recomputed or "full recompute" in kind else flops
     return flops
-
-
-def _tokens_per_s(reader: _Reader, model: NamedModel, seq_len: int) -> float | None:
-    tokens_per_s = reader.number("tokens_per_s_per_gpu")
-    if tokens_per_s is not None:
-        return tokens_per_s
-    tflops = reader.number("tflops_per_gpu")
-    if tflops is None:
-        return None
-    recomputed = reader.text("act_ckpt") in ("full", "yes")
-    return tflops * 1e12 / counted_flops_per_token(reader.text("tflops_kind"), shape_of(model), seq_len,
-                                                   recomputed=recomputed)  # fmt: skip

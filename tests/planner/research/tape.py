@@ -1,4 +1,4 @@
-"""`dense_tape`: the tape of a transformer from its sizes alone (`fsdp_lab.planner.named_models`), operator by operator.
+"""`dense_tape`: the tape of a transformer from its sizes alone (`models`), operator by operator.
 
 A unit is a list of the operators of its forward, each with its output and what it saves for its backward. Running them
 forwards and backwards, as autograd does, gives the allocations and frees, and so the peak inside a block.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from fsdp_lab.core.model_shape import (
     ALLOCATED,
@@ -29,7 +30,7 @@ from fsdp_lab.core.model_shape import (
     UnitShape,
 )
 from fsdp_lab.core.schedule import Direction, Point, PointSide
-from fsdp_lab.planner.costs import BYTES, Attention, Software
+from fsdp_lab.planner.costs import BYTES
 
 X = "x"  # the unit's input
 _GRAD_COPIES = 4.0  # bytes of an element of attention's fp32 gradient of queries, while its backward runs
@@ -38,6 +39,46 @@ _BIAS_ITEM = 4.0  # bytes of an element of a T5's biases by position
 NOTHING = SizeFormula(())
 # Of a block's forward, of the end of the model's forward, of the block's backward.
 _Changes = tuple[tuple[TapeChange, ...], tuple[TapeChange, ...], tuple[TapeChange, ...]]
+
+
+class Attention(StrEnum):
+    """The attention kernel. Its rate is `Rates.attention` times `GAIN`."""
+
+    PLAIN = "plain"  # writes the matrix of scores to memory
+    FLASH1 = "flash1"  # FlashAttention, and Triton's of the same age
+    CUDNN = "cudnn"  # torch's default on an H100 in 2.5.0, and where it is asked for
+    FLASH2 = "flash2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """Properties of the software that no Spec has.
+
+    `operators`: recompute keeps every second matrix product and the attention of a unit (torchtitan's selective activation
+    checkpoints). `stops_early`: recompute stops before the unit's last product (torch's checkpoints since 2.1).
+    `keeps_gradients`: `zero_grad` fills gradients with zeros instead of freeing them (torch before 2.0).
+    `drops`: dropout after attention's softmax, where its matrix is written, and before each residual.
+    `fused_softmax`: plain attention's scale, mask and softmax are one kernel.
+    `fused_norms`: a norm of a gated block is one kernel. `half_loss`: the loss is computed of logits in half precision.
+    `half_state`: parameters and the optimizer's state are in half precision, which only the time of the update knows of.
+    `holds_scores`: the peak includes the matrix of scores, although the step is as fast as with a fused kernel.
+    `returns_cache`: a T5's decoder returns the keys and values of all its blocks (transformers' `use_cache`, on by default);
+    they live until the forward ends.
+    `first_step`: the peak is that of the first step, whose update is the first to allocate the optimizer's state.
+    """
+
+    attention: Attention = Attention.FLASH2
+    operators: bool = False
+    stops_early: bool = True
+    keeps_gradients: bool = False
+    drops: bool = False
+    fused_softmax: bool = False
+    fused_norms: bool = False
+    half_loss: bool = False
+    half_state: bool = False
+    holds_scores: bool = False
+    returns_cache: bool = False
+    first_step: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +256,7 @@ def _extra(op: Operator) -> str:
 
 
 class BlockOperators:
-    """The operators of a block that `fsdp_lab.planner.named_models` made: gated if it has two products into its inner width,
+    """The operators of a block of `models`: gated if it has two products into its inner width,
     with two attentions if it has two products out of its heads. Iterable once."""
 
     def __init__(self, unit: UnitShape, item: int, software: Software, compiled: bool) -> None:

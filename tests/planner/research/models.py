@@ -1,15 +1,17 @@
 """Shapes of transformers by the names that publications use.
 
 Sources: the models' published configurations (Llama 2, arXiv 2307.09288; Llama 3, arXiv 2407.21783; GPT-3, arXiv 2005.14165;
-T5, arXiv 1910.10683; MPT and others: their config.json). Sizes that a table gives take precedence.
+T5, arXiv 1910.10683; MPT and others: their config.json), in `data/models.csv`. Sizes that a table gives take precedence.
 """
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
 
 from fsdp_lab.core.model_shape import MatMul, ModelShape, SavedBytes, UnitShape
 from fsdp_lab.planner.costs import BYTES
@@ -55,48 +57,19 @@ def llama_model(
                  vocabulary=vocabulary, seq_len=seq_len)  # fmt: skip
 
 
-def _min_gpt(layers: int, hidden: int, heads: int) -> NamedModel:
-    """github.com/karpathy/minGPT, model.py: a head of its own, and a buffer with the causal mask in every block."""
-    return replace(gpt_model(layers, hidden, heads), tied=False, masks=True)
-
-
-def _t5(heads: int, inner: int) -> NamedModel:
-    return NamedModel(family="t5", layers=24, hidden=1024, heads=heads, kv_heads=heads, inner=inner, vocabulary=32128,
-                 seq_len=512, head_width=128, tied=True)  # fmt: skip
-
-
-_NAMES: tuple[tuple[str, NamedModel], ...] = (
-    (r"t5.*11b", _t5(128, 65536)),
-    (r"t5.*3b", _t5(32, 16384)),
-    (r"llama.?3.*405b", llama_model(126, 16384, 128, 8, 53248, 128256, 8192)),
-    (r"llama.?3.*70b", llama_model(80, 8192, 64, 8, 28672, 128256, 8192)),
-    (r"llama.?3.*13b", llama_model(40, 5120, 40, 8, 13824, 128256, 4096)),
-    (r"llama.?3.*[78]b", llama_model(32, 4096, 32, 8, 14336, 128256, 8192)),
-    (r"llama.*70b", llama_model(80, 8192, 64, 8, 28672, 32000, 4096)),
-    (r"llama.*34b", llama_model(48, 8192, 64, 8, 22016, 32000, 4096)),
-    (r"llama.*30b|llama.*33b", llama_model(60, 6656, 52, 52, 17920, 32000, 2048)),
-    (r"llama.*65b", llama_model(80, 8192, 64, 64, 22016, 32000, 2048)),
-    (r"llama.*13b", llama_model(40, 5120, 40, 40, 13824, 32000, 4096)),
-    (r"tinyllama", llama_model(22, 2048, 32, 4, 5632, 32000, 2048)),
-    (r"llama.*7b|granite.*7b", llama_model(32, 4096, 32, 32, 11008, 32000, 4096)),
-    (r"mistral.*7b", llama_model(32, 4096, 32, 8, 14336, 32000, 8192)),
-    (r"smollm3.*3b", replace(llama_model(36, 2048, 16, 4, 11008, 128256, 8192), tied=True)),
-    (r"mingpt.*1t\b", _min_gpt(128, 25600, 160)),
-    (r"mingpt.*175b", _min_gpt(96, 12288, 96)),
-    (r"gpt.*1t\b", gpt_model(128, 25600, 160)),
-    (r"gpt.*530b", gpt_model(105, 20480, 128)),
-    (r"(gpt|opt).*175b", gpt_model(96, 12288, 96)),
-    (r"gpt.?neox.*20b", gpt_model(44, 6144, 64, 50432)),
-    (r"opt.*66b", gpt_model(64, 9216, 72, 50272)),
-    (r"(gpt|opt).*30b", gpt_model(48, 7168, 56, 50272)),
-    (r"(gpt|opt).*13b", gpt_model(40, 5120, 40, 50272)),
-    (r"(gpt|opt).*6\.7b", gpt_model(32, 4096, 32, 50272)),
-)
+@cache
+def _named_models() -> list[tuple[str, NamedModel]]:
+    """Patterns of lower-case names, with their models. minGPT (github.com/karpathy/minGPT, model.py) has a head of its own,
+    and a buffer with the causal mask in every block."""
+    with (Path(__file__).parent / "data" / "models.csv").open(encoding="utf-8", newline="") as file:
+        rows = [(row.pop("pattern"), row.pop("family"), row) for row in csv.DictReader(file)]
+    return [(pattern, NamedModel(family=family, **{name: int(value) for name, value in row.items()}))
+            for pattern, family, row in rows]  # fmt: skip
 
 
 def named_model(name: str) -> NamedModel | None:
     """The model of this name; None if it is not known."""
-    return next((model for pattern, model in _NAMES if re.search(pattern, name.lower())), None)
+    return next((model for pattern, model in _named_models() if re.search(pattern, name.lower())), None)
 
 
 @lru_cache(maxsize=256)
