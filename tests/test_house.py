@@ -31,7 +31,7 @@ RANKS = TORCH | {"transformers"}
 KERNEL = (
     RANKS | {"psutil", "ipyparallel", "zmq", "IPython", "ipykernel", "tornado", "traitlets"} | {"platformdirs", "yaml"}
 )
-SCREEN = KERNEL | {"bokeh", "ipywidgets", "anywidget", "rich", "jupyter_core", "jupyter_server", "packaging"}
+SCREEN = KERNEL | {"bokeh", "ipywidgets", "anywidget", "rich", "jupyter_core", "packaging"}
 FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
     (0, "core", frozenset({"psutil", "pynvml"})),
     (1, "engine", frozenset({"torch"})),

@@ -22,14 +22,12 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from fsdp_lab.cli import classroom
-from fsdp_lab.cli.classroom import TEACHER, Classroom
 from fsdp_lab.cli.console import Refused, signals_ignored
 
 FIRST_NOTEBOOK = "01_live_dashboard.ipynb"
 DEFAULT_PORT = 8888
 LOOPBACK = "127.0.0.1"
-LIVE_PAGE = "fsdp_lab.cli.live_page"
+SHIPPED = ("*.ipynb", "*.png", "course/*.py", "solutions/*.py")
 DEFAULTS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
 
 
@@ -39,24 +37,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ip", default=LOOPBACK, help="the address to listen on (default: %(default)s)")
     add("--no-browser", action="store_true", help="do not open a browser here")
     add("--dir", type=Path, help="the folder to open; missing notebooks are copied into it")
-    classroom.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("jupyterlab") is None:
         raise Refused(f"JupyterLab is not installed for {sys.executable}; pip install jupyterlab")
-    room = classroom.classroom(args)
     port = free_port(args.ip, args.port)
-    base = classroom.base_url(args.url, args.ip, port)
-    folder = notebooks_folder(args.dir) if room is None else class_folder(room)
+    folder = notebooks_folder(args.dir)
     token = secrets.token_hex(24)
     if is_root():
         print("Running as root, as is usual in a container: JupyterLab is started with --allow-root.")
     browser = not args.no_browser and has_display()
-    with jupyterlab(folder, args.ip, port, token, browser=browser, room=room) as server:
+    with jupyterlab(folder, args.ip, port, token, browser=browser) as server:
         wait_until_up(server, args.ip, port)
         refuse_without_token(args.ip, port)
-        print(announcement(folder, args.ip, port, token, room, base), flush=True)
+        print(announcement(folder, args.ip, port, token), flush=True)
         code = server.wait()
     if code:
         print(f"fsdp-lab: JupyterLab ended with exit code {code}", file=sys.stderr)
@@ -82,18 +77,11 @@ def notebooks_folder(wanted: Path | None) -> Path:
     return folder
 
 
-def class_folder(room: Classroom) -> Path:
-    """A folder with one for each learner and the teacher. Raises as `notebooks_folder`."""
-    for name in (TEACHER, *room.names):
-        notebooks_folder(room.folder / name)
-    return room.folder
-
-
 def copy_notebooks(source: Path, folder: Path) -> None:
     """Raises Refused."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for file in [*source.glob("*.ipynb"), *source.glob("*.png"), *source.glob("solutions/*.py")]:
+        for file in [f for pattern in SHIPPED for f in source.glob(pattern)]:
             copy = folder / file.relative_to(source)
             if not copy.exists():  # never overwrite a changed notebook
                 copy.parent.mkdir(exist_ok=True)
@@ -175,19 +163,15 @@ def is_root() -> bool:
 
 
 @contextlib.contextmanager
-def jupyterlab(
-    folder: Path, ip: str, port: int, token: str, *, browser: bool, room: Classroom | None = None
-) -> Iterator[subprocess.Popen[bytes]]:
+def jupyterlab(folder: Path, ip: str, port: int, token: str, *, browser: bool) -> Iterator[subprocess.Popen[bytes]]:
     """JupyterLab as a child process in its own session: Ctrl-C reaches only this process, which ends the server."""
-    first = FIRST_NOTEBOOK if room is None else f"{TEACHER}/{FIRST_NOTEBOOK}"
     command = [
         *(sys.executable, "-m", "jupyterlab", "--Application.log_level=ERROR"),
         *(f"--ServerApp.ip={ip}", f"--ServerApp.port={port}", "--ServerApp.port_retries=0"),
-        *(f"--ServerApp.root_dir={folder}", f"--LabApp.default_url=/lab/tree/{first}"),
+        *(f"--ServerApp.root_dir={folder}", f"--LabApp.default_url=/lab/tree/{FIRST_NOTEBOOK}"),
         f"--ServerApp.open_browser={browser}",
         *("--LabApp.news_url=None", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"),
         *(["--allow-root"] if is_root() else []),
-        *([] if room is None else room.options),
     ]
     with tempfile.TemporaryDirectory(prefix="fsdp-lab-") as config:
         write_defaults(Path(config))
@@ -198,7 +182,6 @@ def jupyterlab(
             "JUPYTER_TOKEN": token,
             "JUPYTER_PREFER_ENV_PATH": "1",
             "JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, [config, os.environ.get("JUPYTER_CONFIG_PATH")])),
-            **({} if room is None else room.variables(Path(config) / "room")),
         }
         server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         try:
@@ -209,17 +192,13 @@ def jupyterlab(
 
 
 def write_defaults(config: Path) -> None:
-    """Writes defaults of JupyterLab's settings for this server; the user's settings take precedence. Adds the live page.
+    """Writes defaults of JupyterLab's settings for this server; the user's settings take precedence.
 
     Without the defaults JupyterLab's question about news covers a corner of the first notebook.
     """
     folder = config / "labconfig"
     folder.mkdir()
     (folder / "default_setting_overrides.json").write_text(json.dumps(DEFAULTS), encoding="utf-8")
-    extensions = config / "jupyter_server_config.d"
-    extensions.mkdir()
-    loaded = {"ServerApp": {"jpserver_extensions": {LIVE_PAGE: True}}}
-    (extensions / "live_page.json").write_text(json.dumps(loaded), encoding="utf-8")
 
 
 def end(server: subprocess.Popen[bytes], timeout_s: float = 10) -> None:
@@ -275,30 +254,15 @@ def refuse_without_token(ip: str, port: int) -> None:
 # -- output ----------------------------------------------------------------------------------------------------------
 
 
-def announcement(folder: Path, ip: str, port: int, token: str, room: Classroom | None = None, base: str = "") -> str:
-    if room is None:
-        lines = [
-            f"  JupyterLab     http://{reachable(ip)}:{port}/lab/tree/{FIRST_NOTEBOOK}?token={token}",
-            f"  projector      http://{reachable(ip)}:{port}/fsdp-lab/live?token={token}",
-        ]
-    else:
-        links = room.write_links(FIRST_NOTEBOOK, base, token)
-        lines = [
-            f"  you            {room.page(TEACHER, FIRST_NOTEBOOK, f'http://{reachable(ip)}:{port}', token)}",
-            f"  {room.names[0]:14} {room.page(room.names[0], FIRST_NOTEBOOK, base, token)}",
-            f"  all links      {links}",
-            f"  projector      http://{reachable(ip)}:{port}/fsdp-lab/live/{room.names[0]}?token={token}",
-            f"  the class      {room.summary()}",
-        ]
-    lines += [
+def announcement(folder: Path, ip: str, port: int, token: str) -> str:
+    lines = [
+        f"  JupyterLab     http://{reachable(ip)}:{port}/lab/tree/{FIRST_NOTEBOOK}?token={token}",
         f"  notebooks      {folder}",
         f"  from afar      {tunnel(port, os.environ, user(), socket.gethostname())}",
         "                 (on your own computer, while this runs; then open the URL above there)",
     ]
     if reachable(ip) == LOOPBACK and ip != LOOPBACK:
         lines.append("  open to all    every network of this machine reaches it; only the token protects it")
-    if room is not None:
-        lines.append("  one token      learners are kept out of each other's way, not of each other's files")
     return "\n".join(["", *lines, "", "  Ctrl-C ends JupyterLab, its kernels and their ranks.", ""])
 
 

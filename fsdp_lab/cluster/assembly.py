@@ -29,7 +29,6 @@ from fsdp_lab.cluster.local_engines import DetachedEngines, Forked, LocalEngines
 from fsdp_lab.cluster.membership import Member
 from fsdp_lab.cluster.network import meet
 from fsdp_lab.cluster.placement import Host, Placement, free_gpus, place, probe, without_ours
-from fsdp_lab.cluster.room import Room, RoomPlace
 from fsdp_lab.cluster.slurm_engines import SlurmEngines
 from fsdp_lab.cluster.ssh_engines import SshEngines
 from fsdp_lab.cluster.supervisor import Supervisor
@@ -125,8 +124,6 @@ class Assembly:
         config = self.config
         self._began_s = time.monotonic()
         self._report("starting engines", 0, config.ranks or self._default_ranks)
-        if config.persist_s is not None and config.hosts is None and Room.here() is not None:
-            raise ArgumentError("persist", "in a class a place is free again when its kernel ends", "leave persist out")
         if config.persist_s is not None and self._attach(config.persist_s):
             return
         if config.given is None and config.hosts is None:  # devices are refused before anything is started
@@ -210,37 +207,17 @@ class Assembly:
         elif config.hosts is not None:
             membership.engines = self._engines_on(config.hosts, membership.token, self._report)
         else:
-            n, room = config.ranks or self._default_ranks, Room.here()
-            taken = None if room is None else room.take(n, config.devices)
-            shared = {} if taken is None else self._turn_of(taken, n)
             forked = Forked(module=config.rank_module) if forks(len(self._this_host().gpus)) else None
             membership.engines = LocalEngines(
-                membership.token, self._environment | shared, self._supervisor.process_ended, config.timeout_s, taken, forked
-            )  # fmt: skip
-            membership.engines.default_ranks = n
+                membership.token, self._environment, self._supervisor.process_ended, config.timeout_s, forked
+            )
+            membership.engines.default_ranks = config.ranks or self._default_ranks
         membership.forget_ends()
         membership.engines.sending = self._dispatcher.sending
         if membership.closed:  # meanwhile, by another thread
             membership.engines.close()
             raise ClusterError("the ranks were closed while they started")
         self._supervisor.watch(membership.engines.client)
-
-    def _turn_of(self, taken: RoomPlace, ranks: int) -> dict[str, str]:
-        """Waits until the labs of a class that began before have started. Returns the ranks' part of the environment."""
-        first: list[int] = []
-
-        def waiting(before: int) -> None:
-            if self._membership.closed:
-                raise ClusterError("the ranks were closed before they started")
-            first.append(before)
-            self._report("waiting for labs that start", first[0] - before, first[0])
-
-        try:
-            taken.await_turn(waiting)
-        except BaseException:
-            taken.leave()
-            raise
-        return taken.environment(ranks)
 
     def _engines_on(self, hosts: Hosts, token: str, report: Callable[[str, int, int], None]) -> Engines:
         """Raises StartError."""
@@ -267,20 +244,12 @@ class Assembly:
         """Joins exactly `n` healthy ranks anew."""
         if n < 1:
             raise ClusterError(f"{n} ranks: one is the least")
-        if (taken := self._engines.place) is not None:
-            taken.change(n)
         self._engines.unpersist()
         self.attached_status = ()
         by_engine = self._describe(self._enough_engines(n))
         chosen = rank_order(by_engine, self._engines.place_of)[:n]
         reports = [by_engine[engine] for engine in chosen]
-        if taken is not None:
-            taken.fill(r["pid"] for r in reports)
-        hosts = self._hosts(reports)
-        placement = place(hosts, devices, take_busy=self.config.take_busy)
-        if taken is not None:
-            taken.settle(placement, hosts[0])
-            placement = replace(placement, notes=(taken.note, *placement.notes))
+        placement = place(self._hosts(reports), devices, take_busy=self.config.take_busy)
         self._check_gpus(placement)
         members = [self._member(rank, chosen[rank], report, placement) for rank, report in enumerate(reports)]
         self._membership.replace(members, placement)
@@ -355,18 +324,10 @@ class Assembly:
         return [replace(found[leaders[r["id"]]], name=names[r["id"]]) for r in reports]
 
     def _this_host(self, ours: frozenset[int] = frozenset()) -> Host:
-        """This machine, or what a room of a class gives of it."""
-        if self._membership.engines is not None and (taken := self._engines.place) is not None:
-            return taken.host(ours)
-        room = Room.here()
-        if room is not None:
-            return room.host(ours)
         return without_ours(probe(ours=ours), self._membership.placement.devices if ours else (), self._before_bytes)
 
     def check(self, ranks: int, devices: Sequence[str] | None, ours: frozenset[int]) -> None:
-        """Raises FieldError for devices that are not there, or where a class leaves no room for so many ranks."""
-        if (taken := self._engines.place) is not None:
-            taken.check(ranks)
+        """Raises FieldError for devices that are not there."""
         place([self._this_host(ours)] * ranks, devices, take_busy=self.config.take_busy)
 
     def _check_gpus(self, placement: Placement) -> None:
@@ -414,9 +375,6 @@ class Assembly:
         joined = self._dispatcher.send("join", each).results(timeout_s + 10)
         for member, limits_bytes in zip(self._membership.members, joined, strict=True):
             member.limits_bytes = limits_bytes and tuple(limits_bytes)
-        if (taken := self._engines.place) is not None:
-            taken.start()
-            taken.give_way(lambda: any(member.step for member in self._membership.members))
         self._report("ready", n, n)
 
     # -- ranks that a former kernel left ----------------------------------------------------------------------------

@@ -116,8 +116,7 @@ class Cluster:
         What the ranks had trained is lost. Raises as `start`; the cluster is closed then, unless it could join as many ranks
         as before anew."""
         with self._changing:
-            if (taken := self._membership.require_engines().place) is not None:
-                taken.check(ranks)
+            self._membership.require_engines()
             self._assemble(lambda: self._assembly.resize(ranks, devices))
 
     def move(
@@ -152,8 +151,7 @@ class Cluster:
             raise
 
     def check_devices(self, ranks: int, devices: Sequence[str] | None) -> None:
-        """Raises FieldError where all ranks are on this host, for devices that it has not, and more ranks than a class
-        leaves room for."""
+        """Raises FieldError where all ranks are on this host, for devices that it has not."""
         if self._membership.require_engines().local:
             self._assembly.check(ranks, devices, frozenset(self.pids))
 

@@ -21,7 +21,6 @@ import ipyparallel as ipp
 from IPython.paths import get_ipython_dir
 
 from fsdp_lab.cluster.errors import ClusterError, StartError
-from fsdp_lab.cluster.room import RoomPlace
 from fsdp_lab.core.process import host_id
 
 
@@ -43,7 +42,6 @@ class Engines(ABC):
     notes: tuple[str, ...] = ()  # on how they were started
     sending: AbstractContextManager[Any] = nullcontext()  # held while the client sends: it does not count atomically
     client: Any  # the `ipyparallel.Client` for our calls
-    place: RoomPlace | None = None  # in the room of a class
 
     @property
     def user_client(self) -> Any:

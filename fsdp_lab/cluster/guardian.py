@@ -38,8 +38,7 @@ MODULE = "fsdp_lab.cluster.guardian"
 class Guardian:
     """The kernel's side: starts the process, and releases it after an orderly end."""
 
-    def __init__(self, token: str, folder: Path, held: Sequence[int] = ()) -> None:
-        """`held`: descriptors that it keeps open until the ranks have ended."""
+    def __init__(self, token: str, folder: Path) -> None:
         self._folder = folder
         self._process = subprocess.Popen(
             [sys.executable, "-m", MODULE, token, str(os.getpid()), str(folder)],
@@ -48,7 +47,6 @@ class Guardian:
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": package_path()},
             start_new_session=True,  # signals to the kernel's process group do not reach it
-            pass_fds=held,
         )
 
     def set_end_commands(self, commands: Sequence[EndCommand]) -> None:

@@ -28,7 +28,6 @@ from fsdp_lab.cluster.engine_server import SOCKET, ForkedEngineSetLauncher, star
 from fsdp_lab.cluster.engines import EngineProcess, Engines
 from fsdp_lab.cluster.errors import ClusterError, StartError
 from fsdp_lab.cluster.guardian import Guardian, package_path
-from fsdp_lab.cluster.room import RoomPlace
 from fsdp_lab.core.process import HOST_MEMORY, MARK, Identity, end, machine, marked, sweep, usable_cores
 
 ATTACH_S = 10.0  # for the client to reach running engines
@@ -82,23 +81,20 @@ class LocalEngines(Engines):
         environment: Mapping[str, str],
         on_end: OnEnd,
         timeout_s: float = 60,
-        place: RoomPlace | None = None,
         forked: Forked | None = None,
     ) -> None:
         """forked: None where each engine is to be a process that imports for itself."""
-        self.place = place  # is left when they have ended
         self._prepare(token, environment, on_end)
         try:
             self._folder = self._make_folder()
         except OSError as e:
-            self._leave_place()
             raise StartError(
                 f"the engines need a private folder for temporary files and none can be made: {e}; "
                 "set TMPDIR to a folder that you may write to"
             ) from None
         self._loop = LauncherLoop()
         try:
-            self._guardian = Guardian(token, self._folder, [] if place is None else [place.descriptor])
+            self._guardian = Guardian(token, self._folder)
             if forked is not None:
                 self._server = start_server(self._folder, self._environment, forked.module)
             self._before_controller()
@@ -285,12 +281,7 @@ class LocalEngines(Engines):
                 self._guardian.release()
             else:
                 self._guardian.detach()  # it tries again
-        self._leave_place()
         remove_private(self._folder)
-
-    def _leave_place(self) -> None:
-        if self.place is not None:
-            self.place.leave()
 
     def _close_clients(self) -> None:
         for client in (self.client, self._user_client):

@@ -36,7 +36,6 @@ class CudaDevice:
     total_bytes: int
     used_bytes: int = 0
     users: tuple[GpuProcess, ...] = ()  # processes that are not ours
-    parts: int = 1  # into which its memory is cut, where labs share it
 
     @property
     def busy(self) -> str:
@@ -180,7 +179,7 @@ def place(hosts: Sequence[Host], devices: Sequence[str] | None = None, *, take_b
     fullest = max(load.values(), default=1)
     seats = []
     for rank, (host, device) in enumerate(zip(hosts, chosen, strict=True)):
-        share = max(load[(host.name, device)], *(gpu.parts for gpu in host.gpus if gpu.device == device), 1)
+        share = load[(host.name, device)]
         seats.append(
             Seat(
                 rank=rank,

@@ -187,12 +187,6 @@ class Feed:
         self._live.flush([e.end_unix_s for e in events])
         return events
 
-    def trace(self, steps: Sequence[Step]) -> None:
-        """Takes steps with spans and memory curves that come later than their events, as those of a stored run do."""
-        for panel in self._stage.panels:
-            if steps and panel.of_one_step:
-                panel.update(steps)
-
     def _predict(self, spec: Spec) -> None:
         prediction = self._predictor.of(spec)
         if prediction is not None or self._predictor.knows_nothing_of(spec):

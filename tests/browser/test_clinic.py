@@ -11,7 +11,8 @@ from tests.browser.driver import DashboardPage
 from tests.browser.jupyter import JupyterServer
 
 CELL = """\
-from fsdp_lab import Clinic, Lab
+from course.clinic import Clinic
+from fsdp_lab import Lab
 lab = Lab(2, history=False)
 clinic = Clinic(lab)
 clinic"""

@@ -15,7 +15,6 @@ COLAB = {
     "jinja2": "3.1.6",
     "jupyter-client": "7.4.9",
     "jupyter-core": "5.9.1",
-    "jupyter-server": "2.20.0",
     "numpy": "2.1.3",
     "nvidia-ml-py": "13.610.43",
     "packaging": "26.3",
@@ -27,7 +26,6 @@ COLAB = {
     "rich": "13.9.4",
     "safetensors": "0.8.0",
     "torch": "2.11.0",
-    "tornado": "6.5.7",
     "traitlets": "5.7.1",
     "transformers": "5.15.0",
 }

@@ -129,8 +129,6 @@ class BaseCard:
 class Panel(BaseCard, ABC):
     """A card that shows a run."""
 
-    of_one_step = False  # whether it draws one step that has spans or a memory curve, and passes over others
-
     @abstractmethod
     def update(self, steps: Sequence[Step]) -> int:
         """Writes new steps to the sources; returns the number of rows written."""

@@ -42,7 +42,6 @@ class LedgerPanel(Panel):
     name = "ledger"
     title = "Memory within a step"
     wide = True
-    of_one_step = True
 
     def __init__(self, frame: StepAxis, world_size: int) -> None:
         super().__init__(Captions(reading="none measured yet: the third step after a change is"))

@@ -58,7 +58,6 @@ class TimelinePanel(Panel):
     name = "timeline"
     title = "Step timeline"
     wide = True
-    of_one_step = True
 
     def __init__(self, frame: StepAxis, world_size: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(Captions(reading="One step every half second is traced and drawn here."))
