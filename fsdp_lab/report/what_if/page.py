@@ -32,19 +32,7 @@ STYLES = (FOLDER / "page.css", FOLDER / "what_if" / "what_if.css")
 MOST_COMBINATIONS = 20_000  # about a minute, and 5 MB
 RANKS = "world_size"
 
-# Keys of `Plan.to_dict` that are columns of the table.
-FIGURES = (
-    "fits", "margin_bytes", "peak_memory_bytes", "reserved_memory_bytes", "host_memory_bytes", "memory_limit_bytes",
-    "step_time_s", "tokens_per_s", "tokens_per_s_per_rank", "tflops_per_rank", "mfu", "hfu", "computing_s", "slowed_s",
-    "exposed_comm_s", "host_s", "optimizer_s", "parameters", "hosts", "network_gbit_per_s",
-)  # fmt: skip
-# Those of uncertainty. Where a plan has none, the script takes the figure itself for both ends (`band` in what_if.js).
-UNCERTAIN = (
-    *(f"{name}_{end}" for name in ("step_time_s", "tokens_per_s", "peak_memory_bytes") for end in ("low", "high")),
-    *(f"{name}_{end}_50" for name in ("step_time_s", "tokens_per_s") for end in ("low", "high")),
-    "fits_probability",
-)
-ENTRIES = ("memory_at_peak_bytes", "comm_s_per_step")  # dicts, with a column for each entry
+ENTRIES = ("memory_at_peak_bytes", "comm_s_per_step")  # dicts in `Plan.to_dict`, with a column for each entry
 TEXTS = ("binding", "assumed")
 # Part of a step -> token of its colour, label.
 PARTS = {
@@ -104,8 +92,7 @@ def _fills(fills: Mapping[str, tuple[str, str]]) -> dict[str, dict[str, str]]:
 
 def row_of(plan: Mapping[str, Any]) -> dict[str, Any]:
     """The figures and texts that a page shows of a plan. plan: as `Plan.to_dict` makes it."""
-    row: dict[str, Any] = {name: float(plan[name]) for name in FIGURES}
-    row |= {name: float(plan[name]) for name in UNCERTAIN if plan.get(name) is not None}
+    row: dict[str, Any] = {name: float(value) for name, value in plan.items() if isinstance(value, int | float)}
     row |= {f"{entry}.{key}": float(number) for entry in ENTRIES for key, number in plan[entry].items()}
     workload = plan["spec"]["workload"]
     assumed = "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in plan["assumed"].items())

@@ -439,8 +439,7 @@ class Page {
     if (!strategies) return;
     const use = ({ used, take }, i) => make("button", { type: "button", "aria-pressed": used, title: `Take strategy ${i + 1}`,
       onclick: take }, used ? "In use" : "Use");
-    fill(card.querySelector("table"), ["", "strategy", "step", "MFU", "memory", "why"],
-      strategies.rows.map((row, i) => [use(row, i), ...row.cells]));
+    fill(card.querySelector("table"), strategies.heads, strategies.rows.map((row, i) => [use(row, i), ...row.cells]));
     this.caption(card, { reading: strategies.reading, notes: [strategies.note] });
   }
 
@@ -521,8 +520,7 @@ class Table {
       const row = Object.fromEntries(this.columns.map(([name, column]) => [name, column[cell]]).filter(([, number]) => !Number.isNaN(number)));
       for (const [kind, texts] of Object.entries(this.data.texts)) row[kind] = texts[row[kind]];
       const label = (name) => { const i = this.axis((axis) => axis.name === name); return this.axes[i].labels[places[i]]; };
-      Object.assign(row, { model: label("model"), hardware: label("hardware"), refused: this.data.refusals[row.refused],
-        ranks: this.data.ranks[places[this.axis(({ name }) => name === "world_size")]] });
+      Object.assign(row, { model: label("model"), hardware: label("hardware"), refused: this.data.refusals[row.refused] });
       this.rows.set(cell, row);
     }
     return this.rows.get(cell);

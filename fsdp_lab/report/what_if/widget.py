@@ -16,14 +16,14 @@ import anywidget
 import traitlets
 
 from fsdp_lab.core.describe import describe_value
-from fsdp_lab.core.formatting import duration, plural, size
+from fsdp_lab.core.formatting import plural, size
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.dashboard.choices import Choices, Note
 from fsdp_lab.dashboard.fields import PATHS, ControlSpec, fix_text, refusal_text
 from fsdp_lab.dashboard.forms import answer_while_busy
-from fsdp_lab.planner.plan import Plan, band_text, likely_text
+from fsdp_lab.planner.plan import Plan, sentences
 from fsdp_lab.planner.questions import searched
-from fsdp_lab.planner.search import Search, strategy_label
+from fsdp_lab.planner.search import Search
 from fsdp_lab.report.what_if.page import SCRIPT, STYLES, look, row_of
 from fsdp_lab.report.what_if.question import (
     CUSTOM,
@@ -110,7 +110,8 @@ class WhatIf(anywidget.AnyWidget):
         return {name: self.choices.value(name), **self.choices.notes[name].fix}
 
     def _strategy(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        return searched_fields(self._strategies()[int(content["place"])].spec)
+        assert self._found is not None
+        return searched_fields(self._found[1].shown[int(content["place"])].plan.spec)
 
     # -- what a program reads -------------------------------------------------------------------------------------
 
@@ -151,8 +152,8 @@ class WhatIf(anywidget.AnyWidget):
         super().close()
 
     def __repr__(self) -> str:
-        p = self._answer.plan
-        return f"<WhatIf: {_model(p)} on {p.machine.ranks:,} x {p.machine.device.name}; it {_verdict(p)}>"
+        about, fit, *_ = sentences(self._answer.plan)
+        return f"<WhatIf: {about}. {fit}>"
 
     # -- the workers ----------------------------------------------------------------------------------------------
 
@@ -230,7 +231,7 @@ class WhatIf(anywidget.AnyWidget):
             "along": [_row(p, p.assumed) for p in self._answer.along],
             "refusals": [f"{FIELDS[name].label}: {refusal_text(note.text)}" for name, note in held],
             "ways": [way for name, note in held if (way := self._way(name, note))],
-            "strategies": self._found and self._strategies_shown(*self._found),
+            "strategies": self._strategies(),
             "status": self._status(),
             "searching": self._searching,
             "take": {"title": "The same as a Spec",
@@ -262,28 +263,20 @@ class WhatIf(anywidget.AnyWidget):
         words = fix_text(note.fix, self.choices.held, FIELDS)
         return {"words": words, "name": name} if words else None
 
-    def _strategies(self) -> list[Plan]:
-        assert self._found is not None
-        _, search = self._found
-        return [one.plan for one in search.top] or ([search.nearest] if search.nearest is not None else [])
-
-    def _strategies_shown(self, question: Question, search: Search) -> dict[str, Any]:
-        """The fastest first, which of them is chosen now, and whether the search was for another question."""
-        same = self.choices.wanted.unsearched() == question.unsearched()
-        chosen = searched_fields(self.choices.wanted.planned_spec) if same else None
-        plans = self._strategies()
-        reasons = [one.why for one in search.top] or [_verdict(p) for p in plans]
-        reading = f"{search.fitting:,} of {search.considered:,} that were tried fit"
-        if not search.top:
-            reading = f"none of {search.considered:,} fits; nearest is" if plans else "there is nothing to choose"
-        rows = [
-            {"used": searched_fields(p.spec) == chosen,
-             "cells": [strategy_label(question.spec, p.spec), f"{duration(p.step_time_s)} ({band_text(p)})",
-                       f"{100 * p.mfu:.1f} %", size(_taken_bytes(p)), why]}
-            for p, why in zip(plans, reasons, strict=True)
-        ]  # fmt: skip
-        return {"reading": reading, "rows": rows,
-                "note": "" if same else "Found for what was asked before: press Find the best again."}  # fmt: skip
+    def _strategies(self) -> dict[str, Any] | None:
+        """What was found, which of it is chosen now, and whether the search was for another question."""
+        if self._found is None:
+            return None
+        (question, search), now = self._found, self.choices.wanted
+        same = now.unsearched() == question.unsearched()
+        chosen, table = searched_fields(now.planned_spec) if same else None, search.table()
+        used = [searched_fields(one.plan.spec) == chosen for one in search.shown]
+        return {
+            "reading": search.sentence if search.top else f"None of {search.considered} strategies fits; nearest is:",
+            "heads": table.columns,
+            "rows": [{"used": is_used, "cells": row[1:]} for is_used, row in zip(used, table.rows, strict=True)],
+            "note": "" if same else "Found for what was asked before: press Find the best again.",
+        }
 
 
 def _is_slow(changes: Mapping[str, Any], now: Question) -> bool:
@@ -296,22 +289,6 @@ def _is_slow(changes: Mapping[str, Any], now: Question) -> bool:
 def _row(p: Plan, assumed: Mapping[str, Any]) -> dict[str, Any]:
     m = p.memory
     peak = f"The peak is in the {m.peak_phase}, at {m.peak_unit}; {size(m.held.total_bytes)} stay between steps."
-    machine = {"ranks": p.machine.ranks, "hardware": p.machine.device.name, "model": _model(p)}
-    return {**row_of({**p.to_dict(), "assumed": assumed}), **machine, "peak": peak}
-
-
-def _model(p: Plan) -> str:
-    return describe_value("model", p.spec.workload.model)
-
-
-def _taken_bytes(p: Plan) -> int:
-    """The memory taken on a GPU, with the allocator's slack and the CUDA context."""
-    return p.machine.device.memory_bytes - p.margin_bytes
-
-
-def _verdict(p: Plan) -> str:
-    """Whether it fits, and by how much."""
-    limit = size(p.machine.device.memory_bytes)
-    if p.fits:
-        return f"fits {limit}, {size(p.margin_bytes)} to spare{likely_text(p)}"
-    return f"does not fit {limit}: {size(-p.margin_bytes)} too much{likely_text(p)}"
+    model = describe_value("model", p.spec.workload.model)
+    about = {"hardware": p.machine.device.name, "model": model, "peak": peak}
+    return {**row_of({**p.to_dict(), "assumed": assumed}), **about}
