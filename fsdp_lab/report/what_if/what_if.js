@@ -383,8 +383,8 @@ class Page {
 
   show(state) {
     const { row, refusals } = (this.state = state);
-    if (this.row && row && JSON.stringify(row) !== JSON.stringify(this.row)) this.before = this.row;
-    this.row = row;
+    if (row && this.row && row.peak_memory_bytes !== this.row.peak_memory_bytes) this.before = this.row;
+    this.row = row ?? this.row;
     this.showFields(state.groups);
     this.showAnswer(row, refusals, state.ways);
     this.showStrategies(state);
