@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from fsdp_lab.core.formatting import Table
     from fsdp_lab.core.spec import Precision, Spec, Strategy
     from fsdp_lab.core.workload import Workload
-    from fsdp_lab.dashboard import Dashboard, WhatIf
+    from fsdp_lab.dashboard import Dashboard
     from fsdp_lab.history import History
     from fsdp_lab.history.loops import watch
     from fsdp_lab.lab import Lab
     from fsdp_lab.models.presets import PRESETS
     from fsdp_lab.models.unwrapping import unwrap_names
     from fsdp_lab.rank.torchrun import init_process_group
-    from fsdp_lab.report import write_report
+    from fsdp_lab.report import WhatIf, write_report
     from fsdp_lab.runs import CheckpointConfig, Comparison, EvalConfig, Recommendation, RecoveryPolicy, Run, RunState
 
 
@@ -85,7 +85,7 @@ _HOMES = {
     "Strategy": "core.spec",
     "Table": "core.formatting",
     "Traffic": "core.events",
-    "WhatIf": "dashboard",
+    "WhatIf": "report",
     "Workload": "core.workload",
     "init_process_group": "rank.torchrun",
     "unwrap_names": "models.unwrapping",

@@ -6,19 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fsdp_lab.core.events import Role
-from fsdp_lab.core.formatting import Spread, count, duration, figures, size
+from fsdp_lab.core.formatting import size
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.board import BoardView, Entry, Kind
 from fsdp_lab.dashboard.columns import Columns
 from fsdp_lab.dashboard.panels.base import Captions, Cell, Key, Part, Patches
 from fsdp_lab.dashboard.panels.drawing import ON_DEVICE, class_keys
-from fsdp_lab.runs.comparison import Comparison, Row, ratio_words
+from fsdp_lab.runs.comparison import NONE, Comparison, Row, ratio_words, split_spread
 from fsdp_lab.runs.parity import Verdict
 from fsdp_lab.runs.recommendation import recommend
 from fsdp_lab.runs.summary import RULE
 
-NONE = "–"
-ICONS = {Verdict.EQUAL: "=", Verdict.WITHIN: "≈", Verdict.DIFFERENT: "✗", Verdict.UNKNOWN: "?"}
+SPREADS = ("step time", "tokens/s", "TFLOPS", "MFU", "exposed")  # columns whose spread is shown or told
+ICONS = {Verdict.EQUAL: "=", Verdict.WITHIN: "≈", Verdict.UNKNOWN: "?"}
 TONES = {Verdict.EQUAL: "good", Verdict.WITHIN: "fair", Verdict.DIFFERENT: "bad", Verdict.UNKNOWN: "soft"}
 SAME_RUN = "The same run under another strategy: they have no step in common. Start it again, or press Compare…"
 
@@ -56,7 +56,7 @@ class ComparisonCard:
             return
         at_peaks = [row.figures.at_peak for row in compared.rows if row.figures.peak_memory_bytes]
         drawn = [c for c in ON_DEVICE if any(peak.of_role(Role(c)) for peak in at_peaks)]
-        differences = [f"{r.label} is {r.parity.sentence}." for r in compared.rows if r.differs and r.parity]
+        differences = [f"{label} is {sentence}." for label, sentence in compared.differences.items()]
         ratios = [note for note in compared.notes() if note.startswith("Ratios of")]
         self._captions = Captions(
             reading=" ".join([f"{_reading(compared, shown.entries)}.", *(_recommendation(shown) if over else ())]),
@@ -73,24 +73,25 @@ def table(compared: Comparison, entries: Sequence[Entry]) -> tuple[tuple[str | C
     largest = max((r.figures.peak_memory_bytes or 0 for r in compared.rows), default=0)
     heads = ("", "strategy", f"same as {base}?", "step time (p10–p90)", f"time / {base}", "tokens/s", "TFLOPS · MFU",
              "exposed", "peak memory", f"peak / {base}", "state", "")  # fmt: skip
-    rows = (
-        (
+    rows = []
+    for row, entry in zip(compared.rows, entries, strict=True):
+        if row.refused:
+            continue
+        texts = compared.cells(row, SPREADS)
+        rows.append((
             _label(row, entry, compared),
             Cell(text=row.name, title=row.name),
             _badge(row, compared),
-            _time(row, longest_s),
+            _time(row, texts["step time"], longest_s),
             _ratio(ratio_words(row.time_ratio, "×")),
-            _median(row.figures.tokens_per_s, count),
-            _compute(row),
-            _median(row.figures.exposed_comm_s, duration),
+            _figure(texts["tokens/s"]),
+            _figure(texts["TFLOPS"], texts["MFU"]),
+            _figure(texts["exposed"]),
             _memory(row, largest),
             f"×{row.memory_ratio:.2f}" if row.memory_ratio else NONE,
             _state(row, entry),
             _remove(row, entry),
-        )
-        for row, entry in zip(compared.rows, entries, strict=True)
-        if not row.refused
-    )
+        ))  # fmt: skip
     return (heads, *rows)
 
 
@@ -112,48 +113,37 @@ def _badge(row: Row, compared: Comparison) -> Cell:
     if parity is None:
         return Cell(text="baseline" if row.label == compared.baseline else NONE, tone="soft")
     same_run = parity.verdict is Verdict.UNKNOWN and row.run == compared[compared.baseline or ""].run
-    text = f"DIFFERENT from step {parity.first_step}" if parity.verdict is Verdict.DIFFERENT else str(parity.verdict)
-    title = SAME_RUN if same_run else parity.sentence
-    return Cell(text=f"{ICONS[parity.verdict]} {text}", tone=TONES[parity.verdict], title=title)
+    text = compared.badge(row)
+    if parity.verdict is not Verdict.DIFFERENT:  # that has its icon
+        text = f"{ICONS[parity.verdict]} {text}"
+    return Cell(text=text, tone=TONES[parity.verdict], title=SAME_RUN if same_run else parity.sentence)
 
 
-def _time(row: Row, longest_s: float) -> Cell:
+def _time(row: Row, text: str, longest_s: float) -> Cell:
     spread = row.figures.step_time_s
     if spread is None or not longest_s:
         return Cell(text=NONE)
     return Cell(
-        text=f"{duration(spread.median)} ({_range(spread)})",
+        text=text.replace(" to ", "–"),
         title=f"Median of {row.figures.counted} of {row.figures.steps} steps",
         parts=(Part(share=spread.median / longest_s, token="ink.faint"),),
         whisker=(spread.p10 / longest_s, spread.p90 / longest_s),
     )
 
 
-def _range(spread: Spread) -> str:
-    """11.8–13.0, with units if those differ."""
-    low, high = duration(spread.p10), duration(spread.p90)
-    (number, _, unit), (high_number, _, high_unit) = low.partition(" "), high.partition(" ")
-    return f"{number}–{high_number}" if unit == high_unit else f"{low}–{high}"
-
-
 def _ratio(words: str) -> Cell:
     """The ratio, with its interval as the tooltip."""
-    middle, _, rest = words.partition(" (")
-    return Cell(text=middle, title=("not told apart: " if middle.startswith("≈") else "") + rest.rstrip(")"))
+    middle, interval = split_spread(words)
+    return Cell(text=middle, title=("not told apart: " if middle.startswith("≈") else "") + interval)
 
 
-def _median(spread: Spread | None, text_of: Callable[[float], str]) -> Cell:
-    if spread is None:
-        return Cell(text=NONE)
-    return Cell(text=text_of(spread.median), title=f"p10 {text_of(spread.p10)}, p90 {text_of(spread.p90)}")
-
-
-def _compute(row: Row) -> Cell:
-    tflops, mfu = row.figures.tflops_per_rank, row.figures.mfu
-    if tflops is None:
-        return Cell(text=NONE)
-    share = f" · {100 * mfu.median:.0f} %" if mfu is not None else ""
-    return Cell(text=f"{figures(tflops.median)}{share}", title="Model TFLOPS of a rank, and MFU, means over ranks")
+def _figure(*texts: str) -> Cell:
+    """Medians, and their spreads as the tooltip."""
+    middles, spreads = zip(*map(split_spread, texts), strict=True)
+    shown = [middle for middle in middles if middle != NONE]
+    return Cell(
+        text=" · ".join(shown) or NONE, title="; ".join(f"p10 to p90: {spread}" for spread in spreads if spread)
+    )
 
 
 def _memory(row: Row, largest: int) -> Cell:
@@ -189,9 +179,8 @@ def _remove(row: Row, entry: Entry) -> Cell | str:
 
 
 def _reading(compared: Comparison, entries: Sequence[Entry]) -> str:
-    wrong = [row.label for row in compared.rows if row.differs]
-    if wrong:
-        return f"✗ NOT THE SAME COMPUTATION: {', '.join(wrong)}"
+    if compared.differences:
+        return f"✗ NOT THE SAME COMPUTATION: {', '.join(compared.differences)}"
     runs = sum(e.began for e in entries)
     return (
         f"{runs} run{'s' * (runs != 1)}, compared with {compared.baseline}" if compared.baseline else "no run has begun"

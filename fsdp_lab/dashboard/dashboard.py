@@ -12,6 +12,7 @@ import ipywidgets
 
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.spec import Spec
+from fsdp_lab.dashboard.asking_forms import WritingForm
 from fsdp_lab.dashboard.board import Board
 from fsdp_lab.dashboard.comparison_card import ComparisonCard
 from fsdp_lab.dashboard.controls import Controls
@@ -24,7 +25,6 @@ from fsdp_lab.dashboard.live import Latency, LiveView
 from fsdp_lab.dashboard.safety import SafetyBox
 from fsdp_lab.dashboard.slow_motion import SlowMotionBox
 from fsdp_lab.dashboard.sweep_form import SweepForm
-from fsdp_lab.dashboard.writing_form import WritingForm
 from fsdp_lab.runs import Comparison, WatchedRun
 from fsdp_lab.runs.view import RunView
 

@@ -1,8 +1,8 @@
-"""`ControlSpec`, `Control` and `Group`: a field, its input, and a titled row of inputs, for the controls of a lab and of
-the what-if page."""
+"""`ControlSpec`, `Control` and `Group`: a field, also of the what-if page, its input, and a titled row of inputs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -51,10 +51,25 @@ class ControlSpec:
     read: Callable[[str], Any] = str.strip
     write: Callable[[Any], str] = str
 
+    def offered(self, now: Chosen, value: Any) -> list[tuple[str, Any]]:
+        """The tokens with their labels, `value` among them; none where a number or text is to be typed."""
+        if self.tokens is None:
+            return []
+        tokens = [*self.tokens(now)]
+        if value not in tokens:
+            tokens.append(value)
+        none = self.none if self.automatic is None else f"{self.none} ({self.automatic(now)})"
+        return [(none if t is None else short_value(self.name, t), t) for t in tokens]
+
 
 def fixed(*tokens: Any) -> Callable[[Chosen], Sequence[Any]]:
     """The same tokens whatever is chosen."""
     return lambda chosen: tokens
+
+
+def presets(*, below: float = math.inf) -> Callable[[Chosen], Sequence[Any]]:
+    """The names of models with fewer parameters than that."""
+    return fixed(*(name for name, preset in PRESETS.items() if preset.parameters < below))
 
 
 def _shard_sizes(chosen: Chosen) -> Sequence[Any]:
@@ -144,7 +159,7 @@ GROUPS: tuple[tuple[str, tuple[ControlSpec, ...]], ...] = (
     )),
     ("Workload", (
         ControlSpec(name="model", label="model", help="A preset, or the folder of a model. A change begins at step 0",
-              tokens=fixed(*(name for name, p in PRESETS.items() if p.parameters < OFFERED_PARAMETERS)), typed="/my/model"),
+              tokens=presets(below=OFFERED_PARAMETERS), typed="/my/model"),
         ControlSpec(name="data", label="data", help="Python's own source, made-up images, or a file or folder of yours",
               tokens=fixed("stdlib", "images"), typed="/my/text.jsonl"),
         ControlSpec(name="micro_batch", label="micro batch", help="Samples per rank and forward", least=1),
@@ -203,16 +218,8 @@ class Control:
         return widgets.Text(value=f.write(value), placeholder=f.none, continuous_update=False, **texts)
 
     def _options(self, now: Chosen, value: Any) -> list[tuple[str, Any]]:
-        assert self.field.tokens is not None
-        tokens = [*self.field.tokens(now)]
-        if value not in tokens:
-            tokens.append(value)
-        named = [(self._none(now) if t is None else short_value(self.field.name, t), _key(t)) for t in tokens]
+        named = [(label, _key(token)) for label, token in self.field.offered(now, value)]
         return [*named, (OTHER, OTHER)] if self.field.typed else named
-
-    def _none(self, now: Chosen) -> str:
-        f = self.field
-        return f.none if f.automatic is None else f"{f.none} ({f.automatic(now)})"
 
     def _make_typed(self) -> widgets.Text:
         """For a value that is not among the tokens; hidden until `other…` is chosen."""
@@ -319,9 +326,9 @@ class Group:
             if note.fix:
                 self._fix = {name: choices.held[name], **note.fix}
         more = {n: v for n, v in self._fix.items() if n not in choices.held or v != choices.held[n]}
-        label = self._label(more, also=not any(n in choices.held for n in more)) if more else ""
+        label = fix_text(more, choices.held, self._fields)
         offered = offer(more) if more else Offer()
-        reasons = "<br>".join(escape(_sentences(note.text)) for _, note in refused)
+        reasons = "<br>".join(escape(refusal_text(note.text)) for _, note in refused)
         text = " ".join(filter(None, [reasons, escape(offered.blocked or offered.effect)]))
         put(self._words, "value", text)
         put(self.button, "description", label)
@@ -329,12 +336,6 @@ class Group:
         put(self.button, "tooltip", offered.blocked or offered.effect)
         put(self.button.layout, "display", "" if label else "none")
         put(self._line.layout, "display", "" if text else "none")
-
-    def _label(self, fix: Mapping[str, Any], *, also: bool) -> str:
-        if "world_size" in fix and set(fix) <= set(RANK_FIELDS):
-            return f"Use {fix['world_size']} ranks"
-        changes = ", ".join(value_text(n, v, self._fields.get(n)) for n, v in fix.items())
-        return f"{'Also set' if also else 'Set'} {changes}"
 
 
 class FoldedGroup(Group):
@@ -401,7 +402,17 @@ def value_text(name: str, value: Any, field: ControlSpec | None) -> str:
     return f"{label} {field.none if field is not None and value is None else short_value(name, value)}"
 
 
-def _sentences(text: str) -> str:
+def fix_text(fix: Mapping[str, Any], held: Mapping[str, Any], fields: Mapping[str, ControlSpec]) -> str:
+    """The words of a button that changes these fields so that a refused choice becomes possible; "" without any."""
+    if not fix:
+        return ""
+    if "world_size" in fix and set(fix) <= set(RANK_FIELDS):
+        return f"Use {fix['world_size']} ranks"
+    changes = ", ".join(value_text(name, value, fields.get(name)) for name, value in fix.items())
+    return f"{'Set' if any(name in held for name in fix) else 'Also set'} {changes}"
+
+
+def refusal_text(text: str) -> str:
     """A FieldError's "field: reason; hint" as two sentences. The reason may start with a value, and keeps its case."""
     _, _, rest = text.partition(": ")
     reason, _, hint = (rest or text).partition("; ")

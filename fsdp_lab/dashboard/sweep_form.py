@@ -21,6 +21,7 @@ from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec
 from fsdp_lab.dashboard.forms import HIDDEN, InputForm, put, status, styled
 from fsdp_lab.dashboard.lab_like import LabLike, active_loop, active_run, active_sweep, shown_run
 from fsdp_lab.runs import Refusal, RunState, Sweep
+from fsdp_lab.runs.comparison import labels_by
 from fsdp_lab.runs.sweep import ROUNDS, combine
 
 COMBINED: Mapping[str, Sequence[Any]] = {
@@ -204,13 +205,9 @@ def _progress(sweep: Sweep) -> str:
 
 def _reasons(refused: Sequence[Refusal], lists: Mapping[str, Sequence[Any]]) -> str:
     """Each reason once, with the combinations that it applies to."""
-    flats = [flat_fields(r.spec) for r in refused]
     fields = [name for name, values in lists.items() if len(values) > 1] or ["backend", "sharding"]
-    reasons: dict[str, list[str]] = {}
-    for refusal, flat in zip(refused, flats, strict=True):
-        reasons.setdefault(refusal.reason, []).append(describe_fields(flat, fields))
-    lines = (f"<br><b>{escape('; '.join(names))}</b>: {escape(reason)}" for reason, names in reasons.items())
-    return "".join(lines)
+    reasons = labels_by((describe_fields(flat_fields(r.spec), fields), r.reason) for r in refused)
+    return "".join(f"<br><b>{escape(names)}</b>: {escape(reason)}" for reason, names in reasons.items())
 
 
 def _rough(seconds: float) -> str:

@@ -48,12 +48,41 @@ class Search:
     nearest: Plan | None = None
 
     def __repr__(self) -> str:
-        table = [repr(_table(self))] if self.top else []
-        return "\n".join([*table, _sentence(self)])
+        table = [repr(self.table())] if self.top else []
+        return "\n".join([*table, self.sentence])
 
     def _repr_html_(self) -> str:
-        table = _table(self)._repr_html_() if self.top else ""
-        return f"{table}<p>{escape(_sentence(self))}</p>"
+        table = self.table()._repr_html_() if self.top else ""
+        return f"{table}<p>{escape(self.sentence)}</p>"
+
+    @property
+    def shown(self) -> tuple[Candidate, ...]:
+        """`top`, or `nearest` where nothing fits."""
+        if self.top or self.nearest is None:
+            return self.top
+        return (Candidate(plan=self.nearest, why=fit_sentence(self.nearest), is_apart=True),)
+
+    def table(self) -> Table:
+        """A row for each that is shown."""
+        rows = (
+            (str(i), strategy_label(self.spec, one.plan.spec), one.why,
+             f"{duration(one.plan.step_time_s)} ({band_text(one.plan)})", f"{one.plan.mfu:.1%}",
+             size(one.plan.memory.reserved_bytes))
+            for i, one in enumerate(self.shown, 1)
+        )  # fmt: skip
+        return Table(columns=("", "strategy", "why", "step", "MFU", "memory"), rows=tuple(rows), left=LEFT_ALIGNED)
+
+    @property
+    def sentence(self) -> str:
+        """The number of candidates that fit, or the nearest one."""
+        if self.top:
+            like = sum(not one.is_apart for one in self.top) - 1
+            unsure = f" The first {like + 1} cannot be told apart: try them." if like else ""
+            return f"{self.fitting} of {self.considered} strategies fit.{unsure}"
+        if self.nearest is None:
+            return f"{self.spec.strategy.backend} has no valid strategy for this Spec."
+        nearest = f"{strategy_label(self.spec, self.nearest.spec)}. It {fit_sentence(self.nearest)}."
+        return f"None of {self.considered} strategies fits. Nearest: {nearest}"
 
 
 def search(spec: Spec, shape: ModelShape, machine: Machine, *, limit_bytes: int | None = None) -> Search:
@@ -234,31 +263,6 @@ def _why(one: Plan, best: Plan, fitting: int) -> str:
     less = best.memory.reserved_bytes - one.memory.reserved_bytes
     memory = f"{abs(less) / GIB:.1f} GiB {'less' if less > 0 else 'more'} memory"
     return f"{slower:+.1%} step time ({cause}), {memory}" if abs(slower) >= 5e-4 else f"as fast, {memory}"
-
-
-# -- text and tables ---------------------------------------------------------------------------------------------------
-
-
-def _table(search: Search) -> Table:
-    rows = (
-        (str(i), strategy_label(search.spec, one.plan.spec), one.why,
-         f"{duration(one.plan.step_time_s)} ({band_text(one.plan)})", f"{one.plan.mfu:.1%}",
-         size(one.plan.memory.reserved_bytes))
-        for i, one in enumerate(search.top, 1)
-    )  # fmt: skip
-    return Table(columns=("", "strategy", "why", "step", "MFU", "memory"), rows=tuple(rows), left=LEFT_ALIGNED)
-
-
-def _sentence(search: Search) -> str:
-    """The number of candidates that fit, or the nearest one."""
-    if search.top:
-        like = sum(not one.is_apart for one in search.top) - 1
-        unsure = f" The first {like + 1} cannot be told apart: try them." if like else ""
-        return f"{search.fitting} of {search.considered} strategies fit.{unsure}"
-    if search.nearest is None:
-        return f"{search.spec.strategy.backend} has no valid strategy for this Spec."
-    nearest = f"{strategy_label(search.spec, search.nearest.spec)}. It {fit_sentence(search.nearest)}."
-    return f"None of {search.considered} strategies fits. Nearest: {nearest}"
 
 
 def strategy_label(spec: Spec, found: Spec) -> str:

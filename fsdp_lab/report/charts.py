@@ -6,16 +6,16 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from bokeh.models import BoxZoomTool, ColumnDataSource, FixedTicker, HoverTool, Model, Range1d, ResetTool, SaveTool
-from bokeh.models.annotations import Span as Ruler
+from bokeh.models import BoxZoomTool, ColumnDataSource, HoverTool, Model, Range1d, ResetTool, SaveTool
 from bokeh.models.ui import UIElement
 from bokeh.plotting import figure
 
 from fsdp_lab.core.describe import describe_changes
 from fsdp_lab.core.events import Role
-from fsdp_lab.core.formatting import GIB, MIB, duration, size
+from fsdp_lab.core.formatting import duration, size
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.panels.axis import FINE, SpanRange, StepAxis, ZeroRange
 from fsdp_lab.dashboard.panels.base import Key, Panel
@@ -23,15 +23,10 @@ from fsdp_lab.dashboard.panels.drawing import (
     FILLS,
     ON_DEVICE,
     class_keys,
-    class_tokens,
     fill_key,
     hover,
-    hover_bars,
-    label_ends,
-    paint_stack,
     plain_figure,
     tint,
-    unit_name,
 )
 from fsdp_lab.dashboard.panels.memory import LIMIT_REACH
 from fsdp_lab.dashboard.panels.timeline import TimelinePanel
@@ -44,8 +39,22 @@ from fsdp_lab.runs.view import RunView, switches_in_force
 DASHES = ("solid", "8 4", "2 3", "10 3 2 3")
 HATCHES = ("line", "dashes", "dots", "dashes")
 MOST_POINTS = 1500  # of a curve; of a longer one a point is the median of several steps
-CURVE_PX, BAR_PX, FOOT_PX = 230, 38, 56
-LABEL_CHARS = 30
+CURVE_PX = 230
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """The bar of a run. `parts`: lengths, and how they are filled. `whisker`: the ends of its spread. `thin`: below it."""
+
+    row: Row
+    text: str
+    parts: Sequence[tuple[float, Key]]
+    whisker: tuple[float, float] | None = None
+    thin: float = 0.0
+
+    @property
+    def end(self) -> float:
+        return max(sum(length for length, _ in self.parts), self.thin, self.whisker[1] if self.whisker else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +63,13 @@ class Chart:
 
     name: str
     title: str
-    root: UIElement
     described: str
+    root: UIElement | None = None  # a Bokeh figure; None: of `bars`
+    bars: tuple[Bar, ...] = ()
+    most: float = 1.0  # the length that is as wide as the picture
+    rule: float = 0.0  # the length at which a line crosses the bars; 0: none
     reading: str = ""
-    legend: tuple[Key, ...] = ()
+    legend: Sequence[Key] = ()
     note: str = ""
     wide: bool = False
 
@@ -189,14 +201,21 @@ def bars(compared: Comparison, note: str) -> list[Chart]:
     rows = [row for row in compared.rows if row.figures.steps]
     times = {row.label: row.time_ratio for row in rows if row.time_ratio}
     memories = {row.label: _exact(row.memory_ratio) for row in rows if row.memory_ratio is not None}
-    base = compared.baseline
     charts = [
-        _ratios("time_ratio", f"Step time relative to {base}", compared, times, note) if times else None,
-        _ratios("memory_ratio", f"Peak memory relative to {base}", compared, memories, note) if memories else None,
-        _memory(compared, note) if any(row.figures.peak_memory_bytes for row in rows) else None,
-        _communication(compared, note) if any(row.figures.comm_s for row in rows) else None,
+        _ratios("time_ratio", "Step time", compared, times, note),
+        _ratios("memory_ratio", "Peak memory", compared, memories, note),
+        _memory(rows, note),
+        _communication(rows, note),
     ]
-    return [chart for chart in charts if chart is not None]
+    return [chart for chart in charts if chart.bars]
+
+
+def _bars(name: str, title: str, shown: Sequence[Bar], *, headroom: float, reading: str = "", **more: Any) -> Chart:
+    """`headroom`: the width over the longest bar, so that there is room for its label."""
+    words = "; ".join(f"{bar.row.label} {bar.text}" for bar in shown)
+    most = headroom * max([more.get("rule", 0.0), *(bar.end for bar in shown)]) or 1.0
+    described = f"{f'{title} {reading}'.strip()}: {words}."
+    return Chart(name=name, title=title, bars=tuple(shown), most=most, reading=reading, described=described, **more)
 
 
 def _exact(value: float) -> Ratio:
@@ -204,141 +223,55 @@ def _exact(value: float) -> Ratio:
     return Ratio(median=value, p10=None, p90=None, n=1, pairing=Pairing.MEDIANS)
 
 
-def _ratios(name: str, title: str, compared: Comparison, by_label: Mapping[str, Ratio], note: str) -> Chart:
-    places = [i for i, row in enumerate(compared.rows) if row.label in by_label]
-    ratios = [by_label[compared.rows[i].label] for i in places]
-    spread = any(r.p10 is not None for r in ratios)
-    fig = _bar_figure(name, f"{compared.baseline} is 1", [compared.rows[i] for i in places])
-    source = ColumnDataSource({
-        "y": list(range(len(places))),
-        "top": [i - 0.12 for i in range(len(places))],
-        "bottom": [i + 0.12 for i in range(len(places))],
-        "ratio": [r.median for r in ratios],
-        "low": [r.p10 if r.p10 is not None else math.nan for r in ratios],
-        "high": [r.p90 if r.p90 is not None else math.nan for r in ratios],
-        "color": [theme.rank_color(i) for i in places],
-        "end": [max(r.median, r.p90 or 0) for r in ratios],
-        "label": [ratio_words(r) for r in ratios],
-    })  # fmt: skip
-    fig.hbar(y="y", left=0, right="ratio", height=0.5, fill_color="color", line_alpha=0, source=source)
-    for x0, x1, y0, y1 in (
-        ("low", "high", "y", "y"),
-        ("low", "low", "top", "bottom"),
-        ("high", "high", "top", "bottom"),
-    ):
-        whisker = fig.segment(x0=x0, x1=x1, y0=y0, y1=y1, line_width=2, source=source)
-        tint(whisker.glyph, line_color="ink.peak")
-    _label_ends(fig, source)
-    _rule(fig, 1)
-    _fit(fig, [1.0, *source.data["end"]], headroom=1.45)
-    words = "; ".join(f"{compared.rows[i].label} {ratio_words(r)}" for i, r in zip(places, ratios, strict=True))
+def _ratios(name: str, title: str, compared: Comparison, ratios: Mapping[str, Ratio], note: str) -> Chart:
+    shown = [
+        Bar(row=row, text=ratio_words(r), parts=[(r.median, Key(label=row.name, color=theme.rank_color(i)))],
+            whisker=(r.p10, r.p90) if r.p10 is not None and r.p90 is not None else None)
+        for i, row in enumerate(compared.rows) if (r := ratios.get(row.label))
+    ]  # fmt: skip
     legend = [Key(label=f"{compared.baseline}", token="ink.marker", hatch="dashes")]
-    legend += [Key(label="p10 to p90", token="ink.peak", hatch="line")] if spread else []
-    return Chart(name=name, title=title, root=fig, described=f"{title}: {words}.", legend=tuple(legend), note=note)
+    legend += [Key(label="p10 to p90", token="ink.peak", hatch="line")] if any(bar.whisker for bar in shown) else []
+    title = f"{title} relative to {compared.baseline}"
+    return _bars(name, title, shown, headroom=1.6, rule=1.0, legend=legend, note=note)
 
 
-def _memory(compared: Comparison, note: str) -> Chart:
-    rows = [row for row in compared.rows if row.figures.peak_memory_bytes]
-    peaks = [row.figures.peak_memory_bytes or 0 for row in rows]
-    unit = GIB if max(peaks) >= GIB else MIB
-    fig = _bar_figure("memory", f"{unit_name(unit)} of the fullest rank, at its peak", rows)
-    data = {name: [row.figures.at_peak.of_role(Role(name)) / unit for row in rows] for name in ON_DEVICE}
-    host = [row.figures.host_bytes for row in rows]
-    source = ColumnDataSource({
-        **data,
-        "y": list(range(len(rows))),
-        "end": [peak / unit for peak in peaks],
-        "label": [size(peak) + (f" + {size(h)} on the host" if h else "") for peak, h in zip(peaks, host, strict=True)],
-    })  # fmt: skip
-    _stack(fig, source, class_tokens(), unit_name(unit), height=0.6)
-    limit = min((row.figures.limit_bytes for row in rows if row.figures.limit_bytes), default=None)
-    legend = class_keys(ON_DEVICE)
-    ends = [*source.data["end"]]
-    if limit is not None and limit <= LIMIT_REACH * max(peaks):
-        _rule(fig, limit / unit)
-        legend.append(Key(label=f"limit {size(limit)}", token="ink.marker", hatch="dashes"))
-        ends.append(limit / unit)
-    _fit(fig, ends, headroom=1.65 if any(host) else 1.3)
-    each = "; ".join(f"{row.label} {size(peak)}" for row, peak in zip(rows, peaks, strict=True))
-    described = f"Peak memory of the fullest rank by class: {each}."
-    return Chart(name="memory", title="Memory", root=fig, described=described, legend=tuple(legend), note=note)
+def _memory(rows: Sequence[Row], note: str) -> Chart:
+    shown = []
+    for row in rows:
+        if peak := row.figures.peak_memory_bytes:
+            host = f" + {size(row.figures.host_bytes)} on the host" if row.figures.host_bytes else ""
+            classes = {name: row.figures.at_peak.of_role(Role(name)) for name in ON_DEVICE}
+            parts = _parts({f"memory.{name}": number for name, number in classes.items()}, size)
+            shown.append(Bar(row=row, text=f"{size(peak)}{host}", parts=parts))
+    limit = min((row.figures.limit_bytes for row in rows if row.figures.limit_bytes), default=0)
+    rule = limit if shown and limit <= LIMIT_REACH * max(bar.end for bar in shown) else 0
+    of_rule = [Key(label=f"limit {size(rule)}", token="ink.marker", hatch="dashes")] if rule else []
+    headroom = 1.6 if any(row.figures.host_bytes for row in rows) else 1.25
+    legend, reading = [*class_keys(ON_DEVICE), *of_rule], "of the fullest rank, at its peak"
+    return _bars("memory", "Memory", shown, headroom=headroom, rule=rule, legend=legend, note=note, reading=reading)
 
 
-def _communication(compared: Comparison, note: str) -> Chart:
-    rows = [row for row in compared.rows if row.figures.comm_s]
-    kinds = [k for k in theme.COMMUNICATION if any(row.figures.comm_s_by_kind.get(k) for row in rows)]
-    fig = _bar_figure("communication", "ms a step, mean over ranks", rows)
-    exposed = [1e3 * row.figures.exposed_comm_s.median if row.figures.exposed_comm_s else math.nan for row in rows]
-    source = ColumnDataSource({
-        **{kind: [1e3 * row.figures.comm_s_by_kind.get(kind, 0.0) for row in rows] for kind in kinds},
-        "y": [i - 0.12 for i in range(len(rows))],
-        "y_exposed": [i + 0.26 for i in range(len(rows))],
-        "exposed": exposed,
-        "end": [1e3 * sum(row.figures.comm_s_by_kind.values()) for row in rows],
-        "label": [_comm_words(row) for row in rows],
-    })  # fmt: skip
-    waited = fig.hbar(y="y_exposed", left=0, right="exposed", height=0.2, source=source, line_alpha=0)
-    tint(waited.glyph, fill_color="timeline.waiting")
-    tokens = [f"communication.{kind}" for kind in kinds]
-    _stack(fig, source, tokens, "ms", height=0.42, more=[("exposed", "@exposed{0,0.00} ms")])
-    _fit(fig, [*source.data["end"], *exposed], headroom=1.7)
-    keys = [*map(fill_key, tokens), Key(label="exposed: computing waited", token="timeline.waiting")]
-    described = "; ".join(f"{row.label} {_comm_words(row)}" for row in rows)
-    apart = "Issue to completion, by kind; collectives that overlap count each."
-    return Chart(name="communication", title="Communication", root=fig, legend=tuple(keys), note=f"{apart} {note}".strip(),
-                 described=f"Communication a step by kind, and what of it is exposed: {described}.")  # fmt: skip
+def _communication(rows: Sequence[Row], note: str) -> Chart:
+    shown = []
+    for row in rows:
+        if by_kind := {kind: s for kind in theme.COMMUNICATION if (s := row.figures.comm_s_by_kind.get(kind))}:
+            whole, exposed = duration(sum(by_kind.values())), row.figures.exposed_comm_s
+            parts = _parts({f"communication.{kind}": s for kind, s in by_kind.items()}, duration)
+            text = f"{whole}, {duration(exposed.median)} exposed" if exposed else whole
+            shown.append(Bar(row=row, text=text, parts=parts, thin=exposed.median if exposed else 0.0))
+    used = {key.token for bar in shown for _, key in bar.parts}
+    kinds = [token for kind in theme.COMMUNICATION if (token := f"communication.{kind}") in used]
+    keys = [*map(fill_key, kinds), Key(label="exposed: computing waited", token="timeline.waiting")]
+    note = f"Issue to completion, by kind; collectives that overlap count each. {note}".strip()
+    reading = "a step, mean over ranks"
+    return _bars("communication", "Communication", shown, headroom=1.65, legend=keys, note=note, reading=reading)
 
 
-def _comm_words(row: Row) -> str:
-    whole, exposed = sum(row.figures.comm_s_by_kind.values()), row.figures.exposed_comm_s
-    return f"{duration(whole)}, {duration(exposed.median)} exposed" if exposed else duration(whole)
-
-
-def _bar_figure(name: str, x_label: str, rows: Sequence[Row]) -> figure:
-    """A row for each run, the first on top, its label and name on the axis."""
-    fig = plain_figure(name, "", y_range=Range1d(start=len(rows) - 0.4, end=-0.6))
-    fig.height = FOOT_PX + BAR_PX * len(rows)
-    fig.xaxis.axis_label = x_label
-    fig.yaxis.axis_label = None
-    fig.yaxis.ticker = FixedTicker(ticks=list(range(len(rows))))
-    fig.yaxis.major_label_overrides = {i: _short(f"{row.label}  {row.name}") for i, row in enumerate(rows)}
-    fig.ygrid.visible = False
-    return fig
-
-
-def _stack(
-    fig: figure, source: ColumnDataSource, tokens: Sequence[str], unit: str, *, height: float,
-    more: Sequence[tuple[str, str]] = (),
-) -> None:  # fmt: skip
-    """Stacked bars with a tooltip and the text of column `label`; a token `group.name` is of the column `name`."""
-    names = [token.partition(".")[2] for token in tokens]
-    paint_stack(fig.hbar_stack(names, y="y", height=height, source=source, line_width=1), tokens)
-    rows = [(FILLS[token].label, f"@{name}{{0,0.00}} {unit}") for token, name in zip(tokens, names, strict=True)]
-    hover_bars(fig, source, [*rows, *more], height=height)
-    _label_ends(fig, source)
-
-
-def _fit(fig: figure, ends: Sequence[float], *, headroom: float) -> None:
-    """Makes room on the x axis for bars with these ends and their labels."""
-    fig.x_range = Range1d(start=0, end=ZeroRange(steps=FINE, headroom=headroom).cover(np.array(ends)))
-
-
-def _rule(fig: figure, at: float) -> None:
-    """A dashed line across the bars."""
-    line = Ruler(location=at, dimension="height", line_dash="6 4", line_width=1.5, level="underlay")
-    tint(line, line_color="ink.marker")
-    fig.add_layout(line)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= LABEL_CHARS else text[: LABEL_CHARS - 1] + "…"
-
-
-def _label_ends(fig: figure, source: ColumnDataSource) -> None:
-    """Writes the text of column `label` behind each bar, readable over a ruler."""
-    text = label_ends(fig, source)
-    text.background_fill_alpha = 0.7
-    tint(text, background_fill_color="ink.gap")
+def _parts(lengths: Mapping[str, float], text: Callable[[float], str]) -> list[tuple[float, Key]]:
+    """Token -> length as the parts of a bar."""
+    return [
+        (length, fill_key(token, f"{FILLS[token].label} {text(length)}")) for token, length in lengths.items() if length
+    ]
 
 
 # -- timelines ---------------------------------------------------------------------------------------------------------

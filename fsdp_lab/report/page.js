@@ -14,10 +14,9 @@ function set(model, property, value) {
 
 function paint() {
   const dark = prefersDark.matches && !onPaper.matches;
-  const style = getComputedStyle(document.body);
-  const tokens = { ...theme[dark ? "dark" : "light"], "ink.gap": style.getPropertyValue("--card").trim() };
-  const soft = style.getPropertyValue("--soft").trim();
-  const font = style.fontFamily;
+  const styleOf = (selector) => getComputedStyle(document.querySelector(selector));
+  const tokens = { ...theme[dark ? "dark" : "light"], "ink.gap": styleOf(".card").backgroundColor };
+  const soft = styleOf(".soft").color, font = styleOf("body").fontFamily;
   for (const model of window.Bokeh.documents.flatMap((d) => [...d.all_models])) {
     if ("major_label_text_color" in model) {
       model.setv({ major_label_text_color: soft, axis_label_text_color: soft, major_label_text_font: font, axis_label_text_font: font });

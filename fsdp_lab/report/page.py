@@ -16,7 +16,7 @@ from fsdp_lab.core.formatting import duration
 from fsdp_lab.core.loops import Trained
 from fsdp_lab.dashboard import theme
 from fsdp_lab.report.charts import Chart
-from fsdp_lab.runs.comparison import Comparison, Refusal, finite
+from fsdp_lab.runs.comparison import Comparison, Refusal, finite, split_spread
 from fsdp_lab.runs.recommendation import Recommendation
 from fsdp_lab.runs.view import RunView, Switch
 
@@ -39,7 +39,7 @@ def page(
     environment = Environment(loader=FileSystemLoader(FOLDER), undefined=StrictUndefined, autoescape=True,
                               trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     environment.filters.update(
-        spread=_spread, color=theme.rank_color, field=_field, change=_change,
+        spread=split_spread, color=theme.rank_color, field=_field, change=_change,
         duration=duration, spec_json=_spec_json, leaves=_leaves, embedded=embedded,
     )  # fmt: skip
     return environment.get_template("page.html.jinja").render(
@@ -47,9 +47,7 @@ def page(
         compared=compared,
         places={row.label: i for i, row in enumerate(compared.rows)},
         entries=list(zip(compared.rows, runs, strict=True)),
-        different=[
-            f"{row.label} ({row.name}) is {row.parity.sentence}" for row in compared.rows if row.differs and row.parity
-        ],
+        different=[f"{label} ({compared[label].name}) is {why}" for label, why in compared.differences.items()],
         environments=_environments(compared, runs),
         recommended=recommended,
         charts=charts,
@@ -67,12 +65,6 @@ def embedded(value: Any) -> str:
     """JSON that cannot end the script element around it, whatever text it contains."""
     text = json.dumps(finite(value), separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-
-
-def _spread(text: str) -> tuple[str, str]:
-    """Splits a text into a median and its spread in brackets; the spread is empty where there is none."""
-    middle, opened, spread = text.partition(" (")
-    return (middle, f"({spread}") if opened and spread.endswith(")") and " to " in spread else (text, "")
 
 
 def _field(value: Any) -> str:

@@ -91,11 +91,12 @@ def render(
 
 def _document(charts: Sequence[Chart]) -> dict[str, Any]:
     """The charts as one Bokeh document, so that their axes of steps move together."""
+    drawn = {chart.name: chart.root for chart in charts if chart.root is not None}
     document = Document()
     with document.models.freeze():  # otherwise each root makes it collect all models again
-        for chart in charts:
-            document.add_root(chart.root)
-    return {"document": document.to_json(deferred=False), "roots": {chart.name: chart.root.id for chart in charts}}
+        for root in drawn.values():
+            document.add_root(root)
+    return {"document": document.to_json(deferred=False), "roots": {name: root.id for name, root in drawn.items()}}
 
 
 def _title(compared: Comparison) -> str:

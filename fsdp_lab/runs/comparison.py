@@ -145,35 +145,55 @@ class Comparison:
             only: the figures to show; empty: all. "parity", "time ratio" and "peak ratio" are to the baseline.
             spread: whether step times have p10 to p90.
         """
-        base, rows = self.baseline, [r for r in self.rows if not r.refused]
-        texts = [cells(r.figures, spread=spread) for r in rows]
-        columns = {name: [row[name] for row in texts] for name in cells(Figures())}
-        columns = {
-            "": [r.label for r in rows],
-            "what": [r.name for r in rows],
-            "state": [r.state for r in rows],
-            "parity": [self.badge(r) for r in rows],
-            "step time": columns.pop("step time"),
-            "time ratio": [ratio_words(r.time_ratio) for r in rows],
-            "peak/rank": columns.pop("peak/rank"),
-            "peak ratio": [NONE if r.memory_ratio is None else f"{r.memory_ratio:.2f}" for r in rows],
-            **{name: column for name, column in columns.items() if name != "loss"},
-            "loss": columns["loss"],
-        }
+        rows = [self.cells(r, ("step time",) if spread else ()) for r in self.rows if not r.refused]
+        known = [name for name in (rows[0] if rows else ()) if {row[name] for row in rows} - {NONE, ""}]
+        shown = [name for name in known if not only or name in ("", "what", "state", *only)]
+        base = self.baseline
         titles = {"parity": f"parity with {base}", "time ratio": f"time / {base}", "peak ratio": f"peak / {base}"}
-        shown = {titles.get(name, name): column for name, column in columns.items()
-                 if (not only or name in ("", "what", "state", *only)) and set(column) - {NONE, ""}}  # fmt: skip
-        return _table(shown, ("", "what", "state", titles["parity"]), notes=self.notes())
+        return Table(
+            columns=tuple(titles.get(name, name) for name in shown),
+            rows=tuple(tuple(row[name] for name in shown) for row in rows),
+            left=frozenset(("", "what", "state", titles["parity"])),
+            notes=self.notes(),
+        )
+
+    def cells(self, row: Row, spread: Collection[str]) -> dict[str, str]:
+        """A row as text, by column; a dash for what was not measured. `spread`: the columns with p10 to p90 in brackets."""
+        f = row.figures
+        measured: dict[str, tuple[Spread | None, Callable[[float], str]]] = {
+            "step time": (f.step_time_s, duration),
+            "tokens/s": (f.tokens_per_s, count),
+            "TFLOPS": (f.tflops_per_rank, "{:.3g}".format),
+            "MFU": (f.mfu, "{:.1%}".format),
+            "exposed": (f.exposed_comm_s, duration),
+            "comm": (f.comm_s, duration),
+            "link": (f.link_bytes, size),
+        }
+        texts = {name: _spread_text(*of, whole=name in spread) for name, of in measured.items()}
+        return {
+            "": row.label,
+            "what": row.name,
+            "state": row.state,
+            "parity": self.badge(row),
+            "step time": texts.pop("step time"),
+            "time ratio": ratio_words(row.time_ratio),
+            "peak/rank": size(f.peak_memory_bytes),
+            "peak ratio": NONE if row.memory_ratio is None else f"{row.memory_ratio:.2f}",
+            **texts,
+            "loss": NONE if f.last_loss is None else f"{f.last_loss:.4f}",
+        }
 
     def memory_table(self) -> Table:
         """The memory of the fullest rank at its peak, by class, and what is outside of the allocator."""
         measured = [r for r in self.rows if r.figures.peak_memory_bytes]
-        columns = {"": [r.label for r in measured], "what": [r.name for r in measured]}
+        columns: dict[str, list[str]] = {"": [r.label for r in measured], "what": [r.name for r in measured]}
         columns |= {role.value: [size(r.figures.at_peak.of_role(role)) for r in measured] for role in Role}
         for name in ("peak_memory", "outside", "host", "limit"):
             columns[name.partition("_")[0]] = [size(getattr(r.figures, f"{name}_bytes")) for r in measured]
         outside = "outside: not the allocator's (contexts, libraries, other processes); host: what offload moved there"
-        return _table(columns, ("", "what"), caption="memory of the fullest rank at its peak", notes=(outside,))
+        rows = tuple(zip(*columns.values(), strict=True))
+        return Table(columns=tuple(columns), rows=rows, left=frozenset(("", "what")), notes=(outside,),
+                     caption="memory of the fullest rank at its peak")  # fmt: skip
 
     def badge(self, row: Row) -> str:
         """The row's parity in a few words."""
@@ -231,8 +251,13 @@ class Comparison:
         memory = self.memory_table()
         return head + self.table()._repr_html_() + (memory._repr_html_() if len(memory) else "")
 
+    @property
+    def differences(self) -> dict[str, str]:
+        """Label -> how the run differs from the baseline, for those that are not the same computation."""
+        return {r.label: r.parity.sentence for r in self.rows if r.differs and r.parity}
+
     def _alarm(self) -> str:
-        different = [f"{r.label} is {r.parity.sentence}" for r in self.rows if r.differs and r.parity]
+        different = [f"{label} is {sentence}" for label, sentence in self.differences.items()]
         return f"NOT THE SAME COMPUTATION: {'; '.join(different)}" if different else ""
 
     # -- export -----------------------------------------------------------------------------------------------------
@@ -359,37 +384,19 @@ def _baseline_index(runs: Sequence[RunView | Refusal], labels: Sequence[str], ba
 # -- cells and scalars -----------------------------------------------------------------------------------------------
 
 
-def _table(columns: Mapping[str, Sequence[str]], left: Sequence[str], **options: Any) -> Table:
-    rows = tuple(zip(*columns.values(), strict=True))
-    return Table(columns=tuple(columns), rows=rows, left=frozenset(left), **options)
-
-
-def cells(f: Figures, *, spread: bool = False) -> dict[str, str]:
-    """The figures of a run as text, by column; a dash for what was not measured. `spread`: p10 to p90 of the step time."""
-    return {
-        "step time": _spread_text(f.step_time_s, duration) if spread else _median_text(f.step_time_s, duration),
-        "tokens/s": _median_text(f.tokens_per_s, count),
-        "TFLOPS": _median_text(f.tflops_per_rank, "{:.3g}".format),
-        "MFU": _median_text(f.mfu, "{:.1%}".format),
-        "exposed": _median_text(f.exposed_comm_s, duration),
-        "comm": _median_text(f.comm_s, duration),
-        "link": _median_text(f.link_bytes, size),
-        "peak/rank": size(f.peak_memory_bytes),
-        "loss": NONE if f.last_loss is None else f"{f.last_loss:.4f}",
-    }
-
-
-def _median_text(spread: Spread | None, text: Callable[[float], str]) -> str:
-    return NONE if spread is None else text(spread.median)
-
-
-def _spread_text(spread: Spread | None, text: Callable[[float], str]) -> str:
-    """The median with p10 and p90, whose unit is written once where it is the same: 98.0 ms (91.0 to 105 ms)."""
-    if spread is None:
-        return NONE
+def _spread_text(spread: Spread | None, text: Callable[[float], str], *, whole: bool) -> str:
+    """The median, and if `whole` p10 and p90, whose unit is written once where it is the same: 98.0 ms (91.0 to 105 ms)."""
+    if spread is None or not whole:
+        return NONE if spread is None else text(spread.median)
     low, high = text(spread.p10), text(spread.p90)
     (number, _, unit), high_unit = low.partition(" "), high.partition(" ")[2]
     return f"{text(spread.median)} ({number if unit == high_unit else low} to {high})"
+
+
+def split_spread(text: str) -> tuple[str, str]:
+    """A cell's median, and its spread without the brackets, or "" where it has none."""
+    middle, opened, spread = text.partition(" (")
+    return (middle, spread[:-1]) if opened and spread.endswith(")") and " to " in spread else (text, "")
 
 
 def ratio_words(ratio: Ratio | None, sign: str = "") -> str:

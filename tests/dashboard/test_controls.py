@@ -13,10 +13,10 @@ import pytest
 
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Spec
+from fsdp_lab.dashboard.asking_forms import WritingForm
 from fsdp_lab.dashboard.choices import ChoiceState
 from fsdp_lab.dashboard.controls import Controls
 from fsdp_lab.dashboard.fields import GROUPS, OTHER
-from fsdp_lab.dashboard.writing_form import WritingForm
 from fsdp_lab.planner.questions import LESS, DoesNotFit
 from fsdp_lab.runs import RunState
 from tests.dashboard.fake_lab import FakeLab

@@ -1,4 +1,4 @@
-"""How panels, what-if cards and reports draw: plain figures, fills by theme token, bars with labels, tooltips, legends."""
+"""How panels and reports draw: plain figures, fills by theme token, bars with labels, tooltips, legends."""
 
 from __future__ import annotations
 

@@ -13,37 +13,91 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from fsdp_lab.core import __version__
 from fsdp_lab.core.describe import describe_value
 from fsdp_lab.core.errors import ArgumentError, FieldError
 from fsdp_lab.core.files import check_file, write_whole
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.what_if.charts import KINDS, PARTS
 from fsdp_lab.report.page import FOLDER, embedded
 from fsdp_lab.report.report import SUFFIXES
 
+SCRIPT = FOLDER / "what_if" / "what_if.js"
+STYLES = (FOLDER / "page.css", FOLDER / "what_if" / "what_if.css")
 MOST_COMBINATIONS = 20_000  # about a minute, and 5 MB
 RANKS = "world_size"
 
-# Keys of `Plan.to_dict` that are columns of the table.
-FIGURES = (
-    "fits", "margin_bytes", "peak_memory_bytes", "reserved_memory_bytes", "host_memory_bytes", "memory_limit_bytes",
-    "step_time_s", "tokens_per_s", "tokens_per_s_per_rank", "tflops_per_rank", "mfu", "hfu", "computing_s", "slowed_s",
-    "exposed_comm_s", "host_s", "optimizer_s", "parameters", "hosts", "network_gbit_per_s",
-)  # fmt: skip
-# Those of uncertainty. Where a plan has none, the script takes the figure itself for both ends (`band` in what_if.js).
-UNCERTAIN = (
-    *(f"{name}_{end}" for name in ("step_time_s", "tokens_per_s", "peak_memory_bytes") for end in ("low", "high")),
-    *(f"{name}_{end}_50" for name in ("step_time_s", "tokens_per_s") for end in ("low", "high")),
-    "fits_probability",
-)
-ENTRIES = ("memory_at_peak_bytes", "comm_s_per_step")  # dicts, with a column for each entry
+ENTRIES = ("memory_at_peak_bytes", "comm_s_per_step")  # dicts in `Plan.to_dict`, with a column for each entry
+TEXTS = ("binding", "assumed")
+# Part of a step -> token of its colour, label.
+PARTS = {
+    "computing": ("timeline.backward", "computing"),
+    "slowed": ("timeline.forward", "slowed by sending"),
+    "exposed": ("timeline.waiting", "exposed communication"),
+    "host": ("timeline.host_copy", "waiting for the host"),
+    "optimizer": ("timeline.optimizer", "optimizer"),
+    "rest": ("timeline.compute", "the loop"),
+}
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>What if? FSDP predicted</title>
+<link rel="icon" href="data:,">
+<style>
+{css}</style>
+</head>
+<body>
+<main>
+<header><h1>What if?</h1>
+<p class="soft">Will a model fit, how fast will it train with Fully Sharded Data Parallel, and what limits it? Predicted,
+not measured.</p></header>
+<noscript><p class="alarm">This page needs JavaScript.</p></noscript>
+<div class="what-if"></div>
+<footer>Predicted by fsdp_lab {version} on {when}, {combinations:,} combinations, with
+<code>{command}</code>. It opens without the network.</footer>
+</main>
+<script type="application/json" id="fsdp-lab-what-if">{data}</script>
+<script type="module">
+{js}</script>
+</body>
+</html>
+"""
+
+
+def look() -> dict[str, Any]:
+    """The colours, hatches and labels of what a page draws."""
+    kinds = {
+        k: (f"communication.{k}", theme.COMMUNICATION[k].label) for k in ("all_gather", "reduce_scatter", "all_reduce")
+    }
+    return {
+        "tokens": theme.tokens(),
+        "memory": {name: {"label": fill.label, "hatch": fill.hatch} for name, fill in theme.MEMORY.items()},
+        "parts": _fills(PARTS),
+        "kinds": _fills(kinds),
+    }
+
+
+def _fills(fills: Mapping[str, tuple[str, str]]) -> dict[str, dict[str, str]]:
+    return {name: {"fill": token.replace(".", "-"), "label": label} for name, (token, label) in fills.items()}
+
+
+def row_of(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures and texts that a page shows of a plan. plan: as `Plan.to_dict` makes it."""
+    row: dict[str, Any] = {name: float(value) for name, value in plan.items() if isinstance(value, int | float)}
+    row |= {f"{entry}.{key}": float(number) for entry in ENTRIES for key, number in plan[entry].items()}
+    workload = plan["spec"]["workload"]
+    assumed = "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in plan["assumed"].items())
+    return {**row, "global_batch": plan["ranks"] * workload["micro_batch"] * workload["accumulate"],
+            "binding": plan["binding"], "assumed": assumed}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,18 +195,14 @@ class Answers:
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
         self.errors: list[FieldError] = []
-        self.texts: dict[str, dict[str, int]] = {"binding": {}, "assumed": {}}
+        self.texts: dict[str, dict[str, int]] = {kind: {} for kind in TEXTS}
         self.refusals: dict[str, tuple[int, FieldError]] = {}
 
     def add(self, plan: Mapping[str, Any]) -> None:
         """plan: as `Plan.to_dict` makes it."""
-        row = {name: float(plan[name]) for name in FIGURES}
-        row |= {name: float(plan[name]) for name in UNCERTAIN if plan.get(name) is not None}
-        row |= {f"{entry}.{key}": float(number) for entry in ENTRIES for key, number in plan[entry].items()}
-        workload = plan["spec"]["workload"]
-        row["global_batch"] = plan["ranks"] * workload["micro_batch"] * workload["accumulate"]
-        row["binding"] = self._number("binding", plan["binding"])
-        row["assumed"] = self._number("assumed", assumed_text(plan["assumed"]))
+        row = row_of(plan)
+        for kind, numbered in self.texts.items():
+            row[kind] = numbered.setdefault(row[kind], len(numbered))
         self.rows.append(row)
 
     def refuse(self, error: FieldError) -> None:
@@ -160,39 +210,23 @@ class Answers:
         number, _ = self.refusals.setdefault(str(error), (len(self.refusals), error))
         self.rows.append({"refused": number})
 
-    def _number(self, kind: str, text: str) -> int:
-        return self.texts[kind].setdefault(text, len(self.texts[kind]))
-
     def columns(self) -> dict[str, str]:
         """Name -> little-endian float32 as base64; NaN where a row has no such figure."""
-        names = dict.fromkeys(name for row in self.rows for name in row)
-        return {name: _packed([row.get(name, math.nan) for row in self.rows]) for name in ("refused", *names)}
-
-
-def _packed(numbers: Sequence[float]) -> str:
-    return base64.b64encode(np.asarray(numbers, dtype="<f4").tobytes()).decode()
-
-
-def assumed_text(assumed: Mapping[str, Any]) -> str:
-    return "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in assumed.items())
+        names = ["refused", *dict.fromkeys(name for row in self.rows for name in row if name != "refused")]
+        packed = {name: np.asarray([row.get(name, math.nan) for row in self.rows], dtype="<f4") for name in names}
+        return {name: base64.b64encode(numbers.tobytes()).decode() for name, numbers in packed.items()}
 
 
 def render(product: Product, answers: Answers, written_unix_s: float) -> str:
-    """The file's content."""
-    environment = Environment(loader=FileSystemLoader(FOLDER), undefined=StrictUndefined, autoescape=True,
-                              trim_blocks=True, lstrip_blocks=True)  # fmt: skip
-    environment.filters.update(embedded=embedded)
-    read = {name: (FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "what_if.css", "what_if.js")}
-    return environment.get_template("what_if.html.jinja").render(
-        axes=product.axes,
-        command=product.command,
-        when=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(written_unix_s)),
+    """The file's content. The texts of users are escaped; CSS, script and JSON are our own."""
+    return PAGE.format(
+        css="".join(style.read_text(encoding="utf-8") for style in STYLES),
         version=__version__,
+        when=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(written_unix_s)),
         combinations=len(answers.rows),
-        tokens=theme.tokens(),
-        css=read["page.css"] + read["what_if.css"],
-        js=read["what_if.js"],
-        data=_data(product, answers),
+        command=escape(product.command),
+        data=embedded(_data(product, answers)),
+        js=SCRIPT.read_text(encoding="utf-8"),
     )
 
 
@@ -210,14 +244,8 @@ def _data(product: Product, answers: Answers) -> dict[str, Any]:
         "columns": answers.columns(),
         "texts": {kind: list(numbered) for kind, numbered in answers.texts.items()},
         "refusals": [_refusal(product, error) for _, error in answers.refusals.values()],
-        "memory": {name: {"label": fill.label, "hatch": fill.hatch} for name, fill in theme.MEMORY.items()},
-        "parts": _fills(PARTS),
-        "kinds": _fills(KINDS),
+        "look": look(),
     }
-
-
-def _fills(fills: Mapping[str, tuple[str, str]]) -> dict[str, dict[str, str]]:
-    return {name: {"fill": token.replace(".", "-"), "label": label} for name, (token, label) in fills.items()}
 
 
 def _start(product: Product, answers: Answers) -> list[int]:

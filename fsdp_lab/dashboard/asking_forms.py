@@ -1,7 +1,7 @@
-"""The form of checkpoints: where and how often a run is saved, *Save now*, *Resume*, and a table of the newest saves.
+"""The forms of what is asked of the ranks' model: `SavingForm`, its checkpoints, and `WritingForm`, a text.
 
-Handlers run on the thread that the page's message arrives on, `tick` on the tick thread. Saving what the ranks hold while
-no run is active waits for ranks, so it has a thread of its own.
+Handlers run on the thread that the page's message arrives on, `tick` on the tick thread. Where no run is active the answer
+waits for ranks, so it has a thread of its own.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from html import escape
+from typing import Any
 
 import ipywidgets as widgets
 
 from fsdp_lab.core.checkpoint_format import Checkpoint
 from fsdp_lab.core.errors import FieldError
 from fsdp_lab.core.formatting import duration, size
-from fsdp_lab.dashboard.forms import InputForm, field, put, row, section, status, text_line
-from fsdp_lab.dashboard.lab_like import LabLike, active_run
+from fsdp_lab.core.generation import Sampling
+from fsdp_lab.dashboard.forms import HIDDEN, InputForm, field, put, row, section, status, styled, text_line
+from fsdp_lab.dashboard.lab_like import LabLike, active_loop, active_run, active_sweep
 from fsdp_lab.runs import Run, RunState
 from fsdp_lab.runs.control import Request
 from fsdp_lab.runs.saving import LAST, CheckpointConfig, SavedCheckpoint
@@ -27,9 +29,35 @@ OFF, ASKED, EVERY = "off", "on demand and at the end", "every n steps"
 SHOWN = 3  # saves in the table
 HEADS = ("step", "size", "training paused", "write time", "")
 NOTHING = "No checkpoint yet. These settings take effect at Start, which creates the folder."
+MOST_TOKENS = 1000
 
 
-class SavingForm(InputForm):
+class AskingForm(InputForm):
+    """Asks the active run, which answers between steps, or else what the ranks hold."""
+
+    def __init__(self, lab: LabLike) -> None:
+        super().__init__()
+        self._lab = lab
+        self._request: Request[Any] | None = None  # of the run
+        self._asker: threading.Thread | None = None  # asks what the ranks hold
+
+    @property
+    def is_asking(self) -> bool:
+        return self._request is not None or (self._asker is not None and self._asker.is_alive())
+
+    def ask_held(self, ask: Callable[[], Any]) -> None:
+        """In a thread of its own; an error is shown."""
+        self._asker = threading.Thread(target=self.attempt, args=(ask,), name="fsdp-lab-ask", daemon=True)
+        self._asker.start()
+
+    def take_answer(self, show: Callable[[Any], None]) -> None:
+        """Shows what the run answered, or its error, once."""
+        if (request := self._request) is not None and request.done:
+            self._request = None
+            self.attempt(lambda: show(request.wait(0)))
+
+
+class SavingForm(AskingForm):
     """`widget` is displayed, `tick` called often. `config` is what is chosen.
 
     Args:
@@ -37,10 +65,8 @@ class SavingForm(InputForm):
     """
 
     def __init__(self, lab: LabLike, resume: Callable[[str], None]) -> None:
-        super().__init__()
-        self._lab, self._start = lab, resume
-        self._request: Request[Checkpoint] | None = None  # of the run
-        self._saver: threading.Thread | None = None  # saves what the ranks hold
+        super().__init__(lab)
+        self._start = resume
         self._folder = self.add(widgets.Text(value=FOLDER, description="folder", tooltip="Where checkpoints go",
                                              continuous_update=False))  # fmt: skip
         self._when = self.dropdown("save", (OFF, ASKED, EVERY), OFF, "Takes effect at the next start")
@@ -78,14 +104,10 @@ class SavingForm(InputForm):
         if (run := active_run(self._lab)) is not None:
             self._request = run.save(self._folder.value)
             self.say("A checkpoint is written after the steps in progress, and one of the last step at the run's end.")
-        elif self._saver is None or not self._saver.is_alive():
+        elif not self.is_asking:
             self.say("Saving what the ranks hold.")
             folder = self._folder.value
-            self._saver = threading.Thread(target=self._save_held, args=(folder,), name="fsdp-lab-save", daemon=True)
-            self._saver.start()
-
-    def _save_held(self, folder: str) -> None:
-        self.attempt(lambda: self._say_saved(self._lab.save(folder)))
+            self.ask_held(lambda: self._say_saved(self._lab.save(folder)))
 
     def _say_saved(self, checkpoint: Checkpoint) -> None:
         self.say(f"Step {checkpoint.step:,} is saved in {checkpoint.path.parent.name}.")
@@ -99,10 +121,7 @@ class SavingForm(InputForm):
 
     def tick(self, run: Run | None) -> None:
         """Shows the saves of `run`, the one that is shown."""
-        request = self._request
-        if request is not None and request.done:
-            self._request = None
-            self.attempt(lambda: self._say_saved(request.wait(0)))
+        self.take_answer(self._say_saved)
         active = active_run(self._lab)
         busy = active is not None and active.state in (RunState.BROKEN, RunState.RECOVERING, RunState.STOPPING)
         put(self._every, "disabled", self._when.value != EVERY)
@@ -135,3 +154,44 @@ def _row(saved: SavedCheckpoint) -> str:
         cells = (f"{saved.step:,}", size(saved.nbytes), paused, duration(saved.seconds or 0.0), kind)
     tip = escape(str(saved.path or ""))
     return f'<tr title="{tip}">{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+
+
+class WritingForm(AskingForm):
+    """`toggle` opens and closes it; `widget` is displayed, `tick` called often."""
+
+    css = "fsdp-sweep"
+
+    def __init__(self, lab: LabLike) -> None:
+        super().__init__(lab)
+        self._asked = ""  # the prompt of the request
+        self._prompt = self.add(widgets.Text(placeholder="Once upon a time", description="prompt"))
+        self._tokens = self.number("new tokens", Sampling.new_tokens, 1, MOST_TOKENS, "Length of the text")
+        styled(self._tokens, "fsdp-number")
+        self._write = self.button("Write", "pencil", "Continue the prompt, after the steps in progress", self.write)
+        self._write.button_style = "primary"
+        close = self.button("Close", "", "Close this form", self.toggle)
+        entries = [styled(self._prompt, "fsdp-prompt"), self._tokens, self._write, close]
+        self.message = styled(widgets.HTML(), "fsdp-sweep-said", "fsdp-written")
+        row = styled(widgets.Box(entries), "fsdp-sweep-row")
+        self.widget = styled(widgets.VBox([row, self.message], layout=widgets.Layout(display=HIDDEN)), "fsdp-sweep")
+        self.tick()
+
+    def write(self) -> None:
+        """Requests a text. Raises FieldError and ClusterError of what cannot write one."""
+        prompt, tokens = self._prompt.value, self._tokens.value
+        if not prompt.strip():
+            raise ValueError("Type a prompt first: the text that the model is to continue.")
+        self.say("The model writes after the steps in progress.")
+        if (run := active_run(self._lab)) is not None:
+            self._asked, self._request = prompt, run.generate(prompt, new_tokens=tokens)
+        else:
+            self.ask_held(lambda: self._show(prompt, self._lab.generate(prompt, new_tokens=tokens)))
+
+    def _show(self, prompt: str, texts: Sequence[str]) -> None:
+        put(self.message, "value", f'<span role="status"><b>{escape(prompt)}</b>{escape(texts[0])}</span>')
+
+    def tick(self) -> None:
+        """Shows the text when it is there; a text can be asked for where the ranks hold a model and are not compared."""
+        self.take_answer(lambda texts: self._show(self._asked, texts))
+        held = self._lab.current is not None and active_sweep(self._lab) is None and active_loop(self._lab) is None
+        put(self._write, "disabled", self.is_asking or not held)

@@ -1,0 +1,205 @@
+"""Questions to the planner, and the fields in which they are asked: a Spec's, and those of hardware that need not be here.
+
+The fields of a `Question` are chosen one by one, as a Spec's are (`dashboard.choices.Chosen`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fsdp_lab.core.errors import ArgumentError, check_whole, is_number
+from fsdp_lab.core.formatting import GIB
+from fsdp_lab.core.optimizer import OPTIMIZERS
+from fsdp_lab.core.spec import GATHERS, PREFETCH_POINTS, Spec
+from fsdp_lab.dashboard.fields import GROUPS, ControlSpec, fixed, presets
+from fsdp_lab.planner.devices import ASSUMED_SHARE, DEVICES, Device
+from fsdp_lab.planner.plan import Plan
+from fsdp_lab.planner.questions import Target, curve, planned
+
+CUSTOM = "custom"
+CUSTOM_ONLY = ("peak_tflops", "memory_gib", "link_gb_per_s")
+LIKE = "a100-80"  # the device whose other values a custom one is given
+SEARCHED = ("sharding", "shard_size", "recompute", "micro_batch", "accumulate", "forward_prefetch", "offload")
+
+
+def default_spec() -> Spec:
+    """The Spec that a page begins with."""
+    return Spec(world_size=64).replace(model="llama-7b", precision="bf16", seq_len=2048, micro_batch=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A Spec, and hardware that need not be this machine's.
+
+    Raises:
+        FieldError: a value or a combination of values is impossible.
+    """
+
+    spec: Spec = field(default_factory=default_spec)
+    hardware: str = "h100"  # of `DEVICES`, or `CUSTOM` with the three below
+    per_host: int | None = None  # GPUs; None: eight
+    network: float | None = None  # Gb/s of all network cards of a host; None: the usual rate
+    peak_tflops: float = 312.0  # dense, in bf16 and fp16
+    memory_gib: float = 80.0
+    link_gb_per_s: float = 300.0  # to the other GPUs of a host, one way
+
+    def __post_init__(self) -> None:
+        limits = {**dict.fromkeys(CUSTOM_ONLY, 1e5), **({} if self.network is None else {"network": 1e6})}
+        for name, most in limits.items():
+            value = getattr(self, name)
+            if not is_number(value) or not math.isfinite(value) or not 0 < value <= most:
+                raise ArgumentError(name, f"{value!r} is refused", f"give a number above 0, up to {most:,.0f}")
+        if self.per_host is not None:
+            check_whole("per_host", self.per_host)
+        self.target.machine(self.spec.world_size)
+
+    def flat(self) -> dict[str, Any]:
+        """Every field by its name, the Spec's included."""
+        return {**self.spec.flat(), **{name: getattr(self, name) for name in _OWN}}
+
+    def replace(self, **changes: Any) -> Question:
+        own = {name: value for name, value in changes.items() if name in _OWN}
+        rest = {name: value for name, value in changes.items() if name not in _OWN}
+        return replace(self, spec=self.spec.replace(**rest), **own)
+
+    @property
+    def target(self) -> Target:
+        hardware = custom(self) if self.hardware == CUSTOM else self.hardware
+        return Target(hardware=hardware, per_host=self.per_host, network_gbit_per_s=self.network)
+
+    @property
+    def planned_spec(self) -> Spec:
+        """The Spec with the shard size of hybrid sharding: the GPUs of a host, unless it is given."""
+        s, ranks = self.spec.strategy, self.spec.world_size
+        per_host = self.target.machine(ranks).per_host
+        if s.is_hybrid and s.shard_size is None and 1 < per_host < ranks and ranks % per_host == 0:
+            return self.spec.replace(shard_size=per_host)
+        return self.spec
+
+    def unsearched(self) -> dict[str, Any]:
+        """The fields that a search keeps, and the global batch."""
+        rest = {name: value for name, value in self.flat().items() if name not in SEARCHED}
+        return {**rest, "global_batch": self.spec.global_batch}
+
+
+_OWN = tuple(f.name for f in dataclasses.fields(Question) if f.name != "spec")
+
+
+def custom(question: Question) -> Device:
+    """A device from three numbers; the other values are listed in `assumed`."""
+    like = DEVICES[LIKE]
+    peak = question.peak_tflops * 1e12
+    shares = {dtype: flops / like.flops_per_s("bf16") for dtype, flops in like.peak_flops_per_s.items()}
+    return replace(
+        like,
+        name=CUSTOM,
+        peak_flops_per_s={dtype: peak * share for dtype, share in shares.items()},
+        matrix_share=ASSUMED_SHARE,
+        memory_bytes=int(question.memory_gib * GIB),
+        link_bytes_per_s=question.link_gb_per_s * 1e9,
+        assumed={
+            "matrix_share": f"{ASSUMED_SHARE} of the peak",
+            "device": f"fp32 and memory bandwidth ({like.memory_bytes_per_s / 1e12:.1f} TB/s) as of {LIKE}",
+        },
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The prediction for a question. `along` is empty until the scaling curve is computed: 1 to 4,096 GPUs, each with the
+    same work."""
+
+    question: Question
+    plan: Plan
+    along: tuple[Plan, ...] = ()
+
+    @classmethod
+    def of(cls, question: Question) -> Answer:
+        """Takes milliseconds for a preset. Raises FieldError as `planner.questions.planned` does."""
+        return cls(question=question, plan=planned(question.planned_spec, question.target))
+
+    def with_curve(self) -> Answer:
+        plans, _ = curve(self.question.planned_spec, self.question.target)
+        return replace(self, along=tuple(plans))
+
+    @property
+    def assumed(self) -> dict[str, Any]:
+        """The values that were not given, and what was assumed."""
+        size = self.plan.spec.strategy.shard_size
+        same = size == self.question.spec.strategy.shard_size
+        return {**self.plan.assumed, **({} if same else {"shard size": f"{size}, the GPUs of a host"})}
+
+
+def searched_fields(spec: Spec) -> dict[str, Any]:
+    """The fields that a search chooses."""
+    return {name: value for name, value in spec.flat().items() if name in SEARCHED}
+
+
+# -- the fields of the page in a notebook ------------------------------------------------------------------------------
+
+
+def read_number(text: str) -> Any:
+    """The number that is written, None for nothing; any other text as it is, to be refused with a reason."""
+    plain = text.strip().replace(",", "")
+    if not plain:
+        return None
+    for kind in (int, float):
+        try:
+            return kind(plain)
+        except ValueError:
+            continue
+    return text.strip()
+
+
+def _powers(last: int) -> tuple[int, ...]:
+    return tuple(1 << i for i in range(last + 1))
+
+
+def _number(name: str, label: str, help: str, none: str = "") -> ControlSpec:
+    return ControlSpec(name=name, label=label, help=help, none=none, write="{:g}".format)
+
+
+_GROUPS = dict(GROUPS)
+_FIELDS = {f.name: f for _, fields in GROUPS for f in fields}
+FORM: tuple[tuple[str, tuple[ControlSpec, ...]], ...] = (
+    ("Model", (
+        replace(_FIELDS["model"], help="A preset; or other: a type that transformers knows, or the folder of a config",
+                tokens=presets(), typed="opt, or a folder"),
+        replace(_FIELDS["seq_len"], tokens=fixed(*_powers(17)[7:]), typed="3000"),
+        _FIELDS["micro_batch"],
+        _FIELDS["accumulate"],
+        ControlSpec(name="optimizer", label="optimizer", help="Its state is a class of memory", tokens=fixed(*OPTIMIZERS)),
+        ControlSpec(name="optimizer_args", label="optimizer args", help="Fused: one pass over its state",
+              tokens=fixed({}, {"fused": True})),
+    )),
+    ("Hardware", (
+        ControlSpec(name="hardware", label="hardware", help="The GPU", tokens=fixed(*DEVICES, CUSTOM)),
+        replace(_FIELDS["world_size"], label="GPUs", help="One rank each", tokens=fixed(*_powers(12)), typed="96",
+                least=None),
+        ControlSpec(name="per_host", label="GPUs a host", help="With NVLink or PCI Express between them", none="8",
+              tokens=fixed(None, 1, 2, 4, 16, 32, 72), typed="6"),
+        _number("network", "network, Gb/s", "Of all network cards of a host, one way", "as usual"),
+        _number("peak_tflops", "peak, TFLOPS", "Dense, in bf16"),
+        _number("memory_gib", "memory, GiB", "Of one GPU"),
+        _number("link_gb_per_s", "link, GB/s", "To the other GPUs of its host, one way"),
+    )),
+    ("Sharding", (
+        *_GROUPS["Sharding"],
+        replace(_FIELDS["shard_size"], name="reshard_size", label="reshard size",
+                help="Ranks that share the parameters between forward and backward"),
+        ControlSpec(name="gather", label="gather", help="Copies, or the shards where they lie, on CPUs of one host",
+              tokens=fixed(*GATHERS)),
+    )),
+    ("Schedule", (
+        *(f for f in _GROUPS["Schedule"] if f.name not in ("accumulate", "link")),
+        ControlSpec(name="backward_prefetch_point", label="prefetch point", help="Before or after the backward of a unit",
+              tokens=fixed(*PREFETCH_POINTS)),
+        ControlSpec(name="limit_all_gathers", label="gathers in flight", help="0: no limit", least=0, most=64),
+        ControlSpec(name="limit_reductions", label="reductions in flight", help="Whole gradients", least=1, most=64),
+        ControlSpec(name="compile", label="compile", help="torch.compile of each block", tokens=fixed(False, True)),
+    )),
+)  # fmt: skip
+FIELDS = {f.name: f for _, fields in FORM for f in fields}

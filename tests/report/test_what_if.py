@@ -1,0 +1,234 @@
+"""The what-if page without a browser: what is asked, what is answered, what is refused, and how soon."""
+
+from __future__ import annotations
+
+import threading
+import time
+from statistics import median
+from typing import Any
+
+import pytest
+
+from fsdp_lab.core.errors import FieldError
+from fsdp_lab.core.spec import Spec, Strategy
+from fsdp_lab.models.presets import PRESETS
+from fsdp_lab.planner.devices import DEVICES
+from fsdp_lab.planner.questions import Target
+from fsdp_lab.report import WhatIf
+from fsdp_lab.report.what_if import widget
+from fsdp_lab.report.what_if.question import CUSTOM, CUSTOM_ONLY, FIELDS, Answer, Question
+
+GIB = 1 << 30
+SOON_S = 2.0  # what a machine that is busy with other tests may take; a quiet one takes a tenth of a second
+
+
+def small(**changes) -> Question:
+    """Of a model whose plans take no time."""
+    spec = Spec(world_size=16).replace(model="gpt2-124m", precision="bf16", seq_len=512)
+    return Question(spec=spec).replace(**changes)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    made = WhatIf(small().spec, hardware="a100-40")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def page(whole):
+    whole.choose(**small(hardware="a100-40").flat())
+    assert whole.refusals == {}
+    return whole
+
+
+def field(page: WhatIf, name: str) -> dict[str, Any]:
+    page.settle()
+    return next(f for group in page.state["groups"] for f in group["fields"] if f["name"] == name)
+
+
+def press(page: WhatIf, kind: str, **content: Any) -> None:
+    page._on_message(page, {"kind": kind, **content}, [])
+    page.settle()
+
+
+# -- questions -------------------------------------------------------------------------------------------------------
+
+
+def test_every_field_of_a_strategy_can_be_asked_for():
+    assert set(vars(Strategy())) - {"engine"} <= set(FIELDS)  # of an engine of one's own nothing can be predicted
+    assert {"model", "seq_len", "micro_batch", "accumulate", "optimizer", "optimizer_args", "world_size"} <= set(FIELDS)
+    assert set(FIELDS) <= set(small().flat())
+    assert list(FIELDS["model"].tokens(small())) == list(PRESETS)
+    assert list(FIELDS["hardware"].tokens(small())) == [*DEVICES, CUSTOM]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "said"),
+    [
+        ({"hardware": "h1000"}, "hardware", "h100"),
+        ({"per_host": 6}, "per_host", "use 4"),
+        ({"per_host": "many"}, "per_host", "whole number"),
+        ({"world_size": "many"}, "world_size", "whole number"),
+        ({"network": 0}, "network", "above 0"),
+        ({"memory_gib": None}, "memory_gib", "above 0"),
+        ({"peak_tflops": float("inf")}, "peak_tflops", "above 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_field_and_a_way_out(changes, field, said):
+    with pytest.raises(FieldError) as e:
+        small().replace(**changes)
+    assert e.value.field == field
+    assert said in str(e.value)
+
+
+def test_hardware_is_a_name_or_numbers_and_what_is_not_given_is_assumed():
+    asked = small(world_size=32, per_host=4, network=400)
+    machine = asked.target.machine(32)
+    assert (machine.hosts, machine.per_host, machine.network_bytes_per_s) == (8, 4, 50e9)
+    assert asked.replace(network=None).target.machine(32).assumed["network"]
+    asked = small(hardware=CUSTOM, peak_tflops=100.0, memory_gib=12.0, link_gb_per_s=50.0)
+    device = Answer.of(asked).plan.machine.device
+    assert (device.flops_per_s("bf16"), device.memory_bytes, device.link_bytes_per_s) == (100e12, 12 * GIB, 50e9)
+    assert "as of a100-80" in Answer.of(asked).assumed["device"]
+    slower = Answer.of(asked.replace(peak_tflops=50.0)).plan
+    assert slower.step.computing_s > 1.3 * Answer.of(asked).plan.step.computing_s
+    hybrid = small(world_size=32, sharding="hybrid_shard")
+    assert Answer.of(hybrid).plan.spec.strategy.shard_size == 8
+    assert "the GPUs of a host" in Answer.of(hybrid).assumed["shard size"]
+    assert Answer.of(hybrid.replace(shard_size=4)).plan.spec.strategy.shard_size == 4
+
+
+def test_the_curve_is_of_whole_hosts_whatever_part_of_one_is_asked_for():
+    alone, eight = (Answer.of(small(world_size=n)).with_curve() for n in (1, 8))
+    assert [p.machine.ranks for p in alone.along] == [1 << i for i in range(13)]
+    assert [p.step_time_s for p in alone.along] == [p.step_time_s for p in eight.along]
+    assert all(p.machine.per_host == min(8, p.machine.ranks) for p in alone.along)
+    assert Target(hardware="h100", hosts=2).whole_host(4).per_host == 2
+
+
+# -- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_a_choice_is_answered_with_its_figures_and_its_curve(page):
+    page.choose(world_size=64, micro_batch=8)
+    plan, state = page.answer.plan, page.state
+    assert plan.machine.ranks == state["row"]["ranks"] == 64
+    assert state["row"]["peak_memory_bytes"] == plan.memory.peak_bytes
+    assert state["row"]["hardware"] == "a100-40" and state["row"]["model"] == "gpt2-124m"
+    assert state["row"]["peak"].startswith(f"The peak is in the {plan.memory.peak_phase}, at ")
+    assert [point["ranks"] for point in state["along"]] == [1 << i for i in range(13)]
+    code = state["take"]["text"]
+    assert eval(code, {"Spec": Spec}) == page.answer.question.spec
+    shown = state["number"]
+    page.choose(world_size=64)  # what is chosen already is answered too
+    page.settle()
+    assert page.state["number"] > shown
+
+
+def test_a_text_of_the_page_is_a_label_or_a_value(page):
+    for name, text, value in (
+        ("world_size", "32", 32), ("world_size", "24", 24), ("network", "100", 100), ("network", "", None),
+        ("forward_prefetch", "3", 3), ("forward_prefetch", field(page, "forward_prefetch")["options"][0], None),
+        ("optimizer_args", "fused", {"fused": True}), ("micro_batch", "4", 4), ("compile", "on", True),
+    ):  # fmt: skip
+        press(page, "choose", name=name, text=text)
+        assert page.answer.question.flat()[name] == value, name
+    assert field(page, "per_host")["note"] == "3 hosts"
+    assert field(page, "world_size")["value"] == "24" and "24" in field(page, "world_size")["options"]
+
+
+def test_the_fields_of_a_custom_device_come_and_go_with_it(page):
+    assert all(field(page, name)["hidden"] for name in CUSTOM_ONLY)
+    page.choose(hardware=CUSTOM, memory_gib=2.0)
+    assert not any(field(page, name)["hidden"] for name in CUSTOM_ONLY)
+    assert not page.answer.plan.fits and page.state["row"]["fits"] == 0
+
+
+def test_what_is_refused_is_said_with_its_field_and_the_last_answer_stays(page):
+    before = page.answer
+    page.choose(seq_len=4096)
+    assert list(page.refusals) == ["seq_len"]
+    assert "over the model's 1024 positions; use 1024 or less" in page.refusals["seq_len"]
+    assert page.answer is before and field(page, "seq_len")["refused"]
+    (said,) = page.state["refusals"]
+    assert said.startswith("sequence length: 4096 is over the model's 1024 positions. Use 1024 or less")
+    page.choose(world_size=8)  # others are answered meanwhile
+    assert page.answer.plan.machine.ranks == 8
+    page.choose(model="gpt2-6.7b", seq_len=2048)
+    assert page.refusals == {} and page.state["refusals"] == []
+    assert page.answer.plan.spec.workload.seq_len == 2048
+
+
+def test_a_refusal_has_a_button_that_mends_it(page):
+    page.choose(backend="ddp")
+    assert page.refusals
+    (way,) = page.state["ways"]
+    assert way["words"] == "Also set sharding no_shard"
+    press(page, "fix", name=way["name"])
+    assert page.refusals == {} and page.answer.question.spec.strategy.sharding == "no_shard"
+
+
+def test_the_best_are_listed_with_reasons_and_one_is_taken(page):
+    began = time.thread_time()
+    press(page, "find")
+    assert time.thread_time() - began < 10 * SOON_S
+    found = page.found
+    assert found is not None and len(found.top) == 5
+    times = [one.plan.step_time_s for one in found.top]
+    assert times == sorted(times)
+    assert [row["cells"][1] for row in page.state["strategies"]["rows"]] == [one.why for one in found.top]
+    press(page, "take", place=1)
+    assert page.answer.plan.step_time_s == found.top[1].plan.step_time_s
+    assert [row["used"] for row in page.state["strategies"]["rows"]] == [False, True, False, False, False]
+    for model, said in (("gpt2-355m", True), ("gpt2-124m", False)):
+        page.choose(model=model)
+        page.settle()
+        assert ("asked before" in page.state["strategies"]["note"]) is said
+    page.choose(hardware=CUSTOM, memory_gib=0.5, model="gpt2-6.7b")
+    page.find()
+    assert page.found is not None and not page.found.top
+    shown = page.state["strategies"]
+    assert shown["reading"].startswith("None of ") and "does not fit" in shown["rows"][0]["cells"][1]
+
+
+def test_a_search_that_fails_says_so_and_can_be_begun_again(page, monkeypatch):
+    monkeypatch.setattr(widget, "searched", lambda *_: 1 / 0)
+    page.find()
+    page.settle()
+    assert "division by zero" in page.state["status"]
+    monkeypatch.undo()
+    page.find()
+    assert page.found is not None
+    assert "division" not in page.state["status"] and not page.state["searching"]
+
+
+def test_a_model_that_is_no_preset_is_built_off_the_thread_of_messages(page):
+    page.choose(model={**PRESETS["llama-1m"].config, "num_hidden_layers": 3}, seq_len=64)
+    assert page.choices.wanted.spec.workload.model == "gpt2-124m"  # building takes seconds, and this did not wait
+    assert len(page.answer.plan.shape.units) == 4
+    assert page.refusals == {}
+
+
+def test_an_answer_is_at_once_and_closing_frees_the_page():
+    from ipywidgets.widgets.widget import _instances as opened  # what other tests leave may close meanwhile
+
+    before, threads = set(opened), set(threading.enumerate())
+    page, taken_s = WhatIf(hardware="h100"), []
+    for changes in ({"world_size": 1024}, {"sharding": "hybrid_shard"}, {"sharding": "full_shard"},
+                    {"model": "llama-405b"}, {"recompute": "full"}, {"hardware": "h200"}):  # fmt: skip
+        began_s = time.perf_counter()
+        page.choose(**changes)
+        page.settle()
+        taken_s.append(time.perf_counter() - began_s)
+    assert median(taken_s) < SOON_S
+    made = set(opened) - before
+    assert made
+    page.close()
+    page.close()
+    assert not made & set(opened)
+    page.choose(world_size=4)  # nothing comes of it
+    page.settle(5)
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(5)
+        assert not thread.is_alive()
