@@ -46,12 +46,10 @@ def peer(spec: Spec) -> Peer:
 
 
 def _of_replacement(refused: SpecError, backend: str) -> SpecError:
-    """The error for a field that the lab's engine supports and the backend that replaces it does not."""
-    hint = refused.hint
-    for end in (", or use backend lab", ", or backend lab"):  # the Spec has that backend already
-        hint = hint.removesuffix(end)
+    """The error for a field that the lab's engine supports and the backend that replaces it does not. The other way out that
+    it may name is backend lab, which the Spec has already."""
     reason = f"{refused.reason}, and outside the lab {TITLES[backend]} replaces the lab's engine"
-    return SpecError(refused.field, reason, f"{hint}, {SPEC_INSTEAD}", refused.fix)
+    return SpecError(refused.field, reason, f"{refused.first_hint}, {SPEC_INSTEAD}", refused.fix)
 
 
 def refuse(field: str, reason: str, hint: str, **fix: object) -> SpecError:

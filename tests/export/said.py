@@ -12,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -22,8 +21,6 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fsdp_lab.core.param_groups import key_of
-from fsdp_lab.core.patterns import matches
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.core.workload import Workload
 from fsdp_lab.models import Batches, resolve
@@ -40,19 +37,14 @@ def own_model(w: Workload) -> nn.Module:
         for name, p in model.named_parameters():
             if is_adapter(name):
                 values.read_into(name, 0, p.data.view(-1))
-    for name, p in model.named_parameters():
-        if w.freeze is not None and matches(name, w.freeze):
-            p.requires_grad_(False)
     return model
 
 
 def own_optimizer(model: nn.Module, w: Workload) -> torch.optim.Optimizer:
-    groups: dict[Any, list[nn.Parameter]] = {}
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            groups.setdefault(key_of(w.param_groups, name, p.dim()), []).append(p)
-    rates = {key: dict(zip(("lr", "weight_decay"), w.rates_of(key), strict=True)) for key in groups}
-    return torch.optim.AdamW([{"params": params, **rates[key]} for key, params in groups.items()], foreach=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trained if (p.dim() >= 2) == is_matrix], "weight_decay": decay}
+              for is_matrix, decay in ((True, w.weight_decay), (False, 0.0))]  # fmt: skip
+    return torch.optim.AdamW(groups, lr=w.lr, foreach=True)
 
 
 def trained(accelerator: Accelerator, spec: Spec, steps: int) -> list[float]:
