@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ from fsdp_lab.core import __version__
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.lr_schedule import LrSchedule
 from fsdp_lab.core.spec import Precision, Spec
-from fsdp_lab.export.target import SPEC_INSTEAD, TITLES, Peer, gpus, peer, refuse
+from fsdp_lab.export.target import SPEC_INSTEAD, TITLES, Peer, gpus, paragraph, peer, refuse
 from fsdp_lab.models import weights_folder
 from fsdp_lab.models.check import check
 from fsdp_lab.models.own import skeleton_of
@@ -185,7 +184,7 @@ def _head(exported: Peer, spec: Spec) -> str:
         *(f"    {name}: {json.dumps(value)}" for name, value in _workload(spec).items()),
         *(f"- {text}." for text in (*_for_the_script(exported.spec), *exported.remarks)),
     ]
-    lines = [line for block in blocks for line in (textwrap.fill(block, 92) if block[0] == "-" else block).splitlines()]
+    lines = [line for block in blocks for line in (paragraph(block) if block[0] == "-" else block).splitlines()]
     return "".join(f"# {line}\n" for line in lines)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import platform
 import re
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,17 +24,16 @@ from fsdp_lab.core.spec import Spec
 from fsdp_lab.core.workload import Workload
 from fsdp_lab.export.files import SUFFIX, Files
 from fsdp_lab.export.own_code import check_names, own_code
-from fsdp_lab.export.target import TITLES, gpus, peer
+from fsdp_lab.export.target import TITLES, WIDTH, gpus, paragraph, peer
 from fsdp_lab.models.freezing import freeze
 from fsdp_lab.models.own import skeleton_of
 from fsdp_lab.models.sources import MASKED_SHARE
 from fsdp_lab.models.tokenizers import open_tokenizer
 from fsdp_lab.models.wrapping import blocks, units
 
-WIDTH = 100
 DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
-STANDARD = (*(f"import {name}" for name in ("argparse", "contextlib", "fnmatch", "functools", "hashlib", "itertools", "math",
-                                            "os", "random", "time")), "from pathlib import Path")  # fmt: skip
+MODULES = "argparse contextlib dataclasses fnmatch functools hashlib itertools math os random time"
+STANDARD = (*(f"import {name}" for name in MODULES.split()), "from pathlib import Path")
 OTHERS = (
     "import numpy as np",
     "import torch",
@@ -107,12 +105,12 @@ def _docstring(spec: Spec, model: str, remarks: Sequence[str], files: Files | No
         f"{reads}It neither evaluates nor writes checkpoints; --save writes what was trained. Written by fsdp_lab "
         f"{__version__} with {versions}."
     )
-    notes = ["", "Notes on that run:", *(textwrap.fill(f"- {r}.", WIDTH, subsequent_indent="  ") for r in remarks)]
+    notes = ["", "Notes on that run:", *(paragraph(f"- {r}.", "  ") for r in remarks)]
     ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
     return "\n".join([
         f'"""Train a {model} under {TITLES[spec.strategy.backend]}, {spec.strategy.sharding}, on {ranks}.', "",
         f"    torchrun --nproc-per-node {spec.world_size} THIS_FILE --steps 100", "",
-        textwrap.fill(about, WIDTH), *(notes if remarks else []), '"""', "",
+        paragraph(about), *(notes if remarks else []), '"""', "",
     ])  # fmt: skip
 
 
@@ -165,7 +163,13 @@ def _constants(spec: Spec, skeleton: nn.Module, files: Files | None) -> Iterator
         ("DEVICES", gpus(spec), "by rank"),
     ):
         text = f"{name} = {literal(value)}"
-        yield text if not comment else f"# {comment}\n{text}" if "\n" in text else f"{text}  # {comment}"
+        yield (
+            text
+            if not comment
+            else f"# {comment}\n{text}"
+            if "\n" in text or len(text) > 60
+            else f"{text}  # {comment}"
+        )
     yield f'FILES = Path(__file__).with_suffix("{SUFFIX}")'
 
 
@@ -212,7 +216,6 @@ def _sharding(spec: Spec) -> dict[str, Any]:
     s, dtypes = spec.strategy, spec.strategy.dtypes
     roles = {"param": dtypes.param, "reduce": dtypes.reduce}
     options: dict[str, str] = {}
-    root_policy = ""
     if s.backend == "fsdp2":
         options |= {"mesh": "mesh", "reshard_after_forward": str(s.reshard_size or s.reshards_after_forward)}
         roles |= {"param": None} if dtypes.param == "fp32" else {}
@@ -220,8 +223,6 @@ def _sharding(spec: Spec) -> dict[str, Any]:
             options["mp_policy"] = f"fsdp.MixedPrecisionPolicy({_dtype_arguments(roles)})"
         if s.offload == "all":
             options["offload_policy"] = 'fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda")'
-        if dtypes.output is not None:
-            root_policy = f"fsdp.MixedPrecisionPolicy({_dtype_arguments({**roles, 'output': dtypes.output})})"
     elif s.backend == "fsdp1":
         hidden = "_" if s.sharding == "hybrid_shard_zero2" else ""  # torch has no public name for it
         options |= {"device_mesh": "mesh", "device_id": "device", "use_orig_params": "True",
@@ -239,7 +240,7 @@ def _sharding(spec: Spec) -> dict[str, Any]:
         ) if is_set}  # fmt: skip
     return {
         "options": options,
-        "root_policy": root_policy,
+        "output_dtype": "" if dtypes.output is None else DTYPES[dtypes.output],
         "rank_ordered": rank_ordered(spec),
         "sums_then_divides": s.backend == "ddp" and (dtypes.reduce != "fp32" or spec.world_size.bit_count() > 1),
         "sent_as": "" if dtypes.reduce == "fp32" else f".to({DTYPES[dtypes.reduce]})",
@@ -293,6 +294,6 @@ def literal(value: Any) -> str:
     stem = value[0][:-1] if isinstance(value, list) and len(value) > 1 and str(value[0]).endswith(".0") else ""
     if stem and value == [f"{stem}{i}" for i in range(len(value))]:
         return f'[f"{stem}{{i}}" for i in range({len(value)})]'
-    if isinstance(value, list) and len(json.dumps(value)) > WIDTH - 20:
+    if isinstance(value, list) and len(json.dumps(value)) > WIDTH - 12:
         return "[\n" + "".join(f"    {json.dumps(each)},\n" for each in value) + "]"
     return json.dumps(value) if isinstance(value, (str, list)) else repr(value)

@@ -25,7 +25,8 @@ from tests.remembered import once, skeleton
 
 FSDP2, FSDP1 = {"backend": "fsdp2"}, {"backend": "fsdp1"}
 DDP = {"backend": "ddp", "sharding": "no_shard"}
-OWN = {"model": "tests.own_module:build", "loss": "tests.own_module:loss", "data": "tests.own_module:Samples"}
+OWN = {"model": "tests.own_module:build", "loss": "tests.own_module:loss", "data": "tests.own_module:Samples",
+       "seq_len": 128}  # fmt: skip
 LINEAR = {"lr_schedule": "linear", "decay_steps": 9}
 Refusal = tuple[dict[str, Any], str]  # the Spec's changes, the field that is named
 
@@ -134,9 +135,11 @@ def once_for_all_specs() -> Iterator[None]:
 
 @pytest.mark.parametrize("target", ["script", pytest.param("accelerate", marks=pytest.mark.slow)])
 def test_every_field_changes_what_is_written(target: str, tmp_path: Path) -> None:
+    known: dict[str, tuple[str, ...]] = {}  # without the field
     for number, (field, others, value) in enumerate(FIELDS):
         one, other = spec(**others), spec(**{**others, field: value})
-        was, now = written(one, target), written(other, target)
+        was = known[repr(others)] = known.get(repr(others)) or written(one, target)
+        now = written(other, target)
         if was == now and target == "script":
             was, now = (written(given, target, tmp_path / f"{number} {given is one}") for given in (one, other))
         assert was != now, (target, field, others, value)
@@ -179,7 +182,7 @@ def test_weights_are_named_by_an_absolute_folder(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     given = spec(model="gpt2-1m", weights="model")
     assert f'WEIGHTS = "{tmp_path}/model"' in text_of(given, "script")
-    assert f'from_pretrained("{tmp_path}/model")' in text_of(given, "accelerate")
+    assert f'from_pretrained("{tmp_path}/model")' in text_of(given, "accelerate").replace("\n# ", " ")
     with pytest.raises(SpecError, match="of another shape"):
         text_of(given.replace(model="gpt2-10m"), "script")
 
