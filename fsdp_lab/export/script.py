@@ -241,7 +241,7 @@ def _sharding(spec: Spec) -> dict[str, Any]:
     return {
         "options": options,
         "output_dtype": "" if dtypes.output is None else DTYPES[dtypes.output],
-        "rank_ordered": rank_ordered(spec),
+        "rank_ordered": _is_rank_ordered(spec),
         "sums_then_divides": s.backend == "ddp" and (dtypes.reduce != "fp32" or spec.world_size.bit_count() > 1),
         "sent_as": "" if dtypes.reduce == "fp32" else f".to({DTYPES[dtypes.reduce]})",
         "buffer_dtype": "" if s.backend == "fsdp1" or dtypes.buffer in (None, "fp32") else DTYPES[dtypes.buffer],
@@ -260,7 +260,7 @@ def _training(spec: Spec) -> dict[str, Any]:
         "needs_norm": w.clip_norm is not None or is_fp16,
         "autocast": DTYPES[dtypes.param] if s.backend == "ddp" and dtypes.param != "fp32" else "",
         "loss": loss + (".float()" if dtypes.param != "fp32" or dtypes.output is not None else ""),
-        "sync": communicating(spec) if spec.sync_interval > 1 else "",
+        "skips_sync": spec.sync_interval > 1,
         "gradient": "p.grad.to_local()" if s.backend == "fsdp2" else "p.grad",
         # Ranks that hold the same part of a gradient, which is to be counted once.
         "replicas": spec.world_size // spec.shard_factor,
@@ -268,18 +268,9 @@ def _training(spec: Spec) -> dict[str, Any]:
     }
 
 
-def communicating(spec: Spec) -> str:
-    """Whether the micro-batch `micro` communicates gradients, as Python code."""
-    interval, count = spec.sync_interval, spec.workload.accumulate
-    nth, last = "(micro + 1) % SYNC == 0", "micro == ACCUMULATE - 1"
-    return last if interval == count else nth if count % interval == 0 else f"{nth} or {last}"
-
-
-def rank_ordered(spec: Spec) -> bool:
-    """Whether a reduce-scatter of three or more ranks sums in the order of the ranks, as the lab's wire does.
-
-    The order of two does not matter. Over NCCL the lab keeps NCCL's order.
-    """
+def _is_rank_ordered(spec: Spec) -> bool:
+    """Whether a reduce-scatter of three or more ranks sums in the order of the ranks, as the lab's wire does; that of two
+    has one order. Over NCCL the lab keeps NCCL's order."""
     on_gpu = spec.devices is not None and spec.devices[0] != "cpu"
     hookless = spec.strategy.backend == "fsdp1" and spec.strategy.is_hybrid
     return spec.strategy.backend != "ddp" and spec.shard_factor > 2 and not on_gpu and not hookless
