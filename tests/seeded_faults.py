@@ -275,8 +275,8 @@ FAULTS = (
     Fault(
         name="script that does not average",
         what="export: the script sums the gradients of micro-batches",
-        old='"(1 / ACCUMULATE)" if micro_batches %}',
-        new='"(1)" if micro_batches %}',
+        old='{{ "scale" if is_fp16 else "1" }} / ACCUMULATE',
+        new='{{ "scale" if is_fp16 else "1" }} / 1',
         tests=("tests/export",),
     ),
 )  # fmt: skip

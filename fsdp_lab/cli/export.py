@@ -13,6 +13,7 @@ from fsdp_lab.cli.run import read_spec
 from fsdp_lab.core.checkpoint_format import checkpoints as list_checkpoints
 from fsdp_lab.core.checkpoint_format import find, incomplete_checkpoints
 from fsdp_lab.core.describe import describe_strategy
+from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.files import check_file
 from fsdp_lab.core.formatting import size
 from fsdp_lab.export import TARGETS, export, text_of
@@ -25,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="script: for torchrun, with torch's own FSDP2, FSDP1 or DDP; accelerate: for accelerate launch --config_file; "
              "spec: for fsdp-lab run",
     )  # fmt: skip
-    parser.add_argument("--output", type=Path, metavar="FILE", help="output file (default: standard output)")
+    output = "output file (default: standard output, but not for a script)"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=output)
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
     parser.add_argument("--ranks", type=int, help="instead of the file's world_size")
 
@@ -36,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
     spec = read_spec(args.spec)
     if args.ranks is not None:
         spec = spec.replace(world_size=args.ranks)
+    if args.output is None and args.to == "script":
+        raise ArgumentError("--output", "a script reads samples and a model that lie beside it", "name its file")
     if args.output is None:
         sys.stdout.write(text_of(spec, args.to))
         return 0

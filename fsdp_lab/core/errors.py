@@ -69,13 +69,15 @@ class FieldError(SentenceError, ValueError):
         reason: why it is invalid.
         hint: what to do instead.
         fix: flat field values for `Spec.replace` that follow the hint; empty if there is no single solution.
+        first_hint: the hint without `other`, which is another way out, such as "use backend lab".
     """
 
-    def __init__(self, field: str, reason: str, hint: str, fix: Mapping[str, Any] | None = None) -> None:
-        super().__init__(f"{field}: {reason}; {hint}")
+    def __init__(self, field: str, reason: str, hint: str, fix: Mapping[str, Any] | None = None, *,
+                 other: str = "") -> None:  # fmt: skip
         self.field = field
         self.reason = reason
-        self.hint = hint
+        self.first_hint, self.hint = hint, f"{hint}, or {other}" if other else hint
+        super().__init__(f"{field}: {reason}; {self.hint}")
         self.fix: dict[str, Any] = dict(fix or {})
 
     def __reduce__(self) -> tuple[Any, ...]:

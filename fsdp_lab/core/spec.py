@@ -354,9 +354,9 @@ _WHY_NOT: Mapping[tuple[str, str], str] = {
 }
 
 
-def _invalid(field: str, reason: str, hint: str, **fix: Any) -> SpecError:
+def _invalid(field: str, reason: str, hint: str, *, other: str = "", **fix: Any) -> SpecError:
     """The error for a field of Strategy."""
-    return SpecError(f"strategy.{field}", reason, hint, fix)
+    return SpecError(f"strategy.{field}", reason, hint, fix, other=other)
 
 
 def _rule_sharding(spec: Spec) -> None:
@@ -394,10 +394,10 @@ def _rule_offload(spec: Spec) -> None:
         return
     if s.backend == "ddp":
         raise _invalid("offload", "DDP keeps parameters, gradients and optimizer state on the device",
-                       "use offload none, or backend lab", offload="none")  # fmt: skip
+                       "use offload none", other="backend lab", offload="none")  # fmt: skip
     if s.offload == "optimizer":
         raise _invalid("offload", f"{s.backend} moves parameters, gradients and optimizer state together",
-                       "use offload all or none, or backend lab", offload="all")  # fmt: skip
+                       "use offload all or none", other="backend lab", offload="all")  # fmt: skip
 
 
 def _rule_gather(spec: Spec) -> None:
@@ -434,12 +434,12 @@ def _rule_sync(spec: Spec) -> None:
 _PRECISION_LIMITS: tuple[tuple[str, tuple[str, ...], tuple[Any, ...], str, str], ...] = (
     ("output", ("ddp", "fsdp1"), (None,), "has no dtype for outputs", "leave it empty"),
     ("norm", BACKENDS[1:], (None,), "has no dtype of their own for normalisation layers",
-     "leave it empty, or use backend lab"),
+     "leave it empty"),
     ("keep_low_precision_gradients", ("ddp", "fsdp2"), (False,), "keeps gradients in fp32",
-     "leave it false, or use backend lab"),
+     "leave it false"),
     ("keep_low_precision_gradients", ("fsdp1",), (False,),
      "gives the optimizer low gradients as they are, and torch's AdamW wants those of fp32 parameters in fp32",
-     "leave it false, or use backend lab"),
+     "leave it false"),
 )  # fmt: skip
 
 
@@ -450,7 +450,8 @@ def _rule_precision(spec: Spec) -> None:
     for name, backends, allowed, reason, hint in _PRECISION_LIMITS:
         if backend in backends and getattr(precision, name) not in allowed:
             instead = dataclasses.replace(precision, **{name: allowed[0]})
-            raise _invalid(f"precision.{name}", f"{backend} {reason}", hint, precision=instead)
+            other = "" if name == "output" else "use backend lab"
+            raise _invalid(f"precision.{name}", f"{backend} {reason}", hint, other=other, precision=instead)
 
 
 def _rule_units(spec: Spec) -> None:
@@ -459,7 +460,7 @@ def _rule_units(spec: Spec) -> None:
         raise _invalid("wrap", "DDP has no units to wrap", "use block", wrap="block")
     if backend == "fsdp1" and wrap.startswith("every:") and wrap != "every:1":
         raise _invalid(
-            "wrap", "an FSDP1 unit is one module, not several blocks", "use block, or backend lab", wrap="block"
+            "wrap", "an FSDP1 unit is one module, not several blocks", "use block", other="backend lab", wrap="block"
         )
 
 
@@ -467,9 +468,9 @@ def _rule_reshard_size(spec: Spec) -> None:
     s, size, world = spec.strategy, spec.strategy.reshard_size, spec.world_size
     if size is None:
         return
-    sizes = _divisors(world)
+    sizes, other = _divisors(world), ""
     if s.backend not in ("lab", "fsdp2"):
-        reason, hint = f"{s.backend} cannot reshard to a smaller group", "leave it empty, or use backend lab"
+        reason, hint, other = f"{s.backend} cannot reshard to a smaller group", "leave it empty", "use backend lab"
     elif s.sharding != "full_shard":
         reason = f"{s.sharding} does not reshard over all ranks after the forward"
         hint = "leave it empty, or use full_shard"
@@ -478,7 +479,7 @@ def _rule_reshard_size(spec: Spec) -> None:
         hint = f"use one of {', '.join(map(str, sizes))}, or leave it empty" if sizes else "leave it empty"
     else:
         return
-    raise _invalid("reshard_size", reason, hint, reshard_size=None)
+    raise _invalid("reshard_size", reason, hint, other=other, reshard_size=None)
 
 
 def _rule_overlap(spec: Spec) -> None:
@@ -486,7 +487,7 @@ def _rule_overlap(spec: Spec) -> None:
     if backend == "lab" or s.is_yours:
         return
     if backend != "fsdp1" and s.backward_prefetch_point != "before":
-        raise _invalid("backward_prefetch_point", f"{backend} has no choice of it", "use before, or backend lab",
+        raise _invalid("backward_prefetch_point", f"{backend} has no choice of it", "use before", other="backend lab",
                        backward_prefetch_point="before")  # fmt: skip
     if backend == "ddp" and s.forward_depth:
         raise _invalid("forward_prefetch", "DDP gathers no parameters", "use 0", forward_prefetch=0)
@@ -505,7 +506,7 @@ def _rule_overlap(spec: Spec) -> None:
     if s.limit_all_gathers not in limits:
         raise _invalid("limit_all_gathers", why, f"use {' or '.join(map(str, limits))}", limit_all_gathers=2)
     if backend in ("fsdp1", "ddp") and s.limit_reductions != 1:
-        raise _invalid("limit_reductions", f"{backend} has no limit to set", "use 1, or backend lab",
+        raise _invalid("limit_reductions", f"{backend} has no limit to set", "use 1", other="backend lab",
                        limit_reductions=1)  # fmt: skip
 
 
@@ -515,10 +516,10 @@ def _rule_optimizer(spec: Spec) -> None:
         return
     if optimizer.is_fused and optimizer.class_name in ("SGD", "Adagrad"):
         raise SpecError("workload.optimizer_args", f"torch's fused {optimizer.class_name} {why}",
-                        "leave fused out, or use backend lab", optimizer.without("fused"))  # fmt: skip
+                        "leave fused out", optimizer.without("fused"), other="use backend lab")  # fmt: skip
     if optimizer.class_name == "Rprop":
-        raise SpecError("workload.optimizer", f"torch's Rprop {why}", "use adamw, or backend lab",
-                        {"optimizer": "adamw", "optimizer_args": {}})  # fmt: skip
+        raise SpecError("workload.optimizer", f"torch's Rprop {why}", "use adamw",
+                        {"optimizer": "adamw", "optimizer_args": {}}, other="backend lab")  # fmt: skip
 
 
 def _rule_dropout(spec: Spec) -> None:
@@ -550,7 +551,7 @@ def _rule_yours(spec: Spec) -> None:
     for name in ("freeze", "lora"):
         if getattr(spec.workload, name) is not None:
             raise SpecError(f"workload.{name}", "your engine is given parameters that are all trained",
-                            "leave it out, or use backend lab", {name: None})  # fmt: skip
+                            "leave it out", {name: None}, other="use backend lab")  # fmt: skip
 
 
 _RULES: tuple[Callable[[Spec], None], ...] = (

@@ -15,6 +15,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.files import check_file, write_whole
 
 if TYPE_CHECKING:
@@ -29,18 +30,19 @@ StrPath = str | os.PathLike[str]
 def export_script(spec: Spec, path: StrPath, *, force: bool = False) -> Path:
     """Writes a script for torchrun that trains `spec` with torch's own FSDP2, FSDP1 or DDP and does not import the lab.
 
-    In fp32 on CPUs, with the same number of ranks, its losses equal those of the run bit for bit; the script's docstring
-    lists the exceptions.
+    The samples and the model's initial values, which take as much room as they have, are put into a folder beside it:
+    train.files of train.py. In fp32 on CPUs, with the same number of ranks, its losses equal those of the run bit for bit;
+    the script's docstring lists the exceptions.
 
     Args:
         path: of the new file.
-        force: whether to replace an existing file.
+        force: whether to replace an existing file, and its folder.
 
     Returns:
         The file's absolute path.
 
     Raises:
-        ArgumentError: the file cannot be written.
+        ArgumentError: the files cannot be written.
         SpecError: torch's own backends or the script cannot express a field.
     """
     return export(spec, "script", path, force=force)
@@ -69,9 +71,22 @@ def export_model(checkpoint: Checkpoint | StrPath, path: StrPath, *, force: bool
 
 
 def export(spec: Spec, target: str, path: StrPath, *, force: bool = False) -> Path:
-    """Writes the Spec for a target, one of `TARGETS`. The path is checked first."""
+    """Writes the Spec for a target, one of `TARGETS`, and what a script reads beside it. The path is checked first."""
     file = check_file(path, replace=force)
-    return write_whole(file, text_of(spec, target).encode())
+    if target != "script":
+        return write_whole(file, text_of(spec, target).encode())
+    from fsdp_lab.export.files import SUFFIX, write_folder
+    from fsdp_lab.export.script import script
+
+    text, files = script(spec)
+    folder = file.with_suffix(SUFFIX)
+    if folder.exists() and not force:
+        raise ArgumentError(
+            "path", f"{folder} exists already", "name another file, or give force (--force) to replace it"
+        )
+    if files is not None:
+        write_folder(folder, files.write)
+    return write_whole(file, text.encode())
 
 
 def text_of(spec: Spec, target: str) -> str:
@@ -80,7 +95,7 @@ def text_of(spec: Spec, target: str) -> str:
         case "script":
             from fsdp_lab.export.script import script
 
-            return script(spec)
+            return script(spec)[0]
         case "accelerate":
             from fsdp_lab.export.accelerate import config
 

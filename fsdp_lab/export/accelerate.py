@@ -18,8 +18,7 @@ from fsdp_lab.core import __version__
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.lr_schedule import LrSchedule
 from fsdp_lab.core.spec import Precision, Spec
-from fsdp_lab.export.script import paragraph
-from fsdp_lab.export.target import SPEC_INSTEAD, TITLES, Peer, gpus, peer, refuse
+from fsdp_lab.export.target import SPEC_INSTEAD, TITLES, Peer, gpus, paragraph, peer, refuse
 from fsdp_lab.models import weights_folder
 from fsdp_lab.models.check import check
 from fsdp_lab.models.own import skeleton_of

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from fsdp_lab.backends.state import PARAM, Chunk, buffer_key, buffers_in, key
 from fsdp_lab.core.checkpoint_format import Checkpoint
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.workload import Workload
+from fsdp_lab.export.files import write_folder
 from fsdp_lab.models import resolve
 from fsdp_lab.models.check import is_language
 from fsdp_lab.models.configs import given_config
@@ -47,24 +46,13 @@ def export_pretrained(saved: Checkpoint, folder: Path, *, force: bool = False) -
         read_shards(saved.path, list(_chunks(saved, values)), optional=())
     except (LookupError, OSError) as e:
         raise ArgumentError("checkpoint", f"{saved.path.name} cannot be read: {e}", "take another one") from e
-    try:
-        part = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        try:
-            _save_model(model, workload, values, part)
-            if is_language(workload):
-                open_tokenizer(workload).save(part)
-            part.chmod(0o755)  # as a folder that was made by hand; a temporary one is private
-            for file in part.iterdir():
-                file.chmod(0o644)
-            if target.exists():
-                shutil.rmtree(target)
-            part.rename(target)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
-    except OSError as e:
-        reason = f"{target} could not be written: {e.strerror}"
-        raise ArgumentError("path", reason, "make room, or name another place") from e
-    return target
+
+    def write(part: Path) -> None:
+        _save_model(model, workload, values, part)
+        if is_language(workload):
+            open_tokenizer(workload).save(part)
+
+    return write_folder(target, write)
 
 
 def _save_model(model: PreTrainedModel, workload: Workload, values: dict[str, Tensor], folder: Path) -> None:

@@ -1,109 +1,117 @@
-"""`script`: a Spec as the text of a torchrun script, rendered from torchrun_script.py.jinja with values derived here."""
+"""`script`: a Spec as a torchrun script in plain torch, and the files that it reads.
+
+script.py.jinja has the script's functions. The docstring, and those imports and constants that the functions use, are put
+before them here.
+"""
 
 from __future__ import annotations
 
-import inspect
 import json
 import platform
 import re
-import textwrap
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from torch import Tensor, nn
-from transformers import AutoConfig
+from torch import nn
 
 from fsdp_lab.backends.optimizers import check_optimizer
 from fsdp_lab.core import __version__
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.optimizer import TorchOptimizer
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.core.workload import Workload
-from fsdp_lab.export.own_code import OwnCode
-from fsdp_lab.export.target import TITLES, gpus, peer
-from fsdp_lab.models import Initializer, Pretrained, Weights, build_skeleton, resolve, weights_folder
-from fsdp_lab.models.batches import MASK_ID, open_source
-from fsdp_lab.models.build import Draw
-from fsdp_lab.models.check import STDLIB, check_shapes, checked_records, checked_text, is_plain
-from fsdp_lab.models.data import BYTE_OFFSET, FOLDER_CAP_BYTES, STDLIB_CAP_BYTES
+from fsdp_lab.export.files import SUFFIX, Files
+from fsdp_lab.export.own_code import check_names, own_code
+from fsdp_lab.export.target import TITLES, WIDTH, gpus, paragraph, peer
 from fsdp_lab.models.freezing import freeze
-from fsdp_lab.models.lora import adapted
 from fsdp_lab.models.own import skeleton_of
-from fsdp_lab.models.presets import Facts, Kind, facts_of
-from fsdp_lab.models.records import PIECE_CHARS, Format
-from fsdp_lab.models.sources import IGNORED, MASKED_SHARE
-from fsdp_lab.models.tokenizers import tokenizer_folder
+from fsdp_lab.models.sources import MASKED_SHARE
+from fsdp_lab.models.tokenizers import open_tokenizer
 from fsdp_lab.models.wrapping import blocks, units
 
-WIDTH = 100
-TEMPLATE = "torchrun_script.py.jinja"
-AUTO: Mapping[Kind, str] = {
-    "causal": "AutoModelForCausalLM",
-    "masked": "AutoModelForMaskedLM",
-    "seq2seq": "AutoModelForSeq2SeqLM",
-}
-_NOT_OF_A_MODEL = ("transformers_version", "architectures")  # fields of a config
-DTYPES: Mapping[str, str] = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
+DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
+MODULES = "argparse contextlib dataclasses fnmatch functools hashlib itertools math os random time"
+STANDARD = (*(f"import {name}" for name in MODULES.split()), "from pathlib import Path")
+OTHERS = (
+    "import numpy as np",
+    "import torch",
+    "import torch.distributed as dist",
+    "from safetensors.torch import save_file",
+    "from torch import nn",
+    "from torch.distributed import fsdp",
+    "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper",
+    "from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict",
+    "from torch.distributed.device_mesh import init_device_mesh",
+    "from torch.nn.parallel import DistributedDataParallel",
+    "from torch.utils._pytree import tree_map",
+    "from torch.utils.data import default_collate",
+)
 
 
-def script(spec: Spec) -> str:
-    """The text of the script. Raises SpecError for a field that torch's own backends or the script cannot express."""
+def script(spec: Spec) -> tuple[str, Files | None]:
+    """The text of the script, and what it reads, which is nothing with code of the user's own. Raises SpecError for a field
+    that torch's own backends or a script cannot express."""
     check_optimizer(spec.workload)
     exported = peer(spec)
-    own = OwnCode(exported.spec.workload) if spec.workload.is_own else None
-    if own is not None:
-        values, skeleton = own.values, skeleton_of(spec.workload)
-    else:
-        model = model_of(exported.spec)
-        values = {"own": "", **_model(exported.spec, model), **_data(exported.spec, model)}
-        skeleton = model.skeleton
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined,
-                              trim_blocks=True, keep_trailing_newline=True)  # fmt: skip
-    environment.filters.update(
-        dtype=DTYPES.__getitem__,
-        literal=literal,
-        paragraph=paragraph,
-        from_import=from_import,
-        optimizer_call=optimizer_call,
+    spec, w = exported.spec, exported.spec.workload
+    files, own = (None, own_code(w)) if w.is_own else (Files(w), None)
+    skeleton = files.model if files is not None else skeleton_of(w)
+    freeze(skeleton, w.freeze)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True
     )
-    text = environment.get_template(TEMPLATE).render(
-        spec=exported.spec,
-        title=TITLES[exported.spec.strategy.backend],
-        remarks=[*exported.remarks, *_inexact(exported.spec)],
-        versions=_versions(values),
-        gpus=gpus(exported.spec),
-        group_dicts=[
-            {"match": list(g.match), **{n: v for n in ("lr", "weight_decay") if (v := getattr(g, n)) is not None}}
-            for g in exported.spec.workload.param_groups or ()
-        ],
-        **values,
-        **_modules(exported.spec, skeleton),
-        **_sharding(exported.spec),
-    )  # fmt: skip
+    environment.filters["literal"] = literal
+    body = environment.get_template("script.py.jinja").render(
+        s=spec.strategy,
+        w=w,
+        own=own,
+        **_model(w, files),
+        **_units(spec, skeleton),
+        **_sharding(spec),
+        **_training(spec),
+    )
+
+    head = _docstring(spec, type(skeleton).__name__, (*exported.remarks, *_inexact(spec)), files)
+    constants = _used(_constants(spec, skeleton, files), body)
+    standard, others = _used(STANDARD, "\n".join([*constants, body])), _used(OTHERS, body)
+    if own is None:
+        others.append(f"from transformers import {type(skeleton).__name__}")
+    lines = [head, *standard, "", *others, "", *constants]
+    text = "\n\n\n".join(["\n".join(lines), *([own] if own is not None else []), body])
     if own is not None:
-        own.check_names(text)
-    return text
+        check_names(text)
+    return text + "\n", files
 
 
-def _versions(values: Mapping[str, Any]) -> dict[str, str]:
-    """What it was written with, and needs."""
-    formats = values["tokens"]["formats"] if values["tokens"] else ()
-    more = {"peft": values["lora"] is not None, "datasets": "SAVED" in formats,
-            "pyarrow": bool({"PARQUET", "ARROW"} & {*formats})}  # fmt: skip
-    return {
-        "fsdp_lab": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        **{name: version(name) for name, is_needed in more.items() if is_needed},
-        "Python": platform.python_version(),
-    }
+def _used(lines: Iterable[str], body: str) -> list[str]:
+    """The imports and assignments whose names occur in the body; of a module, with what it has."""
+    ends = {"import": r"\.", "from": r"\b"}
+    names = ((line, line.split(" = ")[0].split()[-1], ends.get(line.split()[0], r"\b")) for line in lines)
+    return [line for line, name, end in names if re.search(rf"(?<![.\w]){name}{end}", body)]
+
+
+def _docstring(spec: Spec, model: str, remarks: Sequence[str], files: Files | None) -> str:
+    versions = (
+        f"torch {torch.__version__}, transformers {transformers.__version__} and Python {platform.python_version()}"
+    )
+    reads = (
+        f"It reads samples and initial values from the folder of its own name that ends in {SUFFIX}. " if files else ""
+    )
+    about = (
+        "Each step prints its mean loss, unrounded. In fp32 on CPUs, with the same number of ranks, versions and processor, "
+        "losses equal those of the run bit for bit, unless a note below says otherwise; elsewhere within rounding. "
+        f"{reads}It neither evaluates nor writes checkpoints; --save writes what was trained. Written by fsdp_lab "
+        f"{__version__} with {versions}."
+    )
+    notes = ["", "Notes on that run:", *(paragraph(f"- {r}.", "  ") for r in remarks)]
+    ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
+    return "\n".join([
+        f'"""Train a {model} under {TITLES[spec.strategy.backend]}, {spec.strategy.sharding}, on {ranks}.', "",
+        f"    torchrun --nproc-per-node {spec.world_size} THIS_FILE --steps 100", "",
+        paragraph(about), *(notes if remarks else []), '"""', "",
+    ])  # fmt: skip
 
 
 def _inexact(spec: Spec) -> Iterator[str]:
@@ -120,348 +128,163 @@ def _inexact(spec: Spec) -> Iterator[str]:
 # -- what the template is given --------------------------------------------------------------------------------------
 
 
-def _model(spec: Spec, model: Model) -> dict[str, Any]:
+def _constants(spec: Spec, skeleton: nn.Module, files: Files | None) -> Iterator[str]:
+    """All that a script may use, as assignments."""
+    w, s = spec.workload, spec.strategy
+    tokenizer = open_tokenizer(w) if files is not None and files.kind == "masked" else None
+    groups = [{"match": list(g.match), **{n: v for n in ("lr", "weight_decay") if (v := getattr(g, n)) is not None}}
+              for g in w.param_groups or ()]  # fmt: skip
+    found = [] if s.backend == "ddp" else _unit_names(spec, skeleton)
+    for name, value, comment in (
+        ("WEIGHTS", str(files.weights) if files is not None else "", ""),
+        ("MASK", tokenizer and tokenizer.mask_id, "the id that is shown in place of most hidden words"),
+        ("SPECIAL", tokenizer and list(tokenizer.special_ids), "ids that are never hidden"),
+        ("VOCABULARY", tokenizer and tokenizer.vocabulary, ""),
+        ("MASKED_SHARE", MASKED_SHARE, ""),
+        ("HELD_OUT", w.held_out, "the fraction of the samples, at the end, that is not trained on"),
+        ("SEED", w.seed, ""),
+        ("MICRO_BATCH", w.micro_batch, "samples of one rank in one forward"),
+        ("ACCUMULATE", w.accumulate, "forwards and backwards in one step"),
+        ("SYNC", spec.sync_interval, "of them from one reduction of gradients to the next"),
+        ("BLOCKS", _names_of(skeleton, blocks(skeleton)), "the repeated layers"),
+        ("RECOMPUTE_EVERY", int(s.recompute.partition(":")[2] or 1), "the distance between two that are recomputed"),
+        ("UNITS", found, "modules that are sharded as one unit"),
+        ("SHARD_SIZE", spec.shard_factor, "ranks that share one replica of the model"),
+        ("FORWARD_PREFETCH", s.forward_depth, "units that are gathered ahead"),
+        ("BACKWARD_PREFETCH", s.backward_prefetch, "units that are gathered ahead"),
+        ("LR", w.lr, ""),
+        ("WARMUP_STEPS", w.rates.warmup_steps, ""),
+        ("DECAY_STEPS", w.rates.decay_steps, "the step from which the rate stays at its end"),
+        ("LR_END", w.rates.end, "the rate there, as a share of LR"),
+        ("FREEZE", list(w.freeze or ()), "patterns of parameters that are not trained"),
+        ("PARAM_GROUPS", groups, "parameters with rates of their own; the first that matches counts"),
+        ("WEIGHT_DECAY", w.weight_decay, "of matrices only"),
+        ("CLIP_NORM", w.clip_norm, ""),
+        ("DEVICES", gpus(spec), "by rank"),
+    ):
+        text = f"{name} = {literal(value)}"
+        yield (
+            text
+            if not comment
+            else f"# {comment}\n{text}"
+            if "\n" in text or len(text) > 60
+            else f"{text}  # {comment}"
+        )
+    yield f'FILES = Path(__file__).with_suffix("{SUFFIX}")'
+
+
+def _model(w: Workload, files: Files | None) -> dict[str, Any]:
+    if files is None:
+        return {"masked": False, "weighs": False}
+    folder = 'WEIGHTS, config=FILES / "model"' if files.weights is not None else 'FILES / "model"'
+    config = files.model.config
+    has_experts = any("expert" in name and not name.startswith("_") for name in vars(config))
+    more = f", experts_implementation={literal(config._experts_implementation)}" if has_experts else ""
     return {
-        "model_name": model.name,
-        "auto_class": AUTO[model.facts.kind],
-        "config": config_of(model.config),
-        "attention": getattr(model.skeleton.config, "_attn_implementation", "sdpa"),
-        "sets_loss_type": loss_type_is_missing(model),
-        "lora": _lora(spec.workload, model),
-        **_values(spec, model),
+        "model_class": type(files.model).__name__,
+        "from_pretrained": f"{folder}, dtype=torch.float32{more}",
+        "masked": files.kind == "masked",
+        "weighs": files.weighs,
     }
 
 
-def _lora(w: Workload, model: Model) -> dict[str, Any] | None:
-    """The arguments of peft's LoraConfig, with the targets that peft chose."""
-    if w.adapters is None:
-        return None
-    injected: Any = model.skeleton
-    targets = sorted(injected.peft_config["default"].target_modules)
-    return {"r": w.adapters.r, "lora_alpha": w.adapters.scale, "target_modules": targets}
-
-
-def _values(spec: Spec, model: Model) -> dict[str, Any]:
-    """What parameters begin with. Raises SpecError for weights that do not fit, or that a script cannot read."""
-    drawn = {"draws": True, "files": [], "stored_buffers": []}
-    if (folder := weights_folder(spec.workload)) is None:
-        return {**drawn, "initial_values": initial_values(model)}
-    weights = Weights(folder)
-    given = Pretrained(model.base, spec.workload, weights)
-    if not weights.is_plain:
-        raise SpecError("workload.weights", f"{folder} is a checkpoint with tensors in parts, and a script reads whole ones",
-                        "export its model (fsdp-lab checkpoints FOLDER --export MODEL), and name that folder")  # fmt: skip
-    return {
-        "draws": bool(given.fresh),
-        "initial_values": initial_values(model, given.fresh) if given.fresh else "",
-        "weights_path": str(folder.absolute()),
-        "files": weights.files,
-        "stored_buffers": list(given.buffers),
-        **_stored_names(given.stored_names),
-    }
-
-
-def _stored_names(names: Mapping[str, str]) -> dict[str, Any]:
-    """The name in the files as code that is given `name`, that in the model; with a table where no prefix explains it."""
-    differing = {name: stored for name, stored in names.items() if stored != name}
-    name, stored = next(iter(differing.items()), ("", ""))
-    cut, put = name.removesuffix(stored), stored.removesuffix(name)
-    if not differing:
-        return {"stored_name": "name", "stored_names": {}}
-    if all(name.removeprefix(cut) == stored for name, stored in names.items()):
-        return {"stored_name": f"name.removeprefix({json.dumps(cut)})", "stored_names": {}}
-    if all(put + name == stored for name, stored in names.items()):
-        return {"stored_name": f"{json.dumps(put)} + name", "stored_names": {}}
-    return {"stored_name": "STORED.get(name, name)", "stored_names": differing}
-
-
-def _data(spec: Spec, model: Model) -> dict[str, Any]:
-    """The text that is trained on. Raises SpecError if it cannot be read."""
-    w = spec.workload
-    check_shapes(w, model.facts)
-    tokens = None if is_plain(w) else _tokens(w, model)
-    if tokens is None:
-        checked_text(w)
-    path = None if w.data == STDLIB else Path(w.data).expanduser().absolute()
-    return {
-        "text": "stdlib" if path is None else "folder" if path.is_dir() else "file",
-        "text_path": str(path),
-        "cap_mib": (STDLIB_CAP_BYTES if path is None else FOLDER_CAP_BYTES) // 2**20,
-        "kind": model.facts.kind,
-        "byte_offset": BYTE_OFFSET,
-        "mask_id": MASK_ID,
-        "masked_share": MASKED_SHARE,
-        "ignored": IGNORED,
-        "tokens": tokens,
-        "piece_chars": PIECE_CHARS,
-    }
-
-
-def _tokens(w: Workload, model: Model) -> dict[str, Any]:
-    """How the script makes samples into tokens. `pieces`: all text is joined, and read in pieces; `rows`: they may have
-    different numbers of labels."""
-    records, tokenizer = checked_records(w, model.facts)
-    formats = {kind for _, kind in records.files}
-    pieces = w.packing == "packed" and not records.is_chat
-    is_even = pieces and (model.facts.kind != "masked" or open_source(w, model.config).is_even)
-    folder = tokenizer_folder(w)
-    return {
-        "folder": None if folder is None else str(folder.absolute()),
-        "files": [str(path.absolute()) for path, _ in records.files],
-        "column": records.field,
-        "formats": [kind.name for kind in (Format.PARQUET, Format.ARROW, Format.SAVED, Format.JSON) if kind in formats],
-        "chat": records.is_chat,
-        "marked": tokenizer.marks_answers,
-        "padded": w.packing == "padded",
-        "pieces": pieces,
-        "rows": not is_even,
-        "end_id": tokenizer.end_id,
-        "pad_id": tokenizer.pad_id,
-        "mask_id": tokenizer.mask_id,
-        "special_ids": list(tokenizer.special_ids),
-        "vocabulary": tokenizer.vocabulary,
-    }
-
-
-def _modules(spec: Spec, skeleton: nn.Module) -> dict[str, Any]:
-    """Modules by name: units are sharded together, blocks are recomputed or compiled. Raises SpecError if there are none."""
-    s = spec.strategy
+def _names_of(skeleton: nn.Module, modules: Iterable[nn.Module]) -> list[str]:
     names = {id(m): name for name, m in skeleton.named_modules()}
-    found = [] if s.backend == "ddp" else units(skeleton, s.wrap)
-    groups = [[names[id(m)] for m in group] for group in found]
-    repeated = [names[id(m)] for m in blocks(skeleton)]
-    same = groups == [[name] for name in repeated]
-    grouped = any(len(group) > 1 for group in groups)
-    return {
-        "blocks": name_list(repeated) if s.compile or s.recompute != "none" or (same and groups) else "",
-        "recompute_every": int(s.recompute.partition(":")[2] or 1),
-        "units": name_list(groups if grouped else [group[0] for group in groups]) if groups else "",
-        "units_name": "BLOCKS" if same else "UNITS",
-        "units_are_groups": grouped,
-    }
+    return [names[id(m)] for m in modules]
+
+
+def _unit_names(spec: Spec, skeleton: nn.Module) -> list[Any]:
+    """Of each unit the name of its module, or a list where one has several. Raises SpecError if there are no units."""
+    groups = [_names_of(skeleton, group) for group in units(skeleton, spec.strategy.wrap)]
+    return groups if any(len(group) > 1 for group in groups) else [group[0] for group in groups]
+
+
+def _units(spec: Spec, skeleton: nn.Module) -> dict[str, str]:
+    """The list of units as code; "" if there are none but the root."""
+    names = [] if spec.strategy.backend == "ddp" else _unit_names(spec, skeleton)
+    if not names:
+        return {"units": "", "unit_heads": ""}
+    constant = "BLOCKS" if names == _names_of(skeleton, blocks(skeleton)) else "UNITS"
+    if isinstance(names[0], list):
+        of_each = "[model.get_submodule(name) for name in names]"
+        return {"units": f"[{of_each} for names in {constant}]", "unit_heads": "[unit[0] for unit in units]"}
+    return {"units": f"[model.get_submodule(name) for name in {constant}]", "unit_heads": "units"}
 
 
 def _sharding(spec: Spec) -> dict[str, Any]:
+    """`options`: the arguments of fully_shard or FSDP1, as code."""
     s, dtypes = spec.strategy, spec.strategy.dtypes
-    hybrid, ordered = s.is_hybrid, rank_ordered(spec)
-    given = {"param": dtypes.param, "reduce": dtypes.reduce}
+    roles = {"param": dtypes.param, "reduce": dtypes.reduce}
+    options: dict[str, str] = {}
     if s.backend == "fsdp2":
-        mixed = (dtypes.param, dtypes.reduce, dtypes.output) != ("fp32", "fp32", None)
-        given = {role: dtype for role, dtype in given.items() if (role, dtype) != ("param", "fp32")}
-        names = {"fully_shard": True, "MixedPrecisionPolicy": mixed, "CPUOffloadPolicy": s.offload == "all",
-                 "FSDPModule": ordered}  # fmt: skip
-    else:
-        given |= {"buffer": dtypes.buffer} if dtypes.buffer is not None else {}
-        after = s.backward_prefetch > 0 and s.backward_prefetch_point == "after"
-        names = {"FullyShardedDataParallel": True, "ShardingStrategy": True, "MixedPrecision": s.precision != "fp32",
-                 "CPUOffload": s.offload == "all", "BackwardPrefetch": after}  # fmt: skip
+        options |= {"mesh": "mesh", "reshard_after_forward": str(s.reshard_size or s.reshards_after_forward)}
+        roles |= {"param": None} if dtypes.param == "fp32" else {}
+        if (dtypes.param, dtypes.reduce, dtypes.output) != ("fp32", "fp32", None):
+            options["mp_policy"] = f"fsdp.MixedPrecisionPolicy({_dtype_arguments(roles)})"
+        if s.offload == "all":
+            options["offload_policy"] = 'fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda")'
+    elif s.backend == "fsdp1":
+        hidden = "_" if s.sharding == "hybrid_shard_zero2" else ""  # torch has no public name for it
+        options |= {"device_mesh": "mesh", "device_id": "device", "use_orig_params": "True",
+                    "sharding_strategy": f"fsdp.ShardingStrategy.{hidden}{s.sharding.upper()}"}  # fmt: skip
+        options |= {name: code for name, code, is_set in (
+            ("auto_wrap_policy", "fsdp.wrap.CustomPolicy(lambda module: module in units)", s.wrap != "whole"),
+            ("mixed_precision", f"fsdp.MixedPrecision({_dtype_arguments({**roles, 'buffer': dtypes.buffer})})",
+             s.precision != "fp32"),
+            ("cpu_offload", "fsdp.CPUOffload(offload_params=True)", s.offload == "all"),
+            ("forward_prefetch", "True", s.forward_depth > 0),
+            ("backward_prefetch", "None", s.backward_prefetch == 0),
+            ("backward_prefetch", "fsdp.BackwardPrefetch.BACKWARD_POST",
+             s.backward_prefetch > 0 and s.backward_prefetch_point == "after"),
+            ("limit_all_gathers", "False", not s.limit_all_gathers),
+        ) if is_set}  # fmt: skip
     return {
-        "fsdp_names": [name for name, needed in names.items() if needed],
-        "hybrid": hybrid,
-        "reshard_after_forward": s.reshard_size or s.reshards_after_forward,
-        "dtype_arguments": ", ".join(f"{role}_dtype={DTYPES[dtype]}" for role, dtype in given.items()),
-        "rank_ordered": ordered,
+        "options": options,
+        "output_dtype": "" if dtypes.output is None else DTYPES[dtypes.output],
+        "rank_ordered": _is_rank_ordered(spec),
         "sums_then_divides": s.backend == "ddp" and (dtypes.reduce != "fp32" or spec.world_size.bit_count() > 1),
-        "communicates": communicating(spec),
-        # Ranks that hold the same part of a gradient, which is to be counted once.
-        "replicas": "world_size" if spec.shard_factor == 1 else "(world_size // SHARD_SIZE)" if hybrid else "",
+        "sent_as": "" if dtypes.reduce == "fp32" else f".to({DTYPES[dtypes.reduce]})",
+        "buffer_dtype": "" if s.backend == "fsdp1" or dtypes.buffer in (None, "fp32") else DTYPES[dtypes.buffer],
     }
 
 
-def communicating(spec: Spec) -> str:
-    """Whether the micro-batch `micro` communicates gradients, as Python code."""
-    interval, count = spec.sync_interval, spec.workload.accumulate
-    nth, last = "(micro + 1) % SYNC == 0", "micro == ACCUMULATE - 1"
-    return last if interval == count else nth if count % interval == 0 else f"{nth} or {last}"
+def _training(spec: Spec) -> dict[str, Any]:
+    s, w, dtypes = spec.strategy, spec.workload, spec.strategy.dtypes
+    is_fp16 = "fp16" in (dtypes.param, dtypes.reduce)
+    loss = "OWN_LOSS(model, batch).reshape(())" if w.is_own else "model(**batch).loss"
+    device = 'torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")'
+    if spec.devices is not None:
+        device = 'torch.device(DEVICES[int(os.environ["RANK"])])' if gpus(spec) else 'torch.device("cpu")'
+    return {
+        "is_fp16": is_fp16,
+        "needs_norm": w.clip_norm is not None or is_fp16,
+        "autocast": DTYPES[dtypes.param] if s.backend == "ddp" and dtypes.param != "fp32" else "",
+        "loss": loss + (".float()" if dtypes.param != "fp32" or dtypes.output is not None else ""),
+        "skips_sync": spec.sync_interval > 1,
+        "gradient": "p.grad.to_local()" if s.backend == "fsdp2" else "p.grad",
+        # Ranks that hold the same part of a gradient, which is to be counted once.
+        "replicas": spec.world_size // spec.shard_factor,
+        "device": device,
+    }
 
 
-def rank_ordered(spec: Spec) -> bool:
-    """Whether a reduce-scatter of three or more ranks sums in the order of the ranks, as the lab's wire does.
-
-    The order of two does not matter. Over NCCL the lab keeps NCCL's order.
-    """
+def _is_rank_ordered(spec: Spec) -> bool:
+    """Whether a reduce-scatter of three or more ranks sums in the order of the ranks, as the lab's wire does; that of two
+    has one order. Over NCCL the lab keeps NCCL's order."""
     on_gpu = spec.devices is not None and spec.devices[0] != "cpu"
     hookless = spec.strategy.backend == "fsdp1" and spec.strategy.is_hybrid
     return spec.strategy.backend != "ddp" and spec.shard_factor > 2 and not on_gpu and not hookless
 
 
-# -- Python as text --------------------------------------------------------------------------------------------------
+def _dtype_arguments(roles: Mapping[str, str | None]) -> str:
+    return ", ".join(f"{role}_dtype={DTYPES[dtype]}" for role, dtype in roles.items() if dtype is not None)
 
 
 def literal(value: Any) -> str:
-    """A plain value as Python code; a dict or a long list has a line for each entry."""
-    flat = _flat(value)
-    if isinstance(value, Mapping) and value:
-        return "{\n" + "".join(f"    {_flat(k)}: {_flat(v)},\n" for k, v in value.items()) + "}"
-    if isinstance(value, (list, tuple)) and len(flat) > WIDTH - 20:
-        return "[\n" + "".join(f"    {_flat(v)},\n" for v in value) + "]"
-    return flat
-
-
-def _flat(value: Any) -> str:
-    if isinstance(value, str):
-        return json.dumps(value)
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_flat(k)}: {_flat(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_flat, value)) + "]"
-    return repr(value)
-
-
-def name_list(names: Sequence[str] | Sequence[list[str]]) -> str:
-    """Names as Python code; ["h.0", "h.1", "h.2"] as a comprehension."""
-    runs: list[str] = []
-    rest = list(names)
-    while rest:
-        found = re.fullmatch(r"(.*\.)(\d+)", rest[0]) if isinstance(rest[0], str) else None
-        count = 0
-        while found and count < len(rest) and rest[count] == f"{found[1]}{count}":
-            count += 1
-        if found is None or count < 2:
-            return literal(list(names))
-        runs.append(f'[f"{found[1]}{{i}}" for i in range({count})]')
-        rest = rest[count:]
-    return " + ".join(runs)
-
-
-def paragraph(text: str, indent: str = "") -> str:
-    """Wrapped to the width of a script; `indent` is that of all lines but the first."""
-    return textwrap.fill(
-        text.strip(), WIDTH - 8, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
-
-
-def from_import(names: Sequence[str], module: str) -> str:
-    """The import statement as isort and ruff format it."""
-    ordered = sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
-    line = f"from {module} import {', '.join(ordered)}"
-    if len(line) <= 88:
-        return line
-    return f"from {module} import (\n" + "".join(f"    {name},\n" for name in ordered) + ")"
-
-
-def optimizer_call(optimizer: TorchOptimizer) -> str:
-    """The call of its class as ruff formats it, behind an indented `return`."""
-    given = ["groups", "lr=LR", *(f"{name}={value!r}" for name, value in optimizer.keywords.items())]
-    line = ", ".join(given)
-    if len(line) > 88 - len("    return torch.optim.()") - len(optimizer.class_name):
-        line = f"\n    {line}\n" if len(line) <= 80 else "\n" + "".join(f"    {one},\n" for one in given)
-    return f"torch.optim.{optimizer.class_name}({line})"
-
-
-Recipe = tuple[str, ...]  # lines of code that draw a parameter
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """The model of a script. `base`: without adapters."""
-
-    config: Any
-    facts: Facts
-    base: nn.Module
-    skeleton: nn.Module
-    name: str
-
-
-def model_of(spec: Spec) -> Model:
-    """The Spec's model. Raises SpecError for one that a script cannot express."""
-    config = resolve(spec.workload.model, dropout=spec.workload.dropout)
-    facts = facts_of(config)
-    if facts.kind == "image":
-        raise SpecError("workload.model", f"{facts.model_type} classifies images, and a script reads only text",
-                        "choose a language model, or export the Spec itself, which contains it")  # fmt: skip
-    given = spec.workload.model
-    name = given if isinstance(given, str) else f"a model of type {facts.model_type}"
-    skeleton = adapted(config, spec.workload.adapters)
-    freeze(skeleton, spec.workload.freeze)
-    return Model(config=config, facts=facts, base=build_skeleton(config), skeleton=skeleton, name=name)
-
-
-def config_of(config: Any) -> dict[str, Any]:
-    """The fields of a transformers config that differ from its type's defaults, "model_type" first.
-
-    Raises:
-        SpecError: it cannot be rebuilt from its fields.
-    """
-    own = {k: v for k, v in config.to_dict().items() if k not in _NOT_OF_A_MODEL}
-    fields = dict(own)
-    usual = type(config)().to_dict()
-    model_type = fields.pop("model_type")
-    changed = {"model_type": model_type} | {k: v for k, v in fields.items() if k not in usual or usual[k] != v}
-    for found in (changed, {"model_type": model_type} | fields):
-        again = AutoConfig.for_model(**found).to_dict()
-        if {k: v for k, v in again.items() if k not in _NOT_OF_A_MODEL} == own:
-            return found
-    raise SpecError("workload.model", f"the config of {model_type} cannot be rebuilt from its fields",
-                    "export the Spec itself, which contains it")  # fmt: skip
-
-
-def loss_type_is_missing(model: Model) -> bool:
-    """Whether transformers itself would choose another loss type for the model's class; see `build_skeleton`."""
-    from transformers.loss.loss_utils import LOSS_MAPPING
-
-    name = type(model.skeleton).__name__
-    found = re.search("|".join(LOSS_MAPPING), name)
-    own = name if name in LOSS_MAPPING else found and found[0]
-    return bool(getattr(model.skeleton, "loss_type", None) != own)
-
-
-# -- initial values --------------------------------------------------------------------------------------------------
-
-
-def initial_values(model: Model, only: Sequence[str] | None = None) -> str:
-    """Code: an if-chain over the names of parameters that gives each its own draws; the most frequent one comes last.
-
-    `only`: the parameters that are drawn; by default all.
-    """
-    initializer = Initializer(model.base, 0)
-    drawn = [name for name, _ in model.base.named_parameters()] if only is None else only
-    recipes = {name: _recipe(name, initializer.draws(name)) for name in drawn}
-    endings = {name: _ending(name, recipes) for name in recipes}
-    usual = Counter({endings[n]: recipes[n] for n in recipes}.values()).most_common(1)[0][0]
-    lines: list[str] = []
-    for recipe in dict.fromkeys(recipes.values()):
-        if recipe != usual:
-            wanted = dict.fromkeys(endings[n] for n, r in recipes.items() if r == recipe)
-            lines += [f"{'elif' if lines else 'if'} {_condition(list(wanted))}:", *(f"    {line}" for line in recipe)]
-    return "\n".join([*lines, "else:", *(f"    {line}" for line in usual)] if lines else usual)
-
-
-def _recipe(name: str, draws: Iterable[Draw]) -> Recipe:
-    return tuple(_call(name, draw) for draw in draws)
-
-
-def _call(name: str, draw: Draw) -> str:
-    """One draw as a line of code. Raises SpecError unless a function of torch.nn.init makes it."""
-    known = getattr(nn.init, getattr(draw.function, "__name__", ""), None)
-    if known is not draw.function or any(isinstance(v, Tensor) for v in draw.arguments.values()):
-        raise SpecError("workload.model", f"{name} is initialised by code of its class, which a script cannot contain",
-                        "choose another model, or export the Spec itself, which contains it")  # fmt: skip
-    size, stride, offset = draw.part if draw.part is not None else ((), (), 0)
-    target = "value" if draw.part is None else f"value.as_strided({tuple(size)}, {stride}, {offset})"
-    given = "".join(
-        f", {k}={json.dumps(v) if isinstance(v, str) else repr(float(v) if isinstance(v, float) else v)}"
-        for k, v in draw.arguments.items()
-    )
-    draws = ", generator=generator" if "generator" in inspect.signature(draw.function).parameters else ""
-    return f"nn.init.{draw.function.__name__}({target}{given}{draws})"
-
-
-def _ending(name: str, recipes: Mapping[str, Recipe]) -> str:
-    """The shortest end of a name, in whole words, whose parameters are all drawn alike; the whole name otherwise."""
-    words = name.split(".")
-    for count in range(1, len(words) + 1):
-        ending = ".".join(words[-count:])
-        if len({recipe for other, recipe in recipes.items() if other.endswith(ending)}) == 1:
-            return ending
-    raise SpecError("workload.model", f"the names of its parameters do not distinguish them ({name})",
-                    "choose another model, or export the Spec itself, which contains it")  # fmt: skip
-
-
-def _condition(endings: Sequence[str]) -> str:
-    if len(endings) == 1:
-        return f"name.endswith({json.dumps(endings[0])})"
-    line = f"name.endswith(({', '.join(map(json.dumps, endings))}))"
-    if len(line) < 88:
-        return line
-    return "name.endswith(\n    (\n" + "".join(f"        {json.dumps(e)},\n" for e in endings) + "    )\n)"
+    """A plain value as Python code; numbered names as a comprehension, and what is long on several lines."""
+    stem = value[0][:-1] if isinstance(value, list) and len(value) > 1 and str(value[0]).endswith(".0") else ""
+    if stem and value == [f"{stem}{i}" for i in range(len(value))]:
+        return f'[f"{stem}{{i}}" for i in range({len(value)})]'
+    if isinstance(value, list) and len(json.dumps(value)) > WIDTH - 12:
+        return "[\n" + "".join(f"    {json.dumps(each)},\n" for each in value) + "]"
+    return json.dumps(value) if isinstance(value, (str, list)) else repr(value)

@@ -7,6 +7,7 @@ run under the same Spec, is a remark; both targets write the remarks at the top 
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.spec import Spec
 
 TITLES: Mapping[str, str] = {"lab": "the lab's own engine", "fsdp2": "FSDP2", "fsdp1": "FSDP1", "ddp": "DDP"}
+WIDTH = 92
 SPEC_INSTEAD = "or export the Spec itself, which contains it"
 
 
@@ -46,12 +48,15 @@ def peer(spec: Spec) -> Peer:
 
 
 def _of_replacement(refused: SpecError, backend: str) -> SpecError:
-    """The error for a field that the lab's engine supports and the backend that replaces it does not."""
-    hint = refused.hint
-    for end in (", or use backend lab", ", or backend lab"):  # the Spec has that backend already
-        hint = hint.removesuffix(end)
+    """The error for a field that the lab's engine supports and the backend that replaces it does not. The other way out that
+    it may name is backend lab, which the Spec has already."""
     reason = f"{refused.reason}, and outside the lab {TITLES[backend]} replaces the lab's engine"
-    return SpecError(refused.field, reason, f"{hint}, {SPEC_INSTEAD}", refused.fix)
+    return SpecError(refused.field, reason, f"{refused.first_hint}, {SPEC_INSTEAD}", refused.fix)
+
+
+def paragraph(text: str, indent: str = "") -> str:
+    """Wrapped to the width of a file's comments; `indent` is that of all lines but the first."""
+    return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def refuse(field: str, reason: str, hint: str, **fix: object) -> SpecError:

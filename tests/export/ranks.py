@@ -21,7 +21,7 @@ SMALL = {"model_type": "gpt2", "n_layer": 3, "n_embd": 36, "n_head": 4, "vocab_s
 
 
 def spec(world_size: int = 2, **changes: Any) -> Spec:
-    small = {"model": SMALL, "seq_len": 32, "micro_batch": 2, "lr": 0.01}
+    small = {"model": SMALL, "seq_len": 32, "micro_batch": 2, "lr": 0.01, "data": __file__}
     return Spec(world_size=world_size).replace(**{**small, **changes})
 
 

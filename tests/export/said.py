@@ -1,5 +1,5 @@
-"""Launched by `accelerate launch said.py SPECS STEPS`: rank 0 prints, as JSON, what Accelerate made of a config, and the
-losses of each Spec in the file SPECS, trained through Accelerate as the head of its config says.
+"""Launched by `accelerate launch said.py SPEC STEPS`: rank 0 prints, as JSON, what Accelerate made of a config, and the
+losses of the Spec in the file SPEC, trained through Accelerate as the head of its config says.
 
 Accelerate takes FSDP on accelerators alone, so on a CPU its plugin is made here, from the environment that it launched with.
 """
@@ -11,56 +11,25 @@ import os
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
-from peft import LoraConfig, inject_adapter_in_model
-from torch import nn
 from transformers import AutoModelForCausalLM
 
-from fsdp_lab.core.param_groups import key_of
-from fsdp_lab.core.patterns import matches
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.core.workload import Workload
 from fsdp_lab.models import Batches, resolve
-from fsdp_lab.models.lora import AdaptedValues, is_adapter
-
-
-def own_model(w: Workload) -> nn.Module:
-    """Its adapters have the run's values of A, since peft would draw others."""
-    model = AutoModelForCausalLM.from_pretrained(w.model).train()
-    if (lora := w.adapters) is not None:
-        targets = None if lora.targets is None else list(lora.targets)
-        inject_adapter_in_model(LoraConfig(r=lora.r, lora_alpha=lora.scale, target_modules=targets), model)
-        values = AdaptedValues(SimpleNamespace(buffers=(), read_into=None), model, w.seed)
-        for name, p in model.named_parameters():
-            if is_adapter(name):
-                values.read_into(name, 0, p.data.view(-1))
-    for name, p in model.named_parameters():
-        if w.freeze is not None and matches(name, w.freeze):
-            p.requires_grad_(False)
-    return model
-
-
-def own_optimizer(model: nn.Module, w: Workload) -> torch.optim.Optimizer:
-    groups: dict[Any, list[nn.Parameter]] = {}
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            groups.setdefault(key_of(w.param_groups, name, p.dim()), []).append(p)
-    rates = {key: dict(zip(("lr", "weight_decay"), w.rates_of(key), strict=True)) for key in groups}
-    return torch.optim.AdamW([{"params": params, **rates[key]} for key, params in groups.items()], foreach=True)
 
 
 def trained(accelerator: Accelerator, spec: Spec, steps: int) -> list[float]:
     """The mean loss of each step."""
     w = spec.workload
     batches = Batches(w, resolve(w.model), rank=accelerator.process_index, world_size=accelerator.num_processes)
-    model = own_model(w)
-    optimizer = own_optimizer(model, w)
+    model = AutoModelForCausalLM.from_pretrained(w.model).train()
+    groups = [{"params": [p for p in model.parameters() if (p.dim() >= 2) == is_matrix], "weight_decay": decay}
+              for is_matrix, decay in ((True, w.weight_decay), (False, 0.0))]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, lr=w.lr, foreach=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, w.rates.factor)
     model, optimizer = accelerator.prepare(model, optimizer)
     losses = []
@@ -71,8 +40,6 @@ def trained(accelerator: Accelerator, spec: Spec, steps: int) -> list[float]:
                 place = step * spec.global_batch, micro
                 loss = model(**batches.batch(*place)).loss * batches.weight(*place)
                 accelerator.backward(loss)
-                if accelerator.sync_gradients and w.clip_norm is not None:
-                    accelerator.clip_grad_norm_(model.parameters(), w.clip_norm)
                 optimizer.step()
                 if accelerator.sync_gradients:
                     scheduler.step()
@@ -84,19 +51,14 @@ def trained(accelerator: Accelerator, spec: Spec, steps: int) -> list[float]:
 
 
 def main() -> None:
-    specs = {name: Spec.from_dict(spec) for name, spec in json.loads(Path(sys.argv[1]).read_text()).items()}
-    losses = {}
-    for name, spec in specs.items():
-        plugin = GradientAccumulationPlugin(num_steps=spec.workload.accumulate, sync_each_batch=spec.sync_interval == 1)
-        accelerator = Accelerator(gradient_accumulation_plugin=plugin)
-        PartialState._shared_state["distributed_type"] = (
-            DistributedType.FSDP
-        )  # what each state reads, as where there is one
-        accelerator.state.distributed_type = DistributedType.FSDP
-        accelerator.state.fsdp_plugin = sharding = FullyShardedDataParallelPlugin()
-        assert accelerator.is_fsdp2
-        losses[name] = trained(accelerator, spec, int(sys.argv[2]))
-        accelerator.free_memory()
+    spec = Spec.from_json(Path(sys.argv[1]).read_text())
+    plugin = GradientAccumulationPlugin(num_steps=spec.workload.accumulate, sync_each_batch=spec.sync_interval == 1)
+    accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # as where there is an accelerator
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = sharding = FullyShardedDataParallelPlugin()
+    assert accelerator.is_fsdp2
+    losses = trained(accelerator, spec, int(sys.argv[2]))
     if accelerator.is_main_process:
         said = {
             "processes": accelerator.num_processes,

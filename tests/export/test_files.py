@@ -25,7 +25,7 @@ def test_files_are_written_whole_and_not_twice(tmp_path: Path) -> None:
             export(spec(seed=9), file)
         assert file.read_text() == before
         assert export(spec(seed=9), file, force=True).read_text() != before
-    assert sorted(os.listdir(tmp_path)) == ["fsdp.yaml", "spec.json", "train.py"]  # no part is left
+    assert sorted(os.listdir(tmp_path)) == ["fsdp.yaml", "spec.json", "train.files", "train.py"]  # no part is left
 
 
 @pytest.mark.parametrize("path", ["no/such/folder/x.py", ".", "x" * 300, "~nobody_of_that_name/x.py", "a\0b"])
@@ -55,10 +55,12 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["export", str(given), "--to", "spec", "--output", str(again)]) == 0
     assert Spec.from_json(again.read_text()) == spec()  # which is what `fsdp-lab run` reads
     capsys.readouterr()
+    assert main(["export", str(given), "--to", "script"]) == 2
+    assert "--output: a script reads samples and a model" in capsys.readouterr().err
     assert main(["export", str(given), "--to", "accelerate"]) == 0
     assert "fsdp_version: 2" in capsys.readouterr().out
     assert main(["export", str(tmp_path / "none.json"), "--to", "spec"]) == 2
     assert "none.json" in capsys.readouterr().err
     given.write_text(spec(sharding="zero1").to_json())
-    assert main(["export", str(given), "--to", "script"]) == 2
+    assert main(["export", str(given), "--to", "script", "--output", str(script), "--force"]) == 2
     assert "strategy.sharding: zero1 is not available with fsdp2" in capsys.readouterr().err

@@ -19,9 +19,7 @@ from tests.rank.test_session import DDP
 CASES: dict[str, dict[str, Any]] = {
     "fsdp2": {"backend": "fsdp2", "clip_norm": 0.1, "accumulate": 2, "sync": "last", "seed": 3},
     "fsdp1": {"backend": "fsdp1", "wrap": "class:Block"},
-    "ddp": {**DDP, "optimizer": "sgd", "lr": 0.1},
-    "lab": {"recompute": "full", "offload": "all"},
-    "dropout": {"recompute": "every:2", "accumulate": 2},
+    "dropout": {**DDP, "optimizer": "sgd", "lr": 0.1, "recompute": "every:2", "accumulate": 2},
 }
 
 
@@ -52,7 +50,7 @@ REFUSED: list[tuple[str, dict[str, str], str]] = [
     ("SCALE = torch.ones(1)\n\ndef build():\n    return Net() if SCALE else None\n", {},
      "workload.model: the source of build does not contain SCALE; define it inside"),
     ("def make_optimizer():\n    return Net()\n", {"build": "make_optimizer"},
-     "workload.model: make_optimizer has two meanings in a script: the script defines it too; rename it"),
+     "workload.model: make_optimizer has two meanings in a script; rename it"),
     ("samples = Samples()\n", {"Samples": "samples"},
      "workload.data: the source of Samples does not contain the state of this Samples"),
 ]  # fmt: skip

@@ -1,0 +1,132 @@
+"""`Files`: what an exported script reads: samples as numpy arrays, and folders for `from_pretrained`; and `write_folder`."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from fsdp_lab.backends.state import buffers_in
+from fsdp_lab.core.errors import ArgumentError, SpecError
+from fsdp_lab.core.workload import Workload
+from fsdp_lab.export.target import SPEC_INSTEAD
+from fsdp_lab.models import Initializer, Pretrained, Weights, build_skeleton, resolve, weights_folder
+from fsdp_lab.models.batches import open_source
+from fsdp_lab.models.check import checked_records, held_out_count, is_plain
+from fsdp_lab.models.lora import AdaptedValues, adapted, is_adapter, save_adapters
+from fsdp_lab.models.presets import facts_of
+from fsdp_lab.models.sources import IGNORED
+
+SUFFIX = ".files"  # of the folder, in place of the script's .py
+_ROWS = 4096  # written at once
+_PLAIN = ("model.safetensors", "model.safetensors.index.json")  # what `from_pretrained` opens
+
+
+class Files:
+    """The files for a Workload of transformers. Raises SpecError for a model or data that a script cannot train.
+
+    Attributes:
+        model: a skeleton, with adapters if there are some.
+        weights: the user's own folder, if all values of the model are in it and `from_pretrained` opens it.
+        weighs: whether samples have different numbers of labels, which are then among the files.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        config = resolve(workload.model, dropout=workload.dropout)
+        self._workload, self._facts = workload, facts_of(config)
+        self.kind = self._facts.kind
+        if self.kind == "image":
+            raise SpecError("workload.model", f"{self._facts.model_type} classifies images, and a script reads only text",
+                            f"choose a language model, {SPEC_INSTEAD}")  # fmt: skip
+        if self.kind == "masked" and not is_plain(workload):
+            is_chat = checked_records(workload, self._facts)[0].is_chat
+            if is_chat or workload.packing == "padded":
+                raise SpecError("workload.data" if is_chat else "workload.packing", "a script hides words of whole windows "
+                                f"of text, not of {'chats' if is_chat else 'padded samples'}",
+                                f"{'give text' if is_chat else 'use packed'}, {SPEC_INSTEAD}")  # fmt: skip
+        self._base = build_skeleton(config)
+        self.model: PreTrainedModel = self._base if workload.lora is None else adapted(config, workload.adapters)
+        self._source = open_source(workload, config)
+        self.weighs = self._source.labels is not None
+        self.weights: Path | None = None
+        self._given: Pretrained | None = None
+        if (folder := weights_folder(workload)) is not None:
+            self._given = Pretrained(self._base, workload, Weights(folder))
+            if not self._given.fresh and any((folder / name).is_file() for name in _PLAIN):
+                self.weights = folder.absolute()
+
+    def write(self, folder: Path) -> None:
+        """Writes all into an empty folder. The values of the model, which are written unless the user's folder has them,
+        and adapters must fit the memory."""
+        self._write_samples(folder)
+        seed, base = self._workload.seed, self._base
+        values = self._given or Initializer(base, seed)
+        if self.weights is None:
+            buffers = dict(buffers_in(base))
+            stored = {name: buffers[name] for name in values.buffers}
+            state = buffers | _read(values, dict(base.named_parameters()) | stored)
+            base.save_pretrained(folder / "model", state_dict=state)
+        else:
+            base.config.save_pretrained(folder / "model")
+        if self._workload.lora is not None:
+            parameters = {name: p for name, p in self.model.named_parameters() if is_adapter(name)}
+            adapters = _read(AdaptedValues(values, self.model, seed), parameters)
+            save_adapters(self.model, adapters, folder / "adapter", str(self.weights or ""))
+
+    def _write_samples(self, folder: Path) -> None:
+        """Those that are trained on. Of a masked model they are unmasked; labels that are the ids are left out."""
+        count = self._source.count - held_out_count(self._workload, self._source.count)
+        of_ids = np.uint16 if (self._facts.vocab_size or 0) <= 1 << 16 else np.int32
+        dtypes: dict[str, Any] = {"labels": np.int32, "attention_mask": np.uint8}
+        written: dict[str, Any] = {}
+        labels_differ = False
+        for first in range(0, count, _ROWS):
+            rows = np.arange(first, min(count, first + _ROWS), dtype=np.int64)
+            batch = {name: tensor.numpy() for name, tensor in self._source.collate(rows, rows).items()}
+            ids, labels = batch["input_ids"], batch["labels"]
+            if self.kind == "masked":
+                batch = {"input_ids": np.where(labels == IGNORED, ids, labels)}
+            labels_differ |= not np.array_equal(ids, labels)
+            for name, values in batch.items():
+                if name not in written:
+                    shape, dtype = (count, values.shape[1]), dtypes.get(name, of_ids)
+                    written[name] = np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, shape)
+                written[name][rows] = values
+        if not labels_differ:
+            (folder / "labels.npy").unlink()
+        if self._source.labels is not None:
+            np.save(folder / "label_counts.npy", self._source.labels[:count])
+
+
+def _read(values: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The initial values of parameters or buffers, which may be on meta, by name."""
+    read = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in tensors.items()}
+    for name, tensor in read.items():
+        values.read_into(name, 0, tensor.view(-1))
+    return read
+
+
+def write_folder(target: Path, write: Callable[[Path], None]) -> Path:
+    """Writes a folder atomically; one that exists is replaced when the new one is complete. Raises ArgumentError."""
+    try:
+        part = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            write(part)
+            part.chmod(0o755)  # as a folder that was made by hand; a temporary one is private
+            for file in part.rglob("*"):
+                file.chmod(0o755 if file.is_dir() else 0o644)
+            if target.exists():
+                shutil.rmtree(target)
+            part.rename(target)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    except OSError as e:
+        reason = f"{target} could not be written: {e.strerror}"
+        raise ArgumentError("path", reason, "make room, or name another place") from e
+    return target
