@@ -65,7 +65,7 @@ def imported_by_tests() -> set[str]:
 
 PACKAGE_IMPORTS = imported(i.target for path in [*modules(), PACKAGE / "__init__.py"] for i in imports(path))
 DEPENDENCIES = ranges(PROJECT["dependencies"])
-EXTRA = ranges(line for name in ("data", "lora") for line in PROJECT["optional-dependencies"][name])
+EXTRA = ranges(PROJECT["optional-dependencies"]["lora"])
 TEST_EXTRA = ranges(PROJECT["optional-dependencies"]["test"])
 
 

@@ -36,7 +36,11 @@ FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
     (0, "core", frozenset({"psutil", "pynvml"})),
     (1, "engine", frozenset({"torch"})),
     (1, "wire", frozenset({"torch"})),
-    (1, "models", RANKS | {"PIL", "safetensors", "platformdirs", "pyarrow", "datasets", "peft"}),
+    (
+        1,
+        "models",
+        RANKS | {"PIL", "safetensors", "platformdirs", "pyarrow", "datasets", "filelock", "huggingface_hub", "peft"},
+    ),
     (1, "planner", frozenset({"numpy"})),
     (2, "backends", RANKS),
     (3, "rank", RANKS | {"psutil"}),

@@ -61,7 +61,8 @@ _WEIGHTS = later(text('"random", "own", or the folder of the weights'))
 class Workload:
     """What is trained. A step sees micro_batch x accumulate x world_size samples."""
 
-    # A preset, a transformers config as a dict, or its folder or file; or code that builds a module (user_code.py).
+    # A preset, a transformers config as a dict, or its folder or file, or its name on the Hugging Face Hub ("org/name"); or
+    # code that builds a module (user_code.py).
     model: str | Mapping[str, Any] = field(default="gpt2-10m", metadata=_MODEL)
     # Where values come from: RANDOM, OWN (the files beside the model's config), or a folder. None: OWN if there are any.
     weights: str | None = field(default=None, metadata=_WEIGHTS)
@@ -69,7 +70,8 @@ class Workload:
     # that the weights have and the model does not.
     fresh_weights: tuple[str, ...] | None = field(default=None, metadata=_PATTERNS)
     # Python's own source; a file or folder of text or of records (JSON lines, Parquet, Arrow, saved by `datasets`);
-    # "images", or a folder of images; or code: a dataset, or what makes one.
+    # "org/name" on the Hugging Face Hub, of which the split "train"; "images", or a folder of images; or code: a dataset,
+    # or what makes one.
     data: str | Any = field(default="stdlib", metadata=_DATA)
     # None: that of the model's folder, if it has one, else bytes.
     tokenizer: str | None = field(default=None, metadata=_TOKENIZER)

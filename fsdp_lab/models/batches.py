@@ -24,7 +24,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 
 from fsdp_lab.core.workload import Workload
 from fsdp_lab.models.cache import NO_PROGRESS, Progresses
@@ -37,13 +36,23 @@ from fsdp_lab.models.check import (
     held_out_count,
     is_plain,
 )
-from fsdp_lab.models.data import BYTE_OFFSET, FolderImages, Ids, SyntheticImages, Text, encode
-from fsdp_lab.models.presets import Facts, Kind, facts_of
-from fsdp_lab.models.sources import IGNORED, MASKED_SHARE, Batch, Indices, Source
-from fsdp_lab.models.token_samples import CausalTokens, HalvedTokens, MaskedTokens, TokenSource
-from fsdp_lab.models.tokenizers import Tokenizer, open_tokenizer
-from fsdp_lab.models.tokens import open_tokens
+from fsdp_lab.models.data import FolderImages, SyntheticImages
+from fsdp_lab.models.presets import Kind, facts_of
+from fsdp_lab.models.sources import (
+    Batch,
+    CausalTokens,
+    HalvedTokens,
+    ImageSource,
+    Indices,
+    MaskedTokens,
+    Rows,
+    Source,
+    TokenSource,
+)
+from fsdp_lab.models.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
+from fsdp_lab.models.tokens import bytes_as_tokens, open_tokens
 
+_ROWS = 4096  # that are read at once
 MASK_ID = 2  # ByT5's <unk>, which no byte maps to
 
 
@@ -149,90 +158,26 @@ class Batches:
         return np.arange(first, first + self._size, dtype=np.int64)
 
 
+def token_rows(workload: Workload, config: Any) -> Iterator[Rows]:
+    """All samples of text in the order of the data, held-out ones last, some at a time: their token ids [n, seq_len], which
+    are no padding, and which are to be predicted. `Order` says which of them a step reads. Raises SpecError."""
+    source = open_source(workload, config)
+    assert isinstance(source, TokenSource)
+    for first in range(0, source.count, _ROWS):
+        yield source.rows(np.arange(first, min(first + _ROWS, source.count), dtype=np.int64))
+
+
 def open_source(workload: Workload, config: Any, progress: Progresses = NO_PROGRESS) -> Source:
     """The workload's samples, for the kind of model of `config`. Raises SpecError."""
     facts = facts_of(config)
     check_shapes(workload, facts)
     if facts.kind == "image":
         return ImageSource(SyntheticImages(facts) if workload.data == IMAGES else FolderImages(workload.data, facts))
-    if not is_plain(workload):
-        return _token_source(workload, facts, progress)
-    sources: dict[Kind, type[TextSource]] = {"causal": CausalText, "masked": MaskedText, "seq2seq": HalvedText}
-    return sources[facts.kind](checked_text(workload), workload.seq_len, workload.seed)
-
-
-def _token_source(workload: Workload, facts: Facts, progress: Progresses) -> Source:
-    records, tokenizer = checked_records(workload, facts)
-    tokens = open_tokens(records, tokenizer, whole=workload.packing == "padded", progress=progress)
+    if is_plain(workload):
+        tokenizer: Tokenizer = ByteTokenizer()
+        tokens = bytes_as_tokens(checked_text(workload))
+    else:
+        records, tokenizer = checked_records(workload, facts)
+        tokens = open_tokens(records, tokenizer, whole=workload.packing == "padded", progress=progress)
     sources: dict[Kind, type[TokenSource]] = {"causal": CausalTokens, "masked": MaskedTokens, "seq2seq": HalvedTokens}
     return sources[facts.kind](tokens, tokenizer, workload, facts, progress.made)
-
-
-# -- samples of each kind --------------------------------------------------------------------------------------------
-
-
-class TextSource(Source):
-    """Consecutive windows of a text, `seq_len` bytes each."""
-
-    def __init__(self, text: Text, seq_len: int, seed: int) -> None:
-        self._windows = text.windows(seq_len)
-        self._seed = seed
-        self.count = len(self._windows)
-        self.description, self.fingerprint = text.description, text.fingerprint
-
-
-class CausalText(TextSource):
-    """The model predicts the next byte; transformers shifts the labels."""
-
-    def collate(self, positions: Indices, samples: Indices) -> Batch:
-        ids = torch.from_numpy(encode(self._windows[positions]))
-        return {"input_ids": ids, "labels": ids.clone()}
-
-
-class HalvedText(TextSource):
-    """The encoder reads the first half of a window, the decoder predicts the second.
-
-    T5 was trained on corrupted spans, but those need ids that not every vocabulary has.
-    """
-
-    def collate(self, positions: Indices, samples: Indices) -> Batch:
-        ids = torch.from_numpy(encode(self._windows[positions]))
-        half = ids.shape[1] // 2
-        return {"input_ids": ids[:, :half].contiguous(), "labels": ids[:, half:].contiguous()}
-
-
-class MaskedText(TextSource):
-    """15% of the positions, at least one, are predicted: 80% of them show MASK_ID, 10% a random byte.
-
-    The positions depend on the sample's number, so they differ between epochs. Their number is always the same.
-    """
-
-    def collate(self, positions: Indices, samples: Indices) -> Batch:
-        ids = encode(self._windows[positions])
-        labels = np.full_like(ids, IGNORED)
-        for row, sample in enumerate(samples):
-            self._hide(ids[row], labels[row], int(sample))
-        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
-
-    def _hide(self, ids: Ids, labels: Ids, sample: int) -> None:
-        """Changes one sample's ids and labels, both (seq_len,), in place."""
-        random = np.random.default_rng((self._seed, sample))
-        chosen = random.permutation(len(ids))[: max(1, round(MASKED_SHARE * len(ids)))]
-        labels[chosen] = ids[chosen]
-        draws = random.random(len(chosen))
-        ids[chosen[draws < 0.8]] = MASK_ID
-        replaced = chosen[draws >= 0.9]
-        ids[replaced] = random.integers(0, 256, size=len(replaced)) + BYTE_OFFSET
-
-
-class ImageSource(Source):
-    """Images and their classes."""
-
-    def __init__(self, images: SyntheticImages | FolderImages) -> None:
-        self._images = images
-        self.count = images.count
-        self.description, self.fingerprint = images.description, images.fingerprint
-
-    def collate(self, positions: Indices, samples: Indices) -> Batch:
-        pixels, labels = zip(*(self._images.image(int(p)) for p in positions), strict=True)
-        return {"pixel_values": torch.from_numpy(np.stack(pixels)), "labels": torch.tensor(labels)}

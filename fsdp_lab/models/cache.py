@@ -1,30 +1,27 @@
-"""`Cache`: folders that are slow to make, each made once on a machine, whole or not at all.
+"""`cached`: files that are slow to make, each made once on a machine; `hub_folder`: those of the Hugging Face Hub.
 
-Note: the lock. Who makes a folder holds a lock of the operating system (flock), which is free again when its process ends,
-however it ends. What a dead process has left is removed by the next one that takes the lock. Others poll, so that they can
-be interrupted; where the folder grows, the work that they wait for makes progress. A refusal is written into the lock's
-file, so that those who waited raise it as well, and do not each find it again.
+Note: one process of a machine makes a file, under a lock (filelock), which is free again when that process ends, however it
+ends. Others poll, so that they can be interrupted; where the file grows, the work that they wait for makes progress.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
-import json
+import hashlib
 import os
-import shutil
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
-from fsdp_lab.core.errors import FieldError, SpecError
+from fsdp_lab.core.errors import SpecError
 
-VARIABLE = "FSDP_LAB_CACHE"
+VARIABLE = "FSDP_LAB_CACHE"  # the folder; else the user's cache folder of fsdp_lab
 _POLL_S = 0.05
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_TIMEOUT_S = 5.0
 
 Progress = Callable[[], None]
 
@@ -35,7 +32,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Progresses:
-    """What to call while something is made."""
+    """What to call while a file is made."""
 
     made: Progress = _nothing  # here, after each part
     awaited: Progress = _nothing  # by another process, after each part of it
@@ -45,86 +42,82 @@ class Progresses:
 NO_PROGRESS = Progresses()
 
 
-class Cache:
-    """The folders below `FSDP_LAB_CACHE`, or the user's cache folder of fsdp_lab, by name."""
+def cached(name: str, make: Callable[[Path], None], progress: Progresses = NO_PROGRESS) -> Path:
+    """The file of that name in the cache, made by `make` at a place of its own if nobody has.
 
-    def __init__(self) -> None:
-        given = os.environ.get(VARIABLE)
-        self.root = Path(given).expanduser() if given else _of_user()
-
-    def folder(self, name: str, make: Callable[[Path], None], progress: Progresses = NO_PROGRESS) -> Path:
-        """The folder of that name, made by `make` in an empty one if nobody has.
-
-        Raises:
-            SpecError: there is no room for it, or it cannot be written; and what `make` raises, here or elsewhere.
-        """
-        folder = self.root / name
-        if folder.is_dir():
-            return folder
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            with (self.root / f"{name}.lock").open("a+") as lock, self._locked(lock, name, progress):
-                if not folder.is_dir():
-                    self._make(folder, make, lock)
-        except OSError as e:
-            what = "there is no room" if e.errno in _NO_ROOM else f"no place ({e.strerror or e})"
-            raise SpecError("workload.data", f"{what} in {self.root} for its tokens",
-                            f"make room, or name another folder in {VARIABLE} and start again") from e  # fmt: skip
-        return folder
-
-    def _make(self, folder: Path, make: Callable[[Path], None], lock: IO[str]) -> None:
-        part = self._part(folder.name)
-        shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
-        part.mkdir()
-        try:
-            make(part)
-            part.rename(folder)
-        except BaseException as e:
-            shutil.rmtree(part, ignore_errors=True)
-            if isinstance(e, FieldError):
-                lock.truncate(0)
-                lock.write(json.dumps({"at": time.time_ns(), "refusal": e.to_dict()}))
-            raise
-
-    @contextlib.contextmanager
-    def _locked(self, lock: IO[str], name: str, progress: Progresses) -> Iterator[None]:
-        """With the lock. Raises the refusal of the process that had it."""
-        before, size = _read(lock), -1
-        while not _taken(lock):
-            progress.check()
-            if (now := _bytes_in(self._part(name))) != size:
-                size = now
-                progress.awaited()
-            time.sleep(_POLL_S)
-        after = _read(lock)
-        if size >= 0 and after != before and after:
-            raise FieldError.from_dict(json.loads(after)["refusal"])
-        yield  # closing the file frees the lock
-
-    def _part(self, name: str) -> Path:
-        return self.root / f"{name}.part"
-
-
-def _of_user() -> Path:
+    Raises:
+        SpecError: there is no room for it, or it cannot be written; and what `make` raises.
+    """
     import platformdirs
+    from filelock import FileLock, Timeout
 
-    return platformdirs.user_cache_path("fsdp_lab", appauthor=False)
-
-
-def _taken(lock: IO[str]) -> bool:
+    given = os.environ.get(VARIABLE)
+    root = Path(given).expanduser() if given else platformdirs.user_cache_path("fsdp_lab", appauthor=False)
+    file, part, size = root / name, root / f"{name}.part", -1
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        root.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(root / f"{name}.lock", timeout=0)
+        while not file.exists():
+            try:
+                with lock:
+                    if not file.exists():
+                        _make(part, make)
+                        part.rename(file)
+            except Timeout:
+                progress.check()
+                with suppress(OSError):
+                    if (now := part.stat().st_size) != size:
+                        size = now
+                        progress.awaited()
+                time.sleep(_POLL_S)
+    except OSError as e:
+        what = "there is no room" if e.errno in (errno.ENOSPC, errno.EDQUOT) else f"no place ({e.strerror or e})"
+        raise SpecError("workload.data", f"{what} in {root} for its tokens",
+                        f"make room, or name another folder in {VARIABLE} and start again") from e  # fmt: skip
+    return file
 
 
-def _read(lock: IO[str]) -> str:
-    lock.seek(0)
-    return lock.read()
+def _make(part: Path, make: Callable[[Path], None]) -> None:
+    try:
+        make(part)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
-def _bytes_in(folder: Path) -> int:
-    with contextlib.suppress(OSError):
-        return sum(file.stat().st_size for file in folder.iterdir())
-    return 0
+def is_hub_name(name: object) -> bool:
+    """Whether it is as "org/name", and neither a file nor a folder here."""
+    return isinstance(name, str) and bool(_HUB_NAME.fullmatch(name)) and not Path(name).exists()
+
+
+def hub_folder(name: str, field: str, files: Sequence[str] | None = None, *, kind: str = "model") -> Path:
+    """The folder with those files of a repository of the Hub, fetched if this machine has not. `files`: patterns; None: all.
+
+    Raises:
+        SpecError: of `field`: the Hub has no such repository, or cannot be reached.
+    """
+
+    def fetch(path: Path) -> None:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        try:
+            folder = snapshot_download(
+                name, repo_type=kind, allow_patterns=None if files is None else [*files], etag_timeout=_HUB_TIMEOUT_S
+            )
+        except RepositoryNotFoundError:
+            raise SpecError(field, f"{name} is no file or folder here and no {kind} that the Hugging Face Hub shows you",
+                            "correct the name, or log in: hf auth login") from None  # fmt: skip
+        except Exception as e:  # of many classes
+            raise SpecError(field, f"{name} is no file or folder here, and the Hugging Face Hub cannot be reached "
+                            f"({' '.join(str(e).split())[:100]})", "give a file or folder, or fetch it on a machine with a "
+                            f"network: hf download {name}") from None  # fmt: skip
+        path.write_text(folder)
+
+    key = hashlib.blake2b(repr((name, kind, files)).encode(), digest_size=8).hexdigest()
+    pointer = cached(f"hub-{name.replace('/', '--')}-{key}", fetch)
+    folder = Path(pointer.read_text())
+    if not folder.is_dir():  # somebody has emptied the Hub's own cache
+        pointer.unlink(missing_ok=True)
+        return hub_folder(name, field, files, kind=kind)
+    return folder

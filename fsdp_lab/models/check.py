@@ -10,10 +10,11 @@ import warnings
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from fsdp_lab.core.errors import FieldError, SpecError
 from fsdp_lab.core.workload import MOST_HELD_OUT, RANDOM, Workload
+from fsdp_lab.models.cache import is_hub_name
 from fsdp_lab.models.data import SMALLEST_VOCABULARY, SYNTHETIC_COUNT, FolderImages, Text, open_text
 from fsdp_lab.models.presets import PRESETS, Facts, facts_of
 from fsdp_lab.models.records import Format, Records, data_files, open_records
@@ -138,8 +139,9 @@ def is_plain(workload: Workload) -> bool:
     """Whether windows of its text's bytes are the samples, which need not be made into tokens. Raises SpecError."""
     if workload.packing != "packed" or tokenizer_folder(workload) is not None:
         return False
-    path = Path(workload.data).expanduser()
-    if workload.data != STDLIB and not path.exists():
+    if is_hub_name(workload.data):
+        return False
+    if workload.data != STDLIB and not Path(workload.data).expanduser().exists():
         return True  # `open_text` refuses it
     return workload.text_field is None and all(kind is Format.TEXT for _, kind in data_files(workload.data))
 
@@ -166,10 +168,11 @@ def checked_records(workload: Workload, facts: Facts) -> tuple[Records, Tokenize
 
 def _check_ids(workload: Workload, tokenizer: Tokenizer) -> None:
     """Raises SpecError if tokens have other ids than beside the weights that the model begins with."""
-    folder = None if isinstance(tokenizer, ByteTokenizer) else _weights_folder(workload)
-    if folder is None or not has_tokenizer(folder) or folder == tokenizer_folder(workload):
+    if isinstance(tokenizer, ByteTokenizer) or (folder := _weights_folder(workload)) is None:
         return
-    known, given = FolderTokenizer(folder).ids, cast(FolderTokenizer, tokenizer).ids
+    if not has_tokenizer(folder) or folder == tokenizer_folder(workload):
+        return
+    known, given = FolderTokenizer(folder).ids, tokenizer.ids
     if other := [token for token, id_ in known.items() if given.get(token) != id_]:
         first = min(other, key=known.__getitem__)
         raise SpecError(

@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto import configuration_auto
 
 from fsdp_lab.core.errors import SpecError, is_number
+from fsdp_lab.models.cache import hub_folder, is_hub_name
 from fsdp_lab.models.presets import PRESETS, closest, facts_of
 
 _FIELD = "workload.model"
@@ -25,9 +26,10 @@ def resolve(model: str | Mapping[str, Any] | PreTrainedConfig, *, dropout: str =
     """The transformers config of `model`, always a new object.
 
     `model` is a preset ("gpt2-10m"), a model type of transformers ("opt", with its default sizes), a folder with a
-    config.json or the path of such a file, a dict with "model_type", or a config object. Nothing is downloaded. Weights
-    beside a config.json are for `Pretrained`. Which families of transformers train, under which backend, and why others do
-    not: tests/results/families.txt, which `python -m tests.bench families` finds.
+    config.json or the path of such a file, a dict with "model_type", a config object, or the name of a model on the Hugging
+    Face Hub ("org/name"), whose config is fetched. Weights beside a config.json are for `Pretrained`. Which families of
+    transformers train, under which backend, and why others do not: tests/results/families.txt, which
+    `python -m tests.bench families` finds.
 
     dropout: as in a Workload: "off" sets every dropout and every router's noise to 0, "config" leaves them. Layers are never
     left out (`layerdrop`): ranks that skip different ones would not gather the same. Experts are computed eagerly where
@@ -78,6 +80,8 @@ def given_config(model: str | Mapping[str, Any] | PreTrainedConfig) -> PreTraine
         path = path / "config.json"
         if not path.is_file():
             raise SpecError(_FIELD, f"{model} contains no config.json", "give the folder of a saved model")
+    if is_hub_name(model):
+        path = hub_folder(model, _FIELD, ("config.json",)) / "config.json"
     if path.is_file():
         return _from_dict(_read(path))
     if model in _TYPES:

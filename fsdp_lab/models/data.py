@@ -62,11 +62,6 @@ class Text:
     description: str
     fingerprint: str
 
-    def windows(self, seq_len: int) -> Bytes:
-        """(count, seq_len) bytes in consecutive windows; a shorter rest is dropped."""
-        count = len(self.data) // seq_len
-        return self.data[: count * seq_len].reshape(count, seq_len)
-
 
 def open_text(data: str) -> Text:
     """The text that `Workload.data` names.
@@ -199,7 +194,7 @@ class FolderImages:
     other ranges are refused.
 
     Raises:
-        SpecError: no such folder, no class in it, more classes than the model has, or Pillow is not installed.
+        SpecError: no such folder, no class in it, or more classes than the model has.
     """
 
     def __init__(self, folder: str, facts: Facts) -> None:
@@ -231,8 +226,8 @@ class FolderImages:
         height, width = self._facts.image_pixels
         try:
             with Image.open(path) as opened:
-                found = _of_8_bits(opened).convert(_MODES[self._facts.channels])
-                fitted = ImageOps.fit(found, (width, height))
+                image = _of_8_bits(opened).convert(_MODES[self._facts.channels])
+                fitted = ImageOps.fit(image, (width, height))
         except Exception as e:  # of many classes, also of files that would take too much memory
             hint = "remove that file, or save it in another way"
             raise SpecError("workload.data", f"{path} cannot be read as an image ({e})", hint) from None
@@ -263,33 +258,18 @@ def _entries(folder: str, facts: Facts) -> list[tuple[Path, int]]:
             reason = "is a file, and this model needs images" if root.is_file() else "there is no such folder"
             raise SpecError("workload.data", f"{folder}: {reason}", hint, {"data": "images"})
         subfolders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
-        classes = [images for folder in subfolders if (images := list(_images(folder)))]
+        classes = [images for folder in subfolders if (images := sorted(
+            p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file()))]  # fmt: skip
     except OSError as e:
         raise SpecError("workload.data", f"{folder} cannot be read ({e.strerror or e})", hint) from None
     if not classes:
         raise SpecError("workload.data", f"{folder} has no sub-folder with images", hint, {"data": "images"})
     if len(classes) > facts.classes:
-        raise SpecError(
-            "workload.data",
-            f"{folder} has {len(classes)} classes and the model {facts.classes}",
-            "give a config with a larger num_labels",
-        )
+        raise SpecError("workload.data", f"{folder} has {len(classes)} classes and the model {facts.classes}",
+                        "give a config with a larger num_labels")  # fmt: skip
     if facts.channels not in _MODES:
         raise SpecError("workload.data", f"the model has {facts.channels} channels, and images 1, 3 or 4", "use another",
                         {"data": "images"})  # fmt: skip
-    try:
-        import PIL  # noqa: F401
-    except ImportError:
-        raise SpecError(
-            "workload.data",
-            "image files are read with Pillow, which is not installed",
-            'install it with "pip install pillow", or use "images"',
-            {"data": "images"},
-        ) from None
     entries = [(path, label) for label, images in enumerate(classes) for path in images]
     shuffled = np.random.default_rng(0).permutation(len(entries))  # the last ones are held out: they have all classes
     return [entries[i] for i in shuffled]
-
-
-def _images(folder: Path) -> Iterator[Path]:
-    yield from sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())

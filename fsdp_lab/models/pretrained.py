@@ -27,8 +27,9 @@ from fsdp_lab.core.patterns import matches, unmatched
 from fsdp_lab.core.workload import OWN, RANDOM, Workload
 from fsdp_lab.core.wrapper_names import WRAPPED_NAMES, unwrapped
 from fsdp_lab.models.build import Initializer
+from fsdp_lab.models.cache import hub_folder, is_hub_name
 from fsdp_lab.models.presets import PRESETS
-from fsdp_lab.models.weights import StoredTensor, Weights, has_weights
+from fsdp_lab.models.weights import INDEX, SAFETENSORS, StoredTensor, Weights, has_weights
 
 _FIELD = "workload.weights"
 _SHOWN = 3  # names of each kind in a message
@@ -57,6 +58,8 @@ def weights_folder(workload: Workload) -> Path | None:
         return None
     if w.weights not in (None, OWN):
         return Path(str(w.weights)).expanduser()
+    if is_hub_name(w.model):
+        return hub_folder(str(w.model), "workload.model", ("config.json", f"*{SAFETENSORS}", f"*{SAFETENSORS}{INDEX}"))
     path = Path(w.model).expanduser() if isinstance(w.model, str) and w.model not in PRESETS else None
     if path is not None and path.exists():
         folder = path if path.is_dir() else path.parent

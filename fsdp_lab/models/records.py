@@ -1,14 +1,14 @@
 """`Records`: the samples that a workload's data contains, as text or as chats, read one after the other.
 
 A text file is one sample, or, by lines, one for each line that is not blank. A file of records (JSON lines, Parquet, Arrow,
-a folder that `datasets` saved) has a sample in each record, in the column `Workload.text_field`; a chat's tools are in the
-column "tools". A folder is one of records if all its files are, apart from those that say something about the data; one with
-files of records and others is refused. A .json is among either: a folder of text may have some. `pyarrow` and `datasets` are
-imported where such a file is opened.
+a folder that `datasets` saved, a dataset of the Hugging Face Hub) has a sample in each record, in the column
+`Workload.text_field`; a chat's tools are in the column "tools". A folder is one of records if all its files are, apart from
+those that say something about the data; one with files of records and others is refused. A .json is among either: a folder
+of text may have some. JSON lines are read here, since records may differ in their keys and types, and a message names the
+line; what is in tables is read by `datasets`, which is imported then.
 
-Note: the digest. It is to be found in seconds whatever the size of the data, since every rank needs it before it knows
-whether there is anything to do. So files up to `_WHOLE_BYTES` are read whole, and of larger ones the size, the time of the
-last change and `_SAMPLES` blocks. A change that leaves all of these as they are is not seen.
+Note: the digest. It is to be found at once whatever the size of the data, since every rank needs it before it knows whether
+there is anything to do. So it has of each file the name, the size and the time of the last change.
 """
 
 from __future__ import annotations
@@ -25,27 +25,19 @@ from typing import Any, NamedTuple, TextIO, TypeAlias, cast
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.patterns import matches
 from fsdp_lab.core.workload import Workload
+from fsdp_lab.models.cache import hub_folder, is_hub_name
 from fsdp_lab.models.data import STDLIB_CAP_BYTES, stdlib_files, text_files, walk
 
 Value: TypeAlias = str | dict[str, Any]  # a text, or a chat: what `apply_chat_template` takes
 
 PIECE_CHARS = 1 << 20  # of a text file that is read at once, but for the rest of a line
 _FIELD = "workload.data"
-_INSTALL = 'install them with "pip install datasets pyarrow"'
-_BATCH = 1000  # records that are read at once
+_BATCH = 1000  # records of a table that are read at once
 _BEGINS_ARRAY, _SNIFF_CHARS = re.compile(r"\s*\[\s*\{"), 1024
 _TOOLS = "tools"
 _NO_CHARACTER = re.compile(r"[\ud800-\udfff]")  # half of a pair in JSON, or a byte that is not UTF-8: see `_opened`
-_WHOLE_BYTES, _SAMPLES, _SAMPLE_BYTES = 16 << 20, 256, 64 << 10
-_ABOUT = (
-    "readme*",
-    "license*",
-    "licence*",
-    "_*",
-    "dataset_info.json",
-    "dataset_infos.json",
-    "*.lock",
-)  # a folder's data
+# Files about a folder's data.
+_ABOUT = ("readme*", "license*", "licence*", "_*", "dataset_info.json", "dataset_infos.json", "*.lock")
 
 
 class Format(Enum):
@@ -56,6 +48,7 @@ class Format(Enum):
     PARQUET = "Parquet"
     ARROW = "Arrow"
     SAVED = "a folder saved by datasets"
+    HUB = "a dataset of the Hugging Face Hub"
     ARRAY = "a JSON array"
 
 
@@ -85,23 +78,20 @@ class Records:
     def read(self) -> Iterator[Sample]:
         """Raises SpecError for a file or record that is not as the first one."""
         left = self.most_bytes
-        for path, found in self.files:
-            yield from self._read_file(path, found)
+        for path, kind in self.files:
+            try:
+                if kind is Format.TEXT:
+                    yield from _lines(path) if self.by_lines else _pieces(path)
+                else:
+                    yield from self._samples(path, kind)
+            except OSError as e:
+                raise refusal(f"{path}: cannot be read ({e.strerror or e})", "make it readable, or remove it") from None
             if left is not None and (left := left - path.stat().st_size) <= 0:
                 return
 
-    def _read_file(self, path: Path, found: Format) -> Iterator[Sample]:
-        try:
-            if found is Format.TEXT:
-                yield from _lines(path) if self.by_lines else _pieces(path)
-            else:
-                yield from self._read_rows(path, found)
-        except OSError as e:
-            raise refusal(f"{path}: cannot be read ({e.strerror or e})", "make it readable, or remove it") from None
-
-    def _read_rows(self, path: Path, found: Format) -> Iterator[Sample]:
+    def _samples(self, path: Path, kind: Format) -> Iterator[Sample]:
         number = 0
-        for number, row in _numbered(path, found, self.field):
+        for number, row in _rows(path, kind, self.field):
             if self.field not in row:
                 raise _broken(path, number, f"has no {self.field!r}, only {_names(row)}")
             yield Sample(str(path), number, self._checked(path, number, row))
@@ -109,32 +99,31 @@ class Records:
             raise refusal(f"{path}: has no records", "remove that file")
 
     def _checked(self, path: Path, number: int, row: dict[str, Any]) -> Value:
-        found, tools = row[self.field], row.get(_TOOLS) or None
+        value, tools = row[self.field], row.get(_TOOLS) or None
         if not self.is_chat:
-            reason = "" if isinstance(found, str) else f"is {_kind(found)}, not text"
-        elif not (reason := chat_error(found)):
+            reason = "" if isinstance(value, str) else f"is {_kind(value)}, not text"
+        elif not (reason := chat_error(value)):
             try:  # tables, whose rows have one type, may have them as text
-                found = {"conversation": found, "tools": json.loads(tools) if isinstance(tools, str) else tools}
+                value = {"conversation": value, "tools": json.loads(tools) if isinstance(tools, str) else tools}
             except ValueError:
                 reason = "has tools that are not JSON"
-        if not reason and _NO_CHARACTER.search(
-            found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
-        ):
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        if not reason and _NO_CHARACTER.search(text):
             reason = "has half of a surrogate pair or a byte that is not UTF-8, which is no character"
         if reason:
             raise _broken(path, number, f"{self.field!r} {reason}")
-        return cast(Value, found)
+        return cast(Value, value)
 
     def digest(self) -> str:
         """See the note."""
-        found = hashlib.blake2b(
-            repr((self.field, self.is_chat, self.by_lines, self.most_bytes)).encode(), digest_size=16
-        )
+        given = repr((self.field, self.is_chat, self.by_lines, self.most_bytes))
+        digest = hashlib.blake2b(given.encode(), digest_size=16)
         for path, kind in self.files:
-            paths = sorted(p for p in path.rglob("*") if p.is_file()) if kind is Format.SAVED else [path]
-            for one in paths:
-                found.update(f"{one.name}/{kind.name}/{_content(one)}/".encode())
-        return found.hexdigest()
+            folder = kind in (Format.SAVED, Format.HUB)
+            for one in sorted(p for p in path.rglob("*") if p.is_file()) if folder else [path]:
+                stat = one.stat()
+                digest.update(f"{one.name}/{kind.name}/{stat.st_size}/{stat.st_mtime_ns}/".encode())
+        return digest.hexdigest()
 
 
 def refusal(reason: str, hint: str) -> SpecError:
@@ -145,6 +134,8 @@ def data_files(data: str) -> tuple[tuple[Path, Format], ...]:
     """The files of `Workload.data`, sorted, with their formats. Raises SpecError."""
     if data == "stdlib":
         return tuple((path, Format.TEXT) for path in stdlib_files())
+    if is_hub_name(data):
+        return ((hub_folder(data, _FIELD, kind="dataset"), Format.HUB),)
     path = Path(data).expanduser()
     try:
         if not path.exists():
@@ -160,25 +151,31 @@ def data_files(data: str) -> tuple[tuple[Path, Format], ...]:
 
 def open_records(workload: Workload, files: Sequence[tuple[Path, Format]]) -> Records:
     """The samples of files, after a look at the first. Raises SpecError."""
-    is_text = all(kind is Format.TEXT for _, kind in files)
-    if is_text and workload.text_field is not None:
-        raise SpecError("workload.text_field", f"{workload.data} is text, which has no columns", "leave it out",
-                        {"text_field": None})  # fmt: skip
     if not files:
         raise refusal(f"{workload.data} contains no text", "give a folder with files of text or of records")
-    cap = STDLIB_CAP_BYTES if workload.data == "stdlib" else None
-    if is_text:
-        by_lines = workload.packing == "padded"
-        return Records(
-            name=workload.data, files=tuple(files), field="", is_chat=False, by_lines=by_lines, most_bytes=cap
-        )
+    if all(kind is Format.TEXT for _, kind in files):
+        if workload.text_field is not None:
+            raise SpecError("workload.text_field", f"{workload.data} is text, which has no columns", "leave it out",
+                            {"text_field": None})  # fmt: skip
+        return Records(name=workload.data, files=tuple(files), field="", is_chat=False,
+                       by_lines=workload.packing == "padded",
+                       most_bytes=STDLIB_CAP_BYTES if workload.data == "stdlib" else None)  # fmt: skip
     for path, _ in files:
         if path.is_file() and path.stat().st_size == 0:
             raise refusal(f"{path}: the file is empty", "remove that file")
-    field, value = _first(workload, *files[0])
-    is_chat = not isinstance(value, str)
-    if is_chat and chat_error(value):
-        reason = f"the column {field!r} of {files[0][0]} is {_kind(value)}, neither text nor a list of messages"
+    path, kind = files[0]
+    _, row = next(_rows(path, kind, workload.text_field), (0, None))
+    if row is None:
+        raise refusal(f"{path}: has no records", "remove that file")
+    wanted = (workload.text_field,) if workload.text_field is not None else ("text", "messages")
+    field = next((name for name in wanted if name in row), None)
+    if field is None:
+        missing = " or ".join(map(repr, wanted))
+        raise SpecError("workload.text_field", f"{path} has no column {missing}; its columns are {_names(row)}",
+                        "name the one to train on")  # fmt: skip
+    is_chat = not isinstance(row[field], str)
+    if is_chat and chat_error(row[field]):
+        reason = f"the column {field!r} of {path} is {_kind(row[field])}, neither text nor a list of messages"
         raise SpecError("workload.text_field", reason, "name a column of text, or of messages with roles")
     return Records(name=workload.data, files=tuple(files), field=field, is_chat=is_chat, by_lines=False)
 
@@ -189,25 +186,9 @@ def chat_error(value: Any) -> str:
         return f"is {_kind(value)}, not a list of messages"
     if not value:
         return "has no messages"
-    for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return "has a message without a role"
-    return ""
-
-
-def _first(workload: Workload, path: Path, kind: Format) -> tuple[str, Any]:
-    """The column to read, and its value in the first record."""
-    rows = _rows(path, kind, workload.text_field)
-    row = next(rows, None)
-    if row is None:
-        raise refusal(f"{path}: has no records", "remove that file")
-    wanted = (workload.text_field,) if workload.text_field is not None else ("text", "messages")
-    field = next((name for name in wanted if name in row), None)
-    if field is None:
-        missing = " or ".join(map(repr, wanted))
-        raise SpecError("workload.text_field", f"{path} has no column {missing}; its columns are {_names(row)}",
-                        "name the one to train on")  # fmt: skip
-    return field, row[field]
+    if all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in value):
+        return ""
+    return "has a message without a role"
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -222,10 +203,10 @@ def _files_of_folder(folder: Path) -> tuple[tuple[Path, Format], ...]:
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return ((folder, Format.SAVED),)
     paths = [p for p in walk(folder, frozenset()) if not matches(p.name.lower(), _ABOUT)]
-    found = tuple((path, _format(path)) for path in paths)
-    other = next((path for path, kind in found if kind is Format.TEXT), None)
-    if found and other is None:
-        return found
+    files = tuple((path, _format(path)) for path in paths)
+    other = next((path for path, kind in files if kind is Format.TEXT), None)
+    if files and other is None:
+        return files
     if records := next((path for path in paths if path.suffix.lower() in _SUFFIXES), None):
         raise refusal(f"{folder} has files of records, such as {records.name}, and others, such as {other}",
                       "give a folder with files of one kind, or one of the files")  # fmt: skip
@@ -246,20 +227,6 @@ def _format(path: Path) -> Format:
             return Format.JSON if start.lstrip().startswith("{") and json.loads(file.readline()) else Format.TEXT
         except (ValueError, RecursionError):
             return Format.TEXT
-
-
-def _content(path: Path) -> str:
-    stat = path.stat()
-    found = hashlib.blake2b(str(stat.st_size).encode(), digest_size=16)
-    with path.open("rb") as file:
-        if stat.st_size <= _WHOLE_BYTES:
-            found.update(file.read())
-        else:
-            found.update(str(stat.st_mtime_ns).encode())
-            for i in range(_SAMPLES):
-                file.seek((stat.st_size - _SAMPLE_BYTES) * i // (_SAMPLES - 1))
-                found.update(file.read(_SAMPLE_BYTES))
-    return found.hexdigest()
 
 
 def _opened(path: Path, newline: str | None = None) -> TextIO:
@@ -299,39 +266,39 @@ def _utf8(path: Path, text: str, where: str = "") -> str:
 # -- records ---------------------------------------------------------------------------------------------------------
 
 
-def _numbered(path: Path, kind: Format, field: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(path: Path, kind: Format, field: str | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The records with their numbers: those of JSON whole, others with the column `field` and tools alone, if they have it.
+
+    Raises SpecError for a file that is broken."""
     if kind is Format.JSON:
-        yield from _json_rows(path)
-    else:
-        yield from enumerate(_rows(path, kind, field), 1)
-
-
-def _rows(path: Path, kind: Format, field: str | None) -> Iterator[dict[str, Any]]:
-    """Records as dicts: those of JSON whole, others with the column `field` alone if they have it.
-
-    Raises SpecError for a file that is broken, or a library that is missing."""
-    if kind is Format.JSON:
-        for _, row in _json_rows(path):
-            yield row
+        with _opened(path) as file:
+            yield from ((i, _object(path, i, line)) for i, line in enumerate(file, 1) if line.strip())
         return
+    number = 0
     try:
-        batches = {Format.PARQUET: _parquet, Format.ARROW: _arrow, Format.SAVED: _saved}[kind](path, field)
-        for batch in batches:
-            yield from ({k: _without_nulls(v) for k, v in row.items()} for row in batch)
-    except ImportError as e:
-        raise refusal(f"{path}: {kind.value} is read with {e.name}, which is not installed", _INSTALL) from e
+        for table in _table(path, kind).with_format("arrow").iter(_BATCH):
+            names = table.column_names
+            chosen = table.select([n for n in names if n in (field, _TOOLS)]) if field in names else table
+            chosen.validate(full=True)  # a broken offset would be read outside of the file, which ends the process
+            for row in chosen.to_pylist():
+                number += 1
+                yield number, {k: _without_nulls(v) for k, v in row.items()}
     except Exception as e:  # of many classes, pyarrow's and those of what it calls
         if isinstance(e, SpecError):
             raise
-        reason = " ".join(str(e).split())[:200]
+        reason = " ".join(str(e.__cause__ or e).split())[:200]
         raise refusal(f"{path}: is not {kind.value} that can be read ({reason})", "write it again, or remove it") from e
 
 
-def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with _opened(path) as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield number, _object(path, number, line)
+def _table(path: Path, kind: Format) -> Any:
+    """What `datasets` makes of it, which is read in parts."""
+    from datasets import load_dataset, load_from_disk
+
+    if kind is Format.SAVED:
+        return load_from_disk(str(path))
+    if kind is Format.HUB:
+        return load_dataset(str(path), split="train", streaming=True)
+    return load_dataset(kind.name.lower(), data_files=str(path), split="train", streaming=True)
 
 
 def _object(path: Path, number: int, line: str) -> dict[str, Any]:
@@ -342,47 +309,6 @@ def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise _broken(path, number, f"is {_kind(row)}, not an object")
     return row
-
-
-def _parquet(path: Path, field: str | None) -> Iterator[list[dict[str, Any]]]:
-    from pyarrow.parquet import ParquetFile
-
-    with ParquetFile(path) as file:
-        columns = _columns(file.schema_arrow.names, field)
-        for batch in file.iter_batches(_BATCH, columns=columns):
-            yield batch.to_pylist()
-
-
-def _arrow(path: Path, field: str | None) -> Iterator[list[dict[str, Any]]]:
-    import pyarrow
-
-    with pyarrow.memory_map(str(path)) as mapped:
-        try:
-            opened = pyarrow.ipc.open_file(mapped)
-            batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
-        except pyarrow.ArrowInvalid:
-            mapped.seek(0)
-            opened = batches = pyarrow.ipc.open_stream(mapped)
-        for batch in batches:
-            chosen = batch.select(_columns(batch.schema.names, field))
-            chosen.validate(full=True)  # a broken offset would be read outside of the file, which ends the process
-            for first in range(0, chosen.num_rows, _BATCH):
-                yield chosen.slice(first, _BATCH).to_pylist()
-
-
-def _saved(path: Path, field: str | None) -> Iterator[list[dict[str, Any]]]:
-    from datasets import load_from_disk
-
-    opened = load_from_disk(str(path), keep_in_memory=False).with_format("arrow")
-    opened = opened.select_columns(_columns(opened.column_names, field))
-    for table in opened.iter(_BATCH):
-        table.validate(full=True)  # as in `_arrow`
-        yield table.to_pylist()
-
-
-def _columns(names: Sequence[str], field: str | None) -> list[str]:
-    """Those to be read; all where there is no such field."""
-    return [name for name in names if name in (field, _TOOLS)] if field in names else list(names)
 
 
 def _without_nulls(value: Any) -> Any:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.workload import Workload
+from fsdp_lab.models.cache import hub_folder, is_hub_name
 from fsdp_lab.models.data import BYTE_OFFSET, SMALLEST_VOCABULARY
 from fsdp_lab.models.presets import PRESETS
 
@@ -42,10 +42,10 @@ class InexactChat(ValueError):
     """A chat that the template refuses, or whose answers have no exact place in the tokens. Its text is the reason."""
 
 
-class Tokenizer(ABC):
-    """Text to token ids.
+class ByteTokenizer:
+    """Text to token ids that are bytes, as in `fsdp_lab.models.data`.
 
-    Attributes:
+    Attributes, here and in `FolderTokenizer`:
         name: for descriptions.
         digest: equal where text becomes the same tokens.
         vocabulary: one more than the largest id.
@@ -55,56 +55,31 @@ class Tokenizer(ABC):
         marks_answers: whether its template for chats marks what the assistant says.
     """
 
-    name: str
-    digest: str
-    vocabulary: int
-    end_id: int
-    pad_id: int
-    mask_id: int | None
-    special_ids: tuple[int, ...]
-    marks_answers: bool = False
-
-    @abstractmethod
-    def encode(self, texts: Sequence[str], *, whole: bool) -> list[list[int]]:
-        """Token ids of each text; `whole`: with the special tokens that the tokenizer puts around a sample."""
-
-    @abstractmethod
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
-
-    @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Write it, so that AutoTokenizer of transformers opens it."""
-
-    @abstractmethod
-    def encode_chat(self, chat: Mapping[str, Any]) -> Chat:
-        """`chat`: "conversation" and "tools", as of `apply_chat_template`. Raises InexactChat."""
-
-
-class ByteTokenizer(Tokenizer):
-    """As in `fsdp_lab.models.data`."""
-
     name, digest, vocabulary = BYTES, BYTES, SMALLEST_VOCABULARY
     pad_id, end_id, mask_id = 0, 1, 2
     special_ids = (0, 1, 2)
+    marks_answers = False
 
     def encode(self, texts: Sequence[str], *, whole: bool) -> list[list[int]]:
+        """Token ids of each text; `whole`: with the special tokens that the tokenizer puts around a sample."""
         return [[byte + BYTE_OFFSET for byte in text.encode()] for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Ids that are no byte are left out."""
+        """The text of tokens, without special ones. Ids that are no byte are left out."""
         return bytes(i - BYTE_OFFSET for i in ids if 0 <= i - BYTE_OFFSET < 256).decode(errors="replace")
 
     def save(self, folder: Path) -> None:
+        """Write it, so that AutoTokenizer of transformers opens it."""
         from transformers import ByT5Tokenizer
 
         ByT5Tokenizer().save_pretrained(folder)
 
     def encode_chat(self, chat: Mapping[str, Any]) -> Chat:
+        """`chat`: "conversation" and "tools", as of `apply_chat_template`. Raises InexactChat."""
         raise InexactChat("bytes have no template for chats")
 
 
-class FolderTokenizer(Tokenizer):
+class FolderTokenizer:
     """The fast tokenizer in a folder. Raises SpecError if it cannot be opened, or has no token that ends a text."""
 
     def __init__(self, folder: Path) -> None:
@@ -114,14 +89,13 @@ class FolderTokenizer(Tokenizer):
         self.digest = _digest(folder, type(self._tokenizer).__name__)
         self.ids: Mapping[str, int] = self._tokenizer.get_vocab()  # by token
         if {*self.ids.values()} <= {*self._tokenizer.all_special_ids}:
-            raise SpecError(_FIELD, f"the tokenizer in {folder} has no tokens of text", f"copy its files again ({FILE}, or "
-                            f"{', '.join(_CLASSIC)}), or use bytes", {"tokenizer": BYTES})  # fmt: skip
+            raise _refusal(f"the tokenizer in {folder} has no tokens of text",
+                           f"copy its files again ({FILE}, or {', '.join(_CLASSIC)})")  # fmt: skip
         self.vocabulary = max(self.ids.values()) + 1
         end = self._tokenizer.eos_token_id
         end = self._tokenizer.sep_token_id if end is None else end
         if end is None:
-            raise SpecError(_FIELD, f"the tokenizer in {folder} has neither an end token nor a separator",
-                            "set its eos_token, or use bytes", {"tokenizer": BYTES})  # fmt: skip
+            raise _refusal(f"the tokenizer in {folder} has neither an end token nor a separator", "set its eos_token")
         self.end_id = end
         self.pad_id = end if self._tokenizer.pad_token_id is None else self._tokenizer.pad_token_id
         self.mask_id = self._tokenizer.mask_token_id
@@ -136,9 +110,8 @@ class FolderTokenizer(Tokenizer):
         try:
             return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=whole)]
         except Exception as e:  # the library raises Exception itself
-            hint = "give it a token for what it does not know, or use bytes"
-            reason = f"{self.name} cannot make tokens of a text ({' '.join(str(e).split())[:200]})"
-            raise SpecError(_FIELD, reason, hint, {"tokenizer": BYTES}) from e
+            raise _refusal(f"{self.name} cannot make tokens of a text ({' '.join(str(e).split())[:200]})",
+                           "give it a token for what it does not know") from e  # fmt: skip
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -150,8 +123,8 @@ class FolderTokenizer(Tokenizer):
         if not self._tokenizer.chat_template:
             raise InexactChat("the tokenizer has no template for chats")
         if self.marks_answers:
-            found = self._rendered(chat, return_dict=True, return_assistant_tokens_mask=True)
-            return Chat(list(found["input_ids"]), [bool(m) for m in found["assistant_masks"]])
+            both = self._rendered(chat, return_dict=True, return_assistant_tokens_mask=True)
+            return Chat(list(both["input_ids"]), [bool(m) for m in both["assistant_masks"]])
         ids = self._rendered(chat)
         answers = [False] * len(ids)
         for i, message in enumerate(chat["conversation"]):
@@ -180,6 +153,9 @@ class FolderTokenizer(Tokenizer):
             raise InexactChat(f"the tokenizer's template refuses it ({' '.join(str(e).split())[:200]})") from e
 
 
+Tokenizer: TypeAlias = ByteTokenizer | FolderTokenizer
+
+
 def open_tokenizer(workload: Workload) -> Tokenizer:
     """The workload's tokenizer. Raises SpecError."""
     folder = tokenizer_folder(workload)
@@ -191,20 +167,18 @@ def tokenizer_folder(workload: Workload) -> Path | None:
     given = workload.tokenizer
     if given == BYTES:
         return None
-    own = _folder_of(workload.model)
     if given is None or given == OWN:
+        own = _folder_of(workload.model)
         if own is not None and has_tokenizer(own):
             return own
         if given is None:
             return None
         where = f"the model's folder {own}" if own is not None else "the model, which is no folder,"
-        raise SpecError(
-            _FIELD, f"{where} has no tokenizer", "use bytes, or give a folder with one", {"tokenizer": BYTES}
-        )
-    folder = Path(given).expanduser()
+        raise _refusal(f"{where} has no tokenizer", "give a folder with one")
+    folder = hub_folder(given, _FIELD, _FILES) if is_hub_name(given) else Path(given).expanduser()
     if not has_tokenizer(folder):
         reason = f"there is no tokenizer in {given}" if folder.is_dir() else f"there is no folder {given}"
-        raise SpecError(_FIELD, reason, "give the folder of a saved fast tokenizer, or use bytes", {"tokenizer": BYTES})
+        raise _refusal(reason, "give the folder of a saved fast tokenizer")
     return folder
 
 
@@ -219,6 +193,8 @@ def has_tokenizer(folder: Path) -> bool:
 def _folder_of(model: str | Mapping[str, Any]) -> Path | None:
     if not isinstance(model, str) or model in PRESETS:
         return None
+    if is_hub_name(model):
+        return hub_folder(model, "workload.model", _FILES)
     path = Path(model).expanduser()
     return path if path.is_dir() else path.parent if path.is_file() else None
 
@@ -230,27 +206,25 @@ def _load(folder: Path) -> Any:
         loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as e:  # of many classes
         if not (folder / FILE).is_file() and any((folder / name).is_file() for name in _SENTENCEPIECE):
-            said, hint = (
-                "it is SentencePiece's",
-                f"install sentencepiece, save it where that is as a {FILE}, or use bytes",
-            )
+            said, hint = "it is SentencePiece's", f"install sentencepiece, save it where that is as a {FILE}"
         else:
-            said, hint = " ".join(str(e).split())[:200], "save it again, or use bytes"
-        raise SpecError(
-            _FIELD, f"the tokenizer in {folder} cannot be opened ({said})", hint, {"tokenizer": BYTES}
-        ) from e
+            said, hint = " ".join(str(e).split())[:200], "save it again"
+        raise _refusal(f"the tokenizer in {folder} cannot be opened ({said})", hint) from e
     if not loaded.is_fast:
-        hint = "give one with a tokenizer.json, or use bytes"
-        raise SpecError(_FIELD, f"the tokenizer in {folder} is not a fast one", hint, {"tokenizer": BYTES})
+        raise _refusal(f"the tokenizer in {folder} is not a fast one", "give one with a tokenizer.json")
     return loaded
+
+
+def _refusal(reason: str, hint: str) -> SpecError:
+    return SpecError(_FIELD, reason, f"{hint}, or use bytes", {"tokenizer": BYTES})
 
 
 def _digest(folder: Path, kind: str) -> str:
     """Of the files, of their class, and of the library, whose versions may split text in other ways."""
     import transformers
 
-    found = hashlib.blake2b(f"{transformers.__version__} {kind}".encode(), digest_size=16)
+    digest = hashlib.blake2b(f"{transformers.__version__} {kind}".encode(), digest_size=16)
     for path in (folder / name for name in _FILES):
         if path.is_file():
-            found.update(path.name.encode() + path.read_bytes())
-    return found.hexdigest()
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()

