@@ -40,7 +40,7 @@ class FollowedRun(RunQueries):
             if not rows:
                 raise ArgumentError("run", f"{self.id} was deleted", "choose another")
             packs = "SELECT data FROM batches WHERE run = ? AND first + count > ? ORDER BY first"
-            new = {c: e for row in db.rows(packs, self.number, self._packs) for c, e in unpack(row["data"])}
+            new = {c: e for row in db.rows(packs, self.number, self._packs) for c, e in unpack(row["data"]).items()}
             traces = "SELECT first, data FROM traces WHERE run = ? AND first > ? ORDER BY first"
             heavy = db.rows(traces, self.number, self._traces)
         self.events.add(
@@ -48,7 +48,7 @@ class FollowedRun(RunQueries):
         )  # events before the run's row says that it is over
         self._packs = max([self._packs, *(c + 1 for c in new)])
         self._traces = max([self._traces, *(row["first"] for row in heavy)])
-        self.heavy += assemble(event for row in heavy for _, event in unpack(row["data"]))
+        self.heavy += assemble(event for row in heavy for event in unpack(row["data"]).values())
         self._now = StoredRun(rows[0], lambda: HistoryDB(self._path))
 
     def take_heavy(self) -> list[Step]:
