@@ -266,7 +266,7 @@ def test_a_controller_that_is_killed_is_replaced_with_all_ranks(
     run = lab.run(**SMALL, steps=STEPS, recover=True, save=CheckpointConfig(folder=tmp_path, every=5))
     until(lambda: run.step > 6, 60)
     former = {s.pid for s in lab.rank_status()}
-    os.kill(lab.cluster._membership.engines.controller_pid, signal.SIGKILL)
+    os.kill(lab.cluster.membership.engines.controller_pid, signal.SIGKILL)
     run.wait(150)
     assert losses(run) == undisturbed and "controller" in run.incidents[0].sentence
     assert not former & {s.pid for s in lab.rank_status()}
