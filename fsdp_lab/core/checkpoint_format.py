@@ -102,7 +102,7 @@ def finish(partial: Path, parts: Sequence[Mapping[str, Any]], *, kind: str, else
     furthest = max((s["optimizer"] for s in states), key=lambda optimizer: int(optimizer["steps"]))
     optimizer = {**furthest, "slots": sorted({slot for s in states for slot in s["optimizer"]["slots"]})}
     files = {part["file"]: part["bytes"] for part in parts if part["file"] is not None}
-    modules = [s.get("modules", {}) for s in states]
+    modules = [s["modules"] for s in states]
     manifest = {**states[0], "optimizer": optimizer, "modules": modules, "files": files, "format": FORMAT, "kind": kind,
                 "saved_unix_s": time.time()}  # fmt: skip
     with open(partial / MANIFEST, "w", encoding="utf-8") as f:

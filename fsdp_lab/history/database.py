@@ -264,6 +264,7 @@ def unpack(data: bytes) -> dict[int, StepEvent]:
     former: dict[int, dict[str, Any]] = {}
     events: dict[int, StepEvent] = {}
     for cursor, fields in json.loads(zlib.decompress(data)):
-        former[rank] = {**former.get(rank := fields["rank"], {}), **fields}
+        rank = fields["rank"]
+        former[rank] = {**former.get(rank, {}), **fields}
         events[cursor] = StepEvent.from_dict(former[rank])
     return events

@@ -213,9 +213,9 @@ class Driver:
                 if control.stop_s is not None:
                     return RunState.STOPPED, control.stop_reason
                 pending = control.pending
-            while (request := control.take_fault()) is not None:
+            while (request := control.take(control.faults)) is not None:
                 self._arm(request)
-            if (texts := control.take_texts()) is not None:
+            if (texts := control.take(control.texts)) is not None:
                 self._generate(texts)
                 continue  # a pause goes on
             if pending is not None:

@@ -164,7 +164,7 @@ def test_ranks_that_hold_nothing_are_ended_and_others_are_left(temporary: Path):
     with Cluster(1, rank_module=FAKE, persist=1) as other:
         assert not other.attached and marked(token)
         assert other.notes == (
-            *other.placement.notes,
+            *other.membership.placement.notes,
             f"other ranks wait for a kernel ({token[:8]}); list or end them with `fsdp-lab ranks`",
         )
     with Cluster(2, rank_module=FAKE, persist=1) as cluster:

@@ -243,31 +243,31 @@ def test_where_the_history_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 
 def test_what_is_deleted_goes_back_to_the_disk(history: History):
-    small, large = ended(steps=5), ended(Spec(world_size=8), steps=2000)
+    small, large = ended(steps=5), ended(Spec(world_size=8), steps=800)
     kept(history, small, large)
     listed = history.runs()[large.id]
     before = history.size_bytes
     assert history.delete(large.id[:6]) == 1
-    assert [r.id for r in history.runs()] == [small.id] and history.size_bytes < before / 4
+    assert [r.id for r in history.runs()] == [small.id] and history.size_bytes < before / 3
     assert plain(history.runs()[0].events.since()[0]) == plain(small.events.since()[0])
     with pytest.raises(HistoryError, match="was deleted"):
         listed.events  # noqa: B018
 
 
 def test_the_oldest_make_room_but_none_that_goes_on_or_is_pinned(tmp_path: Path):
-    history = History(tmp_path / "runs.sqlite3", limit_bytes=1_000_000)
+    history = History(tmp_path / "runs.sqlite3", limit_bytes=400_000)
     now_s = time.time()
     wide = Spec(world_size=8)
     going = Telling(wide, started_unix_s=now_s - 1000)
-    going.tell(500)
-    pinned = ended(wide, 500, started_unix_s=now_s - 900)
+    going.tell(150)
+    pinned = ended(wide, 150, started_unix_s=now_s - 900)
     kept(history, going, pinned)
     history.pin(pinned.id)
-    others = [ended(wide, 500, started_unix_s=now_s - 800 + i) for i in range(8)]
+    others = [ended(wide, 150, started_unix_s=now_s - 800 + i) for i in range(8)]
     for run in others:
         kept(history, run)
     left = [r.id for r in history.runs()]
-    assert going.id in left and pinned.id in left and history.size_bytes < 2_000_000
+    assert going.id in left and pinned.id in left and history.size_bytes < 800_000
     newest = [r.id for r in others[::-1]]
     assert left[0] == newest[0] and left[:-2] == newest[: len(left) - 2] and len(left) < 10
     assert history.problem == ""
@@ -319,11 +319,11 @@ def test_a_disk_that_fills_up_or_cannot_be_written_stops_nothing_and_loses_nothi
     broken.set()
     run = Telling(Spec(world_size=8))
     history.record(run)
-    run.tell(600)
+    run.tell(200)
     assert not history.flush(LONG_S) and words in history.problem
     began = time.monotonic()
     run.tell(20)
-    assert len(run.events) == 8 * 620 and time.monotonic() - began < 2
+    assert len(run.events) == 8 * 220 and time.monotonic() - began < 2
     broken.clear()
     run.end()
     until(lambda: history.flush(LONG_S), LONG_S)
