@@ -23,7 +23,7 @@ from typing import Any
 
 from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.process import Identity
-from fsdp_lab.history.database import HistoryDB, HistoryError, Row, damaged, pack, plain, set_aside
+from fsdp_lab.history.database import HistoryDB, HistoryError, Row, damaged, pack, set_aside
 from fsdp_lab.runs.steps import last_stretch
 from fsdp_lab.runs.summary import counting, median
 from fsdp_lab.runs.view import RunView
@@ -198,16 +198,12 @@ class RunWriter:
             return
         self._hold(rows)
         # All is packed before the transaction, which is to be short.
-        unfinished = [*self._tail, *((cursor, plain(event)) for cursor, event in rows)]
+        unfinished = [*self._tail, *rows]
         parts = [unfinished[at : at + BATCH] for at in range(0, len(unfinished), BATCH)] if rows else []
         batches = [{"first": part[0][0], "count": len(part), "data": pack(part)} for part in parts]
         due = self._due(over, now_s)
         traces: list[dict[str, Any]] = [
-            {
-                "first": min(step),
-                "curve": int(_has_curve(step)),
-                "data": pack([(cursor, plain(event, heavy=True)) for cursor, event in sorted(step.items())]),
-            }
+            {"first": min(step), "curve": int(_has_curve(step)), "data": pack(sorted(step.items()), heavy=True)}
             for step in due.values()
         ]
         if over or now_s - self._figures_s >= SEEN_S or self._figures["loss"] is None:
@@ -257,7 +253,7 @@ class RunWriter:
 
     # -- spans and memory curves ----------------------------------------------------------------------------------
 
-    def _hold(self, rows: Sequence[tuple[int, StepEvent]]) -> None:
+    def _hold(self, rows: Sequence[Row]) -> None:
         """Adds events that have spans or a memory curve, and drops all but the newest steps of either kind."""
         for cursor, event in rows:
             if event.spans or event.memory_curve:

@@ -121,17 +121,12 @@ def test_spans_and_curves_on_disk_are_bounded(history: History, monkeypatch: pyt
     assert found == {0: SPANS_KEPT, 1: CURVES_KEPT}
 
 
-def test_what_is_told_is_on_disk_within_the_second_without_being_asked_for(history: History):
-    run = Telling()
+def test_what_is_told_comes_to_the_disk_without_being_asked_for(history: History):
+    run, reader = Telling(), History(history.path)
     history.record(run)
-    reader = History(history.path)
-    waits_s = []
-    for _ in range(5):
+    for _ in range(3):
         run.tell()
-        told_s, there = time.monotonic(), len(run.events)
-        until(lambda there=there: [len(r.events) for r in reader.runs()] == [there])
-        waits_s.append(time.monotonic() - told_s)
-    assert sorted(waits_s)[2] < 1.0, waits_s
+        until(lambda: [len(r.events) for r in reader.runs()] == [len(run.events)])
 
 
 def test_a_run_that_is_listed_while_it_goes_on(history: History):
