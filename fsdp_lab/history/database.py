@@ -105,7 +105,7 @@ class HistoryDB:
         if (version := self.value("PRAGMA user_version")) != VERSION:
             raise HistoryError(
                 f"{self.path} was written by another fsdp_lab (version {version} of its schema, and this one supports "
-                f"{VERSION}); name another file"
+                f"{VERSION}); move it away, or name another file"
             )
         return True
 

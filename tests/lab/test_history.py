@@ -426,7 +426,7 @@ def test_a_file_of_another_version_and_a_strangers_are_refused_and_left_alone(hi
         db.execute("PRAGMA user_version = 99")
     before = history.path.read_bytes()
     with pytest.raises(
-        HistoryError, match=r"another fsdp_lab \(version 99 of its schema, and this one supports 2\); name"
+        HistoryError, match=r"another fsdp_lab \(version 99 of its schema, and this one supports 2\); move it away"
     ):
         history.runs()
     run = ended()
