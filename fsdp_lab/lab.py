@@ -125,8 +125,8 @@ class Lab:
             **options,
         )
         self._activities = Activities(self.cluster, self._place_ranks, self._record)
-        self.cluster.on_loop(self._take_loop)
-        self.cluster.on_loop_hung(self._activities.end_hung_loops)
+        self.cluster.supervisor.monitor.on_loop = self._take_loop
+        self.cluster.supervisor.on_loop_hung = self._activities.end_hung_loops
         self.cluster.on_lost(self._activities.lose_rank)
         self._at_exit = exit_handler(weakref.ref(self))
         if not alongside:
@@ -467,7 +467,7 @@ class Lab:
         if fields["world_size"] != base.world_size:
             fields.setdefault("devices", None)  # a list for another number of ranks
         wanted = base.replace(**fields)
-        self.cluster.check_code(wanted)
+        self.cluster.delivery.check(wanted)
         if not anyway:
             require_memory(wanted, self.cluster.memory, call)
         return wanted
@@ -496,7 +496,7 @@ class Lab:
         """The Spec of the newest run; before the first, that of the ranks that were attached to, else the default one."""
         if (run := self._activities.run) is not None:
             return run.spec
-        held = next((status["spec"] for status in self.cluster.attached_status), None)
+        held = next((status["spec"] for status in self.cluster.assembly.attached_status), None)
         return self._wanted(held, {}, anyway=True)
 
     # -- stored runs, checkpoints, plans ----------------------------------------------------------------------------
@@ -589,11 +589,11 @@ class Lab:
         begun_s, devices = time.monotonic(), self.devices
         # Matrix products in fp16 are not useful on a CPU.
         dtypes = ("fp32", "bf16") if devices[0] == "cpu" else ("fp32", "bf16", "fp16")
-        per_host = ranks_per_host([seat.host for seat in self.cluster.placement.seats])
+        per_host = ranks_per_host([seat.host for seat in self.cluster.membership.placement.seats])
         timed = references(len(devices), dtypes, devices, per_host)
         specs = [spec.to_dict() for spec in (*(r.spec for r in timed), *beside)]
         for spec in beside:
-            self.cluster.provide(spec)
+            self.cluster.delivery.provide(spec)
         with progress_bar("measuring this machine") if self._shows_progress else contextlib.nullcontext():
             by_rank = self.cluster.call("calibrate", specs=specs, dtypes=dtypes, passes=passes)
             name = str(self.cluster.call("status")[0]["device_name"])
@@ -717,7 +717,7 @@ class Lab:
     @property
     def devices(self) -> tuple[str, ...]:
         """The device of each rank."""
-        return self.cluster.placement.devices
+        return self.cluster.membership.placement.devices
 
     @property
     def most_ranks(self) -> int | None:
@@ -769,7 +769,7 @@ class Lab:
     @property
     def persistent(self) -> bool:
         """Whether the ranks outlive this kernel."""
-        return self.cluster.persistent
+        return self.cluster.assembly.config.persist_s is not None
 
     @property
     def attached(self) -> bool:

@@ -43,7 +43,11 @@ def replace_former(lab: NotebookLab) -> None:
     former = shell.user_ns.get(KEY)
     if isinstance(former, type(lab)):
         persistent = lab.persistent and former.persistent
-        same = persistent and former.cluster.running and former.cluster.identity == lab.cluster.identity
+        same = (
+            persistent
+            and former.cluster.running
+            and former.cluster.assembly.config.identity == lab.cluster.assembly.config.identity
+        )
         former.detach() if same else former.close()
     shell.user_ns[KEY] = lab
 

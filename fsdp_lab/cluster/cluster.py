@@ -1,7 +1,7 @@
 """`Cluster`: ipyparallel engines that are ranks. Started or taken, joined, called, supervised, ended.
 
-The parts: `Membership` (which engine is which rank), `Assembly` (start, join, replace), `Dispatcher` (calls and
-signals), `Supervisor` (deaths and hangs).
+The parts, which are attributes of it: `Membership` (which engine is which rank), `Assembly` (start, join, replace),
+`Dispatcher` (calls and signals), `Supervisor` (deaths and hangs), `Delivery` (the user's code).
 
 Note: threads. There are four kinds here and in the packages above; each datum belongs to one of them, or has a lock.
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -29,15 +29,13 @@ from fsdp_lab.cluster.assembly import Assembly, ClusterConfig, RestoredError, St
 from fsdp_lab.cluster.calls import Call, Dispatcher, OnData
 from fsdp_lab.cluster.code_delivery import Delivery
 from fsdp_lab.cluster.detached import persist_limit_s
-from fsdp_lab.cluster.errors import ClusterError, RankHung, RankLost
+from fsdp_lab.cluster.errors import ClusterError, RankLost
 from fsdp_lab.cluster.hosts import Hosts, LauncherHosts
 from fsdp_lab.cluster.membership import ClusterState, Membership, RankStatus
-from fsdp_lab.cluster.placement import Placement
 from fsdp_lab.cluster.supervisor import Supervisor
 from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.core.hang import limit
 from fsdp_lab.core.process import marked
-from fsdp_lab.core.spec import Spec
 
 
 class Cluster:
@@ -92,11 +90,11 @@ class Cluster:
             timeout_s=timeout_s,
             persist_s=persist_limit_s(persist, given),
         )
-        self._membership = Membership(secrets.token_hex(8))
-        self._dispatcher = Dispatcher(self._membership)
-        self._supervisor = Supervisor(self._dispatcher, hang_s)
-        self._assembly = Assembly(config, self._dispatcher, self._supervisor, report or (lambda progress: None))
-        self._delivery = Delivery(self._dispatcher)
+        self.membership = Membership(secrets.token_hex(8))
+        self.dispatcher = Dispatcher(self.membership)
+        self.supervisor = Supervisor(self.dispatcher, hang_s)
+        self.assembly = Assembly(config, self.dispatcher, self.supervisor, report or (lambda progress: None))
+        self.delivery = Delivery(self.dispatcher)
         self._changing = threading.Lock()  # one start, resize or close at a time
 
     # -- start and end ----------------------------------------------------------------------------------------------
@@ -105,10 +103,10 @@ class Cluster:
         """Starts or takes the engines and joins them; about 3 s, and the time of torch's import. Raises StartError,
         SpecError (devices) or RankError; everything that was started is ended again."""
         with self._changing:
-            if self._membership.state is not ClusterState.NEW:
+            if self.membership.state is not ClusterState.NEW:
                 raise ClusterError("this cluster was started before; make another one")
-            self._supervisor.start()
-            self._assemble(self._assembly.start)
+            self.supervisor.start()
+            self._assemble(self.assembly.start)
         return self
 
     def resize(self, ranks: int, devices: Sequence[str] | None = None) -> None:
@@ -116,8 +114,8 @@ class Cluster:
         What the ranks had trained is lost. Raises as `start`; the cluster is closed then, unless it could join as many ranks
         as before anew."""
         with self._changing:
-            self._membership.require_engines()
-            self._assemble(lambda: self._assembly.resize(ranks, devices))
+            self.membership.require_engines()
+            self._assemble(lambda: self.assembly.resize(ranks, devices))
 
     def move(
         self,
@@ -135,16 +133,16 @@ class Cluster:
         Raises:
             ArgumentError: the engines are not ours, or cannot persist there. As `resize`.
         """
-        if self._config.given is not None:
+        if self.assembly.config.given is not None:
             raise ArgumentError("hosts", "the engines of a given cluster are yours, and stay where they are",
                                 "make a lab with Lab.ssh, Lab.slurm or Lab")  # fmt: skip
-        check_persistence(hosts, persist=self.persistent)
-        found = self._assembly.look_at(hosts, report) if hosts is not None else None
+        check_persistence(hosts, persist=self.assembly.config.persist_s is not None)
+        found = self.assembly.look_at(hosts, report) if hosts is not None else None
         try:
             before()
             with self._changing:
-                self._membership.require_engines()
-                self._assemble(lambda: self._assembly.move(hosts, ranks, report, found))
+                self.membership.require_engines()
+                self._assemble(lambda: self.assembly.move(hosts, ranks, report, found))
         except BaseException:
             if found is not None:
                 found[1].close()
@@ -152,26 +150,26 @@ class Cluster:
 
     def check_devices(self, ranks: int, devices: Sequence[str] | None) -> None:
         """Raises FieldError where all ranks are on this host, for devices that it has not."""
-        if self._membership.require_engines().local:
-            self._assembly.check(ranks, devices, frozenset(self.pids))
+        if self.membership.require_engines().local:
+            self.assembly.check(ranks, devices, frozenset(self.pids))
 
     def _assemble(self, work: Callable[[], None]) -> None:
-        self._membership.enter(ClusterState.ASSEMBLING)
+        self.membership.enter(ClusterState.ASSEMBLING)
         try:
             work()
-            self._membership.enter(ClusterState.RUNNING)
+            self.membership.enter(ClusterState.RUNNING)
         except RestoredError as e:
-            self._membership.enter(ClusterState.RUNNING)
+            self.membership.enter(ClusterState.RUNNING)
             raise e.cause from None
         except BaseException:
             self._close()
-            if (engines := self._membership.engines) is not None:
+            if (engines := self.membership.engines) is not None:
                 engines.close()  # if another thread has closed the cluster before they were there
             raise
 
     def close(self) -> None:
         """Ends what we started, in any state; ten seconds at most. Idempotent."""
-        engines = self._membership.engines
+        engines = self.membership.engines
         if not self._changing.acquire(timeout=1):  # another thread starts or resizes
             if engines is not None:
                 engines.close()  # that fails then, and cleans up after itself
@@ -183,13 +181,13 @@ class Cluster:
                 self._changing.release()
 
     def _close(self) -> None:
-        if self._membership.closed:
+        if self.membership.closed:
             return
-        self._membership.enter(ClusterState.CLOSED)
-        engines = self._membership.engines
+        self.membership.enter(ClusterState.CLOSED)
+        engines = self.membership.engines
         if engines is not None:
             with contextlib.suppress(Exception):
-                self._dispatcher.dismiss(self._membership.present)
+                self.dispatcher.dismiss(self.membership.present)
         self._release_local()
         if engines is not None:
             engines.close()
@@ -203,17 +201,13 @@ class Cluster:
     def detach(self) -> None:
         """Leaves persistent ranks as they are, for another process. Raises ClusterError: they are not persistent."""
         with self._changing:
-            self._membership.require_engines().detach()
-            self._membership.enter(ClusterState.CLOSED)
+            self.membership.require_engines().detach()
+            self.membership.enter(ClusterState.CLOSED)
             self._release_local()
 
     def _release_local(self) -> None:
-        self._supervisor.stop()
-        self._dispatcher.abandon()
-
-    @property
-    def _config(self) -> ClusterConfig:
-        return self._assembly.config
+        self.supervisor.stop()
+        self.dispatcher.abandon()
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -224,38 +218,20 @@ class Cluster:
             what: an action or a Session method in `remote`.
             take: called on the client's IO thread with what the ranks publish meanwhile; it must return at once.
         """
-        self._membership.require_engines()
-        return self._dispatcher.submit(what, arguments, take)
+        self.membership.require_engines()
+        return self.dispatcher.submit(what, arguments, take)
 
     def call(self, what: str, *, timeout_s: float | None = None, **arguments: Any) -> list[Any]:
         """`submit`, then the results in rank order. Raises what `Call.results` does."""
         return self.submit(what, **arguments).results(timeout_s)
 
-    def ask(self, what: str, ranks: Collection[int], *, timeout_s: float, **arguments: Any) -> dict[int, Any]:
-        """The results of one call on some ranks, by rank. Raises what `Call.results` does."""
-        return self._dispatcher.ask(what, dict.fromkeys(ranks, arguments), timeout_s)
-
-    def check_code(self, spec: Spec) -> None:
-        """Raises SpecError if the Spec needs code of the user's that is neither here nor on all ranks."""
-        self._delivery.check(spec)
-
-    def provide(self, spec: Spec) -> tuple[str, ...]:
-        """Sends the ranks the user's code that this Spec needs and they lack. Returns what to tell of modules that have
-        changed. Raises SpecError, and as `call`."""
-        return self._delivery.provide(spec)
-
-    def settle(self) -> dict[int, Any]:
-        """Waits after a failure until no rank works any more, and ends a rank that continues, if it is ours; that takes
-        some seconds. Returns `Session.status` of the ranks that are left."""
-        return self._dispatcher.settle()
-
     def interrupt(self) -> None:
         """SIGINT to every rank that works; its session ends the step in progress and keeps its state."""
-        self._dispatcher.signal([m.rank for m in self._membership.present if m.doing])
+        self.dispatcher.signal([m.rank for m in self.membership.present if m.doing])
 
     def send_signal(self, rank: int, number: int) -> None:
         """Sends a signal to one rank's process. Raises ClusterError if it is not ours."""
-        process = self._membership.members[rank].process
+        process = self.membership.members[rank].process
         if not self.owned or process is None:
             raise ClusterError(f"rank {rank} is not ours to signal: its engine was started by another program")
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -263,100 +239,72 @@ class Cluster:
 
     def interrupt_cells(self) -> None:
         """SIGINT to every rank, also to those that work on a user's cell."""
-        self._dispatcher.signal([m.rank for m in self._membership.present])
-
-    def on_loop(self, callback: Callable[[Mapping[str, Any]], None]) -> None:
-        """`callback(message)` on the client's IO thread for each message of a loop that is watched in a cell."""
-        self._supervisor.monitor.on_loop = callback
-
-    def on_loop_hung(self, callback: Callable[[RankHung], None]) -> None:
-        """`callback(hung)` on the supervisor's thread when ranks wait for each other in a watched loop."""
-        self._supervisor.on_loop_hung = callback
+        self.dispatcher.signal([m.rank for m in self.membership.present])
 
     def on_lost(self, callback: Callable[[RankLost], None]) -> None:
         """`callback(lost)` on the supervisor's thread when a rank's process ends unexpectedly."""
-        self._supervisor.on_lost(callback)
+        self.supervisor.on_lost(callback)
 
     # -- state ------------------------------------------------------------------------------------------------------
 
     @property
     def token(self) -> str:
         """Marks the processes of this cluster, in their environment."""
-        return self._membership.token
+        return self.membership.token
 
     @property
     def ranks(self) -> int:
-        return len(self._membership.members)
+        return len(self.membership.members)
 
     @property
     def lost(self) -> dict[int, RankLost]:
         """Ranks that are gone."""
-        return self._membership.lost
-
-    @property
-    def placement(self) -> Placement:
-        """Seats, and notes on how representative the times are."""
-        return self._membership.placement
+        return self.membership.lost
 
     @property
     def memory(self) -> list[tuple[str, str, int, int]]:
         """Of each rank, where it is known: its host, its device, and its `Member.limits_bytes`."""
-        return [(one.host, one.device, *one.limits_bytes) for one in self._membership.members if one.limits_bytes]
+        return [(one.host, one.device, *one.limits_bytes) for one in self.membership.members if one.limits_bytes]
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes on how representative the times are, and on how the ranks were started."""
-        return (*self.placement.notes, *self._assembly.notes)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The arguments with which another cluster takes these ranks over."""
-        return self._config.identity
-
-    @property
-    def persistent(self) -> bool:
-        """Whether the ranks outlive this process."""
-        return self._config.persist_s is not None
+        return (*self.membership.placement.notes, *self.assembly.notes)
 
     @property
     def attached(self) -> bool:
         """Whether the ranks were started by a former kernel."""
-        return self._assembly.attached
-
-    @property
-    def attached_status(self) -> tuple[Mapping[str, Any], ...]:
-        """`Session.status` of each rank when it was taken over; empty if it was started here."""
-        return self._assembly.attached_status
+        return self.assembly.attached
 
     @property
     def owned(self) -> bool:
         """Whether the engines were started by this package."""
-        return self._membership.engines is not None and self._membership.engines.owned
+        return self.membership.engines is not None and self.membership.engines.owned
 
     @property
     def local(self) -> bool:
         """Whether all ranks are on this host, with its files."""
-        return self._membership.require_engines().local
+        return self.membership.require_engines().local
 
     @property
     def most_ranks(self) -> int | None:
         """How many engines a given cluster has, or GPUs the hosts; None: we start as many as needed."""
-        engines = self._membership.engines
+        engines = self.membership.engines
         return None if engines is None else engines.most_ranks
 
     @property
     def running(self) -> bool:
         """Started, not closed, and no rank lost."""
-        return self._membership.state is ClusterState.RUNNING and not self.lost
+        return self.membership.state is ClusterState.RUNNING and not self.lost
 
     @property
     def closed(self) -> bool:
-        return self._membership.closed
+        return self.membership.closed
 
     @property
     def pids(self) -> list[int]:
         """Process ids in rank order."""
-        return [m.pid for m in self._membership.members]
+        return [m.pid for m in self.membership.members]
 
     @property
     def processes(self) -> list[int]:
@@ -366,12 +314,12 @@ class Cluster:
     @property
     def engine_ids(self) -> list[int]:
         """ipyparallel's engine ids in rank order."""
-        return [m.engine for m in self._membership.members]
+        return [m.engine for m in self.membership.members]
 
     @property
     def client(self) -> Any:
         """An `ipyparallel.Client` for the user: views, `%px`. Not the one used here, if the engines are ours."""
-        return self._membership.require_engines().user_client
+        return self.membership.require_engines().user_client
 
     def activate(self) -> None:
         """Makes `%px` and `%%px` run on the ranks, in rank order; does nothing outside IPython. Cells run between chunks of
@@ -383,7 +331,7 @@ class Cluster:
 
     def status(self) -> list[RankStatus]:
         """Every rank, in rank order; never waits for a rank."""
-        return [m.status(self._supervisor.monitor.last(m.rank), closed=self.closed) for m in self._membership.members]
+        return [m.status(self.supervisor.monitor.last(m.rank), closed=self.closed) for m in self.membership.members]
 
     def waiting(self, after_s: float) -> str:
         """A sentence on the rank that has waited longest for a collective, if longer than `after_s`; "" else."""
@@ -392,7 +340,7 @@ class Cluster:
         return f"rank {rank} has waited {waits_s:.0f} s in {name}" if waits_s > after_s else ""
 
     def __repr__(self) -> str:
-        devices = ", ".join(self.placement.devices) or "nothing yet"
+        devices = ", ".join(self.membership.placement.devices) or "nothing yet"
         what = "closed" if self.closed else f"{self.ranks} ranks on {devices}"
         return f"<Cluster: {what}{f', {len(self.lost)} lost' if self.lost else ''}>"
 

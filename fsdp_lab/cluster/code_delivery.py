@@ -82,18 +82,15 @@ class Delivery:
         return (*notes, *(f"{name}: the ranks have imported it anew, as this kernel has it" for name in anew))
 
     def _text(self, module: types.ModuleType, file: Path, notes: list[str]) -> str:
-        """Of which the kernel imported it, as far as known. Adds a note if the file has changed since."""
+        """Returns that which the kernel has imported, as far as known. Adds a note if the file has changed since."""
         name, spec = module.__name__, module.__spec__
         now = importlib.util.decode_source(file.read_bytes()) if file.exists() else ""
         held_of, held = self._texts.get(name, (None, now))
         text = held if held_of is spec else now
         self._texts[name] = (spec, text)
-        compiled = Path(getattr(module, "__cached__", None) or "")  # written by the import, where Python writes any
-        known = compiled.is_file() and not sys.dont_write_bytecode
-        if text != now or (known and file.stat().st_mtime > compiled.stat().st_mtime):
-            used = "the file" if text == now else "what the kernel has"
-            notes.append(f"{name}: {file.name} has changed since this kernel imported it, and the ranks use {used}; "
-                         f"importlib.reload({name}) makes all the same")  # fmt: skip
+        if text != now:
+            notes.append(f"{name}: {file.name} has changed since this kernel imported it, and the ranks use what the kernel "
+                         f"has; importlib.reload({name}) makes all the same")  # fmt: skip
         return text
 
     def _lacking(self, code: UserCode) -> list[int]:

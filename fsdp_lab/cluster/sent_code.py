@@ -1,5 +1,6 @@
 """The user's code on its way to the ranks: `code_of` packs it in the kernel, and `unpacked` makes the object of it on a
-rank. `code_delivery` sends it, and before it the user's own modules, which `SentModules` imports.
+rank. A Spec holds its source (`SourceText`). `code_delivery` sends it, and before it the user's own modules, which
+`SentModules` imports.
 
 Note: pickle. Whoever can send a pickle can run code. This is the one place that uses it, on the channel of ipyparallel,
 which is signed with the cluster's key and runs what the kernel sends anyway. Nothing here reads what came from a rank, a
@@ -8,25 +9,32 @@ store, a file or the history: a Spec from there has source and digest alone, and
 
 from __future__ import annotations
 
+import ast
+import builtins
 import hashlib
 import importlib.abc
 import importlib.util
+import inspect
 import io
 import linecache
+import re
+import symtable
 import sys
+import textwrap
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
 from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.source_text import ABSENT, SourceText, importable
 from fsdp_lab.core.spec import ENGINE_FIELD, YOURS
 from fsdp_lab.core.user_code import UserCode, is_code
 from fsdp_lab.core.workload import CODE_FIELDS
 
+ABSENT = object()  # in place of an object that exists nowhere
+MOST_LITERAL = 10_000  # characters and elements of a constant; more is data, which is no part of a source
 MOST_BYTES = 1 << 30  # of one object: it goes to every rank through the kernel's sockets
 
 
@@ -62,7 +70,7 @@ def code_of(field: str, given: Any) -> str | UserCode:
     packed = _packed(field, given)
     text = _source_text(given)
     name = getattr(given, "__name__", type(given).__name__)
-    missing = [] if text is None else [*text.missing, *(part.__name__ for part in text.opaque)]
+    missing = [] if text is None else [*text.missing]
     if not isinstance(given, (types.FunctionType, type)):
         missing.append(f"the state of this {type(given).__name__}")
     source = "" if text is None else text.text
@@ -77,6 +85,236 @@ def unpacked(field: str, name: str, packed: bytes) -> Any:
         said = " ".join(str(e).split()) or type(e).__name__
         raise SpecError(field, f"{name} cannot be used on this rank ({said})",
                         "install what it imports where the ranks are, or define it in the notebook") from e  # fmt: skip
+
+
+def _packed(field: str, given: Any) -> bytes:
+    try:
+        packed: bytes = cloudpickle.dumps(given)
+    except Exception as e:  # of many classes
+        said = " ".join(str(e).split()) or type(e).__name__
+        raise SpecError(field, f"it cannot be sent to the ranks: {said}",
+                        "open files and devices inside the function, not around it") from e  # fmt: skip
+    if len(packed) > MOST_BYTES:
+        raise SpecError(field, f"it is {len(packed) / 2**20:,.0f} MiB, which every rank would be sent",
+                        "give a function that reads the data on the rank")  # fmt: skip
+    return packed
+
+
+def _source_text(given: Any) -> SourceText | None:
+    """Of the function or class, or of an object's class; None if that can be imported."""
+    kind = given if isinstance(given, (types.FunctionType, type)) else type(given)
+    return SourceText(kind) if importable(kind) is None else None
+
+
+def _digest(name: str, given: Any, text: SourceText | None) -> str:
+    """Of the text, and of all that it does not express."""
+    digest = hashlib.blake2b(name.encode(), digest_size=16)
+    rest: list[Any] = [] if isinstance(given, (types.FunctionType, type)) else [given]
+    if text is not None:
+        digest.update(text.text.encode())
+        rest += [(name, None if value is ABSENT else value) for name, value in text.missing.items()]
+        rest += [kept for kept in text.defaults if any(kept)]
+    stream = io.BytesIO()
+    _Hashing(stream).dump(rest)
+    digest.update(stream.getvalue())
+    return digest.hexdigest()
+
+
+class _Hashing(cloudpickle.Pickler):  # type: ignore[misc]
+    """Writes what is equal for equal values in any process: tensors by their bytes, code by its text."""
+
+    def reducer_override(self, given: Any) -> Any:
+        if isinstance(given, (types.FunctionType, type)) and importable(given) is None:
+            text = SourceText(given)
+            if text.text and not text.missing:
+                return (str, (text.text,))
+        if type(given).__module__ == "torch" and type(given).__name__ in ("Tensor", "Parameter"):
+            return (str, (_bytes_of(given),))
+        return super().reducer_override(given)
+
+
+def _bytes_of(tensor: Any) -> str:
+    import torch
+
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    content = hashlib.blake2b(flat.numpy().tobytes(), digest_size=16).hexdigest()
+    return f"{tensor.dtype} {tuple(tensor.shape)} {content}"
+
+
+# -- sources ---------------------------------------------------------------------------------------------------------
+
+
+class SourceText:
+    """The source of a function or class with what it needs, as the text of a module.
+
+    Every name that the source uses is followed: modules, and what they define, become imports; constants become assignments;
+    functions and classes that cannot be imported become their own source, before what uses them. What text cannot express,
+    such as a tensor, is missing.
+
+    Attributes:
+        missing: names that the text uses and does not define -> their objects, or `ABSENT`; also functions and classes
+            without a source.
+        defaults: of the functions in the text, as they were when these were defined.
+    """
+
+    def __init__(self, given: Any) -> None:
+        self.missing: dict[str, Any] = {}
+        self.defaults: list[Any] = []
+        self._imports: dict[str, None] = {}
+        self._parts: list[str] = []
+        self._seen: dict[str, Any] = {}
+        self._add(given.__name__, given)
+
+    @property
+    def text(self) -> str:
+        """Imports, then definitions, each before what uses it; "" if there is none."""
+        imports = sorted(self._imports, key=lambda line: (line.startswith("from"), line))
+        return "\n\n\n".join(filter(None, ["\n".join(imports), *self._parts]))
+
+    def _add(self, name: str, value: Any) -> None:
+        """What defines a name."""
+        if name in self._seen:
+            if self._seen[name] is not value:
+                self.missing[name] = value  # another object of the same name, in another scope
+            return
+        self._seen[name] = value
+        if (line := import_line(name, value)) is not None:
+            self._imports[line] = None
+        elif isinstance(value, (types.FunctionType, type)):
+            self._add_definition(name, value)
+        elif _is_literal(value):
+            self._parts.append(f"{name} = {value!r}")
+        else:
+            self.missing[name] = value
+
+    def _add_definition(self, name: str, value: types.FunctionType | type) -> None:
+        text, own = source_of(value), value.__name__
+        if not text:
+            self.missing[own] = value
+            return
+        if name != own:
+            self._add(own, value)
+            self._parts.append(f"{name} = {own}")
+            return
+        self.defaults += [(f.__defaults__, f.__kwdefaults__) for f in _functions(value)]
+        scope = _scope_of(value)
+        for used in _names_used(text):
+            if used != own and not (used not in scope and hasattr(builtins, used)):
+                self._add(used, scope.get(used, ABSENT))
+        self._parts.append(text)
+
+
+def import_line(name: str, value: Any) -> str | None:
+    """The statement that imports `value` as `name`; None if no module has it, or only this program's main one."""
+    if isinstance(value, types.ModuleType):
+        path = value.__name__
+        if path == "__main__" or sys.modules.get(path) is not value:
+            return None
+        return f"import {path}" if path == name else f"import {path} as {name}"
+    if (found := importable(value)) is None:
+        return None
+    module, own = found
+    return f"from {module} import {own}" + (f" as {name}" if own != name else "")
+
+
+def importable(value: Any) -> tuple[str, str] | None:
+    """(module, name) of what can be imported; None else."""
+    module, own = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    if type(value).__module__ == "torch" and re.fullmatch(r"torch\.\w+", repr(value)):
+        module, own = "torch", repr(value).partition(".")[2]  # a dtype
+    home = sys.modules.get(module) if isinstance(module, str) and module != "__main__" else None
+    return (module, own) if isinstance(module, str) and getattr(home, str(own), ABSENT) is value else None
+
+
+def source_of(value: types.FunctionType | type) -> str:
+    """The source of a function or class, without the indentation of where it is; "" if there is none.
+
+    `inspect` does not find the classes of a notebook's cells; the lines of their methods are known.
+    """
+    kind = ast.ClassDef if isinstance(value, type) else (ast.FunctionDef, ast.AsyncFunctionDef)
+    for function in _functions(value):
+        code = function.__code__
+        text = "".join(linecache.getlines(code.co_filename, function.__globals__))
+        try:
+            nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, kind) and n.name == value.__name__]
+        except (SyntaxError, ValueError):  # the file has changed since, or is no Python
+            continue
+        for node in nodes:
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            if first <= code.co_firstlineno <= (node.end_lineno or 0):
+                return textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno])).strip()
+    return ""
+
+
+def _functions(value: types.FunctionType | type) -> Iterator[types.FunctionType]:
+    """The function, or those that the class defines."""
+    members = vars(value).values() if isinstance(value, type) else [value]
+    for member in members:
+        inner: Any = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        found = inspect.unwrap(inner)
+        if isinstance(found, types.FunctionType) and found.__module__ == value.__module__:
+            yield found
+
+
+def _scope_of(value: types.FunctionType | type) -> dict[str, Any]:
+    """The names that it can use: those of its module, and of the functions around it."""
+    scope = dict(vars(sys.modules[value.__module__])) if value.__module__ in sys.modules else {}
+    for function in _functions(value):
+        scope |= function.__globals__
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in cells:
+            if name != "__class__":
+                scope[name] = _content(cell)
+    return scope
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not set yet
+        return ABSENT
+
+
+def _names_used(text: str) -> list[str]:
+    """The names that a definition takes from around it, in order."""
+    found: dict[str, None] = {}
+
+    def visit(table: symtable.SymbolTable, top: bool) -> None:
+        for symbol in table.get_symbols():
+            outside = symbol.is_referenced() and (not symbol.is_assigned() if top else symbol.is_global())
+            if outside and symbol.get_name() != "__class__":
+                found[symbol.get_name()] = None
+        for child in table.get_children():
+            visit(child, False)
+
+    visit(symtable.symtable(text, "<source>", "exec"), True)
+    return list(found)
+
+
+def _is_literal(value: Any) -> bool:
+    """Whether its `repr` is its source, and short enough for one."""
+    if not _is_small(value):
+        return False
+    try:
+        return type(value).__module__ == "builtins" and bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return False
+
+
+def _is_small(value: Any) -> bool:
+    """Whether it has at most `MOST_LITERAL` characters and elements, itself in itself counted again."""
+    left, parts = MOST_LITERAL, [value]
+    while parts and left >= 0:
+        part = parts.pop()
+        left -= len(part) if isinstance(part, (str, bytes)) else 1
+        if isinstance(part, (list, tuple, set, frozenset, dict)):
+            left -= len(part)
+            if left >= 0:
+                parts += [*part, *part.values()] if isinstance(part, dict) else part
+    return left >= 0
+
+
+# -- modules, on a rank ------------------------------------------------------------------------------------------------
 
 
 class _SentFile(SourceFileLoader):
@@ -114,57 +352,3 @@ class SentModules(importlib.abc.MetaPathFinder):
         file, text, folders = self._sent[name]
         loader = _SentFile(name, file, text)
         return importlib.util.spec_from_file_location(name, file, loader=loader, submodule_search_locations=folders)
-
-
-def _packed(field: str, given: Any) -> bytes:
-    try:
-        packed: bytes = cloudpickle.dumps(given)
-    except Exception as e:  # of many classes
-        said = " ".join(str(e).split()) or type(e).__name__
-        raise SpecError(field, f"it cannot be sent to the ranks: {said}",
-                        "open files and devices inside the function, not around it") from e  # fmt: skip
-    if len(packed) > MOST_BYTES:
-        raise SpecError(field, f"it is {len(packed) / 2**20:,.0f} MiB, which every rank would be sent",
-                        "give a function that reads the data on the rank")  # fmt: skip
-    return packed
-
-
-def _source_text(given: Any) -> SourceText | None:
-    """Of the function or class, or of an object's class; None if that can be imported."""
-    kind = given if isinstance(given, (types.FunctionType, type)) else type(given)
-    return SourceText(kind) if importable(kind) is None else None
-
-
-def _digest(name: str, given: Any, text: SourceText | None) -> str:
-    """Of the text, and of all that it does not express."""
-    digest = hashlib.blake2b(name.encode(), digest_size=16)
-    rest: list[Any] = [] if isinstance(given, (types.FunctionType, type)) else [given]
-    if text is not None:
-        digest.update(text.text.encode())
-        rest += [(name, None if value is ABSENT else value) for name, value in text.missing.items()]
-        rest += [*text.opaque, *(kept for kept in text.defaults if any(kept))]
-    stream = io.BytesIO()
-    _Hashing(stream).dump(rest)
-    digest.update(stream.getvalue())
-    return digest.hexdigest()
-
-
-class _Hashing(cloudpickle.Pickler):  # type: ignore[misc]
-    """Writes what is equal for equal values in any process: tensors by their bytes, code by its text."""
-
-    def reducer_override(self, given: Any) -> Any:
-        if isinstance(given, (types.FunctionType, type)) and importable(given) is None:
-            text = SourceText(given)
-            if text.text and not text.missing:
-                return (str, (text.text,))
-        if type(given).__module__ == "torch" and type(given).__name__ in ("Tensor", "Parameter"):
-            return (str, (_bytes_of(given),))
-        return super().reducer_override(given)
-
-
-def _bytes_of(tensor: Any) -> str:
-    import torch
-
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    content = hashlib.blake2b(flat.numpy().tobytes(), digest_size=16).hexdigest()
-    return f"{tensor.dtype} {tuple(tensor.shape)} {content}"

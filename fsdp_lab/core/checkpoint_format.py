@@ -32,7 +32,7 @@ from fsdp_lab.core.workload import LINEAGE
 
 MANIFEST = "checkpoint.json"
 PARTIAL = ".partial"
-FORMAT = 1
+FORMAT = 2
 # Why it was saved; the newest "best" and the newest few of the others are retained.
 KINDS = ("step", "best", "last", "rescue")
 _NAME = re.compile(r"step-\d{8,}-[0-9a-f]{6}")
@@ -102,7 +102,7 @@ def finish(partial: Path, parts: Sequence[Mapping[str, Any]], *, kind: str, else
     furthest = max((s["optimizer"] for s in states), key=lambda optimizer: int(optimizer["steps"]))
     optimizer = {**furthest, "slots": sorted({slot for s in states for slot in s["optimizer"]["slots"]})}
     files = {part["file"]: part["bytes"] for part in parts if part["file"] is not None}
-    modules = [s.get("modules", {}) for s in states]
+    modules = [s["modules"] for s in states]
     manifest = {**states[0], "optimizer": optimizer, "modules": modules, "files": files, "format": FORMAT, "kind": kind,
                 "saved_unix_s": time.time()}  # fmt: skip
     with open(partial / MANIFEST, "w", encoding="utf-8") as f:
@@ -192,7 +192,7 @@ def check_same(saved: Checkpoint, spec: Spec) -> None:
     if other := [name for name in saved.spec.difference(spec) if name in LINEAGE]:
         raise SpecError(other[0], f"{saved.path.name} is of another training, by its {other[0]}",
                         f"keep its {', '.join(LINEAGE)}")  # fmt: skip
-    by_rank, ranks = saved.manifest.get("modules", []), saved.spec.world_size
+    by_rank, ranks = saved.manifest["modules"], saved.spec.world_size
     states = [{name.split(".", 2)[2]: digest for name, (_, digest) in modules.items()} for modules in by_rank]
     differing = sorted(name for name in set().union(*states) if any(s.get(name) != states[0].get(name) for s in states))
     if differing and saved.manifest["writers"] != list(range(spec.world_size)):
@@ -202,7 +202,7 @@ def check_same(saved: Checkpoint, spec: Spec) -> None:
 
 
 def read(path: Path, *, field: str = "checkpoint") -> Checkpoint:
-    """The checkpoint at `path`. Raises ArgumentError: it is incomplete, or was written by a newer version."""
+    """The checkpoint at `path`. Raises ArgumentError: it is incomplete, or was written by another version."""
 
     def refused(reason: str, hint: str = "resume from another one") -> ArgumentError:
         return ArgumentError(field, f"{path.name} {reason}", hint)
@@ -214,7 +214,9 @@ def read(path: Path, *, field: str = "checkpoint") -> Checkpoint:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
-            raise refused(f"has format {manifest['format']}, and this version reads {FORMAT}", "use a newer fsdp_lab")
+            raise refused(
+                f"has format {manifest['format']}, and this version reads {FORMAT}", "use the fsdp_lab that wrote it"
+            )
         files = dict(manifest["files"])
         for name, nbytes in files.items():
             _check_file(path, name, nbytes, refused)

@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdp_lab.core.errors import SpecError, is_number, is_whole
 
-# "accepts": whether a value other than the default is valid; "wanted": what is, for a hint; "later", "json": see below
+# "accepts": whether a value other than the default is valid; "wanted": what is, for a hint; "json": see `as_json`
 Values = Mapping[str, Any]
 
 
@@ -37,12 +37,6 @@ def text(wanted: str) -> Values:
 POSITIVE = values(lambda v: is_number(v) and math.isfinite(v) and v > 0, "a finite number above 0")
 NOT_NEGATIVE = values(lambda v: is_number(v) and math.isfinite(v) and v >= 0, "a finite number of 0 or more")
 BOOL = values(lambda v: isinstance(v, bool), "true or false")
-
-
-def later(accepted: Values) -> Values:
-    """Of a field that did not exist when Specs were stored already: at its default it is left out of `Spec.id`, so that
-    they keep their ids."""
-    return {**accepted, "later": True}
 
 
 def as_json(accepted: Values) -> Values:

@@ -56,9 +56,7 @@ class WatchedLoop:
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> WatchedLoop:
-        """Fields of a later version are left out."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in d[KEY].items() if name in known})
+        return cls(**d[KEY])
 
 
 Trained = Spec | WatchedLoop  # what a run trains, as far as it is known

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from fsdp_lab.core.errors import SpecError, is_whole, plain_errors
-from fsdp_lab.core.fields import BOOL, check_fields, check_value, later, matching, one_of, values, whole
+from fsdp_lab.core.fields import BOOL, check_fields, check_value, matching, one_of, values, whole
 from fsdp_lab.core.link import LinkError, LinkSpec
 from fsdp_lab.core.schedule import OffloadPolicy, PrefetchPolicy, Rules
 from fsdp_lab.core.user_code import UserCode, is_code
@@ -72,8 +72,8 @@ _WRAP = matching(
     '"block", "every:K", "min_params:N", "class:NAME" or "whole"',
 )
 _RECOMPUTE = matching(r"none|full|every:[1-9]\d*", '"none", "full" or "every:K"')
-_ENGINE = later(
-    values(is_code, 'a class with the methods shard, gather, free and reduce, or its name as "package.module:name"')
+_ENGINE = values(
+    is_code, 'a class with the methods shard, gather, free and reduce, or its name as "package.module:name"'
 )
 _SYNC = values(
     lambda v: v in SYNCS if isinstance(v, str) else is_whole(v, 1),
@@ -95,16 +95,16 @@ class Strategy:
     precision: str | Precision = field(default="fp32", metadata=_PRECISION)
     offload: str = field(default="none", metadata=one_of(OFFLOADS))
     # Gathered parameters are copies, or, between ranks of one host, the shards of all ranks where they lie.
-    gather: str = field(default="copy", metadata=later(one_of(GATHERS)))
+    gather: str = field(default="copy", metadata=one_of(GATHERS))
     wrap: str = field(default="block", metadata=_WRAP)
     # Units gathered ahead of the one that computes; None: the backend's own, see `forward_depth`.
-    forward_prefetch: int | None = field(default=None, metadata=later(whole(0)))
+    forward_prefetch: int | None = field(default=None, metadata=whole(0))
     backward_prefetch: int = field(default=1, metadata=whole(0))
     # Issued before the backward of the unit that computes, or after it.
     backward_prefetch_point: str = field(default="before", metadata=one_of(PREFETCH_POINTS))
     limit_all_gathers: int = field(default=2, metadata=whole(0))  # in flight (section 3.4); 0: no limit
     # Units whose whole gradients are in flight; the backward waits before it sends one more.
-    limit_reductions: int = field(default=1, metadata=later(whole(1)))
+    limit_reductions: int = field(default=1, metadata=whole(1))
     recompute: str = field(default="none", metadata=_RECOMPUTE)  # activations: saved, or recomputed in the backward
     # The micro-batches that communicate; n: every n-th one of a step. The last always does.
     sync: str | int = field(default="every", metadata=_SYNC)
@@ -246,15 +246,8 @@ class Spec:
     def id(self) -> str:
         """Eight hex digits; equal Specs have equal ids, in any process."""
         d = self.to_dict()
-        if not self.workload.held_out:
-            del d["workload"]["held_out"]  # ids from before this field existed, in stored events, stay valid
-        for name, kind in PARTS.items():
-            part = getattr(self, name)
-            for f in dataclasses.fields(kind):
-                if f.metadata.get("later") and getattr(part, f.name) == f.default:
-                    del d[name][f.name]
         if not self.strategy.is_yours:
-            d["strategy"].pop("engine", None)  # nobody uses it
+            del d["strategy"]["engine"]  # nobody uses it
         text = json.dumps(d, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 

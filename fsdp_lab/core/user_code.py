@@ -30,6 +30,7 @@ class UserCode(Mapping[str, Any]):
 
     def __init__(self, code: str, source: str, digest: str, missing: Sequence[str] = (), *, given: Any = None,
                  packed: bytes = b"") -> None:  # fmt: skip
+        self.name, self.source, self.digest, self.missing = code, source, digest, tuple(missing)
         self._values: dict[str, Any] = {"code": code, "source": source, "digest": digest, "missing": list(missing)}
         self.given, self.packed = given, packed
 
@@ -42,22 +43,6 @@ class UserCode(Mapping[str, Any]):
         if not known or set(given) != set(_KEYS):
             raise SpecError(field, "this is no code that a lab has sent", "give the function itself, in the notebook")
         return cls(*(given[key] for key in _KEYS))
-
-    @property
-    def name(self) -> str:
-        return str(self._values["code"])
-
-    @property
-    def source(self) -> str:
-        return str(self._values["source"])
-
-    @property
-    def digest(self) -> str:
-        return str(self._values["digest"])
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        return tuple(self._values["missing"])
 
     def with_object(self, given: Any) -> UserCode:
         """The same code where the object is known."""

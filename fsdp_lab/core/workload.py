@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from fsdp_lab.core.errors import SpecError, is_number, plain_errors
-from fsdp_lab.core.fields import NOT_NEGATIVE, POSITIVE, as_json, check_fields, later, one_of, text, values, whole
+from fsdp_lab.core.fields import NOT_NEGATIVE, POSITIVE, as_json, check_fields, one_of, text, values, whole
 from fsdp_lab.core.lora import Lora
 from fsdp_lab.core.lr_schedule import LR_SCHEDULES, LrSchedule
 from fsdp_lab.core.optimizer import Arguments, TorchOptimizer, is_class_name, one_spelling
@@ -33,27 +33,25 @@ _DATA = values(
     lambda v: (isinstance(v, str) and bool(v)) or is_code(v),
     '"stdlib", "images", the path of a file or folder, or a dataset',
 )
-_LOSS = later(values(is_code, 'a function of (model, batch), or its name as "package.module:name"'))
+_LOSS = values(is_code, 'a function of (model, batch), or its name as "package.module:name"')
 _SHARE = values(lambda v: is_number(v) and 0 <= v <= MOST_HELD_OUT, f"a number from 0 to {MOST_HELD_OUT}")
 _END = values(lambda v: is_number(v) and 0 <= v <= 1, "a share of lr, from 0 to 1")
 PACKINGS = ("packed", "padded")
-_TOKENIZER = later(text('"bytes", "own" (of the model\'s folder), or a folder with a tokenizer'))
-_COLUMN = later(text("the name of a column"))
-_PATTERNS = later(as_json(values(are_patterns, 'patterns of parameter names such as ["transformer.wte.*"], or null')))
-_LORA = later(as_json(values(lambda v: isinstance(v, (Mapping, Lora)), 'an object such as {"r": 8}, or null')))
-_GROUPS = later(
-    as_json(
-        values(
-            are_groups,
-            'groups such as [{"match": ["*.bias"], "lr": 1e-4, "weight_decay": 0}], with an lr above 0, or null',
-        )
+_TOKENIZER = text('"bytes", "own" (of the model\'s folder), or a folder with a tokenizer')
+_COLUMN = text("the name of a column")
+_PATTERNS = as_json(values(are_patterns, 'patterns of parameter names such as ["transformer.wte.*"], or null'))
+_LORA = as_json(values(lambda v: isinstance(v, (Mapping, Lora)), 'an object such as {"r": 8}, or null'))
+_GROUPS = as_json(
+    values(
+        are_groups,
+        'groups such as [{"match": ["*.bias"], "lr": 1e-4, "weight_decay": 0}], with an lr above 0, or null',
     )
 )
 _OPTIMIZER = values(is_class_name, "adamw, sgd, or the name of another class of torch.optim, such as RMSprop")
-_ARGUMENTS = later(
-    as_json(values(lambda v: isinstance(v, Mapping), 'arguments of its class by name, such as {"fused": true}'))
+_ARGUMENTS = as_json(
+    values(lambda v: isinstance(v, Mapping), 'arguments of its class by name, such as {"fused": true}')
 )
-_WEIGHTS = later(text('"random", "own", or the folder of the weights'))
+_WEIGHTS = text('"random", "own", or the folder of the weights')
 
 
 @plain_errors
@@ -78,7 +76,7 @@ class Workload:
     # Of records; None: "text", or else "messages" (chat).
     text_field: str | None = field(default=None, metadata=_COLUMN)
     # packed: samples are joined and cut into windows of seq_len; padded: one sample a row.
-    packing: str = field(default="packed", metadata=later(one_of(PACKINGS)))
+    packing: str = field(default="packed", metadata=one_of(PACKINGS))
     held_out: float = field(default=0.05, metadata=_SHARE)  # of the samples, at the end of the data: not trained on
     seq_len: int = field(default=128, metadata=whole(2))
     micro_batch: int = field(default=4, metadata=whole(1))  # samples per rank per forward
@@ -88,13 +86,13 @@ class Workload:
     optimizer_args: Mapping[str, Any] = field(default=Arguments(), metadata=_ARGUMENTS)
     lr: float = field(default=3e-4, metadata=POSITIVE)
     # The rate over steps: see `LrSchedule`.
-    lr_schedule: str = field(default="constant", metadata=later(one_of(LR_SCHEDULES)))
-    warmup_steps: int = field(default=0, metadata=later(whole(0)))
-    decay_steps: int | None = field(default=None, metadata=later(whole(1)))  # where linear and cosine end
-    lr_end: float = field(default=0.0, metadata=later(_END))  # the rate from there on, as a share of lr
+    lr_schedule: str = field(default="constant", metadata=one_of(LR_SCHEDULES))
+    warmup_steps: int = field(default=0, metadata=whole(0))
+    decay_steps: int | None = field(default=None, metadata=whole(1))  # where linear and cosine end
+    lr_end: float = field(default=0.0, metadata=_END)  # the rate from there on, as a share of lr
     weight_decay: float = field(default=0.1, metadata=NOT_NEGATIVE)
     clip_norm: float | None = field(default=None, metadata=POSITIVE)  # of the global gradient; None: no clipping
-    dropout: str = field(default="off", metadata=later(one_of(DROPOUTS)))  # or as the model's config says
+    dropout: str = field(default="off", metadata=one_of(DROPOUTS))  # or as the model's config says
     # Patterns of parameters that are not trained.
     freeze: tuple[str, ...] | None = field(default=None, metadata=_PATTERNS)
     # Parameters with rates of their own: lists of {"match": patterns, "lr": number, "weight_decay": number}; the first one

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import socket
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, overload
 
 from fsdp_lab.core.describe import describe_strategy, describe_value
@@ -77,7 +75,7 @@ class StoredRun(RunQueries):
                 Switch(
                     step=row["step"],
                     before=made[-1].after if made else None,
-                    after=_read_spec(json.loads(row["spec"])),
+                    after=Spec.from_dict(json.loads(row["spec"])),
                     seconds=row["seconds"],
                     carried=bool(row["carried"]),
                     notes=tuple(json.loads(row["notes"])),
@@ -87,12 +85,17 @@ class StoredRun(RunQueries):
 
     @cached_property
     def events(self) -> EventStore:
-        """Raises HistoryError if the run was deleted meanwhile."""
+        """With the stored spans and memory curves. Raises HistoryError if the run was deleted meanwhile."""
+        events: dict[int, StepEvent] = {}  # by cursor
         with self._open() as db:
-            restarts = db.value("SELECT restarts FROM runs WHERE number = ?", self.number)
-            if restarts is None:
+            if not db.rows("SELECT number FROM runs WHERE number = ?", self.number):
                 raise HistoryError(f"run {self.id} was deleted from {db.path}")
-            return read_events(db, self.number, json.loads(restarts))
+            for table in ("batches", "traces"):  # in this order: an event in a trace has spans or a memory curve, too
+                for row in db.rows(f"SELECT data FROM {table} WHERE run = ? ORDER BY first", self.number):
+                    events.update(unpack(row["data"]))
+        store = EventStore(max(CAP, len(events)))
+        store.add(events[cursor] for cursor in sorted(events))
+        return store
 
     def to_dict(self) -> dict[str, Any]:
         """Everything except the events, as plain values."""
@@ -120,27 +123,7 @@ class StoredRun(RunQueries):
 
 def _read_trained(fields: Mapping[str, Any]) -> Trained:
     """What a stored run trains. Raises SpecError."""
-    return WatchedLoop.from_dict(fields) if KEY in fields else _read_spec(fields)
-
-
-def _read_spec(fields: Mapping[str, Any]) -> Spec:
-    """A stored Spec; `held_out` is 0 in one that is older than the field. Raises SpecError."""
-    return Spec.from_dict({**fields, "workload": {"held_out": 0, **fields["workload"]}})
-
-
-def read_events(db: HistoryDB, number: int, restarts: Sequence[tuple[int, int]]) -> EventStore:
-    """A run's events in order of arrival, with the stored spans and memory curves."""
-    events: dict[int, StepEvent] = {}  # by cursor
-    for table in ("batches", "traces"):  # in this order: an event in a trace has spans or a memory curve, too
-        for row in db.rows(f"SELECT data FROM {table} WHERE run = ? ORDER BY first", number):
-            events.update(unpack(row["data"]))
-    store, cursors = EventStore(max(CAP, len(events))), sorted(events)
-    bounds = [*(bisect_left(cursors, cursor) for cursor, _ in restarts), len(cursors)]
-    store.add(events[c] for c in cursors[: bounds[0]])
-    for (_, step), (begin, end) in zip(restarts, pairwise(bounds), strict=True):
-        store.restart(step)  # in files older than `StepEvent.attempt` only the restarts distinguish the attempts
-        store.add(events[c] for c in cursors[begin:end])
-    return store
+    return WatchedLoop.from_dict(fields) if KEY in fields else Spec.from_dict(fields)
 
 
 # -- lists ---------------------------------------------------------------------------------------------------------------

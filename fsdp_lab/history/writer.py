@@ -4,18 +4,14 @@ A few times a second the thread writes what is new in the runs' event stores. So
 receives events is involved, and any failure here (a full disk, another kernel's lock, a damaged file) is reported in
 `problem` and retried, while the runs continue. The thread ends when no run is left to write.
 
-A long run is thinned, so that a day of training stays small. All of the newest 100,000 events are stored; before these the
-events of one step in 16, up to the same number; before these of one in 256; and so on. An event takes about 120 bytes, so
-each of these levels takes about 12 MB. First steps after a switch, ledger steps and evaluated steps stay one level longer.
-Spans are stored of one traced step every 5 s and of the run's last ones, up to 20 steps; memory curves of the newest 8
-ledger steps.
+An event takes about 160 bytes. Spans are stored of one traced step every 5 s and of the run's last ones, up to 20 steps;
+memory curves of the newest 8 ledger steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import socket
 import sqlite3
 import threading
@@ -27,8 +23,8 @@ from typing import Any
 
 from fsdp_lab.core.events import StepEvent
 from fsdp_lab.core.process import Identity
-from fsdp_lab.history.database import HistoryDB, HistoryError, Row, damaged, pack, set_aside, unpack
-from fsdp_lab.runs.steps import CAP, last_stretch
+from fsdp_lab.history.database import HistoryDB, HistoryError, Row, damaged, pack, set_aside
+from fsdp_lab.runs.steps import last_stretch
 from fsdp_lab.runs.summary import counting, median
 from fsdp_lab.runs.view import RunView
 
@@ -37,8 +33,7 @@ RETRY_S = 2.0  # after an error
 LIMIT_S = 10.0  # between two checks of the sizes
 MOST_WAITING = 4  # runs that are over and cannot be written; older ones are dropped
 
-BATCH = 256  # events in a pack; the last one is rewritten until it is full
-THIN = 16  # one of so many steps of a level moves to the next one
+BATCH = 128  # events in a pack; the last one is rewritten until it is full
 SPANS_S = 5.0  # between two traced steps that are stored
 SPANS_KEPT, CURVES_KEPT = 20, 8  # steps
 WAITING = 8  # traced steps, and ledger steps, held in memory; at the end of the run all of them are stored
@@ -119,9 +114,6 @@ class HistoryWriter:
                 except LookupError:  # a user deleted the run while it trained
                     writer.over = True
             if any(writer.over for writer in writers) or time.monotonic() - self._checked_s > LIMIT_S:
-                for writer in writers:
-                    if writer.number is not None:
-                        thin(db, writer.number)
                 self._enforce_limit(db)
                 self._checked_s = time.monotonic()
             self.problem = ""
@@ -205,8 +197,10 @@ class RunWriter:
         if not rows and state == self._written and now_s - self._seen_s < SEEN_S:
             return
         self._hold(rows)
+        # All is packed before the transaction, which is to be short.
         unfinished = [*self._tail, *rows]
-        batches = _batches(unfinished) if rows else []
+        parts = [unfinished[at : at + BATCH] for at in range(0, len(unfinished), BATCH)] if rows else []
+        batches = [{"first": part[0][0], "count": len(part), "data": pack(part)} for part in parts]
         due = self._due(over, now_s)
         traces: list[dict[str, Any]] = [
             {"first": min(step), "curve": int(_has_curve(step)), "data": pack(sorted(step.items()), heavy=True)}
@@ -289,12 +283,6 @@ def _has_curve(step: Mapping[int, StepEvent]) -> bool:
     return any(e.memory_curve for e in step.values())
 
 
-def _batches(rows: Sequence[Row], level: int = 0) -> list[dict[str, Any]]:
-    """Events packed for the table `batches`. To be called before a transaction, which is to be short."""
-    packs = (rows[at : at + BATCH] for at in range(0, len(rows), BATCH))
-    return [{"first": part[0][0], "count": len(part), "level": level, "data": pack(part)} for part in packs]
-
-
 def _row(run: RunView) -> dict[str, Any]:
     return {
         "id": run.id,
@@ -305,7 +293,6 @@ def _row(run: RunView) -> dict[str, Any]:
         "ended_unix_s": run.ended_unix_s,
         "notes": json.dumps(list(run.notes)),
         "environment": json.dumps(dict(run.environment)),
-        "restarts": json.dumps(run.events.restarts),
     }
 
 
@@ -326,33 +313,3 @@ def _delete_old_traces(db: HistoryDB, number: int) -> None:
             "(SELECT first FROM traces WHERE run = ? AND curve = ? ORDER BY first DESC LIMIT ?)",
             number, curve, number, curve, newest,
         )  # fmt: skip
-
-
-def thin(db: HistoryDB, number: int, cap: int = CAP) -> None:
-    """Moves the oldest packs of each level with 10% more than `cap` events to the next level, with one step in `THIN`."""
-    level = 0
-    while level <= db.value("SELECT ifnull(max(level), -1) FROM batches WHERE run = ?", number):
-        surplus = db.value("SELECT total(count) FROM batches WHERE run = ? AND level = ?", number, level) - cap
-        if surplus > cap // 10:
-            query = "SELECT first, data FROM batches WHERE run = ? AND level = ? ORDER BY first LIMIT ?"
-            _move(db, number, level, db.rows(query, number, level, math.ceil(surplus / BATCH)))
-        level += 1
-
-
-def _move(db: HistoryDB, number: int, level: int, old: Sequence[Mapping[str, Any]]) -> None:
-    """Merges `THIN` packs into one at a time, so that transactions are short and packs stay full."""
-    for at in range(0, len(old), THIN):
-        group = old[at : at + THIN]
-        rows = [row for batch in group for row in unpack(batch["data"])]
-        thinned = [
-            (cursor, e)
-            for cursor, e in rows
-            if e.step % THIN ** (level + 1) == 0
-            or (level == 0 and (e.first_after_switch or e.ledger or e.eval_loss is not None))
-        ]
-        batches = _batches(thinned, level + 1)
-        with db.transaction():
-            for former in group:
-                db.change("DELETE FROM batches WHERE run = ? AND first = ?", number, former["first"])
-            for batch in batches:
-                db.insert("batches", {"run": number, **batch}, replace=True)

@@ -276,9 +276,10 @@ class Checkpointer:
         writers = m["writers"]
         buffers_of = writers[rank % len(writers)]
         kept = m["optimizer"]
-        scalars = kept.get("scalars", {"step": float(kept["steps"])})  # the steps alone, in older checkpoints
-        modules = m["modules"][rank % len(writers)] if "modules" in m else {}  # not in older checkpoints
-        wanted = targets(backend, kept["slots"], scalars, buffers_of, {name: n for name, (n, _) in modules.items()})
+        modules = m["modules"][rank % len(writers)]
+        wanted = targets(
+            backend, kept["slots"], kept["scalars"], buffers_of, {name: n for name, (n, _) in modules.items()}
+        )
         same_rank = saved.spec.world_size == self._info.world_size and rank in writers
         random = self._random_states() if same_rank else []
         with torch.no_grad():

@@ -20,6 +20,7 @@ from fsdp_lab.runs.recovery import RecoveryPolicy
 from fsdp_lab.runs.view import RunState, Switch
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 # The states that may follow each one. A state follows itself where only its reason changes.
 _FROM_LOOP = frozenset(RunState) - {RunState.STARTING, RunState.LOST}
@@ -148,16 +149,6 @@ class RunControl:
             self._switch_requests.append(request := SwitchRequest(spec))
         return request
 
-    def request_fault(self, fault: Fault | None) -> FaultRequest:
-        """Hold the lock."""
-        self.faults.append(request := FaultRequest(fault))
-        return request
-
-    def request_texts(self, prompts: tuple[str, ...], sampling: Sampling) -> GenerateRequest:
-        """Hold the lock."""
-        self.texts.append(request := GenerateRequest(prompts, sampling))
-        return request
-
     def request_stop(self, reason: str) -> None:
         """The first reason counts."""
         with self.changing():
@@ -178,13 +169,10 @@ class RunControl:
         """Why a call to the ranks was interrupted."""
         return self.stop_reason if self.stop_s is not None else "interrupted"
 
-    def take_fault(self) -> FaultRequest | None:
+    def take(self, requests: list[R]) -> R | None:
+        """Removes and returns the oldest of `faults` or `texts`; None: there is none."""
         with self.changed:
-            return self.faults.pop(0) if self.faults else None
-
-    def take_texts(self) -> GenerateRequest | None:
-        with self.changed:
-            return self.texts.pop(0) if self.texts else None
+            return requests.pop(0) if requests else None
 
     def take_ledger(self) -> bool:
         """Whether a ledger step was requested since the last chunk."""

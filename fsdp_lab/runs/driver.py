@@ -213,9 +213,9 @@ class Driver:
                 if control.stop_s is not None:
                     return RunState.STOPPED, control.stop_reason
                 pending = control.pending
-            while (request := control.take_fault()) is not None:
+            while (request := control.take(control.faults)) is not None:
                 self._arm(request)
-            if (texts := control.take_texts()) is not None:
+            if (texts := control.take(control.texts)) is not None:
                 self._generate(texts)
                 continue  # a pause goes on
             if pending is not None:
@@ -417,7 +417,7 @@ class Driver:
         """Calls the ranks with `spec`, and records the switch."""
         began_s = time.monotonic()
         before = self.spec if self.switches else None
-        code = self.ranks.provide(spec)
+        code = self.ranks.delivery.provide(spec)
         required = {"evaluated": self._evaluate.samples, **self._evaluate.texts} if self._evaluate else {}
         result = self.call(what, run=self.run, spec=spec.to_dict(), **required, **arguments)[0]
         seconds = time.monotonic() - began_s
@@ -477,7 +477,7 @@ class Driver:
         if not self.recovery.count_failure() or self.control.stop_s is not None:
             return None
         self.recovery.add(error, self.step, self.spec.world_size)
-        self.ranks.settle()
+        self.ranks.dispatcher.settle()
         self.recovery.update(freed_unix_s=time.time())
         return self.recovery.policy if self.recovery.policy.how == "auto" else self.control.wait_for_recovery(error)
 
@@ -486,7 +486,7 @@ class Driver:
         failure = self.recovery.incidents[-1].sentence
         with self.control.changed:
             self.control.set_state(RunState.RECOVERING, failure)
-        statuses, failed_at = self.ranks.settle(), self.progress.step
+        statuses, failed_at = self.ranks.dispatcher.settle(), self.progress.step
         if self.recovery.incidents[-1].freed_unix_s is None:
             self.recovery.update(freed_unix_s=time.time())
         self.checkpoints.give_up(f"meanwhile {failure}")

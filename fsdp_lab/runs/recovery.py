@@ -175,7 +175,8 @@ def rescue(ranks: Cluster, statuses: Mapping[int, Mapping[str, Any]], root: Path
         try:
             partial = begin(root, step)
             sent = path_on_ranks(ranks, partial)
-            parts = ranks.ask("rescue", writers, timeout_s=WRITE_S, partial=sent, writers=writers)
+            given = {rank: {"partial": sent, "writers": writers} for rank in writers}
+            parts = ranks.dispatcher.ask("rescue", given, WRITE_S)
             return finish(partial, [parts[rank] for rank in writers], kind="rescue", elsewhere=not ranks.local)
         except (ClusterError, FieldError, OSError, ValueError) as e:
             why = str(e).partition("\n")[0]

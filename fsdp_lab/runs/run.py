@@ -262,7 +262,8 @@ class Run(RunQueries, Awaited["Run"]):
         given, wanted = checked_prompts(prompts), Sampling(**sampling)
         with self._control.changing():
             self._require_live("lab.generate(text) asks what the ranks hold")
-            return self._control.request_texts(given, wanted)
+            self._control.texts.append(request := GenerateRequest(given, wanted))
+        return request
 
     def recover(self, ranks: str | None = None) -> None:
         """Recovers from a failure: "same" replaces the lost ranks, "fewer" continues with those that are left; None: as
@@ -290,7 +291,8 @@ class Run(RunQueries, Awaited["Run"]):
                 raise ClusterError(f"run {self.id} is {self.state.value}; a fault can be armed only while it trains")
             if fault is not None:
                 fault.check(self.spec.world_size, self.step)
-            return self._control.request_fault(fault)
+            self._control.faults.append(request := FaultRequest(fault))
+        return request
 
     def fault_injected(self, unix_s: float) -> None:
         """The next failure to be detected was injected at this time."""

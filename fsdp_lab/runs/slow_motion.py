@@ -211,7 +211,7 @@ class SlowStep:
         self._prepare(self.spec)
         statuses = self._results("status")
         if any(s.get("spec_id") != self.spec.id for s in statuses):
-            self._ranks.provide(self.spec)
+            self._ranks.delivery.provide(self.spec)
             self._results("apply", run=secrets.token_hex(4), spec=self.spec.to_dict(), fresh=False)
         self.ready = True
 

@@ -199,7 +199,6 @@ class EventStore:
         self._spans = 0
         self._curves: deque[int] = deque()  # cursors of events with a memory curve
         self.attempt = 0
-        self._restarts: list[tuple[int, int]] = []
         self._lock = threading.Lock()
 
     def add(
@@ -273,7 +272,6 @@ class EventStore:
     def _begin_attempt(self, attempt: int, step: int) -> None:
         """Hold the lock."""
         self.attempt, self._start = attempt, step
-        self._restarts.append((self._first + len(self._events), step))
         for seen in self._seen.values():
             seen.floor, seen.above = step, set()
 
@@ -345,12 +343,6 @@ class EventStore:
         current = {(s.attempt, s.number) for s in self.steps()}
         counting = [s for s in traced if (s.attempt, s.number) in current] or traced
         return next(reversed([s for s in counting if s.is_whole] or counting), None)
-
-    @property
-    def restarts(self) -> tuple[tuple[int, int], ...]:
-        """(cursor, step) of each `restart`; events from that cursor on arrived after it."""
-        with self._lock:
-            return tuple(self._restarts)
 
     @property
     def dropped(self) -> int:

@@ -113,10 +113,9 @@ def test_what_is_said_to_ranks_is_not_kept(cluster: Cluster):
     for _ in range(CLIENT_HISTORY + 50):
         cluster.call("ping")
     assert len(cluster.client.history) <= CLIENT_HISTORY
-    assert all(not member.view.history for member in cluster._membership.members)
+    assert all(not member.view.history for member in cluster.membership.members)
     assert (
-        cluster._membership.engines is not None
-        and cluster._membership.engines.client.session.digest_history_size <= 2048
+        cluster.membership.engines is not None and cluster.membership.engines.client.session.digest_history_size <= 2048
     )
 
 
@@ -230,7 +229,7 @@ def test_another_number_of_ranks(cluster: Cluster):
 def test_a_lost_controller_is_noticed_said_and_replaced(cluster: Cluster):
     call = cluster.submit("train", steps=10_000)
     time.sleep(0.2)
-    os.kill(cluster._membership.engines.controller_pid, signal.SIGKILL)
+    os.kill(cluster.membership.engines.controller_pid, signal.SIGKILL)
     with pytest.raises(RankLost, match="out of reach, because ipyparallel's controller was ended by SIGKILL"):
         call.results()
     former = cluster.token
@@ -321,5 +320,5 @@ def test_without_a_number_there_is_a_rank_on_each_free_gpu(monkeypatch: pytest.M
     cluster = Cluster(None)
     with pytest.raises(StartError, match="enough"):
         cluster.start()
-    assert cluster._assembly._default_ranks == 3
-    assert cluster._assembly.notes == ("3 ranks, one on each GPU that is free; Lab(2) takes two of them.",)
+    assert cluster.assembly._default_ranks == 3
+    assert cluster.assembly.notes == ("3 ranks, one on each GPU that is free; Lab(2) takes two of them.",)

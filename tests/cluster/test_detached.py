@@ -41,7 +41,7 @@ if __name__ == "__main__":
     while not heard:
         time.sleep(0.01)
     if sys.argv[3] == "tear":
-        cluster._dispatcher.send("train", {0: {"steps": 1}})
+        cluster.dispatcher.send("train", {0: {"steps": 1}})
     if sys.argv[3] == "empty":
         cluster.interrupt()
         cluster.call("leave")
@@ -82,8 +82,12 @@ def test_the_next_kernel_finds_ranks_that_were_busy_when_theirs_was_killed(tempo
     with Cluster(2, rank_module=FAKE, persist=1) as cluster:
         assert time.monotonic() - began < 5, "they had most of a second to go"
         assert cluster.attached and tuple(cluster.pids) == record.pids and cluster.token == token
-        assert [told["step"] for told in cluster.attached_status] == [40, 40] == [s.step for s in cluster.status()]
-        assert [told["spec"]["workload"]["seed"] for told in cluster.attached_status] == [7, 7]
+        assert (
+            [told["step"] for told in cluster.assembly.attached_status]
+            == [40, 40]
+            == [s.step for s in cluster.status()]
+        )
+        assert [told["spec"]["workload"]["seed"] for told in cluster.assembly.attached_status] == [7, 7]
         assert detached_clusters()[0].owner == Identity.this()
         resume_held_spec(cluster)
         assert [t["step"] for t in cluster.call("train", steps=3)] == [43, 43]
@@ -109,7 +113,7 @@ def test_ranks_that_are_changed_as_soon_as_they_are_taken_over_stay(temporary: P
     with Cluster(2, rank_module=FAKE, persist=1) as cluster:
         with pytest.raises(ArgumentError, match="persist: ranks of another launcher end with this kernel"):
             cluster.move(LauncherHosts(launcher="pbs", count=2))
-        cluster._membership.engines.unpersist()  # type: ignore[union-attr]  # as a change of ranks does, while it lasts
+        cluster.membership.engines.unpersist()  # type: ignore[union-attr]  # as a change of ranks does, while it lasts
         until(lambda: len(guardians(token)) == 1)
         assert cluster.attached and cluster.call("ping") == cluster.pids and cluster.running
     assert not guardians(token) and marked(token) == []
@@ -121,7 +125,7 @@ def guardians(token: str) -> list[int]:
 
 def resume_held_spec(cluster: Cluster) -> None:
     """The Spec that they hold goes on."""
-    held = cluster.attached_status[0]["spec"]
+    held = cluster.assembly.attached_status[0]["spec"]
     assert all(t["carried"] for t in cluster.call("apply", run="again", spec=held, fresh=False))
 
 
@@ -147,7 +151,11 @@ def test_an_interrupt_while_they_are_waited_for_loses_nothing(temporary: Path):
         Cluster(2, rank_module=FAKE, persist=1).start()
     assert detached_clusters()[0].free and marked(token)
     with Cluster(2, rank_module=FAKE, persist=1) as cluster:
-        assert cluster.attached and tuple(cluster.pids) == record.pids and cluster.attached_status[0]["step"] == 250
+        assert (
+            cluster.attached
+            and tuple(cluster.pids) == record.pids
+            and cluster.assembly.attached_status[0]["step"] == 250
+        )
 
 
 @pytest.mark.slow
@@ -156,7 +164,7 @@ def test_ranks_that_hold_nothing_are_ended_and_others_are_left(temporary: Path):
     with Cluster(1, rank_module=FAKE, persist=1) as other:
         assert not other.attached and marked(token)
         assert other.notes == (
-            *other.placement.notes,
+            *other.membership.placement.notes,
             f"other ranks wait for a kernel ({token[:8]}); list or end them with `fsdp-lab ranks`",
         )
     with Cluster(2, rank_module=FAKE, persist=1) as cluster:
@@ -172,7 +180,7 @@ def test_a_kernel_that_leaves_lets_the_next_one_in_at_once(temporary: Path):
     pids = first.pids
     assert first.attached and marked(token)
     other = Cluster(2, rank_module=FAKE, persist=1, timeout_s=59)
-    assert other.identity != first.identity, "another cell"
+    assert other.assembly.config.identity != first.assembly.config.identity, "another cell"
     first.detach()
     assert first.closed and not first.running
     with pytest.raises(ClusterError, match="closed"):

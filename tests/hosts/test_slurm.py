@@ -175,7 +175,7 @@ def test_ipyparallel_s_own_launcher_starts_engines_too(two: Site, slurm: Slurm, 
         assert sorted(s.host for s in cluster.status()) == ["alpha"] * 2 + ["beta"] * 2
         assert len(slurm.jobs()) == 1 and cluster.client.curve_serverkey
         os.kill(cluster.pids[0], signal.SIGSTOP)
-        cluster._dispatcher.end_rank(0, "was ended")
+        cluster.dispatcher.end_rank(0, "was ended")
         eventually(lambda: 0 in cluster.lost, 10, "it is lost")
     assert not list(tmp_path.iterdir()) and not Path("slurm_engine.sbatch").exists()
     with pytest.raises(StartError, match="no launcher 'none'"):

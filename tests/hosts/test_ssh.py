@@ -138,7 +138,7 @@ def test_hosts_are_clean_when_the_kernel_and_its_guardian_are_killed(two: Site, 
     with on(hosts()) as cluster:
         for pid in cluster.processes:
             os.kill(pid, signal.SIGKILL)
-        os.kill(cluster._membership.engines._guardian.identity.pid, signal.SIGKILL)
+        os.kill(cluster.membership.engines._guardian.identity.pid, signal.SIGKILL)
         eventually(lambda: not left(two, ssh), LEFT_S, "the hosts are clean")
 
 
@@ -213,7 +213,7 @@ def test_hosts_that_cannot_reach_this_machine_come_through_ssh(two: Site, hosts)
     with on(hosts(tunnel=True)) as cluster:
         assert {s.host for s in cluster.status()} == {"alpha", "beta"}
         assert cluster.call("ping") == cluster.pids
-        info = cluster._membership.engines._connection
+        info = cluster.membership.engines._connection
         assert info["interface"] == "tcp://127.0.0.1"
 
 
@@ -238,8 +238,8 @@ def test_the_next_kernel_finds_the_ranks_on_their_hosts(two: Site, ssh: SshServe
         assert time.monotonic() - begin_s < 5 and cluster.attached
         assert (cluster.token, cluster.pids) == (token, pids)
         assert [s.host for s in cluster.status()] == ["alpha", "beta"]
-        assert [t["step"] for t in cluster.attached_status] == [5, 5]
-        held = cluster.attached_status[0]["spec"]
+        assert [t["step"] for t in cluster.assembly.attached_status] == [5, 5]
+        held = cluster.assembly.attached_status[0]["spec"]
         assert all(t["carried"] for t in cluster.call("apply", run="again", spec=held, fresh=False))
         assert [t["step"] for t in cluster.call("train", steps=3)] == [8, 8]
         os.kill(cluster.pids[1], signal.SIGKILL)
@@ -341,7 +341,7 @@ def test_a_rank_that_does_not_answer_is_ended_on_its_host(two: Site, hosts) -> N
     with on(hosts()) as cluster:
         os.kill(cluster.pids[1], signal.SIGSTOP)
         pid = cluster.pids[1]
-        cluster._dispatcher.end_rank(1, "was ended")
+        cluster.dispatcher.end_rank(1, "was ended")
         eventually(
             lambda: not Path(f"/proc/{pid}").exists() or _words(pid) in ("", "ended"), 10, "its process has ended"
         )

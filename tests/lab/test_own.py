@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -142,29 +140,12 @@ class Samples:
 PARTS = "def act(x):\n    return x * 2.0\n"
 
 
-def test_a_module_that_was_edited_between_its_import_and_its_first_run_is_told(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    file = tmp_path / "net_edited.py"
-    file.write_text(MODULE.replace("net_parts.act", "torch.tanh").replace("import net_parts\n", ""))
-    importlib.import_module("net_edited")
-    os.utime(file, (time.time() + 10,) * 2)
-    fields: dict[str, Any] = {
-        n: f"net_edited:{v}" for n, v in (("model", "Net"), ("loss", "loss"), ("data", "Samples"))
-    }
-    run = lab.run(**fields, wrap="whole", steps=1).wait(60)
-    said = "net_edited: net_edited.py has changed since this kernel imported it, and the ranks use the file; importlib."
-    assert any(note.startswith(said) for note in run.notes), run.notes
-
-
 def test_ranks_use_a_module_as_the_kernel_has_imported_it(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also a module that this one imports, by a name, by an object or from a cell; the ranks do not see the files at all."""
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # so that a change within a second is imported
 
     def write(name: str, text: str) -> None:
         (tmp_path / f"{name}.py").write_text(text)

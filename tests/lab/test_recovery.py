@@ -249,11 +249,14 @@ def test_a_failure_that_comes_again_at_once_ends_the_run(lab: Lab) -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_found_and_replaced(lab: Lab, undisturbed: dict[int, float], tmp_path: Path) -> None:
-    run = lab.run(**SMALL, steps=STEPS, recover=True, save=CheckpointConfig(folder=tmp_path, every=5))
+def test_a_stopped_rank_is_found_and_replaced(
+    impatient_lab: Lab, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    save = CheckpointConfig(folder=tmp_path, every=5)
+    run = impatient_lab.run(**SMALL, steps=STEPS, recover=True, save=save)
     until(lambda: run.step > 6, 60)
-    gone = psutil.Process(lab.rank_status()[1].pid)
-    kill(lab, 1, signal.SIGSTOP)
+    gone = psutil.Process(impatient_lab.rank_status()[1].pid)
+    kill(impatient_lab, 1, signal.SIGSTOP)
     run.wait(150)
     assert losses(run) == undisturbed
     until(lambda: not gone.is_running(), 10)
@@ -266,7 +269,7 @@ def test_a_controller_that_is_killed_is_replaced_with_all_ranks(
     run = lab.run(**SMALL, steps=STEPS, recover=True, save=CheckpointConfig(folder=tmp_path, every=5))
     until(lambda: run.step > 6, 60)
     former = {s.pid for s in lab.rank_status()}
-    os.kill(lab.cluster._membership.engines.controller_pid, signal.SIGKILL)
+    os.kill(lab.cluster.membership.engines.controller_pid, signal.SIGKILL)
     run.wait(150)
     assert losses(run) == undisturbed and "controller" in run.incidents[0].sentence
     assert not former & {s.pid for s in lab.rank_status()}

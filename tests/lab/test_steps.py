@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -32,7 +31,6 @@ from tests.dashboard.fake_lab import FakeLab, event
 from tests.lab.telling import Telling
 
 SPEC = Spec(world_size=2)
-OLD_FILE = Path(__file__).with_name("history_before_attempts.sql")
 
 
 @cache
@@ -225,26 +223,6 @@ def test_events_of_several_attempts_make_the_same_store_again():
     copied.add(run.events.since()[0])
     assert copied.since()[0] == run.events.since()[0] and copied.steps() == run.events.steps()
     assert copied.attempt == 1
-
-
-def test_an_event_of_before_there_were_attempts_is_of_the_first():
-    (e, _) = measured(3)
-    told = e.to_dict()
-    assert told.pop("attempt") == 0 and StepEvent.from_dict(told) == e
-
-
-def test_a_history_file_of_before_there_were_attempts_tells_them_by_its_restarts(tmp_path: Path):
-    """A file as the code before wrote it: steps 0 to 9, back to step 6, steps 6 and 7."""
-    file = tmp_path / "history.sqlite3"
-    with sqlite3.connect(file) as db:
-        db.executescript(OLD_FILE.read_text(encoding="utf-8"))
-    db.close()
-    run = History(file).runs()[0]
-    assert [(e.step, e.attempt) for e in run.events.since()[0] if e.rank == 1] == [
-        *((n, 0) for n in range(10)), (6, 1), (7, 1)]  # fmt: skip
-    assert len(run.summary()["losses"]) == 8 and parity(run, run).steps == 8
-    assert [(s.attempt, s.number) for s in run.events.traced()] == [(0, 5), (0, 9)]
-    assert run.timeline().step == 5, "the traced step 9 is abandoned"
 
 
 # -- assembling ------------------------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def stored(path: Path) -> StoredRun | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", ["lab", "torch"])
+@pytest.mark.parametrize("group", ["lab", pytest.param("torch", marks=pytest.mark.nightly)])
 def test_under_torchrun_another_process_reads_it_while_it_runs(tmp_path: Path, group: str) -> None:
     path = tmp_path / "runs.sqlite3"
     process = torchrun(tmp_path, str(path), group, "30")
@@ -215,7 +215,7 @@ def test_under_torchrun_another_process_reads_it_while_it_runs(tmp_path: Path, g
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_under_torchrun_a_rank_that_raises_is_in_the_history(tmp_path: Path, rank: int) -> None:
     path = tmp_path / "runs.sqlite3"
     process = torchrun(tmp_path, str(path), "lab", "100000", str(rank))

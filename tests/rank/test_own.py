@@ -51,11 +51,10 @@ def train(pool: Pool, plan: list[tuple[Spec, int, bool]], evaluated: int = 0) ->
     return by_step, results[0][1]
 
 
+FROZEN = TEXT.replace("self.norm = nn.LayerNorm(WIDTH)", "self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)")
 VARIANTS = {
-    "as it is": TEXT,
-    "frozen": TEXT.replace("self.norm = nn.LayerNorm(WIDTH)", "self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)"),
     "batch norm": TEXT.replace("nn.LayerNorm(WIDTH)", "nn.BatchNorm1d(WIDTH)"),
-    "tied": TEXT.replace("nn.Parameter(torch.randn(12, WIDTH) / 4)", "self.embed.weight")
+    "frozen and tied": FROZEN.replace("nn.Parameter(torch.randn(12, WIDTH) / 4)", "self.embed.weight")
                 .replace("nn.Linear(12, WIDTH, bias=False)", "nn.Linear(WIDTH, 12, bias=False)")
                 .replace("self.embed(torch.cos(x @ self.features))", "torch.cos(x @ self.features) @ self.embed.weight"),
 }  # fmt: skip

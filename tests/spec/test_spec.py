@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import pickle
 from typing import Any
 
@@ -253,27 +251,6 @@ def test_a_share_that_cannot_be_held_out_is_refused(share: Any) -> None:
         Workload(held_out=share)
 
 
-def without_later_fields(spec: Spec) -> dict[str, Any]:
-    """As stored before they existed."""
-    d = spec.to_dict()
-    for name, part in (("workload", Workload), ("strategy", Strategy)):
-        for f in dataclasses.fields(part):
-            if f.metadata.get("later"):
-                del d[name][f.name]
-    return d
-
-
-def test_a_spec_of_before_anything_was_held_out_is_read_and_keeps_its_id() -> None:
-    """Events that were kept then go by it."""
-    now = Spec().replace(forward_prefetch=0)
-    before = without_later_fields(now)
-    del before["workload"]["held_out"]
-    before["strategy"]["forward_prefetch"] = 0
-    assert Spec.from_dict(before) == now
-    then = hashlib.blake2b(json.dumps(before, sort_keys=True).encode(), digest_size=4).hexdigest()
-    assert now.replace(held_out=0).id == then != now.id
-
-
 @pytest.mark.parametrize(("optimizer", "args", "said", "fix"), [
     ("adamw", {"fuse": True}, "AdamW has no argument 'fuse'; its arguments are betas, eps, amsgrad, foreach, fused", {}),
     ("adamw", {3: 4}, "AdamW has no argument 3; its", {}),
@@ -320,25 +297,6 @@ def test_arguments_of_another_optimizer_are_refused_with_it_and_the_way_out_is_t
     refusal = spec.validate(optimizer="sgd")
     assert refusal is not None and refusal.fix == {"optimizer_args": {"fused": True}}
     assert spec.replace(optimizer="sgd", **refusal.fix).workload.torch_optimizer.is_fused
-
-
-def test_ids_of_before_sync_could_be_a_number_stay() -> None:
-    before = Spec().replace(forward_prefetch=0)
-    specs = [before, before.replace(sync="last", accumulate=4)]
-    assert [spec.id for spec in specs] == ["8643ba8a", "e14c3bf9"]
-    assert len({spec.id for spec in (*specs, specs[1].replace(sync=1), specs[1].replace(sync=2))}) == 4
-
-
-def test_a_spec_with_a_number_of_units_ahead_keeps_its_meaning_and_its_id() -> None:
-    """None came later, when 0 was the default; events of before go by the id."""
-    stored = Spec().replace(forward_prefetch=0).to_dict()
-    assert Spec.from_dict(stored).id == "8643ba8a" != Spec().id
-    assert Spec.from_dict(stored).strategy.forward_depth == 0
-    assert Spec().strategy.forward_prefetch is None and "forward_prefetch" in Spec().to_dict()["strategy"]
-    assert len({Spec().replace(forward_prefetch=depth).id for depth in (None, 0, 1, 2)}) == 4
-    left_out = without_later_fields(Spec())
-    digest = hashlib.blake2b(json.dumps(left_out, sort_keys=True).encode(), digest_size=4).hexdigest()
-    assert Spec.from_dict(left_out).id == Spec().id == digest != Spec().replace(limit_reductions=2).id
 
 
 def test_the_default_gathers_one_ahead_under_lab_and_changes_nothing_of_torchs() -> None:
