@@ -170,7 +170,7 @@ def bench(arguments: Sequence[str], say: Say, limit_s: float) -> dict[str, Any]:
         file = Path(folder, "bench.json")
         run_program(["-m", "tests.bench", *arguments, "--json", str(file)], say, limit_s, REPOSITORY)
         told: dict[str, Any] = json.loads(file.read_text())
-    return told.get("backends", told)
+    return dict(told.get("backends", told))
 
 
 def run_program(arguments: Sequence[str], say: Say, limit_s: float, folder: Path | None = None) -> None:
