@@ -28,14 +28,10 @@ from fsdp_lab.planner.devices import Device, Machine, Rates
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DDP's buckets, torch's defaults
-
-
 # FlashAttention-2, which torch's scaled_dot_product_attention has since 2.2, reaches `Rates.attention` times this. (Causal,
 # width 128, on an A100: arXiv 2307.08691, figures 5 and 6.)
 FLASH2 = 1.8
-FUSED_BACKWARD = (
-    2.5  # seconds of fused attention's backward, which computes the scores again, per second of its forward
-)
+FUSED_BACKWARD = 2.5  # fused attention's backward, relative to its forward, whose scores it computes again
 # FlashAttention's kernels are for heads of whole multiples of this width (flash_api.cpp, `round_multiple`): a narrower head
 # takes as long as one of the next width.
 HEAD_STEP = 32
@@ -84,7 +80,8 @@ class Computing:
         else:
             traffic = self.traffic_bytes(unit)
         moved_per_s = device.memory_bytes_per_s * rates.memory / rates.traffic
-        products += rates.weights * weight_bytes(unit, self.dtype) / device.memory_bytes_per_s
+        weights = BYTES[self.dtype] * sum(p.count * p.inputs * p.outputs for p in unit.products)
+        products += rates.weights * weights / device.memory_bytes_per_s
         other, other_back = (self.samples * size / moved_per_s for size in traffic)
         issue = rates.kernel_s * self.kernels(unit)
         issue_back = BACKWARD_LAUNCH * issue
@@ -150,11 +147,9 @@ class Computing:
         return sum(p.count for p in unit.products) + (blocks.count * FUSED_KERNELS if blocks else 0)
 
     def recompute_s(self, unit: UnitShape, products: float, scores: float, other: float) -> float:
-        """A second forward, from what it takes."""
-        return products + other + scores - self.last_product_s(unit)
-
-    def last_product_s(self, unit: UnitShape) -> float:
-        return self.product_s(replace(unit, products=(replace(unit.products[-1], count=1),))) if unit.products else 0.0
+        """Returns the seconds of a second forward up to the last product, from those of a forward's parts."""
+        last = (replace(unit.products[-1], count=1),) if unit.products else ()
+        return products + other + scores - self.product_s(replace(unit, products=last))
 
     def optimizer_s(self, elements: float) -> float:
         """One update of a rank's shard. Measured are AdamW and SGD without arguments; others are in proportion to memory
@@ -173,11 +168,6 @@ ComputingOf = Callable[..., Computing]  # of its fields
 def arithmetic(strategy: Strategy) -> str:
     """The name of the tape of a model, as in `ModelShape.tapes`."""
     return "fp32" if strategy.dtypes.param == "fp32" else "autocast" if strategy.backend == "ddp" else "half"
-
-
-def weight_bytes(unit: UnitShape, dtype: str) -> float:
-    """Bytes of the weights of a unit's matrix products."""
-    return BYTES[dtype] * sum(p.count * p.inputs * p.outputs for p in unit.products)
 
 
 def saved_bytes(unit: UnitShape, tokens: int, dtype: str) -> float:

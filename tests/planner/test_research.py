@@ -9,13 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.model_shape import ALLOCATED, MADE
 from fsdp_lab.core.spec import Spec
-from fsdp_lab.planner.bands import MEMORY_ERRORS, PUBLISHED_ERRORS, RateKind
+from fsdp_lab.planner.bands import MEMORY_ERRORS, PUBLISHED_ERRORS
 from fsdp_lab.planner.costs import GATE, RESIDUAL, RMS_NORM, ROTARY, memory_traffic, padding
 from fsdp_lab.planner.devices import DEVICES, PUBLISHED
 from fsdp_lab.planner.memory import GPU_SLACK, memory, needed_bytes, under_pressure
@@ -24,7 +22,6 @@ from fsdp_lab.planner.step import StepModel
 from tests.planner.research import __main__, fitting, validate
 from tests.planner.research.fitting import (
     Responses,
-    SourceCoverage,
     coverage,
     fit_errors,
     fit_rates,
@@ -33,9 +30,9 @@ from tests.planner.research.fitting import (
     with_quantiles,
 )
 from tests.planner.research.models import gpt_model, named_model, shape_of
-from tests.planner.research.published import Row, case, peak_in_unit, published
+from tests.planner.research.published import Row, case, published
 from tests.planner.research.software import SPARE, SoftwareComputing, planned_memory
-from tests.planner.research.tape import Attention, Software, dense_tape
+from tests.planner.research.tape import Attention, Software
 from tests.planner.research.validate import (
     CHECKS,
     STRESS,
@@ -275,29 +272,6 @@ def test_the_rates_in_the_package_are_what_the_procedure_finds() -> None:
         assert getattr(rates, field.name) == pytest.approx(getattr(PUBLISHED, field.name), rel=1e-3), field.name
 
 
-def made_up(seed: int) -> Responses:
-    """Errors of a known size: a normal distribution of 5 %, and of 20 % where the network's response is large."""
-    cases, draw = CASES[::4], np.random.default_rng(seed)  # most sources have one row or two
-    responses = np.zeros((len(cases), len(RateKind), 6))
-    slow = draw.random(len(cases)) < 0.3
-    responses[slow, list(RateKind).index(RateKind.NETWORK)] = np.array([0.0, 0.025, 0.05, 0.1, 0.2, 0.4])
-    errors = draw.normal(0, np.where(slow, 0.2, 0.05))
-    stated = [dataclasses.replace(c, machine=dataclasses.replace(c.machine, assumed={})) for c in cases]
-    return Responses(cases=tuple(stated), errors=errors, above=responses, below=responses)
-
-
-@pytest.mark.nightly
-def test_a_known_uncertainty_is_found_and_its_bands_hold_what_they_say() -> None:
-    drawn = [coverage(made_up(seed)) for seed in range(4)]
-    assert 0.74 < np.mean([one.share() for one in drawn]) < 0.86
-    assert 0.4 < np.mean([one.share(0.5) for one in drawn]) < 0.6
-    assert drawn[1].width < 1.25 * drawn[1].constant_width, "wide where it must be, and narrow elsewhere"
-    rows = made_up(seed=1)
-    below, above = rows.scales(fit_errors(rows))
-    is_slow = rows.above[:, list(RateKind).index(RateKind.NETWORK), -1] > 0
-    assert 2.5 < above[is_slow].mean() / above[~is_slow].mean() < 6 and (below == above).all()
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_bands_in_the_package_are_what_the_procedure_finds_and_they_hold() -> None:
@@ -312,11 +286,6 @@ def test_the_bands_in_the_package_are_what_the_procedure_finds_and_they_hold() -
     assert 0.75 <= held.share() <= 0.85 and held.width <= 1.5 * held.constant_width
     names = {one.machine.device.name for one in CASES}
     assert names <= PUBLISHED_ERRORS.devices and max(one.machine.ranks for one in CASES) == PUBLISHED_ERRORS.ranks
-
-
-def test_a_source_is_judged_by_how_many_rows_chance_leaves_inside() -> None:
-    one = SourceCoverage(source="", rows=100, inside_50=50, inside_80=80, width=0.2)
-    assert one.expected == (73, 86)
 
 
 # -- peaks of memory ---------------------------------------------------------------------------------------------------
@@ -375,20 +344,6 @@ def test_slopes_between_rows_are_those_of_the_state(peaks: dict[str, MemoryRow])
     assert (few.predicted_bytes - many.predicted_bytes) / parameters == pytest.approx(12, abs=0.3)
 
 
-def test_units_and_kinds() -> None:
-    plan = planned_memory(wide(64), SEVEN, Software())
-
-    def peak(unit: str, kind: str, **others: str) -> float:
-        found = peak_in_unit(plan, {"peak_mem_unit": unit, "peak_mem_kind": kind, **others})
-        return -1.0 if found is None else found
-
-    gb = peak("GB", "allocated")
-    assert gb * GB == pytest.approx(peak("GiB", "allocated") * 2**30) == pytest.approx(plan.peak_bytes)
-    assert peak("MB (slope fits MiB)", "max allocated") * 2**20 == pytest.approx(plan.peak_bytes)
-    assert peak("GB", "reserved") > plan.reserved_bytes / GB > gb and peak("bananas", "reserved") == -1.0
-    assert peak("GiB", "reserved", gpu_mem_gb="16") == pytest.approx(0.95 * 16)
-
-
 # -- memory of software that the planner does not assume -----------------------------------------------------------------
 
 
@@ -427,28 +382,3 @@ def test_a_model_of_which_only_sizes_are_known_is_as_one_that_was_recorded(
     known = planned_memory(spec, SEVEN, Software())
     assert known.peak_bytes == pytest.approx(recorded.peak_bytes, rel=0.02)
     assert known.at_peak.activations_bytes == pytest.approx(recorded.at_peak.activations_bytes, rel=0.06)
-
-
-def test_a_first_step_makes_the_optimizer_s_state_in_its_update() -> None:
-    spec, state = wide(16, backend="fsdp1"), 8 * SEVEN.parameters / 16
-    usual, first = (planned_memory(spec, SEVEN, Software(first_step=is_first)) for is_first in (False, True))
-    assert usual.held.optimizer_bytes == pytest.approx(state, rel=0.001) and not first.held.optimizer_bytes
-    assert first.held.parameters_bytes == usual.held.parameters_bytes and not first.held.gradients_bytes
-    assert usual.peak_bytes - first.peak_bytes == pytest.approx(state, rel=0.25)
-
-
-def test_a_t5_s_cache_lives_until_its_forward_ends() -> None:
-    model = named_model("t5-11b")
-    assert model is not None
-    shape, ends = shape_of(model), {}
-    for returns_cache in (False, True):
-        units, software = frozenset(range(1, len(shape.units))), Software(returns_cache=returns_cache)
-        total, sizes = 0.0, []
-        for segment in dense_tape(shape, "bf16", software, compiled=False, recomputed=units):
-            for change in segment.changes:
-                total += change.size.bytes_of(1, 512) * (1 if change.kind in (ALLOCATED, MADE) else -1)
-            sizes.append(total)
-        ends[returns_cache] = max(sizes[: len(sizes) // 2]), sizes[-1]
-    cache = 24 * 4 * model.width * 2 * 512  # bytes: blocks, keys and values of two attentions, bf16, tokens
-    assert ends[True][0] - ends[False][0] == pytest.approx(cache)
-    assert ends[True][1] == pytest.approx(ends[False][1])  # nothing of it is left

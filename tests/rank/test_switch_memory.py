@@ -17,7 +17,6 @@ from fsdp_lab.models.wrapping import units
 from fsdp_lab.rank import Session
 from fsdp_lab.rank.trainer import checksum
 from tests.engine.scenarios.meter import growths
-from tests.planner.switching import planned_switch
 from tests.pool import Place, Pool
 from tests.rank.test_session import BACKENDS, session
 
@@ -99,20 +98,13 @@ def unit_bytes() -> int:
     return 4 * max(root, *inside)
 
 
-def assert_bounded(
-    pool: Pool, names: list[str], layouts: dict[str, dict[str, Any]], optimizer: str, above: float = 0.01
-) -> None:
-    """`above`: by how much more than the measured peak the planned one may be."""
+def assert_bounded(pool: Pool, names: list[str], layouts: dict[str, dict[str, Any]], optimizer: str) -> None:
     way = [spec(**layouts[name], optimizer=optimizer) for name in names]
     unit, slots = unit_bytes(), {"adamw": 2, "sgd": 0}[optimizer]
     by_rank = pool.run(walk, 2, [s.to_dict() for s in way], reduction=None, timeout_s=600)
     for i, (one, other) in enumerate(pairwise(names)):
         sums = []
-        plan = planned_switch(way[i], way[i + 1], device="cpu")
         for before, after, first, last, grown in (rank[i] for rank in by_rank):
-            assert -0.01 <= plan.peak_bytes / (plan.before_bytes + grown) - 1 <= above, f"{one} -> {other}"
-            if layouts[one]["backend"] != "fsdp1":  # which also holds gradients
-                assert plan.before_bytes == pytest.approx(before, rel=0.01), one
             building = 2.5 * unit if layouts[other]["backend"] == "fsdp1" else 0.0  # torch flattens a unit by a copy
             bound = max(before, after) + max(unit * (1 + slots), building)
             print(f"{optimizer} {one} -> {other}: {before + grown:,} of {bound:,.0f}; {before + after:,} for both")
@@ -136,9 +128,7 @@ def test_nor_where_the_optimizer_keeps_nothing(pool: Pool) -> None:
 @pytest.mark.slow
 def test_nor_between_other_layouts(pool: Pool) -> None:
     """There and back, by way of each."""
-    assert_bounded(
-        pool, ["lab", *OTHERS, "ddp", *reversed(OTHERS), "fsdp2"], {**BACKENDS, **OTHERS}, "adamw", above=0.07
-    )
+    assert_bounded(pool, ["lab", *OTHERS, "ddp", *reversed(OTHERS), "fsdp2"], {**BACKENDS, **OTHERS}, "adamw")
 
 
 # -- the pool of shared memory -----------------------------------------------------------------------------------------

@@ -296,11 +296,6 @@ class SourceCoverage:
         below = np.cumsum(each)
         return int(np.searchsorted(below, 0.05)), int(np.searchsorted(below, 0.95))
 
-    @property
-    def is_expected(self) -> bool:
-        low, high = self.expected
-        return low <= self.inside_80 <= high
-
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:

@@ -86,8 +86,8 @@ class SoftwareComputing(Computing):
         if self.software.operators:  # which keep the first product, the third, and so on, in calling order
             each = [p.inputs * p.outputs * p.share for p in unit.products for _ in range(p.count)]
             return (1 - (sum(each[::2]) / sum(each) if each else 1.0)) * products + other
-        last = self.last_product_s(unit) if self.software.stops_early else 0.0
-        return products + other + scores - last
+        usual = super().recompute_s(unit, products, scores, other)
+        return usual if self.software.stops_early else products + other + scores
 
     def optimizer_s(self, elements: float) -> float:
         return super().optimizer_s(elements) / (2 if self.software.half_state else 1)
