@@ -82,7 +82,7 @@ def test_choose_read_be_refused_search_and_take(
     choose("sequence length", "2048")
     says(".headline", "24 × h100")
 
-    assert not page.get_by_label("memory, GiB").is_visible()
+    assert not page.get_by_label("memory, GiB", exact=True).is_visible()
     choose("hardware", "custom")
     choose("memory, GiB", "24")
     says(".answer .reading", r"It does not fit 24\.0 GiB: [\d.]+ GiB too much")

@@ -336,13 +336,16 @@ class Field {
       if (this.typed.hidden) send(this.input.value);
       else this.typed.focus();
     });
+    // JupyterLab keeps Enter from an input, which then does not change before it is left.
+    for (const input of [this.input, this.typed]) input.addEventListener("keyup", ({ key }) => key === "Enter" && input.blur());
     this.typed.addEventListener("change", () => {
       this.typed.hidden = true;
       if (this.typed.value.trim()) send(this.typed.value);
       this.typed.value = "";
     });
     this.note = make("span", { class: "note" });
-    this.root = make("div", { class: "field" }, make("label", { for: id }, field.label), this.input, this.typed, this.note);
+    this.root = make("div", { class: "field" }, make("label", { for: id }, field.label), this.input,
+      ...(field.typed ? [this.typed] : []), this.note);
   }
 
   /** stands: what became of each value, where that is known. Not while a person is about to type another value. */
