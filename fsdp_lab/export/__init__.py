@@ -80,11 +80,10 @@ def export(spec: Spec, target: str, path: StrPath, *, force: bool = False) -> Pa
 
     text, files = script(spec)
     folder = file.with_suffix(SUFFIX)
-    if folder.exists() and not force:
-        raise ArgumentError(
-            "path", f"{folder} exists already", "name another file, or give force (--force) to replace it"
-        )
     if files is not None:
+        if folder.exists() and not (force and (folder / "model").is_dir()):
+            hint = "name another file, or give force (--force) to replace the folder of a script"
+            raise ArgumentError("path", f"{folder} exists already", hint)
         write_folder(folder, files.write)
     return write_whole(file, text.encode())
 

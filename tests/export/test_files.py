@@ -36,6 +36,13 @@ def test_a_path_that_cannot_be_is_refused_first(path: str, tmp_path: Path, monke
     assert refused.value.field == "path"
 
 
+def test_a_folder_that_is_no_scripts_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "train.files").mkdir()
+    with pytest.raises(ArgumentError, match=r"path: .*train\.files exists already"):
+        export_script(spec(), tmp_path / "train.py", force=True)
+    assert os.listdir(tmp_path) == ["train.files"]
+
+
 def test_what_is_refused_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"strategy\.sharding"):
         export_script(spec(sharding="zero1"), tmp_path / "train.py")
