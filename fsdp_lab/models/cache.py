@@ -61,8 +61,11 @@ def cached(name: str, make: Callable[[Path], None], progress: Progresses = NO_PR
             try:
                 with lock:
                     if not file.exists():
-                        _make(part, make)
-                        part.rename(file)
+                        try:
+                            make(part)
+                            part.rename(file)
+                        finally:
+                            part.unlink(missing_ok=True)
             except Timeout:
                 progress.check()
                 with suppress(OSError):
@@ -75,14 +78,6 @@ def cached(name: str, make: Callable[[Path], None], progress: Progresses = NO_PR
         raise SpecError("workload.data", f"{what} in {root} for its tokens",
                         f"make room, or name another folder in {VARIABLE} and start again") from e  # fmt: skip
     return file
-
-
-def _make(part: Path, make: Callable[[Path], None]) -> None:
-    try:
-        make(part)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def is_hub_name(name: object) -> bool:
