@@ -61,8 +61,11 @@ def cached(name: str, make: Callable[[Path], None], progress: Progresses = NO_PR
             try:
                 with lock:
                     if not file.exists():
-                        _make(part, make)
-                        part.rename(file)
+                        try:
+                            make(part)
+                            part.rename(file)
+                        finally:
+                            part.unlink(missing_ok=True)
             except Timeout:
                 progress.check()
                 with suppress(OSError):
@@ -75,14 +78,6 @@ def cached(name: str, make: Callable[[Path], None], progress: Progresses = NO_PR
         raise SpecError("workload.data", f"{what} in {root} for its tokens",
                         f"make room, or name another folder in {VARIABLE} and start again") from e  # fmt: skip
     return file
-
-
-def _make(part: Path, make: Callable[[Path], None]) -> None:
-    try:
-        make(part)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def is_hub_name(name: object) -> bool:
@@ -109,9 +104,10 @@ def hub_folder(name: str, field: str, files: Sequence[str] | None = None, *, kin
             raise SpecError(field, f"{name} is no file or folder here and no {kind} that the Hugging Face Hub shows you",
                             "correct the name, or log in: hf auth login") from None  # fmt: skip
         except Exception as e:  # of many classes
+            command = f"hf download {name}" + (" --repo-type dataset" if kind == "dataset" else "")
             raise SpecError(field, f"{name} is no file or folder here, and the Hugging Face Hub cannot be reached "
-                            f"({' '.join(str(e).split())[:100]})", "give a file or folder, or fetch it on a machine with a "
-                            f"network: hf download {name}") from None  # fmt: skip
+                            f"({' '.join(str(e).split())[:100]})", "give a file or folder, such as one that this printed on "
+                            f"a machine with a network: {command}") from None  # fmt: skip
         path.write_text(folder)
 
     key = hashlib.blake2b(repr((name, kind, files)).encode(), digest_size=8).hexdigest()

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -29,21 +29,13 @@ _BATCH_CHARS, _BATCH_RECORDS = 2 << 20, 4096
 _FINGERPRINTED = 1 << 20  # tokens at either end
 
 
-class Mapped(Protocol):
-    """Values on disk, of which those at some places are read."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, places: Ids, /) -> npt.NDArray[Any]: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
     """Token ids of `len(ends)` samples, one after the other; `answers` is None unless they are chats."""
 
-    ids: Mapped
+    ids: _Bytes | _Lists
     ends: Ids  # of each sample in `ids`
-    answers: Mapped | None = None
+    answers: _Lists | None = None
     has_special: bool = True  # whether some may be special ones
     name: str
     notes: tuple[str, ...]
@@ -108,9 +100,7 @@ def open_tokens(records: Records, tokenizer: Tokenizer, *, whole: bool, progress
     left_out, rows = int((~has_text).sum()), rows[has_text]
     answers = _Lists(table["answers"]) if records.is_chat else None
     digest = hashlib.blake2b(repr((tokenizer.digest, len(ids), len(rows))).encode(), digest_size=8)
-    edge = (
-        np.arange(len(ids)) if len(ids) <= 2 * _FINGERPRINTED else np.r_[:_FINGERPRINTED, -_FINGERPRINTED:0] % len(ids)
-    )
+    edge = np.unique(np.r_[: min(_FINGERPRINTED, len(ids)), max(0, len(ids) - _FINGERPRINTED) : len(ids)])
     for column in filter(None, (ids, answers)):
         digest.update(column[edge].tobytes())
     digest.update(ends[rows][:_FINGERPRINTED].tobytes())

@@ -17,7 +17,7 @@ from transformers import ByT5Tokenizer
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.workload import Workload
 from fsdp_lab.models import Batches, resolve
-from fsdp_lab.models.batches import MASK_ID, Order, open_source
+from fsdp_lab.models.batches import Order, open_source
 from fsdp_lab.models.check import check
 from fsdp_lab.models.data import STDLIB_CAP_BYTES, FolderImages, encode, open_text
 from fsdp_lab.models.presets import facts_of
@@ -104,40 +104,10 @@ def test_a_folder_is_its_text_files_in_order(tmp_path: Path) -> None:
     assert bytes(text.data) == b"one two three" and "3 files" in text.description
 
 
-def test_a_causal_batch_is_its_own_label(book: str) -> None:
-    workload = Workload(data=book, seq_len=16, micro_batch=3)
-    batch = Batches(workload, GPT2, rank=0, world_size=1).batch(0)
-    assert batch["input_ids"].shape == (3, 16) and batch["input_ids"].dtype == torch.int64
-    assert torch.equal(batch["input_ids"], batch["labels"])
-    assert batch["input_ids"].min() >= 35  # the book begins at byte 32
-
-
-def test_bert_guesses_the_same_share_of_every_sample_and_other_places_each_time(book: str) -> None:
-    workload = Workload(model="bert-1m", data=book, seq_len=100, micro_batch=8)
-    batches = Batches(workload, resolve("bert-1m"), rank=0, world_size=1)
-    batch, again, next_epoch = batches.batch(0), batches.batch(0), batches.batch(8)
-    asked = batch["labels"] != IGNORED
-    assert (asked.sum(dim=1) == 15).all()
-    assert torch.equal(batch["labels"], again["labels"]) and torch.equal(batch["input_ids"], again["input_ids"])
-    assert not torch.equal(asked, next_epoch["labels"] != IGNORED)
-    hidden = batch["input_ids"][asked] == MASK_ID
-    assert 0.6 < hidden.float().mean() < 0.95
-    assert not (batch["input_ids"][~asked] == MASK_ID).any()
-    assert (batch["labels"][asked] >= 35).all()
-
-
 def test_bert_always_has_something_to_guess(book: str) -> None:
     workload = Workload(model="bert-1m", data=book, seq_len=2, micro_batch=4)
     batch = Batches(workload, resolve("bert-1m"), rank=0, world_size=1).batch(0)
     assert ((batch["labels"] != IGNORED).sum(dim=1) == 1).all()
-
-
-def test_t5_reads_a_first_half_and_writes_the_second(book: str) -> None:
-    whole = Batches(Workload(data=book, seq_len=15), GPT2, rank=0, world_size=1).batch(0)["input_ids"]
-    workload = Workload(model="t5-1m", data=book, seq_len=15)
-    batch = Batches(workload, resolve("t5-1m"), rank=0, world_size=1).batch(0)
-    assert batch["input_ids"].shape == (4, 7) and batch["labels"].shape == (4, 8)
-    assert torch.equal(torch.cat([batch["input_ids"], batch["labels"]], dim=1), whole)
 
 
 def test_made_images_are_the_same_everywhere_and_of_every_class() -> None:

@@ -32,7 +32,7 @@ for fields in ({"model": "org/name"}, {"data": "org/name"}, {"tokenizer": "org/n
 
 def test_a_name_is_refused_at_once_where_the_hub_cannot_be_reached(tmp_path: Path) -> None:
     environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), cache.VARIABLE: str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", OFFLINE], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run([sys.executable, "-c", OFFLINE], capture_output=True, text=True, timeout=240, env=environment)
     lines = done.stdout.splitlines()
     assert [line.partition(": ")[0] for line in lines] == ["workload.model", "workload.data", "workload.tokenizer"]
     assert all("the Hugging Face Hub cannot be reached" in line and "hf download org/name" in line for line in lines)

@@ -25,6 +25,7 @@ from transformers import AutoTokenizer
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.workload import Workload
 from fsdp_lab.models import Batches, cache, resolve, tokens
+from fsdp_lab.models.batches import token_rows
 from fsdp_lab.models.cache import Progresses
 from fsdp_lab.models.check import check, notes_on
 from fsdp_lab.models.sources import IGNORED, Batch
@@ -87,7 +88,9 @@ def test_tokens_of_a_text_are_those_of_transformers_alone(tmp_path: Path) -> Non
     alone = AutoTokenizer.from_pretrained(model)
     workload = Workload(model=model, data=str(tmp_path / "said.txt"), seq_len=16, micro_batch=2, held_out=0.0)
     source = batches(workload).source
-    made = source.rows(np.arange(source.count)).ids.reshape(-1).tolist()  # type: ignore[attr-defined]
+    (every,) = token_rows(workload, resolve(model))
+    made = every.ids.reshape(-1).tolist()
+    assert every.is_token.all() and every.is_wanted.all() and len(every.ids) == source.count
     whole = [*alone(said, add_special_tokens=False, truncation=False).input_ids, alone.sep_token_id]
     assert made == whole[: len(made)] and len(whole) - len(made) < 16
     assert alone.decode(made[:20]) == alone.decode(whole[:20]).lower()

@@ -273,89 +273,52 @@ def test_experts_that_must_be_merged_are_refused_with_the_call_that_merges_them(
 # -- folders that cannot be read ---------------------------------------------------------------------------------------
 
 
-def _truncated(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def _without_header(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"\xff" * 20)
-
-
-def _empty(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"")
-
-
-def _split(folder: Path) -> None:
+def _split(folder: Path) -> Path:
     (folder / "model.safetensors").unlink()
     saved(folder, UNTIED, max_shard_size="40KB")
-
-
-def _missing_part(folder: Path) -> None:
-    _split(folder)
-    next(folder.glob("model-00002*")).unlink()
-
-
-def _bad_index(folder: Path) -> None:
-    _split(folder)
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": [')
+    return folder / "model.safetensors.index.json"
 
 
 def _wrong_index(folder: Path) -> None:
-    _split(folder)
-    index = folder / "model.safetensors.index.json"
-    held = json.loads(index.read_text())
+    held = json.loads((index := _split(folder)).read_text())
     held["weight_map"]["transformer.nothing"] = next(iter(held["weight_map"].values()))
     index.write_text(json.dumps(held))
 
 
-def _elsewhere(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "m.safetensors")
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../m.safetensors"}}')
+def _renamed(folder: Path, name: str) -> Path:
+    return (folder / "model.safetensors").rename(folder / name)
 
 
-def _gguf(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "model.Q4_1.gguf")
+def _of_dtype(folder: Path, dtype: torch.dtype) -> None:
+    _change(folder, lambda held: held.update({"lm_head.weight": held["lm_head.weight"].to(dtype)}))
 
 
-def _two_files(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "a.safetensors")
-    (folder / "b.safetensors").write_bytes((folder / "a.safetensors").read_bytes())
+WHOLE, POINTER = "model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (lambda f: (f / WHOLE).write_bytes((f / WHOLE).read_bytes()[:-100]), f"{WHOLE} is no whole safetensors"),
+    "no header": (lambda f: (f / WHOLE).write_bytes(b"\xff" * 20), f"{WHOLE} is no whole safetensors file"),
+    "empty": (lambda f: (f / WHOLE).write_bytes(b""), f"{WHOLE} is no whole safetensors file"),
+    "pointer": (lambda f: (f / WHOLE).write_text(POINTER), "only Git LFS's pointer to the file; run git lfs pull"),
+    "missing part": (lambda f: next(_split(f).parent.glob("model-00002*")).unlink(), "model-00002-of-.* is missing"),
+    "bad index": (lambda f: _split(f).write_text('{"weight_map": ['), f"{WHOLE}.index.json is no index of weights"),
+    "wrong index": (_wrong_index, "lacks transformer.nothing, which the index says it has"),
+    "elsewhere": (lambda f: _renamed(f, "m.safetensors").with_name(f"{WHOLE}.index.json").write_text(
+        '{"weight_map": {"a": "../m.safetensors"}}'), "is no index of weights .*does not lie beside it"),
+    "gguf": (lambda f: _renamed(f, "model.Q4_1.gguf"), "Q4_1.gguf is a GGUF file, .*from_pretrained.*save_pretrained"),
+    "two files": (lambda f: (f / "b.safetensors").write_bytes(_renamed(f, "a.safetensors").read_bytes()),
+                  "has 2 files a.safetensors, b.safetensors, and no index"),
+    "quantised": (lambda f: _of_dtype(f, torch.int8), "lm_head.weight in .* is of int8: quantised"),
+    "eight bits": (lambda f: _of_dtype(f, torch.float8_e4m3fn), "has values of type F8_E4M3, which cannot be trained"),
+}  # fmt: skip
 
 
-def _quantised(folder: Path) -> None:
-    _change(folder, lambda held: held.update({"lm_head.weight": held["lm_head.weight"].to(torch.int8)}))
-
-
-def _eight_bits(folder: Path) -> None:
-    _change(folder, lambda held: held.update({"lm_head.weight": held["lm_head.weight"].to(torch.float8_e4m3fn)}))
-
-
-def _pointer(folder: Path) -> None:
-    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-
-
-BROKEN: dict[Callable[[Path], None], str] = {
-    _truncated: "model.safetensors is no whole safetensors file",
-    _without_header: "model.safetensors is no whole safetensors file",
-    _empty: "model.safetensors is no whole safetensors file",
-    _pointer: "^workload.weights: .*safetensors is only Git LFS's pointer to the file; run git lfs pull",
-    _missing_part: "model-00002-of-.*.safetensors is missing",
-    _bad_index: "model.safetensors.index.json is no index of weights",
-    _wrong_index: "lacks transformer.nothing, which the index says it has",
-    _elsewhere: "is no index of weights .*does not lie beside it",
-    _gguf: "model.Q4_1.gguf is a GGUF file, .*from_pretrained.*save_pretrained",
-    _two_files: "has 2 files a.safetensors, b.safetensors, and no index",
-    _quantised: "lm_head.weight in .* is of int8: quantised",
-    _eight_bits: "^workload.weights: [^:]* has values of type F8_E4M3, which cannot be trained",
-}
-
-
-@pytest.mark.parametrize("damage", BROKEN, ids=lambda damage: damage.__name__.lstrip("_"))
-def test_a_folder_that_cannot_be_read_is_refused_in_a_sentence(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(("damage", "reason"), BROKEN.values(), ids=BROKEN)
+def test_a_folder_that_cannot_be_read_is_refused_in_a_sentence(
+    tmp_path: Path, damage: Callable[[Path], object], reason: str
+) -> None:
     saved(tmp_path, UNTIED)
     damage(tmp_path)
-    with pytest.raises(SpecError, match=BROKEN[damage]) as caught:
+    with pytest.raises(SpecError, match=reason) as caught:
         check(Workload(model=str(tmp_path)))
     assert caught.value.field == "workload.weights" and "\n" not in str(caught.value)
     check(Workload(model=str(tmp_path), **caught.value.fix)) if caught.value.fix else None
