@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import time
@@ -86,6 +87,15 @@ class StoredRun(RunQueries):
     @cached_property
     def events(self) -> EventStore:
         """With the stored spans and memory curves. Raises HistoryError if the run was deleted meanwhile."""
+        collects = gc.isenabled()
+        gc.disable()  # its passes over all that is read would take as long as the reading
+        try:
+            return self._read_events()
+        finally:
+            if collects:
+                gc.enable()
+
+    def _read_events(self) -> EventStore:
         events: dict[int, StepEvent] = {}  # by cursor
         with self._open() as db:
             if not db.rows("SELECT number FROM runs WHERE number = ?", self.number):
