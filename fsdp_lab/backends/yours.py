@@ -76,8 +76,14 @@ class _Unit:
             local = part.of(self.flats)
             trained = nn.Parameter(local, requires_grad=p.requires_grad)
             self.trained += [(part, trained)] * p.requires_grad
-            where = {"name": name, "shape": p.shape, "start": part.start, "stop": part.stop}
-            yield ParamShard(**where, local=local, param=base.trained(trained))
+            yield ParamShard(
+                name=name,
+                shape=p.shape,
+                start=part.start,
+                stop=part.stop,
+                local=local,
+                param=base.trained(trained),
+            )
 
 
 class Yours(Backend):

@@ -216,11 +216,11 @@ def write_trace(run: Run, file: Path) -> str:
 
 def line(run: Run) -> str:
     """The state of the run in one line, with figures of its newest steps, at a cost that does not grow with the run."""
-    from fsdp_lab.runs.comparison import NONE, cells
+    from fsdp_lab.runs.comparison import NONE, figure_cells
     from fsdp_lab.runs.steps import last_stretch
     from fsdp_lab.runs.summary import figures
 
-    texts = cells(figures(last_stretch(run.events.last_steps(RECENT_STEPS), run.spec)))
+    texts = figure_cells(figures(last_stretch(run.events.last_steps(RECENT_STEPS), run.spec)))
     shown = ", ".join(f"{name} {texts[name]}" for name in LINE if texts[name] != NONE)
     steps = f"step {run.step}{f' of {run.steps}' if run.steps else ''}: {shown or run.state.value}"
     return ", ".join(filter(None, (steps, run.early_stopping.words(run.spec.workload))))

@@ -486,7 +486,8 @@ def _rule_overlap(spec: Spec) -> None:
         raise _invalid("forward_prefetch", "DDP gathers no parameters", "use 0", forward_prefetch=0)
     for name, depth in (("forward_prefetch", s.forward_depth), ("backward_prefetch", s.backward_prefetch)):
         if backend == "fsdp1" and depth > 1:
-            raise _invalid(name, "FSDP1 prefetches one unit ahead at most", "use 0 or 1", **{name: 1})
+            fix: dict[str, Any] = {name: 1}
+            raise _invalid(name, "FSDP1 prefetches one unit ahead at most", "use 0 or 1", **fix)
     if backend == "fsdp2" and s.backward_prefetch < 1:
         raise _invalid(
             "backward_prefetch", "FSDP2 always prefetches in the backward", "use 1 or more", backward_prefetch=1
@@ -540,7 +541,8 @@ def _rule_yours(spec: Spec) -> None:
         return
     for f in dataclasses.fields(Strategy):
         if f.name in _NOT_YOURS and getattr(spec.strategy, f.name) != f.default:
-            raise _invalid(f.name, _NOT_YOURS[f.name], f"leave it at {f.default}", **{f.name: f.default})
+            fix: dict[str, Any] = {f.name: f.default}
+            raise _invalid(f.name, _NOT_YOURS[f.name], f"leave it at {f.default}", **fix)
     for name in ("freeze", "lora"):
         if getattr(spec.workload, name) is not None:
             raise SpecError(f"workload.{name}", "your engine is given parameters that are all trained",

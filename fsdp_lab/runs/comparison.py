@@ -159,17 +159,7 @@ class Comparison:
 
     def cells(self, row: Row, spread: Collection[str]) -> dict[str, str]:
         """A row as text, by column; a dash for what was not measured. `spread`: the columns with p10 to p90 in brackets."""
-        f = row.figures
-        measured: dict[str, tuple[Spread | None, Callable[[float], str]]] = {
-            "step time": (f.step_time_s, duration),
-            "tokens/s": (f.tokens_per_s, count),
-            "TFLOPS": (f.tflops_per_rank, "{:.3g}".format),
-            "MFU": (f.mfu, "{:.1%}".format),
-            "exposed": (f.exposed_comm_s, duration),
-            "comm": (f.comm_s, duration),
-            "link": (f.link_bytes, size),
-        }
-        texts = {name: _spread_text(*of, whole=name in spread) for name, of in measured.items()}
+        texts = figure_cells(row.figures, spread)
         return {
             "": row.label,
             "what": row.name,
@@ -177,10 +167,9 @@ class Comparison:
             "parity": self.badge(row),
             "step time": texts.pop("step time"),
             "time ratio": ratio_words(row.time_ratio),
-            "peak/rank": size(f.peak_memory_bytes),
+            "peak/rank": texts.pop("peak/rank"),
             "peak ratio": NONE if row.memory_ratio is None else f"{row.memory_ratio:.2f}",
             **texts,
-            "loss": NONE if f.last_loss is None else f"{f.last_loss:.4f}",
         }
 
     def memory_table(self) -> Table:
@@ -382,6 +371,24 @@ def _baseline_index(runs: Sequence[RunView | Refusal], labels: Sequence[str], ba
 
 
 # -- cells and scalars -----------------------------------------------------------------------------------------------
+
+
+def figure_cells(f: Figures, spread: Collection[str] = ()) -> dict[str, str]:
+    """The figures of a run as text, by column; a dash for what was not measured. `spread`: the columns with p10 to p90."""
+    measured: dict[str, tuple[Spread | None, Callable[[float], str]]] = {
+        "step time": (f.step_time_s, duration),
+        "tokens/s": (f.tokens_per_s, count),
+        "TFLOPS": (f.tflops_per_rank, "{:.3g}".format),
+        "MFU": (f.mfu, "{:.1%}".format),
+        "exposed": (f.exposed_comm_s, duration),
+        "comm": (f.comm_s, duration),
+        "link": (f.link_bytes, size),
+    }
+    return {
+        **{name: _spread_text(*of, whole=name in spread) for name, of in measured.items()},
+        "peak/rank": size(f.peak_memory_bytes),
+        "loss": NONE if f.last_loss is None else f"{f.last_loss:.4f}",
+    }
 
 
 def _spread_text(spread: Spread | None, text: Callable[[float], str], *, whole: bool) -> str:
