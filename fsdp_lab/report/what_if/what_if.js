@@ -380,9 +380,7 @@ class Page {
     this.sight.observe(this.at(".desk"));
   }
 
-  at(selector) {
-    return this.root.querySelector(selector);
-  }
+  at(selector) { return this.root.querySelector(selector); }
 
   show(state) {
     const { row, refusals } = (this.state = state);
@@ -508,9 +506,7 @@ class Table {
     this.page.show(this.state());
   }
 
-  axis(is) {
-    return this.axes.findIndex(is);
-  }
+  axis(is) { return this.axes.findIndex(is); }
 
   changed(axis, place) {
     return this.chosen.map((old, i) => (i === axis ? place : old));
@@ -529,9 +525,7 @@ class Table {
     return this.rows.get(cell);
   }
 
-  standing(row) {
-    return row.refused ? "refused" : fits(row) ? "fits" : "does not fit";
-  }
+  standing(row) { return row.refused ? "refused" : fits(row) ? "fits" : "does not fit"; }
 
   state() {
     const row = this.rowAt(this.chosen), { refused } = row, RANKS = this.axis(({ name }) => name === "world_size");
