@@ -59,22 +59,19 @@ def cases(folder: Path) -> dict[str, dict[str, Any]]:
         "fsdp2": {"backend": "fsdp2", "clip_norm": 0.1, "seed": 3, "accumulate": 4, "sync": 2,
                   "optimizer_args": {"betas": (0.8, 0.9), "eps": 1e-6, "amsgrad": True}},
         "fsdp1": {"backend": "fsdp1", "accumulate": 3, "sync": 2, "sharding": "shard_grad_op", "data": str(texts),
-                  "dropout": "config", **COSINE},
-        "fsdp1 groups": {"backend": "fsdp1", "param_groups": GROUPS, "freeze": ["*.attn.*"], "clip_norm": 0.1},
+                  "dropout": "config", "param_groups": GROUPS, "freeze": ["*.attn.*"], "clip_norm": 0.1, **COSINE},
         "ddp": {**DDP, "accumulate": 3, "sync": 2, "clip_norm": 0.1, "optimizer": "sgd", "lr": 1.0,
                 "optimizer_args": {"momentum": 0.5, "nesterov": True}, "param_groups": GROUPS},
         "lab": {"recompute": "every:2", "wrap": "every:2", "forward_prefetch": 1, "backward_prefetch": 2,
                 "accumulate": 2, "sync": "last", "dropout": "config", "freeze": ["transformer.w?e.*", "*.bias"]},
-        "offload": {"sharding": "shard_grad_op", "offload": "all", "wrap": "min_params:3000", "model": BERT},
-        "no shard": {"sharding": "no_shard", "warmup_steps": 2, "data": "stdlib"},
+        "masked": {**word_tokens, "model": BERT, "held_out": 0.2, "sharding": "shard_grad_op", "offload": "all",
+                   "wrap": "min_params:3000"},
         "experts": {"model": MOE},
         "bf16": {"backend": "fsdp2", "precision": "bf16-pure", "model": LLAMA},
         "ddp bf16": {**DDP, "precision": "bf16-pure", "model": LLAMA, "accumulate": 3, "sync": 2},
-        "masked": {**word_tokens, "model": BERT, "held_out": 0.2},
         "padded": {**word_tokens, "packing": "padded", "accumulate": 2, "clip_norm": 0.1},
         "chats": {"data": chats, "tokenizer": tokenizer, "backend": "fsdp1", "accumulate": 3, "sync": 2},
-        "halves": {**word_tokens, "model": T5, "seq_len": 31, "packing": "padded", **DDP},
-        "weights": {"model": str(model)},
+        "halves": {**word_tokens, "model": T5, "seq_len": 31, "packing": "padded", "warmup_steps": 2, **DDP},
         "fresh": {"backend": "fsdp1", "model": str(partly), "fresh_weights": ["model.layers.1.mlp.*"]},
         "lora": {"model": str(model), "lora": LORA, "recompute": "full"},
         "lora fsdp1": {"backend": "fsdp1", "model": str(model), "lora": LORA},
@@ -91,7 +88,7 @@ def test_losses_are_the_labs_bit_for_bit_on_two_ranks(pool: Pool, tmp_path: Path
     assert exported(tmp_path, specs, STEPS) == lab
     # Other work gives other losses: the comparison is not blind.
     alike = {frozenset(pair) for pair in itertools.combinations(specs, 2) if lab[pair[0]] == lab[pair[1]]}
-    assert alike == {frozenset({"lora", "lora fsdp1"})} and lab["lora"][0] == lab["weights"][0]
+    assert alike == {frozenset({"lora", "lora fsdp1"})}
     adapters, others = (
         load_file(tmp_path / f"{name}.saved" / "adapter_model.safetensors") for name in ("lora", "lora fsdp1")
     )
