@@ -136,7 +136,7 @@ def test_save_now_without_a_run_never_holds_up_who_pressed(desk: Desk) -> None:
     desk.saving._save.click()
     assert "Saving what the ranks hold" in desk.saving.message.value
     desk.saving._save.click()
-    assert len([t for t in threading.enumerate() if t.name == "fsdp-lab-save"]) == 1
+    assert len([t for t in threading.enumerate() if t.name == "fsdp-lab-ask"]) == 1
     desk.lab.save_gate.set()
     desk.until(lambda: "Step 7 is saved in checkpoints." in plain(desk.saving.message.value))
     desk.saving._folder.value = "full"
