@@ -214,7 +214,7 @@ def _units(spec: Spec, skeleton: nn.Module) -> dict[str, str]:
 def _sharding(spec: Spec) -> dict[str, Any]:
     """`options`: the arguments of fully_shard or FSDP1, as code."""
     s, dtypes = spec.strategy, spec.strategy.dtypes
-    roles = {"param": dtypes.param, "reduce": dtypes.reduce}
+    roles: dict[str, str | None] = {"param": dtypes.param, "reduce": dtypes.reduce}
     options: dict[str, str] = {}
     if s.backend == "fsdp2":
         options |= {"mesh": "mesh", "reshard_after_forward": str(s.reshard_size or s.reshards_after_forward)}
