@@ -347,7 +347,7 @@ _WHY_NOT: Mapping[tuple[str, str], str] = {
 }
 
 
-def _invalid(field: str, reason: str, hint: str, *, other: str = "", **fix: Any) -> SpecError:
+def _invalid(field: str, reason: str, hint: str, other: str = "", /, **fix: Any) -> SpecError:
     """The error for a field of Strategy."""
     return SpecError(f"strategy.{field}", reason, hint, fix, other=other)
 
@@ -387,10 +387,10 @@ def _rule_offload(spec: Spec) -> None:
         return
     if s.backend == "ddp":
         raise _invalid("offload", "DDP keeps parameters, gradients and optimizer state on the device",
-                       "use offload none", other="backend lab", offload="none")  # fmt: skip
+                       "use offload none", "backend lab", offload="none")  # fmt: skip
     if s.offload == "optimizer":
         raise _invalid("offload", f"{s.backend} moves parameters, gradients and optimizer state together",
-                       "use offload all or none", other="backend lab", offload="all")  # fmt: skip
+                       "use offload all or none", "backend lab", offload="all")  # fmt: skip
 
 
 def _rule_gather(spec: Spec) -> None:
@@ -444,7 +444,7 @@ def _rule_precision(spec: Spec) -> None:
         if backend in backends and getattr(precision, name) not in allowed:
             instead = dataclasses.replace(precision, **{name: allowed[0]})
             other = "" if name == "output" else "use backend lab"
-            raise _invalid(f"precision.{name}", f"{backend} {reason}", hint, other=other, precision=instead)
+            raise _invalid(f"precision.{name}", f"{backend} {reason}", hint, other, precision=instead)
 
 
 def _rule_units(spec: Spec) -> None:
@@ -453,7 +453,7 @@ def _rule_units(spec: Spec) -> None:
         raise _invalid("wrap", "DDP has no units to wrap", "use block", wrap="block")
     if backend == "fsdp1" and wrap.startswith("every:") and wrap != "every:1":
         raise _invalid(
-            "wrap", "an FSDP1 unit is one module, not several blocks", "use block", other="backend lab", wrap="block"
+            "wrap", "an FSDP1 unit is one module, not several blocks", "use block", "backend lab", wrap="block"
         )
 
 
@@ -472,7 +472,7 @@ def _rule_reshard_size(spec: Spec) -> None:
         hint = f"use one of {', '.join(map(str, sizes))}, or leave it empty" if sizes else "leave it empty"
     else:
         return
-    raise _invalid("reshard_size", reason, hint, other=other, reshard_size=None)
+    raise _invalid("reshard_size", reason, hint, other, reshard_size=None)
 
 
 def _rule_overlap(spec: Spec) -> None:
@@ -480,7 +480,7 @@ def _rule_overlap(spec: Spec) -> None:
     if backend == "lab" or s.is_yours:
         return
     if backend != "fsdp1" and s.backward_prefetch_point != "before":
-        raise _invalid("backward_prefetch_point", f"{backend} has no choice of it", "use before", other="backend lab",
+        raise _invalid("backward_prefetch_point", f"{backend} has no choice of it", "use before", "backend lab",
                        backward_prefetch_point="before")  # fmt: skip
     if backend == "ddp" and s.forward_depth:
         raise _invalid("forward_prefetch", "DDP gathers no parameters", "use 0", forward_prefetch=0)
@@ -500,7 +500,7 @@ def _rule_overlap(spec: Spec) -> None:
     if s.limit_all_gathers not in limits:
         raise _invalid("limit_all_gathers", why, f"use {' or '.join(map(str, limits))}", limit_all_gathers=2)
     if backend in ("fsdp1", "ddp") and s.limit_reductions != 1:
-        raise _invalid("limit_reductions", f"{backend} has no limit to set", "use 1", other="backend lab",
+        raise _invalid("limit_reductions", f"{backend} has no limit to set", "use 1", "backend lab",
                        limit_reductions=1)  # fmt: skip
 
 

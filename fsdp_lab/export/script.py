@@ -224,7 +224,7 @@ def _sharding(spec: Spec) -> dict[str, Any]:
         if s.offload == "all":
             options["offload_policy"] = 'fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda")'
     elif s.backend == "fsdp1":
-        hidden = "_" if s.sharding == "hybrid_shard_zero2" else ""  # torch has no public name for it
+        hidden = "_" if s.is_hybrid and not s.reshards_after_forward else ""  # torch has no public name for it
         options |= {"device_mesh": "mesh", "device_id": "device", "use_orig_params": "True",
                     "sharding_strategy": f"fsdp.ShardingStrategy.{hidden}{s.sharding.upper()}"}  # fmt: skip
         options |= {name: code for name, code, is_set in (
