@@ -236,6 +236,7 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 # -- events as bytes ------------------------------------------------------------------------------------------------------
 
+ABSENT = object()
 HEAVY = ("spans", "memory_curve")
 LEVEL = 6  # of zlib: 9 saves 1% more and takes twice the time
 
@@ -252,11 +253,16 @@ def pack(rows: Sequence[Row], *, heavy: bool = False) -> bytes:
         changed = {
             name: value
             for name, value in fields.items()
-            if (name not in last or last[name] != value or name == "rank") and (heavy or name not in HEAVY)
+            if (heavy or name not in HEAVY) and (name == "rank" or not _same(last.get(name, ABSENT), value))
         }
         new.append(json.dumps([cursor, changed], separators=(",", ":")))
         former[event.rank] = fields
     return zlib.compress(f"[{','.join(new)}]".encode(), LEVEL)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether they are equal bit for bit: 0.0 is not -0.0, and 1 is not 1.0."""
+    return bool(one == other) and repr(one) == repr(other)
 
 
 def unpack(data: bytes) -> dict[int, StepEvent]:
