@@ -64,7 +64,6 @@ class Scale:
 
 _BOTH = (LAB, REFERENCE, "fsdp2-wire", CONTROL)
 _OVER_WIRE = (LAB, "fsdp2-wire", "ddp-wire", CONTROL)  # where ranks share a GPU
-METERED_FORMS = 12  # that exist at a time
 METERING = "--backend fsdp2,fsdp1,ddp,lab --ranks 1 --launches 2 --precision bf16"
 ON_GPU = Scale(
     shapes=(
@@ -104,13 +103,11 @@ class Place:
         import torch
 
         gpus = torch.cuda.device_count()
-        if not gpus and listing:
-            return cls(device=device, gpus=1, memory_bytes=math.inf)
-        if not gpus:
+        if not gpus and not listing:
             instead = "give --device cpu to rehearse the same list with small models"
             raise PlanError(f"bench gpu needs a GPU, and torch finds none here; {instead}")
         sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(gpus)]
-        return cls(device=device, gpus=gpus, memory_bytes=min(sizes))
+        return cls(device=device, gpus=max(1, gpus), memory_bytes=min(sizes, default=math.inf))
 
     @property
     def scale(self) -> Scale:
@@ -182,7 +179,7 @@ def _on_one(at: Place) -> Iterator[BenchPart]:
 def _of_clone(at: Place) -> Iterator[BenchPart]:
     """Those of `python -m tests.bench`."""
     here, ranks = _not_here("tests/bench"), max(1, min(at.gpus, MOST_RANKS))
-    too_large, several = _too_large(at, at.scale.metered.split()[1], METERED_FORMS), f"--ranks {ranks}"
+    too_large, several = _too_large(at, at.scale.metered.split()[1], forms=12), f"--ranks {ranks}"
     for name, title, limit_s, options, why in (
         ("metering", "what measuring costs, by backend", 120, f"{METERING} {at.scale.metered}", too_large),
         ("switch", "live switches near the memory limit", 90, at.scale.switched, ""),
@@ -259,10 +256,6 @@ class Record:
     file: Path
     say: Say
     parts: Sequence[BenchPart] = ()
-
-    @property
-    def failed(self) -> list[str]:
-        return [part.name for part in self.parts if part.outcome == FAILED]
 
     def run(self, parts: Sequence[BenchPart], limit_s: float) -> None:
         """Runs them in order, within so many seconds together (0: no limit). A part that fails does not stop the next."""

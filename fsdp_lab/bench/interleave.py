@@ -21,13 +21,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_lab.backends import Backend, build, fill
 from fsdp_lab.backends.base import state_slots
-from fsdp_lab.bench.plan import BenchPlan, Form
-from fsdp_lab.bench.wire import beside
+from fsdp_lab.bench.plan import BenchError, BenchPlan, Form
 from fsdp_lab.models import Initializer, build_skeleton, resolve
+from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.models.wrapping import blocks
 from fsdp_lab.rank.ledger import KernelTimes
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.wire import SHARED_MEMORY, Wire
+from fsdp_lab.wire.group import BACKEND
 
 Batch = Mapping[str, Tensor]
 _KEPT = 2  # blocks that a tuned FSDP2 does not reshard
@@ -99,8 +100,9 @@ def interleave(
 def batches_of(plan: BenchPlan, info: RankInfo) -> Iterator[Batch]:
     """Random tokens: different ones for each rank and round, the same for all forms."""
     generator = torch.Generator().manual_seed(plan.seed * plan.ranks + info.rank)
+    tokens = int(PRESETS[plan.preset].config["vocab_size"]) if plan.preset else plan.vocab
     for _ in range(plan.warmup + plan.steps):
-        ids = torch.randint(plan.tokens, (plan.micro_batch, plan.seq_len), generator=generator).to(info.device)
+        ids = torch.randint(tokens, (plan.micro_batch, plan.seq_len), generator=generator).to(info.device)
         yield {"input_ids": ids, "labels": ids}
 
 
@@ -130,6 +132,19 @@ def _mesh(info: RankInfo, world: Wire, group: str) -> DeviceMesh:
         return DeviceMesh.from_group(beside(world, shared_memory=False), info.device.type, mesh_dim_names=("shard",))
     raw = dist.new_group(backend=_raw_backend(info), timeout=world.context.timeout)
     return DeviceMesh.from_group(raw, info.device.type, mesh_dim_names=("shard",))
+
+
+def beside(world: Wire, *, shared_memory: bool) -> Wire:
+    """A second group of all ranks, over shared memory or over Gloo. Raises BenchError if the ranks share no memory."""
+    before, world.context.shared_memory = world.context.shared_memory, shared_memory
+    try:
+        group = dist.new_group(backend=BACKEND, timeout=world.context.timeout)
+    finally:
+        world.context.shared_memory = before
+    if shared_memory and (why := next(iter(world.context.not_shared.values()), "")):
+        raise BenchError(f"the ranks share no memory: {why}")
+    assert isinstance(group, Wire)
+    return group
 
 
 def _raw_backend(info: RankInfo) -> str:

@@ -23,12 +23,8 @@ def launch(
 ) -> list[Any]:
     """Runs a task in new processes and returns the result of each rank. On a terminal it counts finished rounds.
 
-    Args:
-        task: one of TASKS in tasks.py, with its arguments; or of those that `module` has, the program of a rank.
-        on_message: called with what ranks send beside rounds.
-
-    Raises:
-        BenchError: with the first error of a rank, or with its exit code; or when `plan.limit_s` is over.
+    `task`: one of TASKS in tasks.py, or of those that `module` has, the program of a rank. `on_message` is called with what
+    ranks send beside rounds. Raises BenchError with the first error of a rank or its exit code, or after `plan.limit_s`.
     """
     rounds = plan.warmup + plan.steps
 

@@ -87,7 +87,8 @@ def strategies(
 def links(devices: Sequence[str], say: Say, limit_s: float) -> dict[str, Any]:
     """Bus bandwidth of collectives by kind and size, of the slowest rank: as nccl-tests (doc/PERFORMANCE.md), (W-1)/W of the
     bytes over the time, of an all-reduce twice that."""
-    ranks, rows = launch(_ranks(devices, limit_s), "links"), []
+    plan, rows = BenchPlan(ranks=len(devices), devices=tuple(devices), limit_s=limit_s), []
+    ranks = launch(plan, "links")
     slowest = {
         kind: [[one[0][0], max(s for _, s in one)] for one in zip(*(rank[kind] for rank in ranks), strict=True)]
         for kind in ranks[0]
@@ -100,14 +101,10 @@ def links(devices: Sequence[str], say: Say, limit_s: float) -> dict[str, Any]:
     return {"seconds": slowest}
 
 
-def _ranks(devices: Sequence[str], limit_s: float) -> BenchPlan:
-    """A plan for a task that has its own Specs."""
-    return BenchPlan(ranks=len(devices), devices=tuple(devices), limit_s=limit_s)
-
-
 def trained(specs: Sequence[Spec], steps: int, devices: Sequence[str], limit_s: float) -> list[dict[str, Any]]:
     """Returns {"losses", "checksum", "step_s", "peak_bytes", "kernels"} or {"error"} of each Spec, joined over ranks."""
-    ranks = launch(_ranks(devices, limit_s), "train", specs=[s.to_dict() for s in specs], steps=steps)
+    plan = BenchPlan(ranks=len(devices), devices=tuple(devices), limit_s=limit_s)
+    ranks = launch(plan, "train", specs=[s.to_dict() for s in specs], steps=steps)
     return [_joined(spec, by_rank) for spec, by_rank in zip(specs, zip(*ranks, strict=True), strict=True)]
 
 
@@ -157,7 +154,7 @@ def step(plan: BenchPlan, say: Say, limit_s: float) -> dict[str, Any]:
         if ratio is None:
             say(f"{name} in {what}: not measured on a CPU")
         else:
-            low, high = result.ratio_interval(LAB, result.fastest["fsdp2"]) if what == "time" else (ratio, ratio)
+            low, high = result.interval(result.fastest["fsdp2"]) if what == "time" else (ratio, ratio)
             met = "met" if high <= GOAL else "not met" if low > GOAL else "not told apart from it"
             say(f"{name} in {what}: {ratio:.3f}; the goal, {GOAL:.2f} or less, is {met}")
     for form, peak_bytes in result.peak_bytes.items():
@@ -173,7 +170,7 @@ def bench(arguments: Sequence[str], say: Say, limit_s: float) -> dict[str, Any]:
         file = Path(folder, "bench.json")
         run_program(["-m", "tests.bench", *arguments, "--json", str(file)], say, limit_s, REPOSITORY)
         told: dict[str, Any] = json.loads(file.read_text())
-    return told.get("backends", told)
+    return dict(told.get("backends", told))
 
 
 def run_program(arguments: Sequence[str], say: Say, limit_s: float, folder: Path | None = None) -> None:
@@ -182,17 +179,10 @@ def run_program(arguments: Sequence[str], say: Say, limit_s: float, folder: Path
     """
     token, last, late = uuid.uuid4().hex, "", threading.Event()
     own = {MARK: token, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        cwd=folder,
-        start_new_session=True,
-        env={"OMP_NUM_THREADS": "1", **os.environ, **own},
-    )
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    how: dict[str, Any] = {**pipes, "text": True, "errors": "replace", "cwd": folder, "start_new_session": True}
+    command, env = [sys.executable, *arguments], {"OMP_NUM_THREADS": "1", **os.environ, **own}
+    process: subprocess.Popen[str] = subprocess.Popen(command, env=env, **how)
 
     def end() -> None:
         process.terminate()  # a bench ends what it has started

@@ -163,11 +163,6 @@ class BenchPlan:
         return spec.replace(backend=form.peer, sharding=sharding, forward_prefetch=prefetch, gather=form.gather)
 
     @property
-    def tokens(self) -> int:
-        """How many different tokens there are."""
-        return int(PRESETS[self.preset].config["vocab_size"]) if self.preset else self.vocab
-
-    @property
     def model(self) -> str | dict[str, Any]:
         """The preset, or a transformers config."""
         if self.preset:

@@ -20,8 +20,6 @@ from fsdp_lab.core.formatting import Spread, Table
 Say = Callable[[str], None]
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}  # of losses and gradient norms, relative
 
-# -- reports ---------------------------------------------------------------------------------------------------------
-
 
 class Report:
     """Prints the ratios of a bench and collects what `--json` writes, in `figures`."""
@@ -30,13 +28,10 @@ class Report:
         self.say = say
         self.figures: dict[str, Any] = {"ratios": {}, "control": {}, "environment": dict(environment)}
 
-    def ratio(self, name: str, values: Spread, *, label: str = "", note: str = "") -> None:
-        self.figures["ratios"][name] = asdict(values)
-        self.say(f"{label or name}: {format_spread(values)}{note}")
-
-    def control(self, name: str, values: Spread, *, note: str = "") -> None:
-        self.figures["control"][name] = asdict(values)
-        self.say(f"control {name}: {format_spread(values)}{note}")
+    def add(self, section: str, name: str, values: Spread, *, label: str = "", note: str = "") -> None:
+        """`section`: "ratios" or "control"."""
+        self.figures[section][name] = asdict(values)
+        self.say(f"{'control ' * (section == 'control')}{label or name}: {format_spread(values)}{note}")
 
 
 def format_spread(values: Spread, unit: str = "", digits: int = 3) -> str:
@@ -115,26 +110,22 @@ class BenchResult:
         """Ratio of the step times of two forms in the same round: below 1, `one` is faster."""
         return spread(ratios(self.seconds[one], self.seconds[other]))
 
-    def ratio_interval(self, one: str, other: str) -> tuple[float, float]:
-        """The `interval` of that ratio's median."""
-        return interval(ratios(self.seconds[one], self.seconds[other]))
-
-    def said_interval(self, other: str) -> str:
-        """That of the lab over another form, in words."""
-        return "its median is {:.3f} to {:.3f} (95 %)".format(*self.ratio_interval(LAB, other))
+    def interval(self, other: str) -> tuple[float, float]:
+        """The `interval` of the median ratio of the lab to another form."""
+        return interval(ratios(self.seconds[LAB], self.seconds[other]))
 
     @property
     def fastest(self) -> dict[str, str]:
         """Measured peer -> its form with the smallest median step time; of forms on torch's own group for "PEER-raw", and
         of those through shared memory, as the lab itself, for "PEER-shared"."""
-        found = {}
+        fastest = {}
         for peer in PEERS:
             forms = [f for f in self.seconds if FORMS[f].peer == peer]
             raw, shared = [f for f in forms if FORMS[f].group == "raw"], [f for f in forms if f in self.shared]
             for name, some in ((peer, forms), (f"{peer}-raw", raw), (f"{peer}-shared", shared)):
                 if some:
-                    found[name] = min(some, key=lambda f: statistics.median(self.seconds[f]))
-        return found
+                    fastest[name] = min(some, key=lambda f: statistics.median(self.seconds[f]))
+        return fastest
 
     @property
     def reference(self) -> str:
@@ -203,6 +194,7 @@ def measure(plan: BenchPlan) -> BenchResult:
 def step_figures(result: BenchResult, environment: Mapping[str, Any], say: Say) -> dict[str, Any]:
     """Prints the table of all forms, fastest first, and a line for each ratio; returns the content of the file."""
     report, lab = Report(say, environment), LAB in result.seconds
+    told = "its median is {:.3f} to {:.3f} (95 %)"
     heading = f"{LAB}/form" if lab else f"form/{result.reference}"
     rows = []
     for form in sorted(result.seconds, key=lambda f: result.step_time(f).median):
@@ -212,13 +204,17 @@ def step_figures(result: BenchResult, environment: Mapping[str, Any], say: Say) 
         rows.append((form, *times, *shares, *busy_cells(result.kernels.get(form), time.median)))
     columns = ("form", "ms/step", "p10", "p90", heading, "p10 ", "p90 ", *(BUSY if result.kernels else ()))
     say(repr(Table(columns=columns, rows=tuple(rows), left=frozenset({"form"}))))
-    for name, found in result.ratios.items():
+    for name, ratio in result.ratios.items():
         form = result.fastest[name.partition("/")[2]]
-        report.ratio(name, found, note=f"; {result.said_interval(form)}; {form} is the fastest of them")
+        report.add(
+            "ratios", name, ratio, note=f"; {told.format(*result.interval(form))}; {form} is the fastest of them"
+        )
     for name, memory in result.memory_ratios.items():
         say(f"{name}, peak allocated memory: {memory:.3f}")
-    for name, found in result.control.items():
-        report.control(name, found, note=f"; {result.said_interval(CONTROL)}; {CONTROL} does the same as {LAB}")
+    for name, ratio in result.control.items():
+        report.add(
+            "control", name, ratio, note=f"; {told.format(*result.interval(CONTROL))}; {CONTROL} does the same as {LAB}"
+        )
     difference, form = result.difference()
     say(f"largest difference of losses and gradient norms to {result.reference}: {difference:.1e} ({form})")
     return report.figures | {
@@ -235,7 +231,7 @@ def step_figures(result: BenchResult, environment: Mapping[str, Any], say: Say) 
 
 def wire(plan: BenchPlan, say: Say) -> dict[str, Any]:
     """All-gathers and reduce-scatters over shared memory, beside Gloo in its faster form. Raises BenchError."""
-    from fsdp_lab.bench.wire import AGAIN, KINDS, SHARED  # needs torch
+    from fsdp_lab.bench.tasks import AGAIN, KINDS, SHARED  # needs torch
 
     say(f"{plan.ranks} ranks, {plan.steps} rounds after one of warm-up; bytes of the whole tensor, microseconds")
     ranks = launch(plan, "wire")
@@ -245,18 +241,16 @@ def wire(plan: BenchPlan, say: Say) -> dict[str, Any]:
         seconds = {form: slowest([rank["seconds"][name][form] for rank in ranks]) for form in KINDS[kind]}
         times = {form: spread(of).median for form, of in seconds.items()}
         gloo = min((form for form in times if form not in (SHARED, AGAIN)), key=times.__getitem__)
-        report.ratio(name, found := spread(ratios(seconds[SHARED], seconds[gloo])))
-        report.control(name, again := spread(ratios(seconds[SHARED], seconds[AGAIN])))
-        rows.append((kind, f"{int(nbytes):,}", f"{1e6 * times[SHARED]:,.0f}", f"{1e6 * times[gloo]:,.0f}", gloo,
-                     *(f"{x:.3f}" for x in (found.median, found.p10, found.p90)), f"{again.median:.3f}"))  # fmt: skip
+        report.add("ratios", name, ratio := spread(ratios(seconds[SHARED], seconds[gloo])))
+        report.add("control", name, again := spread(ratios(seconds[SHARED], seconds[AGAIN])))
+        cells = (f"{1e6 * times[SHARED]:,.0f}", f"{1e6 * times[gloo]:,.0f}", gloo)
+        shares = (f"{x:.3f}" for x in (ratio.median, ratio.p10, ratio.p90, again.median))
+        rows.append((kind, f"{int(nbytes):,}", *cells, *shares))
     columns = ("collective", "bytes", "shared", "Gloo", "its form", "shared/Gloo", "p10", "p90", "control")
     say(repr(Table(columns=columns, rows=tuple(rows), left=frozenset({"collective", "its form"}))))
     waiting = max(rank["waiting"] for rank in ranks)
     say(f"a rank that waits for another one takes {waiting:.2%} of a core")
     return report.figures | {"waiting_cores": waiting}
-
-
-# -- common ----------------------------------------------------------------------------------------------------------
 
 
 def rounds_of(plan: BenchPlan) -> str:

@@ -160,8 +160,8 @@ def gpu(args: argparse.Namespace) -> int:
         say(f"{name}: {value}")
     record.run(parts, 60.0 * args.minutes)
     say(f"written: {file}")
-    if record.failed:
-        raise Failed(f"{len(record.failed)} of {len(parts)} parts failed: {', '.join(record.failed)}; see {file}")
+    if failed := [part.name for part in parts if part.outcome == gpu_list.FAILED]:
+        raise Failed(f"{len(failed)} of {len(parts)} parts failed: {', '.join(failed)}; see {file}")
     return 0
 
 

@@ -61,8 +61,8 @@ def checkpoint(args: argparse.Namespace) -> dict[str, Any]:
             say(f"{method} {way}: {format_spread(spread(of), 'ms', 0)}")
     both = {method: [a + b for a, b in zip(of["save"], of["load"], strict=True)] for method, of in seconds.items()}
     report = Report(say, environment(plan))
-    report.ratio("lab/dcp", spread(ratios(both[LAB], both[DCP])), label="lab/dcp, save + load")
-    report.control("dcp/dcp", spread(ratios(both[DCP], both[DCP_AGAIN])))
+    report.add("ratios", "lab/dcp", spread(ratios(both[LAB], both[DCP])), label="lab/dcp, save + load")
+    report.add("control", "dcp/dcp", spread(ratios(both[DCP], both[DCP_AGAIN])))
     stalls = [max(of, key=lambda one: one["stall_s"]) for of in zip(*(rank["beside"] for rank in ranks), strict=True)]
     stall = {
         "stall_s": spread([one["stall_s"] for one in stalls]),

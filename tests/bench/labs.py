@@ -180,9 +180,9 @@ def toggle(args: argparse.Namespace) -> dict[str, Any]:
         by_pair[before.id, after.id].append(s)
         by_strategy[f"{after.strategy.backend} {after.strategy.sharding}"].append(s)
     report = Report(say, {"model": args.model, "ranks": args.ranks})
-    report.ratio("resident/relaunch", spread([s / relaunch_s for s in seconds]))
+    report.add("ratios", "resident/relaunch", spread([s / relaunch_s for s in seconds]))
     if twice := [pair[1] / pair[0] for pair in by_pair.values() if len(pair) > 1]:
-        report.control("resident/resident", spread(twice), note="; the same pair again")
+        report.add("control", "resident/resident", spread(twice), note="; the same pair again")
     say(f"toggle to first step: {format_spread(spread(seconds), 's')}, longest {max(seconds):.3f}")
     say(f"torchrun to first step: {format_spread(spread(relaunched), 's')}")
     for strategy, of in sorted(by_strategy.items()):

@@ -72,8 +72,8 @@ def load(args: argparse.Namespace) -> dict[str, Any]:
         first = f"{method}: first step after {format_spread(spread(seconds[method]), 's', 1)}"
         say(f"{first}; host memory of all ranks while loading: {format_spread(memory[method])} x the model")
     report = Report(say, environment(plan))
-    report.ratio("lab/plain", spread(ratios(seconds[LAB], seconds[PLAIN])), label="lab/plain, first step")
-    report.control("plain/plain", spread(ratios(seconds[PLAIN], seconds[PLAIN_AGAIN])))
+    report.add("ratios", "lab/plain", spread(ratios(seconds[LAB], seconds[PLAIN])), label="lab/plain, first step")
+    report.add("control", "plain/plain", spread(ratios(seconds[PLAIN], seconds[PLAIN_AGAIN])))
     return report.figures | {
         "model_bytes": model_bytes,
         "seconds": {method: asdict(spread(of)) for method, of in seconds.items()},
