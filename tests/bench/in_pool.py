@@ -15,8 +15,8 @@ from tests.pool import Place, Pool
 def launched_in(pool: Pool) -> Callable[..., list[Any]]:
     """A `launch` that starts no process."""
 
-    def launch(plan: BenchPlan, task: str, *, module: str = "", on_message: Any = None, **arguments: Any) -> list[Any]:
-        told = pool.run(_perform, plan.ranks, plan, task, module, arguments, reduction=None, timeout_s=200)
+    def launch(plan: BenchPlan, task: str, *, on_message: Any = None, **arguments: Any) -> list[Any]:
+        told = pool.run(_perform, plan.ranks, plan, task, arguments, reduction=None, timeout_s=200)
         for kind, value in (message for _, messages in told for message in messages):
             if on_message is not None and kind != "round":
                 on_message(kind, value)
@@ -26,13 +26,13 @@ def launched_in(pool: Pool) -> Callable[..., list[Any]]:
 
 
 def _perform(
-    place: Place, plan: BenchPlan, task: str, module: str, arguments: Mapping[str, Any]
+    place: Place, plan: BenchPlan, task: str, arguments: Mapping[str, Any]
 ) -> tuple[str, list[tuple[str, Any]]]:
     from fsdp_lab.bench.tasks import TASKS, BenchRank
 
     messages: list[tuple[str, Any]] = []
     rank = BenchRank(plan=plan, rank=place.rank, store=place.store, send=lambda *message: messages.append(message))
-    perform = importlib.import_module(f"tests.bench.{task}").on_rank if module else TASKS[task]
+    perform = TASKS[task] if task in TASKS else importlib.import_module(f"tests.bench.{task}").on_rank
     result = json.dumps(perform(rank, {**arguments, "task": task}))
     gc.unfreeze()  # the loop of steps freezes its models
     gc.collect()
