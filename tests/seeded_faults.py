@@ -184,8 +184,8 @@ FAULTS = (
     Fault(
         name="checksum leaves one out",
         what="rank: the checksum does not cover the last parameter",
-        old="    for shard in filter(backend.is_counted, backend.param_shards()):\n        seed = ",
-        new="    for shard in filter(backend.is_counted, backend.param_shards()[:-1]):\n        seed = ",
+        old="    for shard in backend.param_shards():\n        seed = ",
+        new="    for shard in backend.param_shards()[:-1]:\n        seed = ",
         tests=("tests/rank/test_checksum.py",),
     ),
     Fault(

@@ -22,8 +22,6 @@ from fsdp_lab.backends.fsdp2 import FSDP2
 from fsdp_lab.backends.optimizers import check_optimizer
 from fsdp_lab.backends.state import buffers_in, fill
 from fsdp_lab.backends.transfer import transfer_state
-from fsdp_lab.backends.your_engine import wraps_modules
-from fsdp_lab.backends.your_module import YourModule
 from fsdp_lab.backends.yours import Yours
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.core.patterns import unmatched
@@ -38,16 +36,12 @@ __all__ = ["Backend", "ParamShard", "build", "fill", "transfer_state"]
 _Wrap = Callable[[nn.Module, Spec, DeviceMesh, torch.device], Backend]
 
 
-def _yours(skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> Backend:
-    return (YourModule if wraps_modules(spec.strategy) else Yours)(skeleton, spec, mesh, device)
-
-
 _BACKENDS: Mapping[str, _Wrap] = {
     "lab": FlatBackend,
     "fsdp2": FSDP2,
     "fsdp1": FSDP1,
     "ddp": DDP,
-    YOURS: _yours,
+    YOURS: Yours,
 }
 
 

@@ -91,7 +91,10 @@ class Backend(Measured):
         groups: process groups created for this backend, which `release` destroys.
         parked: optimizer state that came with a transfer, of parameters that are frozen here, by name and slot;
             `drop_slots` frees it.
+        has_user_code: whether its sharding is the user's code, which may hang or fail.
     """
+
+    has_user_code = False
 
     def __init__(self, module: nn.Module, shards: list[ParamShard], deferred: DeferredStorage, spec: Spec,
                  mesh: DeviceMesh, device: torch.device) -> None:  # fmt: skip
@@ -163,14 +166,6 @@ class Backend(Measured):
         any padding is zero."""
         shards = map(self.gradient, self.param_shards())
         return [g for g in shards if g is not None and g.numel()]
-
-    def is_counted(self, shard: ParamShard) -> bool:
-        """Whether this rank's part counts in sums over the ranks of a replica; False where another rank has the same."""
-        return True
-
-    def counted_gradients(self) -> list[Tensor]:
-        """Those of `gradients` that count in the norm."""
-        return self.gradients()
 
     def parameter_bytes(self) -> int:
         return sum(shard.local.nbytes for shard in self.param_shards())

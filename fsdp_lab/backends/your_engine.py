@@ -1,21 +1,22 @@
-"""`YourEngine`: an engine of the user's, called by the lab. `YourUnit`: what its methods are given.
+"""`YourEngine`: an engine of the user's, whose methods the lab calls. `YourUnit`: what they are given. `take_shard`: what is
+where in the tensors that a rank keeps.
 
-Whatever one of its methods raises is told in the user's terms: the method, the unit, the step and the line.
+Whatever a method raises is told in the user's terms: the method, the unit, the step and the line.
 """
 
 from __future__ import annotations
 
-import ast
 import linecache
-import textwrap
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_lab.core.errors import SpecError
@@ -25,9 +26,7 @@ from fsdp_lab.engine.tensors import tensors_in
 from fsdp_lab.models.configs import first_line
 from fsdp_lab.wire import RankAborted, WireTimeout
 
-METHODS = ("shard", "gather", "free", "reduce")
 PREFETCH = "prefetch"  # the method that may be left out
-WRAP = "wrap"  # of an engine that wraps a whole module
 
 
 class YourUnit:
@@ -40,9 +39,9 @@ class YourUnit:
         rank, world_size: of the default process group.
     """
 
-    def __init__(self, name: str, params: Mapping[str, nn.Parameter], rank: int, world_size: int) -> None:
+    def __init__(self, name: str, params: Mapping[str, nn.Parameter]) -> None:
         self.name, self.names, self.params = name, tuple(params), tuple(params.values())
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.shard: Any = None
 
     def __repr__(self) -> str:
@@ -53,7 +52,7 @@ class _FreedMemory(RuntimeError):
     """An operation would use memory that is not there."""
 
 
-class AccessGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within it no operation runs on a tensor whose storage is smaller than it is: torch would read or write address 0."""
 
     def __init__(self, unit: YourUnit) -> None:
@@ -62,77 +61,63 @@ class AccessGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for t in tensors_in((args, kwargs or {})) if not func.is_view else ():
-            storage, nbytes = t.untyped_storage(), _extent_bytes(t)
+            storage = t.untyped_storage()
+            last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+            nbytes = (t.storage_offset() + last + 1) * t.element_size() if t.numel() else 0
             if storage.nbytes() < nbytes:
                 name = self._names.get(storage._cdata, "a tensor")
                 raise _FreedMemory(f"uses {name}, whose storage has {storage.nbytes():,} bytes of {nbytes:,}")
         return func(*args, **(kwargs or {}))
 
 
-def _extent_bytes(t: Tensor) -> int:
-    """From the begin of its storage to its last element."""
-    if not t.numel():
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return int((t.storage_offset() + last + 1) * t.element_size())
-
-
 class YourEngine:
-    """One object of the user's class. `step`: that in progress, for errors. `guards`: whether freed memory is guarded.
+    """One object of the user's class.
 
-    Raises SpecError for what is no engine, or lacks a method that `strategy` needs.
+    Attributes:
+        step: the one in progress, for errors. guards: whether freed memory is guarded.
+        in_progress: the call, as text, and since when, of `time.monotonic`.
+
+    Raises SpecError for what is no engine, or lacks one of the methods that are `needed`.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._code = strategy.engine
-        self.name = code_name(strategy.engine)
+    def __init__(self, strategy: Strategy, needed: Sequence[str]) -> None:
+        self._code, self.name = strategy.engine, code_name(strategy.engine)
         self.step: int | None = None
         self.guards = True
-        self.call_in_progress: tuple[str, float] | None = None  # what it is, and since when, of `time.monotonic`
+        self.in_progress: tuple[str, float] | None = None
         kind = loaded(ENGINE_FIELD, strategy.engine)
         self._module = getattr(kind, "__module__", "")
-        if not callable(kind):
-            raise SpecError(ENGINE_FIELD, f"{self.name} is a {type(kind).__name__}", "give a class with the methods "
-                            "shard, gather, free and reduce")  # fmt: skip
         try:
             self._object = kind()
         except (Exception, SystemExit) as e:
-            raise SpecError(ENGINE_FIELD, f"{self.name}() raised {type(e).__name__}: {first_line(e)}{self._line(e)}",
-                            "it is made without arguments; a unit knows its rank and world_size") from e  # fmt: skip
-        self.prefetches = self.has(PREFETCH)
-        for method in (WRAP,) if wraps_modules(strategy) else needed(strategy):
-            if not self.has(method):
-                raise SpecError(ENGINE_FIELD, f"{self.name} has no method {method}, which {strategy.sharding} needs",
-                                f"define {method}(self, unit)")  # fmt: skip
+            reason = f"{self.name}() raised {type(e).__name__}: {first_line(e)}{self._line(e)}"
+            hint = "it is made without arguments; a unit knows its rank and world_size"
+            raise SpecError(ENGINE_FIELD, reason, hint) from e
+        self.prefetches = callable(getattr(self._object, PREFETCH, None))
+        for method in needed:
+            if not callable(getattr(self._object, method, None)):
+                reason = f"{self.name} has no method {method}, which {strategy.sharding} needs"
+                raise SpecError(ENGINE_FIELD, reason, f"define {method}(self, unit)")
 
-    def has(self, method: str) -> bool:
-        return callable(getattr(self._object, method, None))
-
-    def call(self, method: str, unit: YourUnit, during: str, *arguments: Any) -> Any:
-        """What a method returns, of the unit or of other arguments. Raises SpecError for what it raises, except an abort or
-        a timeout."""
-        given = arguments or (unit,)
-        return self._run(lambda: getattr(self._object, method)(*given), method, unit, during)
-
-    def end(self, reduction: Callable[[], Any], unit: YourUnit) -> Any:
-        """What the function returns that `reduce` has returned."""
-        return self._run(reduction, "reduce", unit, "backward")
-
-    def _run(self, call: Callable[[], Any], method: str, unit: YourUnit, during: str) -> Any:
-        self.call_in_progress = self._title(method, unit, during), time.monotonic()
+    def call(self, method: str, unit: YourUnit, during: str = "", function: Callable[[], Any] | None = None) -> Any:
+        """Returns what a method returns, or the `function` that it returned before. Raises SpecError for what it raises,
+        except an abort or a timeout."""
+        self.in_progress = self._title(method, unit, during), time.monotonic()
         try:
-            with torch.no_grad(), AccessGuard(unit) if self.guards else nullcontext():
-                return call()
-        except _FreedMemory as e:
-            raise self.mistake(method, unit, during, f"{e}{self._line(e)}", "give a parameter's storage its size before you "
-                               "use it: p.untyped_storage().resize_(p.numel() * p.element_size())") from e  # fmt: skip
+            with torch.no_grad(), _Guard(unit) if self.guards else nullcontext():
+                return getattr(self._object, method)(unit) if function is None else function()
         except (RankAborted, WireTimeout, SpecError):
             raise
+        except _FreedMemory as e:
+            hint = (
+                "give its storage its size before you use it: p.untyped_storage().resize_(p.numel() * p.element_size())"
+            )
+            raise self.mistake(method, unit, during, f"{e}{self._line(e)}", hint) from e
         except (Exception, SystemExit) as e:
-            raise self.mistake(method, unit, during, f"raised {type(e).__name__}: {first_line(e)}{self._line(e)}",
-                               "correct it") from e  # fmt: skip
+            what = f"raised {type(e).__name__}: {first_line(e)}{self._line(e)}"
+            raise self.mistake(method, unit, during, what, "correct it") from e
         finally:
-            self.call_in_progress = None
+            self.in_progress = None
 
     def mistake(self, method: str, unit: YourUnit, during: str, what: str, hint: str) -> SpecError:
         """The error of one call."""
@@ -145,32 +130,32 @@ class YourEngine:
 
     def _line(self, error: BaseException) -> str:
         """The line of the user's code that raised, such as ", in the line x = 1"; "" if it is not known."""
-        source = self._code.source if isinstance(self._code, UserCode) else ""
-        frames = reversed(list(traceback.walk_tb(error.__traceback__)))
-        own = next(((f.f_code, n) for f, n in frames if f.f_globals.get("__name__") == self._module), None)
-        if own is None:
+        frames = traceback.walk_tb(error.__traceback__)
+        own = [(f.f_code, n) for f, n in frames if f.f_globals.get("__name__") == self._module]
+        if not own:
             return ""
-        code, number = own
-        lines, at = _lines_of(source, code.co_name), number - code.co_firstlineno
-        line = lines[at] if 0 <= at < len(lines) else linecache.getline(code.co_filename, number)
+        code, number = own[-1]
+        lines = self._code.source.splitlines() if isinstance(self._code, UserCode) else []
+        begins = [i for i, line in enumerate(lines) if line.strip().startswith(f"def {code.co_name}(")]
+        at = begins[0] + number - code.co_firstlineno if len(begins) == 1 else len(lines)
+        line = lines[at] if at < len(lines) else linecache.getline(code.co_filename, number)
         return f", in the line {line.strip()}" if line.strip() else ""
 
 
-def wraps_modules(strategy: Strategy) -> bool:
-    """Whether the user's class wraps whole modules (your_module.py), and not units (yours.py). Raises SpecError."""
-    return callable(getattr(loaded(ENGINE_FIELD, strategy.engine), WRAP, None))
+# -- what a rank keeps -------------------------------------------------------------------------------------------------
 
 
-def needed(strategy: Strategy) -> tuple[str, ...]:
-    """The methods that the lab calls under a sharding."""
-    if strategy.is_replicated:
-        return ("shard", "reduce")
-    return METHODS if frees_after_backward(strategy) else ("shard", "gather", "reduce")
+class Part(NamedTuple):
+    """What a rank keeps of one parameter: elements [start, stop), at `offset` in tensor `tensor` of those that it keeps."""
 
+    start: int = 0
+    stop: int = 0
+    tensor: int = 0
+    offset: int = 0
 
-def frees_after_backward(strategy: Strategy) -> bool:
-    """Whether whole parameters go when a unit's backward is over: ZeRO-2 and 3."""
-    return not strategy.is_replicated and not strategy.shards_optimizer_only
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """[stop - start], a view of these, which are laid out as the tensors that are kept."""
+        return tensors[self.tensor].view(-1)[self.offset : self.offset + self.stop - self.start]
 
 
 def tensors_of(returned: Any) -> list[Tensor] | None:
@@ -181,15 +166,81 @@ def tensors_of(returned: Any) -> list[Tensor] | None:
     return [t.detach() for t in found] if is_list else None
 
 
-def kind_of_value(returned: Any) -> str:
-    return "nothing" if returned is None else f"a {type(returned).__name__}"
+def told(returned: Any) -> str:
+    """`nothing`, `a tensor of 1,296 elements`, `12 tensors of 15,984 elements in all`."""
+    tensors = tensors_of(returned)
+    if tensors is None:
+        return "nothing" if returned is None else f"a {type(returned).__name__}"
+    elements = f"{sum(t.numel() for t in tensors):,} elements"
+    return f"a tensor of {elements}" if len(tensors) == 1 else f"{len(tensors)} tensors of {elements} in all"
 
 
-def _lines_of(source: str, function: str) -> list[str]:
-    """The lines of a function in a module's text, from its first decorator on; [] if it has none or several."""
-    tree = ast.parse(source or "")
-    found = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function]
-    if len(found) != 1:
-        return []
-    first = min([found[0].lineno, *(d.lineno for d in found[0].decorator_list)])
-    return textwrap.dedent("\n".join(source.splitlines()[first - 1 : found[0].end_lineno])).splitlines()
+def take_shard(engine: YourEngine, unit: YourUnit) -> tuple[list[Tensor], list[Part]]:
+    """Lets the engine shard a unit whose parameters exist. Returns the tensors, flat, and what is in them of each
+    parameter. Raises SpecError.
+
+    The parameters hold the numbers of their elements, as bits, from 1 on, and the tensors are searched for these. So an
+    engine may lay its part out as it likes, as long as it keeps one range of each parameter; 0 is what it pads with.
+    """
+    wrong = partial(engine.mistake, "shard", unit, "")
+    firsts = [1]
+    for p in unit.params:
+        firsts.append(firsts[-1] + p.numel())
+        numbers = torch.arange(firsts[-2], firsts[-1], dtype=torch.int32, device=p.device)
+        p.detach().view(-1).view(torch.int32).copy_(numbers)
+    unit.shard = engine.call("shard", unit)
+    tensors = tensors_of(unit.shard)
+    if tensors is None:
+        hint = "return the tensor that this rank keeps and trains, or a list of them"
+        raise wrong(f"returned {told(unit.shard)}", hint)
+    for t in tensors:
+        if t.dtype != torch.float32 or not t.is_contiguous():
+            what = "a tensor that is not contiguous" if t.dtype == torch.float32 else f"a tensor of {t.dtype}"
+            raise wrong(f"returned {what}", "keep float32 values in contiguous tensors")
+    flats = [t.view(-1) for t in tensors]
+    parts: list[Part] = []
+    for name, first, end in zip(unit.names, firsts, firsts[1:], strict=False):
+        part = Part()
+        for i, bits in enumerate(t.view(torch.int32) for t in flats):
+            at = torch.nonzero((bits >= first) & (bits < end)).view(-1)
+            if not at.numel():
+                continue
+            offset, n = int(at[0]), at.numel()
+            start = int(bits[offset])
+            if part.stop or not torch.equal(bits[offset : offset + n], torch.arange(start, start + n).to(bits)):
+                raise wrong(f"keeps several pieces of {name}", "keep one range of its elements, in their order")
+            part = Part(start - first, start - first + n, i, offset)
+        parts.append(part)
+    if sum(int(torch.count_nonzero(t.view(torch.int32))) for t in flats) != sum(p.stop - p.start for p in parts):
+        hint = "keep elements of the parameters as they are, and zeros as padding"
+        raise wrong("returned values that are not those of the parameters", hint)
+    return flats, parts
+
+
+def layout_of_ranks(
+    engine: YourEngine, unit: YourUnit, by_rank: Sequence[Any], *, replicated: bool
+) -> list[list[Part]]:
+    """What the ranks keep of each parameter, by rank. `by_rank`: how many tensors each keeps, and its parts, as JSON.
+    Raises SpecError, the same on every rank, unless each element is on one rank, or, if `replicated`, on all.
+
+    What is empty on a rank lies in the tensor that it has on another one: the order in which a transfer goes through
+    storages is then the same on all ranks.
+    """
+    wrong = partial(engine.mistake, "shard", unit, "")
+    counts = [count for count, _ in by_rank]
+    if other := next((rank for rank, count in enumerate(counts) if count != counts[0]), None):
+        what = f"returned {counts[0]} tensors on rank 0 and {counts[other]} on rank {other}"
+        raise wrong(what, "return as many on every rank; they may be empty")
+    layout = [[Part(*row) for row in rows] for rows in zip(*(parts for _, parts in by_rank), strict=True)]
+    for name, p, parts in zip(unit.names, unit.params, layout, strict=True):
+        for at in sorted({0, *(edge for part in parts for edge in part[:2])} - {p.numel()}):
+            ranks = [rank for rank, part in enumerate(parts) if part.start <= at < part.stop]
+            if len(ranks) != (unit.world_size if replicated else 1):
+                where = " and ".join(f"on rank {rank}" for rank in ranks) or "on no rank"
+                hint = "return unit.params, or choose another sharding"
+                if not replicated:
+                    hint = "divide all elements among the ranks, each for one; where they do not divide evenly, pad"
+                raise wrong(f"keeps element {at:,} of {name} {where}", hint)
+        tensor = next((part.tensor for part in parts if part.start < part.stop), 0)
+        parts[:] = [part if part.start < part.stop else Part(tensor=tensor) for part in parts]
+    return layout

@@ -247,7 +247,7 @@ class Session:
         with contextlib.ExitStack() as stack:
             if compiles or trainer.is_first:
                 stack.enter_context(self.context.patience(LONGEST_WORK_S))
-            if trainer.is_first and not trainer.spec.strategy.is_yours:  # in the first step its mistakes show
+            if trainer.is_first and not trainer.backend.has_user_code:  # in the first step its mistakes show
                 stack.enter_context(self._work.during(LongWork.FIRST_STEP))
             stack.enter_context(self._work.compiling(compiles))
             yield
@@ -581,7 +581,7 @@ class Session:
         """How long a collective may wait, if that differs from the lab's limit."""
         if self._loop.place.inside:
             return self._loop.hang_s
-        return OWN_ENGINE_S if trainer is not None and trainer.spec.strategy.is_yours else None
+        return OWN_ENGINE_S if trainer is not None and trainer.backend.has_user_code else None
 
 
 def _evaluable(samples: int, prompts: Sequence[str], sampling: Mapping[str, Any]) -> Require:

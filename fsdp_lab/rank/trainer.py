@@ -306,7 +306,7 @@ class Trainer:
 
     def _loss_and_norm(self, total: Tensor) -> tuple[float, float]:
         """This rank's mean loss and squared gradient norm. Waits for the device."""
-        loss, squared = _read(total, squared_norm(self.backend.counted_gradients(), total.device))
+        loss, squared = _read(total, squared_norm(self.backend.gradients(), total.device))
         return loss / self.spec.workload.accumulate, squared if squared <= _LARGEST_SQUARE else math.inf
 
     def _cast(self, loss: float, squared: float) -> list[float]:
@@ -504,7 +504,7 @@ def checksum(backend: Backend) -> int:
     Each element's 32 bits (fp32; -0 as 0) are weighted by its parameter's name and its position in it, so that the sum
     does not depend on the sharding, and a single different element changes it. Padding is in no shard."""
     total = 0
-    for shard in filter(backend.is_counted, backend.param_shards()):
+    for shard in backend.param_shards():
         seed = int.from_bytes(hashlib.blake2b(shard.name.encode(), digest_size=8).digest(), "little", signed=True)
         for first in range(0, shard.numel, _CHUNK):
             bits = (shard.local[first : first + _CHUNK].detach() + 0.0).view(torch.int32).long()

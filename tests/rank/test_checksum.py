@@ -74,9 +74,6 @@ class Held:
     def param_shards(self) -> list[Any]:
         return self._param_shards
 
-    def is_counted(self, shard: Any) -> bool:
-        return True
-
 
 def piece(name: str, values: torch.Tensor, start: int = 0, stop: int | None = None) -> Any:
     from fsdp_lab.engine import ParamShard
