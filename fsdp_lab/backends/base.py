@@ -37,7 +37,7 @@ RoleTensor = tuple[Role, Tensor]  # a tensor, and what its storage is used for
 
 
 class Measured(ABC):
-    """What measuring a step needs of a model, whoever has set it up: a `Backend`, or a user (found.py).
+    """What measuring a step needs of a model, whoever has set it up: a `Backend`, or a user (rank/watch/found.py).
 
     Attributes:
         module: what is called, and what a user sees as `model`.

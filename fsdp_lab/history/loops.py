@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from fsdp_lab.rank.rendezvous import own_connection
 from fsdp_lab.rank.session import Session
-from fsdp_lab.rank.watch import TRACE_EVERY, LoopHost, Watch, plain_host
+from fsdp_lab.rank.watch.loop import TRACE_EVERY, LoopHost, Watch, plain_host
 from fsdp_lab.wire import Wire
 
 if TYPE_CHECKING:

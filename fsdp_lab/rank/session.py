@@ -38,7 +38,7 @@ from fsdp_lab.rank.rendezvous import RankInfo, find_store, own_connection
 from fsdp_lab.rank.slow_motion import SlowMotionStep
 from fsdp_lab.rank.spreading import drop, on_this_host, spread
 from fsdp_lab.rank.trainer import Trainer
-from fsdp_lab.rank.watch import LoopHost, LoopProgress
+from fsdp_lab.rank.watch.loop import LoopHost, LoopProgress
 from fsdp_lab.wire import RankAborted, ReductionOrder, Wire, WireContext
 
 

@@ -151,7 +151,7 @@ class WireContext:
         self._closed: list[tuple[frozenset[int], list[Channel], SharedGroup]] = []  # groups, and what others may read
         self.hide_from_profiler = False  # Gloo's operations: see the note on a profiler and an abort
         self.session: Any = None  # the `rank.Session` that opened its groups, for those who know a group alone
-        self.watched = False  # whether a loop is being watched (rank/watch.py)
+        self.watched = False  # whether a loop is being watched (rank/watch)
         self._unit = ""  # on whose behalf collectives are issued
         self.link: Link | None = None  # emulated; None: the real one
         self.alarm = Alarm()

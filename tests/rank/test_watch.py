@@ -23,8 +23,8 @@ from fsdp_lab.core.loops import WatchedLoop
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.models import Initializer, build_skeleton, resolve
 from fsdp_lab.models.wrapping import blocks
-from fsdp_lab.rank import watch as watch_module
-from fsdp_lab.rank.watch import Watch, plain_host
+from fsdp_lab.rank.watch import loop as watch_module
+from fsdp_lab.rank.watch.loop import Watch, plain_host
 from tests.pool import Place, Pool
 from tests.rank.test_session import BACKENDS, session
 from tests.rank.test_synchronisation import STEP_S, LateDevice

@@ -31,17 +31,17 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from fsdp_lab.backends.found import find
 from fsdp_lab.core.errors import ArgumentError, check_whole, is_number, is_whole
 from fsdp_lab.core.events import UNKNOWN_TRAFFIC, StepEvent
 from fsdp_lab.core.hang import LoopPlace
 from fsdp_lab.engine.tensors import tensors_in
 from fsdp_lab.models import BestPeak, device_peak
 from fsdp_lab.rank.abort import INTERRUPTED, first_line
-from fsdp_lab.rank.flop_count import FlopCount, can_count
 from fsdp_lab.rank.measure import StepMeter, UnreadStep, device_name, fidelity_notes, software
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset, compare_clocks
+from fsdp_lab.rank.watch.flop_count import FlopCount, can_count
+from fsdp_lab.rank.watch.found import find
 from fsdp_lab.wire import RankAborted, Wire, WireContext
 
 PUBLISH_EVERY_S = 0.04
