@@ -73,11 +73,11 @@ class Inspector:
             if kind := self._in_flight(unit):
                 what = f"its {kind} was not waited for, so the values come too late"
                 hint = "call wait() on what it returned"
+            elif not bool(values[parts[rank].start : parts[rank].stop].any()):
+                what = f"what rank {rank} keeps is zero"
             elif before and torch.equal(values, before[i]):
                 what = "it is stale, as of before the call"
                 hint = "gather again after every step of the optimizer"
-            elif not bool(values[parts[rank].start : parts[rank].stop].any()):
-                what = f"what rank {rank} keeps is zero"
             else:
                 what = f"element {at:,} is the first that differs, which rank {rank} keeps"
             raise wrong(f"makes {name} wrong: {what}", hint)
@@ -120,7 +120,7 @@ class Inspector:
         `before_reduce` returned."""
         n = unit.world_size
         for name, parts, of_ranks in zip(unit.names, layout, zip(*by_rank, strict=True), strict=True):
-            part, mean = parts[unit.rank], sum(of_ranks) / n
+            part, mean = parts[unit.rank], torch.stack(of_ranks).sum(0) / n
             kept = slice(part.start, part.stop)
             values, right, own = part.of(gradients), mean[kept], of_ranks[unit.rank][kept]
             off = 1e-5 * float(mean.abs().max()) if mean.numel() else 0.0

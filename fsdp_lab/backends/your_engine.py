@@ -186,7 +186,8 @@ def take_shard(engine: YourEngine, unit: YourUnit) -> tuple[list[Tensor], list[P
     firsts = [1]
     for p in unit.params:
         firsts.append(firsts[-1] + p.numel())
-        p.detach().view(-1).view(torch.int32).copy_(torch.arange(*firsts[-2:], dtype=torch.int32, device=p.device))
+        numbers = torch.arange(firsts[-2], firsts[-1], dtype=torch.int32, device=p.device)
+        p.detach().view(-1).view(torch.int32).copy_(numbers)
     unit.shard = engine.call("shard", unit)
     tensors = tensors_of(unit.shard)
     if tensors is None:
@@ -196,7 +197,8 @@ def take_shard(engine: YourEngine, unit: YourUnit) -> tuple[list[Tensor], list[P
         if t.dtype != torch.float32 or not t.is_contiguous():
             what = "a tensor that is not contiguous" if t.dtype == torch.float32 else f"a tensor of {t.dtype}"
             raise wrong(f"returned {what}", "keep float32 values in contiguous tensors")
-    flats, parts = [t.view(-1) for t in tensors], []
+    flats = [t.view(-1) for t in tensors]
+    parts: list[Part] = []
     for name, first, end in zip(unit.names, firsts, firsts[1:], strict=False):
         part = Part()
         for i, bits in enumerate(t.view(torch.int32) for t in flats):

@@ -76,14 +76,8 @@ class _Unit:
             local = part.of(self.flats)
             trained = nn.Parameter(local, requires_grad=p.requires_grad)
             self.trained += [(part, trained)] * p.requires_grad
-            yield ParamShard(
-                name=name,
-                shape=p.shape,
-                start=part.start,
-                stop=part.stop,
-                local=local,
-                param=base.trained(trained),
-            )
+            start, stop, param = part.start, part.stop, base.trained(trained)
+            yield ParamShard(name=name, shape=p.shape, start=start, stop=stop, local=local, param=param)
 
 
 class Yours(Backend):
