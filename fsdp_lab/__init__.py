@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fsdp_lab.core.formatting import Table
     from fsdp_lab.core.spec import Precision, Spec, Strategy
     from fsdp_lab.core.workload import Workload
-    from fsdp_lab.dashboard import Clinic, Dashboard, WhatIf
+    from fsdp_lab.dashboard import Dashboard, WhatIf
     from fsdp_lab.history import History
     from fsdp_lab.history.loops import watch
     from fsdp_lab.lab import Lab
@@ -33,7 +33,6 @@ __all__ = [
     "PRESETS",
     "ArgumentError",
     "CheckpointConfig",
-    "Clinic",
     "ClusterError",
     "Comparison",
     "Dashboard",
@@ -64,7 +63,6 @@ __all__ = [
 
 _HOMES = {
     "ArgumentError": "core.errors",
-    "Clinic": "dashboard",
     "ClusterError": "cluster",
     "Comparison": "runs",
     "Dashboard": "dashboard",

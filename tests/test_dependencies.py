@@ -48,7 +48,7 @@ def ranges(requirements: Iterable[str]) -> dict[str, str]:
 
 def imported(targets: Iterable[str]) -> set[str]:
     heads = {target.partition(".")[0] for target in targets}
-    heads -= {*sys.stdlib_module_names, "fsdp_lab", "tests", "<a computed name>", ""}
+    heads -= {*sys.stdlib_module_names, "fsdp_lab", "tests", "course", "<a computed name>", ""}
     return {normalized({**DISTRIBUTIONS, "xdist": "pytest-xdist", "zmq": "pyzmq"}.get(head, head)) for head in heads}
 
 

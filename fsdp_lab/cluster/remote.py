@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.cluster.addresses import Endpoint, Endpoints, at_each, measure_endpoint, own_addresses, try_endpoint
-from fsdp_lab.cluster.memory_limit import MemoryLimit
 from fsdp_lab.cluster.placement import Host, probe
 from fsdp_lab.core.process import host_id
 
@@ -183,7 +182,6 @@ class Resident:
         self.session: Any = None
         self.heartbeats: HeartbeatPublisher | None = None
         self.endpoints: Endpoints | None = None
-        self.memory_limit = MemoryLimit()
         self._variables: dict[str, str | None] = {}  # of the environment, as they were before
         self._pushed: dict[str, Any] = {}
 
@@ -365,16 +363,6 @@ def receive_modules(sent: Mapping[str, Sequence[Any]]) -> list[str]:
     return changed
 
 
-def limit_memory(more_bytes: int | None) -> None:
-    """Lets this process allocate so much more than it holds, as on a small machine; None: as much as before. Raises
-    RuntimeError where the system sets no such limit."""
-    limit = resident().memory_limit
-    if more_bytes is None:
-        limit.lift()
-    else:
-        limit.set(more_bytes)
-
-
 def leave() -> None:
     """Closes the Session, if there is one, with everything that it holds."""
     own = resident()
@@ -409,7 +397,6 @@ ACTIONS: Mapping[str, Callable[..., Any]] = {
         attach,
         receive,
         receive_modules,
-        limit_memory,
         leave,
         ping,
     )

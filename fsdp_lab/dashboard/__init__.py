@@ -1,17 +1,16 @@
 """The live dashboard: controls and plots of a lab in a notebook.
 
-`Dashboard(lab)` is all that a user needs; `Clinic(lab)` has known pains above it; `WhatIf()` asks the planner, and needs no
-lab; `picture(figure)` shows a Bokeh figure of your own.
+`Dashboard(lab)` is all that a user needs; `WhatIf()` asks the planner, and needs no lab; `picture(figure)` shows a Bokeh
+figure of your own.
 """
 
 from fsdp_lab.core.errors import not_installed
 
 try:
-    from fsdp_lab.dashboard.clinic import PAINS, Clinic
     from fsdp_lab.dashboard.dashboard import Dashboard
     from fsdp_lab.dashboard.live import picture
     from fsdp_lab.dashboard.what_if import WhatIf
 except ModuleNotFoundError as e:
     raise not_installed(__name__, e) from None
 
-__all__ = ["PAINS", "Clinic", "Dashboard", "WhatIf", "picture"]
+__all__ = ["Dashboard", "WhatIf", "picture"]

@@ -53,7 +53,7 @@ class JupyterServer:
 
     def __init__(self, home: Path) -> None:
         self.root = home / "notebooks"
-        self.root.mkdir(parents=True)
+        shutil.copytree(REPO / "notebooks" / "course", self.root / "course")
         (self.port,) = free_ports(1)
         self.token = secrets.token_hex(16)
         self.log = home / "jupyter.log"

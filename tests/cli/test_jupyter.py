@@ -62,7 +62,8 @@ def test_notebooks_are_copied_where_asked_and_changed_ones_stay(tmp_path: Path):
     assert jupyter.notebooks_folder(tmp_path / "mine") == folder
     assert first.read_text() == "changed"
     assert (folder / "02_first_steps_in_code.ipynb").is_file()
-    assert (folder / "solutions" / "write_your_own_fsdp.py").is_file()
+    code = ("solutions/write_your_own_fsdp.py", "course/exercises.py", "course/memory_limit.py")
+    assert all((folder / file).is_file() for file in code)
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):

@@ -9,10 +9,9 @@ from collections.abc import Callable
 import ipywidgets
 import pytest
 
+from course.clinic import Clinic, Pain
 from fsdp_lab.core.hang import FORWARD_ALONE
 from fsdp_lab.dashboard import Dashboard
-from fsdp_lab.dashboard.clinic import Clinic
-from fsdp_lab.dashboard.clinic.pains import Pain
 from fsdp_lab.dashboard.lab_like import LabLike
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState
@@ -150,7 +149,7 @@ def test_a_failure_in_the_clinic_is_said_once(lab, monkeypatch):
     clinic = Clinic(lab)
 
     def said(text):
-        return [w.value.count(text) for w in within(clinic._box) if text in str(getattr(w, "value", ""))]
+        return [w.value.count(text) for w in within(clinic.widget) if text in str(getattr(w, "value", ""))]
 
     try:
         clinic.choose("generation")

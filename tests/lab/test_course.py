@@ -37,12 +37,6 @@ ANSWERS: dict[str, list[tuple[str, str]]] = {
 """, "this rank's own, divided and not summed"),
         ("""
     def reduce(self, unit):
-        dist.all_reduce(unit.params[0].grad)
-        unit.params[0].grad /= unit.world_size
-        return [p.grad for p in unit.params]
-""", "this rank's own, unreduced"),
-        ("""
-    def reduce(self, unit):
         whole = flat([p.grad for p in unit.params], 1)
         dist.all_reduce(whole)
         return whole / unit.world_size
@@ -52,15 +46,6 @@ ANSWERS: dict[str, list[tuple[str, str]]] = {
         for p in unit.params:
             dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
         return [p.grad for p in unit.params]
-""", ""),
-        ("""
-    def reduce(self, unit):
-        found = []
-        for p in unit.params:
-            parts = [torch.empty_like(p.grad) for _ in range(unit.world_size)]
-            dist.all_gather(parts, p.grad)
-            found.append(sum(parts) / unit.world_size)
-        return found
 """, ""),
     ],
     "Zero1": [
@@ -114,16 +99,6 @@ ANSWERS: dict[str, list[tuple[str, str]]] = {
         dist.all_gather(parts, unit.shard)
         self.fill(unit, torch.cat(parts))
 """, ""),
-        ("""
-    def shard(self, unit):
-        return flat(unit.params, unit.world_size).view(unit.world_size, -1)[unit.rank].clone()
-
-    def gather(self, unit):
-        whole = torch.zeros(unit.world_size, len(unit.shard))
-        whole[unit.rank] = unit.shard
-        dist.all_reduce(whole)
-        self.fill(unit, whole.view(-1))
-""", ""),
     ],
     "Zero2": [
         ("""
@@ -164,15 +139,6 @@ ANSWERS: dict[str, list[tuple[str, str]]] = {
         dist.reduce_scatter(mine, list(whole.chunk(unit.world_size)))
         return mine
 """, ""),
-        ("""
-    def reduce(self, unit):
-        whole = flat([p.grad for p in unit.params], unit.world_size)
-        for p in unit.params:
-            p.grad = None
-        theirs = torch.empty_like(whole)
-        dist.all_to_all_single(theirs, whole)
-        return theirs.view(unit.world_size, -1).mean(0)
-""", ""),
     ],
     "FullyShard": [
         ("""
@@ -190,15 +156,6 @@ ANSWERS: dict[str, list[tuple[str, str]]] = {
         for p in unit.params:
             p.untyped_storage().resize_(0)
 """, r"gather\(root\) in the forward .* uses transformer\.wte\.weight, whose storage has 0 bytes of .*in the line p\."),
-        ("""
-    def fill(self, unit, whole):
-        sizes = [p.numel() for p in unit.params]
-        for p, values in zip(unit.params, whole[: sum(sizes)].split(sizes)):
-            p.data = values.view_as(p)
-
-    def free(self, unit):
-        del unit.params[:]
-""", r"free\(.*\) raised TypeError: .tuple. object"),
         ("""
     def fill(self, unit, whole):
         for p in unit.params:
@@ -219,22 +176,6 @@ ANSWERS: dict[str, list[tuple[str, str]]] = {
     def free(self, unit):
         for p in unit.params[::-1]:
             p.untyped_storage().resize_(0)
-""", ""),
-        ("""
-    def shard(self, unit):
-        unit.buffer = flat(unit.params, unit.world_size)
-        at = 0
-        for p in unit.params:
-            p.data = unit.buffer[at : at + p.numel()].view_as(p)
-            at += p.numel()
-        return unit.buffer.chunk(unit.world_size)[unit.rank].clone()
-
-    def gather(self, unit):
-        unit.buffer.untyped_storage().resize_(4 * len(unit.buffer))
-        dist.all_gather(list(unit.buffer.chunk(unit.world_size)), unit.shard)
-
-    def free(self, unit):
-        unit.buffer.untyped_storage().resize_(0)
 """, ""),
     ],
     "Overlapped": [
@@ -266,17 +207,6 @@ ANSWERS: dict[str, list[tuple[str, str]]] = {
 """, "is stale, as of before the last update"),
         ("""
     def prefetch(self, unit):
-        unit.whole = torch.empty(len(unit.shard) * unit.world_size)
-        dist.all_gather(list(unit.whole.chunk(unit.world_size)), unit.shard)
-
-    def gather(self, unit):
-        if getattr(unit, "whole", None) is None:
-            self.prefetch(unit)
-        self.fill(unit, unit.whole)
-        unit.whole = None
-""", r"waits for \d+% of its communication, and at most 70% were asked for: begin a gather in prefetch"),
-        ("""
-    def prefetch(self, unit):
         unit.whole = torch.empty(unit.world_size, len(unit.shard))
         unit.work = dist.all_gather(list(unit.whole), unit.shard, async_op=True)
 
@@ -286,28 +216,6 @@ ANSWERS: dict[str, list[tuple[str, str]]] = {
         unit.work.wait()
         self.fill(unit, unit.whole.view(-1))
         unit.work = unit.whole = None
-""", ""),
-        ("""
-    def prefetch(self, unit):
-        unit.parts = [torch.empty_like(unit.shard) for _ in range(unit.world_size)]
-        unit.works = [dist.broadcast(part, rank, async_op=True) for rank, part in enumerate(unit.parts)
-                      if part.copy_(unit.shard) is part]
-
-    def gather(self, unit):
-        if not unit.__dict__.get("works"):
-            self.prefetch(unit)
-        for work in unit.works:
-            work.wait()
-        self.fill(unit, torch.cat(unit.parts))
-        unit.works = unit.parts = None
-
-    def reduce(self, unit):
-        whole = flat([p.grad for p in unit.params], unit.world_size) / unit.world_size
-        mine = torch.empty_like(unit.shard)
-        work = dist.reduce_scatter(mine, list(whole.chunk(unit.world_size)), async_op=True)
-        for p in unit.params:
-            p.grad = None
-        return lambda: work.wait() and mine
 """, ""),
     ],
 }  # fmt: skip

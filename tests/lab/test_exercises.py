@@ -14,17 +14,18 @@ from typing import Any
 
 import pytest
 
+from course import exercises
+from course.exercises import Marked
 from fsdp_lab.core.events import Traffic
 from fsdp_lab.core.loops import WatchedLoop
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.lab import Lab
 from fsdp_lab.planner.questions import Target
-from fsdp_lab.runs import exercises
-from fsdp_lab.runs.exercises import Marked
 from fsdp_lab.runs.recovery import BEGINNING
 from fsdp_lab.runs.steps import EventStore
 from fsdp_lab.runs.watched import WatchedRun
 from tests.lab import events
+from tests.lab.test_lab import until
 
 FILE = Path(__file__).resolve().parents[2] / "notebooks" / "solutions" / "exercises.py"
 SOLUTIONS = SimpleNamespace(**runpy.run_path(str(FILE)))
@@ -43,34 +44,24 @@ def check(marked: Marked, text: str) -> None:
 # -- notebook 01 -----------------------------------------------------------------------------------------------------
 
 
-def switched(lab: Lab, **changes: Any) -> Marked:
-    """One step as it begins, then one after a switch."""
-    run = lab.run(SPEC)
-    while run.step < 1:
-        time.sleep(0.02)
-    begun = run.apply(**changes).wait(60).step if changes else 0
-    while run.step < begun + 1:
-        time.sleep(0.02)
-    run.stop()
-    return exercises.sends_less(run)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({}, "as when this run began: change a control"),
-        ({"backend": "ddp", "sharding": "no_shard"}, r"Most of it is gradients, all-reduced, which sends twice"),
-        ({"accumulate": 2}, "other work: accumulate is 2 and was 1"),
-        *((changes, "") for changes in SOLUTIONS.SENDS_LESS),
-    ],
-)  # fmt: skip
-def test_a_rank_sends_less(real_lab: Lab, changes: dict[str, Any], text: str) -> None:
-    check(switched(real_lab, **changes), text)
-
-
-def test_nothing_was_started() -> None:
+def test_a_rank_sends_less(real_lab: Lab) -> None:
+    """One run that is switched again and again."""
     check(exercises.sends_less(None), "press Start")
+    run = real_lab.run(SPEC)
+
+    def trained(step: int) -> Marked:
+        until(lambda: run.step > step, 60)
+        return exercises.sends_less(run)
+
+    check(trained(1), "as when this run began: change a control")
+    plain = {"accumulate": 1, "backend": "lab", "sharding": "full_shard", "precision": "fp32"}
+    for changes, text in (
+        ({"accumulate": 2}, "other work: accumulate is 2 and was 1"),
+        ({"backend": "ddp", "sharding": "no_shard"}, r"Most of it is gradients, all-reduced, which sends twice"),
+        *((changes, "") for changes in SOLUTIONS.SENDS_LESS),
+    ):
+        check(trained(run.apply(**{**plain, **changes}).wait(60).step + 1), text)
 
 
 # -- notebooks 02 and 03 ---------------------------------------------------------------------------------------------
@@ -125,23 +116,28 @@ def test_phases_are_put_in_order(real_lab: Lab) -> None:
 # -- notebook 04 -----------------------------------------------------------------------------------------------------
 
 
+def over_link(run: Any) -> Any:
+    """The run, as if its steps took what a link of 10 MB/s takes for their bytes."""
+    summary = run.summary()
+    summary["step_time_s"] = {"median": sum(summary["comm_bytes_per_step"].values()) / 1e7}
+    return SimpleNamespace(state=run.state, events=run.events, summary=lambda: summary)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({}, "change something in mine"),
+def test_faster_over_a_slow_link(real_lab: Lab) -> None:
+    rows: list[tuple[dict[str, Any], str]] = [
         ({"sharding": "shard_grad_op"}, "more memory. What stays gathered"),
         ({"forward_prefetch": 2}, "a rank sends 100% of the bytes"),
-        ({"link": "0.5 GB/s"}, "other work: link is"),
         *((changes, "") for changes in SOLUTIONS.FASTER),
-    ],
-)
-def test_faster_over_a_slow_link(real_lab: Lab, changes: dict[str, Any], text: str) -> None:
-    # Where times decide, the link is slower, so that cores that others use count less.
-    base = SPEC.replace(link="0.01 GB/s" if text else "0.005 GB/s")
-    steps = 2 if text.startswith("other work") else 5
-    sweep = real_lab.compare([base, base.replace(**changes)], steps=steps, rounds=1).wait(120)
-    check(exercises.faster_and_no_larger(sweep), text)
+    ]
+    specs = [SPEC, *(SPEC.replace(**changes) for changes, _ in rows)]
+    sweep = real_lab.compare(specs, steps=4, rounds=1).wait(200)
+    by_spec = {run.spec.id: over_link(run) for run in sweep.in_order}
+    for spec, (_, text) in zip(specs[1:], rows, strict=True):
+        two: Any = SimpleNamespace(specs=[SPEC, spec], in_order=[by_spec[SPEC.id], by_spec[spec.id]])
+        check(exercises.faster_and_no_larger(two), text)
+    for given, text in (([SPEC], "change something in mine"), ([SPEC, SPEC.replace(link="1 GB/s")], "work: link is")):
+        check(exercises.faster_and_no_larger(SimpleNamespace(specs=given, in_order=[])), text)  # type: ignore[arg-type]
 
 
 # -- notebook 05 -----------------------------------------------------------------------------------------------------
@@ -220,21 +216,20 @@ def test_what_is_no_spec_is_said() -> None:
 
 # -- notebooks 07 and 08 ---------------------------------------------------------------------------------------------
 
-REST = SOLUTIONS.FREEZE
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
+def test_the_last_block_alone_is_trained(real_lab: Lab) -> None:
+    rest = SOLUTIONS.FREEZE
+    for changes, text in (
         ({}, "Everything is trained"),
-        ({"freeze": REST[1:]}, r"transformer\.h\.0 is trained as well"),
+        ({"freeze": rest[1:]}, r"transformer\.h\.0 is trained as well"),
+        ({"freeze": ["transformer.h.*"]}, "it is frozen too"),
         ({"lora": {"r": 4}}, "These are adapters"),
-        ({"freeze": REST}, ""),
-    ],
-)  # fmt: skip
-def test_the_last_block_alone_is_trained(real_lab: Lab, changes: dict[str, Any], text: str) -> None:
-    check(exercises.trains_last_block(real_lab.run(SPEC, steps=1, **changes).wait(60)), text)
+    ):
+        refused: Any = SimpleNamespace(spec=SPEC.replace(**changes))
+        check(exercises.trains_last_block(refused), text)
+    for freeze, text in ((rest[:1], "embeddings .* are trained as well"), (rest, "")):
+        check(exercises.trains_last_block(real_lab.run(SPEC, steps=1, freeze=freeze).wait(60)), text)
 
 
 LOOP = WatchedLoop(model="Net", backend="fsdp2", sharding="full_shard", shard_size=2, parameters=100, units=3,

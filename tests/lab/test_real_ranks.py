@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from course.pains import little_memory
 from fsdp_lab.cluster import ClusterError, RankError, RankLost
 from fsdp_lab.core.errors import SpecError
 from fsdp_lab.lab import Lab
@@ -86,12 +87,8 @@ def test_a_comparison_in_turns_is_equal_bit_for_bit_to_runs_that_were_never_inte
 @pytest.mark.slow
 def test_a_run_that_is_out_of_memory_is_a_row_with_its_reason_and_the_others_go_on(lab: Lab):
     lab.run(**SMALL, steps=1).wait(60)
-
-    lab.cluster.call("limit_memory", more_bytes=256 << 20)
-    try:
+    with little_memory(lab, 256 << 20):
         sweep = lab.compare(**{**SMALL, "micro_batch": [1, 1024, 1 << 16, 2]}, steps=4, rounds=2).wait(180)
-    finally:
-        lab.cluster.call("limit_memory", more_bytes=None)
     [refusal] = sweep.refused
     assert "micro_batch" in refusal.reason and "memory" in refusal.reason, "by the plan: it does not begin"
     assert [run.state for run in sweep.runs] == [RunState.FINISHED, RunState.FAILED, RunState.FINISHED]

@@ -151,6 +151,7 @@ def test_it_runs_from_top_to_bottom(nbformat: Any, name: str, tmp_path: Path):
         cell.source = cell.source.replace('"steps": 80', '"steps": 50').replace("steps=100", "steps=20")
     if name == NAMES[8]:
         notebook.cells[-2:-2] = solved_loop(nbformat, notebook)
+    shutil.copytree(NOTEBOOKS / "course", tmp_path / "course")
     began_s = time.monotonic()
     NotebookClient(
         notebook, timeout=400, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_BEGIN = """
+_LOOP = """
 import torch, fsdp_lab
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,18 +23,15 @@ class Block(nn.Module):
 
 torch.manual_seed(0)
 net = nn.Sequential(*[Block() for _ in range(3)]).to(device)
-"""
-
-_SHARD = """
+{before}
 for module in [*net, net]:
-    fully_shard(module)
-"""
+    fully_shard(module{mesh})
 
-_LOOP = """
 adam = torch.optim.AdamW(net.parameters(), lr=1e-3)
 torch.manual_seed(rank)
 batches = [torch.randn({rows}, 64, device=device) for i in range({batches})]
-with fsdp_lab.watch(net, adam, tokens=4, title="{title}", hang_s=3) as watch:
+{agreed}
+with fsdp_lab.watch(net, adam, tokens=4, title="clinic: {title}", hang_s=3) as watch:
     for number, batch in enumerate(batches):
         with watch.step():
             loss = net(batch).square().mean()
@@ -44,7 +41,6 @@ with fsdp_lab.watch(net, adam, tokens=4, title="{title}", hang_s=3) as watch:
             watch.loss(loss)
 {after}"""
 
-_LEFT_OVER = "6 if rank == 0 else 4"
 _AGREED = """
 # as many as the rank with the fewest has
 count = torch.tensor([len(batches)], device=device)
@@ -60,36 +56,31 @@ _GENERATE = """
 """
 
 _MESH = """
-mesh = init_device_mesh(device.type, (world := torch.distributed.get_world_size(), 1), mesh_dim_names=("replicas", "shards"))
-for module in [*net, net]:
-    fully_shard(module, mesh={mesh})
-"""
+world = torch.distributed.get_world_size()
+mesh = init_device_mesh(device.type, (world, 1), mesh_dim_names=("replicas", "shards"))"""
 
-_COMPILE = """
-net[1].compile(backend="aot_eager", dynamic=False)
-"""
+
+def _loop(**parts: str) -> str:
+    usual = {"before": "", "mesh": "", "rows": "4", "batches": "8", "agreed": "", "after": ""}
+    return _LOOP.format(**{**usual, **parts})
 
 
 def unequal_batches(*, cured: bool) -> str:
     """An epoch in which rank 0 has two batches more."""
-    loop = _LOOP.format(batches=_LEFT_OVER, rows="4", title="clinic: batches", after="")
-    begin, marker, rest = loop.partition("with fsdp_lab.watch")
-    return _BEGIN + _SHARD + begin + (_AGREED if cured else "") + marker + rest
+    return _loop(title="batches", batches="6 if rank == 0 else 4", agreed=_AGREED if cured else "")
 
 
 def generating(*, cured: bool) -> str:
     """Samples a text between two steps, on rank 0 or on all."""
-    after = _GENERATE.format(condition="" if cured else " and rank == 0")
-    return _BEGIN + _SHARD + _LOOP.format(batches=8, rows="4", title="clinic: generation", after=after)
+    return _loop(title="generation", after=_GENERATE.format(condition="" if cured else " and rank == 0"))
 
 
 def replicas(*, cured: bool) -> str:
     """Hybrid sharding, whose replicas are left out of the mesh or not."""
-    mesh = _MESH.format(mesh="mesh" if cured else 'mesh["shards"]')
-    return _BEGIN + mesh + _LOOP.format(batches=8, rows="4", title="clinic: replicas", after="")
+    return _loop(title="replicas", before=_MESH, mesh=", mesh=mesh" if cured else ', mesh=mesh["shards"]')
 
 
 def compiled(*, cured: bool) -> str:
     """Batches of many lengths, or padded to the longest."""
-    loop = _LOOP.format(batches=8, rows="12" if cured else "4 + i", title="clinic: compilation", after="")
-    return _BEGIN + _COMPILE + _SHARD + loop
+    compiling = 'net[1].compile(backend="aot_eager", dynamic=False)'
+    return _loop(title="compilation", before=compiling, rows="12" if cured else "4 + i")
