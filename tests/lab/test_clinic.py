@@ -25,13 +25,13 @@ from tests.lab.test_lab import until
 from tests.lab.test_watch import BUILD, LOOP, cell, watched
 
 SMALL = {"model": "gpt2-1m", "micro_batch": 2, "seq_len": 64}
-# Runs that nothing is wrong with: each backend and precision once, accumulation with and without exchange, recomputation,
+# Runs that nothing is wrong with: each backend once, accumulation with and without exchange, recomputation,
 # adapters that save memory, offload beside long steps.
 HEALTHY: list[dict[str, Any]] = [
     {"backend": "fsdp2", "sharding": "shard_grad_op", "accumulate": 3},
     {"backend": "fsdp1", "sharding": "no_shard", "freeze": ["transformer.h.*"], "wrap": "whole"},
     {"backend": "ddp", "sharding": "no_shard", "accumulate": 3, "sync": "last"},
-    {"lora": {"r": 4}, "recompute": "full", "micro_batch": 8, "seq_len": 128, "wrap": "every:2", "precision": "bf16"},
+    {"lora": {"r": 4}, "recompute": "full", "micro_batch": 8, "seq_len": 128, "wrap": "every:2"},
     {"offload": "optimizer", "micro_batch": 16},
 ]
 
