@@ -159,7 +159,7 @@ TOLD: dict[str, list[str]] = {
     NAMES[6]: ["gpt2-1m, 1.0 million parameters", "512 x h100 in 64 hosts", "bound by", "the best of"],
     NAMES[7]: ["(?s)equal bit for bit.*equal bit for bit", "the baseline", "the same text: True",
                "'adapter_config.json', 'adapter_model.safetensors'"],
-    NAMES[8]: ["(?s)equal bit for bit.*equal bit for bit", "Train Net under FSDP2", "watched: FSDP2 Sequential",
+    NAMES[8]: ["(?s)equal bit for bit.*equal bit for bit", "Train a Net under FSDP2", "watched: FSDP2 Sequential",
                "Passed. 4 micro-batches, and 4 reductions a step", "watched fsdp2 full_shard fp32"],
     NAMES[9]: ["finished: 3 ranks since step", "state carried: True", "'to other hosts': 0"],
     NAMES[10]: [r"Not yet\. DataParallel", r"Not yet\. Zero1", r"Not yet\. Zero2", r"Not yet\. FullyShard",
