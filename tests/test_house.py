@@ -68,8 +68,8 @@ LOADED_BY_NAME = {"core/lazy_names.py", "cluster/remote.py", "core/user_code.py"
 # Budgets: they only fall.
 MOST_PARTS = 18  # packages and modules at the top of fsdp_lab
 MOST_IMPORTS_BETWEEN_PARTS = 70
-MOST_FILES = 310
-MOST_LINES = 68_776
+MOST_FILES = 280
+MOST_LINES = 61_130
 
 TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "environment.yml", "fsdp_lab", "notebooks", "tests", "binder"}
 
