@@ -15,12 +15,12 @@ from torch import Tensor
 from torch import distributed as dist
 
 from fsdp_lab.backends.storage import storage_id
-from fsdp_lab.backends.your_engine import Part, YourEngine, YourUnit
+from fsdp_lab.backends.your_engine import KeptPart, YourEngine, YourUnit
 from fsdp_lab.core.formatting import size
 from fsdp_lab.wire import WireContext
 
 Flats = Sequence[Tensor]  # flat ones
-Layout = Sequence[Sequence[Part]]  # by parameter, then by rank
+Layout = Sequence[Sequence[KeptPart]]  # by parameter, then by rank
 Storages = Mapping[int, tuple[str, torch.UntypedStorage]]  # by identity: the first parameter in it, and itself
 
 

@@ -145,7 +145,7 @@ class YourEngine:
 # -- what a rank keeps -------------------------------------------------------------------------------------------------
 
 
-class Part(NamedTuple):
+class KeptPart(NamedTuple):
     """What a rank keeps of one parameter: elements [start, stop), at `offset` in tensor `tensor` of those that it keeps."""
 
     start: int = 0
@@ -175,7 +175,7 @@ def told(returned: Any) -> str:
     return f"a tensor of {elements}" if len(tensors) == 1 else f"{len(tensors)} tensors of {elements} in all"
 
 
-def take_shard(engine: YourEngine, unit: YourUnit) -> tuple[list[Tensor], list[Part]]:
+def take_shard(engine: YourEngine, unit: YourUnit) -> tuple[list[Tensor], list[KeptPart]]:
     """Lets the engine shard a unit whose parameters exist. Returns the tensors, flat, and what is in them of each
     parameter. Raises SpecError.
 
@@ -198,9 +198,9 @@ def take_shard(engine: YourEngine, unit: YourUnit) -> tuple[list[Tensor], list[P
             what = "a tensor that is not contiguous" if t.dtype == torch.float32 else f"a tensor of {t.dtype}"
             raise wrong(f"returned {what}", "keep float32 values in contiguous tensors")
     flats = [t.view(-1) for t in tensors]
-    parts: list[Part] = []
+    parts: list[KeptPart] = []
     for name, first, end in zip(unit.names, firsts, firsts[1:], strict=False):
-        part = Part()
+        part = KeptPart()
         for i, bits in enumerate(t.view(torch.int32) for t in flats):
             at = torch.nonzero((bits >= first) & (bits < end)).view(-1)
             if not at.numel():
@@ -209,7 +209,7 @@ def take_shard(engine: YourEngine, unit: YourUnit) -> tuple[list[Tensor], list[P
             start = int(bits[offset])
             if part.stop or not torch.equal(bits[offset : offset + n], torch.arange(start, start + n).to(bits)):
                 raise wrong(f"keeps several pieces of {name}", "keep one range of its elements, in their order")
-            part = Part(start - first, start - first + n, i, offset)
+            part = KeptPart(start - first, start - first + n, i, offset)
         parts.append(part)
     if sum(int(torch.count_nonzero(t.view(torch.int32))) for t in flats) != sum(p.stop - p.start for p in parts):
         hint = "keep elements of the parameters as they are, and zeros as padding"
@@ -219,7 +219,7 @@ def take_shard(engine: YourEngine, unit: YourUnit) -> tuple[list[Tensor], list[P
 
 def layout_of_ranks(
     engine: YourEngine, unit: YourUnit, by_rank: Sequence[Any], *, replicated: bool
-) -> list[list[Part]]:
+) -> list[list[KeptPart]]:
     """What the ranks keep of each parameter, by rank. `by_rank`: how many tensors each keeps, and its parts, as JSON.
     Raises SpecError, the same on every rank, unless each element is on one rank, or, if `replicated`, on all.
 
@@ -231,7 +231,7 @@ def layout_of_ranks(
     if other := next((rank for rank, count in enumerate(counts) if count != counts[0]), None):
         what = f"returned {counts[0]} tensors on rank 0 and {counts[other]} on rank {other}"
         raise wrong(what, "return as many on every rank; they may be empty")
-    layout = [[Part(*row) for row in rows] for rows in zip(*(parts for _, parts in by_rank), strict=True)]
+    layout = [[KeptPart(*row) for row in rows] for rows in zip(*(parts for _, parts in by_rank), strict=True)]
     for name, p, parts in zip(unit.names, unit.params, layout, strict=True):
         for at in sorted({0, *(edge for part in parts for edge in part[:2])} - {p.numel()}):
             ranks = [rank for rank, part in enumerate(parts) if part.start <= at < part.stop]
@@ -242,5 +242,5 @@ def layout_of_ranks(
                     hint = "divide all elements among the ranks, each for one; where they do not divide evenly, pad"
                 raise wrong(f"keeps element {at:,} of {name} {where}", hint)
         tensor = next((part.tensor for part in parts if part.start < part.stop), 0)
-        parts[:] = [part if part.start < part.stop else Part(tensor=tensor) for part in parts]
+        parts[:] = [part if part.start < part.stop else KeptPart(tensor=tensor) for part in parts]
     return layout

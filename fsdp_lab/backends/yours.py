@@ -42,7 +42,7 @@ from fsdp_lab.backends.state import gather_json, together
 from fsdp_lab.backends.storage import DeferredStorage, free, storage_id
 from fsdp_lab.backends.wrapping import context_of, named_units, prepare
 from fsdp_lab.backends.your_checks import Inspector, storages
-from fsdp_lab.backends.your_engine import Part, YourEngine, YourUnit, layout_of_ranks, take_shard, tensors_of, told
+from fsdp_lab.backends.your_engine import KeptPart, YourEngine, YourUnit, layout_of_ranks, take_shard, tensors_of, told
 from fsdp_lab.core.events import ROOT, Role
 from fsdp_lab.core.spec import Spec
 from fsdp_lab.engine import ParamShard
@@ -64,8 +64,8 @@ class _Unit:
     def __init__(self, unit: YourUnit, modules: Sequence[nn.Module]) -> None:
         self.unit, self.modules = unit, modules
         self.flats: list[Tensor] = []
-        self.layout: list[list[Part]] = []
-        self.trained: list[tuple[Part, nn.Parameter]] = []
+        self.layout: list[list[KeptPart]] = []
+        self.trained: list[tuple[KeptPart, nn.Parameter]] = []
         self.is_whole = self.is_asked_for = self.has_reduced = False
         self.calls = 0
 
@@ -133,7 +133,7 @@ class Yours(Backend):
             if named or name == ROOT:
                 self._units.append(one)
 
-    def _shard(self, one: _Unit) -> tuple[list[Tensor], list[Part]]:
+    def _shard(self, one: _Unit) -> tuple[list[Tensor], list[KeptPart]]:
         """What this rank keeps, and what is in it. Raises SpecError."""
         flats, parts = take_shard(self._engine, one.unit)
         whole = storages(one.unit)

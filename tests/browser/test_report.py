@@ -74,7 +74,8 @@ def test_its_plots_draw_what_was_measured(opened: Page):
     assert ratios == [ratio_words(row.time_ratio) for row in compared.rows if row.time_ratio]
     assert sum(len(lefts) for lefts in opened.evaluate(COLUMN, ["timeline0", "left"])) > 100
     painted = """() => [...document.querySelectorAll('.plot')].map((plot) => plot.getBoundingClientRect().height > 90
-        && !!(plot.querySelector('.track .swatch') ?? plot.firstElementChild?.shadowRoot) && plot.getAttribute('aria-label').length > 20)"""
+        && !!(plot.querySelector('.track .swatch') ?? plot.firstElementChild?.shadowRoot)
+        && plot.getAttribute('aria-label').length > 20)"""
     assert opened.evaluate(painted) == [True] * 12
 
 
