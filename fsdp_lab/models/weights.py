@@ -3,8 +3,8 @@
 It reads safetensors, one file or several with their index, as `save_pretrained` and `HuggingFaceStorageWriter` write them;
 pytorch_model.bin, likewise, by torch's loading that runs nothing; and the checkpoints of a run of this lab.
 
-Note: by range. Both libraries map a file into memory, so that a tensor of theirs costs no memory until it is read, and then
-that of the pages that were read, until the tensor is let go.
+Note: by range. The header of a file of safetensors says where each tensor lies, so a rank reads its ranges, a piece at a
+time, and never holds more. torch maps pytorch_model.bin, whose pages that were read count as memory for a while.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -45,6 +46,7 @@ class Box:
     name: str  # in the file
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    begin_byte: int = 0  # in a file of safetensors
 
     def runs(self, shape: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """(first element of the flattened tensor, first element of the box, count) of its consecutive elements."""
@@ -138,24 +140,23 @@ class Weights:
         """
         stored, stop, target = self[name], start + target.numel(), target.detach()
         for box in stored.boxes:
-            values = None
             for at, skip, count in box.runs(stored.shape):
                 first, last = max(start, at), min(stop, at + count)
                 for begin in range(first, last, _PIECE):
                     check()
-                    values = self._values(box) if values is None else values
                     end = min(begin + _PIECE, last)
-                    target[begin - start : end - start].copy_(values[skip + begin - at : skip + end - at])
+                    values = self._values(box, stored.dtype, skip + begin - at, skip + end - at)
+                    target[begin - start : end - start].copy_(values)
 
-    def _values(self, box: Box) -> Tensor:
-        """All of a box, flat, mapped."""
+    def _values(self, box: Box, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a box, flat. They are read: safetensors would map the whole file as private memory."""
         if box.path in self._pickles:
-            return self._pickles[box.path][box.name].reshape(-1)
-        try:
-            with safe_open(str(box.path), framework="pt") as file:
-                return file.get_tensor(box.name).reshape(-1)  # type: ignore[no-any-return]
-        except SafetensorError as e:
-            raise OSError(f"{box.path} changed while it was read ({e})") from None
+            return self._pickles[box.path][box.name].reshape(-1)[start:stop]
+        count = (stop - start) * dtype.itemsize
+        values = np.fromfile(box.path, np.uint8, count, offset=box.begin_byte + start * dtype.itemsize)
+        if len(values) < count:
+            raise OSError(f"{box.path} changed while it was read: it became shorter")
+        return torch.from_numpy(values).view(dtype)
 
     # -- what a folder holds -------------------------------------------------------------------------------------------
 
@@ -295,7 +296,9 @@ def _entries(path: Path) -> dict[str, tuple[torch.dtype, Box]]:
             raise _broken(f"{path} is only Git LFS's pointer to the file", "run git lfs pull in its repository")
     entries = {}
     try:
-        with safe_open(str(path), framework="pt") as tensors:
+        with safe_open(str(path), framework="np") as tensors, open(path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")  # of the header, which safetensors has checked
+            places = json.loads(file.read(size))
             sharding = json.loads((tensors.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
             for name in tensors.keys():  # noqa: SIM118
                 part = tensors.get_slice(name)
@@ -303,7 +306,9 @@ def _entries(path: Path) -> dict[str, tuple[torch.dtype, Box]]:
                     raise _of_strange_type(path, part.get_dtype())
                 sizes = tuple(part.get_shape())
                 offsets = tuple(sharding[name]["saved_offsets"]) if name in sharding else (0,) * len(sizes)
-                entries[name] = DTYPES[part.get_dtype()], Box(path=path, name=name, offsets=offsets, sizes=sizes)
+                begin_byte = 8 + size + places[name]["data_offsets"][0]
+                box = Box(path=path, name=name, offsets=offsets, sizes=sizes, begin_byte=begin_byte)
+                entries[name] = DTYPES[part.get_dtype()], box
     except SpecError:
         raise
     except (SafetensorError, ValueError, KeyError, TypeError) as e:

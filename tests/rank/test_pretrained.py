@@ -242,7 +242,7 @@ def test_a_language_model_in_several_files_begins_as_transformers_alone_and_lear
 def test_loading_takes_the_memory_of_shards_and_about_one_unit(
     pool: Pool, tmp_path: Path, ranks: int, backend: str
 ) -> None:
-    """The files are mapped, so that the pages of the tensor that is read count as well."""
+    """Resident memory while a rank loads, beside what the planner says."""
     model = filled(DEEP)
     model.save_pretrained(tmp_path, max_shard_size="40MB")  # type: ignore[operator]
     whole = sum(p.nbytes for p in model.parameters())
