@@ -8,7 +8,6 @@ import math
 import re
 import shlex
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -305,12 +304,10 @@ def answer_times(page: StaticPage) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_the_page_for_teaching(
     open_page: Callable[..., StaticPage],
     tmp_path: Path,
     picture: Callable[[str], Path],
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
     """What `fsdp-lab plan --page FILE` makes by itself, with an eightieth of its combinations: the whole takes minutes of
@@ -321,17 +318,12 @@ def test_the_page_for_teaching(
     for name, values in {**few, "micro_batch": "1,2"}.items():
         monkeypatch.setitem(TEACHING, name, values)
     share = math.prod(len(values.split(",")) for values in TEACHING.values()) / whole
-    began_s = time.process_time()
     assert main(["plan", "--page", str(file)]) == 0
-    made_s = (time.process_time() - began_s) / share
     page = open_page(file)
     assert page.text("headline").startswith("llama-7b, 6.74 billion parameters · 64 × h100 in 8 hosts")
     assert set(page.chosen()) == {"model", "hardware", "ranks", "sharding", "recompute", "micro batch"}
     columns = json.loads(page.page.locator("#fsdp-lab-what-if").text_content() or "")["columns"]
-    size_mb = sum(map(len, columns.values())) / 1e6 / share
-    with capsys.disabled():
-        print(f"\nthe page for teaching: {made_s:.0f} s of CPU, {size_mb:.1f} MB")
-    assert made_s <= 240 and size_mb <= 5
+    assert sum(map(len, columns.values())) / share <= 5e6
     for width, height in ((1280, 800), (390, 844)):
         for scheme in ("light", "dark"):
             page.page.set_viewport_size({"width": width, "height": height})
