@@ -365,6 +365,7 @@ def _killed_at_many_moments(place: Place, root: str, seed: int) -> list[tuple[in
         "samples": 0,
         "optimizer": {"slots": [], "steps": 0},
         "writers": [0],
+        "modules": {},
     }
     folder, number = Path(root), 0
     for _ in range(40):
