@@ -95,11 +95,6 @@ class Pretrained:
             Initializer(model, workload.seed, check) if self.fresh else None
         )  # before the model is wrapped
 
-    @property
-    def stored_names(self) -> dict[str, str]:
-        """Name in the model -> the name in the folder that is read for it."""
-        return {name: self._stored(name) for name in self._sources}
-
     def _stored(self, name: str) -> str:
         return name if name in self._sources[name] else self._sources[name][0]
 
