@@ -8,25 +8,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.core import __version__ as __version__
-from fsdp_lab.core.lazy_names import lazy_names
+from fsdp_lab.base import __version__ as __version__
+from fsdp_lab.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from fsdp_lab.base.errors import ArgumentError, SpecError
+    from fsdp_lab.base.events import Memory, StepEvent, Traffic
+    from fsdp_lab.base.formatting import Table
     from fsdp_lab.cluster import ClusterError, RankHung, RankLost
-    from fsdp_lab.core.errors import ArgumentError, SpecError
-    from fsdp_lab.core.events import Memory, StepEvent, Traffic
-    from fsdp_lab.core.formatting import Table
-    from fsdp_lab.core.spec import Precision, Spec, Strategy
-    from fsdp_lab.core.workload import Workload
     from fsdp_lab.dashboard import Dashboard
-    from fsdp_lab.history import History
-    from fsdp_lab.history.loops import watch
     from fsdp_lab.lab import Lab
     from fsdp_lab.models.presets import PRESETS
     from fsdp_lab.models.unwrapping import unwrap_names
     from fsdp_lab.rank.torchrun import init_process_group
     from fsdp_lab.report import WhatIf, write_report
     from fsdp_lab.runs import CheckpointConfig, Comparison, EvalConfig, Recommendation, RecoveryPolicy, Run, RunState
+    from fsdp_lab.runs.history import History
+    from fsdp_lab.runs.history.loops import watch
+    from fsdp_lab.spec.spec import Precision, Spec, Strategy
+    from fsdp_lab.spec.workload import Workload
 
 
 __all__ = [
@@ -62,16 +62,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ArgumentError": "core.errors",
+    "ArgumentError": "base.errors",
     "ClusterError": "cluster",
     "Comparison": "runs",
     "Dashboard": "dashboard",
     "EvalConfig": "runs",
-    "History": "history",
+    "History": "runs.history",
     "Lab": "lab",
-    "Memory": "core.events",
+    "Memory": "base.events",
     "PRESETS": "models.presets",
-    "Precision": "core.spec",
+    "Precision": "spec.spec",
     "RankHung": "cluster",
     "RankLost": "cluster",
     "Recommendation": "runs",
@@ -79,17 +79,17 @@ _HOMES = {
     "Run": "runs",
     "RunState": "runs",
     "CheckpointConfig": "runs",
-    "Spec": "core.spec",
-    "SpecError": "core.errors",
-    "StepEvent": "core.events",
-    "Strategy": "core.spec",
-    "Table": "core.formatting",
-    "Traffic": "core.events",
+    "Spec": "spec.spec",
+    "SpecError": "base.errors",
+    "StepEvent": "base.events",
+    "Strategy": "spec.spec",
+    "Table": "base.formatting",
+    "Traffic": "base.events",
     "WhatIf": "report",
-    "Workload": "core.workload",
+    "Workload": "spec.workload",
     "init_process_group": "rank.torchrun",
     "unwrap_names": "models.unwrapping",
-    "watch": "history.loops",
+    "watch": "runs.history.loops",
     "write_report": "report",
 }
 
@@ -100,7 +100,7 @@ def __getattr__(name: str) -> Any:
     try:
         value = _first_use(name)
     except ModuleNotFoundError as e:
-        from fsdp_lab.core.errors import not_installed
+        from fsdp_lab.base.errors import not_installed
 
         raise not_installed(f"{__name__}.{name}", e) from None
     globals()[name] = value  # the next access does not come here

@@ -12,22 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fsdp_lab.base.errors import ArgumentError, SpecError, check_whole, is_whole, plain_errors
+from fsdp_lab.base.formatting import Table
+from fsdp_lab.base.generation import Sampling, checked_prompts
+from fsdp_lab.base.process import ranks_per_host
 from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.hosts import CUT_S, Hosts, LauncherHosts, SlurmHosts, ssh_hosts
 from fsdp_lab.cluster.membership import RankStatus
 from fsdp_lab.cluster.sent_code import with_code
-from fsdp_lab.core.checkpoint_format import Checkpoint, check_folder, check_same, find
-from fsdp_lab.core.errors import ArgumentError, SpecError, check_whole, is_whole, plain_errors
-from fsdp_lab.core.formatting import Table
-from fsdp_lab.core.generation import Sampling, checked_prompts
-from fsdp_lab.core.process import ranks_per_host
-from fsdp_lab.core.spec import Spec, Strategy
-from fsdp_lab.core.user_code import code_name
-from fsdp_lab.history.history import History
-from fsdp_lab.history.stored_run import RunList
-from fsdp_lab.notebook import ProgressBar, exit_handler, progress_bar, rank_table, replace_former
 from fsdp_lab.planner.calibration import Calibration, alone, crowd_specs, one_rank, references, shapes_of
 from fsdp_lab.planner.plan import Plan
 from fsdp_lab.planner.questions import Target, planned, planned_here, require_memory
@@ -35,12 +29,18 @@ from fsdp_lab.runs.activities import Activities
 from fsdp_lab.runs.comparison import Refusal
 from fsdp_lab.runs.engine_check import LEAST_STEPS, SMALL_MODEL, EngineCheck, check_engine
 from fsdp_lab.runs.evaluation import EvalConfig, generated
+from fsdp_lab.runs.history.history import History
+from fsdp_lab.runs.history.stored_run import RunList
+from fsdp_lab.runs.notebook import ProgressBar, exit_handler, progress_bar, rank_table, replace_former
 from fsdp_lab.runs.recovery import RecoveryPolicy
 from fsdp_lab.runs.run import Drill, Run
 from fsdp_lab.runs.saving import CheckpointConfig
 from fsdp_lab.runs.slow_motion import SlowMotion
 from fsdp_lab.runs.sweep import ROUNDS, Sweep, combine, value_lists
 from fsdp_lab.runs.watched import WatchedRun
+from fsdp_lab.spec.checkpoint_format import Checkpoint, check_folder, check_same, find
+from fsdp_lab.spec.spec import Spec, Strategy
+from fsdp_lab.spec.user_code import code_name
 
 if TYPE_CHECKING:
     from fsdp_lab.dashboard import Dashboard
@@ -348,7 +348,7 @@ class Lab:
         What follows depends on the run's recovery policy (`run(recover=...)`) and is recorded in `run.incidents`.
 
         Args:
-            kind: see `fsdp_lab.core.faults.DRILLS`: kill, stop, stall, cut, slow, out-of-memory, nan, raise.
+            kind: see `fsdp_lab.spec.faults.DRILLS`: kill, stop, stall, cut, slow, out-of-memory, nan, raise.
 
         Raises:
             ArgumentError: no such fault, or no such rank. ClusterError: no run is training, or the rank's process is not
@@ -546,7 +546,7 @@ class Lab:
             lab.generate("The capital of France is", new_tokens=8)
 
         Args:
-            sampling: fields of `fsdp_lab.core.generation.Sampling`: new_tokens, temperature, top_k, top_p, seed.
+            sampling: fields of `fsdp_lab.base.generation.Sampling`: new_tokens, temperature, top_k, top_p, seed.
 
         Raises:
             ArgumentError: of a prompt or of `sampling`, or the model does not continue texts. ClusterError: the ranks hold

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from fsdp_lab.core.spec import BACKENDS, Strategy, Workload
+from fsdp_lab.spec.spec import BACKENDS, Strategy, Workload
 
 REPO = Path(__file__).resolve().parents[1]
 PACKAGE = REPO / "fsdp_lab"

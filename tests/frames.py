@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fsdp_lab.core.events import ROOT, ParameterHolding, PhaseSnapshot
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.events import ROOT, ParameterHolding, PhaseSnapshot
+from fsdp_lab.spec.spec import Spec
 
 VOCABULARY, POSITIONS = 384, 1024
 

@@ -9,8 +9,8 @@ import linecache
 from typing import Any
 
 from fsdp_lab.cluster.sent_code import with_code
-from fsdp_lab.core.spec import Spec
-from fsdp_lab.core.workload import CODE_FIELDS
+from fsdp_lab.spec.spec import Spec
+from fsdp_lab.spec.workload import CODE_FIELDS
 
 TEXT = '''
 import math

@@ -80,7 +80,7 @@ def test_every_declared_package_is_imported_or_has_a_reason():
 
 
 def test_import_names_map_to_distributions():
-    assert imported(["PIL.Image", "os.path", "jupyter_core.paths", "fsdp_lab.core.spec"]) == {"pillow", "jupyter-core"}
+    assert imported(["PIL.Image", "os.path", "jupyter_core.paths", "fsdp_lab.spec.spec"]) == {"pillow", "jupyter-core"}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def all_but(*distributions: str) -> set[str]:
 STEP = """
 import copy
 import torch, torch.distributed as dist
-import fsdp_lab.core.schedule, fsdp_lab.wire
+import fsdp_lab.engine.schedule, fsdp_lab.wire
 from fsdp_lab.engine import full_state, fully_shard, sharded_parameters
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

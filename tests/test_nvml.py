@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.core import nvml
-from fsdp_lab.core.nvml import GpuProcess, GpuReport, GpuStatus
+from fsdp_lab.cluster import nvml
+from fsdp_lab.cluster.nvml import GpuProcess, GpuReport, GpuStatus
 
 GIB = 2**30
 

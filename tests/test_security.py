@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.cli import doctor
-from fsdp_lab.cli import kernel as kernel_command
+from fsdp_lab.cli import doctor, kernel as kernel_command
 from fsdp_lab.cli.machine import State
 from fsdp_lab.cli.main import main, parser
 from fsdp_lab.cluster.engines import exposure_notes

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from fsdp_lab.core.events import Span, Track
+from fsdp_lab.base.events import Span, Track
 
 ROOT = "root"
 UNIT_BYTES = 6_000_000  # of a block's parameters

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 
 SOLUTION = Path(__file__).resolve().parents[1] / "notebooks" / "solutions" / "write_your_own_fsdp.py"
 

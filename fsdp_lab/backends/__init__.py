@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 import torch
-from torch import distributed as dist
-from torch import nn
+from torch import distributed as dist, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -23,13 +22,13 @@ from fsdp_lab.backends.optimizers import check_optimizer
 from fsdp_lab.backends.state import buffers_in, fill
 from fsdp_lab.backends.transfer import transfer_state
 from fsdp_lab.backends.yours import Yours
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.patterns import unmatched
-from fsdp_lab.core.spec import YOURS, Spec
-from fsdp_lab.core.workload import Workload
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.engine import ParamShard, build_mesh, known_groups
 from fsdp_lab.models.freezing import freeze, frozen_names
 from fsdp_lab.models.wrapping import units
+from fsdp_lab.spec.patterns import unmatched
+from fsdp_lab.spec.spec import YOURS, Spec
+from fsdp_lab.spec.workload import Workload
 
 __all__ = ["Backend", "ParamShard", "build", "fill", "transfer_state"]
 

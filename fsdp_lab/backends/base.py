@@ -15,22 +15,21 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab.backends.optimizers import kept_state, torch_class
 from fsdp_lab.backends.storage import DeferredStorage, free, storage_id
-from fsdp_lab.core.events import Role
-from fsdp_lab.core.param_groups import GroupKey, key_of
-from fsdp_lab.core.spec import Precision, Spec
-from fsdp_lab.core.workload import Workload
+from fsdp_lab.base.events import Role
+from fsdp_lab.base.tensors import move
 from fsdp_lab.engine import ParamShard
 from fsdp_lab.engine.policy import ModuleKind, kind_of
-from fsdp_lab.engine.tensors import move
 from fsdp_lab.models.own import objective
 from fsdp_lab.models.sources import Batch
+from fsdp_lab.spec.param_groups import GroupKey, key_of
+from fsdp_lab.spec.spec import Precision, Spec
+from fsdp_lab.spec.workload import Workload
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RoleTensor = tuple[Role, Tensor]  # a tensor, and what its storage is used for

@@ -13,8 +13,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,11 +21,11 @@ from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Backend
 from fsdp_lab.backends.storage import DeferredStorage
 from fsdp_lab.backends.wrapping import prepare
-from fsdp_lab.core.errors import FieldError, SpecError
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import FieldError, SpecError
 from fsdp_lab.engine import ParamShard
 from fsdp_lab.models.sources import Batch
 from fsdp_lab.models.wrapping import units
+from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import Wire
 
 

@@ -8,22 +8,21 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab import engine
 from fsdp_lab.backends.base import DTYPES, Backend, Measured, RoleTensor, local_tensor, original_name
 from fsdp_lab.backends.storage import DeferredStorage
 from fsdp_lab.backends.wrapping import context_of, name_flat_units, prepare
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.events import Role
-from fsdp_lab.core.param_groups import key_of
-from fsdp_lab.core.spec import Spec, Strategy
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.events import Role
 from fsdp_lab.engine.flat import FlatBuffer
 from fsdp_lab.engine.parameters import sharded_form
 from fsdp_lab.engine.state import shard_of
 from fsdp_lab.models.wrapping import units
+from fsdp_lab.spec.param_groups import key_of
+from fsdp_lab.spec.spec import Spec, Strategy
 
 
 class FlatTensors(Measured):

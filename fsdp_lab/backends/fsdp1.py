@@ -27,10 +27,10 @@ from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Backend, Measured, RoleTensor
 from fsdp_lab.backends.storage import DeferredStorage, free, return_memory
 from fsdp_lab.backends.wrapping import context_of, name_fsdp1_unit, prepare
-from fsdp_lab.core.events import ROOT, Role
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.events import ROOT, Role
 from fsdp_lab.engine import ParamShard
 from fsdp_lab.models.wrapping import units
+from fsdp_lab.spec.spec import Spec
 
 _SHARDING = {
     "full_shard": ShardingStrategy.FULL_SHARD,

@@ -16,12 +16,12 @@ from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Backend, Measured, RoleTensor
 from fsdp_lab.backends.storage import DeferredStorage
 from fsdp_lab.backends.wrapping import context_of, name_fsdp2_unit, named_units, prepare
-from fsdp_lab.core.events import ROOT, Role
-from fsdp_lab.core.spec import Precision, Spec, Strategy
+from fsdp_lab.base.events import ROOT, Role
 from fsdp_lab.engine import ParamShard
 from fsdp_lab.engine.buffers import pool_of
 from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.models.wrapping import units
+from fsdp_lab.spec.spec import Precision, Spec, Strategy
 
 
 class FSDP2Tensors(Measured):

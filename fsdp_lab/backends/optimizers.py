@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.optimizer import FIELD, TorchOptimizer
-from fsdp_lab.core.workload import Workload
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.spec.optimizer import FIELD, TorchOptimizer
+from fsdp_lab.spec.workload import Workload
 
 _INSTEAD: Mapping[str, Any] = {"optimizer": "adamw", FIELD: {}}
 _NOT_BY_ELEMENTS: Mapping[str, str] = {

@@ -20,16 +20,15 @@ from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.backends.base import Backend, original_name, scalars_of, seed_state, state_slots
-from fsdp_lab.core.errors import ArgumentError, FieldError
+from fsdp_lab.base.errors import ArgumentError, FieldError
+from fsdp_lab.base.streams import streams_of
+from fsdp_lab.base.tensors import map_tensors
 from fsdp_lab.engine import ParamShard
 from fsdp_lab.engine.collectives import gather_texts
-from fsdp_lab.engine.streams import streams_of
-from fsdp_lab.engine.tensors import map_tensors
 
 PARAM = "param"
 PINNED_BYTES = 64 << 20

@@ -29,8 +29,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 
 from fsdp_lab.backends.base import Backend, drop_slots, seed_state
 from fsdp_lab.backends.state import (
@@ -49,8 +48,8 @@ from fsdp_lab.backends.state import (
     slot_values,
 )
 from fsdp_lab.backends.storage import free, storage_id
+from fsdp_lab.base.streams import streams_of
 from fsdp_lab.engine import ParamShard
-from fsdp_lab.engine.streams import streams_of
 
 _BATCH_ELEMENTS = 1 << 16, 4 << 20  # of parameters moved at once, at least and at most: 16 MiB of fp32
 _BATCHES = 64  # of a model, between these bounds

@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_lab.core.events import ROOT
-from fsdp_lab.core.schedule import Phase
-from fsdp_lab.core.spec import Strategy
+from fsdp_lab.base.events import ROOT
 from fsdp_lab.engine import runtimes_of
+from fsdp_lab.engine.schedule import Phase
 from fsdp_lab.models.wrapping import blocks
+from fsdp_lab.spec.spec import Strategy
 from fsdp_lab.wire import Wire, WireContext
 
 # -- recompute and compile -------------------------------------------------------------------------------------------

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 
 from fsdp_lab.backends.storage import storage_id
 from fsdp_lab.backends.your_engine import KeptPart, YourEngine, YourUnit
-from fsdp_lab.core.formatting import size
+from fsdp_lab.base.formatting import size
 from fsdp_lab.wire import WireContext
 
 Flats = Sequence[Tensor]  # flat ones

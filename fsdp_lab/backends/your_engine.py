@@ -15,15 +15,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import ENGINE_FIELD, Strategy
-from fsdp_lab.core.user_code import UserCode, code_name, loaded
-from fsdp_lab.engine.tensors import tensors_in
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.tensors import tensors_in
 from fsdp_lab.models.configs import first_line
+from fsdp_lab.spec.spec import ENGINE_FIELD, Strategy
+from fsdp_lab.spec.user_code import UserCode, code_name, loaded
 from fsdp_lab.wire import RankAborted, WireTimeout
 
 PREFETCH = "prefetch"  # the method that may be left out

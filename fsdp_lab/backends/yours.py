@@ -43,11 +43,11 @@ from fsdp_lab.backends.storage import DeferredStorage, free, storage_id
 from fsdp_lab.backends.wrapping import context_of, named_units, prepare
 from fsdp_lab.backends.your_checks import Inspector, storages
 from fsdp_lab.backends.your_engine import KeptPart, YourEngine, YourUnit, layout_of_ranks, take_shard, tensors_of, told
-from fsdp_lab.core.events import ROOT, Role
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.events import ROOT, Role
+from fsdp_lab.base.tensors import tensors_in, view_inputs
 from fsdp_lab.engine import ParamShard
-from fsdp_lab.engine.tensors import tensors_in, view_inputs
 from fsdp_lab.models.wrapping import units
+from fsdp_lab.spec.spec import Spec
 
 _INSPECTED = 2  # steps: what is stale shows in the second
 

@@ -27,13 +27,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.base import __version__
+from fsdp_lab.base.files import write_whole
+from fsdp_lab.base.formatting import plural, size
 from fsdp_lab.bench import parts
 from fsdp_lab.bench.parts import HYBRID, PINNED, REPOSITORY, SOME, STRATEGIES
 from fsdp_lab.bench.plan import CONTROL, LAB, REFERENCE, STEP, BenchPlan, PlanError
 from fsdp_lab.bench.results import Say
-from fsdp_lab.core import __version__
-from fsdp_lab.core.files import write_whole
-from fsdp_lab.core.formatting import plural, size
 from fsdp_lab.models.presets import PRESETS
 
 FIGURES = "-- the same as JSON, with all figures --"

@@ -1,4 +1,4 @@
-"""`launch`: runs a task of a bench in a temporary process for each rank; the program is a rank (`core/children.py`)."""
+"""`launch`: runs a task of a bench in a temporary process for each rank; the program is a rank (`rank/children.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from fsdp_lab.bench.plan import BenchError, BenchPlan
-from fsdp_lab.core.children import ChildError, Send, run_child, run_children
+from fsdp_lab.rank.children import ChildError, Send, run_child, run_children
 
 
 def launch(

@@ -16,12 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.base.formatting import GIB, Table, duration, size
+from fsdp_lab.base.process import MARK, sweep
 from fsdp_lab.bench.launch import launch
 from fsdp_lab.bench.plan import LAB, BenchError, BenchPlan
 from fsdp_lab.bench.results import BUSY, TOLERANCES, Say, busy_cells, environment, measure, rounds_of, step_figures
-from fsdp_lab.core.formatting import GIB, Table, duration, size
-from fsdp_lab.core.process import MARK, sweep
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import link_bytes
 
 REPOSITORY = Path(__file__).resolve().parents[2]

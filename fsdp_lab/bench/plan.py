@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from fsdp_lab.core.errors import FieldError
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import FieldError
 from fsdp_lab.models.presets import PRESETS
+from fsdp_lab.spec.spec import Spec
 
 LAB, CONTROL = "lab", "lab-again"
 REFERENCE = "fsdp2-raw"  # losses and printed times are compared with its

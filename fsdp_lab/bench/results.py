@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from fsdp_lab.base.formatting import Spread, Table
 from fsdp_lab.bench.launch import launch
 from fsdp_lab.bench.plan import CONTROL, FORMS, LAB, PEERS, REFERENCE, BenchError, BenchPlan
-from fsdp_lab.core.formatting import Spread, Table
 
 Say = Callable[[str], None]
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}  # of losses and gradient norms, relative

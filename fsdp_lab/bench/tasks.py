@@ -19,16 +19,14 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 
+from fsdp_lab.base.events import StepEvent
 from fsdp_lab.bench.interleave import beside, build_forms, interleave
 from fsdp_lab.bench.plan import BenchPlan
-from fsdp_lab.core.children import Send
-from fsdp_lab.core.events import StepEvent
-from fsdp_lab.engine.buffers import empty
 from fsdp_lab.rank import Session
 from fsdp_lab.rank.calibration import HardwareProbe
+from fsdp_lab.rank.children import Send
 from fsdp_lab.rank.rendezvous import RankInfo, close_groups, find_store, host_store, open_groups
 from fsdp_lab.rank.trainer import checksum
 from fsdp_lab.wire import ReductionOrder, Wire, WireContext
@@ -148,7 +146,8 @@ def time_a_wait(world: Wire) -> float:
 def _tensors(group: Wire, nbytes: int) -> tuple[Tensor, Tensor]:
     """The whole, [W * n], and a rank's part, [n], in fp32."""
     n = nbytes // 4 // group.size()
-    whole = empty(group.buffer_pool, group.size() * n, torch.float32, torch.device("cpu"))
+    pool, numel = group.buffer_pool, group.size() * n
+    whole = torch.empty(numel) if pool is None else pool.empty(numel, torch.float32)
     return whole.normal_(), torch.randn(n)
 
 

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.base import files
 from fsdp_lab.bench.plan import (
     FORMS,
     LAB,
@@ -30,7 +31,6 @@ from fsdp_lab.bench.plan import (
     place,
 )
 from fsdp_lab.cli.console import Failed, Refused, add_command, at_least, check_file, write_file
-from fsdp_lab.core import files
 
 Options = dict[str, Mapping[str, Any]]  # name of a value -> arguments of `add_argument`
 Bench = tuple[str, Callable[[argparse.Namespace], dict[str, Any]], str, Options]  # name, function, description, options

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fsdp_lab.base.formatting import duration
 from fsdp_lab.cli import fields, where
 from fsdp_lab.cli.console import Refused, Results, at_least, live, open_lab, say, terminal, watch
-from fsdp_lab.core.formatting import duration
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.spec.spec import Spec
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if (hosts := where.hosts_of(args)) is not None:
         args.ranks = str(hosts.ranks)
     if args.report is not None:
-        from fsdp_lab.core.files import check_file
+        from fsdp_lab.base.files import check_file
         from fsdp_lab.report import SUFFIXES
 
         check_file(args.report, SUFFIXES, field="--report")

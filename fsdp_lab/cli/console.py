@@ -19,9 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.core import files
-from fsdp_lab.core.errors import FieldError
-from fsdp_lab.core.formatting import GIB
+from fsdp_lab.base import files
+from fsdp_lab.base.errors import FieldError
+from fsdp_lab.base.formatting import GIB
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

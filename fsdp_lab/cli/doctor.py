@@ -30,7 +30,7 @@ from fsdp_lab.cli.machine import (
     judged,
     worst,
 )
-from fsdp_lab.core import nvml
+from fsdp_lab.cluster import nvml
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_lab.base.errors import FieldError
 from fsdp_lab.cli.console import Failed, at_least
-from fsdp_lab.core.errors import FieldError
-from fsdp_lab.core.faults import DRILLS, check_kind
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.spec.faults import DRILLS, check_kind
+from fsdp_lab.spec.spec import Spec
 
 if TYPE_CHECKING:
     from fsdp_lab.lab import Lab

@@ -8,15 +8,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.files import check_file
+from fsdp_lab.base.formatting import size
 from fsdp_lab.cli.console import Refused
 from fsdp_lab.cli.run import read_spec
-from fsdp_lab.core.checkpoint_format import checkpoints as list_checkpoints
-from fsdp_lab.core.checkpoint_format import find, incomplete_checkpoints
-from fsdp_lab.core.describe import describe_strategy
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.files import check_file
-from fsdp_lab.core.formatting import size
 from fsdp_lab.export import TARGETS, export, text_of
+from fsdp_lab.spec.checkpoint_format import checkpoints as list_checkpoints, find, incomplete_checkpoints
+from fsdp_lab.spec.describe import describe_strategy
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

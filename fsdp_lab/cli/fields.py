@@ -9,15 +9,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from fsdp_lab.base.errors import FieldError
 from fsdp_lab.cli.console import Refused
-from fsdp_lab.core import link
-from fsdp_lab.core import spec as spec_module
-from fsdp_lab.core.describe import NONE_IS_OFF
-from fsdp_lab.core.errors import FieldError
-from fsdp_lab.core.lr_schedule import LR_SCHEDULES
-from fsdp_lab.core.optimizer import OPTIMIZERS
-from fsdp_lab.core.spec import PARTS, Spec, check_field, part_of
-from fsdp_lab.core.workload import DROPOUTS, OWN, PACKINGS, RANDOM
+from fsdp_lab.spec import link, spec as spec_module
+from fsdp_lab.spec.describe import NONE_IS_OFF
+from fsdp_lab.spec.lr_schedule import LR_SCHEDULES
+from fsdp_lab.spec.optimizer import OPTIMIZERS
+from fsdp_lab.spec.spec import PARTS, Spec, check_field, part_of
+from fsdp_lab.spec.workload import DROPOUTS, OWN, PACKINGS, RANDOM
 
 LINK = ("emulate a slower interconnect: \"0.25 GB/s\", \"0.25 GB/s, 50 us\", or scaled to what is computed here: "
         "\"nvlink of h100\", \"pcie4 of a100\", \"100 Gb/s of h100\"")  # fmt: skip

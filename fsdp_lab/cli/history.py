@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsdp_lab.base.errors import FieldError
+from fsdp_lab.base.formatting import plural
 from fsdp_lab.cli.console import Refused, add_command, at_least, memory_limit, say, say_json
-from fsdp_lab.core.describe import describe_changes
-from fsdp_lab.core.errors import FieldError
-from fsdp_lab.core.formatting import plural
+from fsdp_lab.spec.describe import describe_changes
 
 if TYPE_CHECKING:
-    from fsdp_lab.history import History, StoredRun
+    from fsdp_lab.runs.history import History, StoredRun
 
 NEWEST = 20
 
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from fsdp_lab.history import History, HistoryError
+    from fsdp_lab.runs.history import History, HistoryError
 
     try:
         args.act(args, History())
@@ -115,9 +115,9 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 def report(args: argparse.Namespace) -> int:
     limit_bytes = memory_limit(args)
-    from fsdp_lab.core.files import check_file
-    from fsdp_lab.history import History, HistoryError
+    from fsdp_lab.base.files import check_file
     from fsdp_lab.report import SUFFIXES, write_report
+    from fsdp_lab.runs.history import History, HistoryError
 
     check_file(args.output, SUFFIXES, field="--output")
     try:

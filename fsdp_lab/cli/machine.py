@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.core.formatting import GIB, plural, size
-from fsdp_lab.core.nvml import GpuReport, GpuStatus
+from fsdp_lab.base.formatting import GIB, plural, size
+from fsdp_lab.cluster.nvml import GpuReport, GpuStatus
 
 IDLE_BYTES = 600 * 2**20  # memory that a driver uses on an idle GPU
 OLDEST_DRIVER = {13: "580", 12: "525", 11: "450"}  # Linux drivers that run any minor release of that CUDA

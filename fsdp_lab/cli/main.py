@@ -10,10 +10,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from fsdp_lab.base import __version__
+from fsdp_lab.base.errors import FieldError, not_installed
 from fsdp_lab.cli import bench, compare, doctor, drill, export, history, jupyter, kernel, plan, ranks, run
 from fsdp_lab.cli.console import CommandEnded, Failed, Refused, add_command, signals_raise
-from fsdp_lab.core import __version__
-from fsdp_lab.core.errors import FieldError, not_installed
 
 # Name, function that adds the arguments, function that runs it, description.
 COMMANDS = (

@@ -8,12 +8,12 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from fsdp_lab.base.formatting import size
 from fsdp_lab.cli import fields
 from fsdp_lab.cli.console import Refused, say, terminal
-from fsdp_lab.core.describe import field_title
-from fsdp_lab.core.formatting import size
-from fsdp_lab.core.spec import PARTS, Spec
-from fsdp_lab.core.user_code import is_code
+from fsdp_lab.spec.describe import field_title
+from fsdp_lab.spec.spec import PARTS, Spec
+from fsdp_lab.spec.user_code import is_code
 
 if TYPE_CHECKING:
     from fsdp_lab.report.what_if import Axis, Product
@@ -38,7 +38,7 @@ OTHERS = ("find", "json")  # what else `plan` can do
 
 def run(args: argparse.Namespace, predict: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> int:
     """Writes the page. Raises Refused and FieldError before anything is predicted."""
-    from fsdp_lab.core.files import check_file
+    from fsdp_lab.base.files import check_file
     from fsdp_lab.report import SUFFIXES
     from fsdp_lab.report.what_if import write_what_if
 

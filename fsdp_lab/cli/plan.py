@@ -12,15 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.formatting import plural
 from fsdp_lab.cli import fields, page
 from fsdp_lab.cli.console import Refused, memory_limit, say, say_json
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.formatting import plural
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.spec.spec import Spec
 
 if TYPE_CHECKING:
-    from fsdp_lab.core.model_shape import ModelShape
     from fsdp_lab.planner.devices import Machine
+    from fsdp_lab.planner.model_shape import ModelShape
     from fsdp_lab.planner.plan import Plan
     from fsdp_lab.planner.questions import Target
 

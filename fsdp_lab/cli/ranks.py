@@ -7,8 +7,8 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
+from fsdp_lab.base.formatting import plural, size
 from fsdp_lab.cli.console import Failed, Refused, say_json, signals_ignored
-from fsdp_lab.core.formatting import plural, size
 
 if TYPE_CHECKING:
     from fsdp_lab.cluster.detached import DetachedCluster

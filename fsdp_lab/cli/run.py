@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_lab.base.errors import FieldError
+from fsdp_lab.base.formatting import Table, count, duration, plural, size
 from fsdp_lab.cli import fields, where
 from fsdp_lab.cli.console import (
     Failed,
@@ -21,17 +23,15 @@ from fsdp_lab.cli.console import (
     terminal,
     watch,
 )
-from fsdp_lab.core.checkpoint_format import Checkpoint, check_same, find
-from fsdp_lab.core.describe import describe_strategy
-from fsdp_lab.core.errors import FieldError
-from fsdp_lab.core.formatting import Table, count, duration, plural, size
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.spec.checkpoint_format import Checkpoint, check_same, find
+from fsdp_lab.spec.describe import describe_strategy
+from fsdp_lab.spec.spec import Spec
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
 
+    from fsdp_lab.base.events import StepEvent
     from fsdp_lab.cluster.hosts import Hosts
-    from fsdp_lab.core.events import StepEvent
     from fsdp_lab.runs import CheckpointConfig, EvalConfig, RecoveryPolicy, Run
 
 LINE = ("loss", "step time", "tokens/s", "TFLOPS", "peak/rank", "exposed")

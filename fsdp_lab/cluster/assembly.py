@@ -15,6 +15,9 @@ from typing import Any
 
 import psutil
 
+from fsdp_lab.base import __version__
+from fsdp_lab.base.errors import ArgumentError, FieldError
+from fsdp_lab.base.process import alive, host_id
 from fsdp_lab.cluster.addresses import unique_names
 from fsdp_lab.cluster.calls import SECOND_INTERRUPT_S, Dispatcher
 from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters
@@ -32,9 +35,6 @@ from fsdp_lab.cluster.placement import Host, Placement, free_gpus, place, probe,
 from fsdp_lab.cluster.slurm_engines import SlurmEngines
 from fsdp_lab.cluster.ssh_engines import SshEngines
 from fsdp_lab.cluster.supervisor import Supervisor
-from fsdp_lab.core import __version__
-from fsdp_lab.core.errors import ArgumentError, FieldError
-from fsdp_lab.core.process import alive, host_id
 
 ATTACHED_S = 1.0  # for all ranks to answer once the first has
 

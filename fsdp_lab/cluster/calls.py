@@ -21,11 +21,11 @@ from typing import Any
 
 import psutil
 
+from fsdp_lab.base.errors import ArgumentError, SpecError
+from fsdp_lab.base.process import alive
 from fsdp_lab.cluster import remote
 from fsdp_lab.cluster.errors import Interrupted, RankError, RankHung, RankLost, RankStuck
 from fsdp_lab.cluster.membership import Member, Membership
-from fsdp_lab.core.errors import ArgumentError, SpecError
-from fsdp_lab.core.process import alive
 
 LOST_S = 0.4  # the error of a lost rank waits this long for the other ranks, which settle by themselves
 HUNG_S = 0.3  # for a rank that hangs to answer an interrupt

@@ -25,6 +25,9 @@ from typing import Any
 
 import psutil
 
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.hang import limit
+from fsdp_lab.base.process import marked
 from fsdp_lab.cluster.assembly import Assembly, ClusterConfig, RestoredError, StartProgress
 from fsdp_lab.cluster.calls import Call, Dispatcher, OnData
 from fsdp_lab.cluster.code_delivery import Delivery
@@ -33,9 +36,6 @@ from fsdp_lab.cluster.errors import ClusterError, RankLost
 from fsdp_lab.cluster.hosts import Hosts, LauncherHosts
 from fsdp_lab.cluster.membership import ClusterState, Membership, RankStatus
 from fsdp_lab.cluster.supervisor import Supervisor
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.hang import limit
-from fsdp_lab.core.process import marked
 
 
 class Cluster:

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.cluster.calls import Dispatcher
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import ENGINE_FIELD, Spec, part_of
-from fsdp_lab.core.user_code import UserCode, loaded
-from fsdp_lab.core.workload import CODE_FIELDS
+from fsdp_lab.spec.spec import ENGINE_FIELD, Spec, part_of
+from fsdp_lab.spec.user_code import UserCode, loaded
+from fsdp_lab.spec.workload import CODE_FIELDS
 
 _NOT_OWN = frozenset({"__main__", "fsdp_lab", "torch", "transformers", *sys.stdlib_module_names})  # wherever they are
 _PYTHON = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.core.errors import ArgumentError, is_number
-from fsdp_lab.core.process import Identity, end, machine, marked, sweep
+from fsdp_lab.base.errors import ArgumentError, is_number
+from fsdp_lab.base.process import Identity, end, machine, marked, sweep
 
 FILE = "kept.json"
 END_FILE = "end.json"
@@ -59,7 +59,7 @@ class DetachedCluster:
     guardian: Identity
     owner: Identity | None  # the kernel that uses the ranks; nobody uses them if it is None or dead
     free_unix_s: float | None = None  # since when nobody uses them, if that was observed
-    host_ids: tuple[str, ...] = ()  # of the ranks: see `fsdp_lab.core.process.host_id`
+    host_ids: tuple[str, ...] = ()  # of the ranks: see `fsdp_lab.base.process.host_id`
     where: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the other hosts that they are on; empty: none
 
     @property

@@ -20,8 +20,8 @@ from typing import Any
 import ipyparallel as ipp
 from IPython.paths import get_ipython_dir
 
+from fsdp_lab.base.process import host_id
 from fsdp_lab.cluster.errors import ClusterError, StartError
-from fsdp_lab.core.process import host_id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class EngineProcess:
 
     engine: int
     pid: int
-    host_id: str  # see `fsdp_lab.core.process.host_id`
+    host_id: str  # see `fsdp_lab.base.process.host_id`
 
 
 class Engines(ABC):

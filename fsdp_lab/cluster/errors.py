@@ -1,14 +1,14 @@
 """Failures of ranks, as exceptions that say in one sentence which rank failed, how, and when.
 
-A value that ranks refuse stays a `fsdp_lab.core.errors.FieldError`: the user's error, not the cluster's.
+A value that ranks refuse stays a `fsdp_lab.base.errors.FieldError`: the user's error, not the cluster's.
 """
 
 from __future__ import annotations
 
 import time
 
-from fsdp_lab.core.errors import SentenceError
-from fsdp_lab.core.hang import Hang
+from fsdp_lab.base.errors import SentenceError
+from fsdp_lab.base.hang import Hang
 
 
 def clock(unix_s: float) -> str:

@@ -28,8 +28,8 @@ from pathlib import Path
 
 import psutil
 
+from fsdp_lab.base.process import Identity, alive, end, marked, sweep
 from fsdp_lab.cluster.detached import DetachedCluster, EndCommand, remove_private, run_end_commands, write_end_commands
-from fsdp_lab.core.process import Identity, alive, end, marked, sweep
 
 CHECK_S = 0.5  # between two checks of detached ranks
 MODULE = "fsdp_lab.cluster.guardian"

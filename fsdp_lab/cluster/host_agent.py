@@ -26,9 +26,9 @@ from typing import Any, TextIO
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from fsdp_lab.base.process import MARK, end, host_id, marked, sweep
 from fsdp_lab.cluster.detached import private_folder, remove_private
 from fsdp_lab.cluster.host_script import host_mark, remove_states, reply
-from fsdp_lab.core.process import MARK, end, host_id, marked, sweep
 
 CHECK_S = 0.1
 PING_S = 1.0  # ZeroMQ's own heartbeats on the connection to the controller

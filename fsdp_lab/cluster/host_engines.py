@@ -32,6 +32,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.base import __version__
+from fsdp_lab.base.process import HOST_MEMORY
 from fsdp_lab.cluster import host_script
 from fsdp_lab.cluster.addresses import Endpoint, Endpoints, new_token
 from fsdp_lab.cluster.detached import EndCommand
@@ -48,8 +50,6 @@ from fsdp_lab.cluster.local_engines import (
     signal_engines,
 )
 from fsdp_lab.cluster.shells import HostAnswer, Shell
-from fsdp_lab.core import __version__
-from fsdp_lab.core.process import HOST_MEMORY
 
 LOOK_S, START_S, STATUS_S, END_S = 30.0, 60.0, 5.0, 4.0  # how long hosts may take to answer
 POST_MORTEM_S = 3.0  # for a host whose engine has ended, to say how

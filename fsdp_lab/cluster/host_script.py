@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TextIO
 
 REPLY = "fsdp_lab-reply:"
-MARK = "FSDP_LAB_CLUSTER"  # see core/process.py
+MARK = "FSDP_LAB_CLUSTER"  # see base/process.py
 PREFIX = "fsdp_lab-"  # of private folders: see detached.py
 STATE_PREFIX = f"{PREFIX}state-"  # of folders with what ranks wrote for other ranks; then the token's beginning
 TRY_S = 3.0

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_lab.core.errors import ArgumentError, is_number, is_whole
+from fsdp_lab.base.errors import ArgumentError, is_number, is_whole
 
 CUT_S = 20.0  # less than a collective waits for a rank: so it is the host that is named
 

@@ -13,6 +13,7 @@ from typing import Any
 from ipyparallel.cluster.launcher import find_launcher_class
 from traitlets.config import Config
 
+from fsdp_lab.base.process import MARK
 from fsdp_lab.cluster.addresses import own_addresses
 from fsdp_lab.cluster.detached import EndCommand
 from fsdp_lab.cluster.engines import EngineProcess
@@ -22,7 +23,6 @@ from fsdp_lab.cluster.host_engines import DEFAULTS
 from fsdp_lab.cluster.host_script import PREFIX
 from fsdp_lab.cluster.hosts import LauncherHosts
 from fsdp_lab.cluster.local_engines import LocalEngines, OnEnd, controller_args, engine_environment, signal_engines
-from fsdp_lab.core.process import MARK
 
 STOP_S = 10.0  # for a batch system to take a job back
 

@@ -23,12 +23,12 @@ import psutil
 import zmq
 from traitlets.config import Config
 
+from fsdp_lab.base.process import HOST_MEMORY, MARK, Identity, end, machine, marked, sweep, usable_cores
 from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters, private_folder, remove_private
 from fsdp_lab.cluster.engine_server import SOCKET, ForkedEngineSetLauncher, start_server
 from fsdp_lab.cluster.engines import EngineProcess, Engines
 from fsdp_lab.cluster.errors import ClusterError, StartError
 from fsdp_lab.cluster.guardian import Guardian, package_path
-from fsdp_lab.core.process import HOST_MEMORY, MARK, Identity, end, machine, marked, sweep, usable_cores
 
 ATTACH_S = 10.0  # for the client to reach running engines
 # The client remembers the signatures of its messages against replays, by default of 65,536.

@@ -11,10 +11,10 @@ from typing import Any
 
 import psutil
 
+from fsdp_lab.base.hang import Heartbeat
 from fsdp_lab.cluster.engines import EngineProcess, Engines
 from fsdp_lab.cluster.errors import ClusterError, RankLost
 from fsdp_lab.cluster.placement import Placement
-from fsdp_lab.core.hang import Heartbeat
 
 
 class ClusterState(enum.Enum):

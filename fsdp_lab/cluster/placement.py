@@ -17,10 +17,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.core import nvml
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.nvml import GpuProcess, GpuReport, GpuStatus
-from fsdp_lab.core.process import usable_cores
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.process import usable_cores
+from fsdp_lab.cluster import nvml
+from fsdp_lab.cluster.nvml import GpuProcess, GpuReport, GpuStatus
 
 SHARED_GPU_BYTES_FRACTION = 0.92  # of a shared GPU, over all its ranks; the rest is for CUDA contexts
 UNSEEN_USE_FRACTION = 0.05  # of a GPU's memory, used by no visible process: then it is in use outside this container

@@ -24,9 +24,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.base.process import host_id
 from fsdp_lab.cluster.addresses import Endpoint, Endpoints, at_each, measure_endpoint, own_addresses, try_endpoint
 from fsdp_lab.cluster.placement import Host, probe
-from fsdp_lab.core.process import host_id
 
 KEY = "_fsdp_lab"
 PUBLISH_EVERY_S = 0.04  # at most 25 messages per second and rank, however fast the steps are

@@ -28,10 +28,10 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import ENGINE_FIELD, YOURS
-from fsdp_lab.core.user_code import UserCode, is_code
-from fsdp_lab.core.workload import CODE_FIELDS
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.spec.spec import ENGINE_FIELD, YOURS
+from fsdp_lab.spec.user_code import UserCode, is_code
+from fsdp_lab.spec.workload import CODE_FIELDS
 
 ABSENT = object()  # in place of an object that exists nowhere
 MOST_LITERAL = 10_000  # characters and elements of a constant; more is data, which is no part of a source

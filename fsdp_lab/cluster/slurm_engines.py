@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fsdp_lab.base.process import MARK
 from fsdp_lab.cluster import host_script
 from fsdp_lab.cluster.detached import EndCommand
 from fsdp_lab.cluster.engines import EngineProcess
@@ -22,7 +23,6 @@ from fsdp_lab.cluster.errors import StartError
 from fsdp_lab.cluster.host_engines import END_S, START_S, HostEngines
 from fsdp_lab.cluster.hosts import SlurmHosts
 from fsdp_lab.cluster.shells import Command, HostAnswer, Shell, started
-from fsdp_lab.core.process import MARK
 
 ASK_S = 20.0  # for Slurm to answer
 LOOK_AGAIN_S = 1.0  # between two looks at the queue

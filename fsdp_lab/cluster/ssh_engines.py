@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from fsdp_lab.base.process import MARK, Identity
 from fsdp_lab.cluster import host_script
 from fsdp_lab.cluster.addresses import Endpoint
 from fsdp_lab.cluster.detached import EndCommand
@@ -14,7 +15,6 @@ from fsdp_lab.cluster.errors import StartError
 from fsdp_lab.cluster.host_engines import START_S, HostEngines
 from fsdp_lab.cluster.hosts import SshHosts
 from fsdp_lab.cluster.shells import Command, HostAnswer, SshShell
-from fsdp_lab.core.process import MARK, Identity
 
 TUNNEL_S = 1.0  # for ssh to refuse a forwarded port
 

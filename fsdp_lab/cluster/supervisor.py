@@ -14,11 +14,11 @@ from typing import Any
 
 import psutil
 
+from fsdp_lab.base.hang import Hang, Heartbeat, diagnose, shortest_limit
+from fsdp_lab.base.process import alive, describe_exit
 from fsdp_lab.cluster.calls import Dispatcher, Sink
 from fsdp_lab.cluster.errors import RankHung, RankLost
 from fsdp_lab.cluster.membership import Member, ReceivedHeartbeat
-from fsdp_lab.core.hang import Hang, Heartbeat, diagnose, shortest_limit
-from fsdp_lab.core.process import alive, describe_exit
 
 CHECK_S = 0.25  # between two checks for hangs
 EXIT_CODE_S = 0.5  # the exit code may arrive later than the news of the exit

@@ -3,7 +3,7 @@
 `Dashboard(lab)` is all that a user needs; `picture(figure)` shows a Bokeh figure of your own.
 """
 
-from fsdp_lab.core.errors import not_installed
+from fsdp_lab.base.errors import not_installed
 
 try:
     from fsdp_lab.dashboard.dashboard import Dashboard

@@ -13,15 +13,15 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from fsdp_lab.core.checkpoint_format import Checkpoint
-from fsdp_lab.core.errors import FieldError
-from fsdp_lab.core.formatting import duration, size
-from fsdp_lab.core.generation import Sampling
+from fsdp_lab.base.errors import FieldError
+from fsdp_lab.base.formatting import duration, size
+from fsdp_lab.base.generation import Sampling
 from fsdp_lab.dashboard.forms import HIDDEN, InputForm, field, put, row, section, status, styled, text_line
 from fsdp_lab.dashboard.lab_like import LabLike, active_loop, active_run, active_sweep
 from fsdp_lab.runs import Run, RunState
 from fsdp_lab.runs.control import Request
 from fsdp_lab.runs.saving import LAST, CheckpointConfig, SavedCheckpoint
+from fsdp_lab.spec.checkpoint_format import Checkpoint
 
 FOLDER = "checkpoints"
 EVERY_STEPS = 100

@@ -21,11 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_lab.core.describe import DEFAULT_FIELDS, describe_fields, differing_fields
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.events import StepEvent
-from fsdp_lab.core.formatting import MIB, median_known
-from fsdp_lab.core.loops import Trained
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.events import StepEvent
+from fsdp_lab.base.formatting import MIB, median_known
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Numbers
 from fsdp_lab.dashboard.lab_like import LabLike, shown_run
@@ -34,6 +32,8 @@ from fsdp_lab.runs import Comparison, EventStore, Refusal, RunState, Step, Sweep
 from fsdp_lab.runs.comparison import Row
 from fsdp_lab.runs.steps import last_stretch
 from fsdp_lab.runs.view import RunView
+from fsdp_lab.spec.describe import DEFAULT_FIELDS, describe_fields, differing_fields
+from fsdp_lab.spec.loops import Trained
 
 MOST_PINS = len(theme.PINS)
 LETTERS = tuple(fill.label for fill in theme.PINS.values())

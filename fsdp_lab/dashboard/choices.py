@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from fsdp_lab.core.errors import FieldError
+from fsdp_lab.base.errors import FieldError
 
 MOST_FIXES = 6
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from fsdp_lab.core.events import Role
-from fsdp_lab.core.formatting import size
+from fsdp_lab.base.events import Role
+from fsdp_lab.base.formatting import size
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.board import BoardView, Entry, Kind
 from fsdp_lab.dashboard.columns import Columns

@@ -15,11 +15,8 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from fsdp_lab.core.describe import field_title
-from fsdp_lab.core.errors import FieldError, SpecError
-from fsdp_lab.core.events import StepEvent
-from fsdp_lab.core.spec import Spec
-from fsdp_lab.core.workload import LINEAGE, Workload
+from fsdp_lab.base.errors import FieldError, SpecError
+from fsdp_lab.base.events import StepEvent
 from fsdp_lab.dashboard.choices import Choices, ChoiceState, Note
 from fsdp_lab.dashboard.fields import (
     FIRST_MODEL_ON_CPUS,
@@ -36,6 +33,9 @@ from fsdp_lab.dashboard.lab_like import LabLike, active_loop, active_run, active
 from fsdp_lab.models.check import check
 from fsdp_lab.planner.questions import LESS, DoesNotFit
 from fsdp_lab.runs import Run, RunState, SwitchRequest, WatchedRun
+from fsdp_lab.spec.describe import field_title
+from fsdp_lab.spec.spec import Spec
+from fsdp_lab.spec.workload import LINEAGE, Workload
 
 SWEEPING = "A comparison is running, so the strategy cannot be changed. Stop ends it and keeps what was measured."
 WATCHING = "This loop is your own: what it trains and how is in its code. Stop interrupts its cell."

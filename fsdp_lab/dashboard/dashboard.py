@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import ipywidgets
 
-from fsdp_lab.core.errors import FieldError
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import FieldError
 from fsdp_lab.dashboard.asking_forms import WritingForm
 from fsdp_lab.dashboard.board import Board
 from fsdp_lab.dashboard.comparison_card import ComparisonCard
@@ -27,6 +26,7 @@ from fsdp_lab.dashboard.slow_motion import SlowMotionBox
 from fsdp_lab.dashboard.sweep_form import SweepForm
 from fsdp_lab.runs import Comparison, WatchedRun
 from fsdp_lab.runs.view import RunView
+from fsdp_lab.spec.spec import Spec
 
 TICK_S = 0.1
 SHOWN = "_shown_dashboard"  # the lab's attribute that holds its dashboard, so that a cell run again replaces it

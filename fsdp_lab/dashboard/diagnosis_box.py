@@ -10,10 +10,10 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from fsdp_lab.core.describe import describe_field
 from fsdp_lab.dashboard.forms import HIDDEN, InputForm, prose, put, styled
 from fsdp_lab.runs import Run, WatchedRun
 from fsdp_lab.runs.diagnosis import Diagnosis
+from fsdp_lab.spec.describe import describe_field
 
 EVERY_S = 1.0
 SHARE = 0.03  # of the time, that looking may take

@@ -11,12 +11,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
-from fsdp_lab.core.describe import describe_changes, describe_field, describe_strategy
-from fsdp_lab.core.errors import FieldError
-from fsdp_lab.core.events import StepEvent
-from fsdp_lab.core.formatting import duration
-from fsdp_lab.core.loops import Trained, WatchedLoop
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import FieldError
+from fsdp_lab.base.events import StepEvent
+from fsdp_lab.base.formatting import duration
 from fsdp_lab.dashboard.board import Board, BoardView, Kind
 from fsdp_lab.dashboard.comparison_card import ComparisonCard
 from fsdp_lab.dashboard.fields import short_value
@@ -31,6 +28,9 @@ from fsdp_lab.planner.questions import planned_memory
 from fsdp_lab.runs import Run, WatchedRun
 from fsdp_lab.runs.steps import Assembler, Step
 from fsdp_lab.runs.view import Switch, switches_in_force
+from fsdp_lab.spec.describe import describe_changes, describe_field, describe_strategy
+from fsdp_lab.spec.loops import Trained, WatchedLoop
+from fsdp_lab.spec.spec import Spec
 
 MOST_WAITING = 16  # runs of a sweep whose panels are kept; those of further runs are rebuilt from their first step
 MOST_PREDICTIONS = 32  # that are remembered

@@ -10,15 +10,15 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from fsdp_lab.core.describe import describe_value, field_title
-from fsdp_lab.core.link import OFFERED
-from fsdp_lab.core.lr_schedule import LR_SCHEDULES
-from fsdp_lab.core.optimizer import OPTIMIZERS
-from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, YOURS, Spec, Strategy
-from fsdp_lab.core.workload import DROPOUTS, OWN, RANDOM
 from fsdp_lab.dashboard.choices import Choices, ChoiceState, Chosen
 from fsdp_lab.dashboard.forms import HIDDEN, put, styled
 from fsdp_lab.models.presets import PRESETS
+from fsdp_lab.spec.describe import describe_value, field_title
+from fsdp_lab.spec.link import OFFERED
+from fsdp_lab.spec.lr_schedule import LR_SCHEDULES
+from fsdp_lab.spec.optimizer import OPTIMIZERS
+from fsdp_lab.spec.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, YOURS, Spec, Strategy
+from fsdp_lab.spec.workload import DROPOUTS, OWN, RANDOM
 
 AUTO = "auto"
 OTHER = "other…"

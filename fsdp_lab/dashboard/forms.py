@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import ipywidgets as widgets
 
-from fsdp_lab.core.errors import FieldError
+from fsdp_lab.base.errors import FieldError
 
 Styled = TypeVar("Styled", bound=widgets.Widget)
 HIDDEN = "none"  # a value of Layout.display

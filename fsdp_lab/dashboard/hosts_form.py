@@ -16,10 +16,10 @@ from typing import Any
 
 import ipywidgets as widgets
 
+from fsdp_lab.base.formatting import plural
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.hosts import Hosts, SlurmHosts, ssh_hosts
-from fsdp_lab.core.formatting import plural
 from fsdp_lab.dashboard.forms import HIDDEN, InputForm, put, styled
 from fsdp_lab.dashboard.lab_like import LabLike
 

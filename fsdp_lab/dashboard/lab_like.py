@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.hosts import Hosts
 from fsdp_lab.cluster.membership import RankStatus
-from fsdp_lab.core.checkpoint_format import Checkpoint
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.plan import Plan
 from fsdp_lab.runs import Run, SlowMotion, Sweep, WatchedRun
 from fsdp_lab.runs.run import Drill
+from fsdp_lab.spec.checkpoint_format import Checkpoint
+from fsdp_lab.spec.spec import Spec
 
 
 class LabLike(Protocol):

@@ -12,15 +12,15 @@ from typing import Any
 
 import ipywidgets as widgets
 
+from fsdp_lab.base.formatting import duration
 from fsdp_lab.cluster import ClusterError
-from fsdp_lab.core.faults import DRILLS
-from fsdp_lab.core.formatting import duration
 from fsdp_lab.dashboard.asking_forms import EVERY, OFF, SavingForm
 from fsdp_lab.dashboard.forms import InputForm, error_text, field, prose, put, row, section, status, styled, text_line
 from fsdp_lab.dashboard.lab_like import LabLike
 from fsdp_lab.runs import EvalConfig, Incident, RecoveryPolicy, Run, RunState, WatchedRun
 from fsdp_lab.runs.recovery import CHECKPOINT
 from fsdp_lab.runs.run import Drill
+from fsdp_lab.spec.faults import DRILLS
 
 FOLDED = "none"
 LATER = "Takes effect at the next start"

@@ -15,15 +15,15 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from fsdp_lab.core.describe import describe_value, field_title
-from fsdp_lab.core.errors import FieldError
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import FieldError
 from fsdp_lab.dashboard.forms import InputForm, error_text, put, styled
 from fsdp_lab.dashboard.lab_like import LabLike, active_run
 from fsdp_lab.dashboard.live import LiveView
 from fsdp_lab.dashboard.panels.holdings import HoldingsPanel
 from fsdp_lab.dashboard.scene import Scene
 from fsdp_lab.runs import SlowMotion, StepMoment
+from fsdp_lab.spec.describe import describe_value, field_title
+from fsdp_lab.spec.spec import Spec
 
 SPEEDS_PER_S = (0.5, 1.0, 2.0, 5.0)
 MOST_PRESSES = 20  # of Next that may wait for the ranks

@@ -15,14 +15,14 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from fsdp_lab.core.describe import describe_fields, describe_strategy, field_title, flat_fields
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.dashboard.forms import HIDDEN, InputForm, put, status, styled
 from fsdp_lab.dashboard.lab_like import LabLike, active_loop, active_run, active_sweep, shown_run
 from fsdp_lab.runs import Refusal, RunState, Sweep
 from fsdp_lab.runs.comparison import labels_by
 from fsdp_lab.runs.sweep import ROUNDS, combine
+from fsdp_lab.spec.describe import describe_fields, describe_strategy, field_title, flat_fields
+from fsdp_lab.spec.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec
 
 COMBINED: Mapping[str, Sequence[Any]] = {
     "backend": BACKENDS,

@@ -14,20 +14,20 @@ It needs torch only. To install it alone, in a clone: `pip install torch && pip 
 End a script by `torch.distributed.destroy_process_group()`: over Gloo, torch may abort a process that ends while a thread of
 Gloo still holds the tensor of a collective. It ends these threads where no `DeviceMesh` of the caller's own keeps the group.
 
-The core is 2,930 lines. Read its files in this order:
+The core is 2,927 lines. Read its files in this order:
 
-    fully_shard.py    the entry and its contract; how units are made
+    api.py            the entry and its contract; how units are made
     unit.py           `Unit`: the parameters of one module, gathered and freed together; its states
     flat.py           `FlatBuffer`: those parameters as one buffer, of which each rank keeps a shard
     parameters.py     what modules hold between steps, what they hold while gathered, and flat regions
     gradients.py      what comes from autograd, and what the optimizer is given
     reduction.py      from the one to the other: reduce-scatter, all-reduce, copy to the host
     collectives.py    what is in flight, and how to wait for it
-    streams.py        a device's streams: which kinds of work have one of their own, and how long memory lives
+    ../base/streams.py  a device's streams: which kinds of work have one of their own, and how long memory lives
     runtime.py        a training step: what is gathered and reduced when
     hooks.py          how autograd and modules report where they are
-    ../core/layout.py    where each parameter lies in the buffer, and which part each rank keeps
-    ../core/schedule.py  what is issued at which point of a step, as data; the planner simulates the same list
+    layout.py         where each parameter lies in the buffer, and which part each rank keeps
+    schedule.py       what is issued at which point of a step, as data; the planner simulates the same list
 
 Beside the core: flat_tensor.py (`FlatDTensor`, a tensor of which each rank holds a range of elements), dtensor.py (what
 torch's operations do with it), mesh.py (replicas and shards), policy.py (dtypes), state.py (state by parameter names,
@@ -140,87 +140,76 @@ What is refused, by a `ShardError` that says what to do:
     a rank that does not come, after the timeout    the same number of batches, and the same units, on every rank
 """
 
-from fsdp_lab.core.schedule import OffloadPolicy, PrefetchPolicy
-from fsdp_lab.engine.dtensor import FlatDTensor
-from fsdp_lab.engine.errors import ShardError
-from fsdp_lab.engine.flat import FlatBuffer
-from fsdp_lab.engine.fully_shard import (
-    flats_of,
-    fully_shard,
-    no_sync,
-    parameter_groups,
-    register_fsdp_forward_method,
-    reshard,
-    runtime_of,
-    runtimes_of,
-    sharded_parameters,
-    units_of,
-    unshard,
-)
-from fsdp_lab.engine.memory import MemoryBreakdown, free, memory_stats
-from fsdp_lab.engine.mesh import ShardMesh, build_mesh, known_groups
-from fsdp_lab.engine.policy import MixedPrecisionPolicy
-from fsdp_lab.engine.runtime import TrainingState
-from fsdp_lab.engine.scaling import Scaler, clip_gradients, gradient_norm, upcast_gradients
-from fsdp_lab.engine.state import (
-    ParamShard,
-    broadcast_full_state,
-    full_optimizer_state,
-    full_state,
-    load_full_optimizer_state,
-    load_full_state,
-    load_ranges,
-    local_optimizer_state,
-    local_state,
-    original_parameters,
-    shards_of,
-    split_unused,
-)
-from fsdp_lab.engine.unit import Unit, UnitState
-from fsdp_lab.engine.unshard_handle import UnshardHandle
+from __future__ import annotations
 
-__all__ = [
-    "FlatBuffer",
-    "FlatDTensor",
-    "MemoryBreakdown",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "ParamShard",
-    "PrefetchPolicy",
-    "Scaler",
-    "ShardError",
-    "ShardMesh",
-    "TrainingState",
-    "Unit",
-    "UnitState",
-    "UnshardHandle",
-    "broadcast_full_state",
-    "build_mesh",
-    "clip_gradients",
-    "flats_of",
-    "free",
-    "full_optimizer_state",
-    "full_state",
-    "fully_shard",
-    "gradient_norm",
-    "known_groups",
-    "load_full_optimizer_state",
-    "load_full_state",
-    "load_ranges",
-    "local_optimizer_state",
-    "local_state",
-    "memory_stats",
-    "no_sync",
-    "original_parameters",
-    "parameter_groups",
-    "register_fsdp_forward_method",
-    "reshard",
-    "runtime_of",
-    "runtimes_of",
-    "sharded_parameters",
-    "shards_of",
-    "split_unused",
-    "units_of",
-    "unshard",
-    "upcast_gradients",
-]
+from typing import TYPE_CHECKING
+
+from fsdp_lab.base.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from fsdp_lab.engine.api import (
+        flats_of as flats_of,
+        fully_shard as fully_shard,
+        no_sync as no_sync,
+        parameter_groups as parameter_groups,
+        register_fsdp_forward_method as register_fsdp_forward_method,
+        reshard as reshard,
+        runtime_of as runtime_of,
+        runtimes_of as runtimes_of,
+        sharded_parameters as sharded_parameters,
+        units_of as units_of,
+        unshard as unshard,
+    )
+    from fsdp_lab.engine.dtensor import FlatDTensor as FlatDTensor
+    from fsdp_lab.engine.errors import ShardError as ShardError
+    from fsdp_lab.engine.flat import FlatBuffer as FlatBuffer
+    from fsdp_lab.engine.memory import MemoryBreakdown as MemoryBreakdown, free as free, memory_stats as memory_stats
+    from fsdp_lab.engine.mesh import ShardMesh as ShardMesh, build_mesh as build_mesh, known_groups as known_groups
+    from fsdp_lab.engine.policy import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from fsdp_lab.engine.runtime import TrainingState as TrainingState
+    from fsdp_lab.engine.scaling import (
+        Scaler as Scaler,
+        clip_gradients as clip_gradients,
+        gradient_norm as gradient_norm,
+        upcast_gradients as upcast_gradients,
+    )
+    from fsdp_lab.engine.schedule import OffloadPolicy as OffloadPolicy, PrefetchPolicy as PrefetchPolicy
+    from fsdp_lab.engine.state import (
+        ParamShard as ParamShard,
+        broadcast_full_state as broadcast_full_state,
+        full_optimizer_state as full_optimizer_state,
+        full_state as full_state,
+        load_full_optimizer_state as load_full_optimizer_state,
+        load_full_state as load_full_state,
+        load_ranges as load_ranges,
+        local_optimizer_state as local_optimizer_state,
+        local_state as local_state,
+        original_parameters as original_parameters,
+        shards_of as shards_of,
+        split_unused as split_unused,
+    )
+    from fsdp_lab.engine.unit import Unit as Unit, UnitState as UnitState
+    from fsdp_lab.engine.unshard_handle import UnshardHandle as UnshardHandle
+
+# Imported at their first use, since Specs and the planner read the schedule where torch is not installed.
+_NAMES = {
+    "api": "flats_of fully_shard no_sync parameter_groups register_fsdp_forward_method reshard runtime_of runtimes_of "
+    "sharded_parameters units_of unshard",
+    "dtensor": "FlatDTensor",
+    "errors": "ShardError",
+    "flat": "FlatBuffer",
+    "memory": "MemoryBreakdown free memory_stats",
+    "mesh": "ShardMesh build_mesh known_groups",
+    "policy": "MixedPrecisionPolicy",
+    "runtime": "TrainingState",
+    "scaling": "Scaler clip_gradients gradient_norm upcast_gradients",
+    "schedule": "OffloadPolicy PrefetchPolicy",
+    "state": "ParamShard broadcast_full_state full_optimizer_state full_state load_full_optimizer_state load_full_state "
+    "load_ranges local_optimizer_state local_state original_parameters shards_of split_unused",
+    "unit": "Unit UnitState",
+    "unshard_handle": "UnshardHandle",
+}
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted(_HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -17,11 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 
+from fsdp_lab.base.streams import CommStream
 from fsdp_lab.engine.errors import giving_up
-from fsdp_lab.engine.streams import CommStream
 
 Group = dist.ProcessGroup
 

@@ -18,16 +18,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from fsdp_lab.core.layout import Range
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.flat_tensor import FlatPlacement, FlatTensor, mean_over_ranks, replicated
+from fsdp_lab.engine.layout import Range
 from fsdp_lab.engine.mesh import ShardMesh, letting_go
 
 aten: Any = torch.ops.aten

@@ -16,11 +16,10 @@ from types import FrameType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
-from fsdp_lab.engine.tensors import LeafOfSharded
+from fsdp_lab.base.tensors import LeafOfSharded
 
 
 class ShardError(RuntimeError):

@@ -19,17 +19,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.core.layout import Layout, Range
-from fsdp_lab.core.schedule import OffloadPolicy
+from fsdp_lab.base.streams import CommStream
+from fsdp_lab.base.tensors import take_gradient
 from fsdp_lab.engine.buffers import GatheredBuffer, MappedBuffer, gathered_buffer
 from fsdp_lab.engine.collectives import CommHandle, all_gather
 from fsdp_lab.engine.errors import AbsentGradient, FreedParameter, ShardError, absent_gradients
 from fsdp_lab.engine.gradients import GradientBuffer, placement_of
+from fsdp_lab.engine.layout import Layout, Range
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.parameters import ShardedParameter, UnshardedParameter
 from fsdp_lab.engine.policy import ShardPolicy
-from fsdp_lab.engine.streams import CommStream
-from fsdp_lab.engine.tensors import take_gradient
+from fsdp_lab.engine.schedule import OffloadPolicy
 
 Use = tuple[nn.Module, str]  # a module and the attribute under which it holds a parameter
 

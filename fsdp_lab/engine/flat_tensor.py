@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Self, cast
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -28,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fsdp_lab.core.layout import Range
 from fsdp_lab.engine.errors import ShardError, answered, refuse_parts
+from fsdp_lab.engine.layout import Range
 from fsdp_lab.engine.mesh import ShardMesh
 
 

@@ -12,15 +12,14 @@ from collections.abc import Hashable, Sequence
 from functools import cached_property, partial
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 
-from fsdp_lab.core.layout import Layout, Range
 from fsdp_lab.engine.buffers import empty
 from fsdp_lab.engine.collectives import Group
 from fsdp_lab.engine.dtensor import FlatDTensor, Norms
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.flat_tensor import FlatPlacement
+from fsdp_lab.engine.layout import Layout, Range
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.parameters import Region
 from fsdp_lab.engine.policy import ShardPolicy

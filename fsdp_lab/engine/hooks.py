@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_lab.base.tensors import cast, hiding_in, move, take_gradient, tensors_in, view_inputs
 from fsdp_lab.engine.errors import ShardError, check_module
 from fsdp_lab.engine.parameters import sharded_form
 from fsdp_lab.engine.policy import cast_around_norms
 from fsdp_lab.engine.runtime import Pass, Runtime
-from fsdp_lab.engine.tensors import cast, hiding_in, move, take_gradient, tensors_in, view_inputs
 from fsdp_lab.engine.unit import Unit
 
 _STATE = "_fsdp_lab_hooks"  # the attribute of a sharded module that holds its `UnitHooks`

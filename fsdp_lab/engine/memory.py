@@ -49,13 +49,13 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.core.layout import Range
+from fsdp_lab.engine.api import flats_of, runtime_of, units_of
 from fsdp_lab.engine.dtensor import FlatDTensor
 from fsdp_lab.engine.errors import check_module, check_optimizer
 from fsdp_lab.engine.flat import FlatBuffer
-from fsdp_lab.engine.fully_shard import flats_of, runtime_of, units_of
 from fsdp_lab.engine.gradients import GradientBuffer
 from fsdp_lab.engine.hooks import unit_hooks
+from fsdp_lab.engine.layout import Range
 
 
 @dataclass(frozen=True, kw_only=True)

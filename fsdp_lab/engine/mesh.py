@@ -23,10 +23,10 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdp_lab.base.streams import Streams, streams_of
 from fsdp_lab.engine.buffers import BufferPool, pool_of
 from fsdp_lab.engine.collectives import Group, gather_texts
 from fsdp_lab.engine.errors import ShardError, answered, waiting
-from fsdp_lab.engine.streams import Streams, streams_of
 
 _POST_FORWARD = "fsdp_lab post-forward"  # the description by which such a group is found again
 _BUILD = "make it with fsdp_lab.engine.build_mesh"

@@ -17,11 +17,11 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fsdp_lab.base.tensors import LeafOfSharded
 from fsdp_lab.engine.dtensor import FlatDTensor
 from fsdp_lab.engine.errors import BY_NAMES, ShardError, without_names
 from fsdp_lab.engine.parameters import Region, ShardedParameter, sharded_form
 from fsdp_lab.engine.runtime import Runtime
-from fsdp_lab.engine.tensors import LeafOfSharded
 
 Place = tuple[Any, Hashable]  # the `GradientBuffer`, and a group in it
 

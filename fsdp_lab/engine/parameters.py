@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_lab.core.layout import Slot
+from fsdp_lab.base.tensors import LeafOfSharded, take_gradient
 from fsdp_lab.engine.dtensor import FlatDTensor
 from fsdp_lab.engine.errors import ShardError, refuse_names, replaced
 from fsdp_lab.engine.flat_tensor import FlatTensor
-from fsdp_lab.engine.tensors import LeafOfSharded, take_gradient
+from fsdp_lab.engine.layout import Slot
 
 
 class ShardedParameter(FlatDTensor):

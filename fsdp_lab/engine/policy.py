@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_lab.core.schedule import OffloadPolicy, Rules
+from fsdp_lab.base.tensors import cast
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.mesh import ShardMesh
-from fsdp_lab.engine.tensors import cast
+from fsdp_lab.engine.schedule import OffloadPolicy, Rules
 
 
 class ModuleKind(Enum):

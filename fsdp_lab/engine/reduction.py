@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from fsdp_lab.base.streams import CommStreams
 from fsdp_lab.engine.buffers import empty
 from fsdp_lab.engine.collectives import CommHandle, all_reduce, reduce_scatter
 from fsdp_lab.engine.gradients import GradientBuffer
-from fsdp_lab.engine.streams import CommStreams
 
 
 class Reduction:

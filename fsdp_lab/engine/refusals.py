@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_lab.core.schedule import OffloadPolicy, PrefetchPolicy
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.policy import ModuleKind, ShardPolicy
+from fsdp_lab.engine.schedule import OffloadPolicy, PrefetchPolicy
 from fsdp_lab.engine.unit import Unit
 
 

@@ -30,15 +30,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import distributed as dist
-from torch import nn
+from torch import distributed as dist, nn
 from torch.autograd.profiler import record_function
 
-from fsdp_lab.core.schedule import Direction, OffloadPolicy, Phase, Point, PointSide, Rules, Schedule, UnitCall
+from fsdp_lab.base.streams import CommStreams
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.gradients import tell_each_other
 from fsdp_lab.engine.reduction import Reduction
-from fsdp_lab.engine.streams import CommStreams
+from fsdp_lab.engine.schedule import Direction, OffloadPolicy, Phase, Point, PointSide, Rules, Schedule, UnitCall
 from fsdp_lab.engine.unit import Unit, UnitState
 
 Watcher = Callable[[Phase, str, Direction], None]

@@ -19,13 +19,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 
+from fsdp_lab.engine.api import flats_of, units_of
 from fsdp_lab.engine.collectives import Group
 from fsdp_lab.engine.errors import ShardError, not_sharded
 from fsdp_lab.engine.flat import FlatBuffer
-from fsdp_lab.engine.fully_shard import flats_of, units_of
 
 _ROOM = 1e-6  # as in torch's clip_grad_norm_
 GROWTH = 2.0

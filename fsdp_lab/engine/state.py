@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_lab.engine.collectives import gather_texts

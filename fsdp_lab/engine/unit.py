@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from fsdp_lab.core.schedule import OffloadPolicy
+from fsdp_lab.base.streams import CommStreams
 from fsdp_lab.engine.collectives import CommHandle
 from fsdp_lab.engine.flat import FlatBuffer
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.policy import ShardPolicy
 from fsdp_lab.engine.reduction import Reduction
-from fsdp_lab.engine.streams import CommStreams
+from fsdp_lab.engine.schedule import OffloadPolicy
 
 
 class UnitState(enum.Enum):

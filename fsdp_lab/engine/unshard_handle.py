@@ -7,8 +7,8 @@ from contextlib import suppress
 
 from torch import nn
 
-from fsdp_lab.core.schedule import Direction, OffloadPolicy
 from fsdp_lab.engine.runtime import Runtime
+from fsdp_lab.engine.schedule import Direction, OffloadPolicy
 from fsdp_lab.engine.unit import Unit
 
 

@@ -15,12 +15,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.files import check_file, write_whole
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.files import check_file, write_whole
 
 if TYPE_CHECKING:
-    from fsdp_lab.core.checkpoint_format import Checkpoint
-    from fsdp_lab.core.spec import Spec
+    from fsdp_lab.spec.checkpoint_format import Checkpoint
+    from fsdp_lab.spec.spec import Spec
 
 TARGETS = ("script", "accelerate", "spec")
 
@@ -63,8 +63,8 @@ def export_model(checkpoint: Checkpoint | StrPath, path: StrPath, *, force: bool
 
     Raises ArgumentError: there is no complete checkpoint, or the folder cannot be written.
     """
-    from fsdp_lab.core.checkpoint_format import Checkpoint, find
     from fsdp_lab.export.pretrained import export_pretrained
+    from fsdp_lab.spec.checkpoint_format import Checkpoint, find
 
     saved = checkpoint if isinstance(checkpoint, Checkpoint) else find(checkpoint)
     return export_pretrained(saved, Path(path), force=force)

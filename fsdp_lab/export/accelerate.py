@@ -14,15 +14,15 @@ from typing import Any
 
 import yaml
 
-from fsdp_lab.core import __version__
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.lr_schedule import LrSchedule
-from fsdp_lab.core.spec import Precision, Spec
+from fsdp_lab.base import __version__
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.export.target import SPEC_INSTEAD, TITLES, Peer, gpus, paragraph, peer, refuse
 from fsdp_lab.models import weights_folder
 from fsdp_lab.models.check import check
 from fsdp_lab.models.own import skeleton_of
 from fsdp_lab.models.wrapping import block_class_names, units
+from fsdp_lab.spec.lr_schedule import LrSchedule
+from fsdp_lab.spec.spec import Precision, Spec
 
 Values = dict[str, Any]
 

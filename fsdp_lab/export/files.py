@@ -13,8 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fsdp_lab.backends.state import buffers_in
-from fsdp_lab.core.errors import ArgumentError, SpecError
-from fsdp_lab.core.workload import Workload
+from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.export.target import SPEC_INSTEAD
 from fsdp_lab.models import Initializer, Pretrained, Weights, build_skeleton, resolve, weights_folder
 from fsdp_lab.models.batches import open_source
@@ -22,6 +21,7 @@ from fsdp_lab.models.check import checked_records, held_out_count, is_plain
 from fsdp_lab.models.lora import AdaptedValues, adapted, is_adapter, save_adapters
 from fsdp_lab.models.presets import facts_of
 from fsdp_lab.models.sources import IGNORED
+from fsdp_lab.spec.workload import Workload
 
 SUFFIX = ".files"  # of the folder, in place of the script's .py
 _ROWS = 4096  # written at once

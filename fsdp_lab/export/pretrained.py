@@ -10,9 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdp_lab.backends.state import PARAM, Chunk, buffer_key, buffers_in, key
-from fsdp_lab.core.checkpoint_format import Checkpoint
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.workload import Workload
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.export.files import write_folder
 from fsdp_lab.models import resolve
 from fsdp_lab.models.check import is_language
@@ -21,6 +19,8 @@ from fsdp_lab.models.lora import adapted, save_adapters
 from fsdp_lab.models.pretrained import weights_folder
 from fsdp_lab.models.tokenizers import open_tokenizer
 from fsdp_lab.rank.checkpointing import read_shards
+from fsdp_lab.spec.checkpoint_format import Checkpoint
+from fsdp_lab.spec.workload import Workload
 
 MODEL_FILES = ("config.json", "adapter_config.json")  # by which a folder is one of a model
 

@@ -11,8 +11,8 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.spec.spec import Spec
 
 TITLES: Mapping[str, str] = {"lab": "the lab's own engine", "fsdp2": "FSDP2", "fsdp1": "FSDP1", "ddp": "DDP"}
 WIDTH = 92

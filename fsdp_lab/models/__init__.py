@@ -7,22 +7,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fsdp_lab.core.lazy_names import lazy_names
+from fsdp_lab.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from fsdp_lab.models.batches import Batches as Batches
-    from fsdp_lab.models.build import Initializer as Initializer
-    from fsdp_lab.models.build import build_skeleton as build_skeleton
+    from fsdp_lab.models.build import Initializer as Initializer, build_skeleton as build_skeleton
     from fsdp_lab.models.configs import resolve as resolve
-    from fsdp_lab.models.flops import BestPeak as BestPeak
-    from fsdp_lab.models.flops import Flops as Flops
-    from fsdp_lab.models.flops import count_flops as count_flops
-    from fsdp_lab.models.flops import device_peak as device_peak
-    from fsdp_lab.models.flops import flops_per_sample as flops_per_sample
+    from fsdp_lab.models.flops import (
+        BestPeak as BestPeak,
+        Flops as Flops,
+        count_flops as count_flops,
+        device_peak as device_peak,
+        flops_per_sample as flops_per_sample,
+    )
     from fsdp_lab.models.presets import PRESETS as PRESETS
-    from fsdp_lab.models.pretrained import Pretrained as Pretrained
-    from fsdp_lab.models.pretrained import initial_values as initial_values
-    from fsdp_lab.models.pretrained import weights_folder as weights_folder
+    from fsdp_lab.models.pretrained import (
+        Pretrained as Pretrained,
+        initial_values as initial_values,
+        weights_folder as weights_folder,
+    )
     from fsdp_lab.models.weights import Weights as Weights
 
 _HOMES = {

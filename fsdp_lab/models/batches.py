@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_lab.core.workload import Workload
 from fsdp_lab.models.cache import NO_PROGRESS, Progresses
 from fsdp_lab.models.check import (
     IMAGES,
@@ -51,6 +50,7 @@ from fsdp_lab.models.sources import (
 )
 from fsdp_lab.models.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
 from fsdp_lab.models.tokens import bytes_as_tokens, open_tokens
+from fsdp_lab.spec.workload import Workload
 
 _ROWS = 4096  # that are read at once
 MASK_ID = 2  # ByT5's <unk>, which no byte maps to

@@ -27,11 +27,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers import initialization as hf_init
+from transformers import PreTrainedConfig, PreTrainedModel, initialization as hf_init
 from transformers.models.auto import modeling_auto
 
-from fsdp_lab.core.errors import SpecError
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models.configs import first_line
 from fsdp_lab.models.presets import Kind, facts_of
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_lab.core.errors import SpecError
+from fsdp_lab.base.errors import SpecError
 
 VARIABLE = "FSDP_LAB_CACHE"  # the folder; else the user's cache folder of fsdp_lab
 _POLL_S = 0.05

@@ -12,8 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.core.errors import FieldError, SpecError
-from fsdp_lab.core.workload import MOST_HELD_OUT, RANDOM, Workload
+from fsdp_lab.base.errors import FieldError, SpecError
 from fsdp_lab.models.cache import is_hub_name
 from fsdp_lab.models.data import SMALLEST_VOCABULARY, SYNTHETIC_COUNT, FolderImages, Text, open_text
 from fsdp_lab.models.presets import PRESETS, Facts, facts_of
@@ -27,6 +26,7 @@ from fsdp_lab.models.tokenizers import (
     tokenizer_folder,
 )
 from fsdp_lab.models.tokens import encoded
+from fsdp_lab.spec.workload import MOST_HELD_OUT, RANDOM, Workload
 
 IMAGES = "images"
 STDLIB = "stdlib"

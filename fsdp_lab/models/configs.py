@@ -13,7 +13,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto import configuration_auto
 
-from fsdp_lab.core.errors import SpecError, is_number
+from fsdp_lab.base.errors import SpecError, is_number
 from fsdp_lab.models.cache import hub_folder, is_hub_name
 from fsdp_lab.models.presets import PRESETS, closest, facts_of
 

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.formatting import size
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.formatting import size
 from fsdp_lab.models.presets import Facts
 
 if TYPE_CHECKING:

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedConfig
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.hardware import gpu_of_device
-from fsdp_lab.core.lora import Lora
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.hardware import gpu_of_device
 from fsdp_lab.models.configs import first_line
 from fsdp_lab.models.freezing import freeze
 from fsdp_lab.models.lora import adapted
 from fsdp_lab.models.presets import Facts, facts_of
+from fsdp_lab.spec.lora import Lora
 
 _SAMPLES = 2  # a BatchNorm refuses to normalise a single value
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.patterns import matches, unmatched
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.spec.patterns import matches, unmatched
 
 FIELD = "workload.freeze"
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.lora import FIELD, Lora
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models.build import Draw, Initializer, build_skeleton, parameters_on_meta
 from fsdp_lab.models.configs import first_line
+from fsdp_lab.spec.lora import FIELD, Lora
 
 if TYPE_CHECKING:
     from peft import LoraConfig

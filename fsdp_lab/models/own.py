@@ -26,16 +26,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.user_code import code_name, loaded
-from fsdp_lab.core.workload import Workload
-from fsdp_lab.engine.tensors import map_tensors, tensors_in
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.tensors import map_tensors, tensors_in
 from fsdp_lab.models.build import parameters_on_meta
 from fsdp_lab.models.configs import first_line, resolve
 from fsdp_lab.models.flops import Flops, counted_flops
 from fsdp_lab.models.freezing import freeze
 from fsdp_lab.models.lora import adapted
 from fsdp_lab.models.sources import Batch, Indices, Source
+from fsdp_lab.spec.user_code import code_name, loaded
+from fsdp_lab.spec.workload import Workload
 
 _MODEL, _LOSS, _DATA = "workload.model", "workload.loss", "workload.data"
 _RAISED = (Exception, SystemExit)  # by the user's code, of which no rank may end

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from fsdp_lab.core.errors import SpecError
+from fsdp_lab.base.errors import SpecError
 
 Kind = Literal["causal", "masked", "seq2seq", "image"]
 

@@ -22,14 +22,14 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.patterns import matches, unmatched
-from fsdp_lab.core.workload import OWN, RANDOM, Workload
-from fsdp_lab.core.wrapper_names import WRAPPED_NAMES, unwrapped
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models.build import Initializer
 from fsdp_lab.models.cache import hub_folder, is_hub_name
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.models.weights import INDEX, SAFETENSORS, StoredTensor, Weights, has_weights
+from fsdp_lab.models.wrapper_names import WRAPPED_NAMES, unwrapped
+from fsdp_lab.spec.patterns import matches, unmatched
+from fsdp_lab.spec.workload import OWN, RANDOM, Workload
 
 _FIELD = "workload.weights"
 _SHOWN = 3  # names of each kind in a message

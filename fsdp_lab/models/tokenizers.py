@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.workload import Workload
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models.cache import hub_folder, is_hub_name
 from fsdp_lab.models.data import BYTE_OFFSET, SMALLEST_VOCABULARY
 from fsdp_lab.models.presets import PRESETS
+from fsdp_lab.spec.workload import Workload
 
 BYTES, OWN = "bytes", "own"
 FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"

@@ -11,9 +11,9 @@ from pathlib import Path
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.wrapper_names import unwrapped
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.models.weights import INDEX, SAFETENSORS
+from fsdp_lab.models.wrapper_names import unwrapped
 
 
 def unwrap_names(folder: str | os.PathLike[str], to: str | os.PathLike[str]) -> Path:

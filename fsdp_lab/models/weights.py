@@ -22,8 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fsdp_lab.core import checkpoint_format
-from fsdp_lab.core.errors import ArgumentError, SpecError
+from fsdp_lab.base.errors import ArgumentError, SpecError
+from fsdp_lab.spec import checkpoint_format
 
 INDEX = ".index.json"
 SAFETENSORS = ".safetensors"

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import Strategy
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.spec.spec import Strategy
 
 # Blocks inside stages; the stages are few and very unequal, so they are poor units.
 _INSIDE_STAGES = ("ResNetBasicLayer", "ResNetBottleNeckLayer", "ConvNextLayer")

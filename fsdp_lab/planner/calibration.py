@@ -17,8 +17,8 @@ So the predicted model, workload and sharding need not be among the measured one
 of ranks on the same devices under the same other load.
 
 Note: from one rank to several. Ranks of one host share its cores, so one rank is measured in a crowd of as many processes
-(`fsdp_lab/rank/crowd.py`), each of which computes and steps by itself: `Calibration.crowds`. Curves, overheads and traffic
-follow as above, from steps that take as long as the slowest process's. What communication adds is predicted: the
+(`fsdp_lab/rank/crowd.py`), each of which computes and steps by itself: `Calibration.crowds`. Curves, overheads and
+traffic follow as above, from steps that take as long as the slowest process's. What communication adds is predicted: the
 collectives' own curves; the cores' time that they take from computing, all of it (`interference` 1), since ranks leave no
 core free; and the wait for the last rank, which grows with the computing between two collectives where ranks outnumber cores
 (`Machine.late`). A step of the same work by one rank (`anchors`) corrects what computing takes, and nothing else.
@@ -39,15 +39,15 @@ from operator import itemgetter
 from statistics import fmean, median
 from typing import Any
 
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.hardware import gpu_of_device
-from fsdp_lab.core.model_shape import ModelShape
-from fsdp_lab.core.spec import BACKENDS, Spec
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.hardware import gpu_of_device
 from fsdp_lab.models.presets import timed_config
 from fsdp_lab.planner.costs import PASSES, SEND_KERNELS, link_bytes
 from fsdp_lab.planner.devices import PUBLISHED, Curve, Device, HostOverhead, Machine, MeasuredCurves, Rates, machine
+from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.planner.step import AHEAD, StepModel
+from fsdp_lab.spec.spec import BACKENDS, Spec
 
 SMALL = ("deep", "shallow", "whole")
 TCP_SHARE = 0.941  # of an Ethernet's rate: 1,448 bytes of payload in a frame that takes 1,538

@@ -20,11 +20,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from fsdp_lab.core.model_shape import MatMul, UnitShape
-from fsdp_lab.core.optimizer import TorchOptimizer
-from fsdp_lab.core.schedule import Direction
-from fsdp_lab.core.spec import Spec, Strategy
+from fsdp_lab.engine.schedule import Direction
 from fsdp_lab.planner.devices import Device, Machine, Rates
+from fsdp_lab.planner.model_shape import MatMul, UnitShape
+from fsdp_lab.spec.optimizer import TorchOptimizer
+from fsdp_lab.spec.spec import Spec, Strategy
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DDP's buckets, torch's defaults

@@ -1,6 +1,6 @@
 """The hardware of a prediction: a `Machine` of `Device`s, and the `Rates` that software reaches on it.
 
-Data sheets are in `fsdp_lab.core.hardware`. If no source has measured how much of the peak large matrix products reach, the
+Data sheets are in `fsdp_lab.base.hardware`. If no source has measured how much of the peak large matrix products reach, the
 share of an A100 is assumed and listed in the plan.
 """
 
@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fsdp_lab.core.errors import ArgumentError, SpecError, check_whole
-from fsdp_lab.core.hardware import DTYPES, GPUS, VARIANTS
+from fsdp_lab.base.errors import ArgumentError, SpecError, check_whole
+from fsdp_lab.base.hardware import DTYPES, GPUS, VARIANTS
 
 ASSUMED_SHARE = 0.87  # of the bf16 peak
 
@@ -82,7 +82,7 @@ class Device:
     memory_bytes_per_s: float
     link_bytes_per_s: float  # to the other devices of its host: all its NVLinks, or PCI Express
     switched: bool  # each device has that link to itself; False: the host's devices share it
-    generation: str  # of its tensor cores, as in `core.hardware`; "cpu"; "here": a calibrated GPU
+    generation: str  # of its tensor cores, as in `base.hardware`; "cpu"; "here": a calibrated GPU
     assumed: Mapping[str, str]  # assumptions where no source has a figure
     measured: MeasuredCurves | None = None  # used instead of the rates above
 

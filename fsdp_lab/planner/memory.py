@@ -1,6 +1,6 @@
 """`memory`: the memory of a rank during a step, by the classes of the measured ledger, and its peak.
 
-The model's tape of one step (`fsdp_lab.core.model_shape`) is replayed with the sizes of the Spec. At every point of the
+The model's tape of one step (`fsdp_lab.planner.model_shape`) is replayed with the sizes of the Spec. At every point of the
 schedule the backend's `MemoryModel` allocates and frees what it gathers, keeps and sends.
 
 `under_pressure` predicts whether memory is so full that FSDP1's collectives no longer overlap with computing. FSDP1 gathers
@@ -14,10 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp_lab.core.events import RoleBytes
-from fsdp_lab.core.model_shape import ALLOCATED, ARRIVED, FREED, SCRATCH, ModelShape, TapeChange, TapeSegment
-from fsdp_lab.core.schedule import Direction, PointSide
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.events import RoleBytes
+from fsdp_lab.engine.schedule import Direction, PointSide
 from fsdp_lab.planner.costs import BYTES, arithmetic
 from fsdp_lab.planner.devices import Machine
 from fsdp_lab.planner.memory_models.base import (
@@ -34,7 +32,9 @@ from fsdp_lab.planner.memory_models.base import (
 from fsdp_lab.planner.memory_models.ddp import DDPMemory
 from fsdp_lab.planner.memory_models.flat import FlatMemory
 from fsdp_lab.planner.memory_models.fsdp import FSDP1Memory, FSDP2Memory
+from fsdp_lab.planner.model_shape import ALLOCATED, ARRIVED, FREED, SCRATCH, ModelShape, TapeChange, TapeSegment
 from fsdp_lab.planner.step import recomputed
+from fsdp_lab.spec.spec import Spec
 
 CONTEXT_BYTES = 1 << 30  # GPU memory of CUDA's context, NCCL's buffers and the libraries' workspaces
 # Blocks of a caching allocator that fit no request, as a share of the allocated bytes at the peak: what it cannot release.

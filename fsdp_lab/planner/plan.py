@@ -9,12 +9,9 @@ from functools import cached_property
 from html import escape
 from typing import Any
 
-from fsdp_lab.core.describe import describe_value, differing_fields, field_title
-from fsdp_lab.core.errors import ArgumentError, SpecError
-from fsdp_lab.core.events import Role
-from fsdp_lab.core.formatting import Table, count, duration, duration_range, size
-from fsdp_lab.core.model_shape import ModelShape
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import ArgumentError, SpecError
+from fsdp_lab.base.events import Role
+from fsdp_lab.base.formatting import Table, count, duration, duration_range, size
 from fsdp_lab.planner.bands import (
     CALIBRATED_ERRORS,
     COVERED,
@@ -31,7 +28,10 @@ from fsdp_lab.planner.bands import (
 from fsdp_lab.planner.costs import Computing, ComputingOf
 from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates
 from fsdp_lab.planner.memory import CONTEXT_BYTES, MemoryPlan, loading_bytes, memory, under_pressure
+from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.step import StepModel, StepTime, recomputed, step_seconds
+from fsdp_lab.spec.describe import describe_value, differing_fields, field_title
+from fsdp_lab.spec.spec import Spec
 
 PARTS = ("computing", "slowed by sending", "exposed communication", "waiting for the host", "optimizer")
 FIGURES = ("fits", "memory", "step", "80 % band", "tokens/s", "TFLOPS", "MFU", "exposed", "bound by")

@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError, check_whole
-from fsdp_lab.core.formatting import size
-from fsdp_lab.core.model_shape import ModelShape
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError, check_whole
+from fsdp_lab.base.formatting import size
 from fsdp_lab.models.check import check_shapes, model_facts
 from fsdp_lab.planner.bands import MEMORY_ERRORS
 from fsdp_lab.planner.calibration import Calibration
 from fsdp_lab.planner.devices import Device, Machine, machine
 from fsdp_lab.planner.memory import MemoryPlan, memory
+from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.plan import Plan, limit, plan, scaling
 from fsdp_lab.planner.search import Search, fewest, largest, search
 from fsdp_lab.planner.shapes import is_packaged, shape_of_workload
 from fsdp_lab.planner.shapes.rewrapping import deepened
+from fsdp_lab.spec.spec import Spec
 
 MOST_RANKS = 1 << 17
 MOST_TOKENS = 1 << 27  # of one micro-batch

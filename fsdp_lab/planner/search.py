@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from html import escape
 
-from fsdp_lab.core.describe import describe_field
-from fsdp_lab.core.formatting import GIB, Table, duration, size
-from fsdp_lab.core.model_shape import ModelShape
-from fsdp_lab.core.spec import SHARDINGS, Spec, Strategy
+from fsdp_lab.base.formatting import GIB, Table, duration, size
 from fsdp_lab.planner.devices import Machine
 from fsdp_lab.planner.memory import memory
+from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.plan import LEFT_ALIGNED, Plan, band_text, fit_sentence, likely_text, margin_bytes, plan
+from fsdp_lab.spec.describe import describe_field
+from fsdp_lab.spec.spec import SHARDINGS, Spec, Strategy
 
 RECOMPUTES = ("none", "every:2", "full")
 CHOSEN = ("shard_size", "recompute", "offload", "micro_batch", "accumulate", "forward_prefetch")

@@ -15,10 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fsdp_lab.core.link import LinkSpec
-from fsdp_lab.core.model_shape import ModelShape, UnitShape
-from fsdp_lab.core.schedule import Action, Direction, Phase, PointSide, Rules, Schedule, UnitCall
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.engine.schedule import Action, Direction, Phase, PointSide, Rules, Schedule, UnitCall
 from fsdp_lab.planner.costs import (
     BUCKET,
     BYTES,
@@ -33,6 +30,9 @@ from fsdp_lab.planner.costs import (
     link_bytes,
 )
 from fsdp_lab.planner.devices import Machine, Rates
+from fsdp_lab.planner.model_shape import ModelShape, UnitShape
+from fsdp_lab.spec.link import LinkSpec
+from fsdp_lab.spec.spec import Spec
 
 # Backends whose host runs ahead of a GPU; on a CPU, which has no streams, they wait for their collectives.
 AHEAD = ("fsdp1", "fsdp2")

@@ -11,11 +11,11 @@ import os
 import sys
 from pathlib import Path
 
-from fsdp_lab.core.errors import FieldError, SpecError
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import FieldError, SpecError
 from fsdp_lab.rank import Session
 from fsdp_lab.rank.rendezvous import end_process
 from fsdp_lab.rank.torchrun import join
+from fsdp_lab.spec.spec import Spec
 
 
 def main() -> int:

@@ -30,8 +30,8 @@ from typing import Any, TypeVar
 
 from torch import distributed as dist
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.process import Identity, machine
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.process import Identity, machine
 from fsdp_lab.rank.rendezvous import RankInfo, close_groups, open_groups, own_connection
 from fsdp_lab.rank.trainer import StepState, Trainer
 from fsdp_lab.wire import RankAborted, Wire, WireContext

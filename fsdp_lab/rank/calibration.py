@@ -17,21 +17,20 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 from fsdp_lab.backends import build, fill
 from fsdp_lab.backends.base import DTYPES
-from fsdp_lab.core.children import run_children
-from fsdp_lab.core.process import ranks_per_host, usable_cores
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.process import ranks_per_host, usable_cores
 from fsdp_lab.engine import collectives
 from fsdp_lab.engine.scaling import Scaler
+from fsdp_lab.rank.children import run_children
 from fsdp_lab.rank.prepare import LONGEST_S, Preparation, is_next_measured, is_over_nccl, seconds_on_device
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset
 from fsdp_lab.rank.trainer import Trainer, TrainingProgress, squared_norm
+from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import Wire
 
 MEASURING_S = 0.03  # for one figure

@@ -2,51 +2,31 @@
 
 Note: no collective. A snapshot is the rank's own share, copied to the host; a thread writes it. Ranks report through
 rank 0's store that their file is on disk, and rank 0 commits the files as a checkpoint
-(`fsdp_lab.core.checkpoint_format`). So writing is not ordered with training, and a rank that dies meanwhile leaves an
+(`fsdp_lab.spec.checkpoint_format`). So writing is not ordered with training, and a rank that dies meanwhile leaves an
 incomplete checkpoint and blocks no other rank.
-
-Note: files. They are safetensors in the Hugging Face format of torch's Distributed Checkpoint. The layout is known
-beforehand (backends/state.py), so its planners have nothing to negotiate and need no process group, and a thread can
-write while training continues."""
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
+import os
+import shutil
+import stat
+import tempfile
 import threading
 import time
-import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
-from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fsdp_lab.backends import Backend
+from fsdp_lab.backends.shard_files import read_shards, write_shard
 from fsdp_lab.backends.state import (
     MODULE,
     Chunk,
@@ -59,12 +39,23 @@ from fsdp_lab.backends.state import (
     snapshot,
     targets,
 )
-from fsdp_lab.core.checkpoint_format import Checkpoint, begin, check_same, discard, find, finish, prune
-from fsdp_lab.core.errors import ArgumentError, FieldError
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import ArgumentError, FieldError
+from fsdp_lab.base.process import host_id
 from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.trainer import TrainingProgress
+from fsdp_lab.spec.checkpoint_format import (
+    MANIFEST,
+    PARTIAL,
+    Checkpoint,
+    begin,
+    check_same,
+    discard,
+    find,
+    finish,
+    prune,
+)
+from fsdp_lab.spec.spec import Spec
 
 POLL_S = 0.02
 PART_S = 300.0  # for the other ranks to report their files, from when rank 0 has written its own
@@ -319,106 +310,121 @@ def _key(partial: Path, rank: int) -> str:
     return f"checkpoint/{partial.name}/{rank}"
 
 
-# -- files of a checkpoint, by torch's Distributed Checkpoint --------------------------------------------------------
+# -- `spread`: files from the hosts that have them to those that lack them -------------------------------------------
+#
+# Ranks of one host write to its disk. Where hosts share no folder, another set of ranks would not find what was written, as
+# after a change of their number or the loss of a host. What is written for that alone has a relative path: each host has a
+# temporary folder of its own, which this user alone can read.
 
 
-def write_shard(folder: Path, rank: int, chunks: Sequence[Chunk]) -> tuple[str | None, int]:
-    """Writes this rank's file; returns its name and size in bytes, or None and 0 without chunks. Not collective. Each
-    name occurs at most once. Raises OSError."""
-    if not chunks:
-        return None, 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no process group is used
+PIECE_BYTES = 16 << 20
+RECEIVED = ".received"  # of a file that is not whole yet
+
+
+def on_this_host(path: str | os.PathLike[str]) -> Path:
+    """The path itself, or a relative one in this host's temporary folder, where its first folder is made, and is this user's
+    alone. Raises OSError: it is not."""
+    given = Path(path)
+    if given.is_absolute():
+        return given
+    top = Path(tempfile.gettempdir()) / given.parts[0]
+    with contextlib.suppress(FileExistsError):
+        top.mkdir(mode=0o700)
+    found = os.lstat(top)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{top} is not this user's alone")
+    return Path(tempfile.gettempdir()) / given
+
+
+def drop(path: str) -> None:
+    """Removes the first folder of a relative path."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(on_this_host(Path(path).parts[0]), ignore_errors=True)
+
+
+def spread(folder: Path, manifest: Mapping[str, Any], rank: int) -> int:
+    """Makes each host have all files of a checkpoint in `folder`; collective. Returns the bytes that this rank wrote. Raises
+    ArgumentError on every rank: no host has a file, or one cannot be read or written."""
+    with contextlib.suppress(OSError):  # another rank of this host was faster
+        if not folder.exists():
+            folder.with_name(folder.name + PARTIAL).rename(folder)
+    own = {file.name: file.stat().st_size for file in folder.glob("*")} if folder.is_dir() else {}
+    everyone: list[dict[str, Any]] = gather_json({"host": host_id(), "files": own})
+    first: dict[str, int] = {}  # the rank of each host that writes there
+    for r, found in enumerate(everyone):
+        first.setdefault(found["host"], r)
+    written, files = 0, sorted(manifest["files"].items())
+    for name, nbytes in files:
+        owner = next((r for r, found in enumerate(everyone) if found["files"].get(name) == nbytes), None)
+        if owner is None:
+            raise ArgumentError(
+                "checkpoint", f"no host of a rank has {folder / name}", "save to a folder that all hosts share"
+            )
+        if lacking := [r for r in first.values() if everyone[r]["files"].get(name) != nbytes]:
+            _agree(_send(folder / name, nbytes, owner, rank, writes=rank in lacking))
+            if rank in lacking:
+                (folder / (name + RECEIVED)).replace(folder / name)
+                written += nbytes
+    _agree(_write_manifest(folder, manifest) if rank == first[host_id()] and MANIFEST not in own else "")
+    return written
+
+
+def _agree(error: str) -> None:
+    """Raises ArgumentError on every rank for an error of any; collective."""
+    if failed := next((f"rank {r}: {e}" for r, e in enumerate(gather_json(error)) if e), ""):
+        raise ArgumentError("checkpoint", f"its files could not be sent to all hosts ({failed})", "make room there")
+
+
+def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> str:
+    """Returns an error."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        part = folder / (MANIFEST + RECEIVED)
+        part.write_text(json.dumps(manifest), encoding="utf-8")
+        part.replace(folder / MANIFEST)
+    except OSError as e:
+        return f"{folder / MANIFEST}: {e.strerror or e}"
+    return ""
+
+
+def _send(path: Path, nbytes: int, owner: int, rank: int, *, writes: bool) -> str:
+    """One file, from its owner to all ranks, of which some write it beside its place; collective, also after an error, which
+    is returned."""
+    error = ""
+    file: Any = None
+    with contextlib.ExitStack() as stack:
         try:
-            dcp.save({}, storage_writer=_Writer(folder, rank), planner=_SavePlanner(chunks), no_dist=True)
-        except dcp.api.CheckpointException as e:
-            raise next(iter(e.failures.values()))[0] from None
-    file = next(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))
-    return file.name, file.stat().st_size
+            if writes:
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if writes or rank == owner:
+                file = stack.enter_context(
+                    path.with_name(path.name + RECEIVED).open("wb") if writes else path.open("rb")
+                )
+        except OSError as e:
+            error = f"{path}: {e.strerror or e}"
+        for n in _pieces(nbytes):
+            piece = torch.zeros(n, dtype=torch.uint8)
+            if rank == owner and file is not None and not error:
+                data, error = _read(file, n)
+                piece = torch.frombuffer(bytearray(data), dtype=torch.uint8) if not error else piece
+            dist.broadcast(piece, src=owner)
+            if writes and file is not None and not error:
+                try:
+                    file.write(piece.numpy().tobytes())
+                except OSError as e:
+                    error = f"{path}: {e.strerror or e}"
+    return error
 
 
-def read_shards(folder: Path, targets: Sequence[Chunk], optional: tuple[str, ...]) -> None:
-    """Fills the targets from the files of all ranks that saved. Not collective.
-
-    `optional`: prefixes of names that may be missing; such a target, or the missing part of it, is left unchanged.
-
-    Raises LookupError if the files do not have all of a target, OSError if one cannot be read.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            dcp.load({}, storage_reader=HuggingFaceStorageReader(str(folder)), planner=_LoadPlanner(targets, optional),
-                     no_dist=True)  # fmt: skip
-        except dcp.api.CheckpointException as e:
-            raise next(iter(e.failures.values()))[0] from None
+def _read(file: BinaryIO, n: int) -> tuple[bytes, str]:
+    """n bytes, or an error."""
+    try:
+        data = file.read(n)
+    except OSError as e:
+        return b"", f"{file.name}: {e.strerror or e}"
+    return data, "" if len(data) == n else f"{file.name} is shorter than it was"
 
 
-class _Writer(HuggingFaceStorageWriter):
-    def __init__(self, folder: Path, rank: int) -> None:
-        super().__init__(str(folder), save_distributed=True)
-        self._rank = rank
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Puts the rank into the file's name; each rank plans by itself."""
-        return [dataclasses.replace(plan, storage_data={"shard_index": self._rank + 1}) for plan in plans]
-
-
-class _SavePlanner(DefaultSavePlanner):
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
-        super().__init__()
-        self._chunks = {c.name: c for c in chunks}
-
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan([_item(c) for c in self._chunks.values()])
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return all_plans, Metadata(state_dict_metadata={})  # the files have it
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._chunks[index.fqn].values
-
-
-def _item(c: Chunk) -> WriteItem:
-    return WriteItem(
-        index=MetadataIndex(c.name, torch.Size([c.start])),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=_extent(c),
-            properties=TensorProperties.create_from_tensor(c.values),
-            size=c.values.shape,  # of this part: the whole is known when all files are read
-        ),
-    )
-
-
-def _extent(c: Chunk) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size([c.start]), sizes=c.values.shape)
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self, targets: Sequence[Chunk], optional: tuple[str, ...]) -> None:
-        super().__init__()
-        self._targets = {c.name: c for c in targets}
-        self._optional = optional
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([item for c in self._targets.values() for item in self._items(c)])
-
-    def _items(self, c: Chunk) -> list[ReadItem]:
-        assert self.metadata is not None
-        saved = self.metadata.state_dict_metadata.get(c.name)
-        if not isinstance(saved, TensorStorageMetadata):
-            if c.name.startswith(self._optional):
-                return []
-            raise LookupError(f"it has no {c.name}")
-        if saved.properties.dtype != c.values.dtype:
-            raise LookupError(f"its {c.name} is {saved.properties.dtype}, not {c.values.dtype}")
-        items = create_read_items_for_chunk_list(c.name, saved, [_extent(c)])
-        if sum(item.lengths.numel() for item in items) != c.values.numel() and not c.name.startswith(self._optional):
-            raise LookupError(f"it lacks a part of {c.name}[{c.start}:{c.stop}]")
-        return items
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._targets[index.fqn].values
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise TypeError("a checkpoint has only tensors")
+def _pieces(nbytes: int) -> Iterator[int]:
+    for at in range(0, nbytes, PIECE_BYTES):
+        yield min(PIECE_BYTES, nbytes - at)

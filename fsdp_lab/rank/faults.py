@@ -1,4 +1,4 @@
-"""`FaultInjector`: injects faults (`fsdp_lab.core.faults`) into this rank.
+"""`FaultInjector`: injects faults (`fsdp_lab.spec.faults`) into this rank.
 
 A fault uses hooks that exist for one step only: on a leaf module in the middle of the model (so that the backends' own
 hooks have run), on the gradient of its output, or on the optimizer. Without armed faults a step has no overhead. Faults
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.core.faults import Fault, FaultKind, FaultPhase
-from fsdp_lab.core.link import LinkSpec
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.trainer import Trainer
+from fsdp_lab.spec.faults import Fault, FaultKind, FaultPhase
+from fsdp_lab.spec.link import LinkSpec
 from fsdp_lab.wire import Link, WireContext
 
 _TOO_MANY_BYTES = 1 << 50  # for a process with 47 address bits

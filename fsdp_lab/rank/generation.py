@@ -26,13 +26,13 @@ from transformers import (
 )
 
 from fsdp_lab.backends import Backend
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.generation import Completion, Sampling, checked_prompts
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.generation import Completion, Sampling, checked_prompts
 from fsdp_lab.models import Batches, resolve
 from fsdp_lab.models.presets import facts_of
 from fsdp_lab.models.tokenizers import Tokenizer
 from fsdp_lab.rank.trainer import Trainer
+from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import Wire
 
 

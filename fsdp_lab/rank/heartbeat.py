@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import distributed as dist
 
-from fsdp_lab.core.hang import IDLE_S, WORKING_S, Heartbeat, Issued, LongWork, LoopPlace, diagnose
+from fsdp_lab.base.hang import IDLE_S, WORKING_S, Heartbeat, Issued, LongWork, LoopPlace, diagnose
 from fsdp_lab.rank.abort import BoundedStore
 from fsdp_lab.wire import Collective, WireContext
 
@@ -51,7 +51,7 @@ class RankActivity:
 
 
 class LongWorkLog:
-    """Whether a rank is at long work (`fsdp_lab.core.hang.LongWork`), and since when not. Thread-safe.
+    """Whether a rank is at long work (`fsdp_lab.base.hang.LongWork`), and since when not. Thread-safe.
 
     Attributes:
         changed: set when work begins or ends, so that a heartbeat says it at once: of a rank at long work, others accept

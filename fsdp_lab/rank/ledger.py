@@ -38,9 +38,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import DeviceType
 
 from fsdp_lab.backends.base import Measured, RoleTensor, local_tensor
-from fsdp_lab.core.events import ROOT, MemorySample, Role, RoleBytes
-from fsdp_lab.core.schedule import Direction
-from fsdp_lab.engine.tensors import tensors_in
+from fsdp_lab.base.events import ROOT, MemorySample, Role, RoleBytes
+from fsdp_lab.base.tensors import tensors_in
+from fsdp_lab.engine.schedule import Direction
 from fsdp_lab.wire import ARENA_REPORT, WireContext
 
 MOST_SAMPLES = 240  # of a curve, to limit the size of an event

@@ -21,9 +21,7 @@ from fsdp_lab.backends.base import drop_slots, update_hyperparameters
 from fsdp_lab.backends.state import SuspendedState, gather_json, resume_state, suspend_state, together
 from fsdp_lab.backends.storage import return_memory
 from fsdp_lab.backends.transfer import StateSource, StateTransfer
-from fsdp_lab.core.hang import LongWork
-from fsdp_lab.core.spec import Spec
-from fsdp_lab.core.workload import LINEAGE
+from fsdp_lab.base.hang import LongWork
 from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.models import Batches
 from fsdp_lab.models.check import notes_on
@@ -37,6 +35,8 @@ from fsdp_lab.rank.prepare import EmulatedLink, LinkEmulation, Preparation, Prep
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset, compare_clocks
 from fsdp_lab.rank.trainer import StepCost, Trainer, TrainingProgress
+from fsdp_lab.spec.spec import Spec
+from fsdp_lab.spec.workload import LINEAGE
 from fsdp_lab.wire import WireContext
 
 _NO_REBUILD = {  # Spec fields that the live backend can take over

@@ -28,9 +28,9 @@ import psutil
 import torch
 
 from fsdp_lab.backends.base import Measured
-from fsdp_lab.core.events import Memory, MemorySample, RoleBytes, Span, Traffic
-from fsdp_lab.core.hardware import gpu_of_device
-from fsdp_lab.engine.streams import Streams, streams_of
+from fsdp_lab.base.events import Memory, MemorySample, RoleBytes, Span, Traffic
+from fsdp_lab.base.hardware import gpu_of_device
+from fsdp_lab.base.streams import Streams, streams_of
 from fsdp_lab.rank.ledger import Ledger, LedgerResult
 from fsdp_lab.rank.recompilations import Recompilations
 from fsdp_lab.rank.rendezvous import RankInfo

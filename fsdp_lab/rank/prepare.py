@@ -16,8 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import distributed as dist
-from torch import nn
+from torch import distributed as dist, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
@@ -25,11 +24,9 @@ from fsdp_lab.backends import check
 from fsdp_lab.backends.base import DTYPES
 from fsdp_lab.backends.state import Values, gather_json
 from fsdp_lab.backends.wrapping import recomputed
-from fsdp_lab.core.errors import FieldError, SpecError
-from fsdp_lab.core.events import Carrier
-from fsdp_lab.core.hang import LongWork
-from fsdp_lab.core.link import LinkError, LinkSpec, format_latency, format_rate
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import FieldError, SpecError
+from fsdp_lab.base.events import Carrier
+from fsdp_lab.base.hang import LongWork
 from fsdp_lab.engine import ShardMesh
 from fsdp_lab.models import (
     Batches,
@@ -53,6 +50,8 @@ from fsdp_lab.models.presets import CACHE_ALWAYS, facts_of
 from fsdp_lab.rank.heartbeat import LongWorkLog
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.trainer import StepCost
+from fsdp_lab.spec.link import LinkError, LinkSpec, format_latency, format_rate
+from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import Link, Wire
 
 Require = Callable[[Spec, Batches], object]  # raises FieldError of what is to be trained

@@ -46,7 +46,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from fsdp_lab.engine.streams import streams_of
+from fsdp_lab.base.streams import streams_of
 from fsdp_lab.wire import CudaMemory, DeviceMemory, Nccl, Wire, WireContext, register
 
 FILE, TCP, DESCRIPTORS = "file:", "tcp://", "/proc/"

@@ -16,18 +16,17 @@ from typing import Any
 
 import psutil
 import torch
+from torch import distributed as dist
 
 from fsdp_lab.backends.base import DTYPES
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.events import PhaseSnapshot, StepEvent
-from fsdp_lab.core.faults import Fault, FaultKind
-from fsdp_lab.core.generation import Sampling
-from fsdp_lab.core.hang import LONGEST_WORK_S, OWN_ENGINE_S, LongWork, limit
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.events import PhaseSnapshot, StepEvent
+from fsdp_lab.base.generation import Sampling
+from fsdp_lab.base.hang import LONGEST_WORK_S, OWN_ENGINE_S, LongWork, limit
 from fsdp_lab.models import Batches
 from fsdp_lab.rank.abort import AbortProtocol
 from fsdp_lab.rank.calibration import HardwareProbe, calibration_trainers, measure_crowd
-from fsdp_lab.rank.checkpointing import Checkpointer
+from fsdp_lab.rank.checkpointing import Checkpointer, drop, on_this_host, spread
 from fsdp_lab.rank.faults import FaultInjector, slower
 from fsdp_lab.rank.generation import completions, encoded
 from fsdp_lab.rank.heartbeat import HangWatchdog, HeartbeatThread, LongWorkLog, RankActivity
@@ -36,9 +35,10 @@ from fsdp_lab.rank.measure import device_name, fidelity_notes, limit_bytes, soft
 from fsdp_lab.rank.prepare import Require
 from fsdp_lab.rank.rendezvous import RankInfo, find_store, own_connection
 from fsdp_lab.rank.slow_motion import SlowMotionStep
-from fsdp_lab.rank.spreading import drop, on_this_host, spread
 from fsdp_lab.rank.trainer import Trainer
 from fsdp_lab.rank.watch.loop import LoopHost, LoopProgress
+from fsdp_lab.spec.faults import Fault, FaultKind
+from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import RankAborted, ReductionOrder, Wire, WireContext
 
 
@@ -55,7 +55,7 @@ class Session:
         shared_gpu_ranks: how many ranks use this rank's GPU.
         on_event: called with each step event, as a dict, when the step ends.
         on_loop: called with the messages of a loop that is not ours (watch.py); None: they go nowhere.
-        on_heartbeat: called with each `fsdp_lab.core.hang.Heartbeat`, as a dict, in a separate thread; the caller then
+        on_heartbeat: called with each `fsdp_lab.base.hang.Heartbeat`, as a dict, in a separate thread; the caller then
             looks for hangs. None: the ranks do so themselves.
         hang_s: in that case, how long a collective may wait for a rank; None: half of `timeout_s`.
         shared_memory: whether CPU ranks of one host, and ranks that share a GPU, send through memory that they share; False:
@@ -377,7 +377,7 @@ class Session:
 
     def spread(self, path: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Make every host have the files of a checkpoint that some have; collective. Returns {"bytes"} that this rank wrote.
-        See spreading.py."""
+        See `spread`."""
         self._leave_slow_motion()
         with self._protocol.collective_call():
             self._reopen()
@@ -594,3 +594,9 @@ def _evaluable(samples: int, prompts: Sequence[str], sampling: Mapping[str, Any]
             encoded(spec, batches, prompts, wanted)
 
     return require
+
+
+def resident_session() -> Session | None:
+    """The session of the lab's rank that this process is; None elsewhere."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return world.context.session if isinstance(world, Wire) else None

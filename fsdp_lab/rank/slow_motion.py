@@ -15,9 +15,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.events import ROOT, ParameterHolding, PhaseSnapshot, StepEvent
-from fsdp_lab.core.schedule import Direction, Phase
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.events import ROOT, ParameterHolding, PhaseSnapshot, StepEvent
 from fsdp_lab.engine import (
     FlatBuffer,
     Unit,
@@ -27,6 +26,7 @@ from fsdp_lab.engine import (
     shards_of,
     units_of,
 )
+from fsdp_lab.engine.schedule import Direction, Phase
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.trainer import Trainer
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.rank.rendezvous import end_process, find_store
 from fsdp_lab.rank.session import Session
 from fsdp_lab.wire import Wire

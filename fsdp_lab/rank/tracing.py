@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.core.events import ROOT, Span, Track
-from fsdp_lab.engine.streams import streams_of
-from fsdp_lab.engine.tensors import tensors_in
+from fsdp_lab.base.events import ROOT, Span, Track
+from fsdp_lab.base.streams import streams_of
+from fsdp_lab.base.tensors import tensors_in
 from fsdp_lab.wire import Collective, Wire, spans, waits
 
 _SHORTEST_S = 5e-6  # shorter spans are left out of the event

@@ -38,11 +38,10 @@ from torch.autograd.profiler import record_function
 from fsdp_lab.backends import Backend
 from fsdp_lab.backends.base import scale_rates
 from fsdp_lab.backends.state import ForwardState
-from fsdp_lab.core.events import Carrier, StepEvent
-from fsdp_lab.core.schedule import Phase
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.events import Carrier, StepEvent
+from fsdp_lab.base.tensors import map_tensors
 from fsdp_lab.engine.scaling import Scaler
-from fsdp_lab.engine.tensors import map_tensors
+from fsdp_lab.engine.schedule import Phase
 from fsdp_lab.models import Batches, BestPeak
 from fsdp_lab.models.dropout import drawing
 from fsdp_lab.models.own import seeded
@@ -51,6 +50,7 @@ from fsdp_lab.rank.ledger import LedgerResult
 from fsdp_lab.rank.measure import StepMeter, UnreadStep
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset
+from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import RankAborted, Wire, WireContext
 
 _NORM_ELEMENTS = 1 << 15  # whose float64 copy fits a cache

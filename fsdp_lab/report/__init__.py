@@ -1,6 +1,6 @@
 """A comparison, or what-if, as one HTML file that opens anywhere, without a network; what-if in a notebook too."""
 
-from fsdp_lab.core.errors import not_installed
+from fsdp_lab.base.errors import not_installed
 
 try:
     from fsdp_lab.report.report import SUFFIXES, write_report

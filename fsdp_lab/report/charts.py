@@ -13,9 +13,8 @@ from bokeh.models import BoxZoomTool, ColumnDataSource, HoverTool, Model, Range1
 from bokeh.models.ui import UIElement
 from bokeh.plotting import figure
 
-from fsdp_lab.core.describe import describe_changes
-from fsdp_lab.core.events import Role
-from fsdp_lab.core.formatting import duration, size
+from fsdp_lab.base.events import Role
+from fsdp_lab.base.formatting import duration, size
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.panels.axis import FINE, SpanRange, StepAxis, ZeroRange
 from fsdp_lab.dashboard.panels.base import Key, Panel
@@ -34,6 +33,7 @@ from fsdp_lab.runs.comparison import Comparison, Row, ratio_words
 from fsdp_lab.runs.steps import Step
 from fsdp_lab.runs.summary import Pairing, Ratio, counting
 from fsdp_lab.runs.view import RunView, switches_in_force
+from fsdp_lab.spec.describe import describe_changes
 
 # Of equal curves each is seen in the gaps of the next; the fifth to eighth are bands below the first four.
 DASHES = ("solid", "8 4", "2 3", "10 3 2 3")

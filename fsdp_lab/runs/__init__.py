@@ -7,31 +7,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fsdp_lab.core.lazy_names import lazy_names
+from fsdp_lab.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from fsdp_lab.runs.comparison import Comparison as Comparison
-    from fsdp_lab.runs.comparison import Refusal as Refusal
+    from fsdp_lab.runs.comparison import Comparison as Comparison, Refusal as Refusal
     from fsdp_lab.runs.control import SwitchRequest as SwitchRequest
-    from fsdp_lab.runs.evaluation import EvalConfig as EvalConfig
-    from fsdp_lab.runs.evaluation import Evaluation as Evaluation
-    from fsdp_lab.runs.recommendation import Recommendation as Recommendation
-    from fsdp_lab.runs.recommendation import recommend as recommend
-    from fsdp_lab.runs.recovery import Incident as Incident
-    from fsdp_lab.runs.recovery import RecoveryPolicy as RecoveryPolicy
+    from fsdp_lab.runs.evaluation import EvalConfig as EvalConfig, Evaluation as Evaluation
+    from fsdp_lab.runs.recommendation import Recommendation as Recommendation, recommend as recommend
+    from fsdp_lab.runs.recovery import Incident as Incident, RecoveryPolicy as RecoveryPolicy
     from fsdp_lab.runs.run import Run as Run
-    from fsdp_lab.runs.saving import CheckpointConfig as CheckpointConfig
-    from fsdp_lab.runs.saving import SavedCheckpoint as SavedCheckpoint
-    from fsdp_lab.runs.slow_motion import SlowMotion as SlowMotion
-    from fsdp_lab.runs.slow_motion import StepMoment as StepMoment
-    from fsdp_lab.runs.steps import EventStore as EventStore
-    from fsdp_lab.runs.steps import Step as Step
-    from fsdp_lab.runs.summary import step_table as step_table
-    from fsdp_lab.runs.summary import summarize as summarize
+    from fsdp_lab.runs.saving import CheckpointConfig as CheckpointConfig, SavedCheckpoint as SavedCheckpoint
+    from fsdp_lab.runs.slow_motion import SlowMotion as SlowMotion, StepMoment as StepMoment
+    from fsdp_lab.runs.steps import EventStore as EventStore, Step as Step
+    from fsdp_lab.runs.summary import step_table as step_table, summarize as summarize
     from fsdp_lab.runs.sweep import Sweep as Sweep
     from fsdp_lab.runs.timeline import Timeline as Timeline
-    from fsdp_lab.runs.view import RunState as RunState
-    from fsdp_lab.runs.view import Switch as Switch
+    from fsdp_lab.runs.view import RunState as RunState, Switch as Switch
     from fsdp_lab.runs.watched import WatchedRun as WatchedRun
 
 _HOMES = {

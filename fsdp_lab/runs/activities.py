@@ -12,14 +12,14 @@ from typing import Any
 
 from fsdp_lab.cluster import ClusterError, RankHung, RankLost
 from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.core.faults import SIGNALS, fault_of
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs.comparison import Refusal
 from fsdp_lab.runs.run import Drill, Run
 from fsdp_lab.runs.slow_motion import SlowMotion, SlowStep
 from fsdp_lab.runs.sweep import Sweep
 from fsdp_lab.runs.view import RunState, fingerprint
 from fsdp_lab.runs.watched import WatchedRun
+from fsdp_lab.spec.faults import SIGNALS, fault_of
+from fsdp_lab.spec.spec import Spec
 
 REPLACE_S = 15.0  # limit for an activity to end when another one replaces it; hung ranks are ended before that
 END_S = 2.0  # the same when the lab is interrupted or closed

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Generic, TypeVar
 
-from fsdp_lab.core.errors import plain_errors
+from fsdp_lab.base.errors import plain_errors
 
 T = TypeVar("T")
 PROGRESS_S = 1.0

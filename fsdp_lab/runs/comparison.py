@@ -18,17 +18,17 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
-from fsdp_lab.core.describe import DEFAULT_FIELDS, UNKNOWN, describe_fields, differing_fields, flat_fields
-from fsdp_lab.core.errors import ArgumentError, is_whole
-from fsdp_lab.core.events import Role
-from fsdp_lab.core.files import check_file, write_whole
-from fsdp_lab.core.formatting import Spread, Table, count, duration, size
-from fsdp_lab.core.loops import Trained
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import ArgumentError, is_whole
+from fsdp_lab.base.events import Role
+from fsdp_lab.base.files import check_file, write_whole
+from fsdp_lab.base.formatting import Spread, Table, count, duration, size
 from fsdp_lab.runs.parity import Parity, Verdict, parity
 from fsdp_lab.runs.steps import last_stretch
 from fsdp_lab.runs.summary import RULE, Figures, Pairing, Ratio, Timed, counting, figures, ratio
 from fsdp_lab.runs.view import RunView
+from fsdp_lab.spec.describe import DEFAULT_FIELDS, UNKNOWN, describe_fields, differing_fields, flat_fields
+from fsdp_lab.spec.loops import Trained
+from fsdp_lab.spec.spec import Spec
 
 REFUSED = "refused"
 NONE = "–"

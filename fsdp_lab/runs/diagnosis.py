@@ -15,13 +15,13 @@ from enum import StrEnum
 from statistics import median
 from typing import Any
 
-from fsdp_lab.core.events import Memory, StepEvent, Track
-from fsdp_lab.core.formatting import median_known, plural, size
-from fsdp_lab.core.hang import FORWARD_ALONE, UNEQUAL_BATCHES
-from fsdp_lab.core.loops import Trained
-from fsdp_lab.core.spec import Spec, Strategy
-from fsdp_lab.core.wrapper_names import WRAPPED_NAMES
+from fsdp_lab.base.events import Memory, StepEvent, Track
+from fsdp_lab.base.formatting import median_known, plural, size
+from fsdp_lab.base.hang import FORWARD_ALONE, UNEQUAL_BATCHES
+from fsdp_lab.models.wrapper_names import WRAPPED_NAMES
 from fsdp_lab.runs.steps import EventStore, Step
+from fsdp_lab.spec.loops import Trained
+from fsdp_lab.spec.spec import Spec, Strategy
 
 WINDOW = 64  # the newest steps that are looked at
 LEAST_STEPS = 5  # that count, for a statement about times

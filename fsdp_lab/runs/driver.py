@@ -25,19 +25,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.base.errors import FieldError, SpecError
 from fsdp_lab.cluster import ClusterError, Interrupted, StartError
 from fsdp_lab.cluster.calls import Call
 from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.core.checkpoint_format import Checkpoint
-from fsdp_lab.core.errors import FieldError, SpecError
-from fsdp_lab.core.faults import FaultKind
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs.control import FaultRequest, GenerateRequest, RunControl
 from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig, Evaluation, generated
 from fsdp_lab.runs.recovery import LIVE, Recovery, RecoveryPolicy, path_on_ranks, refitted, source_of, whole_state
 from fsdp_lab.runs.saving import CheckpointSchedule
 from fsdp_lab.runs.steps import EventStore
 from fsdp_lab.runs.view import RunState, Switch, fingerprint
+from fsdp_lab.spec.checkpoint_format import Checkpoint
+from fsdp_lab.spec.faults import FaultKind
+from fsdp_lab.spec.spec import Spec
 
 CHUNK_S = 0.5  # target duration of a chunk
 CHUNK_STEPS = 256

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from fsdp_lab.base.errors import ArgumentError, FieldError
+from fsdp_lab.base.events import Role
+from fsdp_lab.base.formatting import Table, duration, size, traffic
 from fsdp_lab.cluster import ClusterError
-from fsdp_lab.core.errors import ArgumentError, FieldError
-from fsdp_lab.core.events import Role
-from fsdp_lab.core.formatting import Table, duration, size, traffic
-from fsdp_lab.core.spec import ENGINE_FIELD, YOURS, Strategy
 from fsdp_lab.runs.parity import Parity, Verdict, parity
 from fsdp_lab.runs.run import Run
 from fsdp_lab.runs.steps import Step, last_stretch
 from fsdp_lab.runs.summary import Figures, figures
+from fsdp_lab.spec.spec import ENGINE_FIELD, YOURS, Strategy
 
 SMALL_MODEL = "gpt2-1m"
 LEAST_STEPS = 5  # the first three do not count: they are inspected, or measure memory

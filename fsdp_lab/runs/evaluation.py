@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fsdp_lab.core.errors import SpecError, check_whole
-from fsdp_lab.core.generation import Sampling, checked_prompts
-from fsdp_lab.core.spec import Spec
-from fsdp_lab.core.workload import Workload
+from fsdp_lab.base.errors import SpecError, check_whole
+from fsdp_lab.base.generation import Sampling, checked_prompts
 from fsdp_lab.models.check import is_language
+from fsdp_lab.spec.spec import Spec
+from fsdp_lab.spec.workload import Workload
 
 # A change of model or seed begins at step 0 anyway.
 HELD_OUT_BY = ("data", "tokenizer", "text_field", "packing", "held_out", "seq_len", "loss")

@@ -27,10 +27,10 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import partial
 
-from fsdp_lab.core.spec import Spec
-from fsdp_lab.core.workload import Workload
 from fsdp_lab.runs.steps import Step
 from fsdp_lab.runs.view import RunView
+from fsdp_lab.spec.spec import Spec
+from fsdp_lab.spec.workload import Workload
 
 # All of a workload determines the result, but for how a global batch is split, and the optimizer's kernels.
 TRAINED = tuple(f.name for f in fields(Workload) if f.name not in ("micro_batch", "accumulate", "optimizer_args"))

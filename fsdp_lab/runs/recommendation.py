@@ -17,12 +17,12 @@ from html import escape
 from itertools import combinations
 from typing import Any
 
-from fsdp_lab.core.describe import describe_field
-from fsdp_lab.core.errors import check_whole
-from fsdp_lab.core.formatting import count, size
+from fsdp_lab.base.errors import check_whole
+from fsdp_lab.base.formatting import count, size
 from fsdp_lab.runs.comparison import Comparison, Refusal, Row, labels_by, peak_ratio
 from fsdp_lab.runs.summary import Ratio, median, ratio
 from fsdp_lab.runs.view import RunView
+from fsdp_lab.spec.describe import describe_field
 
 WITHIN = 0.10
 SAME_WORK = ("model", "data", "tokenizer", "text_field", "packing", "loss", "lora", "seq_len", "link")

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError, check_whole
 from fsdp_lab.cluster import ClusterError, RankError
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.host_script import STATE_PREFIX
-from fsdp_lab.core.checkpoint_format import Checkpoint, begin, checkpoints, discard, finish
-from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError, check_whole
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.spec.checkpoint_format import Checkpoint, begin, checkpoints, discard, finish
+from fsdp_lab.spec.spec import Spec
 
 LIVE, REPLICA, CHECKPOINT, BEGINNING = "the ranks", "a replica", "a checkpoint", "the beginning"
 WRITE_S = 1800.0  # for ranks to write all of their state

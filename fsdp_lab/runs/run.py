@@ -16,14 +16,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError, check_whole, plain_errors
+from fsdp_lab.base.generation import Sampling, checked_prompts
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.sent_code import with_code
-from fsdp_lab.core.checkpoint_format import Checkpoint
-from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError, check_whole, plain_errors
-from fsdp_lab.core.faults import Fault
-from fsdp_lab.core.generation import Sampling, checked_prompts
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.questions import require_memory
 from fsdp_lab.runs.awaited import Awaited
 from fsdp_lab.runs.control import FaultRequest, GenerateRequest, Request, RunControl, SwitchRequest
@@ -33,6 +30,9 @@ from fsdp_lab.runs.recovery import Incident, Predecessor, Recovery, RecoveryPoli
 from fsdp_lab.runs.saving import CheckpointConfig, CheckpointSchedule, SavedCheckpoint
 from fsdp_lab.runs.steps import EventStore
 from fsdp_lab.runs.view import RunQueries, RunState
+from fsdp_lab.spec.checkpoint_format import Checkpoint
+from fsdp_lab.spec.faults import Fault
+from fsdp_lab.spec.spec import Spec
 
 STOP_S = 2.0
 POLL_S = 0.02

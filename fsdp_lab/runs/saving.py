@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.base.errors import FieldError, check_whole
 from fsdp_lab.cluster import ClusterError
-from fsdp_lab.core.checkpoint_format import Checkpoint, check_folder, checkpoints, read
-from fsdp_lab.core.errors import FieldError, check_whole
 from fsdp_lab.runs.control import Request
+from fsdp_lab.spec.checkpoint_format import Checkpoint, check_folder, checkpoints, read
 
 LAST = 3
 

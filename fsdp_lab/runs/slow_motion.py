@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_lab.base.events import ParameterHolding, PhaseSnapshot, StepEvent
+from fsdp_lab.base.formatting import Table, count, size
 from fsdp_lab.cluster import ClusterError, Interrupted
 from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.core.events import ParameterHolding, PhaseSnapshot, StepEvent
-from fsdp_lab.core.formatting import Table, count, size
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.spec.spec import Spec
 
 END_S = 15.0  # for the step to finish; then it is interrupted, and the parameters stay as they were before it
 POLL_S = 0.05

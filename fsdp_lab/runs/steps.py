@@ -24,9 +24,9 @@ from itertools import takewhile
 from operator import attrgetter
 from typing import Any
 
-from fsdp_lab.core.events import StepEvent
-from fsdp_lab.core.generation import Completion
-from fsdp_lab.core.loops import Trained
+from fsdp_lab.base.events import StepEvent
+from fsdp_lab.base.generation import Completion
+from fsdp_lab.spec.loops import Trained
 
 CAP = 100_000  # events, over all ranks
 TRACED_STEPS = 200

@@ -17,11 +17,11 @@ from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import Any
 
-from fsdp_lab.core.describe import describe_strategy
-from fsdp_lab.core.events import Role, RoleBytes, StepEvent, Traffic
-from fsdp_lab.core.formatting import Spread, Table, count, duration, known, known_or_dash, quantile, size
-from fsdp_lab.core.loops import Trained
+from fsdp_lab.base.events import Role, RoleBytes, StepEvent, Traffic
+from fsdp_lab.base.formatting import Spread, Table, count, duration, known, known_or_dash, quantile, size
 from fsdp_lab.runs.steps import Step, last_stretch
+from fsdp_lab.spec.describe import describe_strategy
+from fsdp_lab.spec.loops import Trained
 
 # The rule of what counts, for readers of the figures.
 RULE = ("Medians (and p10 to p90) leave out the first step after a change and ledger steps; a step's time is that of its "

@@ -22,9 +22,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fsdp_lab.core.events import Span, StepEvent, Track, exposed_by_unit
-from fsdp_lab.core.files import check_file, write_whole
-from fsdp_lab.core.formatting import Table, duration
+from fsdp_lab.base.events import Span, StepEvent, Track, exposed_by_unit
+from fsdp_lab.base.files import check_file, write_whole
+from fsdp_lab.base.formatting import Table, duration
 
 TOLERANCE_S = 1e-3  # by which clocks may disagree beyond their reported errors: the accuracy of a span's ends
 MOST_COLUMNS = 8  # ranks with a column each in a table

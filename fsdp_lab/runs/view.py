@@ -20,18 +20,18 @@ from typing import Any, Protocol
 
 import psutil
 
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.formatting import Table
-from fsdp_lab.core.generation import Completion
-from fsdp_lab.core.loops import Trained
-from fsdp_lab.core.process import usable_cores
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.formatting import Table
+from fsdp_lab.base.generation import Completion
+from fsdp_lab.base.process import usable_cores
 from fsdp_lab.export import export_accelerate, export_script, export_spec
 from fsdp_lab.runs.diagnosis import Diagnosis, diagnose
 from fsdp_lab.runs.evaluation import EarlyStopping, Evaluation
 from fsdp_lab.runs.steps import EventStore, Step
 from fsdp_lab.runs.summary import step_table, summarize
 from fsdp_lab.runs.timeline import Timeline, check_trace_path, write_trace
+from fsdp_lab.spec.loops import Trained
+from fsdp_lab.spec.spec import Spec
 
 PACKAGES = ("torch", "transformers", "fsdp-lab")
 CPUINFO = Path("/proc/cpuinfo")

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fsdp_lab.core.hang import LoopPlace, LoopRank, cause_in_loop
-from fsdp_lab.core.loops import WatchedLoop
+from fsdp_lab.base.hang import LoopPlace, LoopRank, cause_in_loop
 from fsdp_lab.runs.awaited import Awaited
 from fsdp_lab.runs.steps import EventStore
 from fsdp_lab.runs.view import RunQueries, RunState, Switch
+from fsdp_lab.spec.loops import WatchedLoop
 
 STOP_S = 2.0
 

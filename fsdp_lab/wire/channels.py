@@ -18,8 +18,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fsdp_lab.wire.arena import ArenaBlock
-from fsdp_lab.wire.arena import Mapping as MappedFile
+from fsdp_lab.wire.arena import ArenaBlock, Mapping as MappedFile
 from fsdp_lab.wire.exchange import PeerConnection
 from fsdp_lab.wire.semaphores import SIZE_BYTES, Semaphores
 

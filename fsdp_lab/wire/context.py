@@ -38,7 +38,7 @@ from typing import Any, Protocol
 import torch
 from torch import distributed as dist
 
-from fsdp_lab.engine.streams import Streams
+from fsdp_lab.base.streams import Streams
 from fsdp_lab.wire.arena import Arena
 from fsdp_lab.wire.channels import Channel
 from fsdp_lab.wire.exchange import NotShared

@@ -25,8 +25,7 @@ from typing import Any, Protocol
 from weakref import finalize
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 
 from fsdp_lab.wire.arena import ArenaBlock, class_bytes
 from fsdp_lab.wire.shared_memory import SharedGroup

@@ -19,17 +19,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
-from torch.distributed import _symmetric_memory as symm_mem
-from torch.distributed import distributed_c10d as c10d
+from torch import Tensor, distributed as dist
+from torch.distributed import _symmetric_memory as symm_mem, distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
-from fsdp_lab.engine.buffers import BufferPool
-from fsdp_lab.engine.streams import Streams
+from fsdp_lab.base.streams import Streams
 from fsdp_lab.wire.context import GPU_MEMORY, SHARED_MEMORY, GlooExchange, ReductionOrder, WireContext
 from fsdp_lab.wire.exchange import SEVERAL_HOSTS
 from fsdp_lab.wire.gpu_memory import DeviceMemory
+from fsdp_lab.wire.host_group import HostGroup
 from fsdp_lab.wire.link import LinkDirection
 from fsdp_lab.wire.meter import link_bytes
 from fsdp_lab.wire.nccl import Nccl, NcclGroup
@@ -198,7 +196,7 @@ class Wire(dist.ProcessGroup):
     # -- memory for what is sent ----------------------------------------------------------------------------------
 
     @property
-    def buffer_pool(self) -> BufferPool | None:
+    def buffer_pool(self) -> HostGroup | None:
         """Memory from which host tensors are sent without a copy, if the ranks share any."""
         return self._shared
 

@@ -17,8 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from fsdp_lab.wire.arena import Arena
-from fsdp_lab.wire.arena import Mapping as MappedFile
+from fsdp_lab.wire.arena import Arena, Mapping as MappedFile
 from fsdp_lab.wire.channels import SharedPeer
 from fsdp_lab.wire.reserved import MappedShards, ReservedBuffer
 from fsdp_lab.wire.shared_memory import Found, SharedGroup, SharedWork, What

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_lab.core.events import Span, Track, Traffic
+from fsdp_lab.base.events import Span, Track, Traffic
 
 _MOST = 20_000  # collectives kept until they are taken
 

@@ -28,10 +28,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 
-from fsdp_lab.engine.streams import Streams
+from fsdp_lab.base.streams import Streams
 
 _CLOSE_S = 10.0  # the longest wait for a group to be aborted or shut down, before others are opened
 _SETTINGS = {

@@ -32,12 +32,10 @@ from enum import IntEnum
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 from torch.autograd.profiler import record_function
 
-from fsdp_lab.wire.arena import ALIGN, MemoryFile
-from fsdp_lab.wire.arena import Mapping as MappedFile
+from fsdp_lab.wire.arena import ALIGN, Mapping as MappedFile, MemoryFile
 from fsdp_lab.wire.channels import (
     CHANNEL_BYTES,
     RING,

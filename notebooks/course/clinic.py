@@ -11,7 +11,7 @@ import ipywidgets as widgets
 
 from course.pains import PAINS, AnyRun, Pain
 from fsdp_lab import Dashboard, Lab
-from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.dashboard.forms import HIDDEN, InputForm, answer_while_busy, display_widget, prose, put, section, styled
 
 STYLE = """<style>

@@ -12,19 +12,19 @@ from functools import wraps
 from html import escape
 from typing import Any, ParamSpec
 
-from fsdp_lab.core.describe import describe_value, field_title
-from fsdp_lab.core.errors import FieldError
-from fsdp_lab.core.events import Role
-from fsdp_lab.core.formatting import duration, plural, size, traffic
-from fsdp_lab.core.loops import WatchedLoop
-from fsdp_lab.core.patterns import matches
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import FieldError
+from fsdp_lab.base.events import Role
+from fsdp_lab.base.formatting import duration, plural, size, traffic
 from fsdp_lab.planner.plan import Plan, fit_sentence
 from fsdp_lab.planner.questions import Target, planned, searched, shape_of
 from fsdp_lab.runs import Run, RunState, Sweep, WatchedRun
 from fsdp_lab.runs.recovery import REPLICA
 from fsdp_lab.runs.slow_motion import StepMoment
 from fsdp_lab.runs.steps import Step
+from fsdp_lab.spec.describe import describe_value, field_title
+from fsdp_lab.spec.loops import WatchedLoop
+from fsdp_lab.spec.patterns import matches
+from fsdp_lab.spec.spec import Spec
 
 AnyRun = Run | WatchedRun | None
 Given = ParamSpec("Given")

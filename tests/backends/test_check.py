@@ -7,9 +7,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_lab.backends import check
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models import build_skeleton, resolve
+from fsdp_lab.spec.spec import Spec
 
 SMALL = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 16, "n_positions": 8}
 

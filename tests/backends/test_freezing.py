@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.patterns import matches
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models import build_skeleton, resolve
 from fsdp_lab.models.freezing import freeze, frozen_names
+from fsdp_lab.spec.patterns import matches
+from fsdp_lab.spec.spec import Spec
 from tests.backends.test_parity import SMALL, outcome, sharded, spec
 from tests.backends.train import start, steps
 from tests.covering import tiered

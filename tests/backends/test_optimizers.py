@@ -10,9 +10,9 @@ import torch
 
 from fsdp_lab.backends.base import local_tensor
 from fsdp_lab.backends.optimizers import check_optimizer, kept_state
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.optimizer import _ELSEWHERE, _KINDS, _SLOTS, KERNELS, OPTIMIZERS, TorchOptimizer
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.spec.optimizer import _ELSEWHERE, _KINDS, _SLOTS, KERNELS, OPTIMIZERS, TorchOptimizer
+from fsdp_lab.spec.spec import Spec
 from tests.backends.test_parity import outcome, sharded
 from tests.backends.train import start, steps
 from tests.covering import tiered

@@ -9,18 +9,16 @@ import pytest
 import torch
 
 from fsdp_lab.backends import check
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.param_groups import key_of
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models import build_skeleton, resolve
 from fsdp_lab.rank import lifecycle
+from fsdp_lab.spec.param_groups import key_of
+from fsdp_lab.spec.spec import Spec
 from tests.backends.test_parity import SMALL, outcome, sharded, spec
 from tests.engine.parity import Outcomes, assert_equal, plan
 from tests.pool import Place, Pool
 from tests.rank import test_session as sessions
-from tests.rank.test_lr_schedule import BACKENDS as STRATEGIES
-from tests.rank.test_lr_schedule import COSINE, planned, trained
-from tests.rank.test_lr_schedule import outcome as losses
+from tests.rank.test_lr_schedule import BACKENDS as STRATEGIES, COSINE, outcome as losses, planned, trained
 
 BACKENDS = ("lab", "fsdp2", "fsdp1", "ddp")
 GROUPS = [

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.spec.spec import Spec
 from tests.backends import train
 from tests.covering import tiered
 from tests.engine.parity import Outcome, Outcomes, assert_equal, assert_learned, plan

@@ -6,12 +6,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from fsdp_lab.backends.state import Layout
 from fsdp_lab.backends.transfer import plan_transfers
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.spec.spec import Spec
 from tests.backends.train import carried
 from tests.pool import Pool
 

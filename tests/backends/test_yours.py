@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_lab.backends import build, fill
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import Spec, Strategy
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.spec.spec import Spec, Strategy
 from tests import your_engines
 from tests.backends import train
 from tests.engine.parity import Outcomes, assert_equal, plan

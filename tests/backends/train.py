@@ -10,8 +10,8 @@ from torch import distributed as dist
 
 from fsdp_lab.backends import build, fill, transfer_state
 from fsdp_lab.backends.base import Backend
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.models import Batches, Initializer, resolve
+from fsdp_lab.spec.spec import Spec
 from tests import remembered
 from tests.pool import Place
 

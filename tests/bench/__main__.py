@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.base.errors import FieldError
 from fsdp_lab.cli.bench import DEFAULT, OWN_RANKS, PRECISION, Bench, Options, add_benches, number, run
 from fsdp_lab.cli.console import Failed, Refused, signals_raise
-from fsdp_lab.core.errors import FieldError
-from fsdp_lab.core.spec import BACKENDS
+from fsdp_lab.spec.spec import BACKENDS
 
 
 def on_lab(model: str) -> Options:

@@ -32,11 +32,11 @@ from fsdp_lab.bench.results import Report, environment, format_spread, ratios, s
 from fsdp_lab.bench.tasks import BenchRank
 from fsdp_lab.cli.bench import planned, say
 from fsdp_lab.cli.console import at_least
-from fsdp_lab.core.checkpoint_format import find
 from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.rank.checkpointing import Checkpointer
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.trainer import TrainingProgress
+from fsdp_lab.spec.checkpoint_format import find
 from fsdp_lab.wire import Wire
 from tests.bench.load import model_folder
 from tests.bench.ranks import launch_here

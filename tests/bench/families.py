@@ -28,17 +28,17 @@ import torch
 from transformers import AutoConfig
 from transformers.models.auto import configuration_auto, modeling_auto
 
+from fsdp_lab.base.errors import FieldError, SpecError
 from fsdp_lab.bench.plan import PlanError
 from fsdp_lab.cli.bench import say
 from fsdp_lab.cli.console import at_least
-from fsdp_lab.core.checkpoint_format import find
-from fsdp_lab.core.errors import FieldError, SpecError
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.engine import ShardError
 from fsdp_lab.models.build import _HEADS
 from fsdp_lab.models.configs import resolve
 from fsdp_lab.models.flops import empty_batch
 from fsdp_lab.models.presets import facts_of
+from fsdp_lab.spec.checkpoint_format import find
+from fsdp_lab.spec.spec import Spec
 from tests.pool import Place, Pool, RankError
 from tests.rank.test_session import session
 

@@ -37,24 +37,22 @@ from typing import Any
 
 import psutil
 
-from fsdp_lab.bench.plan import PRECISIONS, BenchError
-from fsdp_lab.bench.plan import SHARDINGS as PEER_SHARDINGS
+from fsdp_lab.base.errors import FieldError
+from fsdp_lab.base.formatting import Table
+from fsdp_lab.base.process import HOST_MEMORY
+from fsdp_lab.bench.plan import PRECISIONS, SHARDINGS as PEER_SHARDINGS, BenchError
 from fsdp_lab.bench.results import Report, format_spread, ratios, spread
 from fsdp_lab.cli.bench import say
 from fsdp_lab.cli.console import Refused, at_least, open_lab, terminal
 from fsdp_lab.cluster import ClusterError
-from fsdp_lab.core.errors import FieldError
-from fsdp_lab.core.formatting import Table
-from fsdp_lab.core.process import HOST_MEMORY
-from fsdp_lab.core.spec import BACKENDS, SHARDINGS, Spec
 from fsdp_lab.lab import Lab
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.planner.calibration import Calibration
-from fsdp_lab.planner.memory import memory as planned_memory
-from fsdp_lab.planner.memory import peak_in_theory
+from fsdp_lab.planner.memory import memory as planned_memory, peak_in_theory
 from fsdp_lab.planner.plan import plan as predict
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.runs import Run
+from fsdp_lab.spec.spec import BACKENDS, SHARDINGS, Spec
 from tests.bench.ranks import numbers
 
 STEP_LIMIT_S = 120.0  # limit for a step

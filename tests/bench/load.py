@@ -32,11 +32,11 @@ from fsdp_lab.bench.results import Report, environment, format_spread, ratios, s
 from fsdp_lab.bench.tasks import BenchRank
 from fsdp_lab.cli.bench import planned, say
 from fsdp_lab.cli.console import at_least
-from fsdp_lab.core.checkpoint_format import check_folder
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.models import Batches, resolve
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.rank import Session
+from fsdp_lab.spec.checkpoint_format import check_folder
+from fsdp_lab.spec.spec import Spec
 from tests.bench.ranks import launch_here
 
 PLAIN, PLAIN_AGAIN = "plain", "plain-again"

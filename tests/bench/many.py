@@ -1,8 +1,8 @@
 """`many`: step times of several ranks on this machine, predicted from what one of them finds, beside measured ones.
 
 Note: what is compared. The prediction knows one rank: its kernels and its steps while others share its cores, and
-collectives alone (`rank/crowd.py`). No step of several ranks is among what it knows. The crowd is measured before and after
-the steps, and the two predictions are averaged. A machine that others use too may change its speed within minutes.
+collectives alone (`rank/crowd.py`). No step of several ranks is among what it knows. The crowd is measured before
+and after the steps, and the two predictions are averaged. A machine that others use too may change its speed within minutes.
 So the ranks time the same matrix products as the crowd before and after each training, and the predicted computing is
 scaled by the ratio of the two (`Many.slowdown`): on a quiet machine it is 1.
 """
@@ -17,20 +17,20 @@ from typing import Any
 
 import torch
 
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.formatting import Table
+from fsdp_lab.base.process import usable_cores
 from fsdp_lab.bench.plan import LAB, BenchError, BenchPlan
 from fsdp_lab.bench.tasks import BenchRank
 from fsdp_lab.cli.bench import say
 from fsdp_lab.cli.console import at_least
-from fsdp_lab.core.children import ChildError
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.formatting import Table
-from fsdp_lab.core.process import usable_cores
-from fsdp_lab.core.spec import BACKENDS, Spec
 from fsdp_lab.planner.calibration import Calibration, alone, crowd_specs, one_rank
 from fsdp_lab.planner.devices import Curve
 from fsdp_lab.planner.plan import Plan
 from fsdp_lab.planner.questions import planned_here
 from fsdp_lab.rank.calibration import HardwareProbe, measure_crowd
+from fsdp_lab.rank.children import ChildError
+from fsdp_lab.spec.spec import BACKENDS, Spec
 from tests.bench.ranks import launch_here, numbers
 
 DTYPES = ("fp32", "bf16")

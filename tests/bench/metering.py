@@ -25,13 +25,13 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
+from fsdp_lab.base.events import StepEvent
 from fsdp_lab.bench.interleave import Batch, BuiltForm, build_forms, interleave
 from fsdp_lab.bench.plan import BenchPlan, Form
 from fsdp_lab.bench.results import BenchResult, Report, environment, format_spread, ratios, rounds_of, spread
 from fsdp_lab.bench.tasks import BenchRank
 from fsdp_lab.cli.bench import planned, say
 from fsdp_lab.cli.console import Refused, at_least
-from fsdp_lab.core.events import StepEvent
 from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.models import Batches, BestPeak
 from fsdp_lab.models.flops import Peak

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.base.formatting import duration
 from fsdp_lab.bench.parts import ALLOWED, relative_difference, run_program, trained
 from fsdp_lab.bench.plan import BenchError, place
 from fsdp_lab.cli.bench import say
-from fsdp_lab.core.formatting import duration
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.spec.spec import Spec
 
 LIMIT_S = 90.0  # of a program
 

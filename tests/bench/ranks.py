@@ -11,7 +11,7 @@ from typing import Any
 from fsdp_lab.bench.launch import launch
 from fsdp_lab.bench.plan import BenchPlan
 from fsdp_lab.cli.console import Refused
-from fsdp_lab.core.children import Send, run_child
+from fsdp_lab.rank.children import Send, run_child
 
 launch_here = partial(launch, module="tests.bench.ranks")
 

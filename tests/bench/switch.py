@@ -19,16 +19,16 @@ from typing import Any
 
 import torch
 
+from fsdp_lab.base.formatting import Table, duration, size
 from fsdp_lab.bench.parts import STRATEGIES
 from fsdp_lab.bench.plan import BenchError, BenchPlan, place
 from fsdp_lab.bench.tasks import BenchRank
 from fsdp_lab.cli.bench import say
-from fsdp_lab.core.formatting import Table, duration, size
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.models import build_skeleton, resolve
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.rank.trainer import checksum
+from fsdp_lab.spec.spec import Spec
 from tests.bench.ranks import launch_here
 
 SWITCHED = ("lab", "ddp", "fsdp2", "fsdp1", "lab")

@@ -14,9 +14,9 @@ from fsdp_lab.bench.parts import ALLOWED, STRATEGIES, relative_difference
 from fsdp_lab.bench.plan import BenchError, BenchPlan, place
 from fsdp_lab.bench.tasks import BenchRank
 from fsdp_lab.cli.bench import say
-from fsdp_lab.core.checkpoint_format import find
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.engine import fully_shard
+from fsdp_lab.spec.checkpoint_format import find
+from fsdp_lab.spec.spec import Spec
 from tests.bench.ranks import launch_here
 
 STEPS, SAVE_S = 3, 60.0

@@ -6,8 +6,7 @@ import re
 import time
 from pathlib import Path
 
-from playwright.sync_api import Locator, Page
-from playwright.sync_api import TimeoutError as PageTimeout
+from playwright.sync_api import Locator, Page, TimeoutError as PageTimeout
 
 from tests.browser.jupyter import LIMIT_S, Notebook
 

@@ -9,8 +9,8 @@ from typing import Any
 import ipyparallel
 
 from fsdp_lab.cluster.calls import Sink
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs import RunState, Switch
+from fsdp_lab.spec.spec import Spec
 from tests.dashboard.fake_lab import FakeLab, FakeRun
 
 ENGINES = 2
@@ -23,7 +23,7 @@ def speak(spec: dict[str, Any], run: str, ranks: list[int], hz: float, steps: in
 
     from ipyparallel.datapub import publish_data
 
-    from fsdp_lab.core.spec import Spec
+    from fsdp_lab.spec.spec import Spec
     from tests.dashboard.fake_lab import event
 
     wanted = Spec.from_dict(spec)

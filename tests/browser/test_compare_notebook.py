@@ -13,7 +13,7 @@ from playwright.sync_api import Browser
 
 from fsdp_lab import History
 from fsdp_lab.export import text_of
-from fsdp_lab.history import RunList
+from fsdp_lab.runs.history import RunList
 from tests.browser.jupyter import LIMIT_S, REPO, JupyterServer, Notebook
 from tests.notebooks.test_notebooks import LONGEST_S
 

@@ -136,8 +136,8 @@ def test_how_it_looks(opened: ComparisonPage, picture):
     """Pins of several strategies, a difference, a live run, and a form that is open."""
     opened.notebook.execute("""
 from tests.dashboard.test_board import run_of
-from fsdp_lab.core.spec import Spec
-from fsdp_lab.core.events import StepEvent
+from fsdp_lab.spec.spec import Spec
+from fsdp_lab.base.events import StepEvent
 right = run_of(Spec(), 60, 'right')
 wrong = run_of(Spec().replace(precision='bf16'), 60, 'wrong')
 told = wrong.events.since()[0]

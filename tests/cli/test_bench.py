@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from fsdp_lab.base.formatting import Spread
 from fsdp_lab.bench import results
 from fsdp_lab.bench.interleave import _tune
 from fsdp_lab.bench.plan import STEP, BenchError, BenchPlan, PlanError, forms_named, place
 from fsdp_lab.bench.results import BenchResult, interval, measure, spread, step_figures
 from fsdp_lab.cli.main import main
-from fsdp_lab.core.formatting import Spread
 from fsdp_lab.models.wrapping import blocks
 from tests.bench.in_pool import launched_in
 from tests.pool import Place, Pool

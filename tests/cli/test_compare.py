@@ -18,12 +18,12 @@ import psutil
 import pytest
 from rich.console import Console
 
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.cli import compare, fields
 from fsdp_lab.cli.console import Refused, Results
 from fsdp_lab.cli.main import main, parser
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.questions import require_memory
+from fsdp_lab.spec.spec import Spec
 from tests.lab.telling import ended
 
 TINY = ["--model", "gpt2-1m", "--seq-len", "16", "--micro-batch", "1"]

@@ -11,7 +11,7 @@ import pytest
 from fsdp_lab.cli import doctor, machine
 from fsdp_lab.cli.machine import Finding, State, TorchFacts, gpu_findings, worst
 from fsdp_lab.cli.main import main
-from fsdp_lab.core.nvml import GpuProcess, GpuReport, GpuStatus
+from fsdp_lab.cluster.nvml import GpuProcess, GpuReport, GpuStatus
 
 TWO_H200 = GpuReport(
     gpus=(

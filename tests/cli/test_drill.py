@@ -7,7 +7,7 @@ import pytest
 from fsdp_lab.cli import drill
 from fsdp_lab.cli.drill import plans
 from fsdp_lab.cli.main import main
-from fsdp_lab.core.faults import DRILLS
+from fsdp_lab.spec.faults import DRILLS
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from fsdp_lab.bench.gpu import FIGURES, BenchPart, Place, Record, chosen, listed
 from fsdp_lab.bench.plan import BenchError, BenchPlan, PlanError
 from fsdp_lab.bench.results import BenchResult, measure
 from fsdp_lab.cli.main import main
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.spec.spec import Spec
 from tests.bench.in_pool import launched_in
 from tests.cli.test_bench import ranks_of
 from tests.pool import Pool

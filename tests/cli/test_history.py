@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.cli.main import main
-from fsdp_lab.core.spec import Spec
-from fsdp_lab.history import History
+from fsdp_lab.runs.history import History
+from fsdp_lab.spec.spec import Spec
 from tests.lab.telling import Telling, ended
 
 

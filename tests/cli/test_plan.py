@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fsdp_lab.base.events import Role
 from fsdp_lab.cli.main import main
-from fsdp_lab.core.events import Role
 from fsdp_lab.planner import questions
 
 SEVEN = ["plan", "--model", "llama-7b", "--hardware", "a100-80", "--precision", "bf16"]

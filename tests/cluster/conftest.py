@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.spec.spec import Spec
 
 FAKE = "tests.cluster.fake_rank"
 

@@ -17,9 +17,9 @@ import threading
 import time
 from types import SimpleNamespace
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.events import Memory, StepEvent, Traffic
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.events import Memory, StepEvent, Traffic
+from fsdp_lab.spec.spec import Spec
 from tests.frames import Step
 
 STEP_S = 0.02

@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from fsdp_lab.cluster import Interrupted, RankError, RankHung, RankLost, RankStuck
-from fsdp_lab.cluster import calls as module
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.hang import Hang, Issued
+from fsdp_lab.cluster import Interrupted, RankError, RankHung, RankLost, RankStuck, calls as module
 from fsdp_lab.cluster.calls import Call, Outcome
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.hang import Hang, Issued
 
 
 class Ladder:

@@ -16,12 +16,12 @@ import psutil
 import pytest
 from ipyparallel.cluster.launcher import LocalProcessLauncher
 
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.process import marked
 from fsdp_lab.cluster import ClusterError, RankError, RankLost, RankStuck, StartError, assembly
 from fsdp_lab.cluster.calls import CLIENT_HISTORY
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.placement import CudaDevice, Host
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.process import marked
 from tests.cluster.conftest import FAKE, order
 
 

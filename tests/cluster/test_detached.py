@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.process import MARK, Identity, alive, end, machine, marked
 from fsdp_lab.cli import jupyter
 from fsdp_lab.cli.main import main
 from fsdp_lab.cluster import ClusterError
@@ -23,15 +25,13 @@ from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.detached import FILE, DetachedCluster, detached_clusters, detached_pids, private_folder
 from fsdp_lab.cluster.guardian import MODULE
 from fsdp_lab.cluster.hosts import LauncherHosts
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.process import MARK, Identity, alive, end, machine, marked
 from tests.cluster.conftest import FAKE
 from tests.lab.test_lab import until
 
 KERNEL = """
 import sys, time
 from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.spec.spec import Spec
 
 if __name__ == "__main__":
     cluster = Cluster(2, rank_module="tests.cluster.fake_rank", persist=float(sys.argv[1])).start()
@@ -257,7 +257,7 @@ def test_two_kernels_never_have_the_same_ranks(left: DetachedCluster):
 import sys
 from pathlib import Path
 from fsdp_lab.cluster.detached import DetachedCluster
-from fsdp_lab.core.process import Identity
+from fsdp_lab.base.process import Identity
 record = DetachedCluster.read(Path(sys.argv[1]))
 input()
 print(record.claim(Identity.this(), 60.0) is not None, flush=True)

@@ -13,10 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
+from fsdp_lab.base.process import marked
 from fsdp_lab.cluster import engine_server
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.engine_server import MODULE, forks, start_server
-from fsdp_lab.core.process import marked
 from tests.cluster.conftest import FAKE
 
 

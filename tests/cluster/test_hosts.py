@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from fsdp_lab.base.process import MARK
 from fsdp_lab.cluster import StartError, host_script
 from fsdp_lab.cluster.detached import PREFIX
 from fsdp_lab.cluster.host_engines import HostEngines, RankHost
 from fsdp_lab.cluster.hosts import SlurmHosts, SshHosts
 from fsdp_lab.cluster.shells import Command, HostAnswer
 from fsdp_lab.cluster.slurm_engines import SlurmShell
-from fsdp_lab.core.process import MARK
 
 
 def printed(value: dict) -> str:

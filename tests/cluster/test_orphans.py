@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.core.process import marked
+from fsdp_lab.base.process import marked
 
 OWNER = """
 import os, signal, sys, time
 from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.spec.spec import Spec
 
 if __name__ == "__main__":
     when = sys.argv[1]

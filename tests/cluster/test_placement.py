@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.process import usable_cores
+from fsdp_lab.cluster.nvml import GpuProcess, GpuReport, GpuStatus
 from fsdp_lab.cluster.placement import CudaDevice, Host, _visible, free_gpus, place, probe, without_ours
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.nvml import GpuProcess, GpuReport, GpuStatus
-from fsdp_lab.core.process import usable_cores
 
 GIB = 2**30
 

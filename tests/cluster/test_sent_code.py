@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.cluster.sent_code import SentModules, code_of, unpacked, with_code
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import Spec
-from fsdp_lab.core.user_code import UserCode, is_code, loaded
+from fsdp_lab.spec.spec import Spec
+from fsdp_lab.spec.user_code import UserCode, is_code, loaded
 from tests.own import TEXT, cell, own, spec
 
 

@@ -17,12 +17,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from fsdp_lab.base.errors import ArgumentError, SpecError
+from fsdp_lab.base.events import Memory, MemorySample, RoleBytes, StepEvent, Track, Traffic
+from fsdp_lab.base.generation import Sampling
 from fsdp_lab.cluster import ClusterError, RankLost, StartError
 from fsdp_lab.cluster.assembly import StartProgress
-from fsdp_lab.core.errors import ArgumentError, SpecError
-from fsdp_lab.core.events import Memory, MemorySample, RoleBytes, StepEvent, Track, Traffic
-from fsdp_lab.core.generation import Sampling
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs import EventStore, Refusal, RunState, SlowMotion, Sweep, Switch, SwitchRequest
 from fsdp_lab.runs.control import GenerateRequest
 from fsdp_lab.runs.diagnosis import Diagnosis
@@ -31,6 +30,7 @@ from fsdp_lab.runs.recovery import CHECKPOINT, Incident, RecoveryPolicy, refitte
 from fsdp_lab.runs.saving import CheckpointConfig, SavedCheckpoint
 from fsdp_lab.runs.slow_motion import SlowStep
 from fsdp_lab.runs.sweep import combine
+from fsdp_lab.spec.spec import Spec
 from tests.frames import Model, Step
 from tests.traces import traced
 

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.dashboard import Dashboard
 from fsdp_lab.dashboard.board import LIVE, Board, Pinned
 from fsdp_lab.dashboard.comparison_card import ComparisonCard
 from fsdp_lab.dashboard.panels.axis import CURVE
-from fsdp_lab.history import History
 from fsdp_lab.runs import Comparison, RunState
+from fsdp_lab.runs.history import History
 from fsdp_lab.runs.parity import Verdict
+from fsdp_lab.spec.spec import Spec
 from tests.dashboard.fake_lab import FakeLab, event
 from tests.dashboard.test_feed import Show
 from tests.lab.kept import RecordedRun, told

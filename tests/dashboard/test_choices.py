@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.dashboard.choices import Choices, ChoiceState
+from fsdp_lab.spec.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec
 
 FSDP2 = Spec().replace(backend="fsdp2")
 

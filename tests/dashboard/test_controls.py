@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.dashboard.asking_forms import WritingForm
 from fsdp_lab.dashboard.choices import ChoiceState
 from fsdp_lab.dashboard.controls import Controls
 from fsdp_lab.dashboard.fields import GROUPS, OTHER
 from fsdp_lab.planner.questions import LESS, DoesNotFit
 from fsdp_lab.runs import RunState
+from fsdp_lab.spec.spec import Spec
 from tests.dashboard.fake_lab import FakeLab
 
 FIELDS = [f.name for _, fields in GROUPS for f in fields]
@@ -409,7 +409,7 @@ def test_the_controls_follow_code(desk):
 
 
 def test_values_that_only_code_can_give_are_shown(desk):
-    from fsdp_lab.core.spec import Precision
+    from fsdp_lab.spec.spec import Precision
 
     desk.lab.run(precision=Precision(param="bf16", reduce="bf16"), wrap="class:Block")
     desk.until(lambda: desk.controls._controls["wrap"].input.value == "class:Block")

@@ -10,7 +10,7 @@ import ipywidgets
 import pytest
 
 from course.clinic import Clinic, Pain
-from fsdp_lab.core.hang import FORWARD_ALONE
+from fsdp_lab.base.hang import FORWARD_ALONE
 from fsdp_lab.dashboard import Dashboard
 from fsdp_lab.dashboard.lab_like import LabLike
 from fsdp_lab.lab import Lab

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.dashboard.board import Board
 from fsdp_lab.dashboard.comparison_card import ComparisonCard
 from fsdp_lab.dashboard.feed import Feed, describe
 from fsdp_lab.dashboard.live import LiveView
 from fsdp_lab.runs import Switch
+from fsdp_lab.spec.spec import Spec
 from tests.dashboard.fake_lab import FakeLab
 
 

@@ -13,10 +13,9 @@ import pytest
 from bokeh.document import Document
 from bokeh.models import ColumnDataSource, HoverTool
 
-from fsdp_lab.core.events import Carrier, Memory, RoleBytes, StepEvent
-from fsdp_lab.core.formatting import size
-from fsdp_lab.core.generation import Completion
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.events import Carrier, Memory, RoleBytes, StepEvent
+from fsdp_lab.base.formatting import size
+from fsdp_lab.base.generation import Completion
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.panels import PANELS, StepAxis
 from fsdp_lab.dashboard.panels.base import Prediction
@@ -27,6 +26,7 @@ from fsdp_lab.dashboard.panels.drawing import ON_DEVICE
 from fsdp_lab.dashboard.panels.ledger import LedgerPanel
 from fsdp_lab.dashboard.panels.memory import MemoryPanel
 from fsdp_lab.runs.steps import Assembler, Step
+from fsdp_lab.spec.spec import Spec
 from tests.dashboard.fake_lab import event, on_host
 
 GIB, MIB = 1 << 30, 1 << 20

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.cluster import ClusterError, RankLost
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.faults import DRILLS
 from fsdp_lab.dashboard.asking_forms import EVERY, OFF, saves_table
 from fsdp_lab.dashboard.controls import Controls
 from fsdp_lab.dashboard.safety import SafetyBox, incidents_picture, moments
 from fsdp_lab.runs import RunState
 from fsdp_lab.runs.recovery import CHECKPOINT, REPLICA, Incident
 from fsdp_lab.runs.saving import SavedCheckpoint
+from fsdp_lab.spec.faults import DRILLS
 from tests.dashboard.fake_lab import FakeLab
 
 

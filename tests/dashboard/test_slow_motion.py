@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.cluster import RankError
-from fsdp_lab.core.errors import SpecError
 from fsdp_lab.dashboard.controls import Controls
 from fsdp_lab.dashboard.slow_motion import SlowMotionBox
 from fsdp_lab.runs import RunState

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.events import Span, Track, Traffic
+from fsdp_lab.base.events import Span, Track, Traffic
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.live import LiveView
-from fsdp_lab.dashboard.panels import StepAxis
-from fsdp_lab.dashboard.panels import timeline as module
+from fsdp_lab.dashboard.panels import StepAxis, timeline as module
 from fsdp_lab.dashboard.panels.timeline import TimelinePanel
 from fsdp_lab.dashboard.scene import Scene
 from fsdp_lab.runs.steps import TRACED_STEPS, Assembler, Step

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.events import UNKNOWN_TRAFFIC, StepEvent
-from fsdp_lab.core.loops import WatchedLoop
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.events import UNKNOWN_TRAFFIC, StepEvent
 from fsdp_lab.dashboard import Dashboard
 from fsdp_lab.dashboard.controls import WATCHING
 from fsdp_lab.dashboard.panels import PANELS, StepAxis
 from fsdp_lab.report import write_report
 from fsdp_lab.runs import Comparison, RunState, WatchedRun
 from fsdp_lab.runs.steps import Step
+from fsdp_lab.spec.loops import WatchedLoop
+from fsdp_lab.spec.spec import Spec
 from tests.dashboard.fake_lab import FakeLab, event
 
 LOOP = WatchedLoop(model="Net", backend="fsdp2", sharding="full_shard", shard_size=2, parameters=1000, units=2,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_lab.backends.base import Backend, original_name
-from fsdp_lab.core.spec import Spec
-from fsdp_lab.engine.tensors import map_tensors
+from fsdp_lab.base.tensors import map_tensors
 from fsdp_lab.models.wrapping import blocks
+from fsdp_lab.spec.spec import Spec
 from tests.backends.train import start, steps, whole
 from tests.pool import Place, Pool
 

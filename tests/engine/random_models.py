@@ -10,8 +10,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fsdp_lab.core.spec import SHARDINGS, Strategy
 from fsdp_lab.engine import fully_shard
+from fsdp_lab.spec.spec import SHARDINGS, Strategy
 from tests.engine.toys import options_of
 
 WIDTH = 8  # of what goes from module to module: [3, WIDTH], fp32

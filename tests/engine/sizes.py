@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fsdp_lab.core.schedule import Direction, Phase
 from fsdp_lab.engine import MemoryBreakdown
+from fsdp_lab.engine.schedule import Direction, Phase
 
 ALIGN_BYTES = 16
 

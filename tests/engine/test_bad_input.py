@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -23,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import Precision, Strategy
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.engine import (
     MixedPrecisionPolicy,
     PrefetchPolicy,
@@ -48,6 +46,7 @@ from fsdp_lab.engine import (
     unshard,
 )
 from fsdp_lab.engine.unit import UnitState
+from fsdp_lab.spec.spec import Precision, Strategy
 from tests.engine.toys import WIDTH, Block, Net, assert_equal, batch, by_block, gradients, make, mean_square, plain_step
 from tests.pool import Place, Pool
 

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed as dist
-from torch import nn
+from torch import distributed as dist, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_lab.core.spec import Strategy
 from fsdp_lab.engine import unshard
+from fsdp_lab.engine.api import flats_of
 from fsdp_lab.engine.buffers import ResizedBuffer
-from fsdp_lab.engine.fully_shard import flats_of
+from fsdp_lab.spec.spec import Strategy
 from fsdp_lab.wire import reserved
 from fsdp_lab.wire.arena import Arena, ArenaBlock
 from tests.engine.toys import batch, by_block, make, train_beside

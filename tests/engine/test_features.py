@@ -13,14 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch.distributed import fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
-from fsdp_lab.core.spec import OFFLOADS, SHARDINGS, Precision, Strategy
 from fsdp_lab.engine import (
     Scaler,
     build_mesh,
@@ -40,6 +38,7 @@ from fsdp_lab.engine import (
 from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.parameters import ShardedParameter
 from fsdp_lab.engine.unit import UnitState
+from fsdp_lab.spec.spec import OFFLOADS, SHARDINGS, Precision, Strategy
 from tests.engine.toys import (
     WIDTH,
     Block,

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import Strategy
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.engine import (
     ShardError,
     broadcast_full_state,
@@ -23,6 +22,7 @@ from fsdp_lab.engine import (
     shards_of,
 )
 from fsdp_lab.models import Initializer, Weights, build_skeleton, resolve
+from fsdp_lab.spec.spec import Strategy
 from tests.covering import tiered
 from tests.engine.toys import Net, assert_equal, batch, by_block, by_policy, make, mean_square, options_of
 from tests.models.small import SMALL, filled

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
-from fsdp_lab.core.layout import ALIGN_BYTES, Layout
+from fsdp_lab.engine.layout import ALIGN_BYTES, Layout
 
 SIZES = st.sampled_from([0, 1, 2, 3, 7, 13, 16, 31, 64, 97])
 SHAPES = st.lists(st.lists(SIZES, max_size=3).map(tuple), min_size=1, max_size=8)

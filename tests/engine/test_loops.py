@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch.distributed import fsdp
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_lab.base.tensors import move
 from fsdp_lab.engine import (
     MixedPrecisionPolicy,
     ShardError,
@@ -34,7 +34,6 @@ from fsdp_lab.engine import (
     units_of,
     unshard,
 )
-from fsdp_lab.engine.tensors import move
 from tests.covering import pairwise
 from tests.engine.toys import WIDTH, Block, Net, batch, make, mean_square
 from tests.pool import Place, Pool

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed as dist
-from torch import nn
+from torch import distributed as dist, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import Precision, Spec, Strategy
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.engine import ShardError, full_state, fully_shard, memory_stats, no_sync, unshard
-from fsdp_lab.engine.fully_shard import flats_of
+from fsdp_lab.engine.api import flats_of
+from fsdp_lab.spec.spec import Precision, Spec, Strategy
 from fsdp_lab.wire import reserved
 from fsdp_lab.wire.meter import Collective
 from tests.engine.test_buffers import late

@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_lab.core.schedule import Direction, Phase
-from fsdp_lab.core.spec import Strategy
 from fsdp_lab.engine import (
     MemoryBreakdown,
     broadcast_full_state,
@@ -30,8 +27,10 @@ from fsdp_lab.engine import (
     shards_of,
     units_of,
 )
+from fsdp_lab.engine.schedule import Direction, Phase
 from fsdp_lab.engine.unit import UnitState
 from fsdp_lab.rank.slow_motion import PhaseStepper
+from fsdp_lab.spec.spec import Strategy
 from tests.covering import tiered
 from tests.engine.sizes import Buffer, Expected, Setting
 from tests.engine.toys import options_of

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fsdp_lab.core.spec import Strategy
 from fsdp_lab.engine import full_state, fully_shard, parameter_groups
+from fsdp_lab.spec.spec import Strategy
 from tests.covering import tiered
 from tests.engine.naive import Naive
 from tests.engine.toys import options_of

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 
-from fsdp_lab.core.spec import Spec
-from fsdp_lab.core.workload import Workload
 from fsdp_lab.models import Batches, resolve
+from fsdp_lab.spec.spec import Spec
+from fsdp_lab.spec.workload import Workload
 from tests.covering import tiered
 from tests.engine.naive import in_order
 from tests.engine.parity import MODELS, Outcome, Outcomes, Plan, assert_equal, assert_learned, plan, spec

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.spec import Precision
+from fsdp_lab.spec.spec import Precision
 from tests.covering import tiered
 from tests.engine.parity import MODELS, Outcomes, Plan, assert_equal, plan, spec
 

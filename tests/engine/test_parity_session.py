@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_lab.core.spec import Precision, Spec
 from fsdp_lab.rank import Session
+from fsdp_lab.spec.spec import Precision, Spec
 from tests.backends.train import whole
 from tests.covering import tiered
 from tests.engine.parity import digest, spec

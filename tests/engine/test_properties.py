@@ -15,13 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch import distributed as dist
+from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings, strategies as st
+from torch import Tensor, distributed as dist, nn
 
 from fsdp_lab.backends.base import DTYPES
-from fsdp_lab.core.spec import Strategy
 from fsdp_lab.engine import (
     full_optimizer_state,
     full_state,
@@ -38,6 +35,7 @@ from fsdp_lab.engine import (
     unshard,
 )
 from fsdp_lab.engine.unit import UnitState
+from fsdp_lab.spec.spec import Strategy
 from tests.covering import tiered
 from tests.engine.naive import Naive
 from tests.engine.random_models import Case, Part, build, cases, group_of, ignored_names, inputs, shard

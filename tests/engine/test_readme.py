@@ -54,7 +54,7 @@ def test_the_core_is_as_long_as_its_docstring_says() -> None:
     folder = REPO / "fsdp_lab" / "engine"
     text = (folder / "__init__.py").read_text(encoding="utf-8")
     listed = re.findall(r"^    ([\w/.]+\.py) ", text, re.M)
-    assert listed[0] == "fully_shard.py" and listed[-1] == "../core/schedule.py"
+    assert listed[0] == "api.py" and listed[-1] == "schedule.py"
     lines = sum(len((folder / name).read_text(encoding="utf-8").splitlines()) for name in listed)
     (told,) = re.findall(r"The core is ([\d,]+) lines", text)
     assert lines == int(told.replace(",", "")) <= 2930
@@ -72,7 +72,8 @@ class Refuse(importlib.abc.MetaPathFinder):
 
 BLOCKED = {"transformers", "psutil", "ipyparallel", "bokeh", "ipywidgets", "IPython", "traitlets", "zmq", "rich"}
 sys.meta_path.insert(0, Refuse())
-import fsdp_lab.engine, fsdp_lab.core.schedule
+import fsdp_lab.engine
+fsdp_lab.engine.fully_shard
 print(*sorted(name for name in sys.modules if name.startswith("fsdp_lab.")))
 """
 
@@ -81,4 +82,4 @@ def test_the_engine_imports_with_torch_alone() -> None:
     done = subprocess.run([sys.executable, "-c", TORCH_ONLY], capture_output=True, text=True, timeout=200, cwd=REPO)
     assert done.returncode == 0, done.stderr[-2000:]
     outside = {n for n in done.stdout.split() if not n.startswith("fsdp_lab.engine")}
-    assert outside == {"fsdp_lab.core", *(f"fsdp_lab.core.{name}" for name in ("layout", "lazy_names", "schedule"))}
+    assert outside == {"fsdp_lab.base", *(f"fsdp_lab.base.{name}" for name in ("lazy_names", "streams", "tensors"))}

@@ -6,11 +6,10 @@ import dataclasses
 import time
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
-from fsdp_lab.core.schedule import Action, Direction, Phase, Point, PointSide, Rules, Schedule, UnitCall
-from fsdp_lab.core.spec import Strategy
+from fsdp_lab.engine.schedule import Action, Direction, Phase, Point, PointSide, Rules, Schedule, UnitCall
+from fsdp_lab.spec.spec import Strategy
 from tests.engine.trees import call_trees, deepest, enclosing, peak, replay, rules
 
 BLOCKS = [

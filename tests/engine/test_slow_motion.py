@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_lab.core.events import ROOT, ParameterHolding
-from fsdp_lab.core.schedule import Phase, PointSide, Schedule, UnitCall
-from fsdp_lab.core.spec import Strategy
+from fsdp_lab.base.events import ROOT, ParameterHolding
 from fsdp_lab.engine import (
     FlatBuffer,
     ParamShard,
@@ -24,7 +22,9 @@ from fsdp_lab.engine import (
     units_of,
 )
 from fsdp_lab.engine.parameters import sharded_form
+from fsdp_lab.engine.schedule import Phase, PointSide, Schedule, UnitCall
 from fsdp_lab.rank.slow_motion import PhaseStepper, Stop, holdings
+from fsdp_lab.spec.spec import Strategy
 from tests.engine.toys import batch, by_block, make, mean_square
 from tests.pool import Place, Pool
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_lab.core.schedule import Direction, Phase, PointSide, Schedule, UnitCall
-from fsdp_lab.core.spec import Strategy
 from fsdp_lab.engine import runtime_of, sharded_parameters
+from fsdp_lab.engine.schedule import Direction, Phase, PointSide, Schedule, UnitCall
+from fsdp_lab.spec.spec import Strategy
 from tests.engine.toys import batch, by_block, make, mean_square
 from tests.pool import Place, Pool
 from tests.rank.test_session import session, spec

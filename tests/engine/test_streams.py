@@ -13,10 +13,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from fsdp_lab.core.spec import Strategy
+from fsdp_lab.base.streams import CommStreams, CudaStreams
 from fsdp_lab.engine import full_state, no_sync, sharded_parameters, unshard
 from fsdp_lab.engine.collectives import CommHandle
-from fsdp_lab.engine.streams import CommStreams, CudaStreams
+from fsdp_lab.spec.spec import Strategy
 from tests.covering import tiered
 from tests.engine.simulated import Mode, SimulatedDevice, Wait
 from tests.engine.toys import Net, batch, by_block, make

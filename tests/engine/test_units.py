@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_lab.core.schedule import Direction, Phase
-from fsdp_lab.core.spec import Strategy
 from fsdp_lab.engine import (
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -31,7 +28,9 @@ from fsdp_lab.engine import (
     units_of,
 )
 from fsdp_lab.engine.mesh import choose_device
+from fsdp_lab.engine.schedule import Direction, Phase
 from fsdp_lab.engine.unit import UnitState
+from fsdp_lab.spec.spec import Strategy
 from tests.engine.toys import batch, by_block, gradients, make, mean_square
 from tests.pool import Place, Pool
 

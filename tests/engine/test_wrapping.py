@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.engine import full_state, fully_shard, runtime_of, sharded_parameters, units_of
 from fsdp_lab.models import Batches, build_skeleton, resolve
 from fsdp_lab.models.wrapping import blocks, units
+from fsdp_lab.spec.spec import Spec
 from tests.engine.toys import Net, assert_equal, by_policy, make, plain_step
 from tests.models.small import SMALL, filled
 from tests.pool import Place, Pool

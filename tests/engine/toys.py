@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 
 from fsdp_lab.backends.flat import engine_options
-from fsdp_lab.core.spec import Strategy
 from fsdp_lab.engine import build_mesh, full_state, fully_shard
 from fsdp_lab.models.wrapping import units
+from fsdp_lab.spec.spec import Strategy
 from tests.pool import Place
 
 WIDTH = 6  # no multiple of it is a power of two, so shards are padded and cut through parameters

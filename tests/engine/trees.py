@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from fsdp_lab.core.schedule import Action, OffloadPolicy, Phase, Rules, Schedule, UnitCall
+from fsdp_lab.engine.schedule import Action, OffloadPolicy, Phase, Rules, Schedule, UnitCall
 
 
 @st.composite

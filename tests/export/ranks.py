@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.export import export_script
 from fsdp_lab.rank import Session
+from fsdp_lab.spec.spec import Spec
 from tests.pool import Place, Pool
 from tests.ports import free_ports
 

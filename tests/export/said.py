@@ -18,8 +18,8 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 from transformers import AutoModelForCausalLM
 
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.models import Batches, resolve
+from fsdp_lab.spec.spec import Spec
 
 
 def trained(accelerator: Accelerator, spec: Spec, steps: int) -> list[float]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.export import export_accelerate
+from fsdp_lab.spec.spec import Spec
 from tests.export.ranks import in_the_lab, spec
 from tests.export.test_script import LLAMA
 from tests.models import words

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import Precision, Spec, Strategy
-from fsdp_lab.core.workload import Workload
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.export import files, text_of
 from fsdp_lab.export.script import script
 from fsdp_lab.models import build, check, lora
+from fsdp_lab.spec.spec import Precision, Spec, Strategy
+from fsdp_lab.spec.workload import Workload
 from tests.export.ranks import SMALL, spec
 from tests.models import words
 from tests.models.small import filled

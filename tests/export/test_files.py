@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.cli.main import main
-from fsdp_lab.core.errors import ArgumentError, SpecError
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.export import export_accelerate, export_script, export_spec
+from fsdp_lab.spec.spec import Spec
 from tests.export.ranks import spec
 
 

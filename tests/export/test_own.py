@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.errors import ArgumentError, SpecError
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.export import export_model, text_of
+from fsdp_lab.spec.spec import Spec
 from tests.export.ranks import exported
 from tests.own import TEXT, cell, own, spec
 from tests.pool import Pool

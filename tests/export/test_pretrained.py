@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
 
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.cli.main import main
-from fsdp_lab.core.checkpoint_format import find
-from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.export import export_model
 from fsdp_lab.rank import Session
+from fsdp_lab.spec.checkpoint_format import find
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, SMALL, session, spec
 

@@ -16,10 +16,10 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import Precision
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.export import export_script, text_of
 from fsdp_lab.models import Batches, resolve
+from fsdp_lab.spec.spec import Precision
 from tests.export.ranks import exported, in_the_lab, losses_of, spec, torchrun
 from tests.models import words
 from tests.models.small import filled

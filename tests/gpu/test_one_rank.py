@@ -16,13 +16,13 @@ from torch.autograd.profiler import profile, record_function
 from torch.profiler import DeviceType
 from transformers import masking_utils
 
-from fsdp_lab.core.events import StepEvent
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.events import StepEvent
 from fsdp_lab.planner.calibration import Calibration, references, shapes_of
 from fsdp_lab.planner.questions import planned_here
 from fsdp_lab.rank import trainer as trainer_module
 from fsdp_lab.rank.ledger import KernelTimes
 from fsdp_lab.rank.trainer import _pinned
+from fsdp_lab.spec.spec import Spec
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, session
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
-from fsdp_lab.core.checkpoint_format import begin, finish
-from fsdp_lab.core.events import StepEvent
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.events import StepEvent
 from fsdp_lab.rank.ledger import KernelTimes
+from fsdp_lab.spec.checkpoint_format import begin, finish
+from fsdp_lab.spec.spec import Spec
 from tests.gpu.test_one_rank import EACH, alone_s, as_spec, kernels_in, waits_only_to_read
 from tests.pool import Place, Pool, RankError
 from tests.rank.test_checkpoint import _resumed, _undisturbed

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.cluster import ClusterError, RankLost, StartError
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SlurmHosts
-from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.lab import Lab
 from tests.cluster.conftest import FAKE
 from tests.hosts.machines import Site, Slurm, eventually, kept_folders, within_start_limit

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.process import marked
 from fsdp_lab.cli.main import main
 from fsdp_lab.cluster import RankLost, StartError
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.detached import detached_clusters
 from fsdp_lab.cluster.hosts import SshHosts
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.process import marked
 from fsdp_lab.lab import Lab
 from tests.cluster.conftest import FAKE
 from tests.hosts.machines import Site, SshServers, eventually, kept_folders, program, within_start_limit
@@ -42,7 +42,7 @@ KEPT = """
 import sys, time
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.hosts import SshHosts
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.spec.spec import Spec
 config, module, tunnel, hours = sys.argv[1:]
 hosts = SshHosts(names=("alpha", "beta"), ranks_per_host=1, ssh_args=("-F", config), tunnel=True if tunnel else None)
 cluster = Cluster(hosts=hosts, rank_module=module, persist=float(hours)).start()

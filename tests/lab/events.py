@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_lab.core.events import Memory, StepEvent, Traffic
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.events import Memory, StepEvent, Traffic
+from fsdp_lab.spec.spec import Spec
 
 SPEC = Spec()
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_lab.core.events import StepEvent
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.events import StepEvent
 from fsdp_lab.runs import EventStore, RunState, Switch
+from fsdp_lab.spec.spec import Spec
 
 
 @dataclass(kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from fsdp_lab.core.events import Memory, RoleBytes, StepEvent, Traffic
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.events import Memory, RoleBytes, StepEvent, Traffic
+from fsdp_lab.spec.spec import Spec
 from tests.lab.events import SPEC, event
 from tests.lab.kept import RecordedRun, told
 

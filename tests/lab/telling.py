@@ -8,9 +8,9 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.runs import EventStore, RunState, Switch
 from fsdp_lab.runs.view import RunQueries, fingerprint
+from fsdp_lab.spec.spec import Spec
 from tests.dashboard.fake_lab import event
 
 

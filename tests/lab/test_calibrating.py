@@ -6,12 +6,12 @@ import statistics
 
 import pytest
 
+from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.cluster import ClusterError
-from fsdp_lab.core.errors import ArgumentError, SpecError
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.lab import Lab
 from fsdp_lab.planner.plan import plan
 from fsdp_lab.planner.shapes import shape_for
+from fsdp_lab.spec.spec import Spec
 from tests.lab.test_lab import until
 
 SMALL = {"model": "gpt2-1m", "micro_batch": 2, "seq_len": 64}

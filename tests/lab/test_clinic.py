@@ -15,11 +15,11 @@ import pytest
 from course import exercises, memory_limit
 from course.pains import PAINS
 from fsdp_lab.cluster import ClusterError
-from fsdp_lab.core.spec import Spec
-from fsdp_lab.history import History
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState, WatchedRun
 from fsdp_lab.runs.diagnosis import Cause
+from fsdp_lab.runs.history import History
+from fsdp_lab.spec.spec import Spec
 from tests.lab.test_exercises import check
 from tests.lab.test_lab import until
 from tests.lab.test_watch import BUILD, LOOP, cell, watched

@@ -8,8 +8,8 @@ import math
 
 import pytest
 
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.events import Role
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.events import Role
 from fsdp_lab.runs import Comparison, Refusal, RunState
 from fsdp_lab.runs.summary import Pairing, ratio, summarize
 from tests.lab.events import SPEC, steps

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs.engine_check import EngineCheck
 from tests.own import cell

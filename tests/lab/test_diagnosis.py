@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.events import Memory, RoleBytes, Span, StepEvent, Track, Traffic
-from fsdp_lab.core.hang import FORWARD_ALONE, UNEQUAL_BATCHES, LoopPlace, LoopRank, cause_in_loop
-from fsdp_lab.core.loops import Trained, WatchedLoop
-from fsdp_lab.core.spec import Spec
-from fsdp_lab.core.wrapper_names import WRAPPED_NAMES, unwrapped
+from fsdp_lab.base.events import Memory, RoleBytes, Span, StepEvent, Track, Traffic
+from fsdp_lab.base.hang import FORWARD_ALONE, UNEQUAL_BATCHES, LoopPlace, LoopRank, cause_in_loop
 from fsdp_lab.dashboard.diagnosis_box import DiagnosisBox
 from fsdp_lab.dashboard.forms import HIDDEN
+from fsdp_lab.models.wrapper_names import WRAPPED_NAMES, unwrapped
 from fsdp_lab.runs.diagnosis import Cause, Diagnosis, diagnose
 from fsdp_lab.runs.steps import EventStore
+from fsdp_lab.spec.loops import Trained, WatchedLoop
+from fsdp_lab.spec.spec import Spec
 from tests.lab.events import event
 
 MIB = 1 << 20

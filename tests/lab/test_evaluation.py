@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError
-from fsdp_lab.core.spec import Spec
-from fsdp_lab.core.workload import Workload
+from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import EvalConfig, Evaluation, Run, RunState, summarize
 from fsdp_lab.runs.evaluation import EarlyStopping, in_words
 from fsdp_lab.runs.steps import assemble
+from fsdp_lab.spec.spec import Spec
+from fsdp_lab.spec.workload import Workload
 from tests.cluster.fake_rank import EVAL_LOSSES
 from tests.lab.events import SPEC, steps
 from tests.lab.past import past

@@ -16,14 +16,14 @@ import pytest
 
 from course import exercises
 from course.exercises import Marked
-from fsdp_lab.core.events import Traffic
-from fsdp_lab.core.loops import WatchedLoop
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.events import Traffic
 from fsdp_lab.lab import Lab
 from fsdp_lab.planner.questions import Target
 from fsdp_lab.runs.recovery import BEGINNING
 from fsdp_lab.runs.steps import EventStore
 from fsdp_lab.runs.watched import WatchedRun
+from fsdp_lab.spec.loops import WatchedLoop
+from fsdp_lab.spec.spec import Spec
 from tests.lab import events
 from tests.lab.test_lab import until
 

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from fsdp_lab import RankHung, RankLost
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.cluster import RankError
-from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run
 from tests.lab.conftest import HANG_S

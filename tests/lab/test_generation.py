@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.cluster import ClusterError
-from fsdp_lab.core.errors import ArgumentError
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import EvalConfig, RunState
 from tests.lab.test_lab import until

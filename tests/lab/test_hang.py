@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 from fsdp_lab import RankHung
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.process import marked
 from fsdp_lab.cluster import RankError
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.process import marked
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
 from tests.lab.conftest import HANG_S

@@ -17,17 +17,15 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.core.describe import describe_strategy
-from fsdp_lab.core.errors import ArgumentError, SpecError
-from fsdp_lab.core.process import Identity
-from fsdp_lab.core.spec import Spec
-from fsdp_lab.history import History, HistoryError, StoredRun
-from fsdp_lab.history import database as database_module
-from fsdp_lab.history import writer as writer_module
-from fsdp_lab.history.database import HistoryDB
-from fsdp_lab.history.stored_run import kernel_alive
-from fsdp_lab.history.writer import CURVES_KEPT, SPANS_KEPT
+from fsdp_lab.base.errors import ArgumentError, SpecError
+from fsdp_lab.base.process import Identity
 from fsdp_lab.runs import RunState
+from fsdp_lab.runs.history import History, HistoryError, StoredRun, database as database_module, writer as writer_module
+from fsdp_lab.runs.history.database import HistoryDB
+from fsdp_lab.runs.history.stored_run import kernel_alive
+from fsdp_lab.runs.history.writer import CURVES_KEPT, SPANS_KEPT
+from fsdp_lab.spec.describe import describe_strategy
+from fsdp_lab.spec.spec import Spec
 from tests.dashboard.fake_lab import event
 from tests.lab.telling import Telling, ended, plain
 from tests.lab.test_lab import until
@@ -107,7 +105,7 @@ def test_the_newest_traced_and_ledger_steps_keep_their_spans_and_curves(history:
 
 
 def test_spans_and_curves_on_disk_are_bounded(history: History, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fsdp_lab.history.writer.SPANS_S", 0.0)
+    monkeypatch.setattr("fsdp_lab.runs.history.writer.SPANS_S", 0.0)
     run = Telling()
     history.record(run)
     for _ in range(60):
@@ -443,8 +441,8 @@ def test_a_file_of_another_version_and_a_strangers_are_refused_and_left_alone(hi
 
 WRITER = """
     import sys, time
-    from fsdp_lab.history import History
-    from fsdp_lab.core.spec import Spec
+    from fsdp_lab.runs.history import History
+    from fsdp_lab.spec.spec import Spec
     from tests.lab.telling import Telling
     history = History(sys.argv[1])
     for _ in range(4):

@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.events import StepEvent
-from fsdp_lab.history import History
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.events import StepEvent
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState
+from fsdp_lab.runs.history import History
 from fsdp_lab.runs.view import describe_environment, fingerprint
 from tests.lab.telling import plain
 from tests.lab.test_lab import going, until

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.cluster import ClusterError, RankLost
-from fsdp_lab.core.errors import ArgumentError, SpecError
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
+from fsdp_lab.spec.spec import Spec
 from tests.cluster.conftest import FAKE
 
 
@@ -282,7 +282,7 @@ print([p.stage for p in said][-1], lab.cluster.token, flush=True)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     stage, token = done.stdout.split()
-    from fsdp_lab.core.process import marked
+    from fsdp_lab.base.process import marked
 
     assert stage == "ready" and marked(token) == []
 

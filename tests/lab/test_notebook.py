@@ -109,7 +109,7 @@ def test_a_comparison_that_is_awaited_shows_how_far_it_is(tmp_path: Path):
         *on_the_way, end = bars(compare)
         assert on_the_way and all('<progress max="120" value=' in html for html in on_the_way)
         assert "✓" in end and "120 of 120 steps" in end and "left" not in end
-        begun, failed = bars("from fsdp_lab.notebook import progress_bar\nwith progress_bar('measuring'): 1 / 0")
+        begun, failed = bars("from fsdp_lab.runs.notebook import progress_bar\nwith progress_bar('measuring'): 1 / 0")
         assert "<progress>" in begun and "measuring: not ended" in failed
         bars(f"{make}False)")
         assert bars(compare) == [] == bars("lab.close()")

@@ -11,16 +11,16 @@ from collections.abc import Iterator, Mapping
 import psutil
 import pytest
 
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.process import marked
 from fsdp_lab.cli import drill
 from fsdp_lab.cli.drill import DrillBench, DrillPlan, losses
 from fsdp_lab.cluster import calls
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.faults import Fault, FaultKind
-from fsdp_lab.core.process import marked
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
 from fsdp_lab.runs.recovery import CHECKPOINT, LIVE, REPLICA
+from fsdp_lab.spec.faults import Fault, FaultKind
+from fsdp_lab.spec.spec import Spec
 from tests.lab.conftest import HANG_S
 from tests.lab.test_lab import until
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.cluster import code_delivery
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
 from fsdp_lab.runs.evaluation import EvalConfig
 from fsdp_lab.runs.parity import Verdict, parity
+from fsdp_lab.spec.spec import Spec
 from tests.lab.test_lab import until
 from tests.own import TEXT, cell, own
 from tests.rank.test_session import DDP

@@ -6,12 +6,11 @@ import dataclasses
 import struct
 from typing import Any
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from fsdp_lab.core.events import Carrier, Memory, MemorySample, RoleBytes, Span, StepEvent, Track, Traffic
-from fsdp_lab.core.generation import Completion
-from fsdp_lab.history.database import pack, unpack
+from fsdp_lab.base.events import Carrier, Memory, MemorySample, RoleBytes, Span, StepEvent, Track, Traffic
+from fsdp_lab.base.generation import Completion
+from fsdp_lab.runs.history.database import pack, unpack
 from tests.lab.events import event
 
 FLOATS = st.floats() | st.sampled_from([0.0, -0.0, float("nan"), float("inf"), 5e-324, 0.1])

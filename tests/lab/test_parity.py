@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.events import StepEvent
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.events import StepEvent
 from fsdp_lab.runs.parity import Parity, Verdict, parity
+from fsdp_lab.spec.spec import Spec
 from tests.lab.events import event
 from tests.lab.kept import RecordedRun, told
 from tests.pool import Place, Pool

@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fsdp_lab.base.process import marked
 from fsdp_lab.cluster import ClusterError
-from fsdp_lab.core.checkpoint_format import find
-from fsdp_lab.core.process import marked
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
+from fsdp_lab.spec.checkpoint_format import find
 from tests.lab.test_lab import until
 
 KERNEL = """
@@ -38,7 +38,7 @@ if __name__ == "__main__":
 
 SAVING = """
 import sys, time
-from fsdp_lab.core.checkpoint_format import checkpoints
+from fsdp_lab.spec.checkpoint_format import checkpoints
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs.saving import CheckpointConfig
 

@@ -13,8 +13,8 @@ import time
 import pytest
 
 from course.pains import little_memory
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.cluster import ClusterError, RankError, RankLost
-from fsdp_lab.core.errors import SpecError
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
 from fsdp_lab.runs.parity import Verdict, parity

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.runs import Comparison, Refusal, recommend
 from tests.lab.events import SPEC
 from tests.lab.kept import RecordedRun

@@ -11,19 +11,19 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.cluster import ClusterError, RankLost, StartError
 from fsdp_lab.cluster.local_engines import LocalEngines
-from fsdp_lab.core.checkpoint_format import checkpoints, incomplete_checkpoints
-from fsdp_lab.core.errors import ArgumentError, SpecError
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.dashboard.board import Pinned
-from fsdp_lab.history import StoredRun
 from fsdp_lab.lab import Lab
 from fsdp_lab.report.charts import Course
 from fsdp_lab.runs import Comparison, Run, RunState
+from fsdp_lab.runs.history import StoredRun
 from fsdp_lab.runs.parity import Verdict, parity
 from fsdp_lab.runs.recovery import BEGINNING, CHECKPOINT, REPLICA, RecoveryPolicy, refitted
 from fsdp_lab.runs.saving import CheckpointConfig
+from fsdp_lab.spec.checkpoint_format import checkpoints, incomplete_checkpoints
+from fsdp_lab.spec.spec import Spec
 from tests.lab.test_lab import until
 
 SMALL = {"model": "gpt2-1m", "micro_batch": 2, "seq_len": 64}

@@ -10,11 +10,11 @@ import time
 
 import pytest
 
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.cluster import ClusterError, RankError, RankLost
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState, StepMoment
+from fsdp_lab.spec.spec import Spec
 from tests.cluster.conftest import FAKE
 from tests.frames import Step
 from tests.lab.test_lab import going, until

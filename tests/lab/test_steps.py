@@ -11,22 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.events import StepEvent
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.events import StepEvent
 from fsdp_lab.dashboard.board import Board, Pinned
 from fsdp_lab.dashboard.comparison_card import ComparisonCard
 from fsdp_lab.dashboard.feed import Feed
 from fsdp_lab.dashboard.live import LiveView
-from fsdp_lab.history import History
 from fsdp_lab.report.charts import Course, curves, timeline
 from fsdp_lab.runs import Comparison, EventStore, Switch
+from fsdp_lab.runs.history import History
 from fsdp_lab.runs.parity import Verdict, parity
 from fsdp_lab.runs.steps import Assembler, assemble, assemble_all
 from fsdp_lab.runs.view import switches_in_force
+from fsdp_lab.spec.spec import Spec
 from tests.dashboard.fake_lab import FakeLab, event
 from tests.lab.telling import Telling
 

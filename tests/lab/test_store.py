@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from fsdp_lab.core.events import MemorySample, RoleBytes
+from fsdp_lab.base.events import MemorySample, RoleBytes
 from fsdp_lab.runs.steps import CURVE_STEPS, EventStore
 from tests.lab.events import event, steps
 

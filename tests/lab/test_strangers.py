@@ -18,7 +18,7 @@ import psutil
 import pytest
 import zmq
 
-from fsdp_lab.core.process import marked
+from fsdp_lab.base.process import marked
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
 from tests.lab.test_lab import until

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from fsdp_lab.core.events import StepEvent
-from fsdp_lab.core.formatting import Table, duration, size
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.events import StepEvent
+from fsdp_lab.base.formatting import Table, duration, size
 from fsdp_lab.runs.steps import assemble
 from fsdp_lab.runs.summary import figures, quantile, step_table, summarize
+from fsdp_lab.spec.spec import Spec
 from tests.lab.events import SPEC, event, steps
 
 KEYS = ["spec", "losses", "step_time_s", "tokens_per_s", "tflops_per_rank", "mfu", "mfu_per_rank", "hfu_per_rank",

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from fsdp_lab.core.errors import FieldError
+from fsdp_lab.base.errors import FieldError
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState, Sweep
 from tests.lab.test_lab import until

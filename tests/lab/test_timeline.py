@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.events import Span, StepEvent, Track, Traffic
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.events import Span, StepEvent, Track, Traffic
 from fsdp_lab.runs.run import Run
 from fsdp_lab.runs.steps import EventStore
 from fsdp_lab.runs.timeline import Timeline, stacked
+from fsdp_lab.spec.spec import Spec
 from tests.lab.events import event
 from tests.traces import Traced, traced
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.history import History
-from fsdp_lab.history.stored_run import StoredRun
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState, WatchedRun
+from fsdp_lab.runs.history import History
+from fsdp_lab.runs.history.stored_run import StoredRun
 from tests.lab.test_lab import going, until
 
 BUILD = """

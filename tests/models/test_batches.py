@@ -9,19 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from PIL import Image
 from transformers import ByT5Tokenizer
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.workload import Workload
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models import Batches, resolve
 from fsdp_lab.models.batches import Order, open_source
 from fsdp_lab.models.check import check
 from fsdp_lab.models.data import STDLIB_CAP_BYTES, FolderImages, encode, open_text
 from fsdp_lab.models.presets import facts_of
 from fsdp_lab.models.sources import IGNORED, Batch, Indices, Source
+from fsdp_lab.spec.workload import Workload
 
 GPT2 = resolve("gpt2-1m")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_lab.core.errors import SpecError
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models import build_skeleton, resolve
 from fsdp_lab.models.build import parameters_on_meta
 from fsdp_lab.models.wrapping import block_class_names, blocks

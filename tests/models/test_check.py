@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.workload import Workload
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models import Batches, resolve
 from fsdp_lab.models.check import check
+from fsdp_lab.spec.workload import Workload
 
 TINY = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 300, "n_positions": 64}
 GROUPED = {"model_type": "mistral", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}

@@ -13,14 +13,14 @@ import huggingface_hub
 import pytest
 import torch
 
-from fsdp_lab.core.workload import Workload
 from fsdp_lab.models import Batches, cache, resolve, weights_folder
 from fsdp_lab.models.check import check
+from fsdp_lab.spec.workload import Workload
 from tests.models.small import filled
 from tests.models.words import uneven, word_tokenizer
 
 OFFLINE = """
-from fsdp_lab.core.workload import Workload
+from fsdp_lab.spec.workload import Workload
 from fsdp_lab.models.check import check
 for fields in ({"model": "org/name"}, {"data": "org/name"}, {"tokenizer": "org/name"}):
     try:

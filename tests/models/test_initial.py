@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from fsdp_lab.models import Initializer, build, build_skeleton, resolve
 from tests.models.small import SMALL, filled

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.workload import Workload
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models import PRESETS, build_skeleton, resolve
 from fsdp_lab.models.presets import closest, facts_of
+from fsdp_lab.spec.workload import Workload
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -47,7 +47,7 @@ def test_a_typing_error_is_told_the_nearest_names(typo: str, meant: str) -> None
 def test_presets_and_check_need_neither_torch_nor_transformers() -> None:
     code = (
         "import sys; from fsdp_lab.models.check import check;"
-        "from fsdp_lab.core.workload import Workload;"
+        "from fsdp_lab.spec.workload import Workload;"
         "check(Workload()); check(Workload(model='vit-1m', data='images'));"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )

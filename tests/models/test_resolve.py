@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, BertConfig, GPT2Config
 
-from fsdp_lab.core.errors import SpecError
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models import build_skeleton, resolve
 from fsdp_lab.models.presets import facts_of
 

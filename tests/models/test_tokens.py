@@ -22,14 +22,14 @@ import torch
 from filelock import FileLock
 from transformers import AutoTokenizer
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.workload import Workload
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models import Batches, cache, resolve, tokens
 from fsdp_lab.models.batches import token_rows
 from fsdp_lab.models.cache import Progresses
 from fsdp_lab.models.check import check, notes_on
 from fsdp_lab.models.sources import IGNORED, Batch
 from fsdp_lab.models.tokenizers import ByteTokenizer, FolderTokenizer
+from fsdp_lab.spec.workload import Workload
 from tests.models import words
 from tests.models.words import ASSISTANT, END, MASK, PAD, USER, chat, ids, json_lines, text, uneven, word_tokenizer
 from tests.pool import Place, Pool

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from fsdp_lab.core.workload import Workload
 from fsdp_lab.models import Batches, resolve
 from fsdp_lab.models.presets import facts_of
+from fsdp_lab.spec.workload import Workload
 from tests.covering import tiered
 from tests.models.small import filled
 

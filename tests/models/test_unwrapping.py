@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.models.unwrapping import unwrap_names
 
 

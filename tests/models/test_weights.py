@@ -17,11 +17,11 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.workload import Workload
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models import Initializer, Pretrained, Weights, build_skeleton, resolve, weights_folder
 from fsdp_lab.models.check import check
 from fsdp_lab.models.pretrained import smallest_patterns
+from fsdp_lab.spec.workload import Workload
 from tests.models.small import SMALL, filled
 
 UNTIED = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 300, "n_positions": 128,

@@ -6,10 +6,8 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.bands import LEVELS, PUBLISHED_ERRORS, Band, ErrorScale, Quantiles, RateKind, worse
 from fsdp_lab.planner.devices import PUBLISHED, machine
 from fsdp_lab.planner.plan import Plan, plan
@@ -17,6 +15,7 @@ from fsdp_lab.planner.questions import Target, planned, searched
 from fsdp_lab.planner.search import Search
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.planner.step import StepModel, step_seconds
+from fsdp_lab.spec.spec import Spec
 
 SEVEN = Spec(world_size=64).replace(model="llama-7b", precision="bf16", backend="fsdp2", seq_len=2048)
 QUANTILES = PUBLISHED_ERRORS.quantiles

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.errors import ArgumentError, SpecError
-from fsdp_lab.core.model_shape import ModelShape
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.planner.bands import RateKind
 from fsdp_lab.planner.calibration import TCP_SHARE, Calibration, one_rank, references, shapes_of
 from fsdp_lab.planner.devices import PUBLISHED, Curve, HostOverhead, Machine, Rates, machine
+from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.plan import Plan, plan
 from fsdp_lab.planner.questions import planned_here
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.planner.step import StepModel
+from fsdp_lab.spec.spec import Spec
 
 RANKS = 2
 DTYPES = ("fp32", "bf16")

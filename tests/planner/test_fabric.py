@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.core.errors import ArgumentError
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.planner.costs import MULTICAST, RankGroup, collective_seconds, late_s, link_bytes
 from fsdp_lab.planner.devices import PUBLISHED, Curve, Machine, Rates, machine
 

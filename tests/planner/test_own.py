@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.events import StepEvent
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.events import StepEvent
 from fsdp_lab.planner.questions import Target, planned, planned_memory, shape_of
+from fsdp_lab.spec.spec import Spec
 from tests.own import TEXT, cell, own, packed, spec
 from tests.pool import Place, Pool
 from tests.rank.test_own import rank_with

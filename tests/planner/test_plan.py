@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.errors import ArgumentError, SpecError
-from fsdp_lab.core.optimizer import TorchOptimizer
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.planner.costs import update_bytes
 from fsdp_lab.planner.devices import machine
 from fsdp_lab.planner.plan import limit, plan, scaling
 from fsdp_lab.planner.shapes import shape_for
+from fsdp_lab.spec.optimizer import TorchOptimizer
+from fsdp_lab.spec.spec import Spec
 
 SEVEN = shape_for("llama-7b")
 SPEC = Spec(world_size=64).replace(backend="fsdp2", precision="bf16", seq_len=4096, micro_batch=2, recompute="full")

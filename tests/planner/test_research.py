@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.planner.bands import MEMORY_ERRORS, PUBLISHED_ERRORS
 from fsdp_lab.planner.costs import GATE, RESIDUAL, RMS_NORM, ROTARY, memory_traffic, padding
 from fsdp_lab.planner.devices import DEVICES, PUBLISHED
 from fsdp_lab.planner.memory import GPU_SLACK, memory, needed_bytes, under_pressure
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.planner.step import StepModel
+from fsdp_lab.spec.spec import Spec
 from tests.planner.research import __main__, fitting, validate
 from tests.planner.research.fitting import (
     Responses,

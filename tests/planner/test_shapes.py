@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.model_shape import ALLOCATED, ARRIVED, FREED, MADE, ModelShape
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models import PRESETS, count_flops, resolve
 from fsdp_lab.models.presets import key_of
 from fsdp_lab.planner.calibration import references
+from fsdp_lab.planner.model_shape import ALLOCATED, ARRIVED, FREED, MADE, ModelShape
 from fsdp_lab.planner.shapes import packaged_jsons, recorded, shape_for
 from fsdp_lab.planner.shapes.recorded import shape_of
 from fsdp_lab.planner.shapes.tape import size_of

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from fsdp_lab.core.schedule import Action, Direction, Phase, Rules
+from fsdp_lab.engine.schedule import Action, Direction, Phase, Rules
 from fsdp_lab.planner.step import SimulatedTimeline, Simulation, computes, schedule_of
 
 BLOCKS = 8

@@ -9,10 +9,10 @@ import psutil
 import pytest
 import torch
 
-from fsdp_lab.core.children import ChildError
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.rank import calibration, prepare
 from fsdp_lab.rank.calibration import MEASURING_S, HardwareProbe, measure_crowd, measured_groups
+from fsdp_lab.rank.children import ChildError
+from fsdp_lab.spec.spec import Spec
 
 
 @pytest.mark.parametrize(

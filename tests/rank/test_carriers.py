@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.events import Carrier, StepEvent
+from fsdp_lab.base.events import Carrier, StepEvent
 from fsdp_lab.wire import exchange
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, follow, session, spec

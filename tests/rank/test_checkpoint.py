@@ -19,8 +19,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from fsdp_lab.backends.shard_files import read_shards, write_shard
 from fsdp_lab.backends.state import Chunk, snapshot
-from fsdp_lab.core.checkpoint_format import (
+from fsdp_lab.base.errors import ArgumentError, FieldError
+from fsdp_lab.rank import checkpointing
+from fsdp_lab.spec.checkpoint_format import (
     MANIFEST,
     PARTIAL,
     Checkpoint,
@@ -31,9 +34,6 @@ from fsdp_lab.core.checkpoint_format import (
     incomplete_checkpoints,
     prune,
 )
-from fsdp_lab.core.errors import ArgumentError, FieldError
-from fsdp_lab.rank import checkpointing
-from fsdp_lab.rank.checkpointing import read_shards, write_shard
 from tests.covering import tiered
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, session, spec

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_lab.core.events import StepEvent
+from fsdp_lab.base.events import StepEvent
 from fsdp_lab.rank.trainer import checksum
 from tests.covering import tiered
 from tests.pool import Place, Pool

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.models import resolve
 from fsdp_lab.models.dropout import drawing, seed_of_masks
+from fsdp_lab.spec.spec import Spec
 from tests.pool import Place, Pool
 from tests.rank.test_lr_schedule import BACKENDS, outcome, planned, trained
 from tests.rank.test_session import session, spec

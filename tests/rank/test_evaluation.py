@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from fsdp_lab.backends import Backend
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.events import Role
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.events import Role
 from fsdp_lab.models import Batches, build_skeleton, resolve
 from fsdp_lab.rank import Session
 from fsdp_lab.rank.trainer import Trainer
+from fsdp_lab.spec.spec import Spec
 from tests.backends.train import whole
 from tests.covering import tiered
 from tests.pool import Place, Pool

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.events import StepEvent
 from fsdp_lab.cluster.remote import memory_short
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.events import StepEvent
 from fsdp_lab.rank import Session
 from tests.covering import tiered
 from tests.pool import Place, Pool

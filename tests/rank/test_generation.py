@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.events import Role
-from fsdp_lab.core.generation import Sampling, checked_prompts
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.events import Role
+from fsdp_lab.base.generation import Sampling, checked_prompts
 from fsdp_lab.models import build_skeleton, resolve
 from fsdp_lab.rank import Session
+from fsdp_lab.spec.spec import Spec
 from tests.backends.train import whole
 from tests.covering import tiered
 from tests.pool import Place, Pool

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 
-from fsdp_lab.core.hang import Heartbeat, LongWork
+from fsdp_lab.base.hang import Heartbeat, LongWork
 from fsdp_lab.rank import Session, lifecycle
 from fsdp_lab.rank.heartbeat import PERIOD_S, STILL_S, LongWorkLog
 from tests.pool import Place, Pool

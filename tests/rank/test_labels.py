@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models import Batches, resolve
+from fsdp_lab.spec.spec import Spec
 from tests.backends.train import whole
 from tests.covering import tiered
 from tests.models.small import filled

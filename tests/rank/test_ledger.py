@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.profiler import profile
 
-from fsdp_lab.core.events import Memory, MemorySample, Role, RoleBytes, StepEvent
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.events import Memory, MemorySample, Role, RoleBytes, StepEvent
 from fsdp_lab.models import Initializer, build_skeleton, resolve
 from fsdp_lab.rank.faults import InjectedFault
 from fsdp_lab.rank.ledger import MOST_SAMPLES, Ledger, LedgerResult, MemoryBlock, _follow, _Mark, _unknown
 from fsdp_lab.rank.measure import StepMeter
+from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import WireContext
 from tests.pool import Place, Pool
 from tests.rank.test_session import BACKENDS, DDP, session

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.events import StepEvent
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.events import StepEvent
 from tests.pool import Place, Pool
 from tests.rank.test_session import BACKENDS, DDP, follow, session, spec
 

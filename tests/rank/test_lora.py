@@ -10,14 +10,14 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.export import export_model
 from fsdp_lab.models import build_skeleton, resolve
 from fsdp_lab.models.build import Initializer
 from fsdp_lab.models.check import check
 from fsdp_lab.models.lora import adapted, base_name
 from fsdp_lab.planner.questions import planned_memory
+from fsdp_lab.spec.spec import Spec
 from tests.export.test_pretrained import written
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, SMALL, session, spec

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.spec.spec import Spec
 from tests.pool import Place, Pool
 from tests.rank.test_session import BACKENDS, DDP, session, spec
 

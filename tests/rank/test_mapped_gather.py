@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_lab.core.errors import SpecError
+from fsdp_lab.base.errors import SpecError
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, follow, session, spec
 

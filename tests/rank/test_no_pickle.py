@@ -12,7 +12,7 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fsdp_lab.backends.state import gather_json
-from fsdp_lab.core.errors import ArgumentError, FieldError, SpecError
+from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, session, spec
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from fsdp_lab.backends.transfer import StateTransfer
-from fsdp_lab.core.checkpoint_format import begin, finish
-from fsdp_lab.core.errors import ArgumentError, SpecError
+from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.rank import Session
 from fsdp_lab.rank.trainer import checksum
+from fsdp_lab.spec.checkpoint_format import begin, finish
 from fsdp_lab.wire import RankAborted
 from tests.covering import tiered
 from tests.pool import Place, Pool, RankError

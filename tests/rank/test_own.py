@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.cluster.sent_code import unpacked
-from fsdp_lab.core.checkpoint_format import check_same, find
-from fsdp_lab.core.errors import ArgumentError, SpecError
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.spec.checkpoint_format import check_same, find
+from fsdp_lab.spec.spec import Spec
 from tests.covering import tiered
 from tests.own import TEXT, cell, own, packed, spec
 from tests.pool import Place, Pool

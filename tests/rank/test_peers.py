@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 from torch import distributed as dist
 
-from fsdp_lab.core.process import Identity, machine
+from fsdp_lab.base.process import Identity, machine
 from fsdp_lab.rank.abort import Peers
 
 

@@ -15,14 +15,14 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.events import StepEvent
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.events import StepEvent
 from fsdp_lab.models import Batches, Initializer, build_skeleton, resolve
 from fsdp_lab.planner.memory import loading_bytes
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.rank import lifecycle
 from fsdp_lab.rank.measure import HostPeak
+from fsdp_lab.spec.spec import Spec
 from tests.covering import tiered
 from tests.models.small import filled
 from tests.pool import Place, Pool

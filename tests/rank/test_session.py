@@ -14,12 +14,12 @@ from unittest import mock
 
 import pytest
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.events import StepEvent
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.events import StepEvent
 from fsdp_lab.models import build
 from fsdp_lab.models.flops import Peak
 from fsdp_lab.rank import Session, prepare
+from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import RankAborted
 from tests.covering import tiered
 from tests.pool import Place, Pool

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.events import PhaseSnapshot, StepEvent
+from fsdp_lab.base.events import PhaseSnapshot, StepEvent
 from fsdp_lab.rank import Session
 from tests.pool import Place, Pool, RankError
 from tests.rank.test_session import DDP, session, spec

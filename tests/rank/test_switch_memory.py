@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from fsdp_lab.backends.storage import storage_id
-from fsdp_lab.core.events import Role
-from fsdp_lab.core.spec import Spec
-from fsdp_lab.engine.fully_shard import flats_of
+from fsdp_lab.base.events import Role
+from fsdp_lab.engine.api import flats_of
 from fsdp_lab.models import build_skeleton, flops, resolve
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.rank import Session
 from fsdp_lab.rank.trainer import checksum
+from fsdp_lab.spec.spec import Spec
 from tests.engine.scenarios.meter import growths
 from tests.pool import Place, Pool
 from tests.rank.test_session import BACKENDS, session

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fsdp_lab.core.events import StepEvent
+from fsdp_lab.base.events import StepEvent
 from fsdp_lab.rank import trainer as trainer_module
 from fsdp_lab.rank.measure import DeviceClock
 from fsdp_lab.rank.trainer import Trainer

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.core.events import StepEvent
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.events import StepEvent
+from fsdp_lab.spec.spec import Spec
 
 SMALL = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 384, "n_positions": 32}
 

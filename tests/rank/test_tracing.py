@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 from torch.profiler import DeviceType
 
-from fsdp_lab.core.events import Span, StepEvent, Track, exposed_by_unit
+from fsdp_lab.base.events import Span, StepEvent, Track, exposed_by_unit
 from fsdp_lab.rank import tracing
 from fsdp_lab.rank.ledger import KernelTimes
 from fsdp_lab.rank.measure import StepMeter

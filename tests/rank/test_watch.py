@@ -17,14 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_lab import engine
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.events import Role, StepEvent, Track
-from fsdp_lab.core.loops import WatchedLoop
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.events import Role, StepEvent, Track
 from fsdp_lab.models import Initializer, build_skeleton, resolve
 from fsdp_lab.models.wrapping import blocks
 from fsdp_lab.rank.watch import loop as watch_module
 from fsdp_lab.rank.watch.loop import Watch, plain_host
+from fsdp_lab.spec.loops import WatchedLoop
+from fsdp_lab.spec.spec import Spec
 from tests.pool import Place, Pool
 from tests.rank.test_session import BACKENDS, session
 from tests.rank.test_synchronisation import STEP_S, LateDevice

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from fsdp_lab.core.events import StepEvent
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.events import StepEvent
 from fsdp_lab.runs import Refusal, Switch
+from fsdp_lab.spec.spec import Spec
 from tests.dashboard.fake_lab import event
 from tests.lab.kept import RecordedRun, told
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab import Comparison, write_report
-from fsdp_lab.history import History
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import recommend
+from fsdp_lab.runs.history import History
 from fsdp_lab.runs.parity import Verdict
 from fsdp_lab.runs.summary import Pairing
 

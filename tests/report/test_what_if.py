@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.errors import FieldError
-from fsdp_lab.core.spec import Spec, Strategy
+from fsdp_lab.base.errors import FieldError
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.planner.devices import DEVICES
 from fsdp_lab.planner.questions import Target
 from fsdp_lab.report import WhatIf
 from fsdp_lab.report.what_if import widget
 from fsdp_lab.report.what_if.question import CUSTOM, CUSTOM_ONLY, FIELDS, Answer, Question
+from fsdp_lab.spec.spec import Spec, Strategy
 
 GIB = 1 << 30
 SOON_S = 2.0  # what a machine that is busy with other tests may take; a quiet one takes a tenth of a second

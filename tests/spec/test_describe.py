@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_lab.core.describe import (
+from fsdp_lab.spec.describe import (
     describe_changes,
     describe_field,
     describe_fields,
@@ -12,7 +12,7 @@ from fsdp_lab.core.describe import (
     differing_fields,
     flat_fields,
 )
-from fsdp_lab.core.spec import Precision, Spec
+from fsdp_lab.spec.spec import Precision, Spec
 
 
 @pytest.mark.parametrize(

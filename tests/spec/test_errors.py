@@ -16,14 +16,14 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 import fsdp_lab
+from fsdp_lab.base.errors import ArgumentError, FieldError, SentenceError, SpecError
 from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.cluster.calls import Outcome, verdict
 from fsdp_lab.cluster.remote import described
-from fsdp_lab.core.children import ChildError
-from fsdp_lab.core.errors import ArgumentError, FieldError, SentenceError, SpecError
-from fsdp_lab.core.spec import Spec
-from fsdp_lab.history import HistoryError
+from fsdp_lab.rank.children import ChildError
 from fsdp_lab.runs.awaited import Awaited
+from fsdp_lab.runs.history import HistoryError
+from fsdp_lab.spec.spec import Spec
 from tests.test_house import REPO, modules
 
 FIELDS = {*Spec().to_dict(), "spec"} - {"workload", "strategy"}  # "spec": the text of one as a whole
@@ -104,7 +104,7 @@ def test_the_traceback_of_a_script_ends_near_its_own_line(tmp_path: Path, whole:
     environment = {**os.environ, "FSDP_LAB_TRACEBACK": "whole" if whole else ""}
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert "in mine\n    Spec().replace(sharding='fullshard')\n" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("fsdp_lab.core.errors.SpecError: strategy.sharding: ")
+    assert done.stderr.splitlines()[-1].startswith("fsdp_lab.base.errors.SpecError: strategy.sharding: ")
     assert ("dataclasses.py" in done.stderr) is whole and (done.stderr.count('  File "') == 3) is not whole
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fsdp_lab.core.events import Memory, MemorySample, Role, RoleBytes, StepEvent, Traffic
+from fsdp_lab.base.events import Memory, MemorySample, Role, RoleBytes, StepEvent, Traffic
 
 
 def event(**changes: object) -> StepEvent:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.faults import Fault, FaultKind, FaultPhase
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.spec.faults import Fault, FaultKind, FaultPhase
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fsdp_lab.core.events import ROOT, ParameterHolding, PhaseSnapshot
+from fsdp_lab.base.events import ROOT, ParameterHolding, PhaseSnapshot
 
 
 def holding(**changes: object) -> ParameterHolding:

@@ -8,12 +8,11 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec, Strategy
-from fsdp_lab.core.workload import Workload
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.spec.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec, Strategy
+from fsdp_lab.spec.workload import Workload
 from tests.pool import Place, Pool
 from tests.rank.test_session import SMALL, session
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.hang import Hang, Heartbeat, Issued, LongWork, diagnose, limit
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.hang import Hang, Heartbeat, Issued, LongWork, diagnose, limit
 
 
 def issued(ordinal: int, kind: str = "all_gather", unit: str = "h.3", group: str = "world", **more: Any) -> Issued:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.hardware import GPUS, gpu_of_device
-from fsdp_lab.core.link import OFFERED, LinkError, LinkSpec, format_latency, format_rate, split_list
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.hardware import GPUS, gpu_of_device
+from fsdp_lab.spec.link import OFFERED, LinkError, LinkSpec, format_latency, format_rate, split_list
+from fsdp_lab.spec.spec import Spec
 
 
 @pytest.mark.parametrize(

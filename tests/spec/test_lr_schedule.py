@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.core.lr_schedule import LrSchedule
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.spec.lr_schedule import LrSchedule
+from fsdp_lab.spec.spec import Spec
 
 
 def factors(steps: int, **given: Any) -> list[float]:

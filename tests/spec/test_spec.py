@@ -7,14 +7,13 @@ import pickle
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from fsdp_lab.core import spec as vocabulary
-from fsdp_lab.core.errors import SpecError
-from fsdp_lab.core.optimizer import OPTIMIZERS
-from fsdp_lab.core.spec import PRECISIONS, Precision, Spec, Strategy
-from fsdp_lab.core.workload import Workload
+from fsdp_lab.base.errors import SpecError
+from fsdp_lab.spec import spec as vocabulary
+from fsdp_lab.spec.optimizer import OPTIMIZERS
+from fsdp_lab.spec.spec import PRECISIONS, Precision, Spec, Strategy
+from fsdp_lab.spec.workload import Workload
 
 precisions = st.one_of(
     st.sampled_from(sorted(PRECISIONS)),

@@ -26,8 +26,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_lab.rank import rendezvous

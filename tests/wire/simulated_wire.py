@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fsdp_lab.engine import mesh
 from fsdp_lab.rank import rendezvous
 from fsdp_lab.rank.rendezvous import close_groups, open_groups
-from fsdp_lab.wire import Link, Nccl, Wire
-from fsdp_lab.wire import group as wire_group
+from fsdp_lab.wire import Link, Nccl, Wire, group as wire_group
 from fsdp_lab.wire.arena import Mapping, MemoryFile
 from fsdp_lab.wire.work import WireWork
 from tests.engine.simulated import SimulatedDevice, Work, tensors_in

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from fsdp_lab.core.events import StepEvent
+from fsdp_lab.base.events import StepEvent
 from fsdp_lab.wire import traffic
 from fsdp_lab.wire.meter import Collective, exposed
 from tests.pool import Place, Pool

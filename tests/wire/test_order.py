@@ -13,13 +13,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fsdp_lab.backends import ddp
-from fsdp_lab.wire import ReductionOrder, Wire
-from fsdp_lab.wire import group as wire_group
+from fsdp_lab.wire import ReductionOrder, Wire, group as wire_group
 from fsdp_lab.wire.work import WireWork
 from tests.covering import tiered
 from tests.engine.simulated import Mode, SimulatedDevice, Stream, Wait

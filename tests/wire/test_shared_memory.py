@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 
 from fsdp_lab.rank.rendezvous import close_groups, open_groups
-from fsdp_lab.wire import RankAborted, WireContext, exchange
-from fsdp_lab.wire import shared_memory as shared
+from fsdp_lab.wire import RankAborted, WireContext, exchange, shared_memory as shared
 from fsdp_lab.wire.arena import Arena, class_bytes
 from tests.pool import Place, Pool
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from bokeh.models.ui import UIElement
 
-from fsdp_lab.core.events import RoleBytes
+from fsdp_lab.base.events import RoleBytes
 from fsdp_lab.dashboard.columns import Columns
 from fsdp_lab.runs.steps import Step
 

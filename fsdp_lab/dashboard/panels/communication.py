@@ -12,9 +12,8 @@ import numpy as np
 from bokeh.layouts import row
 from bokeh.plotting import figure
 
-from fsdp_lab.core.events import Carrier, Traffic
-from fsdp_lab.core.formatting import duration, median_known, traffic
-from fsdp_lab.core.link import format_rate
+from fsdp_lab.base.events import Carrier, Traffic
+from fsdp_lab.base.formatting import duration, median_known, traffic
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns
 from fsdp_lab.dashboard.panels.axis import STEP_LIMIT, StepAxis, ZeroRange
@@ -34,6 +33,7 @@ from fsdp_lab.dashboard.panels.drawing import (
     twin,
 )
 from fsdp_lab.runs.steps import Step
+from fsdp_lab.spec.link import format_rate
 
 KINDS = tuple(theme.COMMUNICATION)
 TOKENS = tuple(f"communication.{kind}" for kind in KINDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from fsdp_lab.core.generation import Completion
+from fsdp_lab.base.generation import Completion
 from fsdp_lab.dashboard.panels.axis import StepAxis
 from fsdp_lab.dashboard.panels.base import Captions, Cell, Panel
 from fsdp_lab.runs.evaluation import in_words

@@ -14,8 +14,8 @@ import numpy as np
 from bokeh.models import ColumnDataSource, LinearAxis, PrintfTickFormatter, Range1d
 from bokeh.plotting import figure
 
-from fsdp_lab.core.events import StepEvent
-from fsdp_lab.core.formatting import count, duration, figures, known_or_dash, size
+from fsdp_lab.base.events import StepEvent
+from fsdp_lab.base.formatting import count, duration, figures, known_or_dash, size
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns, Numbers
 from fsdp_lab.dashboard.panels.axis import SMOOTH_STEPS, STEP_LIMIT, SpanRange, StepAxis, ZeroRange

@@ -17,9 +17,9 @@ from bokeh.models import (
 from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
-from fsdp_lab.core.events import Memory, Role, StepEvent
-from fsdp_lab.core.formatting import GIB, MIB
-from fsdp_lab.core.process import ranks_per_host
+from fsdp_lab.base.events import Memory, Role, StepEvent
+from fsdp_lab.base.formatting import GIB, MIB
+from fsdp_lab.base.process import ranks_per_host
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns
 from fsdp_lab.dashboard.panels.base import Key

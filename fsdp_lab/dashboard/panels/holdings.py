@@ -11,8 +11,8 @@ from bokeh.models import FixedTicker, Range1d
 from bokeh.models.ui import UIElement
 from bokeh.plotting import figure
 
-from fsdp_lab.core.events import ROOT, ParameterHolding, PhaseSnapshot
-from fsdp_lab.core.formatting import count, size
+from fsdp_lab.base.events import ROOT, ParameterHolding, PhaseSnapshot
+from fsdp_lab.base.formatting import count, size
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns
 from fsdp_lab.dashboard.panels.base import BaseCard, Captions, Key

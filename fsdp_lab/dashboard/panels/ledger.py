@@ -10,8 +10,8 @@ import numpy as np
 from bokeh.models import Range1d
 from bokeh.plotting import figure
 
-from fsdp_lab.core.events import MemorySample, Role, StepEvent
-from fsdp_lab.core.formatting import MIB, duration, size
+from fsdp_lab.base.events import MemorySample, Role, StepEvent
+from fsdp_lab.base.formatting import MIB, duration, size
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns
 from fsdp_lab.dashboard.panels.axis import StepAxis, ZeroRange, round_up

@@ -13,8 +13,8 @@ from bokeh.models import FixedTicker, Range1d
 from bokeh.models.annotations import BoxAnnotation
 from bokeh.plotting import figure
 
-from fsdp_lab.core.events import Role, StepEvent
-from fsdp_lab.core.formatting import MIB, size
+from fsdp_lab.base.events import Role, StepEvent
+from fsdp_lab.base.formatting import MIB, size
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns, Numbers
 from fsdp_lab.dashboard.panels.axis import STEP_LIMIT, StepAxis, ZeroRange

@@ -13,8 +13,8 @@ import numpy as np
 from bokeh.models import CDSView, FixedTicker, GroupFilter, PanTool, Range1d, WheelZoomTool
 from bokeh.plotting import figure
 
-from fsdp_lab.core.events import Span, Track, exposed_by_unit
-from fsdp_lab.core.formatting import duration, figures, traffic
+from fsdp_lab.base.events import Span, Track, exposed_by_unit
+from fsdp_lab.base.formatting import duration, figures, traffic
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns
 from fsdp_lab.dashboard.panels.axis import FINE, StepAxis, ZeroRange

@@ -10,10 +10,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_lab.core.events import Role, RoleBytes
-from fsdp_lab.core.model_shape import ModelShape, UnitShape
-from fsdp_lab.core.schedule import Point
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.events import Role, RoleBytes
+from fsdp_lab.engine.schedule import Point
+from fsdp_lab.planner.model_shape import ModelShape, UnitShape
+from fsdp_lab.spec.spec import Spec
 
 MASTER = 4  # bytes of an fp32 element
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from fsdp_lab.core.model_shape import ModelShape, UnitShape
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.costs import BUCKET, BYTES, FIRST_BUCKET
 from fsdp_lab.planner.memory_models.base import (
     COMMUNICATION,
@@ -20,6 +18,8 @@ from fsdp_lab.planner.memory_models.base import (
     UnitBytes,
     decayed_numel,
 )
+from fsdp_lab.planner.model_shape import ModelShape, UnitShape
+from fsdp_lab.spec.spec import Spec
 
 
 class DDPMemory(MemoryModel):

@@ -1,7 +1,7 @@
 """The lab's own engine: what engine/runtime.py, flat.py and gradients.py allocate and free, action by action.
 
-Shared with the engine, as data without torch: the order of gathers, frees and reductions (`core.schedule.Schedule`) and the
-layout of flat buffers, shards and optimizer groups (`core.layout.Layout`).
+Shared with the engine, as data without torch: the order of gathers, frees and reductions (`engine.schedule.Schedule`)
+and the layout of flat buffers, shards and optimizer groups (`engine.layout.Layout`).
 
 Note: the state of a unit's buffers (gathered, sent, reducing) is not shared. The engine's transitions act on storages: they
 wait for streams, keep tensors alive, and handle exceptions and forwards that deviate from the schedule, none of which a
@@ -14,10 +14,8 @@ from __future__ import annotations
 import itertools
 from functools import reduce
 
-from fsdp_lab.core.layout import Layout
-from fsdp_lab.core.model_shape import ModelShape, UnitShape
-from fsdp_lab.core.schedule import Direction, Phase, Point, PointSide
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.engine.layout import Layout
+from fsdp_lab.engine.schedule import Direction, Phase, Point, PointSide
 from fsdp_lab.planner.costs import BYTES
 from fsdp_lab.planner.memory_models.base import (
     COMMUNICATION,
@@ -30,7 +28,9 @@ from fsdp_lab.planner.memory_models.base import (
     UnitBytes,
     parameter_shapes,
 )
+from fsdp_lab.planner.model_shape import ModelShape, UnitShape
 from fsdp_lab.planner.step import schedule_for
+from fsdp_lab.spec.spec import Spec
 
 
 class FlatMemory(MemoryModel):

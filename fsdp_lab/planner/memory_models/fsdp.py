@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import math
 
-from fsdp_lab.core.layout import ALIGN_BYTES
-from fsdp_lab.core.model_shape import ModelShape, UnitShape
-from fsdp_lab.core.schedule import Direction, Point, PointSide
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.engine.layout import ALIGN_BYTES
+from fsdp_lab.engine.schedule import Direction, Point, PointSide
 from fsdp_lab.planner.costs import BYTES
 from fsdp_lab.planner.memory_models.base import (
     COMMUNICATION,
@@ -28,6 +26,8 @@ from fsdp_lab.planner.memory_models.base import (
     UnitBytes,
     parameter_shapes,
 )
+from fsdp_lab.planner.model_shape import ModelShape, UnitShape
+from fsdp_lab.spec.spec import Spec
 
 
 class HookedMemory(MemoryModel):

@@ -13,13 +13,13 @@ from functools import lru_cache
 from importlib import resources
 from typing import Any
 
-from fsdp_lab.core.lora import Lora
-from fsdp_lab.core.model_shape import ModelShape
-from fsdp_lab.core.spec import Strategy
-from fsdp_lab.core.user_code import loaded
-from fsdp_lab.core.workload import CODE_FIELDS, Workload
 from fsdp_lab.models.presets import key_of
+from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.shapes.rewrapping import rewrapped
+from fsdp_lab.spec.lora import Lora
+from fsdp_lab.spec.spec import Strategy
+from fsdp_lab.spec.user_code import loaded
+from fsdp_lab.spec.workload import CODE_FIELDS, Workload
 
 
 class _Own:
@@ -49,7 +49,7 @@ def shape_of_workload(workload: Workload, wrap: str = "block") -> ModelShape:
 
 @lru_cache(maxsize=16)
 def _own(own: _Own, wrap: str) -> ModelShape:
-    from fsdp_lab.planner.shapes.own import own_shape
+    from fsdp_lab.planner.shapes.recorded import own_shape
 
     return own_shape(own.workload, wrap)
 

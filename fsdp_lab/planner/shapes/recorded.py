@@ -18,23 +18,37 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from fsdp_lab.core.errors import FieldError, SpecError
-from fsdp_lab.core.lora import Lora
-from fsdp_lab.core.model_shape import ModelShape, SavedBytes, TapeChange, TapeSegment, UnitShape
-from fsdp_lab.core.patterns import matches
-from fsdp_lab.core.schedule import Direction, PointSide
-from fsdp_lab.core.spec import Strategy
+from fsdp_lab.base.errors import FieldError, SpecError
+from fsdp_lab.base.tensors import map_tensors, tensors_in
 from fsdp_lab.engine.policy import ModuleKind, kind_of
+from fsdp_lab.engine.schedule import Direction, PointSide
 from fsdp_lab.models.configs import first_line, resolve
 from fsdp_lab.models.freezing import freeze
 from fsdp_lab.models.lora import adapted
+from fsdp_lab.models.own import OwnModel, OwnSource, objective
 from fsdp_lab.models.presets import PRESETS, TIMED, facts_of, key_of, timed_config
 from fsdp_lab.models.wrapping import blocks, units
+from fsdp_lab.planner.model_shape import ModelShape, SavedBytes, SizeFormula, TapeChange, TapeSegment, UnitShape
 from fsdp_lab.planner.shapes.rewrapping import MIDDLE, net_bytes, repeated, rewrapped
-from fsdp_lab.planner.shapes.tape import SAMPLES, ConfigInputs, Inputs, TapeRecording, owners, products_of, record
+from fsdp_lab.planner.shapes.tape import (
+    NO_LENGTH,
+    SAMPLES,
+    ConfigInputs,
+    Inputs,
+    TapeRecording,
+    owners,
+    products_of,
+    record,
+)
+from fsdp_lab.spec.lora import Lora
+from fsdp_lab.spec.patterns import matches
+from fsdp_lab.spec.spec import Strategy
+from fsdp_lab.spec.user_code import code_name
+from fsdp_lab.spec.workload import Workload
 
 ENOUGH = 5  # blocks of a stack; a T5's first block computes biases, and the sums of their gradients end in its second
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "encoder_layers",
@@ -271,3 +285,55 @@ def write_shapes(path: Path) -> None:
 
 if __name__ == "__main__":
     write_shapes(Path(__file__).parents[1] / "data" / "shapes.json.gz")
+
+
+# -- `own_shape`: of a module of the user's own ----------------------------------------------------------------------
+#
+# A sample counts as one token, as an image does in a convolutional network. What grows with samples is told by a prime
+# number of them; a model whose sizes it divides is refused, as is what the planner cannot repeat.
+
+
+class OwnInputs:
+    """The samples and the loss of a Workload. Raises SpecError."""
+
+    image_tokens: int | None = 1
+
+    def __init__(self, workload: Workload) -> None:
+        self._samples, self._loss = OwnSource(workload).first(SAMPLES), objective(workload)
+        self.batch_size = SizeFormula(((1, 0, sum(t.nbytes for t in tensors_in(self._samples)) / SAMPLES),))
+
+    def length(self, model: nn.Module) -> int:
+        return NO_LENGTH
+
+    def batch(self, seq_len: int) -> Any:
+        return map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype), self._samples)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return self._loss(model, batch)
+
+
+def own_shape(workload: Workload, wrap: str) -> ModelShape:
+    """The model in the units of a `Strategy.wrap`. Takes seconds. Raises SpecError if it cannot be planned, or its code is
+    not here."""
+    Strategy(wrap=wrap)  # validates it
+    joined = wrap.startswith(("block", "whole", "every:"))
+    skeleton, name = OwnModel(workload).skeleton(), code_name(workload.model)
+    if other := next((n for n, p in skeleton.named_parameters() if p.numel() % SAMPLES == 0), ""):
+        raise _unknown(f"the planner tells samples by the number {SAMPLES}, which divides the size of {other}")
+    freeze(skeleton, workload.freeze)
+    units = unit_modules(skeleton, "block" if joined else wrap)
+    shape = recorded_shape(skeleton, units, OwnInputs(workload), name, f"a step of {name}")
+    _check(shape)
+    return rewrapped(shape, wrap) if joined else shape
+
+
+def _check(shape: ModelShape) -> None:
+    if (calls := sum(unit == 0 for unit, _ in shape.calls)) != 1:
+        raise _unknown(f"its loss calls the model {calls} times")
+    sizes = (c.size for tape in shape.tapes.values() for segment in tape for c in segment.changes)
+    if any(b and c % SAMPLES == 0 for size in sizes for b, _, c in size.terms if c):
+        raise _unknown("its memory may grow with the square of the number of samples")
+
+
+def _unknown(reason: str) -> SpecError:
+    return SpecError("workload.model", f"it cannot be planned: {reason}", "measure it: a run needs no plan")

@@ -10,7 +10,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fsdp_lab.core.model_shape import (
+from fsdp_lab.engine.schedule import Direction, Point, PointSide
+from fsdp_lab.planner.model_shape import (
     ALLOCATED,
     FREED,
     NO_KERNELS,
@@ -22,7 +23,6 @@ from fsdp_lab.core.model_shape import (
     UnitShape,
     merged,
 )
-from fsdp_lab.core.schedule import Direction, Point, PointSide
 
 
 def rewrapped(shape: ModelShape, wrap: str) -> ModelShape:

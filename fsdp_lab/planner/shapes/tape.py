@@ -27,7 +27,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_lab.core.model_shape import (
+from fsdp_lab.base.tensors import map_tensors, tensors_in, view_inputs
+from fsdp_lab.engine.policy import ModuleKind, kind_of
+from fsdp_lab.engine.schedule import Direction, Point, PointSide
+from fsdp_lab.models.flops import empty_batch
+from fsdp_lab.models.presets import Facts
+from fsdp_lab.planner.model_shape import (
     ALLOCATED,
     ARRIVED,
     FREED,
@@ -40,11 +45,6 @@ from fsdp_lab.core.model_shape import (
     TapeSegment,
     merged,
 )
-from fsdp_lab.core.schedule import Direction, Point, PointSide
-from fsdp_lab.engine.policy import ModuleKind, kind_of
-from fsdp_lab.engine.tensors import map_tensors, tensors_in, view_inputs
-from fsdp_lab.models.flops import empty_batch
-from fsdp_lab.models.presets import Facts
 
 SAMPLES = 37
 # An encoder reads half of one, a prime. Both numbers next to the length and to its half have large prime factors.

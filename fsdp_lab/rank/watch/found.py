@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,11 +21,11 @@ from fsdp_lab.backends.flat import FlatTensors
 from fsdp_lab.backends.fsdp1 import FSDP1Tensors
 from fsdp_lab.backends.fsdp2 import FSDP2Tensors
 from fsdp_lab.backends.wrapping import name_flat_units, name_fsdp1_unit, name_fsdp2_unit
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.events import ROOT, Role
-from fsdp_lab.core.loops import WatchedLoop
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.events import ROOT, Role
 from fsdp_lab.engine.hooks import unit_hooks
 from fsdp_lab.models.wrapping import blocks
+from fsdp_lab.spec.loops import WatchedLoop
 from fsdp_lab.wire import WireContext
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

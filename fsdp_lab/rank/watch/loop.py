@@ -27,14 +27,13 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch.distributed import distributed_c10d as c10d
 
-from fsdp_lab.core.errors import ArgumentError, check_whole, is_number, is_whole
-from fsdp_lab.core.events import UNKNOWN_TRAFFIC, StepEvent
-from fsdp_lab.core.hang import LoopPlace
-from fsdp_lab.engine.tensors import tensors_in
+from fsdp_lab.base.errors import ArgumentError, check_whole, is_number, is_whole
+from fsdp_lab.base.events import UNKNOWN_TRAFFIC, StepEvent
+from fsdp_lab.base.hang import LoopPlace
+from fsdp_lab.base.tensors import tensors_in
 from fsdp_lab.models import BestPeak, device_peak
 from fsdp_lab.rank.abort import INTERRUPTED, first_line
 from fsdp_lab.rank.measure import StepMeter, UnreadStep, device_name, fidelity_notes, software

@@ -19,13 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_lab.core import __version__
-from fsdp_lab.core.describe import describe_value
-from fsdp_lab.core.errors import ArgumentError, FieldError
-from fsdp_lab.core.files import check_file, write_whole
+from fsdp_lab.base import __version__
+from fsdp_lab.base.errors import ArgumentError, FieldError
+from fsdp_lab.base.files import check_file, write_whole
 from fsdp_lab.dashboard import theme
-from fsdp_lab.report.page import FOLDER, embedded
-from fsdp_lab.report.report import SUFFIXES
+from fsdp_lab.report.report import FOLDER, SUFFIXES, embedded
+from fsdp_lab.spec.describe import describe_value
 
 SCRIPT = FOLDER / "what_if" / "what_if.js"
 STYLES = (FOLDER / "page.css", FOLDER / "what_if" / "what_if.css")

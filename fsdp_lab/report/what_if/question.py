@@ -10,14 +10,14 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fsdp_lab.core.errors import ArgumentError, check_whole, is_number
-from fsdp_lab.core.formatting import GIB
-from fsdp_lab.core.optimizer import OPTIMIZERS
-from fsdp_lab.core.spec import GATHERS, PREFETCH_POINTS, Spec
+from fsdp_lab.base.errors import ArgumentError, check_whole, is_number
+from fsdp_lab.base.formatting import GIB
 from fsdp_lab.dashboard.fields import GROUPS, ControlSpec, fixed, presets
 from fsdp_lab.planner.devices import ASSUMED_SHARE, DEVICES, Device
 from fsdp_lab.planner.plan import Plan
 from fsdp_lab.planner.questions import Target, curve, planned
+from fsdp_lab.spec.optimizer import OPTIMIZERS
+from fsdp_lab.spec.spec import GATHERS, PREFETCH_POINTS, Spec
 
 CUSTOM = "custom"
 CUSTOM_ONLY = ("peak_tflops", "memory_gib", "link_gb_per_s")

@@ -50,7 +50,7 @@ const entries = (row, column, names) =>
 /** Memory with the allocator's slack and the CUDA context. */
 const taken = (row) => row.memory_limit_bytes - row.margin_bytes;
 
-// -- numbers as text, as in fsdp_lab/core/formatting.py ---------------------------------------------------------------
+// -- numbers as text, as in fsdp_lab/base/formatting.py ---------------------------------------------------------------
 
 const GIB = 2 ** 30, MIB = 2 ** 20, KIB = 2 ** 10;
 const whole = (number) => Math.round(number).toLocaleString("en-US");

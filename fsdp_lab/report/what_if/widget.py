@@ -15,9 +15,7 @@ from typing import Any
 import anywidget
 import traitlets
 
-from fsdp_lab.core.describe import describe_value
-from fsdp_lab.core.formatting import plural, size
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.formatting import plural, size
 from fsdp_lab.dashboard.choices import Choices, Note
 from fsdp_lab.dashboard.fields import PATHS, ControlSpec, fix_text, refusal_text
 from fsdp_lab.dashboard.forms import answer_while_busy
@@ -36,6 +34,8 @@ from fsdp_lab.report.what_if.question import (
     read_number,
     searched_fields,
 )
+from fsdp_lab.spec.describe import describe_value
+from fsdp_lab.spec.spec import Spec
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp_lab.base.errors import FieldError
+from fsdp_lab.base.formatting import Table, count
 from fsdp_lab.cli.console import Refused, say, say_json
-from fsdp_lab.core.errors import FieldError
-from fsdp_lab.core.formatting import Table, count
 from tests.planner.research.published import Row, case, counted_flops_per_token, peak_in_unit, published
 from tests.planner.research.validate import by_constant, grouped, lines, usable, validate
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
-from fsdp_lab.core.model_shape import MatMul, ModelShape, SavedBytes, UnitShape
 from fsdp_lab.planner.costs import BYTES
+from fsdp_lab.planner.model_shape import MatMul, ModelShape, SavedBytes, UnitShape
 
 MASK_ITEM = 2  # bytes of an element of a mask: FSDP casts buffers as it casts parameters
 

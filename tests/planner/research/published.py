@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.core.errors import ArgumentError
-from fsdp_lab.core.formatting import GIB, MIB
-from fsdp_lab.core.model_shape import ModelShape
-from fsdp_lab.core.spec import Spec
+from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.formatting import GIB, MIB
 from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates, machine
 from fsdp_lab.planner.memory import MemoryPlan
+from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.plan import Plan
+from fsdp_lab.spec.spec import Spec
 from tests.planner.research.models import NamedModel, gpt_model, llama_model, named_model, shape_of
 from tests.planner.research.software import peak_of_kind, planned, planned_memory, planned_s
 from tests.planner.research.tape import Attention, Software

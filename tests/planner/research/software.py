@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from fsdp_lab.core.model_shape import ModelShape, UnitShape
-from fsdp_lab.core.spec import Spec
 from fsdp_lab.planner.costs import (
     FLASH2,
     FUSED_KERNELS,
@@ -26,8 +24,10 @@ from fsdp_lab.planner.memory import CONTEXT_BYTES, MODELS, MemoryPlan, memory, u
 from fsdp_lab.planner.memory_models.base import GRADIENTS, OPTIMIZER, PARAMETERS, MemoryModel
 from fsdp_lab.planner.memory_models.ddp import DDPMemory
 from fsdp_lab.planner.memory_models.fsdp import FSDP1Memory
+from fsdp_lab.planner.model_shape import ModelShape, UnitShape
 from fsdp_lab.planner.plan import Plan, plan
 from fsdp_lab.planner.step import recomputed, step_seconds
+from fsdp_lab.spec.spec import Spec
 from tests.planner.research.tape import Attention, Software, dense_tape
 
 # Memory that torch's allocator reserves, relative to the allocated peak, while the device has room: the median over

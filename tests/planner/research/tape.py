@@ -18,7 +18,9 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from fsdp_lab.core.model_shape import (
+from fsdp_lab.engine.schedule import Direction, Point, PointSide
+from fsdp_lab.planner.costs import BYTES
+from fsdp_lab.planner.model_shape import (
     ALLOCATED,
     ARRIVED,
     FREED,
@@ -29,8 +31,6 @@ from fsdp_lab.core.model_shape import (
     TapeSegment,
     UnitShape,
 )
-from fsdp_lab.core.schedule import Direction, Point, PointSide
-from fsdp_lab.planner.costs import BYTES
 
 X = "x"  # the unit's input
 _GRAD_COPIES = 4.0  # bytes of an element of attention's fp32 gradient of queries, while its backward runs

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_lab.core.errors import FieldError
+from fsdp_lab.base.errors import FieldError
 from fsdp_lab.planner.bands import COVERED
 from tests.planner.research.fitting import Responses, coverage, leave_out, memory_quantiles
 from tests.planner.research.published import PublishedCase, Row, case, memory_kind, unit_bytes

@@ -1,0 +1,379 @@
+"""`fully_shard`: the entry, and what can be asked of a sharded model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_lab.engine import refusals
+from fsdp_lab.engine.errors import ShardError, not_sharded
+from fsdp_lab.engine.flat import FlatBuffer, Use
+from fsdp_lab.engine.hooks import UnitHooks, unit_hooks
+from fsdp_lab.engine.mesh import ShardMesh, check_equal_on_all_ranks
+from fsdp_lab.engine.optimizers import watch_steps
+from fsdp_lab.engine.parameters import ShardedParameter
+from fsdp_lab.engine.policy import MixedPrecisionPolicy, ModuleKind, ShardPolicy, kind_of, offload_of, place_buffers
+from fsdp_lab.engine.runtime import Runtime, guess_calls
+from fsdp_lab.engine.schedule import OffloadPolicy, PrefetchPolicy, Rules
+from fsdp_lab.engine.state import watch_state_dict
+from fsdp_lab.engine.ties import describe_ties, find_ties, untie
+from fsdp_lab.engine.unit import Unit
+from fsdp_lab.engine.unshard_handle import UnshardHandle
+
+GroupOf = Callable[[str, nn.Parameter], Hashable]
+
+
+def one_group(name: str, parameter: nn.Parameter) -> Hashable:
+    """The default: all parameters are in one optimizer group, called "all"."""
+    return "all"
+
+
+def fully_shard(
+    module: nn.Module | Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | ShardMesh | None = None,
+    reshard_after_forward: bool | int | None = True,
+    mp_policy: MixedPrecisionPolicy | fsdp.MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | fsdp.OffloadPolicy | None = OffloadPolicy.NONE,
+    prefetch_policy: PrefetchPolicy | None = None,
+    shard_optimizer_only: bool = False,
+    map_shards: bool = False,
+    ignored_params: Collection[nn.Parameter] | None = (),
+    group_of: GroupOf = one_group,
+) -> Any:
+    """Make a module a unit of Fully Sharded Data Parallel (arXiv 2304.11277, section 3); collective over the mesh.
+
+    Call it on inner modules first and on the root last, as with FSDP2: each call takes the parameters that no earlier one
+    took. A parameter shared by two modules belongs to the lowest module that contains both. Several modules given as a
+    list become one unit; it is gathered once for those that are called one after the other.
+
+    What a user may rely on:
+
+    - Between steps `module.parameters()` are sharded tensors (`FlatDTensor`) with the names and shapes they had, of which
+      each rank holds a range of elements. `p.full_tensor()` is the whole; `with unshard(module):` shows all of them whole.
+    - They may be written to between steps, in place or by `.data`, with whole values or sharded ones, and inside `unshard`.
+      What is written to a gathered parameter between forward and backward is lost: the next forward refuses it.
+    - `p.grad` is the mean over the ranks, sharded as `p` is; None where no rank had a gradient. Setting it to None, as by
+      `module.zero_grad()`, forgets it.
+    - The optimizer is given `module.parameters()`, or, which is faster, `sharded_parameters(module)`: flat tensors, one for
+      each buffer and optimizer group. `group_of(name, parameter)` says which group a parameter is in, such as "decay" and
+      "no decay", and `parameter_groups(module)` has the flat tensors by group. Where parameters go unused, call
+      `split_unused(module, optimizer)` before a step of a flat optimizer; without it the step raises ShardError.
+    - `requires_grad` of a parameter may be changed between steps, either way; it counts from the next forward on.
+    - `module.state_dict()` has the sharded tensors (inside `unshard`, whole ones); `load_state_dict` takes either. What
+      `torch.save` makes of sharded ones is for the same rank.
+    - Parameters that the module held before are emptied: make optimizers, hooks on parameters and other references to them
+      after sharding. An optimizer made before raises ShardError when it steps.
+    - The module cannot be copied, pickled, cast or moved afterwards: that raises ShardError, moving it at the next forward.
+    - Several forwards may wait for their backwards. A unit may be called by itself, also before the root, which is the
+      outermost module that was sharded. A plain layer inside a unit, called by itself, raises ShardError.
+
+    Args:
+        module: a module, or several that form one unit; on meta, or with the same values on all ranks.
+        mesh: ("shard",), ("replicate",), or both for hybrid sharding; None: shard over all ranks, on the GPU where the
+            parameters are, or that the default process group is for. Units of one model may have meshes of their own over
+            the same ranks.
+        reshard_after_forward: True: free parameters after the forward and gather them again for the backward (ZeRO-3).
+            False: keep them until then (ZeRO-2). An integer: reshard to groups of so many ranks. None: True.
+        mp_policy: dtypes, ours or torch's; None: as they are.
+        offload_policy: what is kept on the host, ours or torch's.
+        prefetch_policy: what is gathered ahead, how much of it, and how many reductions are in flight, in the whole model:
+            give it to the root, or the same to all units; None: the next unit in both directions, and one reduction.
+        shard_optimizer_only: ZeRO-1: gradients and gathered parameters keep their full size. It implies not to reshard after
+            the forward.
+        map_shards: between ranks that share memory: gathered parameters are the shards of all ranks where they lie, so that
+            nothing is copied, and one copy serves the host. Of parameters that are gathered as they are, on the CPU.
+        ignored_params: parameters to leave alone; the caller keeps them equal on all ranks.
+        group_of: the optimizer group of a parameter, by its name in `module`.
+
+    Returns:
+        `module` itself.
+
+    Raises:
+        ShardError: it is sharded already, or a module around it is; or the ranks' models differ; or the mesh does not fit.
+    """
+    modules = list(module) if isinstance(module, Sequence) else [module]
+    left = _listed(ignored_params)
+    reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
+    arguments = refusals.of_arguments(reshard_after_forward, prefetch_policy, left, group_of)
+    for refusal in (*refusals.of_modules(modules), *arguments):
+        raise ShardError(refusal)
+    reshard = bool(reshard_after_forward) and not shard_optimizer_only
+    prefetch = prefetch_policy if prefetch_policy is not None else PrefetchPolicy()
+    rules = Rules.of(prefetch, reshard_after_forward=reshard, offload=offload_of(offload_policy))
+    mp = MixedPrecisionPolicy.of(mp_policy)
+    policy = ShardPolicy(mp=mp, rules=rules, has_own_prefetch=prefetch_policy is not None,
+                         shard_optimizer_only=shard_optimizer_only, map_shards=map_shards)  # fmt: skip
+    inside = _inside(modules)
+    tied = find_ties(modules, list(inside))
+    ignored = set(map(id, left))
+    post_forward_size = None if isinstance(reshard_after_forward, bool) else reshard_after_forward
+    taken = _take(modules, ignored)
+    holding = {*(t.value.device for t in taken), *(unit.mesh.device for unit in inside)}
+    sharded = ShardMesh.resolve(mesh, post_forward_size=post_forward_size, holding=holding)
+    refused = refusals.of_call(modules, [(t.name, t.value) for t in taken], sharded, policy, inside)
+    entries = [*_described(taken, group_of), *describe_ties(inside, tied)] if refused is None else []
+    named = [f"{one} in {type(modules[0]).__name__}" for one in entries]
+    check_equal_on_all_ranks(sharded, [*named, str(policy)], refused)
+    for other, its_hooks in inside.items():
+        if untie(other, tied):
+            its_hooks.install()
+    unit = Unit(modules, _flats(_take(modules, ignored), sharded, policy, group_of), sharded, policy)
+    unit.ignored = frozenset(ignored)
+    place_buffers(modules, sharded.device, policy)
+    _mark(modules)
+    hooks = UnitHooks(unit, _adopt)
+    for h in inside.values():
+        h.outer = h.outer if h.outer is not None else hooks
+    watch_state_dict(unit)
+    return module
+
+
+# -- what is in a model ----------------------------------------------------------------------------------------------
+
+
+def units_of(module: nn.Module) -> list[Unit]:
+    """Its units, the module's own first, then as modules are defined."""
+    hooks = unit_hooks(module)
+    if hooks is not None and hooks.runtime is not None and module is hooks.runtime.root.modules[0]:
+        return list(hooks.runtime.units)
+    found = (unit_hooks(m) for m in module.modules())
+    return list(dict.fromkeys(h.unit for h in found if h is not None))
+
+
+def flats_of(module: nn.Module) -> list[FlatBuffer]:
+    """The flat buffers of its units."""
+    return [flat for unit in units_of(module) for flat in unit.flats]
+
+
+def sharded_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """What an optimizer is given: flat shards, [m] each, in the dtype and place of the master copy."""
+    return [region for _, region in _regions(module)]
+
+
+def parameter_groups(module: nn.Module) -> dict[Hashable, list[nn.Parameter]]:
+    """The same by optimizer group: `[{"params": groups["decay"], "weight_decay": 0.1}, ...]`."""
+    groups: dict[Hashable, list[nn.Parameter]] = {}
+    for group, region in _regions(module):
+        groups.setdefault(group, []).append(region)
+    return groups
+
+
+def _regions(module: nn.Module) -> Iterator[tuple[Hashable, Any]]:
+    if not units_of(module):
+        raise not_sharded(module)
+    for flat in flats_of(module):
+        trainable = {p.slot.group for p in flat.sharded if p.requires_grad}
+        yield from ((group, region) for group, region in flat.gradients.regions.items() if group in trainable)
+
+
+def runtime_of(module: nn.Module) -> Runtime:
+    """The runtime of a root. Raises ShardError for a module that is none."""
+    hooks = unit_hooks(module)
+    if hooks is None:
+        raise not_sharded(module)
+    return hooks.runtime if hooks.runtime is not None else _adopt(hooks)
+
+
+def runtimes_of(module: nn.Module) -> list[Runtime]:
+    """One of each outermost sharded module, itself or inside it."""
+    found: dict[int, Runtime] = {}
+    for m in module.modules():
+        if unit_hooks(m) is not None:
+            found.setdefault(id(runtime := runtime_of(m)), runtime)
+    return list(found.values())
+
+
+def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) -> UnshardHandle:
+    """Gather the parameters of a module, and of those inside it unless `recurse` is False; collective.
+
+    `with unshard(module):` within it every parameter is whole and may be read, and written under `torch.no_grad()`. What was
+    written is copied to the shards at the end; each rank must write the same. Without `with` they stay whole until
+    `reshard(module)`, or until the module's own forward or the backward frees them; what is written is lost then.
+
+    Args:
+        async_op: do not wait: `wait()` of what is returned does, and so does a forward.
+    """
+    runtime, units = runtime_of(module), units_of(module)
+    handle = UnshardHandle(module, units if recurse else units[:1], runtime)
+    if not async_op:
+        handle.wait()
+    return handle
+
+
+def reshard(module: nn.Module, *, recurse: bool = True) -> None:
+    """Free what `unshard` gathered, without a copy to the shards."""
+    runtime_of(module)
+    units = units_of(module)
+    for unit in units if recurse else units[:1]:
+        unit.reshard()
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Within it backwards keep gradients of the module's units, and of those inside it, unsharded on this rank.
+
+    The first backward after it reduces the sum. It is the backward that counts, not the forward.
+    """
+    runtime_of(module)
+    before = {unit: unit.communicates for unit in units_of(module)}
+    try:
+        for unit in before:
+            unit.communicates = False
+        yield
+    finally:
+        for unit, communicates in before.items():
+            unit.communicates = communicates
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method other than `forward`, such as `generate`, find the module's parameters gathered.
+
+    A module that is not sharded is left as it is. Raises ShardError where there is no such method.
+    """
+    if unit_hooks(module) is None:
+        return
+    method = getattr(module, str(method_name), None)
+    if not callable(method) or isinstance(method, nn.Module):
+        raise ShardError(f"{type(module).__name__} has no method {method_name}; name one that it has")
+
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        hooks = unit_hooks(module)
+        return method(*args, **kwargs) if hooks is None else hooks.call(method, module, args, kwargs)
+
+    setattr(module, method_name, called)
+
+
+# -- making units ----------------------------------------------------------------------------------------------------
+
+
+def _listed(given: Iterable[Any] | None) -> list[Any]:
+    """What is not iterable as one entry, and a parameter too, not its rows."""
+    if given is None:
+        return []
+    return [given] if isinstance(given, Tensor) or not isinstance(given, Iterable) else list(given)
+
+
+class _Taken:
+    """A parameter, its name in the module, and who holds it."""
+
+    def __init__(self, name: str, value: nn.Parameter) -> None:
+        self.name, self.value = name, value
+        self.uses: list[Use] = []
+
+    @property
+    def kind(self) -> ModuleKind:
+        kinds = {kind_of(module) for module, _ in self.uses}
+        return kinds.pop() if len(kinds) == 1 else ModuleKind.PLAIN
+
+
+def _take(modules: Sequence[nn.Module], ignored: set[int]) -> list[_Taken]:
+    """The parameters that no earlier call took, each once. Raises ShardError where that is not what was meant."""
+    found: dict[int, _Taken] = {}
+    for root in modules:
+        inner = {id(p) for flat in flats_of(root) for p in flat.sharded}
+        for path, module in root.named_modules():
+            for attribute, p in module._parameters.items():
+                if p is None or id(p) in ignored or id(p) in inner:
+                    continue
+                name = f"{path}.{attribute}" if path else attribute
+                if isinstance(p, ShardedParameter):
+                    outer = f"a module around {type(root).__name__}"
+                    raise ShardError(f"{name} was sharded already, with {outer}; shard inner modules first")
+                found.setdefault(id(p), _Taken(name, p)).uses.append((module, attribute))
+    return list(found.values())
+
+
+def _mark(modules: Sequence[nn.Module]) -> None:
+    """By these attributes of torch's FSDP libraries know that all ranks must call a module equally often: transformers then
+    lets `generate` go on until the last rank is ready, and calls a layer that was dropped. torch.compile reads them too."""
+    for module in {inner for root in modules for inner in root.modules()}:
+        module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
+
+
+def _inside(modules: Sequence[nn.Module]) -> dict[Unit, UnitHooks]:
+    """The units below. Raises ShardError where `modules` are units already, or an inner one is at work as a root."""
+    for root in modules:
+        if unit_hooks(root) is not None:
+            raise ShardError(f"{type(root).__name__} is sharded already; call fully_shard once for each module")
+    inside = {h.unit: h for root in modules for h in map(unit_hooks, root.modules()) if h is not None}
+    for unit, hooks in inside.items():
+        if hooks.outer is not None and hooks.outer.unit not in inside:
+            inner, other = type(unit.modules[0]).__name__, type(hooks.outer.unit.modules[0]).__name__
+            raise ShardError(f"{inner} is in {other} too, which was sharded around it, and a unit has one root; shard a "
+                             "module around both, or give each an inner one of its own")  # fmt: skip
+        if hooks.runtime is not None:
+            inner, outer = type(unit.modules[0]).__name__, type(modules[0]).__name__
+            raise ShardError(f"{inner} was called before {outer}, which contains it, was sharded; shard {outer} first")
+    return inside
+
+
+def _described(taken: Sequence[_Taken], group_of: GroupOf) -> list[str]:
+    """What must be the same on all ranks. Groups are numbered: their names may differ from process to process."""
+    groups = [group_of(t.name, t.value) for t in taken]
+    for t, group in zip(taken, groups, strict=True):
+        if not isinstance(group, Hashable):
+            raise ShardError(
+                f"group_of gave a {type(group).__name__} for {t.name}; give a name, or another key of a dict"
+            )
+    numbers = {group: i for i, group in enumerate(dict.fromkeys(groups))}
+    of = [(t.name, t.value, numbers[group]) for t, group in zip(taken, groups, strict=True)]
+    return [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad} group={n}" for name, p, n in of]
+
+
+def _flats(taken: Sequence[_Taken], mesh: ShardMesh, policy: ShardPolicy, group_of: GroupOf) -> list[FlatBuffer]:
+    """One buffer for each dtype, own and gathered, and each trainability."""
+    alike: dict[tuple[torch.dtype, torch.dtype, bool], list[_Taken]] = {}
+    for t in taken:
+        dtype = t.value.dtype
+        key = (dtype, policy.gathered_dtype(dtype, t.kind), t.value.requires_grad)
+        alike.setdefault(key, []).append(t)
+    return [
+        FlatBuffer(
+            [t.value for t in some],
+            [t.uses for t in some],
+            [t.name for t in some],
+            [group_of(t.name, t.value) for t in some],
+            mesh=mesh,
+            policy=policy,
+            dtype=dtype,
+        )
+        for (_, dtype, _), some in alike.items()
+    ]
+
+
+# -- the root --------------------------------------------------------------------------------------------------------
+
+
+def _adopt(hooks: UnitHooks) -> Runtime:
+    """The outermost unit around the first one to be called, or asked, is the root of all units inside it."""
+    while hooks.outer is not None:
+        hooks = hooks.outer
+    root = hooks.unit.modules[0]
+    inside = {h.unit: h for h in map(unit_hooks, root.modules()) if h is not None}
+    units = list(inside)
+    for refusal in refusals.of_root(units):
+        raise ShardError(refusal)
+    index = {unit: i for i, unit in enumerate(units)}
+
+    def unit_at(module: nn.Module) -> int | None:
+        found = unit_hooks(module)
+        return None if found is None else index[found.unit]
+
+    runtime = Runtime(hooks.unit, units, lambda module: guess_calls(module, unit_at))
+    watch_steps(runtime)
+    names = {module: name for name, module in root.named_modules()}
+    for unit, h in inside.items():
+        h.runtime, unit.name = runtime, names[unit.modules[0]]
+    for name, p in root.named_parameters():
+        if isinstance(p, ShardedParameter):
+            p.flat.names[p.number] = name
+    return runtime

@@ -1,0 +1,20 @@
+"""Runs on disk: written while they train, listed, read back, named and deleted. One SQLite file.
+
+The names below are imported when they are used: a rank that watches a loop (loops.py) needs them only if it stores.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsdp_lab.base.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from fsdp_lab.runs.history.database import HistoryError as HistoryError
+    from fsdp_lab.runs.history.history import History as History
+    from fsdp_lab.runs.history.stored_run import RunList as RunList, StoredRun as StoredRun
+
+_HOMES = {"History": "history", "HistoryError": "database", "RunList": "stored_run", "StoredRun": "stored_run"}
+
+__all__ = sorted(_HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -1,0 +1,148 @@
+"""A lab in a notebook: its progress bar and table of ranks, and the former lab of a cell that is run again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
+from typing import Any, Protocol
+
+from fsdp_lab.base.formatting import Table, duration, size
+from fsdp_lab.cluster.assembly import StartProgress
+from fsdp_lab.cluster.cluster import Cluster
+from fsdp_lab.cluster.membership import RankStatus
+from fsdp_lab.runs.sweep import Sweep
+
+KEY = "_fsdp_lab_open"  # of the open lab, in the notebook's namespace
+
+
+class NotebookLab(Protocol):
+    """What this module needs of a `Lab`."""
+
+    @property
+    def persistent(self) -> bool: ...
+    @property
+    def cluster(self) -> Cluster: ...
+    def detach(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def replace_former(lab: NotebookLab) -> None:
+    """Closes the lab that this notebook opened before, and registers `lab` in its place.
+
+    Its ranks are detached instead where they are persistent and the new lab is to attach to them.
+    """
+    from IPython.core.getipython import get_ipython
+
+    shell = get_ipython()
+    if shell is None:
+        return
+    former = shell.user_ns.get(KEY)
+    if isinstance(former, type(lab)):
+        persistent = lab.persistent and former.persistent
+        same = (
+            persistent
+            and former.cluster.running
+            and former.cluster.assembly.config.identity == lab.cluster.assembly.config.identity
+        )
+        former.detach() if same else former.close()
+    shell.user_ns[KEY] = lab
+
+
+def exit_handler(lab: weakref.ref[NotebookLab]) -> Callable[[], None]:
+    """For atexit: closes or detaches a lab that is still open, in the process that made it and not in a forked child."""
+    owner = os.getpid()
+
+    def end() -> None:
+        if (open_lab := lab()) is not None and os.getpid() == owner:
+            open_lab.detach() if open_lab.persistent else open_lab.close()
+
+    return end
+
+
+class ProgressBar:
+    """A progress bar in a notebook cell; nothing elsewhere. Drawn with IPython's display, so that it needs no widget."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def __call__(self, p: StartProgress) -> None:
+        """Draws how far ranks are that start."""
+        self.show(f"{p.stage} ({p.done} of {p.total}), {duration(p.seconds)}", p.done, p.total, over=p.stage == "ready")
+
+    def sweep(self, sweep: Sweep) -> None:
+        """Draws how far a comparison is."""
+        p = sweep.progress
+        left = "" if sweep.done or p.left_s is None else f", about {duration(p.left_s)} left"
+        self.show(f"{p.done_steps} of {p.all_steps} steps, {duration(p.seconds)}{left}", p.done_steps, p.all_steps,
+                  over=sweep.done)  # fmt: skip
+
+    def show(self, text: str, done: int | None, total: int = 1, *, over: bool = False) -> None:
+        """`done`: None where it is not known how far it is."""
+        with contextlib.suppress(Exception):  # the work goes on also where no bar can be drawn
+            self._draw(text, "" if done is None else f' max="{total}" value="{done}"', over)
+
+    def _draw(self, text: str, value: str, over: bool) -> None:
+        from IPython.core.getipython import get_ipython
+        from IPython.display import HTML, display
+
+        shell = get_ipython()
+        if shell is None or getattr(shell, "kernel", None) is None:
+            return
+        mark = "✓" if over else f"<progress{value}></progress>"
+        html = HTML(f"<div>{mark} <span>{escape(text)}</span></div>")  # type: ignore[no-untyped-call]
+        if self._handle is None:
+            self._handle = display(html, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._handle.update(html)
+        if over:
+            self._handle = None  # what comes next shows a bar of its own
+
+
+@contextlib.contextmanager
+def progress_bar(text: str) -> Iterator[None]:
+    """Shows a bar without an end while the block runs, and how long it took."""
+    shown, begin_s = ProgressBar(), time.monotonic()
+    shown.show(text, None)
+    try:
+        yield
+    except BaseException:
+        shown.show(f"{text}: not ended", 0)
+        raise
+    shown.show(f"{text}: {duration(time.monotonic() - begin_s)}", None, over=True)
+
+
+def rank_table(ranks: Sequence[RankStatus], *, caption: str, notes: Sequence[str]) -> Table:
+    """A row for each rank: process, device, memory, step, its state and since when."""
+    now = time.time()
+    rows = [
+        (
+            str(s.rank),
+            "alive" if s.alive else "gone",
+            _doing(s),
+            f"{max(0.0, now - s.since_unix_s):.0f} s",
+            "–" if s.step is None else str(s.step),
+            s.device,
+            size(s.rss_bytes),
+            str(s.pid),
+            s.host,
+        )
+        for s in ranks
+    ]
+    return Table(
+        columns=("rank", "process", "doing", "since", "step", "device", "RSS", "pid", "host"),
+        rows=tuple(rows),
+        caption=caption,
+        notes=tuple(notes),
+        left=frozenset({"process", "doing", "device", "host"}),
+    )
+
+
+def _doing(s: RankStatus) -> str:
+    """A rank's state, with the collective that it waits for; why it is gone."""
+    if not s.alive:
+        return s.reason or "gone"
+    return f"{s.state}, in {s.waits_for} for {s.waits_s:.0f} s" if s.waits_for else s.state

@@ -1,0 +1,53 @@
+"""`ParamGroup`: parameters with a learning rate or a weight decay of their own, chosen by patterns of their names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_lab.base.errors import is_number
+from fsdp_lab.spec.patterns import are_patterns, matches
+
+_NAMES = {"match", "lr", "weight_decay"}
+GroupKey = tuple[int, bool]  # the number of a group, -1 for the rest; whether it is a matrix
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamGroup:
+    """None: the workload's own. A `weight_decay` given here is that of vectors, too."""
+
+    match: tuple[str, ...]
+    lr: float | None = None
+    weight_decay: float | None = None
+
+
+def are_groups(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(map(_is_group, value))
+
+
+def _is_group(value: Any) -> bool:
+    if isinstance(value, ParamGroup):
+        return True
+    if not isinstance(value, Mapping) or not value.keys() <= _NAMES or not are_patterns(value.get("match")):
+        return False
+    lr, decay = value.get("lr"), value.get("weight_decay")
+    numbers = all(n is None or (is_number(n) and math.isfinite(n) and n >= 0) for n in (lr, decay))
+    return numbers and lr != 0 and (lr, decay) != (None, None)
+
+
+def read_groups(value: Sequence[Any] | None) -> tuple[ParamGroup, ...] | None:
+    """From what `are_groups` accepts."""
+    if value is None:
+        return None
+    return tuple(
+        g if isinstance(g, ParamGroup) else ParamGroup(**{**g, "match": tuple(dict.fromkeys(g["match"]))})
+        for g in value
+    )
+
+
+def key_of(groups: Sequence[ParamGroup] | None, name: str, dimensions: int) -> GroupKey:
+    """The group of a parameter: the first that matches."""
+    number = next((i for i, g in enumerate(groups or ()) if matches(name, g.match)), -1)
+    return number, dimensions >= 2

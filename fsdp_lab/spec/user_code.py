@@ -1,0 +1,95 @@
+"""`UserCode`: a function or class of a user's in a field of a Workload, which was sent to the ranks.
+
+A field that takes code holds an importable name, "package.module:name", or a `UserCode`: plain values, which JSON can
+hold, so that a stored Spec has the source. The object itself is beside them in a process that has it: the kernel where
+it was given, and the ranks that it was sent to. It is in neither the JSON nor a copy made by pickle.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fsdp_lab.base.errors import SpecError
+
+_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*(\.\w+)*")
+_KEYS = ("code", "source", "digest", "missing")
+
+
+class UserCode(Mapping[str, Any]):
+    """Code that was sent.
+
+    Args:
+        code: its name. source: the text of a module that defines it, as far as text can; "" if there is none.
+        digest: of all that it consists of; equal code has equal digests, in any process.
+        missing: names that the source uses and does not define.
+        given: the object itself, or nothing. packed: the object as bytes, to be sent.
+    """
+
+    def __init__(self, code: str, source: str, digest: str, missing: Sequence[str] = (), *, given: Any = None,
+                 packed: bytes = b"") -> None:  # fmt: skip
+        self.name, self.source, self.digest, self.missing = code, source, digest, tuple(missing)
+        self._values: dict[str, Any] = {"code": code, "source": source, "digest": digest, "missing": list(missing)}
+        self.given, self.packed = given, packed
+
+    @classmethod
+    def of(cls, field: str, given: Mapping[str, Any]) -> UserCode:
+        """Raises SpecError for a mapping that is none."""
+        known = all(isinstance(given.get(key), str) for key in _KEYS[:3]) and isinstance(
+            given.get("missing"), (list, tuple)
+        )
+        if not known or set(given) != set(_KEYS):
+            raise SpecError(field, "this is no code that a lab has sent", "give the function itself, in the notebook")
+        return cls(*(given[key] for key in _KEYS))
+
+    def with_object(self, given: Any) -> UserCode:
+        """The same code where the object is known."""
+        return UserCode(self.name, self.source, self.digest, self.missing, given=given, packed=self.packed)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __deepcopy__(self, memo: Any) -> UserCode:
+        return self  # it does not change, and data may be large
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (UserCode, (self.name, self.source, self.digest, self.missing))
+
+    def __repr__(self) -> str:
+        return f"<UserCode {self.name} {self.digest[:8]}>"
+
+
+def is_code(value: Any) -> bool:
+    """Whether a field's value is code of a user's: an importable name, or code that was sent, also as plain JSON."""
+    if isinstance(value, str):
+        return _NAME.fullmatch(value) is not None
+    return isinstance(value, Mapping) and "code" in value and "model_type" not in value
+
+
+def code_name(value: Any) -> str:
+    """`build`, of either form."""
+    return value.rpartition(":")[2] if isinstance(value, str) else str(value["code"])
+
+
+def loaded(field: str, value: Any) -> Any:
+    """The object that a field's value names. Raises SpecError if it is not here, or cannot be imported."""
+    if isinstance(value, UserCode):
+        if value.given is None:
+            part = field.rpartition(".")[2]
+            raise SpecError(field, f"the code of {value.name} is not here, because a stored Spec has only its source",
+                            f"give {part}=... again")  # fmt: skip
+        return value.given
+    try:
+        return pkgutil.resolve_name(value)
+    except Exception as e:  # what an import raises is the module's
+        said = " ".join(str(e).split()) or type(e).__name__
+        raise SpecError(field, f"{value} cannot be imported on this rank ({said})",
+                        "install it where the ranks are, or give the function itself, to send it") from None  # fmt: skip
