@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fsdp_lab.backends.shard_files import read_shards
 from fsdp_lab.backends.state import PARAM, Chunk, buffer_key, buffers_in, key
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.export.files import write_folder
@@ -18,7 +19,6 @@ from fsdp_lab.models.configs import given_config
 from fsdp_lab.models.lora import adapted, save_adapters
 from fsdp_lab.models.pretrained import weights_folder
 from fsdp_lab.models.tokenizers import open_tokenizer
-from fsdp_lab.rank.checkpointing import read_shards
 from fsdp_lab.spec.checkpoint_format import Checkpoint
 from fsdp_lab.spec.workload import Workload
 
