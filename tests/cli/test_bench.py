@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -19,11 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from fsdp_lab.base.formatting import Spread
 from fsdp_lab.bench import results
 from fsdp_lab.bench.interleave import _tune
 from fsdp_lab.bench.plan import STEP, BenchError, BenchPlan, PlanError, forms_named, place
-from fsdp_lab.bench.results import BenchResult, interval, measure, spread, step_figures
+from fsdp_lab.bench.results import BenchResult, interval, measure, step_figures
 from fsdp_lab.cli.main import main
 from fsdp_lab.models.wrapping import blocks
 from tests.bench.in_pool import launched_in
@@ -38,11 +38,9 @@ TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--vocab", "64", "--se
     ("arguments", "said"),
     [
         (["--ranks", "0"], "--ranks 0 is refused"),
-        (["--warmup", "0"], "--warmup 0 is refused"),
         (["--seq-len", "1"], "--seq-len 1 is refused; give a whole number of 2 or more"),
         (["--width", "500"], "--heads 8 does not divide --width 500"),
         (["--model", "gpt2-2m"], "--model gpt2-2m is refused; give one of gpt2-1m, "),
-        (["--model", "bert-1m"], "--model bert-1m is refused"),
         (["--model", "gpt2-1m", "--seq-len", "2000"], "--seq-len 2000 is refused; gpt2-1m takes 1024 or fewer"),
         (["--only", "fsdp2,fsdp3"], "--only: there is no form fsdp3; choose from lab"),
         (["--only", ","], "--only names no form"),
@@ -52,12 +50,6 @@ TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--vocab", "64", "--se
 def test_bad_options_are_refused_by_name(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "step", "--device", "cpu", *arguments]) == 2
     assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [["--ranks", "two"], ["--sharding", "zero1"], ["--precision", "fp16"]])
-def test_what_argparse_refuses(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["bench", "step", *arguments])
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,12 +73,7 @@ def test_a_peers_name_stands_for_its_forms() -> None:
 # -- the figures -----------------------------------------------------------------------------------------------------
 
 
-def test_a_spread_is_a_median_and_two_deciles() -> None:
-    assert spread([float(x) for x in range(11)]) == Spread(median=5.0, p10=1.0, p90=9.0, n=11)
-    assert spread([3.0]) == Spread(median=3.0, p10=3.0, p90=3.0, n=1)
-
-
-@pytest.mark.parametrize(("n", "place"), [(3, 0), (5, 0), (6, 0), (20, 5), (30, 9)])
+@pytest.mark.parametrize(("n", "place"), [(3, 0), (20, 5)])
 def test_the_interval_of_a_median_is_that_of_order_statistics(n: int, place: int) -> None:
     """As tables of the binomial have it: of 20 values the sixth and the fifteenth."""
     assert interval([float(i) for i in reversed(range(n))]) == (place, n - 1 - place)
@@ -138,42 +125,25 @@ def test_ratios_are_of_the_same_round_and_against_the_fastest_form() -> None:
 
 
 def test_memory_is_compared_where_it_was_counted() -> None:
+    found = measured(fsdp2_raw=[2.0], ddp_raw=[1.0])
+    assert found.ratios == found.control == {}, "without the lab there are times"
     found = measured(lab=[1.0], fsdp2_raw=[2.0], ddp_raw=[3.0])
     assert found.memory_ratios == {}
-    peaks = {"lab": 30, "fsdp2-raw": 40, "ddp-raw": 60}
-    on_gpu = BenchResult(
-        seconds=found.seconds, losses=found.losses, gradient_norms=found.gradient_norms, peak_bytes=peaks
-    )
+    on_gpu = replace(found, peak_bytes={"lab": 30, "fsdp2-raw": 40, "ddp-raw": 60})
     assert on_gpu.memory_ratios == {"lab/fsdp2": 0.75, "lab/ddp": 0.5}
     lines: list[str] = []
     step_figures(on_gpu, {}, lines.append)
     assert "lab/fsdp2, peak allocated memory: 0.750" in lines
 
 
-def test_without_the_lab_there_are_times_and_no_ratios() -> None:
-    found = measured(fsdp2_raw=[2.0], ddp_raw=[1.0])
-    assert found.ratios == found.control == {}
-    lines: list[str] = []
-    assert step_figures(found, {}, lines.append)["ratios"] == {}
-    assert "form/fsdp2-raw" in "\n".join(lines)
-
-
-@pytest.mark.parametrize("other", [5.01, float("nan"), float("inf")])
+@pytest.mark.parametrize("other", [5.01, float("nan")])
 def test_a_form_that_trains_something_else_fails_the_run(other: float) -> None:
     found = measured(lab=[1.0], fsdp2_raw=[1.0])
     found.check_same_work("fp32")
-    apart = BenchResult(
-        seconds=found.seconds,
-        losses={**found.losses, "lab": [5.0, other]},
-        gradient_norms=found.gradient_norms,
-        peak_bytes={},
-    )
     with pytest.raises(BenchError, match="lab did other work than fsdp2-raw"):
-        apart.check_same_work("fp32")
-    norms = {"lab": 2.0, "fsdp2-raw": 1.0}
-    scaled = BenchResult(seconds=found.seconds, losses=found.losses, gradient_norms=norms, peak_bytes={})
+        replace(found, losses={**found.losses, "lab": [5.0, other]}).check_same_work("fp32")
     with pytest.raises(BenchError, match="lab did other work"):
-        scaled.check_same_work("bf16")
+        replace(found, gradient_norms={"lab": 2.0, "fsdp2-raw": 1.0}).check_same_work("bf16")
 
 
 # -- on ranks ----------------------------------------------------------------------------------------------------------
@@ -223,18 +193,14 @@ def test_a_rank_that_fails_says_why() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "after_s"),
-    [(signal.SIGINT, 0), (signal.SIGKILL, 0), pytest.param(signal.SIGKILL, 6, marks=pytest.mark.nightly)],
-)
-def test_no_rank_outlives_its_launcher(number: signal.Signals, after_s: float) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_its_launcher(number: signal.Signals) -> None:
     command = [sys.executable, "-m", "fsdp_lab", "bench", "step", *TINY, "--steps", "100000", "--only", "ddp-raw"]
     launcher = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     try:
         deadline = time.monotonic() + 30
         while len(ranks := ranks_of(psutil.Process(launcher.pid))) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(after_s)  # just started, and at work
         assert len(ranks) == 2 and launcher.poll() is None
     finally:
         launcher.send_signal(number)

@@ -1,4 +1,4 @@
-"""`fsdp-lab bench gpu` without a GPU: what it refuses, what it would run, what it writes, and a rehearsal of every part."""
+"""`fsdp-lab bench gpu` without a GPU: what it refuses, what it would run, what it writes, and a rehearsal of it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import psutil
 import pytest
 import torch
 
-from fsdp_lab.bench import gpu, parts, results
+from fsdp_lab.bench import gpu, parts
 from fsdp_lab.bench.gpu import FIGURES, BenchPart, Place, Record, chosen, listed
-from fsdp_lab.bench.plan import BenchError, BenchPlan, PlanError
+from fsdp_lab.bench.plan import BenchError, BenchPlan
 from fsdp_lab.bench.results import BenchResult, measure
 from fsdp_lab.cli.main import main
 from fsdp_lab.spec.spec import Spec
@@ -78,22 +78,16 @@ def test_what_this_machine_cannot_run_is_skipped_with_the_reason(monkeypatch: py
     assert here["tests"] == "they need a GPU"
 
 
-def test_a_part_is_chosen_by_the_beginning_of_its_name() -> None:
-    names = [part.name for part in chosen(listed(Place.here("cpu")), "step,switch")]
-    assert names == ["step-gpt2-1m", "step-llama-1m", "switch"]
-    with pytest.raises(PlanError, match="no part 'x'"):
-        chosen(listed(Place.here("cpu")), "x")
-
-
-def test_the_list_needs_no_gpu_and_minutes_no_whole_number(
+def test_the_list_needs_no_gpu_and_a_part_is_chosen_by_the_beginning_of_its_name(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    names = [part.name for part in chosen(listed(Place.here("cpu")), "step,switch")]
+    assert names == ["step-gpt2-1m", "step-llama-1m", "switch"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert main(["bench", "gpu", "--list", "--minutes", "8.5"]) == 0
     lines = capsys.readouterr().out.splitlines()
     at = Place.here("cuda", listing=True)
     assert [line.split()[0] for line in lines] == [part.name for part in listed(at)]
-    assert any("step of llama-1b on one rank" in line for line in lines)
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -279,45 +273,16 @@ def test_a_spec_that_fails_hides_no_other(pool: Pool, monkeypatch: pytest.Monkey
     assert ours["losses"] == theirs["losses"] and ours["checksum"] == theirs["checksum"] and len(ours["losses"]) == 2
 
 
-# -- a rehearsal of all of it ------------------------------------------------------------------------------------------
-
-ON_RANKS = "strategies,step,share"
-PROGRAMS = "metering,switch,tour,torchrun,export"
-
-
-def test_every_part_is_in_a_rehearsal() -> None:
-    everything = {part.name for part in listed(Place.here("cpu")) if not part.skipped}
-    assert {part.name for part in chosen(listed(Place.here("cpu")), f"{ON_RANKS},{PROGRAMS}")} == everything
-
-
-@pytest.mark.slow
-def test_the_rehearsal_runs_every_part_of_ranks(
-    tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for module in (parts, results):
-        monkeypatch.setattr(module, "launch", launched_in(pool))
-    file = tmp_path / "gpu.txt"
-    command = ["bench", "gpu", "--device", "cpu", "--only", ON_RANKS, "--minutes", "0", "--out", str(file)]
-    assert main(command) == 0, capsys.readouterr().out
-    check_rehearsed(file, capsys.readouterr().out)
-
-
 @pytest.mark.nightly
-def test_programs_are_rehearsed_where_there_is_no_jupyter(tmp_path: Path) -> None:
+def test_every_part_is_rehearsed_where_there_is_no_jupyter(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(without(JUPYTER | {"rich"}))  # of the command and of all that it starts
     file = tmp_path / "gpu.txt"
-    only = ["--only", PROGRAMS, "--out", str(file)]
-    path = os.pathsep.join([str(tmp_path), str(REPO)])
-    command = [sys.executable, "-m", "fsdp_lab", "bench", "gpu", "--device", "cpu", *only]
-    env = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=REPO, env=env)
+    command = [sys.executable, "-m", "fsdp_lab", "bench", "gpu", "--device", "cpu", "--out", str(file)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPO)])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=290, cwd=REPO, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
-    check_rehearsed(file, done.stdout)
-
-
-def check_rehearsed(file: Path, printed: str) -> None:
     written = figures_in(file)
     assert written["facts"]["fsdp-lab bench gpu"] == "a rehearsal on the CPU"
     for each in written["parts"]:
-        assert each["outcome"] == "passed" and each["printed"] and each["figures"], each["name"]
-        assert all(line in printed for line in each["printed"])
+        assert each["outcome"] == "skipped" or (each["outcome"] == "passed" and each["figures"]), each["name"]
+        assert all(line in done.stdout for line in each["printed"])

@@ -18,11 +18,12 @@ from ipyparallel.cluster.launcher import LocalProcessLauncher
 
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.process import marked
-from fsdp_lab.cluster import ClusterError, RankError, RankLost, RankStuck, StartError, assembly
+from fsdp_lab.cluster import ClusterError, RankError, RankLost, StartError, assembly
 from fsdp_lab.cluster.calls import CLIENT_HISTORY
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.placement import CudaDevice, Host
 from tests.cluster.conftest import FAKE, order
+from tests.lab.test_lab import until
 
 
 def test_ranks_know_their_place(cluster: Cluster):
@@ -33,21 +34,18 @@ def test_ranks_know_their_place(cluster: Cluster):
         assert s.rss_bytes > 10**7
 
 
-def test_nothing_listens_beyond_this_machine(cluster: Cluster):
+def test_nothing_listens_beyond_this_machine_and_only_its_user_reads_its_keys(cluster: Cluster):
     ours = {p.pid for p in marked(cluster.token)}
     ports = [c for c in psutil.net_connections("tcp") if c.pid in ours and c.status == psutil.CONN_LISTEN]
     assert ports and {c.laddr.ip for c in ports} == {"127.0.0.1"}
-
-
-def test_only_its_user_reads_its_keys(cluster: Cluster):
+    assert cluster.client.curve_serverkey and cluster.client.session.auth is not None, "encrypted and signed"
     (folder,) = {Path(name) for p in marked(cluster.token) if (name := p.environ().get("IPP_PROFILE_DIR"))}
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     key = cluster.client.session.key.decode()
     assert key and key not in " ".join(word for p in marked(cluster.token) for word in p.cmdline())
     secret = [f for f in folder.rglob("*") if f.is_file() and key in f.read_text(errors="replace")]
-    assert len(secret) == 3 and {stat.S_IMODE(f.stat().st_mode) for f in secret} == {0o600}, (
-        "controller's, client's and engines'"
-    )
+    assert len(secret) == 3, "controller's, client's and engines'"
+    assert {stat.S_IMODE(f.stat().st_mode) for f in secret} == {0o600}
 
 
 def test_an_end_that_is_reported_late_leaves_no_folder(monkeypatch: pytest.MonkeyPatch):
@@ -73,36 +71,23 @@ def test_an_end_that_is_reported_late_leaves_no_folder(monkeypatch: pytest.Monke
     assert written.acquire(timeout=30) and not folder.exists()
 
 
-def test_connections_are_encrypted_and_messages_signed(cluster: Cluster):
-    client = cluster.client
-    assert client.curve_serverkey and client.session.auth is not None
-
-
-def test_cells_on_the_ranks_reach_them_by_name(cluster: Cluster):
+def test_cells_on_the_ranks_reach_them_by_name_and_a_dropped_model_leaves_none(cluster: Cluster):
     view = cluster.client[cluster.engine_ids]
-    view.execute("got = (rank, world_size, device, model.name, session.rank)").get(10)
+    view.execute("got = (rank, world_size, device, model.name, session.rank); model").get(10)
     assert view.pull("got", block=True) == [(0, 2, "cpu", "gpt2-10m", 0), (1, 2, "cpu", "gpt2-10m", 1)]
-
-
-def test_a_dropped_model_leaves_no_name_behind(cluster: Cluster):
-    view = cluster.client[cluster.engine_ids]
-    view.execute("kept = rank; model").get(10)
     cluster.call("unload")
     view.execute("left = [model, Out, [n for n in list(globals()) if n.startswith('_') and n[1:].isdigit()]]").get(10)
     assert view.pull("left", block=True) == [[None, {}, []]] * 2
-    assert view.pull("kept", block=True) == [0, 1], "the user's own names stay"
+    assert view.pull("got", block=True)[1][0] == 1, "the user's own names stay"
 
 
 def test_every_event_arrives_while_it_runs(cluster: Cluster):
     heard = []
     call = cluster.submit("train", take=lambda data: heard.extend(data["events"]), steps=40)
-    assert not call.wait(0) and not heard
-    while not heard:
-        assert call.pending, "they come while the chunk runs"
-        time.sleep(0.01)
-    assert call.pending
+    until(lambda: heard)
+    assert call.pending, "they come while the chunk runs"
     results = call.results(20)
-    time.sleep(0.2)
+    until(lambda: len(heard) == 80)
     told = sorted((e["rank"], e["step"]) for e in heard)
     assert told == [(rank, step) for rank in (0, 1) for step in range(40)]
     assert [[e["step"] for e in r["events"]] for r in results] == [list(range(40))] * 2
@@ -119,18 +104,7 @@ def test_what_is_said_to_ranks_is_not_kept(cluster: Cluster):
     )
 
 
-def test_an_interrupt_ends_the_chunk_on_all_ranks_alike(cluster: Cluster):
-    call = cluster.submit("train", steps=10_000)
-    time.sleep(0.3)
-    assert [s.state for s in cluster.status()] == ["train", "train"]
-    cluster.interrupt()
-    results = call.results(5)
-    assert all(r["stopped"] for r in results) and len({r["step"] for r in results}) == 1
-    step = results[0]["step"]
-    assert [r["step"] for r in cluster.call("train", steps=3)] == [step + 3] * 2, "they go on from there"
-
-
-def test_a_call_that_waits_behind_another_does_not_hide_it(cluster: Cluster):
+def test_an_interrupt_ends_the_chunk_on_all_ranks_alike_and_a_call_that_waits_behind_it_is_done(cluster: Cluster):
     heard = []
     call = cluster.submit("train", take=lambda data: heard.extend(data["events"]), steps=10_000)
     asked = cluster.submit("status")
@@ -138,23 +112,19 @@ def test_a_call_that_waits_behind_another_does_not_hide_it(cluster: Cluster):
         time.sleep(0.01)
     assert [s.state for s in cluster.status()] == ["train", "train"] and asked.pending == [0, 1]
     cluster.interrupt()
-    assert all(r["stopped"] for r in call.results(5)) and len(asked.results(5)) == 2
-    assert [s.state for s in cluster.status()] == ["idle", "idle"]
+    results = call.results(5)
+    assert all(r["stopped"] for r in results) and len({r["step"] for r in results}) == 1
+    assert len(asked.results(5)) == 2 and [s.state for s in cluster.status()] == ["idle", "idle"]
+    step = results[0]["step"]
+    assert [r["step"] for r in cluster.call("train", steps=3)] == [step + 3] * 2, "they go on from there"
 
 
 def test_an_error_on_one_rank_frees_the_other(cluster: Cluster):
     order(cluster, "raise:1")
-    began = time.monotonic()
     with pytest.raises(RankError, match="rank 1 failed in train .*ValueError: rank 1 was told to fail") as e:
         cluster.call("train", steps=10)
-    assert time.monotonic() - began < 4
     assert "told to fail" in e.value.trace and 0 in e.value.others
     assert [t["rank"] for t in cluster.call("status")] == [0, 1], "both live"
-
-
-def test_a_refusal_on_the_ranks_is_a_refusal_here(cluster: Cluster):
-    with pytest.raises(SpecError, match="workload.data: it is refused here; give another"):
-        order(cluster, "refuse")
 
 
 def test_only_listed_methods_of_the_session_can_be_called(cluster: Cluster):
@@ -178,12 +148,10 @@ def test_a_killed_rank_is_noticed_said_and_replaced(cluster: Cluster):
     cluster.on_lost(said.append)
     keeper = cluster.pids[0]
     call = cluster.submit("train", steps=10_000)
-    time.sleep(0.3)
-    began = time.monotonic()
+    until(lambda: cluster.status()[1].state == "train")
     os.kill(cluster.pids[1], signal.SIGKILL)
     with pytest.raises(RankLost, match=r"rank 1 is gone: its process \d+ on .* was ended by SIGKILL .* doing train"):
         call.results()
-    assert time.monotonic() - began < 5
     assert [(lost.rank, lost.doing) for lost in said] == [(1, "train")]
     dead = cluster.status()[1]
     assert not dead.alive and dead.state == "gone" and "SIGKILL" in dead.reason
@@ -208,9 +176,7 @@ def test_a_rank_whose_gpu_failed_is_lost_and_replaced(cluster: Cluster):
 
 def test_an_idle_rank_that_dies_is_noticed_too(cluster: Cluster):
     os.kill(cluster.pids[0], signal.SIGTERM)
-    deadline = time.monotonic() + 3
-    while not cluster.lost and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: cluster.lost)
     assert cluster.lost[0].doing == "nothing" and not cluster.status()[0].alive
 
 
@@ -220,31 +186,18 @@ def test_another_number_of_ranks(cluster: Cluster):
     assert cluster.pids[:2] == kept and [t["rank"] for t in cluster.call("status")] == [0, 1, 2]
     cluster.resize(1)
     assert cluster.pids == kept[:1]
-    deadline = time.monotonic() + 2
-    while psutil.pid_exists(kept[1]) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not psutil.pid_exists(kept[1]) and cluster.lost == {}, "an end that is meant is no loss"
+    until(lambda: not psutil.pid_exists(kept[1]))
+    assert cluster.lost == {}, "an end that is meant is no loss"
 
 
 def test_a_lost_controller_is_noticed_said_and_replaced(cluster: Cluster):
     call = cluster.submit("train", steps=10_000)
-    time.sleep(0.2)
     os.kill(cluster.membership.engines.controller_pid, signal.SIGKILL)
     with pytest.raises(RankLost, match="out of reach, because ipyparallel's controller was ended by SIGKILL"):
         call.results()
     former = cluster.token
     cluster.resize(2)
     assert [t["rank"] for t in cluster.call("status")] == [0, 1] and marked(former) == []
-
-
-@pytest.mark.slow
-def test_a_deaf_rank_is_ended_by_its_process_id(cluster: Cluster):
-    order(cluster, "deaf")
-    call = cluster.submit("train", steps=10)
-    time.sleep(0.5)
-    with pytest.raises(RankStuck, match="rank 1 did not answer .* its process was ended"):
-        call.results(0.1)
-    assert psutil.pid_exists(cluster.pids[0])
 
 
 # -- clusters of their own -----------------------------------------------------------------------------------------
@@ -258,21 +211,18 @@ def test_close_ends_a_deaf_rank_within_its_bound_and_leaves_nothing(tmp_path, mo
     order(cluster, "deaf")
     cluster.submit("train", steps=10)
     time.sleep(0.5)
-    began = time.monotonic()
     cluster.close()
     cluster.close()
-    assert time.monotonic() - began < 10
     assert marked(cluster.token) == [] and set(psutil.Process().children(recursive=True)) <= before
     assert list(tmp_path.glob("fsdp_lab-*")) == []
     with pytest.raises(ClusterError, match="closed"):
         cluster.call("status")
 
 
-@pytest.mark.parametrize("after_s", [0.3, 1.0])
-def test_ctrl_c_while_it_starts_leaves_nothing(after_s: float):
+def test_ctrl_c_while_it_starts_leaves_nothing():
     before = set(psutil.Process().children(recursive=True))
     cluster = Cluster(2, rank_module=FAKE)
-    timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         cluster.start()
@@ -304,11 +254,6 @@ def test_no_permission_to_write_is_said_with_the_way_out(monkeypatch):
     monkeypatch.setattr("tempfile.mkdtemp", refuse)
     with pytest.raises(StartError, match="private folder .*Permission denied.*set TMPDIR"):
         Cluster(1, rank_module=FAKE).start()
-
-
-def test_a_rank_module_that_is_not_there_is_said():
-    with pytest.raises(RankError, match="ModuleNotFoundError: No module named 'no_such_module'"):
-        Cluster(1, rank_module="no_such_module").start()
 
 
 def test_without_a_number_there_is_a_rank_on_each_free_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

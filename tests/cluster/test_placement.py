@@ -37,28 +37,41 @@ def two_gpus(*processes: GpuProcess) -> GpuReport:
     )
 
 
-def test_without_gpus_ranks_share_the_cores():
-    placed = place([host(cores=2)] * 2)
-    assert placed.devices == ("cpu", "cpu") and placed.notes == ()
-    assert [s.threads for s in placed.seats] == [1, 1]
+# Hosts of the ranks, devices asked for -> devices of the ranks, and what the note says; "": none.
+PLACED: dict[str, tuple[list[Host], list[str] | None, tuple[str, ...], list[str]]] = {
+    "cores are shared": ([host(cores=2)] * 2, None, ("cpu", "cpu"), []),
+    "more ranks than cores": ([host(cores=2)] * 3, None, ("cpu",) * 3, ["3 ranks on 2 cores", "not affected"]),
+    "a GPU each": ([host(gpu(0), gpu(1), gpu(2))] * 2, None, ("cuda:0", "cuda:1"), []),
+    "GPUs are shared": (
+        [host(gpu(0), gpu(1))] * 4, None, ("cuda:0", "cuda:0", "cuda:1", "cuda:1"), ["2 ranks on cuda:0", "take turns"]
+    ),
+    "a GPU in use is left alone": (
+        [host(gpu(0, (SOMEBODY,)), gpu(1))], None, ("cuda:1",), ["cuda:0", "process 77 (python, of bob, 40.0 GiB)"]
+    ),
+    "all in use": (
+        [host(gpu(0, used=30 * GIB))] * 2, None, ("cpu", "cpu"), ["cannot be seen from here", "it is not used"]
+    ),
+    "the CPU beside GPUs": ([host(gpu(0))], ["cpu"], ("cpu",), []),
+    "torch of a CPU": ([host(gpu(0), cuda=None)], None, ("cpu",), ["built for CPUs"]),
+    "two machines": (
+        [host(gpu(0), gpu(1), name="a")] * 2 + [host(gpu(0), gpu(1), name="b")] * 2, None,
+        ("cuda:0", "cuda:1", "cuda:0", "cuda:1"), [],
+    ),
+    "a machine without GPUs": (
+        [host(gpu(0), name="a"), host(name="b")], None, ("cpu", "cpu"), ["because b has no free GPU"]
+    ),
+}  # fmt: skip
 
 
-def test_more_ranks_than_cores_is_said():
-    (note,) = place([host(cores=2)] * 3).notes
-    assert "3 ranks on 2 cores" in note and "not affected" in note
-
-
-def test_one_gpu_a_rank_where_there_are_enough():
-    placed = place([host(gpu(0), gpu(1), gpu(2))] * 2)
-    assert placed.devices == ("cuda:0", "cuda:1") and placed.notes == ()
-    assert all(s.memory_cap is None and s.shared_gpu_ranks == 1 for s in placed.seats)
-
-
-def test_more_ranks_than_gpus_share_them_with_a_cap_and_a_note():
-    placed = place([host(gpu(0), gpu(1))] * 4)
-    assert placed.devices == ("cuda:0", "cuda:0", "cuda:1", "cuda:1")
-    assert all(s.memory_cap == 0.46 and s.shared_gpu_ranks == 2 for s in placed.seats)
-    assert "2 ranks on cuda:0" in placed.notes[0] and "take turns" in placed.notes[0]
+@pytest.mark.parametrize("case", PLACED)
+def test_ranks_are_put_where_there_is_room_and_what_is_unusual_is_said(case: str):
+    hosts, asked, devices, said = PLACED[case]
+    placed = place(hosts, asked)
+    assert placed.devices == devices and bool(placed.notes) == bool(said)
+    assert all(words in placed.notes[0] for words in said)
+    shared = case == "GPUs are shared"
+    assert {s.memory_cap for s in placed.seats} == {0.46 if shared else None}
+    assert "cpu" in devices or {s.shared_gpu_ranks for s in placed.seats} == {2 if shared else 1}
 
 
 def test_uneven_sharing_makes_all_ranks_talk_over_gloo():
@@ -66,18 +79,6 @@ def test_uneven_sharing_makes_all_ranks_talk_over_gloo():
     assert placed.devices == ("cuda:0", "cuda:0", "cuda:1")
     assert [s.memory_cap for s in placed.seats] == [0.46, 0.46, None]
     assert {s.shared_gpu_ranks for s in placed.seats} == {2}
-
-
-def test_a_gpu_in_use_is_named_and_left_alone():
-    placed = place([host(gpu(0, (SOMEBODY,)), gpu(1))])
-    assert placed.devices == ("cuda:1",)
-    assert "cuda:0" in placed.notes[0] and "process 77 (python, of bob, 40.0 GiB)" in placed.notes[0]
-
-
-def test_all_gpus_in_use_leaves_the_cpu_and_says_why():
-    placed = place([host(gpu(0, used=30 * GIB))] * 2)
-    assert placed.devices == ("cpu", "cpu")
-    assert "cannot be seen from here" in placed.notes[0] and "it is not used" in placed.notes[0]
 
 
 def test_a_gpu_in_use_is_refused_by_name_and_can_be_taken_on_purpose():
@@ -102,27 +103,6 @@ def test_devices_that_cannot_be_had(machine: Host, devices: list[str], says: str
         place([machine], devices)
 
 
-def test_the_cpu_can_be_chosen_beside_gpus():
-    assert place([host(gpu(0))], ["cpu"]).notes == ()
-
-
-def test_a_cpu_build_of_torch_is_named():
-    placed = place([host(gpu(0), cuda=None)])
-    assert placed.devices == ("cpu",) and "built for CPUs" in placed.notes[0]
-
-
-def test_ranks_of_two_machines_count_their_own_gpus():
-    a, b = host(gpu(0), gpu(1), name="a"), host(gpu(0), gpu(1), name="b")
-    placed = place([a, a, b, b])
-    assert placed.devices == ("cuda:0", "cuda:1", "cuda:0", "cuda:1") and placed.notes == ()
-    assert {s.shared_gpu_ranks for s in placed.seats} == {1}
-
-
-def test_a_machine_without_gpus_sends_all_to_the_cpu():
-    placed = place([host(gpu(0), name="a"), host(name="b")])
-    assert placed.devices == ("cpu", "cpu") and "because b has no free GPU" in placed.notes[0]
-
-
 # -- facts ---------------------------------------------------------------------------------------------------------
 
 
@@ -130,21 +110,15 @@ def test_probe_names_gpus_as_torch_does_and_who_uses_them():
     found = probe(lambda: two_gpus(SOMEBODY), env={})
     assert [g.device for g in found.gpus] == ["cuda:0", "cuda:1"]
     assert not found.gpus[0].busy and "process 77 (python" in found.gpus[1].busy
-
-
-def test_our_own_processes_are_not_somebody_elses():
     found = probe(lambda: two_gpus(SOMEBODY), env={}, ours=frozenset({77}))
-    assert not any(g.busy for g in found.gpus)
+    assert not any(g.busy for g in found.gpus), "our own processes are not somebody else's"
+    assert "names a MIG slice" in probe(two_gpus, env={"CUDA_VISIBLE_DEVICES": "MIG-1234"}).note
 
 
 def test_no_driver_is_no_gpu_and_a_broken_one_is_a_note():
     assert probe(GpuReport, env={}) == Host(name=socket.gethostname(), cores=usable_cores())
     broken = probe(lambda: GpuReport(error="NVML: RM has detected an NVML/RM version mismatch."), env={})
     assert "version mismatch" in place([broken]).notes[0]
-
-
-def test_a_mig_slice_in_cuda_visible_devices_is_refused():
-    assert "names a MIG slice" in probe(two_gpus, env={"CUDA_VISIBLE_DEVICES": "MIG-1234"}).note
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import runpy
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +16,10 @@ import pytest
 from course import exercises
 from course.exercises import Marked
 from fsdp_lab.base.events import Traffic
+from fsdp_lab.cluster import RankLost
 from fsdp_lab.lab import Lab
 from fsdp_lab.planner.questions import Target
-from fsdp_lab.runs.recovery import BEGINNING
+from fsdp_lab.runs.recovery import BEGINNING, REPLICA, Incident
 from fsdp_lab.runs.steps import EventStore
 from fsdp_lab.runs.watched import WatchedRun
 from fsdp_lab.spec.loops import WatchedLoop
@@ -78,13 +78,8 @@ def test_traffic_is_predicted(real_lab: Lab) -> None:
         ({"all_gather": ...}, "all-gather: nothing was given"),
         ({"all_gather": "all"}, "all-gather: 'all' given; give a number"),
         ({"all_gather": 4 * N}, "fp32 values of the whole model"),
-        ({"all_gather": 2 * N}, "a rank sends its own half"),
-        ({"all_gather": 3_136_768 / 2}, "what full_shard gathers, most units twice"),
-        ({"all_gather": N / 2}, "half of it"),
         ({"all_gather": 7}, "times what was sent; elements, times bytes each"),
         ({"reduce_scatter": N}, "reduces them in fp32"),
-        ({"reduce_scatter": 4 * N}, "a rank keeps the half that is its own"),
-        ({"reduce_scatter": 8 * N}, "the whole model twice"),
         ({"reduce_scatter": None}, "reduce-scatter: nothing was given"),
     ):
         check(exercises.predicts_traffic(run, **{**right, **changes}), text)
@@ -101,16 +96,11 @@ def test_phases_are_put_in_order(real_lab: Lab) -> None:
         ("compute unshard compute reshard reduce", "At place 1 the unit computes, but its parameters are in shards"),
         ("unshard compute reshard unshard compute reshard reduce", "unshard is there 2 times, and happens 1 time"),
         ("unshard compute reduce compute reshard", "At place 3 gradients are reduced, but there are none"),
-        ("unshard compute reshard compute reduce", "At place 4 the unit computes"),
         ("unshard compute unshard compute reshard reduce", "whole already"),
-        ("unshard compute compute reduce", "reshard is there 0 times"),
-        ("unshard compute reshard reduce", "reduced, but there are none before"),
     ):
-        wanted = "" if "first" in text else text
-        check(exercises.orders_phases(moments, order.split(), unit=BLOCK), wanted)
-        assert not text or text in repr(exercises.orders_phases(moments, order.split(), unit=BLOCK))
-    for nothing in (..., None, [...], "unshard, compute"):
-        check(exercises.orders_phases(moments, nothing, unit=BLOCK), "Give a list")
+        marked = exercises.orders_phases(moments, order.split(), unit=BLOCK)
+        assert text in repr(marked) and bool(marked) == (not text or "first" in text)
+    check(exercises.orders_phases(moments, None, unit=BLOCK), "Give a list")
 
 
 # -- notebook 04 -----------------------------------------------------------------------------------------------------
@@ -128,10 +118,10 @@ def test_faster_over_a_slow_link(real_lab: Lab) -> None:
     rows: list[tuple[dict[str, Any], str]] = [
         ({"sharding": "shard_grad_op"}, "more memory. What stays gathered"),
         ({"forward_prefetch": 2}, "a rank sends 100% of the bytes"),
-        *((changes, "") for changes in SOLUTIONS.FASTER),
+        (SOLUTIONS.FASTER[0], ""),
     ]
     specs = [SPEC, *(SPEC.replace(**changes) for changes, _ in rows)]
-    sweep = real_lab.compare(specs, steps=4, rounds=1).wait(200)
+    sweep = real_lab.compare(specs, steps=3, rounds=1).wait(200)
     by_spec = {run.spec.id: over_link(run) for run in sweep.in_order}
     for spec, (_, text) in zip(specs[1:], rows, strict=True):
         two: Any = SimpleNamespace(specs=[SPEC, spec], in_order=[by_spec[SPEC.id], by_spec[spec.id]])
@@ -143,15 +133,13 @@ def test_faster_over_a_slow_link(real_lab: Lab) -> None:
 # -- notebook 05 -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_rank_is_lost_and_no_step(real_lab: Lab) -> None:
-    run = real_lab.run(SPEC, **SOLUTIONS.REPEATS_NOTHING, steps=12, recover=True)
-    while run.step < 2:
-        time.sleep(0.02)
-    real_lab.drill("kill").wait(60)
-    check(exercises.repeats_nothing(run.wait(60)), "")
-    incident = replace(run.incidents[-1], source=BEGINNING, resumed_step=0)
+def test_a_rank_is_lost_and_no_step() -> None:
+    """That a replica survives is in tests/lab/test_recovery.py."""
+    lost = RankLost(rank=1, engine=1, pid=9, host="h", reason="ended", unix_s=1.0)
+    incident = Incident(error=lost, step=7, ranks=2, detected_unix_s=1.0, source=BEGINNING, resumed_step=0)
+    solved = {"incidents": [replace(incident, source=REPLICA, resumed_step=7)]}
     for changes, text in (
+        (solved | {"spec": SPEC.replace(**SOLUTIONS.REPEATS_NOTHING)}, ""),
         ({}, "from the beginning, so .* were trained again: its shards were nowhere else"),
         ({"incidents": []}, "inject a fault"),
         ({"saves": [object()]}, "It wrote 1 checkpoint: leave save out"),
@@ -176,10 +164,7 @@ RENTED = Spec(world_size=8).replace(model="llama-1b", precision="bf16", seq_len=
         ({"micro_batch": 1}, "A step has 8 samples, and 64 were asked for"),
         ({"micro_batch": 1, "accumulate": 8}, r"[\d.]+ times that of the fastest. It is bound by communication"),
         ({"seq_len": 512}, "other work: seq len is 512 and was 2048"),
-        ({"precision": "bf16-pure"}, "other work: precision is"),
         (SOLUTIONS.FITS, ""),
-        ({"backend": "fsdp2", "sharding": "shard_grad_op", "recompute": "full", "micro_batch": 4, "accumulate": 2}, ""),
-        ({"recompute": "full", "micro_batch": 4, "accumulate": 2, "sync": "last"}, ""),
     ],
 )  # fmt: skip
 def test_it_fits_and_is_fastest(changes: dict[str, Any], text: str) -> None:
@@ -194,13 +179,9 @@ HOSTS = Spec(world_size=32).replace(model="llama-13b", precision="bf16", seq_len
     [
         ({}, "change something in mine"),
         ({"sharding": "shard_grad_op"}, "32 ranks share one copy, and a host has 8: all-gathers cross"),
-        ({"sharding": "hybrid_shard", "shard_size": 16}, "16 ranks share one copy, and a host has 8"),
         ({"sharding": "hybrid_shard", "shard_size": 2}, "does not fit: .* 2 ranks share one copy"),
         ({"sharding": "no_shard"}, "does not fit: .* every rank holds a whole copy"),
-        ({"world_size": 8}, "other work: world size is 8 and was 32"),
         (SOLUTIONS.INSIDE_HOSTS, ""),
-        ({"sharding": "hybrid_shard_zero2", "shard_size": 8}, ""),
-        ({"sharding": "hybrid_shard", "shard_size": 4}, ""),
     ],
 )
 def test_gathers_stay_inside_hosts(changes: dict[str, Any], text: str) -> None:
@@ -217,7 +198,6 @@ def test_what_is_no_spec_is_said() -> None:
 # -- notebooks 07 and 08 ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_the_last_block_alone_is_trained(real_lab: Lab) -> None:
     rest = SOLUTIONS.FREEZE
     for changes, text in (

@@ -3,8 +3,6 @@ are those of a lab over Gloo that nothing befell."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator, Mapping
 
@@ -17,8 +15,8 @@ from fsdp_lab.cli import drill
 from fsdp_lab.cli.drill import DrillBench, DrillPlan, losses
 from fsdp_lab.cluster import calls
 from fsdp_lab.lab import Lab
-from fsdp_lab.runs import Run, RunState
-from fsdp_lab.runs.recovery import CHECKPOINT, LIVE, REPLICA
+from fsdp_lab.runs import RunState
+from fsdp_lab.runs.recovery import LIVE, REPLICA
 from fsdp_lab.spec.faults import Fault, FaultKind
 from fsdp_lab.spec.spec import Spec
 from tests.lab.conftest import HANG_S
@@ -61,14 +59,6 @@ def undisturbed(resident_real: Lab) -> Mapping[int, float]:
     return losses(resident_real.run(WORK, steps=STEPS).wait(90))
 
 
-def begin(lab: Lab, step: int = 2, **options: object) -> Run:
-    """A run that has done some steps."""
-    run = lab.run(WORK, steps=STEPS, **options)
-    until(lambda: run.step >= step or run.done, 60)
-    assert not run.done, run
-    return run
-
-
 def test_stop_frees_a_rank_that_waits_for_its_device_and_the_model_is_kept(
     lab: Lab, undisturbed: Mapping[int, float]
 ) -> None:
@@ -103,7 +93,6 @@ def bench(resident_nccl: Lab, undisturbed: Mapping[int, float]) -> Iterator[Dril
 @pytest.mark.parametrize(
     ("kind", "form", "rank", "source"),
     [
-        ("kill", LAB, 0, CHECKPOINT),
         ("stop", DDP, 1, REPLICA),
         ("cut", FSDP2, 0, LIVE),
     ],
@@ -128,17 +117,3 @@ def test_a_slow_link_is_refused_and_the_run_goes_on(
         bench.drill(DrillPlan(kind="slow", rank=1, step=2, delay_s=0.0, form=LAB))
     run = lab.current
     assert run is not None and run.state is RunState.FINISHED and losses(run) == undisturbed and not run.incidents
-
-
-def test_it_waits_for_a_word_and_goes_on_with_fewer(lab: Lab, undisturbed: Mapping[int, float]) -> None:
-    run = begin(lab, recover="ask", sharding="no_shard")
-    os.kill(lab.cluster.pids[0], signal.SIGKILL)
-    until(lambda: run.state is RunState.BROKEN, 15)
-    assert "rank 0 is gone" in run.reason
-    lab.recover("fewer")
-    run.wait(60)
-    (incident,) = run.incidents
-    assert (incident.source, incident.resumed_ranks, lab.ranks) == (REPLICA, 1, 1) and incident.lost_steps == 0
-    found = losses(run)
-    assert found.keys() == undisturbed.keys()
-    assert all(found[step] == pytest.approx(loss, rel=1e-4) for step, loss in undisturbed.items())

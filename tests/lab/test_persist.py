@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -14,7 +13,6 @@ from fsdp_lab.base.process import marked
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
-from fsdp_lab.spec.checkpoint_format import find
 from tests.lab.test_lab import until
 
 KERNEL = """
@@ -22,32 +20,12 @@ import sys, time
 from fsdp_lab.lab import Lab
 
 if __name__ == "__main__":
-    began = time.monotonic()
     lab = Lab(2, reduction="rank_ordered", persist=True, progress=False)
-    launch_s = time.monotonic() - began
     run = lab.run(model="gpt2-1m", micro_batch=1, seq_len=64, sharding="shard_grad_op", seed=3)
     while run.step < 5:
         time.sleep(0.01)
-    if sys.argv[1] == "exit":
-        sys.exit()
     lab.history.flush()
-    print(run.id, lab.cluster.token, launch_s, *lab.cluster.pids, flush=True)
-    time.sleep(60)
-"""
-
-
-SAVING = """
-import sys, time
-from fsdp_lab.spec.checkpoint_format import checkpoints
-from fsdp_lab.lab import Lab
-from fsdp_lab.runs.saving import CheckpointConfig
-
-if __name__ == "__main__":
-    lab = Lab(2, progress=False)
-    run = lab.run(model="gpt2-1m", micro_batch=1, seq_len=64, save=CheckpointConfig(folder=sys.argv[1], every=1))
-    while not checkpoints(sys.argv[1]):
-        time.sleep(0.001)
-    print(lab.cluster.token, flush=True)
+    print(run.id, lab.cluster.token, *lab.cluster.pids, flush=True)
     time.sleep(60)
 """
 
@@ -66,18 +44,14 @@ def told(run: Run) -> dict[int, tuple[float, int | None]]:
 
 @pytest.mark.slow
 def test_a_new_kernel_goes_on_with_the_ranks_of_one_that_was_killed(temporary: Path):
-    former = subprocess.Popen([sys.executable, "-c", KERNEL, "kill"], stdout=subprocess.PIPE, text=True)
+    former = subprocess.Popen([sys.executable, "-c", KERNEL], stdout=subprocess.PIPE, text=True)
     assert former.stdout is not None
-    run_id, token, launch_s, *pids = former.stdout.readline().split()
+    run_id, token, *pids = former.stdout.readline().split()
     former.kill()  # while it trains
     former.wait()
 
-    began = time.monotonic()
     with Lab(2, reduction="rank_ordered", persist=True, progress=False) as lab:
-        attach_s = time.monotonic() - began
         assert lab.attached and lab.persistent and lab.cluster.pids == [int(pid) for pid in pids]
-        print(f"launched in {float(launch_s):.1f} s, attached in {attach_s:.1f} s")
-        assert attach_s < float(launch_s), "also if the former kernel had sent a chunk to one rank and not to the other"
         spec, step = lab.spec, lab.rank_status()[0].step
         assert (spec.workload.seed, spec.strategy.sharding) == (3, "shard_grad_op") and step is not None and step >= 5
         assert lab.runs()[0].id == run_id and lab.runs()[0].state is RunState.LOST
@@ -90,35 +64,14 @@ def test_a_new_kernel_goes_on_with_the_ranks_of_one_that_was_killed(temporary: P
         again = lab.run(spec, steps=step + 9).wait(60)
         undisturbed = told(again)
         assert {n: undisturbed[n] for n in told(going_on)} == told(going_on), "losses and parameters, bit for bit"
-    assert marked(token) == [] and list(temporary.glob("fsdp_lab-*")) == []
-
-
-@pytest.mark.slow
-def test_exit_and_detach_leave_persistent_ranks_running(temporary: Path):
-    subprocess.run([sys.executable, "-c", KERNEL, "exit"], check=True, timeout=60)
-    lab = Lab(2, reduction="rank_ordered", persist=True, progress=False)
-    pids, step = lab.cluster.pids, lab.rank_status()[0].step
-    assert lab.attached and step is not None and step >= 5
-    assert lab.runs()[0].state is RunState.STOPPED and "left the ranks" in lab.runs()[0].reason
-    lab.detach()
-    assert lab.closed and all(map(psutil.pid_exists, pids))
+        left = lab.run(spec, fresh=False)
+        until(lambda: left.step > again.step)
+        lab.detach()
+        assert lab.closed and left.state is RunState.STOPPED and "left the ranks" in left.reason
     with Lab(2, reduction="rank_ordered", persist=True, progress=False) as lab:
-        assert lab.attached and lab.cluster.pids == pids and lab.rank_status()[0].step == step
-    until(lambda: not any(map(psutil.pid_exists, pids)))
-
-
-@pytest.mark.slow
-def test_a_kernel_that_is_killed_while_ranks_write_leaves_whole_files_and_no_ranks(temporary: Path):
-    folder = temporary / "saved"
-    folder.mkdir()
-    former = subprocess.Popen([sys.executable, "-c", SAVING, folder], stdout=subprocess.PIPE, text=True)
-    assert former.stdout is not None
-    token = former.stdout.readline().strip()
-    former.kill()  # each step is saved: one is being written
-    former.wait()
-    assert len(token) == 16
-    until(lambda: not marked(token) and not list(temporary.glob("fsdp_lab-*")), 15)
-    assert find(folder).step >= 1, "what was whole stays"
+        assert lab.attached and lab.cluster.pids == [int(pid) for pid in pids]
+        assert lab.rank_status()[0].step == left.step
+    assert marked(token) == [] and list(temporary.glob("fsdp_lab-*")) == []
 
 
 def test_ranks_that_are_not_persistent_cannot_be_detached(lab: Lab):

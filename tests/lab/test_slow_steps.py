@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import threading
-import time
 
 import pytest
 
@@ -49,6 +48,7 @@ def test_every_phase_of_a_step_with_what_all_ranks_hold(lab: Lab):
 
 def test_nothing_is_sent_before_the_first_moment_is_asked_for(lab: Lab):
     run = going(lab)
+    lab.slow_motion().close()
     slow = lab.slow_motion()
     assert not run.done and "not begun" in repr(slow)
     moment = next(slow)
@@ -68,16 +68,10 @@ def test_ranks_that_hold_nothing_are_given_a_spec_first(lab: Lab):
 
 
 def test_another_spec_is_applied_and_takes_the_parameters_along(lab: Lab):
-    lab.run(steps=4).wait(20)
-    with lab.slow_motion(sharding="shard_grad_op") as slow:
-        assert next(slow).step == 4 and slow.spec.strategy.sharding == "shard_grad_op"
-
-
-def test_other_backends_are_refused_with_a_way_out(lab: Lab):
+    """Backends that have no slow motion are refused, with a way out."""
     lab.run(backend="fsdp2", steps=2).wait(20)
-    with pytest.raises(
-        SpecError, match=r"strategy.backend: slow motion .* this Spec is for fsdp2; use backend lab"
-    ) as told:
+    refusal = r"strategy.backend: slow motion .* this Spec is for fsdp2; use backend lab"
+    with pytest.raises(SpecError, match=refusal) as told:
         lab.slow_motion()
     assert told.value.fix == {"backend": "lab"}
     with lab.slow_motion(**told.value.fix) as slow:
@@ -86,67 +80,30 @@ def test_other_backends_are_refused_with_a_way_out(lab: Lab):
         assert next(slow).step == 3, "now the ranks hold what slow motion gave them"
 
 
-@pytest.mark.parametrize("how", ["close", "with", "break"])
-def test_ended_early_it_lets_the_step_run_to_its_end(lab: Lab, how: str):
+def test_ended_early_it_lets_the_step_run_to_its_end(lab: Lab):
     lab.run(steps=2).wait(20)
-    if how == "break":
-        for moment in lab.slow_motion():
-            if moment.index == 2:
-                break
-        gc.collect()
-        until(lambda: not any(under_way(lab)))
-    elif how == "with":
-        with lab.slow_motion() as slow:
-            next(slow)
-            assert under_way(lab) == [True, True]
-    else:
-        slow = lab.slow_motion()
-        next(slow)
-        slow.close()
-        slow.close()
-        assert next(slow, None) is None
-    assert under_way(lab) == [False, False]
-    if how != "break":
-        assert slow.closed and slow.reason == "closed" and slow.event is not None and slow.event.step == 2
+    for moment in lab.slow_motion():
+        if moment.index == 2:
+            break
+    gc.collect()
+    until(lambda: not any(under_way(lab)))
     assert [s["step"] for s in lab.cluster.call("status")] == [3, 3]
+    with lab.slow_motion() as slow:
+        next(slow)
+        assert under_way(lab) == [True, True]
+    slow.close()
+    assert next(slow, None) is None and under_way(lab) == [False, False]
+    assert slow.closed and slow.reason == "closed" and slow.event is not None and slow.event.step == 3
 
 
-def test_closing_one_that_was_not_begun_sends_nothing(lab: Lab):
-    run = going(lab)
-    lab.slow_motion().close()
-    step = run.step
-    until(lambda: run.step > step + 2)
-
-
-def test_a_new_run_ends_it_first(lab: Lab):
+def test_a_new_slow_motion_and_a_new_run_end_the_one_before(lab: Lab):
     lab.run(steps=2).wait(20)
-    slow = lab.slow_motion()
-    next(slow)
-    run = lab.run(lab.spec, steps=2, fresh=False).wait(20)
-    assert slow.closed and slow.reason == "another run was started" and slow.event is not None
-    assert run.step == 5 and next(slow, None) is None
-
-
-def test_a_new_slow_motion_ends_the_one_before(lab: Lab):
-    lab.run(steps=2).wait(20)
-    first = lab.slow_motion()
+    first, second = lab.slow_motion(), lab.slow_motion()
     next(first)
-    with lab.slow_motion() as second:
-        assert next(second).step == 3 and first.closed and first.reason == "slow motion was started"
-
-
-def test_ctrl_c_while_a_phase_lasts_ends_it_and_is_passed_on(lab: Lab):
-    slow = lab.slow_motion(data="slow-phase")
-    for _ in range(3):
-        next(slow)
-    threading.Timer(
-        0.3, lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(0.3), lab.cluster.interrupt())
-    ).start()
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        next(slow)
-    assert time.monotonic() - began < 10 and slow.closed and slow.reason == "interrupted"
-    assert under_way(lab) == [False, False]
+    assert next(second).step == 3 and first.closed and first.reason == "slow motion was started"
+    run = lab.run(lab.spec, steps=2, fresh=False).wait(20)
+    assert second.closed and second.reason == "another run was started" and second.event is not None
+    assert run.step == 6 and next(second, None) is None
 
 
 def test_a_phase_that_lasts_is_interrupted_when_somebody_must_go_on(lab: Lab):
@@ -157,10 +114,9 @@ def test_a_phase_that_lasts_is_interrupted_when_somebody_must_go_on(lab: Lab):
     waiting = threading.Thread(target=lambda: ended.append(next(slow, "over")))
     waiting.start()
     until(lambda: any(s.state == "slow_next" for s in lab.rank_status()))
-    began = time.monotonic()
-    lab._activities.end_slow_step("somebody must go on", 0.5)
+    lab._activities.end_slow_step("somebody must go on", 0.1)
     waiting.join(10)
-    assert ended == ["over"] and time.monotonic() - began < 6
+    assert ended == ["over"]
     assert slow.closed and slow.reason == "somebody must go on" and slow.event is None
     assert lab.run(steps=2).wait(20).step == 2
 
@@ -179,13 +135,6 @@ def test_an_error_of_a_rank_is_raised_and_the_next_run_works(lab: Lab):
     assert slow.closed and "told to fail" in slow.reason
     slow.close()
     assert lab.run(steps=2).wait(20).step == 2
-
-
-def test_what_the_ranks_refuse_is_raised(lab: Lab):
-    slow = lab.slow_motion(data="refuse")
-    with pytest.raises(SpecError, match="refused here"):
-        next(slow)
-    assert slow.closed
 
 
 def test_a_lost_rank_is_said_and_replaced(lab: Lab):
@@ -218,6 +167,5 @@ def test_a_moment_in_words(lab: Lab):
     assert moment.holds(0)["transformer.h.2.mlp.c_proj.bias"] == (0, 0)
     assert moment.held_elements(0) == sum(b - a for a, b in moment.holds(0).values())
     assert moment.caption.startswith("forward · compute transformer.h.1: ")
-    assert (
-        f"Moment 6 of step {moment.step}: forward" in repr(moment) and "root, transformer.h.1" in moment._repr_html_()
-    )
+    assert f"Moment 6 of step {moment.step}: forward" in repr(moment)
+    assert "root, transformer.h.1" in moment._repr_html_()

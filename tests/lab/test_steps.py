@@ -67,11 +67,6 @@ def undisturbed(steps: int) -> Recorded:
     return Recorded().train(range(steps))
 
 
-def recovered() -> Recorded:
-    """Steps 0 to 59, back to step 40, steps 40 to 44."""
-    return undisturbed(60).begin_again(40).train(range(40, 45))
-
-
 def disturbed(seed: int, steps: int, failures: int) -> Iterator[Callable[[Recorded], object]]:
     """What befalls a run of so many steps: it fails, some ranks a step ahead of the others, and begins again earlier."""
     chance, begin = random.Random(seed), 0
@@ -122,7 +117,10 @@ def _drawn(figure: Any) -> list[Any]:
 
 
 def test_abandoned_steps_are_in_no_result():
-    run, other = recovered(), undisturbed(45)
+    """Though they diverged; those done again are as they should be."""
+    run, other = undisturbed(40), undisturbed(45)
+    run.events.add(replace(e, mean_loss=9.0, checksum=1) for step in range(40, 60) for e in measured(step))
+    run.begin_again(40).train(range(40, 45))
     assert run.events.last_steps(1)[0].number == 44
     assert len(run.summary()["losses"]) == len(other.summary()["losses"]) == 45
     found = parity(other, run)
@@ -131,22 +129,13 @@ def test_abandoned_steps_are_in_no_result():
     assert results(run) == results(other)
 
 
-def test_what_differs_in_abandoned_steps_alone_does_not_count():
-    """The abandoned steps diverged; those done again are as they should be."""
-    run = undisturbed(40)
-    run.events.add(replace(e, mean_loss=9.0, checksum=1) for step in range(40, 60) for e in measured(step))
-    run.begin_again(40).train(range(40, 45))
-    assert parity(undisturbed(45), run).verdict is Verdict.EQUAL
-    assert results(run) == results(undisturbed(45))
-
-
 def test_between_a_restart_and_its_first_step_the_abandoned_steps_are_gone_already():
     run = undisturbed(60).begin_again(40)
     assert len(run.summary()["losses"]) == 40 and run.events.last_steps(1)[0].number == 39
     assert not run.events.latest()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_however_often_it_begins_again_every_view_is_that_of_an_undisturbed_run(seed: int, tmp_path: Path):
     run, other = Recorded(), undisturbed(70)
     for happens in disturbed(seed, 70, failures=8):
@@ -214,14 +203,6 @@ def test_a_message_that_arrives_after_a_restart_is_dropped():
     store.restart(0)
     assert store.add(measured(1), attempt=0) == 0
     assert store.add(measured(0), attempt=1) == 2 and [s.number for s in store.steps()] == [0]
-
-
-def test_events_of_several_attempts_make_the_same_store_again():
-    run = recovered()
-    copied = EventStore()
-    copied.add(run.events.since()[0])
-    assert copied.since()[0] == run.events.since()[0] and copied.steps() == run.events.steps()
-    assert copied.attempt == 1
 
 
 # -- assembling ------------------------------------------------------------------------------------------------------

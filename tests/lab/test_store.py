@@ -59,13 +59,6 @@ def test_memory_is_bounded_and_cursors_stay_true():
     assert store.since(0)[0][-1].step == 499
 
 
-def test_a_run_that_begins_again_is_told_apart():
-    store = EventStore()
-    store.add(steps(0, 1, 2))
-    store.restart(0)
-    assert store.add(steps(0, 1)) == 4
-
-
 def test_a_run_that_goes_on_from_another_begins_where_it_does():
     store = EventStore()
     store.restart(40)

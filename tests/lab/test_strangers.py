@@ -9,10 +9,8 @@ import random
 import socket
 import struct
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 
 import psutil
 import pytest
@@ -24,20 +22,13 @@ from fsdp_lab.runs import Run, RunState
 from tests.lab.test_lab import until
 from tests.lab.test_real_ranks import SMALL, losses
 
-STEPS = 120
-ROUNDS = 2  # of all messages to all ports
+STEPS = 60
 ANSWER_S = 0.3
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)  # of ZeroMQ
 READY = b"\x04\x1a\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 STORE = b"\x00" + struct.pack("<I", 0x3C85F7CE)  # of a client of TCPStore: who it is, then what it asks
 PING = b"\x0d" + struct.pack("<I", 7)
 SET = b"\x01" + struct.pack("<Q", 7) + b"abort/0" + struct.pack("<Q", 6) + b"1 stop"
-
-
-class Kind(Enum):
-    ZEROMQ = "ipyparallel's ZeroMQ"
-    STORE = "torch's store"
-    SILENT = "takes connections and says nothing"
 
 
 def listeners(lab: Lab) -> list[tuple[int, str, int]]:
@@ -51,17 +42,11 @@ def listeners(lab: Lab) -> list[tuple[int, str, int]]:
     ]
 
 
-def kind_of(port: int) -> Kind:
-    """By what it answers: ZeroMQ greets first, TCPStore returns a ping."""
-    with socket.create_connection(("127.0.0.1", port), timeout=ANSWER_S) as s:
-        with contextlib.suppress(TimeoutError, ConnectionError):
-            if s.recv(1) == b"\xff":
-                return Kind.ZEROMQ
-        with contextlib.suppress(TimeoutError, ConnectionError):
-            s.sendall(STORE + PING)
-            if s.recv(4) == struct.pack("<I", 7):
-                return Kind.STORE
-    return Kind.SILENT
+def is_zeromq(port: int) -> bool:
+    """ZeroMQ greets whoever connects; torch's store and Gloo wait to be told something."""
+    with contextlib.suppress(TimeoutError), socket.create_connection(("127.0.0.1", port), timeout=ANSWER_S) as s:
+        return s.recv(1) == b"\xff"
+    return False
 
 
 def messages(rng: random.Random) -> list[bytes]:
@@ -94,33 +79,25 @@ class Stranger:
     ports: list[int]
     run: Run
     opened: list[socket.socket] = field(default_factory=list)
-    refused: Counter[int] = field(default_factory=Counter)
     sent: int = 0
 
     def attack(self) -> None:
         rng = random.Random(0)
-        for _ in range(ROUNDS):
-            for message in messages(rng):
-                for port in self.ports:
-                    self._send(port, message, rng)
+        for message in messages(rng):
+            for port in self.ports:
+                self._send(port, message, rng)
         self._ask()
 
     def _send(self, port: int, message: bytes, rng: random.Random) -> None:
-        try:
-            s = socket.create_connection(("127.0.0.1", port), timeout=2)
-        except OSError:
-            self.refused[port] += 1
-            return
+        s = socket.create_connection(("127.0.0.1", port), timeout=5)
         self.sent += not self.run.done
         with contextlib.suppress(OSError):
             s.sendall(message)
-        how = rng.randrange(3)
-        if how == 0:
+        if rng.random() < 0.5:
             self.opened.append(s)
-            return
-        if how == 1:
+        else:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it ends by a reset
-        s.close()
+            s.close()
 
     def _ask(self) -> None:
         """By ZeroMQ's own client."""
@@ -155,16 +132,7 @@ def undisturbed(lab: Lab) -> Run:
 def test_a_lab_listens_on_loopback_and_all_its_ports_are_zeromq_s(lab: Lab, undisturbed: Run) -> None:
     found = listeners(lab)
     assert found and {address for _, address, _ in found} == {"127.0.0.1"}
-    kinds = {(pid, port): kind_of(port) for pid, _, port in found}
-    assert set(kinds.values()) == {Kind.ZEROMQ}, "ranks of one host open neither a store's port nor Gloo's"
-
-
-@pytest.mark.slow
-def test_a_store_would_be_recognised() -> None:
-    from fsdp_lab.rank.rendezvous import host_store
-
-    store = host_store("127.0.0.1")
-    assert kind_of(int(store.place.rpartition(":")[2])) is Kind.STORE
+    assert all(is_zeromq(port) for _, _, port in found), "ranks of one host open neither a store's port nor Gloo's"
 
 
 @pytest.mark.slow
@@ -177,8 +145,7 @@ def test_a_stranger_changes_no_result_and_ends_no_run(lab: Lab, undisturbed: Run
     attack.start()
     run.wait(120)
     attack.join(120)
-    assert stranger.ports and not stranger.refused
-    assert stranger.sent > len(messages(random.Random(0))) * len(stranger.ports)
+    assert stranger.ports and stranger.sent > len(stranger.ports)
     assert run.state is RunState.FINISHED and losses(run) == losses(undisturbed)
     again = lab.run(**SMALL, sharding="shard_grad_op", steps=3).wait(60)  # other groups, while connections are open
     stranger.close()
