@@ -8,26 +8,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from fsdp_lab.bench import results
-from fsdp_lab.bench.interleave import _tune
 from fsdp_lab.bench.plan import STEP, BenchError, BenchPlan, PlanError, forms_named, place
-from fsdp_lab.bench.results import BenchResult, interval, measure, step_figures
+from fsdp_lab.bench.results import BenchResult, step_figures
 from fsdp_lab.cli.main import main
-from fsdp_lab.models.wrapping import blocks
 from tests.bench.in_pool import launched_in
-from tests.pool import Place, Pool
+from tests.pool import Pool
 
 TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--vocab", "64", "--seq-len", "8", "--device", "cpu"]
 
@@ -71,12 +64,6 @@ def test_a_peers_name_stands_for_its_forms() -> None:
 
 
 # -- the figures -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("n", "place"), [(3, 0), (20, 5)])
-def test_the_interval_of_a_median_is_that_of_order_statistics(n: int, place: int) -> None:
-    """As tables of the binomial have it: of 20 values the sixth and the fifteenth."""
-    assert interval([float(i) for i in reversed(range(n))]) == (place, n - 1 - place)
 
 
 def measured(**seconds: list[float]) -> BenchResult:
@@ -185,14 +172,6 @@ def test_shared_memory_is_compared_with_gloo(
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_says_why() -> None:
-    plan = BenchPlan(layers=1, width=32, heads=2, vocab=64, seq_len=8, forms=("ddp-raw",), devices=("cpu", "cpu:x"))
-    with pytest.raises(BenchError, match="rank 1 failed: .*cpu:x"):
-        measure(plan)
-    assert not ranks_of(psutil.Process())
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_rank_outlives_its_launcher(number: signal.Signals) -> None:
     command = [sys.executable, "-m", "fsdp_lab", "bench", "step", *TINY, "--steps", "100000", "--only", "ddp-raw"]
@@ -220,26 +199,3 @@ def ranks_of(launcher: psutil.Process) -> list[psutil.Process]:
             if "fsdp_lab.bench.launch" in child.cmdline():
                 found.append(child)
     return found
-
-
-def _collectives(place: Place, raw: str) -> Counter[str]:
-    """Of a step, by kind, that crossed the wire; `raw`: the backend of torch's own group that the model is on, or ""."""
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=32, n_positions=16))
-    group = dist.new_group(backend=raw) if raw else dist.group.WORLD
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
-    for module in (*blocks(model), model):
-        fully_shard(module, mesh=mesh)
-    _tune(model, raw=raw)
-    place.context.meter.take()
-    tokens = torch.arange(8).view(1, 8)
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    return Counter(c.kind for c in place.context.meter.take())
-
-
-@pytest.mark.skipif(not hasattr(FSDPModule, "set_separate_reduce_scatter_group"), reason="from torch 2.13 on")
-def test_reductions_have_a_group_of_torch_s_own(pool: Pool) -> None:
-    for found in pool.run(_collectives, 2, "gloo", shared_memory=True):
-        assert not found
-    for found in pool.run(_collectives, 2, "", shared_memory=True):
-        assert found["all_gather"] == 5 and found["reduce_scatter"] == 4, "the last blocks are gathered once"

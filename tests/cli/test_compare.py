@@ -51,58 +51,45 @@ def test_the_product_of_the_lists_in_their_order_without_repeats():
     assert {d["workload"]["lr"] for d in made} == {0.1}
 
 
-def test_values_are_read_as_their_fields_types():
-    (made,) = dicts("--clip-norm", "none", "--compile", "true", "--shard-size", "none", "--offload", "none")
-    assert made["workload"]["clip_norm"] is None
-    assert made["strategy"]["compile"] is True
-    assert made["strategy"]["shard_size"] is None
-    assert made["strategy"]["offload"] == "none"
+@pytest.mark.parametrize(
+    ("arguments", "part", "values"),
+    [
+        ("--clip-norm none", "workload.clip_norm", [None]),
+        ("--clip-norm off,1", "workload.clip_norm", [None, 1]),
+        ("--compile true", "strategy.compile", [True]),
+        ("--offload none", "strategy.offload", ["none"]),
+        ("--forward-prefetch auto,0,2 --backend fsdp2", "strategy.forward_prefetch", [None, 0, 2]),
+        ("--shard-size null", "strategy.shard_size", [None]),
+        ("--lora off", "workload.lora", [None]),
+        ("--sync every,2,last,4 --accumulate 4", "strategy.sync", ["every", 2, "last", 4]),
+        ('--optimizer sgd --optimizer-args {},{"momentum":0.9}', "workload.optimizer_args", [{}, {"momentum": 0.9}]),
+    ],
+)
+def test_values_are_read_as_their_fields_types(arguments: str, part: str, values: list[object]):
+    section, name = part.split(".")
+    assert [made[section][name] for made in dicts(*arguments.split())] == values
 
 
-def test_what_a_backend_chooses_is_auto_or_null():
-    for text in ("auto", "AUTO", "null", "none"):
-        assert dicts("--forward-prefetch", text, "--shard-size", text) == dicts()
-    made = dicts("--forward-prefetch", "auto,0,2", "--backend", "fsdp2")
-    assert [d["strategy"]["forward_prefetch"] for d in made] == [None, 0, 2]
-    with pytest.raises(Refused, match="--clip-norm 'auto' is refused"):
-        dicts("--clip-norm", "auto")
-
-
-def test_arguments_of_an_optimizer_are_json():
-    made = dicts("--optimizer", "sgd", "--optimizer-args", '{}, {"momentum": 0.9, "fused": true}')
-    assert [d["workload"]["optimizer_args"] for d in made] == [{}, {"momentum": 0.9, "fused": True}]
-    for text, said in (("fused", "give JSON: arguments of its class"), ("3", "arguments of its class by name")):
-        with pytest.raises((Refused, SpecError), match=said):
-            dicts("--optimizer-args", text)
-    specs, refused = requested("--optimizer", "adamw,sgd", "--optimizer-args", '{"momentum": 0.9}')
-    assert [s.workload.optimizer for s in specs] == ["sgd"] and "AdamW has no argument" in str(refused[0][1])
-
-
-def test_no_value_is_written_as_the_table_prints_it_and_patterns_are_named():
-    made = dicts(
-        "--lora", "off", "--clip-norm", "off,1", "--decay-steps", "Off", "--freeze", "none", "--weights", "auto"
-    )
-    assert [d["workload"]["clip_norm"] for d in made] == [None, 1]
-    assert all(made[0]["workload"][name] is None for name in ("lora", "decay_steps", "freeze", "weights"))
-    with pytest.raises(Refused, match=r"--freeze 'a' is refused; give JSON: patterns of parameter names such as \["):
-        dicts("--freeze", "a")
-
-
-def test_what_is_a_word_or_a_number_is_read_as_either():
-    made = dicts("--sync", "every,2,last,4", "--accumulate", "4")
-    assert [d["strategy"]["sync"] for d in made] == ["every", 2, "last", 4]
-    with pytest.raises(SpecError, match="strategy.sync: 0 is refused"):
-        dicts("--sync", "0")
-    with pytest.raises(SpecError, match="strategy.sync: '-2' is refused"):
-        dicts("--sync=-2")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--clip-norm auto", "--clip-norm 'auto' is refused"),
+        ("--optimizer-args fused", "give JSON: arguments of its class"),
+        ("--optimizer-args 3", "arguments of its class by name"),
+        ("--freeze a", r"--freeze 'a' is refused; give JSON: patterns of parameter names such as \["),
+        ("--sync 0", "strategy.sync: 0 is refused"),
+        ("--sync=-2", "strategy.sync: '-2' is refused"),
+    ],
+)
+def test_values_that_cannot_be_read_are_refused(arguments: str, said: str):
+    with pytest.raises((Refused, SpecError), match=said):
+        dicts(*arguments.split())
 
 
 def test_links_are_a_list_whose_latencies_have_commas_too():
     made = dicts("--link", "none, 0.25GB/s, 50us,nvlink of h100", "--backend", "lab,fsdp2")
     links = [None, "0.25 GB/s, 50 us", "nvlink of h100"]
-    assert [(d["strategy"]["backend"], d["link"]) for d in made] == [
-        (b, link) for b in ("lab", "fsdp2") for link in links
-    ]
+    assert [(d["strategy"]["backend"], d["link"]) for d in made] == [(b, x) for b in ("lab", "fsdp2") for x in links]
 
 
 def test_one_device_serves_all_ranks():

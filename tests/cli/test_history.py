@@ -1,14 +1,17 @@
-"""`fsdp-lab history`: listed, shown, named, deleted, and what it refuses."""
+"""`fsdp-lab history` and `report`: kept runs are listed, shown, named, deleted and written as one file; what is refused."""
 
 from __future__ import annotations
 
 import json
+import sqlite3
 import time
 from pathlib import Path
 
 import pytest
 
 from fsdp_lab.cli.main import main
+from fsdp_lab.runs import Comparison
+from fsdp_lab.runs.comparison import finite
 from fsdp_lab.runs.history import History
 from fsdp_lab.spec.spec import Spec
 from tests.lab.telling import Telling, ended
@@ -61,15 +64,12 @@ def test_a_run_is_shown(runs: list[Telling], capsys: pytest.CaptureFixture[str])
     assert "none of these runs is called 'nothing'" in said(capsys, "show", "nothing", code=2)
 
 
-def test_a_run_is_named_and_pinned(runs: list[Telling], capsys: pytest.CaptureFixture[str]):
+def test_runs_are_named_pinned_and_deleted(runs: list[Telling], capsys: pytest.CaptureFixture[str]):
     said(capsys, "rename", runs[0].id, "baseline")
     said(capsys, "pin", "baseline")
     assert "baseline (pinned)" in said(capsys) and History().runs()["baseline"].id == runs[0].id
     said(capsys, "unpin", "baseline")
     assert "(pinned)" not in said(capsys)
-
-
-def test_runs_are_deleted(runs: list[Telling], capsys: pytest.CaptureFixture[str]):
     assert "name the runs to delete, or give --older-than DAYS" in said(capsys, "delete", code=2)
     assert "--older-than -2.0 is refused" in said(capsys, "delete", "--older-than", "-2", code=2)
     assert "1 run deleted; 2 left" in said(capsys, "delete", "--older-than", "30")
@@ -78,14 +78,42 @@ def test_runs_are_deleted(runs: list[Telling], capsys: pytest.CaptureFixture[str
 
 
 def test_a_file_that_cannot_be_used_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    strange = tmp_path / "strange"
-    strange.write_bytes(b"")
-    strange.chmod(0o600)
-    monkeypatch.setenv("FSDP_LAB_HISTORY", str(strange / "runs.sqlite3"))
-    assert said(capsys).startswith("0 runs in "), "nothing is there"
-    import sqlite3
-
     with sqlite3.connect(tmp_path / "other") as db:
         db.execute("CREATE TABLE mine (x)")
     monkeypatch.setenv("FSDP_LAB_HISTORY", str(tmp_path / "other"))
     assert "is not a history of fsdp_lab; name another file" in said(capsys, code=2)
+
+
+# -- `fsdp-lab report`
+
+
+def test_kept_runs_are_written(runs: list[Telling], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "both.html"
+    ids = [run.id[:7] for run in runs]
+    argv = ["report", *ids, ids[0], "--output", str(file), "--baseline", ids[1], "--title", "Both", "--memory", "80"]
+    assert main(argv) == 0 and str(file) in capsys.readouterr().out
+    text = file.read_text(encoding="utf-8")
+    kept = json.loads(text.split('id="fsdp-lab-records">')[1].split("</script>")[0])
+    assert kept["records"] == finite(Comparison.of(runs, baseline=1).records()), "those of the runs, once each"
+    assert kept["title"] == "Both" and kept["baseline"] == "B"
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["nothing"], "run: none of these runs is called 'nothing'"),
+        (["{0}", "--baseline", "{1}"], "--baseline {1} is not one of the runs of this report; name it among them, too"),
+        (["{0}", "--output", "there.txt"], "--output: there.txt does not end in .html or .htm"),
+        (["{0}", "--memory", "0"], "--memory 0 is refused; give the GiB of a device, such as 80"),
+        (["{0}", "--memory", "nan"], "--memory nan is refused"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_written(
+    runs: list[Telling], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    argv: list[str], says: str,
+):  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    ids = [run.id for run in runs]
+    assert main(["report", *(word.format(*ids) for word in argv)]) == 2
+    assert says.format(*ids) in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.html"))

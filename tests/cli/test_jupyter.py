@@ -32,18 +32,15 @@ def taken() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def test_a_port_in_use_is_refused_with_a_free_one(taken: int, capsys: pytest.CaptureFixture[str]):
+def test_a_port_in_use_is_refused_with_a_free_one_and_the_default_moves_on(
+    taken: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     assert main(["lab", "--port", str(taken)]) == 2
     said = capsys.readouterr().err
     assert f"port {taken} is in use" in said
     offered = re.search(r"--port (\d+)", said)
     assert offered
     assert jupyter.free_port("127.0.0.1", int(offered[1])) == int(offered[1])
-
-
-def test_the_default_port_moves_on_and_says_so(
-    taken: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
     monkeypatch.setattr(jupyter, "DEFAULT_PORT", taken)
     assert jupyter.free_port("127.0.0.1", None) > taken
     assert f"Port {taken} is in use" in capsys.readouterr().out
@@ -61,26 +58,19 @@ def test_notebooks_are_copied_where_asked_and_changed_ones_stay(tmp_path: Path):
     first.write_text("changed")
     assert jupyter.notebooks_folder(tmp_path / "mine") == folder
     assert first.read_text() == "changed"
+    with pytest.raises(Refused, match="--dir DIR"):
+        jupyter.notebooks_folder(first / "below")
     assert (folder / "02_first_steps_in_code.ipynb").is_file()
     code = ("solutions/write_your_own_fsdp.py", "course/exercises.py", "course/memory_limit.py")
     assert all((folder / file).is_file() for file in code)
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(Refused, match="--dir DIR"):
-        jupyter.notebooks_folder(tmp_path / "file" / "below")
-
-
 def test_the_tunnel_leads_to_the_address_that_this_ssh_session_came_to():
+    assert "only the token" in jupyter.announcement(Path("/n"), "0.0.0.0", 8888, "t"), "on all networks"
+    assert "only the token" not in jupyter.announcement(Path("/n"), "127.0.0.1", 8888, "t")
     assert jupyter.tunnel(8888, {}, "me", "box") == "ssh -N -L 8888:127.0.0.1:8888 me@box"
     ssh = {"SSH_CONNECTION": "198.51.100.7 51000 203.0.113.5 2222"}
     assert jupyter.tunnel(9000, ssh, "me", "box") == "ssh -N -p 2222 -L 9000:127.0.0.1:9000 me@203.0.113.5"
-
-
-def test_listening_on_all_networks_is_said():
-    assert "only the token" in jupyter.announcement(Path("/n"), "0.0.0.0", 8888, "t")
-    assert "only the token" not in jupyter.announcement(Path("/n"), "127.0.0.1", 8888, "t")
 
 
 @pytest.mark.parametrize(("code", "refused"), [(200, True), (403, False)])

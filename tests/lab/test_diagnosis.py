@@ -91,10 +91,8 @@ def test_a_replica_is_advised_where_it_fits() -> None:
     [
         ({"accumulate": 4, "sync": "last"}, 20, 1),
         ({"accumulate": 4, "sync": "last"}, 15, 0),
-        ({"accumulate": 4}, 20, 0),
         ({"sync": "last"}, 20, 0),  # of one micro-batch
         ({"accumulate": 4, "sync": "last", "sharding": "zero1"}, 20, 0),  # whole by design
-        ({"accumulate": 4, "sync": "last", "sharding": "no_shard"}, 20, 0),
     ],
 )
 def test_whole_gradients_are_named_where_they_need_not_be(changes: dict[str, Any], gradients: int, named: int) -> None:
@@ -144,18 +142,9 @@ def test_replicas_that_exchange_nothing_are_named(size: int, kind: str, named: i
 @pytest.mark.parametrize(
     ("failure", "cause"),
     [
-        (
-            "workload.model: build() raised RuntimeError: DefaultCPUAllocator: can't allocate memory: 4 bytes",
-            Cause.LOADING,
-        ),
-        (
-            f"workload.weights: the 9 tensors lack 9, and {WRAPPED_NAMES}: module.a is a; write them again",
-            Cause.CHECKPOINT,
-        ),
-        (
-            f"{UNEQUAL_BATCHES}: rank 1 left the loop after 3 steps, rank 0 began step 4; rank 1 did not join",
-            Cause.BATCHES,
-        ),
+        ("workload.model: build() raised RuntimeError: DefaultCPUAllocator: can't allocate memory", Cause.LOADING),
+        (f"workload.weights: the 9 tensors lack 9, and {WRAPPED_NAMES}: module.a is a", Cause.CHECKPOINT),
+        (f"{UNEQUAL_BATCHES}: rank 1 left the loop after 3 steps, rank 0 began step 4", Cause.BATCHES),
         (f"rank 0 {FORWARD_ALONE} in generate; collective 4 failed", Cause.GENERATION),
     ],
 )

@@ -19,13 +19,13 @@ from fsdp_lab.base.events import Traffic
 from fsdp_lab.cluster import RankLost
 from fsdp_lab.lab import Lab
 from fsdp_lab.planner.questions import Target
+from fsdp_lab.runs import RunState
 from fsdp_lab.runs.recovery import BEGINNING, REPLICA, Incident
 from fsdp_lab.runs.steps import EventStore
 from fsdp_lab.runs.watched import WatchedRun
 from fsdp_lab.spec.loops import WatchedLoop
 from fsdp_lab.spec.spec import Spec
 from tests.lab import events
-from tests.lab.test_lab import until
 
 FILE = Path(__file__).resolve().parents[2] / "notebooks" / "solutions" / "exercises.py"
 SOLUTIONS = SimpleNamespace(**runpy.run_path(str(FILE)))
@@ -44,24 +44,26 @@ def check(marked: Marked, text: str) -> None:
 # -- notebook 01 -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_rank_sends_less(real_lab: Lab) -> None:
-    """One run that is switched again and again."""
+def test_a_rank_sends_less() -> None:
+    """MiB that a rank sends a step: gathers of most units twice and a reduce-scatter at first."""
     check(exercises.sends_less(None), "press Start")
-    run = real_lab.run(SPEC)
+    first, half = {"all_gather": 6.0, "reduce_scatter": 3.0}, {"all_gather": 3.0, "reduce_scatter": 1.5}
 
-    def trained(step: int) -> Marked:
-        until(lambda: run.step > step, 60)
-        return exercises.sends_less(run)
+    def switched(changes: dict[str, Any], **sent: float) -> Any:
+        before, after, store = SPEC, SPEC.replace(**changes), EventStore()
+        for step, spec, mib in ((0, before, first), (1, after, sent)):
+            comm = {kind: Traffic(calls=1, link_bytes=int(n * 2**20)) for kind, n in mib.items()}
+            store.add(events.steps(step, spec=spec, comm=comm))
+        return SimpleNamespace(events=store, switches=[SimpleNamespace(after=spec) for spec in (before, after)])
 
-    check(trained(1), "as when this run began: change a control")
-    plain = {"accumulate": 1, "backend": "lab", "sharding": "full_shard", "precision": "fp32"}
-    for changes, text in (
-        ({"accumulate": 2}, "other work: accumulate is 2 and was 1"),
-        ({"backend": "ddp", "sharding": "no_shard"}, r"Most of it is gradients, all-reduced, which sends twice"),
-        *((changes, "") for changes in SOLUTIONS.SENDS_LESS),
-    ):
-        check(trained(run.apply(**{**plain, **changes}).wait(60).step + 1), text)
+    for changes, sent, text in (
+        ({}, first, "as when this run began: change a control"),
+        ({"accumulate": 2}, half, "other work: accumulate is 2 and was 1"),
+        ({"backend": "ddp", "sharding": "no_shard"}, {"all_reduce": 6.0}, "gradients, all-reduced, which sends twice"),
+        ({"forward_prefetch": 2}, first, "gathered parameters in fp32, of most units twice"),
+        *((changes, half, "") for changes in SOLUTIONS.SENDS_LESS),
+    ):  # fmt: skip
+        check(exercises.sends_less(switched(changes, **sent)), text)
 
 
 # -- notebooks 02 and 03 ---------------------------------------------------------------------------------------------
@@ -106,25 +108,22 @@ def test_phases_are_put_in_order(real_lab: Lab) -> None:
 # -- notebook 04 -----------------------------------------------------------------------------------------------------
 
 
-def over_link(run: Any) -> Any:
-    """The run, as if its steps took what a link of 10 MB/s takes for their bytes."""
-    summary = run.summary()
-    summary["step_time_s"] = {"median": sum(summary["comm_bytes_per_step"].values()) / 1e7}
-    return SimpleNamespace(state=run.state, events=run.events, summary=lambda: summary)
+def over_link(sent: float, peak_bytes: int) -> Any:
+    """A run whose steps take what a slow link takes for so many bytes."""
+    store = EventStore()
+    store.add(events.steps(0, comm={"all_gather": Traffic(calls=1, link_bytes=int(sent))}))
+    entry = {"step_time_s": {"median": sent / 1e7}, "peak_memory_bytes": [peak_bytes, peak_bytes]}
+    return SimpleNamespace(state=RunState.FINISHED, events=store, summary=lambda: entry)
 
 
-@pytest.mark.slow
-def test_faster_over_a_slow_link(real_lab: Lab) -> None:
-    rows: list[tuple[dict[str, Any], str]] = [
-        ({"sharding": "shard_grad_op"}, "more memory. What stays gathered"),
-        ({"forward_prefetch": 2}, "a rank sends 100% of the bytes"),
-        (SOLUTIONS.FASTER[0], ""),
-    ]
-    specs = [SPEC, *(SPEC.replace(**changes) for changes, _ in rows)]
-    sweep = real_lab.compare(specs, steps=3, rounds=1).wait(200)
-    by_spec = {run.spec.id: over_link(run) for run in sweep.in_order}
-    for spec, (_, text) in zip(specs[1:], rows, strict=True):
-        two: Any = SimpleNamespace(specs=[SPEC, spec], in_order=[by_spec[SPEC.id], by_spec[spec.id]])
+def test_faster_over_a_slow_link() -> None:
+    base = over_link(8e6, 1000)
+    for changes, run, text in (
+        ({"sharding": "shard_grad_op"}, over_link(6e6, 1500), "more memory. What stays gathered"),
+        ({"forward_prefetch": 2}, over_link(8e6, 1000), "a rank sends 100% of the bytes"),
+        (SOLUTIONS.FASTER[0], over_link(4e6, 600), ""),
+    ):
+        two: Any = SimpleNamespace(specs=[SPEC, SPEC.replace(**changes)], in_order=[base, run])
         check(exercises.faster_and_no_larger(two), text)
     for given, text in (([SPEC], "change something in mine"), ([SPEC, SPEC.replace(link="1 GB/s")], "work: link is")):
         check(exercises.faster_and_no_larger(SimpleNamespace(specs=given, in_order=[])), text)  # type: ignore[arg-type]

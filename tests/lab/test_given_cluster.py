@@ -27,10 +27,10 @@ def theirs(tmp_path_factory):
         cluster.stop_cluster_sync()
 
 
-@pytest.mark.parametrize("by", ["cluster", "client", "id", "profile"])
+@pytest.mark.parametrize("by", ["cluster", "client", "profile"])
 def test_a_given_cluster_is_used_and_left_running(theirs, by: str):
     cluster, client = theirs
-    given = {"cluster": cluster, "client": client, "id": "mine", "profile": "theirs"}[by]
+    given = {"cluster": cluster, "client": client, "profile": "theirs"}[by]
     with Lab(cluster=given, rank_module=FAKE, progress=False) as lab:
         assert lab.ranks == 2 and not lab.cluster.owned
         assert lab.run(steps=3).wait(20).step == 3
@@ -51,17 +51,11 @@ def test_a_second_lab_takes_over_and_the_first_is_told(theirs):
         assert second.run(steps=2).wait(10).step == 2
 
 
-def test_fewer_ranks_than_engines(theirs):
-    with Lab(1, cluster=theirs[0], rank_module=FAKE) as lab:
+def test_fewer_ranks_than_engines_are_taken_and_more_are_refused(theirs):
+    with Lab(1, cluster="mine", rank_module=FAKE) as lab:
         assert (lab.ranks, lab.most_ranks) == (1, 2) and lab.run(steps=2).wait(20).events.ranks == (0,)
-
-
-def test_more_ranks_than_engines_is_said(theirs):
     with pytest.raises(StartError, match="3 ranks were asked for and the given cluster has 2 engines"):
         Lab(3, cluster=theirs[0], rank_module=FAKE)
-
-
-def test_a_cluster_that_does_not_run_is_said(theirs):
     with pytest.raises(StartError, match="neither a running profile nor a cluster id 'nowhere'"):
         Lab(cluster="nowhere")
     with pytest.raises(StartError, match="not running"):

@@ -7,12 +7,14 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.lab import Lab
+from fsdp_lab.rank.measure import _driver, software
 from fsdp_lab.runs import RunState
 from fsdp_lab.runs.history import History
-from fsdp_lab.runs.view import describe_environment, fingerprint
+from fsdp_lab.runs.view import cpu_model, describe_environment, fingerprint
 from tests.lab.test_lab import going, until
 
 
@@ -62,3 +64,26 @@ def test_a_lab_without_a_history_and_a_wrong_one():
     refusal = "history: 7 is refused; give True, False, the path of a file, or a History"
     with pytest.raises(ArgumentError, match=refusal):
         Lab(1, history=7)  # type: ignore[arg-type]
+
+
+def test_a_processor_is_called_as_its_maker_does(tmp_path: Path):
+    told = tmp_path / "cpuinfo"
+    told.write_text("processor\t: 0\nmodel name\t: AMD EPYC 7B13\nprocessor\t: 1\nmodel name\t: AMD EPYC 7B13\n")
+    assert cpu_model(told) == "AMD EPYC 7B13"
+    told.write_text("processor\t: 0\nCPU implementer\t: 0x41\n")
+    assert cpu_model(told) == cpu_model(tmp_path / "none") != ""
+
+
+def test_the_driver_is_read_from_the_kernel_module(tmp_path: Path):
+    told = tmp_path / "version"
+    for line, version in (
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65  Release Build  (root@box)", "580.65"),
+        ("something else 1.2", ""),
+    ):
+        told.write_text(line + "\nGCC version:  gcc version 12.2.0\n")
+        assert _driver(told) == version
+    assert _driver(tmp_path / "none") == ""
+    cpu = {"host": "box", "cpu": "AMD EPYC", "cores": 2, "torch": "2.13.0", "devices": ["CPU", "CPU"], "cuda": ""}
+    assert describe_environment(cpu) == "box: 2 x CPU (AMD EPYC, 2 cores), torch 2.13.0"
+    assert software(torch.device("cpu")) == {"torch": str(torch.__version__), "cuda": "", "nccl": "", "driver": ""}

@@ -77,24 +77,15 @@ def test_a_run_is_saved_and_another_goes_on_from_it(lab: Lab, undisturbed: dict[
     assert [s.step for s in run.saves] == [4, 8, 12, 14] and not any(s.error or s.pending for s in run.saves)
     assert [c.step for c in checkpoints(tmp_path)] == [12, 14], "the last two"
     assert all(s.stall_s > 0 and s.seconds and s.nbytes for s in run.saves)
-    again = lab.resume(tmp_path, steps=STEPS - 14, backend="fsdp2").wait(90)
-    assert losses(run) | losses(again) == undisturbed
-    assert again.switches[0].step == 14 and min(losses(again)) == 14
-
-
-@pytest.mark.slow
-def test_save_on_demand_while_it_trains_and_when_it_is_over(lab: Lab, tmp_path: Path) -> None:
-    """In a folder that it was not started with, too; its last step goes there as well."""
-    run = lab.run(**SMALL)
-    until(lambda: run.step > 2, 60)
-    made = run.save(tmp_path).wait(30)
-    assert made.step >= 2 and made.spec == run.spec and checkpoints(tmp_path)[-1].path == made.path
-    assert lab.save(tmp_path).step > made.step and run.saving == CheckpointConfig(folder=tmp_path)
-    run.stop(20)
-    assert run.saves[-1].kind == "last" and run.saves[-1].step == run.step
     with pytest.raises(ClusterError, match="lab.save"):
         run.save()
-    assert lab.save(tmp_path).step == run.step
+    again = lab.resume(tmp_path, steps=STEPS - 14, backend="fsdp2")
+    made = again.save(tmp_path / "other").wait(30)  # on demand, and in another folder; its last step goes there as well
+    assert made.step >= 14 and made.spec == again.spec and checkpoints(tmp_path / "other")[-1].path == made.path
+    again.wait(90)
+    assert losses(run) | losses(again) == undisturbed
+    assert again.switches[0].step == 14 and min(losses(again)) == 14
+    assert (again.saves[-1].kind, again.saves[-1].step) == ("last", STEPS) and lab.save(tmp_path).step == STEPS
 
 
 @pytest.mark.slow
@@ -204,31 +195,24 @@ def grows_and_shrinks(lab: Lab, run: Run, undisturbed: dict[int, float]) -> None
 
 
 @pytest.mark.slow
-def test_a_run_that_failed_is_recovered_by_another(lab: Lab, undisturbed: dict[int, float], tmp_path: Path) -> None:
-    run = lab.run(**SMALL, steps=STEPS, save=CheckpointConfig(folder=tmp_path, every=5))
-    until(lambda: run.step > 6, 60)
-    kill(lab, 0)
-    with pytest.raises(RankLost, match="rank 0 is gone"):
-        run.wait(30)
-    again = lab.recover()
-    assert again is not run and lab.current is again
-    again.wait(120)
-    assert losses(run) | losses(again) == undisturbed
-    assert again.incidents[0].source == CHECKPOINT and again.incidents[0].step >= 6
-
-
-@pytest.mark.slow
-def test_a_failure_that_comes_again_at_once_ends_the_run(lab: Lab) -> None:
+def test_a_failure_that_comes_again_at_once_ends_the_run_and_another_recovers_it(
+    lab: Lab, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
     lab.client[:].execute("from fsdp_lab.rank import trainer as t; usual = t.Trainer._accumulate").get(20)
-    lab.client[1:].execute("t.Trainer._accumulate = lambda self: 1 / 0").get(20)
+    raising = "def raising(self):\n    return usual(self) if self.progress.step < 7 else 1 / 0\n"
+    lab.client[1:].execute(f"{raising}t.Trainer._accumulate = raising").get(20)
+    save = CheckpointConfig(folder=tmp_path, every=5)
     try:
-        run = lab.run(**SMALL, steps=STEPS, recover=RecoveryPolicy(how="auto", times=2))
+        run = lab.run(**SMALL, steps=STEPS, save=save, recover=RecoveryPolicy(how="auto", times=2))
         with pytest.raises(ClusterError, match="rank 1 failed in train at .*: ZeroDivisionError"):
             run.wait(60)
         assert len(run.incidents) == 2 and {i.source for i in run.incidents} == {"the ranks"}
     finally:
         lab.client[:].execute("t.Trainer._accumulate = usual").get(20)
-    assert lab.run(**SMALL, steps=2).wait(60).state is RunState.FINISHED
+    again = lab.recover()
+    assert again is not run and lab.current is again
+    again.wait(120)
+    assert losses(run) | losses(again) == undisturbed
 
 
 @pytest.mark.slow

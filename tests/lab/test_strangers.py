@@ -8,9 +8,7 @@ import os
 import random
 import socket
 import struct
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import psutil
 import pytest
@@ -22,7 +20,7 @@ from fsdp_lab.runs import Run, RunState
 from tests.lab.test_lab import until
 from tests.lab.test_real_ranks import SMALL, losses
 
-STEPS = 60
+STEPS = 30
 ANSWER_S = 0.3
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)  # of ZeroMQ
 READY = b"\x04\x1a\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
@@ -72,48 +70,28 @@ def request(kind: str) -> list[bytes]:
     return [b"<IDS|MSG>", b"0" * 64, json.dumps(header).encode(), b"{}", b"{}", b"{}"]
 
 
-@dataclass
-class Stranger:
-    """Sends everything to every port. `opened`: connections that it left open; `sent`: messages while the run went on."""
-
-    ports: list[int]
-    run: Run
-    opened: list[socket.socket] = field(default_factory=list)
-    sent: int = 0
-
-    def attack(self) -> None:
-        rng = random.Random(0)
-        for message in messages(rng):
-            for port in self.ports:
-                self._send(port, message, rng)
-        self._ask()
-
-    def _send(self, port: int, message: bytes, rng: random.Random) -> None:
-        s = socket.create_connection(("127.0.0.1", port), timeout=5)
-        self.sent += not self.run.done
-        with contextlib.suppress(OSError):
-            s.sendall(message)
-        if rng.random() < 0.5:
-            self.opened.append(s)
-        else:
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it ends by a reset
-            s.close()
-
-    def _ask(self) -> None:
-        """By ZeroMQ's own client."""
-        with zmq.Context() as context:
-            for kind in (zmq.DEALER, zmq.SUB, zmq.PUSH, zmq.PUB):
-                for port in self.ports:
-                    with context.socket(kind) as s:
-                        s.linger = s.sndtimeo = 50
-                        s.connect(f"tcp://127.0.0.1:{port}")
-                        with contextlib.suppress(zmq.ZMQError):
-                            for what in ("shutdown_request", "apply_request", "connection_request", "purge_request"):
-                                s.send_multipart(request(what))
-
-    def close(self) -> None:
-        for s in self.opened:
-            s.close()
+def attack(ports: list[int], opened: list[socket.socket]) -> None:
+    """Sends everything to every port. `opened`: connections that it leaves open; others it ends by a reset."""
+    rng = random.Random(0)
+    for message in messages(rng):
+        for port in ports:
+            s = socket.create_connection(("127.0.0.1", port), timeout=5)
+            with contextlib.suppress(OSError):
+                s.sendall(message)
+            if rng.random() < 0.5:
+                opened.append(s)
+            else:
+                s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                s.close()
+    with zmq.Context() as context:  # by ZeroMQ's own client
+        for kind in (zmq.DEALER, zmq.PUB):
+            for port in ports:
+                with context.socket(kind) as s:
+                    s.linger = s.sndtimeo = 50
+                    s.connect(f"tcp://127.0.0.1:{port}")
+                    with contextlib.suppress(zmq.ZMQError):
+                        for what in ("shutdown_request", "apply_request", "connection_request", "purge_request"):
+                            s.send_multipart(request(what))
 
 
 @pytest.fixture(scope="module")
@@ -137,16 +115,15 @@ def test_a_lab_listens_on_loopback_and_all_its_ports_are_zeromq_s(lab: Lab, undi
 
 @pytest.mark.slow
 def test_a_stranger_changes_no_result_and_ends_no_run(lab: Lab, undisturbed: Run) -> None:
-    pids = lab.cluster.pids
-    run = lab.run(**SMALL, steps=STEPS)
+    pids, ports, opened = lab.cluster.pids, sorted({port for _, _, port in listeners(lab)}), list[socket.socket]()
+    run = lab.run(**SMALL)
     until(lambda: run.step > 1, 60)
-    stranger = Stranger(sorted({port for _, _, port in listeners(lab)}), run)
-    attack = threading.Thread(target=stranger.attack)
-    attack.start()
-    run.wait(120)
-    attack.join(120)
-    assert stranger.ports and stranger.sent > len(stranger.ports)
-    assert run.state is RunState.FINISHED and losses(run) == losses(undisturbed)
+    attack(ports, opened)
+    until(lambda: run.step > STEPS or run.done, 60)
+    assert ports and run.stop(20) and run.state is RunState.STOPPED
+    expected = losses(undisturbed)
+    assert {step: loss for step, loss in losses(run).items() if step in expected} == expected
     again = lab.run(**SMALL, sharding="shard_grad_op", steps=3).wait(60)  # other groups, while connections are open
-    stranger.close()
+    for s in opened:
+        s.close()
     assert again.state is RunState.FINISHED and lab.cluster.pids == pids and not lab.cluster.lost

@@ -22,8 +22,12 @@ def order(sweep: Sweep) -> list[tuple[int, int]]:
     return [(i, step) for _, i, step in sorted(told)]
 
 
+async def awaited(sweep: Sweep) -> Sweep:
+    return await sweep
+
+
 def test_runs_take_turns_of_equal_steps(lab: Lab):
-    sweep = lab.compare(sharding=SHARDINGS, steps=10, rounds=3).wait(60)
+    sweep = asyncio.run(awaited(lab.compare(sharding=SHARDINGS, steps=10, rounds=3)))
     assert [run.state for run in sweep.runs] == [RunState.FINISHED] * 3
     assert [run.spec.strategy.sharding for run in sweep.runs] == SHARDINGS
     turns = [range(0, 4), range(4, 8), range(8, 10)]
@@ -33,25 +37,6 @@ def test_runs_take_turns_of_equal_steps(lab: Lab):
     assert sweep.progress.done_steps == sweep.progress.all_steps == 30 and sweep.progress.left_s == 0
     assert "done, 30 of 30 steps" in repr(sweep) and lab.sweep is sweep
     assert lab.cluster.call("discard", runs=[run.id for run in sweep.runs]) == [{"discarded": 0}] * 2
-
-
-def test_one_round_is_one_after_the_other(lab: Lab):
-    sweep = lab.compare(sharding=SHARDINGS[:2], steps=5, rounds=1).wait(60)
-    assert order(sweep) == [(i, step) for i in range(2) for step in range(5)]
-
-
-def test_it_is_awaited_and_says_how_long_it_will_take(lab: Lab):
-    async def cell() -> list[float | None]:
-        sweep = lab.compare(sharding=SHARDINGS, steps=40)
-        left = []
-        while not sweep.done:
-            await asyncio.sleep(0.05)
-            left.append(sweep.progress.left_s)
-        await sweep
-        return left
-
-    left = [s for s in asyncio.run(cell()) if s is not None]
-    assert max(left) > left[-1] == 0
 
 
 def test_what_cannot_be_is_kept_with_its_reason_and_ends_nothing(lab: Lab):
@@ -73,21 +58,23 @@ def test_what_cannot_be_is_kept_with_its_reason_and_ends_nothing(lab: Lab):
             assert run.step == (0 if data == "refuse" else 2)
 
 
-def test_stop_keeps_what_is_done(lab: Lab):
+@pytest.mark.parametrize("by", ["stop", "interrupt", "another run"])
+def test_what_ends_it_keeps_what_is_done(lab: Lab, by: str):
+    run = lab.run()
+    until(lambda: run.step > 1, 20)
     sweep = lab.compare(sharding=SHARDINGS, steps=2000, rounds=100)
     until(lambda: len(sweep.runs) == 3 and sweep.runs[2].step > 0, 30)
-    assert sweep.stop(10) and sweep.done and sweep.wait() is sweep
-    assert {run.state for run in sweep.runs} == {RunState.STOPPED} and all(len(run.events) for run in sweep.runs)
-    assert "stopped" in repr(sweep)
-    assert lab.run(steps=3).wait(30).step == 3
-
-
-def test_ctrl_c_and_interrupt_stop_all_of_it(lab: Lab):
-    sweep = lab.compare(sharding=SHARDINGS, steps=2000, rounds=100)
-    until(lambda: len(sweep.runs) == 2, 30)
-    lab.interrupt()
+    left_s = sweep.progress.left_s
+    if by == "stop":
+        assert sweep.stop(10) and sweep.wait() is sweep and "stopped" in repr(sweep)
+    elif by == "interrupt":
+        lab.interrupt()
+    else:
+        assert lab.run(steps=3).wait(30).state is RunState.FINISHED
+        assert {sweep.reason, run.reason} == {"another run was started"} and run.state is RunState.STOPPED
     until(lambda: sweep.done, 10)
-    assert all(run.state is RunState.STOPPED for run in sweep.runs) and sweep.reason == "interrupted"
+    assert {run.state for run in sweep.runs} == {RunState.STOPPED} and all(len(run.events) for run in sweep.runs)
+    assert left_s and not sweep.progress.left_s and (by != "interrupt" or sweep.reason == "interrupted")
 
 
 def test_a_run_in_progress_waits_for_it_and_goes_on(lab: Lab):
@@ -109,16 +96,6 @@ def test_a_run_in_progress_waits_for_it_and_goes_on(lab: Lab):
     run.resume()
     until(lambda: run.step > step + 1, 20)
     assert lab.cluster.call("status")[0]["step"] > step and run.stop(10) and run.state is RunState.STOPPED
-
-
-def test_another_run_ends_it_and_the_run_that_waits(lab: Lab):
-    run = lab.run()
-    until(lambda: run.step > 1, 20)
-    sweep = lab.compare(sharding=SHARDINGS[:2], steps=2000)
-    until(lambda: bool(sweep.runs), 20)
-    last = lab.run(steps=3).wait(30)
-    assert last.state is RunState.FINISHED and lab.current is last
-    assert {sweep.reason, run.reason} == {"another run was started"} and sweep.done and run.state is RunState.STOPPED
 
 
 def test_it_stops_a_run_that_needs_the_ranks_as_they_are(lab: Lab):

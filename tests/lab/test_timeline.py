@@ -17,7 +17,7 @@ from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.events import Span, StepEvent, Track, Traffic
 from fsdp_lab.runs.run import Run
 from fsdp_lab.runs.steps import EventStore
-from fsdp_lab.runs.timeline import Timeline, stacked
+from fsdp_lab.runs.timeline import Timeline
 from fsdp_lab.spec.spec import Spec
 from tests.lab.events import event
 from tests.traces import Traced, traced
@@ -51,14 +51,6 @@ def test_lanes_stand_where_their_ranks_began():
     assert max(ends.values()) - min(ends.values()) < 1e-9  # the first collective ends on all ranks together
 
 
-def test_clocks_that_were_not_compared_are_not_compared_here():
-    timeline = Timeline.of(told(2, error_s=None, skew_s=3600.0))
-    assert [lane.begin_s for lane in timeline.lanes] == [0.0, 0.0]
-    assert timeline.clock_error_s is None
-    (said,) = timeline.remarks
-    assert said == "The clocks of ranks 0 and 1 were not compared with others: drawn from their own start of the step."
-
-
 def test_clocks_that_disagree_are_compared_with_what_was_measured():
     first, second = told(2)
     timeline = Timeline.of([first, off(second, 0.5)])
@@ -69,6 +61,10 @@ def test_clocks_that_disagree_are_compared_with_what_was_measured():
     first, second = told(2, error_s=0.06)
     assert Timeline.of([first, off(second, 0.05)]).contradicted == (), "within its stated error it is believed"
     assert Timeline.of(told(1, error_s=None)).remarks == ()
+    timeline = Timeline.of(told(2, error_s=None, skew_s=3600.0))
+    assert [lane.begin_s for lane in timeline.lanes] == [0.0, 0.0] and timeline.clock_error_s is None
+    said = "The clocks of ranks 0 and 1 were not compared with others: drawn from their own start of the step."
+    assert timeline.remarks == (said,)
 
 
 def test_what_is_missing_or_cannot_be_is_said():
@@ -122,10 +118,6 @@ def test_what_streams_waited_unseen_is_told_of_the_step_as_a_whole(exposed_s, sh
     assert {name: cells[0] for name, *cells in timeline.table().rows} == {
         "no unit": "0.500 ms", "all exposed": shown, "step": "100 ms"}  # fmt: skip
     assert not Timeline.of(told(2)).waits_unseen
-
-
-def test_what_overlaps_is_stacked_in_as_few_rows_as_can_be():
-    assert stacked([(0, 2), (1, 3), (2, 4), (2.5, 5), (3, 3.5)]) == [0, 1, 0, 2, 1]
 
 
 # -- what a run keeps ------------------------------------------------------------------------------------------------
