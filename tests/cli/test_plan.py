@@ -66,8 +66,6 @@ def test_the_best_strategy_the_largest_model_and_the_fewest_gpus(capsys: pytest.
     assert largest["blocks"] > 32 and largest["parameters"] > 6.8e9
     fewest = said(capsys, *asked, "--find", "fewest")["fewest"]
     assert 1 < fewest["ranks"] <= 8
-    none = said(capsys, *asked, "--memory", "2", "--find", "strategy", code=1)
-    assert none["top"] == [] and none["nearest"]["margin_bytes"] < 0
     assert main([*asked, "--memory", "2", "--find", "strategy"]) == 1
     assert "None of " in capsys.readouterr().out
 

@@ -67,6 +67,7 @@ def test_a_gap(real_lab: Lab, sources: list[str], gap: str) -> None:
     assert not empty.passed and "Not yet. " in empty.sentence, empty
 
 
+@pytest.mark.slow
 def test_a_check_passes_and_one_does_not(real_lab: Lab, sources: list[str]) -> None:
     right = checked(real_lab, sources, "Zero2", "")
     assert right and "equal bit for bit" in right.sentence and "gradients, at most" in repr(right)

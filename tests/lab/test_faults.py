@@ -149,24 +149,6 @@ def test_a_rank_that_comes_before_the_limit_is_left_in_peace_and_what_the_others
 
 
 @pytest.mark.slow
-def test_ranks_that_disagree_are_told_apart_and_none_is_ended(impatient_lab: Lab, run: Run) -> None:
-    """Rank 1 leaves the vote of one step out and goes on at once, also where that was the last step of a chunk. (How ranks
-    that disagree over Gloo are told apart is in tests/spec/test_hang.py.)"""
-    pids = impatient_lab.cluster.pids
-    skip = "def arm(world, trainer):\n    def skip(values):\n        del world.control\n"
-    on = "        trainer.backend.loss(trainer.batches.batch(trainer.progress.samples, 0))\n"
-    on_rank(1, impatient_lab, skip + on + "    world.control = skip\narm(session.world, session.trainer)")
-    with pytest.raises(RankError) as caught:  # shared memory has what each rank issued in it, so that none waits
-        run.wait(30)
-    said = str(caught.value)
-    assert "rank 1 of the group issued all_gather where this rank issued all_reduce" in said or (
-        "rank 0 of the group issued all_reduce where this rank issued all_gather" in said
-    )
-    assert impatient_lab.run(**SMALL, steps=2).wait(60).step == 2
-    assert impatient_lab.cluster.pids == pids
-
-
-@pytest.mark.slow
 def test_a_rank_that_loops_is_named_shown_and_replaced(impatient_lab: Lab, run: Run) -> None:
     culprit = impatient_lab.cluster.pids[1]
     on_rank(1, impatient_lab, in_a_block("    while True:\n        pass"))

@@ -54,7 +54,7 @@ def bits(value: Any) -> Any:
     return (type(value).__name__, value)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(ROWS)
 def test_any_events_come_back_bit_for_bit(rows: list[tuple[int, StepEvent]]):
     back = unpack(pack(rows, heavy=True))

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import re
 import time
 
 import pytest
 
-from course.pains import little_memory
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.cluster import ClusterError, RankError
 from fsdp_lab.lab import Lab
-from fsdp_lab.runs import Run, RunState
+from fsdp_lab.runs import EvalConfig, Run, RunState
 from tests.lab.test_lab import until
+from tests.rank.test_generation import LLAMA
 
 SMALL = {"model": "gpt2-1m", "micro_batch": 1, "seq_len": 64}
 
@@ -65,19 +65,6 @@ def test_ledger_steps_every_n_steps_and_on_demand(lab: Lab):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_out_of_memory_is_a_row_with_its_reason_and_the_others_go_on(lab: Lab):
-    lab.run(**SMALL, steps=1).wait(60)
-    with little_memory(lab, 256 << 20):
-        sweep = lab.compare(**{**SMALL, "micro_batch": [1, 1024, 1 << 16, 2]}, steps=4, rounds=2).wait(180)
-    [refusal] = sweep.refused
-    assert "micro_batch" in refusal.reason and "memory" in refusal.reason, "by the plan: it does not begin"
-    assert [run.state for run in sweep.runs] == [RunState.FINISHED, RunState.FAILED, RunState.FINISHED]
-    assert re.search(
-        r"OutOfMemory: [\d,.]+ MiB more could not be allocated; give a smaller micro_batch", sweep.runs[1].reason
-    )
-    assert lab.run(**SMALL, steps=2).wait(60).state is RunState.FINISHED
-
-
 def test_strategies_change_under_way_and_the_losses_are_those_of_a_run_that_never_changed(lab: Lab):
     plain = lab.run(**SMALL, optimizer="sgd", lr=0.05, steps=16).wait(90)
 
@@ -128,6 +115,7 @@ def test_an_error_in_a_step_on_one_rank_is_said_and_the_next_run_works(lab: Lab)
     assert lab.run(**SMALL, steps=2).wait(60).step == 2
 
 
+@pytest.mark.slow
 def test_a_step_in_slow_motion_that_is_left_after_some_phases_trains_as_any_other(lab: Lab):
     """Bit for bit the losses of a run that was never halted."""
     plain = losses(lab.run(**SMALL, steps=6).wait(90))
@@ -139,3 +127,48 @@ def test_a_step_in_slow_motion_that_is_left_after_some_phases_trains_as_any_othe
     assert slow.event is not None and slow.event.mean_loss == plain[3]
     after = lab.run(lab.spec, steps=2, fresh=False).wait(60)
     assert losses(after) == {step: plain[step] for step in (4, 5)}
+
+
+# -- texts that the model of a run continues --------------------------------------------------------------------------
+
+
+WRITING = {"model": LLAMA, "seq_len": 32, "micro_batch": 2}
+PROMPTS = ("def ", "import os", "x")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_run_writes_while_it_trains_and_after_it(real_lab: Lab) -> None:
+    run = real_lab.run(**WRITING, evaluate=EvalConfig(every=3, samples=4, prompts=PROMPTS))
+    until(lambda: len(run.completions) >= 3)
+    live = run.generate(list(PROMPTS), new_tokens=5).wait(60)
+    assert len(live) == 3 and all(isinstance(text, str) for text in live)
+    with pytest.raises(ArgumentError, match="longer than the model's 2048 positions"):
+        run.generate("x" * 3000).wait(60)
+    run.apply(backend="fsdp2").wait(60)
+    assert len(run.generate("once", temperature=0.9, seed=3).wait(60)) == 1
+    run.pause()
+    until(lambda: run.state is RunState.PAUSED)
+    paused = run.generate(list(PROMPTS)).wait(60)
+    run.stop(10)
+    assert real_lab.generate(list(PROMPTS)) == paused, "the ranks hold the same parameters still"
+    with pytest.raises(ClusterError, match=r"lab\.generate\(text\) asks what the ranks hold"):
+        run.generate("once")
+    assert [c.prompt for _, c in run.completions[:3]] == [*PROMPTS]
+    assert real_lab.history is not None
+    real_lab.history.flush()
+    kept = real_lab.runs()[run.id]
+    assert kept.completions == run.completions and len(kept.completions) % 3 == 0
+
+
+def test_a_request_that_comes_too_late_or_is_no_text_says_so(lab: Lab) -> None:
+    run = lab.run(**SMALL, steps=2)
+    with pytest.raises(ArgumentError, match="prompts: '' is refused"):
+        run.generate("")
+    with pytest.raises(ArgumentError, match="new_tokens: 0 is refused"):
+        run.generate("a", new_tokens=0)
+    run.wait(60)
+    with pytest.raises(ClusterError, match=r"lab\.generate\(text\) asks what the ranks hold"):
+        run.generate("a")
+    with pytest.raises(ArgumentError, match="evaluate.prompts: 1 is refused"):
+        lab.run(evaluate=EvalConfig(every=1, prompts=(1,)))  # type: ignore[arg-type]

@@ -10,11 +10,9 @@ import threading
 import pytest
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.cluster import ClusterError, RankError, RankLost
+from fsdp_lab.cluster import RankError, RankLost
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState, StepMoment
-from fsdp_lab.spec.spec import Spec
-from tests.cluster.conftest import FAKE
 from tests.frames import Step
 from tests.lab.test_lab import going, until
 
@@ -54,17 +52,6 @@ def test_nothing_is_sent_before_the_first_moment_is_asked_for(lab: Lab):
     moment = next(slow)
     assert run.state is RunState.STOPPED and run.reason == "slow motion was started"
     assert moment.step == run.step and lab.slow is slow
-
-
-def test_ranks_that_hold_nothing_are_given_a_spec_first(lab: Lab):
-    lab.resize(1)
-    spec = Spec(world_size=1).replace(backend="lab", sharding="shard_grad_op")
-    with lab.slow_motion(spec) as slow:
-        assert next(slow).spec == spec and slow.spec == spec
-        assert lab.cluster.call("status")[0]["spec_id"] == spec.id
-    lab.resize(2)
-    with lab.slow_motion() as slow:
-        assert len(next(slow).frames) == 2, "the lab's present ranks"
 
 
 def test_another_spec_is_applied_and_takes_the_parameters_along(lab: Lab):
@@ -121,13 +108,6 @@ def test_a_phase_that_lasts_is_interrupted_when_somebody_must_go_on(lab: Lab):
     assert lab.run(steps=2).wait(20).step == 2
 
 
-def test_an_interrupt_of_the_ranks_ends_it(lab: Lab):
-    slow = lab.slow_motion()
-    next(slow)
-    lab.interrupt()
-    assert slow.closed and slow.reason == "interrupted" and under_way(lab) == [False, False]
-
-
 def test_an_error_of_a_rank_is_raised_and_the_next_run_works(lab: Lab):
     slow = lab.slow_motion(data="raise:1")
     with pytest.raises(RankError, match=r"rank 1 failed in slow_next .*told to fail"):
@@ -146,15 +126,6 @@ def test_a_lost_rank_is_said_and_replaced(lab: Lab):
         next(slow)
     with lab.slow_motion() as again:
         assert next(again).step == 0 and lab.lost == {}
-
-
-def test_a_lab_that_closes_ends_it():
-    with Lab(1, rank_module=FAKE) as lab:
-        slow = lab.slow_motion()
-        next(slow)
-    assert slow.closed and slow.reason == "the lab was closed"
-    with pytest.raises(ClusterError, match="closed"):
-        lab.slow_motion()
 
 
 def test_a_moment_in_words(lab: Lab):
