@@ -61,6 +61,7 @@ def test_without_its_server_a_rank_is_replaced_all_the_same(cluster: Cluster) ->
     assert not servers(cluster)
 
 
+@pytest.mark.slow
 def test_where_no_socket_can_be_made_engines_are_started_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +79,7 @@ def test_code_that_cannot_be_imported_is_said_by_the_rank() -> None:
         pass
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_start_that_is_interrupted_while_it_imports(tmp_path: Path) -> None:
     """The kernel is killed while the server imports."""
     code = """
