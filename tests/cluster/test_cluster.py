@@ -231,27 +231,18 @@ def test_ctrl_c_while_it_starts_leaves_nothing():
     assert marked(cluster.token) == [] and set(psutil.Process().children(recursive=True)) <= before
 
 
-def test_a_controller_that_cannot_start_is_one_sentence_with_its_log():
+def test_what_cannot_start_is_one_sentence_with_its_log(tmp_path, monkeypatch):
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(StartError, match="ipyparallel's controller did not start") as e:
         Cluster(1, rank_module=FAKE, environment={"PYTHONHOME": "/nonexistent"}).start()
     assert "encodings" in e.value.log
-    assert set(psutil.Process().children(recursive=True)) <= before
-
-
-def test_an_engine_that_cannot_start_is_one_sentence_with_its_log(tmp_path):
     (tmp_path / "ipykernel").mkdir()
     (tmp_path / "ipykernel" / "__init__.py").write_text("raise RuntimeError('this engine is broken')\n")
     with pytest.raises(StartError, match=r"engine ended while it was starting|controller did not start") as e:
         Cluster(1, rank_module=FAKE, environment={"PYTHONPATH": str(tmp_path)}).start()
     assert "this engine is broken" in e.value.log
-
-
-def test_no_permission_to_write_is_said_with_the_way_out(monkeypatch):
-    def refuse(prefix: str) -> str:
-        raise PermissionError(13, "Permission denied", "/tmp/x")
-
-    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    assert set(psutil.Process().children(recursive=True)) <= before
+    monkeypatch.setattr("tempfile.mkdtemp", mock.Mock(side_effect=PermissionError(13, "Permission denied", "/tmp/x")))
     with pytest.raises(StartError, match="private folder .*Permission denied.*set TMPDIR"):
         Cluster(1, rank_module=FAKE).start()
 

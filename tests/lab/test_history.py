@@ -82,27 +82,9 @@ def test_a_past_run_is_the_run_that_was(history: History):
     assert past.loss == run.summary()["losses"][-1] and past.tokens_per_s == run.summary()["tokens_per_s"]
 
 
-def test_the_newest_traced_and_ledger_steps_keep_their_spans_and_curves(history: History, tmp_path: Path):
-    run = Telling()
-    history.record(run)
-    for _ in range(12):
-        run.tell(50, rich=True)
-        history.flush(LONG_S)
-    run.end()
-    history.flush(LONG_S)
-    past = history.runs()[0]
-    lived, read = run.events.traced(), past.events.traced()
-    by_step = {step.number: step for step in lived}
-    assert read == [by_step[step.number] for step in read] and read[-5:] == lived[-5:], "the last ones are all there"
-    assert past.timeline().step == run.timeline().step == 599
-    trace = run.export_trace(tmp_path / "live.json", [step.number for step in read]).read_text()
-    assert past.export_trace(tmp_path / "past.json").read_text() == trace
-    curves = [e for e in past.events.since()[0] if e.memory_curve]
-    lived_curves = {(e.step, e.rank): e for e in run.events.since()[0] if e.memory_curve}
-    assert len(curves) > 4 and curves == [lived_curves[e.step, e.rank] for e in curves] and curves[-1].step == 560
-
-
-def test_spans_and_curves_on_disk_are_bounded(history: History, monkeypatch: pytest.MonkeyPatch):
+def test_spans_and_curves_on_disk_are_bounded_and_the_newest_are_kept(
+    history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("fsdp_lab.runs.history.writer.SPANS_S", 0.0)
     run = Telling()
     history.record(run)
@@ -115,6 +97,15 @@ def test_spans_and_curves_on_disk_are_bounded(history: History, monkeypatch: pyt
     with HistoryDB(history.path) as archive:
         found = {row["curve"]: row["n"] for row in archive.rows("SELECT curve, count(*) n FROM traces GROUP BY curve")}
     assert found == {0: SPANS_KEPT, 1: CURVES_KEPT}
+    past = history.runs()[0]
+    lived, read = {step.number: step for step in run.events.traced()}, past.events.traced()
+    assert read == [lived[step.number] for step in read] and [*lived][-5:] == [s.number for s in read][-5:]
+    assert past.timeline().step == run.timeline().step == [*lived][-1]
+    trace = run.export_trace(tmp_path / "live.json", [step.number for step in read]).read_text()
+    assert past.export_trace(tmp_path / "past.json").read_text() == trace
+    curves = [e for e in past.events.since()[0] if e.memory_curve]
+    by_step = {(e.step, e.rank): e for e in run.events.since()[0]}
+    assert len(curves) > 4 and curves == [by_step[e.step, e.rank] for e in curves]
 
 
 def test_a_run_that_is_listed_while_it_goes_on(history: History):
