@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import example, given, strategies as st
 
 from fsdp_lab.engine.layout import ALIGN_BYTES, Layout
 
@@ -27,84 +27,58 @@ def elements(bounds: tuple[int, int]) -> range:
 
 
 @given(layouts())
-def test_shards_partition_the_buffer(given: tuple[Layout, int]) -> None:
+def test_shards_and_parameters_partition_the_buffer_and_padding_is_no_more_than_asked_for(
+    given: tuple[Layout, int],
+) -> None:
+    """Less than 16 bytes behind each parameter, less than 16 in each shard but for what F does not divide."""
     layout, itemsize = given
-    ranks = range(layout.factor)
+    ranks, align = range(layout.factor), ALIGN_BYTES // itemsize
     assert [x for rank in ranks for x in elements(layout.shard(rank))] == list(range(layout.numel))
     assert {stop - start for start, stop in map(layout.shard, ranks)} == {layout.shard_numel}
     assert layout.shard_numel * itemsize % ALIGN_BYTES == 0
-
-
-@given(layouts())
-def test_every_parameter_begins_aligned_and_none_overlap(given: tuple[Layout, int]) -> None:
-    layout, itemsize = given
     covered = [x for slot in layout.slots for x in range(slot.offset, slot.stop)]
     assert all(slot.offset * itemsize % ALIGN_BYTES == 0 for slot in layout.slots)
     assert len(set(covered)) == len(covered) == sum(slot.numel for slot in layout.slots)
     assert set(covered) <= set(range(layout.numel))
-    assert layout.padding == layout.numel - len(covered) >= 0
-
-
-@given(layouts())
-def test_padding_is_no_more_than_alignment_asks_for(given: tuple[Layout, int]) -> None:
-    """Less than 16 bytes behind each parameter, less than 16 in each shard but for what F does not divide."""
-    layout, itemsize = given
-    align = ALIGN_BYTES // itemsize
     behind = sum(-slot.numel % align for slot in layout.slots)
-    end = sum(slot.numel for slot in layout.slots) + behind
+    end = len(covered) + behind
     assert layout.numel - end < layout.factor * align
-    assert layout.padding == behind + layout.numel - end
+    assert layout.padding == behind + layout.numel - end == layout.numel - len(covered)
 
 
 @given(layouts())
-def test_what_ranks_own_of_a_parameter_partitions_it(given: tuple[Layout, int]) -> None:
+def test_what_ranks_own_of_a_parameter_partitions_it_and_lies_in_its_region(given: tuple[Layout, int]) -> None:
     layout, _ = given
     for slot in layout.slots:
-        owned = [x for rank in range(layout.factor) for x in elements(layout.own(slot, rank))]
+        owned: list[int] = []
+        for rank in range(layout.factor):
+            own, inside = layout.own(slot, rank), layout.in_shard(slot, rank)
+            owned += elements(own)
+            assert 0 <= inside[0] <= inside[1] <= layout.shard_numel
+            in_buffer = [layout.shard(rank)[0] + x for x in elements(inside)]
+            assert in_buffer == [slot.offset + x for x in elements(own)]
+            region = layout.region_in_shard(slot.group, rank)
+            assert inside[0] == inside[1] or region[0] <= inside[0] < inside[1] <= region[1]
         assert owned == list(range(slot.numel))  # in the order of ranks, each element once
 
 
 @given(layouts())
-def test_a_place_in_a_shard_is_the_same_element(given: tuple[Layout, int]) -> None:
-    layout, _ = given
-    for slot in layout.slots:
-        for rank in range(layout.factor):
-            own, inside = layout.own(slot, rank), layout.in_shard(slot, rank)
-            assert 0 <= inside[0] <= inside[1] <= layout.shard_numel
-            in_buffer = [layout.shard(rank)[0] + x for x in elements(inside)]
-            assert in_buffer == [slot.offset + x for x in elements(own)]
-
-
-@given(layouts())
-def test_regions_hold_one_group_each(given: tuple[Layout, int]) -> None:
+def test_regions_hold_one_group_each_in_the_order_of_their_first_parameter(given: tuple[Layout, int]) -> None:
     layout, _ = given
     assert set(layout.regions) == {slot.group for slot in layout.slots}
     for slot in layout.slots:
         start, stop = layout.regions[slot.group]
         assert start <= slot.offset <= slot.stop <= stop
-    seen = sorted(layout.regions.values())
-    assert all(before[1] <= after[0] for before, after in itertools.pairwise(seen))
-
-
-@given(layouts())
-def test_regions_in_shards_put_together_are_the_regions(given: tuple[Layout, int]) -> None:
-    layout, _ = given
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(layout.regions.values())))
+    first = [layout.regions[group] for group in dict.fromkeys(slot.group for slot in layout.slots)]
+    starts = [start for start, stop in first if start < stop]
+    assert starts == sorted(starts)
     for group, region in layout.regions.items():
         found: list[int] = []
         for rank in range(layout.factor):
-            first = layout.shard(rank)[0]
-            found += [first + x for x in elements(layout.region_in_shard(group, rank))]
+            begin = layout.shard(rank)[0]
+            found += [begin + x for x in elements(layout.region_in_shard(group, rank))]
         assert found == list(elements(region))
-
-
-@given(layouts())
-def test_a_part_of_a_parameter_lies_in_its_region_of_the_shard(given: tuple[Layout, int]) -> None:
-    layout, _ = given
-    for slot in layout.slots:
-        for rank in range(layout.factor):
-            start, stop = layout.in_shard(slot, rank)
-            region = layout.region_in_shard(slot.group, rank)
-            assert start == stop or region[0] <= start < stop <= region[1]
 
 
 @given(SHAPES, st.sampled_from([2, 4, 8]))
@@ -114,16 +88,6 @@ def test_one_group_keeps_the_order_of_parameters(shapes: list[tuple[int, ...]], 
     offsets = [slot.offset for slot in layout.slots]
     assert offsets == sorted(offsets) and offsets[0] == 0
     assert [slot.numel for slot in layout.slots] == [math.prod(shape) for shape in shapes]
-
-
-@given(layouts())
-@settings(max_examples=20)
-def test_groups_follow_in_the_order_of_their_first_parameter(given: tuple[Layout, int]) -> None:
-    layout, _ = given
-    first = list(dict.fromkeys(slot.group for slot in layout.slots))
-    nonempty = [g for g in first if layout.regions[g][0] < layout.regions[g][1]]
-    starts = [layout.regions[g][0] for g in nonempty]
-    assert starts == sorted(starts)
 
 
 def test_a_layout_by_hand() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
@@ -12,68 +11,39 @@ from fsdp_lab.engine.schedule import Action, Direction, Phase, Point, PointSide,
 from fsdp_lab.spec.spec import Strategy
 from tests.engine.trees import call_trees, deepest, enclosing, peak, replay, rules
 
-BLOCKS = [
-    UnitCall(0),
-    UnitCall(1, 0),
-    UnitCall(2, 0),
-    UnitCall(3, 0),
-    UnitCall(4, 0),
-]  # a root and four blocks, as in a transformer
+BLOCKS = [UnitCall(0), *(UnitCall(i, 0) for i in range(1, 5))]  # a root and four blocks, as in a transformer
 
 schedules = st.builds(lambda calls, r, b: Schedule(calls, r, backward=b), call_trees(), rules(), st.booleans())
 some = settings(max_examples=300)
+INSIDE_ITSELF = Schedule([UnitCall(0), UnitCall(1, 0), UnitCall(1, 1)], Rules())
+BEYOND_THE_LIMIT = Schedule(
+    [UnitCall(0), UnitCall(1, 0), UnitCall(2, 0), UnitCall(3, 2), UnitCall(1, 0)], Rules(forward_prefetch=3, limit=1)
+)
+FIRST_AND_LAST = [UnitCall(0), UnitCall(1, 0), UnitCall(2, 0), UnitCall(3, 2), UnitCall(4, 3), UnitCall(1, 0)]
 
 
 @given(schedules)
 @some
-@example(Schedule([UnitCall(0), UnitCall(1, 0), UnitCall(1, 1)], Rules()))  # a unit inside itself
-def test_what_computes_is_gathered(schedule: Schedule) -> None:
-    for moment in replay(schedule):
-        if moment.action.phase is Phase.COMPUTE:
-            assert moment.action.unit in moment.before
-
-
-@given(schedules)
-@some
-def test_a_unit_is_gathered_only_when_it_is_not_and_freed_only_when_it_is(schedule: Schedule) -> None:
-    for moment in replay(schedule):
-        if moment.action.phase is Phase.UNSHARD:
-            assert moment.action.unit not in moment.before
-        if moment.action.phase is Phase.RESHARD:
-            assert moment.action.unit in moment.before
-
-
-@given(schedules)
-@some
+@example(INSIDE_ITSELF)
 @example(Schedule(BLOCKS, Rules(prefetch_before=False)))  # nothing is left to prefetch when the root's backward ends
-def test_at_the_end_nothing_is_gathered(schedule: Schedule) -> None:
-    assert not [*replay(schedule)][-1].after
-
-
-@given(schedules)
-@some
-def test_what_is_gathered_computes_before_it_is_freed(schedule: Schedule) -> None:
-    """No all-gather is for nothing."""
+def test_units_are_gathered_when_they_compute_and_no_all_gather_is_for_nothing(schedule: Schedule) -> None:
     waiting: set[int] = set()
     for moment in replay(schedule):
         action = moment.action
         if action.phase is Phase.UNSHARD:
+            assert action.unit not in moment.before
             waiting.add(action.unit)
         elif action.phase is Phase.COMPUTE:
+            assert action.unit in moment.before
             waiting.discard(action.unit)
         elif action.phase is Phase.RESHARD:
-            assert action.unit not in waiting
-    assert not waiting
+            assert action.unit in moment.before and action.unit not in waiting
+    assert not waiting and not moment.after
 
 
 @given(schedules)
 @some
-@example(
-    Schedule(
-        [UnitCall(0), UnitCall(1, 0), UnitCall(2, 0), UnitCall(3, 2), UnitCall(1, 0)],
-        Rules(forward_prefetch=3, limit=1),
-    )
-)
+@example(BEYOND_THE_LIMIT)
 def test_the_limit_holds_but_for_what_calls_enclose(schedule: Schedule) -> None:
     """A prefetch never brings more than limit + 1. A unit whose turn has come is gathered whatever the limit says; beyond
     limit + 1 all that is gathered then belongs to calls that have begun and not ended, so nothing can be freed."""
@@ -93,35 +63,28 @@ class _KeepsNothing(Schedule):
     stays_gathered = frozenset()  # type: ignore[assignment]
 
 
-@given(call_trees(), rules())
-@some
-@example(
-    [UnitCall(0), UnitCall(1, 0), UnitCall(2, 0), UnitCall(3, 2), UnitCall(4, 3), UnitCall(1, 0)], Rules()
-)  # unit 1 first and last
-def test_what_is_kept_for_the_backward_raises_no_peak(calls: list[UnitCall], given: Rules) -> None:
-    r = dataclasses.replace(given, reshard_after_forward=True)
-    schedule, without = Schedule(calls, r), _KeepsNothing(calls, r)
-    assert peak(schedule) <= peak(without)
-    assert gathers(schedule) <= gathers(without)
-
-
 def gathers(schedule: Schedule) -> int:
     return sum(a.phase is Phase.UNSHARD for a in schedule.actions)
 
 
 @given(call_trees(), rules())
 @some
-def test_without_resharding_each_unit_is_gathered_once(calls: list[UnitCall], given: Rules) -> None:
-    schedule = Schedule(calls, dataclasses.replace(given, reshard_after_forward=False))
-    assert gathers(schedule) == len({call.unit for call in calls})
-    for moment in replay(schedule):
-        if moment.action.phase is Phase.RESHARD:
-            assert moment.action.point.direction is Direction.BACKWARD
+@example(FIRST_AND_LAST, Rules())
+def test_what_is_kept_for_the_backward_costs_no_peak_and_saves_gathers(calls: list[UnitCall], given: Rules) -> None:
+    r = dataclasses.replace(given, reshard_after_forward=True)
+    schedule, without = Schedule(calls, r), _KeepsNothing(calls, r)
+    assert peak(schedule) <= peak(without)
+    assert gathers(schedule) <= gathers(without)
+    kept = Schedule(calls, dataclasses.replace(given, reshard_after_forward=False))
+    assert gathers(kept) == len({call.unit for call in calls})
+    for action in kept.actions:
+        assert action.phase is not Phase.RESHARD or action.point.direction is Direction.BACKWARD
 
 
 @given(schedules)
 @some
 def test_each_unit_is_reduced_once_after_its_last_backward(schedule: Schedule) -> None:
+    """And copied from and to the host, under offload, around its gathers and reductions."""
     units = {call.unit for call in schedule.calls} if schedule.backward else set()
     reductions = [a for a in schedule.actions if a.phase is Phase.REDUCE]
     assert sorted(a.unit for a in reductions) == sorted(units)
@@ -132,26 +95,22 @@ def test_each_unit_is_reduced_once_after_its_last_backward(schedule: Schedule) -
     assert len(updates) == schedule.backward
     if updates:
         assert updates[0] is schedule.actions[-1]
-        last = [a for a in schedule.actions if a.phase is Phase.REDUCE]
         waited = {schedule.actions[i].unit for i in updates[0].waits_for}
-        assert waited == {a.unit for a in last}
+        assert waited == units
+    copies = sum(a.phase is Phase.HOST_COPY for a in schedule.actions)
+    wanted = {"none": 0, "optimizer": len(reductions), "all": len(reductions) + gathers(schedule)}
+    assert copies == wanted[schedule.rules.offload]
 
 
 @given(schedules)
 @some
-def test_what_is_waited_for_comes_first(schedule: Schedule) -> None:
+def test_actions_wait_for_what_they_need_and_come_in_the_order_of_their_points(schedule: Schedule) -> None:
     """Indices point backwards, so the actions are a directed acyclic graph in the order in which they are listed."""
-    for i, action in enumerate(schedule.actions):
-        assert all(0 <= before < i for before in action.waits_for)
-        assert len(set(action.waits_for)) == len(action.waits_for)
-
-
-@given(schedules)
-@some
-def test_a_computation_waits_for_its_parameters_and_for_the_one_before(schedule: Schedule) -> None:
     gathered: dict[int, int] = {}
     computed: int | None = None
     for i, action in enumerate(schedule.actions):
+        assert all(0 <= before < i for before in action.waits_for)
+        assert len(set(action.waits_for)) == len(action.waits_for)
         if action.phase is Phase.UNSHARD:
             gathered[action.unit] = i
         elif action.phase is Phase.COMPUTE:
@@ -160,16 +119,10 @@ def test_a_computation_waits_for_its_parameters_and_for_the_one_before(schedule:
             computed = i
         elif action.phase in (Phase.RESHARD, Phase.REDUCE):
             assert action.waits_for == (computed,)
-
-
-@given(schedules)
-@some
-def test_points_hold_all_that_is_issued_in_its_order(schedule: Schedule) -> None:
     assert len(set(schedule.walk)) == len(schedule.walk)
     issued = [a for point in schedule.walk for a in schedule.at(point)]
     assert issued == [a for a in schedule.actions if a.phase not in (Phase.COMPUTE, Phase.OPTIM)]
-    for point in schedule.walk:
-        assert all(a.point == point for a in schedule.at(point))
+    assert all(a.point == point for point in schedule.walk for a in schedule.at(point))
 
 
 @given(schedules)
@@ -186,15 +139,6 @@ def test_every_call_computes_each_way(schedule: Schedule) -> None:
         if moment is PointSide.BEFORE or schedule.children[k]
     ]
     assert sorted(computed, key=str) == sorted(wanted, key=str)
-
-
-@given(schedules)
-@some
-def test_offload_copies_around_gathers_and_reductions(schedule: Schedule) -> None:
-    copies = [a for a in schedule.actions if a.phase is Phase.HOST_COPY]
-    reductions = sum(a.phase is Phase.REDUCE for a in schedule.actions)
-    wanted = {"none": 0, "optimizer": reductions, "all": reductions + gathers(schedule)}
-    assert len(copies) == wanted[schedule.rules.offload]
 
 
 def test_rules_say_what_a_strategy_says() -> None:
@@ -242,8 +186,8 @@ def test_the_default_in_the_forward_costs_no_memory(keeps: bool) -> None:
     activations are at their most, nothing has been gathered for later."""
     for n in range(1, 9):
         calls = [UnitCall(0), *(UnitCall(i, 0) for i in range(1, n + 1))]
-        ahead, without = (Schedule(calls, Rules(reshard_after_forward=not keeps, **given)) for given in
-                          ({}, {"forward_prefetch": 0}))  # fmt: skip
+        ahead = Schedule(calls, Rules(reshard_after_forward=not keeps))
+        without = Schedule(calls, Rules(reshard_after_forward=not keeps, forward_prefetch=0))
         assert peak(ahead) == peak(without) and gathers(ahead) == gathers(without)
         end = Point(Direction.FORWARD, 0, PointSide.AFTER)
         (at_loss,) = [m.before for m in replay(ahead) if m.action.point == end and m.action.phase is Phase.COMPUTE]
@@ -265,8 +209,8 @@ def test_what_stays_anyway_does_not_hold_prefetching_back() -> None:
     """Without resharding after the forward: what is gathered is never freed by waiting for it."""
     many = [UnitCall(0), *(UnitCall(i, 0) for i in range(1, 12))]
     schedule = Schedule(many, Rules(reshard_after_forward=False, forward_prefetch=1, limit=2))
-    gathers = [a for a in schedule.actions if a.phase is Phase.UNSHARD]
-    assert [a.unit for a in gathers if not a.ahead] == [0] and len(gathers) == 12
+    assert [a.unit for a in schedule.actions if a.phase is Phase.UNSHARD and not a.ahead] == [0]
+    assert gathers(schedule) == 12
 
 
 def test_four_blocks_with_prefetch_after() -> None:
@@ -294,21 +238,3 @@ def test_a_call_without_gradients_has_no_backward() -> None:
     )
     kept = Schedule(calls, Rules(reshard_after_forward=False))
     assert kept.stays_gathered == {0, 1} and "f2" in told(kept)
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_two_hundred_units_are_scheduled_at_once(nested: bool) -> None:
-    """It happens in the first forward. Twice the units take about twice the time, not four times."""
-
-    def seconds(n: int) -> float:
-        calls = [UnitCall(0)] + [UnitCall(k, k - 1 if nested else 0) for k in range(1, n)]
-        best = float("inf")
-        for _ in range(3):
-            began = time.thread_time()  # of this thread alone, however busy the machine is
-            schedule = Schedule(calls, Rules(forward_prefetch=2, backward_prefetch=2))
-            schedule.at(Point(Direction.FORWARD, 0, PointSide.BEFORE))
-            best = min(best, time.thread_time() - began)
-        return best
-
-    assert seconds(200) < 0.5
-    assert seconds(200) / seconds(25) < 32  # 8 where it is linear, 64 where it is quadratic
