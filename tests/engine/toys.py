@@ -7,11 +7,21 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, distributed as dist, nn
 
 from fsdp_lab.backends.flat import engine_options
-from fsdp_lab.engine import build_mesh, full_state, fully_shard
+from fsdp_lab.engine import (
+    ShardError,
+    TrainingState,
+    UnitState,
+    build_mesh,
+    full_state,
+    fully_shard,
+    runtime_of,
+    units_of,
+)
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.spec.spec import Strategy
 from tests.pool import Place
@@ -19,6 +29,16 @@ from tests.pool import Place
 WIDTH = 6  # no multiple of it is a power of two, so shards are padded and cut through parameters
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
+Scenario = Callable[[Place], None]
+
+
+def everywhere(*scenarios: Scenario) -> Any:
+    """A test for each of them, which it finds in its argument `scenario`."""
+    return pytest.mark.parametrize("scenario", scenarios, ids=lambda s: s.__name__)
+
+
+def refused(says: str, kind: type[Exception] = ShardError) -> Any:
+    return pytest.raises(kind, match=says)
 
 
 class Block(nn.Module):
@@ -113,6 +133,25 @@ def assert_equal(sharded: nn.Module, plain: nn.Module) -> None:
     assert found.keys() <= wanted.keys()
     differ = {name: (t - wanted[name]).abs().max() for name, t in found.items() if not torch.equal(t, wanted[name])}
     assert not differ, differ
+
+
+def is_clean(model: Any) -> None:
+    """Between two steps: nothing is gathered, nothing is under way."""
+    assert [unit.name for unit in units_of(model) if unit.state is not UnitState.SHARDED] == []
+    runtime = runtime_of(model)
+    assert runtime.state is TrainingState.IDLE and not runtime.reducing and not runtime.recomputes
+
+
+class FailsBackward(torch.autograd.Function):
+    """The same values forward; its backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise ValueError("trouble in the backward")
 
 
 def train_beside(
