@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from fsdp_lab.engine.buffers import ResizedBuffer
 from fsdp_lab.spec.spec import Strategy
 from fsdp_lab.wire import reserved
 from fsdp_lab.wire.arena import Arena, ArenaBlock
-from tests.engine.toys import batch, by_block, make, train_beside
+from tests.engine.toys import Scenario, batch, by_block, everywhere, make, train_beside
 from tests.pool import Place, Pool
 
 
@@ -50,42 +51,33 @@ def late(place: Place, model: nn.Module, seed: int) -> None:
         module.register_full_backward_pre_hook(pause)
 
 
-def trained(place: Place, changes: dict[str, Any], seed: int) -> int:
-    """The same bits as a plain copy of the model, while what is free is poisoned and ranks are late."""
-    with pytest.MonkeyPatch.context() as patch:
-        filled = poison(patch)
-        model = make()
+STRATEGIES: tuple[dict[str, Any], ...] = (
+    {},
+    {"sharding": "shard_grad_op"},
+    {"forward_prefetch": 3, "backward_prefetch": 3},
+    {"offload": "all"},
+)
 
-        def shard(model: nn.Module) -> None:
+
+def trained(place: Place) -> list[int]:
+    """The same bits as a plain copy of the model, while what is free is poisoned and ranks are late. Returns how often."""
+    found = []
+    for seed, changes in enumerate(STRATEGIES):
+
+        def shard(model: nn.Module, changes: dict[str, Any] = changes, seed: int = seed) -> None:
             by_block(model, strategy=Strategy(**changes))
             late(place, model, seed)
 
-        train_beside(place, model, shard, steps=4)
-        return len([block for block in filled if block.is_mapped])
+        with pytest.MonkeyPatch.context() as patch:
+            filled = poison(patch)
+            train_beside(place, make(), shard, steps=4)
+            found.append(sum(block.is_mapped for block in filled))
+    return found
 
 
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "full_shard": {},
-    "shard_grad_op": {"sharding": "shard_grad_op"},
-    "far ahead": {"forward_prefetch": 3, "backward_prefetch": 3},
-    "offload": {"offload": "all"},
-}
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_freed_memory_is_nobody_s(pool: Pool, name: str) -> None:
-    for poisoned in pool.run(trained, 2, STRATEGIES[name], 1, shared_memory=True):
-        assert poisoned > 4
-
-
-def zero1(place: Place) -> None:
-    model = make()
-    train_beside(place, model, lambda model: by_block(model, strategy=Strategy(sharding="zero1")))
-    assert all(isinstance(flat.gathered, ResizedBuffer) for flat in flats_of(model))
-
-
-def test_zero1_keeps_what_it_sends_in_memory_of_its_own(pool: Pool) -> None:
-    pool.run(zero1, 2, shared_memory=True)
+def test_freed_memory_is_nobody_s(pool: Pool) -> None:
+    for poisoned in pool.run(trained, 2, shared_memory=True):
+        assert all(times > 4 for times in poisoned)
 
 
 def steady(place: Place, steps: int) -> tuple[int, list[int]]:
@@ -116,11 +108,15 @@ def test_a_step_maps_nothing_and_takes_no_more_memory(pool: Pool) -> None:
         assert mapped == 0 and len(set(taken[4:])) == 1
 
 
-def written(place: Place, rounds: int) -> None:
+def zero1_keeps_memory_of_its_own(place: Place) -> None:
+    sharded, _ = train_beside(place, make(), partial(by_block, strategy=Strategy(sharding="zero1")))
+    assert all(isinstance(flat.gathered, ResizedBuffer) for flat in flats_of(sharded))
+
+
+def gathered_parameters_are_written_when_all_have_them(place: Place) -> None:
     """Rank 1 is late to read what rank 0 has gathered and writes to at once."""
-    model = make()
-    by_block(model, strategy=Strategy())
-    for number in range(rounds):
+    model = by_block(make(), strategy=Strategy())
+    for number in range(5):
         if place.rank == 1:
             time.sleep(0.005)
         with unshard(model), torch.no_grad():
@@ -129,21 +125,24 @@ def written(place: Place, rounds: int) -> None:
                 p.fill_(number + 1)
 
 
-def alone(place: Place) -> bool:
-    """One rank enters what is gathered already: it waits for nobody."""
-    model = make()
-    by_block(model, strategy=Strategy())
+def what_is_gathered_is_entered_alone(place: Place) -> None:
+    """One rank enters: it waits for nobody."""
+    model = by_block(make(), strategy=Strategy())
     unshard(model)
     place.world.barrier().wait()
     if place.rank == 0:
         with unshard(model):
             pass
     place.world.barrier().wait()
-    return True
 
 
-def test_what_is_gathered_is_entered_alone(pool: Pool) -> None:
-    assert pool.run(alone, 2, shared_memory=True) == [True, True]
+@everywhere(
+    zero1_keeps_memory_of_its_own,
+    gathered_parameters_are_written_when_all_have_them,
+    what_is_gathered_is_entered_alone,
+)
+def test_what_is_gathered_in_shared_memory(pool: Pool, scenario: Scenario) -> None:
+    pool.run(scenario, 2, shared_memory=True)
 
 
 def sent_by_a_user(place: Place, backend: str, rounds: int) -> int:
@@ -176,7 +175,3 @@ def sent_by_a_user(place: Place, backend: str, rounds: int) -> int:
 @pytest.mark.parametrize("backend", ["lab", "fsdp2"])
 def test_a_user_may_send_gradients_and_write_to_them(pool: Pool, backend: str) -> None:
     assert pool.run(sent_by_a_user, 2, backend, 30, shared_memory=True) == [30, 30]
-
-
-def test_gathered_parameters_are_written_when_all_have_them(pool: Pool) -> None:
-    pool.run(written, 2, 5, shared_memory=True)

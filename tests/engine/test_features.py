@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections import namedtuple
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,76 +36,242 @@ from fsdp_lab.engine import (
     unshard,
     upcast_gradients,
 )
-from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.parameters import ShardedParameter
-from fsdp_lab.engine.unit import UnitState
 from fsdp_lab.spec.spec import OFFLOADS, SHARDINGS, Precision, Strategy
 from tests.engine.toys import (
     WIDTH,
     Block,
     Net,
+    Scenario,
     assert_equal,
     batch,
     by_block,
+    everywhere,
     gradients,
+    is_clean,
     make,
     mean_square,
     options_of,
     plain_step,
+    refused,
     train_beside,
 )
 from tests.pool import Place, Pool
 
-Scenario = Callable[[Place], None]
+# -- models that differ in what is called, and how units lie in them ---------------------------------------------------
 
 
-def everywhere(*scenarios: Scenario) -> Any:
-    """A test for each of them."""
-    return pytest.mark.parametrize("scenario", scenarios, ids=lambda s: s.__name__)
+def frozen(model: Any, *names: str) -> Any:
+    for name in names:
+        model.get_submodule(name).requires_grad_(False)
+    return model
 
 
-def kept_gathered(model: nn.Module) -> list[str]:
-    return [unit.name for unit in units_of(model) if unit.state is not UnitState.SHARDED]
+class Chosen(Net):
+    """Calls the blocks of `order`, one after the other."""
+
+    order: tuple[int, ...] = (0, 1, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        for i in self.order:
+            x = self.blocks[i](x)
+        return self.last(x)
 
 
-# -- which parameters train --------------------------------------------------------------------------------------------
+def in_turn(*orders: tuple[int, ...]) -> dict[str, Any]:
+    """As many steps, each of which calls the blocks in an order of its own."""
+    return {"steps": len(orders), "at_step": lambda model, step: setattr(model, "order", orders[step])}
 
 
-class Adapted(nn.Module):
-    """A frozen linear layer with a low-rank adapter (LoRA)."""
+def by_lists(*lists: tuple[int, ...]) -> Callable[[Any], None]:
+    def shard(model: Any) -> None:
+        for some in lists:
+            fully_shard([model.blocks[i] for i in some])
+        fully_shard(model)
+
+    return shard
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.inner = nn.Linear(WIDTH, WIDTH), nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        for block in self.inner:
+            x = block(x)
+        return x
+
+
+def by_stage(strategy: Strategy) -> Callable[[Any], None]:
+    """Units inside units inside units."""
+
+    def shard(model: Any) -> None:
+        options = options_of(strategy)
+        for stage in model.blocks:
+            for block in stage.inner:
+                fully_shard(block.up, **options)
+                fully_shard(block, **options)
+            fully_shard(stage, **options)
+        fully_shard(model, **options)
+        assert len(units_of(model)) == 1 + len(model.blocks) * (1 + 2 * 2)
+
+    return shard
+
+
+class Silent(Net):
+    """Its forward returns nothing: the loss is left in an attribute."""
+
+    def forward(self, x: Tensor) -> None:
+        self.loss = super().forward(x).square().mean()
+
+
+def left_in_an_attribute(model: Any, x: Tensor) -> Tensor:
+    model(x)
+    found: Tensor = model.loss
+    del model.loss
+    return found
+
+
+class ByKeyword(Net):
+    def forward(self, x: Tensor, *, shift: dict[str, Any]) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x=x + shift["by"][0])
+        return self.last(x)
+
+
+def by_keyword(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = model(x=x, shift={"by": (x[:1] * 0.1, "no tensor")})
+    return out.square().mean()
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.relu_(x))
+
+
+class Mixed(Block):
+    """Three dtypes of parameters, one of them no float."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.a, self.b = nn.Parameter(torch.randn(2, WIDTH)), nn.Parameter(torch.randn(WIDTH, 2))
+        self.wide = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.coded = nn.Parameter(torch.arange(WIDTH, dtype=torch.int8), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.tanh(self.base(x) + x @ self.a.T @ self.b.T)
-        return out
+        return super().forward(self.wide(x.double()).float() + 0.1 * self.coded)
+
+
+class Checkpointed(Net):
+    """Its own forward calls torch's checkpoint around every block."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.last(x)
+
+
+def wrapped_inside(model: Any) -> None:
+    """The checkpoint's wrapper is the unit's module."""
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = checkpoint_wrapper(block)
+    by_block(model)
+
+
+def wrapped_around(model: Any) -> None:
+    """The unit is inside the checkpoint's wrapper."""
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = checkpoint_wrapper(fully_shard(block))
+    fully_shard(model)
+
+
+def hooked() -> Any:
+    """Users' hooks change what goes into a unit and what comes out of one."""
+    model = make()
+    model.blocks[0].register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+    model.blocks[1].register_forward_hook(lambda m, args, out: out + 1)
+    return model
+
+
+STAGES = partial(make, depth=2, block=Stage)
+KEPT, AHEAD = Strategy(sharding="shard_grad_op"), Strategy(forward_prefetch=1, backward_prefetch=3)
+SILENT: dict[str, Any] = {"loss": left_in_an_attribute}
+ONE_OF_TWO = {"shard": by_lists((0, 1), (2, 3)), **in_turn((0, 1, 2, 3), (1, 2), (0, 3), (0, 0, 1, 3))}
+ALIKE: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {  # a model, and what `train_beside` is given
+    "frozen first": (lambda: frozen(make(), "first", "blocks.0"), {}),
+    "frozen in the middle": (lambda: frozen(make(), "blocks.1"), {}),
+    "used on some steps": (lambda: make(Chosen), in_turn((0, 1, 2), (0, 2), (2,), (2, 1, 0), (0, 1, 2))),
+    "called more than once": (lambda: make(Chosen), in_turn((0, 1, 0, 2, 1), (0, 0, 0), (0, 0, 1, 1, 2, 2))),
+    "two modules in a unit": (lambda: make(depth=4), {"shard": by_lists((0, 1), (2, 3))}),
+    "in the other order": (lambda: make(depth=4), {"shard": by_lists((1, 0), (3, 2))}),
+    "with others between": (lambda: make(depth=4), {"shard": by_lists((0, 3), (1, 2))}),
+    "one of two used": (lambda: make(Chosen, depth=4), ONE_OF_TWO),
+    "units in units": (STAGES, {"shard": by_stage(Strategy())}),
+    "units in units, kept": (STAGES, {"shard": by_stage(KEPT)}),
+    "units in units, ahead": (STAGES, {"shard": by_stage(AHEAD)}),
+    "nothing comes out": (lambda: make(Silent), SILENT),
+    "no inner unit sees the backward begin": (lambda: make(Silent), {**SILENT, "shard": fully_shard}),
+    "inputs by keyword": (lambda: make(ByKeyword), {"loss": by_keyword}),
+    "inputs changed in place": (lambda: make(block=InPlace), {}),
+    "hooks that change things": (hooked, {}),
+    "mixed dtypes": (lambda: make(block=Mixed), {}),
+    "checkpoints around units in units": (lambda: make(Checkpointed, block=Stage), {"shard": by_stage(Strategy())}),
+    "a checkpoint's wrapper is the unit": (make, {"shard": wrapped_inside}),
+    "the unit is inside a checkpoint's wrapper": (make, {"shard": wrapped_around}),
+}
+
+
+def trained_beside(place: Place) -> None:
+    for name, (build, options) in ALIKE.items():
+        try:
+            sharded, _ = train_beside(place, build(), **{"steps": 2, **options})
+            is_clean(sharded)
+        except BaseException as e:
+            e.add_note(name)
+            raise
+
+
+def two_modules_are_gathered_once(place: Place) -> None:
+    sharded, _ = train_beside(place, make(depth=6), by_lists((0, 1), (2, 3), (4, 5)), steps=2)
+    assert [unit.name for unit in units_of(sharded)] == ["", "blocks.0", "blocks.2", "blocks.4"]
+    said: list[tuple[str, str]] = []
+    runtime_of(sharded).watch = lambda phase, unit, direction: said.append((phase, unit))
+    mean_square(sharded, batch(0, place.rank)).backward()
+    runtime_of(sharded).watch = None
+    assert said.count(("unshard", "blocks.0")) == 2  # forward and backward
+    assert said.count(("unshard", "blocks.4")) == 1  # the backward begins with it: it stays
+    assert said.count(("reduce", "blocks.0")) == said.count(("reduce", "blocks.4")) == 1
+
+
+def checkpoints_in_bf16(place: Place) -> None:
+    """Casts are computed again alike: torch compares the metadata of what both forwards saved."""
+    model = by_block(make(Checkpointed, block=Seen), strategy=Strategy(precision=Precision(param="bf16", norm="fp32")))
+    mean_square(model, batch(0, place.rank)).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in sharded_parameters(model))
+
+
+@everywhere(trained_beside, two_modules_are_gathered_once, checkpoints_in_bf16)
+def test_a_model_of_any_kind_trains_as_the_plain_one(pool: Pool, scenario: Scenario) -> None:
+    pool.run(scenario, 2)
+
+
+# -- which parameters train, and which are used ------------------------------------------------------------------------
 
 
 def lora(place: Place) -> None:
-    model = make(block=Adapted)
-    model.first.requires_grad_(False)
-    model.last.requires_grad_(False)
+    """Small trained parts of frozen units."""
+    model = make().requires_grad_(False)
+    for block in model.blocks:
+        block.up.requires_grad_(True)
     sharded, _ = train_beside(place, model)
     flats = [flat for unit in units_of(sharded) for flat in unit.flats]
     trained = [{p.requires_grad for p in flat.sharded} for flat in flats]
     assert sorted(trained, key=str) == [{False}] * 4 + [{True}] * 3  # the root's is frozen as a whole
-    assert sum(p.to_local().numel() for p in sharded_parameters(sharded)) < 3 * 4 * WIDTH  # no room for what is frozen
-
-
-def a_frozen_first_unit(place: Place) -> None:
-    model = make()
-    model.first.requires_grad_(False)
-    model.blocks[0].requires_grad_(False)
-    train_beside(place, model)
-
-
-def a_frozen_unit_in_the_middle(place: Place) -> None:
-    model = make()
-    model.blocks[1].requires_grad_(False)
-    train_beside(place, model)
+    assert sum(p.to_local().numel() for p in sharded_parameters(sharded)) < 3 * 5 * WIDTH  # no room for what is frozen
 
 
 def all_frozen_but_the_input(place: Place) -> None:
@@ -115,7 +282,7 @@ def all_frozen_but_the_input(place: Place) -> None:
     mean_square(plain, y).backward()
     assert x.grad is not None and y.grad is not None and torch.equal(x.grad, y.grad)
     assert sharded_parameters(model) == [] and gradient_norm(model) == 0.0
-    assert kept_gathered(model) == []
+    is_clean(model)
 
 
 def ignored(place: Place) -> None:
@@ -134,37 +301,12 @@ def ignored(place: Place) -> None:
     assert len(names) == len(list(plain.parameters())) - 2
 
 
-@everywhere(lora, a_frozen_first_unit, a_frozen_unit_in_the_middle, all_frozen_but_the_input, ignored)
-def test_frozen_and_ignored(pool: Pool, scenario: Scenario) -> None:
-    pool.run(scenario, 2)
-
-
-# -- which parameters are used -----------------------------------------------------------------------------------------
-
-
-class Chosen(Net):
-    """Calls the blocks of `order`, one after the other."""
-
-    order: tuple[int, ...] = (0, 1, 2)
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.first(x)
-        for i in self.order:
-            x = self.blocks[i](x)
-        return self.last(x)
-
-
 def a_unit_that_is_never_used(place: Place) -> None:
-    sharded, _ = train_beside(place, make(Chosen), at_step=lambda model, step: setattr(model, "order", (0, 2)))
+    sharded, _ = train_beside(place, make(Chosen), **in_turn((0, 2), (0, 2)))
     mean_square(sharded, batch(0, place.rank)).backward()
     of = {unit.name: flat for unit in units_of(sharded) for flat in unit.flats}
     assert [p.grad for p in of["blocks.1"].gradients.regions.values()] == [None]
     assert [p.grad is None for p in of["blocks.0"].gradients.regions.values()] == [False]
-
-
-def a_unit_used_on_some_steps(place: Place) -> None:
-    orders = ((0, 1, 2), (0, 2), (2,), (2, 1, 0), (0, 1, 2))
-    train_beside(place, make(Chosen), steps=5, at_step=lambda model, step: setattr(model, "order", orders[step]))
 
 
 class PartlyUsed(Block):
@@ -186,7 +328,7 @@ def a_parameter_that_is_never_used(place: Place) -> None:
             assert model.blocks[0].idle.grad is None and model.blocks[0].up.weight.grad is not None
             if held is sharded_parameters:
                 if at == 0:
-                    with pytest.raises(ShardError, match="blocks.0.idle has no gradient, and a flat optimizer would"):
+                    with refused("blocks.0.idle has no gradient, and a flat optimizer would"):
                         optimizer.step()
                 split_unused(model, optimizer)
             optimizer.step()
@@ -235,38 +377,6 @@ def a_parameter_that_some_ranks_use(place: Place) -> None:
         assert_equal(model, plain)
 
 
-def a_unit_called_more_than_once(place: Place) -> None:
-    for order in ((0, 1, 0, 2, 1), (0, 0, 0), (0, 0, 1, 1, 2, 2)):
-        sharded, _ = train_beside(place, make(Chosen), at_step=lambda model, step: setattr(model, "order", order))  # noqa: B023
-        assert kept_gathered(sharded) == []
-
-
-class InsideItself(Block):
-    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-        deeper = x if depth == 0 else self(x, depth - 1)
-        return super().forward(deeper)
-
-
-def a_unit_called_inside_itself(place: Place) -> None:
-    for strategy in (Strategy(), Strategy(forward_prefetch=2, backward_prefetch=2)):
-        train_beside(place, make(block=InsideItself), lambda model: by_block(model, strategy=strategy))  # noqa: B023
-
-
-@everywhere(
-    a_unit_that_is_never_used,
-    a_unit_used_on_some_steps,
-    a_parameter_that_is_never_used,
-    a_parameter_that_some_ranks_use,
-    a_unit_called_more_than_once,
-    a_unit_called_inside_itself,
-)
-def test_unused_and_used_again(pool: Pool, scenario: Scenario) -> None:
-    pool.run(scenario, 2)
-
-
-# -- tied parameters, mixed dtypes -------------------------------------------------------------------------------------
-
-
 def tied(*pairs: tuple[str, str]) -> Any:
     model = make()
     for one, other in pairs:
@@ -275,169 +385,35 @@ def tied(*pairs: tuple[str, str]) -> Any:
     return model
 
 
-def tied_inside_a_unit(place: Place) -> None:
+def tied_in_and_between_units(place: Place) -> None:
+    """Sharded in either order, the unit that comes first has the values."""
     sharded, _ = train_beside(place, tied(("blocks.1.norm.weight", "blocks.1.down.bias")))
     assert sharded.blocks[1].norm.weight is sharded.blocks[1].down.bias
-
-
-def tied_between_root_and_unit(place: Place) -> None:
     sharded, _ = train_beside(place, tied(("first.bias", "blocks.2.down.bias"), ("blocks.0.norm.weight", "first.bias")))
     assert sharded.first.bias is sharded.blocks[0].norm.weight and sharded.first.bias is not sharded.blocks[2].down.bias
-
-
-def tied_between_two_units(place: Place) -> None:
-    """Sharded in either order, the one that comes first has the values."""
+    far = (("blocks.0.up.weight", "blocks.2.up.weight"), ("blocks.0.norm.bias", "blocks.1.norm.bias"))
     for order in ((0, 1, 2), (2, 1, 0)):
-
-        def shard(model: Any) -> None:
-            for i in order:  # noqa: B023
-                fully_shard(model.blocks[i])
-            fully_shard(model)
-
-        model = tied(("blocks.0.up.weight", "blocks.2.up.weight"), ("blocks.0.norm.bias", "blocks.1.norm.bias"))
-        sharded, _ = train_beside(place, model, shard)
+        sharded, _ = train_beside(place, tied(*far), by_lists(*((i,) for i in order)))
         assert sharded.blocks[0].up.weight is sharded.blocks[2].up.weight
         owners = {p.flat for p in (sharded.blocks[0].up.weight, sharded.blocks[0].norm.bias)}
         assert owners == set(units_of(sharded)[0].flats)  # the lowest unit that contains all their uses: the root
-
-
-def ties_lose_no_bit_of_the_masters(place: Place) -> None:
-    model, plain = (
-        tied(("blocks.0.up.weight", "blocks.2.up.weight")),
-        tied(("blocks.0.up.weight", "blocks.2.up.weight")),
-    )
-    by_block(model, strategy=Strategy(precision="bf16"))
-    assert_equal(model, plain)
-
-
-class Mixed(Block):
-    """Three dtypes of parameters, one of them no float."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        self.coded = nn.Parameter(torch.arange(WIDTH, dtype=torch.int8), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.wide(x.double()).float() + 0.1 * self.coded)
-
-
-def mixed_dtypes(place: Place) -> None:
-    sharded, _ = train_beside(place, make(block=Mixed))
-    flats = units_of(sharded)[1].flats
-    assert {flat.dtype for flat in flats} == {torch.float32, torch.float64, torch.int8}
-    assert {p.dtype for p in sharded_parameters(sharded)} == {torch.float32, torch.float64}
+    assert_equal(by_block(tied(*far), strategy=Strategy(precision="bf16")), tied(*far))  # no bit of the masters is lost
 
 
 @everywhere(
-    tied_inside_a_unit,
-    tied_between_root_and_unit,
-    tied_between_two_units,
-    ties_lose_no_bit_of_the_masters,
-    mixed_dtypes,
+    lora,
+    all_frozen_but_the_input,
+    ignored,
+    a_unit_that_is_never_used,
+    a_parameter_that_is_never_used,
+    a_parameter_that_some_ranks_use,
+    tied_in_and_between_units,
 )
-def test_tied_and_mixed(pool: Pool, scenario: Scenario) -> None:
+def test_frozen_unused_tied_and_mixed_parameters(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2)
 
 
-# -- how units lie in one another --------------------------------------------------------------------------------------
-
-
-def _pairs(*lists: tuple[int, ...]) -> Callable[[Any], None]:
-    def shard(model: Any) -> None:
-        for some in lists:
-            fully_shard([model.blocks[i] for i in some])
-        fully_shard(model)
-
-    return shard
-
-
-def two_modules_in_a_unit(place: Place) -> None:
-    sharded, _ = train_beside(place, make(depth=4), _pairs((0, 1), (2, 3)))
-    assert [unit.name for unit in units_of(sharded)] == ["", "blocks.0", "blocks.2"]
-
-
-def two_modules_are_gathered_once(place: Place) -> None:
-    sharded, _ = train_beside(place, make(depth=6), _pairs((0, 1), (2, 3), (4, 5)), steps=2)
-    said: list[tuple[str, str]] = []
-    runtime_of(sharded).watch = lambda phase, unit, direction: said.append((phase, unit))
-    mean_square(sharded, batch(0, place.rank)).backward()
-    runtime_of(sharded).watch = None
-    assert said.count(("unshard", "blocks.0")) == 2  # forward and backward
-    assert said.count(("unshard", "blocks.4")) == 1  # the backward begins with it: it stays
-    assert said.count(("reduce", "blocks.0")) == said.count(("reduce", "blocks.4")) == 1
-
-
-def two_modules_in_the_other_order(place: Place) -> None:
-    train_beside(place, make(depth=4), _pairs((1, 0), (3, 2)))
-
-
-def two_modules_with_others_between(place: Place) -> None:
-    train_beside(place, make(depth=4), _pairs((0, 3), (1, 2)))
-
-
-def one_of_two_modules_used_on_some_steps(place: Place) -> None:
-    orders = ((0, 1, 2, 3), (1, 2), (0, 3), (0, 0, 1, 3))
-    at_step: Any = lambda model, step: setattr(model, "order", orders[step])  # noqa: E731
-    train_beside(place, make(Chosen, depth=4), _pairs((0, 1), (2, 3)), steps=4, at_step=at_step)
-
-
-class Stage(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.inner = nn.Linear(WIDTH, WIDTH), nn.ModuleList([Block(), Block()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.before(x)
-        for block in self.inner:
-            x = block(x)
-        return x
-
-
-def units_inside_units(place: Place) -> None:
-    for strategy in (Strategy(), Strategy(sharding="shard_grad_op"), Strategy(forward_prefetch=1, backward_prefetch=3)):
-        options = options_of(strategy)
-
-        def shard(model: Any) -> None:
-            for stage in model.blocks:
-                for block in stage.inner:
-                    fully_shard(block.up, **options)  # noqa: B023
-                    fully_shard(block, **options)  # noqa: B023
-                fully_shard(stage, **options)  # noqa: B023
-            fully_shard(model, **options)  # noqa: B023
-
-        sharded, _ = train_beside(place, make(depth=2, block=Stage), shard)
-        assert len(units_of(sharded)) == 1 + 2 * (1 + 2 * 2)
-        assert kept_gathered(sharded) == []
-
-
-@everywhere(
-    two_modules_in_a_unit,
-    two_modules_are_gathered_once,
-    two_modules_in_the_other_order,
-    two_modules_with_others_between,
-    one_of_two_modules_used_on_some_steps,
-    units_inside_units,
-)
-def test_units_of_several_modules_and_inside_others(pool: Pool, scenario: Scenario) -> None:
-    pool.run(scenario, 2)
-
-
-# -- forwards without a backward ---------------------------------------------------------------------------------------
-
-
-def _looks(model: Any, plain: Any, x: Tensor) -> None:
-    """Every kind of forward that has no backward gives what the plain model gives."""
-    for without in (torch.no_grad, torch.inference_mode):
-        with without():
-            assert torch.equal(model(x), plain(x))
-    model.eval()
-    plain.eval()
-    with torch.no_grad():
-        assert torch.equal(model(x), plain(x))
-    model.train()
-    plain.train()
-    assert kept_gathered(model) == []
+# -- forwards without a backward, inputs and outputs -------------------------------------------------------------------
 
 
 class Dropping(Block):
@@ -448,32 +424,19 @@ class Dropping(Block):
 
 
 def between_steps(place: Place) -> None:
+    """Every kind of forward that has no backward gives what the plain model gives."""
     for strategy in (Strategy(offload="optimizer"), Strategy(sharding="zero1"), Strategy(forward_prefetch=2)):
-        model, plain = make(block=Dropping), make(block=Dropping)
-        by_block(model, strategy=strategy)
-        _looks(model, plain, batch(9, place.rank))  # before any training
-        ours = torch.optim.SGD(sharded_parameters(model), lr=0.1)
-        theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
-        for step in range(3):
-            batches = [batch(step, rank) for rank in range(place.world_size)]
-            mean_square(model, batches[place.rank]).backward()
-            ours.step()
-            ours.zero_grad()
-            for name, g in gradients(plain, mean_square, batches).items():
-                plain.get_parameter(name).grad = g
-            theirs.step()
-            assert_equal(model, plain)
-            _looks(model, plain, batch(9, place.rank))
+        seen: dict[bool, list[Tensor]] = {True: [], False: []}
 
+        def look(model: Any, step: int, seen: dict[bool, list[Tensor]] = seen) -> None:
+            for without in (torch.no_grad, torch.inference_mode):
+                for mode in (True, False):
+                    with without():
+                        seen[isinstance(model.first.weight, ShardedParameter)].append(model.train(mode)(batch(9, 0)))
+            model.train()
 
-def between_forward_and_backward(place: Place) -> None:
-    model, plain = make(block=Dropping), make(block=Dropping)
-    by_block(model)
-    batches = [batch(0, rank) for rank in range(place.world_size)]
-    loss = mean_square(model, batches[place.rank])
-    _looks(model, plain, batch(9, place.rank))
-    loss.backward()
-    _has_gradients(model, gradients(plain, mean_square, batches))
+        train_beside(place, make(block=Dropping), partial(by_block, strategy=strategy), at_step=look)
+        assert len(seen[True]) == 12 and all(torch.equal(a, b) for a, b in zip(seen[True], seen[False], strict=True))
 
 
 def _has_gradients(model: Any, wanted: dict[str, Tensor], times: float = 1.0) -> None:
@@ -482,37 +445,6 @@ def _has_gradients(model: Any, wanted: dict[str, Tensor], times: float = 1.0) ->
     differ = [name for name, g in wanted.items() if not torch.equal(found[name], times * g)]
     assert not differ and found.keys() == wanted.keys(), differ
 
-
-def a_graph_that_is_dropped(place: Place) -> None:
-    """A forward with gradients whose outputs are let go is no pending backward."""
-    model, plain = make(), make()
-    by_block(model)
-    out = model(batch(3, place.rank))
-    del out
-    batches = [batch(0, rank) for rank in range(place.world_size)]
-    mean_square(model, batches[place.rank]).backward()
-    _has_gradients(model, gradients(plain, mean_square, batches))
-
-
-class PartlyWithout(Net):
-    """One block is called without gradients, inside a forward that has them."""
-
-    def forward(self, x: Tensor) -> Any:
-        with torch.no_grad():
-            shift = self.blocks[0](x)
-        return self.last(self.blocks[2](self.blocks[1](self.first(x) + shift)))
-
-
-def without_gradients_inside(place: Place) -> None:
-    train_beside(place, make(PartlyWithout))
-
-
-@everywhere(between_steps, between_forward_and_backward, a_graph_that_is_dropped, without_gradients_inside)
-def test_forwards_without_backward(pool: Pool, scenario: Scenario) -> None:
-    pool.run(scenario, 2)
-
-
-# -- what goes in and comes out ----------------------------------------------------------------------------------------
 
 Pair = namedtuple("Pair", "x y")
 
@@ -562,11 +494,11 @@ class FormBlock(Block):
 
 
 def outputs(place: Place) -> None:
+    """Gradients reach a model through outputs of every form. The cast of the root's outputs reaches into them, too."""
     for form, (pack, unpack) in FORMS.items():
-        model = make(Forms, block=FormBlock)
-        model.form = form
-        for block in model.blocks:
-            block.form = form
+        model, cast = make(Forms, block=FormBlock), make(Forms, block=FormBlock)
+        for module in (model, cast, *model.blocks, *cast.blocks):
+            module.form = form
 
         def loss(model: nn.Module, x: Tensor) -> Tensor:
             out = model(x)
@@ -574,125 +506,19 @@ def outputs(place: Place) -> None:
             return unpack(out).square().mean()  # noqa: B023
 
         sharded, _ = train_beside(place, model, loss=loss, steps=2)
-        assert kept_gathered(sharded) == []
-
-
-def outputs_in_another_dtype(place: Place) -> None:
-    """The cast of the root's outputs reaches into them, and leaves their form."""
-    for form, (pack, unpack) in FORMS.items():
-        model = make(Forms, block=FormBlock)
-        model.form = form
-        for block in model.blocks:
-            block.form = form
-        by_block(model, strategy=Strategy(precision=Precision(output="bf16")))
-        out = model(batch(0, place.rank))
-        assert type(out) is type(pack(torch.zeros(3, 1)))
-        assert unpack(out).dtype is torch.bfloat16
+        is_clean(sharded)
+        by_block(cast, strategy=Strategy(precision=Precision(output="bf16")))
+        out = cast(batch(0, place.rank))
+        assert type(out) is type(pack(torch.zeros(3, 1))) and unpack(out).dtype is torch.bfloat16
         unpack(out).float().mean().backward()
 
 
-class Silent(Net):
-    """Its forward returns nothing: the loss is left in an attribute."""
-
-    def forward(self, x: Tensor) -> None:
-        self.loss = super().forward(x).square().mean()
-
-
-def nothing_comes_out(place: Place) -> None:
-    def loss(model: Any, x: Tensor) -> Tensor:
-        model(x)
-        found: Tensor = model.loss
-        del model.loss
-        return found
-
-    train_beside(place, make(Silent), loss=loss)
-    train_beside(place, make(Silent), fully_shard, loss=loss)  # no inner unit sees the backward begin
-
-
-class ByKeyword(Net):
-    def forward(self, x: Tensor, *, shift: dict[str, Any]) -> Any:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x=x + shift["by"][0])
-        return self.last(x)
-
-
-def inputs_by_keyword(place: Place) -> None:
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        out: Tensor = model(x=x, shift={"by": (x[:1] * 0.1, "no tensor")})
-        return out.square().mean()
-
-    sharded, _ = train_beside(place, make(ByKeyword), loss=loss)
-    assert kept_gathered(sharded) == []
-
-
-def inputs_that_require_gradients(place: Place) -> None:
-    model, plain = make(), make()
-    by_block(model)
-    for shape in ((3, WIDTH), (WIDTH,)):
-        x = torch.ones(shape, requires_grad=True)
-        y = torch.ones(shape, requires_grad=True)
-        mean_square(model, x).backward()
-        mean_square(plain, y).backward()
-        assert x.grad is not None and y.grad is not None and torch.equal(x.grad, y.grad)
-
-
-class InPlace(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(torch.relu_(x))
-
-
-def inputs_changed_in_place(place: Place) -> None:
-    train_beside(place, make(block=InPlace))
-
-
-@everywhere(
-    outputs,
-    outputs_in_another_dtype,
-    nothing_comes_out,
-    inputs_by_keyword,
-    inputs_that_require_gradients,
-    inputs_changed_in_place,
-)
-def test_inputs_and_outputs(pool: Pool, scenario: Scenario) -> None:
+@everywhere(between_steps, outputs)
+def test_forwards_without_a_backward_inputs_and_outputs(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2)
 
 
 # -- backwards of every kind -------------------------------------------------------------------------------------------
-
-
-def a_second_backward(place: Place) -> None:
-    for strategy in (Strategy(), Strategy(sharding="zero1"), Strategy(sharding="no_shard")):
-        model, plain = make(), make()
-        by_block(model, strategy=strategy)
-        batches = [batch(0, rank) for rank in range(place.world_size)]
-        loss = mean_square(model, batches[place.rank])
-        loss.backward(retain_graph=True)
-        wanted = gradients(plain, mean_square, batches)
-        _has_gradients(model, wanted)
-        loss.backward()
-        _has_gradients(model, wanted, times=2)
-        assert kept_gathered(model) == []
-
-
-def gradients_by_function(place: Place) -> None:
-    """`torch.autograd.grad` gives this rank's own; nothing is reduced, and nothing stays behind."""
-    model, plain = make(), make()
-    by_block(model)
-    x = batch(0, place.rank).requires_grad_()
-    y = batch(0, place.rank).requires_grad_()
-    (found,) = torch.autograd.grad(mean_square(model, x), [x])
-    (wanted,) = torch.autograd.grad(mean_square(plain, y), [y])
-    assert torch.equal(found, wanted)
-    names = [name for name, _ in plain.named_parameters()]
-    with unshard(model):
-        ours = torch.autograd.grad(mean_square(model, x), [model.get_parameter(name) for name in names])
-    theirs = torch.autograd.grad(mean_square(plain, y), list(plain.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert all(p.grad is None for p in sharded_parameters(model)) and kept_gathered(model) == []
-    batches = [batch(1, rank) for rank in range(place.world_size)]
-    mean_square(model, batches[place.rank]).backward()
-    _has_gradients(model, gradients(plain, mean_square, batches))
 
 
 def part_of_the_graph(place: Place) -> None:
@@ -705,7 +531,7 @@ def part_of_the_graph(place: Place) -> None:
     handle.remove()
     loss = None
     seen.clear()
-    assert kept_gathered(model) == []
+    is_clean(model)
     mean_square(model, batch(0, place.rank)).backward()
 
 
@@ -720,92 +546,16 @@ def parameters_in_the_loss(place: Place) -> None:
     _has_gradients(model, {"blocks.1.up.weight": plain.blocks[1].up.weight.grad})
 
 
-def parameters_in_a_loss_of_their_own(place: Place) -> None:
-    """Before the forward; an optimizer of regions sees it too."""
-    model, plain = make(), make()
-    by_block(model)
-    optimizer = torch.optim.SGD(sharded_parameters(model), lr=0.1)
-    for m in (model, plain):
-        total = sum(p.square().sum() for p in m.parameters())
-        assert isinstance(total, Tensor)
-        (0.25 * total).backward()
-    optimizer.step()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    assert_equal(model, plain)
-
-
-def a_graph_that_is_not_used(place: Place) -> None:
-    """What was kept gathered for it is freed at the next step, at the latest."""
-    model, plain = make(), make()
-    by_block(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for i in range(2):
-        x = batch(10 + i, place.rank).requires_grad_()
-        torch.autograd.grad(mean_square(model, x), x, create_graph=True)
-        mean_square(model, batch(i, place.rank)).backward()
-        assert kept_gathered(model) == []
-        optimizer.step()
-        optimizer.zero_grad()
-        plain_step(plain, mean_square, [batch(i, rank) for rank in range(2)], plain_optimizer)
-        assert_equal(model, plain)
-
-
 def gradients_that_cannot_be_reduced(place: Place) -> None:
     model = by_block(make())
-    with pytest.raises(ShardError, match=r"has a graph \(create_graph=True\), which its reduction would cut"):
+    with refused(r"has a graph \(create_graph=True\), which its reduction would cut"):
         mean_square(model, batch(0, place.rank)).backward(create_graph=True)
-    with pytest.raises(ShardError, match=r"torch.func transforms, as grad or vmap, of a sharded model"):
+    with refused(r"torch.func transforms, as grad or vmap, of a sharded model"):
         torch.func.grad(lambda x: mean_square(model, x))(batch(0, place.rank))
     mean_square(model, batch(0, place.rank)).backward()
     sparse = fully_shard(nn.Sequential(nn.Embedding(5, WIDTH, sparse=True), nn.Linear(WIDTH, 2)))
-    with pytest.raises(ShardError, match="the gradient of 0.weight is sparse, and only dense ones can be reduced"):
+    with refused("the gradient of 0.weight is sparse, and only dense ones can be reduced"):
         sparse(torch.tensor([1, 2])).sum().backward()
-
-
-@everywhere(
-    a_second_backward,
-    gradients_by_function,
-    part_of_the_graph,
-    parameters_in_the_loss,
-    parameters_in_a_loss_of_their_own,
-    a_graph_that_is_not_used,
-    gradients_that_cannot_be_reduced,
-)
-def test_backwards(pool: Pool, scenario: Scenario) -> None:
-    pool.run(scenario, 2)
-
-
-# -- accumulation, clipping, scaling -----------------------------------------------------------------------------------
-
-
-def accumulation(place: Place) -> None:
-    """Communication at every micro-batch or at the last; both give the big batch's gradients.
-
-    In float64: the two orders of summation differ by less than one part in 10^12 of the largest gradient.
-    """
-    micro = [[batch(m, rank).double() for m in range(3)] for rank in range(place.world_size)]
-    wanted = gradients(make().double(), mean_square64, [torch.cat(x) for x in micro])
-    bound = 1e-12 * max(float(g.abs().max()) for g in wanted.values())
-    for every in (True, False):
-        model = make().double()
-        by_block(model)
-        for m, x in enumerate(micro[place.rank]):
-            if every or m == 2:
-                (mean_square64(model, x) / 3).backward()
-            else:
-                with no_sync(model):
-                    (mean_square64(model, x) / 3).backward()
-                assert all(p.grad is None for p in sharded_parameters(model))
-                assert all(flat.gradients.unsharded is not None for unit in units_of(model) for flat in unit.flats)
-        found = _gradients_of(model)
-        assert all(torch.allclose(found[name], g, rtol=0, atol=bound) for name, g in wanted.items())
-        assert all(flat.gradients.unsharded is None for unit in units_of(model) for flat in unit.flats)
-
-
-def mean_square64(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    return loss
 
 
 def accumulation_with_units_that_come_and_go(place: Place) -> None:
@@ -819,6 +569,19 @@ def accumulation_with_units_that_come_and_go(place: Place) -> None:
     model.order = (0, 2)
     (0 * mean_square(model, batches[place.rank])).backward()
     _has_gradients(model, wanted)
+
+
+@everywhere(
+    part_of_the_graph,
+    parameters_in_the_loss,
+    gradients_that_cannot_be_reduced,
+    accumulation_with_units_that_come_and_go,
+)
+def test_backwards(pool: Pool, scenario: Scenario) -> None:
+    pool.run(scenario, 2)
+
+
+# -- clipping and scaling ----------------------------------------------------------------------------------------------
 
 
 def _gradients_of(model: Any) -> dict[str, Tensor]:
@@ -840,8 +603,8 @@ def clipping(place: Place) -> None:
     batches = [batch(0, rank) for rank in range(place.world_size)]
     wanted = gradients(plain, mean_square, batches)
     bound = 2 * sum(g.numel() for g in wanted.values()) * 2**-24
-    for strategy in (Strategy(), Strategy(sharding="no_shard"), Strategy(sharding="zero1", offload="all")):
-        for norm_type in (1.0, 2.0, 3.0, float("inf")):
+    for strategy in (Strategy(), Strategy(sharding="zero1", offload="all")):
+        for norm_type in (1.0, 2.0, float("inf")):
             for name, g in wanted.items():
                 plain.get_parameter(name).grad = g.clone()
             model = by_block(make(), strategy=strategy)
@@ -869,11 +632,6 @@ def norms_of_low_precision(place: Place) -> None:
     regions = [r for unit in units_of(model) for flat in unit.flats for r in flat.layout.regions.values()]
     count = sum(stop - start for start, stop in regions)
     assert gradient_norm(model) == pytest.approx(3e4 * count**0.5, rel=1e-3)
-
-
-@everywhere(accumulation, accumulation_with_units_that_come_and_go, clipping, norms_of_low_precision)
-def test_accumulation_and_clipping(pool: Pool, scenario: Scenario) -> None:
-    pool.run(scenario, 2)
 
 
 class WithAnElement(Net):
@@ -928,8 +686,9 @@ def small_gradients_in_fp16(place: Place) -> None:
             assert torch.allclose(found[name], g * 1e-6, rtol=0, atol=1e-6 * float(g.abs().max()) / 64), (keep, name)
 
 
-def test_the_scale_keeps_small_gradients(pool: Pool) -> None:
-    pool.run(small_gradients_in_fp16, 2)
+@everywhere(clipping, norms_of_low_precision, small_gradients_in_fp16)
+def test_clipping_and_scaling(pool: Pool, scenario: Scenario) -> None:
+    pool.run(scenario, 2)
 
 
 # -- precision ---------------------------------------------------------------------------------------------------------
@@ -1002,39 +761,6 @@ def integers_are_not_cast(place: Place) -> None:
     assert seen == [torch.bfloat16, torch.int64, torch.bool]
 
 
-def mixed_precision_by_hand(place: Place) -> None:
-    """bf16 compute, fp32 reduction, fp32 masters: equal bit for bit to the same done by hand."""
-    model, masters = make(), make()
-    by_block(model, strategy=Strategy(precision="bf16"))
-    ours = torch.optim.SGD(sharded_parameters(model), lr=0.1)
-    theirs = torch.optim.SGD(masters.parameters(), lr=0.1)
-    for step in range(3):
-        batches = [batch(step, rank) for rank in range(place.world_size)]
-        mean_square(model, batches[place.rank]).backward()
-        ours.step()
-        ours.zero_grad()
-        summed: dict[str, Tensor] = {}
-        for x in batches:
-            low = make().bfloat16()
-            low.load_state_dict({name: p.bfloat16() for name, p in masters.state_dict().items()})
-            mean_square(low, x.bfloat16()).backward()
-            for name, p in low.named_parameters():
-                assert p.grad is not None
-                summed[name] = summed[name] + p.grad.float() if name in summed else p.grad.float()
-        for name, p in masters.named_parameters():
-            p.grad = summed[name] / len(batches)
-        theirs.step()
-        assert_equal(model, masters)
-
-
-@everywhere(dtypes, integers_are_not_cast, mixed_precision_by_hand)
-def test_precision(pool: Pool, scenario: Scenario) -> None:
-    pool.run(scenario, 2)
-
-
-# -- a strategy in the engine's terms ----------------------------------------------------------------------------------
-
-
 def rules_of_the_schedule(place: Place) -> None:
     """The engine goes by the very rules that the planner simulates."""
     changes: tuple[dict[str, Any], ...] = (
@@ -1051,146 +777,41 @@ def rules_of_the_schedule(place: Place) -> None:
         assert units_of(model)[0].mesh.shard_size == strategy.shard_factor(place.world_size)
 
 
-def test_engine_and_planner_have_the_same_rules(pool: Pool) -> None:
-    pool.run(rules_of_the_schedule, 4)
-
-
-# -- torch's own policies ---------------------------------------------------------------------------------------------
-
-
 def torchs_policies(place: Place) -> None:
     """`fully_shard` takes them, and gives FSDP2's numbers, bit for bit; without a reduce_dtype too."""
-    half = torch.bfloat16
-    for mp in (
-        fsdp.MixedPrecisionPolicy(param_dtype=half),
-        fsdp.MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32),
-        fsdp.MixedPrecisionPolicy(param_dtype=half, cast_forward_inputs=False),
+    half, on_host = torch.bfloat16, fsdp.CPUOffloadPolicy(pin_memory=False)
+    for mp, offload in (
+        (fsdp.MixedPrecisionPolicy(param_dtype=half), on_host),
+        (fsdp.MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32), fsdp.OffloadPolicy()),
+        (fsdp.MixedPrecisionPolicy(param_dtype=half, cast_forward_inputs=False), fsdp.OffloadPolicy()),
     ):
-        for offload in (fsdp.OffloadPolicy(), fsdp.CPUOffloadPolicy(pin_memory=False)):
-            ours, theirs = make(), make()
-            options: dict[str, Any] = {"mesh": build_mesh("cpu"), "mp_policy": mp, "offload_policy": offload}
-            for model, shard in ((ours, fully_shard), (theirs, fsdp.fully_shard)):
-                for module in (*model.blocks, model):
-                    shard(module, **options)
-            optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, theirs)]
-            for at in range(3):
-                x = batch(at, place.rank).to(half)
-                losses = [m(x).square().mean() for m in (ours, theirs)]
-                assert losses[0].dtype == losses[1].dtype and torch.equal(*losses), (mp, offload)
-                for loss, optimizer in zip(losses, optimizers, strict=True):
-                    loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-            for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-                assert torch.equal(p.full_tensor(), q.full_tensor()), (name, mp, offload)
+        ours, theirs = make(), make()
+        options: dict[str, Any] = {"mesh": build_mesh("cpu"), "mp_policy": mp, "offload_policy": offload}
+        for model, shard in ((ours, fully_shard), (theirs, fsdp.fully_shard)):
+            for module in (*model.blocks, model):
+                shard(module, **options)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, theirs)]
+        for at in range(3):
+            x = batch(at, place.rank).to(half)
+            losses = [m(x).square().mean() for m in (ours, theirs)]
+            assert losses[0].dtype == losses[1].dtype and torch.equal(*losses), (mp, offload)
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(p.full_tensor(), q.full_tensor()), (name, mp, offload)
     for wrong in ({"mp_policy": "bf16"}, {"offload_policy": "host"}):
-        with pytest.raises(ShardError, match="policy is "):
+        with refused("policy is "):
             fully_shard(make(), **wrong)
 
 
-def test_torchs_policies(pool: Pool) -> None:
-    pool.run(torchs_policies, 2)
-
-
-# -- offload -----------------------------------------------------------------------------------------------------------
-
-
-def offload(place: Place) -> None:
-    """On a CPU host and device are one place, so that results are the same to the bit; what is kept where is not."""
-    for where in ("none", "optimizer", "all"):
-        for sharding in ("full_shard", "zero1", "no_shard"):
-            strategy = Strategy(offload=where, sharding=sharding)
-            sharded, _ = train_beside(place, make(), lambda model: by_block(model, strategy=strategy), steps=2)  # noqa: B023
-            for flat in (flat for unit in units_of(sharded) for flat in unit.flats):
-                held = [t.untyped_storage().size() for t in flat.tensors()]
-                own = flat.layout.shard_numel * 4
-                wanted = [own]  # the master shard
-                if sharding == "no_shard":
-                    wanted += [own]  # the very same storage: it is what is gathered
-                    assert flat.master.untyped_storage().data_ptr() == flat.full.untyped_storage().data_ptr()
-                elif where == "optimizer":
-                    wanted += [own]  # a copy to gather from
-                wanted += (
-                    [own * place.world_size] if sharding == "zero1" else []
-                )  # gathered parameters keep their storage
-                assert sorted(h for h in held if h) == sorted(wanted), (where, sharding)
-                assert {flat.master.device.type, *(p.device.type for p in flat.gradients.regions.values())} == {"cpu"}
-
-
-def test_offload(pool: Pool) -> None:
-    pool.run(offload, 2)
-
-
-# -- activation checkpoints --------------------------------------------------------------------------------------------
-
-
-class Checkpointed(Net):
-    """Its own forward calls torch's checkpoint around every block."""
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.first(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.last(x)
-
-
-class CheckpointedInside(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + checkpoint(lambda y: self.down(torch.tanh(self.up(y))), self.norm(x), use_reentrant=False)
-
-
-def wrapped_inside(model: Any) -> None:
-    """The checkpoint's wrapper is the unit's module."""
-    for i, block in enumerate(model.blocks):
-        model.blocks[i] = checkpoint_wrapper(block)
-    by_block(model)
-
-
-def wrapped_around(model: Any) -> None:
-    """The unit is inside the checkpoint's wrapper."""
-    for i, block in enumerate(model.blocks):
-        model.blocks[i] = checkpoint_wrapper(fully_shard(block))
-    fully_shard(model)
-
-
-def checkpoints(place: Place) -> None:
-    calls: list[int] = []
-    for kind, block, shard in (
-        (Net, CheckpointedInside, by_block),
-        (Checkpointed, Block, by_block),
-        (Checkpointed, Stage, by_stage),
-        (Net, Block, wrapped_inside),
-        (Net, Block, wrapped_around),
-    ):
-        model = make(kind, block=block)
-        inner = model.blocks[1].up if block is not Stage else model.blocks[1].inner[0].up
-        inner.register_forward_hook(lambda *_: calls.append(1))
-        sharded, _ = train_beside(place, model, shard, steps=2)
-        assert kept_gathered(sharded) == []
-        calls.clear()
-        mean_square(sharded, batch(0, place.rank)).backward()
-        assert len(calls) == 2  # it was computed again
-        assert not runtime_of(sharded).recomputes
-
-
-def by_stage(model: Any) -> None:
-    for stage in model.blocks:
-        for block in stage.inner:
-            fully_shard(block)
-        fully_shard(stage)
-    fully_shard(model)
-
-
-def checkpoints_in_bf16(place: Place) -> None:
-    """Casts are computed again alike: torch compares the metadata of what both forwards saved."""
-    model = by_block(make(Checkpointed, block=Seen), strategy=Strategy(precision=Precision(param="bf16", norm="fp32")))
-    mean_square(model, batch(0, place.rank)).backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in sharded_parameters(model))
-
-
-@everywhere(checkpoints, checkpoints_in_bf16)
-def test_checkpoints(pool: Pool, scenario: Scenario) -> None:
-    pool.run(scenario, 2)
+@pytest.mark.parametrize(
+    ("scenario", "world_size"),
+    [(dtypes, 2), (integers_are_not_cast, 2), (torchs_policies, 2), (rules_of_the_schedule, 4)],
+)
+def test_precision_and_policies(pool: Pool, scenario: Scenario, world_size: int) -> None:
+    pool.run(scenario, world_size)
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------------
@@ -1201,9 +822,6 @@ def compiled(place: Place, backend: str, when: str) -> None:
     torch._dynamo.reset()
     counters.clear()
     model, plain = make(depth=2), make(depth=2)
-    if when == "before":
-        for block in model.blocks:
-            block.compile(backend=backend)
     by_block(model)
     if when == "after":
         for block in model.blocks:
@@ -1221,7 +839,7 @@ def compiled(place: Place, backend: str, when: str) -> None:
         theirs.step()
     for name, t in full_state(model):  # a compiler may fuse and reorder: some roundings of fp32
         assert torch.allclose(t, plain.get_parameter(name), rtol=1e-5, atol=1e-6), name
-    assert kept_gathered(model) == []
+    is_clean(model)
     assert counters["stats"]["unique_graphs"] >= 1, counters
     assert counters["frames"]["ok"] <= 4, counters["frames"]  # it did not compile our hooks
     assert sum(counters["graph_break"].values()) <= 4, counters["graph_break"]
@@ -1241,12 +859,14 @@ def compiled_step(place: Place) -> None:
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-6), name
 
 
+@pytest.mark.slow
 def test_a_compiled_step_of_an_optimizer(pool: Pool) -> None:
     """SGD's: Dynamo takes ten seconds a rank to trace AdamW's."""
     pool.run(compiled_step, 2, timeout_s=200)
 
 
-@pytest.mark.parametrize("when", ["before", "after", "whole"])
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["after", "whole"])
 def test_compile(pool: Pool, when: str) -> None:
     """Traced and differentiated ahead of time, but run by torch's own kernels: needs no compiler."""
     pool.run(compiled, 2, "aot_eager", when, timeout_s=200)
@@ -1286,20 +906,6 @@ def hooks_of_users(place: Place) -> None:
         assert all(torch.equal(a, b) for (_, a), (_, b) in zip(heard, theirs, strict=True))
 
 
-def hooks_that_change_things(place: Place) -> None:
-    def hooked() -> Any:
-        model = make()
-        model.blocks[0].register_forward_pre_hook(lambda m, args: (args[0] * 2,))
-        model.blocks[1].register_forward_hook(lambda m, args, out: out + 1)
-        return model
-
-    model, plain = hooked(), hooked()
-    by_block(model)
-    batches = [batch(0, rank) for rank in range(place.world_size)]
-    mean_square(model, batches[place.rank]).backward()
-    _has_gradients(model, gradients(plain, mean_square, batches))
-
-
 def optimizer_groups(place: Place) -> None:
     model = make()
     by_block(model, group_of=lambda name, p: "matrices" if p.dim() > 1 else "vectors")
@@ -1311,20 +917,6 @@ def optimizer_groups(place: Place) -> None:
     torch.optim.SGD(groups["vectors"], lr=0.1).step()
     changed = {name for name, t in full_state(model) if not torch.equal(t, before[name])}
     assert changed == {name for name, t in before.items() if t.dim() == 1}
-
-
-def transposed_copies(place: Place) -> None:
-    """They follow their source, whoever writes to it: torch's are views."""
-    model, plain = by_block(make()), make()
-    for m in (model, plain):
-        weight = m.first.weight.detach()
-        turned = weight.permute(1, 0)
-        weight.mul_(2)
-        turned.add_(1)
-        m.blocks[0].up.weight.data.zero_()  # of another parameter, in another buffer or in the same
-        m.first.weight.data.add_(turned.clone())
-        m.last.weight.data[:2].copy_((turned * 3)[:2])
-    assert_equal(model, plain)
 
 
 def drawn_after_sharding(place: Place) -> None:
@@ -1346,11 +938,6 @@ def drawn_after_sharding(place: Place) -> None:
         assert all(torch.equal(part, mine) for part in parts)
 
 
-@everywhere(transposed_copies, drawn_after_sharding)
-def test_values_between_steps(pool: Pool, scenario: Scenario) -> None:
-    pool.run(scenario, 2)
-
-
-@everywhere(hooks_of_users, hooks_that_change_things, optimizer_groups)
-def test_hooks_and_groups(pool: Pool, scenario: Scenario) -> None:
+@everywhere(hooks_of_users, optimizer_groups, drawn_after_sharding)
+def test_hooks_groups_and_values_between_steps(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2)

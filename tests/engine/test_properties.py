@@ -48,7 +48,6 @@ few = settings(
     phases=[Phase.explicit, Phase.generate],  # to shrink a case takes minutes; the message tells it whole
     suppress_health_check=list(HealthCheck),
 )
-WORLD_SIZES = [1, 2, 3, 4]
 EACH = 4  # cases in one run
 
 State = dict[str, Tensor]
@@ -187,8 +186,8 @@ def a_lower_precision_changes_nothing_by_itself(place: Place, case: Case) -> Non
 @pytest.mark.parametrize(
     ("check", "world_size"),
     tiered(
-        itertools.product([state_holds, a_lower_precision_changes_nothing_by_itself], WORLD_SIZES),
-        lambda check, world_size: world_size == (3 if check is state_holds else 2),
+        [(state_holds, 3), (state_holds, 4), (state_holds, 1), (a_lower_precision_changes_nothing_by_itself, 2)],
+        lambda check, world_size: world_size in (2, 3),
     ),
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -340,7 +339,7 @@ def goes_on_elsewhere(place: Place, pair: tuple[Case, Case]) -> None:
     assert_same_slots(got[1], wanted[1])
 
 
-@pytest.mark.parametrize("world_size", tiered(WORLD_SIZES, lambda world_size: world_size == 2))
+@pytest.mark.parametrize("world_size", tiered([2, 4], lambda world_size: world_size == 2))
 def test_training(pool: Pool, world_size: int) -> None:
     @few
     @seed(world_size)
@@ -351,7 +350,7 @@ def test_training(pool: Pool, world_size: int) -> None:
     hold()
 
 
-@pytest.mark.parametrize("world_size", tiered(WORLD_SIZES, lambda world_size: world_size == 3))
+@pytest.mark.parametrize("world_size", tiered([3, 4], lambda world_size: world_size == 3))
 def test_going_on_with_another_strategy(pool: Pool, world_size: int) -> None:
     @few
     @seed(world_size)
@@ -363,9 +362,7 @@ def test_going_on_with_another_strategy(pool: Pool, world_size: int) -> None:
     hold()
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), tiered([(1, 3), (2, 4), (3, 2), (4, 1)], lambda before, after: before == 3)
-)
+@pytest.mark.parametrize(("before", "after"), tiered([(3, 2), (1, 4)], lambda before, after: before == 3))
 def test_going_on_in_another_world_size(pool: Pool, before: int, after: int) -> None:
     @few
     @seed(before)

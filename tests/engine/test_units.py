@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from fsdp_lab.engine import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     PrefetchPolicy,
-    ShardError,
     broadcast_full_state,
     build_mesh,
     clip_gradients,
@@ -23,6 +23,7 @@ from fsdp_lab.engine import (
     fully_shard,
     gradient_norm,
     known_groups,
+    reduction,
     runtime_of,
     sharded_parameters,
     units_of,
@@ -31,7 +32,7 @@ from fsdp_lab.engine.mesh import choose_device
 from fsdp_lab.engine.schedule import Direction, Phase
 from fsdp_lab.engine.unit import UnitState
 from fsdp_lab.spec.spec import Strategy
-from tests.engine.toys import batch, by_block, gradients, make, mean_square
+from tests.engine.toys import Scenario, batch, by_block, gradients, is_clean, make, mean_square, refused
 from tests.pool import Place, Pool
 
 Options = dict[str, Any]
@@ -67,58 +68,37 @@ def train_by_units(place: Place, of_blocks: list[Options], of_root: Options) -> 
             copies = [torch.empty_like(t) for _ in range(place.world_size)]
             dist.all_gather(copies, t)
             assert all(torch.equal(t, other) for other in copies), name
-    assert runtime_of(model).state.value == "idle"
-    assert all(unit.state is UnitState.SHARDED for unit in units_of(model))
+    is_clean(model)
     return norms
 
 
-def replicated_root(place: Place) -> list[float]:
-    return train_by_units(place, [{}] * 3, {"mesh": build_mesh("cpu", shard_size=1)})
-
-
-def replicated_blocks(place: Place) -> list[float]:
-    return train_by_units(place, [{"mesh": build_mesh("cpu", shard_size=1)}] * 3, {})
-
-
-def hybrid_blocks(place: Place) -> list[float]:
-    hybrid = build_mesh("cpu", shard_size=2)
-    return train_by_units(place, [{"mesh": hybrid}, {}, {"mesh": hybrid}], {})
-
-
-def all_kinds(place: Place) -> list[float]:
-    """And other orders in which they are gathered and freed."""
-    hybrid, copies = build_mesh("cpu", shard_size=2), build_mesh("cpu", shard_size=1)
-    of_blocks: list[Options] = [
-        {"mesh": hybrid, "reshard_after_forward": False},
-        {"reshard_after_forward": 2},
-        {"mesh": copies, "shard_optimizer_only": False},
-    ]
-    return train_by_units(place, of_blocks, {"mesh": hybrid, "offload_policy": OffloadPolicy.ALL})
-
-
-def resharding_of_their_own(place: Place) -> list[float]:
-    return train_by_units(
-        place,
-        [{"reshard_after_forward": False}, {}, {"shard_optimizer_only": True}],
-        {"offload_policy": OffloadPolicy.OPTIMIZER, "prefetch_policy": PrefetchPolicy(forward_prefetch=1, limit=1)},
-    )
+def by_units(place: Place, name: str) -> list[float]:
+    copies: Options = {"mesh": build_mesh("cpu", shard_size=1)}
+    hybrid: Options = {"mesh": build_mesh("cpu", shard_size=2)} if place.world_size == 4 else {}
+    kept, held = {"reshard_after_forward": False}, {"shard_optimizer_only": True}
+    ahead = PrefetchPolicy(forward_prefetch=1, limit=1)
+    of_units: dict[str, tuple[list[Options], Options]] = {  # the blocks', and the root's
+        "replicated root": ([{}, {}, {}], copies),
+        "hybrid blocks": ([hybrid, {}, hybrid], {}),
+        "all kinds": (
+            [{**hybrid, **kept}, {"reshard_after_forward": 2}, copies],
+            {**hybrid, "offload_policy": OffloadPolicy.ALL},
+        ),
+        "resharding of their own": (
+            [kept, {}, held],
+            {"offload_policy": OffloadPolicy.OPTIMIZER, "prefetch_policy": ahead},
+        ),
+    }
+    return train_by_units(place, *of_units[name])
 
 
 @pytest.mark.parametrize(
-    ("scenario", "world_size"),
-    [
-        (replicated_root, 2),
-        (replicated_root, 3),
-        (replicated_blocks, 2),
-        (hybrid_blocks, 4),
-        (all_kinds, 4),
-        (resharding_of_their_own, 2),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
+    ("name", "world_size"),
+    [("replicated root", 3), ("hybrid blocks", 4), ("all kinds", 4), ("resharding of their own", 2)],
 )
-def test_units_of_different_strategies(pool: Pool, scenario: Callable[..., list[float]], world_size: int) -> None:
+def test_units_of_different_strategies(pool: Pool, name: str, world_size: int) -> None:
     """Against a plain model on the whole batch; and every rank clips by the same number."""
-    norms = pool.run(scenario, world_size)
+    norms = pool.run(by_units, world_size, name)
     assert all(other == norms[0] for other in norms), norms
 
 
@@ -143,10 +123,6 @@ def resharded(place: Place) -> None:
         assert len(copies) == (6 if unit == "blocks.1" else 0), unit
 
 
-def test_each_unit_reshards_and_offloads_as_it_was_told(pool: Pool) -> None:
-    pool.run(resharded, 2)
-
-
 def precision_of_their_own(place: Place) -> None:
     model, half = make(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     seen: list[torch.dtype] = []
@@ -166,10 +142,6 @@ def precision_of_their_own(place: Place) -> None:
     assert gradient_norm(model) == pytest.approx(wanted, rel=0.02)
 
 
-def test_units_with_precision_of_their_own(pool: Pool) -> None:
-    pool.run(precision_of_their_own, 2)
-
-
 def state_of_units(place: Place) -> None:
     model = make()
     for i, block in enumerate(model.blocks):
@@ -179,22 +151,15 @@ def state_of_units(place: Place) -> None:
     broadcast_full_state(model, values if place.rank == 0 else None)
     assert all(torch.equal(t, values[name]) for name, t in full_state(model))
     del values["blocks.1.up.weight"]
-    with pytest.raises(ShardError, match="there is no value for blocks.1.up.weight on rank 0"):
+    with refused("there is no value for blocks.1.up.weight on rank 0"):
         broadcast_full_state(model, values if place.rank == 0 else None)
-
-
-def test_state_of_units_with_meshes_of_their_own(pool: Pool) -> None:
-    pool.run(state_of_units, 4)
-
-
-# -- what cannot differ ------------------------------------------------------------------------------------------------
 
 
 def not_together(place: Place) -> None:
     def refuses(says: str, of_block: Options, of_root: Options) -> None:
         model = make()
         fully_shard(model.blocks[1], **of_block)
-        with pytest.raises(ShardError, match=says):
+        with refused(says):
             fully_shard(model, **of_root)
         assert torch.equal(model.first.weight, make().first.weight)
         fully_shard(model, **of_block)
@@ -213,10 +178,6 @@ def not_together(place: Place) -> None:
     refuses(says + "of a model meshes of the same ranks", {"mesh": half}, {})
 
 
-def test_what_must_be_one_for_all_units(pool: Pool) -> None:
-    pool.run(not_together, 4)
-
-
 def prefetching_of_an_inner_unit(place: Place) -> None:
     """It is taken for all of them where the root was given none."""
     model = make()
@@ -225,8 +186,18 @@ def prefetching_of_an_inner_unit(place: Place) -> None:
     assert runtime_of(fully_shard(model)).rules.forward_prefetch == 2
 
 
-def test_prefetching_is_one_for_all(pool: Pool) -> None:
-    pool.run(prefetching_of_an_inner_unit, 2)
+@pytest.mark.parametrize(
+    ("scenario", "world_size"),
+    [
+        (resharded, 2),
+        (precision_of_their_own, 2),
+        (prefetching_of_an_inner_unit, 2),
+        (state_of_units, 4),
+        (not_together, 4),
+    ],
+)
+def test_what_may_differ_between_units(pool: Pool, scenario: Scenario, world_size: int) -> None:
+    pool.run(scenario, world_size)
 
 
 # -- groups and devices ------------------------------------------------------------------------------------------------
@@ -283,24 +254,22 @@ def test_the_device_comes_from_the_group_and_the_parameters(
     assert choose_device(backends, holding, current) == wanted
 
 
-def test_devices_that_cannot_be() -> None:
-    with pytest.raises(ShardError, match="parameters are on cuda:0 and cuda:1; a rank shards on one device, so bring"):
-        choose_device(NCCL, GPU, GPU[0])
-    with pytest.raises(
-        ShardError, match="the process group has no backend for cpu, .* choose one in init_process_group"
-    ):
-        choose_device(NCCL, [CPU], None)
-    with pytest.raises(ShardError, match="the process group has no backend for cuda"):
-        choose_device({"cpu": "gloo"}, GPU[:1], GPU[0])
+@pytest.mark.parametrize(
+    ("backends", "holding", "says"),
+    [
+        (NCCL, GPU, "parameters are on cuda:0 and cuda:1; a rank shards on one device, so bring"),
+        (NCCL, [CPU], "the process group has no backend for cpu, .* choose one in init_process_group"),
+        ({"cpu": "gloo"}, GPU[:1], "the process group has no backend for cuda"),
+    ],
+)
+def test_devices_that_cannot_be(backends: dict[str, str], holding: list[torch.device], says: str) -> None:
+    with refused(says):
+        choose_device(backends, holding, GPU[0] if holding != [CPU] else None)
 
 
 def no_group(place: Place) -> None:
-    with pytest.raises(ShardError, match="there is no process group; call torch.distributed.init_process_group before"):
+    with refused("there is no process group; call torch.distributed.init_process_group before"):
         fully_shard(make())
-
-
-def test_without_a_process_group(pool: Pool) -> None:
-    pool.run(no_group, 1, reduction=None)
 
 
 def destroyed(place: Place) -> None:
@@ -312,14 +281,13 @@ def destroyed(place: Place) -> None:
     group = weakref.ref(dist.group.WORLD)
     dist.destroy_process_group()
     assert group() is None
-    with pytest.raises(
-        ShardError, match="the process group of this model was destroyed; init_process_group and shard a"
-    ):
+    with refused("the process group of this model was destroyed; init_process_group and shard a"):
         model(batch(0, place.rank))
 
 
-def test_a_group_that_was_destroyed(pool: Pool) -> None:
-    pool.run(destroyed, 2, reduction=None)
+@pytest.mark.parametrize(("scenario", "world_size"), [(no_group, 1), (destroyed, 2)])
+def test_a_group_that_is_not_there(pool: Pool, scenario: Scenario, world_size: int) -> None:
+    pool.run(scenario, world_size, reduction=None)
 
 
 WRITES: dict[str, Callable[[Any], Any]] = {
@@ -335,23 +303,23 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def written_while_gathered(place: Place, sharding: str, by: str) -> None:
+def written_while_gathered(place: Place) -> None:
     """Units stay gathered after a forward whose backward does not come; parameters that were taken before are written."""
-    model, plain = by_block(make(), strategy=Strategy(sharding=sharding)), make()
-    held = list(model.parameters())
-    mean_square(model, batch(0, place.rank))
-    with torch.no_grad():
-        for p in held:
-            WRITES[by](p)
-        for q in plain.parameters():
-            WRITES["itself" if by == "local" else by](q)
-        assert torch.equal(model(batch(1, place.rank)), plain(batch(1, place.rank)))
+    for by, write in WRITES.items():
+        for sharding in ("full_shard", "shard_grad_op", "no_shard"):
+            model, plain = by_block(make(), strategy=Strategy(sharding=sharding)), make()
+            held = list(model.parameters())
+            mean_square(model, batch(0, place.rank))
+            with torch.no_grad():
+                for p in held:
+                    write(p)
+                for q in plain.parameters():
+                    WRITES["itself" if by == "local" else by](q)
+                assert torch.equal(model(batch(1, place.rank)), plain(batch(1, place.rank))), (by, sharding)
 
 
-@pytest.mark.parametrize("by", WRITES)
-def test_what_is_written_by_any_view_is_gathered(pool: Pool, by: str) -> None:
-    for sharding in ("full_shard", "shard_grad_op", "no_shard"):
-        pool.run(written_while_gathered, 2, sharding, by)
+def test_what_is_written_by_any_view_is_gathered(pool: Pool) -> None:
+    pool.run(written_while_gathered, 2)
 
 
 # -- hybrid sharding's all-reduce --------------------------------------------------------------------------------------
@@ -371,24 +339,20 @@ class Recorded(dist.Work):
 
 def order_of_collectives(place: Place) -> list[str]:
     """The events of one backward; `backward` is the begin of a block's."""
-    import fsdp_lab.engine.reduction as reduction_module
-
     log: list[str] = []
     model = by_block(make(), mesh=build_mesh("cpu", shard_size=2))
-    at = {"unit": ""}
+    runtime, units = runtime_of(model), [""]
 
     def recording(kind: str, issue: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            log.append(f"{kind} {at['unit']}")
-            return Recorded(issue(*args), f"{kind} {at['unit']}", log)
+            what = f"{kind} {units[-1] or 'root'}"
+            log.append(what)
+            return Recorded(issue(*args), what, log)
 
         return call
 
-    runtime = runtime_of(model)
-    around = runtime.around
-
-    def inside(phase: Phase, unit: str) -> Any:
-        at["unit"] = unit or "root"
+    def inside(phase: Phase, unit: str, around: Any = runtime.around) -> Any:
+        units.append(unit)
         return around(phase, unit)
 
     def watch(phase: Phase, unit: str, direction: Direction) -> None:
@@ -396,13 +360,11 @@ def order_of_collectives(place: Place) -> list[str]:
             log.append(f"backward {unit or 'root'}")
 
     runtime.around, runtime.watch = inside, watch
-    before = reduction_module.reduce_scatter, reduction_module.all_reduce
-    reduction_module.reduce_scatter = recording("scatter", before[0])  # type: ignore[assignment]
-    reduction_module.all_reduce = recording("across", before[1])  # type: ignore[assignment]
-    try:
+    with (
+        patch.object(reduction, "reduce_scatter", recording("scatter", reduction.reduce_scatter)),
+        patch.object(reduction, "all_reduce", recording("across", reduction.all_reduce)),
+    ):
         mean_square(model, batch(0, place.rank)).backward()
-    finally:
-        reduction_module.reduce_scatter, reduction_module.all_reduce = before
     return log
 
 

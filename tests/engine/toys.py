@@ -32,8 +32,8 @@ Loss = Callable[[nn.Module, Tensor], Tensor]
 Scenario = Callable[[Place], None]
 
 
-def everywhere(*scenarios: Scenario) -> Any:
-    """A test for each of them, which it finds in its argument `scenario`."""
+def everywhere(*scenarios: Any) -> Any:
+    """A test for each of these functions (or `pytest.param` of one), which it finds in its argument `scenario`."""
     return pytest.mark.parametrize("scenario", scenarios, ids=lambda s: s.__name__)
 
 
