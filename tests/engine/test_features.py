@@ -52,7 +52,6 @@ from tests.engine.toys import (
     make,
     mean_square,
     options_of,
-    plain_step,
     refused,
     train_beside,
 )
@@ -261,6 +260,8 @@ def test_a_model_of_any_kind_trains_as_the_plain_one(pool: Pool, scenario: Scena
 
 # -- which parameters train, and which are used ------------------------------------------------------------------------
 
+ADAMW = partial(torch.optim.AdamW, lr=0.1, foreach=True)
+
 
 def lora(place: Place) -> None:
     """Small trained parts of frozen units."""
@@ -317,24 +318,19 @@ class PartlyUsed(Block):
 
 def a_parameter_that_is_never_used(place: Place) -> None:
     """It has no gradient, and AdamW leaves it as it is, also where it is given flat tensors, which then are split."""
-    for held in (nn.Module.parameters, sharded_parameters):
-        model, plain = make(block=PartlyUsed), make(block=PartlyUsed)
-        by_block(model)
-        optimizer = torch.optim.AdamW(held(model), lr=0.1, foreach=True)
-        theirs = torch.optim.AdamW(plain.parameters(), lr=0.1, foreach=True)
-        for at in range(3):
-            batches = [batch(at, rank) for rank in range(place.world_size)]
-            mean_square(model, batches[place.rank]).backward()
-            assert model.blocks[0].idle.grad is None and model.blocks[0].up.weight.grad is not None
-            if held is sharded_parameters:
-                if at == 0:
-                    with refused("blocks.0.idle has no gradient, and a flat optimizer would"):
-                        optimizer.step()
-                split_unused(model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            plain_step(plain, mean_square, batches, theirs)
-            assert_equal(model, plain)
+
+    def check(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        assert model.blocks[0].idle.grad is None and model.blocks[0].up.weight.grad is not None
+
+    def split(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == 0:
+            with refused("blocks.0.idle has no gradient, and a flat optimizer would"):
+                optimizer.step()
+        split_unused(model, optimizer)
+
+    train_beside(place, make(block=PartlyUsed), make_optimizer=ADAMW, before_update=check)
+    model = make(block=PartlyUsed)
+    train_beside(place, model, make_optimizer=ADAMW, before_update=split, held=sharded_parameters)
 
 
 class Doors(nn.Module):
@@ -351,30 +347,25 @@ class Doors(nn.Module):
 
 def a_parameter_that_some_ranks_use(place: Place) -> None:
     """It has a gradient on all of them."""
-    model, plain = make(block=Doors), make(block=Doors)
-    by_block(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
-    theirs = torch.optim.AdamW(plain.parameters(), lr=0.1, foreach=True)
-    for at in range(4):
-        doors = [at > 1 and rank == at % 2 for rank in range(place.world_size)]
-        batches = [batch(at, rank) for rank in range(place.world_size)]
+    now = [0]
 
-        def loss(m: nn.Module, x: Tensor, doors: list[bool] = doors, batches: list[Tensor] = batches) -> Tensor:
-            rank = next(i for i, b in enumerate(batches) if b is x)
-            for block in m.blocks:
-                block.door = doors[rank]
-            return mean_square(m, x)
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        for block in model.blocks:
+            block.door = now[0] > 1 and torch.equal(x, batch(now[0], now[0] % 2))  # of one rank, by turns
+        return mean_square(model, x)
 
-        loss(model, batches[place.rank]).backward()
+    def check(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
         absent = [name for name, p in model.named_parameters() if p.grad is None]
-        assert absent == [f"blocks.{i}.right.{kind}" for i in range(3) if at < 2 for kind in ("weight", "bias")]
+        assert absent == [f"blocks.{i}.right.{kind}" for i in range(3) if step < 2 for kind in ("weight", "bias")]
         whole = torch.cat([p.grad.full_tensor().flatten() for p in model.parameters() if p.grad is not None])
         norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
         torch.testing.assert_close(norm.full_tensor(), whole.norm())
-        optimizer.step()
-        optimizer.zero_grad()
-        plain_step(plain, loss, batches, theirs)
-        assert_equal(model, plain)
+
+    def at_step(model: Any, step: int) -> None:
+        now[0] = step
+
+    model = make(block=Doors)
+    train_beside(place, model, loss=loss, steps=4, at_step=at_step, make_optimizer=ADAMW, before_update=check)
 
 
 def tied(*pairs: tuple[str, str]) -> Any:

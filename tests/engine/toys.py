@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from tests.pool import Place
 
 WIDTH = 6  # no multiple of it is a power of two, so shards are padded and cut through parameters
 
+SGD = partial(torch.optim.SGD, lr=0.1)
 Loss = Callable[[nn.Module, Tensor], Tensor]
 Scenario = Callable[[Place], None]
 
@@ -162,17 +164,19 @@ def train_beside(
     steps: int = 3,
     at_step: Callable[[Any, int], None] = lambda model, step: None,
     held: Callable[[Any], Iterable[nn.Parameter]] = nn.Module.parameters,
+    make_optimizer: Callable[..., torch.optim.Optimizer] = SGD,
+    before_update: Callable[[Any, torch.optim.Optimizer, int], None] = lambda model, optimizer, step: None,
 ) -> tuple[Any, Any]:
     """Train `model`, sharded by `shard`, and a plain copy of it, and compare every loss and every parameter, bit for bit.
 
-    `at_step` is called on both before each step; `held` is what the optimizer is given. Returns both. With two ranks a
-    sum has the same bits in any order.
+    `at_step` is called on both before each step, `before_update` on the sharded one; `held` is what its optimizer is given.
+    Returns both. With two ranks a sum has the same bits in any order.
     """
     plain = copy.deepcopy(model)
     shard(model)
     before = [p.detach().clone() for p in plain.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD([p for p in held(model) if p.requires_grad], lr=0.1)
-    plain_optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+    optimizer = make_optimizer([p for p in held(model) if p.requires_grad])
+    plain_optimizer = make_optimizer([p for p in plain.parameters() if p.requires_grad])
     for step in range(steps):
         at_step(model, step)
         at_step(plain, step)
@@ -180,6 +184,7 @@ def train_beside(
         found = loss(model, batches[place.rank])
         assert torch.equal(found, loss(plain, batches[place.rank])), (step, found)
         found.backward()
+        before_update(model, optimizer, step)
         optimizer.step()
         optimizer.zero_grad()
         plain_step(plain, loss, batches, plain_optimizer)
