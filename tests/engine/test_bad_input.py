@@ -7,7 +7,7 @@ import gc
 import io
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -138,42 +138,64 @@ def test_a_mesh_that_does_not_fit(pool: Pool) -> None:
     pool.run(meshes, 4)
 
 
-WRONG_ARGUMENTS: dict[str, tuple[Any, str]] = {
-    "mesh": ("cpu", "a str was given as a mesh; make it with"),
-    "reshard_after_forward": (1.5, "reshard_after_forward is 1.5; give True, False, or a number of ranks"),
-    "mp_policy": (
-        MixedPrecisionPolicy(param_dtype=torch.int32),
-        "mp_policy has param_dtype=torch.int32; give a floating dtype",
-    ),
-    "offload_policy": ("cpu", "offload_policy is 'cpu'; give one of none, optimizer, all"),
-    "prefetch_policy": (
-        PrefetchPolicy(backward_prefetch=-1),
-        "prefetch_policy has backward_prefetch=-1; give a number of units, 0 or more",
-    ),
-    "prefetch_policy, limit": (
-        PrefetchPolicy(limit_reductions=0),
-        "prefetch_policy has limit_reductions=0; give a number of units, 1 or more",
-    ),
-    "ignored_params": (["last.weight"], "ignored_params has a str; give parameters"),
-    "group_of": (lambda name, p: [name], "group_of gave a list for first.weight; give a name"),
-}
+def all_refused(model: Any, rows: Iterable[Refused]) -> None:
+    for i, (how, says) in enumerate(rows):
+        try:
+            with torch.no_grad(), refused(says):
+                how(model)
+        except BaseException as e:
+            e.add_note(f"row {i}: {says}")
+            raise
 
 
-def wrong_arguments(place: Place) -> None:
-    """Each is refused before a parameter is taken from the model."""
+def given(**options: Any) -> Callable[[Any], Any]:
+    return lambda m: fully_shard(m, **options)
+
+
+def called_first(_: Any) -> None:
     model = make()
-    for name, (given, says) in WRONG_ARGUMENTS.items():
-        with refused(says):
-            fully_shard(model, **{name.partition(",")[0]: given})
-    for shard_size in (0, -1, 1.5):
-        with refused("2 ranks cannot be divided into shard groups of"):
-            build_mesh("cpu", shard_size=shard_size)  # type: ignore[arg-type]
-    with refused("the mesh is to be for 'tpu', and there is no such device here"):
-        build_mesh("tpu")
+    fully_shard(model.blocks[0])
+    model.blocks[0](batch(0, 0))
+    fully_shard(model)
+
+
+NO_FORWARD = r"a \w+ has no forward at which its parameters could be gathered; .* list\(modules\)"
+NO_MODULES = "a (str|NoneType) was given to fully_shard; give it a module, or a list of modules"
+FACTOR = "2 ranks cannot be divided into shard groups of"
+REFUSED_TO_SHARD: tuple[Refused, ...] = (
+    (given(mesh="cpu"), "a str was given as a mesh; make it with"),
+    (given(reshard_after_forward=1.5), "reshard_after_forward is 1.5; give True, False, or a number of ranks"),
+    (given(mp_policy=MixedPrecisionPolicy(param_dtype=torch.int32)), "param_dtype=torch.int32; give a floating dtype"),
+    (given(offload_policy="cpu"), "offload_policy is 'cpu'; give one of none, optimizer, all"),
+    (given(prefetch_policy=PrefetchPolicy(backward_prefetch=-1)), "prefetch=-1; give a number of units, 0 or more"),
+    (given(prefetch_policy=PrefetchPolicy(limit_reductions=0)), "reductions=0; give a number of units, 1 or more"),
+    (given(ignored_params=["last.weight"]), "ignored_params has a str; give parameters"),
+    (given(group_of=lambda name, p: [name]), "group_of gave a list for first.weight; give a name"),
+    *((lambda m, n=n: build_mesh("cpu", shard_size=n), FACTOR) for n in (0, -1, 1.5)),
+    (lambda m: build_mesh("tpu"), "the mesh is to be for 'tpu', and there is no such device here"),
+    (lambda m: fully_shard(m.blocks), NO_FORWARD),  # they are not called, so nothing would gather them
+    (lambda m: fully_shard(nn.ModuleDict({"a": m.first})), NO_FORWARD),
+    (lambda m: fully_shard(nn.ParameterList([m.first.bias])), NO_FORWARD),
+    (lambda m: fully_shard(nn.ModuleList()), NO_FORWARD),
+    (lambda m: fully_shard([]), "an empty list of modules was given"),
+    (lambda m: fully_shard("blocks"), NO_MODULES),
+    (lambda m: fully_shard([m, None]), NO_MODULES),
+    (
+        lambda m: fully_shard(fully_shard(make()).blocks[0]),
+        "norm.weight was sharded already, with a module around Block; shard inner modules first",
+    ),
+    (called_first, "Block was called before Net, which contains it, was sharded; shard Net first"),
+)
+
+
+def asked_to_shard(place: Place) -> None:
+    """Each is refused before a parameter is taken from the model. A list of modules is one unit."""
+    model = make()
+    all_refused(model, REFUSED_TO_SHARD)
     one = DeviceMesh("cpu", [0])
     if place.rank:
-        with refused(r"rank 1 is not in the mesh, which has ranks \[0\]"):
-            fully_shard(model, mesh=one)
+        all_refused(model, [(given(mesh=one), r"rank 1 is not in the mesh, which has ranks \[0\]")])
+    fully_shard(list(model.blocks))
     trains_on(fully_shard(model), place)
 
 
@@ -188,7 +210,7 @@ def none_is_the_default(place: Place) -> None:
     trains_on(model, place)
 
 
-@everywhere(wrong_arguments, none_is_the_default)
+@everywhere(asked_to_shard, none_is_the_default)
 def test_arguments(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2)
 
@@ -282,37 +304,14 @@ def asked_of_a_model(place: Place) -> None:
         step(model, place)
         model.zero_grad()
         before = whole(model)
-        for i, (how, says) in enumerate(rows):
-            with torch.no_grad():
-                try:
-                    with refused(says):
-                        how(model)
-                except BaseException as e:
-                    e.add_note(f"row {i}: {says}")
-                    raise
+        all_refused(model, rows)
         assert all(torch.equal(t, before[name]) for name, t in full_state(model))
         broadcast_full_state(model, before if place.rank == 0 else {})  # only those of rank 0 are looked at
         trains_on(model.to("cpu").float(), place)  # which changes nothing
 
 
-def child_after_parent(place: Place) -> None:
-    model = fully_shard(make())
-    with refused(r"norm.weight was sharded already, with a module around Block; shard inner modules first"):
-        fully_shard(model.blocks[0])
-    trains_on(model, place)
-
-
-def parent_after_a_call(place: Place) -> None:
-    model = make()
-    fully_shard(model.blocks[0])
-    model.blocks[0](batch(0, 0))
-    with refused("Block was called before Net, which contains it, was sharded; shard Net first"):
-        fully_shard(model)
-
-
-@everywhere(asked_of_a_model, child_after_parent, parent_after_a_call)
-def test_what_is_asked_at_the_wrong_time(pool: Pool, scenario: Scenario) -> None:
-    pool.run(scenario, 2)
+def test_what_is_asked_at_the_wrong_time(pool: Pool) -> None:
+    pool.run(asked_of_a_model, 2)
 
 
 # -- what cannot be sharded --------------------------------------------------------------------------------------------
@@ -387,35 +386,13 @@ def ignored_may_be_anything(place: Place) -> None:
     trains_on(fully_shard(model, ignored_params=[model.blocks[1].more]), place)
 
 
-def containers(place: Place) -> None:
-    """They are not called, so nothing would gather them. A list of modules is one unit."""
-    for container in (nn.ModuleList, nn.ModuleDict, nn.ParameterList):
-        inner: Any = {"a": nn.Linear(2, 2)} if container is nn.ModuleDict else [nn.Linear(2, 2)]
-        inner = [nn.Parameter(torch.zeros(2))] if container is nn.ParameterList else inner
-        with refused(
-            rf"a {container.__name__} has no forward at which its parameters could be gathered; .* list\(modules\)"
-        ):
-            fully_shard(container(inner))
-    for nothing in ([], (), nn.ModuleList()):
-        with refused("an empty list of modules was given|a ModuleList has no forward"):
-            fully_shard(nothing)
-    for wrong in ("blocks", [make(), None]):
-        with refused("a (str|NoneType) was given to fully_shard; give it a module, or a list of modules"):
-            fully_shard(wrong)
-    model = make()
-    with refused("a ModuleList has no forward"):
-        fully_shard(model.blocks)
-    fully_shard(list(model.blocks))
-    trains_on(fully_shard(model), place)
-
-
 def inner_unit_of_two_roots(place: Place) -> None:
     teacher, student = make(), make()
     student.blocks[0] = fully_shard(teacher.blocks[0])
     fully_shard(teacher)
     for _ in range(2):  # before the first was called, and after
         with refused(
-            "Block is in Net too, which was sharded around it, and a unit has one root; shard a module around both"
+            "Block is in Net too, which was sharded around it, and a unit has one root; shard a module around"
         ):
             fully_shard(student)
         assert torch.equal(student.first.weight, make().first.weight)
@@ -486,7 +463,6 @@ def nothing_to_shard(place: Place) -> None:
 @everywhere(
     bad_parameters,
     ignored_may_be_anything,
-    containers,
     inner_unit_of_two_roots,
     parameter_of_two_roots,
     odd_parameters,

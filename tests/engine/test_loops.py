@@ -227,11 +227,12 @@ def test_several_forwards(pool: Pool, scenario: Scenario) -> None:
 
 def smaller_groups(place: Place) -> None:
     """Between forward and backward each group of `size` holds what its replica does, as under FSDP2."""
-    for shape, size in (((2, 2), 2), ((2, 2), 1), ((1, 4), 2)):
+    for shape, size in (((2, 2), 1), ((1, 4), 2)):
         mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         alike(training(lambda m, x, y: (m(x) - m(y)).square().mean()), place, mesh=mesh, resharded=(size,))
 
 
+@pytest.mark.slow
 def test_smaller_groups_of_replicas(pool: Pool) -> None:
     pool.run(smaller_groups, 4, reduction="rank_ordered")
 
@@ -435,7 +436,11 @@ def odd_inputs_and_outputs(place: Place) -> None:
             alike(loop, place, as_fsdp2=change == "none", resharded=(True,))
 
 
-@everywhere(without_gradients_inside, a_backward_inside_a_forward, odd_inputs_and_outputs)
+@everywhere(
+    without_gradients_inside,
+    a_backward_inside_a_forward,
+    pytest.param(odd_inputs_and_outputs, marks=pytest.mark.slow),
+)
 def test_gradients_on_and_off(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2)
 
