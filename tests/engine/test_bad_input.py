@@ -1014,10 +1014,11 @@ STRATEGIES = (
 )
 
 
-def exceptions_in_a_forward(place: Place) -> None:
+def exceptions_in_a_step(place: Place) -> None:
     for strategy in STRATEGIES:
         model = by_block(make(), strategy=strategy)
-        for where in (model.first, model.blocks[1], model.blocks[1].up, model.last, model):
+        places = (model.first, model.blocks[1], model.blocks[1].up, model.last, model)
+        for where in places:
             handle = where.register_forward_hook(_fail)
             with refused("trouble in the forward", ValueError):
                 step(model, place)
@@ -1028,13 +1029,7 @@ def exceptions_in_a_forward(place: Place) -> None:
                 assert torch.equal(model(batch(0, place.rank)), make()(batch(0, place.rank)))
             is_clean(model)
         trains_on(model, place)
-
-
-def exceptions_in_a_backward(place: Place) -> None:
-    for strategy in STRATEGIES:
-        model = by_block(make(), strategy=strategy)
-        step(model, place)  # the next forward follows the schedule
-        for where in (model.first, model.blocks[1], model.blocks[1].up, model.last, model):
+        for where in places:  # the next forward follows the schedule
             handle = where.register_forward_hook(lambda module, args, out: FailsBackward.apply(out))
             loss = mean_square(model, batch(0, place.rank))
             with refused("trouble in the backward", ValueError):
@@ -1042,8 +1037,7 @@ def exceptions_in_a_backward(place: Place) -> None:
             handle.remove()
             if where is model:
                 del loss  # that backward came to its end before it came to the model, which still waits for it
-            loss = mean_square(model, batch(0, place.rank))  # else the broken graph is alive until here
-            loss.backward()
+            step(model, place)  # else the broken graph is alive until here
             is_clean(model)
         trains_on(model, place)
 
@@ -1095,8 +1089,7 @@ def exceptions_that_the_model_catches(place: Place) -> None:
 
 
 @everywhere(
-    exceptions_in_a_forward,
-    exceptions_in_a_backward,
+    exceptions_in_a_step,
     exceptions_while_accumulating,
     exceptions_inside_unshard,
     exceptions_that_the_model_catches,
