@@ -52,6 +52,7 @@ from tests.engine.toys import (
     make,
     mean_square,
     options_of,
+    plain_step,
     refused,
     train_beside,
 )
@@ -400,7 +401,7 @@ def tied_in_and_between_units(place: Place) -> None:
     a_parameter_that_some_ranks_use,
     tied_in_and_between_units,
 )
-def test_frozen_unused_tied_and_mixed_parameters(pool: Pool, scenario: Scenario) -> None:
+def test_frozen_unused_and_tied_parameters(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2)
 
 
@@ -430,10 +431,10 @@ def between_steps(place: Place) -> None:
         assert len(seen[True]) == 12 and all(torch.equal(a, b) for a, b in zip(seen[True], seen[False], strict=True))
 
 
-def _has_gradients(model: Any, wanted: dict[str, Tensor], times: float = 1.0) -> None:
-    """The reduced gradients of the parameters are `times` these, bit for bit; others have none."""
+def _has_gradients(model: Any, wanted: dict[str, Tensor]) -> None:
+    """The reduced gradients of the parameters are these, bit for bit; others have none."""
     found = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
-    differ = [name for name, g in wanted.items() if not torch.equal(found[name], times * g)]
+    differ = [name for name, g in wanted.items() if not torch.equal(found[name], g)]
     assert not differ and found.keys() == wanted.keys(), differ
 
 
@@ -808,26 +809,22 @@ def test_precision_and_policies(pool: Pool, scenario: Scenario, world_size: int)
 # -- torch.compile -----------------------------------------------------------------------------------------------------
 
 
-def compiled(place: Place, backend: str, when: str) -> None:
+def compiled(place: Place, when: str) -> None:
+    """Traced and differentiated ahead of time, but run by torch's own kernels: needs no compiler."""
     counters = torch._dynamo.utils.counters
     torch._dynamo.reset()
     counters.clear()
-    model, plain = make(depth=2), make(depth=2)
-    by_block(model)
-    if when == "after":
-        for block in model.blocks:
-            block.compile(backend=backend)
-    called = torch.compile(model, backend=backend) if when == "whole" else model
-    ours = torch.optim.SGD(sharded_parameters(model), lr=0.1)
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, plain = by_block(make(depth=2)), make(depth=2)
+    for block in model.blocks if when == "blocks" else ():
+        block.compile(backend="aot_eager")
+    called = torch.compile(model, backend="aot_eager") if when == "whole" else model
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
     for step in range(3):
         batches = [batch(step, rank) for rank in range(place.world_size)]
         mean_square(called, batches[place.rank]).backward()
         ours.step()
         ours.zero_grad()
-        for name, g in gradients(plain, mean_square, batches).items():
-            plain.get_parameter(name).grad = g
-        theirs.step()
+        plain_step(plain, mean_square, batches, theirs)
     for name, t in full_state(model):  # a compiler may fuse and reorder: some roundings of fp32
         assert torch.allclose(t, plain.get_parameter(name), rtol=1e-5, atol=1e-6), name
     is_clean(model)
@@ -851,16 +848,15 @@ def compiled_step(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_step_of_an_optimizer(pool: Pool) -> None:
-    """SGD's: Dynamo takes ten seconds a rank to trace AdamW's."""
-    pool.run(compiled_step, 2, timeout_s=200)
+@pytest.mark.parametrize("when", ["blocks", "whole"])
+def test_compile(pool: Pool, when: str) -> None:
+    pool.run(compiled, 2, when, timeout_s=200)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["after", "whole"])
-def test_compile(pool: Pool, when: str) -> None:
-    """Traced and differentiated ahead of time, but run by torch's own kernels: needs no compiler."""
-    pool.run(compiled, 2, "aot_eager", when, timeout_s=200)
+def test_a_compiled_step_of_an_optimizer(pool: Pool) -> None:
+    """SGD's: Dynamo takes ten seconds a rank to trace AdamW's."""
+    pool.run(compiled_step, 2, timeout_s=200)
 
 
 # -- hooks of users ----------------------------------------------------------------------------------------------------
