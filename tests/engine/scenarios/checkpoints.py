@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -21,20 +19,22 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from tests.engine.scenarios.engines import Engine, drawn, step
-from tests.engine.toys import WIDTH, Net
+from tests.engine.scenarios.engines import Engine, square, step, train
+from tests.engine.toys import Net
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _EVERYWHERE = StateDictOptions(full_state_dict=True)
 _FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Format:
+Way = Callable[[Any, torch.optim.Optimizer, Path], None]
+
+
+class Format(NamedTuple):
     """How a model and its optimizer are written to a folder, and read."""
 
-    save: Callable[[Any, torch.optim.Optimizer, Path], None]
-    load: Callable[[Any, torch.optim.Optimizer, Path], None]
+    save: Way
+    load: Way
 
 
 def _save_sharded(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -50,19 +50,15 @@ def _load_sharded(model: Any, optimizer: torch.optim.Optimizer, folder: Path) ->
 
 def _save_plain(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """`model.state_dict()` as it is; of the optimizer by names."""
-    state = {"model": _unwrapped(model).state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=folder)
 
 
 def _load_plain(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    state = {"model": _unwrapped(model).state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.load(state, checkpoint_id=folder)
-    _unwrapped(model).load_state_dict(state["model"])
+    model.load_state_dict(state["model"])
     set_optimizer_state_dict(model, optimizer, optim_state_dict=state["optimizer"])
-
-
-def _unwrapped(model: Any) -> Any:
-    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
 def _save_whole(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -77,9 +73,9 @@ def _save_whole(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> N
 
 def _load_whole(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Rank 0 alone reads."""
-    read = (
-        torch.load(folder / "whole.pt", weights_only=True) if dist.get_rank() == 0 else {"model": {}, "optimizer": {}}
-    )
+    read: Any = {"model": {}, "optimizer": {}}
+    if dist.get_rank() == 0:
+        read = torch.load(folder / "whole.pt", weights_only=True)
     set_model_state_dict(model, read["model"], options=_FROM_RANK_0)
     set_optimizer_state_dict(model, optimizer, read["optimizer"], options=_FROM_RANK_0)
 
@@ -94,11 +90,11 @@ def _load_whole_everywhere(model: Any, optimizer: torch.optim.Optimizer, folder:
 def _save_own(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Each rank what it holds."""
     folder.mkdir(exist_ok=True)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / f"{_rank()}.pt")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / f"{dist.get_rank()}.pt")
 
 
 def _load_own(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    read = torch.load(folder / f"{_rank()}.pt", weights_only=True)
+    read = torch.load(folder / f"{dist.get_rank()}.pt", weights_only=True)
     model.load_state_dict(read["model"])
     optimizer.load_state_dict(read["optimizer"])
 
@@ -114,18 +110,13 @@ def _save_meanwhile(model: Any, optimizer: torch.optim.Optimizer, folder: Path) 
     saving.result()
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-BY_RANK, MEANWHILE = "by rank", "meanwhile"
 FORMATS: Mapping[str, Format] = {
-    "sharded": Format(save=_save_sharded, load=_load_sharded),
-    "plain": Format(save=_save_plain, load=_load_plain),
-    "whole": Format(save=_save_whole, load=_load_whole),
-    "whole everywhere": Format(save=_save_whole, load=_load_whole_everywhere),
-    BY_RANK: Format(save=_save_own, load=_load_own),
-    MEANWHILE: Format(save=_save_meanwhile, load=_load_sharded),
+    "sharded": Format(_save_sharded, _load_sharded),
+    "plain": Format(_save_plain, _load_plain),
+    "whole": Format(_save_whole, _load_whole),
+    "whole everywhere": Format(_save_whole, _load_whole_everywhere),
+    "by rank": Format(_save_own, _load_own),
+    "meanwhile": Format(_save_meanwhile, _load_sharded),
 }
 
 
@@ -136,27 +127,21 @@ def _model(e: Engine) -> tuple[Any, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(groups, lr=1e-2)
 
 
-def _go_on(e: Engine, model: Any, optimizer: torch.optim.Optimizer, first: int) -> None:
-    for i in range(first, first + 2):
-        loss = model(e.rows(drawn(3, WIDTH, seed=i))).square().mean()
-        e.record_loss(loss)
-        step(optimizer, loss)
-    e.record_model(model)
+def _begun(e: Engine) -> tuple[Any, torch.optim.Optimizer]:
+    model, optimizer = _model(e)
+    for i in range(2):
+        step(optimizer, square(e, model, 100 + i))
+    return model, optimizer
 
 
 def unbroken(e: Engine) -> None:
     """What a run that was saved and read must equal."""
-    model, optimizer = _model(e)
-    for i in range(2):
-        step(optimizer, model(e.rows(drawn(3, WIDTH, seed=i))).square().mean())
-    _go_on(e, model, optimizer, 2)
+    model, optimizer = _begun(e)
+    train(e, model, optimizer, steps=2)
 
 
 def written(e: Engine, how: str) -> None:
-    model, optimizer = _model(e)
-    for i in range(2):
-        step(optimizer, model(e.rows(drawn(3, WIDTH, seed=i))).square().mean())
-    FORMATS[how].save(model, optimizer, e.saved)
+    FORMATS[how].save(*_begun(e), e.saved)
 
 
 def read(e: Engine, how: str) -> None:
@@ -165,12 +150,4 @@ def read(e: Engine, how: str) -> None:
     model, optimizer = _model(e)
     optimizer.param_groups[0]["lr"] = 1.0
     FORMATS[how].load(model, optimizer, e.saved)
-    _go_on(e, model, optimizer, 2)
-
-
-def writing(how: str) -> Callable[[Engine], None]:
-    return partial(written, how=how)
-
-
-def reading(how: str) -> Callable[[Engine], None]:
-    return partial(read, how=how)
+    train(e, model, optimizer, steps=2)

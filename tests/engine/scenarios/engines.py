@@ -1,11 +1,11 @@
-"""One training script, four engines: what a script is given, and how its numbers are compared.
+"""One training script, three engines: what a script is given, and how its numbers are compared.
 
 A script is a function of an `Engine`. It differs from a plain script in the names of the engine's methods only; all other
 calls (optimizers, clipping, scalers, schedules, state dicts) are torch's own, on `model.parameters()`.
 
 Data has a leading dimension of `PARTS` equal parts. One process trains on all of them; of W ranks each takes PARTS / W.
 
-Note: which numbers must agree. Between DDP, FSDP2 and ours a gradient is a sum of the ranks' gradients, divided by their
+Note: which numbers must agree. Between FSDP2 and ours a gradient is a sum of the ranks' gradients, divided by their
 number. With two ranks a + b = b + a, and a division by two is exact whether before or after it, so all bits agree as long as
 a script asks for nothing else that sums over elements (a norm, a factored or matrix-valued optimizer).
 
@@ -20,7 +20,6 @@ u (fp32 inside a model, bf16, fp16) uses plain descent, and has a bound of its o
 
 from __future__ import annotations
 
-import copy
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab import engine as ours
+from tests.engine.toys import WIDTH, Net
 
 PARTS = 4
 BOUND = 1e-6
@@ -49,25 +49,14 @@ class Kind(enum.Enum):
     OURS = "ours"
 
 
-class Handle:
-    """Of an unshard that has nothing to wait for."""
-
-    def wait(self) -> None:
-        pass
-
-
 class Engine:
     """One process with the whole batch: nothing is sharded, nothing is sent."""
 
     kind = Kind.ONE
 
-    def __init__(
-        self, *, rank: int = 0, world_size: int = 1, folder: Path | None = None, keeps_values: bool = False
-    ) -> None:
-        self.keeps_values = keeps_values
+    def __init__(self, *, rank: int = 0, world_size: int = 1, folder: Path | None = None) -> None:
         self.rank, self.world_size, self.folder = rank, world_size, folder
         self.log: dict[str, Tensor] = {}
-        self.models: list[tuple[Any, dict[str, Tensor]]] = []  # each with its values when it was sharded
 
     @property
     def saved(self) -> Path:
@@ -83,14 +72,10 @@ class Engine:
 
     def mean(self, value: Tensor) -> Tensor:
         """Over ranks; for the eyes, without gradients."""
-        return self.total(value) / self.world_size
-
-    def total(self, value: Tensor) -> Tensor:
-        """Over ranks; without gradients."""
         summed = value.detach().clone()
         if self.world_size > 1:
             dist.all_reduce(summed)
-        return summed
+        return summed / self.world_size
 
     def record(self, name: str, value: Any) -> None:
         """A number, or a tensor, that must be the same under every engine."""
@@ -110,11 +95,7 @@ class Engine:
 
     def values(self, model: nn.Module) -> dict[str, Tensor]:
         named = [*model.named_parameters(), *model.named_buffers()]
-        return {self.name(n): self.whole(t.detach()).detach().clone() for n, t in named}
-
-    def name(self, name: str) -> str:
-        """A parameter's own name, without what wrappers put before it."""
-        return name.removeprefix("module.")
+        return {n.removeprefix("module."): self.whole(t.detach()).detach().clone() for n, t in named}  # DDP's prefix
 
     # -- what differs between engines ----------------------------------------------------------------------------------
 
@@ -122,10 +103,7 @@ class Engine:
         """Each of `units`, a module or a list of modules, then the rest."""
         for unit in units:
             self.fully_shard(unit, **options)
-        sharded = self.fully_shard(model, **options)
-        if self.keeps_values:
-            self.models.append((sharded, self.values(sharded)))
-        return sharded
+        return self.fully_shard(model, **options)
 
     def fully_shard(self, module: Any, **options: Any) -> Any:
         return module
@@ -134,16 +112,14 @@ class Engine:
         """As an option of `shard`."""
         return {}
 
-    def trainable_changed(self, model: Any) -> Any:
-        """After `requires_grad` of some parameters was changed. Returns the model to go on with."""
-        return model
-
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         return nullcontext()
 
     def unshard_async(self, module: Any) -> Any:
         """A handle to `wait` on."""
-        return Handle()
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
 
     def end_evaluation(self, model: Any) -> None:
         """Before parameters are read or written after a forward without gradients."""
@@ -151,30 +127,14 @@ class Engine:
     def forward_method(self, module: Any, method: str) -> None:
         """Let another method than `forward` gather parameters."""
 
-    def inner(self, model: Any) -> Any:
-        """The model without a wrapper, to reach its attributes and methods."""
-        return model
-
 
 class DDP(Engine):
+    """What writes and reads checkpoints beside the sharding engines; no script is for it."""
+
     kind = Kind.DDP
 
     def shard(self, model: Any, units: Iterable[Any] = (), **options: Any) -> Any:
-        if not any(p.requires_grad for p in model.parameters()):  # which DDP refuses
-            return model
-        return DistributedDataParallel(
-            model, broadcast_buffers=False, find_unused_parameters=options.get("unused", False)
-        )
-
-    def trainable_changed(self, model: Any) -> Any:
-        """DDP takes note of `requires_grad` once, when it is made."""
-        return self.shard(model.module)
-
-    def no_sync(self, model: Any) -> AbstractContextManager[None]:
-        return model.no_sync()  # type: ignore[no-any-return]
-
-    def inner(self, model: Any) -> Any:
-        return model.module if isinstance(model, DistributedDataParallel) else model
+        return DistributedDataParallel(model, broadcast_buffers=False)
 
 
 class FSDP2(Engine):
@@ -184,7 +144,7 @@ class FSDP2(Engine):
         super().__init__(**where)
         self.mesh = init_device_mesh("cpu", (self.world_size,), mesh_dim_names=("shard",))
 
-    def fully_shard(self, module: Any, *, unused: bool = False, **options: Any) -> Any:
+    def fully_shard(self, module: Any, **options: Any) -> Any:
         return fsdp2.fully_shard(module, mesh=self.mesh, **options)
 
     def mixed_precision(self, **dtypes: Any) -> dict[str, Any]:
@@ -210,7 +170,7 @@ class FSDP2(Engine):
 class Ours(Engine):
     kind = Kind.OURS
 
-    def fully_shard(self, module: Any, *, unused: bool = False, **options: Any) -> Any:
+    def fully_shard(self, module: Any, **options: Any) -> Any:
         return ours.fully_shard(module, **options)
 
     def values(self, model: nn.Module) -> dict[str, Tensor]:
@@ -240,17 +200,12 @@ class Scenario:
     """A script, and what is expected of it."""
 
     script: Callable[[Engine], None]
-    bits: bool = True  # whether DDP, FSDP2 and ours agree bit for bit with two ranks
-    other_order: Mapping[Kind, str] = field(
-        default_factory=dict
-    )  # engine -> why its sums have another order than FSDP2's
+    bits: bool = True  # whether FSDP2 and ours agree bit for bit with two ranks
     bound: float = BOUND  # of any difference otherwise, relative to the larger of 1 and the values compared
     dtype: torch.dtype = torch.float64
     not_under: Mapping[Kind, str] = field(default_factory=dict)  # engine -> why the script is not run under it
-    may_refuse: bool = False  # ours may raise ShardError, on all ranks, before a parameter has changed
-    needs: str = ""  # a package that is not always there
-    faults: tuple[str, ...] = ()  # beside the general ones; see faults.py
-    unseen: Mapping[str, str] = field(default_factory=dict)  # general fault -> why this script cannot show it
+    quick: bool = False  # whether it is in the quick tier, which has each way in which an engine can go wrong
+    faults: tuple[str, ...] = ()  # beside the general one; see faults.py
 
     @property
     def name(self) -> str:
@@ -263,7 +218,6 @@ class Run:
 
     log: dict[str, Tensor]
     peak_bytes: int | None = None  # by the meter, where there is one
-    refusal: str | None = None  # ShardError's text; no parameter had changed
 
 
 Meter = Callable[[], AbstractContextManager[Callable[[], int]]]  # inside it, the peak so far in bytes
@@ -273,30 +227,20 @@ def run(
     scenario: Scenario,
     kind: Kind,
     meter: Meter | None = None,
-    fault: Callable[[Engine], AbstractContextManager[Any]] | None = None,
+    fault: Callable[[Engine], AbstractContextManager[Any]] = nullcontext,
     **where: Any,
 ) -> Run:
     """A script under an engine, on this rank, always from the same seed."""
     usual = torch.get_default_dtype()
     torch.set_default_dtype(scenario.dtype)
     torch.manual_seed(0)
-    engine = ENGINES[kind](keeps_values=scenario.may_refuse, **where)
-    refusal, peak = None, None
+    engine = ENGINES[kind](**where)
     try:
-        with (
-            fault(engine) if fault is not None else nullcontext(),
-            meter() if meter is not None else nullcontext() as peak,
-        ):
+        with fault(engine), meter() if meter is not None else nullcontext() as peak:
             scenario.script(engine)
-    except ours.ShardError as e:
-        if not scenario.may_refuse:
-            raise
-        refusal = str(e)
-        changed = {k for model, before in engine.models for k in differences(engine.values(model), before, None)}
-        assert not changed, f"{refusal}, but it was refused when {changed} had changed"
     finally:
         torch.set_default_dtype(usual)
-    return Run(log=engine.log, peak_bytes=None if peak is None else peak(), refusal=refusal)
+    return Run(log=engine.log, peak_bytes=None if peak is None else peak())
 
 
 def differences(found: Log, wanted: Log, bound: float | None) -> dict[str, float]:
@@ -314,18 +258,6 @@ def differences(found: Log, wanted: Log, bound: float | None) -> dict[str, float
     return dict(sorted(differ.items()))
 
 
-def frozen_copy(model: Any) -> Any:
-    """A teacher, a reference."""
-    return copy.deepcopy(model).requires_grad_(False)
-
-
-def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    """Backward, step, and no gradients."""
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def drawn(*shape: int, seed: int, dtype: torch.dtype | None = None) -> Tensor:
     """The same on every rank. [PARTS, *shape]"""
     return torch.randn(PARTS, *shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
@@ -336,9 +268,46 @@ def tokens(*shape: int, seed: int, vocabulary: int = 11) -> Tensor:
     return torch.randint(0, vocabulary, (PARTS, *shape), generator=torch.Generator().manual_seed(seed))
 
 
+def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """Backward, step, and no gradients."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def net(e: Engine, depth: int = 3) -> Any:
+    model = Net(depth)
+    return e.shard(model, model.blocks)
+
+
+def inputs(e: Engine, i: int) -> Tensor:
+    """This rank's, in step i. [parts, 3, WIDTH]"""
+    return e.rows(drawn(3, WIDTH, seed=i))
+
+
+def square(e: Engine, model: Any, i: int) -> Tensor:
+    out: Tensor = model(inputs(e, i))
+    return out.to(torch.promote_types(out.dtype, torch.float32)).square().mean()
+
+
+def train(
+    e: Engine,
+    model: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[[Engine, Any, int], Tensor] = square,
+    steps: int = 3,
+) -> None:
+    """The loop that scripts share of which something else is of interest; by AdamW where no optimizer is given."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for i in range(steps):
+        value = loss(e, model, i)
+        e.record_loss(value)
+        step(optimizer, value)
+    e.record_model(model)
+
+
 def agree(runs: Sequence[Run]) -> Run:
     """The first, where all ranks saw the same. Raises AssertionError otherwise."""
-    assert len({r.refusal is None for r in runs}) == 1, [r.refusal for r in runs]
     for rank, other in enumerate(runs):
         differ = differences(other.log, runs[0].log, None)
         assert not differ, f"rank {rank} saw other numbers than rank 0: {differ}"

@@ -5,69 +5,42 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
-from tests.engine.scenarios.engines import Engine, Kind, Scenario, drawn, step
-from tests.engine.toys import WIDTH, Net
+from tests.engine.scenarios.engines import Engine, Kind, Scenario, drawn, inputs, net, square, step, train
+from tests.engine.toys import WIDTH
 
 
-def _train(e: Engine, make: Callable[..., torch.optim.Optimizer], steps: int = 4, only: int = 0) -> None:
+def _with(e: Engine, make: Callable[..., torch.optim.Optimizer], only: int = 0) -> None:
     """With an optimizer of all parameters, or of those with so many dimensions."""
-    model = Net()
-    model = e.shard(model, model.blocks)
-    optimizer = make([p for p in model.parameters() if not only or p.ndim == only])
-    for i in range(steps):
-        loss = model(e.rows(drawn(3, WIDTH, seed=i))).square().mean()
-        e.record_loss(loss)
-        step(optimizer, loss)
-    e.record_model(model)
+    model = net(e)
+    train(e, model, make([p for p in model.parameters() if not only or p.ndim == only]), steps=4)
 
 
 def sgd_momentum(e: Engine) -> None:
-    _train(e, partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.01))
-
-
-def adagrad(e: Engine) -> None:
-    _train(e, partial(torch.optim.Adagrad, lr=1e-2))
-
-
-def rmsprop(e: Engine) -> None:
-    _train(e, partial(torch.optim.RMSprop, lr=1e-3, momentum=0.9, centered=False))
-
-
-def nadam(e: Engine) -> None:
-    _train(e, partial(torch.optim.NAdam, lr=1e-2, decoupled_weight_decay=True, weight_decay=0.01))
-
-
-def amsgrad(e: Engine) -> None:
-    _train(e, partial(torch.optim.Adam, lr=1e-2, amsgrad=True))
+    _with(e, partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.01))
 
 
 def foreach(e: Engine) -> None:
     """AdamW's loop over lists of tensors."""
-    _train(e, partial(torch.optim.AdamW, lr=1e-2, foreach=True))
-
-
-def fused(e: Engine) -> None:
-    """AdamW in one kernel, whose last bits depend on where an element lies."""
-    _train(e, partial(torch.optim.AdamW, lr=1e-2, fused=True))
+    _with(e, partial(torch.optim.AdamW, lr=1e-2, foreach=True, amsgrad=True))
 
 
 def adafactor(e: Engine) -> None:
     """Factored second moments: sums over rows and columns of whole matrices."""
-    _train(e, partial(torch.optim.Adafactor, lr=1e-2))
+    _with(e, partial(torch.optim.Adafactor, lr=1e-2))
 
 
 def muon(e: Engine) -> None:
     """Orthogonalised momentum: products of whole matrices. One iteration: each multiplies errors by more than 3."""
-    _train(e, partial(torch.optim.Muon, lr=1e-2, ns_steps=1), only=2)
+    _with(e, partial(torch.optim.Muon, lr=1e-2, ns_steps=1), only=2)
 
 
 def groups_with_schedule(e: Engine) -> None:
     """The usual recipe: decay for matrices alone, warm-up and cosine, one group slower than the other."""
-    model = Net()
-    model = e.shard(model, model.blocks)
+    model = net(e)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     e.record("matrices", len(matrices))
@@ -75,40 +48,19 @@ def groups_with_schedule(e: Engine) -> None:
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / 3) * math.cos(0.2 * i))
     for i in range(6):
-        loss = model(e.rows(drawn(3, WIDTH, seed=i))).square().mean()
-        e.record_loss(loss)
-        step(optimizer, loss)
+        step(optimizer, square(e, model, i))
         schedule.step()
-    e.record_model(model)
-
-
-def groups_by_layer(e: Engine) -> None:
-    """Each block has a rate of its own, taken from its module; the norms are not trained."""
-    model = Net()
-    model = e.shard(model, model.blocks)
-    inner = e.inner(model)
-    groups = [
-        {"params": [*b.up.parameters(), *b.down.parameters()], "lr": 1e-2 * 0.5**i} for i, b in enumerate(inner.blocks)
-    ]
-    optimizer = torch.optim.Adam([*groups, {"params": inner.last.parameters()}], lr=5e-3)
-    for i in range(4):
-        loss = model(e.rows(drawn(3, WIDTH, seed=i))).square().mean()
-        e.record_loss(loss)
-        step(optimizer, loss)
-        model.zero_grad()  # the first layer's and the norms'
     e.record_model(model)
 
 
 def line_search(e: Engine) -> None:
     """L-BFGS flattens all gradients into one vector, and evaluates the loss several times in a step."""
-    model = Net(depth=2)
-    model = e.shard(model, model.blocks)
+    model = net(e, 2)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
-    x = e.rows(drawn(3, WIDTH, seed=0))
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = model(x).square().mean()
+        loss = square(e, model, 0)
         loss.backward()
         return e.mean(loss)
 
@@ -117,93 +69,58 @@ def line_search(e: Engine) -> None:
     e.record_model(model)
 
 
-def clipping_by_norm(e: Engine) -> None:
-    """torch's own, of `model.parameters()`; the norm is what is logged."""
-    model = Net()
-    model = e.shard(model, model.blocks)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    for i, limit in enumerate((0.01, 0.1, 1e3)):
-        loss = model(e.rows(drawn(3, WIDTH, seed=i))).square().mean()
+def _between(e: Engine, do: Callable[[Any], None], depth: int = 3, **options: Any) -> None:
+    """`do(model)` between backward and step of SGD."""
+    model = net(e, depth)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, **options)
+    for i in range(3):
+        loss = square(e, model, i)
         e.record_loss(loss)
         loss.backward()
-        e.record("norm", torch.nn.utils.clip_grad_norm_(model.parameters(), limit))
+        do(model)
         optimizer.step()
         optimizer.zero_grad()
     e.record_model(model)
+
+
+def clipping_by_norm(e: Engine) -> None:
+    """torch's own, of `model.parameters()`; the norm is what is logged, and that of each gradient by its name."""
+    limits = iter((0.01, 0.1, 1e3))
+
+    def clip(model: Any) -> None:
+        for name, p in model.named_parameters():
+            e.record(name, torch.linalg.vector_norm(p.grad))
+        e.record("norm", torch.nn.utils.clip_grad_norm_(model.parameters(), next(limits)))
+
+    _between(e, clip, momentum=0.9)
 
 
 def clipping_by_largest(e: Engine) -> None:
     """The infinity norm, of part of the model."""
-    model = Net()
-    model = e.shard(model, model.blocks)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for i in range(3):
-        model(e.rows(drawn(3, WIDTH, seed=i))).square().mean().backward()
-        blocks = [p for b in e.inner(model).blocks for p in b.parameters()]
+
+    def clip(model: Any) -> None:
+        blocks = [p for b in model.blocks for p in b.parameters()]
         e.record("norm", torch.nn.utils.clip_grad_norm_(blocks, 0.01, norm_type=math.inf))
-        optimizer.step()
-        optimizer.zero_grad()
-    e.record_model(model)
+
+    _between(e, clip)
 
 
 def clipping_by_value(e: Engine) -> None:
-    model = Net()
-    model = e.shard(model, model.blocks)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for i in range(3):
-        loss = model(e.rows(drawn(3, WIDTH, seed=i))).square().mean()
-        e.record_loss(loss)
-        loss.backward()
-        torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
-    e.record_model(model)
-
-
-def gradient_log(e: Engine) -> None:
-    """The norm of each parameter's gradient, by its name."""
-    model = Net(depth=2)
-    model = e.shard(model, model.blocks)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for i in range(3):
-        model(e.rows(drawn(3, WIDTH, seed=i))).square().mean().backward()
-        for name, p in model.named_parameters():
-            e.record(e.name(name), torch.linalg.vector_norm(p.grad))  # type: ignore[arg-type]
-        optimizer.step()
-        optimizer.zero_grad()
-    e.record_model(model)
-
-
-def gradients_edited(e: Engine) -> None:
-    """Gradients are scaled by hand, and one is removed, between backward and step."""
-    model = Net(depth=2)
-    model = e.shard(model, model.blocks)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    for i in range(3):
-        loss = model(e.rows(drawn(3, WIDTH, seed=i))).square().mean()
-        e.record_loss(loss)
-        loss.backward()
-        for p in model.parameters():
-            p.grad.mul_(0.5 if p.ndim == 2 else 2.0)
-        e.inner(model).blocks[0].up.weight.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-    e.record_model(model)
+    _between(e, lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 0.01))
 
 
 def gradients_kept(e: Engine) -> None:
     """Gradients are taken, replaced, put back, exchanged, and changed after they were set; some outlive `zero_grad`."""
-    model = Net(depth=2)
-    model = e.shard(model, model.blocks)
+    model = net(e, 2)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
     last = {p.shape: p for p in parameters if p.ndim == 2}.values()
     for i in range(3):
-        model(e.rows(drawn(3, WIDTH, seed=i))).square().mean().backward()
+        square(e, model, i).backward()
         before = [p.grad for p in parameters]
         for p in parameters[::2]:
             p.grad = None
-        model(e.rows(drawn(3, WIDTH, seed=100 + i))).square().mean().backward()
+        square(e, model, 100 + i).backward()
         for p, first in zip(parameters[::2], before[::2], strict=True):
             e.record("first", first)
             second, p.grad = p.grad, torch.zeros_like(p)
@@ -220,8 +137,7 @@ def gradients_kept(e: Engine) -> None:
 
 def weights_exchanged(e: Engine) -> None:
     """A moving average takes the weights' place for an evaluation, by `.data`, and gives it back."""
-    model = Net(depth=2)
-    model = e.shard(model, model.blocks)
+    model = net(e, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     average = [p.detach().clone() for p in model.parameters()]
 
@@ -230,11 +146,11 @@ def weights_exchanged(e: Engine) -> None:
             average[k], p.data = p.data, average[k]
 
     for i in range(3):
-        step(optimizer, model(e.rows(drawn(3, WIDTH, seed=i))).square().mean())
+        step(optimizer, square(e, model, i))
         torch._foreach_lerp_(average, [p.detach() for p in model.parameters()], 0.3)
         exchange()
         with torch.no_grad():
-            e.record_loss(model(e.rows(drawn(3, WIDTH, seed=100))).square().mean())
+            e.record_loss(square(e, model, 100))
         e.end_evaluation(model)
         exchange()
     e.record_model(model)
@@ -242,13 +158,11 @@ def weights_exchanged(e: Engine) -> None:
 
 def temperature(e: Engine) -> None:
     """A parameter beside the model, in the same optimizer and under the same norm."""
-    model = Net(depth=2)
-    model = e.shard(model, model.blocks)
+    model = net(e, 2)
     scale = torch.nn.Parameter(torch.tensor(0.5))
     optimizer = torch.optim.AdamW([*model.parameters(), scale], lr=1e-2)
     for i in range(3):
-        loss = (model(e.rows(drawn(3, WIDTH, seed=i))) * scale.exp()).square().mean()
-        loss.backward()
+        (model(inputs(e, i)) * scale.exp()).square().mean().backward()
         assert scale.grad is not None
         scale.grad = e.mean(scale.grad)
         e.record("norm", torch.nn.utils.clip_grad_norm_([*model.parameters(), scale], 0.01))
@@ -260,12 +174,11 @@ def temperature(e: Engine) -> None:
 
 def grad_scaler(e: Engine) -> None:
     """fp16 with torch's scaler; in the second step the data of one rank overflow, in the third one gradient, of which a rank
-    may hold nothing. All ranks skip both steps."""
-    model = Net()
-    model = e.shard(model, model.blocks)
+    may hold nothing. All ranks skip both steps. In the last two gradients are unscaled first, then clipped."""
+    model = net(e)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for i in range(4):
+    for i in range(5):
         x = drawn(3, WIDTH, seed=i)
         if i == 1:
             x[0] *= 1e30
@@ -274,6 +187,9 @@ def grad_scaler(e: Engine) -> None:
         scaler.scale(loss).backward()
         if i == 2:
             [*model.parameters()][-1].grad.mul_(float("inf"))
+        if i > 2:
+            scaler.unscale_(optimizer)
+            e.record("norm", torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -283,43 +199,9 @@ def grad_scaler(e: Engine) -> None:
     e.record_model(model)
 
 
-def grad_scaler_and_clipping(e: Engine) -> None:
-    """Unscaled first, then clipped."""
-    model = Net()
-    model = e.shard(model, model.blocks)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    for i in range(3):
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = model(e.rows(drawn(3, WIDTH, seed=i))).float().square().mean()
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        e.record("norm", torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        e.record_loss(loss)
-    e.record_model(model)
-
-
-def optimizer_replaced(e: Engine) -> None:
-    """Adam at first, then descent with momentum."""
-    model = Net()
-    model = e.shard(model, model.blocks)
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for i in range(6):
-        if i == 3:
-            optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-        loss = model(e.rows(drawn(3, WIDTH, seed=i))).square().mean()
-        e.record_loss(loss)
-        step(optimizer, loss)
-    e.record_model(model)
-
-
 def optimizer_in_backward(e: Engine) -> None:
     """An optimizer for each parameter, which steps as soon as its gradient is there."""
-    model = Net(depth=2)
-    model = e.shard(model, model.blocks)
+    model = net(e, 2)
     each = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
 
     def ready(p: torch.Tensor) -> None:
@@ -329,23 +211,18 @@ def optimizer_in_backward(e: Engine) -> None:
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(ready)
     for i in range(3):
-        loss = model(e.rows(drawn(3, WIDTH, seed=i))).square().mean()
-        e.record_loss(loss)
-        loss.backward()
+        square(e, model, i).backward()
     e.record_model(model)
 
 
 def optimizer_state_inspected(e: Engine) -> None:
     """The moments have the parameters' shapes, and are what torch would have."""
-    model = Net(depth=1)
-    model = e.shard(model, model.blocks)
+    model = net(e, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for i in range(2):
-        step(optimizer, model(e.rows(drawn(3, WIDTH, seed=i))).square().mean())
+    train(e, model, optimizer, steps=2)
     for name, p in model.named_parameters():
         for key, value in sorted(optimizer.state[p].items()):
-            e.record(f"{key} of {e.name(name)}", value)
-    e.record_model(model)
+            e.record(f"{key} of {name}", value)
 
 
 # u = 2^-11 of fp16 in place of bf16's 2^-8: see models.py. Scaled gradients of up to 2^10 stay below fp16's largest.
@@ -353,34 +230,30 @@ _FP16_BOUND = 10 * 2.0**-11
 # Muon makes its updates in bf16: three products, each rounded by u = 2^-8, of a matrix of norm 1 that grows by 3.4, make
 # 3 * 3.4 u = 0.04; four steps of lr 1e-2, scaled by sqrt(7 / 6), add up to 1.8e-3.
 _MUON_BOUND = 2e-3
+_NO_POWER = {Kind.FSDP2: "torch raises: an in-place power of a partial norm of a DTensor"}
+_NOT_FLAT = {Kind.FSDP2: "torch raises: it cannot flatten a tensor that is cut unevenly"}
+_NO_DATA = {Kind.FSDP2: "it does not see data that a parameter is given"}
 SCENARIOS = (
     Scenario(script=sgd_momentum),
-    Scenario(script=adagrad),
-    Scenario(script=rmsprop),
-    Scenario(script=nadam),
-    Scenario(script=amsgrad),
     Scenario(script=foreach),
-    Scenario(script=fused, bits=False),
-    Scenario(script=adafactor, bits=False, may_refuse=True,
-             not_under={Kind.FSDP2: "torch raises: an in-place power of a partial norm of a DTensor"}),
-    Scenario(script=muon, bits=False, bound=_MUON_BOUND, may_refuse=True),
+    Scenario(script=adafactor, bits=False, not_under=_NO_POWER),
+    Scenario(script=muon, bits=False, bound=_MUON_BOUND),
     Scenario(script=groups_with_schedule, faults=("the schedule stands still",)),
-    Scenario(script=groups_by_layer),
-    Scenario(script=line_search, bits=False,
-             not_under={Kind.FSDP2: "torch raises: it cannot flatten a tensor that is cut unevenly"},
-             unseen=dict.fromkeys(("a parameter is frozen", "a step is skipped"), "its closure makes the gradients anew")),
-    Scenario(script=clipping_by_norm, bits=False, faults=("clips nothing",)),
+    Scenario(script=line_search, bits=False, not_under=_NOT_FLAT),
+    Scenario(script=clipping_by_norm, quick=True, bits=False, faults=("clips nothing",)),
     Scenario(script=clipping_by_largest, bits=False, faults=("clips nothing",)),
     Scenario(script=clipping_by_value, faults=("clips no value",)),
-    Scenario(script=gradient_log, bits=False),
-    Scenario(script=gradients_edited),
-    Scenario(script=gradients_kept, other_order={Kind.DDP: "it adds what was reduced before to each rank's gradient"}),
-    Scenario(script=weights_exchanged, not_under={Kind.FSDP2: "it does not see data that a parameter is given"}),
+    Scenario(script=gradients_kept, quick=True),
+    Scenario(script=weights_exchanged, not_under=_NO_DATA),
     Scenario(script=temperature, bits=False),
-    Scenario(script=grad_scaler, dtype=torch.float32, bound=_FP16_BOUND, faults=("no rank skips",)),
-    Scenario(script=grad_scaler_and_clipping, dtype=torch.float32, bits=False, bound=_FP16_BOUND,
-             faults=("clips nothing",)),
-    Scenario(script=optimizer_replaced),
-    Scenario(script=optimizer_in_backward, not_under={Kind.DDP: "the hook comes before DDP has reduced the gradient"}),
+    Scenario(
+        script=grad_scaler,
+        quick=True,
+        dtype=torch.float32,
+        bits=False,
+        bound=_FP16_BOUND,
+        faults=("no rank skips", "clips nothing"),
+    ),
+    Scenario(script=optimizer_in_backward),
     Scenario(script=optimizer_state_inspected),
-)  # fmt: skip
+)
