@@ -14,13 +14,12 @@ from fsdp_lab.models import build_skeleton, resolve
 from fsdp_lab.rank import lifecycle
 from fsdp_lab.spec.param_groups import key_of
 from fsdp_lab.spec.spec import Spec
-from tests.backends.test_parity import SMALL, outcome, sharded, spec
+from tests.backends.test_parity import BACKENDS, SMALL, outcome, sharded, spec
 from tests.engine.parity import Outcomes, assert_equal, plan
 from tests.pool import Place, Pool
 from tests.rank import test_session as sessions
 from tests.rank.test_lr_schedule import BACKENDS as STRATEGIES, COSINE, outcome as losses, planned, trained
 
-BACKENDS = ("lab", "fsdp2", "fsdp1", "ddp")
 GROUPS = [
     {"match": ["transformer.h.0.*", "*.wte.*"], "lr": 0.001},
     {"match": ["*.ln_*", "*.bias"], "weight_decay": 0.5},
@@ -31,22 +30,18 @@ def test_all_backends_have_the_same_groups(outcomes: Outcomes) -> None:
     lab, *others = outcomes.of(*(plan((sharded(b, 2, param_groups=GROUPS), 3)) for b in BACKENDS))
     for other in others:
         assert_equal(other, lab)
+    offloaded = spec(2, param_groups=GROUPS, wrap="whole", offload="all", sharding="zero1")
+    assert_equal(outcome(outcomes, (offloaded, 3)), lab)
     plain = outcome(outcomes, (sharded("lab", 2), 3))
     assert any(not torch.equal(t, plain.parameters[n]) for n, t in lab.parameters.items())
 
 
-@pytest.mark.parametrize("changes", [{"wrap": "whole"}, {"offload": "all"}, {"sharding": "zero1"}], ids=str)
-def test_strategies_of_the_lab_change_nothing_of_them(outcomes: Outcomes, changes: dict[str, Any]) -> None:
-    wanted = outcome(outcomes, (sharded("fsdp2", 2, param_groups=GROUPS), 2))
-    assert_equal(outcome(outcomes, (spec(2, param_groups=GROUPS, **changes), 2)), wanted)
-
-
 def test_a_switch_carries_them_and_can_change_them(outcomes: Outcomes) -> None:
-    path = [sharded(b, 2, param_groups=GROUPS) for b in BACKENDS]
-    steady, switched = outcomes.of(plan((path[0], 4)), plan(*((p, 1) for p in path)))
-    assert_equal(switched, steady)
     changed = [plan(*((sharded(b, 2, param_groups=g), 2) for g in (None, GROUPS, GROUPS[:1]))) for b in BACKENDS]
-    first, *others = outcomes.of(*changed)
+    around = plan(
+        *((sharded(b, 2, param_groups=g), 2) for b, g in zip(BACKENDS, (None, GROUPS, GROUPS[:1]), strict=False))
+    )
+    first, *others = outcomes.of(*changed, around)
     for other in others:
         assert_equal(other, first)
 
