@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from datetime import timedelta
 from typing import Any
@@ -70,8 +71,9 @@ def _expected(world_size: int, n: int, op: str) -> torch.Tensor:
 OPERATIONS = ["SUM", "AVG", "PREMUL_SUM"]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("reduction", ["rank_ordered", "native", "auto"])
+@pytest.mark.parametrize(
+    ("reduction", "world_size"), [("rank_ordered", 3), ("rank_ordered", 4), ("native", 2), ("auto", 3)]
+)
 def test_sums(over: Over, world_size: int, reduction: str) -> None:
     n = 1001
     same = torch.equal if reduction == "rank_ordered" else functools.partial(torch.allclose, atol=1e-6)
@@ -92,7 +94,7 @@ def _in_place(place: Place, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return summed[first:last].clone(), gathered
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_in_place(over: Over, world_size: int) -> None:
     """Each part comes to where another was sent from, and none is overwritten before it was sent or added."""
     for n in (0, 1, 70_001):
@@ -102,7 +104,7 @@ def test_in_place(over: Over, world_size: int) -> None:
 
 
 def _every_kind(place: Place) -> dict[str, object]:
-    r, w = place.rank, place.world_size
+    r, w, group, cpu = place.rank, place.world_size, place.world, torch.device("cpu")
     gathered = torch.empty(3 * w)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(gathered, torch.full((3,), float(r)))
@@ -119,34 +121,54 @@ def _every_kind(place: Place) -> dict[str, object]:
     dist.all_reduce(biggest, op=dist.ReduceOp.MAX)
     ones = torch.ones(2, dtype=torch.float64)
     place.world.control(ones)
+    totals = {k: (t.calls, t.link_bytes, t.seconds > 0) for k, t in traffic(place.context.meter.take()).items()}
+    sequence = place.context.last.sequence
+    # What loops of users and of torch's libraries call beside these.
+    received = [torch.empty(s + 1) for s in range(w)]
+    dist.all_to_all(received, [torch.full((r + 1,), 10.0 * r + s) for s in range(w)])
+    lists = [[torch.empty(2), torch.empty(1)] for _ in range(w)]
+    group.allgather_coalesced(lists, [torch.full((2,), 1.0 + r), torch.full((1,), 5.0 + r)]).wait()
+    big, came = torch.full((1 << 18,), float(r)), torch.empty(1 << 18)
+    pair = [dist.P2POp(dist.isend, big, (r + 1) % w), dist.P2POp(dist.irecv, came, (r - 1) % w)]
+    for work in dist.batch_isend_irecv(pair):
+        work.wait()
+    one, two = torch.full((3,), 1.0 + r), torch.full((5,), 2.0 + r)
+    with dist.distributed_c10d._coalescing_manager(group, cpu, async_ops=True) as together:
+        dist.all_reduce(one)
+        dist.all_reduce(two)
+    together.wait()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=30), group)
+    dist.distributed_c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=1))
+    assert group._get_sequence_number_for_group() > 0
     return {
-        "gathered": gathered.tolist(),
-        "listed": torch.cat(listed).tolist(),
-        "told": told.tolist(),
-        "swapped": swapped.tolist(),
-        "objects": objects,
-        "biggest": biggest.item(),
-        "ones": ones.tolist(),
-        "totals": {k: (t.calls, t.link_bytes, t.seconds > 0) for k, t in traffic(place.context.meter.take()).items()},
-        "sequence": place.context.last.sequence,
-    }
+        "gathered": gathered.tolist(), "listed": torch.cat(listed).tolist(), "told": told.tolist(),
+        "swapped": swapped.tolist(), "objects": objects, "biggest": biggest.item(), "ones": ones.tolist(),
+        "received": [t.tolist() for t in received], "lists": [[t.tolist() for t in ts] for ts in lists],
+        "came": came[0].item(), "together": [one[0].item(), two[-1].item()], "totals": totals, "sequence": sequence,
+    }  # fmt: skip
 
 
 def test_every_kind_arrives_and_is_counted(over: Over) -> None:
     for r, got in enumerate(over.run(_every_kind, 3)):
-        assert got["gathered"] == [0.0] * 3 + [1.0] * 3 + [2.0] * 3
-        assert got["listed"] == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
-        assert got["told"] == [1.0] * 4
-        assert got["swapped"] == [10.0 * s + r for s in range(3)]
-        assert got["objects"] == [{"rank": s} for s in range(3)]
-        assert got["biggest"] == 2.0
-        assert got["ones"] == [3.0, 3.0]
-        totals = got["totals"]
+        totals, sequence = got.pop("totals"), got.pop("sequence")
         assert totals["all_to_all"] == (1, 8, True)  # 3 floats, of which 2 leave
-        assert totals["broadcast"][0] == 1 and totals["broadcast"][1] == 16
+        assert totals["broadcast"][:2] == (1, 16)
         assert totals["control"] == (1, 2 * 16 * 2 // 3, True)
         assert totals["barrier"][1] == 0
-        assert got["sequence"] == sum(calls for calls, _, _ in totals.values()) - 1
+        assert sequence == sum(calls for calls, _, _ in totals.values()) - 1
+        assert got == {
+            "gathered": [0.0] * 3 + [1.0] * 3 + [2.0] * 3,
+            "listed": [0.0, 0.0, 1.0, 1.0, 2.0, 2.0],
+            "told": [1.0] * 4,
+            "swapped": [10.0 * s + r for s in range(3)],
+            "objects": [{"rank": s} for s in range(3)],
+            "biggest": 2.0,
+            "ones": [3.0, 3.0],
+            "received": [[10.0 * s + r] * (s + 1) for s in range(3)],
+            "lists": [[[1.0 + s] * 2, [5.0 + s]] for s in range(3)],
+            "came": (r - 1) % 3,
+            "together": [6.0, 9.0],
+        }
 
 
 def _passes_on(place: Place, late_s: float) -> list[float]:
@@ -163,7 +185,7 @@ def _passes_on(place: Place, late_s: float) -> list[float]:
 
 def test_a_rank_that_sends_late_is_waited_for(over: Over) -> None:
     """Gloo closes the connection where a wait for it times out, so it must not be waited for in slices."""
-    assert over.run(_passes_on, 3, 0.4) == [[2.0] * 3, [1.0] * 3, [2.0] * 3]
+    assert over.run(_passes_on, 3, 0.2) == [[2.0] * 3, [1.0] * 3, [2.0] * 3]
 
 
 def _exchanged(place: Place, n: int, exchange: GlooExchange) -> list[torch.Tensor]:
@@ -173,55 +195,25 @@ def _exchanged(place: Place, n: int, exchange: GlooExchange) -> list[torch.Tenso
     return [whole, _reduce_scatter(place, n, "SUM"), _all_reduce(place, n, "SUM")]
 
 
-@pytest.mark.parametrize("n", [1, 255, 256, 1000])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_between_hosts_all_bits_are_the_same(pool: Pool, n: int, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "n"), [(2, 1), (2, 256), (3, 255), (4, 1000)])
+def test_between_hosts_all_bits_are_the_same(pool: Pool, ranks: int, n: int) -> None:
     """In a ring or not, whole or in pieces of 1,000 bytes, of which the last is smaller."""
-    ways = (
-        GlooExchange(),
-        GlooExchange(piece_bytes=1000),
-        GlooExchange(ring=True),
-        GlooExchange(ring=True, piece_bytes=1000),
+    inside, *others = (
+        pool.run(_exchanged, ranks, n, GlooExchange(ring=ring, piece_bytes=piece_bytes), reduction="rank_ordered")
+        for ring, piece_bytes in itertools.product((False, True), (0, 1000))
     )
-    inside, *others = (pool.run(_exchanged, ranks, n, way, reduction="rank_ordered") for way in ways)
     for other in others:
-        assert all(
-            torch.equal(a, b) for one, two in zip(inside, other, strict=True) for a, b in zip(one, two, strict=True)
-        )
+        for one, two in zip(inside, other, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
 def _chosen(place: Place) -> GlooExchange:
     return place.world._fastest_exchange()
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_all_ranks_choose_alike_how_they_exchange(pool: Pool, ranks: int) -> None:
-    (chosen,) = set(pool.run(_chosen, ranks))
+def test_all_ranks_choose_alike_how_they_exchange(pool: Pool) -> None:
+    (chosen,) = set(pool.run(_chosen, 3))
     assert chosen.piece_bytes in (0, 128 << 10)
-
-
-def _loops(place: Place) -> dict[str, Any]:
-    """What loops of users and of torch's libraries call beside plain collectives."""
-    rank, size, group = place.rank, place.world_size, place.world
-    other, cpu = (rank + 1) % size, torch.device("cpu")
-    sent = [torch.full((rank + 1,), 10.0 * rank + r) for r in range(size)]
-    received = [torch.empty(r + 1) for r in range(size)]
-    dist.all_to_all(received, sent)
-    lists = [[torch.empty(2), torch.empty(1)] for _ in range(size)]
-    group.allgather_coalesced(lists, [torch.full((2,), 1.0 + rank), torch.full((1,), 5.0 + rank)]).wait()
-    big, came = torch.full((1 << 18,), 1.0 + rank), torch.empty(1 << 18)
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, big, other), dist.P2POp(dist.irecv, came, other)]):
-        work.wait()
-    one, two = torch.full((3,), 1.0 + rank), torch.full((5,), 2.0 + rank)
-    with dist.distributed_c10d._coalescing_manager(group, cpu, async_ops=True) as together:
-        dist.all_reduce(one)
-        dist.all_reduce(two)
-    together.wait()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=30), group)
-    dist.distributed_c10d._add_ephemeral_timeout_for_all_pgs(timedelta(seconds=1))
-    return {"all_to_all": [t.tolist() for t in received], "lists": [[t.tolist() for t in ts] for ts in lists],
-            "pair": came[0].item(), "together": [one[0].item(), two[-1].item()],
-            "number": group._get_sequence_number_for_group() > 0}  # fmt: skip
 
 
 def _not_here(place: Place) -> list[str]:
@@ -244,14 +236,3 @@ def test_symmetric_memory_and_estimates_of_time_are_refused(over: Over) -> None:
     for *shared, estimated in over.run(_not_here, 2):
         assert set(shared) == {"a group of fsdp_lab has no symmetric memory; leave out set_symm_mem_for_comm"}
         assert "time estimator is not supported" in estimated
-
-
-def test_what_loops_call_beside_plain_collectives(over: Over) -> None:
-    for rank, found in enumerate(over.run(_loops, 2)):
-        assert found == {
-            "all_to_all": [[10.0 * r + rank] * (r + 1) for r in range(2)],
-            "lists": [[[1.0 + r] * 2, [5.0 + r]] for r in range(2)],
-            "pair": 2.0 - rank,
-            "together": [3.0, 5.0],
-            "number": True,
-        }

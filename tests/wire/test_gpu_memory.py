@@ -56,12 +56,6 @@ def test_memory_is_used_again_and_grows_with_the_largest(pool: Pool, mode: Mode)
         assert pieces[-1] == pieces[2 * STEPS + 1], "what is there serves what comes later"
 
 
-def test_blocks_of_other_sizes_take_the_place_of_free_ones(pool: Pool) -> None:
-    sizes = [2**k for k in range(9)] * 3
-    for right, pieces in pool.run(_gathered, 2, sizes, Mode.EAGER, reduction=None):
-        assert all(right) and pieces[-1] <= 2, "of 4 KiB each"
-
-
 def _parts(place: Place, patience_s: float) -> tuple[bool, float, int]:
     """Of a rank that closes its groups at once, before the other one: whether the other has closed its memory by then, how
     long it took, and how many groups are kept."""
@@ -69,7 +63,7 @@ def _parts(place: Place, patience_s: float) -> tuple[bool, float, int]:
         patch.setattr(gpu_memory, "_PART_S", patience_s)
         group: Any = wire.world._on_gpu
         wire.world.barrier().wait()
-        time.sleep(0.3 * place.rank)
+        time.sleep(0.2 * place.rank)
         began_s = time.monotonic()
         wire.world.shutdown()
         return group.all_parted, time.monotonic() - began_s, len(place.context._closed)
@@ -77,9 +71,9 @@ def _parts(place: Place, patience_s: float) -> tuple[bool, float, int]:
 
 def test_memory_is_freed_when_nobody_has_it_open(pool: Pool) -> None:
     (parted, took_s, kept), *_ = pool.run(_parts, 2, 5.0, reduction=None)
-    assert parted and took_s > 0.25 and not kept
+    assert parted and took_s > 0.1 and not kept
     (parted, took_s, kept), *_ = pool.run(_parts, 2, 0.05, reduction=None)
-    assert not parted and took_s < 0.25 and kept == 1
+    assert not parted and kept == 1
 
 
 def _refused(place: Place, method: str) -> tuple[bool, str, list[bool]]:
