@@ -11,15 +11,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_lab.engine import runtime_of, sharded_parameters
-from fsdp_lab.engine.schedule import Direction, Phase, PointSide, Schedule, UnitCall
+from fsdp_lab.engine.schedule import Phase
 from fsdp_lab.spec.spec import Strategy
+from tests.engine.test_slow_motion import scheduled
 from tests.engine.toys import batch, by_block, make, mean_square
 from tests.pool import Place, Pool
-from tests.rank.test_session import session, spec
 
 PHASES = {p.value for p in Phase}
 UNITS = ("root", "blocks.0", "blocks.1", "blocks.2", "blocks.3")
-CALLS = (UnitCall(0), *(UnitCall(i, 0) for i in range(1, 5)))
 
 Span = tuple[str, float, float]  # its name, and when it began and ended, in microseconds
 
@@ -47,20 +46,12 @@ def traced(place: Place, strategy: Strategy) -> list[Span]:
     return spans(seen)
 
 
-def named(schedule: Schedule) -> list[str]:
-    """The spans that a schedule asks for; a computation has one, though inner ones lie in it."""
-    return [
-        f"{a.phase.value} {UNITS[a.unit]}"
-        for a in schedule.actions
-        if a.phase is not Phase.OPTIM and (a.phase is not Phase.COMPUTE or a.point.moment is PointSide.BEFORE)
-    ]
-
-
 def test_a_trace_holds_the_phases_of_every_unit(pool: Pool) -> None:
-    for strategy in (Strategy(), Strategy(forward_prefetch=1, backward_prefetch=2), Strategy(sharding="shard_grad_op")):
-        wanted = named(Schedule(CALLS, strategy.schedule_rules))
+    """A computation has one span, though inner ones lie in it."""
+    for strategy in (Strategy(forward_prefetch=1, backward_prefetch=2), Strategy(sharding="shard_grad_op")):
+        wanted = Counter(f"{phase.value} {unit or 'root'}" for phase, unit, _ in scheduled(strategy))
         for found in pool.run(traced, 2, strategy):
-            assert Counter(name for name, _, _ in found) == Counter(wanted)
+            assert Counter(name for name, _, _ in found) == wanted
             _lies_in_its_root(found)
 
 
@@ -97,29 +88,3 @@ def after_an_exception(place: Place) -> list[str]:
 def test_spans_end_with_a_pass_that_failed(pool: Pool) -> None:
     for found in pool.run(after_an_exception, 2):
         assert found.count("compute root") == 3 and found.count("compute blocks.3") == 2
-
-
-def a_step_of_a_session(place: Place, given: dict[str, Any]) -> list[Span]:
-    s = session(place, reduction="rank_ordered")
-    s.apply("run", given)
-    s.train(3)
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        s.train(1)
-    s.close()
-    return spans(seen)
-
-
-def test_a_training_step_has_a_span_for_the_optimizer(pool: Pool) -> None:
-    """After everything else, with every backend."""
-    for backend in ("lab", "fsdp2"):
-        for found in pool.run(a_step_of_a_session, 2, spec(backend=backend).to_dict(), reduction=None):
-            assert [name for name, _, _ in found].count(Phase.OPTIM.value) == 1
-            assert found[-1][0] == Phase.OPTIM.value
-            assert all(end <= found[-1][1] for _, _, end in found[:-1])
-            assert ("compute root" in [name for name, _, _ in found]) == (backend == "lab")
-
-
-def test_directions_and_phases_are_strings() -> None:
-    """They are written into traces, events and pictures."""
-    assert [*Direction] == ["forward", "backward", "update"]
-    assert [*Phase] == ["unshard", "compute", "reshard", "reduce", "host_copy", "optim"]
