@@ -17,6 +17,7 @@ from fsdp_lab.engine.api import flats_of
 from fsdp_lab.spec.spec import Precision, Spec, Strategy
 from fsdp_lab.wire import reserved
 from fsdp_lab.wire.meter import Collective
+from tests.covering import tiered
 from tests.engine.test_buffers import late
 from tests.engine.toys import Block, Net, batch, by_block, make, train_beside
 from tests.pool import Place, Pool
@@ -48,10 +49,9 @@ def shown(place: Place) -> tuple[list[bool], int, list[Collective]]:
     return seen, memory_stats(model).unsharded_bytes, place.context.meter.take()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_gathered_is_the_shards(pool: Pool, ranks: int) -> None:
-    for seen, unsharded_bytes, sent in pool.run(shown, ranks, shared_memory=True):
-        assert len(seen) == ranks + 1 and all(seen) and unsharded_bytes == 0
+def test_what_is_gathered_is_the_shards(pool: Pool) -> None:
+    for seen, unsharded_bytes, sent in pool.run(shown, 3, shared_memory=True):
+        assert len(seen) == 3 + 1 and all(seen) and unsharded_bytes == 0
         gathers = [c for c in sent if c.kind == "all_gather"]
         assert len(gathers) == 4 and all(c.link_bytes == 0 < c.payload_bytes for c in gathers)
 
@@ -72,7 +72,7 @@ def trained(place: Place, changes: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(
     ("ranks", "changes"),
-    [(3, {}), (3, {"sharding": "zero1"}), (4, {"sharding": "hybrid_shard", "shard_size": 2}), (1, {})],
+    tiered([(2, {"sharding": "zero1"}), (1, {}), (4, {"sharding": "hybrid_shard"})], lambda ranks, changes: ranks == 2),
 )
 def test_it_trains_to_the_bits_of_copies(pool: Pool, ranks: int, changes: dict[str, Any]) -> None:
     copied = pool.run(trained, ranks, changes, shared_memory=True)
@@ -132,13 +132,13 @@ def written_between(place: Place, what: str, rounds: int) -> list[bool]:
 
 @pytest.mark.parametrize("what", ["no_grad", "forward", "backward"])
 def test_shards_are_written_when_nobody_reads_them(pool: Pool, what: str) -> None:
-    for right in pool.run(written_between, 2, what, 12, shared_memory=True):
-        assert len(right) >= 12 and all(right)
+    for right in pool.run(written_between, 2, what, 8, shared_memory=True):
+        assert len(right) >= 8 and all(right)
 
 
-def written_inside(place: Place) -> tuple[bool, list[Any]]:
-    """By each rank, to what the context shows: once, wherever it lies."""
-    model = mapped()
+def written_inside(place: Place, sharding: str) -> tuple[bool, list[Any]]:
+    """By each rank, to what the context shows: once, wherever it lies. Then all is mapped again."""
+    model = by_block(make(), strategy=Strategy(gather="mapped", sharding=sharding))
     before = [p.full_tensor() for p in model.parameters()]
     x = batch(0, place.rank)
     for entered in ("when sharded", "when gathered"):
@@ -150,6 +150,9 @@ def written_inside(place: Place) -> tuple[bool, list[Any]]:
                 p.add_(1.0)
             with unshard(model.blocks[0]):
                 model.blocks[0].norm.bias.add_(1.0)
+    model(x).square().mean().backward()
+    model.zero_grad()
+    assert memory_stats(model).unsharded_bytes == 0
     after = [p.full_tensor() for p in model.parameters()]
     names = [name for name, _ in model.named_parameters()]
     plain = make()
@@ -160,8 +163,9 @@ def written_inside(place: Place) -> tuple[bool, list[Any]]:
     return trains_on, [(name, (b - a).unique().tolist()) for name, a, b in zip(names, before, after, strict=True)]
 
 
-def test_what_is_written_inside_unshard_is_written_once(pool: Pool) -> None:
-    for trains_on, found in pool.run(written_inside, 2, shared_memory=True):
+@pytest.mark.parametrize("sharding", ["full_shard", "zero1"])
+def test_what_is_written_inside_unshard_is_written_once(pool: Pool, sharding: str) -> None:
+    for trains_on, found in pool.run(written_inside, 2, sharding, shared_memory=True):
         assert trains_on, "shards are shown again"
         for name, added in found:
             assert added == pytest.approx([4.0 if name == "blocks.0.norm.bias" else 2.0] * len(added), abs=1e-5), name
@@ -190,11 +194,11 @@ def written_after_a_gradient(place: Place, strategy: Strategy, twice: bool) -> l
     return losses
 
 
-@pytest.mark.parametrize("twice", [False, True])
-def test_what_a_double_backward_holds_is_shown_again(pool: Pool, twice: bool) -> None:
-    copied = pool.run(written_after_a_gradient, 2, Strategy(), twice, shared_memory=True)
-    assert pool.run(written_after_a_gradient, 2, MAPPED, twice, shared_memory=True) == copied
-    assert len(set(copied[0])) == 4
+def test_what_a_double_backward_holds_is_shown_again(pool: Pool) -> None:
+    for twice in (False, True):
+        copied = pool.run(written_after_a_gradient, 2, Strategy(), twice, shared_memory=True)
+        assert pool.run(written_after_a_gradient, 2, MAPPED, twice, shared_memory=True) == copied
+        assert len(set(copied[0])) == 4
 
 
 def alone(place: Place) -> list[float]:
@@ -218,24 +222,6 @@ def alone(place: Place) -> list[float]:
 def test_one_rank_may_compute_alone_inside_unshard(pool: Pool) -> None:
     mine, theirs = pool.run(alone, 2, shared_memory=True)
     assert mine[0] == mine[1] and mine[2:] == theirs
-
-
-def zero1(place: Place) -> list[int]:
-    """Bytes beside shards before and after an `unshard`."""
-    model = by_block(make(), strategy=Strategy(gather="mapped", sharding="zero1"))
-    found = []
-    for _ in range(2):
-        model(batch(0, place.rank)).square().mean().backward()
-        model.zero_grad()
-        found.append(memory_stats(model).unsharded_bytes)
-        with unshard(model):
-            found.append(memory_stats(model).unsharded_bytes)
-    return found
-
-
-def test_zero1_maps_again_after_an_unshard(pool: Pool) -> None:
-    for before, inside, after, again in pool.run(zero1, 2, shared_memory=True):
-        assert before == after == 0 < inside == again
 
 
 def sent_by_a_user(place: Place, rounds: int) -> int:
@@ -308,29 +294,22 @@ def test_where_it_is_not_possible_it_is_refused_in_a_sentence(pool: Pool) -> Non
         assert "map_shards is for ranks that share memory, and this process group has none" in text
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"backend": "fsdp2"}, "fsdp2 copies what it gathers"),
-        ({"sharding": "no_shard"}, "nothing is gathered with no_shard"),
-        ({"offload": "optimizer"}, "what is offloaded is copied"),
-        ({"precision": "bf16"}, "gathered in another precision"),
-        ({"precision": Precision(param="bf16", norm="fp32")}, "gathered in another precision"),
-        ({"precision": Precision(norm="bf16")}, "gathered in another precision"),
-        ({"world_size": 4, "reshard_size": 2}, "nothing is kept between forward and backward"),
-        ({"devices": ["cuda:0", "cuda:1"]}, "GPUs do not share memory"),
-        ({"link": "1 GB/s"}, "over an emulated link what is gathered would have to be sent"),
-    ],
-)
-def test_a_spec_says_what_does_not_go_with_it(changes: dict[str, Any], why: str) -> None:
-    error = Spec().validate(gather="mapped", **changes)
-    assert isinstance(error, SpecError) and error.field == "strategy.gather" and why in error.reason
-    assert Spec().validate(**{**changes, "gather": "mapped", **error.fix}) is None
+DOES_NOT_GO_WITH = [
+    ({"backend": "fsdp2"}, "fsdp2 copies what it gathers"),
+    ({"sharding": "no_shard"}, "nothing is gathered with no_shard"),
+    ({"offload": "optimizer"}, "what is offloaded is copied"),
+    ({"precision": "bf16"}, "gathered in another precision"),
+    ({"precision": Precision(norm="bf16")}, "gathered in another precision"),
+    ({"world_size": 4, "reshard_size": 2}, "nothing is kept between forward and backward"),
+    ({"devices": ["cuda:0", "cuda:1"]}, "GPUs do not share memory"),
+    ({"link": "1 GB/s"}, "over an emulated link what is gathered would have to be sent"),
+]
 
 
-def test_other_precisions_of_it_go_with_it() -> None:
+def test_a_spec_says_what_does_not_go_with_it() -> None:
+    for changes, why in DOES_NOT_GO_WITH:
+        error = Spec().validate(gather="mapped", **changes)
+        assert isinstance(error, SpecError) and error.field == "strategy.gather" and why in error.reason
+        assert Spec().validate(**{**changes, "gather": "mapped", **error.fix}) is None
     Spec().replace(gather="mapped", precision=Precision(norm="fp32", reduce="bf16", buffer="bf16", output="bf16"))
-
-
-def test_without_it_ids_are_those_of_before() -> None:
     assert Spec().id == Spec().replace(gather="copy").id != Spec().replace(gather="mapped").id
