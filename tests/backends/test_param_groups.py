@@ -46,6 +46,7 @@ def test_a_switch_carries_them_and_can_change_them(outcomes: Outcomes) -> None:
         assert_equal(other, first)
 
 
+@pytest.mark.slow
 def test_a_schedule_scales_the_rate_of_each_group(pool: Pool) -> None:
     plans = [planned((sessions.spec(param_groups=GROUPS, **COSINE, **b), 4)) for b in STRATEGIES.values()]
     told = pool.run(trained, 2, plans, reduction=None)

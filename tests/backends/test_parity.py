@@ -18,6 +18,7 @@ from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models import build_skeleton, resolve
 from fsdp_lab.spec.spec import Spec
 from tests.backends import train
+from tests.covering import tiered
 from tests.engine.parity import Outcome, Outcomes, assert_equal, assert_learned, plan
 from tests.pool import Place, Pool, RankError
 
@@ -45,7 +46,9 @@ def plainly(outcomes: Outcomes, steps: int) -> Outcome:
     return outcome(outcomes, (sharded("fsdp2", 2), steps))
 
 
-@pytest.mark.parametrize(("optimizer", "world_size"), [("sgd", 2), ("adamw", 3)])
+@pytest.mark.parametrize(
+    ("optimizer", "world_size"), tiered([("sgd", 2), ("adamw", 3)], lambda optimizer, world_size: world_size == 3)
+)
 def test_all_backends_are_equal_bit_for_bit(outcomes: Outcomes, optimizer: str, world_size: int) -> None:
     lab, *others = outcomes.of(*(plan((sharded(b, world_size, optimizer=optimizer), 3)) for b in BACKENDS))
     assert all(loss == loss for rank in lab.losses for loss in rank)
@@ -129,7 +132,7 @@ def test_fsdp1_accumulates_where_it_is_not_refused(outcomes: Outcomes, sharding:
         torch.testing.assert_close(one.parameters[name], tensor, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", tiered(BACKENDS, lambda backend: backend == "fsdp1"))
 def test_a_number_of_micro_batches_is_between_every_one_and_the_last(outcomes: Outcomes, backend: str) -> None:
     """1 is every one, and as many as there are, or more, the last; 2 of 3 leaves one for the last communication."""
     syncs = ("every", 1, "last", 5, 2)
@@ -144,7 +147,7 @@ def test_a_number_of_micro_batches_is_between_every_one_and_the_last(outcomes: O
             torch.testing.assert_close(two.parameters[name], t, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-pure", "fp16"])
+@pytest.mark.parametrize("precision", tiered(["bf16", "bf16-pure", "fp16"], lambda precision: precision == "bf16"))
 def test_low_precision_stays_near_fp32(outcomes: Outcomes, precision: str) -> None:
     plain = plainly(outcomes, 3)
     plans = (plan((sharded(backend, 2, precision=precision), 3)) for backend in BACKENDS)

@@ -136,6 +136,7 @@ def test_each_mistake_is_named(pool: Pool) -> None:
             assert re.match(rf"strategy\.engine: {name}\b.*{text}", told[name]), (name, text, told[name])
 
 
+@pytest.mark.slow
 def test_right_engines_pass_the_inspection(pool: Pool) -> None:
     """On three ranks, where parts have padding."""
     wanted = {name: spec(*of, world_size=3).to_dict() for name, of in RIGHT.items()}

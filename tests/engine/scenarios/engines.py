@@ -99,18 +99,14 @@ class Engine:
 
     # -- what differs between engines ----------------------------------------------------------------------------------
 
-    def shard(self, model: Any, units: Iterable[Any] = (), **options: Any) -> Any:
+    def shard(self, model: Any, units: Iterable[Any] = ()) -> Any:
         """Each of `units`, a module or a list of modules, then the rest."""
         for unit in units:
-            self.fully_shard(unit, **options)
-        return self.fully_shard(model, **options)
+            self.fully_shard(unit)
+        return self.fully_shard(model)
 
-    def fully_shard(self, module: Any, **options: Any) -> Any:
+    def fully_shard(self, module: Any) -> Any:
         return module
-
-    def mixed_precision(self, **dtypes: Any) -> dict[str, Any]:
-        """As an option of `shard`."""
-        return {}
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         return nullcontext()
@@ -133,7 +129,7 @@ class DDP(Engine):
 
     kind = Kind.DDP
 
-    def shard(self, model: Any, units: Iterable[Any] = (), **options: Any) -> Any:
+    def shard(self, model: Any, units: Iterable[Any] = ()) -> Any:
         return DistributedDataParallel(model, broadcast_buffers=False)
 
 
@@ -144,11 +140,8 @@ class FSDP2(Engine):
         super().__init__(**where)
         self.mesh = init_device_mesh("cpu", (self.world_size,), mesh_dim_names=("shard",))
 
-    def fully_shard(self, module: Any, **options: Any) -> Any:
-        return fsdp2.fully_shard(module, mesh=self.mesh, **options)
-
-    def mixed_precision(self, **dtypes: Any) -> dict[str, Any]:
-        return {"mp_policy": fsdp2.MixedPrecisionPolicy(**dtypes)}
+    def fully_shard(self, module: Any) -> Any:
+        return fsdp2.fully_shard(module, mesh=self.mesh)
 
     @contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
@@ -170,15 +163,12 @@ class FSDP2(Engine):
 class Ours(Engine):
     kind = Kind.OURS
 
-    def fully_shard(self, module: Any, **options: Any) -> Any:
-        return ours.fully_shard(module, **options)
+    def fully_shard(self, module: Any) -> Any:
+        return ours.fully_shard(module)
 
     def values(self, model: nn.Module) -> dict[str, Tensor]:
         buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
         return {**{n: t.detach().clone() for n, t in ours.full_state(model)}, **buffers}
-
-    def mixed_precision(self, **dtypes: Any) -> dict[str, Any]:
-        return {"mp_policy": ours.MixedPrecisionPolicy(**dtypes)}
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         return ours.no_sync(model)

@@ -59,9 +59,9 @@ def _never_unfrozen(e: Engine) -> Iterator[None]:
     frozen: set[int] = set()
     shard = e.shard
 
-    def note(model: nn.Module, units: Iterable[nn.Module] = (), **options: Any) -> Any:
+    def note(model: nn.Module, units: Iterable[nn.Module] = ()) -> Any:
         frozen.update(id(p) for p in model.parameters() if not p.requires_grad)
-        return shard(model, units, **options)
+        return shard(model, units)
 
     def drop(optimizer: Optimizer) -> None:
         for p in _all(optimizer):

@@ -295,7 +295,7 @@ _OWN = {Kind.FSDP2: "each rank's shard gets that rank's own gradient of a whole 
 SCENARIOS = (
     Scenario(script=gan_of_modules, quick=True, not_under=_SHOWS_NONE),
     Scenario(script=two_backwards),
-    Scenario(script=penalty_on_real_data, quick=True, not_under=_FREED),
+    Scenario(script=penalty_on_real_data, not_under=_FREED),
     Scenario(script=input_gradients),
     Scenario(script=adaptive_weight),
     Scenario(script=penalty_by_loss, not_under=_OWN),
@@ -305,6 +305,6 @@ SCENARIOS = (
     Scenario(script=accumulation, faults=("micro-batches lost",)),
     Scenario(script=every_second, quick=True, faults=("micro-batches lost",)),
     Scenario(script=early_exit, quick=True, faults=("zero where there is no gradient",)),
-    Scenario(script=moving_average, quick=True),
+    Scenario(script=moving_average),
     Scenario(script=anchored),
 )

@@ -243,7 +243,7 @@ SCENARIOS = (
     Scenario(script=clipping_by_norm, quick=True, bits=False, faults=("clips nothing",)),
     Scenario(script=clipping_by_largest, bits=False, faults=("clips nothing",)),
     Scenario(script=clipping_by_value, faults=("clips no value",)),
-    Scenario(script=gradients_kept, quick=True),
+    Scenario(script=gradients_kept),
     Scenario(script=weights_exchanged, not_under=_NO_DATA),
     Scenario(script=temperature, bits=False),
     Scenario(

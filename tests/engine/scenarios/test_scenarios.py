@@ -99,7 +99,9 @@ SAVED = [
 
 
 @pytest.mark.parametrize(
-    ("how", "writer", "reader"), tiered(SAVED, lambda how, writer, reader: writer[1] + reader[1] <= 4), ids=str
+    ("how", "writer", "reader"),
+    tiered(SAVED, lambda how, writer, reader: writer[1] + reader[1] <= 4),
+    ids=lambda v: v if isinstance(v, str) else f"{v[0].value} {v[1]}",
 )
 def test_what_was_saved_goes_on(
     pool: Pool, tmp_path: Path, how: str, writer: tuple[Kind, int], reader: tuple[Kind, int]
