@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.models import build
 from fsdp_lab.models.flops import Peak
@@ -53,16 +54,53 @@ def session(place: Place, **options: Any) -> Session:
     )
 
 
+Call = tuple[str, tuple[Any, ...], dict[str, Any]]
+
+
+def call(name: str, *args: Any, **options: Any) -> Call:
+    """A call of a Session's method, for `play`."""
+    return name, args, options
+
+
+def apply(given: Spec, run: str = "run", **options: Any) -> Call:
+    return call("apply", run, given.to_dict(), **options)
+
+
+def train(steps: int, **options: Any) -> Call:
+    return call("train", steps, **options)
+
+
+def fails(wanted: Call) -> Call:
+    """The same call, which is to raise; what it raises is its answer, as "Kind: sentence"."""
+    name, args, options = wanted
+    return f"{name}!", args, options
+
+
+def _play(place: Place, calls: Sequence[Call], options: dict[str, Any]) -> list[Any]:
+    """The answers of a Session to some calls."""
+    answers: list[Any] = []
+    with closing(session(place, **options)) as s:
+        for name, args, more in calls:
+            method = getattr(s, name.rstrip("!"))
+            if not name.endswith("!"):
+                answers.append(method(*args, **more))
+                continue
+            with pytest.raises((RuntimeError, FieldError)) as raised:
+                method(*args, **more)
+            answers.append(f"{raised.type.__name__}: {raised.value}")
+    return answers
+
+
+def play(pool: Pool, world_size: int, *calls: Call, **options: Any) -> list[list[Any]]:
+    """By rank, the answers of a Session with these options to some calls, one after the other."""
+    return pool.run(_play, world_size, calls, options, reduction=None)
+
+
 def _beyond(place: Place, plan: list[dict[str, Any]]) -> list[Any]:
     """Events of two steps of each Spec on ranks whose peak is measured far too low."""
-    with mock.patch.object(prepare, "device_peak", lambda device, dtype: Peak(1e6, "measured: one slow product")):
-        s = session(place)
-        found = []
-        for given in plan:
-            s.apply("run", given)
-            found.append(s.train(3)["events"])
-        s.close()
-    return found
+    slow = Peak(1e6, "measured: one slow product")
+    with mock.patch.object(prepare, "device_peak", lambda device, dtype: slow), closing(session(place)) as s:
+        return [(s.apply("run", given), s.train(3)["events"])[1] for given in plan]
 
 
 def _follow(
@@ -146,58 +184,29 @@ def test_switches_do_not_disturb_the_loss(pool: Pool) -> None:
     assert [e.first_after_switch for e in switched] == [True, False] * 4
 
 
-@pytest.mark.slow
-def test_precision_goes_and_comes_back(pool: Pool) -> None:
-    specs = [
-        spec(seed=2, precision=p) for p in ("fp32", "fp16", "bf16", "fp32")
-    ]  # a seed whose gradients fp16 can hold
-    (mine, _), _ = follow(pool, [(s, 2) for s in specs])
-    assert all(math.isfinite(e.mean_loss) for e in mine)
-    assert mine[-1].mean_loss < mine[0].mean_loss
-    assert not any(e.skipped for e in mine)
-
-
-def test_clipping_is_alike_for_all_backends(pool: Pool) -> None:
-    clip = {"clip_norm": 0.1, "optimizer": "sgd", "lr": 1.0}
-    norms = []
-    for changes in ({}, {"backend": "fsdp1"}, DDP, {"precision": "fp16"}):
-        (mine, _), _ = follow(pool, [(spec(**clip, **changes), 3)])
-        norms.append([e.grad_norm for e in mine])
-    for other in norms[1:]:
-        assert other == pytest.approx(norms[0], rel=2e-2)
-    assert norms[0][0] > 0.1
-
-
-def test_a_light_change_rebuilds_nothing(pool: Pool) -> None:
-    (mine, _), answers = follow(pool, [(spec(), 2), (spec(micro_batch=4, lr=0.001, accumulate=2, sync="last"), 2)])
-    assert answers[1]["carried"] and mine[-1].tokens == 4 * 2 * 32
-    assert mine[2].samples - mine[1].samples == 16
-
-
-def test_as_many_reductions_as_micro_batches_that_communicate(pool: Pool) -> None:
-    """And a light change goes from one number to another."""
+def test_a_light_change_rebuilds_nothing_and_as_many_reductions_are_made_as_micro_batches_communicate(
+    pool: Pool,
+) -> None:
     parts = [(spec(accumulate=5, sync=sync), 1) for sync in ("last", "every", 2, 3)]
-    (mine, _), answers = follow(pool, parts)
+    (mine, _), answers = follow(pool, [*parts, (spec(micro_batch=4, lr=0.001, accumulate=2, sync="last"), 1)])
     assert all(answer["carried"] for answer in answers[1:])
     calls = [event.comm["reduce_scatter"].calls for event in mine]
-    assert calls == [times * calls[0] for times in (1, 5, 3, 2)]
+    assert calls == [times * calls[0] for times in (1, 5, 3, 2, 1)]
+    assert mine[-1].tokens == 4 * 2 * 32 and mine[-1].samples - mine[-2].samples == 16
 
 
 def _decay(place: Place) -> list[list[float]]:
     """The weight decay of each parameter group, as it is taken away and given back."""
-    s = session(place)
     seen = []
-    for decay in (0.1, 0.0, 0.2):
-        s.apply("run", spec(weight_decay=decay).to_dict())
-        s.train(1)
-        seen.append([group["weight_decay"] for group in s.namespace()["optimizer"].param_groups])
-    s.close()
+    with closing(session(place)) as s:
+        for decay in (0.1, 0.0, 0.2):
+            s.apply("run", spec(1, weight_decay=decay).to_dict())
+            seen.append([group["weight_decay"] for group in s.namespace()["optimizer"].param_groups])
     return seen
 
 
 def test_weight_decay_can_be_taken_away_and_given_back(pool: Pool) -> None:
-    for seen in pool.run(_decay, 2, reduction=None):
-        assert seen == [[0.1, 0.0], [0.0, 0.0], [0.2, 0.0]]
+    assert pool.run(_decay, 1, reduction=None) == [[[0.1, 0.0], [0.0, 0.0], [0.2, 0.0]]]
 
 
 EXPERTS = {"model_type": "switch_transformers", "d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 48,
@@ -205,38 +214,20 @@ EXPERTS = {"model_type": "switch_transformers", "d_model": 32, "num_layers": 2, 
 CACHES = {"model_type": "xlm", "emb_dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 384}
 
 
-def _refused(place: Place, given: list[dict[str, Any]], folder: str) -> list[Any]:
-    s = session(place)
-    s.apply("run", spec().to_dict())
-    s.train(2)
-    said = []
-    if place.rank == 1:  # only this rank cannot read it: all must be told
-        given[-1]["workload"]["data"] = folder
-    for i, one in enumerate(given):
-        with pytest.raises(SpecError) as e:
-            s.apply("run", one, fresh=i % 2 == 0)
-        said.append(str(e.value))
-    after = s.train(2)
-    s.close()
-    return [said, [e["step"] for e in after["events"]]]
-
-
 def test_a_refusal_leaves_all_as_it_was(pool: Pool, tmp_path: Path) -> None:
-    bad = [
-        spec(world_size=3).to_dict(),
-        spec(wrap="class:Nothing").to_dict(),
-        spec(backend="fsdp1", offload="all").to_dict(),
-        spec(data="/nowhere/at/all").to_dict(),
-        spec(seq_len=65).to_dict(),
-        spec(model=EXPERTS, backend="fsdp2").to_dict(),
-        spec(model=CACHES, recompute="full").to_dict(),
-        spec(micro_batch=3).to_dict(),
-    ]
-    for said, steps in pool.run(_refused, 2, bad, str(tmp_path / "nothing"), reduction=None):
-        assert [text.split(":")[0] for text in said] == [
-            "world_size", "strategy.wrap", "strategy.offload", "workload.data", "workload.seq_len",
-            "strategy.backend", "strategy.recompute", "workload.data"]  # fmt: skip
-        assert steps == [2, 3]
+    refused = {
+        "world_size": spec(world_size=3),
+        "strategy.wrap": spec(wrap="class:Nothing"),
+        "strategy.offload": spec(backend="fsdp1", offload="all"),
+        "workload.data": spec(data="/nowhere/at/all"),
+        "workload.seq_len": spec(seq_len=65),
+        "strategy.backend": spec(model=EXPERTS, backend="fsdp2"),
+        "strategy.recompute": spec(model=CACHES, recompute="full"),
+    }
+    calls = [fails(apply(bad, fresh=i % 2 == 0)) for i, bad in enumerate(refused.values())]
+    for _, _, *said, after in play(pool, 2, apply(spec()), train(2), *calls, train(2)):
+        assert [text.split(":")[1].strip() for text in said] == [*refused]
+        assert [e["step"] for e in after["events"]] == [2, 3]
 
 
 def _interrupted(place: Place, changes: dict[str, Any], whom: str) -> Any:
@@ -269,33 +260,15 @@ def _stall(release: threading.Event, s: Session) -> None:
         release.wait(0.02)
 
 
-INTERRUPTED: dict[str, dict[str, Any]] = {"lab": {}, "ddp": DDP, "fsdp1": {"backend": "fsdp1"}}
-
-
-@pytest.fixture(scope="module")
-def never_interrupted(pool: Pool) -> dict[str, list[float]]:
-    """The losses of five steps."""
-    found = {}
-    for name, changes in INTERRUPTED.items():
-        (steady, _), _ = follow(pool, [(spec(**changes), 5)])
-        found[name] = [e.mean_loss for e in steady]
-    return found
-
-
 @pytest.mark.parametrize(
     ("name", "whom"),
-    tiered(
-        [("lab", "0"), ("ddp", "1"), ("fsdp1", "all"), ("lab", "all"), ("ddp", "0"), ("fsdp1", "1")],
-        lambda name, whom: (name, whom) in {("lab", "0"), ("ddp", "1")},
-    ),
+    tiered([("lab", "0"), ("ddp", "1"), ("fsdp1", "all")], lambda name, whom: name != "fsdp1"),
 )
-def test_sigint_frees_ranks_that_wait_and_loses_nothing(
-    pool: Pool, never_interrupted: dict[str, list[float]], name: str, whom: str
-) -> None:
-    for stopped, step, losses, seconds in pool.run(_interrupted, 2, INTERRUPTED[name], whom, reduction=None):
-        assert stopped and step == 2
-        assert losses == never_interrupted[name]
-        assert seconds < 5
+def test_sigint_frees_ranks_that_wait_and_loses_nothing(pool: Pool, name: str, whom: str) -> None:
+    (steady, _), _ = follow(pool, [(spec(**BACKENDS[name]), 5)])
+    for stopped, step, losses, seconds in pool.run(_interrupted, 2, BACKENDS[name], whom, reduction=None):
+        assert stopped and step == 2 and seconds < 10
+        assert losses == [e.mean_loss for e in steady]
 
 
 def _interrupted_while_drawing(place: Place) -> Any:
@@ -327,7 +300,7 @@ def _interrupted_while_drawing(place: Place) -> Any:
 def test_sigint_ends_the_drawing_of_initial_values(pool: Pool) -> None:
     (at, *_), _ = found = pool.run(_interrupted_while_drawing, 2, reduction=None)
     for _, ended, draws, steps in found:
-        assert ended - at < 3 and draws < 40 and steps == [0]
+        assert ended - at < 10 and draws < 40 and steps == [0]
 
 
 def _fails(place: Place, after_s: float = 0.0) -> Any:
@@ -405,11 +378,10 @@ def test_switches_leave_no_group_open(pool: Pool) -> None:
     hybrid = {"sharding": "hybrid_shard", "shard_size": 2}
     plans = [{"backend": b, **hybrid} for b in ("lab", "fsdp2", "fsdp1")]
     plans += [{"backend": b, "reshard_size": 2} for b in ("lab", "fsdp2")] + [{"backend": "lab"}]
-    for by_round in pool.run(_switches_groups, 4, [spec(4, **p).to_dict() for p in plans], 3, reduction=None):
-        assert [groups for groups, _ in by_round] == [0] * 3
-        assert by_round[-1][1] < by_round[0][1] + 20, (
-            by_round
-        )  # a round makes 22 groups; torch's own threads come and go
+    for by_round in pool.run(_switches_groups, 4, [spec(4, **p).to_dict() for p in plans], 2, reduction=None):
+        assert [groups for groups, _ in by_round] == [0] * 2
+        # a round makes 22 groups; torch's own threads come and go
+        assert by_round[-1][1] < by_round[0][1] + 20, by_round
 
 
 def _open_and_close(place: Place, given: dict[str, Any]) -> int:
@@ -423,7 +395,7 @@ def _open_and_close(place: Place, given: dict[str, Any]) -> int:
 @pytest.mark.slow
 def test_a_session_that_is_closed_leaves_no_connection(pool: Pool) -> None:
     """Each has three to the store, and a session that something keeps keeps them; rank 0 may have 1,024 in all."""
-    counts = [pool.run(_open_and_close, 2, spec().to_dict(), reduction=None) for _ in range(4)]
+    counts = [pool.run(_open_and_close, 2, spec().to_dict(), reduction=None) for _ in range(3)]
     assert all(last <= second for last, second in zip(counts[-1], counts[1], strict=True)), counts
 
 
