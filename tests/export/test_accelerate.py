@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fsdp_lab.export import export_accelerate
 from fsdp_lab.spec.spec import Spec
-from tests.export.ranks import in_the_lab, spec
-from tests.export.test_script import LLAMA
-from tests.models import words
-from tests.models.small import filled
-from tests.pool import Pool
+from tests.export.ranks import spec
 
 pytest.importorskip("accelerate")
-
-SAID = Path(__file__).with_name("said.py")
 
 
 def made_of(file: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
@@ -30,7 +22,7 @@ def made_of(file: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    arguments = ["--config_file", str(file), "--main_process_port", "0", str(SAID)]
+    arguments = ["--config_file", str(file), "--main_process_port", "0", __file__]
     args, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
     with monkeypatch.context() as here:
         for name in [n for n in os.environ if n.startswith(("FSDP_", "ACCELERATE_", "PARALLELISM_"))]:
@@ -49,7 +41,6 @@ def made_of(file: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
 
 
 def test_accelerate_makes_of_it_what_the_spec_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
     from torch.distributed.fsdp import BackwardPrefetch, CPUOffloadPolicy, ShardingStrategy
 
     def made(name: str, asked: Spec) -> tuple[Any, Any]:
@@ -84,26 +75,3 @@ def test_accelerate_makes_of_it_what_the_spec_says(tmp_path: Path, monkeypatch: 
 
     args, plugin = made("ddp", spec(backend="ddp", sharding="no_shard", devices=("cuda:1", "cuda:3"), precision="bf16"))
     assert plugin is None and (args.multi_gpu, args.gpu_ids, args.mixed_precision) == (True, "1,3", "bf16")
-
-
-@pytest.mark.slow
-def test_accelerate_launch_takes_it_and_trains_to_the_losses_of_the_run(pool: Pool, tmp_path: Path) -> None:
-    """What a config cannot express, said.py does as the config's head says. Bit for bit: a sum of two ranks has one order,
-    so that units other than the run's change nothing."""
-    filled(LLAMA, 9).save_pretrained(tmp_path / "model")  # type: ignore[operator]
-    data = words.json_lines(tmp_path / "some.jsonl", words.uneven(200, 30), "story")
-    asked = spec(model=str(tmp_path / "model"), sharding="shard_grad_op", data=data, text_field="story", packing="padded",
-                 tokenizer=words.word_tokenizer(tmp_path / "tokenizer"), accumulate=2, sync="last", lr_schedule="cosine",
-                 decay_steps=4, warmup_steps=2)  # fmt: skip
-    file = export_accelerate(asked, tmp_path / "fsdp.yaml")
-    (given := tmp_path / "spec.json").write_text(asked.to_json())
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(file),
-               "--main_process_port", "0", "-m", "tests.export.said", str(given), "4"]  # fmt: skip
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}  # as a launched process is told where there is no GPU
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=SAID.parents[2], env=environment)
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("said ")]
-    said, losses = json.loads(line.removeprefix("said "))
-    assert said == {"processes": 2, "fsdp": "true", "version": 2, "reshard": False, "classes": ["LlamaDecoderLayer"],
-                    "checkpointing": False}  # fmt: skip
-    assert losses == in_the_lab(pool, {"it": asked}, 4)["it"] and len(set(losses)) == 4

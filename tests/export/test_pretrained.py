@@ -59,20 +59,24 @@ def written(place: Place, given: dict[str, Any], root: str, prompts: list[str], 
     return texts
 
 
+def continued(model: Any, tokenizer: Any, prompts: list[str], new_tokens: int) -> dict[str, str]:
+    """Number of the prompt -> its text by transformers."""
+    texts = {}
+    for number, prompt in enumerate(prompts):
+        asked = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
+        (out,) = model.generate(**asked, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+        texts[str(number)] = tokenizer.decode(out[asked["input_ids"].shape[1] :], skip_special_tokens=True)
+    return texts
+
+
 def test_what_is_exported_writes_the_same_with_its_tokenizer_and_keeps_its_config(pool: Pool, tmp_path: Path) -> None:
     prompts = ["def f(", "import"]
     given = spec(model={**SMALL, "resid_pdrop": 0.25})
-    by_rank = pool.run(written, 2, given.to_dict(), str(tmp_path / "saved"), prompts, 16, reduction=None)
+    one, other = pool.run(written, 2, given.to_dict(), str(tmp_path / "saved"), prompts, 16, reduction=None)
     folder = export_model(tmp_path / "saved", tmp_path / "model")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     assert (model.config.resid_pdrop, model.config.use_cache) == (0.25, True)
-    for number, prompt in enumerate(prompts):
-        asked = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
-        out = model.generate(**asked, max_new_tokens=16, do_sample=False, pad_token_id=0)[
-            0, asked["input_ids"].shape[1] :
-        ]
-        texts = {**by_rank[0], **by_rank[1]}
-        assert tokenizer.decode(out, skip_special_tokens=True) == texts[str(number)]
+    assert continued(model, tokenizer, prompts, 16) == {**one, **other}
 
 
 def test_what_is_there_is_not_lost(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,11 +118,7 @@ def test_what_is_there_is_not_lost(pool: Pool, tmp_path: Path, capsys: pytest.Ca
     ],
 )
 def test_run_refuses_before_anything_starts(
-    arguments: list[str],
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "spec.json").write_text(spec().to_json())

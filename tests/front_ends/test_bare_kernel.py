@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from fsdp_lab.dashboard.live import SILENCE_S
 from tests.front_ends.bare import BareFrontEnd, RemotePage
 from tests.front_ends.colab import COLAB, KERNEL_PACKAGES
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 REPO = Path(__file__).resolve().parents[2]
 CLUSTER = ("ipyparallel.", "fsdp_lab.cluster.engine_server")  # modules that listen for each other
@@ -30,18 +29,6 @@ def cells() -> list[str]:
     notebook = json.loads((REPO / "notebooks" / "01_live_dashboard.ipynb").read_text(encoding="utf-8"))
     code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     return code[: code.index("lab.dashboard()") + 1]
-
-
-def begin(home: Path, mark: str, *, packages: Path | None = None) -> BareFrontEnd:
-    env = {
-        **os.environ,
-        MARK: mark,
-        "IPYTHONDIR": str(home / "ipython"),
-        "JUPYTER_RUNTIME_DIR": str(home / "runtime"),
-        "FSDP_LAB_HISTORY": str(home / "history.sqlite3"),
-        "PYTHONPATH": os.pathsep.join(map(str, [*([packages] if packages else []), REPO])),
-    }
-    return BareFrontEnd(home, env)
 
 
 def started(mark: str) -> list[psutil.Process]:
@@ -79,32 +66,53 @@ def steps_of(page: RemotePage) -> int:
 
 
 @pytest.fixture
-def mark() -> Iterator[str]:
-    """And after the test, nothing that was started is left."""
-    made = uuid.uuid4().hex
-    yield made
-    _, left = psutil.wait_procs(started(made), 15)
+def front_end(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BareFrontEnd]:
+    """After the test, nothing that it started is left. Its parameter: whether the kernel has Colab's packages."""
+    packages = colab_packages(tmp_path / "colab") if request.param else None
+    env = {
+        **os.environ,
+        MARK: str(tmp_path),
+        "IPYTHONDIR": str(tmp_path / "ipython"),
+        "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"),
+        "FSDP_LAB_HISTORY": str(tmp_path / "history.sqlite3"),
+        "PYTHONPATH": os.pathsep.join(map(str, [*([packages] if packages else []), REPO])),
+    }
+    made = BareFrontEnd(tmp_path, env)
+    try:
+        yield made
+    finally:
+        made.close()
+    _, left = psutil.wait_procs(started(str(tmp_path)), 15)
     assert not left
 
 
-def test_notebook_01_in_a_kernel_that_is_not_ours(tmp_path: Path, mark: str):
-    front_end = begin(tmp_path, mark)
-    try:
-        kernel = psutil.Process(front_end.pid)
-        at_first = listening(kernel)
-        page = run_notebook(front_end)
-        assert max(page.buffer_bytes) < 1e6, "a message stays far below what front ends take"
-        assert listening(kernel) == at_first, "the kernel listens where its front end is, and nowhere else"
-        others = {p.pid: ports for p in started(mark) if p.pid != kernel.pid and (ports := listening(p))}
-        words = [psutil.Process(pid).cmdline()[1:3] for pid in others]
-        assert words and all(m == "-m" and name.startswith(CLUSTER) for m, name in words), "no server of pages"
-        assert {ip for ports in [at_first, *others.values()] for ip, _ in ports} == {"127.0.0.1"}
-        nobody_acknowledges(front_end, page)
-        front_end.press("Stop")
-        front_end.wait(lambda: front_end.run("print(lab.current.state.over)") == "True\n", 60, "the end of the run")
-        front_end.run("lab.close()")
-    finally:
-        front_end.close()
+def colab_packages(folder: Path) -> Path:
+    """What Colab's kernel has imported when a notebook opens, in a folder that goes first."""
+    wanted = [f"{name}=={COLAB[name]}" for name in KERNEL_PACKAGES if name in COLAB]
+    wanted += [name for name in KERNEL_PACKAGES if name not in COLAB]
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *wanted]
+    done = subprocess.run(install, capture_output=True, text=True, timeout=180)
+    if done.returncode:
+        pytest.skip(f"Colab's packages cannot be installed here: {done.stderr[-300:]}")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("front_end", [False], indirect=True)
+def test_notebook_01_in_a_kernel_that_is_not_ours(front_end: BareFrontEnd, tmp_path: Path) -> None:
+    kernel = psutil.Process(front_end.pid)
+    at_first = listening(kernel)
+    page = run_notebook(front_end)
+    assert max(page.buffer_bytes) < 1e6, "a message stays far below what front ends take"
+    assert listening(kernel) == at_first, "the kernel listens where its front end is, and nowhere else"
+    others = {p.pid: ports for p in started(str(tmp_path)) if p.pid != kernel.pid and (ports := listening(p))}
+    words = [psutil.Process(pid).cmdline()[1:3] for pid in others]
+    assert words and all(m == "-m" and name.startswith(CLUSTER) for m, name in words), "no server of pages"
+    assert {ip for ports in [at_first, *others.values()] for ip, _ in ports} == {"127.0.0.1"}
+    nobody_acknowledges(front_end, page)
+    front_end.press("Stop")
+    front_end.wait(lambda: front_end.run("print(lab.current.state.over)") == "True\n", 60, "the end of the run")
+    front_end.run("lab.close()")
 
 
 def nobody_acknowledges(front_end: BareFrontEnd, page: RemotePage) -> None:
@@ -115,27 +123,12 @@ def nobody_acknowledges(front_end: BareFrontEnd, page: RemotePage) -> None:
     assert page.seq - ticks <= 3 + (time.monotonic() - began_s) / SILENCE_S, "two messages, then one in two seconds"
 
 
-@pytest.fixture(scope="module")
-def colab_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What Colab's kernel has imported when a notebook opens, in a folder that goes first."""
-    folder = tmp_path_factory.mktemp("colab")
-    wanted = [f"{name}=={COLAB[name]}" for name in KERNEL_PACKAGES if name in COLAB]
-    wanted += [name for name in KERNEL_PACKAGES if name not in COLAB]
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *wanted]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=180)
-    if done.returncode:
-        pytest.skip(f"Colab's packages cannot be installed here: {done.stderr[-300:]}")
-    return folder
-
-
-def test_notebook_01_with_the_packages_of_colabs_kernel(colab_packages: Path, tmp_path: Path, mark: str):
-    front_end = begin(tmp_path, mark, packages=colab_packages)
-    try:
-        versions = "import importlib.metadata as m; print(*(m.version(n) for n in {!r}))"
-        pinned = [name for name in KERNEL_PACKAGES if name in COLAB]
-        assert front_end.run(versions.format(pinned)).split() == [COLAB[name] for name in pinned]
-        run_notebook(front_end)
-        front_end.run("await lab.run(lab.spec, steps=2)")  # in a cell, as the other notebooks do
-        front_end.run("lab.close()")
-    finally:
-        front_end.close()
+@pytest.mark.nightly
+@pytest.mark.parametrize("front_end", [True], indirect=True)
+def test_notebook_01_with_the_packages_of_colabs_kernel(front_end: BareFrontEnd) -> None:
+    versions = "import importlib.metadata as m; print(*(m.version(n) for n in {!r}))"
+    pinned = [name for name in KERNEL_PACKAGES if name in COLAB]
+    assert front_end.run(versions.format(pinned)).split() == [COLAB[name] for name in pinned]
+    run_notebook(front_end)
+    front_end.run("await lab.run(lab.spec, steps=2)")  # in a cell, as the other notebooks do
+    front_end.run("lab.close()")
