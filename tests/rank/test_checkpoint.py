@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +22,7 @@ from safetensors import safe_open
 
 from fsdp_lab.backends.shard_files import read_shards, write_shard
 from fsdp_lab.backends.state import Chunk, snapshot
-from fsdp_lab.base.errors import ArgumentError, FieldError
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.rank import checkpointing
 from fsdp_lab.spec.checkpoint_format import (
     MANIFEST,
@@ -34,25 +35,20 @@ from fsdp_lab.spec.checkpoint_format import (
     incomplete_checkpoints,
     prune,
 )
-from tests.covering import tiered
+from fsdp_lab.spec.spec import Spec
 from tests.pool import Place, Pool
-from tests.rank.test_session import DDP, session, spec
+from tests.rank.test_session import DDP, apply, call, fails, play, session, spec, train
 
 IMAGES: dict[str, Any] = {"model": "resnet-1m", "data": "images"}
 KINDS: list[dict[str, Any]] = [
     {},
-    {"precision": "fp16", "offload": "all"},
-    {"backend": "fsdp2", "offload": "all"},
+    {"precision": "fp16", "offload": "all", "optimizer": "ASGD", "optimizer_args": {"t0": 2}},
+    {"backend": "fsdp2", "offload": "all", "optimizer": "NAdam"},
     {"backend": "fsdp1", "precision": "bf16"},
     DDP,
     {"optimizer": "sgd", "sharding": "zero1", "optimizer_args": {"momentum": 0.9}},
     {"optimizer_args": {"fused": True, "amsgrad": True}},
     IMAGES,
-]
-MORE: list[dict[str, Any]] = [  # optimizers, of the slow tier
-    {"optimizer": "NAdam", "backend": "fsdp2"},
-    {"optimizer": "ASGD", "optimizer_args": {"t0": 2}},
-    {"optimizer": "Adagrad", "optimizer_args": {"initial_accumulator_value": 0.1}},
 ]
 
 
@@ -96,25 +92,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
-def undisturbed_of(pool: Pool, kinds: list[dict[str, Any]], root: Path) -> list[Any]:
-    """By rank, then by kind."""
-    return pool.run(_undisturbed, 2, [spec(**changes).to_dict() for changes in kinds], str(root), reduction=None)
-
-
-def resumed_of(pool: Pool, kinds: list[dict[str, Any]], undisturbed: list[Any]) -> list[Any]:
-    paths = [ended["path"] for _, _, ended in undisturbed[0]]
-    plan = [(spec(**changes).to_dict(), path) for changes, path in zip(kinds, paths, strict=True)]
-    return pool.run(_resumed, 2, plan, reduction=None)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(pool: Pool, root: Path) -> list[Any]:
-    return undisturbed_of(pool, KINDS, root)
+    """By rank, then by kind."""
+    return pool.run(_undisturbed, 2, [spec(**changes).to_dict() for changes in KINDS], str(root), reduction=None)
 
 
-@pytest.fixture(scope="module")
-def resumed(pool: Pool, undisturbed: list[Any]) -> list[Any]:
-    return resumed_of(pool, KINDS, undisturbed)
+def resumed(pool: Pool, plan: Sequence[tuple[dict[str, Any], str]]) -> list[Any]:
+    """By rank, then by entry: changes of a Spec, and a checkpoint."""
+    return pool.run(_resumed, 2, [(spec(**changes).to_dict(), path) for changes, path in plan], reduction=None)
 
 
 def _same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
@@ -123,40 +109,19 @@ def _same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
         assert (a["loss"], a["grad_norm"], a["checksum"]) == (b["loss"], b["grad_norm"], b["checksum"])
 
 
-@pytest.mark.parametrize("kind", range(len(KINDS)), ids=[str(k) for k in KINDS])
-def test_a_resumed_run_goes_on_bit_for_bit(undisturbed: list[Any], resumed: list[Any], kind: int) -> None:
-    _goes_on(undisturbed, resumed, kind)
-
-
-@pytest.mark.slow
-def test_a_resumed_run_of_other_optimizers_goes_on_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
-    before = undisturbed_of(pool, MORE, tmp_path)
-    again = resumed_of(pool, MORE, before)
-    for kind, changes in enumerate(MORE):
-        _goes_on(before, again, kind)
-        _written_once(before, kind, changes)
-
-
-def _goes_on(undisturbed: list[Any], resumed: list[Any], kind: int) -> None:
-    for rank in range(2):
-        events, drawn, ended = undisturbed[rank][kind]
-        back, again, redrawn = resumed[rank][kind]
-        assert back["step"] == 4 and back["carried"] and drawn == redrawn
-        _same(events, again)
-        assert events[-1]["checksum"] is not None
-        assert bool(ended) == (rank == 0), "rank 0 makes it a checkpoint, and says so"
-    assert undisturbed[0][kind][2]["error"] == ""
+def test_a_resumed_run_goes_on_bit_for_bit(pool: Pool, undisturbed: list[Any]) -> None:
+    saved = [ended["path"] for _, _, ended in undisturbed[0]]
+    again = resumed(pool, list(zip(KINDS, saved, strict=True)))
+    for kind in range(len(KINDS)):
+        for rank in range(2):
+            events, drawn, ended = undisturbed[rank][kind]
+            back, resumed_events, redrawn = again[rank][kind]
+            assert back["step"] == 4 and back["carried"] and drawn == redrawn
+            _same(events, resumed_events)
+            assert events[-1]["checksum"] is not None
+            assert bool(ended) == (rank == 0), "rank 0 makes it a checkpoint, and says so"
+        assert undisturbed[0][kind][2]["error"] == ""
     assert undisturbed[0][0][1] != undisturbed[1][0][1], "each rank has random numbers of its own"
-
-
-def _pass_on(place: Place, given: dict[str, Any], path: str, root: str) -> dict[str, Any]:
-    """Restore and save, without a step between."""
-    s = session(place)
-    s.restore("passed on", given, path)
-    s.save(root)
-    told = _ended(s)
-    s.close()
-    return told
 
 
 def test_it_goes_on_with_other_arguments_of_the_optimizer(pool: Pool, undisturbed: list[Any]) -> None:
@@ -164,9 +129,7 @@ def test_it_goes_on_with_other_arguments_of_the_optimizer(pool: Pool, undisturbe
     plain, momentum, fused = (undisturbed[0][i][2]["path"] for i in (0, 5, 6))
     plan = [({"optimizer_args": {"fused": True, "amsgrad": True}}, plain), ({}, fused),
             ({"optimizer": "sgd", "optimizer_args": {}}, momentum)]  # fmt: skip
-    for rank, told in enumerate(
-        pool.run(_resumed, 2, [(spec(**c).to_dict(), path) for c, path in plan], reduction=None)
-    ):
+    for rank, told in enumerate(resumed(pool, plan)):
         for kind, (_, events, _) in zip((0, 6, 5), told, strict=True):
             before, _, _ = undisturbed[rank][kind]
             assert events[0]["loss"] == before[0]["loss"], "the parameters are the saved ones"
@@ -175,22 +138,28 @@ def test_it_goes_on_with_other_arguments_of_the_optimizer(pool: Pool, undisturbe
             assert [e["loss"] for e in events] != [e["loss"] for e in before]
 
 
+def passed_on(pool: Pool, path: str, root: Path, given: Sequence[Spec]) -> str:
+    """A checkpoint that came from this one by restoring and saving under each Spec, without a step between."""
+    for one in given:
+        restore, save = call("restore", "passed on", one.to_dict(), path), call("save", str(root))
+        told = play(pool, one.world_size, restore, save, call("saves", 30.0))
+        path = told[0][2]["ended"][-1]["path"]
+    return path
+
+
 @pytest.mark.slow
 def test_through_other_backends_and_other_numbers_of_ranks_no_bit_is_lost(
     pool: Pool, undisturbed: list[Any], tmp_path: Path
 ) -> None:
-    path = undisturbed[0][0][2]["path"]
-    for ranks, changes in ((3, {"backend": "fsdp2"}), (1, DDP), (4, {"sharding": "hybrid_shard", "shard_size": 2})):
-        given = spec(**changes, world_size=ranks).to_dict()
-        path = pool.run(_pass_on, ranks, given, path, str(tmp_path), reduction=None)[0]["path"]
-    resumed = pool.run(_resumed, 2, [(spec(backend="fsdp1").to_dict(), path)], reduction=None)
+    way = [spec(3, backend="fsdp2"), spec(1, **DDP), spec(4, sharding="hybrid_shard", shard_size=2)]
+    path = passed_on(pool, undisturbed[0][0][2]["path"], tmp_path, way)
+    again = resumed(pool, [({"backend": "fsdp1"}, path)])
     sums = [0, 0]  # of both ranks: which of them holds what is another backend's choice
     for rank in range(2):
-        events, (back, again, _) = undisturbed[rank][0][0], resumed[rank][0]
-        assert [(e["step"], e["samples"], e["loss"]) for e in events] == [
-            (e["step"], e["samples"], e["loss"]) for e in again
-        ]
-        sums = [sums[0] + events[-1]["checksum"], sums[1] + again[-1]["checksum"]]
+        events, (back, resumed_events, _) = undisturbed[rank][0][0], again[rank][0]
+        for one, other in zip(events, resumed_events, strict=True):
+            assert (one["step"], one["samples"], one["loss"]) == (other["step"], other["samples"], other["loss"])
+        sums = [sums[0] + events[-1]["checksum"], sums[1] + resumed_events[-1]["checksum"]]
         assert any("random numbers" in note for note in back["notes"])
     assert sums[0] % 2**64 == sums[1] % 2**64
 
@@ -201,18 +170,18 @@ def test_statistics_of_a_batchnorm_come_through_every_backend(
 ) -> None:
     """Each rank has its own, and each wrapper another name for them."""
     kind = KINDS.index(IMAGES)
-    path = undisturbed[0][kind][2]["path"]
-    for changes in ({**DDP}, {"backend": "fsdp1"}, {"backend": "fsdp2", "recompute": "full"}):
-        given = spec(**IMAGES, **changes).to_dict()
-        path = pool.run(_pass_on, 2, given, path, str(tmp_path), reduction=None)[0]["path"]
-    resumed = pool.run(_resumed, 2, [(spec(**IMAGES).to_dict(), path)], reduction=None)
+    others: list[dict[str, Any]] = [DDP, {"backend": "fsdp1"}, {"backend": "fsdp2", "recompute": "full"}]
+    way = [spec(**IMAGES, **changes) for changes in others]
+    again = resumed(pool, [(IMAGES, passed_on(pool, undisturbed[0][kind][2]["path"], tmp_path, way))])
     for rank in range(2):
-        _same(undisturbed[rank][kind][0], resumed[rank][0][1])
+        _same(undisturbed[rank][kind][0], again[rank][0][1])
 
 
 def test_every_element_is_written_once_and_nothing_is_pickled(undisturbed: list[Any]) -> None:
     for kind, changes in enumerate(KINDS):
         _written_once(undisturbed, kind, changes)
+    one, other = find(undisturbed[0][KINDS.index(DDP)][2]["path"]).manifest["files"].values()
+    assert abs(one - other) < 0.01 * one, "replicas write together"
 
 
 def _written_once(undisturbed: list[Any], kind: int, changes: dict[str, Any]) -> None:
@@ -234,12 +203,6 @@ def _written_once(undisturbed: list[Any], kind: int, changes: dict[str, Any]) ->
     assert saved.spec == spec(**changes) and saved.run == f"run{kind}"
 
 
-def test_replicas_write_together(undisturbed: list[Any]) -> None:
-    saved = find(undisturbed[0][KINDS.index(DDP)][2]["path"])
-    one, other = saved.manifest["files"].values()
-    assert abs(one - other) < 0.01 * one
-
-
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
@@ -247,24 +210,15 @@ def _disk_full(place: Place, given: dict[str, Any], root: str) -> tuple[Any, Any
     s = session(place)
     s.apply("run", given)
     s.train(1)
-    written, checkpointing.write_shard = (
-        checkpointing.write_shard,
-        _full if place.rank == 1 else checkpointing.write_shard,
-    )
-    try:
+    full = OSError(28, "No space left on device")
+    with mock.patch.object(checkpointing, "write_shard", side_effect=full) if place.rank == 1 else nullcontext():
         s.save(root)
         failed = _ended(s)
-    finally:
-        checkpointing.write_shard = written
     events = s.train(1)["events"]
     s.save(root)
     well = _ended(s)
     s.close()
     return failed, well, events
-
-
-def _full(*_: Any) -> Any:
-    raise OSError(28, "No space left on device")
 
 
 def test_a_full_disk_is_said_and_training_goes_on(pool: Pool, tmp_path: Path) -> None:
@@ -274,23 +228,6 @@ def test_a_full_disk_is_said_and_training_goes_on(pool: Pool, tmp_path: Path) ->
     assert [str(c.path) for c in checkpoints(tmp_path)] == [well["path"]] and not incomplete_checkpoints(tmp_path)
 
 
-def _refused(place: Place, plan: list[tuple[dict[str, Any], str]], root: str) -> list[str]:
-    s, told = session(place), []
-    for given, path in plan:
-        try:
-            s.restore("run", given, path)
-        except FieldError as e:
-            told.append(str(e))
-    s.apply("run", plan[0][0])
-    try:
-        s.save(f"{root}/not/there")
-    except FieldError as e:
-        told.append(str(e))
-    told.append(len(s.train(1)["events"]))
-    s.close()
-    return told
-
-
 def test_what_cannot_be_resumed_is_refused_on_all_ranks_alike(
     pool: Pool, undisturbed: list[Any], tmp_path: Path
 ) -> None:
@@ -298,13 +235,14 @@ def test_what_cannot_be_resumed_is_refused_on_all_ranks_alike(
     cut = shutil.copytree(good, tmp_path / good.name)
     file = next(cut.glob("*.safetensors"))
     os.truncate(file, file.stat().st_size // 2)
-    plan = [(spec().to_dict(), str(cut)), (spec(seed=9).to_dict(), str(good)), (spec().to_dict(), str(tmp_path / "no"))]
-    told = pool.run(_refused, 2, plan, str(tmp_path), reduction=None)
-    assert told[0] == told[1]
-    damaged, other, missing, unwritten, events = told[0]
-    assert "is damaged" in damaged and good.name in damaged
-    assert "of another training" in other and "no such folder" in missing
-    assert "no checkpoint can be written to" in unwritten and events == 1
+    refused = [(spec(), cut), (spec(seed=9), good), (spec(), tmp_path / "no")]
+    calls = [fails(call("restore", "run", given.to_dict(), str(path))) for given, path in refused]
+    save = fails(call("save", f"{tmp_path}/nothing/not/there"))
+    one, other = play(pool, 2, *calls, apply(spec()), save, train(1))
+    for damaged, another, missing, _, unwritten, after in (one, other):
+        assert "is damaged" in damaged and good.name in damaged
+        assert "of another training" in another and "no such folder" in missing
+        assert "no checkpoint can be written to" in unwritten and len(after["events"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -313,7 +251,6 @@ def test_what_cannot_be_resumed_is_refused_on_all_ranks_alike(
         (lambda p: (p / MANIFEST).unlink(), f"has no {MANIFEST}"),
         (lambda p: (p / MANIFEST).write_text("{"), "cannot be read"),
         (lambda p: (p / MANIFEST).write_text('{"format": 99}'), "has format 99"),
-        (lambda p: (p / MANIFEST).write_text("[]"), "cannot be read"),
         (lambda p: next(p.glob("*.safetensors")).unlink(), "lacks its file"),
         (lambda p: _rename(p, "../../etc/passwd"), "does not lie in it"),
         (lambda p: p.rename(p.with_name(p.name + PARTIAL)), "was never finished"),
@@ -359,14 +296,8 @@ def _killed_at_many_moments(place: Place, root: str, seed: int) -> list[tuple[in
     """A process that writes one checkpoint after another, killed; and again. What a look finds after each."""
     chance, told = random.Random(seed), []
     chunks = [Chunk(name=f"parameter.p{i}", start=0, values=torch.full((20_000,), float(i))) for i in range(12)]
-    state = {
-        "run": "run",
-        "spec": spec().to_dict(),
-        "samples": 0,
-        "optimizer": {"slots": [], "steps": 0},
-        "writers": [0],
-        "modules": {},
-    }
+    state = {"run": "run", "spec": spec().to_dict(), "samples": 0, "optimizer": {"slots": [], "steps": 0}, "writers": [0],
+             "modules": {}}  # fmt: skip
     folder, number = Path(root), 0
     for _ in range(40):
         number += 100
@@ -408,46 +339,39 @@ def test_killed_at_any_moment_the_last_good_one_is_usable_and_torn_ones_are_name
 
 
 def _layouts(place: Place, given: dict[str, Any], writers: list[list[int]]) -> list[Any]:
-    s = session(place)
-    s.apply("run", given)
-    s.train(1)
+    """For each set of writers, the elements of parameters that this rank would write; None: there are not all."""
     told: list[Any] = []
-    for among in writers:
-        if place.rank not in among:
-            continue
-        try:
-            held = snapshot(s._lifecycle.require().backend, s._checkpointer._layouts, place.rank, among)
-            told.append(sum(c.values.numel() for c in held if c.name.startswith("parameter.")))
-        except LookupError:
+    with closing(session(place)) as s:
+        s.apply("run", given)
+        s.train(1)
+        for among in writers:
             told.append(None)
-    s.close()
+            if place.rank not in among:
+                continue
+            with suppress(LookupError):
+                held = snapshot(s._lifecycle.require().backend, s._checkpointer._layouts, place.rank, among)
+                told[-1] = sum(c.values.numel() for c in held if c.name.startswith("parameter."))
     return told
 
 
+HYBRID = {"sharding": "hybrid_shard", "shard_size": 2}
+
+
 @pytest.mark.parametrize(
-    ("changes", "alive", "covered"),
-    tiered(
-        [
-            ({"sharding": "hybrid_shard", "shard_size": 2}, [0, 1], True),
-            ({"sharding": "hybrid_shard", "shard_size": 2}, [1, 2], True),
-            ({"sharding": "hybrid_shard", "shard_size": 2}, [0, 2], False),
-            (DDP, [3], True),
-            ({"backend": "fsdp2"}, [0, 1, 2], False),
-        ],
-        lambda changes, alive, covered: alive in ([1, 2], [0, 2]),
-    ),
+    ("changes", "covered", "lost"),
+    [(HYBRID, [[0, 1], [1, 2]], [[0, 2]]), (DDP, [[3]], []), ({"backend": "fsdp2"}, [], [[0, 1, 2]])],
+    ids=["hybrid", "ddp", "fsdp2"],
 )
 def test_survivors_hold_all_of_it_or_say_that_they_do_not(
-    pool: Pool, changes: dict[str, Any], alive: list[int], covered: bool
+    pool: Pool, changes: dict[str, Any], covered: list[list[int]], lost: list[list[int]]
 ) -> None:
-    given = spec(**changes, world_size=4)
-    told = pool.run(_layouts, 4, given.to_dict(), [alive], reduction=None)
-    shares = [told[rank][0] for rank in alive]
-    if covered:
-        whole = pool.run(_layouts, 4, given.to_dict(), [[0, 1, 2, 3]], reduction=None)
-        assert sum(shares) == sum(share[0] for share in whole)
-    else:
-        assert shares == [None] * len(alive)
+    every = [0, 1, 2, 3]
+    told = pool.run(_layouts, 4, spec(4, **changes).to_dict(), [every, *covered, *lost], reduction=None)
+    whole = sum(held[0] for held in told)
+    for i, alive in enumerate(covered, start=1):
+        assert sum(told[rank][i] for rank in alive) == whole
+    for i, alive in enumerate(lost, start=1 + len(covered)):
+        assert [told[rank][i] for rank in alive] == [None] * len(alive)
 
 
 def _lost_part(place: Place, root: str) -> tuple[list[int], dict[str, Any], dict[str, Any]]:
@@ -471,7 +395,7 @@ def _lost_part(place: Place, root: str) -> tuple[list[int], dict[str, Any], dict
 def test_a_part_that_never_comes_ends_the_writer_in_its_time(pool: Pool, tmp_path: Path) -> None:
     (steps, lost, whole), (others, *_) = pool.run(_lost_part, 2, str(tmp_path), reduction=None)
     assert steps == others == [0, 1], "training went on"
-    assert lost["path"] is None and 0.5 < lost["seconds"] < 15
+    assert lost["path"] is None and lost["seconds"] > 0.5
     assert lost["error"].startswith("rank 1 did not report its file within 0.5 s")
     assert whole["error"] == "" and [c.step for c in checkpoints(tmp_path)] == [2]
     assert not incomplete_checkpoints(tmp_path)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from fsdp_lab.models import resolve
@@ -18,9 +19,9 @@ from tests.rank.test_session import session, spec
 ON = {"dropout": "config"}  # 0.1 in GPT-2: of embeddings, attention and residuals
 
 
+@pytest.mark.slow
 def test_masks_are_the_same_under_every_backend_and_in_a_recomputed_forward(pool: Pool) -> None:
-    changes = [*BACKENDS.values(), {"recompute": "full"}, {"backend": "fsdp2", "recompute": "every:2"},
-               {"sharding": "zero1"}, {"offload": "all", "wrap": "whole"}]  # fmt: skip
+    changes = [*BACKENDS.values(), {"sharding": "zero1", "recompute": "full"}]
     plans = [planned((spec(**ON, **c), 3)) for c in changes]
     switched = planned(*((spec(**ON, **b), 1) for b in (BACKENDS["lab"], BACKENDS["ddp"], BACKENDS["fsdp2"])))
     off = planned((spec(), 3))
@@ -34,18 +35,15 @@ def test_what_a_router_draws_whatever_its_config_says_is_the_same_again(pool: Po
     phimoe = {"model_type": "phimoe", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 384,
               "num_key_value_heads": 2, "intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2,
               "max_position_embeddings": 64}  # fmt: skip
-    told = pool.run(
-        trained, 2, [planned((spec(model=phimoe, **c), 2)) for c in ({}, {}, BACKENDS["fsdp2"])], reduction=None
-    )
-    assert outcome(told, 0) == outcome(told, 1) == outcome(told, 2)
+    plans = [planned((spec(model=phimoe, **c), 2)) for c in ({}, BACKENDS["fsdp2"])]
+    told = pool.run(trained, 2, plans, reduction=None)
+    assert outcome(told, 0) == outcome(told, 1)
 
 
 def test_masks_belong_to_the_samples_and_not_to_the_rank(pool: Pool) -> None:
-    """Micro-batches of one rank that accumulates four are those of four ranks: their losses are the same."""
-    four = pool.run(trained, 4, [planned((spec(4, **ON), 1))], reduction=None)
+    """Two ranks that accumulate two have the losses of one rank's first four micro-batches."""
     two = pool.run(trained, 2, [planned((spec(2, accumulate=2, **ON), 1))], reduction=None)
     one = pool.run(_losses, 1, spec(1, **ON).to_dict(), reduction=None)[0]
-    assert [rank[0][0]["loss"] for rank in four] == one
     assert [rank[0][0]["loss"] for rank in two] == [
         float(np.float32(np.float32(one[r]) + np.float32(one[r + 2]))) / 2 for r in range(2)
     ]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 
 from fsdp_lab.backends import Backend
-from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.events import Role
 from fsdp_lab.models import Batches, build_skeleton, resolve
 from fsdp_lab.rank import Session
@@ -20,7 +20,7 @@ from fsdp_lab.spec.spec import Spec
 from tests.backends.train import whole
 from tests.covering import tiered
 from tests.pool import Place, Pool
-from tests.rank.test_session import DDP, session, spec
+from tests.rank.test_session import BACKENDS, DDP, apply, fails, play, session, spec, train
 
 SAMPLES = 7  # no multiple of what the ranks take at a time
 STEPS = 4  # the third is a ledger step
@@ -32,24 +32,17 @@ LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_
          "bos_token_id": None, "eos_token_id": 1}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "lab": {"backward_prefetch": 2, "forward_prefetch": 1},
-    "lab_zero1": {"sharding": "zero1", "recompute": "full"},
-    "lab_offload": {"sharding": "shard_grad_op", "offload": "optimizer"},
-    "fsdp2": {"backend": "fsdp2", "forward_prefetch": 1, "backward_prefetch": 2},
-    "fsdp2_units": {
-        "backend": "fsdp2",
-        "wrap": "min_params:1",
-        "model": LLAMA,
-    },  # none is the root's: its prefetch would show
-    "fsdp2_grad_op": {"backend": "fsdp2", "sharding": "shard_grad_op"},
-    "fsdp1": {"backend": "fsdp1", "forward_prefetch": 1},
-    "fsdp1_grad_op": {"backend": "fsdp1", "sharding": "shard_grad_op", "recompute": "every:2"},
+    "lab_zero1": {"sharding": "zero1", "recompute": "full", "offload": "optimizer"},
+    # no unit is the root's: its prefetch would show
+    "fsdp2_units": {"backend": "fsdp2", "wrap": "min_params:1", "model": LLAMA},
+    "fsdp1": {"backend": "fsdp1", "sharding": "shard_grad_op", "recompute": "every:2"},
     "ddp": {**DDP, "accumulate": 2, "sync": "last"},
     "resnet": {**DDP, "model": RESNET, "data": "images"},
 }
-SAMPLE = {name: KINDS[name] for name in ("lab", "fsdp2_units", "ddp")}
+SAMPLE = {name: KINDS[name] for name in ("lab", "resnet")}
 FOUR_RANKS: dict[str, dict[str, Any]] = {
+    **{name: KINDS[name] for name in ("lab_zero1", "fsdp2_units", "ddp")},
     "lab": {"reshard_size": 2},
-    "fsdp2": {"backend": "fsdp2", "reshard_size": 2},
     "fsdp1": {"backend": "fsdp1", "sharding": "hybrid_shard"},
 }
 
@@ -63,9 +56,7 @@ def _as_it_was(s: Session) -> bool:
     """Another evaluation, of the step that has ended: what it leaves of modes, buffers and gathered parameters."""
     trainer = _trainer(s)
     module = trainer.backend.module
-    module.get_submodule(
-        next(name for name, _ in module.named_modules() if name)
-    ).training = False  # not all are as the root
+    next(m for name, m in module.named_modules() if name).training = False  # not all are as the root
 
     def look() -> tuple[Any, ...]:
         buffers = [b.clone() for b in module.buffers()]
@@ -85,15 +76,14 @@ def _trainer(s: Session) -> Trainer:
 
 def _twice(place: Place, given: list[dict[str, Any]]) -> list[Any]:
     """Of each Spec: the events without and with evaluations, and whether one leaves all as it was."""
-    s = session(place, reduction="rank_ordered")
     found = []
-    for one in given:
-        runs = []
-        for evaluations in ({}, EVALUATIONS):
-            s.apply("run", one, fresh=True, evaluated=SAMPLES)
-            runs.append(s.train(STEPS, checks=range(STEPS), evaluations=evaluations)["events"])
-        found.append([*runs, _as_it_was(s)])
-    s.close()
+    with closing(session(place, reduction="rank_ordered")) as s:
+        for one in given:
+            runs = []
+            for evaluations in ({}, EVALUATIONS):
+                s.apply("run", one, fresh=True, evaluated=SAMPLES)
+                runs.append(s.train(STEPS, checks=range(STEPS), evaluations=evaluations)["events"])
+            found.append([*runs, _as_it_was(s)])
     return found
 
 
@@ -107,8 +97,8 @@ def _trained(events: list[dict[str, Any]]) -> list[Any]:
 @pytest.mark.parametrize(
     ("world_size", "kinds"),
     tiered(
-        [(2, SAMPLE), (2, {name: kind for name, kind in KINDS.items() if name not in SAMPLE}), (4, FOUR_RANKS)],
-        lambda world_size, kinds: kinds is SAMPLE,
+        [(2, SAMPLE), (4, FOUR_RANKS)],
+        lambda world_size, kinds: world_size == 2,
     ),
 )
 def test_evaluation_changes_no_bit_of_training_and_no_byte_of_its_traffic(
@@ -127,13 +117,12 @@ def test_evaluation_changes_no_bit_of_training_and_no_byte_of_its_traffic(
 
 def _beside_plain(place: Place, given: list[dict[str, Any]]) -> list[tuple[float, float]]:
     """Of each Spec: the evaluation loss after two steps, and that of the whole model in one forward."""
-    s = session(place)
     found = []
-    for one in given:
-        s.apply("run", one, fresh=True)
-        event = s.train(2, evaluations={1: SAMPLES})["events"][-1]
-        found.append((event["eval_loss"], _plain(Spec.from_dict(one), whole(_trainer(s).backend))))
-    s.close()
+    with closing(session(place)) as s:
+        for one in given:
+            s.apply("run", one, fresh=True)
+            event = s.train(2, evaluations={1: SAMPLES})["events"][-1]
+            found.append((event["eval_loss"], _plain(Spec.from_dict(one), whole(_trainer(s).backend))))
     return found
 
 
@@ -146,14 +135,12 @@ def _plain(given: Spec, parameters: dict[str, torch.Tensor]) -> float:
         return float(torch.func.functional_call(model, parameters, kwargs=batch)["loss"])
 
 
-@pytest.mark.parametrize("world_size", tiered([1, 2, 3], lambda world_size: world_size == 2))
-def test_the_evaluation_loss_is_that_of_a_plain_forward_for_all_backends(pool: Pool, world_size: int) -> None:
-    kinds = ("lab", "fsdp2", "fsdp1", "ddp")
-    given = [spec(world_size, **KINDS[kind]).replace(accumulate=1, sync="every").to_dict() for kind in kinds]
-    for found in pool.run(_beside_plain, world_size, given, reduction=None):
+def test_the_evaluation_loss_is_that_of_a_plain_forward_for_all_backends(pool: Pool) -> None:
+    given = [spec(**changes).to_dict() for changes in BACKENDS.values()]
+    for found in pool.run(_beside_plain, 2, given, reduction=None):
         losses = [loss for loss, _ in found]
         assert losses == pytest.approx([plain for _, plain in found], rel=1e-6)
-        assert losses == pytest.approx(losses[:1] * len(kinds), rel=1e-6)
+        assert losses == pytest.approx(losses[:1] * len(given), rel=1e-6)
 
 
 def _stopped(place: Place, given: dict[str, Any]) -> Any:
@@ -181,34 +168,20 @@ def _stopped(place: Place, given: dict[str, Any]) -> Any:
     return stopped, rest["events"]
 
 
-@pytest.mark.parametrize("kind", tiered(["lab", "fsdp2", "fsdp1", "ddp"], lambda kind: kind == "lab"))
+@pytest.mark.parametrize("kind", tiered(["lab", "fsdp1"], lambda kind: kind == "lab"))
 def test_a_stop_during_an_evaluation_gives_it_up_and_keeps_the_step(pool: Pool, kind: str) -> None:
-    given = spec(**KINDS[kind]).to_dict()
-    ((steady, *_),) = pool.run(_twice, 2, [given], reduction=None)[0]
-    for stopped, rest in pool.run(_stopped, 2, given, reduction=None):
+    given = spec(**KINDS[kind])
+    (_, steady), _ = play(pool, 2, apply(given), train(STEPS), reduction="rank_ordered")
+    for stopped, rest in pool.run(_stopped, 2, given.to_dict(), reduction=None):
         assert stopped["stopped"] and stopped["step"] == 2
         assert [e["step"] for e in stopped["events"]] == [0, 1]
         assert all(e["eval_loss"] is None for e in stopped["events"])
-        assert [e["mean_loss"] for e in [*stopped["events"], *rest]] == [e["mean_loss"] for e in steady]
+        assert [e["mean_loss"] for e in [*stopped["events"], *rest]] == [e["mean_loss"] for e in steady["events"]]
         assert rest[0]["eval_loss"] > 0
 
 
-def _refused(place: Place) -> Any:
-    s = session(place)
-    s.apply("run", spec().to_dict())
-    said = []
-    for attempt in (
-        lambda: s.apply("run", spec(held_out=0).to_dict(), evaluated=1),
-        lambda: s.train(2, evaluations={1: 10**6}),
-    ):
-        with pytest.raises(SpecError) as refused:
-            attempt()
-        said.append(refused.value.field)
-    events = s.train(1, evaluations={0: SAMPLES})["events"]
-    s.close()
-    return said, [e["step"] for e in events], [e["spec_id"] for e in events]
-
-
 def test_what_is_not_held_out_is_refused_and_nothing_is_trained(pool: Pool) -> None:
-    for said, steps, specs in pool.run(_refused, 2, reduction=None):
-        assert said == ["workload.held_out"] * 2 and steps == [0] and specs == [spec().id]
+    refused = fails(apply(spec(held_out=0), evaluated=1)), fails(train(2, evaluations={1: 10**6}))
+    for _, *said, after in play(pool, 2, apply(spec()), *refused, train(1, evaluations={0: SAMPLES})):
+        assert all(text.startswith("SpecError: workload.held_out: ") for text in said)
+        assert [(e["step"], e["spec_id"]) for e in after["events"]] == [(0, spec().id)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from fsdp_lab.spec.spec import Spec
 from tests.backends.train import whole
 from tests.covering import tiered
 from tests.pool import Place, Pool
-from tests.rank.test_session import DDP, session, spec
+from tests.rank.test_session import DDP, apply, call, fails, play, session, spec, train
 
 PROMPTS = ["A", "a longer prompt than the first", "def f(", "é, of two bytes", "x" * 20]  # no multiple of the ranks
 TOKENS = 12
@@ -29,24 +30,16 @@ LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_
          "bos_token_id": None, "eos_token_id": 1}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "lab": {"backward_prefetch": 2, "forward_prefetch": 1, "recompute": "full"},
-    "lab_zero1": {"sharding": "zero1"},
-    "lab_offload": {"offload": "all"},
-    "fsdp2": {"backend": "fsdp2", "forward_prefetch": 1},
+    "without_cache": {"model": OPENAI, "sharding": "zero1"},
+    "llama": {"model": LLAMA, "offload": "all"},
     "fsdp1": {"backend": "fsdp1", "recompute": "full"},
-    "fsdp1_grad_op": {"backend": "fsdp1", "sharding": "shard_grad_op"},
     "ddp": DDP,
-    "llama": {"model": LLAMA},
-    "without_cache": {"model": OPENAI},
     "t5": {"model": T5},
-    "t5_fsdp2": {"model": T5, "backend": "fsdp2"},
-    "t5_fsdp1": {"model": T5, "backend": "fsdp1"},
+    "t5_fsdp2": {"model": T5, "backend": "fsdp2", "forward_prefetch": 1},
+    "t5_fsdp1": {"model": T5, "backend": "fsdp1", "sharding": "shard_grad_op"},
 }
 SAMPLE = {name: KINDS[name] for name in ("lab", "fsdp1")}
-
-
-def _texts(s: Session, prompts: list[str], **sampling: Any) -> dict[int, str]:
-    answer = s.generate("run", prompts, {"new_tokens": TOKENS, **sampling})
-    return {int(number): text for number, text in answer["texts"].items()}
+OTHERS = {name: kind for name, kind in KINDS.items() if name not in SAMPLE and name != "t5"}
 
 
 def _by_transformers(given: Spec, parameters: dict[str, torch.Tensor], prompts: list[str]) -> list[str]:
@@ -75,28 +68,27 @@ def _gathered_bytes(s: Session) -> int:
 def _generated(place: Place, given: list[dict[str, Any]]) -> list[Any]:
     """Of each Spec, after two steps: this rank's texts, transformers' own, the events without and with them, and the bytes
     of gathered parameters before and after the texts."""
-    s = session(place, reduction="rank_ordered")
     found = []
-    for one in given:
-        s.apply("run", one, fresh=True)
-        plain = s.train(4, checks=range(4))["events"]
-        s.apply("run", one, fresh=True)
-        events = s.train(2, checks=range(2))["events"]
-        before = _gathered_bytes(s)
-        texts = _texts(s, PROMPTS)
-        held = (before, _gathered_bytes(s))
-        assert s.trainer is not None
-        own = _by_transformers(Spec.from_dict(one), whole(s.trainer.backend), PROMPTS)
-        events += s.train(2, checks=range(2, 4))["events"]
-        found.append((texts, own, plain, events, held))
-    s.close()
+    with closing(session(place, reduction="rank_ordered")) as s:
+        for one in given:
+            s.apply("run", one, fresh=True)
+            plain = s.train(4, checks=range(4))["events"]
+            s.apply("run", one, fresh=True)
+            events = s.train(2, checks=range(2))["events"]
+            before = _gathered_bytes(s)
+            texts = {int(n): text for n, text in s.generate("run", PROMPTS, {"new_tokens": TOKENS})["texts"].items()}
+            held = (before, _gathered_bytes(s))
+            assert s.trainer is not None
+            own = _by_transformers(Spec.from_dict(one), whole(s.trainer.backend), PROMPTS)
+            events += s.train(2, checks=range(2, 4))["events"]
+            found.append((texts, own, plain, events, held))
     return found
 
 
 @pytest.mark.parametrize(
     ("world_size", "kinds"),
     tiered(
-        [(2, SAMPLE), (2, {n: k for n, k in KINDS.items() if n not in SAMPLE}), (3, {"lab": {}, "t5": {"model": T5}})],
+        [(2, SAMPLE), (2, OTHERS), (3, {name: KINDS[name] for name in ("lab", "t5")})],
         lambda world_size, kinds: kinds is SAMPLE,
     ),
 )
@@ -115,72 +107,45 @@ def test_every_backend_writes_what_transformers_does_and_trains_on_as_before(
             assert [[e[n] for n in same] for e in plain] == [[e[n] for n in same] for e in events], kind
 
 
-def _at_an_evaluation(place: Place, given: dict[str, Any]) -> list[Any]:
-    s = session(place)
-    s.apply("run", given, fresh=True)
-    asked = {"prompts": PROMPTS, "sampling": {"new_tokens": TOKENS}}
-    events = s.train(3, evaluations={1: 2}, **asked)["events"]
-    later = s.generate("run", PROMPTS, {"new_tokens": TOKENS})["texts"]
-    drawn = [_texts(s, PROMPTS, temperature=2.0, top_k=50, top_p=0.9, seed=n) for n in (1, 1, 2)]
-    s.close()
-    return [[e["completions"] for e in events], later, drawn]
-
-
+@pytest.mark.slow
 def test_an_evaluation_has_its_texts_and_what_is_drawn_depends_on_the_seed(pool: Pool) -> None:
+    drawing = {"new_tokens": TOKENS, "temperature": 2.0, "top_k": 50, "top_p": 0.9}
+    calls = [call("generate", "run", PROMPTS, {**drawing, "seed": seed}) for seed in (1, 1, 2)]
+    asked = train(3, evaluations={1: 2}, prompts=PROMPTS, sampling={"new_tokens": TOKENS})
     by_world = []
     for world_size in (1, 2):
-        given = spec(world_size, micro_batch=4 // world_size).to_dict()
-        of_ranks = pool.run(_at_an_evaluation, world_size, given, reduction=None)
-        for rank, (completions, later, (first, again, other)) in enumerate(of_ranks):
+        given = spec(world_size, micro_batch=4 // world_size)
+        of_ranks = play(pool, world_size, apply(given), asked, *calls)
+        for rank, (_, trained, first, again, other) in enumerate(of_ranks):
+            completions = [e["completions"] for e in trained["events"]]
             assert completions[0] == completions[2] == []
             assert [prompt for prompt, _ in completions[1]] == PROMPTS[rank::world_size]
-            assert first == again != other and len(later) == len(first)
-        by_world.append({number: text for *_, drawn in of_ranks for number, text in drawn[0].items()})
+            assert first == again != other
+        by_world.append({number: text for told in of_ranks for number, text in told[2]["texts"].items()})
     assert by_world[0].keys() == by_world[1].keys()
     same = sum(by_world[0][number] == by_world[1][number] for number in by_world[0])
     assert same >= len(PROMPTS) - 1, "the parameters agree to rounding, and so do the draws, but for a close call"
 
 
-def _refused(place: Place, given: list[tuple[dict[str, Any], str, list[str], dict[str, Any]]]) -> list[str]:
-    """What each is refused with; the same before it trains, where its evaluations are to have these prompts."""
-    s, said = session(place), []
-    for one, run, prompts, sampling in given:
-        early = ""
-        try:
-            s.apply("run", one, fresh=True, evaluated=1, prompts=prompts, sampling=sampling)
-        except ArgumentError as e:
-            early = str(e)
-        s.apply("run", one, fresh=True)
-        try:
-            s.generate(run, prompts, sampling)
-        except ArgumentError as e:
-            said.append(str(e))
-            assert early == (said[-1] if run == "run" else "")
-        s.train(1)
-    s.close()
-    return said
+BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48,
+        "vocab_size": 384, "max_position_embeddings": 64}  # fmt: skip
 
 
 def test_what_cannot_be_continued_is_refused_and_training_goes_on(pool: Pool) -> None:
-    bert = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-            "intermediate_size": 48, "vocab_size": 384, "max_position_embeddings": 64}  # fmt: skip
-    image = {"model": "vit-1m", "data": "images"}
-    plan = [
-        (spec(model=bert), "run", ["a"], {}, "bert fills masked tokens and does not continue a text"),
-        (spec().replace(**image), "run", ["a"], {}, "vit classifies images and does not continue a text"),
-        (spec(), "another", ["a"], {}, "run: these ranks have left run another"),
-        (
-            spec(),
-            "run",
-            ["a" * 60],
-            {"new_tokens": 5},
-            "has 60 tokens, and with 5 new ones it is longer than the model's 64",
-        ),
+    """And before it trains, where its evaluations are to have these prompts."""
+    plan: list[tuple[Spec, str, dict[str, Any], str]] = [
+        (spec(model=BERT), "a", {}, "bert fills masked tokens and does not continue a text"),
+        (spec(), "a" * 60, {"new_tokens": 5}, "has 60 tokens, and with 5 new ones it is longer than the model's 64"),
     ]
-    said = pool.run(_refused, 2, [(s.to_dict(), r, p, n) for s, r, p, n, _ in plan], reduction=None)
-    assert said[0] == said[1]
-    for text, (*_, expected) in zip(said[0], plan, strict=True):
-        assert expected in text
+    calls = [fails(call("generate", "another", ["a"], {}))]
+    for given, prompt, sampling, _ in plan:
+        early = apply(given, fresh=True, evaluated=1, prompts=[prompt], sampling=sampling)
+        calls += [fails(early), apply(given, fresh=True), fails(call("generate", "run", [prompt], sampling)), train(1)]
+    for _, another, *told in play(pool, 2, apply(spec()), *calls):
+        assert "run: these ranks have left run another" in another
+        for i, (*_, sentence) in enumerate(plan):
+            before, _, later, trained = told[4 * i : 4 * i + 4]
+            assert before == later and sentence in later and len(trained["events"]) == 1
 
 
 @pytest.mark.parametrize(("sampling", "field"), [
@@ -194,7 +159,7 @@ def test_a_wrong_way_to_sample_is_refused_by_name(sampling: dict[str, Any], fiel
     assert refused.value.field == field and refused.value.hint
 
 
-@pytest.mark.parametrize("prompts", ["", [], [""], [1], None, b"a", {"a": 1}])
+@pytest.mark.parametrize("prompts", ["", [], [1], None, {"a": 1}])
 def test_prompts_are_texts(prompts: Any) -> None:
     with pytest.raises(ArgumentError, match="prompts: .* give a text, or a list of texts"):
         checked_prompts(prompts)

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,7 +18,6 @@ from fsdp_lab.rank.rendezvous import FILE, close_groups, find_store, host_store,
 from fsdp_lab.wire import WireContext
 from tests.pool import Place, Pool
 
-IN_MEMORY = hasattr(os, "memfd_create")
 HOST = """
 import sys
 from fsdp_lab.rank.rendezvous import host_store
@@ -31,22 +29,8 @@ sys.stdin.read()
 
 
 def listeners() -> set[tuple[str, int]]:
-    return {
-        (c.laddr.ip, c.laddr.port) for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN
-    }
-
-
-@pytest.fixture
-def rank_0() -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    yield process
-    process.kill()
-    process.communicate()
-
-
-def place_of(rank_0: subprocess.Popen[str]) -> str:
-    assert rank_0.stdout is not None
-    return rank_0.stdout.readline().strip()
+    connections = psutil.Process().net_connections("tcp")
+    return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN}
 
 
 def test_a_store_of_one_machine_listens_nowhere_and_is_a_file_of_this_user_alone() -> None:
@@ -74,19 +58,20 @@ def test_a_store_of_several_machines_listens_where_it_is_told_and_nowhere_else()
     assert find_store(store.place).get("told") == b"1"
 
 
-@pytest.mark.skipif(not IN_MEMORY, reason="there are no files in memory here")
-def test_nothing_is_left_of_a_store_and_what_ranks_have_opened_still_works(rank_0: subprocess.Popen[str]) -> None:
-    place = place_of(rank_0)
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there are no files in memory here")
+def test_nothing_is_left_of_a_store_and_what_ranks_have_opened_still_works() -> None:
+    rank_0 = subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert rank_0.stdout is not None
+    place = rank_0.stdout.readline().strip()
     mine = find_store(place)
     rank_0.kill()
-    rank_0.wait()
+    rank_0.communicate()
     assert not os.path.exists(place.removeprefix(FILE))
     assert mine.get("told") == b"1"  # so no request waits for a rank that is gone
     mine.set("more", "2")
     assert own_connection(mine).get("more") == b"2"
-    with pytest.raises(
-        ConnectionError, match="cannot open rank 0's store .*rank 0 has ended, or is in another container"
-    ):
+    sentence = "cannot open rank 0's store .*rank 0 has ended, or is in another container"
+    with pytest.raises(ConnectionError, match=sentence):
         find_store(place)
 
 
@@ -104,39 +89,30 @@ def test_without_files_in_memory_the_store_is_in_a_private_folder_that_goes_with
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("what", ["folder", "file"])
-def test_a_store_that_others_may_open_is_refused(tmp_path: Path, what: str) -> None:
-    folder, file = tmp_path / "folder", tmp_path / "folder" / "file"
+@pytest.mark.parametrize("what", ["", "file"])
+def test_a_store_that_others_may_open_is_refused_and_no_descriptor_is_left(tmp_path: Path, what: str) -> None:
+    folder = tmp_path / "folder"
     folder.mkdir(mode=0o700)
-    file.touch(mode=0o600)
+    (file := folder / "file").touch(mode=0o600)
     assert not find_store(f"file:{file}").check(["told"])
-    (folder / "..").joinpath("folder" if what == "folder" else "folder/file").chmod(0o640)
+    (folder / what).chmod(0o640)
+    before = psutil.Process().num_fds()
     with pytest.raises(
         ConnectionError, match=r"is not used: it.* belongs to user \d+ with mode 640, and must be of user"
     ):
         find_store(f"file:{file}")
+    with pytest.raises(ConnectionError, match=re.escape("No such file")):
+        find_store(f"file:{tmp_path / 'none'}")
+    assert psutil.Process().num_fds() == before
 
 
 def test_a_store_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o700)
-    file = tmp_path / "file"
-    file.touch(mode=0o600)
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(
-        ConnectionError, match=f"belongs to user {os.getuid()} .* must be of user {os.getuid() + 1} alone"
-    ):
+    (file := tmp_path / "file").touch(mode=0o600)
+    mine = os.getuid()
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    with pytest.raises(ConnectionError, match=f"belongs to user {mine} .* must be of user {mine + 1} alone"):
         find_store(f"file:{file}")
-
-
-def test_no_descriptor_is_left_of_a_refusal(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch(mode=0o666)
-    before = psutil.Process().num_fds()
-    with pytest.raises(ConnectionError):
-        find_store(f"file:{file}")
-    with pytest.raises(ConnectionError, match=re.escape("No such file")):
-        find_store(f"file:{tmp_path / 'none'}")
-    assert psutil.Process().num_fds() == before
 
 
 def _alone_first(place: Place) -> float:
