@@ -25,7 +25,6 @@ import pytest
 
 RENAMED = 'hostname "$0" && exec "$@"'
 LIMIT_S = 20
-START_S = 25.0
 
 
 def which(name: str) -> str | None:
@@ -203,20 +202,6 @@ def eventually(condition: object, limit_s: float, what: str) -> None:
     while not condition():
         assert time.monotonic() < end_s, f"not within {limit_s:g} s: {what}"
         time.sleep(0.05)
-
-
-def within_start_limit(took_s: float, ranks: int) -> bool:
-    """Whether ranks that started in `took_s` did so in 25 s, which is for two cores that are free. Cores that are not are
-    measured: a start may take 2.5 times as long as so many processes take to import what a rank does (free ones: 2)."""
-    if took_s < START_S:
-        return True
-    command = [sys.executable, "-c", "import fsdp_lab.rank.lifecycle, ipyparallel.engine.app"]
-    begin_s = time.monotonic()
-    started = [subprocess.Popen(command, start_new_session=True) for _ in range(ranks)]
-    assert not any(process.wait(120) for process in started)
-    import_s = time.monotonic() - begin_s
-    print(f"{ranks} ranks started in {took_s:.1f} s; {ranks} processes import in {import_s:.1f} s")
-    return took_s < 2.5 * import_s
 
 
 def program(name: str) -> str:

@@ -1,7 +1,9 @@
-"""Hosts that share no folder: state is carried all the same, when ranks change and when a host dies."""
+"""Hosts that share no folder: state is carried all the same, when ranks change and when a host dies, and a run outlives
+what heals."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from tests.hosts.machines import Site, SshServers, end, eventually, site
 
 pytestmark = pytest.mark.slow
 WORK = {"model": "gpt2-1m", "seq_len": 32, "micro_batch": 2}
-STEPS = 24
+STEPS = 40
 
 
 @pytest.fixture
@@ -34,11 +36,13 @@ def losses(run: Run) -> dict[int, float]:
     return {step.number: step.mean_loss for step in run.events.steps()}
 
 
-def test_state_is_carried_to_other_ranks_and_from_a_host_that_dies(apart: tuple[Site, SshServers]) -> None:
+def test_state_is_carried_to_other_ranks_past_what_heals_and_from_a_host_that_dies(
+    apart: tuple[Site, SshServers],
+) -> None:
     made, servers = apart
     beta = made.machines[1]
     with Lab.ssh("alpha,beta", ranks_per_host=1, ssh_args=["-F", str(servers.config)], history=False, progress=False,
-                 cut_s=5.0) as lab:  # fmt: skip
+                 cut_s=4.0) as lab:  # fmt: skip
         expected = losses(lab.run(**WORK, steps=STEPS, sharding="full_shard").wait(120))
 
         run = lab.run(**WORK, steps=STEPS, sharding="full_shard")
@@ -58,6 +62,13 @@ def test_state_is_carried_to_other_ranks_and_from_a_host_that_dies(apart: tuple[
         policy = RecoveryPolicy(how="auto", ranks="fewer")
         run = lab.run(**WORK, steps=STEPS, sharding="no_shard", recover=policy)
         eventually(lambda: run.step > 2, 60, "it trains")
+        servers.servers["beta"].kill()
+        beta.cable("down")
+        time.sleep(1.0)  # shorter than `cut_s`
+        beta.cable("up")
+        before = run.step
+        eventually(lambda: run.step > before + 2, 60, "it goes on")
+        assert not run.incidents and not run.done and lab.ranks == 2
         beta.cable("down")
         end(beta.pids)
         run.wait(120)

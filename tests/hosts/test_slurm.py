@@ -7,39 +7,28 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from fsdp_lab.base.errors import ArgumentError
-from fsdp_lab.cluster import ClusterError, RankLost, StartError
+from fsdp_lab.cluster import StartError
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SlurmHosts
 from fsdp_lab.lab import Lab
 from tests.cluster.conftest import FAKE
-from tests.hosts.machines import Site, Slurm, eventually, kept_folders, within_start_limit
+from tests.hosts.machines import Site, Slurm, eventually, kept_folders
 
 pytestmark = pytest.mark.slow
-END_S, LEFT_S = 5.0, 15.0
+LEFT_S = 15.0
 KERNEL = """
-import sys, time
-from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SlurmHosts
-cluster = Cluster(hosts=SlurmHosts(hosts=2, ranks_per_host=1), rank_module=sys.argv[1]).start()
-print("started", flush=True)
-time.sleep(600)
-"""
-
-
-KEPT = """
 import sys, time
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.hosts import SlurmHosts
 hosts = SlurmHosts(hosts=2, ranks_per_host=1, cut_s=5.0)
-cluster = Cluster(hosts=hosts, rank_module=sys.argv[1], persist=float(sys.argv[2])).start()
+cluster = Cluster(hosts=hosts, rank_module=sys.argv[1], persist=float(sys.argv[2]) or False).start()
 print(*cluster.pids, flush=True)
 time.sleep(600)
 """
@@ -85,20 +74,13 @@ def on(hosts: Hosts, **options: object) -> Cluster:
 
 def test_ranks_train_in_a_job_that_is_given_back(two: Site, slurm: Slurm, hosts) -> None:
     stages: list[StartProgress] = []
-    begin_s = time.monotonic()
-    lab = Lab.slurm(hosts=2, ranks_per_host=2, time="10", history=False, progress=stages.append)
-    try:
+    with Lab.slurm(hosts=2, ranks_per_host=2, time="10", history=False, progress=stages.append) as lab:
         run = lab.run(model="gpt2-1m", seq_len=32, steps=3).wait(120)
-        took_s = time.monotonic() - begin_s
-        assert run.step == 3 and within_start_limit(took_s, 4)
+        assert run.step == 3
         assert [s.host for s in lab.cluster.status()] == ["alpha"] * 2 + ["beta"] * 2
         (job,) = slurm.jobs()
         assert f"granted: job {job}" in [p.stage for p in stages]
         assert slurm.ask("squeue", "-h", "-o", "%l").strip() == "10:00"
-    finally:
-        begin_s = time.monotonic()
-        lab.close()
-    assert time.monotonic() - begin_s < END_S
     assert not slurm.jobs() and not left(two)
 
 
@@ -134,38 +116,12 @@ def test_a_queue_is_shown_and_can_be_left(slurm: Slurm, hosts) -> None:
 def test_what_slurm_refuses_is_said(hosts) -> None:
     with pytest.raises(StartError, match="Slurm refuses the job: .*partition"):
         on(hosts(partition="none")).start()
+    with pytest.raises(StartError, match="there is no /opt/none/python: give python="):
+        on(hosts(python="/opt/none/python")).start()
     with pytest.raises(ArgumentError, match="options"):
         SlurmHosts(options=("constraint",))
     with pytest.raises(ArgumentError, match="hosts"):
         SlurmHosts(hosts=0)
-
-
-def test_a_python_that_is_not_there(hosts) -> None:
-    with pytest.raises(StartError, match="there is no /opt/none/python: give python="):
-        on(hosts(python="/opt/none/python")).start()
-
-
-def test_a_killed_rank_is_named_with_its_host(two: Site, hosts) -> None:
-    lost: list[RankLost] = []
-    with on(hosts()) as cluster:
-        cluster.on_lost(lost.append)
-        os.kill(cluster.pids[1], signal.SIGKILL)
-        eventually(lambda: bool(lost), 10, "the lost rank")
-        assert lost[0].host == "beta" and "SIGKILL" in lost[0].reason
-        cluster.resize(2)
-        assert [s.host for s in cluster.status()] == ["alpha", "beta"]
-
-
-def test_a_job_that_ends_is_said_by_name(slurm: Slurm, hosts) -> None:
-    lost: list[RankLost] = []
-    with on(hosts()) as cluster:
-        cluster.on_lost(lost.append)
-        (job,) = slurm.jobs()
-        subprocess.run(["scancel", job], check=True, timeout=20)
-        eventually(lambda: len(lost) == 2, 20, "both ranks are lost")
-        assert all(f"Slurm job {job} (cancelled)" in one.reason for one in lost)
-        with pytest.raises(StartError, match=f"job {job} has ended"):
-            cluster.resize(2)
 
 
 def test_ipyparallel_s_own_launcher_starts_engines_too(two: Site, slurm: Slurm, hosts, tmp_path: Path) -> None:
@@ -186,50 +142,35 @@ def test_ipyparallel_s_own_launcher_starts_engines_too(two: Site, slurm: Slurm, 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_killed_kernel_gives_the_job_back(two: Site, slurm: Slurm, hosts) -> None:
-    kernel = subprocess.Popen(
-        [sys.executable, "-c", KERNEL, FAKE], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert kernel.stdout is not None and kernel.stdout.readline() == "started\n"
-    assert slurm.jobs() and left(two)
+def killed_kernel(persist_h: float) -> list[int]:
+    """The pids of ranks whose kernel was killed."""
+    words = [sys.executable, "-c", KERNEL, FAKE, str(persist_h)]
+    kernel = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert kernel.stdout is not None
+    pids = [int(pid) for pid in kernel.stdout.readline().split()]
     kernel.kill()
     kernel.wait(10)
+    assert len(pids) == 2
+    return pids
+
+
+def test_a_job_is_given_back_or_stays_for_the_next_kernel(two: Site, slurm: Slurm, hosts) -> None:
+    killed_kernel(0)
     eventually(lambda: not slurm.jobs() and not left(two), LEFT_S, "the job is given back")
-
-
-def test_the_job_stays_for_the_next_kernel_or_is_given_back(two: Site, slurm: Slurm, hosts) -> None:
-    def kept(hours: float) -> list[int]:
-        words = [sys.executable, "-c", KEPT, FAKE, str(hours)]
-        kernel = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
-        assert kernel.stdout is not None
-        pids = kernel.stdout.readline().split()
-        kernel.kill()
-        kernel.wait(10)
-        return [int(pid) for pid in pids]
-
-    pids, job = kept(1.0), slurm.jobs()
+    pids, job = killed_kernel(1.0), slurm.jobs()
     with on(hosts(cut_s=5.0), persist=1) as cluster:
         assert cluster.attached and cluster.pids == pids and slurm.jobs() == job
         assert [s.host for s in cluster.status()] == ["alpha", "beta"] and cluster.call("ping") == pids
+        os.kill(cluster.pids[1], signal.SIGKILL)
+        eventually(lambda: 1 in cluster.lost, 15, "the lost rank")
+        assert cluster.lost[1].host == "beta" and "SIGKILL" in cluster.lost[1].reason
+        cluster.resize(2)
+        assert [s.host for s in cluster.status()] == ["alpha", "beta"]
         subprocess.run(["scancel", *job], check=True, timeout=20)
         eventually(lambda: len(cluster.lost) == 2, 60, "both ranks are lost")
-        assert f"Slurm job {job[0]} (cancelled)" in cluster.lost[0].reason
-    kept(4 / 3600)
+        assert all(f"Slurm job {job[0]} (cancelled)" in one.reason for one in cluster.lost.values())
+        with pytest.raises(StartError, match=f"job {job[0]} has ended"):
+            cluster.resize(2)
+    killed_kernel(1 / 3600)
     assert slurm.jobs()
-    eventually(lambda: not slurm.jobs() and not left(two), 4 + LEFT_S, "nobody came, and the job is given back")
-
-
-def test_a_queue_is_left_where_the_move_to_it_is_cancelled(slurm: Slurm, hosts) -> None:
-    def report(progress: StartProgress) -> None:
-        if "pending" in progress.stage:
-            raise ClusterError("cancelled")
-
-    subprocess.run(["salloc", "--no-shell", "--nodes=2", "--exclusive", "--job-name=theirs"], check=True, timeout=20)
-    try:
-        with Cluster(2, rank_module=FAKE) as cluster:
-            pids = cluster.pids
-            with pytest.raises(ClusterError, match="cancelled"):
-                cluster.move(hosts(), None, report)
-            assert cluster.running and cluster.pids == pids and len(slurm.jobs()) == 1
-    finally:
-        subprocess.run(["scancel", "--name=theirs"], timeout=20)
+    eventually(lambda: not slurm.jobs() and not left(two), 1 + LEFT_S, "nobody came, and the job is given back")
