@@ -40,6 +40,15 @@ TRACED_EVERY = 5  # steps
 BLOCKS = {"gpt2-1m": 4, "gpt2-10m": 12, "gpt2-124m": 12}
 
 
+def until(what: Callable[[], Any], meanwhile: Callable[[], object] = lambda: None) -> None:
+    """Waits, which on a busy machine may take a while."""
+    deadline_s = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        meanwhile()
+        time.sleep(0.002)
+
+
 def event(spec: Spec, run: str, rank: int, step: int, *, first: bool = False, seed: int = 0) -> StepEvent:
     """One plausible event of `spec`; the same arguments give the same event but for its time."""
     chance = random.Random((seed, rank, step).__repr__())
@@ -131,21 +140,10 @@ def curve(peak: RoleBytes, seconds: float) -> tuple[MemorySample, ...]:
     )  # fmt: skip
 
 
-class SaveRequest:
-    """A checkpoint that is there."""
-
-    done = True
-
-    def __init__(self, made: Any) -> None:
-        self._made = made
-
-    def wait(self, timeout: float | None = None) -> Any:
-        return self._made
-
-
 class FakeRun:
-    diagnoses: tuple[Diagnosis, ...] = ()
     """Makes a step of all ranks every `step_s` in a thread. With a `share` it stands aside after so many, as in a sweep."""
+
+    diagnoses: tuple[Diagnosis, ...] = ()
 
     def __init__(
         self,
@@ -211,15 +209,14 @@ class FakeRun:
         self.texts.append(GenerateRequest((prompts,), Sampling(**sampling)))
         return self.texts[-1]
 
-    def save(self, folder: str) -> SaveRequest:
+    def save(self, folder: str) -> Any:
+        """A checkpoint that is there."""
         self.saving = CheckpointConfig(folder=folder)
         path = self.saving.folder / f"step-{self.step:08d}-abcdef"
-        self.saves.append(
-            SavedCheckpoint(
-                step=self.step, kind="step", stall_s=0.012, waited_s=0.0, path=path, nbytes=13 * MIB, seconds=0.34
-            )
-        )
-        return SaveRequest(SimpleNamespace(step=self.step, path=path))
+        told = {"stall_s": 0.012, "waited_s": 0.0, "nbytes": 13 * MIB, "seconds": 0.34}
+        self.saves.append(SavedCheckpoint(step=self.step, kind="step", path=path, **told))
+        made = SimpleNamespace(step=self.step, path=path)
+        return SimpleNamespace(done=True, wait=lambda timeout=None: made)
 
     def lose(self, rank: int) -> None:
         """Its ranks notice at once that this one is gone."""
@@ -486,9 +483,8 @@ class FakeLab:
     def resume(self, checkpoint: str, *, save: CheckpointConfig | None = None, recover: RecoveryPolicy | str | bool = False,
                evaluate: EvalConfig | None = None, **changes: Any) -> FakeRun:  # fmt: skip
         if checkpoint == "nowhere":
-            raise ArgumentError(
-                "checkpoint", "no checkpoint in nowhere: there is no such folder", "name another folder"
-            )
+            reason = "no checkpoint in nowhere: there is no such folder"
+            raise ArgumentError("checkpoint", reason, "name another folder")
         self.resumed.append((checkpoint, changes))
         return self.run(save=save, recover=recover, evaluate=evaluate, **changes)
 

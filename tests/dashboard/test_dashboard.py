@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 
 import ipywidgets
 import pytest
@@ -17,14 +15,7 @@ from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState
 from fsdp_lab.runs.diagnosis import diagnose
 from fsdp_lab.runs.steps import EventStore
-from tests.dashboard.fake_lab import FakeLab
-
-
-def until(what: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
+from tests.dashboard.fake_lab import FakeLab, until
 
 
 def ticking() -> list[threading.Thread]:
@@ -38,79 +29,54 @@ def lab():
     lab.close()
 
 
-def test_it_can_be_shown(lab, monkeypatch):
+@pytest.fixture
+def dashboard(lab):
+    made = Dashboard(lab)
+    yield made
+    made.close()
+
+
+def test_it_can_be_shown_ticks_and_says_what_that_costs(lab, dashboard, monkeypatch):
     """In a message of its own; a real kernel sends it in tests/front_ends."""
     shown: list[object] = []
     monkeypatch.setattr("IPython.display.display", shown.append)
-    dashboard = Dashboard(lab)
-    try:
-        dashboard._ipython_display_()
-        assert shown == [dashboard.widget] and "layout" in dashboard._live.first
-    finally:
-        dashboard.close()
+    dashboard._ipython_display_()
+    assert shown == [dashboard.widget] and "layout" in dashboard._live.first
+    lab.run()
+    until(lambda: dashboard.cost().ticks > 3)
+    assert 0 < dashboard.cost().share_of_core < 1 and "of a core" in str(dashboard.cost())
 
 
-def test_it_ticks_and_says_what_that_costs(lab):
-    dashboard = Dashboard(lab)
-    try:
-        lab.run()
-        until(lambda: dashboard.cost().ticks > 3)
-        assert 0 < dashboard.cost().share_of_core < 1
-        assert "of a core" in str(dashboard.cost())
-    finally:
-        dashboard.close()
-
-
-def test_closing_ends_the_thread_and_frees_every_widget(lab):
+def test_another_dashboard_of_a_lab_replaces_the_former_and_closing_leaves_nothing(lab):
     def open_widgets() -> int:
         return len(ipywidgets.Widget.get_manager_state()["state"])
 
     before = open_widgets()
-    dashboard = Dashboard(lab)
-    assert open_widgets() > before + 50
-    dashboard.close()
-    dashboard.close()
-    assert open_widgets() == before
-    assert ticking() == []
-
-
-def test_another_dashboard_of_a_lab_replaces_the_former(lab):
     first = Dashboard(lab)
+    assert open_widgets() > before + 50
     second = Dashboard(lab)
-    try:
-        assert first.closed
-        assert not second.closed
-        assert len(ticking()) == 1
-    finally:
-        second.close()
+    assert first.closed and not second.closed and len(ticking()) == 1
+    second.close()
+    second.close()
+    assert open_widgets() == before and ticking() == []
 
 
-def test_a_choice_is_predicted_at_once_beside_the_bars(lab):
-    dashboard = Dashboard(lab)
-    try:
+def test_a_choice_is_predicted_at_once_beside_the_bars(lab, dashboard):
+    def predicted() -> list[float]:
+        return next(t for t in dashboard._live._scene.sources if t.name == "memory.predicted").column("peak").tolist()
 
-        def predicted() -> list[float]:
-            tables = dashboard._live._scene.sources
-            return next(t for t in tables if t.name == "memory.predicted").column("peak").tolist()
-
-        until(lambda: len(predicted()) == 2)
-        before = predicted()
-        dashboard._controls._controls[
-            "sharding"
-        ].input.value = "no_shard"  # no run goes on: it waits for the next start
-        until(lambda: predicted() != before)
-        assert lab.current is None
-    finally:
-        dashboard.close()
+    until(lambda: len(predicted()) == 2)
+    before = predicted()
+    dashboard._controls._controls["sharding"].input.value = "no_shard"  # no run goes on: it waits for the next start
+    until(lambda: predicted() != before)
+    assert lab.current is None
 
 
-def test_a_closed_lab_is_said_and_the_thread_rests(lab):
-    dashboard = Dashboard(lab)
+def test_a_closed_lab_is_said_and_the_thread_rests(lab, dashboard):
     lab.close()
     until(lambda: ticking() == [])
     assert "The lab is closed" in dashboard._controls._state.value
     assert dashboard._controls._start.disabled
-    dashboard.close()
 
 
 def test_the_clinics_select_follows_what_is_trained(lab, monkeypatch):
@@ -172,16 +138,13 @@ def within(widget):
     return [widget, *(found for child in getattr(widget, "children", ()) for found in within(child))]
 
 
-def test_a_tick_that_fails_does_not_end_the_display(lab, monkeypatch, caplog):
-    dashboard = Dashboard(lab)
-    try:
-        monkeypatch.setattr(dashboard._feed, "tick", lambda: 1 / 0)
+def test_a_tick_that_fails_does_not_end_the_display(lab, dashboard, monkeypatch, caplog):
+    with monkeypatch.context() as patch:
+        patch.setattr(dashboard._feed, "tick", lambda: 1 / 0)
         until(lambda: "The display failed: ZeroDivisionError" in dashboard._controls.message.value)
-        monkeypatch.undo()
-        lab.run()
-        until(lambda: len(dashboard._live._scene.cards[3].sources[0]) > 3)
-    finally:
-        dashboard.close()
+    lab.run()
+    until(lambda: len(dashboard._live._scene.cards[3].sources[0]) > 3)
+    dashboard.close()
     assert sum("a tick of the dashboard failed" in r.message for r in caplog.records) == 1
 
 

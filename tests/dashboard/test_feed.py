@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ from fsdp_lab.dashboard.feed import Feed, describe
 from fsdp_lab.dashboard.live import LiveView
 from fsdp_lab.runs import Switch
 from fsdp_lab.spec.spec import Spec
-from tests.dashboard.fake_lab import FakeLab
+from tests.dashboard.fake_lab import FakeLab, until
 
 
 class Show:
@@ -33,12 +32,11 @@ class Show:
     def steps(self) -> list[float]:
         return self.table("loss.steps").column("step").tolist()
 
-    def until(self, what: Callable[[], bool], timeout_s: float = 60) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not what():
-            assert time.monotonic() < deadline, "waited in vain"
-            self.feed.tick()
-            time.sleep(0.002)
+    def until(self, what: Callable[[], bool], meanwhile: Callable[[], object] | None = None) -> None:
+        until(what, meanwhile or self.feed.tick)
+
+    def reading(self, card: str) -> str:
+        return str(self.live._scene.captions()[card]["reading"])
 
 
 @pytest.fixture
@@ -48,10 +46,14 @@ def show():
     s.lab.close()
 
 
-def test_steps_arrive_once_and_in_order(show):
+def test_steps_arrive_once_and_in_order_and_other_ranks_begin_new_plots(show):
+    assert show.reading("") == "gpt2-10m · lab full_shard fp32 · 2 ranks"
     show.lab.run(steps=40)
     show.until(lambda: len(show.steps()) == 40)
     assert show.steps() == list(range(40))
+    show.lab.run(world_size=3, steps=4)
+    show.until(lambda: show.steps() == list(range(4)))
+    assert show.live._scene.ranks == 3
 
 
 def test_a_switch_is_marked_in_the_plots_and_the_curve_goes_on(show):
@@ -77,26 +79,6 @@ def test_another_model_begins_new_plots_at_step_0(show):
     assert "gpt2-1m" in show.live._scene.captions()[""]["reading"]
 
 
-def test_another_run_with_other_ranks_begins_new_plots(show):
-    show.lab.run(steps=5)
-    show.until(lambda: len(show.steps()) == 5)
-    show.lab.run(world_size=3, steps=4)
-    show.until(lambda: len(show.steps()) == 4)
-    assert show.live._scene.ranks == 3
-
-
-def test_a_run_that_ended_shows_its_last_step(show):
-    run = show.lab.run(steps=3)
-    run.wait(10)
-    show.feed.tick()
-    show.feed.tick()
-    assert show.steps() == [0, 1, 2]
-
-
-def test_the_headline_says_what_is_trained(show):
-    assert show.live._scene.captions()[""]["reading"] == "gpt2-10m · lab full_shard fp32 · 2 ranks"
-
-
 def test_what_the_times_are_worth_is_said_once_for_all_cards(show):
     said = "CPU and Gloo: the shapes are right, the times are not a GPU's."
     assert show.live._scene.captions()[""]["note"] == ""
@@ -107,57 +89,35 @@ def test_what_the_times_are_worth_is_said_once_for_all_cards(show):
     captions = show.live._scene.captions()
     assert captions[""]["note"] == said
     assert [card for card, words in captions.items() if "a GPU's" in str(words)] == [""]
-
-
-def test_what_the_times_are_worth_is_said_of_some_runs_in_the_comparison(show):
-    show.lab.run(steps=5)
-    show.until(lambda: len(show.steps()) == 5)
-    show.board.pin()
-    show.lab.run(steps=5).notes += ("Emulated link: 50 MB/s.",)
+    show.lab.run(steps=5).notes += ("Emulated link: 50 MB/s.",)  # of one run in the comparison alone
     show.until(lambda: "Emulated link: 50 MB/s. (" in show.live._scene.captions()["comparison"]["note"])
     assert "not a GPU's" not in show.live._scene.captions()["comparison"]["note"]
 
 
 def test_what_is_chosen_is_predicted_before_it_lands_and_held_against_what_is_measured(show):
-    def reading() -> str:
-        return str(show.live._scene.captions()["memory"]["reading"])
-
-    show.until(lambda: "predicted" in reading())  # of what would be started
+    show.until(lambda: "predicted" in show.reading("memory"))  # of what would be started
     assert show.table("memory.predicted").column("peak").size == 2
     run = show.lab.run()
-    show.until(lambda: re.search(r"predicted [\d.]+ MiB, measured [\d.]+ MiB", reading()) is not None)
+    show.until(lambda: re.search(r"predicted [\d.]+ MiB, measured [\d.]+ MiB", show.reading("memory")) is not None)
     before = show.table("memory.predicted").column("peak").tolist()
     run.pause()
     run.apply(sharding="no_shard")
     show.until(lambda: show.table("memory.predicted").column("peak").tolist() != before)
-    assert reading().endswith("with the chosen settings")
+    assert show.reading("memory").endswith("with the chosen settings")
     assert (
         show.table("memory.predicted").column("parameters")[0] > 1.9 * show.table("memory.now").column("parameters")[0]
     )
     run.resume()
-    show.until(lambda: "measured" in reading())
-
-
-def test_what_was_predicted_goes_where_nothing_can_be(show):
-    def reading() -> str:
-        return str(show.live._scene.captions()["memory"]["reading"])
-
-    run = show.lab.run(sharding="full_shard")
-    show.until(lambda: "predicted" in reading())
-    run.apply(engine="package.module:Engine", backend="yours")
-    show.until(lambda: "predicted" not in reading())
-    run.apply(backend="fsdp2")
-    show.until(lambda: "predicted" in reading())
+    show.until(lambda: "measured" in show.reading("memory"))
+    run.apply(engine="package.module:Engine", backend="yours")  # of which nothing can be said
+    show.until(lambda: "predicted" not in show.reading("memory"))
 
 
 def test_where_the_machine_is_calibrated_a_step_is_predicted_too(show):
-    def reading() -> str:
-        return str(show.live._scene.captions()["throughput"]["reading"])
-
     asked = []
     show.lab.plan = lambda spec: asked.append(spec) or SimpleNamespace(step_time_s=0.125)
     run = show.lab.run()
-    show.until(lambda: "predicted 125 ms a step" in reading())
+    show.until(lambda: "predicted 125 ms a step" in show.reading("throughput"))
     assert asked[0].id == run.spec.id
     tokens = run.spec.global_batch * run.spec.workload.seq_len
     assert show.live._scene.patches()["throughput.predicted"] == {"visible": True, "location": tokens / 0.125}
@@ -190,23 +150,19 @@ def test_changes_in_words(changes, label, told):
     assert told in sentence
 
 
-def test_a_run_that_went_on_with_fewer_ranks_is_drawn_with_those(show):
+@pytest.mark.parametrize("ranks", ["fewer", "same"])
+def test_a_run_that_went_on_is_drawn_with_its_ranks(show, ranks):
+    """With fewer in plots of their own; with the same its curve goes on, and a marker says it."""
     run = show.lab.run(recover="ask")
     show.until(lambda: len(show.steps()) > 5)
     show.lab.lose(1)
     show.until(lambda: run.state.name == "BROKEN")
-    show.lab.recover("fewer")
-    show.until(lambda: show.live._scene.ranks == 1 and len(show.steps()) > 3)
-    assert show.steps()[0] == run.switches[1].step
-
-
-def test_a_run_that_went_on_with_the_same_ranks_keeps_its_curve_and_a_marker_says_it(show):
-    run = show.lab.run(recover="ask")
-    show.until(lambda: len(show.steps()) > 5)
-    show.lab.lose(1)
-    show.until(lambda: run.state.name == "BROKEN")
-    show.lab.recover("same")
-    show.until(lambda: len(show.table("frame.markers")) == 1 and show.steps()[-1] > run.switches[1].step)
-    marks = show.table("frame.markers").all()
-    assert marks.texts["label"] == ["went on"] and "it went on after a failure" in marks.texts["detail"][0]
-    assert show.steps()[0] == 0
+    show.lab.recover(ranks)
+    if ranks == "fewer":
+        show.until(lambda: show.live._scene.ranks == 1 and len(show.steps()) > 3)
+        assert show.steps()[0] == run.switches[1].step
+    else:
+        show.until(lambda: len(show.table("frame.markers")) == 1 and show.steps()[-1] > run.switches[1].step)
+        marks = show.table("frame.markers").all()
+        assert marks.texts["label"] == ["went on"] and "it went on after a failure" in marks.texts["detail"][0]
+        assert show.steps()[0] == 0

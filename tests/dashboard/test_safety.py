@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from html import unescape
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.base.errors import ArgumentError
-from fsdp_lab.cluster import ClusterError, RankLost
+from fsdp_lab.cluster import RankLost
 from fsdp_lab.dashboard.asking_forms import EVERY, OFF, saves_table
 from fsdp_lab.dashboard.controls import Controls
 from fsdp_lab.dashboard.safety import SafetyBox, incidents_picture, moments
@@ -20,7 +19,7 @@ from fsdp_lab.runs import RunState
 from fsdp_lab.runs.recovery import CHECKPOINT, REPLICA, Incident
 from fsdp_lab.runs.saving import SavedCheckpoint
 from fsdp_lab.spec.faults import DRILLS
-from tests.dashboard.fake_lab import FakeLab
+from tests.dashboard.fake_lab import FakeLab, until
 
 
 class Desk:
@@ -49,12 +48,14 @@ class Desk:
         self.controls.tick(run, run.events.since(0)[0] if run is not None else ())
         self.box.tick(run)
 
-    def until(self, what: Callable[[], bool], timeout_s: float = 60) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not what():
-            assert time.monotonic() < deadline, f"waited in vain: {self.head()}"
-            self.tick()
-            time.sleep(0.005)
+    def until(self, what: Callable[[], bool]) -> None:
+        until(what, self.tick)
+
+    def lose(self) -> None:
+        """A rank of a run that goes on."""
+        self.start()
+        self.lab.lose(1)
+        self.until(lambda: self.buttons != [])
 
 
 def plain(html: str) -> str:
@@ -73,7 +74,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def test_it_is_folded_at_first_and_makes_no_folder(desk: Desk, tmp_path: Path) -> None:
+def test_it_is_folded_at_first_and_what_is_chosen_holds_from_the_next_start_on(desk: Desk, tmp_path: Path) -> None:
     assert desk.box._body.layout.display == "none"
     assert desk.head() == "saving is off · recovery: ask · no incident"
     desk.box._fold.click()
@@ -81,9 +82,7 @@ def test_it_is_folded_at_first_and_makes_no_folder(desk: Desk, tmp_path: Path) -
     desk.start()
     assert not any(tmp_path.iterdir()) and desk.lab.current.saving is None
     assert desk.lab.current.recovering.how == "ask"
-
-
-def test_what_is_chosen_holds_from_the_next_start_on(desk: Desk, tmp_path: Path) -> None:
+    desk.lab.current.stop(5)
     desk.saving._when.value = EVERY
     desk.saving._every.value, desk.saving._last.value = 25, 2
     desk.recovery._how.value, desk.recovery._ranks.value = "auto", "fewer"
@@ -110,19 +109,14 @@ def test_a_folder_that_cannot_be_is_said_beside_it_and_starts_nothing(desk: Desk
     assert desk.saving.message.value == "" and desk.lab.current is not None
 
 
-def test_save_now_in_a_run_and_what_came_of_it(desk: Desk) -> None:
+def test_save_now_saves_into_the_folder_of_the_field_whatever_was_chosen_at_the_start(
+    desk: Desk, tmp_path: Path
+) -> None:
     desk.saving._when.value = EVERY
     desk.start()
     desk.saving._save.click()
     desk.until(lambda: "is saved in checkpoints" in desk.saving.message.value)
     assert "13.0 MiB" in desk.saving._list.value and "12.0 ms" in desk.saving._list.value
-
-
-def test_save_now_saves_into_the_folder_of_the_field_whatever_the_run_was_started_with(
-    desk: Desk, tmp_path: Path
-) -> None:
-    desk.start()
-    assert desk.lab.current.saving is None
     desk.saving._folder.value = "other"
     desk.saving._save.click()
     desk.until(lambda: "is saved in other" in desk.saving.message.value)
@@ -145,21 +139,18 @@ def test_save_now_without_a_run_never_holds_up_who_pressed(desk: Desk) -> None:
 
 
 def test_resume_takes_the_choices_that_wait_and_the_controls_follow(desk: Desk) -> None:
+    desk.saving._folder.value = "nowhere"
+    desk.saving._resume.click()
+    assert "No checkpoint in nowhere: there is no such folder: name another folder." in plain(desk.saving.message.value)
+    assert desk.lab.current is None
     desk.controls.accept({"sharding": "shard_grad_op"})
-    desk.saving._when.value = EVERY
+    desk.saving._folder.value, desk.saving._when.value = "checkpoints", EVERY
     desk.saving._resume.click()
     assert desk.lab.resumed == [("checkpoints", {"sharding": "shard_grad_op"})]
     run = desk.lab.current
     assert run.saving.every == desk.saving._every.value and run.recovering.how == "ask"
     desk.until(lambda: desk.controls.choices.notes["sharding"].text == "applied at step 0")
     assert desk.saving._resume.disabled, "a run goes on"
-
-
-def test_a_folder_without_a_checkpoint_is_said_and_resumes_nothing(desk: Desk) -> None:
-    desk.saving._folder.value = "nowhere"
-    desk.saving._resume.click()
-    assert "No checkpoint in nowhere: there is no such folder: name another folder." in plain(desk.saving.message.value)
-    assert desk.lab.current is None
 
 
 def test_the_list_of_saves() -> None:
@@ -200,12 +191,10 @@ def test_an_evaluation_is_chosen_and_what_it_finds_is_said(desk: Desk) -> None:
 # -- recovery ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_waits_says_why_and_recover_goes_on(desk: Desk) -> None:
-    desk.start()
-    desk.tick()
-    assert desk.buttons == []
-    desk.lab.lose(1)
-    desk.until(lambda: desk.lab.current.state is RunState.BROKEN and desk.buttons != [])
+def test_a_run_that_waits_says_why_and_recover_goes_on_which_is_shown_while_it_lasts(desk: Desk) -> None:
+    desk.lab.step_s = 0.03
+    desk.lose()
+    assert desk.lab.current.state is RunState.BROKEN
     assert desk.buttons == ["Recover", "Resume on fewer ranks"]
     assert "rank 1 is gone: its process 4321 on here was ended by SIGKILL" in desk.head()
     assert desk.controls.message.value == "", "it is said once"
@@ -214,6 +203,8 @@ def test_a_run_that_waits_says_why_and_recover_goes_on(desk: Desk) -> None:
     assert state.startswith("broken See Safety below") and not desk.controls._stop.disabled
     assert desk.controls._pause.disabled and desk.controls._start.disabled and desk.saving._save.disabled
     desk.recovery._same.click()
+    desk.until(lambda: desk.head().startswith("recovering"))
+    assert desk.buttons == [] and "is being recovered" in desk.recovery._incidents.value
     desk.until(lambda: desk.head().endswith("1 incident"))
     assert desk.lab.current.state is RunState.RUNNING and desk.buttons == []
     shown = plain(desk.recovery._incidents.value)
@@ -221,22 +212,8 @@ def test_a_run_that_waits_says_why_and_recover_goes_on(desk: Desk) -> None:
     assert "Resumed from a checkpoint of step" in shown and "3 steps trained again · 2 ranks" in shown
 
 
-def test_recovering_is_shown_while_it_lasts(desk: Desk) -> None:
-    desk.lab.step_s = 0.1
-    desk.start()
-    desk.lab.lose(1)
-    desk.until(lambda: desk.buttons != [])
-    desk.recovery._same.click()
-    desk.until(lambda: desk.head().startswith("recovering"))
-    assert desk.buttons == [] and "is being recovered" in desk.recovery._incidents.value
-    assert "recovering" in desk.controls._state.value
-    desk.until(lambda: desk.lab.current.state is RunState.RUNNING)
-
-
 def test_going_on_with_fewer(desk: Desk) -> None:
-    desk.start()
-    desk.lab.lose(1)
-    desk.until(lambda: desk.buttons != [])
+    desk.lose()
     desk.recovery._fewer.click()
     desk.until(lambda: desk.lab.current.state is RunState.RUNNING and "2 → 1 ranks" in desk.recovery._incidents.value)
     assert "2 ranks became 1" in desk.recovery._incidents.value
@@ -244,28 +221,14 @@ def test_going_on_with_fewer(desk: Desk) -> None:
     assert desk.drill._rank.max == 0
 
 
-def test_fewer_is_offered_only_where_a_rank_is_lost(desk: Desk) -> None:
-    desk.start()
-    desk.lab.lose(1)
-    desk.lab.lost.clear()
-    desk.until(lambda: desk.buttons != [])
-    assert desk.buttons == ["Recover"]
-
-
-def test_a_strategy_that_cannot_be_on_fewer_is_refused_in_words(desk: Desk) -> None:
+def test_a_strategy_that_cannot_be_on_fewer_is_refused_in_words_and_stop_ends_the_run(desk: Desk) -> None:
     desk.controls.accept({"world_size": 4, "sharding": "hybrid_shard", "shard_size": 2})
-    desk.start()
-    desk.lab.lose(1)
-    desk.until(lambda: desk.buttons != [])
+    desk.lose()
     desk.recovery._fewer.click()
     assert "and 3 ranks have none: use 4 ranks, or full_shard." in desk.head()
     assert desk.lab.current.state is RunState.BROKEN and desk.buttons == ["Recover", "Resume on fewer ranks"]
-
-
-def test_stop_ends_a_run_that_waits(desk: Desk) -> None:
-    desk.start()
-    desk.lab.lose(1)
-    desk.until(lambda: desk.buttons != [])
+    desk.lab.lost.clear()
+    desk.until(lambda: desk.buttons == ["Recover"])  # fewer is offered only where a rank is lost
     desk.controls._stop.click()
     desk.until(lambda: "the run ended before it resumed" in desk.recovery._incidents.value)
     assert desk.lab.current.state is RunState.STOPPED and desk.buttons == []
@@ -313,7 +276,7 @@ def test_what_it_went_on_from_is_said() -> None:
 # -- drills ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_drill_is_explained_and_asked_for(desk: Desk) -> None:
+def test_a_drill_is_explained_asked_for_and_a_slow_link_restored(desk: Desk) -> None:
     assert list(desk.drill._kind.options) == list(DRILLS)
     assert desk.drill._inject.disabled
     for kind, what in DRILLS.items():
@@ -325,27 +288,19 @@ def test_a_drill_is_explained_and_asked_for(desk: Desk) -> None:
     desk.drill._inject.click()
     assert desk.lab.drills == [("out-of-memory", 0)]
     assert plain(desk.drill.message.value) == "Requested: out-of-memory on rank 0."
-
-
-def test_a_slow_link_can_be_restored(desk: Desk) -> None:
-    desk.start()
-    desk.until(lambda: not desk.drill._inject.disabled)
     assert desk.drill._restore.disabled
     desk.drill._kind.value = "slow"
     desk.drill._inject.click()
     desk.until(lambda: not desk.drill._restore.disabled)
     desk.drill._restore.click()
-    assert desk.lab.drills == [("slow", 1), ("restored", 1)] and "is restored" in desk.drill.message.value
+    assert desk.lab.drills[1:] == [("slow", 0), ("restored", 0)] and "is restored" in desk.drill.message.value
     desk.tick()
     assert desk.drill._restore.disabled
 
 
-def test_a_drill_that_is_refused_is_said(desk: Desk) -> None:
+def test_a_drill_that_is_refused_is_said_once(desk: Desk) -> None:
     desk.drill._inject.click()
     assert "there is no run to drill" in desk.drill.message.value and "fsdp-refused" in desk.drill.message.value
-
-
-def test_a_drill_that_the_ranks_refuse_is_said_once(desk: Desk) -> None:
     desk.start()
     desk.until(lambda: not desk.drill._inject.disabled)
     desk.drill._kind.value, desk.lab.drill_refused = "slow", ArgumentError("fault.kind", "not over NCCL", "use cut")
@@ -358,28 +313,12 @@ def test_a_drill_that_the_ranks_refuse_is_said_once(desk: Desk) -> None:
     assert not plain(desk.drill.message.value)
 
 
-def test_a_killed_rank_of_a_drill_is_recovered(desk: Desk) -> None:
-    desk.start()
-    desk.drill._kind.value = "kill"
-    desk.until(lambda: not desk.drill._inject.disabled)
-    desk.drill._inject.click()
-    desk.until(lambda: desk.buttons != [])
-    desk.recovery._same.click()
-    desk.until(lambda: desk.lab.current.state is RunState.RUNNING)
-    assert desk.lab.drills == [("kill", 1)]
-
-
 # -- end ---------------------------------------------------------------------------------------------------------------
 
 
-def test_with_a_closed_lab_nothing_can_be_pressed_but_the_fold(desk: Desk) -> None:
-    desk.box.retire()
-    assert [w for w in desk.box.inputs if not getattr(w, "disabled", False)] == [desk.box._fold]
-
-
-def test_a_press_that_comes_too_late_is_said(desk: Desk) -> None:
+def test_a_press_that_comes_too_late_does_nothing_and_with_a_closed_lab_only_the_fold_is_left(desk: Desk) -> None:
     """The run went on, or ended, while the page still showed the buttons."""
-    with pytest.raises(ClusterError):
-        desk.lab.recover()
     desk.recovery._same.click()
     assert desk.buttons == []
+    desk.box.retire()
+    assert [w for w in desk.box.inputs if not getattr(w, "disabled", False)] == [desk.box._fold]

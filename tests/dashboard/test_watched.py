@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ from fsdp_lab.runs import Comparison, RunState, WatchedRun
 from fsdp_lab.runs.steps import Step
 from fsdp_lab.spec.loops import WatchedLoop
 from fsdp_lab.spec.spec import Spec
-from tests.dashboard.fake_lab import FakeLab, event
+from tests.dashboard.fake_lab import FakeLab, event, until
 
 LOOP = WatchedLoop(model="Net", backend="fsdp2", sharding="full_shard", shard_size=2, parameters=1000, units=2,
                    optimizer="AdamW", precision="fp32", offload="none", world_size=2, device="cpu")  # fmt: skip
@@ -45,13 +44,6 @@ def watched(interrupt: Callable[[], None] = lambda: None, *, losses: bool = Fals
     return run
 
 
-def until(what: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
-
-
 @pytest.fixture
 def lab() -> Iterator[FakeLab]:
     lab = FakeLab(2, step_s=0.005)
@@ -75,7 +67,7 @@ def test_the_dashboard_shows_it_and_offers_only_to_stop_it(lab: FakeLab) -> None
     dashboard = Dashboard(lab)
     try:
         controls = dashboard._controls
-        until(lambda: dashboard._feed._stage.prediction is not None, 60)
+        until(lambda: dashboard._feed._stage.prediction is not None)
         lab.current = run  # type: ignore[assignment]
         until(lambda: dashboard._feed.run is run and WATCHING in controls._state.value)
         assert dashboard._feed._stage.prediction is None, "it was of what the controls have chosen"
@@ -120,15 +112,12 @@ def test_tables_comparison_and_report_say_what_is_not_known(tmp_path: Any) -> No
     lab.close()
 
 
-def test_the_rank_that_failed_by_itself_says_why() -> None:
+def test_the_rank_that_failed_by_itself_says_why_and_one_that_is_gone_ends_it() -> None:
     run = watched()
     run.take(message(0, end={"state": "failed", "reason": "rank 1 failed: ValueError: no", "own": False, "notes": []}))
     assert run.state is RunState.RUNNING
     run.take(message(1, end={"state": "failed", "reason": "ValueError: no", "own": True, "notes": []}))
     assert run.done and run.state is RunState.FAILED and run.reason == "ValueError: no"
-
-
-def test_a_rank_that_is_gone_ends_it() -> None:
     run = watched()
     run.lose(1, "rank 1 is gone")
     assert run.done and run.state is RunState.FAILED and "rank 1 is gone" in repr(run)
