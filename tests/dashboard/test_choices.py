@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, strategies as st
 
 from fsdp_lab.base.errors import SpecError
@@ -12,20 +11,19 @@ from fsdp_lab.spec.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec
 FSDP2 = Spec().replace(backend="fsdp2")
 
 
-def test_a_choice_that_can_be_is_wanted():
-    choices = Choices(Spec())
-    assert choices.choose(sharding="shard_grad_op") == {"sharding": "shard_grad_op"}
-    assert choices.wanted.strategy.sharding == "shard_grad_op"
-    assert choices.held == {}
-
-
-def test_a_choice_that_cannot_be_is_held_with_its_reason():
+def test_a_choice_is_wanted_or_held_with_its_reason_until_it_is_taken_back():
     choices = Choices(FSDP2)
-    assert choices.choose(sharding="zero1") == {}
-    assert choices.wanted == FSDP2
+    assert choices.choose(sharding="shard_grad_op") == {"sharding": "shard_grad_op"}
+    assert choices.wanted.strategy.sharding == "shard_grad_op" and choices.held == {}
+    choices = Choices(FSDP2)
+    assert choices.choose(sharding="zero1") == {} and choices.wanted == FSDP2
     assert choices.value("sharding") == "zero1"
     assert choices.notes["sharding"].state is ChoiceState.REFUSED
     assert "FSDP2 always shards the gradients" in choices.notes["sharding"].text
+    assert choices.choose(micro_batch=8) == {"micro_batch": 8}, "an unrelated choice passes a held one"
+    assert choices.held == {"sharding": "zero1"}
+    assert choices.choose(sharding="full_shard") == {} and choices.held == {}
+    assert choices.notes["sharding"].state is ChoiceState.IDLE
 
 
 def test_a_combination_can_be_made_in_any_order():
@@ -44,21 +42,6 @@ def test_the_way_out_is_offered_and_works():
     fix = choices.notes["backend"].fix
     assert fix == {"sharding": "no_shard"}
     assert choices.choose(backend="ddp", **fix) == {"backend": "ddp", "sharding": "no_shard"}
-
-
-def test_going_back_to_what_is_wanted_takes_back_a_held_choice():
-    choices = Choices(FSDP2)
-    choices.choose(sharding="zero1")
-    assert choices.choose(sharding="full_shard") == {}
-    assert choices.held == {}
-    assert choices.notes["sharding"].state is ChoiceState.IDLE
-
-
-def test_an_unrelated_choice_passes_a_held_one():
-    choices = Choices(FSDP2)
-    choices.choose(sharding="zero1")
-    assert choices.choose(micro_batch=8) == {"micro_batch": 8}
-    assert choices.held == {"sharding": "zero1"}
 
 
 def test_what_a_spec_cannot_know_is_asked():
@@ -119,8 +102,7 @@ def test_devices_given_as_tuple_or_list_are_the_same():
     assert choices.held == {}
 
 
-@pytest.mark.parametrize("name", ["backend", "model"])
-def test_adopting_another_spec_reviews_what_is_held(name):
+def test_adopting_another_spec_reviews_what_is_held():
     choices = Choices(Spec())
     choices.choose(backend="ddp")
     choices.adopt(Spec().replace(backend="fsdp1", sharding="no_shard"))

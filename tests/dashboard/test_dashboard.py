@@ -10,6 +10,7 @@ import pytest
 from course.clinic import Clinic, Pain
 from fsdp_lab.base.hang import FORWARD_ALONE
 from fsdp_lab.dashboard import Dashboard
+from fsdp_lab.dashboard.columns import Columns
 from fsdp_lab.dashboard.lab_like import LabLike
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState
@@ -20,6 +21,10 @@ from tests.dashboard.fake_lab import FakeLab, until
 
 def ticking() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name == "fsdp-lab-dashboard"]
+
+
+def table(dashboard: Dashboard, name: str) -> Columns:
+    return next(t for t in dashboard._live._scene.sources if t.name == name)
 
 
 @pytest.fixture
@@ -61,9 +66,9 @@ def test_another_dashboard_of_a_lab_replaces_the_former_and_closing_leaves_nothi
     assert open_widgets() == before and ticking() == []
 
 
-def test_a_choice_is_predicted_at_once_beside_the_bars(lab, dashboard):
+def test_a_choice_is_predicted_at_once_beside_the_bars(all_panels, lab, dashboard):
     def predicted() -> list[float]:
-        return next(t for t in dashboard._live._scene.sources if t.name == "memory.predicted").column("peak").tolist()
+        return table(dashboard, "memory.predicted").column("peak").tolist()
 
     until(lambda: len(predicted()) == 2)
     before = predicted()
@@ -143,7 +148,7 @@ def test_a_tick_that_fails_does_not_end_the_display(lab, dashboard, monkeypatch,
         patch.setattr(dashboard._feed, "tick", lambda: 1 / 0)
         until(lambda: "The display failed: ZeroDivisionError" in dashboard._controls.message.value)
     lab.run()
-    until(lambda: len(dashboard._live._scene.cards[3].sources[0]) > 3)
+    until(lambda: len(table(dashboard, "loss.steps")) > 3)
     dashboard.close()
     assert sum("a tick of the dashboard failed" in r.message for r in caplog.records) == 1
 

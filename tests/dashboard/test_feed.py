@@ -94,7 +94,7 @@ def test_what_the_times_are_worth_is_said_once_for_all_cards(show):
     assert "not a GPU's" not in show.live._scene.captions()["comparison"]["note"]
 
 
-def test_what_is_chosen_is_predicted_before_it_lands_and_held_against_what_is_measured(show):
+def test_what_is_chosen_is_predicted_before_it_lands_and_held_against_what_is_measured(all_panels, show):
     show.until(lambda: "predicted" in show.reading("memory"))  # of what would be started
     assert show.table("memory.predicted").column("peak").size == 2
     run = show.lab.run()
@@ -123,14 +123,14 @@ def test_where_the_machine_is_calibrated_a_step_is_predicted_too(show):
     assert show.live._scene.patches()["throughput.predicted"] == {"visible": True, "location": tokens / 0.125}
 
 
-def test_a_model_of_which_nothing_can_be_predicted_is_trained_all_the_same(show, monkeypatch):
+def test_a_model_of_which_nothing_can_be_predicted_is_trained_all_the_same(all_panels, show, monkeypatch):
     def broken(spec, *, device):
         raise SpecError("workload.model", "nothing is known of it", "use another")
 
     monkeypatch.setattr("fsdp_lab.dashboard.feed.planned_memory", broken)
     show.lab.run(steps=20)
     show.until(lambda: len(show.steps()) == 20)
-    assert "predicted" not in show.live._scene.captions()["memory"]["reading"]
+    assert "predicted" not in show.reading("memory")
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,7 @@ def drawn(panel: HoldingsPanel, source: str, rank: int, *, strip: bool = False) 
 # -- the axis --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [
-    Model.gpt2(16, 1), Model.gpt2(128, 4), Model.gpt2(768, 12), pytest.param(Model.gpt2(2048, 64), marks=pytest.mark.slow)
-])  # fmt: skip
+@pytest.mark.parametrize("model", [Model.gpt2(16, 1), Model.gpt2(768, 12)])
 def test_parameters_stand_side_by_side_and_each_can_be_seen(model):
     axis = ParameterAxis.of(moments(model=model)[0].frames[0].parameters)
     bars = list(axis.bars.values())
@@ -52,19 +50,11 @@ def test_parameters_stand_side_by_side_and_each_can_be_seen(model):
     assert min(b.right - b.left for b in bars) > min(0.0025, 0.2 / len(bars))
     larger, smaller = axis.bars["transformer.h.0.mlp.c_fc.weight"], axis.bars["transformer.h.0.attn.c_proj.weight"]
     assert larger.right - larger.left > smaller.right - smaller.left
-
-
-def test_units_are_together_and_apart_from_each_other():
-    axis = ParameterAxis.of(moments()[0].frames[0].parameters)
     spans = list(axis.units.values())
     assert list(axis.units)[:2] == ["root", "transformer.h.0"]
-    assert all(a[1] < b[0] for a, b in itertools.pairwise(spans))
-
-
-def test_a_range_of_elements_has_its_place():
-    bar = ParameterAxis.of(moments()[0].frames[0].parameters).bars["transformer.h.1.mlp.c_fc.weight"]
-    assert bar.at(0, bar.numel) == pytest.approx((bar.left, bar.right))
-    assert bar.at(bar.numel // 2, bar.numel // 2)[0] == pytest.approx((bar.left + bar.right) / 2)
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(spans)), "units are together and apart from each other"
+    assert larger.at(0, larger.numel) == pytest.approx((larger.left, larger.right))
+    assert larger.at(larger.numel // 2, larger.numel // 2)[0] == pytest.approx((larger.left + larger.right) / 2)
 
 
 def test_names_are_short_and_written_where_there_is_room():
@@ -81,7 +71,7 @@ def test_names_are_short_and_written_where_there_is_room():
 # -- what is drawn ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 9, 16, 20])
+@pytest.mark.parametrize("ranks", [1, 20])
 def test_every_source_is_drawn_and_every_moment_fits(ranks):
     told = moments(ranks)
     panel = HoldingsPanel(told[0])
@@ -100,7 +90,7 @@ def test_every_source_is_drawn_and_every_moment_fits(ranks):
     assert ("The first 16 of 20 ranks." in panel.captions().note) == (ranks > MOST_RANKS)
 
 
-def test_what_is_gathered_is_lit_up_over_the_whole_parameter():
+def test_what_is_gathered_is_lit_up_and_every_element_is_some_ranks_own():
     moment = at("compute", "transformer.h.1")
     panel = HoldingsPanel(moment)
     lit = drawn(panel, "slow.light", 0)
@@ -109,14 +99,12 @@ def test_what_is_gathered_is_lit_up_over_the_whole_parameter():
     assert lit == [pytest.approx((axis.bars[n].left, axis.bars[n].right)) for n in whole]
     assert drawn(panel, "slow.light", 1) == lit
     assert drawn(panel, "slow.moving", 0) == []
-
-
-def test_every_element_is_some_ranks_own():
-    moment = at("compute", "root")
-    panel = HoldingsPanel(moment)
     owned = sum(right - left for rank in (0, 1) for left, right in drawn(panel, "slow.own", rank))
-    axis = ParameterAxis.of(moment.frames[0].parameters)
     assert owned == pytest.approx(sum(b.right - b.left for b in axis.bars.values()))
+    held = rows(panel.sources[5])
+    assert [h["label"] for h in held] == ["676,160, 3.30 MiB"] * 2
+    assert [h["color"] for h in held] == [theme.rank_color(0), theme.rank_color(1)]
+    assert held[0]["own"] == pytest.approx(0.5) and held[0]["own"] < held[0]["held"] < 1
 
 
 def test_what_is_on_its_way_is_drawn_apart():
@@ -145,14 +133,6 @@ def test_the_unit_at_work_is_marked_and_all_of_them_by_the_optimizer():
     panel.update(moments()[-1])
     (mark,) = rows(panel.sources[4])
     assert mark["left"] < 0 and mark["right"] > 0.99
-
-
-def test_how_much_each_rank_holds_is_said():
-    moment = at("compute", "transformer.h.1")
-    held = rows(HoldingsPanel(moment).sources[5])
-    assert [h["label"] for h in held] == ["676,160, 3.30 MiB"] * 2
-    assert [h["color"] for h in held] == [theme.rank_color(0), theme.rank_color(1)]
-    assert held[0]["own"] == pytest.approx(0.5) and held[0]["own"] < held[0]["held"] < 1
 
 
 def test_a_phase_that_changes_nothing_is_not_written_again():

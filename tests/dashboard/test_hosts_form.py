@@ -7,7 +7,7 @@ import re
 import pytest
 
 from fsdp_lab.cluster.hosts import SlurmHosts, SshHosts
-from fsdp_lab.dashboard.hosts_form import HERE, LOSES, SLURM, HostsForm, listed
+from fsdp_lab.dashboard.hosts_form import HERE, LOSES, SLURM, HostsForm
 from tests.dashboard.fake_lab import FakeLab
 from tests.lab.test_lab import until
 
@@ -68,16 +68,13 @@ def test_only_the_fields_of_a_place_are_shown(form: HostsForm) -> None:
     assert shown() == {"ranks"}
 
 
-def test_what_is_wrong_is_said_before_anything_is_started(lab: FakeLab, form: HostsForm) -> None:
+def test_what_is_wrong_is_said(lab: FakeLab, form: HostsForm) -> None:
     form._names.value = "gpu1, gpu1"
     assert "gpu1 is named twice" in moved(form).lower()
     form._options.value = "-F 'open"
     assert "quot" in moved(form).lower()
-    assert lab.moves == []
-
-
-def test_a_start_that_fails_is_said(form: HostsForm) -> None:
-    form._names.value = "nowhere"
+    assert lab.moves == [], "before anything is started"
+    form._names.value, form._options.value = "nowhere", ""
     said = moved(form)
     assert "the name nowhere does not resolve: give an address" in said and "fsdp-refused" in said
 
@@ -101,12 +98,3 @@ def test_a_queue_is_shown_and_left(lab: FakeLab, form: HostsForm) -> None:
     form.tick()
     assert "cancelled, and ranks are where they were" in form.message.value
     assert not form._start.disabled and len(lab.moves) == 1
-
-
-def test_names_in_a_sentence() -> None:
-    assert [listed(names) for names in ([], ["a"], ["a", "b"], list("abcdefg"))] == [
-        "",
-        "a",
-        "a and b",
-        "a, b, c, d and 3 more",
-    ]

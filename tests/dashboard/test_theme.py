@@ -57,62 +57,40 @@ def distance(a: str, b: str, eyes: str) -> float:
 
 
 @pytest.mark.parametrize("eyes", EYES)
-def test_ranks_can_be_told_apart(eyes):
+def test_whatever_is_drawn_together_can_be_told_apart(eyes):
+    """Ranks by their colour, classes by lightness or hatch, other runs by lightness or dashes."""
     nearest = min(itertools.combinations(theme.RANKS, 2), key=lambda pair: distance(*pair, eyes))
     assert distance(*nearest, eyes) > 7, nearest
+    for mode in ("light", "dark"):
+        for fills in (theme.MEMORY, theme.COMMUNICATION, theme.COMPUTE):
+            for a, b in itertools.combinations(fills.values(), 2):
+                apart = distance(getattr(a, mode), getattr(b, mode), eyes)
+                assert apart > 9 or a.hatch != b.hatch, (a.label, b.label, apart)
+        for (i, a), (j, b) in itertools.combinations(enumerate(theme.PINS.values()), 2):
+            apart = distance(getattr(a, mode), getattr(b, mode), eyes)
+            assert apart > 9 or theme.PIN_DASHES[i] != theme.PIN_DASHES[j], (a.label, b.label, apart)
 
 
-@pytest.mark.parametrize("background", [LIGHT, DARK])
-def test_ranks_stand_out_from_both_backgrounds(background):
-    assert all(contrast(color, background) > 2 for color in theme.RANKS)
+def chroma(color: str) -> float:
+    return 100 * float(np.hypot(*oklab(linear(color))[1:]))
 
 
-@pytest.mark.parametrize(
-    "fills", [theme.MEMORY, theme.COMMUNICATION, theme.COMPUTE], ids=["memory", "communication", "compute"]
-)
-@pytest.mark.parametrize("mode", ["light", "dark"])
-@pytest.mark.parametrize("eyes", EYES)
-def test_classes_differ_in_lightness_or_in_hatch(fills, mode, eyes):
-    for a, b in itertools.combinations(fills.values(), 2):
-        apart = distance(getattr(a, mode), getattr(b, mode), eyes)
-        assert apart > 9 or a.hatch != b.hatch, (a.label, b.label, apart)
-
-
-def test_classes_are_muted_and_ranks_are_not():
-    """Chroma parts the two palettes: what is filled softly is never a rank. The last rank is a slate, and dashed."""
-
-    def chroma(color: str) -> float:
-        return 100 * float(np.hypot(*oklab(linear(color))[1:]))
-
+def test_classes_and_other_runs_are_muted_and_ranks_are_not():
+    """Chroma parts the palettes: what is filled softly is never a rank. The last rank is a slate, and dashed."""
     softest_rank = min(chroma(c) for c in theme.RANKS[:7])
     fills = [*theme.MEMORY.values(), *theme.COMMUNICATION.values(), *theme.COMPUTE.values()]
     assert max(chroma(c) for f in fills for c in (f.light, f.dark)) < softest_rank + 2
+    assert all(chroma(c) < softest_rank for fill in theme.PINS.values() for c in (fill.light, fill.dark))
+    assert not set(theme.PIN_DASHES) & set(theme.RANK_DASHES), "other runs are dashed as no rank is"
+    assert len(theme.PIN_DASHES) == len(theme.PINS) and len(theme.RANK_DASHES) == len(set(theme.RANKS))
 
 
-@pytest.mark.parametrize("mode", ["light", "dark"])
-@pytest.mark.parametrize("eyes", EYES)
-def test_other_runs_differ_in_lightness_or_in_dashes(mode, eyes):
-    for (i, a), (j, b) in itertools.combinations(enumerate(theme.PINS.values()), 2):
-        apart = distance(getattr(a, mode), getattr(b, mode), eyes)
-        assert apart > 9 or theme.PIN_DASHES[i] != theme.PIN_DASHES[j], (a.label, b.label, apart)
-
-
-def test_other_runs_stand_out_and_are_not_taken_for_ranks():
-    """They are muted, and dashed as no rank is."""
-    softest_rank = min(100 * float(np.hypot(*oklab(linear(c))[1:])) for c in theme.RANKS[:7])
-    for fill in theme.PINS.values():
-        assert contrast(fill.light, LIGHT) > 3 and contrast(fill.dark, DARK) > 3
-        assert max(100 * float(np.hypot(*oklab(linear(c))[1:])) for c in (fill.light, fill.dark)) < softest_rank
-    assert not set(theme.PIN_DASHES) & set(theme.RANK_DASHES)
-    assert len(theme.PIN_DASHES) == len(theme.PINS)
+def test_lines_stand_out_from_both_backgrounds():
+    assert all(contrast(color, background) > 2 for color in theme.RANKS for background in (LIGHT, DARK))
+    assert all(contrast(f.light, LIGHT) > 3 and contrast(f.dark, DARK) > 3 for f in theme.PINS.values())
 
 
 def test_every_token_has_a_colour_in_both_themes():
     tokens = theme.tokens()
     assert tokens["light"].keys() == tokens["dark"].keys()
     assert {"memory.parameters", "communication.all_gather", "timeline.forward", "ink.mean"} <= tokens["light"].keys()
-
-
-def test_a_rank_has_one_colour():
-    assert [theme.rank_color(r) for r in range(8)] == list(theme.RANKS)
-    assert len(theme.RANK_DASHES) == theme.MOST_LINES == len(set(theme.RANKS))
