@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import threading
 from typing import Any
 
 import numpy as np
@@ -256,17 +255,24 @@ def test_a_sweep_keeps_its_pictures_and_shows_whose_turn_it_is(show):
     """No page is asked to build its plots again; rows and curves of the others stand beside."""
     show.lab.run(steps=3)
     show.until(lambda: len(show.steps()) == 3)
-    ticks = threading.Semaphore(0)
-    show.lab.before_step = lambda run: ticks.acquire(timeout=60)  # no step is made that nobody sees
+    ticked = 0
+
+    def wait_for_two_ticks(run) -> None:
+        """No step is made that nobody sees."""
+        first = ticked
+        until(lambda: ticked >= first + 2)
+
+    show.lab.step_s, show.lab.before_step = 0.1, wait_for_two_ticks  # rows are worked out once a second
     remounts = show.live._scenes
     sweep = show.lab.compare(sharding=["full_shard", "no_shard"], backend=["lab", "ddp"], steps=8, rounds=2)
     shown, overlaid = set(), set()
 
     def look() -> None:
+        nonlocal ticked
+        show.feed.tick()
+        ticked += 1
         shown.add(show.feed.run.id)
         overlaid.update(show.feed._stage.frame.overlays.labels.values())
-        show.feed.tick()
-        ticks.release()
 
     show.until(lambda: sweep.done, look)
     assert show.live._scenes == remounts
@@ -297,39 +303,20 @@ def test_a_run_that_fails_in_a_sweep_is_a_row_with_its_reason(show):
     assert cells(show)[2][10].tone == "bad" and show.board.refresh()["1"].figures.steps == 6
 
 
-def test_controls_rest_during_a_sweep_and_say_why(dashboard):
-    lab, controls = dashboard.lab, dashboard._controls
-    lab.step_s = 0.02
-    form = dashboard._sweep_form
-    form.toggle()
-    for name, value in (("sharding", "no_shard"), ("backend", "ddp")):
-        next(chip for chip in form._chips[name] if chip.description == value).value = True
-    assert "<b>4 combinations</b>: 3 can run, 1 cannot." in form.message.value
-    assert "DDP keeps a whole replica" in form.message.value
-    form._steps.value, form._rounds.value = 400, 4
-    form.start()
-    until(lambda: controls._start.disabled and "comparison" in controls._state.value)
-    assert all(i.disabled for c in controls._controls.values() for i in c.inputs)
-    until(lambda: "of 1,200 steps" in form._progress.value and "left" in form._progress.value)
-    wanted = controls.choices.wanted
-    until(lambda: lab.sweep.progress.done_steps > 25)
-    assert controls.choices.wanted is wanted  # the form's fields do not follow each turn
-    controls.stop()
-    until(lambda: lab.sweep.done and not controls._controls["backend"].input.disabled)
-    assert {run.state for run in lab.sweep.runs} == {RunState.STOPPED}
-    until(lambda: len(dashboard.comparison.rows) == len(lab.sweep.runs) + 1)
-
-
-def test_a_run_that_a_comparison_suspends_goes_on_and_that_is_said(dashboard):
+def test_controls_rest_while_a_comparison_suspends_a_run_that_goes_on_afterwards(dashboard):
     lab, form = dashboard.lab, dashboard._sweep_form
     run = lab.run()
     form.toggle()
     assert "The run is suspended meanwhile, and goes on afterwards." in form.message.value
     form._steps.value = 400
     form.start()
-    until(lambda: "then the run goes on at step" in form._progress.value)
-    form.stop()
+    controls = dashboard._controls
+    until(lambda: "then the run goes on at step" in form._progress.value and "comparison" in controls._state.value)
+    assert controls._start.disabled and all(i.disabled for c in controls._controls.values() for i in c.inputs)
+    controls.stop()
     until(lambda: lab.sweep.done and lab.current is run and run.state is RunState.RUNNING)
+    assert {turn.state for turn in lab.sweep.runs} == {RunState.STOPPED}
+    until(lambda: not controls._controls["backend"].input.disabled)
     run.state, former = RunState.BROKEN, lab.sweep
     form.toggle()
     form.attempt(form.start)

@@ -26,32 +26,18 @@ def test_a_choice_is_wanted_or_held_with_its_reason_until_it_is_taken_back():
     assert choices.notes["sharding"].state is ChoiceState.IDLE
 
 
-def test_a_combination_can_be_made_in_any_order():
-    for order in (("backend", "sharding"), ("sharding", "backend")):
+def test_a_combination_can_be_made_in_any_order_and_the_way_out_is_offered():
+    values = {"backend": "ddp", "sharding": "no_shard"}
+    for first, second in (("backend", "sharding"), ("sharding", "backend")):
         choices = Choices(FSDP2)
-        values = {"backend": "ddp", "sharding": "no_shard"}
-        assert choices.choose(**{order[0]: values[order[0]]}) == {}
-        assert choices.choose(**{order[1]: values[order[1]]}) == values
-        assert choices.held == {}
-        assert choices.wanted.strategy.backend == "ddp"
-
-
-def test_the_way_out_is_offered_and_works():
+        assert choices.choose(**{first: values[first]}) == {}
+        assert choices.choose(**{second: values[second]}) == values
+        assert choices.held == {} and choices.wanted.strategy.backend == "ddp"
     choices = Choices(Spec())
     choices.choose(backend="ddp")
     fix = choices.notes["backend"].fix
     assert fix == {"sharding": "no_shard"}
-    assert choices.choose(backend="ddp", **fix) == {"backend": "ddp", "sharding": "no_shard"}
-
-
-def test_what_a_spec_cannot_know_is_asked():
-    def check(spec: Spec) -> None:
-        if spec.workload.seq_len > 512:
-            raise SpecError("workload.seq_len", "the text is shorter", "use 512", {"seq_len": 512})
-
-    choices = Choices(Spec(), check=check)
-    assert choices.choose(seq_len=1024) == {}
-    assert choices.notes["seq_len"].text.startswith("workload.seq_len: the text is shorter")
+    assert choices.choose(backend="ddp", **fix) == values
 
 
 def test_a_refusal_by_the_ranks_is_held_too():

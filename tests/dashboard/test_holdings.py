@@ -21,6 +21,11 @@ def moments(ranks: int = 2, model: Model | None = None, **changes) -> list[StepM
     return [StepMoment(tuple(frames), spec) for frames in Step(spec, 3, model).frames()]
 
 
+def axis_of(model: Model | None = None) -> ParameterAxis:
+    frames = next(iter(Step(Spec(world_size=2).replace(backend="lab"), 3, model).frames()))
+    return ParameterAxis.of(frames[0].parameters)
+
+
 def at(phase: str, unit: str, direction: str = "forward", **kwargs) -> StepMoment:
     return next(m for m in moments(**kwargs) if (m.phase, m.unit, m.direction) == (phase, unit, direction))
 
@@ -43,7 +48,7 @@ def drawn(panel: HoldingsPanel, source: str, rank: int, *, strip: bool = False) 
 
 @pytest.mark.parametrize("model", [Model.gpt2(16, 1), Model.gpt2(768, 12)])
 def test_parameters_stand_side_by_side_and_each_can_be_seen(model):
-    axis = ParameterAxis.of(moments(model=model)[0].frames[0].parameters)
+    axis = axis_of(model)
     bars = list(axis.bars.values())
     assert bars[0].left == 0 and bars[-1].right <= 1 + 1e-9
     assert all(a.right <= b.left for a, b in itertools.pairwise(bars))
@@ -63,7 +68,7 @@ def test_names_are_short_and_written_where_there_is_room():
     }  # fmt: skip
     assert short_names(["encoder.block.0", "decoder.block.0"])["encoder.block.0"] == "encoder.block.0"
     assert short_names(["root", "layers"]) == {"root": "root", "layers": "layers"}
-    few, many = (ParameterAxis.of(moments(model=Model.gpt2(64, n))[0].frames[0].parameters) for n in (4, 48))
+    few, many = (axis_of(Model.gpt2(64, n)) for n in (4, 48))
     assert list(few.labels().values()) == ["root", "h.0", "h.1", "h.2", "h.3"]
     assert 6 < len(many.labels()) < 30
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-import tracemalloc
 from collections.abc import Mapping
 from typing import Any
 
@@ -253,33 +252,6 @@ def test_a_page_that_drops_buffers_gets_text_beside_one_that_does_not(stage):
     plain.say("bokehjs", text=True)
     content, buffers = stage.sent[-1]
     assert buffers == [] and gzip.decompress(base64.b64decode(content["base64"])) == live.BOKEH_JS.read_bytes()
-
-
-def test_a_page_that_never_acknowledges_costs_no_memory(stage, monkeypatch):
-    """Its notebook is closed, or its tab is in the background: after a minute nothing is sent, and nothing kept for it."""
-    clock = [100.0]
-    monkeypatch.setattr(live.time, "monotonic", lambda: clock[0])
-    stage.open("silent")
-
-    def go_on(ticks: int) -> None:
-        for _ in range(ticks):
-            clock[0] += 2.5
-            stage.train()
-            stage.view.flush([float(stage.step)] * 1000)
-
-    def kept_bytes() -> int:
-        kept = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, live.__file__)])
-        return sum(trace.size for trace in kept.traces)
-
-    tracemalloc.start()
-    try:
-        go_on(30)
-        assert stage.view.views == 0 and len(stage.ticks()) <= 2 + live.FORGET_S / live.SILENCE_S
-        sent, before = len(stage.sent), kept_bytes()
-        go_on(30)
-        assert kept_bytes() - before < 1e5 and len(stage.sent) == sent
-    finally:
-        tracemalloc.stop()
 
 
 def test_data_is_bounded_however_long_it_runs(stage):
