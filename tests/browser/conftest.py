@@ -1,4 +1,4 @@
-"""One JupyterLab and one chromium for all browser tests; a page and its kernels for each.
+"""One JupyterLab, one chromium and one page with its kernel for all browser tests, but for those that need their own.
 
 Nothing outside this machine is asked for, and nothing of the user's Jupyter is read or written. A page that says an
 error, or asks the network for anything, fails its test. FSDP_LAB_SCREENSHOTS names a folder for pictures.
@@ -9,13 +9,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, sync_playwright
+from playwright.sync_api import Browser, sync_playwright
 
+from tests.browser.driver import DashboardPage
 from tests.browser.jupyter import JupyterServer, Notebook, chromium, find_chromium
 
 HERE = Path(__file__).parent
+WINDOW = {"width": 1280, "height": 900}
+FAKE = """\
+from tests.dashboard.fake_lab import FakeLab
+from fsdp_lab.dashboard import Dashboard
+lab = FakeLab({lab})
+dashboard = Dashboard(lab)
+dashboard"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,42 +51,54 @@ def browser() -> Iterator[Browser]:
         yield started
 
 
-class Pages:
-    """Makes pages, each with nothing but a session of its own."""
-
-    def __init__(self, server: JupyterServer, browser: Browser) -> None:
-        self._server, self._browser = server, browser
-        self.contexts: list[BrowserContext] = []
-
-    def __call__(self) -> Notebook:
-        context = self._browser.new_context(viewport={"width": 1280, "height": 900})
-        self.contexts.append(context)
-        return Notebook(context.new_page(), self._server)
-
-    def close(self, since: int = 0) -> None:
-        """Those but the first `since`; and all kernels, if no page is left."""
-        for context in self.contexts[since:]:
-            context.close()
-        del self.contexts[since:]
-        if not self.contexts:
-            self._server.end_kernels()
+def page_of(server: JupyterServer, browser: Browser) -> Notebook:
+    """A page with nothing but a session of its own."""
+    return Notebook(browser.new_context(viewport=WINDOW).new_page(), server)
 
 
-@pytest.fixture(scope="module")
-def open_notebook(server: JupyterServer, browser: Browser) -> Iterator[Pages]:
-    pages = Pages(server, browser)
-    yield pages
-    pages.close()
+@pytest.fixture
+def open_notebook(server: JupyterServer, browser: Browser) -> Iterator[Callable[[str], Notebook]]:
+    """Opens a notebook of the server's folder, for tests that need a kernel of their own; both end with the test."""
+    made: list[Notebook] = []
+
+    def open_(name: str) -> Notebook:
+        made.append(page_of(server, browser))
+        made[-1].open(name)
+        return made[-1]
+
+    yield open_
+    for notebook in made:
+        notebook.page.context.close()
+        server.end_kernel(notebook.name)
 
 
-@pytest.fixture(autouse=True)
-def closes_its_pages(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a test has opened by itself ends with it: a page that nobody looks at goes on drawing."""
-    pages = request.getfixturevalue("open_notebook") if "open_notebook" in request.fixturenames else None
-    before = len(pages.contexts) if pages is not None else 0
-    yield
-    if pages is not None and len(pages.contexts) > before:
-        pages.close(before)
+@pytest.fixture(scope="package")
+def warm(server: JupyterServer, browser: Browser) -> Iterator[Notebook]:
+    """One page and one kernel for all tests that leave both as they were: each takes seconds to start."""
+    notebook = page_of(server, browser)
+    notebook.open(server.write("warm.ipynb", ["import fsdp_lab.dashboard"]))
+    yield notebook
+    notebook.page.context.close()
+
+
+Desk = TypeVar("Desk", bound=DashboardPage)
+
+
+@pytest.fixture
+def show(warm: Notebook, watched: Callable[[Notebook], None]) -> Iterator[Callable[..., Any]]:
+    """Shows a new dashboard over a lab without processes in the warm page, in a light window of 1280 px."""
+
+    def show_(kind: type[Desk], lab: str = "2, step_s=0.05") -> Desk:
+        desk = kind(warm)
+        desk.page.set_viewport_size(WINDOW)
+        warm.theme("JupyterLab Light")
+        warm.show(FAKE.format(lab=lab))
+        desk.wait_drawn()
+        return desk
+
+    watched(warm)
+    yield show_
+    warm.execute("'dashboard' in globals() and (dashboard.close(), lab.close())")  # what nobody looks at draws no more
 
 
 @pytest.fixture

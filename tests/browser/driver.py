@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
 from playwright.sync_api import Locator, Page, TimeoutError as PageTimeout
 
-from tests.browser.jupyter import LIMIT_S, Notebook
+from tests.browser.jupyter import Notebook
 
 STEP = """() => { const m = document.querySelector('.fsdp-headline')?.innerText.match(/^step ([\\d,]+)/);
                   return m ? Number(m[1].replaceAll(',', '')) : -1 }"""
@@ -31,16 +30,13 @@ class DashboardPage:
     def button(self, word: str) -> Locator:
         return self.page.locator("button.fsdp-button", has_text=re.compile(rf"^\s*{word}\s*$"))
 
-    def start(self, code: str = "") -> None:
-        """Presses Start, or begins a run by code; what the page shows afterwards is of the new run."""
+    def start(self) -> None:
+        """Presses Start; what the page shows afterwards is of the new run."""
         live = self.page.locator(".fsdp-live").first
         # JupyterLab may just have moved the output, as when the window changes: then the former run is drawn once more.
         self.page.wait_for_function("() => document.querySelector('.fsdp-live')?.dataset.ready")
         former, blank = live.get_attribute("data-scene"), self.step() < 0
-        if code:
-            self.notebook.execute(code)
-        else:
-            self.button("Start( over)?").first.click()
+        self.button("Start( over)?").first.click()
         self.page.wait_for_function(
             f"""([former, blank]) => document.querySelector('.fsdp-live').dataset.scene !== former
                                      || (blank && ({STEP})() >= 0)""",
@@ -89,23 +85,20 @@ class DashboardPage:
         except PageTimeout as e:
             raise AssertionError(f"not drawn: {self.notebook.outputs()} {self.notebook.wrong}") from e
 
-    def wait_step(self, at_least: int, timeout_s: float = LIMIT_S) -> None:
-        self.page.wait_for_function(f"(n) => ({STEP})() >= n", arg=at_least, timeout=timeout_s * 1e3)
+    def wait_step(self, at_least: int) -> None:
+        self.page.wait_for_function(f"(n) => ({STEP})() >= n", arg=at_least)
 
-    def wait_steps_more(self, more: int, timeout_s: float = LIMIT_S) -> None:
-        self.wait_step(max(0, self.step()) + more, timeout_s)
+    def wait_steps_more(self, more: int) -> None:
+        self.wait_step(max(0, self.step()) + more)
 
-    def wait_note(self, label: str, pattern: str, timeout_s: float = LIMIT_S) -> str:
+    def wait_note(self, label: str, pattern: str) -> str:
         """Until the note beside a control matches; returns it."""
         note = self.field(label).locator(".fsdp-note-line").get_by_text(re.compile(pattern))
-        note.wait_for(timeout=timeout_s * 1e3)
+        note.wait_for()
         return self.note(label)
 
-    def wait_state(self, word: str, timeout_s: float = LIMIT_S) -> float:
-        """Until the state is `word`; returns the seconds that took."""
-        began = time.monotonic()
-        self.page.locator(".fsdp-state", has_text=word).first.wait_for(timeout=timeout_s * 1e3)
-        return time.monotonic() - began
+    def wait_state(self, word: str) -> None:
+        self.page.locator(".fsdp-state", has_text=word).first.wait_for()
 
     def stop(self) -> int:
         """Presses Stop, and waits until the run is over and drawn: the state is shown as soon as it is known, the last steps
@@ -116,26 +109,22 @@ class DashboardPage:
         self.page.wait_for_function(f"(n) => ({STEP})() === n", arg=last)
         return last
 
-    def wait_refusal(self, text: str, timeout_s: float = LIMIT_S) -> None:
+    def wait_refusal(self, text: str) -> None:
         """Until a line beside the controls says why something was refused."""
-        line = self.page.locator(".fsdp-refusal-line:visible", has_text=text)
-        line.first.wait_for(timeout=timeout_s * 1e3)
+        self.page.locator(".fsdp-refusal-line:visible", has_text=text).first.wait_for()
 
-    def wait_rows(self, source: str, count: int, timeout_s: float = LIMIT_S) -> None:
-        self.page.wait_for_function(
-            f"(n) => ({model(source)}?.get_length() ?? 0) === n", arg=count, timeout=timeout_s * 1e3
-        )
+    def wait_rows(self, source: str, count: int) -> None:
+        self.page.wait_for_function(f"(n) => ({model(source)}?.get_length() ?? 0) === n", arg=count)
 
-    def wait_reading(self, card: str, pattern: str, timeout_s: float = LIMIT_S) -> str:
+    def wait_reading(self, card: str, pattern: str) -> str:
         reading = self.page.locator(f".fsdp-card-{card} .fsdp-reading", has_text=re.compile(pattern))
-        reading.first.wait_for(timeout=timeout_s * 1e3)
+        reading.first.wait_for()
         return self.reading(card)
 
-    def wait_new_reading(self, card: str, old: str, timeout_s: float = LIMIT_S) -> str:
+    def wait_new_reading(self, card: str, old: str) -> str:
         self.page.wait_for_function(
             "([card, old]) => document.querySelector(`.fsdp-card-${card} .fsdp-reading`).innerText !== old",
             arg=[card, old],
-            timeout=timeout_s * 1e3,
         )
         return self.reading(card)
 

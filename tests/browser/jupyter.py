@@ -44,8 +44,9 @@ IDLE = """() => {
 
 
 def find_chromium() -> str | None:
-    """Debian's chromium, or another one on the path."""
-    return next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
+    """Debian's chromium without a window, or another one on the path."""
+    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+    return next((path for name in names if (path := shutil.which(name))), None)
 
 
 class JupyterServer:
@@ -102,8 +103,8 @@ class JupyterServer:
             body = answer.read()
         return json.loads(body) if body else None
 
-    def url(self, notebook: str, *, reset: bool = True) -> str:
-        return f"http://127.0.0.1:{self.port}/lab/tree/{notebook}?token={self.token}" + ("&reset" if reset else "")
+    def url(self, notebook: str) -> str:
+        return f"http://127.0.0.1:{self.port}/lab/tree/{notebook}?token={self.token}&reset"
 
     def write(self, name: str, cells: Sequence[str]) -> str:
         """A notebook of code cells in the server's folder."""
@@ -118,6 +119,11 @@ class JupyterServer:
         for kernel in self.api("/api/kernels"):
             with contextlib.suppress(urllib.error.HTTPError):
                 self.api(f"/api/kernels/{kernel['id']}", "DELETE")
+
+    def end_kernel(self, notebook: str) -> None:
+        for session in self.api("/api/sessions"):
+            if session["path"] == notebook:
+                self.api(f"/api/sessions/{session['id']}", "DELETE")
 
     def stop(self) -> None:
         with contextlib.suppress(Exception):
@@ -136,6 +142,7 @@ class Notebook:
     def __init__(self, page: Page, server: JupyterServer) -> None:
         self.page = page
         self.server = server
+        self.name = ""
         self.wrong: list[str] = []
         page.set_default_timeout(LIMIT_S * 1e3)
         page.on("console", lambda m: self._console(m.type, m.text))
@@ -146,8 +153,9 @@ class Notebook:
         if kind == "error" and not any(part in text for part in NOT_OURS):
             self.wrong.append(f"console error: {text[:500]}")
 
-    def open(self, name: str, *, reset: bool = True) -> None:
-        self.page.goto(self.server.url(name, reset=reset))
+    def open(self, name: str) -> None:
+        self.name = name
+        self.page.goto(self.server.url(name))
         self.page.wait_for_selector(".jp-Notebook .jp-Cell")
         self.page.wait_for_function(IDLE)
 
@@ -187,6 +195,15 @@ class Notebook:
             content.activeCell.model.sharedModel.setSource(code);
             const ran = commands.execute('notebook:run-cell');
             if (wait) await ran }""", [code, wait])  # fmt: skip
+
+    def show(self, code: str) -> None:
+        """One cell in place of all others, run."""
+        self.hide_sidebar()
+        self.page.evaluate("""(source) => {
+            const cells = window.jupyterapp.shell.currentWidget.content.model.sharedModel;
+            cells.deleteCellRange(0, cells.cells.length);
+            cells.insertCell(0, { cell_type: 'code', source, metadata: {} }) }""", code)  # fmt: skip
+        self.run_cell(0)
 
     def run_cell(self, index: int) -> None:
         """Runs one cell and waits for it."""

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 from playwright.sync_api import Locator
 
 from tests.browser.driver import DashboardPage, model
-from tests.browser.jupyter import JupyterServer, Notebook
-
-FAKE = """\
-from tests.dashboard.fake_lab import FakeLab
-from fsdp_lab.dashboard import Dashboard
-lab = FakeLab(2, step_s=0.05)
-dashboard = Dashboard(lab)
-dashboard"""
 
 
 class ComparisonPage(DashboardPage):
@@ -54,34 +45,17 @@ class ComparisonPage(DashboardPage):
         )
 
 
-@pytest.fixture(scope="module")
-def desk(server: JupyterServer, open_notebook: Callable[[], Notebook]) -> ComparisonPage:
-    page = ComparisonPage(open_notebook())
-    page.notebook.open(server.write("comparison.ipynb", [FAKE]))
-    page.notebook.hide_sidebar()
-    page.notebook.run_all()
-    page.wait_drawn()
-    return page
-
-
 @pytest.fixture
-def opened(desk: ComparisonPage, watched: Callable[[Notebook], None]) -> ComparisonPage:
-    """A run that is going, and nothing pinned."""
-    watched(desk.notebook)
-    desk.page.set_viewport_size({"width": 1280, "height": 1000})
-    desk.notebook.execute(
-        "lab.sweep and lab.sweep.stop(); lab.sweep = None; lab.current and lab.current.stop()\n"
-        "for label in list(dashboard.pins): dashboard.unpin(label)"
-    )
-    desk.button("Start( over)?").first.scroll_into_view_if_needed()
-    desk.page.wait_for_function("() => !document.querySelector('button.fsdp-button').disabled")
+def opened(show) -> ComparisonPage:
+    """A run that is going."""
+    desk = show(ComparisonPage)
     desk.start()
     desk.wait_step(12)
     return desk
 
 
 @pytest.mark.slow
-def test_pin_toggle_pin_compare_unpin(opened: ComparisonPage):
+def test_pin_toggle_pin_compare_unpin_and_load_the_page_again(opened: ComparisonPage):
     assert not opened.card.is_visible()
     opened.pin("A")
     assert opened.card.is_visible() and opened.cell("A", 2) == "baseline"
@@ -99,15 +73,21 @@ def test_pin_toggle_pin_compare_unpin(opened: ComparisonPage):
     opened.row("A").locator(".fsdp-press-unpin").click()
     opened.row("A").wait_for(state="detached")
     assert opened.visible_overlays("loss") == ["loss.overlay.1"]
+    last = opened.stop()
     opened.notebook.command("docmanager:save")
     opened.page.reload()
     opened.wait_drawn()
     opened.row("B").wait_for()
     assert opened.visible_overlays("loss") == ["loss.overlay.1"]
+    opened.page.locator(".fsdp-card-loss").scroll_into_view_if_needed()
+    opened.wait_rows("loss.steps", last + 1)
+    assert opened.step() == last, "the whole history is back"
+    opened.start()  # and it is alive: another run begins at step 0
+    opened.wait_step(2)
 
 
 @pytest.mark.slow
-def test_a_comparison_by_its_form(opened: ComparisonPage):
+def test_a_comparison_by_its_form(opened: ComparisonPage, picture):
     """What can run is said before, its progress while it runs; the page is not built anew for a turn. Then the run that was
     suspended for it goes on."""
     opened.button("Compare…").click()
@@ -126,42 +106,11 @@ def test_a_comparison_by_its_form(opened: ComparisonPage):
     assert opened.page.locator(".fsdp-live").first.get_attribute("data-scene") == scene
     opened.wait_state("running")
     opened.page.locator(".fsdp-card-comparison .fsdp-reading", has_text="The fastest that fits is").wait_for()
-    refused = re.compile(r"Refused, so not in the table: 4 ddp \w+ \(")  # of the sharding that an earlier test left
-    opened.card.get_by_text(refused).first.wait_for()
+    opened.card.get_by_text(re.compile(r"Refused, so not in the table: 4 ddp full_shard \(")).first.wait_for()
     assert opened.field("sharding").locator("select").is_enabled()
-
-
-@pytest.mark.slow
-def test_how_it_looks(opened: ComparisonPage, picture):
-    """Pins of several strategies, a difference, a live run, and a form that is open."""
-    opened.notebook.execute("""
-from tests.dashboard.test_board import run_of
-from fsdp_lab.spec.spec import Spec
-from fsdp_lab.base.events import StepEvent
-right = run_of(Spec(), 60, 'right')
-wrong = run_of(Spec().replace(precision='bf16'), 60, 'wrong')
-told = wrong.events.since()[0]
-told = [e if e.step < 23 else StepEvent.from_dict({**e.to_dict(), 'mean_loss': e.mean_loss + 0.9}) for e in told]
-wrong.events = type(wrong.events)(); wrong.events.add(told)
-for run in (right, run_of(Spec().replace(sharding='shard_grad_op', offload='all'), 60, 'c'), wrong): dashboard.pin(run)
-""")
-    opened.button("Compare…").click()
-    for field, value in (("sharding", "no_shard"), ("backend", "ddp"), ("backend", "fsdp1"), ("offload", "all")):
-        opened.chip(field, value).click()
-    opened.row("C").wait_for()
-    assert "DIFFERENT from step 23" in opened.cell("C", 2)
-    told = opened.notebook.execute(
-        "r = dashboard.comparison['B']; print(f'{r.figures.tokens_per_s.median:,.0f} ×{r.memory_ratio:.2f}')"
-    )
-    assert told.split() == [opened.cell("B", 5), opened.cell("B", 9)]
-    opened.row("live").wait_for()
-    opened.notebook.page.evaluate("() => window.jupyterapp.shell.expandLeft()")  # as JupyterLab opens
-    opened.show(1280, "Light")
-    assert opened.clipped() == []
-    opened.photograph(picture("comparison-1280-beside-the-folder"))
-    opened.notebook.hide_sidebar()
+    shown = "r = dashboard.comparison['2']; print(f'{r.figures.tokens_per_s.median:,.0f} ×{r.memory_ratio:.2f}')"
+    assert opened.notebook.execute(shown).split() == [opened.cell("2", 5), opened.cell("2", 9)]
     for width, theme in ((1920, "Light"), (1280, "Dark")):
         opened.show(width, theme)
         assert opened.clipped() == []
         opened.photograph(picture(f"comparison-{width}-{theme.lower()}"))
-    opened.button("Compare…").click()

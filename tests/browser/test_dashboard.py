@@ -1,43 +1,17 @@
-"""The dashboard in JupyterLab and chromium, over a lab without processes: what depends on the page and not on ranks.
-
-One notebook serves all tests, since a kernel takes seconds to start; each test begins with no run going.
-"""
+"""The dashboard in JupyterLab and chromium, over a lab without processes: what depends on the page and not on ranks."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 
 from tests.browser.driver import DashboardPage, model
-from tests.browser.jupyter import JupyterServer, Notebook
 
-CELL = """\
-from tests.dashboard.fake_lab import FakeLab
-from fsdp_lab.dashboard import Dashboard
-lab = FakeLab(2, step_s=0.05)
-dashboard = Dashboard(lab)
-dashboard"""
-
-
-@pytest.fixture(scope="module")
-def desk(server: JupyterServer, open_notebook: Callable[[], Notebook]) -> DashboardPage:
-    dashboard = DashboardPage(open_notebook())
-    dashboard.notebook.open(server.write("dashboard.ipynb", [CELL]))
-    dashboard.notebook.run_all()
-    dashboard.wait_drawn()
-    return dashboard
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def opened(desk: DashboardPage, watched: Callable[[Notebook], None]) -> DashboardPage:
-    """The dashboard with no run going, at the top of a window of 1280 px."""
-    watched(desk.notebook)
-    desk.notebook.execute("lab.current and lab.current.stop()")
-    desk.page.set_viewport_size({"width": 1280, "height": 900})
-    desk.button("Start( over)?").first.scroll_into_view_if_needed()
-    desk.page.wait_for_function("() => !document.querySelector('button.fsdp-button').disabled")
-    return desk
+def opened(show) -> DashboardPage:
+    return show(DashboardPage)
 
 
 def test_start_toggle_refuse_stop(opened):
@@ -85,17 +59,11 @@ def test_start_toggle_refuse_stop(opened):
     ]
 
 
-@pytest.mark.slow
-def test_a_ledger_step_is_drawn_by_unit_and_class(opened, picture):
-    """Memory: classes at the peak, and within the last ledger step."""
-    opened.notebook.execute("lab.close()")
-    opened.notebook.run_cell(0)
-    opened.wait_drawn()
+def test_memory_is_drawn_by_unit_and_class_and_as_predicted_before_a_choice_lands(opened, picture):
     assert "none measured yet" in opened.reading("ledger")
     opened.start()
     opened.wait_reading("ledger", r"rank \d+ in step 10: peak [\d.]+ MiB in forward, h.5")
-    card = opened.page.locator(".fsdp-card-ledger").first
-    card.scroll_into_view_if_needed()  # what is out of sight is not painted
+    opened.page.locator(".fsdp-card-ledger").first.scroll_into_view_if_needed()  # what is out of sight is not painted
     opened.wait_rows("ledger.curve", 16)
     opened.wait_rows("ledger.phases", 4)
     opened.wait_rows("memory.now", 2)
@@ -104,15 +72,7 @@ def test_a_ledger_step_is_drawn_by_unit_and_class(opened, picture):
     assert [text.strip() for text in legend] == [
         "sharded parameters", "optimizer state", "unsharded parameters", "gradients", "activations", "communication buffers",
         "other", "total"]  # fmt: skip
-    for width, theme in ((1920, "Dark"), (1280, "Light")):
-        opened.show(width, theme)
-        assert opened.clipped() == []
-        card.screenshot(path=picture(f"memory_{width}_{theme}"))
 
-
-@pytest.mark.slow
-def test_what_is_chosen_is_drawn_as_predicted_before_it_lands(opened, picture):
-    opened.start()
     opened.wait_reading("memory", r"predicted [\d.]+ MiB, measured [\d.]+ MiB")
     opened.button("Pause").click()
     opened.wait_state("paused")
@@ -121,21 +81,18 @@ def test_what_is_chosen_is_drawn_as_predicted_before_it_lands(opened, picture):
     opened.choose("sharding", "no_shard")
     opened.wait_note("sharding", "pending")
     opened.wait_reading("memory", r"predicted [\d.]+ MiB with the chosen settings")
-    card = opened.page.locator(".fsdp-card-memory").first
-    card.scroll_into_view_if_needed()
+    opened.page.locator(".fsdp-card-memory").first.scroll_into_view_if_needed()
     opened.page.wait_for_function(f"(before) => ({peak})() > 1.05 * before", arg=before)
     for width, theme in ((1560, "Dark"), (900, "Light")):
         opened.show(width, theme)
-        card.screenshot(path=picture(f"prediction_{width}_{theme}"))
+        assert opened.clipped() == []
+        opened.photograph(picture(f"prediction_{width}_{theme}"))
     opened.button("Resume").click()
     opened.wait_note("sharding", r"applied at step \d+")
     opened.wait_reading("memory", r"predicted [\d.]+ MiB, measured")
-    opened.button("Stop").click()
-    opened.wait_state("stopped")
 
 
-@pytest.mark.slow
-def test_controls_answer_while_a_cell_is_busy(opened):
+def test_all_that_can_be_pressed_answers_while_a_cell_is_busy(opened):
     opened.notebook.write_and_run("import time\nfor _ in range(6000): time.sleep(0.1)", wait=False)
     busy = opened.page.locator(".jp-InputPrompt", has_text="[*]:")
     busy.wait_for()
@@ -143,8 +100,13 @@ def test_controls_answer_while_a_cell_is_busy(opened):
     opened.wait_step(5)
     opened.choose("micro batch", "8")
     opened.wait_note("micro batch", r"applied at step \d+")
+    opened.page.locator(".fsdp-card-timeline .fsdp-hold").click()
+    opened.wait_reading("timeline", "^pinned · step")
     opened.button("Stop").click()
-    opened.wait_state("stopped", timeout_s=10)
+    opened.wait_state("stopped")
+    for word, said in (("Next", "halted"), ("Stop", "is over, its loss was")):
+        opened.page.locator(".fsdp-slow button.fsdp-slow-button", has_text=word).first.click()
+        opened.page.locator(".fsdp-slow .fsdp-state-line").get_by_text(said).first.wait_for()
     assert busy.count()  # the cell still runs
     opened.notebook.command("notebook:interrupt-kernel")
     busy.wait_for(state="detached")
@@ -168,29 +130,22 @@ def test_the_theme_is_followed_live(opened):
     assert all(a != b for a, b in zip(seen["Light"], seen["Dark"], strict=True))
 
 
-def test_plots_out_of_sight_catch_up_when_they_are_seen(opened):
+def test_plots_out_of_sight_catch_up_and_a_range_that_the_reader_moves_stays_until_a_double_click(opened):
     """In a low window the last plots are not in sight; their rows wait in the page and are there when it scrolls."""
     opened.page.set_viewport_size({"width": 1280, "height": 500})
     opened.start()
-    opened.wait_step(15)
+    opened.wait_step(3)
+    opened.page.evaluate(f"() => {model('frame.x')}.setv({{start: 1, end: 7}})")
+    opened.wait_step(55)  # beyond the first window: the axis would have grown
     last = opened.stop()
     assert opened.rows("loss.steps") < last
     opened.page.locator(".fsdp-card-loss").scroll_into_view_if_needed()
     opened.wait_rows("loss.steps", last + 1)
-
-
-@pytest.mark.slow
-def test_a_range_that_the_reader_moves_stays_until_a_double_click(opened):
-    opened.start()
-    opened.wait_step(3)
-    opened.page.evaluate(f"() => {model('frame.x')}.setv({{start: 1, end: 7}})")
-    opened.wait_step(60)  # beyond the first window: the axis would have grown
     assert opened.page.evaluate(f"() => [{model('frame.x')}.start, {model('frame.x')}.end]") == [1, 7]
     opened.page.locator(".fsdp-card-memory .fsdp-plot").dblclick()
     assert opened.page.evaluate(f"() => {model('frame.x')}.end") >= 100
 
 
-@pytest.mark.slow
 def test_a_cell_run_again_replaces_its_dashboard_and_two_views_agree(opened):
     page = opened.page
     opened.start()
@@ -206,7 +161,6 @@ def test_a_cell_run_again_replaces_its_dashboard_and_two_views_agree(opened):
         (e) => e.innerText.startsWith('step 11'))""")
 
 
-@pytest.mark.slow
 def test_a_view_that_bokeh_could_not_embed_builds_itself_again(opened):
     """As where JupyterLab takes the output out of the page while Bokeh embeds it."""
     page = opened.page
@@ -224,40 +178,16 @@ def test_a_view_that_bokeh_could_not_embed_builds_itself_again(opened):
     opened.notebook.wrong.clear()
 
 
-@pytest.mark.slow
 def test_a_kernel_that_is_gone_is_said_and_the_cell_runs_again(opened):
     """By one sentence, in place of an icon of ipywidgets' on each of its widgets."""
     opened.notebook.restart_kernel()
     opened.page.locator(".fsdp-lab.jupyter-widgets-disconnected").first.wait_for()
     said = opened.page.evaluate("""() => [...document.querySelectorAll('.jupyter-widgets-disconnected')].map(
         (e) => getComputedStyle(e, '::before').content).filter((text) => text !== 'none')""")
-    assert said == ['"The kernel is gone. Run the cell again."'] * opened.page.locator(".fsdp-lab").count()
+    assert said == ['"The kernel is gone. Run the cell again."']
     assert not opened.page.locator(".fsdp-lab :is(.fsdp-banner, .fsdp-state):visible").count(), "it is not running"
     opened.notebook.run_cell(0)
-    opened.page.wait_for_selector(".jp-Cell:first-child .fsdp-live[data-ready]")
-    assert not opened.page.locator(".jp-Cell:first-child .fsdp-banner:visible").count()
+    opened.wait_drawn()
+    assert not opened.page.locator(".fsdp-banner:visible").count()
     opened.start()
     opened.wait_step(5)
-
-
-@pytest.mark.slow
-def test_a_hang_is_said_and_its_stack_unfolds(opened, picture):
-    """As a run leaves it that failed with `RankHung`."""
-    opened.start()
-    opened.wait_step(2)
-    opened.notebook.execute(
-        "lab.current.stop(); r = lab.current\n"
-        "stack = ''.join(f'  File \"/lab/layer{i}.py\", line {i}, in forward\\n' for i in range(40)) + '    time.sleep(9)'\n"
-        "r.state, r.details = type(r.state).FAILED, 'rank 1 is here:\\n' + stack\n"
-        "r.reason = 'rank 1 did not join all_gather of unit transformer.h.2 (group 0: ranks 0 and 1), for which rank 0 '"
-        "'has waited 30.2 s: the last collective of rank 1 is all_gather of unit transformer.h.1'"
-    )
-    details = opened.page.locator(".fsdp-details")
-    details.wait_for()
-    assert opened.state() == "failed" and "Rank 1 did not join all_gather" in details.locator("xpath=..").inner_text()
-    assert not details.locator("pre").is_visible()
-    details.locator("summary").click()
-    details.locator("pre").wait_for(state="visible")
-    box = details.locator("pre").bounding_box()
-    assert box is not None and box["height"] < 300 and box["width"] > 200, "a long stack scrolls in its place"
-    opened.page.screenshot(path=picture("hang"))

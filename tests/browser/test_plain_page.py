@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,19 @@ def painted(steps: int) -> str:
 class Hosted:
     """A view of this process in a page: messages are passed on one by one."""
 
-    def __init__(self, browser: Browser, stage: Stage, first: str = "", **page: Any) -> None:
-        """first: JavaScript that the page runs before it has the widget."""
+    def __init__(self, browser: Browser, stage: Stage, first: str = "", *, busy: bool = False, **page: Any) -> None:
+        """first: JavaScript that the page runs before it has the widget; busy: whether the kernel runs a cell meanwhile."""
         self.stage = stage
         self.context = browser.new_context(viewport={"width": 1000, "height": 1700})
         self.context.set_default_timeout(LIMIT_S * 1e3)
         self.page = PlainPage(self.context, self._told, **page)
         self._passed = len(stage.sent)
-        self._busy: list[dict[str, Any]] | None = None  # what the page has told a kernel that runs a cell
+        self._busy: list[dict[str, Any]] | None = (
+            [] if busy else None
+        )  # what the page has told a kernel that runs a cell
         if first:
             self.page.frames[0].evaluate(first)
         self.page.begin(stage.view.get_state())
-
-    def busy(self) -> None:
-        self._busy = []
 
     def free(self) -> None:
         told, self._busy = self._busy or [], None
@@ -76,54 +75,56 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     return stage
 
 
-def test_a_page_that_drops_buffers_gets_text(stage: Stage, browser: Browser):
-    hosted = Hosted(browser, stage, how="none")
-    try:
-        hosted.wait(READY)
-        hosted.train(4)
-        assert hosted.page.wrong == []
-        assert all("base64" in content and not buffers for content, buffers in stage.sent if content["kind"] == "tick")
-    finally:
+@pytest.fixture
+def host(stage: Stage, browser: Browser) -> Iterator[Callable[..., Hosted]]:
+    """Shows the view in a page, in which nothing may go wrong."""
+    made: list[Hosted] = []
+
+    def host_(first: str = "", **page: Any) -> Hosted:
+        made.append(Hosted(browser, stage, first, **page))
+        return made[-1]
+
+    yield host_
+    for hosted in made:
         hosted.context.close()
+    assert [hosted.page.wrong for hosted in made] == [[]] * len(made)
 
 
-def test_two_outputs_in_frames_of_their_own(stage: Stage, browser: Browser):
+def test_a_page_that_drops_buffers_gets_text(stage: Stage, host: Callable[..., Hosted]):
+    hosted = host(how="none")
+    hosted.wait(READY)
+    hosted.train(4)
+    assert all("base64" in content and not buffers for content, buffers in stage.sent if content["kind"] == "tick")
+
+
+def test_two_outputs_in_frames_of_their_own(stage: Stage, host: Callable[..., Hosted]):
     """As in Colab: neither sees the other's BokehJS, and both draw all."""
-    hosted = Hosted(browser, stage, frames=2, how="memory")
-    try:
-        hosted.wait(READY)
-        assert stage.view.views == 2
-        hosted.train(4)
-        assert hosted.page.wrong == []
-        assert not any("base64" in content for content, _ in stage.sent), "text only where buffers are dropped"
-    finally:
-        hosted.context.close()
+    hosted = host(frames=2, how="memory")
+    hosted.wait(READY)
+    assert stage.view.views == 2
+    hosted.train(4)
+    assert not any("base64" in content for content, _ in stage.sent), "text only where buffers are dropped"
 
 
 @pytest.mark.parametrize(("name", "style", "how"), [("light", "background: #ffffff", "view"), ("dark", DARK, "bytes")])
-def test_a_page_without_jupyters_colours(name: str, style: str, how: str, stage: Stage, browser: Browser,
+def test_a_page_without_jupyters_colours(name: str, style: str, how: str, host: Callable[..., Hosted],
                                          picture: Callable[[str], Path]):  # fmt: skip
-    hosted = Hosted(browser, stage, style=style, how=how)
-    try:
-        hosted.wait(READY)
-        hosted.train(30)
-        (frame,) = hosted.page.frames
-        contrast = frame.evaluate("""() => {
-            const light = (c) => { const [r, g, b] = c.match(/[\\d.]+/g).map(Number); return (r + g + b) / 765 };
-            const card = document.querySelector('.fsdp-card');
-            const ink = getComputedStyle(card.querySelector('h3')).color;
-            return light(ink) - light(getComputedStyle(card).backgroundColor) }""")
-        assert contrast > 0.6 if name == "dark" else contrast < -0.6
-        assert frame.evaluate("() => document.querySelector('.fsdp-live').classList.contains('fsdp-dark')") == (
-            name == "dark"
-        )
-        hosted.page.photograph(picture(f"plain-{name}"))
-        assert hosted.page.wrong == []
-    finally:
-        hosted.context.close()
+    hosted = host(style=style, how=how)
+    hosted.wait(READY)
+    hosted.train(30)
+    (frame,) = hosted.page.frames
+    contrast = frame.evaluate("""() => {
+        const light = (c) => { const [r, g, b] = c.match(/[\\d.]+/g).map(Number); return (r + g + b) / 765 };
+        const card = document.querySelector('.fsdp-card');
+        const ink = getComputedStyle(card.querySelector('h3')).color;
+        return light(ink) - light(getComputedStyle(card).backgroundColor) }""")
+    assert contrast > 0.6 if name == "dark" else contrast < -0.6
+    dark = frame.evaluate("() => document.querySelector('.fsdp-live').classList.contains('fsdp-dark')")
+    assert dark == (name == "dark")
+    hosted.page.photograph(picture(f"plain-{name}"))
 
 
-def test_another_scene_comes_while_the_first_picture_is_being_drawn(stage: Stage, browser: Browser):
+def test_another_scene_comes_while_the_first_picture_is_being_drawn(stage: Stage, host: Callable[..., Hosted]):
     """The kernel begins a run as soon as the widget is displayed."""
     slow_to_draw = """() => {
         let bokeh, embed;
@@ -135,34 +136,38 @@ def test_another_scene_comes_while_the_first_picture_is_being_drawn(stage: Stage
                 if (first) {
                     first = false;
                     window.deliver({ kind: 'remount' }, [], 'view');
-                    await new Promise((resolve) => setTimeout(resolve, 2000));
+                    await new Promise((resolve) => setTimeout(resolve, 500));
                 }
                 return loaded.embed.embed_items(...given) } } } }) }"""
-    hosted = Hosted(browser, stage, slow_to_draw)
-    try:
-        (frame,) = hosted.page.frames
-        stage.view.show(stage.scene)
-        hosted.wait(READY)
-        hosted.train(4)
-        assert hosted.page.wrong == []
-        assert frame.evaluate("() => window.Bokeh.documents.length") == 1
-        assert frame.evaluate("() => document.querySelector('.fsdp-live').dataset.scene") == "2"
-    finally:
-        hosted.context.close()
+    hosted = host(slow_to_draw)
+    (frame,) = hosted.page.frames
+    stage.view.show(stage.scene)
+    hosted.wait(READY)
+    hosted.train(4)
+    assert frame.evaluate("() => window.Bokeh.documents.length") == 1
+    assert frame.evaluate("() => document.querySelector('.fsdp-live').dataset.scene") == "2"
 
 
-def test_a_second_view_waits_for_a_kernel_that_is_busy(stage: Stage, browser: Browser):
+def test_a_first_picture_needs_no_answer_of_a_kernel_that_is_busy(host: Callable[..., Hosted]):
+    hosted = host(busy=True)
+    (frame,) = hosted.page.frames
+    drawn = ".fsdp-live .fsdp-card canvas"
+    frame.wait_for_selector(drawn, state="attached")
+    canvases = len(frame.query_selector_all(drawn))
+    hosted.free()
+    hosted.wait(READY)
+    hosted.train(4)
+    assert len(frame.query_selector_all(drawn)) == canvases, "the same picture, filled anew"
+    assert frame.evaluate("() => window.Bokeh.documents.length") == 1
+
+
+def test_a_second_view_waits_for_a_kernel_that_is_busy(stage: Stage, host: Callable[..., Hosted]):
     """It has nothing to draw with, since the first view has taken what came with the widget."""
     stage.open("first")
     assert not stage.view.first
-    hosted = Hosted(browser, stage)
-    try:
-        hosted.busy()
-        hosted.wait("() => document.querySelector('.fsdp-banner').innerText.startsWith('No answer from the kernel')")
-        hosted.free()
-        hosted.wait(READY)
-        hosted.train(4)
-        assert hosted.page.wrong == []
-        assert hosted.page.frames[0].evaluate("() => document.querySelector('.fsdp-banner').hidden")
-    finally:
-        hosted.context.close()
+    hosted = host(busy=True)
+    hosted.wait("() => document.querySelector('.fsdp-banner').innerText.startsWith('No answer from the kernel')")
+    hosted.free()
+    hosted.wait(READY)
+    hosted.train(4)
+    assert hosted.page.frames[0].evaluate("() => document.querySelector('.fsdp-banner').hidden")

@@ -56,7 +56,9 @@ def opened(drawn: tuple[Page, list[str]]) -> Iterator[Page]:
     assert wrong == []
 
 
-def test_its_numbers_are_those_of_the_comparison(opened: Page):
+def test_its_numbers_are_those_of_the_comparison_and_text_from_runs_does_nothing(opened: Page):
+    assert opened.title() == f"A report {HOSTILE}" and opened.locator("h1").inner_text() == f"A report {HOSTILE}"
+    assert opened.evaluate("window.hacked") is None and opened.locator("main img").count() == 0
     compared = Comparison.of(sweep())
     for name, table in (("comparison", compared.table()), ("memory", compared.memory_table())):
         head, *rows = opened.evaluate(CELLS, name)
@@ -89,14 +91,10 @@ def test_another_result_is_loud(opened: Page):
     assert colours[2] == alarm.evaluate(weight) != colours[1]
 
 
-def test_text_from_runs_does_nothing(opened: Page):
-    assert opened.title() == f"A report {HOSTILE}" and opened.locator("h1").inner_text() == f"A report {HOSTILE}"
-    assert opened.evaluate("window.hacked") is None and opened.locator("main img").count() == 0
-
-
 @pytest.mark.slow
-def test_both_colour_schemes_and_paper(opened: Page, picture):
-    """Text and its ground are far enough apart (WCAG 2.1: 4.5 to 1) in both, plots follow, and paper is light."""
+def test_both_colour_schemes_and_paper_and_a_narrow_window(opened: Page, picture):
+    """Text and its ground are far enough apart (WCAG 2.1: 4.5 to 1) in both, plots follow, and paper is light. Nothing is
+    wider than the window but tables, which scroll in their card."""
     seen: dict[str, Any] = {}
     for scheme, media in (("light", "screen"), ("dark", "screen"), ("dark", "print"), ("light", "screen")):
         opened.emulate_media(color_scheme=scheme, media=media)  # type: ignore[arg-type]
@@ -107,6 +105,8 @@ def test_both_colour_schemes_and_paper(opened: Page, picture):
         seen[f"{scheme} {media}"] = opened.evaluate(INK)
         opened.screenshot(path=picture(f"report-{scheme}-{media}"), full_page=True)
     assert seen["light screen"] == seen["dark print"] != seen["dark screen"]
+    opened.set_viewport_size({"width": 420, "height": 900})
+    opened.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth")
 
 
 INK = "[...Bokeh.documents[0].all_models].find((m) => m.type === 'LinearAxis').axis_label_text_color"
@@ -122,14 +122,6 @@ CONTRASTS = """() => {
     .map((e) => { const a = light(rgb(getComputedStyle(e).color)), b = light(ground(e));
       return [e.textContent.slice(0, 40), (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)]; });
 }"""
-
-
-@pytest.mark.parametrize("width", [1360, 420])
-def test_nothing_is_wider_than_the_window(opened: Page, picture, width: int):
-    """But tables, which scroll in their card."""
-    opened.set_viewport_size({"width": width, "height": 900})
-    opened.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth")
-    opened.screenshot(path=picture(f"report-{width}"), full_page=True)
 
 
 def test_a_spec_unfolds(opened: Page):

@@ -1,30 +1,15 @@
-"""The card of checkpoints, recovery, incidents and drills in JupyterLab and chromium: with ranks, one of which is killed,
-and over a lab without processes, in both themes."""
+"""The card of checkpoints, recovery, incidents and drills in JupyterLab and chromium, over a lab without processes. With
+ranks, one of which is killed: test_notebook.py."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Locator
 
 from tests.browser.driver import DashboardPage
-from tests.browser.jupyter import LIMIT_S, JupyterServer, Notebook
-
-FAKE = """\
-from tests.dashboard.fake_lab import FakeLab
-from fsdp_lab.dashboard import Dashboard
-lab = FakeLab(2, step_s=0.05)
-dashboard = Dashboard(lab)
-dashboard"""
-
-REAL = """\
-from fsdp_lab import Lab
-lab = Lab(ranks=2, devices="cpu", progress=False)
-dashboard = lab.dashboard()
-dashboard"""
 
 
 class SafetyPage(DashboardPage):
@@ -37,9 +22,9 @@ class SafetyPage(DashboardPage):
     def press(self, word: str) -> None:
         self.card.locator("button.fsdp-safety-button", has_text=re.compile(rf"^\s*{word}\s*$")).click()
 
-    def wait_words(self, part: str, pattern: str, timeout_s: float = LIMIT_S) -> str:
+    def wait_words(self, part: str, pattern: str) -> str:
         words = self.card.locator(f".fsdp-{part}", has_text=re.compile(pattern))
-        words.first.wait_for(timeout=timeout_s * 1e3)
+        words.first.wait_for()
         return str(words.first.inner_text())
 
     def top_of_plots(self) -> float:
@@ -51,28 +36,12 @@ class SafetyPage(DashboardPage):
     def look(self, width: int, theme: str, path: Path) -> None:
         self.show(width, theme)
         assert self.clipped() == []
-        self.card.scroll_into_view_if_needed()
-        box = self.page.locator(".fsdp-lab").first.bounding_box()
-        card = self.card.bounding_box()
-        assert box is not None and card is not None
-        clip = {"x": box["x"] - 8, "y": max(0, box["y"]), "width": box["width"] + 16,
-                "height": card["y"] + card["height"] + 40 - max(0, box["y"])}  # fmt: skip
-        self.page.screenshot(path=path, clip=clip)  # type: ignore[arg-type]
-
-
-def opened(page: SafetyPage, server: JupyterServer, name: str, cell: str) -> SafetyPage:
-    page.notebook.open(server.write(name, [cell]))
-    page.notebook.hide_sidebar()
-    page.notebook.run_all()
-    page.wait_drawn()
-    return page
+        self.photograph(path)
 
 
 @pytest.mark.slow
-def test_how_it_looks_and_that_nothing_jumps(server, open_notebook, watched, picture):
-    desk = opened(SafetyPage(open_notebook()), server, "safety.ipynb", FAKE)
-    watched(desk.notebook)
-    desk.look(1280, "Light", picture("safety-folded"))
+def test_a_lost_rank_is_recovered_and_nothing_jumps(show, picture):
+    desk = show(SafetyPage)
     desk.press("Show")
     desk.card.locator(".fsdp-safety-body").wait_for()
     desk.field("save").locator("select").select_option("every n steps")
@@ -96,46 +65,3 @@ def test_how_it_looks_and_that_nothing_jumps(server, open_notebook, watched, pic
     tops.append(desk.top_of_plots())
     assert max(tops) - min(tops) <= 1, tops
     desk.look(800, "Light", picture("safety-incident"))
-    server.end_kernels()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_killed_rank_and_the_way_out(server: JupyterServer, open_notebook: Callable[[], Notebook], watched, picture):
-    """A person's path: save, lose a rank, read what happened, Recover, see that it goes on, stop, resume."""
-    desk = opened(SafetyPage(open_notebook()), server, "killed.ipynb", REAL)
-    watched(desk.notebook)
-    try:
-        for label, value in (("model", "gpt2-1m"), ("sequence length", "32"), ("micro batch", "1")):
-            desk.choose(label, value)
-        desk.press("Show")
-        desk.field("save").locator("select").select_option("every n steps")
-        desk.choose("n steps", "5")
-        desk.field("evaluate").locator("select").select_option("every n steps")
-        desk.choose("every (steps)", "5")
-        desk.choose("samples", "2")
-        desk.start()
-        desk.wait_step(11)
-        desk.wait_words("evaluation-said", r"Evaluation loss [\d.]+ \(perplexity [\d.]+\) at step \d+, best")
-        desk.wait_words("safety-list", "MiB")
-        desk.notebook.execute("import os, signal; os.kill(lab.rank_status()[1].pid, signal.SIGKILL)")
-        desk.wait_state("broken", 30)
-        desk.wait_words("state-line", r"rank 1 is gone: its process \d+ .* SIGKILL")
-        desk.look(1280, "Light", picture("safety-killed"))
-        at = desk.step()
-        desk.press("Recover")
-        desk.wait_words("incidents", r"training again [\d.]+ m?s")
-        told = desk.wait_words("incidents", r"Resumed from a checkpoint of step \d+ · .* · 2 ranks")
-        assert "detected 0 s → freed" in told
-        desk.wait_state("running")
-        desk.wait_step(at + 20)
-        for theme in ("Light", "Dark"):
-            desk.look(1280, theme, picture(f"safety-recovered-{theme.lower()}"))
-        desk.button("Stop").click()
-        desk.wait_state("stopped")
-        last = int(desk.notebook.execute("print(lab.current.step)"))
-        desk.press("Resume")
-        desk.wait_state("running")
-        assert int(desk.notebook.execute("print(lab.current.switches[0].step)")) == last
-    finally:
-        server.end_kernels()

@@ -9,16 +9,6 @@ import pytest
 from playwright.sync_api import Locator
 
 from tests.browser.driver import DashboardPage, model
-from tests.browser.jupyter import JupyterServer, Notebook
-from tests.covering import tiered
-
-CELL = """\
-from tests.dashboard.fake_lab import FakeLab
-from fsdp_lab.dashboard import Dashboard
-lab = FakeLab(2, step_s=0.05)
-lab.spec = lab.spec.replace(backend="lab", model="gpt2-1m")
-dashboard = Dashboard(lab)
-dashboard"""
 
 
 class SlowPage(DashboardPage):
@@ -54,16 +44,6 @@ class SlowPage(DashboardPage):
         self.page.locator(".fsdp-slow").first.screenshot(path=path)
 
 
-@pytest.fixture(scope="module")
-def desk(server: JupyterServer, open_notebook: Callable[[], Notebook]) -> SlowPage:
-    page = SlowPage(open_notebook())
-    page.notebook.open(server.write("slow.ipynb", [CELL]))
-    page.notebook.hide_sidebar()
-    page.notebook.run_all()
-    page.wait_drawn()
-    return page
-
-
 def go_to(desk: SlowPage, phase: str, unit: str, direction: str) -> None:
     """Lets the ranks go to a phase of another step; the name keeps it alive."""
     desk.notebook.execute(
@@ -75,9 +55,10 @@ def go_to(desk: SlowPage, phase: str, unit: str, direction: str) -> None:
 
 
 @pytest.mark.slow
-def test_next_play_and_stop(desk: SlowPage, watched: Callable[[Notebook], None], picture: Callable[[str], Path]):
+def test_next_play_and_stop(show, picture: Callable[[str], Path]):
     """A person's path: read what it is, Next, look, Play, Pause, Stop, a run, Next again."""
-    watched(desk.notebook)
+    desk = show(SlowPage)
+    desk.choose("model", "gpt2-1m")
     empty = desk.page.locator(".fsdp-slow-empty")
     empty.scroll_into_view_if_needed()
     assert "A training step, phase by phase." in empty.inner_text()
@@ -115,66 +96,18 @@ def test_next_play_and_stop(desk: SlowPage, watched: Callable[[Notebook], None],
 
 
 @pytest.mark.slow
-def test_the_buttons_answer_while_a_cell_is_busy(desk: SlowPage, watched: Callable[[Notebook], None]):
-    watched(desk.notebook)
-    desk.notebook.write_and_run("import time\nfor _ in range(6000): time.sleep(0.1)", wait=False)
-    busy = desk.page.locator(".jp-InputPrompt", has_text="[*]:")
-    busy.wait_for()
-    desk.press("Next")
-    desk.wait_said("halted")
-    desk.press("Next")
-    desk.wait_phase(1)
-    desk.press("Stop")
-    desk.wait_said("is over, its loss was")
-    assert busy.count()
-    desk.notebook.command("notebook:interrupt-kernel")
-    busy.wait_for(state="detached")
-
-
-@pytest.mark.slow
-def test_a_refused_backend_has_its_way_out(desk: SlowPage, watched: Callable[[Notebook], None]):
-    watched(desk.notebook)
-    desk.choose("backend", "fsdp2")
-    desk.press("Next")
-    desk.wait_said("Slow motion shows our own engine, and this Spec is for fsdp2: use backend lab.")
-    desk.press("Use backend lab")
-    desk.wait_said("halted")
-    assert desk.field("backend").locator("select").input_value() == "lab"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("theme", "width"),
-    tiered(
-        [("Light", 900), ("Light", 1500), ("Dark", 900), ("Dark", 1500)],
-        lambda theme, width: (theme, width) == ("Dark", 900),
-    ),
-)
-def test_how_it_looks(desk: SlowPage, watched: Callable[[Notebook], None], picture: Callable[[str], Path],
-                      width: int, theme: str):  # fmt: skip
-    watched(desk.notebook)
-    desk.page.set_viewport_size({"width": width, "height": 1900 if width < 1500 else 1600})
-    desk.notebook.theme(f"JupyterLab {theme}")
-    go_to(desk, "compute", "transformer.h.2", "backward")
-    desk.wait_reading("slow", "backward · compute transformer.h.2")
-    desk.page.locator(".fsdp-slow").first.scroll_into_view_if_needed()
-    desk.wait_painted()
-    desk.wait_rows("slow.moving", 2 * (12 + 12))  # h.1 is gathered ahead, h.3 is being reduced
-    assert desk.clipped() == []
-    desk.photograph_slow(picture(f"slow-motion-{width}-{theme.lower()}"))
-
-
-@pytest.mark.slow
-def test_sixteen_ranks(desk: SlowPage, watched, picture):
-    watched(desk.notebook)
-    desk.notebook.execute("lab.ranks = 16; lab.spec = lab.spec.replace(world_size=16, model='gpt2-10m')")
-    for width, theme in ((900, "Light"), (1500, "Dark")):
+def test_how_it_looks_of_two_ranks_and_of_sixteen(show, picture: Callable[[str], Path]):
+    for ranks, model_, unit, width, theme in ((2, "gpt2-1m", 2, 900, "Dark"), (16, "gpt2-10m", 7, 1500, "Light")):
+        desk = show(SlowPage, lab=f"{ranks}, step_s=0.05")
+        desk.notebook.execute(f"lab.spec = lab.spec.replace(model={model_!r})")
         desk.page.set_viewport_size({"width": width, "height": 1900 if width < 1500 else 1600})
         desk.notebook.theme(f"JupyterLab {theme}")
-        go_to(desk, "compute", "transformer.h.7", "forward")
-        desk.wait_reading("slow", "forward · compute transformer.h.7")
+        go_to(desk, "compute", f"transformer.h.{unit}", "backward")
+        desk.wait_reading("slow", f"backward · compute transformer.h.{unit}")
         desk.page.locator(".fsdp-slow").first.scroll_into_view_if_needed()
         desk.wait_painted()
-        desk.wait_rows("slow.bars", 16 * 148)
+        desk.wait_rows("slow.moving", ranks * (12 + 12))  # one unit is gathered ahead, one is being reduced
+        if ranks == 16:
+            desk.wait_rows("slow.bars", ranks * 148)
         assert desk.clipped() == []
-        desk.photograph_slow(picture(f"slow-motion-16-ranks-{width}-{theme.lower()}"))
+        desk.photograph_slow(picture(f"slow-motion-{ranks}-ranks-{width}-{theme.lower()}"))

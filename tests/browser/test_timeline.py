@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from playwright.sync_api import Locator
 
 from tests.browser.driver import DashboardPage, model
-from tests.browser.jupyter import JupyterServer, Notebook
-
-CELL = """\
-from tests.dashboard.fake_lab import FakeLab
-from fsdp_lab.dashboard import Dashboard
-lab = FakeLab({ranks}, step_s=0.03)
-dashboard = Dashboard(lab)
-dashboard"""
 
 
 class TimelinePage(DashboardPage):
@@ -40,80 +30,8 @@ class TimelinePage(DashboardPage):
               return said && Function('s', 'n', `return ${condition}`)(Number(said[1].replaceAll(',', '')), n) }""",
             arg=[condition, arg])  # fmt: skip
 
-    def wait_begun(self) -> None:
-        """A new run whose first traced step is drawn."""
-        self.start()
-        self.wait_shown("s >= n", 4)
-        self.card.scroll_into_view_if_needed()
-        self.page.wait_for_function(f"() => {model('timeline.spans')}?.get_length() > 0")
-
     def lefts(self) -> list[float]:
         return list(self.page.evaluate(f"() => [...{model('timeline.spans')}.data.left]"))
-
-
-@pytest.fixture(scope="module")
-def desk(server: JupyterServer, open_notebook: Callable[[], Notebook]) -> TimelinePage:
-    page = TimelinePage(open_notebook())
-    page.notebook.open(server.write("timeline.ipynb", [CELL.format(ranks=2)]))
-    page.notebook.hide_sidebar()
-    page.notebook.run_all()
-    page.wait_drawn()
-    return page
-
-
-@pytest.fixture
-def opened(desk: TimelinePage, watched: Callable[[Notebook], None]) -> TimelinePage:
-    """A run that is going."""
-    watched(desk.notebook)
-    desk.page.set_viewport_size({"width": 1280, "height": 1000})
-    desk.notebook.execute("lab.current and lab.current.stop()")
-    desk.page.wait_for_function("() => !document.querySelector('button.fsdp-button').disabled")
-    desk.wait_begun()
-    return desk
-
-
-@pytest.mark.slow
-def test_it_follows_the_newest_traced_step_and_holds_a_pinned_one(opened: TimelinePage):
-    """A person's path: watch, pin, look at others, type a number, let go."""
-    opened.wait_shown("s > n", opened.shown())
-    opened.hold.click()
-    opened.wait_reading("timeline", r"^pinned · step [\d,]+: [\d.]+ ms, [\d.]+ ms exposed on rank \d, most for ")
-    held, lefts = opened.shown(), opened.lefts()
-    opened.wait_step(opened.step() + 25)
-    assert opened.shown() == held and opened.lefts() == lefts
-    assert opened.hold.inner_text() == "Unpin" and opened.hold.get_attribute("aria-pressed") == "true"
-
-    opened.card.get_by_role("button", name="before this one").click()
-    opened.wait_shown("s === n", held - 5)
-    opened.card.get_by_role("button", name="after this one").click()
-    opened.wait_shown("s === n", held)
-    number = opened.card.get_by_role("spinbutton", name="step")
-    number.fill("6")
-    number.press("Enter")
-    opened.wait_shown("s === n", 4)  # the nearest that was traced
-    assert number.input_value() == "4"
-    assert opened.lefts() != lefts
-
-    opened.hold.click()
-    opened.wait_shown("s > n", held)
-    assert "pinned" not in opened.reading("timeline")
-
-
-@pytest.mark.slow
-def test_it_can_be_pinned_while_a_cell_is_busy_and_after_the_run(opened: TimelinePage):
-    opened.notebook.write_and_run("import time\nfor _ in range(6000): time.sleep(0.1)", wait=False)
-    busy = opened.page.locator(".jp-InputPrompt", has_text="[*]:")
-    busy.wait_for()
-    opened.hold.click()
-    opened.wait_reading("timeline", "^pinned · step")
-    assert busy.count()  # the cell still runs
-    opened.notebook.command("notebook:interrupt-kernel")
-    busy.wait_for(state="detached")
-    opened.button("Stop").click()
-    opened.wait_state("stopped")
-    opened.hold.click()
-    newest = int(opened.notebook.execute("print(lab.current.events.traced()[-1].number)"))
-    opened.wait_shown("s === n", newest)
 
 
 # The figure's view, wherever it is in the tree of views.
@@ -134,51 +52,73 @@ TIPS = """(words) => {
 
 
 @pytest.mark.slow
-def test_a_span_says_what_it_was(opened: TimelinePage, picture):
-    """Over an all-gather the pointer finds its unit, bytes, bandwidth, dtype and group."""
+def test_it_follows_the_newest_traced_step_holds_a_pinned_one_and_says_what_a_span_was(show, picture):
+    """A person's path: watch, pin, look at others, type a number, hover, let go, pin when the run is over."""
+    opened = show(TimelinePage, lab="2, step_s=0.03")
+    opened.start()
+    opened.wait_shown("s >= n", 4)
+    opened.card.scroll_into_view_if_needed()
+    opened.wait_shown("s > n", opened.shown())
     opened.hold.click()
-    opened.wait_reading("timeline", "^pinned")
+    opened.wait_reading("timeline", r"^pinned · step [\d,]+: [\d.]+ ms, [\d.]+ ms exposed on rank \d, most for ")
+    opened.page.wait_for_function(f"() => {model('timeline.spans')}?.get_length() > 0")
+    held, lefts = opened.shown(), opened.lefts()
+    opened.wait_step(opened.step() + 25)
+    assert opened.shown() == held and opened.lefts() == lefts
+    assert opened.hold.inner_text() == "Unpin" and opened.hold.get_attribute("aria-pressed") == "true"
+
+    opened.card.get_by_role("button", name="before this one").click()
+    opened.wait_shown("s === n", held - 5)
+    opened.card.get_by_role("button", name="after this one").click()
+    opened.wait_shown("s === n", held)
+    number = opened.card.get_by_role("spinbutton", name="step")
+    number.fill("6")
+    number.press("Enter")
+    opened.wait_shown("s === n", 4)  # the nearest that was traced
+    assert number.input_value() == "4"
+    assert opened.lefts() != lefts
+
     place = opened.page.evaluate(PLACE)
     opened.page.mouse.move(place["x"], place["y"])
-    words = ["all-gather", *place["says"], "float32, 2 ranks"]
     assert "GB/s bus" in place["says"][2]
-    opened.page.wait_for_function(TIPS, arg=words)
-    opened.card.screenshot(path=picture("timeline-hover"))
-
-
-@pytest.mark.slow
-def test_the_axis_stands_still_while_steps_change(opened: TimelinePage):
-    end = f"() => {model('timeline.x')}.end"
-    seen = {opened.page.evaluate(end)}
-    for _ in range(4):
-        opened.wait_shown("s > n", opened.shown())
-        seen.add(opened.page.evaluate(end))
-    assert len(seen) == 1
-
-
-@pytest.mark.slow
-def test_how_it_looks(opened: TimelinePage, picture):
-    opened.hold.click()
-    opened.wait_reading("timeline", "^pinned")
-    for width, theme in ((1280, "Light"), (1920, "Light"), (1920, "Dark"), (1280, "Dark")):
+    opened.page.wait_for_function(TIPS, arg=["all-gather", *place["says"], "float32, 2 ranks"])
+    for width, theme in ((1280, "Light"), (1920, "Dark")):
         opened.page.set_viewport_size({"width": width, "height": 1400})
         opened.notebook.theme(f"JupyterLab {theme}")
         assert opened.clipped() == []
         opened.card.scroll_into_view_if_needed()
         opened.card.screenshot(path=picture(f"timeline-{width}-{theme.lower()}"))
 
+    opened.hold.click()
+    opened.wait_shown("s > n", held)
+    assert "pinned" not in opened.reading("timeline")
+    opened.stop()
+    opened.hold.click()
+    newest = int(opened.notebook.execute("print(lab.current.events.traced()[-1].number)"))
+    opened.wait_shown("s === n", newest)
+
 
 @pytest.mark.slow
-def test_many_ranks(desk: TimelinePage, watched, picture):
-    """Of 64 ranks three are drawn, each by its name."""
-    watched(desk.notebook)
-    desk.notebook.execute("lab.current and lab.current.stop(); lab.ranks = 64; lab.step_s = 0.3")
-    desk.notebook.execute("run = lab.run(lab.spec.replace(world_size=64))")
+def test_64_ranks_are_named_by_their_hosts_and_three_of_them_have_a_timeline(show, picture):
+    ranks, hosts = 64, 8
+    desk = show(TimelinePage, lab=f"{ranks}, step_s=0.2, hosts={hosts}")
+    desk.start()
+    desk.wait_step(8)
+
+    def names(axis: str) -> list[str]:
+        return list(desk.page.evaluate(f"() => [...{model(axis)}.major_label_overrides.values()]"))
+
+    for figure in ("communication.now", "memory.now"):
+        told = names(f"{figure}.rank_axis")
+        assert [name for name in told if "gpu" in name] == [f"gpu{i + 1}  {i * ranks // hosts}" for i in range(hosts)]
+        assert len(told) <= 12
+    assert "% of all" in desk.page.locator(".fsdp-card-communication", has_text="To other hosts").inner_text()
+    assert f"{ranks} ranks on {hosts} hosts" in desk.page.locator(".fsdp-lab").first.inner_text()
     desk.page.locator(".fsdp-card-timeline .fsdp-note", has_text="3 of 64 ranks").wait_for()
-    desk.notebook.execute("run.stop(); print(len(run.events))")
-    labels = desk.page.evaluate(f"() => [...{model('timeline.ranks')}.major_label_overrides.values()]")
+    desk.stop()
     said = desk.card.locator(".fsdp-note").inner_text()
-    assert all(rank in said for rank in labels) and len(set(labels)) == 3
-    assert desk.clipped() == []
-    desk.card.scroll_into_view_if_needed()
-    desk.card.screenshot(path=picture("timeline-64-ranks"))
+    assert all(rank in said for rank in names("timeline.ranks")) and len(names("timeline.ranks")) == 3
+    for width, theme in ((1280, "Light"), (900, "Dark")):
+        desk.show(width, theme)
+        assert desk.clipped() == []
+        desk.photograph(picture(f"hosts-{ranks}-{width}-{theme.lower()}"))

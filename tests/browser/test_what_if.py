@@ -7,7 +7,6 @@ import json
 import math
 import re
 import shlex
-import statistics
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,31 +20,25 @@ from fsdp_lab.cli.page import TEACHING
 from fsdp_lab.planner.questions import Target, planned
 from fsdp_lab.report.what_if import Axis, Product, write_what_if
 from fsdp_lab.spec.spec import Spec
-from tests.browser.jupyter import LIMIT_S, JupyterServer, Notebook
+from tests.browser.jupyter import LIMIT_S, Notebook
 from tests.browser.test_report import CONTRASTS
 
-CELL = "from fsdp_lab import WhatIf\npage = WhatIf()\npage"
+CELL = "from fsdp_lab import WhatIf\nWhatIf()"
 ROOT = ".fsdp-what-if"
 
 
 @pytest.mark.slow
 def test_choose_read_be_refused_search_and_take(
-    server: JupyterServer, open_notebook: Callable[[], Notebook], watched: Any, picture: Callable[[str], Path]
+    warm: Notebook, watched: Callable[[Notebook], None], picture: Callable[[str], Path]
 ):
-    notebook = open_notebook()
-    page = notebook.page
+    notebook, page = warm, warm.page
     watched(notebook)
-    notebook.open(server.write("what_if.ipynb", [CELL]))
-    notebook.run_all()
-    notebook.hide_sidebar()
+    notebook.show(CELL)
     page.set_viewport_size({"width": 1280, "height": 1750})
     at = page.locator(ROOT).locator
 
     def says(part: str, pattern: str) -> None:
         at(part, has_text=re.compile(pattern)).wait_for()
-
-    def photograph(name: str) -> None:
-        page.locator(ROOT).screenshot(path=picture(name))
 
     def choose(label: str, value: str) -> None:
         select = page.get_by_label(label, exact=True)
@@ -77,7 +70,6 @@ def test_choose_read_be_refused_search_and_take(
     says(".answer .reading", "sequence length: 65536 is over the model's 4096 positions")
     assert at(".field.refused label").all_inner_texts() == ["sequence length"]
     page.locator(f"{ROOT}.stale .memory").wait_for()
-    photograph("what_if_refused")
     choose("sequence length", "2048")
     says(".headline", "24 × h100")
 
@@ -85,7 +77,6 @@ def test_choose_read_be_refused_search_and_take(
     choose("hardware", "custom")
     choose("memory, GiB", "24")
     says(".answer .reading", r"It does not fit 24\.0 GiB: [\d.]+ GiB too much")
-    photograph("what_if_custom")
     choose("hardware", "h100")
     says(".answer .reading", r"It fits 80\.0 GiB")
 
@@ -94,7 +85,7 @@ def test_choose_read_be_refused_search_and_take(
     at(".strategies button").nth(1).click()
     at('.strategies tr:nth-child(2) button[aria-pressed="true"]').wait_for()
     says(".take pre", r"^Spec\(\).replace\(.*world_size=24")
-    for width, theme in ((1280, "Light"), (1920, "Dark"), (800, "Light")):
+    for width, theme in ((1920, "Dark"), (800, "Light")):
         page.set_viewport_size({"width": width, "height": 1750})
         notebook.theme(f"JupyterLab {theme}")
         page.wait_for_function(
@@ -106,7 +97,7 @@ def test_choose_read_be_refused_search_and_take(
             .map((e) => e.className)""")
             == []
         )
-        photograph(f"what_if_{width}_{theme}")
+        page.locator(ROOT).screenshot(path=picture(f"what_if_{width}_{theme}"))
 
 
 # -- without a kernel ------------------------------------------------------------------------------------------------
@@ -115,19 +106,6 @@ LISTS = ["--model", "llama-1b,llama-70b", "--hardware", "l40s,h100", "--ranks", 
          "--sharding", "full_shard,hybrid_shard", "--recompute", "none,full", "--precision", "bf16",
          "--network", "800"]  # fmt: skip
 WINDOW = {"width": 1280, "height": 800}
-
-# Chooses a value as a reader does, and says after how many milliseconds the next frame had been painted.
-CHANGE = """async ([label, value]) => {
-  const select = [...document.querySelectorAll('select')].find((s) => s.labels[0].textContent === label);
-  const began = performance.now();
-  select.value = value;
-  select.dispatchEvent(new Event('change', { bubbles: true }));
-  await new Promise((resolve) => requestAnimationFrame(() => {
-    const { port1, port2 } = new MessageChannel();
-    port1.onmessage = resolve;
-    port2.postMessage(null); // comes after the frame
-  }));
-  return performance.now() - began }"""
 
 
 class StaticPage:
@@ -283,26 +261,6 @@ def test_it_is_used_by_keyboard_and_by_pressing_the_curve(open_page: Callable[..
     assert page.page.locator(".scaling .strong").text_content().startswith("512: ")
 
 
-@pytest.mark.alone
-def test_answers_are_drawn_within_100_ms(
-    open_page: Callable[..., StaticPage], file: Path, capsys: pytest.CaptureFixture[str]
-):
-    took_ms = answer_times(open_page(file))
-    with capsys.disabled():
-        print(f"\nanswers without a kernel: median {statistics.median(took_ms):.0f} ms, most {max(took_ms):.0f} ms")
-    assert statistics.median(took_ms) <= 100
-
-
-def answer_times(page: StaticPage) -> list[float]:
-    """Milliseconds from a change to the painted answer, of choices that each change it."""
-    took = []
-    for model_name, ranks in [("llama-70b", "512"), ("llama-1b", "64")] * 5:
-        before = page.text("headline")
-        took += [page.page.evaluate(CHANGE, ["model", model_name]), page.page.evaluate(CHANGE, ["ranks", ranks])]
-        assert page.text("headline") != before
-    return took
-
-
 @pytest.mark.slow
 def test_the_page_for_teaching(
     open_page: Callable[..., StaticPage],
@@ -324,26 +282,19 @@ def test_the_page_for_teaching(
     assert set(page.chosen()) == {"model", "hardware", "ranks", "sharding", "recompute", "micro batch"}
     columns = json.loads(page.page.locator("#fsdp-lab-what-if").text_content() or "")["columns"]
     assert sum(map(len, columns.values())) / share <= 5e6
-    for width, height in ((1280, 800), (390, 844)):
-        for scheme in ("light", "dark"):
-            page.page.set_viewport_size({"width": width, "height": height})
-            page.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-            page.page.screenshot(path=picture(f"what-if-page-{width}-{scheme}"), full_page=True)
+    page.page.screenshot(path=picture("what-if-page"), full_page=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "hash", ["#model=llama-1b&ranks=64", "#model=llama-70b&hardware=h100", "#sharding=hybrid_shard"]
-)
-def test_it_is_readable(open_page: Callable[..., StaticPage], file: Path, hash: str):
+def test_it_is_readable(open_page: Callable[..., StaticPage], file: Path):
     """Nothing is wider than the window, inputs have labels, and text stands out from its ground (WCAG 2.1: 4.5 to 1)."""
-    page = open_page(file, hash).page
-    page.locator(".scaling summary").click()
-    assert page.evaluate("() => [...document.querySelectorAll('select')].every((s) => s.labels.length === 1)")
-    for width in (1280, 390):
-        page.set_viewport_size({"width": width, "height": 844})
-        page.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth")
-        for scheme in ("light", "dark"):
+    for hash_ in ("#model=llama-70b&hardware=h100", "#sharding=hybrid_shard"):
+        page = open_page(file, hash_).page
+        page.locator(".scaling summary").click()
+        assert page.evaluate("() => [...document.querySelectorAll('select')].every((s) => s.labels.length === 1)")
+        for width, scheme in ((1280, "dark"), (390, "light")):
+            page.set_viewport_size({"width": width, "height": 844})
+            page.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth")
             page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
             assert [(text, ratio) for text, ratio in page.evaluate(CONTRASTS) if ratio < 4.5] == [], (width, scheme)
 

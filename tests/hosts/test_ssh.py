@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -22,10 +23,12 @@ from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.detached import detached_clusters
 from fsdp_lab.cluster.hosts import SshHosts
 from fsdp_lab.lab import Lab
+from fsdp_lab.runs import Run
 from tests.cluster.conftest import FAKE
 from tests.hosts.machines import Site, SshServers, eventually, kept_folders
 
 pytestmark = pytest.mark.slow
+HEADERS = 0.10  # of Ethernet, IP and TCP, their acknowledgements, and the ranks' reports to the kernel
 LEFT_S = 15.0  # for hosts to be clean after the kernel was killed
 KEPT = """
 import sys, time
@@ -80,12 +83,30 @@ def on(hosts: SshHosts) -> Cluster:
 # -- from the start to the end -----------------------------------------------------------------------------------------
 
 
-def test_ranks_train_on_both_hosts_and_nothing_is_left(two: Site, ssh: SshServers, hosts) -> None:
+def sent(run: Run) -> list[tuple[int, int]]:
+    """(to other hosts, in reduce-scatters) of each step of the first host's ranks, in bytes."""
+    return [
+        (sum(e.across_bytes for e in both), sum(e.comm["reduce_scatter"].link_bytes for e in both))
+        for both in ([e for e in step.events if e.host == "alpha"] for step in run.events.steps())
+    ]
+
+
+def test_ranks_train_on_both_hosts_what_crosses_the_cable_is_as_theory_says_and_nothing_is_left(
+    two: Site, ssh: SshServers
+):
+    """With F ranks in each of R shard groups a rank sends (F-1)/F of the gradients inside its group, and 2 (R-1)/R of its
+    F-th part of them to the other groups (arXiv 2304.11277, section 3.2.2): for F = R = 2 a half each, and no parameters.
+    The interface has counted as much. Full sharding sends gradients and parameters through the cable."""
     stages: list[StartProgress] = []
+    alpha = two.machines[0]
+    counted, told = {}, {}
     with Lab.ssh(["alpha", "beta"], ranks_per_host=2, ssh_args=["-F", str(ssh.config)], history=False,
                  progress=stages.append) as lab:  # fmt: skip
-        run = lab.run(model="gpt2-1m", seq_len=32, steps=3).wait(120)
-        assert run.step == 3
+        for sharding in ("hybrid_shard", "full_shard"):
+            lab.run(model="gpt2-1m", seq_len=64, sharding=sharding, steps=2).wait(120)  # what is sent once
+            before = alpha.counted("tx")
+            run = lab.run(lab.spec, steps=12, fresh=False).wait(120)
+            counted[sharding], told[sharding] = alpha.counted("tx") - before, sent(run)
         assert [s.host for s in lab.cluster.status()] == ["alpha"] * 2 + ["beta"] * 2
         assert "looking at hosts" in [p.stage for p in stages]
         words = [_words(pid) for m in two.machines for pid in m.pids]
@@ -93,6 +114,11 @@ def test_ranks_train_on_both_hosts_and_nothing_is_left(two: Site, ssh: SshServer
         assert not any(key in line for key in keys for line in words), "no key is on a command line"
         assert not any("IPP_ENABLE_CURVE" in note for note in lab.notes) and lab.client.curve_serverkey
     assert not left(two, ssh) and not lab.cluster.processes
+    for sharding, steps in told.items():
+        assert counted[sharding] == pytest.approx(sum(across for across, _ in steps), rel=HEADERS), sharding
+    across, inside = (median(figures) for figures in zip(*told["hybrid_shard"], strict=True))
+    assert across == pytest.approx(inside, rel=0.001)  # but for the vote
+    assert across < 0.5 * median(full for full, _ in told["full_shard"])  # in a ring its gathers send less
 
 
 def test_hosts_are_clean_when_the_kernel_and_its_guardian_are_killed(two: Site, ssh: SshServers, hosts) -> None:

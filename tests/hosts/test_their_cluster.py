@@ -37,7 +37,7 @@ def waited(given: str, n: int) -> Cluster:
     """A cluster without torch whose `n` engines have registered."""
     import ipyparallel as ipp
 
-    client = ipp.Client(given)
+    client = ipp.Client(given, timeout=60)
     client.wait_for_engines(n, timeout=60, interactive=False)
     client.close()
     return Cluster(given=given, rank_module=FAKE)
