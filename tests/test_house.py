@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
 import sys
-import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +74,54 @@ MOST_LINES = 61_065
 TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "environment.yml", "fsdp_lab", "notebooks", "tests", "binder"}
 
 
+# -- the package's modules, each read once ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """A file of the package, parsed once by whoever asks first."""
+
+    path: Path
+    text: str
+
+    @classmethod
+    def of(cls, path: Path) -> Module:
+        return cls(path=path, text=path.read_text(encoding="utf-8"))
+
+    @functools.cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, str(self.path))
+
+    @functools.cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        return tuple(ast.walk(self.tree))
+
+    @property
+    def file(self) -> str:
+        """Of the package: "spec/spec.py"."""
+        return self.path.relative_to(PACKAGE).as_posix()
+
+    @property
+    def dotted(self) -> str:
+        return f"fsdp_lab.{self.file.removesuffix('.py').replace('/', '.')}".removesuffix(".__init__")
+
+    @property
+    def part(self) -> str:
+        """The module or package at the top of fsdp_lab: "core", "wire", ..."""
+        return self.path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+    def source_of(self, node: ast.ImportFrom) -> str:
+        package = ["fsdp_lab", *self.path.relative_to(PACKAGE).parent.parts]
+        base = package[: len(package) - node.level + 1] if node.level else []
+        return ".".join([*base, *([node.module] if node.module else [])])
+
+
+@functools.cache
+def modules() -> tuple[Module, ...]:
+    """All of the package but its own `__init__`, whose table of lazy names points everywhere."""
+    return tuple(Module.of(p) for p in sorted(PACKAGE.rglob("*.py")) if p != PACKAGE / "__init__.py")
+
+
 # -- imports run downhill --------------------------------------------------------------------------------------------
 
 
@@ -81,42 +129,29 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "environment.yml", "fsdp_
 class Import:
     """One import, wherever it is written: at the top, in a function, under TYPE_CHECKING, or by string."""
 
-    path: Path
+    module: Module
     line: int
     target: str  # absolute dotted name
 
-    @property
-    def here(self) -> str:
-        """The module or package of fsdp_lab that imports: "spec", "wire", ..."""
-        return self.path.relative_to(PACKAGE).with_suffix("").parts[0]
-
     def __str__(self) -> str:
-        return f"{self.path.relative_to(REPO)}:{self.line} imports {self.target}"
+        return f"{self.module.file}:{self.line} imports {self.target}"
 
 
-def modules() -> list[Path]:
-    """All Python files of the package but its own `__init__`, whose table of lazy names points everywhere."""
-    return sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py" and "notebooks" not in p.parts)
-
-
-def imports(path: Path, code: str | None = None) -> Iterator[Import]:
-    code = path.read_text(encoding="utf-8") if code is None else code
-    package = ["fsdp_lab", *path.relative_to(PACKAGE).parent.parts]
-    for node in ast.walk(ast.parse(code, str(path))):
+def imports(module: Module) -> Iterator[Import]:
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(path, node.lineno, alias.name)
+                yield Import(module, node.lineno, alias.name)
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            source = ".".join([*base, *([node.module] if node.module else [])])
+            source = module.source_of(node)
             for alias in node.names:
-                yield Import(path, node.lineno, f"{source}.{alias.name}" if source == "fsdp_lab" else source)
+                yield Import(module, node.lineno, f"{source}.{alias.name}" if source == "fsdp_lab" else source)
         elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__", "lazy_names"):
-            if path != LAZY_NAMES:
-                yield Import(path, node.lineno, string_argument(node))
+            if module.path != LAZY_NAMES:
+                yield Import(module, node.lineno, string_argument(node))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             for name in re.findall(r"^fsdp_lab(?:\.\w+)+$|(?:import|from) (fsdp_lab(?:\.\w+)+)", node.value):
-                yield Import(path, node.lineno, name or node.value)
+                yield Import(module, node.lineno, name or node.value)
 
 
 def called(node: ast.Call) -> str:
@@ -134,118 +169,90 @@ def string_argument(node: ast.Call) -> str:
 
 def uphill(found: Import) -> bool:
     head, _, rest = found.target.partition(".")
-    if rest == "__name__":
-        return False
     if head != "fsdp_lab":
         return found.target == "<a computed name>"
     name = rest.partition(".")[0]
-    if name == "__version__":
+    if name in ("__name__", "__version__"):
         return False
     if name not in PLACE:  # a public name through the lazy table: as good as importing its home
         name = fsdp_lab._HOMES.get(name, "?").split(".")[0]
-    return name not in PLACE or PLACE[name] > PLACE[found.here]
+    return name not in PLACE or PLACE[name] > PLACE[found.module.part]
 
 
-def test_every_module_has_a_floor():
-    strangers = {p.relative_to(PACKAGE).with_suffix("").parts[0] for p in modules()} - set(PLACE)
+def stranger(found: Import) -> bool:
+    file = found.module.file
+    special = ALLOWED_IN.get(file) or ALLOWED_IN.get(Path(file).parent.as_posix(), frozenset())
+    allowed = ALLOWED[found.module.part] | special
+    head = found.target.partition(".")[0]
+    return head not in sys.stdlib_module_names | {"fsdp_lab", "<a computed name>"} | allowed
+
+
+def test_every_module_has_a_floor_and_imports_run_downhill():
+    strangers = {m.part for m in modules()} - set(PLACE)
     assert not strangers, f"give these a floor in tests/test_house.py: {sorted(strangers)}"
-
-
-def test_imports_run_downhill():
-    wrong = [str(i) for path in modules() for i in imports(path) if uphill(i)]
+    found = [i for module in modules() for i in imports(module)]
+    wrong = [str(i) for i in found if uphill(i)]
     assert not wrong, "\n".join(["these import from above:", *wrong])
+    wrong = [str(i) for i in found if stranger(i)]
+    assert not wrong, "\n".join(["these packages are not for that floor:", *wrong])
 
 
-def module_files() -> dict[str, Path]:
-    """Dotted name -> file, of every module and package but fsdp_lab itself."""
-    return {
-        f"fsdp_lab.{'.'.join(p.relative_to(PACKAGE).with_suffix('').parts)}".removesuffix(".__init__"): p
-        for p in modules()
-    }
-
-
-def circles() -> list[list[str]]:
-    """Files that import each other, directly or through others: typing-only and local imports count."""
-    files = module_files()
-    reached = {name: imported(path, files) for name, path in files.items()}
-    for through in files:  # Warshall: whoever reaches `through` reaches all that it does
-        for targets in reached.values():
-            if through in targets:
-                targets |= reached[through]
-    together = {tuple(sorted({name, *(t for t in reached[name] if name in reached[t])})) for name in files}
-    return [list(circle) for circle in sorted(together) if len(circle) > 1]
-
-
-def imported(path: Path, files: Mapping[str, Path]) -> set[str]:
-    """The files that it imports; from a package the modules that are named, or else its `__init__`."""
-    package, found = ["fsdp_lab", *path.relative_to(PACKAGE).parent.parts], set[str]()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
-        if isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            source = ".".join([*base, *([node.module] if node.module else [])])
-            found |= {f"{source}.{a.name}" if f"{source}.{a.name}" in files else source for a in node.names}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return found & files.keys()
+@functools.cache
+def needs() -> dict[str, set[str]]:
+    """Module -> those that it imports; from a package the modules that are named, or else its `__init__`."""
+    names, found = {m.dotted for m in modules()}, dict[str, set[str]]()
+    for module in modules():
+        targets = found[module.dotted] = set[str]()
+        for node in module.nodes:
+            if isinstance(node, ast.ImportFrom):
+                source = module.source_of(node)
+                targets |= {f"{source}.{a.name}" if f"{source}.{a.name}" in names else source for a in node.names}
+            elif isinstance(node, ast.Import):
+                targets |= {alias.name for alias in node.names}
+        targets &= names
+    return found
 
 
 def test_no_two_files_import_each_other():
-    assert circles() == []
+    """Directly or through others: typing-only and local imports count."""
+    reached = {name: set(targets) for name, targets in needs().items()}
+    for through in reached:  # Warshall: whoever reaches `through` reaches all that it does
+        for targets in reached.values():
+            if through in targets:
+                targets |= reached[through]
+    together = {tuple(sorted({name, *(t for t in reached[name] if name in reached[t])})) for name in reached}
+    assert [circle for circle in sorted(together) if len(circle) > 1] == []
 
 
-def test_imports_are_absolute():
-    relative = [
-        f"{path.relative_to(PACKAGE)}:{node.lineno}"
-        for path in modules()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and node.level
-    ]
-    assert relative == []
-
-
-def test_modules_are_not_imported_by_computed_names():
+def test_imports_are_absolute_and_not_by_computed_names():
     """`pkgutil.resolve_name`, `import_module` and `__import__` would go around the test of the floors."""
     loaders = {"resolve_name", "import_module", "__import__"}
     wrong = [
-        f"{path.relative_to(PACKAGE)}:{node.lineno}"
-        for path in modules()
-        if path.relative_to(PACKAGE).as_posix() not in LOADED_BY_NAME
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and called(node) in loaders
+        f"{module.file}:{node.lineno}"
+        for module in modules()
+        for node in module.nodes
+        if (isinstance(node, ast.ImportFrom) and node.level)
+        or (isinstance(node, ast.Call) and called(node) in loaders and module.file not in LOADED_BY_NAME)
     ]
     assert wrong == []
-
-
-def test_third_party_imports_stay_on_their_floors():
-    def stranger(i: Import) -> bool:
-        head = i.target.partition(".")[0]
-        path = i.path.relative_to(PACKAGE)
-        special = ALLOWED_IN.get(path.as_posix()) or ALLOWED_IN.get(path.parent.as_posix(), frozenset())
-        allowed = ALLOWED[i.here] | special
-        return head not in sys.stdlib_module_names | {"fsdp_lab", "<a computed name>"} | allowed
-
-    wrong = [str(i) for path in modules() for i in imports(path) if stranger(i)]
-    assert not wrong, "\n".join(["these packages are not for that floor:", *wrong])
 
 
 @pytest.mark.parametrize(
     ("code", "wrong"),
     [
         ("import fsdp_lab.lab", True),
-        ("from fsdp_lab.cluster.remote import x", True),
         ("from fsdp_lab import cluster", True),
         ("from ..lab import Lab", True),
         ("def f():\n    from fsdp_lab.dashboard import x", True),
         ("import importlib; importlib.import_module('fsdp_lab.lab')", True),
         ("import importlib; importlib.import_module('fsdp_' + 'lab.lab')", True),
         ("exec('from fsdp_lab.lab import Lab')", True),
-        ("from fsdp_lab.spec.spec import Spec", False),
         ("from fsdp_lab import Spec", False),
         ("from . import collectives", False),
     ],
 )
 def test_the_floors_test_can_fail(code: str, wrong: bool):
-    assert any(uphill(i) for i in imports(PACKAGE / "wire" / "made_up.py", code)) == wrong
+    assert any(uphill(i) for i in imports(Module(path=PACKAGE / "wire" / "made_up.py", text=code))) == wrong
 
 
 # -- budgets ---------------------------------------------------------------------------------------------------------
@@ -253,26 +260,22 @@ def test_the_floors_test_can_fail(code: str, wrong: bool):
 
 def test_the_package_keeps_its_budgets():
     """`python -m tests.figures` prints these and more."""
-    files = module_files()
-    part = {name: name.split(".")[1] for name in files}
-    between = {
-        (part[name], part[target])
-        for name, path in files.items()
-        for target in imported(path, files)
-        if part[name] != part[target]
-    }
-    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py"))
-    sizes = (len(set(part.values())), len(between), len(list(PACKAGE.rglob("*.py"))), lines)
+    part = {m.dotted: m.part for m in modules()}
+    between = {(part[name], part[t]) for name, targets in needs().items() for t in targets if part[name] != part[t]}
+    lines = sum(
+        len(text.splitlines()) for text in (*(m.text for m in modules()), (PACKAGE / "__init__.py").read_text())
+    )
+    sizes = (len(set(part.values())), len(between), len(modules()) + 1, lines)
     budgets = (MOST_PARTS, MOST_IMPORTS_BETWEEN_PARTS, MOST_FILES, MOST_LINES)
     assert all(size <= budget for size, budget in zip(sizes, budgets, strict=True)), (sizes, budgets)
 
 
 def test_no_class_name_is_used_twice():
     places: dict[str, list[str]] = {}
-    for path in modules():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for module in modules():
+        for node in module.tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+                places.setdefault(node.name, []).append(module.file)
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
@@ -298,8 +301,8 @@ def test_public_names_are_lazy_and_all_there():
     python("import fsdp_lab\nfor name in fsdp_lab.__all__: getattr(fsdp_lab, name); assert name in dir(fsdp_lab)")
 
 
-JUPYTER = {"ipyparallel", "bokeh", "ipywidgets", "anywidget", "IPython", "ipykernel", "traitlets", "zmq", "tornado",
-           "jupyter_client", "jupyter_core", "jupyter_server", "jupyterlab"}  # fmt: skip
+JUPYTER = {"ipyparallel", "bokeh", "ipywidgets", "anywidget", "IPython", "ipykernel", "traitlets", "zmq", "tornado"}
+JUPYTER |= {"jupyter_client", "jupyter_core", "jupyter_server", "jupyterlab"}
 
 
 def without(packages: Iterable[str]) -> str:
@@ -316,18 +319,11 @@ sys.meta_path[:] = [Without if f is importlib.machinery.PathFinder else f for f 
 """
 
 
-def test_the_ranks_need_no_jupyter():
-    """Floors 0 to 3 on a machine with torch, numpy, transformers and psutil alone."""
-    names = [
-        "fsdp_lab." + ".".join(p.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
-        for p in modules()
-        if FLOOR[p.relative_to(PACKAGE).with_suffix("").parts[0]] <= 3 and p.name != "__main__.py"
-    ]
-    python(without(JUPYTER) + f"for name in {names!r}: importlib.import_module(name)")
-
-
-def test_a_loop_is_watched_and_stored_without_jupyter(tmp_path: Path):
+def test_ranks_and_a_watched_loop_need_no_jupyter(tmp_path: Path):
+    """Floors 0 to 3 on a machine with torch, numpy, transformers and psutil alone; and a loop is watched and stored."""
+    names = [m.dotted for m in modules() if FLOOR[m.part] <= 3 and m.path.name != "__main__.py"]
     code = f"""
+for name in {names!r}: importlib.import_module(name)
 import torch, fsdp_lab
 path = {str(tmp_path / "runs.sqlite3")!r}
 model = torch.nn.Linear(4, 4)
@@ -350,10 +346,10 @@ MAKERS = {"list", "dict", "set", "defaultdict", "OrderedDict", "deque", "Counter
 MUTATORS = {"append", "add", "update", "extend", "insert", "pop", "popitem", "remove", "clear", "setdefault", "discard"}
 
 
-def hidden_state(tree: ast.Module) -> Iterator[str]:
+def hidden_state(module: Module) -> Iterator[str]:
     """Module-level state that changes: `global`, mutable values in lower-case names, constants that are written to."""
     tables: set[str] = set()
-    for node in tree.body:
+    for node in module.tree.body:
         if not isinstance(node, (ast.Assign, ast.AnnAssign)):
             continue
         targets, value = (node.targets if isinstance(node, ast.Assign) else [node.target]), node.value
@@ -361,12 +357,12 @@ def hidden_state(tree: ast.Module) -> Iterator[str]:
             for name in (t.id for t in targets if isinstance(t, ast.Name) and t.id != "__all__"):
                 tables.add(name)
                 if name != name.upper():
-                    yield f"line {node.lineno}: {name} is mutable and module-wide"
-    for node in ast.walk(tree):
+                    yield f"{module.file}:{node.lineno}: {name} is mutable and module-wide"
+    for node in module.nodes:
         if isinstance(node, ast.Global):
-            yield f"line {node.lineno}: global {', '.join(node.names)}"
+            yield f"{module.file}:{node.lineno}: global {', '.join(node.names)}"
         elif (table := written_to(node)) in tables:
-            yield f"line {getattr(node, 'lineno', 0)}: {table} is a constant and is changed"
+            yield f"{module.file}:{getattr(node, 'lineno', 0)}: {table} is a constant and is changed"
 
 
 def written_to(node: ast.AST) -> str:
@@ -379,17 +375,10 @@ def written_to(node: ast.AST) -> str:
 
 
 def test_no_module_keeps_hidden_state():
-    wrong = [
-        f"{path.relative_to(REPO)} {what}"
-        for path in modules()
-        for what in hidden_state(ast.parse(path.read_text(encoding="utf-8")))
-    ]
+    wrong = [what for module in modules() for what in hidden_state(module)]
     assert not wrong, "\n".join(wrong)
-
-
-def test_the_hidden_state_test_can_fail():
     code = "cache = {}\nTABLE = {}\n__all__ = []\ndef f():\n    global n\n    TABLE[1] = 2\n    TABLE.update(a=1)"
-    assert len(list(hidden_state(ast.parse(code)))) == 4
+    assert len(list(hidden_state(Module(path=PACKAGE / "made_up.py", text=code)))) == 4, "this test can fail"
 
 
 # -- facts about a strategy ------------------------------------------------------------------------------------------
@@ -410,46 +399,39 @@ NAME_TOKENS = {
 }
 
 
-def sharding_tokens(tree: ast.AST) -> set[str]:
-    return {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and n.value in SHARDINGS}
+def sharding_tokens(nodes: Iterable[ast.AST]) -> set[str]:
+    return {n.value for n in nodes if isinstance(n, ast.Constant) and n.value in SHARDINGS}
 
 
-def token_comparisons(tree: ast.AST) -> Iterator[int]:
+def token_comparisons(module: Module) -> Iterator[int]:
     """Lines where code compares something with a sharding token, which only `Strategy` itself should do."""
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Compare, ast.MatchValue)) and sharding_tokens(node):
+    for node in module.nodes:
+        if isinstance(node, (ast.Compare, ast.MatchValue)) and sharding_tokens(ast.walk(node)):
             yield node.lineno
 
 
 def test_facts_about_a_strategy_are_asked_for_and_not_derived_again():
     wrong = []
-    for path in modules():
-        name, tree = path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
-        if name != "spec/spec.py":
-            wrong += [f"{name}:{line} tests a sharding token; ask Strategy" for line in token_comparisons(tree)]
-        if name not in NAME_TOKENS and (found := sharding_tokens(tree)):
-            wrong.append(f"{name} names {sorted(found)}; ask Strategy, or add it to NAME_TOKENS")
+    for module in modules():
+        if module.file != "spec/spec.py":
+            wrong += [
+                f"{module.file}:{line} tests a sharding token; ask Strategy" for line in token_comparisons(module)
+            ]
+        if module.file not in NAME_TOKENS and (found := sharding_tokens(module.nodes)):
+            wrong.append(f"{module.file} names {sorted(found)}; ask Strategy, or add it to NAME_TOKENS")
     assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize(
-    "code", ['s.sharding == "zero1"', 's.sharding in ("full_shard", "x")', "match s:\n case 'no_shard': pass"]
-)
-def test_the_test_of_tokens_can_fail(code: str):
-    assert list(token_comparisons(ast.parse(code)))
+    for code in ('s.sharding == "zero1"', 's.sharding in ("full_shard", "x")', "match s:\n case 'no_shard': pass"):
+        assert list(token_comparisons(Module(path=PACKAGE / "made_up.py", text=code))), "this test can fail"
 
 
 # -- tools and layout ------------------------------------------------------------------------------------------------
 
 
-def tool(*command: str) -> None:
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=600, cwd=REPO)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_ruff_finds_nothing():
     """Code and notebooks."""
-    tool("ruff", "check", "--no-fix", ".")
+    command = [sys.executable, "-m", "ruff", "check", "--no-fix", "."]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=REPO)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def tracked() -> list[str]:
@@ -472,31 +454,7 @@ def test_files_that_a_page_names_exist(page: str):
     assert len(named) > 4 and not [name for name in named if not (REPO / name).exists()]
 
 
-def test_readme_is_short():
-    assert len((REPO / "README.md").read_text(encoding="utf-8")) <= 7_000
-
-
-def test_readme_and_ci_speak_the_same_commands():
-    commands = (
-        "python3 -m venv .venv && .venv/bin/pip install -c .ci/constraints.txt -e . && .venv/bin/fsdp-lab lab",
-        "python3 -m venv .venv && .venv/bin/pip install -c .ci/constraints.txt -e '.[test]' && .venv/bin/pytest",
-    )
-    readme = (REPO / "README.md").read_text(encoding="utf-8").splitlines()
-    assert all(command in readme for command in commands), "each stands in README.md, on a line of its own"
-    ci = (REPO / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    steps = [
-        commands[1],
-        ".venv/bin/ruff format --check . || failed=1",
-        'nice .venv/bin/mypy --strict -p fsdp_lab >"$types" 2>&1 &',
-        ".venv/bin/pytest -m slow || failed=1",
-        "wait $! || failed=1",
-    ]
-    assert [line for line in ci if line in steps] == steps, (
-        "README's command first, then the rest; none stops the others"
-    )
-
-
-def test_plain_pytest_runs_what_is_not_slow():
-    options = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
-    assert options["addopts"][options["addopts"].index("-m") + 1] == "not slow and not nightly"
-    assert any(marker.startswith("slow: ") for marker in options["markers"])
+def test_the_command_of_the_readme_is_what_ci_runs_first():
+    command = "python3 -m venv .venv && .venv/bin/pip install -c .ci/constraints.txt -e '.[test]' && .venv/bin/pytest"
+    for page in ("README.md", ".ci/run"):
+        assert command in (REPO / page).read_text(encoding="utf-8").splitlines(), page

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,12 +53,8 @@ def nvmlDeviceGetPciInfo(i): return SimpleNamespace(busId=("00000000:18:00.0", "
 def nvmlDeviceGetTopologyCommonAncestor(a, b): return 50
 """
 LEVELS = {
-    "NVML_TOPOLOGY_INTERNAL": 0,
-    "NVML_TOPOLOGY_SINGLE": 10,
-    "NVML_TOPOLOGY_MULTIPLE": 20,
-    "NVML_TOPOLOGY_HOSTBRIDGE": 30,
-    "NVML_TOPOLOGY_NODE": 40,
-    "NVML_TOPOLOGY_SYSTEM": 50,
+    f"NVML_TOPOLOGY_{name}": 10 * i
+    for i, name in enumerate(("INTERNAL", "SINGLE", "MULTIPLE", "HOSTBRIDGE", "NODE", "SYSTEM"))
 }
 REFUSED = "raise NVMLError_NotSupported('Not Supported')"
 
@@ -87,14 +84,7 @@ def test_gpus_with_their_users_their_driver_and_their_links(fake: Path):
     me = GpuProcess(pid=os.getpid(), name="python", used_bytes=40 * GIB, owner=Path("/proc/self").owner())
     unseen = GpuProcess(pid=2**22, name="unknown", used_bytes=0)
     idle = GpuStatus(uuid="GPU-aa", name="NVIDIA H200", total_bytes=140 * GIB, used_bytes=0, capability="9.0")
-    used = GpuStatus(
-        uuid="GPU-bb",
-        name="NVIDIA H200",
-        total_bytes=140 * GIB,
-        used_bytes=41 * GIB,
-        capability="9.0",
-        processes=(me, unseen),
-    )
+    used = replace(idle, uuid="GPU-bb", used_bytes=41 * GIB, processes=(me, unseen))
     assert nvml.query() == GpuReport(gpus=(idle, used), driver="580.95.05", driver_cuda="13.0", links={"NV18": 1})
 
 

@@ -4,36 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_lab.spec.describe import (
-    describe_changes,
-    describe_field,
-    describe_fields,
-    describe_strategy,
-    differing_fields,
-    flat_fields,
-)
+from fsdp_lab.spec.describe import describe_changes, describe_field, describe_fields, differing_fields, flat_fields
 from fsdp_lab.spec.spec import Precision, Spec
 
 
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("sharding", "full_shard", "full_shard"),
         ("offload", "all", "offload all"),
-        ("sync", "last", "sync last"),
         ("sync", 2, "sync every 2"),
-        ("seq_len", 128, "seq len 128"),
         ("compile", True, "compile"),
         ("compile", False, "no compile"),
-        ("clip_norm", None, "no clip norm"),
         ("link", None, "real link"),
         ("forward_prefetch", None, "forward prefetch auto"),
         ("forward_prefetch", 0, "forward prefetch 0"),
         ("precision", {"param": "bf16", "reduce": "fp32"}, "bf16/fp32"),
-        ("model", {"model_type": "gpt2"}, "gpt2"),
         ("model", {"code": "build", "source": "", "digest": "0", "missing": []}, "build"),
         ("loss", "package.module:loss", "loss package.module:loss"),
-        ("optimizer_args", {}, "no optimizer args"),
         ("optimizer_args", {"fused": True, "betas": [0.9, 0.95]}, "fused betas=[0.9, 0.95]"),
         ("devices", ["cuda:0", "cuda:1"], "devices cuda:0, cuda:1"),
     ],
@@ -56,14 +43,6 @@ def test_changes_as_text():
     after = before.replace(sharding="shard_grad_op", compile=True, link=None, precision=Precision(param="bf16"))
     assert describe_changes(before.difference(after)) == (
         "sharding full_shard → shard_grad_op, precision fp32 → bf16/fp32, compile off → on, link 0.25 GB/s → off"
-    )
-
-
-def test_a_strategy_on_one_line():
-    assert describe_strategy(Spec()) == "lab full_shard fp32"
-    assert (
-        describe_strategy(Spec(link="0.25 GB/s").replace(offload="all"))
-        == "lab full_shard fp32 offload all link 0.25 GB/s"
     )
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from fsdp_lab.base.events import Memory, MemorySample, Role, RoleBytes, StepEvent, Traffic
 
 
@@ -55,11 +53,6 @@ def test_traffic_adds() -> None:
 def test_exposed_communication_is_of_all_kinds() -> None:
     comm = {"all_gather": Traffic(exposed_seconds=0.25), "control": Traffic(exposed_seconds=0.5)}
     assert event(comm=comm).exposed_comm_s == 0.75
-
-
-def test_an_event_is_frozen() -> None:
-    with pytest.raises(AttributeError):
-        event().step = 4  # type: ignore[misc]
 
 
 def test_utilisation_of_an_older_file_is_relative_to_at_least_what_its_step_reached() -> None:

@@ -30,13 +30,3 @@ def test_json_both_ways() -> None:
 @pytest.mark.parametrize(("state", "held"), [("sharded", (5, 10)), ("gathering", (5, 10)), ("unsharded", (0, 10))])
 def test_all_of_a_parameter_is_held_when_it_is_unsharded(state: str, held: tuple[int, int]) -> None:
     assert holding(state=state).held == held
-
-
-def test_a_field_that_is_not_one_is_refused() -> None:
-    with pytest.raises(TypeError):
-        PhaseSnapshot.from_dict({**frame().to_dict(), "colour": "red"})
-
-
-def test_a_frame_is_frozen() -> None:
-    with pytest.raises(AttributeError):
-        frame().step = 4  # type: ignore[misc]

@@ -127,7 +127,6 @@ def test_hybrid_sharding_on_too_few_ranks_names_enough(ranks: int, enough: int) 
     ({"backend": "fsdp2", "offload": "optimizer"}, "strategy.offload"),
     ({"offload": "disk"}, "strategy.offload"),
     ({"wrap": "every:0"}, "strategy.wrap"),
-    ({"wrap": 3}, "strategy.wrap"),
     ({"backend": "fsdp1", "wrap": "every:2"}, "strategy.wrap"),
     ({"forward_prefetch": -1}, "strategy.forward_prefetch"),
     ({"backend": "fsdp2", "backward_prefetch": 0}, "strategy.backward_prefetch"),
@@ -136,31 +135,23 @@ def test_hybrid_sharding_on_too_few_ranks_names_enough(ranks: int, enough: int) 
     ({"backend": "fsdp2", "limit_all_gathers": 3}, "strategy.limit_all_gathers"),
     ({"limit_reductions": 0}, "strategy.limit_reductions"),
     ({"backend": "fsdp1", "limit_reductions": 2}, "strategy.limit_reductions"),
-    ({"backend": "ddp", "sharding": "no_shard", "limit_reductions": 2}, "strategy.limit_reductions"),
     ({"recompute": "some"}, "strategy.recompute"),
     ({"sync": "never"}, "strategy.sync"),
-    ({"sync": "2"}, "strategy.sync"),
     ({"sync": 0}, "strategy.sync"),
-    ({"sync": -1}, "strategy.sync"),
     ({"sync": 2.0}, "strategy.sync"),
     ({"sync": True}, "strategy.sync"),
-    ({"sync": None}, "strategy.sync"),
     ({"sync": 2, "accumulate": 4, "backend": "fsdp1", "offload": "all"}, "strategy.sync"),
     ({"sync": 2, "accumulate": 4, "backend": "fsdp1", "sharding": "no_shard", "precision": "bf16"}, "strategy.sync"),
     ({"sync": "last", "accumulate": 2, "backend": "fsdp1", "world_size": 1, "precision": "fp16"}, "strategy.sync"),
     ({"compile": 1}, "strategy.compile"),
     ({"lr": float("nan")}, "workload.lr"),
-    ({"lr": "fast"}, "workload.lr"),
     ({"micro_batch": 0}, "workload.micro_batch"),
-    ({"micro_batch": True}, "workload.micro_batch"),
     ({"seq_len": 1}, "workload.seq_len"),
     ({"clip_norm": 0}, "workload.clip_norm"),
     ({"optimizer": "torch.optim.Lion"}, "workload.optimizer"),
     ({"optimizer": "Rprop", "backend": "fsdp2"}, "workload.optimizer"),
     ({"weights": ""}, "workload.weights"),
-    ({"weights": 3}, "workload.weights"),
     ({"fresh_weights": "cls.*"}, "workload.fresh_weights"),
-    ({"fresh_weights": []}, "workload.fresh_weights"),
     ({"fresh_weights": ["a", ""]}, "workload.fresh_weights"),
     ({"optimizer_args": None}, "workload.optimizer_args"),
     ({"model": "a:b"}, "workload.loss"),
@@ -224,7 +215,7 @@ def test_replace_routes_flat_names_and_changes_nothing_else() -> None:
 
 @pytest.mark.parametrize(("sync", "accumulate", "communicating"), [
     ("every", 3, [0, 1, 2]), (1, 3, [0, 1, 2]), ("last", 3, [2]), (3, 3, [2]), (7, 3, [2]), (2, 4, [1, 3]),
-    (2, 5, [1, 3, 4]), (3, 8, [2, 5, 7]), ("every", 1, [0]), ("last", 1, [0]), (2, 1, [0]),
+    (2, 5, [1, 3, 4]), (3, 8, [2, 5, 7]), ("last", 1, [0]),
 ])  # fmt: skip
 def test_the_micro_batches_that_communicate(sync: str | int, accumulate: int, communicating: list[int]) -> None:
     spec = Spec().replace(sync=sync, accumulate=accumulate)
@@ -244,7 +235,7 @@ def test_sharding_factor(sharding: str, world_size: int, size: int | None, facto
     assert Spec(world_size=world_size).replace(sharding=sharding, shard_size=size).shard_factor == factor
 
 
-@pytest.mark.parametrize("share", [-0.01, 0.51, "0.1", True, None, float("nan")])
+@pytest.mark.parametrize("share", [-0.01, 0.51, "0.1", True, float("nan")])
 def test_a_share_that_cannot_be_held_out_is_refused(share: Any) -> None:
     with pytest.raises(SpecError, match="workload.held_out: .* is refused; give a number from 0 to 0.5"):
         Workload(held_out=share)
@@ -252,22 +243,15 @@ def test_a_share_that_cannot_be_held_out_is_refused(share: Any) -> None:
 
 @pytest.mark.parametrize(("optimizer", "args", "said", "fix"), [
     ("adamw", {"fuse": True}, "AdamW has no argument 'fuse'; its arguments are betas, eps, amsgrad, foreach, fused", {}),
-    ("adamw", {3: 4}, "AdamW has no argument 3; its", {}),
     ("sgd", {"betas": (0.8, 0.9), "momentum": 0.5}, "SGD has no argument 'betas'; its", {"momentum": 0.5}),
     ("adamw", {"lr": 0.1}, "lr is a field of its own; set lr", {}),
-    ("adamw", {"weight_decay": 0.1}, "weight_decay is a field of its own; set weight_decay", {}),
     ("adamw", {"params": []}, "params are the model's; leave it out", {}),
     ("adamw", {"capturable": True, "eps": 0.5}, "capturable is for CUDA graphs", {"eps": 0.5}),
     ("adamw", {"fused": "yes"}, "fused='yes' is refused; give true or false", {}),
-    ("adamw", {"fused": None}, "fused=None is refused; give true or false", {}),
-    ("adamw", {"fused": 1}, "fused=1 is refused; give true or false", {}),
     ("adamw", {"eps": -1e-8}, "eps=-1e-08 is refused; give a finite number of 0 or more", {}),
-    ("adamw", {"eps": float("nan")}, "eps=nan is refused; give a finite number", {}),
     ("adamw", {"betas": (0.9, 1.0)}, "betas=(0.9, 1.0) is refused; give two numbers from 0 to below 1", {}),
     ("adamw", {"betas": 0.9}, "betas=0.9 is refused; give two numbers", {}),
-    ("adamw", {"betas": "09"}, "betas='09' is refused; give two numbers", {}),
     ("adamw", {"fused": True, "foreach": True}, "an update is fused, or it is foreach; give one", {"fused": True}),
-    ("sgd", {"momentum": True}, "momentum=True is refused; give a finite number", {}),
     ("sgd", {"nesterov": True}, "nesterov needs a momentum above 0 and no dampening; give momentum=0.9", {}),
     ("sgd", {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "nesterov needs", {"momentum": 0.9, "dampening": 0.1}),
 ], ids=str)  # fmt: skip
@@ -315,19 +299,3 @@ def test_a_backend_can_be_changed_with_the_default_and_is_refused_with_a_number_
         assert other.replace(backend="lab", sharding="full_shard") == lab
         wrong = [n for n in (None, 0, 1, 2, 3) if other.validate(forward_prefetch=n) is not None]
         assert wrong == [*refused]
-
-
-def test_facts_about_each_sharding():
-    facts = {
-        sharding: (s.is_replicated, s.is_hybrid, s.shards_optimizer_only, s.reshards_after_forward)
-        for sharding in vocabulary.SHARDINGS
-        for s in [Strategy(sharding=sharding)]
-    }
-    assert facts == {
-        "full_shard": (False, False, False, True),
-        "shard_grad_op": (False, False, False, False),
-        "zero1": (False, False, True, False),
-        "hybrid_shard": (False, True, False, True),
-        "hybrid_shard_zero2": (False, True, False, False),
-        "no_shard": (True, False, False, False),
-    }
