@@ -7,7 +7,6 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from fsdp_lab.base.errors import FieldError
@@ -26,27 +25,11 @@ def measured_by(module: str, name: str) -> Callable[[argparse.Namespace], dict[s
 
 
 RANKS = {"default": "2,4", "metavar": "N,N", "help": f"numbers of ranks {DEFAULT}"}
-FOLDER = {"type": Path, "help": "folder on the disk to measure (default: a temporary one)"}
 LIVE: Options = on_lab("gpt2-10m") | {"rounds": number(2, "passes over all switches")}
-TOGGLE: Options = {
-    **on_lab("gpt2-10m"),
-    "pairs": {"type": int, "help": "number of random switches (default: each pair of strategies, twice)"},
-    "relaunches": number(5, "number of torchrun relaunches"),
-}
 SOAK: Options = {
     **on_lab("gpt2-1m"),
     "toggles": number(1000, "switches of each backend, the first 100 to warm up"),
     "backend": {"default": ",".join(BACKENDS), "metavar": "B,B", "help": "(default: all four)"},
-}
-CHECKPOINT: Options = OWN_RANKS | {"rounds": number(15, "number of saves and loads"), "folder": FOLDER}
-LOAD: Options = {
-    "ranks": number(4, "rank processes"),
-    "model": {"default": "gpt2-355m", "help": f"a causal preset {DEFAULT}"},
-    "seq_len": number(64, "tokens per sequence"),
-    "micro_batch": number(1, "sequences per rank"),
-    "rounds": number(3, "number of times that each loads"),
-    "device": {"choices": ["cpu"], "default": "cpu"},
-    "folder": FOLDER,
 }
 METERING: Options = {
     **OWN_RANKS,
@@ -61,28 +44,24 @@ PLAN: Options = {
     "seq_len": number(128),
     "micro_batch": number(4),
     "rounds": number(3, "calibration rounds"),
+    "from_one": {"action": "store_true", "help": "predict from what one rank finds while others share its cores"},
 }
 MODELS = "gpt2-1m,llama-1m,bert-1m,t5-1m,vit-1m,resnet-1m"
 MEMORY: Options = {"model": {"default": MODELS, "metavar": "M,M", "help": f"presets {DEFAULT}"}, "ranks": RANKS}
-MANY: Options = {"ranks": RANKS, "passes": number(4, "measurements of each figure of a calibration")}
 DEVICE: Options = {"device": OWN_RANKS["device"]}
 PROGRAM: Options = {**DEVICE, "ranks": number(1)}
 SWITCH: Options = {**DEVICE, "width": number(2048), "layers": number(14), "vocab": number(32000)}
 FAMILIES: Options = {"jobs": number(1, "families at once")}
 TABLE: tuple[tuple[str, str, str, Options], ...] = (
     ("live", "labs", "latency of start, switch and stop, as a user sees it", LIVE),
-    ("toggle", "labs", "time of a strategy switch, compared with a relaunch by torchrun", TOGGLE),
     ("soak", "labs", "memory growth of kernel and ranks over many strategy switches", SOAK),
     ("plan", "labs", "predicted step times, compared with measured ones", PLAN),
     ("memory", "labs", "peak memory of a step, compared with FSDP2's and with the planned one", MEMORY),
-    ("checkpoint", "checkpoint", "save and load, compared with plain Distributed Checkpoint", CHECKPOINT),
-    ("load", "load", "weights until the first step, compared with from_pretrained and FSDP2", LOAD),
     ("metering", "metering", "cost of all that a lab does in a step beyond plain training", METERING),
     ("switch", "switch", "live switches near the memory limit of a GPU", SWITCH),
     ("tour", "tour", "the notebooks' steps without Jupyter, on one rank", DEVICE),
     ("torchrun", "programs", "a Spec under torchrun", PROGRAM),
     ("export", "programs", "an exported script, compared with the lab", PROGRAM),
-    ("many", "many", "step times of several ranks, predicted from what one finds, compared with measured ones", MANY),
     ("families", "families", "families of transformers, small: which train, which are refused, and why", FAMILIES),
 )
 BENCHES: tuple[Bench, ...] = tuple((name, measured_by(of, name), text, options) for name, of, text, options in TABLE)

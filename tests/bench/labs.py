@@ -1,15 +1,9 @@
-"""The benches that run on a lab: live, toggle, soak, plan and memory.
-
-Note: what is compared in `toggle`. A switch is timed from `run.apply` to the first step that every rank has reported
-under the new Spec, with parameters and optimizer state carried over; this includes the end of the chunk of steps in
-progress. It comes at a random moment within the seconds after the first step of the previous one, as a user's does. The
-relaunch is torchrun with the same Spec, from its start to the first step that it prints: new processes, imports, build,
-rendezvous. It loads no state, so it is faster than the same change by hand, which would save and load a checkpoint.
-Relaunches are spread over the switches, and the run is paused during them. The tour visits every ordered pair of
-strategies.
+"""The benches that run on a lab: live, soak, plan and memory.
 
 Note: what is compared in `plan`. Every round calibrates anew; the steps of all Specs are timed in turns with the
-calibration runs, so that the machine's drift affects both alike. No Spec that is compared is calibrated on.
+calibration runs, so that the machine's drift affects both alike. No Spec that is compared is calibrated on. With
+`--from-one` the prediction knows one rank: its kernels and its steps while others share its cores, and collectives alone
+(`rank/crowd.py`), all measured before the rounds. A machine that others use too may change its speed between.
 
 Note: a run keeps its events as long as it is referenced, which is no leak. So in `soak`, every `RUN_TOGGLES` switches
 another run continues with the same parameters, and the former is dropped.
@@ -19,19 +13,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
-import random
-import subprocess
-import sys
-import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from itertools import pairwise
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -39,9 +24,8 @@ import psutil
 
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.formatting import Table
-from fsdp_lab.base.process import HOST_MEMORY
 from fsdp_lab.bench.plan import PRECISIONS, SHARDINGS as PEER_SHARDINGS, BenchError
-from fsdp_lab.bench.results import Report, format_spread, ratios, spread
+from fsdp_lab.bench.results import ratios, spread
 from fsdp_lab.cli.bench import say
 from fsdp_lab.cli.console import Refused, at_least, open_lab, terminal
 from fsdp_lab.cluster import ClusterError
@@ -49,15 +33,12 @@ from fsdp_lab.lab import Lab
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.planner.calibration import Calibration
 from fsdp_lab.planner.memory import memory as planned_memory, peak_in_theory
-from fsdp_lab.planner.plan import plan as predict
+from fsdp_lab.planner.questions import planned_here
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.runs import Run
 from fsdp_lab.spec.spec import BACKENDS, SHARDINGS, Spec
-from tests.bench.ranks import numbers
 
 STEP_LIMIT_S = 120.0  # limit for a step
-RELAUNCH_LIMIT_S = 300.0  # limit for torchrun
-WITHIN_S = 3.0  # the longest pause between two switches
 WARM_UP, WINDOW = 100, 10  # of `soak`: switches before the first reading; readings of which the median counts
 RUN_TOGGLES = 50
 AIMED_ERROR = 0.15  # of a predicted step time, relative to the measured one
@@ -71,13 +52,6 @@ LIVE_CHANGES: Sequence[Mapping[str, str]] = (
     {"backend": "fsdp1"},
     {"wrap": "whole"},
     {},
-)
-# For `toggle`, which visits all ordered pairs of these.
-STRATEGIES: Sequence[tuple[str, str]] = (
-    *(("lab", sharding) for sharding in ("full_shard", "shard_grad_op", "zero1", "no_shard")),
-    *(("fsdp2", sharding) for sharding in ("full_shard", "shard_grad_op")),
-    *(("fsdp1", sharding) for sharding in ("full_shard", "shard_grad_op", "no_shard")),
-    ("ddp", "no_shard"),
 )
 # For `soak`: what is switched between; DDP has one sharding.
 SHARDED: Sequence[Mapping[str, str]] = ({"sharding": "full_shard"}, {"sharding": "shard_grad_op"})
@@ -155,93 +129,6 @@ def _await(run: Run, what: str, reached: Callable[[], bool]) -> None:
     raise BenchError(f"no {what} within {STEP_LIMIT_S:.0f} s: {run.reason or run.state.value}")
 
 
-# -- toggle ----------------------------------------------------------------------------------------------------------
-
-Toggle = tuple[Spec, Spec, float]  # from, to, seconds
-
-
-def toggle(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds from a change of strategy to its first step, on resident ranks and by torchrun. Raises BenchError."""
-    at_least(args, "pairs", 2)
-    at_least(args, "relaunches", 1)
-    spec = Spec(world_size=args.ranks).replace(model=args.model, micro_batch=1, seq_len=64)
-    stops = [spec.replace(backend=b, sharding=s) for b, s in route(args.pairs)]
-    say(f"{len(stops) - 1} toggles of {args.model} on {args.ranks} ranks, {args.relaunches} relaunches")
-    with fresh_lab(args.ranks) as lab:
-        run = lab.run(stops[0])
-        await_step(run, stops[0].id)
-        toggles, relaunched = _timed(run, stops, args.relaunches)
-    seconds, relaunch_s = [s for _, _, s in toggles], median(relaunched)
-    by_pair: dict[tuple[str, str], list[float]] = defaultdict(list)
-    by_strategy: dict[str, list[float]] = defaultdict(list)
-    for before, after, s in toggles:
-        by_pair[before.id, after.id].append(s)
-        by_strategy[f"{after.strategy.backend} {after.strategy.sharding}"].append(s)
-    report = Report(say, {"model": args.model, "ranks": args.ranks})
-    report.add("ratios", "resident/relaunch", spread([s / relaunch_s for s in seconds]))
-    if twice := [pair[1] / pair[0] for pair in by_pair.values() if len(pair) > 1]:
-        report.add("control", "resident/resident", spread(twice), note="; the same pair again")
-    say(f"toggle to first step: {format_spread(spread(seconds), 's')}, longest {max(seconds):.3f}")
-    say(f"torchrun to first step: {format_spread(spread(relaunched), 's')}")
-    for strategy, of in sorted(by_strategy.items()):
-        say(f"  to {strategy}: {format_spread(spread(of), 's')}")
-    times = {"toggle": asdict(spread(seconds)), "relaunch": asdict(spread(relaunched))}
-    return report.figures | {"seconds": times, "worst": max(seconds)}
-
-
-def route(pairs: int | None) -> list[tuple[str, str]]:
-    """The strategies in the order of the run. None: with every ordered pair as neighbours twice; or `pairs` random ones."""
-    if pairs is None:
-        return [STRATEGIES[i] for i in (*tour(len(STRATEGIES)), *tour(len(STRATEGIES))[1:])]
-    chance, visited = random.Random(0), [STRATEGIES[0]]
-    while len(visited) <= pairs:
-        visited.append(chance.choice([strategy for strategy in STRATEGIES if strategy != visited[-1]]))
-    return visited
-
-
-def tour(n: int) -> list[int]:
-    """An Eulerian circuit over n places (Hierholzer): each ordered pair once; n (n - 1) + 1 places long."""
-    left = {i: [j for j in range(n) if j != i] for i in range(n)}
-    open_, closed = [0], []
-    while open_:
-        if left[open_[-1]]:
-            open_.append(left[open_[-1]].pop())
-        else:
-            closed.append(open_.pop())
-    return closed[::-1]
-
-
-def _timed(run: Run, stops: Sequence[Spec], relaunches: int) -> tuple[list[Toggle], list[float]]:
-    """The switches from each Spec to the next, and the seconds of the relaunches, which are spread over them."""
-    toggles: list[Toggle] = []
-    relaunched: list[float] = []
-    chance = random.Random(0)
-    for i, (before, after) in enumerate(pairwise(stops)):
-        if i * relaunches // (len(stops) - 1) >= len(relaunched):
-            run.pause()
-            relaunched.append(relaunch(before))
-            run.resume()
-        time.sleep(chance.uniform(0, WITHIN_S))
-        toggles.append((before, after, switch(run, after)))
-    return toggles, relaunched
-
-
-def relaunch(spec: Spec) -> float:
-    """Seconds from the start of torchrun to its first step."""
-    with tempfile.TemporaryDirectory(prefix="fsdp_lab_") as folder:
-        file = Path(folder) / "spec.json"
-        file.write_text(spec.to_json())
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.world_size}"]
-        command = [sys.executable, *torchrun, "-m", "fsdp_lab.rank", str(file), "--steps", "1"]
-        begun_s, env = time.perf_counter(), {**HOST_MEMORY, **os.environ}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=RELAUNCH_LIMIT_S, check=False, env=env)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        if not lines:
-            raise BenchError(f"torchrun made no step: {done.stderr.strip().splitlines()[-1:]}")
-        since_s = float(json.loads(lines[0])["end_unix_s"]) - time.time()  # negative: torchrun continued to its end
-        return time.perf_counter() + since_s - begun_s
-
-
 # -- soak ------------------------------------------------------------------------------------------------------------
 
 
@@ -301,13 +188,17 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     """Calibrates on this machine, then compares predicted step times with measured ones. Raises SpecError, BenchError."""
     at_least(args, "rounds", 1)
     models = args.model.split(",")
-    shapes = {model: shape_for(model) for model in models}  # an unknown one is refused before ranks start
+    for model in models:
+        shape_for(model)  # an unknown one is refused before ranks start
     base = Spec(world_size=args.ranks).replace(seq_len=args.seq_len, micro_batch=args.micro_batch)
     bases = [base.replace(model=m, precision=p) for m in models for p in args.precision.split(",")]
     specs = [spec for base in bases for spec in strategies(base)]
-    console, rounds = terminal(), list[Calibration]()
+    console, rounds, alone = terminal(), list[Calibration](), None
     say(f"{len(specs)} Specs on {args.ranks} ranks, {args.rounds} rounds")
-    with fresh_lab(args.ranks) as lab:
+    if args.from_one:
+        with fresh_lab(1, ("cpu",)) as lab:
+            alone = lab.calibrate(ranks=(args.ranks,), anchors=specs)
+    with fresh_lab(args.ranks, ("cpu",) * args.ranks if alone else None) as lab:
         for i in range(args.rounds):
             with console.status(f"round {i + 1} of {args.rounds}"):
                 try:
@@ -316,8 +207,8 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
                     raise BenchError(str(e)) from e
     rows, cells, errors = [], [], []
     for i, spec in enumerate(specs):
-        s, shape = spec.strategy, shapes[str(spec.workload.model)]
-        predicted = [predict(spec, shape, here.machine, rates=here.rates).step_time_s for here in rounds]
+        s = spec.strategy
+        predicted = [planned_here(spec, alone or here).step_time_s for here in rounds]
         measured = [median(here.beside_s[i]) for here in rounds]
         ratio = spread(ratios(predicted, measured))
         errors.append(abs(ratio.median - 1))
@@ -377,6 +268,14 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
         worst = max(rows, key=lambda row: row[name])
         say(f"{name}: at most {worst[name]:.4f} ({worst['spec']['workload']['model']}){more}")
     return {"rows": rows, "environment": {}}
+
+
+def numbers(text: str, least: int) -> list[int]:
+    """Of a comma-separated list for --ranks. Raises Refused."""
+    given = [int(n) if n.strip().isdigit() else 0 for n in text.split(",")]
+    if min(given) < least:
+        raise Refused(f"--ranks {text} is refused; give numbers of {least} or more, as 2,4")
+    return given
 
 
 def compared(models: Sequence[str], ranks: int) -> Iterator[Spec]:

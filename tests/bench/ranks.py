@@ -10,18 +10,9 @@ from typing import Any
 
 from fsdp_lab.bench.launch import launch
 from fsdp_lab.bench.plan import BenchPlan
-from fsdp_lab.cli.console import Refused
 from fsdp_lab.rank.children import Send, run_child
 
 launch_here = partial(launch, module="tests.bench.ranks")
-
-
-def numbers(text: str, least: int) -> list[int]:
-    """Of a comma-separated list for --ranks. Raises Refused."""
-    given = [int(n) if n.strip().isdigit() else 0 for n in text.split(",")]
-    if min(given) < least:
-        raise Refused(f"--ranks {text} is refused; give numbers of {least} or more, as 2,4")
-    return given
 
 
 def _perform(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> None:

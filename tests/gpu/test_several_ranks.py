@@ -26,10 +26,7 @@ from tests.rank.test_hang import LIMIT_S, _hangs
 from tests.rank.test_over_nccl import NO_SHARD, _killed, _restored
 from tests.rank.test_session import BACKENDS, _fails, _follow, _interrupted, session, spec
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
 
 
 def on(*devices: str) -> Any:
