@@ -37,7 +37,7 @@ def reader(workload: Workload, rank: int, world_size: int, source: Source) -> Ba
     return Batches(workload, GPT2, rank=rank, world_size=world_size, source=source)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(world=st.integers(1, 5), micro_batch=st.integers(1, 4), accumulate=st.integers(1, 3), steps=st.integers(1, 6))
 def test_every_sample_is_read_exactly_once(
     book: str, world: int, micro_batch: int, accumulate: int, steps: int
@@ -51,7 +51,7 @@ def test_every_sample_is_read_exactly_once(
         assert sorted(np.concatenate(seen).tolist()) == list(range(step * size, (step + 1) * size))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(start=st.integers(0, 500), seed=st.integers(0, 9), split=st.sampled_from([(1, 12), (2, 6), (3, 4), (4, 3)]))
 def test_the_global_batch_does_not_depend_on_the_split(
     book: str, start: int, seed: int, split: tuple[int, int]
@@ -215,7 +215,7 @@ def held_out(workload: Workload, world: int, count: int, source: Source) -> list
     return found
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     count=st.integers(1, 60),
     share=st.floats(0, 0.5),
@@ -253,17 +253,6 @@ def test_a_held_out_sample_is_the_same_whoever_reads_it(book: str, model: str, d
     assert len(one[0]) == 5
     for other in (whole(1, 2), whole(2, 1), whole(3, 2)):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def test_held_out_images_of_a_folder_are_of_all_classes(tmp_path: Path) -> None:
-    image = pytest.importorskip("PIL.Image")
-    for name in ("cats", "dogs"):
-        (tmp_path / name).mkdir()
-        for i in range(10):
-            image.new("RGB", (40, 40)).save(tmp_path / name / f"{i}.png")
-    workload = Workload(model="vit-1m", data=str(tmp_path), micro_batch=6, held_out=0.3)
-    ((batch, counted),) = Batches(workload, resolve("vit-1m"), rank=0, world_size=1).held_out(6)
-    assert counted == 6 and set(batch["labels"].tolist()) == {0, 1}
 
 
 def test_too_few_held_out_samples_are_refused_with_a_way_out(book: str) -> None:

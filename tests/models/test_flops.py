@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +21,7 @@ from fsdp_lab.spec.workload import Workload
 from tests.models.small import filled
 
 
-@pytest.mark.parametrize("name", ["gpt2-1m", "gpt2-10m", "gpt2-124m", "llama-1m", "llama-10m", "llama-1b"])
-@pytest.mark.parametrize("seq_len", [64, 256])
+@pytest.mark.parametrize(("name", "seq_len"), [("gpt2-1m", 64), ("gpt2-124m", 1024), ("llama-1b", 256)])
 def test_a_decoder_costs_6n_and_12lhs_a_token(name: str, seq_len: int) -> None:
     config = resolve(name)
     model = build_skeleton(config)
@@ -37,23 +34,7 @@ def test_a_decoder_costs_6n_and_12lhs_a_token(name: str, seq_len: int) -> None:
     assert flops_per_sample(config, seq_len) == per_token * seq_len
 
 
-@pytest.mark.parametrize(("name", "seq_len"), [("gpt2-124m", 1024), ("llama-1b", 2048), ("llama-7b", 4096)])
-def test_the_published_rule_is_met_within_two_percent(name: str, seq_len: int) -> None:
-    """6 N + 12 L H S a token, at the lengths that people train at, with N as papers count it: all parameters but
-    embedding tables that are not the output head too, norms and biases among them."""
-    config = resolve(name)
-    model = build_skeleton(config)
-    counted = sum(
-        p.numel() for n, p in model.named_parameters() if n.split(".")[-2] not in ("wte", "wpe", "embed_tokens")
-    )
-    counted += config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
-    rule = 6 * counted + 12 * config.num_hidden_layers * config.hidden_size * seq_len
-    assert flops_per_sample(config, seq_len) / seq_len == pytest.approx(rule, rel=0.02)
-
-
 # -- recompute -------------------------------------------------------------------------------------------------------
-
-RECOMPUTED = ["gpt2-1m", "llama-1m", "bert-1m", "t5-1m", "vit-1m", "resnet-1m"]
 
 
 def counted_while_training(name: str, seq_len: int, recompute: str) -> int:
@@ -66,7 +47,9 @@ def counted_while_training(name: str, seq_len: int, recompute: str) -> int:
     return int(counter.get_total_flops()) // len(batch["labels"])
 
 
-@pytest.mark.parametrize(("name", "recompute"), [*((name, "full") for name in RECOMPUTED), ("llama-1m", "every:2")])
+@pytest.mark.parametrize(
+    ("name", "recompute"), [("gpt2-1m", "full"), ("t5-1m", "full"), ("resnet-1m", "full"), ("llama-1m", "every:2")]
+)
 def test_recompute_is_counted_as_a_device_does_it(name: str, recompute: str) -> None:
     strategy = Strategy(recompute=recompute)
     found = count_flops(resolve(name), 32, lambda model: recomputed(model, strategy))
@@ -75,32 +58,9 @@ def test_recompute_is_counted_as_a_device_does_it(name: str, recompute: str) -> 
     assert found.model == flops_per_sample(resolve(name), 32) == plain
 
 
-def test_recompute_of_a_block_stops_before_its_last_product() -> None:
-    """In closed form: the weights of all blocks but each one's last, and both products of attention."""
-    config, tokens = resolve("gpt2-124m"), 1024
-    width, layers = config.hidden_size, config.num_hidden_layers
-    weights = 12 * width**2 - 4 * width**2  # of a block; its last is [4 H, H]
-    by_hand = layers * (2 * weights * tokens + 4 * width * tokens**2)
-    strategy = Strategy(recompute="full")
-    found = count_flops(config, tokens, lambda model: recomputed(model, strategy))
-    assert found.recompute == by_hand
-    assert 0.15 < found.recompute / found.model < 1 / 3
-
-
-def test_nothing_is_recomputed_where_nothing_is_asked_for() -> None:
-    assert count_flops(resolve("gpt2-1m"), 32).recompute == 0
-
-
 def test_resnet_50_costs_what_is_published() -> None:
     # 4.1 G multiply-adds forward (arXiv 1512.03385: 3.8 for its variant), twice that backward, 2 FLOPs each.
     assert flops_per_sample(resolve("resnet-26m"), 2) == pytest.approx(3 * 2 * 4.1e9, rel=0.03)
-
-
-def test_attention_is_counted_in_every_text_model() -> None:
-    for name in ("bert-1m", "t5-1m"):
-        config = resolve(name)
-        short, long = flops_per_sample(config, 128), flops_per_sample(config, 256)
-        assert long > 2 * short  # what is linear in the length doubles, attention grows fourfold
 
 
 def test_sizes_that_do_not_fit_together_are_refused() -> None:
@@ -109,20 +69,23 @@ def test_sizes_that_do_not_fit_together_are_refused() -> None:
         flops_per_sample(resolve({"model_type": "mistral", "vocab_size": 300, **sizes}), 16)
 
 
-def test_a_model_that_looks_at_values_is_estimated_aloud() -> None:
-    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 300,
-             "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
-             "encoder_attention_heads": 2, "decoder_attention_heads": 2}  # fmt: skip
-    with pytest.warns(UserWarning, match="estimated as 6 N"):
-        assert flops_per_sample(resolve({"model_type": "bart", **sizes}), 16) > 0
+HEADS = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+BART = {"model_type": "bart", "d_model": 32, "vocab_size": 300, "encoder_layers": 1, "decoder_layers": 1, **HEADS}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 300,
+}
+OF_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 4}
+BAMBA = {"model_type": "bamba", **SIZES, "num_key_value_heads": 2, **OF_MAMBA}
 
 
-def test_a_model_without_attention_whose_cache_has_no_length_is_estimated_too() -> None:
-    bamba = {"model_type": "bamba", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 300,
-             "num_key_value_heads": 2, "intermediate_size": 48, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1,
-             "mamba_d_state": 4}  # fmt: skip
+@pytest.mark.parametrize("config", [BART, BAMBA], ids=["looks at values", "its cache has no length"])
+def test_a_model_that_cannot_be_counted_is_estimated_aloud(config: dict[str, Any]) -> None:
     with pytest.warns(UserWarning, match="estimated as 6 N"):
-        assert flops_per_sample(resolve(bamba), 32) > 0
+        assert flops_per_sample(resolve(config), 32) > 0
 
 
 def test_a_cpu_is_measured_and_says_so() -> None:
@@ -142,34 +105,6 @@ def test_a_gpu_that_is_not_in_the_table_is_measured(monkeypatch: pytest.MonkeyPa
     assert device_peak("cuda:0", torch.bfloat16) == (989.4e12, "NVIDIA H100 data sheet, dense bf16") and len(asked) == 1
 
 
-LAYOUTS = """
-import time, torch
-from fsdp_lab.models.flops import measured_peak
-torch.set_num_threads(1)
-a = torch.full((256, 256), 0.5, dtype=torch.bfloat16)
-begun_s = time.perf_counter()
-peak = measured_peak("cpu", torch.bfloat16)
-taken_s = time.perf_counter() - begun_s
-best = 0.0
-for x, y in ((a, a), (a, a.t()), (a.t(), a)):
-    torch.mm(x, y)
-    for _ in range(3):
-        begun_s = time.perf_counter()
-        torch.mm(x, y)
-        best = max(best, 2 * 256**3 / (time.perf_counter() - begun_s))
-print(peak.flops_per_s / best, taken_s)
-"""
-
-
-def test_the_peak_is_the_best_layout_on_a_cpu_without_bf16_units() -> None:
-    # There A^T B, a Linear's backward to its weight, is twenty times as fast as A B.
-    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
-    found = subprocess.run([sys.executable, "-c", LAYOUTS], env=environment, capture_output=True, text=True, check=True)
-    share, taken_s = map(float, found.stdout.split())
-    assert share > 0.6, "0.05 where only A B is measured"
-    assert taken_s < 2, "0.2 s where nothing else runs"
-
-
 def test_a_step_above_the_peak_raises_it_and_the_source_says_so() -> None:
     peak = BestPeak(Peak(2e12, "a data sheet"))
     assert peak.reach(1.9e12) == Peak(2e12, "a data sheet")
@@ -183,8 +118,7 @@ def test_a_dtype_without_matrix_products_has_no_peak() -> None:
 
 
 def test_a_product_of_experts_that_fp32_lacks_has_its_way_out() -> None:
-    config = {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 384, "num_local_experts": 2}  # fmt: skip
+    config = {"model_type": "mixtral", **SIZES, "num_key_value_heads": 2, "vocab_size": 384, "num_local_experts": 2}
     with pytest.raises(SpecError, match='set its experts_implementation to "eager"'):
         count_flops(resolve({**config, "experts_implementation": "grouped_mm"}), 8)
     with pytest.warns(UserWarning, match="estimated as 6 N"):
@@ -211,10 +145,7 @@ def test_parameters_that_no_batch_uses_are_known_before_ranks_do_anything() -> N
     [
         ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
         ("NVIDIA H100 PCIe", "bf16", 756),
-        ("NVIDIA H200", "fp32", 66.9),
         ("NVIDIA A100-SXM4-80GB", "tf32", 156),
-        ("NVIDIA GB200", "bf16", 2500),
-        ("NVIDIA A10G", "bf16", 125),
         ("Tesla T4", "fp16", 65),
         ("Tesla T4", "bf16", None),
         ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "bf16", None),

@@ -23,10 +23,6 @@ def test_a_folder_a_file_a_dict_and_an_object_give_the_same_config(tmp_path: Pat
     assert shapes == {("gpt2", 32, 1, 2, 300)}
 
 
-def test_a_model_type_gives_its_default_sizes() -> None:
-    assert resolve("opt").hidden_size == 768
-
-
 def test_dropout_is_zero_and_the_config_given_is_left_alone() -> None:
     given = GPT2Config()
     resolved = resolve(given)
@@ -44,10 +40,6 @@ def test_what_else_is_drawn_in_a_forward_is_off_as_dropout_is() -> None:
     assert resolve("switch_transformers").router_jitter_noise == 0
     cvt = resolve("cvt")
     assert [*cvt.drop_rate, *cvt.attention_drop_rate, *cvt.drop_path_rate] == [0.0] * 9
-
-
-def test_a_byte_that_would_be_padding_is_learned_all_the_same() -> None:
-    assert resolve({"model_type": "bloom", "pad_token_id": 100}).pad_token_id is None
 
 
 SMALL_TEXT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -68,11 +60,10 @@ def test_the_text_of_a_family_that_sees_as_well_is_read_as_a_text_models(model_t
     assert build_skeleton(config).get_input_embeddings().weight.shape == (300, 32)
 
 
-def test_a_family_that_takes_no_none_keeps_its_padding() -> None:
+def test_padding_and_the_start_of_a_decoder_are_what_the_family_takes() -> None:
+    """A byte that would be padding is learned all the same; a family that takes no None keeps its padding."""
+    assert resolve({"model_type": "bloom", "pad_token_id": 100}).pad_token_id is None
     assert resolve({"model_type": "modernbert-decoder", "pad_token_id": 0}).pad_token_id == 0
-
-
-def test_an_encoder_decoder_always_knows_how_its_decoder_starts() -> None:
     assert resolve({"model_type": "t5"}).decoder_start_token_id == 0
 
 

@@ -621,13 +621,6 @@ def test_what_is_written_beside_records_is_none_of_them(tmp_path: Path, folder: 
     refused("workload.data", "c.json: is one JSON array", data=str(data / "c.json"))
 
 
-def test_a_folder_of_text_may_have_json(tmp_path: Path) -> None:
-    for name, said in (("a.py", "import a\n" * 9), ("b.json", '{"b": 1}\n'), ("c.json", '[{"c": 1}]\n')):
-        (tmp_path / name).write_text(said)
-    source = batches(Workload(model=GPT2, data=str(tmp_path), seq_len=8)).source
-    assert source.count == (81 + 9 + 11) // 8
-
-
 def test_bytes_stay_what_they_are(tmp_path: Path) -> None:
     """Text as bytes is not made into tokens, and an own file is not needed."""
     (tmp_path / "some.txt").write_bytes(bytes(range(32, 127)) * 9)
@@ -662,16 +655,3 @@ def test_answers_alone_are_learned(tmp_path: Path, smollm2: Path) -> None:
     learned = [[i for i in row if i != IGNORED] for row in both["labels"].tolist()]
     assert alone.decode(learned[0]) == "Four, of course.<|im_end|>Five.\nSix.<|im_end|>"
     assert alone.decode(learned[1]) == "Four, of course.<|im_end|>"
-
-
-@pytest.mark.slow
-def test_text_comes_back(tmp_path: Path, smollm2: Path) -> None:
-    folder = str(smollm2)
-    said = "Shards of a unit — gathered, used, and freed. Ünïcode, too: 你好 🙂\n\n" * 20
-    (tmp_path / "said.txt").write_text(said, encoding="utf-8")
-    alone = AutoTokenizer.from_pretrained(folder)
-    model = {**GPT2, "vocab_size": len(alone)}
-    workload = Workload(model=model, data=str(tmp_path / "said.txt"), tokenizer=folder, seq_len=2, held_out=0.0)
-    made = rows(workload)["input_ids"].reshape(-1).tolist()
-    assert made == [*alone(said).input_ids, alone.eos_token_id][: len(made)]
-    assert said.startswith(alone.decode(made, skip_special_tokens=True).rstrip("�"))

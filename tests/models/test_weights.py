@@ -60,7 +60,7 @@ def refusal(folder: Path, model: Any = None, **fields: Any) -> SpecError:
 # -- the values are those of from_pretrained ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [*SMALL.values(), TIED, UNTIED], ids=[*SMALL, "gpt2 tied", "gpt2 untied"])
+@pytest.mark.parametrize("model", [*(SMALL[name] for name in ("bert", "t5", "vit", "resnet")), TIED, UNTIED], ids=str)
 def test_every_family_gets_back_what_was_saved(tmp_path: Path, model: Any) -> None:
     made = saved(tmp_path, model)
     found = values_of(model, tmp_path)
@@ -69,7 +69,7 @@ def test_every_family_gets_back_what_was_saved(tmp_path: Path, model: Any) -> No
     assert persistent <= found.keys() and all(torch.equal(found[n], made.get_buffer(n)) for n in persistent)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_values_of_another_dtype_are_those_of_from_pretrained(tmp_path: Path, dtype: torch.dtype) -> None:
     filled(TIED, 5).to(dtype).save_pretrained(tmp_path)  # type: ignore[operator]
     alone = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
