@@ -193,7 +193,8 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     base = Spec(world_size=args.ranks).replace(seq_len=args.seq_len, micro_batch=args.micro_batch)
     bases = [base.replace(model=m, precision=p) for m in models for p in args.precision.split(",")]
     specs = [spec for base in bases for spec in strategies(base)]
-    console, rounds, alone = terminal(), list[Calibration](), None
+    console, rounds = terminal(), list[Calibration]()
+    alone: Calibration | None = None
     say(f"{len(specs)} Specs on {args.ranks} ranks, {args.rounds} rounds")
     if args.from_one:
         with fresh_lab(1, ("cpu",)) as lab:

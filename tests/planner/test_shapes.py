@@ -18,16 +18,30 @@ from fsdp_lab.planner.shapes.recorded import shape_of
 from fsdp_lab.planner.shapes.tape import size_of
 from tests.covering import tiered
 
-SMALL = [name for name in PRESETS if name.endswith("-1m")]
-
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_s_shape_has_its_parameters(name: str) -> None:
+def test_a_preset_s_shape_has_its_parameters_and_a_tape_ends_with_nothing_but_the_loss(name: str) -> None:
+    """A gradient is as large as its parameter, whatever the numbers of samples and tokens: no size of a model is taken for
+    one that grows with them."""
+    shape = shape_for(name)
     for wrap in ("block", "every:3", "whole"):
         assert shape_for(name, wrap).parameters == PRESETS[name].parameters
+    for tape in shape.tapes.values():
+        made = arrived = left = 0
+        for segment in tape:
+            for c in segment.changes:
+                left += {ALLOCATED: 1, FREED: -1}.get(c.kind, 0) * c.size.bytes_of(3, 64)
+                arrived += c.kind == ARRIVED
+                if c.kind == MADE:
+                    made += 1
+                    unit = shape.call_tree[segment.point.call].unit if c.unit is None else c.unit
+                    assert c.size.bytes_of(3, 4096) / shape.units[unit].parameters[c.index] in (2, 4)
+        assert 0 <= left <= 64 and arrived == sum(len(u.parameters) for u in shape.units) >= made > 0
+    if name == "llama-7b":
+        assert len(set(map(id, shape.units))) <= 4, "blocks that are alike are one object"
 
 
-@pytest.mark.parametrize("name", tiered(["gpt2-1m", "t5-1m", "resnet-1m"], lambda name: name != "t5-1m"))
+@pytest.mark.parametrize("name", tiered(["gpt2-1m", "t5-1m", "resnet-1m"], lambda name: name == "gpt2-1m"))
 def test_the_file_says_what_a_recording_says(name: str) -> None:
     assert shape_for(name) == shape_of(name)
     assert ModelShape.from_dict(shape_for(name).to_dict()) == shape_for(name)
@@ -38,11 +52,9 @@ def test_so_are_the_models_of_a_calibration(device: str) -> None:
     """Else a kernel would record them while its user waits."""
     models = [r.spec.workload.model for ranks in (1, 2) for r in references(ranks, ["bf16"], [device] * ranks)]
     assert {key_of(model) for model in models} <= packaged_jsons().keys()
-    if device == "cpu":
-        assert shape_for(models[0]) == shape_of(models[0])
 
 
-@pytest.mark.parametrize("name", ["gpt2-124m", "llama-1b", "bert-110m", "t5-60m", "vit-1m"])
+@pytest.mark.parametrize("name", ["gpt2-124m", "vit-1m"])
 def test_products_are_those_that_are_counted(name: str) -> None:
     """But for a first convolution's gradient of pixels, which nobody asks for."""
     counted = count_flops(resolve(name), 128).model
@@ -68,40 +80,13 @@ def test_what_kernels_move_is_what_their_tensors_are() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama-10m", "t5-60m"])
+@pytest.mark.parametrize("name", ["llama-10m"])
 def test_a_deep_model_is_recorded_by_five_of_its_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "ENOUGH", 1000)
     assert shape_of(name) == shape_for(name)
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_every_tape_ends_with_nothing_but_the_loss(name: str) -> None:
-    shape = shape_for(name)
-    for tape in shape.tapes.values():
-        changes = [c for stretch in tape for c in stretch.changes]
-        left = sum({ALLOCATED: 1, FREED: -1}.get(c.kind, 0) * c.size.bytes_of(3, 64) for c in changes)
-        assert 0 <= left <= 64
-        made = [c for c in changes if c.kind == MADE]
-        assert (
-            len([c for c in changes if c.kind == ARRIVED]) == sum(len(u.parameters) for u in shape.units) >= len(made)
-        )
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_gradient_is_as_large_as_its_parameter(name: str) -> None:
-    """Whatever the numbers of samples and tokens: no size of a model is taken for one that grows with them."""
-    shape = shape_for(name)
-    made = {(shape.call_tree[s.point.call].unit if c.unit is None else c.unit, c.index, c.size)
-            for tape in shape.tapes.values() for s in tape for c in s.changes if c.kind == MADE}  # fmt: skip
-    assert made
-    for unit, index, size in made:
-        assert size.bytes_of(3, 4096) / shape.units[unit].parameters[index] in (2, 4)
-
-
-def test_blocks_that_are_alike_are_one_object() -> None:
-    assert len(set(map(id, shape_for("llama-7b").units))) <= 4
-
-
+@pytest.mark.slow
 def test_any_config_and_any_wrap() -> None:
     config = {"model_type": "opt", "hidden_size": 64, "num_hidden_layers": 6, "ffn_dim": 128, "num_attention_heads": 4,
               "vocab_size": 384, "word_embed_proj_dim": 64, "max_position_embeddings": 256}  # fmt: skip

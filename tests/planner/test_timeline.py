@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 
 import pytest
 from hypothesis import given, strategies as st
@@ -15,7 +16,7 @@ FORWARD, BACKWARD = 2.0, 4.0
 
 
 def simulated(*, gather: float = 0.0, reduce: float = 0.0, ahead: bool = True, interference: float = 0.0,
-              blocks: int = BLOCKS, **rules: int) -> SimulatedTimeline:  # fmt: skip
+              blocks: int = BLOCKS, blocking: Collection[Phase] = (), **rules: int) -> SimulatedTimeline:  # fmt: skip
     """Equal blocks below a root that costs nothing."""
     schedule = schedule_of(blocks + 1, Rules(**rules))
 
@@ -27,7 +28,8 @@ def simulated(*, gather: float = 0.0, reduce: float = 0.0, ahead: bool = True, i
         return {Phase.UNSHARD: gather, Phase.REDUCE: reduce}.get(action.phase, 0.0)
 
     assert all(computes(a, schedule) for a in schedule.actions if a.unit > 0 and a.phase is Phase.COMPUTE)
-    return Simulation(schedule, seconds, ahead=ahead, interference=interference).run()
+    where = {"ahead": ahead, "interference": interference, "blocking": frozenset(blocking)}
+    return Simulation(schedule, seconds, **where).run()  # type: ignore[arg-type]
 
 
 COMPUTING = BLOCKS * (FORWARD + BACKWARD)
@@ -95,29 +97,12 @@ def test_every_queue_is_one_after_the_other_and_the_parts_make_the_whole(
 
 
 def test_where_nothing_overlaps_a_step_is_the_sum_of_all() -> None:
-    schedule = schedule_of(BLOCKS + 1, Rules())
-    seconds = {Phase.UNSHARD: 1.0, Phase.REDUCE: 2.0, Phase.COMPUTE: 3.0}
-
-    def of(action: Action) -> float:
-        return 0.0 if action.unit == 0 else seconds.get(action.phase, 0.0)
-
-    both = frozenset({Phase.UNSHARD, Phase.REDUCE})
-    found = Simulation(schedule, of, ahead=True, interference=0.5, blocking=both).run()
-    assert found.seconds == pytest.approx(sum(map(of, schedule.actions)))
+    found = simulated(gather=1.0, reduce=2.0, interference=0.5, blocking=(Phase.UNSHARD, Phase.REDUCE))
     assert found.exposed_s == pytest.approx(found.phase_s(Phase.UNSHARD) + found.phase_s(Phase.REDUCE))
+    assert found.seconds == pytest.approx(COMPUTING + found.exposed_s)
 
 
 def test_what_blocks_is_waited_for_and_the_rest_overlaps() -> None:
     """A backend on a CPU that waits for its reductions, and not for its gathers."""
-    free = simulated(gather=1.0, reduce=1.0, ahead=False)
-    schedule = schedule_of(BLOCKS + 1, Rules())
-    seconds = {Phase.UNSHARD: 1.0, Phase.REDUCE: 1.0}
-
-    def of(action: Action) -> float:
-        if action.unit == 0:
-            return 0.0
-        work = FORWARD if action.point.direction is Direction.FORWARD else BACKWARD
-        return work if action.phase is Phase.COMPUTE else seconds.get(action.phase, 0.0)
-
-    waits = Simulation(schedule, of, ahead=False, interference=0.0, blocking=frozenset({Phase.REDUCE})).run()
+    free, waits = (simulated(gather=1.0, reduce=1.0, ahead=False, blocking=b) for b in ((), (Phase.REDUCE,)))
     assert waits.seconds == pytest.approx(free.seconds + BLOCKS - 1)  # the last reduction is waited for anyway
