@@ -38,11 +38,10 @@ GOOD: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(st.randoms(use_true_random=False))
 def test_every_spec_is_refused_with_a_reason_or_is_whole(chance: random.Random) -> None:
-    """A hundred Specs at a time: 3,000."""
+    """A hundred Specs at a time."""
     for _ in range(100):
         fields = {
             name: chance.choice(JUNK + GOOD.get(name, []) * 4) for name in chance.sample(NAMES, chance.randrange(7))
@@ -53,7 +52,8 @@ def test_every_spec_is_refused_with_a_reason_or_is_whole(chance: random.Random) 
             assert e.field and e.reason and e.hint and "\n" not in str(e), fields
             continue
         assert Spec.from_json(spec.to_json()) == spec and spec.replace() == spec, fields
-        assert spec.global_batch >= 1
+        assert Spec.from_json(spec.to_json()).id == spec.id and not spec.difference(spec.replace())
+        assert spec.global_batch >= 1 and spec.world_size % spec.shard_factor == 0
 
 
 def _trained(place: Place, given: list[dict[str, Any]]) -> list[str]:
