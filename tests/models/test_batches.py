@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from fsdp_lab.models.sources import IGNORED, Batch, Indices, Source
 from fsdp_lab.spec.workload import Workload
 
 GPT2 = resolve("gpt2-1m")
+byt5 = functools.cache(ByT5Tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +83,8 @@ def test_an_epoch_reads_everything_once_in_an_order_of_its_own(count: int, seed:
 
 @given(text=st.text(max_size=200).filter(lambda t: "<" not in t))
 def test_ids_are_those_of_byt5(text: str) -> None:
-    tokenizer = ByT5Tokenizer()
     ours = encode(np.frombuffer(text.encode(), dtype=np.uint8))
-    assert ours.tolist() == tokenizer(text, add_special_tokens=False).input_ids
+    assert ours.tolist() == byt5()(text, add_special_tokens=False).input_ids
 
 
 def test_the_standard_library_is_read_as_it_is_and_alike_every_time() -> None:
@@ -91,7 +92,7 @@ def test_the_standard_library_is_read_as_it_is_and_alike_every_time() -> None:
     assert len(text.data) == STDLIB_CAP_BYTES and "standard library" in text.description
     assert open_text("stdlib").fingerprint == text.fingerprint
     sample = bytes(text.data[:2000]).decode()
-    assert encode(text.data[:2000]).tolist() == ByT5Tokenizer()(sample, add_special_tokens=False).input_ids
+    assert encode(text.data[:2000]).tolist() == byt5()(sample, add_special_tokens=False).input_ids
 
 
 def test_a_folder_is_its_text_files_in_order(tmp_path: Path) -> None:

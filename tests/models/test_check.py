@@ -20,10 +20,8 @@ GROUPED = {"model_type": "mistral", "hidden_size": 64, "num_hidden_layers": 1, "
 @pytest.mark.parametrize(
     "workload",
     [
-        Workload(),
         Workload(model="llama-7b", seq_len=4096),
         Workload(model="t5-1m", seq_len=5000),
-        Workload(model="resnet-26m", data="images"),
         Workload(model=TINY, seq_len=64),
         Workload(model={**GROUPED, "num_key_value_heads": 2}),
         Workload(

@@ -30,6 +30,7 @@ for fields in ({"model": "org/name"}, {"data": "org/name"}, {"tokenizer": "org/n
 """
 
 
+@pytest.mark.slow
 def test_a_name_is_refused_at_once_where_the_hub_cannot_be_reached(tmp_path: Path) -> None:
     environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), cache.VARIABLE: str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", OFFLINE], capture_output=True, text=True, timeout=240, env=environment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -187,7 +188,7 @@ def test_own_weights_are_the_default_where_there_are_any(tmp_path: Path) -> None
     assert weights_folder(Workload(model=TIED, weights=str(tmp_path))) == tmp_path
 
 
-@pytest.mark.parametrize("model", ["gpt2-1m", "opt", TIED], ids=["preset", "type", "dict"])
+@pytest.mark.parametrize("model", ["gpt2-1m", TIED], ids=["preset", "dict"])
 def test_a_model_without_a_folder_has_no_weights_of_its_own(model: Any) -> None:
     with pytest.raises(SpecError, match="the model has no weights of its own") as caught:
         check(Workload(model=model, weights="own"))
@@ -312,17 +313,25 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("untied")
+    saved(folder, UNTIED)
+    return folder
+
+
 @pytest.mark.parametrize(("damage", "reason"), BROKEN.values(), ids=BROKEN)
 def test_a_folder_that_cannot_be_read_is_refused_in_a_sentence(
-    tmp_path: Path, damage: Callable[[Path], object], reason: str
+    tmp_path: Path, untied: Path, damage: Callable[[Path], object], reason: str
 ) -> None:
-    saved(tmp_path, UNTIED)
+    shutil.copytree(untied, tmp_path, dirs_exist_ok=True)
     damage(tmp_path)
     with pytest.raises(SpecError, match=reason) as caught:
         check(Workload(model=str(tmp_path)))
     assert caught.value.field == "workload.weights" and "\n" not in str(caught.value)
-    check(Workload(model=str(tmp_path), **caught.value.fix)) if caught.value.fix else None
-    check(Workload(model=str(tmp_path)), begins=False)
+    if reason == BROKEN["truncated"][1]:
+        check(Workload(model=str(tmp_path), **caught.value.fix))
+        check(Workload(model=str(tmp_path)), begins=False)
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
