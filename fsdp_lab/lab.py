@@ -424,7 +424,7 @@ class Lab:
             FieldError: of an argument. A mistake of the engine is no exception.
         """
         check_whole("steps", steps, LEAST_STEPS)
-        spec = self._wanted(None, {"model": SMALL_MODEL, **changes, "engine": engine, "sharding": sharding})
+        spec = self._wanted(None, {"model": SMALL_MODEL} | changes | {"engine": engine, "sharding": sharding})
         return check_engine(lambda backend: self.run(spec.replace(backend=backend), steps=steps), spec.strategy,
                             code_name(spec.strategy.engine), most)  # fmt: skip
 
@@ -447,9 +447,9 @@ class Lab:
             if spec.world_size != self.ranks:  # the lab was resized since that run
                 spec = spec.replace(world_size=self.ranks, devices=None)
         wanted = self._wanted(spec, changes)
-        if (backend := wanted.strategy.backend) != "lab":
-            raise SpecError("strategy.backend", f"slow motion shows our own engine, and this Spec is for {backend}",
-                            "use backend lab", {"backend": "lab"})  # fmt: skip
+        if not wanted.strategy.is_lab:
+            reason = f"slow motion shows our own engine, and this Spec is for {wanted.strategy.backend}"
+            raise SpecError("strategy.backend", reason, "use backend lab", {"backend": "lab"})
         return self._activities.begin_slow_motion(wanted)
 
     def _wanted(

@@ -6,12 +6,11 @@ Read base.py first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import distributed as dist, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from fsdp_lab.backends.base import Backend, destroy
 from fsdp_lab.backends.ddp import DDP
@@ -32,16 +31,8 @@ from fsdp_lab.spec.workload import Workload
 
 __all__ = ["Backend", "ParamShard", "build", "fill", "transfer_state"]
 
-_Wrap = Callable[[nn.Module, Spec, DeviceMesh, torch.device], Backend]
-
-
-_BACKENDS: Mapping[str, _Wrap] = {
-    "lab": FlatBackend,
-    "fsdp2": FSDP2,
-    "fsdp1": FSDP1,
-    "ddp": DDP,
-    YOURS: Yours,
-}
+_Kind = type[FlatBackend] | type[FSDP2] | type[FSDP1] | type[DDP] | type[Yours]
+_BACKENDS: Mapping[str, _Kind] = {"lab": FlatBackend, "fsdp2": FSDP2, "fsdp1": FSDP1, "ddp": DDP, YOURS: Yours}
 
 
 def check(skeleton: nn.Module, spec: Spec, device: torch.device) -> None:
@@ -50,24 +41,13 @@ def check(skeleton: nn.Module, spec: Spec, device: torch.device) -> None:
     frozen_names(skeleton, spec.workload.freeze)
     check_optimizer(spec.workload)
     _check_groups(skeleton, spec.workload)
-    if s.backend != "ddp":
+    if s.traits.has_units:
         units(skeleton, s.wrap)
     scalar = next((name for name, p in skeleton.named_parameters() if not p.dim()), "")
-    if scalar and s.backend in ("fsdp1", "fsdp2"):
+    if scalar and not s.traits.takes_scalars:
         raise SpecError("strategy.backend", f"{s.backend} takes no scalar parameters, and {scalar} is one",
                         "use backend lab or ddp, or give it one dimension", {"backend": "lab"})  # fmt: skip
-    if s.backend == "fsdp1" and s.offload == "all" and device.type == "cpu":
-        raise SpecError("strategy.offload", "FSDP1 pins what it offloads, which takes a GPU",
-                        "use offload none, or backend fsdp2", {"offload": "none"})  # fmt: skip
-    if s.gather == "mapped" and device.type != "cpu":
-        raise SpecError("strategy.gather", "mapped is for ranks on CPUs", "use copy", {"gather": "copy"})
-    if (
-        s.backend == "fsdp2"
-        and s.limit_reductions > 1
-        and not hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers")
-    ):
-        raise SpecError("strategy.limit_reductions", f"FSDP2 of torch {torch.__version__} has no limit to set",
-                        "use 1, backend lab, or torch 2.13", {"limit_reductions": 1})  # fmt: skip
+    _BACKENDS[s.backend].check(spec, device)
 
 
 def _check_groups(skeleton: nn.Module, workload: Workload) -> None:

@@ -95,6 +95,10 @@ class Backend(Measured):
 
     has_user_code = False
 
+    @classmethod
+    def check(cls, spec: Spec, device: torch.device) -> None:
+        """Raises SpecError for what this backend cannot do on a device, or with this torch."""
+
     def __init__(self, module: nn.Module, shards: list[ParamShard], deferred: DeferredStorage, spec: Spec,
                  mesh: DeviceMesh, device: torch.device) -> None:  # fmt: skip
         """`deferred`: the storage of `shards`, until values come."""

@@ -58,6 +58,11 @@ class FlatTensors(Measured):
 class FlatBackend(FlatTensors, Backend):
     """Each unit is a flat buffer; the optimizer gets flat shards, one per buffer and parameter group."""
 
+    @classmethod
+    def check(cls, spec: Spec, device: torch.device) -> None:
+        if spec.strategy.gather == "mapped" and device.type != "cpu":
+            raise SpecError("strategy.gather", "mapped is for ranks on CPUs", "use copy", {"gather": "copy"})
+
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         if spec.strategy.gather == "mapped":
             _check_pool(mesh)
@@ -134,7 +139,7 @@ def engine_options(strategy: Strategy, mesh: DeviceMesh) -> dict[str, Any]:
     param = None if d.param == "fp32" else DTYPES[d.param]
     return {
         "mesh": engine.ShardMesh.of(mesh, post_forward_size=strategy.reshard_size),
-        "reshard_after_forward": strategy.reshard_size or rules.reshard_after_forward,
+        "reshard_after_forward": strategy.reshards,
         "mp_policy": engine.MixedPrecisionPolicy(
             param_dtype=param,
             reduce_dtype=None if d.reduce == "fp32" and param is None else DTYPES[d.reduce],

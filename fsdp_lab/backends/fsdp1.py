@@ -27,6 +27,7 @@ from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Backend, Measured, RoleTensor
 from fsdp_lab.backends.storage import DeferredStorage, free, return_memory
 from fsdp_lab.backends.wrapping import context_of, name_fsdp1_unit, prepare
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.events import ROOT, Role
 from fsdp_lab.engine import ParamShard
 from fsdp_lab.models.wrapping import units
@@ -72,6 +73,12 @@ class FSDP1Tensors(Measured):
 
 class FSDP1(FSDP1Tensors, Backend):
     """Each unit is one evenly sharded flat parameter; the original parameters are views of this rank's part."""
+
+    @classmethod
+    def check(cls, spec: Spec, device: torch.device) -> None:
+        if spec.strategy.offload == "all" and device.type == "cpu":
+            raise SpecError("strategy.offload", "FSDP1 pins what it offloads, which takes a GPU",
+                            "use offload none, or backend fsdp2", {"offload": "none"})  # fmt: skip
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         shapes = {n: p.shape for n, p in skeleton.named_parameters()}

@@ -16,6 +16,7 @@ from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Backend, Measured, RoleTensor
 from fsdp_lab.backends.storage import DeferredStorage
 from fsdp_lab.backends.wrapping import context_of, name_fsdp2_unit, named_units, prepare
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.events import ROOT, Role
 from fsdp_lab.engine import ParamShard
 from fsdp_lab.engine.buffers import pool_of
@@ -50,6 +51,12 @@ class FSDP2Tensors(Measured):
 
 class FSDP2(FSDP2Tensors, Backend):
     """Each parameter is a DTensor sharded in dimension 0; those of a unit are gathered together and copied out."""
+
+    @classmethod
+    def check(cls, spec: Spec, device: torch.device) -> None:
+        if spec.strategy.limit_reductions > 1 and not hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"):
+            raise SpecError("strategy.limit_reductions", f"FSDP2 of torch {torch.__version__} has no limit to set",
+                            "use 1, backend lab, or torch 2.13", {"limit_reductions": 1})  # fmt: skip
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         module = _shard(skeleton, spec.strategy, mesh)
@@ -123,8 +130,7 @@ def _shard(model: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
     policy = _precision(strategy.dtypes)
     on_gpu = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if strategy.offload == "all" else OffloadPolicy()
-    reshard: bool | int = strategy.reshard_size or strategy.reshards_after_forward
-    options = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload, "reshard_after_forward": reshard}
+    options = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload, "reshard_after_forward": strategy.reshards}
     # BatchNorm computes only in the dtype of its running statistics, so each one is its own unit, as in FSDP1
     batch_norms = [(name, m) for name, m in model.named_modules() if kind_of(m) is ModuleKind.BATCH_NORM]
     for name, module in batch_norms if policy.param_dtype else []:

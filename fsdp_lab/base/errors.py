@@ -80,6 +80,11 @@ class FieldError(SentenceError, ValueError):
         super().__init__(f"{field}: {reason}; {self.hint}")
         self.fix: dict[str, Any] = dict(fix or {})
 
+    @property
+    def sentences(self) -> str:
+        """Reason and hint, a sentence each. The reason may start with a value, and keeps its case."""
+        return f"{self.reason}. {self.hint[:1].upper()}{self.hint[1:]}."
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self.field, self.reason, self.hint, self.fix))
 

@@ -3,47 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.cli.console import Refused
-from fsdp_lab.spec import link, spec as spec_module
-from fsdp_lab.spec.describe import NONE_IS_OFF
-from fsdp_lab.spec.lr_schedule import LR_SCHEDULES
-from fsdp_lab.spec.optimizer import OPTIMIZERS
-from fsdp_lab.spec.spec import PARTS, Spec, check_field, part_of
-from fsdp_lab.spec.workload import DROPOUTS, OWN, PACKINGS, RANDOM
+from fsdp_lab.spec import link
+from fsdp_lab.spec.fields import AUTO, FieldRow, rows_of
+from fsdp_lab.spec.spec import FIELDS, PARTS, Spec, Strategy, changed_dict, check_field
+from fsdp_lab.spec.workload import Workload
 
 LINK = ("emulate a slower interconnect: \"0.25 GB/s\", \"0.25 GB/s, 50 us\", or scaled to what is computed here: "
         "\"nvlink of h100\", \"pcie4 of a100\", \"100 Gb/s of h100\"")  # fmt: skip
-TOKENS: Mapping[str, Sequence[str]] = {
-    "backend": spec_module.BACKENDS,
-    "sharding": spec_module.SHARDINGS,
-    "precision": tuple(spec_module.PRECISIONS),
-    "offload": spec_module.OFFLOADS,
-    "gather": spec_module.GATHERS,
-    "optimizer": (*OPTIMIZERS, "or another class of torch.optim"),
-    "lr_schedule": LR_SCHEDULES,
-    "weights": (RANDOM, OWN, "or a folder"),
-    "packing": PACKINGS,
-    "tokenizer": ("bytes", "own", "or a folder"),
-    "dropout": DROPOUTS,
-    "sync": (*spec_module.SYNCS, "or n: every n-th micro-batch"),
-}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds an option for each field of Workload and Strategy, and for the link."""
     for part, kind in PARTS.items():
         group = parser.add_argument_group(f"{part} (a value, or a comma-separated list)")
-        for field in dataclasses.fields(kind):
-            tokens = ", ".join(TOKENS.get(field.name, ()))
-            help_text = f"{tokens + '; ' if tokens else ''}default: {format_value(field.name, field.default)}"
-            group.add_argument(option(field.name), metavar="V,V", help=help_text)
+        for name, row in rows_of(kind).items():
+            tokens = ", ".join([*row.tokens, *filter(None, [row.others])])
+            help_text = f"{tokens + '; ' if tokens else ''}default: {format_value(name, getattr(kind, name))}"
+            group.add_argument(option(name), metavar="V,V", help=help_text)
     parser.add_argument(
         "--link", metavar="V,V", help=f"{LINK}; none: the real wire. A value, or a comma-separated list"
     )
@@ -56,7 +39,7 @@ def option(name: str) -> str:
 def format_value(name: str, value: Any) -> str:
     """A value as written on the command line."""
     if value is None:
-        return "none" if name in NONE_IS_OFF else "auto"
+        return AUTO if FIELDS[name].none == AUTO else "none"
     return value if isinstance(value, str) else json.dumps(dict(value) if isinstance(value, Mapping) else value)
 
 
@@ -68,37 +51,27 @@ def parse_lists(args: argparse.Namespace) -> dict[str, list[Any]]:
         SpecError: a value that its field refuses in any combination.
     """
     lists: dict[str, list[Any]] = {}
-    for kind in PARTS.values():
-        for field in dataclasses.fields(kind):
-            text = getattr(args, field.name)
-            if text is None:
-                continue
-            lists[field.name] = parse_values(field, text)
-            for value in lists[field.name]:
-                check_field(field.name, value)
+    for name, row in (rows_of(Workload) | rows_of(Strategy)).items():
+        if (text := getattr(args, name)) is not None:
+            lists[name] = parse_values(row, text)
+            for value in lists[name]:
+                check_field(name, value)
     if args.link is not None:
         lists["link"] = [parse_link(word) for word in link.split_list(args.link)]
     return lists
 
 
-def parse_values(field: dataclasses.Field[Any], text: str) -> list[Any]:
+def parse_values(row: FieldRow, text: str) -> list[Any]:
     """The values of an option. Raises Refused."""
-    if text.strip().lower() in _none_of(field):
+    if text.strip() and row.means_none(text.strip()):
         return [None]
-    if not field.metadata.get("json"):
-        return [parse_value(field, word.strip()) for word in text.split(",")]
+    if not row.json:
+        return [parse_value(row, word.strip()) for word in text.split(",")]
     try:
         return list(json.loads(f"[{text}]"))
     except json.JSONDecodeError:
-        raise Refused(f"{option(field.name)} {text!r} is refused; give JSON: {field.metadata['wanted']}, or several with "
-                      "commas") from None  # fmt: skip
-
-
-def _none_of(field: dataclasses.Field[Any]) -> tuple[str, ...]:
-    """The words for no value, in lower case."""
-    if "None" not in str(field.type):
-        return ()
-    return ("null", "none", "off" if field.name in NONE_IS_OFF else "auto")
+        wanted = f"give JSON: {row.wanted}, or several with commas"
+        raise Refused(f"{option(row.name)} {text!r} is refused; {wanted}") from None
 
 
 def parse_link(text: str) -> str | None:
@@ -106,22 +79,12 @@ def parse_link(text: str) -> str | None:
     return None if text.lower() in ("none", "null") else Spec(link=text).link
 
 
-def parse_value(field: dataclasses.Field[Any], word: str) -> Any:
+def parse_value(row: FieldRow, word: str) -> Any:
     """The word converted to the type of its field. Raises Refused."""
-    kind = str(field.type)
-    if "str" in kind and "int" in kind and word.isdecimal():
-        return int(word)
-    if word.lower() in _none_of(field):
-        return None
-    if word and "str" in kind:
-        return word
-    try:
-        value = json.loads(word.lower())
-    except json.JSONDecodeError:
-        value = None
-    if value is None or isinstance(value, (str, list, dict)):
-        wanted = {"int": "a whole number", "bool": "true or false"}.get(kind.partition(" ")[0], "a number")
-        raise Refused(f"{option(field.name)} {word!r} is refused; give {wanted}")
+    value = row.read(word) if word else word
+    if isinstance(value, str) and (not word or "str" not in row.type):
+        wanted = {"int": "a whole number", "bool": "true or false"}.get(row.type.partition(" ")[0], "a number")
+        raise Refused(f"{option(row.name)} {word!r} is refused; give {wanted}")
     return value
 
 
@@ -154,10 +117,7 @@ def combinations(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def with_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """The dict of a Spec with these fields, by their flat names; the others have their defaults."""
-    made = Spec(world_size=values["world_size"]).to_dict()
-    for name, value in values.items():
-        (made[part] if (part := part_of(name)) else made)[name] = value
-    return made
+    return changed_dict(Spec(world_size=values["world_size"]), values)
 
 
 def parse_whole_numbers(name: str, text: str, least: int = 1) -> list[int]:

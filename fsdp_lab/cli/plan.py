@@ -79,9 +79,9 @@ def run(args: argparse.Namespace) -> int:
 
 def spec_of(args: argparse.Namespace, target: Target, combination: dict[str, Any]) -> Spec:
     """The Spec of a combination on the hardware of the options. Raises FieldError."""
-    spec = with_batch(Spec.from_dict(on_hosts(combination, target)), args.global_batch)
-    target.machine(spec.world_size)
-    return spec
+    from fsdp_lab.planner.questions import on_hosts
+
+    return with_batch(on_hosts(Spec.from_dict(combination), target), args.global_batch)
 
 
 def answer(args: argparse.Namespace, limit_bytes: int | None, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,16 +97,6 @@ def answer(args: argparse.Namespace, limit_bytes: int | None, values: Mapping[st
         return found.to_dict()
     assumed = {**found.assumed, "shard size": f"{spec.strategy.shard_size}, the GPUs of a host"}
     return {**found.to_dict(), "assumed": assumed}
-
-
-def on_hosts(combination: dict[str, Any], target: Target) -> dict[str, Any]:
-    """A Spec's dict; hybrid sharding without a shard size gets that of a host."""
-    strategy, ranks = combination["strategy"], combination["world_size"]
-    if strategy["sharding"].startswith("hybrid") and strategy["shard_size"] is None:
-        per_host = target.machine(ranks).per_host
-        if 1 < per_host < ranks:
-            return {**combination, "strategy": {**strategy, "shard_size": per_host}}
-    return combination
 
 
 def with_batch(spec: Spec, samples: int | None) -> Spec:

@@ -28,11 +28,17 @@ class ChoiceState(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """The text beside a control. `fix` has further field values that would make a refused choice possible."""
+    """The text beside a control. Of a refused choice, `why` says the same in sentences, without the field's name, and `fix`
+    has further field values that would make it possible."""
 
     state: ChoiceState = ChoiceState.IDLE
     text: str = ""
+    why: str = ""
     fix: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _refused(error: FieldError, fix: Mapping[str, Any]) -> Note:
+    return Note(state=ChoiceState.REFUSED, text=str(error), why=error.sentences, fix=fix)
 
 
 class Chosen(Protocol):
@@ -92,7 +98,7 @@ class Choices(Generic[T]):
         self.wanted = to
         for name, value in refused.items():
             self.held[name] = value
-            self.notes[name] = Note(state=ChoiceState.REFUSED, text=str(error), fix=error.fix)
+            self.notes[name] = _refused(error, error.fix)
 
     def note(self, name: str, state: ChoiceState, text: str) -> None:
         self.notes[name] = Note(state=state, text=text)
@@ -108,7 +114,7 @@ class Choices(Generic[T]):
             if error is None:  # possible by itself, but not with what it was chosen with
                 error = self._refusal(self.held)
             if error is not None:
-                self.notes[name] = Note(state=ChoiceState.REFUSED, text=str(error), fix=self._fix({name: value}))
+                self.notes[name] = _refused(error, self._fix({name: value}))
 
     def _refusal(self, changes: Mapping[str, Any]) -> FieldError | None:
         try:

@@ -94,12 +94,9 @@ class Controls(InputForm):
         self._answers = [self.button("Begin at step 0", "play", "Train what is chosen, from initial values", self._restart),
                          self.button("Keep the run", "undo", "Leave what it trains as it is", self._keep)]  # fmt: skip
         self._notice = styled(widgets.Box([self.message, *self._answers]), "fsdp-notice")
-        every = [f for _, fields in GROUPS for f in fields]
-        self._controls = {f.name: Control(f, self.choices.wanted, self._choose) for f in every}
+        self._controls = {f.name: Control(f, self.choices.wanted, self._choose) for _, fields in GROUPS for f in fields}
         self._groups = [
-            (FoldedGroup if title == FOLDED else Group)(
-                title, [self._controls[f.name] for f in fields], self.accept, every
-            )
+            (FoldedGroup if title == FOLDED else Group)(title, [self._controls[f.name] for f in fields], self.accept)
             for title, fields in GROUPS
         ]
         self._fields = [widget for control in self._controls.values() for widget in control.inputs]

@@ -22,13 +22,10 @@ from fsdp_lab.runs import Refusal, RunState, Sweep
 from fsdp_lab.runs.comparison import labels_by
 from fsdp_lab.runs.sweep import ROUNDS, combine
 from fsdp_lab.spec.describe import describe_fields, describe_strategy, field_title, flat_fields
-from fsdp_lab.spec.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec
+from fsdp_lab.spec.spec import FIELDS, Spec
 
 COMBINED: Mapping[str, Sequence[Any]] = {
-    "backend": BACKENDS,
-    "sharding": SHARDINGS,
-    "precision": tuple(PRECISIONS),
-    "offload": OFFLOADS,
+    name: row.tokens for name, row in FIELDS.items() if row.group == "Sharding" and row.tokens and not row.planned
 }
 STEPS = 30
 TURN_S = 0.6  # approximate cost of a turn beside its steps: a build and a first step

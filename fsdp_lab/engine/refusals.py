@@ -38,7 +38,7 @@ def of_arguments(
     if prefetch is not None and not isinstance(prefetch, PrefetchPolicy):
         yield f"prefetch_policy is {prefetch!r}; give a PrefetchPolicy"
     for field in fields(PrefetchPolicy) if isinstance(prefetch, PrefetchPolicy) else ():
-        value, least = getattr(prefetch, field.name), int(field.name == "limit_reductions")
+        value, least = getattr(prefetch, field.name), field.metadata.get("least", 0)
         if not isinstance(value, int) or value < least:
             yield f"prefetch_policy has {field.name}={value!r}; give a number of units, {least} or more"
     for p in ignored:

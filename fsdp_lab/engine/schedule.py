@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 
@@ -89,7 +89,7 @@ class PrefetchPolicy:
     backward_prefetch: int = 1
     prefetch_before: bool = True  # issue backward prefetches before the unit's backward, or after it
     limit: int = 2  # gathered units beside the one that computes; 0: no limit
-    limit_reductions: int = 1  # units whose whole gradients are in flight, 1 or more
+    limit_reductions: int = field(default=1, metadata={"least": 1})  # units whose whole gradients are in flight
 
 
 @dataclass(frozen=True, kw_only=True)

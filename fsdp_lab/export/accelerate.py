@@ -16,7 +16,7 @@ import yaml
 
 from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.export.target import SPEC_INSTEAD, TITLES, Peer, gpus, paragraph, peer, refuse
+from fsdp_lab.export.target import SPEC_INSTEAD, Peer, gpus, paragraph, peer, refuse
 from fsdp_lab.models import weights_folder
 from fsdp_lab.models.check import check
 from fsdp_lab.models.own import skeleton_of
@@ -33,7 +33,10 @@ def config(spec: Spec) -> str:
     if spec.sync_interval not in (1, spec.workload.accumulate):
         raise refuse("sync", "Accelerate communicates gradients at every micro-batch or at the last", "use every or last",
                      sync="last")  # fmt: skip
-    values = {"ddp": _ddp, "fsdp1": _fsdp1, "fsdp2": _fsdp2}[exported.spec.strategy.backend](exported.spec)
+    backend = exported.spec.strategy.backend
+    if (e := exported.spec.refused_by(f"accelerate/{backend}")) is not None:
+        raise SpecError(e.field, e.reason, f"{e.first_hint}, {SPEC_INSTEAD}", e.fix)
+    values = {"ddp": _ddp, "fsdp1": _fsdp1, "fsdp2": _fsdp2}[backend](exported.spec)
     common = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "num_processes": spec.world_size}
     values = common | _devices(exported.spec) | _compile(exported.spec) | values
     check(spec.workload)  # last: it may build the model and run it on meta
@@ -45,14 +48,6 @@ def config(spec: Spec) -> str:
 
 def _fsdp2(spec: Spec) -> Values:
     s = spec.strategy
-    if s.reshard_size is not None:
-        raise refuse("reshard_size", "Accelerate reshards to all ranks or to none", "leave it empty", reshard_size=None)
-    if s.forward_depth:
-        raise refuse("forward_prefetch", "Accelerate sets none for FSDP2", "use 0", forward_prefetch=0)
-    if s.backward_prefetch > 1:
-        raise refuse("backward_prefetch", "Accelerate leaves FSDP2's own, one unit ahead", "use 1", backward_prefetch=1)
-    if s.limit_reductions > 1:
-        raise refuse("limit_reductions", "Accelerate leaves FSDP2's own, one at a time", "use 1", limit_reductions=1)
     sharding = {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": s.reshards_after_forward,
@@ -76,8 +71,6 @@ def _fsdp1(spec: Spec) -> Values:
     if s.is_hybrid:
         raise refuse("sharding", "Accelerate gives FSDP1 no mesh, so that its shard group is a whole machine",
                      "use full_shard, or backend fsdp2", sharding="full_shard", shard_size=None)  # fmt: skip
-    if not s.limit_all_gathers:
-        raise refuse("limit_all_gathers", "Accelerate's config leaves FSDP1's limiter on", "use 2", limit_all_gathers=2)
     prefetch = "NO_PREFETCH" if not s.backward_prefetch else {"before": "BACKWARD_PRE", "after": "BACKWARD_POST"}[
         s.backward_prefetch_point
     ]  # fmt: skip
@@ -178,7 +171,7 @@ def _compile(spec: Spec) -> Values:
 def _head(exported: Peer, spec: Spec) -> str:
     s = exported.spec.strategy
     blocks = [
-        f"{TITLES[s.backend]}, {s.sharding}, on {spec.world_size} processes:",
+        f"{s.traits.title}, {s.sharding}, on {spec.world_size} processes:",
         "    accelerate launch --config_file THIS_FILE your_script.py",
         f"Written by fsdp_lab {__version__}. Your script determines what is trained; the run's workload was:",
         *(f"    {name}: {json.dumps(value)}" for name, value in _workload(spec).items()),
@@ -235,7 +228,7 @@ def _for_the_script(spec: Spec) -> Iterator[str]:
     if s.wrap.startswith("min_params"):
         yield "wrap: Accelerate counts a module's parameters in its own way, so that its units can be others"
     if s.backend != "fsdp1" and s.dtypes.buffer not in (None, "fp32"):
-        yield f"precision: buffers stay in fp32, since {TITLES[s.backend]} has no dtype for them; cast them in your script"
+        yield f"precision: buffers stay in fp32, since {s.traits.title} has no dtype for them; cast them in your script"
     if s.backend != "ddp" and s.dtypes.param != "fp32":
         yield f"precision: Accelerate computes under autocast too, and returns outputs in {s.dtypes.param} or fp32"
 

@@ -23,7 +23,7 @@ from fsdp_lab.backends.optimizers import check_optimizer
 from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.export.files import SUFFIX, Files
-from fsdp_lab.export.target import SPEC_INSTEAD, TITLES, WIDTH, gpus, paragraph, peer
+from fsdp_lab.export.target import WIDTH, gpus, paragraph, peer
 from fsdp_lab.models.freezing import freeze
 from fsdp_lab.models.own import skeleton_of
 from fsdp_lab.models.sources import MASKED_SHARE
@@ -109,7 +109,7 @@ def _docstring(spec: Spec, model: str, remarks: Sequence[str], files: Files | No
     notes = ["", "Notes on that run:", *(paragraph(f"- {r}.", "  ") for r in remarks)]
     ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
     return "\n".join([
-        f'"""Train a {model} under {TITLES[spec.strategy.backend]}, {spec.strategy.sharding}, on {ranks}.', "",
+        f'"""Train a {model} under {spec.strategy.traits.title}, {spec.strategy.sharding}, on {ranks}.', "",
         f"    torchrun --nproc-per-node {spec.world_size} THIS_FILE --steps 100", "",
         paragraph(about), *(notes if remarks else []), '"""', "",
     ])  # fmt: skip
@@ -135,7 +135,7 @@ def _constants(spec: Spec, skeleton: nn.Module, files: Files | None) -> Iterator
     tokenizer = open_tokenizer(w) if files is not None and files.kind == "masked" else None
     groups = [{"match": list(g.match), **{n: v for n in ("lr", "weight_decay") if (v := getattr(g, n)) is not None}}
               for g in w.param_groups or ()]  # fmt: skip
-    found = [] if s.backend == "ddp" else _unit_names(spec, skeleton)
+    found = _unit_names(spec, skeleton) if s.traits.has_units else []
     for name, value, comment in (
         ("WEIGHTS", str(files.weights) if files is not None else "", ""),
         ("MASK", tokenizer and tokenizer.mask_id, "the id that is shown in place of most hidden words"),
@@ -202,7 +202,7 @@ def _unit_names(spec: Spec, skeleton: nn.Module) -> list[Any]:
 
 def _units(spec: Spec, skeleton: nn.Module) -> dict[str, str]:
     """The list of units as code; "" if there are none but the root."""
-    names = [] if spec.strategy.backend == "ddp" else _unit_names(spec, skeleton)
+    names = _unit_names(spec, skeleton) if spec.strategy.traits.has_units else []
     if not names:
         return {"units": "", "unit_heads": ""}
     constant = "BLOCKS" if names == _names_of(skeleton, blocks(skeleton)) else "UNITS"
@@ -218,7 +218,7 @@ def _sharding(spec: Spec) -> dict[str, Any]:
     roles: dict[str, str | None] = {"param": dtypes.param, "reduce": dtypes.reduce}
     options: dict[str, str] = {}
     if s.backend == "fsdp2":
-        options |= {"mesh": "mesh", "reshard_after_forward": str(s.reshard_size or s.reshards_after_forward)}
+        options |= {"mesh": "mesh", "reshard_after_forward": str(s.reshards)}
         roles |= {"param": None} if dtypes.param == "fp32" else {}
         if (dtypes.param, dtypes.reduce, dtypes.output) != ("fp32", "fp32", None):
             options["mp_policy"] = f"fsdp.MixedPrecisionPolicy({_dtype_arguments(roles)})"
@@ -259,7 +259,7 @@ def _training(spec: Spec) -> dict[str, Any]:
     return {
         "is_fp16": is_fp16,
         "needs_norm": w.clip_norm is not None or is_fp16,
-        "autocast": DTYPES[dtypes.param] if s.backend == "ddp" and dtypes.param != "fp32" else "",
+        "autocast": DTYPES[dtypes.param] if s.traits.autocasts and dtypes.param != "fp32" else "",
         "loss": loss + (".float()" if dtypes.param != "fp32" or dtypes.output is not None else ""),
         "skips_sync": spec.sync_interval > 1,
         "gradient": "p.grad.to_local()" if s.backend == "fsdp2" else "p.grad",
@@ -274,7 +274,7 @@ def _is_rank_ordered(spec: Spec) -> bool:
     has one order. Over NCCL the lab keeps NCCL's order."""
     on_gpu = spec.devices is not None and spec.devices[0] != "cpu"
     hookless = spec.strategy.backend == "fsdp1" and spec.strategy.is_hybrid
-    return spec.strategy.backend != "ddp" and spec.shard_factor > 2 and not on_gpu and not hookless
+    return spec.strategy.traits.has_units and spec.shard_factor > 2 and not on_gpu and not hookless
 
 
 def _dtype_arguments(roles: Mapping[str, str | None]) -> str:

@@ -8,13 +8,12 @@ run under the same Spec, is a remark; both targets write the remarks at the top 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.spec.spec import Spec
+from fsdp_lab.spec.spec import BACKEND_TRAITS, Spec
 
-TITLES: Mapping[str, str] = {"lab": "the lab's own engine", "fsdp2": "FSDP2", "fsdp1": "FSDP1", "ddp": "DDP"}
 WIDTH = 92
 SPEC_INSTEAD = "or export the Spec itself, which contains it"
 
@@ -32,25 +31,23 @@ def peer(spec: Spec) -> Peer:
     if spec.strategy.is_yours:
         raise refuse("backend", "your own engine needs the lab, which calls it", "use backend fsdp2, or ddp for no_shard",
                      backend="fsdp2")  # fmt: skip
-    if spec.strategy.backend != "lab":
+    if not spec.strategy.is_lab:
         return Peer(spec=spec, remarks=tuple(_without_effect(spec)))
     backend = "ddp" if spec.strategy.is_replicated else "fsdp2"
     changes = {"backend": backend, "gather": "copy"}
     refused = spec.validate(**changes)
     if refused is not None:
-        raise _of_replacement(refused, backend)
+        raise _of_replacement(refused, BACKEND_TRAITS[backend].title)
     exported = spec.replace(**changes)
-    remarks = [
-        f"It was trained by {TITLES['lab']}; {TITLES[backend]} does the same work here",
-        *_differs(spec, backend),
-    ]
+    title = exported.strategy.traits.title
+    remarks = [f"It was trained by the lab's own engine; {title} does the same work here", *_differs(spec, exported)]
     return Peer(spec=exported, remarks=(*remarks, *_without_effect(exported)))
 
 
-def _of_replacement(refused: SpecError, backend: str) -> SpecError:
+def _of_replacement(refused: SpecError, title: str) -> SpecError:
     """The error for a field that the lab's engine supports and the backend that replaces it does not. The other way out that
     it may name is backend lab, which the Spec has already."""
-    reason = f"{refused.reason}, and outside the lab {TITLES[backend]} replaces the lab's engine"
+    reason = f"{refused.reason}, and outside the lab {title} replaces the lab's engine"
     return SpecError(refused.field, reason, f"{refused.first_hint}, {SPEC_INSTEAD}", refused.fix)
 
 
@@ -73,10 +70,10 @@ def gpus(spec: Spec) -> list[str]:
     return named
 
 
-def _differs(spec: Spec, backend: str) -> Iterator[str]:
+def _differs(spec: Spec, exported: Spec) -> Iterator[str]:
     """Differences between the lab's engine and the backend that replaces it, under the same Spec."""
-    s = spec.strategy
-    if s.dtypes.param != "fp32" and backend == "ddp":
+    s, traits = spec.strategy, exported.strategy.traits
+    if s.dtypes.param != "fp32" and traits.autocasts:
         yield f"precision: DDP computes in {s.dtypes.param} by autocast, the lab's engine by casting the parameters"
     elif s.precision != "fp32":
         yield "precision: below fp32 losses agree within rounding, not to the bit"
@@ -84,7 +81,7 @@ def _differs(spec: Spec, backend: str) -> Iterator[str]:
         yield ("optimizer_args: the rounding of a fused update depends on how parameters are sharded, so that losses agree "
                "within rounding, not to the bit")  # fmt: skip
     if s.gather != "copy":
-        yield f"gather: {TITLES[backend]} copies what it gathers, which takes memory and time that {s.gather} does not"
+        yield f"gather: {traits.title} copies what it gathers, which takes memory and time that {s.gather} does not"
     replicas = spec.world_size // spec.shard_factor
     if replicas > 2:
         yield (f"sharding: gradients of {replicas} replicas are summed in pieces of another size, in another order, so "
@@ -98,10 +95,10 @@ def _without_effect(spec: Spec) -> Iterator[str]:
         yield f"link: {spec.link!r} was emulated; it changes times, not results; here the real link is used"
     if s.sync != "every" and w.accumulate == 1:
         yield f"sync: {s.sync} has no effect with one micro-batch a step"
-    if s.backend == "ddp":
+    if not s.traits.has_units:
         if s.wrap != "block":
             yield f"wrap: {s.wrap} has no effect under DDP, which has no units"
         if s.backward_prefetch != 1:
             yield f"backward_prefetch: {s.backward_prefetch} has no effect under DDP, which gathers no parameters"
-    if s.backend == "fsdp1" and not s.backward_prefetch and s.backward_prefetch_point != "before":
+    if not s.backward_prefetch and s.backward_prefetch_point != "before":
         yield f"backward_prefetch_point: {s.backward_prefetch_point} has no effect without prefetching"

@@ -50,7 +50,7 @@ from fsdp_lab.models.sources import (
 )
 from fsdp_lab.models.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
 from fsdp_lab.models.tokens import bytes_as_tokens, open_tokens
-from fsdp_lab.spec.workload import Workload
+from fsdp_lab.spec.workload import SAMPLES, Workload
 
 _ROWS = 4096  # that are read at once
 MASK_ID = 2  # ByT5's <unk>, which no byte maps to
@@ -80,7 +80,7 @@ class Order:
         return self._epochs[epoch]
 
 
-SOURCE_FIELDS = ("data", "seq_len", "seed", "model", "tokenizer", "text_field", "packing")
+SOURCE_FIELDS = (*SAMPLES, "model", "seed")
 
 
 class Batches:

@@ -26,6 +26,7 @@ from fsdp_lab.models.tokenizers import (
     tokenizer_folder,
 )
 from fsdp_lab.models.tokens import encoded
+from fsdp_lab.spec.fields import rows_of
 from fsdp_lab.spec.workload import MOST_HELD_OUT, RANDOM, Workload
 
 IMAGES = "images"
@@ -103,24 +104,18 @@ def check_shapes(workload: Workload, facts: Facts) -> None:
     if facts.is_text:
         _check_text_model(workload, facts)
         return
-    for name in ("tokenizer", "text_field", "packing"):
+    for name in (n for n, row in rows_of(Workload).items() if row.of_text):
         usual = getattr(Workload, name)
         if getattr(workload, name) != usual:
             raise SpecError(f"workload.{name}", f"{facts.model_type} classifies images, which have no tokens",
                             "leave it out", {name: usual})  # fmt: skip
     if workload.data == STDLIB:
-        raise SpecError(
-            "workload.data",
-            f"{facts.model_type} classifies images, and {STDLIB} is text",
-            f'use "{IMAGES}", or a folder with one sub-folder per class',
-            {"data": IMAGES},
-        )
+        reason = f"{facts.model_type} classifies images, and {STDLIB} is text"
+        hint = f'use "{IMAGES}", or a folder with one sub-folder per class'
+        raise SpecError("workload.data", reason, hint, {"data": IMAGES})
     elif facts.classes < 2:
-        raise SpecError(
-            "workload.model",
-            f"a classifier of {facts.classes} class learns nothing",
-            "give a config with num_labels of 2 or more",
-        )
+        reason = f"a classifier of {facts.classes} class learns nothing"
+        raise SpecError("workload.model", reason, "give a config with num_labels of 2 or more")
 
 
 def checked_text(workload: Workload) -> Text:

@@ -46,8 +46,8 @@ from fsdp_lab.planner.costs import PASSES, SEND_KERNELS, link_bytes
 from fsdp_lab.planner.devices import PUBLISHED, Curve, Device, HostOverhead, Machine, MeasuredCurves, Rates, machine
 from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.shapes import shape_for
-from fsdp_lab.planner.step import AHEAD, StepModel
-from fsdp_lab.spec.spec import BACKENDS, Spec
+from fsdp_lab.planner.step import AHEAD, OVERLAPPING, StepModel
+from fsdp_lab.spec.spec import BACKEND_TRAITS, BACKENDS, Spec, Strategy, fields_with
 
 SMALL = ("deep", "shallow", "whole")
 TCP_SHARE = 0.941  # of an Ethernet's rate: 1,448 bytes of payload in a frame that takes 1,538
@@ -75,18 +75,19 @@ def references(
     found = []
     inside = {"sharding": "hybrid_shard", "shard_size": per_host} if 1 < (per_host or ranks) < ranks else {}
     for backend in BACKENDS:
-        sharding = {"sharding": "no_shard"} if backend == "ddp" else {"sharding": "full_shard"} | inside
+        has_units = BACKEND_TRAITS[backend].has_units
+        sharding = {"sharding": "full_shard"} | inside if has_units else {"sharding": "no_shard"}
         small = start.replace(backend=backend, micro_batch=1, seq_len=16, **sharding)
         found += [
             Reference(role="deep", spec=small.replace(model=timed_config(32, 6, 128))),
             Reference(role="shallow", spec=small.replace(model=timed_config(32, 2, 128))),
         ]
-        if backend != "ddp":  # DDP has no units
+        if has_units:
             found.append(Reference(role="whole", spec=small.replace(model=timed_config(32, 6, 128), wrap="whole")))
     plain = start.replace(model=timed_config(width, 2, seq_len), sharding="no_shard", micro_batch=4, seq_len=seq_len)
     if ranks > 1:
         overlap = start.replace(model=timed_config(width, 4, seq_len), micro_batch=2, seq_len=seq_len // 2)
-        found += [Reference(role="overlap", spec=overlap.replace(backend=b)) for b in ("lab", *AHEAD)]
+        found += [Reference(role="overlap", spec=overlap.replace(backend=b)) for b in OVERLAPPING]
     if on_gpu:
         return found
     # fp16's steps wait for the scale of the loss; its computing is as in bf16.
@@ -238,7 +239,7 @@ class Calibration:
             if not self.on_gpu:
                 rates = replace(rates, traffic_of=self._traffic(rates))
                 rates = replace(rates, weights=self._weights(rates))
-            for backend in ("lab", *AHEAD):
+            for backend in OVERLAPPING:
                 rates = self._with_overlap(backend, rates)
         return rates
 
@@ -397,8 +398,8 @@ def shapes_of(timed: Sequence[Reference]) -> tuple[ModelShape, ...]:
 def one_rank(spec: Spec) -> Spec:
     """The Spec of one micro-batch on one rank: what the ranks of `spec` each compute."""
     sharding = "no_shard" if spec.strategy.is_replicated else "full_shard"
-    return spec.replace(world_size=1, devices=None, link=None, sharding=sharding, shard_size=None, reshard_size=None,
-                        offload="none", accumulate=1, sync="every", gather="copy")  # fmt: skip
+    usual = {name: getattr(Strategy, name) for name in fields_with("between_ranks")}
+    return spec.replace(world_size=1, devices=None, link=None, sharding=sharding, accumulate=1, **usual)
 
 
 def _lateness(rows: Sequence[Sequence[float]], collectives: Mapping[str, Curve]) -> Curve:

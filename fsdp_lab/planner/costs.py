@@ -167,7 +167,7 @@ ComputingOf = Callable[..., Computing]  # of its fields
 
 def arithmetic(strategy: Strategy) -> str:
     """The name of the tape of a model, as in `ModelShape.tapes`."""
-    return "fp32" if strategy.dtypes.param == "fp32" else "autocast" if strategy.backend == "ddp" else "half"
+    return "fp32" if strategy.dtypes.param == "fp32" else "autocast" if strategy.traits.autocasts else "half"
 
 
 def saved_bytes(unit: UnitShape, tokens: int, dtype: str) -> float:

@@ -52,6 +52,13 @@ class Target:
         return self.machine(ranks if self.hosts is not None else max(ranks, self.per_host or PER_HOST))
 
 
+def on_hosts(spec: Spec, target: Target) -> Spec:
+    """The Spec with the shard size of hybrid sharding: the devices of a host, unless it is given. Raises ArgumentError."""
+    ranks, per_host = spec.world_size, target.machine(spec.world_size).per_host
+    is_open = spec.strategy.is_hybrid and spec.strategy.shard_size is None
+    return spec.replace(shard_size=per_host) if is_open and 1 < per_host < ranks and ranks % per_host == 0 else spec
+
+
 def planned(spec: Spec, target: Target) -> Plan:
     """Predicts one step.
 

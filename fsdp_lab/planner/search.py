@@ -21,7 +21,8 @@ from fsdp_lab.spec.describe import describe_field
 from fsdp_lab.spec.spec import SHARDINGS, Spec, Strategy
 
 RECOMPUTES = ("none", "every:2", "full")
-CHOSEN = ("shard_size", "recompute", "offload", "micro_batch", "accumulate", "forward_prefetch")
+# The fields that `candidates` varies, in the order in which a candidate is described.
+SEARCHED = ("sharding", "shard_size", "recompute", "offload", "micro_batch", "accumulate", "forward_prefetch")
 OFFLOADS = ("optimizer", "all")  # tried if nothing fits without offload
 MOST_RANKS, MOST_BLOCKS = 4096, 2048
 SHOWN = 5  # candidates of a search
@@ -120,10 +121,8 @@ def candidates(spec: Spec, per_host: int, offloads: Sequence[str] = ("none",)) -
     for (sharding, factor), recompute, micro_batch, prefetch, offload in itertools.product(
         _shardings(spec.world_size, per_host), RECOMPUTES, micro_batches, _prefetches(spec), offloads
     ):
-        changes = {
-            "sharding": sharding, "shard_size": factor, "recompute": recompute, "micro_batch": micro_batch,
-            "accumulate": rank_samples // micro_batch, "forward_prefetch": prefetch, "offload": offload,
-        }  # fmt: skip
+        values = (sharding, factor, recompute, offload, micro_batch, rank_samples // micro_batch, prefetch)
+        changes = dict(zip(SEARCHED, values, strict=True))
         if spec.validate(**changes) is None:
             yield spec.replace(**changes)
 
@@ -266,7 +265,8 @@ def _why(one: Plan, best: Plan, fitting: int) -> str:
 
 
 def strategy_label(spec: Spec, found: Spec) -> str:
-    """The sharding and the chosen fields that differ from the request or from the defaults."""
+    """The sharding and the other searched fields that differ from the request or from the defaults."""
     changed = {**Spec(world_size=found.world_size).difference(found), **spec.difference(found)}
-    named = [describe_field(name, changed[name][1]) for name in CHOSEN if changed.get(name, (0, None))[1] is not None]
-    return ", ".join([found.strategy.sharding, *named])
+    changed["sharding"] = ("", found.strategy.sharding)
+    shown = {name: changed[name][1] for name in SEARCHED if name in changed}
+    return ", ".join(describe_field(name, value) for name, value in shown.items() if value is not None)

@@ -32,15 +32,13 @@ from fsdp_lab.planner.costs import (
 from fsdp_lab.planner.devices import Machine, Rates
 from fsdp_lab.planner.model_shape import ModelShape, UnitShape
 from fsdp_lab.spec.link import LinkSpec
-from fsdp_lab.spec.spec import Spec
+from fsdp_lab.spec.spec import BACKEND_TRAITS, Spec
 
 # Backends whose host runs ahead of a GPU; on a CPU, which has no streams, they wait for their collectives.
-AHEAD = ("fsdp1", "fsdp2")
+AHEAD = tuple(sorted(name for name, traits in BACKEND_TRAITS.items() if traits.runs_ahead))
+OVERLAPPING = ("lab", *AHEAD)  # whose collectives run beside computing
 SHORT = 3  # blocks that `step_seconds` simulates
 SENDING = (Phase.UNSHARD, Phase.REDUCE)
-# Copies of a payload in addition to the collective: for a gather, for a reduction. FSDP2 gathers to one buffer and copies
-# from it; all backends copy gradients to one buffer before the reduction.
-COPIES: Mapping[str, tuple[float, float]] = {"lab": (0, 1), "fsdp2": (1, 1), "fsdp1": (0, 1), "ddp": (0, 1)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +76,7 @@ class StepModel:
         self._replicas = RankGroup(size=spec.world_size // self._factor, stride=self._factor)
         self._dtypes = spec.strategy.dtypes
         self._on_cpu = machine.device.type == "cpu"
-        self._buckets = self._bucket_elements() if spec.strategy.backend == "ddp" else None
+        self._buckets = None if spec.strategy.traits.has_units else self._bucket_elements()
         self._sent_s: dict[tuple[Phase, int], float] = longer._sent_s if longer else {}  # by phase and elements
         self._schedule = schedule_of(len(units), self._rules)
 
@@ -158,11 +156,13 @@ class StepModel:
         return seconds
 
     def _copied_bytes(self, phase: Phase, elements: int) -> float:
-        payloads = self._collectives(phase, elements)
-        return COPIES[self._spec.strategy.backend][phase is Phase.REDUCE] * payloads[0][1] if payloads else 0.0
+        """In addition to the collective: all backends copy gradients to one buffer before the reduction."""
+        copies = phase is Phase.REDUCE or self._spec.strategy.traits.copies_gathered
+        payloads = self._collectives(phase, elements) if copies else ()
+        return payloads[0][1] if payloads else 0.0
 
     def _micro(self, *, reduces: bool) -> SimulatedTimeline:
-        ahead = self._spec.strategy.backend in AHEAD and not self._on_cpu
+        ahead = self._spec.strategy.traits.runs_ahead and not self._on_cpu
         return Simulation(
             self._schedule, functools.partial(self.seconds, reduces=reduces), ahead=ahead,
             interference=self._rates.interference, late_s=self._waited_s,
@@ -231,7 +231,7 @@ class StepModel:
     def _rules(self) -> Rules:
         """On a CPU, FSDP1 and FSDP2 keep only the root gathered after the forward. On a GPU their gathers run ahead, so a
         few more make no difference."""
-        keeps_first = not (self._on_cpu and self._spec.strategy.backend in AHEAD)
+        keeps_first = not (self._on_cpu and self._spec.strategy.traits.runs_ahead)
         return replace(self._spec.strategy.schedule_rules, keeps_first=keeps_first)
 
     @property
@@ -241,7 +241,7 @@ class StepModel:
         s = self._spec.strategy
         if not self._overlaps:
             return frozenset({Phase.REDUCE, Phase.UNSHARD})
-        if not self._on_cpu or s.backend not in AHEAD:
+        if not self._on_cpu or not s.traits.runs_ahead:
             return frozenset()
         overlaps = s.backend == "fsdp2" and (s.forward_depth > 0 or s.backward_prefetch > 1)
         return frozenset({Phase.REDUCE}) if overlaps else frozenset({Phase.REDUCE, Phase.UNSHARD})

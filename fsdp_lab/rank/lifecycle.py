@@ -35,14 +35,11 @@ from fsdp_lab.rank.prepare import EmulatedLink, LinkEmulation, Preparation, Prep
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset, compare_clocks
 from fsdp_lab.rank.trainer import StepCost, Trainer, TrainingProgress
-from fsdp_lab.spec.spec import Spec
+from fsdp_lab.spec.spec import Spec, fields_with
 from fsdp_lab.spec.workload import LINEAGE
 from fsdp_lab.wire import WireContext
 
-_NO_REBUILD = {  # Spec fields that the live backend can take over
-    "lr", "lr_schedule", "warmup_steps", "decay_steps", "lr_end", "weight_decay", "clip_norm", "micro_batch", "accumulate",
-    "seq_len", "data", "tokenizer", "text_field", "packing", "held_out", "sync", "link",
-}  # fmt: skip
+_NO_REBUILD = set(fields_with("live"))  # what the live backend can take over
 
 
 @dataclass(frozen=True, kw_only=True)

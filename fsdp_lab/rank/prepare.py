@@ -223,12 +223,12 @@ class Preparation:
 
 def _check_unused(unused: Sequence[str], spec: Spec, instead: str) -> None:
     """DDP waits for every parameter's gradient. FSDP2 reduces those that a rank has, which must be the same on all."""
-    backend, experts = spec.strategy.backend, [name for name in unused if ".experts." in name]
-    if backend == "fsdp2" and experts and spec.world_size > 1:
+    traits, experts = spec.strategy.traits, [name for name in unused if ".experts." in name]
+    if traits.reduces_own and experts and spec.world_size > 1:
         raise SpecError("strategy.backend", f"FSDP2 reduces only the gradients that a rank has, and fails where ranks "
                         f"use different experts, such as {experts[0]}",
                         "use another backend", {"backend": "lab"})  # fmt: skip
-    if unused and backend == "ddp":
+    if unused and traits.needs_gradients:
         raise SpecError("strategy.backend", f"DDP needs a gradient for every parameter, and the loss gives none to "
                         f"{unused[0]} in every batch", f"use another backend, or {instead}", {"backend": "lab"})  # fmt: skip
 

@@ -170,9 +170,9 @@ class SlowMotionStep:
 
     def __init__(self, trainer: Trainer, info: RankInfo) -> None:
         backend = trainer.backend
-        if (other := trainer.spec.strategy.backend) != "lab":
-            raise SpecError("strategy.backend", f"slow motion stops the phases of our own engine, not those of {other}",
-                            "use backend lab", {"backend": "lab"})  # fmt: skip
+        if not (strategy := trainer.spec.strategy).is_lab:
+            reason = f"slow motion stops the phases of our own engine, not those of {strategy.backend}"
+            raise SpecError("strategy.backend", reason, "use backend lab", {"backend": "lab"})
         self._trainer, self._info, self._step = trainer, info, trainer.progress.step
         self._stepper = PhaseStepper(backend.module, lambda: trainer.step(slow=True))
         stepper = self._stepper

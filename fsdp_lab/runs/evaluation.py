@@ -15,10 +15,10 @@ from fsdp_lab.base.errors import SpecError, check_whole
 from fsdp_lab.base.generation import Sampling, checked_prompts
 from fsdp_lab.models.check import is_language
 from fsdp_lab.spec.spec import Spec
-from fsdp_lab.spec.workload import Workload
+from fsdp_lab.spec.workload import SAMPLES, Workload
 
 # A change of model or seed begins at step 0 anyway.
-HELD_OUT_BY = ("data", "tokenizer", "text_field", "packing", "held_out", "seq_len", "loss")
+HELD_OUT_BY = (*SAMPLES, "held_out", "loss")
 
 
 @dataclass(frozen=True, kw_only=True)

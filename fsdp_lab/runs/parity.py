@@ -23,17 +23,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
 from fsdp_lab.runs.steps import Step
 from fsdp_lab.runs.view import RunView
+from fsdp_lab.spec.fields import rows_of
 from fsdp_lab.spec.spec import Spec
 from fsdp_lab.spec.workload import Workload
 
 # All of a workload determines the result, but for how a global batch is split, and the optimizer's kernels.
-TRAINED = tuple(f.name for f in fields(Workload) if f.name not in ("micro_batch", "accumulate", "optimizer_args"))
+TRAINED = tuple(name for name, row in rows_of(Workload).items() if not row.same_work)
 
 NORM_ROUNDING = 1e-5  # relative, of a sum of fp32 squares in any order
 ALIKE = 8  # steps

@@ -23,12 +23,15 @@ from fsdp_lab.runs.comparison import Comparison, Refusal, Row, labels_by, peak_r
 from fsdp_lab.runs.summary import Ratio, median, ratio
 from fsdp_lab.runs.view import RunView
 from fsdp_lab.spec.describe import describe_field
+from fsdp_lab.spec.fields import rows_of
+from fsdp_lab.spec.spec import FIELDS, Spec, Strategy
+from fsdp_lab.spec.workload import CODE_FIELDS, Workload
 
 WITHIN = 0.10
-SAME_WORK = ("model", "data", "tokenizer", "text_field", "packing", "loss", "lora", "seq_len", "link")
-TOGGLES = ("backend", "sharding", "shard_size", "reshard_size", "precision", "offload", "gather", "wrap", "forward_prefetch",
-           "backward_prefetch", "backward_prefetch_point", "limit_all_gathers", "limit_reductions", "recompute",
-           "sync", "compile", "optimizer_args", "micro_batch", "accumulate", "world_size", "link")  # fmt: skip
+SAME_WORK = tuple(name for name, row in FIELDS.items() if row.samples or name in (*CODE_FIELDS, "lora", "link"))
+_NO_TOGGLES = ("engine", "devices")
+TOGGLES = tuple(name for kind in (Strategy, Workload, Spec) for name, row in rows_of(kind).items()
+                if (kind is not Workload or row.same_work) and name not in _NO_TOGGLES)  # fmt: skip
 FITS = "What fits is judged by the allocator's peak; a device's context, libraries and fragmentation take some more."
 SAME_MEMORY = 0.01  # peaks that differ by less count as equal
 

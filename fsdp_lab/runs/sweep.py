@@ -26,7 +26,7 @@ from fsdp_lab.runs.recommendation import Recommendation, recommend
 from fsdp_lab.runs.run import STOP_S, Run
 from fsdp_lab.runs.steps import assemble_all
 from fsdp_lab.runs.view import RunState
-from fsdp_lab.spec.spec import Spec, part_of
+from fsdp_lab.spec.spec import Spec, changed_dict, part_of
 
 ROUNDS = 3
 LEAST_TURN = 3  # steps; memory is measured in the third
@@ -242,8 +242,4 @@ def combine(
         try:
             yield replace(base, changes)
         except FieldError as e:
-            requested = base.to_dict()
-            for name, value in changes.items():
-                part = part_of(name)
-                (requested[part] if part else requested)[name] = value
-            yield Refusal(spec=requested, reason=str(e))
+            yield Refusal(spec=changed_dict(base, changes), reason=str(e))

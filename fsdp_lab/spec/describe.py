@@ -6,24 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fsdp_lab.spec.fields import AUTO, FieldRow
 from fsdp_lab.spec.loops import Trained, WatchedLoop
-from fsdp_lab.spec.spec import YOURS, Spec
-from fsdp_lab.spec.user_code import code_name
+from fsdp_lab.spec.spec import FIELDS, YOURS, Spec, fields_with
 
 UNKNOWN = "unknown"  # the value of a Spec's field that a watched loop does not tell
-DEFAULT_FIELDS = ("backend", "sharding", "precision")  # name Specs that do not differ
-STRATEGY_FIELDS = (*DEFAULT_FIELDS, "engine", "offload", "gather", "link")
-SELF_EXPLAINING = (
-    "model",
-    "data",
-    "backend",
-    "sharding",
-    "precision",
-    "optimizer",
-    "optimizer_args",
-)  # shown without the field's name
-# None turns these off; of other fields it means a choice by the backend.
-NONE_IS_OFF = ("link", "clip_norm", "decay_steps", "freeze", "param_groups", "lora", "engine")
+STRATEGY_FIELDS = fields_with("in_name")
+_NO_FIELD = FieldRow()
+DEFAULT_FIELDS = tuple(name for name in STRATEGY_FIELDS if FIELDS[name].bare)  # name Specs that do not differ
 
 
 def flat_fields(spec: Trained | Mapping[str, Any]) -> dict[str, Any]:
@@ -54,21 +44,21 @@ def field_title(name: str) -> str:
     return name.replace("_", " ")
 
 
+def row_of(name: str) -> FieldRow:
+    """The row of a field; of what is none, such as a figure of a watched loop, an empty one."""
+    return FIELDS.get(name, _NO_FIELD)
+
+
 def describe_value(name: str, value: Any) -> str:
     """`full_shard`, `128`, `bf16/fp32`, `auto`, `off`, `every 2`, `eps=1e-06 fused`; a config of a model by its type,
     code of a user's own by its name."""
+    row = row_of(name)
     if value is None:
-        return "off" if name in NONE_IS_OFF else "auto"
+        return AUTO if row.none == AUTO else "off"
     if isinstance(value, bool):
         return "on" if value else "off"
-    if name == "sync" and isinstance(value, int):
-        return f"every {value}"
-    if name == "optimizer_args" and isinstance(value, Mapping):
-        return " ".join(argument if v is True else f"{argument}={v}" for argument, v in value.items()) or "none"
-    if name == "engine":
-        return code_name(value)
-    if name == "lora" and isinstance(value, Mapping):
-        return " ".join(f"{part}={v}" for part, v in value.items() if v is not None)
+    if row.text is not None:
+        return row.text(value)
     if isinstance(value, Mapping):
         if {"param", "reduce"} <= value.keys():
             return f"{value['param']}/{value['reduce']}"
@@ -78,20 +68,22 @@ def describe_value(name: str, value: Any) -> str:
 
 def describe_field(name: str, value: Any) -> str:
     """`full_shard`, `offload all`, `seq len 128`, `forward prefetch auto`, `no compile`, `real link`."""
+    row = row_of(name)
     if value is None and name == "link":
         return "real link"
-    if value is False or value == {} or (value is None and name in NONE_IS_OFF):
+    if value is False or value == {} or (value is None and row.none != AUTO):
         return f"no {field_title(name)}"
     if value is True:
         return field_title(name)
     text = describe_value(name, value)
-    return text if name in SELF_EXPLAINING else f"{field_title(name)} {text}"
+    return text if row.bare else f"{field_title(name)} {text}"
 
 
 def describe_fields(flat: Mapping[str, Any], names: Sequence[str]) -> str:
     """Those of the named fields that are set; all of them if none is."""
-    unset: tuple[Any, ...] = (None, "none", "copy", {}, UNKNOWN)
-    used = [name for name in names if flat[name] not in unset and flat[name] is not False]  # 0 is a value
+    used = [
+        n for n in names if flat[n] not in (None, {}, UNKNOWN, row_of(n).off) and flat[n] is not False
+    ]  # 0 is a value
     if flat.get("backend") != YOURS:
         used = [name for name in used if name != "engine"]  # nobody uses it
     return " ".join(describe_field(name, flat[name]) for name in used or names)

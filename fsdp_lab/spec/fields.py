@@ -1,36 +1,153 @@
-"""What the fields of a Spec accept, as metadata of the fields, and the checks by it."""
+"""`FieldRow`: all that is known of a field of a Spec besides its type, declared by `knob`. Controls, the command line,
+checks, descriptions, exports and the what-if page read it, so that none of them lists fields."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_lab.base.errors import SpecError, is_number, is_whole
+from fsdp_lab.spec.user_code import UserCode, is_code
 
-# "accepts": whether a value other than the default is valid; "wanted": what is, for a hint; "json": see `as_json`
-Values = Mapping[str, Any]
-
-
-def values(accepts: Callable[[Any], bool], wanted: str) -> Values:
-    return {"accepts": accepts, "wanted": wanted}
+AUTO = "auto"
 
 
-def one_of(tokens: Sequence[str]) -> Values:
-    return values(lambda v: v in tokens, "one of " + ", ".join(tokens))
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """What some backends do not support of a field, or targets of an export, such as "accelerate/fsdp2"."""
+
+    of: tuple[str, ...]
+    allows: Callable[[Any], bool]
+    why: str  # this and the hint are the halves of the refusal's sentence; {} is the backend
+    hint: str
+    fix: Any  # the value that the hint means
+    other: str  # another way out
 
 
-def whole(least: int) -> Values:
-    return values(lambda v: is_whole(v, least), f"a whole number of {least} or more")
+@dataclass(frozen=True, kw_only=True)
+class FieldRow:
+    """See the module. `name` and `type` are the field's, and known to the rows of `rows_of`."""
+
+    name: str = ""
+    type: str = ""
+    # What it takes.
+    accepts: Callable[[Any], bool] = lambda value: True  # of values other than the default
+    wanted: str = ""  # what is accepted, for a hint
+    limits: tuple[Limit, ...] = ()
+    # What it means.
+    none: str = AUTO  # what None means: AUTO, a choice by the backend; or a word such as "off"
+    automatic: Callable[[Mapping[str, Any]], str] | None = None  # what AUTO stands for, given all values by flat name
+    lineage: bool = False  # another value is another training, which begins at step 0
+    same_work: bool = False  # with another value the same is trained
+    live: bool = False  # the live backend takes a change over
+    samples: bool = False  # it decides what the samples are
+    between_ranks: bool = False  # of no use to one rank
+    of_text: bool = False  # of no use for images
+    of_configs: bool = False  # of no use for a model of the user's own
+    code: bool = False  # may be the user's own code
+    # As text.
+    tokens: tuple[Any, ...] = ()  # the named values
+    others: str = ""  # what else the command line takes, in words
+    json: bool = False  # the command line takes JSON, since values contain commas
+    reads: Callable[[str], Any] | None = None  # from text, if the type does not say how
+    text: Callable[[Any], str] | None = None  # of a value
+    path: bool = False  # values may be paths
+    bare: bool = False  # values explain themselves, without the field's name
+    in_name: bool = False  # part of the name of a strategy, unless it is None or `off`
+    off: Any = None
+    # Its control: one of the choices, by default the tokens, or a number from `least` to `most`, or text.
+    group: str = ""  # its title; "": it has none
+    planned: bool = False  # only on the what-if page
+    label: str = ""
+    help: str = ""
+    choices: Sequence[Any] | Callable[[Mapping[str, Any]], Sequence[Any]] = ()  # also by all values
+    least: int | None = None
+    most: int = 4096
+    typed: str = ""  # an example of another value than the choices; "": none may be typed
+
+    @property
+    def is_text(self) -> bool:
+        """Whether its control is a line of text."""
+        return not self.choices and self.least is None
+
+    def means_none(self, word: str) -> bool:
+        """Whether a word in text stands for None; never for a field that has no None."""
+        words = ("", "null", "none", self.none, *(["off"] if self.none != AUTO else []))
+        return "None" in self.type and word.lower() in words
+
+    def read(self, word: str) -> Any:
+        """The value that a word means; the word itself where it means none, which the field then refuses."""
+        word = word.strip()
+        if self.reads is not None:
+            return self.reads(word)
+        if "int" in self.type and word.replace(",", "").isdecimal():
+            return int(word.replace(",", ""))
+        if self.means_none(word):
+            return None
+        if "tuple" in self.type:
+            return [part.strip() for part in word.split(",") if part.strip()]
+        if "str" in self.type:
+            return word
+        try:
+            value = json.loads(word.lower())
+        except json.JSONDecodeError:
+            return word
+        if is_number(value) and "float" in self.type:
+            return float(value)
+        return value if isinstance(value, int | float) else word
+
+    def write(self, value: Any) -> str:
+        """A value as text to be changed."""
+        if isinstance(value, list | tuple):
+            return ", ".join(value)
+        return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def matching(pattern: str, wanted: str) -> Values:
+def knob(default: Any, row: FieldRow, *limits: Limit, **more: Any) -> Any:
+    """A field of a dataclass with its row, of which `more` replaces attributes."""
+    return dataclasses.field(default=default, metadata={"row": replace(row, limits=limits, **more)})
+
+
+def rows_of(kind: Any) -> dict[str, FieldRow]:
+    """The fields of a dataclass with their rows."""
+    rows = {}
+    for f in (f for f in dataclasses.fields(kind) if "row" in f.metadata):
+        row, of = f.metadata["row"], str(f.type)
+        choices = row.choices or ((None, *row.tokens) if row.tokens and "None" in of else row.tokens)
+        label = row.label or f.name.replace("_", " ")
+        rows[f.name] = replace(row, name=f.name, type=of, label=label, choices=choices)
+    return rows
+
+
+def only(of: str, allowed: tuple[Any, ...], why: str, hint: str = "", *, fix: Any = None, other: str = "") -> Limit:
+    """A Limit of backends, with spaces between them. The fix is by default the first value that is allowed."""
+    fix = allowed[0] if fix is None else fix
+    hint = hint or f"leave it at {allowed[0]}"
+    return Limit(of=tuple(of.split()), allows=lambda v: v in allowed, why=why, hint=hint, fix=fix, other=other)
+
+
+def values(accepts: Callable[[Any], bool], wanted: str) -> FieldRow:
+    return FieldRow(accepts=accepts, wanted=wanted)
+
+
+def one_of(tokens: Sequence[str]) -> FieldRow:
+    return FieldRow(accepts=lambda v: v in tokens, wanted="one of " + ", ".join(tokens), tokens=tuple(tokens))
+
+
+def whole(least: int) -> FieldRow:
+    return FieldRow(accepts=lambda v: is_whole(v, least), wanted=f"a whole number of {least} or more", least=least)
+
+
+def matching(pattern: str, wanted: str) -> FieldRow:
     return values(lambda v: isinstance(v, str) and re.fullmatch(pattern, v) is not None, wanted)
 
 
-def text(wanted: str) -> Values:
+def text(wanted: str) -> FieldRow:
     return values(lambda v: isinstance(v, str) and bool(v), wanted)
 
 
@@ -39,19 +156,21 @@ NOT_NEGATIVE = values(lambda v: is_number(v) and math.isfinite(v) and v >= 0, "a
 BOOL = values(lambda v: isinstance(v, bool), "true or false")
 
 
-def as_json(accepted: Values) -> Values:
-    """Of a field whose values a command line gives as JSON, because they contain commas."""
-    return {**accepted, "json": True}
-
-
-def check_value(name: str, value: Any, accepted: Values) -> None:
+def check_value(name: str, value: Any, row: FieldRow) -> None:
     """Raises SpecError unless the value is accepted."""
-    if not accepted["accepts"](value):
-        raise SpecError(name, f"{value!r} is refused", f"give {accepted['wanted']}")
+    if not row.accepts(value):
+        raise SpecError(name, f"{value!r} is refused", f"give {row.wanted}")
 
 
 def check_fields(prefix: str, part: Any) -> None:
-    """Raises SpecError for the first field of a dataclass whose value is neither accepted nor the default."""
+    """Raises SpecError for the first field of a dataclass whose value is neither accepted nor the default. Code that was
+    sent becomes a UserCode."""
     for f in dataclasses.fields(part):
-        if (value := getattr(part, f.name)) is not f.default:
-            check_value(f"{prefix}.{f.name}", value, f.metadata)
+        row, name, value = f.metadata["row"], f"{prefix}.{f.name}", getattr(part, f.name)
+        if row.code and callable(value):
+            raise SpecError(name, f"{value!r} is refused: a Spec holds what JSON can",
+                            f"give it to lab.run({f.name}=...), or its name, as \"package.module:name\"")  # fmt: skip
+        if value is not f.default:
+            check_value(name, value, row)
+        if row.code and isinstance(value, Mapping) and is_code(value) and not isinstance(value, UserCode):
+            object.__setattr__(part, f.name, UserCode.of(name, value))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fsdp_lab.spec.spec import Spec
+from fsdp_lab.spec.spec import BACKEND_TRAITS, Spec
 
 KEY = "watched"  # by which a stored one is told from a Spec
 
@@ -38,8 +38,8 @@ class WatchedLoop:
     @property
     def name(self) -> str:
         """As in `watched: FSDP2 GPT2LMHeadModel`."""
-        kinds = {"lab": "our engine", "ddp": "DDP", "fsdp1": "FSDP1", "fsdp2": "FSDP2"}
-        return self.title or f"watched: {kinds.get(self.backend, 'plain')} {self.model}"
+        kind = BACKEND_TRAITS[self.backend].title if self.backend in BACKEND_TRAITS else "plain"
+        return self.title or f"watched: {kind} {self.model}"
 
     @cached_property
     def id(self) -> str:

@@ -13,17 +13,29 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from fsdp_lab.base.errors import SpecError, is_whole, plain_errors
 from fsdp_lab.engine.schedule import OffloadPolicy, PrefetchPolicy, Rules
-from fsdp_lab.spec.fields import BOOL, check_fields, check_value, matching, one_of, values, whole
-from fsdp_lab.spec.link import LinkError, LinkSpec
-from fsdp_lab.spec.user_code import UserCode, is_code
+from fsdp_lab.spec.fields import (
+    BOOL,
+    FieldRow,
+    Limit,
+    check_fields,
+    check_value,
+    knob,
+    matching,
+    one_of,
+    only,
+    rows_of,
+    values,
+    whole,
+)
+from fsdp_lab.spec.link import OFFERED, LinkError, LinkSpec
+from fsdp_lab.spec.user_code import UserCode, code_name, is_code
 from fsdp_lab.spec.workload import Workload
 
-BACKENDS = ("lab", "fsdp2", "fsdp1", "ddp")
 YOURS = "yours"  # the backend that is a class of the user's, `Strategy.engine`
 ENGINE_FIELD = "strategy.engine"
 SHARDINGS = ("full_shard", "shard_grad_op", "zero1", "hybrid_shard", "hybrid_shard_zero2", "no_shard")
@@ -35,23 +47,78 @@ PREFETCH_POINTS = ("before", "after")
 MOST_RANKS = 1 << 20
 
 
+@dataclass(frozen=True, kw_only=True)
+class BackendTraits:
+    """What a backend is, for all that treat backends differently. The rows of fields have what else it does not support."""
+
+    title: str
+    shardings: tuple[str, ...]  # the first is proposed instead of another one
+    why_not: Mapping[str, str] = field(default_factory=dict)  # another sharding, or "" for any -> why not
+    own_prefetch: str = "torch's own"  # what a `forward_prefetch` of None means; "": the engine's default
+    has_units: bool = True  # it gathers and reduces units; DDP reduces buckets
+    autocasts: bool = False  # it computes in low precision by autocast
+    takes_scalars: bool = True  # parameters without dimensions
+    needs_gradients: bool = False  # of every parameter in every step
+    reduces_own: bool = False  # it reduces only the gradients that a rank has
+    runs_ahead: bool = False  # its host runs ahead of a GPU; on a CPU, which has no streams, it waits for collectives
+    copies_gathered: bool = False  # it gathers to one buffer and copies from there
+
+
+_BY_FSDP = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")
+# fmt: off
+BACKEND_TRAITS: Mapping[str, BackendTraits] = {
+    "lab": BackendTraits(title="our engine", shardings=SHARDINGS, own_prefetch=""),
+    "fsdp2": BackendTraits(
+        title="FSDP2", shardings=_BY_FSDP, takes_scalars=False, reduces_own=True, runs_ahead=True, copies_gathered=True,
+        why_not={"no_shard": "FSDP2 has no replicated mode",
+                 "zero1": "FSDP2 always shards the gradients with the parameters"},
+    ),
+    "fsdp1": BackendTraits(
+        title="FSDP1", shardings=(*_BY_FSDP, "no_shard"), takes_scalars=False, runs_ahead=True,
+        why_not={"zero1": "FSDP1 always shards the gradients with the parameters"},
+    ),
+    "ddp": BackendTraits(
+        title="DDP", shardings=("no_shard",), has_units=False, autocasts=True, needs_gradients=True,
+        why_not={"": "DDP keeps a whole replica on every rank and shards nothing"},
+    ),
+    YOURS: BackendTraits(
+        title="your engine", shardings=("full_shard", "shard_grad_op", "zero1", "no_shard"), own_prefetch="your own",
+        why_not={"": "your engine has one group, that of all ranks"},
+    ),
+}
+# fmt: on
+BACKENDS = tuple(name for name in BACKEND_TRAITS if name != YOURS)
+
 _RANKS = values(lambda v: is_whole(v, 1) and v <= MOST_RANKS, f"a whole number from 1 to {MOST_RANKS:,}")
+_KEEPS_FP32 = "{} keeps gradients in fp32"
+_KEEPS_LOW = (
+    "{} gives the optimizer low gradients as they are, and torch's AdamW wants those of fp32 parameters in fp32"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """The dtype of each role; None leaves it as the computation produces it. Master shards are always fp32."""
 
-    param: str = field(
-        default="fp32", metadata=one_of(DTYPES)
-    )  # unsharded parameters, hence matrix products, activations
-    reduce: str = field(default="fp32", metadata=one_of(DTYPES))  # gradients while they are reduced
-    output: str | None = field(default=None, metadata=one_of(DTYPES))  # what the root module returns
-    buffer: str | None = field(default=None, metadata=one_of(DTYPES))  # floating-point buffers
+    # fmt: off
+    param: str = knob("fp32", one_of(DTYPES))  # unsharded parameters, hence matrix products, activations
+    reduce: str = knob("fp32", one_of(DTYPES))  # gradients while they are reduced
+    # What the root module returns.
+    output: str | None = knob(
+        None, one_of(DTYPES), only("ddp fsdp1", (None,), "{} has no dtype for outputs", "leave it empty")
+    )
+    buffer: str | None = knob(None, one_of(DTYPES))  # floating-point buffers
     # Normalisation layers except BatchNorm, which stays fp32; None: as the other parameters.
-    norm: str | None = field(default=None, metadata=one_of(DTYPES))
+    norm: str | None = knob(
+        None, one_of(DTYPES), only("fsdp2 fsdp1 ddp", (None,), "{} has no dtype of their own for normalisation layers",
+                                   "leave it empty", other="use backend lab"),
+    )
     # Gradient shards stay in the reduce dtype until the optimizer's step.
-    keep_low_precision_gradients: bool = field(default=False, metadata=BOOL)
+    keep_low_precision_gradients: bool = knob(
+        False, BOOL, only("ddp fsdp2", (False,), _KEEPS_FP32, "leave it false", other="use backend lab"),
+        only("fsdp1", (False,), _KEEPS_LOW, "leave it false", other="use backend lab"),
+    )
+    # fmt: on
 
     def __post_init__(self) -> None:
         check_fields("strategy.precision", self)
@@ -79,6 +146,21 @@ _SYNC = values(
     lambda v: v in SYNCS if isinstance(v, str) else is_whole(v, 1),
     '"every", "last", or a whole number n of 1 or more: every n-th micro-batch, and the last',
 )
+_ONE_AHEAD = "your engine is asked for one unit ahead, if it has the method prefetch"
+_FSDP1_ONE_AHEAD = "FSDP1 prefetches one unit ahead at most"
+
+
+def _backends(now: Mapping[str, Any]) -> Sequence[str]:
+    """With "yours" where there is an engine of the user's."""
+    return BACKENDS if now.get("engine") is None else (*BACKENDS, YOURS)
+
+
+def _group_sizes(now: Mapping[str, Any]) -> Sequence[int | None]:
+    return (None, *sorted({1, *_divisors(now["world_size"]), now["world_size"]}))
+
+
+def _own_prefetch(now: Mapping[str, Any]) -> str:
+    return BACKEND_TRAITS[now["backend"]].own_prefetch or str(PrefetchPolicy().forward_prefetch)
 
 
 @plain_errors
@@ -86,39 +168,115 @@ _SYNC = values(
 class Strategy:
     """How the work is sharded, and by which backend. `Spec` refuses what a backend cannot do."""
 
-    backend: str = field(default="lab", metadata=one_of((*BACKENDS, YOURS)))
-    sharding: str = field(default="full_shard", metadata=one_of(SHARDINGS))
+    # fmt: off
+    backend: str = knob("lab", one_of((*BACKENDS, YOURS)), group="Sharding", help="Who shards", tokens=BACKENDS,
+                        choices=_backends, bare=True, in_name=True)
+    sharding: str = knob(
+        "full_shard", one_of(SHARDINGS), group="Sharding", help="What is sharded", bare=True, in_name=True
+    )
     # Ranks in one shard group: the sharding factor F of arXiv 2304.11277, section 3.2.
-    shard_size: int | None = field(default=None, metadata=whole(1))
-    # Ranks that share the parameters between forward and backward; None: by `sharding`.
-    reshard_size: int | None = field(default=None, metadata=whole(1))
-    precision: str | Precision = field(default="fp32", metadata=_PRECISION)
-    offload: str = field(default="none", metadata=one_of(OFFLOADS))
+    shard_size: int | None = knob(
+        None, whole(1), group="Sharding", help="Ranks in one shard group", choices=_group_sizes
+    )
+    reshard_size: int | None = knob(
+        None, whole(1),
+        only(YOURS, (None,), "your engine has one group, that of all ranks"),
+        only("fsdp1 ddp", (None,), "{} cannot reshard to a smaller group", "leave it empty", other="use backend lab"),
+        only("accelerate/fsdp2", (None,), "Accelerate reshards to all ranks or to none", "leave it empty"),
+        group="Sharding", help="Ranks that share the parameters between forward and backward", planned=True,
+        choices=_group_sizes, between_ranks=True,
+    )
+    precision: str | Precision = knob(
+        "fp32", _PRECISION, only(YOURS, ("fp32",), "your engine trains in fp32"), group="Sharding",
+        help="dtype of computing and reducing", tokens=tuple(PRECISIONS), bare=True, in_name=True,
+    )
+    offload: str = knob(
+        "none", one_of(OFFLOADS),
+        only(YOURS, ("none",), "your engine keeps everything on the device"),
+        only("ddp", ("none",), "DDP keeps parameters, gradients and optimizer state on the device", "use offload none",
+             other="backend lab"),
+        only("fsdp2 fsdp1", ("none", "all"), "{} moves parameters, gradients and optimizer state together",
+             "use offload all or none", fix="all", other="backend lab"),
+        group="Sharding", help="What is kept on the host", off="none", in_name=True, between_ranks=True,
+    )
     # Gathered parameters are copies, or, between ranks of one host, the shards of all ranks where they lie.
-    gather: str = field(default="copy", metadata=one_of(GATHERS))
-    wrap: str = field(default="block", metadata=_WRAP)
+    gather: str = knob(
+        "copy", one_of(GATHERS),
+        only("fsdp2 fsdp1 ddp yours", ("copy",), "mapped is not possible here: {} copies what it gathers", "use copy",
+             other="backend lab"),
+        group="Sharding", help="Copies, or the shards where they lie, on CPUs of one host", planned=True, off="copy",
+        in_name=True, between_ranks=True,
+    )
+    wrap: str = knob(
+        "block", _WRAP,
+        only("ddp", ("block", "whole"), "DDP has no units to wrap", "use block"),
+        Limit(of=("fsdp1",), allows=lambda v: not v.startswith("every:") or v == "every:1", fix="block",
+              why="an FSDP1 unit is one module, not several blocks", hint="use block", other="backend lab"),
+        group="Sharding", help="What becomes one unit",
+        choices=("block", "every:2", "every:4", "min_params:100000", "whole"),
+    )
     # Units gathered ahead of the one that computes; None: the backend's own, see `forward_depth`.
-    forward_prefetch: int | None = field(default=None, metadata=whole(0))
-    backward_prefetch: int = field(default=1, metadata=whole(0))
+    forward_prefetch: int | None = knob(
+        None, whole(0),
+        only(YOURS, (None,), _ONE_AHEAD),
+        only("ddp", (None, 0), "DDP gathers no parameters", "use 0", fix=0),
+        only("fsdp1", (None, 0, 1), _FSDP1_ONE_AHEAD, "use 0 or 1", fix=1),
+        only("accelerate/fsdp2", (None, 0), "Accelerate sets none for FSDP2", "use 0", fix=0),
+        group="Schedule", help="Units gathered ahead", choices=(None, 0, 1, 2, 3), typed="4", automatic=_own_prefetch,
+    )
+    backward_prefetch: int = knob(
+        1, whole(0),
+        only(YOURS, (1,), _ONE_AHEAD),
+        only("fsdp1", (1, 0), _FSDP1_ONE_AHEAD, "use 0 or 1"),
+        Limit(of=("fsdp2",), allows=lambda v: v >= 1, fix=1, why="FSDP2 always prefetches in the backward",
+              hint="use 1 or more", other=""),
+        only("accelerate/fsdp2", (1,), "Accelerate leaves FSDP2's own, one unit ahead", "use 1"),
+        group="Schedule", help="Units gathered ahead", most=16,
+    )
     # Issued before the backward of the unit that computes, or after it.
-    backward_prefetch_point: str = field(default="before", metadata=one_of(PREFETCH_POINTS))
-    limit_all_gathers: int = field(default=2, metadata=whole(0))  # in flight (section 3.4); 0: no limit
+    backward_prefetch_point: str = knob(
+        "before", one_of(PREFETCH_POINTS),
+        only(YOURS, ("before",), "your engine is asked before the backward of the unit that computes"),
+        only("fsdp2 ddp", ("before",), "{} has no choice of it", "use before", other="backend lab"),
+        group="Schedule", label="prefetch point", help="Before or after the backward of a unit", planned=True,
+    )
+    # In flight (section 3.4); 0: no limit.
+    limit_all_gathers: int = knob(
+        2, whole(0),
+        only(YOURS, (2,), "your engine is asked for one unit ahead at most"),
+        only("fsdp1", (2, 0), "FSDP1's limiter is on, at 2, or off", "use 0 or 2"),
+        only("fsdp2", (2,), "FSDP2 has no limiter to set", "use 2"),
+        only("ddp", (2,), "DDP gathers no parameters", "use 2"),
+        only("accelerate/fsdp1", (2,), "Accelerate's config leaves FSDP1's limiter on", "use 2"),
+        group="Schedule", label="gathers in flight", help="0: no limit", planned=True, most=64,
+    )
     # Units whose whole gradients are in flight; the backward waits before it sends one more.
-    limit_reductions: int = field(default=1, metadata=whole(1))
-    recompute: str = field(default="none", metadata=_RECOMPUTE)  # activations: saved, or recomputed in the backward
+    limit_reductions: int = knob(
+        1, whole(1),
+        only(YOURS, (1,), "your engine is asked to reduce one unit at a time"),
+        only("fsdp1 ddp", (1,), "{} has no limit to set", "use 1", other="backend lab"),
+        only("accelerate/fsdp2", (1,), "Accelerate leaves FSDP2's own, one at a time", "use 1"),
+        group="Schedule", label="reductions in flight", help="Whole gradients", planned=True, most=64,
+    )
+    recompute: str = knob("none", _RECOMPUTE, group="Schedule", help="Activations computed again in the backward",
+                          choices=("none", "every:2", "full"), off="none")
     # The micro-batches that communicate; n: every n-th one of a step. The last always does.
-    sync: str | int = field(default="every", metadata=_SYNC)
-    compile: bool = field(default=False, metadata=BOOL)
+    sync: str | int = knob(
+        "every", _SYNC, group="Schedule", help="Micro-batches that communicate", tokens=SYNCS,
+        others="or n: every n-th micro-batch", choices=("every", 2, 4, 8, "last"), typed="3", live=True,
+        between_ranks=True,
+        text=lambda v: f"every {v}" if isinstance(v, int) else str(v),
+    )
+    compile: bool = knob(
+        False, BOOL, only(YOURS, (False,), "the lab calls your engine from hooks that a compiler would leave out"),
+        group="Schedule", help="torch.compile of each block", planned=True, choices=(False, True),
+    )
     # Code: the class of backend "yours" (fsdp_lab/backends/yours.py); the other backends do not look at it.
-    engine: str | Mapping[str, Any] | None = field(default=None, metadata=_ENGINE)
+    engine: str | Mapping[str, Any] | None = knob(None, _ENGINE, none="off", code=True, in_name=True, text=code_name)
+    # fmt: on
 
     def __post_init__(self) -> None:
-        if callable(self.engine):
-            raise SpecError(ENGINE_FIELD, f"{self.engine!r} is refused: a Spec holds what JSON can",
-                            'give it to lab.run(engine=...), or its name, as "package.module:name"')  # fmt: skip
         check_fields("strategy", self)
-        if isinstance(self.engine, Mapping) and not isinstance(self.engine, UserCode):
-            object.__setattr__(self, "engine", UserCode.of(ENGINE_FIELD, self.engine))
         if self.is_yours and self.engine is None:
             raise SpecError(ENGINE_FIELD, "backend yours is a class of your own, and there is none",
                             "give engine=YourClass, with the methods shard, gather, free and reduce",
@@ -128,6 +286,16 @@ class Strategy:
     def dtypes(self) -> Precision:
         """The precision with its token resolved."""
         return self.precision if isinstance(self.precision, Precision) else PRECISIONS[self.precision]
+
+    @property
+    def traits(self) -> BackendTraits:
+        """Of its backend: use these and the next two instead of comparing tokens."""
+        return BACKEND_TRAITS[self.backend]
+
+    @property
+    def is_lab(self) -> bool:
+        """Whether our own engine shards."""
+        return self.backend == "lab"
 
     @property
     def is_yours(self) -> bool:
@@ -170,7 +338,12 @@ class Strategy:
         left as they come."""
         if self.forward_prefetch is not None:
             return self.forward_prefetch
-        return PrefetchPolicy().forward_prefetch if self.backend == "lab" else 0
+        return PrefetchPolicy().forward_prefetch if self.is_lab else 0
+
+    @property
+    def reshards(self) -> bool | int:
+        """Whether parameters are freed after the forward; the ranks that share them until the backward, if not all do."""
+        return self.reshard_size or self.reshards_after_forward
 
     @property
     def schedule_rules(self) -> Rules:
@@ -197,12 +370,21 @@ class Spec:
 
     workload: Workload = field(default_factory=Workload)
     strategy: Strategy = field(default_factory=Strategy)
-    world_size: int = 2
-    devices: tuple[str, ...] | None = None  # per rank: "cpu", "cuda:0"; None: a GPU per rank, or CPUs if there are none
-    link: str | None = None  # an emulated link, see link.py: "0.25 GB/s, 50 us", "nvlink of h100"; None: the real wire
+    world_size: int = knob(
+        2, _RANKS, group="Workload", label="ranks", help="A change takes seconds; training goes on", least=1, most=256
+    )
+    # Per rank: "cpu", "cuda:0"; None: a GPU per rank, or CPUs if there are none.
+    devices: tuple[str, ...] | None = knob(
+        None, FieldRow(), group="Workload", help="auto, or one a rank: cuda:0, cuda:1. A change takes seconds"
+    )
+    # An emulated link, see link.py: "0.25 GB/s, 50 us", "nvlink of h100"; None: the real wire.
+    link: str | None = knob(
+        None, FieldRow(), group="Schedule", help="Emulate a slower interconnect; a GPU's is scaled to this machine",
+        none="off", choices=(None, *OFFERED), typed="0.25 GB/s, 50 us", in_name=True, live=True,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        check_value("world_size", self.world_size, _RANKS)
+        check_value("world_size", self.world_size, FIELDS["world_size"])
         if self.devices is not None:
             object.__setattr__(self, "devices", _check_devices(self.devices, self.world_size))
         if self.link is not None:
@@ -286,6 +468,20 @@ class Spec:
             return e
         return None
 
+    def refused_by(self, name: str) -> SpecError | None:
+        """The error for the first field that a backend does not support, or a target of an export, by the fields' rows."""
+        parts: dict[str, Any] = {"strategy": self.strategy, "workload": self.workload}
+        if isinstance(self.strategy.precision, Precision):  # a token means, in each backend, what the backend has of it
+            parts["strategy.precision"] = self.strategy.precision
+        for prefix, part in parts.items():
+            for known, limit in _limits(name, prefix):
+                if not limit.allows(getattr(part, known)):
+                    fix = {known: limit.fix}
+                    if isinstance(part, Precision):
+                        fix = {"precision": dataclasses.replace(part, **fix)}
+                    return SpecError(f"{prefix}.{known}", limit.why.format(name), limit.hint, fix, other=limit.other)
+        return None
+
     def difference(self, other: Spec) -> dict[str, tuple[Any, Any]]:
         """Flat field name -> (own value, other's value), for the fields that differ."""
         own, others = self.flat(), other.flat()
@@ -327,24 +523,23 @@ class Spec:
 
 
 PARTS: Mapping[str, type[Workload] | type[Strategy]] = {"workload": Workload, "strategy": Strategy}
+# Every field by its flat name, in the order of `Spec.flat`.
+FIELDS: Mapping[str, FieldRow] = {**rows_of(Workload), **rows_of(Strategy), **rows_of(Spec)}
+
+
+def fields_with(trait: str) -> tuple[str, ...]:
+    """The names of the fields whose rows have an attribute that is not empty: `fields_with("live")`."""
+    return tuple(name for name, row in FIELDS.items() if getattr(row, trait))
+
+
+@cache
+def _limits(name: str, part: str) -> tuple[tuple[str, Limit], ...]:
+    """(Field, limit) of a backend, or of a target of an export, in a part."""
+    kind = PARTS.get(part, Precision)
+    return tuple((field, one) for field, row in rows_of(kind).items() for one in row.limits if name in one.of)
 
 
 # -- rules that need the whole Spec: each raises or returns ----------------------------------------------------------
-
-_CAN_SHARD: Mapping[str, tuple[str, ...]] = {
-    "lab": SHARDINGS,
-    YOURS: ("full_shard", "shard_grad_op", "zero1", "no_shard"),
-    "fsdp2": ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2"),
-    "fsdp1": ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard"),
-    "ddp": ("no_shard",),
-}
-_WHY_NOT: Mapping[tuple[str, str], str] = {
-    ("ddp", "*"): "DDP keeps a whole replica on every rank and shards nothing",
-    ("fsdp2", "no_shard"): "FSDP2 has no replicated mode",
-    ("fsdp2", "zero1"): "FSDP2 always shards the gradients with the parameters",
-    ("fsdp1", "zero1"): "FSDP1 always shards the gradients with the parameters",
-    (YOURS, "*"): "your engine has one group, that of all ranks",
-}
 
 
 def _invalid(field: str, reason: str, hint: str, other: str = "", /, **fix: Any) -> SpecError:
@@ -353,14 +548,19 @@ def _invalid(field: str, reason: str, hint: str, other: str = "", /, **fix: Any)
 
 
 def _rule_sharding(spec: Spec) -> None:
-    backend, sharding = spec.strategy.backend, spec.strategy.sharding
-    can = _CAN_SHARD[backend]
-    if sharding in can:
+    backend, sharding, traits = spec.strategy.backend, spec.strategy.sharding, spec.strategy.traits
+    if sharding in traits.shardings:
         return
-    why = _WHY_NOT.get((backend, sharding)) or _WHY_NOT[(backend, "*")]
-    instead = " or ".join([", ".join(can[:-1]), can[-1]] if len(can) > 1 else can)
+    why = traits.why_not.get(sharding) or traits.why_not[""]
+    *first, last = traits.shardings
+    instead = f"{', '.join(first)} or {last}" if first else last
     hint = f"use sharding {instead}" + ("" if sharding != "no_shard" else ", or backend ddp")
-    raise _invalid("sharding", f"{sharding} is not available with {backend}: {why}", hint, sharding=can[0])
+    raise _invalid("sharding", f"{sharding} is not available with {backend}: {why}", hint, sharding=traits.shardings[0])
+
+
+def _rule_backend(spec: Spec) -> None:
+    if (refused := spec.refused_by(spec.strategy.backend)) is not None:
+        raise refused
 
 
 def _rule_shard_size(spec: Spec) -> None:
@@ -381,25 +581,12 @@ def _rule_shard_size(spec: Spec) -> None:
                        f"use one of {', '.join(map(str, factors))}", shard_size=factors[-1])  # fmt: skip
 
 
-def _rule_offload(spec: Spec) -> None:
-    s = spec.strategy
-    if s.offload == "none" or s.backend == "lab":
-        return
-    if s.backend == "ddp":
-        raise _invalid("offload", "DDP keeps parameters, gradients and optimizer state on the device",
-                       "use offload none", "backend lab", offload="none")  # fmt: skip
-    if s.offload == "optimizer":
-        raise _invalid("offload", f"{s.backend} moves parameters, gradients and optimizer state together",
-                       "use offload all or none", "backend lab", offload="all")  # fmt: skip
-
-
 def _rule_gather(spec: Spec) -> None:
     s, fix = spec.strategy, {"gather": "copy"}
     if s.gather == "copy":
         return
     is_cast = s.dtypes.param != "fp32" or s.dtypes.norm not in (None, "fp32")
     for is_so, why, hint in (
-        (s.backend != "lab", f"{s.backend} copies what it gathers", "use copy, or backend lab"),
         (s.is_replicated, "nothing is gathered with no_shard", "use copy, or another sharding"),
         (s.offload != "none", "what is offloaded is copied to be gathered", "use copy, or offload none"),
         (is_cast, "shards are fp32, and these are gathered in another precision", "use copy, or precision fp32"),
@@ -423,85 +610,17 @@ def _rule_sync(spec: Spec) -> None:
                        "use sync every, or backend ddp", sync="every")  # fmt: skip
 
 
-# Field of Precision, backends that do not support it, values that they accept, reason, hint.
-_PRECISION_LIMITS: tuple[tuple[str, tuple[str, ...], tuple[Any, ...], str, str], ...] = (
-    ("output", ("ddp", "fsdp1"), (None,), "has no dtype for outputs", "leave it empty"),
-    ("norm", BACKENDS[1:], (None,), "has no dtype of their own for normalisation layers",
-     "leave it empty"),
-    ("keep_low_precision_gradients", ("ddp", "fsdp2"), (False,), "keeps gradients in fp32",
-     "leave it false"),
-    ("keep_low_precision_gradients", ("fsdp1",), (False,),
-     "gives the optimizer low gradients as they are, and torch's AdamW wants those of fp32 parameters in fp32",
-     "leave it false"),
-)  # fmt: skip
-
-
-def _rule_precision(spec: Spec) -> None:
-    backend, precision = spec.strategy.backend, spec.strategy.precision
-    if isinstance(precision, str):
-        return  # a token means, in each backend, what the backend has of it
-    for name, backends, allowed, reason, hint in _PRECISION_LIMITS:
-        if backend in backends and getattr(precision, name) not in allowed:
-            instead = dataclasses.replace(precision, **{name: allowed[0]})
-            other = "" if name == "output" else "use backend lab"
-            raise _invalid(f"precision.{name}", f"{backend} {reason}", hint, other, precision=instead)
-
-
-def _rule_units(spec: Spec) -> None:
-    backend, wrap = spec.strategy.backend, spec.strategy.wrap
-    if backend == "ddp" and wrap not in ("block", "whole"):
-        raise _invalid("wrap", "DDP has no units to wrap", "use block", wrap="block")
-    if backend == "fsdp1" and wrap.startswith("every:") and wrap != "every:1":
-        raise _invalid(
-            "wrap", "an FSDP1 unit is one module, not several blocks", "use block", "backend lab", wrap="block"
-        )
-
-
 def _rule_reshard_size(spec: Spec) -> None:
-    s, size, world = spec.strategy, spec.strategy.reshard_size, spec.world_size
-    if size is None:
+    s, size, sizes = spec.strategy, spec.strategy.reshard_size, _divisors(spec.world_size)
+    if size is None or (s.sharding == "full_shard" and size in sizes):
         return
-    sizes, other = _divisors(world), ""
-    if s.backend not in ("lab", "fsdp2"):
-        reason, hint, other = f"{s.backend} cannot reshard to a smaller group", "leave it empty", "use backend lab"
-    elif s.sharding != "full_shard":
+    if s.sharding != "full_shard":
         reason = f"{s.sharding} does not reshard over all ranks after the forward"
         hint = "leave it empty, or use full_shard"
-    elif size not in sizes:
-        reason = f"{size} is not a divisor of {world} between 1 and {world}"
-        hint = f"use one of {', '.join(map(str, sizes))}, or leave it empty" if sizes else "leave it empty"
     else:
-        return
-    raise _invalid("reshard_size", reason, hint, other, reshard_size=None)
-
-
-def _rule_overlap(spec: Spec) -> None:
-    s, backend = spec.strategy, spec.strategy.backend
-    if backend == "lab" or s.is_yours:
-        return
-    if backend != "fsdp1" and s.backward_prefetch_point != "before":
-        raise _invalid("backward_prefetch_point", f"{backend} has no choice of it", "use before", "backend lab",
-                       backward_prefetch_point="before")  # fmt: skip
-    if backend == "ddp" and s.forward_depth:
-        raise _invalid("forward_prefetch", "DDP gathers no parameters", "use 0", forward_prefetch=0)
-    for name, depth in (("forward_prefetch", s.forward_depth), ("backward_prefetch", s.backward_prefetch)):
-        if backend == "fsdp1" and depth > 1:
-            fix: dict[str, Any] = {name: 1}
-            raise _invalid(name, "FSDP1 prefetches one unit ahead at most", "use 0 or 1", **fix)
-    if backend == "fsdp2" and s.backward_prefetch < 1:
-        raise _invalid(
-            "backward_prefetch", "FSDP2 always prefetches in the backward", "use 1 or more", backward_prefetch=1
-        )
-    limits, why = {
-        "fsdp1": ((0, 2), "FSDP1's limiter is on, at 2, or off"),
-        "fsdp2": ((2,), "FSDP2 has no limiter to set"),
-        "ddp": ((2,), "DDP gathers no parameters"),
-    }[backend]
-    if s.limit_all_gathers not in limits:
-        raise _invalid("limit_all_gathers", why, f"use {' or '.join(map(str, limits))}", limit_all_gathers=2)
-    if backend in ("fsdp1", "ddp") and s.limit_reductions != 1:
-        raise _invalid("limit_reductions", f"{backend} has no limit to set", "use 1", "backend lab",
-                       limit_reductions=1)  # fmt: skip
+        reason = f"{size} is not a divisor of {spec.world_size} between 1 and {spec.world_size}"
+        hint = f"use one of {', '.join(map(str, sizes))}, or leave it empty" if sizes else "leave it empty"
+    raise _invalid("reshard_size", reason, hint, reshard_size=None)
 
 
 def _rule_optimizer(spec: Spec) -> None:
@@ -522,44 +641,13 @@ def _rule_dropout(spec: Spec) -> None:
                        "other Specs", "use compile false, or dropout off", compile=False)  # fmt: skip
 
 
-# Of backend yours: fields of Strategy that keep their default, and why.
-_NOT_YOURS: Mapping[str, str] = {
-    "precision": "your engine trains in fp32",
-    "offload": "your engine keeps everything on the device",
-    "reshard_size": "your engine has one group, that of all ranks",
-    "forward_prefetch": "your engine is asked for one unit ahead, if it has the method prefetch",
-    "backward_prefetch": "your engine is asked for one unit ahead, if it has the method prefetch",
-    "backward_prefetch_point": "your engine is asked before the backward of the unit that computes",
-    "limit_all_gathers": "your engine is asked for one unit ahead at most",
-    "limit_reductions": "your engine is asked to reduce one unit at a time",
-    "compile": "the lab calls your engine from hooks that a compiler would leave out",
-}
-
-
-def _rule_yours(spec: Spec) -> None:
-    if not spec.strategy.is_yours:
-        return
-    for f in dataclasses.fields(Strategy):
-        if f.name in _NOT_YOURS and getattr(spec.strategy, f.name) != f.default:
-            fix: dict[str, Any] = {f.name: f.default}
-            raise _invalid(f.name, _NOT_YOURS[f.name], f"leave it at {f.default}", **fix)
-    for name in ("freeze", "lora"):
-        if getattr(spec.workload, name) is not None:
-            raise SpecError(f"workload.{name}", "your engine is given parameters that are all trained",
-                            "leave it out", {name: None}, other="use backend lab")  # fmt: skip
-
-
 _RULES: tuple[Callable[[Spec], None], ...] = (
-    _rule_yours,
     _rule_sharding,
     _rule_shard_size,
-    _rule_offload,
+    _rule_backend,
     _rule_gather,
     _rule_sync,
-    _rule_precision,
-    _rule_units,
     _rule_reshard_size,
-    _rule_overlap,
     _rule_optimizer,
     _rule_dropout,
 )
@@ -608,6 +696,14 @@ def _fields(prefix: str, given: Mapping[str, Any], kind: type) -> dict[str, Any]
     return fields
 
 
+def changed_dict(base: Spec, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The dict of a Spec with fields replaced by flat name, whether or not it can be run. Raises SpecError for a name."""
+    made = base.to_dict()
+    for name, value in changes.items():
+        (made[part] if (part := part_of(name)) else made)[name] = value
+    return made
+
+
 def part_of(name: str) -> str:
     """The part with a flat field name: "workload", "strategy", or "" for the Spec itself. Raises SpecError."""
     for part, kind in {**PARTS, "": Spec}.items():
@@ -619,9 +715,8 @@ def part_of(name: str) -> str:
 def check_field(name: str, value: Any) -> None:
     """Raises SpecError for a value that a field of Workload or of Strategy refuses by itself."""
     part = part_of(name)
-    known = {f.name: f for f in dataclasses.fields(PARTS[part])}[name]
-    if value is not known.default:
-        check_value(f"{part}.{name}", value, known.metadata)
+    if value is not getattr(PARTS[part], name):  # the default
+        check_value(f"{part}.{name}", value, FIELDS[name])
 
 
 def _plain(value: Any) -> Any:

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 from fsdp_lab.base.errors import SpecError, is_number, plain_errors
-from fsdp_lab.spec.fields import NOT_NEGATIVE, POSITIVE, as_json, check_fields, one_of, text, values, whole
+from fsdp_lab.spec.fields import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    check_fields,
+    knob,
+    one_of,
+    only,
+    rows_of,
+    text,
+    values,
+    whole,
+)
 from fsdp_lab.spec.lora import Lora
 from fsdp_lab.spec.lr_schedule import LR_SCHEDULES, LrSchedule
-from fsdp_lab.spec.optimizer import Arguments, TorchOptimizer, is_class_name, one_spelling
+from fsdp_lab.spec.optimizer import OPTIMIZERS, Arguments, TorchOptimizer, is_class_name, one_spelling
 from fsdp_lab.spec.param_groups import GroupKey, ParamGroup, are_groups, read_groups
 from fsdp_lab.spec.patterns import are_patterns
 from fsdp_lab.spec.user_code import UserCode, is_code
 
 MOST_HELD_OUT = 0.5
 DROPOUTS = ("off", "config")
-CODE_FIELDS = ("model", "data", "loss")  # may be the user's own code: all three, or none
-# Of models of transformers alone: with the user's own model they are refused.
-_OF_CONFIGS = ("seq_len", "tokenizer", "text_field", "packing", "weights", "fresh_weights", "dropout", "lora")
 RANDOM, OWN = "random", "own"  # initial values; other values of `weights` are folders
-# A Spec that differs in one of these is a different training.
-LINEAGE = ("model", "weights", "fresh_weights", "lora", "seed", "optimizer")
+PACKINGS = ("packed", "padded")
 
 _MODEL = values(
     lambda v: isinstance(v, (str, Mapping)) and bool(v),
@@ -36,22 +43,31 @@ _DATA = values(
 _LOSS = values(is_code, 'a function of (model, batch), or its name as "package.module:name"')
 _SHARE = values(lambda v: is_number(v) and 0 <= v <= MOST_HELD_OUT, f"a number from 0 to {MOST_HELD_OUT}")
 _END = values(lambda v: is_number(v) and 0 <= v <= 1, "a share of lr, from 0 to 1")
-PACKINGS = ("packed", "padded")
 _TOKENIZER = text('"bytes", "own" (of the model\'s folder), or a folder with a tokenizer')
 _COLUMN = text("the name of a column")
-_PATTERNS = as_json(values(are_patterns, 'patterns of parameter names such as ["transformer.wte.*"], or null'))
-_LORA = as_json(values(lambda v: isinstance(v, (Mapping, Lora)), 'an object such as {"r": 8}, or null'))
-_GROUPS = as_json(
-    values(
-        are_groups,
-        'groups such as [{"match": ["*.bias"], "lr": 1e-4, "weight_decay": 0}], with an lr above 0, or null',
-    )
+_PATTERNS = values(are_patterns, 'patterns of parameter names such as ["transformer.wte.*"], or null')
+_LORA = values(lambda v: isinstance(v, (Mapping, Lora)), 'an object such as {"r": 8}, or null')
+_GROUPS = values(
+    are_groups, 'groups such as [{"match": ["*.bias"], "lr": 1e-4, "weight_decay": 0}], with an lr above 0, or null'
 )
-_OPTIMIZER = values(is_class_name, "adamw, sgd, or the name of another class of torch.optim, such as RMSprop")
-_ARGUMENTS = as_json(
-    values(lambda v: isinstance(v, Mapping), 'arguments of its class by name, such as {"fused": true}')
+_OPTIMIZER = replace(
+    values(is_class_name, "adamw, sgd, or the name of another class of torch.optim, such as RMSprop"), tokens=OPTIMIZERS
 )
+_ARGUMENTS = values(lambda v: isinstance(v, Mapping), 'arguments of its class by name, such as {"fused": true}')
+_ALL_TRAINED = "your engine is given parameters that are all trained"
 _WEIGHTS = text('"random", "own", or the folder of the weights')
+
+
+def _adapters(word: str) -> Any:
+    """Adapters of a rank, as in a Spec's dict."""
+    return {"r": int(word), "alpha": None, "targets": None} if word.isdecimal() else word
+
+
+def _described(given: Any) -> str:
+    """Arguments, or the parts of adapters, on one line."""
+    if not isinstance(given, Mapping):
+        return str(given)
+    return " ".join(name if v is True else f"{name}={v}" for name, v in given.items() if v is not None) or "none"
 
 
 @plain_errors
@@ -59,61 +75,97 @@ _WEIGHTS = text('"random", "own", or the folder of the weights')
 class Workload:
     """What is trained. A step sees micro_batch x accumulate x world_size samples."""
 
+    # fmt: off
     # A preset, a transformers config as a dict, or its folder or file, or its name on the Hugging Face Hub ("org/name"); or
     # code that builds a module (user_code.py).
-    model: str | Mapping[str, Any] = field(default="gpt2-10m", metadata=_MODEL)
+    model: str | Mapping[str, Any] = knob(
+        "gpt2-10m", _MODEL, group="Workload", help="A preset, or the folder of a model. A change begins at step 0",
+        typed="/my/model", lineage=True, code=True, bare=True, path=True,
+    )
     # Where values come from: RANDOM, OWN (the files beside the model's config), or a folder. None: OWN if there are any.
-    weights: str | None = field(default=None, metadata=_WEIGHTS)
+    weights: str | None = knob(
+        None, _WEIGHTS, group="Training", help="Where values begin. A change begins at step 0", tokens=(RANDOM, OWN),
+        others="or a folder", typed="/my/weights", lineage=True, of_configs=True, path=True,
+    )
     # Patterns (fnmatch) of parameters that begin random where the weights lack them or have another shape; also of tensors
     # that the weights have and the model does not.
-    fresh_weights: tuple[str, ...] | None = field(default=None, metadata=_PATTERNS)
+    fresh_weights: tuple[str, ...] | None = knob(None, _PATTERNS, json=True, lineage=True, of_configs=True)
     # Python's own source; a file or folder of text or of records (JSON lines, Parquet, Arrow, saved by `datasets`);
     # "org/name" on the Hugging Face Hub, of which the split "train"; "images", or a folder of images; or code: a dataset,
     # or what makes one.
-    data: str | Any = field(default="stdlib", metadata=_DATA)
+    data: str | Any = knob(
+        "stdlib", _DATA, group="Workload", help="Python's own source, made-up images, or a file or folder of yours",
+        choices=("stdlib", "images"), typed="/my/text.jsonl", samples=True, live=True, code=True, bare=True, path=True,
+    )
     # None: that of the model's folder, if it has one, else bytes.
-    tokenizer: str | None = field(default=None, metadata=_TOKENIZER)
+    tokenizer: str | None = knob(
+        None, _TOKENIZER, group="Training", help="What makes text into tokens", tokens=("bytes", OWN),
+        others="or a folder", typed="/my/tokenizer", samples=True, live=True, of_text=True, of_configs=True, path=True,
+    )
     # Of records; None: "text", or else "messages" (chat).
-    text_field: str | None = field(default=None, metadata=_COLUMN)
+    text_field: str | None = knob(None, _COLUMN, samples=True, live=True, of_text=True, of_configs=True)
     # packed: samples are joined and cut into windows of seq_len; padded: one sample a row.
-    packing: str = field(default="packed", metadata=one_of(PACKINGS))
-    held_out: float = field(default=0.05, metadata=_SHARE)  # of the samples, at the end of the data: not trained on
-    seq_len: int = field(default=128, metadata=whole(2))
-    micro_batch: int = field(default=4, metadata=whole(1))  # samples per rank per forward
-    accumulate: int = field(default=1, metadata=whole(1))  # micro-batches per optimizer step
-    optimizer: str = field(default="adamw", metadata=_OPTIMIZER)  # or another class of torch.optim, by its name
+    packing: str = knob("packed", one_of(PACKINGS), samples=True, live=True, of_text=True, of_configs=True)
+    held_out: float = knob(0.05, _SHARE, live=True)  # of the samples, at the end of the data: not trained on
+    seq_len: int = knob(
+        128, whole(2), group="Workload", label="sequence length", help="Tokens of a sample",
+        choices=(32, 64, 128, 256, 512, 1024), samples=True, live=True, of_configs=True,
+    )
+    micro_batch: int = knob(
+        4, whole(1), group="Workload", help="Samples per rank and forward", live=True, same_work=True
+    )
+    accumulate: int = knob(1, whole(1), group="Schedule", help="Micro-batches in a step", live=True, same_work=True)
+    optimizer: str = knob(
+        "adamw", _OPTIMIZER, group="Training", help="Or another class of torch.optim. A change begins at step 0",
+        others="or another class of torch.optim", typed="RMSprop", lineage=True, bare=True,
+    )
     # Of the optimizer's class in torch.optim: {"fused": True, "betas": (0.9, 0.95)}; those at its default are left out.
-    optimizer_args: Mapping[str, Any] = field(default=Arguments(), metadata=_ARGUMENTS)
-    lr: float = field(default=3e-4, metadata=POSITIVE)
-    # The rate over steps: see `LrSchedule`.
-    lr_schedule: str = field(default="constant", metadata=one_of(LR_SCHEDULES))
-    warmup_steps: int = field(default=0, metadata=whole(0))
-    decay_steps: int | None = field(default=None, metadata=whole(1))  # where linear and cosine end
-    lr_end: float = field(default=0.0, metadata=_END)  # the rate from there on, as a share of lr
-    weight_decay: float = field(default=0.1, metadata=NOT_NEGATIVE)
-    clip_norm: float | None = field(default=None, metadata=POSITIVE)  # of the global gradient; None: no clipping
-    dropout: str = field(default="off", metadata=one_of(DROPOUTS))  # or as the model's config says
-    # Patterns of parameters that are not trained.
-    freeze: tuple[str, ...] | None = field(default=None, metadata=_PATTERNS)
+    optimizer_args: Mapping[str, Any] = knob(
+        Arguments(), _ARGUMENTS, json=True, same_work=True, bare=True, text=_described
+    )
+    lr: float = knob(3e-4, POSITIVE, group="Training", label="learning rate", help="The full rate", live=True)
+    lr_schedule: str = knob(
+        "constant", one_of(LR_SCHEDULES), group="Training", help="How the rate falls after the warm-up", live=True
+    )
+    warmup_steps: int = knob(
+        0,
+        whole(0),
+        group="Training",
+        label="warm-up steps",
+        help="The rate rises to the full one",
+        most=10**6,
+        live=True,
+    )
+    decay_steps: int | None = knob(
+        None, whole(1), group="Training", help="Where linear and cosine end", none="none", least=None, live=True
+    )
+    lr_end: float = knob(0.0, _END, live=True)  # the rate from there on, as a share of lr
+    weight_decay: float = knob(0.1, NOT_NEGATIVE, live=True)
+    clip_norm: float | None = knob(None, POSITIVE, none="off", live=True)  # of the global gradient; None: no clipping
+    dropout: str = knob(
+        "off", one_of(DROPOUTS), group="Training", help="None, or as the model's config says", of_configs=True
+    )
+    freeze: tuple[str, ...] | None = knob(
+        None, _PATTERNS, only("yours", (None,), _ALL_TRAINED, "leave it out", other="use backend lab"), json=True,
+        group="Training", help="Patterns of parameters that are not trained: *.wte.*, *.bias", none="nothing",
+    )
     # Parameters with rates of their own: lists of {"match": patterns, "lr": number, "weight_decay": number}; the first one
     # that matches counts. The rest has `lr`, and `weight_decay` on matrices only.
-    param_groups: tuple[ParamGroup, ...] | None = field(default=None, metadata=_GROUPS)
+    param_groups: tuple[ParamGroup, ...] | None = knob(None, _GROUPS, json=True, none="off")
     # Low-rank adapters, which alone are trained: {"r": 8}, see `Lora`.
-    lora: Lora | Mapping[str, Any] | None = field(default=None, metadata=_LORA)
-    seed: int = field(default=0, metadata=whole(0))
+    lora: Lora | Mapping[str, Any] | None = knob(
+        None, _LORA, only("yours", (None,), _ALL_TRAINED, "leave it out", other="use backend lab"), json=True,
+        group="Training", help="Low-rank adapters alone are trained. A change begins at step 0", none="off",
+        choices=(None, *map(_adapters, ("4", "8", "16"))), typed="32", reads=_adapters, lineage=True, of_configs=True,
+        text=_described,
+    )
+    seed: int = knob(0, whole(0), lineage=True)
     # Code: (model, batch) -> scalar tensor, of a model that is code; None: the model of transformers computes its own.
-    loss: str | Mapping[str, Any] | None = field(default=None, metadata=_LOSS)
+    loss: str | Mapping[str, Any] | None = knob(None, _LOSS, code=True)
+    # fmt: on
 
     def __post_init__(self) -> None:
-        for name in CODE_FIELDS:
-            if callable(value := getattr(self, name)):
-                raise SpecError(f"workload.{name}", f"{value!r} is refused: a Spec holds what JSON can",
-                                f"give it to lab.run({name}=...), or its name, as \"package.module:name\"")  # fmt: skip
         check_fields("workload", self)
-        for name in CODE_FIELDS:
-            value = getattr(self, name)
-            if isinstance(value, Mapping) and is_code(value) and not isinstance(value, UserCode):
-                object.__setattr__(self, name, UserCode.of(f"workload.{name}", value))
         self._check_own()
         object.__setattr__(self, "lora", Lora.of(self.lora))
         if self.fresh_weights is not None:
@@ -177,6 +229,13 @@ class Workload:
             raise SpecError("workload.data", f"{self.data!r} is for models of transformers, and the model is your own",
                             "give a dataset, or a function that returns one")  # fmt: skip
         for f in fields(self):
-            if f.name in _OF_CONFIGS and getattr(self, f.name) != f.default:
+            if f.metadata["row"].of_configs and getattr(self, f.name) != f.default:
                 raise SpecError(f"workload.{f.name}", "it means nothing for a model of your own", "leave it out",
                                 {f.name: f.default})  # fmt: skip
+
+
+CODE_FIELDS = tuple(name for name, row in rows_of(Workload).items() if row.code)  # all three are code, or none
+# A Spec that differs in one of these is a different training.
+LINEAGE = tuple(name for name, row in rows_of(Workload).items() if row.lineage)
+# These decide what the samples are.
+SAMPLES = tuple(name for name, row in rows_of(Workload).items() if row.samples)

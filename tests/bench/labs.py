@@ -32,11 +32,12 @@ from fsdp_lab.cluster import ClusterError
 from fsdp_lab.lab import Lab
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.planner.calibration import Calibration
-from fsdp_lab.planner.memory import memory as planned_memory, peak_in_theory
+from fsdp_lab.planner.memory import memory as planned_memory
 from fsdp_lab.planner.questions import planned_here
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.runs import Run
 from fsdp_lab.spec.spec import BACKENDS, SHARDINGS, Spec
+from tests.planner.theory import peak_in_theory
 
 STEP_LIMIT_S = 120.0  # limit for a step
 WARM_UP, WINDOW = 100, 10  # of `soak`: switches before the first reading; readings of which the median counts

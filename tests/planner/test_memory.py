@@ -12,12 +12,13 @@ from fsdp_lab.base.events import Role, StepEvent
 from fsdp_lab.models import resolve
 from fsdp_lab.models.flops import count_flops
 from fsdp_lab.planner.devices import machine
-from fsdp_lab.planner.memory import MemoryPlan, loading_bytes, memory, peak_in_theory
+from fsdp_lab.planner.memory import MemoryPlan, loading_bytes, memory
 from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.plan import plan
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.planner.shapes.rewrapping import deepened
 from fsdp_lab.spec.spec import Spec
+from tests.planner.theory import peak_in_theory
 from tests.pool import Pool
 from tests.rank.test_ledger import ledger_steps
 

@@ -56,8 +56,8 @@ def test_every_field_of_a_strategy_can_be_asked_for():
     assert set(vars(Strategy())) - {"engine"} <= set(FIELDS)  # of an engine of one's own nothing can be predicted
     assert {"model", "seq_len", "micro_batch", "accumulate", "optimizer", "optimizer_args", "world_size"} <= set(FIELDS)
     assert set(FIELDS) <= set(small().flat())
-    assert list(FIELDS["model"].tokens(small())) == list(PRESETS)
-    assert list(FIELDS["hardware"].tokens(small())) == [*DEVICES, CUSTOM]
+    assert list(FIELDS["model"].choices) == list(PRESETS)
+    assert list(FIELDS["hardware"].choices) == [*DEVICES, CUSTOM]
 
 
 def test_what_cannot_be_is_refused_with_its_field_and_a_way_out():

@@ -122,6 +122,7 @@ class MemoryModel:
         self.fresh = [0.0] * len(self.units)  # gradients that became ready after the unit's last reduction
         self.offloaded = self.strategy.offload != "none"
         self.reduces_on_host = self.offloaded and not on_gpu  # reduced gradients are host memory, which is not counted
+        self.reductions = self.strategy.limit_reductions  # units whose whole gradients are in flight
         self.reduces = True  # whether this micro-batch reduces gradients
 
     def unit_bytes(self, unit: UnitShape) -> UnitBytes:
@@ -163,6 +164,11 @@ class MemoryModel:
 
     def at(self, point: Point) -> None:
         """Called at each point of the schedule."""
+
+    def kept_after_forward(self, unit: int) -> float:
+        """Bytes of its gathered parameters that a rank keeps from the forward to the backward."""
+        size = self.strategy.reshard_size
+        return self.units[unit].gathered / size if size else 0.0
 
     def gradient_ready(self, unit: int, index: int, size: float) -> None:
         """Called when a parameter's gradient, of `size` bytes, is complete."""

@@ -129,9 +129,8 @@ class FlatMemory(MemoryModel):
             return
         self._wait_for_unshard(unit)
         self._gathered[unit] = False
-        size = self.strategy.reshard_size
-        if size and direction is Direction.FORWARD:
-            self._post_forward[unit] = self.units[unit].gathered / size
+        if direction is Direction.FORWARD:
+            self._post_forward[unit] = self.kept_after_forward(unit)
             self.tracker.alloc(UNSHARDED, self._post_forward[unit])
         if not self._whole_gradients:
             self.tracker.free(UNSHARDED, self.units[unit].gathered)
@@ -162,7 +161,7 @@ class FlatMemory(MemoryModel):
         if not self.reduces or not (self.fresh[unit] or self._collected[unit]):
             self._collect(unit)
             return
-        self._advance_reductions(but=self.strategy.limit_reductions - 1)
+        self._advance_reductions(but=self.reductions - 1)
         self._collect(unit)
         self._collected[unit] = False
         self._reducing.append(unit)

@@ -305,9 +305,8 @@ class FSDP2Memory(HookedMemory):
     def _reshard(self, unit: int, *, post_forward: bool = False) -> None:
         if not self.gathered[unit]:
             return
-        size = self.strategy.reshard_size
-        if post_forward and size:
-            self._post_forward[unit] = self.units[unit].gathered / size
+        if post_forward:
+            self._post_forward[unit] = self.kept_after_forward(unit)
             self.tracker.alloc(UNSHARDED, self._post_forward[unit])
         self.gathered[unit] = False
         self.tracker.free(UNSHARDED, self.units[unit].gathered)
@@ -332,7 +331,7 @@ class FSDP2Memory(HookedMemory):
         if not self.reduces:
             self._upcast_unreduced(unit)
             return
-        if len(self._reduce_inputs) == self.strategy.limit_reductions:
+        if len(self._reduce_inputs) == self.reductions:
             tracker.free(COMMUNICATION, self._reduce_inputs.pop(0))
         if not self._unreduced[unit]:
             return

@@ -12,17 +12,17 @@ from typing import Any
 
 from fsdp_lab.base.errors import ArgumentError, check_whole, is_number
 from fsdp_lab.base.formatting import GIB
-from fsdp_lab.dashboard.fields import GROUPS, ControlSpec, fixed, presets
+from fsdp_lab.dashboard.fields import CONTROLS, controls_of, presets
 from fsdp_lab.planner.devices import ASSUMED_SHARE, DEVICES, Device
 from fsdp_lab.planner.plan import Plan
-from fsdp_lab.planner.questions import Target, curve, planned
-from fsdp_lab.spec.optimizer import OPTIMIZERS
-from fsdp_lab.spec.spec import GATHERS, PREFETCH_POINTS, Spec
+from fsdp_lab.planner.questions import Target, curve, on_hosts, planned
+from fsdp_lab.planner.search import SEARCHED
+from fsdp_lab.spec.fields import FieldRow
+from fsdp_lab.spec.spec import Spec
 
 CUSTOM = "custom"
 CUSTOM_ONLY = ("peak_tflops", "memory_gib", "link_gb_per_s")
 LIKE = "a100-80"  # the device whose other values a custom one is given
-SEARCHED = ("sharding", "shard_size", "recompute", "micro_batch", "accumulate", "forward_prefetch", "offload")
 
 
 def default_spec() -> Spec:
@@ -73,11 +73,7 @@ class Question:
     @property
     def planned_spec(self) -> Spec:
         """The Spec with the shard size of hybrid sharding: the GPUs of a host, unless it is given."""
-        s, ranks = self.spec.strategy, self.spec.world_size
-        per_host = self.target.machine(ranks).per_host
-        if s.is_hybrid and s.shard_size is None and 1 < per_host < ranks and ranks % per_host == 0:
-            return self.spec.replace(shard_size=per_host)
-        return self.spec
+        return on_hosts(self.spec, self.target)
 
     def unsearched(self) -> dict[str, Any]:
         """The fields that a search keeps, and the global batch."""
@@ -158,48 +154,31 @@ def _powers(last: int) -> tuple[int, ...]:
     return tuple(1 << i for i in range(last + 1))
 
 
-def _number(name: str, label: str, help: str, none: str = "") -> ControlSpec:
-    return ControlSpec(name=name, label=label, help=help, none=none, write="{:g}".format)
+def _number(name: str, label: str, help: str, none: str = "") -> FieldRow:
+    return FieldRow(name=name, label=label, help=help, none=none, reads=read_number)
 
 
-_GROUPS = dict(GROUPS)
-_FIELDS = {f.name: f for _, fields in GROUPS for f in fields}
-FORM: tuple[tuple[str, tuple[ControlSpec, ...]], ...] = (
+FORM: tuple[tuple[str, tuple[FieldRow, ...]], ...] = (
     ("Model", (
-        replace(_FIELDS["model"], help="A preset; or other: a type that transformers knows, or the folder of a config",
-                tokens=presets(), typed="opt, or a folder"),
-        replace(_FIELDS["seq_len"], tokens=fixed(*_powers(17)[7:]), typed="3000"),
-        _FIELDS["micro_batch"],
-        _FIELDS["accumulate"],
-        ControlSpec(name="optimizer", label="optimizer", help="Its state is a class of memory", tokens=fixed(*OPTIMIZERS)),
-        ControlSpec(name="optimizer_args", label="optimizer args", help="Fused: one pass over its state",
-              tokens=fixed({}, {"fused": True})),
+        replace(CONTROLS["model"], help="A preset; or other: a type that transformers knows, or the folder of a config",
+                choices=presets(), typed="opt, or a folder"),
+        replace(CONTROLS["seq_len"], choices=_powers(17)[7:], typed="3000"),
+        CONTROLS["micro_batch"],
+        CONTROLS["accumulate"],
+        replace(CONTROLS["optimizer"], help="Its state is a class of memory", typed=""),
+        replace(CONTROLS["optimizer_args"], help="Fused: one pass over its state", choices=({}, {"fused": True})),
     )),
     ("Hardware", (
-        ControlSpec(name="hardware", label="hardware", help="The GPU", tokens=fixed(*DEVICES, CUSTOM)),
-        replace(_FIELDS["world_size"], label="GPUs", help="One rank each", tokens=fixed(*_powers(12)), typed="96",
-                least=None),
-        ControlSpec(name="per_host", label="GPUs a host", help="With NVLink or PCI Express between them", none="8",
-              tokens=fixed(None, 1, 2, 4, 16, 32, 72), typed="6"),
+        FieldRow(name="hardware", label="hardware", help="The GPU", choices=(*DEVICES, CUSTOM)),
+        replace(CONTROLS["world_size"], label="GPUs", help="One rank each", choices=_powers(12), typed="96"),
+        FieldRow(name="per_host", label="GPUs a host", help="With NVLink or PCI Express between them", none="8",
+                 choices=(None, 1, 2, 4, 16, 32, 72), typed="6", reads=read_number),
         _number("network", "network, Gb/s", "Of all network cards of a host, one way", "as usual"),
         _number("peak_tflops", "peak, TFLOPS", "Dense, in bf16"),
         _number("memory_gib", "memory, GiB", "Of one GPU"),
         _number("link_gb_per_s", "link, GB/s", "To the other GPUs of its host, one way"),
     )),
-    ("Sharding", (
-        *_GROUPS["Sharding"],
-        replace(_FIELDS["shard_size"], name="reshard_size", label="reshard size",
-                help="Ranks that share the parameters between forward and backward"),
-        ControlSpec(name="gather", label="gather", help="Copies, or the shards where they lie, on CPUs of one host",
-              tokens=fixed(*GATHERS)),
-    )),
-    ("Schedule", (
-        *(f for f in _GROUPS["Schedule"] if f.name not in ("accumulate", "link")),
-        ControlSpec(name="backward_prefetch_point", label="prefetch point", help="Before or after the backward of a unit",
-              tokens=fixed(*PREFETCH_POINTS)),
-        ControlSpec(name="limit_all_gathers", label="gathers in flight", help="0: no limit", least=0, most=64),
-        ControlSpec(name="limit_reductions", label="reductions in flight", help="Whole gradients", least=1, most=64),
-        ControlSpec(name="compile", label="compile", help="torch.compile of each block", tokens=fixed(False, True)),
-    )),
+    ("Sharding", controls_of("Sharding", planned=True)),
+    ("Schedule", tuple(f for f in controls_of("Schedule", planned=True) if f.name not in ("accumulate", "link"))),
 )  # fmt: skip
 FIELDS = {f.name: f for _, fields in FORM for f in fields}

@@ -17,7 +17,7 @@ import traitlets
 
 from fsdp_lab.base.formatting import plural, size
 from fsdp_lab.dashboard.choices import Choices, Note
-from fsdp_lab.dashboard.fields import PATHS, ControlSpec, fix_text, refusal_text
+from fsdp_lab.dashboard.fields import fix_text, offered
 from fsdp_lab.dashboard.forms import answer_while_busy
 from fsdp_lab.planner.plan import Plan, sentences
 from fsdp_lab.planner.questions import searched
@@ -31,10 +31,10 @@ from fsdp_lab.report.what_if.question import (
     Answer,
     Question,
     default_spec,
-    read_number,
     searched_fields,
 )
 from fsdp_lab.spec.describe import describe_value
+from fsdp_lab.spec.fields import FieldRow
 from fsdp_lab.spec.spec import Spec
 
 log = logging.getLogger(__name__)
@@ -102,8 +102,8 @@ class WhatIf(anywidget.AnyWidget):
     def _read(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """The value that a text means: the token with this label, or else what is written."""
         name, text = str(content["name"]), str(content["text"])
-        tokens = dict(FIELDS[name].offered(self.choices.wanted, self.choices.value(name)))
-        return {name: tokens[text] if text in tokens else text.strip() if name in PATHS else read_number(text)}
+        tokens = dict(offered(FIELDS[name], self.choices.wanted, self.choices.value(name)))
+        return {name: tokens[text] if text in tokens else FIELDS[name].read(text)}
 
     def _fix(self, content: Mapping[str, Any]) -> dict[str, Any]:
         name = str(content["name"])
@@ -229,7 +229,7 @@ class WhatIf(anywidget.AnyWidget):
             "groups": [{"title": title, "fields": [self._field(f) for f in fields]} for title, fields in FORM],
             "row": _row(self._answer.plan, self._answer.assumed),
             "along": [_row(p, p.assumed) for p in self._answer.along],
-            "refusals": [f"{FIELDS[name].label}: {refusal_text(note.text)}" for name, note in held],
+            "refusals": [f"{FIELDS[name].label}: {note.why}" for name, note in held],
             "ways": [way for name, note in held if (way := self._way(name, note))],
             "strategies": self._strategies(),
             "status": self._status(),
@@ -247,14 +247,14 @@ class WhatIf(anywidget.AnyWidget):
             return "Strategies are tried."
         return "Choose: the answer follows at once. Nothing is trained, and the hardware need not be here."
 
-    def _field(self, f: ControlSpec) -> dict[str, Any]:
+    def _field(self, f: FieldRow) -> dict[str, Any]:
         now, value, p = self.choices.wanted, self.choices.value(f.name), self._answer.plan
-        offered = f.offered(now, value)
-        text = next((label for label, token in offered if token == value), "" if value is None else f.write(value))
+        tokens = offered(f, now, value)
+        text = next((label for label, token in tokens if token == value), f.write(value))
         notes = {"per_host": plural(p.machine.hosts, "host"), "accumulate": f"{p.spec.global_batch:,} samples a step"}
         return {
-            "name": f.name, "label": f.label, "help": f.help, "options": [label for label, _ in offered], "value": text,
-            "typed": f.typed, "placeholder": f.none, "least": f.least, "most": f.most,
+            "name": f.name, "label": f.label, "help": f.help, "options": [label for label, _ in tokens], "value": text,
+            "typed": f.typed, "placeholder": f.none, "least": None if f.choices else f.least, "most": f.most,
             "refused": f.name in self.choices.held, "note": notes.get(f.name, ""),
             "hidden": f.name in CUSTOM_ONLY and self.choices.value("hardware") != CUSTOM,
         }  # fmt: skip
@@ -282,7 +282,7 @@ class WhatIf(anywidget.AnyWidget):
 def _is_slow(changes: Mapping[str, Any], now: Question) -> bool:
     """A model that is no preset is first built without values, which takes seconds."""
     model, wrap = changes.get("model"), str(changes.get("wrap", ""))
-    is_named = model is None or model in [token for _, token in FIELDS["model"].offered(now, None)]
+    is_named = model is None or model in [token for _, token in offered(FIELDS["model"], now, None)]
     return not is_named or wrap.startswith(("min_params:", "class:"))
 
 
