@@ -83,10 +83,11 @@ class FieldRow:
     def read(self, word: str) -> Any:
         """The value that a word means; the word itself where it means none, which the field then refuses."""
         word = word.strip()
+        plain = word.replace(",", "")
         if self.reads is not None:
             return self.reads(word)
-        if "int" in self.type and word.replace(",", "").isdecimal():
-            return int(word.replace(",", ""))
+        if "int" in self.type and plain.isdecimal():
+            return int(plain)
         if self.means_none(word):
             return None
         if "tuple" in self.type:
@@ -94,7 +95,7 @@ class FieldRow:
         if "str" in self.type:
             return word
         try:
-            value = json.loads(word.lower())
+            value = json.loads(plain.lower())
         except json.JSONDecodeError:
             return word
         if is_number(value) and "float" in self.type:

@@ -5,7 +5,6 @@ The fields of a `Question` are chosen one by one, as a Spec's are (`dashboard.ch
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,12 +16,13 @@ from fsdp_lab.planner.devices import ASSUMED_SHARE, DEVICES, Device
 from fsdp_lab.planner.plan import Plan
 from fsdp_lab.planner.questions import Target, curve, on_hosts, planned
 from fsdp_lab.planner.search import SEARCHED
-from fsdp_lab.spec.fields import FieldRow
+from fsdp_lab.spec.fields import FieldRow, knob, rows_of
 from fsdp_lab.spec.spec import Spec
 
 CUSTOM = "custom"
 CUSTOM_ONLY = ("peak_tflops", "memory_gib", "link_gb_per_s")
 LIKE = "a100-80"  # the device whose other values a custom one is given
+_SIZE = FieldRow(none="", most=10**5)
 
 
 def default_spec() -> Spec:
@@ -39,19 +39,27 @@ class Question:
     """
 
     spec: Spec = field(default_factory=default_spec)
-    hardware: str = "h100"  # of `DEVICES`, or `CUSTOM` with the three below
-    per_host: int | None = None  # GPUs; None: eight
-    network: float | None = None  # Gb/s of all network cards of a host; None: the usual rate
-    peak_tflops: float = 312.0  # dense, in bf16 and fp16
-    memory_gib: float = 80.0
-    link_gb_per_s: float = 300.0  # to the other GPUs of a host, one way
+    # Of `DEVICES`, or `CUSTOM` with the last three.
+    hardware: str = knob("h100", FieldRow(choices=(*DEVICES, CUSTOM)), help="The GPU")
+    per_host: int | None = knob(
+        None, FieldRow(choices=(None, 1, 2, 4, 16, 32, 72), typed="6", none="8"), label="GPUs a host",
+        help="With NVLink or PCI Express between them",
+    )  # fmt: skip
+    # None: the usual rate.
+    network: float | None = knob(
+        None, _SIZE, most=10**6, none="as usual", label="network, Gb/s", help="Of all network cards of a host, one way"
+    )
+    peak_tflops: float = knob(312.0, _SIZE, label="peak, TFLOPS", help="Dense, in bf16")
+    memory_gib: float = knob(80.0, _SIZE, label="memory, GiB", help="Of one GPU")
+    link_gb_per_s: float = knob(300.0, _SIZE, label="link, GB/s", help="To the other GPUs of its host, one way")
 
     def __post_init__(self) -> None:
-        limits = {**dict.fromkeys(CUSTOM_ONLY, 1e5), **({} if self.network is None else {"network": 1e6})}
-        for name, most in limits.items():
+        for name, row in _OWN.items():
             value = getattr(self, name)
-            if not is_number(value) or not math.isfinite(value) or not 0 < value <= most:
-                raise ArgumentError(name, f"{value!r} is refused", f"give a number above 0, up to {most:,.0f}")
+            if "float" not in row.type or (name == "network" and value is None):
+                continue
+            if not is_number(value) or not math.isfinite(value) or not 0 < value <= row.most:
+                raise ArgumentError(name, f"{value!r} is refused", f"give a number above 0, up to {row.most:,}")
         if self.per_host is not None:
             check_whole("per_host", self.per_host)
         self.target.machine(self.spec.world_size)
@@ -81,7 +89,7 @@ class Question:
         return {**rest, "global_batch": self.spec.global_batch}
 
 
-_OWN = tuple(f.name for f in dataclasses.fields(Question) if f.name != "spec")
+_OWN = rows_of(Question)
 
 
 def custom(question: Question) -> Device:
@@ -137,25 +145,8 @@ def searched_fields(spec: Spec) -> dict[str, Any]:
 # -- the fields of the page in a notebook ------------------------------------------------------------------------------
 
 
-def read_number(text: str) -> Any:
-    """The number that is written, None for nothing; any other text as it is, to be refused with a reason."""
-    plain = text.strip().replace(",", "")
-    if not plain:
-        return None
-    for kind in (int, float):
-        try:
-            return kind(plain)
-        except ValueError:
-            continue
-    return text.strip()
-
-
 def _powers(last: int) -> tuple[int, ...]:
     return tuple(1 << i for i in range(last + 1))
-
-
-def _number(name: str, label: str, help: str, none: str = "") -> FieldRow:
-    return FieldRow(name=name, label=label, help=help, none=none, reads=read_number)
 
 
 FORM: tuple[tuple[str, tuple[FieldRow, ...]], ...] = (
@@ -169,14 +160,9 @@ FORM: tuple[tuple[str, tuple[FieldRow, ...]], ...] = (
         replace(CONTROLS["optimizer_args"], help="Fused: one pass over its state", choices=({}, {"fused": True})),
     )),
     ("Hardware", (
-        FieldRow(name="hardware", label="hardware", help="The GPU", choices=(*DEVICES, CUSTOM)),
+        _OWN["hardware"],
         replace(CONTROLS["world_size"], label="GPUs", help="One rank each", choices=_powers(12), typed="96"),
-        FieldRow(name="per_host", label="GPUs a host", help="With NVLink or PCI Express between them", none="8",
-                 choices=(None, 1, 2, 4, 16, 32, 72), typed="6", reads=read_number),
-        _number("network", "network, Gb/s", "Of all network cards of a host, one way", "as usual"),
-        _number("peak_tflops", "peak, TFLOPS", "Dense, in bf16"),
-        _number("memory_gib", "memory, GiB", "Of one GPU"),
-        _number("link_gb_per_s", "link, GB/s", "To the other GPUs of its host, one way"),
+        *(row for name, row in _OWN.items() if name != "hardware"),
     )),
     ("Sharding", controls_of("Sharding", planned=True)),
     ("Schedule", tuple(f for f in controls_of("Schedule", planned=True) if f.name not in ("accumulate", "link"))),
