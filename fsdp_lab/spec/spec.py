@@ -176,7 +176,7 @@ class Strategy:
     )
     # Ranks in one shard group: the sharding factor F of arXiv 2304.11277, section 3.2.
     shard_size: int | None = knob(
-        None, whole(1), group="Sharding", help="Ranks in one shard group", choices=_group_sizes
+        None, whole(1), group="Sharding", help="Ranks in one shard group", choices=_group_sizes, between_ranks=True
     )
     reshard_size: int | None = knob(
         None, whole(1),
