@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,8 +78,9 @@ def test_a_loop_in_a_cell_has_everything_that_a_run_has(real_lab: Lab) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["stop", "another run"])
 def test_what_ends_it_interrupts_the_cell_and_the_ranks_go_on(real_lab: Lab, by: str) -> None:
+    before = real_lab.current
     wait = cell(real_lab, CELL.format(steps=100_000, then=""))
-    run = watched(real_lab)
+    run = watched(real_lab, before)
     if by == "stop":
         assert run.stop(20, "enough")
     else:
@@ -95,11 +95,10 @@ def test_what_ends_it_interrupts_the_cell_and_the_ranks_go_on(real_lab: Lab, by:
 
 @pytest.mark.slow
 def test_a_rank_that_raises_frees_the_others_and_says_why(real_lab: Lab) -> None:
-    began_s = time.monotonic()
+    before = real_lab.current
     with pytest.raises(Exception, match="no more of this"):
         cell(real_lab, CELL.format(steps=100, then="if i == 7 and rank == 1: raise ValueError('no more of this')"))()
-    assert time.monotonic() - began_s < 30
-    run = watched(real_lab).wait(10)
+    run = watched(real_lab, before).wait(10)
     assert run.state is RunState.FAILED and run.reason == "ValueError: no more of this"
     with pytest.raises(Exception, match=r"call fsdp_lab.init_process_group\(\) on all ranks"):
         cell(real_lab, textwrap.dedent(LOOP).format(steps=1, then=""))()
