@@ -37,8 +37,7 @@ from tests.models.small import SMALL, filled
 from tests.pool import Place, Pool
 
 STRATEGIES = {
-    1: (Strategy(precision="bf16", offload="all"),),
-    2: (Strategy(sharding="zero1"), Strategy(sharding="no_shard"), Strategy(precision="bf16")),
+    2: (Strategy(sharding="zero1"), Strategy(sharding="no_shard"), Strategy(precision="bf16", offload="all")),
     3: (Strategy(wrap="min_params:5000"), Strategy(offload="optimizer")),
     4: (Strategy(sharding="hybrid_shard"), Strategy(sharding="hybrid_shard_zero2"), Strategy(reshard_size=2)),
 }
@@ -77,7 +76,7 @@ def filled_each_way(place: Place, family: str, folder: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "world_size"),
-    tiered([("gpt2", 1), ("gpt2", 2), ("llama tied", 3), ("t5", 4)], lambda family, world_size: world_size in (2, 3)),
+    tiered([("gpt2", 2), ("llama tied", 3), ("t5", 4)], lambda family, world_size: world_size != 4),
 )
 def test_a_model_on_meta_gets_the_values_of_an_eager_build(
     pool: Pool, tmp_path: Path, family: str, world_size: int
