@@ -105,8 +105,12 @@ class Engine:
             self.fully_shard(unit)
         return self.fully_shard(model)
 
-    def fully_shard(self, module: Any) -> Any:
+    def fully_shard(self, module: Any, **options: Any) -> Any:
         return module
+
+    def inner(self, model: Any) -> Any:
+        """The model without a wrapper."""
+        return model
 
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         return nullcontext()
@@ -140,8 +144,8 @@ class FSDP2(Engine):
         super().__init__(**where)
         self.mesh = init_device_mesh("cpu", (self.world_size,), mesh_dim_names=("shard",))
 
-    def fully_shard(self, module: Any) -> Any:
-        return fsdp2.fully_shard(module, mesh=self.mesh)
+    def fully_shard(self, module: Any, **options: Any) -> Any:
+        return fsdp2.fully_shard(module, mesh=self.mesh, **options)
 
     @contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
@@ -163,8 +167,8 @@ class FSDP2(Engine):
 class Ours(Engine):
     kind = Kind.OURS
 
-    def fully_shard(self, module: Any) -> Any:
-        return ours.fully_shard(module)
+    def fully_shard(self, module: Any, **options: Any) -> Any:
+        return ours.fully_shard(module, **options)
 
     def values(self, model: nn.Module) -> dict[str, Tensor]:
         buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
