@@ -29,9 +29,8 @@ from fsdp_lab.planner.memory_models.base import (
     MemoryTracker,
     role_bytes,
 )
-from fsdp_lab.planner.memory_models.ddp import DDPMemory
 from fsdp_lab.planner.memory_models.flat import FlatMemory
-from fsdp_lab.planner.memory_models.fsdp import FSDP1Memory, FSDP2Memory
+from fsdp_lab.planner.memory_models.fsdp import DDPMemory, FSDP1Memory, FSDP2Memory
 from fsdp_lab.planner.model_shape import ALLOCATED, ARRIVED, FREED, SCRATCH, ModelShape, TapeChange, TapeSegment
 from fsdp_lab.planner.step import recomputed
 from fsdp_lab.spec.spec import Spec

@@ -1,6 +1,6 @@
 """`EngineCheck`: an engine of the user's, tried for some steps beside a known one of the same sharding.
 
-It passes if the lab found no mistake (fsdp_lab/backends/your_checks.py), it computes the same (`runs.parity`), and takes no
+It passes if the lab names no mistake (`Inspector` in backends/yours.py), it computes the same (`runs.parity`), and takes no
 more than what was asked for (`LIMITS`).
 """
 

@@ -22,8 +22,7 @@ from fsdp_lab.planner.costs import (
 from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates
 from fsdp_lab.planner.memory import CONTEXT_BYTES, MODELS, MemoryPlan, memory, under_pressure
 from fsdp_lab.planner.memory_models.base import GRADIENTS, OPTIMIZER, PARAMETERS, MemoryModel
-from fsdp_lab.planner.memory_models.ddp import DDPMemory
-from fsdp_lab.planner.memory_models.fsdp import FSDP1Memory
+from fsdp_lab.planner.memory_models.fsdp import DDPMemory, FSDP1Memory
 from fsdp_lab.planner.model_shape import ModelShape, UnitShape
 from fsdp_lab.planner.plan import Plan, plan
 from fsdp_lab.planner.step import recomputed, step_seconds
