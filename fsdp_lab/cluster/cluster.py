@@ -134,18 +134,18 @@ class Cluster:
             ArgumentError: the engines are not ours, or cannot persist there. As `resize`.
         """
         if self.assembly.config.given is not None:
-            raise ArgumentError("hosts", "the engines of a given cluster are yours, and stay where they are",
-                                "make a lab with Lab.ssh, Lab.slurm or Lab")  # fmt: skip
+            yours = "the engines of a given cluster are yours, and stay where they are"
+            raise ArgumentError("hosts", yours, "make a lab with Lab.ssh, Lab.slurm or Lab")
         check_persistence(hosts, persist=self.assembly.config.persist_s is not None)
-        found = self.assembly.look_at(hosts, report) if hosts is not None else None
+        looked_at = self.assembly.look_at(hosts, report) if hosts is not None else None
         try:
             before()
             with self._changing:
                 self.membership.require_engines()
-                self._assemble(lambda: self.assembly.move(hosts, ranks, report, found))
+                self._assemble(lambda: self.assembly.move(hosts, ranks, report, looked_at))
         except BaseException:
-            if found is not None:
-                found[1].close()
+            if looked_at is not None:
+                looked_at[1].close()
             raise
 
     def check_devices(self, ranks: int, devices: Sequence[str] | None) -> None:
@@ -184,13 +184,13 @@ class Cluster:
         if self.membership.closed:
             return
         self.membership.enter(ClusterState.CLOSED)
-        engines = self.membership.engines
-        if engines is not None:
+        if self.membership.engines is not None:
             with contextlib.suppress(Exception):
                 self.dispatcher.dismiss(self.membership.present)
-        self._release_local()
-        if engines is not None:
-            engines.close()
+        self.supervisor.stop()
+        self.dispatcher.abandon()
+        if self.membership.engines is not None:
+            self.membership.engines.close()
 
     def __enter__(self) -> Cluster:
         return self.start()
@@ -203,11 +203,8 @@ class Cluster:
         with self._changing:
             self.membership.require_engines().detach()
             self.membership.enter(ClusterState.CLOSED)
-            self._release_local()
-
-    def _release_local(self) -> None:
-        self.supervisor.stop()
-        self.dispatcher.abandon()
+            self.supervisor.stop()
+            self.dispatcher.abandon()
 
     # -- calls ------------------------------------------------------------------------------------------------------
 

@@ -45,12 +45,10 @@ def start_server(folder: Path, environment: Mapping[str, str], module: str | Non
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as listener:  # the folder's path may be too long
         listener.bind(str(folder / SOCKET))
         listener.listen(1024)
+        command = [sys.executable, "-m", MODULE, str(listener.fileno()), *([module] if module else [])]
+        own = {"env": {**os.environ, **environment}, "start_new_session": True, "pass_fds": [listener.fileno()]}
         with open(folder / LOG, "wb") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", MODULE, str(listener.fileno()), *([module] if module else [])],
-                env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True, pass_fds=[listener.fileno()],
-            )  # fmt: skip
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, **own)
     return None
 
 
@@ -58,7 +56,7 @@ def start_server(folder: Path, environment: Mapping[str, str], module: str | Non
 
 
 class ForkedEngineLauncher(LocalEngineLauncher):  # type: ignore[misc]
-    """Of an engine that the server forks. Where there is no server, the engine is started as ipyparallel does."""
+    """Launches an engine that the server forks. Where there is no server, the engine is started as ipyparallel does."""
 
     _connection: socket.socket | None = None
 
@@ -91,13 +89,11 @@ class ForkedEngineLauncher(LocalEngineLauncher):  # type: ignore[misc]
 
     def _wait(self) -> None:
         """On a thread: the server knows how the engine ended. If the server has ended, only when is known."""
-        if self._connection is None:
-            super()._wait()
-            return
         exit_code = None
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            exit_code = json.loads(self._answers.readline())["exit_code"]
-        self._connection.close()
+        if self._connection is not None:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                exit_code = json.loads(self._answers.readline())["exit_code"]
+            self._connection.close()
         if exit_code is None:
             super()._wait()
             return

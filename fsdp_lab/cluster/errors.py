@@ -6,6 +6,7 @@ A value that ranks refuse stays a `fsdp_lab.base.errors.FieldError`: the user's 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from fsdp_lab.base.errors import SentenceError
 from fsdp_lab.base.hang import Hang
@@ -48,9 +49,8 @@ class RankLost(ClusterError):
     ) -> None:
         self.rank, self.engine, self.pid, self.host = rank, engine, pid, host
         self.reason, self.doing, self.unix_s, self.log = reason, doing or "nothing", unix_s, log
-        super().__init__(
-            f"rank {rank} is gone: its process {pid} on {host} {reason} at {clock(unix_s)}, while doing {self.doing}"
-        )
+        gone = f"its process {pid} on {host} {reason} at {clock(unix_s)}"
+        super().__init__(f"rank {rank} is gone: {gone}, while doing {self.doing}")
 
 
 class RankStuck(ClusterError):
@@ -97,10 +97,10 @@ class RankError(ClusterError):
         reason: str,
         trace: str = "",
         unix_s: float,
-        others: dict[int, str] | None = None,
+        others: Mapping[int, str] = {},
     ) -> None:
         self.rank, self.what, self.kind, self.reason, self.trace = rank, what, kind, reason, trace
-        self.unix_s, self.others, self.details = unix_s, dict(others or {}), trace
+        self.unix_s, self.others, self.details = unix_s, dict(others), trace
         super().__init__(f"rank {rank} failed in {what} at {clock(unix_s)}: {kind}: {reason}")
 
 

@@ -23,13 +23,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
 from fsdp_lab.base.process import Identity, alive, end, marked, sweep
-from fsdp_lab.cluster.detached import DetachedCluster, EndCommand, remove_private, run_end_commands, write_end_commands
+from fsdp_lab.cluster.detached import DetachedCluster, remove_private, run_end_commands
 
 CHECK_S = 0.5  # between two checks of detached ranks
 MODULE = "fsdp_lab.cluster.guardian"
@@ -39,19 +38,11 @@ class Guardian:
     """The kernel's side: starts the process, and releases it after an orderly end."""
 
     def __init__(self, token: str, folder: Path) -> None:
-        self._folder = folder
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", MODULE, token, str(os.getpid()), str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": package_path()},
-            start_new_session=True,  # signals to the kernel's process group do not reach it
-        )
-
-    def set_end_commands(self, commands: Sequence[EndCommand]) -> None:
-        """What it is to run at the end, if it ends the cluster. Replaces what was set before."""
-        write_end_commands(self._folder, commands)
+        command = [sys.executable, "-m", MODULE, token, str(os.getpid()), str(folder)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        environment = {**os.environ, "PYTHONPATH": package_path()}
+        # In a session of its own: signals to the kernel's process group do not reach it.
+        self._process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
 
     @property
     def identity(self) -> Identity:

@@ -67,13 +67,17 @@ class HostAgent:
             "PYTHONPATH": self._path,
             "IPYTHONDIR": str(self.folder / "ipython"),
         }
+        options = ["--log-level=WARN", f"--IPEngine.max_heartbeat_misses={misses}"]
         with open(log, "wb") as output:
             started = subprocess.Popen(
-                [sys.executable, "-P", "-m", "ipyparallel.engine", "--log-level=WARN",
-                 f"--IPEngine.max_heartbeat_misses={misses}"],
-                env={**os.environ, **environment, **variables}, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, start_new_session=True, cwd=self._cwd,
-            )  # fmt: skip
+                [sys.executable, "-P", "-m", "ipyparallel.engine", *options],
+                env={**os.environ, **environment, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd=self._cwd,
+            )
         self._logs[started.pid] = str(log)
         return started
 
@@ -96,8 +100,8 @@ class HostAgent:
 
     def _write(self) -> None:
         part = self.folder / "exits.part"
-        part.write_text(json.dumps({"token": self._token, "exits": self._exits, "logs": self._logs,
-                                    "agent": os.getpid()}))  # fmt: skip
+        kept = {"token": self._token, "exits": self._exits, "logs": self._logs, "agent": os.getpid()}
+        part.write_text(json.dumps(kept))
         part.replace(self.folder / "exits.json")
 
     def close(self) -> None:

@@ -46,8 +46,8 @@ def answer(output: str) -> Any:
     """The reply in a host's output. Raises ValueError if it is not there, or not all of it."""
     pieces: dict[int, str] = {}
     for line in output.splitlines():
-        _, found, rest = line.partition(REPLY)
-        if found:
+        _, is_reply, rest = line.partition(REPLY)
+        if is_reply:
             number, of, piece = rest.split(":", 2)
             pieces[int(number)] = piece
             if len(pieces) == int(of):
@@ -117,11 +117,11 @@ def code_digest() -> str:
 
 
 def folder_digest(root: str) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(glob.glob(os.path.join(root, "**", "*.py"), recursive=True)):
         with open(path, "rb") as file:
-            found.update(os.path.relpath(path, root).encode() + b"\0" + file.read())
-    return found.hexdigest()[:16]
+            digest.update(os.path.relpath(path, root).encode() + b"\0" + file.read())
+    return digest.hexdigest()[:16]
 
 
 def gpus() -> int:
@@ -177,11 +177,11 @@ def exactly(connection: socket.socket, n: int) -> bytes:
 
 def status(token: str) -> dict[str, Any]:
     """Which engines of a cluster run, and what is known of those that have ended: exit codes and last lines, by pid."""
-    found: dict[str, Any] = {"running": list(marked(host_mark(token))), "exits": {}, "logs": {}}
+    known: dict[str, Any] = {"running": list(marked(host_mark(token))), "exits": {}, "logs": {}}
     for _, kept in kept_files(host_mark(token)):
-        found["exits"].update(kept["exits"])
-        found["logs"].update({pid: last_lines(path) for pid, path in kept["logs"].items()})
-    return found
+        known["exits"].update(kept["exits"])
+        known["logs"].update({pid: last_lines(path) for pid, path in kept["logs"].items()})
+    return known
 
 
 def kept_files(token: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -271,7 +271,6 @@ def unpack(data: str, folder: str) -> dict[str, Any]:
 
 def install(requirements: Sequence[str]) -> dict[str, Any]:
     """Installs packages into this Python."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", *requirements], capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "pip", "install", "--quiet", *requirements]
+    done = subprocess.run(command, capture_output=True, text=True)
     return {"code": done.returncode, "said": done.stderr.strip()[-500:]}

@@ -40,8 +40,8 @@ class Hosts:
             if value is not None and not is_whole(value):
                 raise ArgumentError(name, f"{value!r} is refused", "give a whole number of 1 or more")
         if self.gpus_per_host is not None and self.ranks_per_host is not None:
-            raise ArgumentError("ranks_per_host", "it is given beside gpus_per_host, which has a rank for each GPU",
-                                "give one of them")  # fmt: skip
+            beside = "it is given beside gpus_per_host, which has a rank for each GPU"
+            raise ArgumentError("ranks_per_host", beside, "give one of them")
 
     @property
     def each(self) -> int | None:
@@ -126,14 +126,9 @@ class SlurmHosts(Hosts):
     @property
     def request(self) -> list[str]:
         """Options of salloc."""
-        tasks = self.each or 1
-        found = [f"--nodes={self.hosts}", f"--ntasks-per-node={tasks}"]
-        if self.gpus_per_host is not None:
-            found.append(f"--gpus-per-node={self.gpus_per_host}")
-        for name in ("time", "partition", "account", "qos"):
-            if (value := getattr(self, name)) is not None:
-                found.append(f"--{name}={value}")
-        return [*found, *self.options]
+        asked = {"nodes": self.hosts, "ntasks-per-node": self.each or 1, "gpus-per-node": self.gpus_per_host}
+        asked |= {name: getattr(self, name) for name in ("time", "partition", "account", "qos")}
+        return [*(f"--{name}={value}" for name, value in asked.items() if value is not None), *self.options]
 
 
 @dataclass(frozen=True, kw_only=True)

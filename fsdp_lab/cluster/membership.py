@@ -66,14 +66,14 @@ class RankStatus:
     @property
     def waits_for(self) -> str:
         """The collective that it waits for, as in "all_gather of unit transformer.h.3"; "" if none."""
-        pending = self.heartbeat.beat.pending if self.heartbeat is not None and self.state != "idle" else None
-        return pending.label if pending is not None else ""
+        pending = self.heartbeat and self.heartbeat.beat.pending
+        return pending.label if pending and self.state != "idle" else ""
 
     @property
     def waits_s(self) -> float:
         """How long it has waited for that collective by now; 0.0 if it does not wait."""
         last = self.heartbeat
-        return last.beat.pending_s + last.age_s if last is not None and self.waits_for else 0.0
+        return last.beat.pending_s + last.age_s if last and self.waits_for else 0.0
 
 
 @dataclass(kw_only=True)
@@ -177,14 +177,11 @@ class Membership:
         with self.lock:
             self._leaving.update(m.engine for m in members)
 
-    def unexpectedly_ended(
-        self, *, pid: int | None = None, engine: int | None = None, host_id: str | None = None
-    ) -> Member | None:
-        """The member whose engine has just ended, or its process, on this host or on another; None if that was expected, or
-        reported before."""
+    def unexpectedly_ended(self, *, pid: int | None, engine: int | None, host_id: str | None) -> Member | None:
+        """Returns the member whose engine or process, on this host or on `host_id`, has just ended; None if that was
+        expected, or reported before."""
         for m in self.present:
-            if m.engine == engine or (
-                m.pid == pid and (m.process is not None if host_id is None else m.host_id == host_id)
-            ):
+            here = m.process is not None if host_id is None else m.host_id == host_id
+            if m.engine == engine or (m.pid == pid and here):
                 return None if m.engine in self._leaving else m
         return None

@@ -131,25 +131,18 @@ class AbortMonitor:
         with self._lock:
             self._epoch, self._turn = epoch, turn
         self.insisted = False
-        on_main = threading.current_thread() is threading.main_thread()
-        with self._own_signals(raises=raises) if on_main else contextlib.nullcontext():
+        with contextlib.ExitStack() as restored:
+            if threading.current_thread() is threading.main_thread():
+                restored.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
+                if not raises:
+                    signal.signal(signal.SIGINT, lambda number, frame: None)  # the thread reads it from the pipe
+                wakeup = signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
+                restored.callback(signal.set_wakeup_fd, wakeup)
             try:
                 yield
             finally:
                 with self._lock:
                     self._epoch = None
-
-    @contextmanager
-    def _own_signals(self, *, raises: bool) -> Iterator[None]:
-        handler = signal.getsignal(signal.SIGINT)
-        if not raises:
-            signal.signal(signal.SIGINT, lambda number, frame: None)  # the thread reads the signal from the pipe
-        wakeup = signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(wakeup)
-            signal.signal(signal.SIGINT, handler)
 
     @property
     def working(self) -> bool:
@@ -172,21 +165,13 @@ class AbortMonitor:
             entry = f"{self._turn} {why}"
             self._bounded.call(lambda store: store.compare_set(_abort_key(epoch), "", entry))  # the first reason wins
 
-    def announced(self, epoch: int) -> str | None:
-        """Why a rank aborted this epoch, or None."""
-        entry = self._entry(epoch)
-        return None if entry is None else entry[1]
-
-    def announced_now(self, epoch: int) -> str | None:
-        """The same, if it happened in the current call: a rank that entered the call first has already left it again."""
-        entry = self._entry(epoch)
-        return entry[1] if entry is not None and entry[0] == self._turn else None
-
-    def _entry(self, epoch: int) -> tuple[int, str] | None:
+    def announced(self, epoch: int) -> tuple[str, bool] | None:
+        """Returns why a rank aborted this epoch, and whether in the current call: a rank that entered it first has already
+        left it again then. None: no rank did."""
         if not self._store.check([_abort_key(epoch)]):
             return None
         turn, _, why = self._store.get(_abort_key(epoch)).decode().partition(" ")
-        return int(turn), why
+        return why, int(turn) == self._turn
 
     def close(self) -> None:
         self._closed = True
@@ -210,8 +195,8 @@ class AbortMonitor:
                     self.announce(f"rank {self._rank} {INTERRUPTED}")
                 elif (why := self._context.failure()) is not None:
                     self.announce(f"rank {self._rank}: {why}")
-                elif (why := self.announced(epoch)) is not None:
-                    self._abort_in(epoch, why)
+                elif (announced := self.announced(epoch)) is not None:
+                    self._abort_in(epoch, announced[0])
             except RuntimeError as e:
                 self._abort_in(epoch, f"the store of rank 0 is gone ({str(e).splitlines()[0]})")
 
@@ -280,9 +265,10 @@ class AbortProtocol:
     def reopen(self) -> bool:
         """Open new groups if any rank aborted this epoch. Returns whether one did; then backends must be rebuilt. Raises
         RankAborted if that happened in this very call: the aborting rank takes part again in the next one."""
-        if self.monitor.announced(self._epoch) is None:
+        if (announced := self.monitor.announced(self._epoch)) is None:
             return False
-        if (why := self.monitor.announced_now(self._epoch)) is not None:
+        why, now = announced
+        if now:
             self._context.abort(why)
             raise RankAborted(why)
         self._context.abort("the epoch is over")  # also on a rank that was idle when it happened

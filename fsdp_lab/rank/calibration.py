@@ -25,6 +25,7 @@ from fsdp_lab.backends.base import DTYPES
 from fsdp_lab.base.process import ranks_per_host, usable_cores
 from fsdp_lab.engine import collectives
 from fsdp_lab.engine.scaling import Scaler
+from fsdp_lab.models import Batches
 from fsdp_lab.rank.children import run_children
 from fsdp_lab.rank.prepare import LONGEST_S, Preparation, is_next_measured, is_over_nccl, seconds_on_device
 from fsdp_lab.rank.rendezvous import RankInfo
@@ -44,11 +45,15 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 _Rows = tuple[tuple[int, int, int], ...]
 # Matrix products as training has them: rows (tokens) x inputs x outputs.
 _PRODUCTS: Mapping[str, _Rows] = {
-    "cpu": ((8, 32, 64), (16, 64, 128), (64, 64, 256), (64, 256, 256), (256, 256, 512), (512, 256, 1024),
-            (512, 768, 1536)),
-    "cuda": ((64, 256, 256), (512, 512, 512), (2048, 1024, 1024), (4096, 2048, 2048), (8192, 4096, 4096),
-             (8192, 8192, 8192)),
-}  # fmt: skip
+    "cpu": (
+        *((8, 32, 64), (16, 64, 128), (64, 64, 256), (64, 256, 256)),
+        *((256, 256, 512), (512, 256, 1024), (512, 768, 1536)),
+    ),
+    "cuda": (
+        *((64, 256, 256), (512, 512, 512), (2048, 1024, 1024)),
+        *((4096, 2048, 2048), (8192, 4096, 4096), (8192, 8192, 8192)),
+    ),
+}
 _SCORES: Mapping[str, tuple[tuple[int, int], ...]] = {  # samples, tokens; 4 heads of width 64
     "cpu": ((1, 16), (1, 64), (2, 128), (4, 256), (2, 512)),
     "cuda": ((1, 256), (4, 512), (4, 1024), (4, 2048)),
@@ -88,17 +93,22 @@ class HardwareProbe:
         and "across" (see `measured_groups`), "steps": [[s, ...]] by trainer, "memory_bytes", "per_host": ranks}. Each size
         has one row per pass.
         """
-        self._prepare(trainers)
+        for trainer in trainers:
+            for _ in range(WARMUP_STEPS):
+                trainer.step()
+        gc.collect()
+        gc.freeze()  # many models exist now: collecting them would count as a step's time
         with self._grouped() as groups:
-            found = [{**self._rates(dtypes, groups), "steps": self._steps(trainers)} for _ in range(passes)]
-        return {**_joined(found), "memory_bytes": self._memory_bytes(), "per_host": self._per_host}
+            rows = [{**self._rates(dtypes, groups), "steps": self._steps(trainers)} for _ in range(passes)]
+        memory_bytes = int(psutil.virtual_memory().total) // self._per_host  # of this rank: its share of the host's
+        if self._kind == "cuda":
+            memory_bytes = int(torch.cuda.get_device_properties(self._device).total_memory)
+        return {**_joined(rows), "memory_bytes": memory_bytes, "per_host": self._per_host}
 
     def links(self, passes: int) -> dict[str, Any]:
         """Collectives of all ranks alone: {kind: [[payload bytes, s]], "late": as by `lateness`}."""
-        found: dict[str, Any] = _joined(
-            [{**self.collectives(self._world), "late": list(self.lateness())} for _ in range(passes)]
-        )
-        return found
+        rows = [{**self.collectives(self._world), "late": list(self.lateness())} for _ in range(passes)]
+        return dict(_joined(rows))
 
     def _rates(self, dtypes: Sequence[str], groups: Mapping[str, dist.ProcessGroup]) -> dict[str, Any]:
         return {
@@ -129,8 +139,8 @@ class HardwareProbe:
     def scores(self, dtype: torch.dtype) -> Iterator[list[float]]:
         """[scores, FLOPs, seconds] of causal attention, forward and backward: scores and FLOPs are the forward's."""
         for samples, tokens in _SCORES[self._kind]:
-            q, k, v = (self._full(samples * HEADS * tokens, WIDTH, dtype).view(samples, HEADS, tokens, WIDTH)
-                       .requires_grad_() for _ in range(3))  # fmt: skip
+            shape, rows = (samples, HEADS, tokens, WIDTH), samples * HEADS * tokens
+            q, k, v = (self._full(rows, WIDTH, dtype).view(shape).requires_grad_() for _ in range(3))
             g = torch.ones_like(q)
 
             def attend(q: Tensor = q, k: Tensor = k, v: Tensor = v, g: Tensor = g) -> None:
@@ -234,43 +244,33 @@ class HardwareProbe:
     @contextmanager
     def _grouped(self) -> Iterator[dict[str, dist.ProcessGroup]]:
         """This rank's group in each of the `measured_groups`."""
-        made = {
-            name: [dist.new_group(ranks) for ranks in each]
-            for name, each in measured_groups(self._info.world_size, self._per_host).items()
-        }
+        own: dict[str, dist.ProcessGroup] = {}
+        for name, each in measured_groups(self._info.world_size, self._per_host).items():
+            made = [dist.new_group(ranks) for ranks in each]
+            (own[name],) = (g for g in made if g is not dist.GroupMember.NON_GROUP_MEMBER)
         try:
-            yield {
-                name: next(g for g in groups if g is not dist.GroupMember.NON_GROUP_MEMBER)
-                for name, groups in made.items()
-            }
+            yield own
         finally:
             self._barrier()
-            for group in [g for groups in made.values() for g in groups]:
-                if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                    dist.destroy_process_group(group)
+            for group in own.values():
+                dist.destroy_process_group(group)
 
     # -- whole steps ----------------------------------------------------------------------------------------------
 
-    def _prepare(self, trainers: Sequence[Trainer]) -> None:
-        for trainer in trainers:
-            for _ in range(WARMUP_STEPS):
-                trainer.step()
-        gc.collect()
-        gc.freeze()  # many models exist now: collecting them would count as a step's time
-
     def _steps(self, trainers: Sequence[Trainer]) -> dict[str, list[float]]:
         """Seconds of some steps of each; the first, which fills the processor's caches anew, does not count."""
-        taken = {}
+        meet = self._meet or (
+            lambda: None
+        )  # else a rank ahead, which does not communicate, would leave cores to others
+        taken: dict[str, list[float]] = {}
         for i, trainer in enumerate(trainers):
             self._barrier()
-            taken[str(i)] = [self._step_s(trainer) for _ in range(STEPS)][1:]
+            seconds = taken[str(i)] = []
+            for step in range(STEPS):
+                meet()
+                step_s = trainer.step().step_time_s
+                seconds += [step_s] if step else []
         return taken
-
-    def _step_s(self, trainer: Trainer) -> float:
-        """Ranks that share cores and do not communicate begin each step together: one ahead would leave cores to others."""
-        if self._meet is not None:
-            self._meet()
-        return trainer.step().step_time_s
 
     # -- small helpers --------------------------------------------------------------------------------------------
 
@@ -322,27 +322,14 @@ class HardwareProbe:
         if self._kind == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _memory_bytes(self) -> int:
-        """Memory of this rank: its GPU's, or its share of the host's."""
-        if self._kind == "cuda":
-            return int(torch.cuda.get_device_properties(self._device).total_memory)
-        return int(psutil.virtual_memory().total) // self._per_host
-
     @property
     def _per_host(self) -> int:
         return ranks_per_host(self._world.context.hosts) or self._info.world_size
 
 
 def measure_crowd(ranks: int, specs: Sequence[Any], dtypes: Sequence[str], passes: int) -> list[Any]:
-    """Per process what `HardwareProbe.all` returns, and "gloo", beside "collectives" over shared memory.
-
-    Args:
-        ranks: processes.
-        specs: of one rank each, as dicts: their steps are timed.
-
-    Raises:
-        ChildError: a process failed.
-    """
+    """Returns for each of `ranks` processes what `HardwareProbe.all` does, and "gloo", beside "collectives" over shared
+    memory. `specs`: of one rank each, as dicts: their steps are timed. Raises ChildError: a process failed."""
     threads = max(1, usable_cores() // ranks)
     job = {"ranks": ranks, "specs": list(specs), "dtypes": list(dtypes), "passes": passes, "threads": threads}
     return run_children("fsdp_lab.rank.crowd", job, ranks, threads=threads, limit_s=CROWD_S)
@@ -352,13 +339,13 @@ def measured_groups(size: int, per_host: int) -> dict[str, list[list[int]]]:
     """The groups beside that of all ranks in which collectives are measured, by name: "pairs" of neighbors, if more than two
     share a host; "inside" hosts, and "across" them with one rank of each, the shard and replicate groups of hybrid sharding,
     if there are several hosts of several ranks. All groups of a name work at once."""
-    found = {}
+    groups = {}
     if per_host > 2 and per_host % 2 == 0:
-        found["pairs"] = [[rank, rank + 1] for rank in range(0, size, 2)]
+        groups["pairs"] = [[rank, rank + 1] for rank in range(0, size, 2)]
     if 1 < per_host < size:
-        found["inside"] = [[*range(first, first + per_host)] for first in range(0, size, per_host)]
-        found["across"] = [[*range(place, size, per_host)] for place in range(per_host)]
-    return found
+        groups["inside"] = [[*range(first, first + per_host)] for first in range(0, size, per_host)]
+        groups["across"] = [[*range(place, size, per_host)] for place in range(per_host)]
+    return groups
 
 
 def _joined(passes: Sequence[Any]) -> Any:
@@ -375,19 +362,17 @@ def calibration_trainers(
     """Trainers of these Specs from initial values, besides the live training, until the exit; collective."""
     trainers: list[Trainer] = []
     try:
+        before: tuple[Spec, Batches] | None = None
         for spec in specs:
-            trainers.append(_trainer(spec, info, world, preparation, trainers[-1] if trainers else None))
+            p = preparation.prepare(spec, before, begins=True)
+            before, initial = (spec, p.batches), p.initial(world.context.check)
+            backend = build(p.skeleton, spec, info.device)
+            fill(backend, initial)
+            parts = {"info": info, "backend": backend, "batches": p.batches, "world": world, "cost": p.cost}
+            state = {"progress": TrainingProgress(), "scaler": Scaler(enabled=False), "clock": ClockOffset()}
+            trainers.append(Trainer(run="calibration", spec=spec, notes=(), **parts, **state))
         yield trainers
     finally:
         for trainer in trainers:
             trainer.backend.release(world.context.busy_addresses())
         gc.collect()
-
-
-def _trainer(spec: Spec, info: RankInfo, world: Wire, preparation: Preparation, former: Trainer | None) -> Trainer:
-    p = preparation.prepare(spec, None if former is None else (former.spec, former.batches), begins=True)
-    initial = p.initial(world.context.check)
-    backend = build(p.skeleton, spec, info.device)
-    fill(backend, initial)
-    return Trainer(run="calibration", spec=spec, info=info, backend=backend, batches=p.batches, world=world, cost=p.cost,
-                   progress=TrainingProgress(), scaler=Scaler(enabled=False), notes=(), clock=ClockOffset())  # fmt: skip

@@ -48,11 +48,12 @@ class Child:
     def start(cls, module: str, threads: int) -> Child:
         """threads: of its computing."""
         errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `end`
-        own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": str(threads),
-               "MKL_NUM_THREADS": str(threads)}  # fmt: skip
-        process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                   stderr=errors, text=True, env={**HOST_MEMORY, **os.environ, **own},
-                                   start_new_session=True)  # fmt: skip
+        own = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+        own["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        environment, pipe = {**HOST_MEMORY, **os.environ, **own}, subprocess.PIPE
+        options = {"text": True, "env": environment, "start_new_session": True}
+        command = [sys.executable, "-m", module]
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, **options)
         return cls(process=process, errors=errors)
 
     def give(self, value: Any) -> None:
@@ -67,11 +68,6 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_S)
         return self.process.returncode
-
-    def last_line(self) -> str:
-        self.errors.seek(0)
-        lines = self.errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it printed nothing"
 
     def end(self) -> None:
         assert self.process.stdin is not None
@@ -119,7 +115,10 @@ def run_children(
             elif kind != "gone":
                 on_message(rank, kind, value)
             elif rank not in results:
-                raise ChildError(f"rank {rank} ended with code {children[rank].code()}: {children[rank].last_line()}")
+                code, errors = children[rank].code(), children[rank].errors
+                errors.seek(0)
+                lines = errors.read().decode(errors="replace").strip().splitlines()
+                raise ChildError(f"rank {rank} ended with code {code}: {lines[-1] if lines else 'it printed nothing'}")
         for child in children:
             child.code()
     return [results[rank] for rank in range(ranks)]

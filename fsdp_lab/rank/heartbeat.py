@@ -154,7 +154,8 @@ class HeartbeatThread:
             before, state = state, (last.sequence if last else -1, activity.working)
             if progress := state != before:
                 progress_s = now
-            if not at_once and now - sent_s < _interval_s(activity.working, progress=progress) - 0.1:
+            interval_s = PERIOD_S if activity.working != progress else WORKING_S if progress else IDLE_S
+            if not at_once and now - sent_s < interval_s - 0.1:
                 continue
             still = now - progress_s > STILL_S or not activity.working
             heartbeat = self._read(number, activity, progress=progress, still=still)
@@ -168,15 +169,7 @@ class HeartbeatThread:
         return Heartbeat(
             rank=self._rank,
             number=number,
-            working=activity.working,
-            step=activity.step,
-            work=activity.work,
-            since_work_s=activity.since_work_s,
-            hang_s=activity.hang_s,
-            user_call=activity.user_call,
-            user_call_s=activity.user_call_s,
-            loop=activity.loop,
-            loop_steps=activity.loop_steps,
+            **vars(activity),
             last=_issued(last) if last else None,
             pending=_issued(pending) if pending else None,
             pending_s=time.perf_counter() - pending.issue_s if pending else 0.0,
@@ -185,12 +178,6 @@ class HeartbeatThread:
             recent=tuple(map(_issued, self._context.recent_issues())) if still else (),
             stack=main_stack() if still else "",
         )
-
-
-def _interval_s(working: bool, *, progress: bool) -> float:
-    if not working:
-        return PERIOD_S if progress else IDLE_S
-    return WORKING_S if progress else PERIOD_S
 
 
 def _issued(c: Collective) -> Issued:
@@ -217,8 +204,11 @@ class HangWatchdog:
         try:
             heartbeats = self._store.call(lambda store: self._exchange(store, heartbeat, read=late))
         except dist.DistNetworkError as e:
-            if heartbeat["pending_s"] > self._limit_s:
-                self._abort(_store_unreachable(Heartbeat.from_dict(heartbeat), str(e)))
+            own = Heartbeat.from_dict(heartbeat)
+            if own.pending_s > self._limit_s and own.pending is not None:
+                pending = f"{own.pending.label} (group {own.pending.group}) has been pending for {own.pending_s:.1f} s"
+                unknown = f"rank 0's store does not answer, so the missing rank is unknown ({e})"
+                self._abort(f"{pending}, and {unknown}: rank 0 is stopped, or the connection to it is cut")
             return
         silent = {rank: text for rank, h in heartbeats.items() if (text := self._silence(h))}
         if late and (hang := diagnose(heartbeats, self._limit_s, silent)) is not None:
@@ -237,16 +227,6 @@ class HangWatchdog:
             self._received[heartbeat.rank] = (heartbeat.number, since_s)
         silent_s = time.monotonic() - since_s
         return f"it has sent no heartbeat for {silent_s:.0f} s" if silent_s > heartbeat.silent_s else ""
-
-
-def _store_unreachable(heartbeat: Heartbeat, error: str) -> str:
-    """The diagnosis of a rank that cannot read the others' heartbeats."""
-    assert heartbeat.pending is not None
-    return (
-        f"{heartbeat.pending.label} (group {heartbeat.pending.group}) has been pending for {heartbeat.pending_s:.1f} s, and "
-        f"rank 0's store does not answer, so the missing rank is unknown ({error}): rank 0 is stopped, or the connection to "
-        "it is cut"
-    )
 
 
 def _key(rank: int) -> str:

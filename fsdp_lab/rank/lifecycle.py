@@ -39,10 +39,9 @@ from fsdp_lab.spec.spec import Spec
 from fsdp_lab.spec.workload import LINEAGE
 from fsdp_lab.wire import WireContext
 
-_NO_REBUILD = {  # Spec fields that the live backend can take over
-    "lr", "lr_schedule", "warmup_steps", "decay_steps", "lr_end", "weight_decay", "clip_norm", "micro_batch", "accumulate",
-    "seq_len", "data", "tokenizer", "text_field", "packing", "held_out", "sync", "link",
-}  # fmt: skip
+_RATES = ("lr", "lr_schedule", "warmup_steps", "decay_steps", "lr_end", "weight_decay", "clip_norm")
+_DATA = ("micro_batch", "accumulate", "seq_len", "data", "tokenizer", "text_field", "packing", "held_out")
+_NO_REBUILD = {*_RATES, *_DATA, "sync", "link"}  # Spec fields that the live backend can take over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +71,21 @@ class Replacement:
 class Lifecycle:
     """The live training of one rank, and its suspended ones. `notes` are on every training of this rank."""
 
-    def __init__(self, info: RankInfo, context: WireContext, groups: AbortProtocol, checkpointer: Checkpointer,
-                 notes: tuple[str, ...], work: LongWorkLog) -> None:  # fmt: skip
+    def __init__(
+        self,
+        info: RankInfo,
+        context: WireContext,
+        groups: AbortProtocol,
+        checkpointer: Checkpointer,
+        notes: tuple[str, ...],
+        work: LongWorkLog,
+    ) -> None:
         self._info, self._context, self._groups, self._checkpointer = info, context, groups, checkpointer
-        self._work = work
+        self._work, self._notes = work, notes
         self.trainer: Trainer | None = None
         self.preparation = Preparation(info, work, context.check)
         self.emulation, self.emulated = LinkEmulation(info), EmulatedLink()
         self.suspended: dict[str, SuspendedTraining] = {}  # by run
-        self._notes = notes
         self._clock = ClockOffset()
         self._source: StateSource | None = None  # None: the trainer's backend has the state
         self._replacement: Replacement | None = None  # in progress
@@ -111,8 +116,11 @@ class Lifecycle:
         if old is None or begins:
             old = None
             self._start(run, prepared)
+        elif _changes(old.spec, wanted) <= _NO_REBUILD:
+            update_hyperparameters(old.backend.optimizer, wanted.workload)
+            self._train_with(run, prepared, old.backend, old.progress, _scaler_for(wanted, old.scaler))
         else:
-            self._switch(run, prepared, old)
+            self._replace_backend(run, old, prepared)
         continues = old is not None
         if continues and before is not None and before[0].strategy.gather == "mapped":
             old = None  # the last reference to shards that torch cannot free before
@@ -135,14 +143,6 @@ class Lifecycle:
             host.look()
         loading_bytes = 0 if p.weights is None else host.nbytes
         self._train_with(run, p, backend, TrainingProgress(), _scaler_for(p.spec), loading_bytes=loading_bytes)
-
-    def _switch(self, run: str, p: PreparedTraining, old: Trainer) -> None:
-        """Continue the live training under another Spec."""
-        if _changes(old.spec, p.spec) <= _NO_REBUILD:
-            update_hyperparameters(old.backend.optimizer, p.spec.workload)
-            self._train_with(run, p, old.backend, old.progress, _scaler_for(p.spec, old.scaler))
-        else:
-            self._replace_backend(run, old, p)
 
     def rebuild(self) -> None:
         """Rebuild the live training on new process groups, after an abort."""
@@ -169,7 +169,7 @@ class Lifecycle:
     def _finish_replacement(self, done: Replacement, source: StateSource) -> None:
         """When every rank has received everything."""
         drop_slots(done.transfer.new)
-        self.trainer = self._trainer(done.run, done.prepared, done.transfer.new, done.progress, done.scaler)
+        self._train_with(done.run, done.prepared, done.transfer.new, done.progress, done.scaler)
         self._source = self._replacement = None
         self._replaced += 1
         for backend in source.backends:
@@ -199,14 +199,18 @@ class Lifecycle:
             return_memory(self._info.device)
             return backend
 
-    def _train_with(self, run: str, p: PreparedTraining, backend: Backend, progress: TrainingProgress, scaler: Scaler,
-                    ledger: LedgerResult | None = None, loading_bytes: int = 0) -> None:  # fmt: skip
+    def _train_with(
+        self,
+        run: str,
+        p: PreparedTraining,
+        backend: Backend,
+        progress: TrainingProgress,
+        scaler: Scaler,
+        ledger: LedgerResult | None = None,
+        loading_bytes: int = 0,
+    ) -> None:
         self._checkpointer.register(backend)
-        self.trainer = self._trainer(run, p, backend, progress, scaler, ledger, loading_bytes)
-
-    def _trainer(self, run: str, p: PreparedTraining, backend: Backend, progress: TrainingProgress, scaler: Scaler,
-                 ledger: LedgerResult | None = None, loading_bytes: int = 0) -> Trainer:  # fmt: skip
-        return Trainer(
+        self.trainer = Trainer(
             run=run,
             spec=p.spec,
             info=self._info,
@@ -232,8 +236,8 @@ class Lifecycle:
         """Move the live training to host memory. Returns its bytes."""
         t = self.require()
         state = suspend_state(t.backend)
-        self.suspended[t.run] = SuspendedTraining(spec=t.spec, batches=t.batches, cost=t.cost, progress=t.progress,
-                                                  scaler=t.scaler, ledger=t.meter.ledger, state=state)  # fmt: skip
+        kept = {name: getattr(t, name) for name in ("spec", "batches", "cost", "progress", "scaler")}
+        self.suspended[t.run] = SuspendedTraining(**kept, ledger=t.meter.ledger, state=state)
         return state.nbytes
 
     def resume(self, run: str, training: SuspendedTraining) -> None:

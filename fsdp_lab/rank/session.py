@@ -261,8 +261,7 @@ class Session:
         """How the language model of this run continues texts; collective. No rank holds more parameters than in a step.
 
         Returns {"texts": {number of the prompt: text}}: this rank's, those of all ranks together are all. Raises FieldError,
-        on every rank, if these ranks train another run, or the model does not continue texts, or no text as long.
-        """
+        on every rank, if these ranks train another run, or the model does not continue texts, or no text as long."""
         trainer, wanted = self._lifecycle.require(), Sampling(**sampling)
         if trainer.run != run:
             raise ArgumentError("run", f"these ranks have left run {run}", "start it again, or ask the newest run")
@@ -273,8 +272,13 @@ class Session:
             completed = completions(self._lifecycle.require(), prompts, texts, wanted)
         return {"texts": {str(number): completion.text for number, completion in completed.items()}}
 
-    def calibrate(self, specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str], passes: int,
-                  meet: Callable[[], None] | None = None) -> dict[str, Any]:  # fmt: skip
+    def calibrate(
+        self,
+        specs: Sequence[Mapping[str, Any]],
+        dtypes: Sequence[str],
+        passes: int,
+        meet: Callable[[], None] | None = None,
+    ) -> dict[str, Any]:
         """Measure this machine, and steps of each Spec, besides the live training; collective. meet: see `HardwareProbe`.
         Returns what `HardwareProbe.all` does, and "peaks": FLOP/s by dtype that MFU is relative to."""
         with self._exclusive():
@@ -305,8 +309,8 @@ class Session:
         wanted.check(self.info.world_size, self.trainer.progress.step if self.trainer else 0)
         if wanted.kind is FaultKind.SLOW:
             if self.context.nccl is not None:
-                raise ArgumentError("fault.kind", "a slow link is emulated by the host, which is refused over NCCL",
-                                    "use another kind, such as cut or stall")  # fmt: skip
+                reason = "a slow link is emulated by the host, which is refused over NCCL"
+                raise ArgumentError("fault.kind", reason, "use another kind, such as cut or stall")
             with self._protocol.collective_call():
                 self._reopen()
                 now = self._lifecycle.emulated.link
@@ -459,8 +463,8 @@ class Session:
     def loop_host(self, publish: Callable[[dict[str, Any]], None] | None = None) -> LoopHost:
         """For a loop of a user's on this rank. `publish`: takes its messages where no kernel does."""
         publish = self._on_loop or publish or (lambda message: None)
-        return LoopHost(info=self.info, context=self.context, world=self.world, publish=publish, notes=self._notes,
-                        guard=self._protocol.loop, progress=self._loop)  # fmt: skip
+        host = LoopHost(info=self.info, context=self.context, world=self.world, publish=publish, notes=self._notes)
+        return dataclasses.replace(host, guard=self._protocol.loop, progress=self._loop)
 
     @property
     def has_kernel(self) -> bool:
@@ -565,23 +569,20 @@ class Session:
         trainer = self.trainer
         work, since_work_s = self._work.read()
         user_call, since_s = (trainer.backend.user_call if trainer else None) or ("", time.monotonic())
+        hang_s = (
+            OWN_ENGINE_S if trainer is not None and trainer.backend.has_user_code else None
+        )  # None: the lab's limit
         return RankActivity(
             working=self._protocol.monitor.working,
             step=trainer.progress.step if trainer else None,
             work=work,
             since_work_s=since_work_s,
-            hang_s=self._hang_s(trainer),
+            hang_s=self._loop.hang_s if self._loop.place.inside else hang_s,
             user_call=user_call,
             user_call_s=time.monotonic() - since_s,
             loop=self._loop.place,
             loop_steps=self._loop.steps,
         )
-
-    def _hang_s(self, trainer: Trainer | None) -> float | None:
-        """How long a collective may wait, if that differs from the lab's limit."""
-        if self._loop.place.inside:
-            return self._loop.hang_s
-        return OWN_ENGINE_S if trainer is not None and trainer.backend.has_user_code else None
 
 
 def _evaluable(samples: int, prompts: Sequence[str], sampling: Mapping[str, Any]) -> Require:

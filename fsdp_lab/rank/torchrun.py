@@ -58,8 +58,8 @@ def init_process_group(*, timeout_s: float = TIMEOUT_S, reduction: str = "auto")
         return
     world = dist.group.WORLD
     if not isinstance(world, Wire) or world.context.session is None:
-        raise ArgumentError("init_process_group", "there is a default process group already",
-                            "call it in place of torch.distributed.init_process_group()")  # fmt: skip
+        hint = "call it in place of torch.distributed.init_process_group()"
+        raise ArgumentError("init_process_group", "there is a default process group already", hint)
     world.context.session.reopen()
 
 

@@ -79,12 +79,8 @@ def can_count(model: nn.Module) -> bool:
 
 
 def _attention() -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
-    for name in _FUSED:
-        for operator, count in ((name, _forward), (f"{name}_backward", _backward)):
-            if (packet := getattr(torch.ops.aten, operator, None)) is not None:
-                found[packet] = count
-    return found
+    counts = dict.fromkeys(_FUSED, _forward) | {f"{name}_backward": _backward for name in _FUSED}
+    return {getattr(torch.ops.aten, name): count for name, count in counts.items() if hasattr(torch.ops.aten, name)}
 
 
 def _forward(query: _Shape, key: _Shape, value: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
