@@ -91,8 +91,7 @@ class Assembly:
     Attributes:
         config: where they are is changed by `move`.
         notes: on how the ranks were started.
-        attached_status: `Session.status` of each rank when it was taken over, empty if it was started here.
-    """
+        attached_status: `Session.status` of each rank when it was taken over, empty if it was started here."""
 
     def __init__(
         self,
@@ -208,7 +207,7 @@ class Assembly:
             given = (membership.token, self._environment, self._supervisor.process_ended, config.timeout_s)
             membership.engines = LocalEngines(*given, forked=forked, rank_module=config.rank_module)
             membership.engines.default_ranks = config.ranks or self._default_ranks
-        membership.forget_ends()
+        membership.leaving = frozenset()  # another controller counts engines from 0 again
         membership.engines.sending = self._dispatcher.sending
         if membership.closed:  # meanwhile, by another thread
             membership.engines.close()
@@ -274,7 +273,7 @@ class Assembly:
         unresponsive = self._dispatcher.dismiss(healthy) if healthy else []
         reused = [m for m in healthy if m not in unresponsive][:n]
         others = [m for m in before if m not in reused]
-        self._membership.expect_end(others)
+        self._membership.leaving |= {m.engine for m in others}  # their end is no loss
         self._membership.replace([])
         self._engines.end([m.engine_process for m in others], term_s=0.7)
         self._monitor.close_channels()
@@ -317,8 +316,8 @@ class Assembly:
 
     def _member(self, rank: int, engine: int, report: Mapping[str, Any], placement: Placement) -> Member:
         seat, view = placement.seats[rank], self._engines.client.direct_view(engine)
-        process = {"pid": report["pid"], "host": seat.host, "host_id": report["id"], "device": seat.device}
-        member = Member(rank=rank, engine=engine, view=view, **process)
+        pid, id_ = report["pid"], report["id"]
+        member = Member(rank=rank, engine=engine, view=view, pid=pid, host=seat.host, host_id=id_, device=seat.device)
         if member.host_id == host_id() and alive(member.pid):
             with contextlib.suppress(psutil.Error):
                 member.process = psutil.Process(member.pid)

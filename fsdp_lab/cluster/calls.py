@@ -155,8 +155,7 @@ class Call:
             FieldError: the ranks refused a value.
             RankError, RankStuck: the others are freed by then.
             RankLost, RankHung: the others are interrupted, and may take some more seconds to settle.
-            Interrupted: a rank was interrupted before it had a result.
-        """
+            Interrupted: a rank was interrupted before it had a result."""
         over = self.wait(timeout_s)
         if self._hung is not None:  # the absent are ended; the others settle then, and the error does not wait for them
             self.interrupt()

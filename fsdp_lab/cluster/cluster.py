@@ -57,8 +57,7 @@ class Cluster:
             arguments takes them over (see `attached`).
         report: called with the progress of a start, on the thread that starts.
 
-    Nothing is started by the constructor.
-    """
+    Nothing is started by the constructor."""
 
     def __init__(
         self,
@@ -124,15 +123,10 @@ class Cluster:
         report: Callable[[StartProgress], None] | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        """Ends the ranks and starts others on these hosts, or on this one. What they had trained is lost.
-
-        Args:
-            report: as in the constructor, for this start alone; it cancels the start by raising.
-            before: called before anything is ended, when the hosts were looked at, or Slurm has granted them.
-
-        Raises:
-            ArgumentError: the engines are not ours, or cannot persist there. As `resize`.
-        """
+        """Ends the ranks and starts others on these hosts, or on this one. What they had trained is lost. `report`: as in
+        the constructor, for this start alone; it cancels the start by raising. `before`: called before anything is ended,
+        when the hosts were looked at, or Slurm has granted them. Raises as `resize`, and ArgumentError: the engines are
+        not ours, or cannot persist there."""
         if self.assembly.config.given is not None:
             yours = "the engines of a given cluster are yours, and stay where they are"
             raise ArgumentError("hosts", yours, "make a lab with Lab.ssh, Lab.slurm or Lab")
@@ -209,12 +203,9 @@ class Cluster:
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def submit(self, what: str, *, take: OnData | None = None, **arguments: Any) -> Call:
-        """Sends one call to all ranks and returns at once. Raises RankLost if a rank is gone.
-
-        Args:
-            what: an action or a Session method in `remote`.
-            take: called on the client's IO thread with what the ranks publish meanwhile; it must return at once.
-        """
+        """Sends one call, of an action or a Session method in `remote`, to all ranks and returns at once. `take` is
+        called on the client's IO thread with what the ranks publish; it must return at once. Raises RankLost if a rank is
+        gone."""
         self.membership.require_engines()
         return self.dispatcher.submit(what, arguments, take)
 

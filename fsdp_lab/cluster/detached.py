@@ -3,8 +3,7 @@
 The file, `kept.json` beside the cluster's connection files, is written when the ranks are ready and removed with the folder.
 It names two processes, by pid and creation time: the owner, which is the kernel that uses the ranks, and the guardian, which
 ends the ranks if no kernel takes them over. Changes are made under a lock on the folder, so two kernels never take the same
-ranks.
-"""
+ranks."""
 
 from __future__ import annotations
 
@@ -71,15 +70,11 @@ class DetachedCluster:
         return self.owner is None or not self.owner.alive
 
     @property
-    def abandoned(self) -> bool:
-        """No kernel came within the limit, and no guardian is left to end the ranks."""
+    def dead(self) -> bool:
+        """Nobody uses them and they have ended, or no kernel came within the limit, and no guardian is left to end them."""
         waited_s = 0.0 if self.free_unix_s is None else time.time() - self.free_unix_s
-        return self.free and waited_s > self.limit_s and not self.guardian.alive
-
-    @property
-    def needed(self) -> tuple[int, ...]:
-        """Processes here without which nothing can be resumed: the ranks, or the controller of those on other hosts."""
-        return (self.where["controller"],) if self.where else self.pids
+        abandoned = waited_s > self.limit_s and not self.guardian.alive
+        return self.free and (abandoned or not marked(self.token))
 
     # -- the file ---------------------------------------------------------------------------------------------------
 
@@ -174,7 +169,7 @@ def detached_clusters() -> list[DetachedCluster]:
     # Folders of another user, or that others can read, are not trusted.
     folders = sorted(f for f in Path(tempfile.gettempdir()).glob(f"{PREFIX}*") if is_private(f) and f.is_dir())
     clusters = [cluster for folder in folders if (cluster := DetachedCluster.read(folder)) is not None]
-    dead = [cluster for cluster in clusters if cluster.free and (cluster.abandoned or not marked(cluster.token))]
+    dead = [cluster for cluster in clusters if cluster.dead]
     for cluster in dead:
         cluster.end()
     return sorted((c for c in clusters if c not in dead), key=lambda c: c.begun_unix_s, reverse=True)

@@ -46,9 +46,10 @@ def start_server(folder: Path, environment: Mapping[str, str], module: str | Non
         listener.bind(str(folder / SOCKET))
         listener.listen(1024)
         command = [sys.executable, "-m", MODULE, str(listener.fileno()), *([module] if module else [])]
-        own = {"env": {**os.environ, **environment}, "start_new_session": True, "pass_fds": [listener.fileno()]}
+        own: dict[str, Any] = {"env": {**os.environ, **environment}, "pass_fds": [listener.fileno()]}
+        own |= {"start_new_session": True, "stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with open(folder / LOG, "wb") as log:
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, **own)
+            return subprocess.Popen(command, stdout=log, **own)
     return None
 
 
@@ -134,7 +135,11 @@ class EngineServer:
         pid = os.fork()
         if not pid:
             connection.close()
-            self._leave()
+            self._selector.close()  # closes what is the server's
+            self._listener.close()
+            for descriptor, (_, other) in self._engines.items():
+                os.close(descriptor)
+                other.close()
             orders: Orders = json.loads(line)
             return orders
         descriptor = os.pidfd_open(pid)
@@ -150,14 +155,6 @@ class EngineServer:
         _, status = os.waitpid(pid, 0)
         tell(connection, {"exit_code": os.waitstatus_to_exitcode(status)})
         connection.close()
-
-    def _leave(self) -> None:
-        """In an engine: closes what is the server's."""
-        self._selector.close()
-        self._listener.close()
-        for descriptor, (_, connection) in self._engines.items():
-            os.close(descriptor)
-            connection.close()
 
 
 def tell(connection: socket.socket, answer: dict[str, int]) -> None:

@@ -2,8 +2,7 @@
 launcher (MPI, Slurm, SSH). Engines started here or by a former kernel are in local_engines.py.
 
 All provide engine ids and a connected `ipyparallel.Client`; which engine is which rank is decided in assembly.py. Only
-`fsdp_lab.cluster` uses undocumented parts of ipyparallel 8.8 and 9, each with a comment that gives the reason.
-"""
+`fsdp_lab.cluster` uses undocumented parts of ipyparallel 8.8 and 9, each with a comment that gives the reason."""
 
 from __future__ import annotations
 

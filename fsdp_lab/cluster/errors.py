@@ -1,7 +1,6 @@
 """Failures of ranks, as exceptions that say in one sentence which rank failed, how, and when.
 
-A value that ranks refuse stays a `fsdp_lab.base.errors.FieldError`: the user's error, not the cluster's.
-"""
+A value that ranks refuse stays a `fsdp_lab.base.errors.FieldError`: the user's error, not the cluster's."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class RankLost(ClusterError):
 
     Attributes:
         reason: how it ended, as far as known. log: the last lines that its engine wrote, if it is ours.
-        doing: the call it worked on, or "nothing". unix_s: when the kernel noticed.
-    """
+        doing: the call it worked on, or "nothing". unix_s: when the kernel noticed."""
 
     def __init__(
         self, *, rank: int, engine: int, pid: int, host: str, reason: str, doing: str = "", unix_s: float, log: str = ""
@@ -68,8 +66,7 @@ class RankHung(ClusterError):
         ranks: those that did not join it, or issued another collective; () if the link is stalled. rank: the first of them.
         collective, unit, group: what the others wait for; the unit whose parameters it moves; its group.
         waiting: ranks that wait in it. after_s: for how long. unix_s: when the kernel found out.
-        stack: of `ranks`, as text, if it could be read.
-    """
+        stack: of `ranks`, as text, if it could be read."""
 
     def __init__(self, hang: Hang) -> None:
         self.ranks, self.absent, self.waiting, self.after_s = hang.ranks, hang.absent, hang.waiting, hang.waited_s
@@ -85,8 +82,7 @@ class RankError(ClusterError):
 
     Attributes:
         rank: the first that raised. kind: the name of its exception. reason: its message. trace: its traceback, as text.
-        what: the call. others: what other ranks raised, by rank.
-    """
+        what: the call. others: what other ranks raised, by rank."""
 
     def __init__(
         self,

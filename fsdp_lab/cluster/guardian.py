@@ -11,8 +11,7 @@ them over, until the time limit is reached, or until a rank has died, since then
 For engines on other hosts it then runs the commands in the folder's end.json, which end what is left there.
 
 Looking for the token, it also finds engines that were just being started, and the engines' children. Busy engines ignore
-SIGTERM and are ended by SIGKILL a moment later.
-"""
+SIGTERM and are ended by SIGKILL a moment later."""
 
 from __future__ import annotations
 
@@ -24,6 +23,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -39,7 +39,7 @@ class Guardian:
 
     def __init__(self, token: str, folder: Path) -> None:
         command = [sys.executable, "-m", MODULE, token, str(os.getpid()), str(folder)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         environment = {**os.environ, "PYTHONPATH": package_path()}
         # In a session of its own: signals to the kernel's process group do not reach it.
         self._process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
@@ -50,17 +50,16 @@ class Guardian:
 
     def detach(self) -> None:
         """The kernel no longer uses the ranks: the guardian acts as if it had ended."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
 
     def release(self) -> None:
         """All processes have ended: the guardian has nothing left to do."""
-        stdin = self._process.stdin
+        assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
-            if stdin is not None:
-                stdin.write(b"release\n")
-                stdin.close()
+            self._process.stdin.write(b"release\n")
+            self._process.stdin.close()
         try:
             self._process.wait(2)
         except subprocess.TimeoutExpired:
@@ -93,7 +92,10 @@ def handed_over(token: str, folder: Path) -> bool:
     if cluster is None or cluster.guardian.pid != os.getpid():
         return cluster is not None or is_guarded(token)
     began_s, cluster = time.monotonic(), cluster.release()  # monotonic: a laptop's sleep does not count
-    while cluster is not None and time.monotonic() - began_s < cluster.limit_s and all(map(alive, cluster.needed)):
+    while cluster is not None and time.monotonic() - began_s < cluster.limit_s:
+        # Nothing can be resumed without the ranks, or the controller here of those on other hosts.
+        if not all(map(alive, [cluster.where["controller"]] if cluster.where else cluster.pids)):
+            break
         time.sleep(CHECK_S)
         now = DetachedCluster.read(folder)
         if now is None or now.guardian != cluster.guardian:
@@ -103,11 +105,8 @@ def handed_over(token: str, folder: Path) -> bool:
 
 def is_guarded(token: str) -> bool:
     """Whether another guardian has these ranks. Its kernel may have removed the file already, as for a change of ranks."""
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or ()
-        if process.pid != os.getpid() and MODULE in words and token in words:
-            return True
-    return False
+    others = (p for p in psutil.process_iter(["cmdline"]) if p.pid != os.getpid())
+    return any({MODULE, token} <= {*(p.info["cmdline"] or ())} for p in others)
 
 
 def main(token: str, owner_pid: int, folder: Path) -> None:

@@ -12,8 +12,7 @@ engines, the controller, signals and the news of an engine's end are ipyparallel
 - At the end, `end` is run on every host. If this kernel ends without it, the guardian here runs it; if the guardian cannot,
   since its host has died, the agents notice that the controller is gone.
 - A host that is out of reach for less than `cut_s` loses nothing. A longer cut ends its engines: on the host by the
-  agent, here by the hub, which misses their heartbeats.
-"""
+  agent, here by the hub, which misses their heartbeats."""
 
 from __future__ import annotations
 
@@ -49,7 +48,6 @@ from fsdp_lab.cluster.local_engines import (
     OnEnd,
     controller_args,
     engine_environment,
-    signal_engines,
 )
 from fsdp_lab.cluster.shells import Command, HostAnswer, Shell, SshShell
 
@@ -266,18 +264,14 @@ class HostEngines(LocalEngines):
     def _agents(self, counts: Mapping[str, int]) -> dict[str, HostAnswer]:
         """Starts an agent on each of these hosts, with so many engines."""
 
-    def _orders(self, count: int, *, sent: bool, stay: bool) -> bytes:
-        """What an agent reads (see host_agent.py). `sent`: whether this package was sent to its host."""
-        gone_s = self._asked.cut_s if self._endpoint is None else CONTROLLER_GONE_S  # a tunnel that is cut refuses too
-        environment = {**ENVIRONMENT, **self._variables}
-        orders = {"token": self._token, "environment": environment, "connection": self._connection, "cwd": os.getcwd()}
-        orders |= {"count": count, "cut_s": self._asked.cut_s, "gone_s": gone_s, "stay": stay, "sent": sent}
-        return json.dumps(orders).encode() + b"\n"
-
     def _start_agent(self, name: str, count: int, *, stay: bool) -> dict[str, Command]:
         host = self._hosts[name]
         command = ["env", f"PYTHONPATH={host.code}", self.shell.python, "-P", "-m", "fsdp_lab.cluster.host_agent"]
-        return self.shell.start([name], command, self._orders(count, sent=host.sent, stay=stay))
+        gone_s = self._asked.cut_s if self._endpoint is None else CONTROLLER_GONE_S  # a tunnel that is cut refuses too
+        environment = {**ENVIRONMENT, **self._variables}
+        orders = {"token": self._token, "environment": environment, "connection": self._connection, "cwd": os.getcwd()}
+        orders |= {"count": count, "cut_s": self._asked.cut_s, "gone_s": gone_s, "stay": stay, "sent": host.sent}
+        return self.shell.start([name], command, json.dumps(orders).encode() + b"\n")
 
     def _check_started(self, pids: Mapping[str, set[int]]) -> None:
         """Raises StartError if an engine that was started has ended."""
@@ -322,9 +316,6 @@ class HostEngines(LocalEngines):
             self._logs |= {(host.id, int(pid)): log for pid, log in said.value["logs"].items()}
             if key in self._exits or process.pid in said.value["running"]:
                 return
-
-    def end(self, processes: Sequence[EngineProcess], term_s: float) -> None:
-        signal_engines(self.client, self.sending, [p.engine for p in processes], term_s)
 
     def _end_all(self) -> bool:
         if self._hosts:  # on one that does not answer the agent ends them

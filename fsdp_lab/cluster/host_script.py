@@ -1,8 +1,7 @@
 """What the kernel runs on another host, as text on the standard input of a Python there: `look` before anything starts,
 `end` at the end. It imports the standard library alone, since nothing else needs to be installed then.
 
-`request` makes the text, and `answer` finds the reply in what a login shell may print besides.
-"""
+`request` makes the text, and `answer` finds the reply in what a login shell may print besides."""
 
 from __future__ import annotations
 
@@ -69,10 +68,8 @@ def reply(value: dict[str, Any], file: TextIO | None = None) -> None:
 
 def host_mark(token: str) -> str:
     """The token that marks a cluster's engines on this host."""
-    network = ""
-    if os.path.exists("/proc/self/ns/net"):
-        network = os.readlink("/proc/self/ns/net").strip("net:[]")
-    return f"{token}.{network}"
+    space = "/proc/self/ns/net"
+    return f"{token}.{os.readlink(space).strip('net:[]') if os.path.exists(space) else ''}"
 
 
 def look(packages: Sequence[str], endpoints: Sequence[Sequence[Any]], token: str, code: str) -> dict[str, Any]:
@@ -210,7 +207,12 @@ def end(token: str) -> dict[str, Any]:
     """Ends a cluster's engines and their agents on this host, at once, and removes their private folders."""
     wanted, deadline = host_mark(token), time.monotonic() + END_S
     kept = list(kept_files(wanted))
-    kill([k["agent"] for _, k in kept if is_agent(k["agent"])])
+    for agent in [k["agent"] for _, k in kept]:
+        try:
+            with open(f"/proc/{agent}/cmdline", "rb") as file:
+                kill([agent] if b"host_agent" in file.read() else [])
+        except OSError:
+            continue
     while (left := list(marked(wanted))) and time.monotonic() < deadline:
         kill(left)
         time.sleep(0.02)
@@ -224,14 +226,6 @@ def remove_states(token: str) -> None:
     """The folders with what ranks wrote for other ranks."""
     for folder in glob.glob(os.path.join(tempfile.gettempdir(), f"{STATE_PREFIX}{token[:8]}-*")):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def is_agent(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return b"host_agent" in file.read()
-    except OSError:
-        return False
 
 
 def kill(pids: Sequence[int]) -> None:

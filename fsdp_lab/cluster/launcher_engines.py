@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,11 @@ from traitlets.config import Config
 from fsdp_lab.base.process import MARK
 from fsdp_lab.cluster.addresses import own_addresses
 from fsdp_lab.cluster.detached import EndCommand, write_end_commands
-from fsdp_lab.cluster.engines import EngineProcess
 from fsdp_lab.cluster.errors import StartError
 from fsdp_lab.cluster.guardian import package_path
 from fsdp_lab.cluster.host_script import PREFIX
 from fsdp_lab.cluster.hosts import LauncherHosts
-from fsdp_lab.cluster.local_engines import (
-    ENVIRONMENT,
-    LocalEngines,
-    OnEnd,
-    controller_args,
-    engine_environment,
-    signal_engines,
-)
+from fsdp_lab.cluster.local_engines import ENVIRONMENT, LocalEngines, OnEnd, controller_args, engine_environment
 
 STOP_S = 10.0  # for a batch system to take a job back
 
@@ -100,9 +92,6 @@ class LauncherEngines(LocalEngines):
                 raise StartError(f"{late}: look at the job, or give another address=")
 
         return self._await_engines(n, before, ready, check)
-
-    def end(self, processes: Sequence[EngineProcess], term_s: float) -> None:
-        signal_engines(self.client, self.sending, [p.engine for p in processes], term_s)
 
     def _end_all(self) -> bool:
         for name in list(self._cluster.engines) if self._cluster is not None else ():

@@ -12,8 +12,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -201,14 +200,15 @@ class LocalEngines(Engines):
         """Starts n engine processes; returns their pids."""
         # The environment reaches engines through the launcher alone, which reads it when the set starts.
         set_id = await self._cluster.start_engines(n, environment=dict(self._environment))
-        launchers = list(self._cluster.engines[set_id].launchers.values())
-        for launcher in launchers:
-            self._follow(launcher)
-        return [launcher.pid for launcher in launchers]
+        return self._follow(self._cluster.engines[set_id].launchers.values())
 
-    def _follow(self, launcher: Any) -> None:
-        self._launchers[launcher.pid] = launcher
-        launcher.on_stop(self._process_ended)
+    def _follow(self, launchers: Iterable[Any]) -> list[int]:
+        """Returns the pids of these launchers, whose ends are noticed from now on."""
+        started = {launcher.pid: launcher for launcher in launchers}
+        self._launchers |= started
+        for launcher in started.values():
+            launcher.on_stop(self._process_ended)
+        return list(started)
 
     def _process_ended(self, data: Mapping[str, Any]) -> None:
         """Called on the launcher thread, for an engine or the controller."""
@@ -239,7 +239,16 @@ class LocalEngines(Engines):
         return "" if launcher is None else last_lines(launcher.get_output())
 
     def end(self, processes: Sequence[EngineProcess], term_s: float) -> None:
-        self._end([process.pid for process in processes], term_s)
+        if self.local:
+            self._end([process.pid for process in processes], term_s)
+            return
+        for name in ("SIGTERM", "SIGKILL"):  # by the engines' nannies, which answer while the engines do not
+            if present := {process.engine for process in processes} & set(self.client.ids):
+                with self.sending:
+                    self.client.send_signal(name, targets=sorted(present), block=False)
+            deadline = time.monotonic() + term_s
+            while present & set(self.client.ids) and time.monotonic() < deadline:
+                time.sleep(0.02)
 
     def _end(self, pids: Sequence[int], term_s: float) -> None:
         # A launcher's psutil.Process dates from the start of the engine, so its pid cannot be another process's by now.
@@ -360,8 +369,7 @@ class DetachedEngines(LocalEngines):
         if self.controller_pid not in ours:
             raise StartError("ipyparallel's controller has ended")
         for engine_set in self._cluster.engines.values():
-            for launcher in [x for x in engine_set.launchers.values() if x.pid in ours]:
-                self._follow(launcher)
+            self._follow(x for x in engine_set.launchers.values() if x.pid in ours)
         return await self._connect()
 
 
@@ -418,17 +426,6 @@ def cluster_options() -> dict[str, Any]:
     log.propagate = False
     # Engines are started when the controller's files exist, so there is nothing to wait for.
     return {"config": config, "load_profile": False, "delay": 0, "shutdown_atexit": False, "log": log}
-
-
-def signal_engines(client: Any, sending: AbstractContextManager[Any], engines: Sequence[int], term_s: float) -> None:
-    """SIGTERM, then SIGKILL, by the engines' nannies, which answer while the engines do not. `sending`: see `Engines`."""
-    for name in ("SIGTERM", "SIGKILL"):
-        if present := set(engines) & set(client.ids):
-            with sending:
-                client.send_signal(name, targets=sorted(present), block=False)
-        deadline = time.monotonic() + term_s
-        while present & set(client.ids) and time.monotonic() < deadline:
-            time.sleep(0.02)
 
 
 def controller_args(engine_ip: str = LOOPBACK, lost_s: float = LOST_S) -> list[str]:

@@ -1,8 +1,7 @@
 """NVIDIA GPUs as their driver reports them through NVML (`pynvml`, of the package nvidia-ml-py).
 
 NVML creates no CUDA context, but a driver that hangs also hangs its caller. `query` therefore runs this file in a separate
-process, with a timeout. It imports the standard library and `pynvml`, nothing of fsdp_lab.
-"""
+process, with a timeout. It imports the standard library and `pynvml`, nothing of fsdp_lab."""
 
 from __future__ import annotations
 

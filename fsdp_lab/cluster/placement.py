@@ -1,8 +1,7 @@
 """Which rank computes on which device, with notes on how representative the times are.
 
 `place` decides, `probe` collects facts; they are separate so that every case can be tested without a GPU. The kernel uses
-NVML and torch's version file: it neither imports torch nor creates a CUDA context, so only the ranks use the GPUs.
-"""
+NVML and torch's version file: it neither imports torch nor creates a CUDA context, so only the ranks use the GPUs."""
 
 from __future__ import annotations
 
@@ -158,14 +157,10 @@ def torch_cuda_version() -> str | None:
 
 
 def place(hosts: Sequence[Host], devices: Sequence[str] | None = None, *, take_busy: bool = False) -> Placement:
-    """Seats for ranks. Raises SpecError for a device that does not exist, or that another process uses.
-
-    Args:
-        hosts: of each rank, in rank order; ranks of one machine are consecutive.
-        devices: of each rank, or None: one GPU a rank where free GPUs are enough, shared GPUs where there are fewer,
-            CPU where there are none.
-        take_busy: take GPUs that another process uses, too.
-    """
+    """Returns seats for ranks, whose `hosts` are given in rank order; ranks of one machine are consecutive. `devices`: of
+    each rank, or None: one GPU a rank where free GPUs are enough, shared GPUs where there are fewer, CPU where there are
+    none. `take_busy`: take GPUs that another process uses, too. Raises SpecError for one that does not exist, or is not
+    free."""
     if devices is None:
         chosen, notes = _choose(hosts, take_busy)
     else:
@@ -177,7 +172,7 @@ def place(hosts: Sequence[Host], devices: Sequence[str] | None = None, *, take_b
     for rank, (host, device) in enumerate(zip(hosts, chosen, strict=True)):
         share, threads = load[(host.name, device)], max(1, host.cores // ranks_on[host.name])
         cap = round(SHARED_GPU_BYTES_FRACTION / share, 4) if share > 1 else None
-        placed = {"host": host.name, "device": device, "threads": threads, "memory_cap": cap}
+        placed: dict[str, Any] = {"host": host.name, "device": device, "threads": threads, "memory_cap": cap}
         seats.append(Seat(rank=rank, **placed, shared_gpu_ranks=fullest))
     return Placement(seats=tuple(seats), notes=(*notes, *_fidelity(hosts, seats, load)))
 

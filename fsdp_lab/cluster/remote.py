@@ -5,8 +5,7 @@ mesh, ...) are in the same namespace for `%%px` cells. They are removed before t
 would keep.
 
 `call` never lets an exception reach IPython: formatting it there costs tenths of a second, and `sys.last_value` would hold
-the failed step's tensors. Errors travel as plain dicts and become exceptions again in the kernel.
-"""
+the failed step's tensors. Errors travel as plain dicts and become exceptions again in the kernel."""
 
 from __future__ import annotations
 
@@ -42,10 +41,7 @@ SESSION_METHODS = MODEL_METHODS.union(_OTHERS.split())
 
 def call(what: str, arguments: Mapping[str, Any], owner: str, turn: int) -> dict[str, Any]:
     """Calls an action of this module, or a method of the rank's Session, for the cluster `owner`, as its call number `turn`.
-
-    Returns {"ok": value}, {"interrupted": True} or {"error": {...}}. If another lab has taken over the engines, which it can
-    if they are the user's, that is the error.
-    """
+    Returns {"ok": value}, {"interrupted": True} or {"error": {...}}, as when another lab has taken over a user's engines."""
     try:
         if what not in ANY_OWNER:
             own = resident()

@@ -4,8 +4,7 @@ rank. A Spec holds its source (`SourceText`). `code_delivery` sends it, and befo
 
 Note: pickle. Whoever can send a pickle can run code. This is the one place that uses it, on the channel of ipyparallel,
 which is signed with the cluster's key and runs what the kernel sends anyway. Nothing here reads what came from a rank, a
-store, a file or the history: a Spec from there has source and digest alone, and is not run by them.
-"""
+store, a file or the history: a Spec from there has source and digest alone, and is not run by them."""
 
 from __future__ import annotations
 
@@ -151,8 +150,7 @@ class SourceText:
     Attributes:
         missing: names that the text uses and does not define -> their objects, or `ABSENT`; also functions and classes
             without a source.
-        defaults: of the functions in the text, as they were when these were defined.
-    """
+        defaults: of the functions in the text, as they were when these were defined."""
 
     def __init__(self, given: Any) -> None:
         self.missing: dict[str, Any] = {}

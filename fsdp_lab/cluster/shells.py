@@ -106,7 +106,7 @@ def started(command: Sequence[str], sent: bytes, environment: Mapping[str, str] 
     with tempfile.TemporaryFile() as input_:
         input_.write(sent)
         input_.seek(0)
-        pipes = {"stdin": input_, "stdout": output, "stderr": error}
+        pipes: dict[str, Any] = {"stdin": input_, "stdout": output, "stderr": error}
         try:
             own = {**os.environ, **(environment or {})}
             process = subprocess.Popen(command, **pipes, start_new_session=True, env=own)

@@ -1,7 +1,6 @@
 """`torchrun --nproc-per-node 2 -m fsdp_lab.rank spec.json`: train a Spec without a notebook or a cluster.
 
-Rank 0 prints its event of each step as one line of JSON.
-"""
+Rank 0 prints its event of each step as one line of JSON."""
 
 from __future__ import annotations
 

@@ -50,8 +50,7 @@ class BoundedStore:
     """Requests to a store, whose answers may take `timeout_s`.
 
     torch's own requests have no timeout: if the cable is cut, they wait as long as TCP retries, many minutes. So each
-    request runs in its own thread, which is left behind if no answer arrives.
-    """
+    request runs in its own thread, which is left behind if no answer arrives."""
 
     def __init__(self, store: dist.Store, timeout_s: float) -> None:
         self._store, self._timeout_s = store, timeout_s
@@ -90,13 +89,14 @@ class Peers:
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store = store
         self._processes: dict[int, Identity | None] = {}  # by rank; None: on another machine
-        store.set(_process_key(rank), json.dumps({"machine": machine(), "process": asdict(Identity.this())}))
+        store.set(f"process/{rank}", json.dumps({"machine": machine(), "process": asdict(Identity.this())}))
 
     def look_up(self, rank: int) -> None:
         """Read a rank's process from the store, once."""
-        if rank in self._processes or not self._store.check([_process_key(rank)]):
+        key = f"process/{rank}"
+        if rank in self._processes or not self._store.check([key]):
             return
-        entry = json.loads(self._store.get(_process_key(rank)))
+        entry = json.loads(self._store.get(key))
         self._processes[rank] = Identity(**entry["process"]) if entry["machine"] == machine() else None
 
     def ended(self, rank: int) -> bool:
@@ -162,15 +162,15 @@ class AbortMonitor:
         if epoch is None:
             return
         with contextlib.suppress(RuntimeError):
-            entry = f"{self._turn} {why}"
-            self._bounded.call(lambda store: store.compare_set(_abort_key(epoch), "", entry))  # the first reason wins
+            key, entry = f"abort/{epoch}", f"{self._turn} {why}"
+            self._bounded.call(lambda store: store.compare_set(key, "", entry))  # the first reason wins
 
     def announced(self, epoch: int) -> tuple[str, bool] | None:
         """Returns why a rank aborted this epoch, and whether in the current call: a rank that entered it first has already
         left it again then. None: no rank did."""
-        if not self._store.check([_abort_key(epoch)]):
+        if not self._store.check([f"abort/{epoch}"]):
             return None
-        turn, _, why = self._store.get(_abort_key(epoch)).decode().partition(" ")
+        turn, _, why = self._store.get(f"abort/{epoch}").decode().partition(" ")
         return why, int(turn) == self._turn
 
     def close(self) -> None:
@@ -211,8 +211,7 @@ class AbortProtocol:
 
     Attributes:
         world: the default process group; another one after an abort.
-        turn: the number of the call in progress. The kernel sets it; without a kernel it is counted here.
-    """
+        turn: the number of the call in progress. The kernel sets it; without a kernel it is counted here."""
 
     def __init__(self, info: RankInfo, context: WireContext, store: dist.Store) -> None:
         self._info, self._context, self._store = info, context, store
@@ -326,11 +325,3 @@ class AbortProtocol:
 def first_line(e: BaseException) -> str:
     text = str(e).strip()
     return text.splitlines()[0] if text else "no message"
-
-
-def _process_key(rank: int) -> str:
-    return f"process/{rank}"
-
-
-def _abort_key(epoch: int) -> str:
-    return f"abort/{epoch}"

@@ -91,8 +91,7 @@ class HardwareProbe:
         Returns: {"products": {dtype: [[FLOPs, s]]}, "scores": {dtype: [[scores, FLOPs, s]]}, "copies": [[bytes, s]],
         "updates": {optimizer: [[elements, s]]}, "collectives": {kind: [[payload bytes, s]]}, the same for "pairs", "inside"
         and "across" (see `measured_groups`), "steps": [[s, ...]] by trainer, "memory_bytes", "per_host": ranks}. Each size
-        has one row per pass.
-        """
+        has one row per pass."""
         for trainer in trainers:
             for _ in range(WARMUP_STEPS):
                 trainer.step()
@@ -368,9 +367,15 @@ def calibration_trainers(
             before, initial = (spec, p.batches), p.initial(world.context.check)
             backend = build(p.skeleton, spec, info.device)
             fill(backend, initial)
-            parts = {"info": info, "backend": backend, "batches": p.batches, "world": world, "cost": p.cost}
-            state = {"progress": TrainingProgress(), "scaler": Scaler(enabled=False), "clock": ClockOffset()}
-            trainers.append(Trainer(run="calibration", spec=spec, notes=(), **parts, **state))
+            parts: dict[str, Any] = {
+                "info": info,
+                "backend": backend,
+                "batches": p.batches,
+                "world": world,
+                "cost": p.cost,
+            }
+            parts |= {"progress": TrainingProgress(), "scaler": Scaler(enabled=False), "clock": ClockOffset()}
+            trainers.append(Trainer(run="calibration", spec=spec, notes=(), **parts))
         yield trainers
     finally:
         for trainer in trainers:

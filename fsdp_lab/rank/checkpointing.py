@@ -3,8 +3,7 @@
 Note: no collective. A snapshot is the rank's own share, copied to the host; a thread writes it. Ranks report through
 rank 0's store that their file is on disk, and rank 0 commits the files as a checkpoint
 (`fsdp_lab.spec.checkpoint_format`). So writing is not ordered with training, and a rank that dies meanwhile leaves an
-incomplete checkpoint and blocks no other rank.
-"""
+incomplete checkpoint and blocks no other rank."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -43,7 +42,7 @@ from fsdp_lab.base.errors import ArgumentError, FieldError
 from fsdp_lab.base.process import host_id
 from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.rank.rendezvous import RankInfo
-from fsdp_lab.rank.trainer import TrainingProgress
+from fsdp_lab.rank.trainer import Trainer, TrainingProgress
 from fsdp_lab.spec.checkpoint_format import (
     MANIFEST,
     PARTIAL,
@@ -61,16 +60,6 @@ POLL_S = 0.02
 PART_S = 300.0  # for the other ranks to report their files, from when rank 0 has written its own
 EARLIER_S = 2 * PART_S  # for an earlier checkpoint to be written, before another one is begun
 CLOSE_S = 1.0  # for a file to be finished when its rank closes
-
-
-class Savable(Protocol):
-    """What is saved: a `Trainer`."""
-
-    run: str
-    spec: Spec
-    backend: Backend
-    progress: TrainingProgress
-    scaler: Scaler
 
 
 class Checkpointer:
@@ -114,7 +103,7 @@ class Checkpointer:
             raise ArgumentError("save", reason, "make room, or name another folder")
         return Path(folder)
 
-    def save(self, trainer: Savable, partial: Path, *, kind: str, last: int) -> int:
+    def save(self, trainer: Trainer, partial: Path, *, kind: str, last: int) -> int:
         """Take a snapshot and write it in a thread; returns its bytes on this rank. Not collective. Call `wait` before,
         since one is written at a time. `last`: how many of the run are kept."""
         chunks, state = self._take(trainer, range(self._info.world_size))
@@ -134,7 +123,7 @@ class Checkpointer:
         self._writing.start()
         return sum(c.values.nbytes for c in chunks)
 
-    def rescue(self, trainer: Savable, partial: Path, writers: Collection[int]) -> dict[str, Any]:
+    def rescue(self, trainer: Trainer, partial: Path, writers: Collection[int]) -> dict[str, Any]:
         """Write this rank's share when other ranks are lost, to a folder of this host. Not collective. Returns its part for
         `checkpoint_format.finish`. Raises OSError, or LookupError if the writers do not hold all of the model."""
         chunks, state = self._take(trainer, writers)
@@ -152,16 +141,15 @@ class Checkpointer:
                 self._writing = None
         return self._writing is None
 
-    def wait_for_earlier(self, check: Callable[[], None]) -> bool:
-        """Waits for the checkpoint before, at most `earlier_s`, calling `check` meanwhile. Returns whether it is written."""
+    def wait_for_earlier(self, check: Callable[[], None]) -> None:
+        """Waits for the checkpoint before, at most `earlier_s`, calling `check` meanwhile."""
         deadline_s = time.monotonic() + self._earlier_s
         while not self.wait(0.05) and time.monotonic() < deadline_s:
             check()
-        return self._writing is None
 
-    def require_all(self, written: bool) -> None:
-        """Raises ArgumentError on every rank unless `written` on all; collective."""
-        by_rank = gather_json((written, self._own_written))
+    def require_written(self) -> None:
+        """Raises ArgumentError on every rank unless the checkpoint before is written on all; collective."""
+        by_rank = gather_json((self._writing is None, self._own_written))
         if not all(done for done, _ in by_rank):
             busy = [str(rank) for rank, (_, own) in enumerate(by_rank) if not own] or ["0"]
             ranks = f"rank{'s' * (len(busy) > 1)} {', '.join(busy)}"
@@ -178,7 +166,7 @@ class Checkpointer:
         self.wait(CLOSE_S)
         self._closed.set()
 
-    def _take(self, trainer: Savable, writers: Collection[int]) -> tuple[list[Chunk], dict[str, Any]]:
+    def _take(self, trainer: Trainer, writers: Collection[int]) -> tuple[list[Chunk], dict[str, Any]]:
         if trainer.backend is not self._backend:
             raise LookupError("a switch was interrupted, and the state is in two layouts; nothing was saved")
         rank = self._info.rank
@@ -208,8 +196,18 @@ class Checkpointer:
 
     def _commit(self, partial: Path, kind: str, last: int) -> dict[str, Any]:
         """On rank 0: commit the checkpoint when all ranks have written their files, or discard it."""
+        parts, deadline_s = [], time.monotonic() + self._part_s  # what each rank reports of its file
         try:
-            parts = self._parts(partial)
+            for rank in range(self._info.world_size):
+                while not self._store.check([_key(partial, rank)]):
+                    if self._closed.wait(POLL_S):
+                        raise RuntimeError("the ranks were closed before it was written")
+                    if time.monotonic() > deadline_s:
+                        late = f"rank {rank} did not report its file within {self._part_s:g} s"
+                        why = "after rank 0 had written its own, so the checkpoint was given up"
+                        raise TimeoutError(f"{late} {why}")
+                parts.append(json.loads(self._store.get(_key(partial, rank))))
+                self._store.delete_key(_key(partial, rank))
             error = "; ".join(f"rank {rank}: {part['error']}" for rank, part in enumerate(parts) if "error" in part)
             if not error:
                 made = finish(partial, parts, kind=kind)
@@ -221,20 +219,6 @@ class Checkpointer:
             error = f"rank 0: {_message(e)}"
         discard(partial)
         return {"path": None, "bytes": 0, "error": error}
-
-    def _parts(self, partial: Path) -> list[dict[str, Any]]:
-        """Returns what each rank reports of its file. Raises TimeoutError; RuntimeError if the store fails or is closed."""
-        parts, deadline_s = [], time.monotonic() + self._part_s
-        for rank in range(self._info.world_size):
-            while not self._store.check([_key(partial, rank)]):
-                if self._closed.wait(POLL_S):
-                    raise RuntimeError("the ranks were closed before it was written")
-                if time.monotonic() > deadline_s:
-                    late = f"rank {rank} did not report its file within {self._part_s:g} s after rank 0 had written its own"
-                    raise TimeoutError(f"{late}, so the checkpoint was given up")
-            parts.append(json.loads(self._store.get(_key(partial, rank))))
-            self._store.delete_key(_key(partial, rank))
-        return parts
 
     # -- loading --------------------------------------------------------------------------------------------------
 

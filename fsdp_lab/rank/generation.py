@@ -8,8 +8,7 @@ Note: why not `generate` of transformers. It calls parts of a model by themselve
 wrapper. Under FSDP the forward of the root module alone gathers what it needs. The loop here calls that alone, with the
 keys and values of earlier tokens in transformers' cache, or with all tokens again where a model has no such cache;
 sampling uses transformers' classes.
-`tests/rank/test_generation.py` compares its tokens with those of `generate`.
-"""
+`tests/rank/test_generation.py` compares its tokens with those of `generate`."""
 
 from __future__ import annotations
 
@@ -86,15 +85,9 @@ def complete(
     ends: frozenset[int] = frozenset(),
     start: int | None = None,
 ) -> dict[int, list[int]]:
-    """The tokens that follow this rank's texts, by their numbers; collective.
-
-    Args:
-        texts: token ids of all prompts, the same on every rank.
-        ends: tokens that end a text; they are part of what is returned.
-        start: the first token of the decoder, of an encoder-decoder model; None: the model has only a decoder.
-
-    Raises RankAborted or WireTimeout.
-    """
+    """Returns the tokens that follow this rank's texts, by their numbers; collective. `texts`: token ids of all prompts, the
+    same on every rank. `ends`: tokens that end a text; they are returned too. `start`: the first token of the decoder, of an
+    encoder-decoder model; None: the model has only a decoder. Raises RankAborted or WireTimeout."""
     rank, ranks = world.rank(), world.size()
     done: dict[int, list[int]] = {}
     with backend.evaluating():

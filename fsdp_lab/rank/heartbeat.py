@@ -55,8 +55,7 @@ class LongWorkLog:
 
     Attributes:
         changed: set when work begins or ends, so that a heartbeat says it at once: of a rank at long work, others accept
-            that it is silent.
-    """
+            that it is silent."""
 
     def __init__(self) -> None:
         self.changed = threading.Event()
@@ -190,8 +189,7 @@ class HangWatchdog:
     Each rank writes its heartbeats to rank 0's store. A rank that has waited for longer than `limit_s` reads all of them,
     names the missing rank, and aborts the step on all ranks with that diagnosis, by calling `abort`. If the store does
     not answer, since rank 0 is stopped or the connection is cut, the rank aborts with what it is waiting for. `store` is
-    a separate connection.
-    """
+    a separate connection."""
 
     def __init__(self, store: dist.Store, world_size: int, limit_s: float, abort: Callable[[str], None]) -> None:
         self._store, self._world_size = BoundedStore(store, _ANSWER_S), world_size
@@ -216,9 +214,9 @@ class HangWatchdog:
 
     def _exchange(self, store: dist.Store, heartbeat: Mapping[str, Any], *, read: bool) -> dict[int, Heartbeat]:
         """Writes this rank's heartbeat, and with `read` returns those of all ranks."""
-        store.set(_key(heartbeat["rank"]), json.dumps(heartbeat))
-        ranks = [rank for rank in range(self._world_size) if read and store.check([_key(rank)])]
-        return {rank: Heartbeat.from_dict(json.loads(store.get(_key(rank)))) for rank in ranks}
+        store.set(f"beat/{heartbeat['rank']}", json.dumps(heartbeat))
+        keys = {rank: f"beat/{rank}" for rank in range(self._world_size if read else 0)}
+        return {r: Heartbeat.from_dict(json.loads(store.get(key))) for r, key in keys.items() if store.check([key])}
 
     def _silence(self, heartbeat: Heartbeat) -> str:
         number, since_s = self._received.get(heartbeat.rank, (-1, 0.0))
@@ -227,10 +225,6 @@ class HangWatchdog:
             self._received[heartbeat.rank] = (heartbeat.number, since_s)
         silent_s = time.monotonic() - since_s
         return f"it has sent no heartbeat for {silent_s:.0f} s" if silent_s > heartbeat.silent_s else ""
-
-
-def _key(rank: int) -> str:
-    return f"beat/{rank}"
 
 
 def main_stack() -> str:

@@ -229,20 +229,19 @@ class Ledger:
             elif size > 0:
                 if address in alive:
                     alive.pop(address).end = at  # its free was not reported
-                add(address, MemoryBlock(size, self._role_by_place(phase, communicating), at))
+                role = (
+                    Role.OTHER if phase == _BEGIN else Role.ACTIVATIONS
+                )  # nothing lists it: by where it was allocated
+                if communicating:
+                    role = Role.COMMUNICATION
+                elif phase == Direction.UPDATE:
+                    role = None if self._offloaded else Role.OPTIMIZER
+                add(address, MemoryBlock(size, role, at))
             else:
                 if address not in alive:
                     add(address, MemoryBlock(-size, Role.OTHER))  # it existed before, and nothing listed it
                 alive.pop(address).end = at
         return blocks, marks
-
-    def _role_by_place(self, phase: str, communicating: bool) -> _Role:
-        """The role of a block that nothing lists, by where it was allocated."""
-        if communicating:
-            return Role.COMMUNICATION
-        if phase == Direction.UPDATE:
-            return None if self._offloaded else Role.OPTIMIZER
-        return Role.OTHER if phase == _BEGIN else Role.ACTIVATIONS
 
 
 _Moment = tuple[float, int, int, bool, int | None]  # ns, address, bytes (freed: negative), in communication, or mark

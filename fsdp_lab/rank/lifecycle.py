@@ -7,14 +7,14 @@ by unit, so that two models need not fit (backends/transfer.py). Every method is
 Note: a switch that fails. Until every rank has all of the new backend, the training is the old one: nothing of its state
 is freed that is not on all ranks in the new one. After an abort the ranks compare how far each has come (`_settle`) and
 rebuild the old Spec from where its state is. If some rank had finished, all had received everything, and the others
-finish too. Meanwhile no checkpoint can be taken, since no layout has all of the state.
-"""
+finish too. Meanwhile no checkpoint can be taken, since no layout has all of the state."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from fsdp_lab.backends import Backend, build, fill
 from fsdp_lab.backends.base import drop_slots, update_hyperparameters
@@ -118,7 +118,8 @@ class Lifecycle:
             self._start(run, prepared)
         elif _changes(old.spec, wanted) <= _NO_REBUILD:
             update_hyperparameters(old.backend.optimizer, wanted.workload)
-            self._train_with(run, prepared, old.backend, old.progress, _scaler_for(wanted, old.scaler))
+            scaler = _scaler_for(wanted, old.scaler)
+            self._train_with(run, prepared, old.backend, progress=old.progress, scaler=scaler)
         else:
             self._replace_backend(run, old, prepared)
         continues = old is not None
@@ -141,8 +142,8 @@ class Lifecycle:
         with self._work.during(work):
             fill(backend, initial)
             host.look()
-        loading_bytes = 0 if p.weights is None else host.nbytes
-        self._train_with(run, p, backend, TrainingProgress(), _scaler_for(p.spec), loading_bytes=loading_bytes)
+        state = {"progress": TrainingProgress(), "scaler": _scaler_for(p.spec)}
+        self._train_with(run, p, backend, **state, loading_bytes=0 if p.weights is None else host.nbytes)
 
     def rebuild(self) -> None:
         """Rebuild the live training on new process groups, after an abort."""
@@ -169,7 +170,7 @@ class Lifecycle:
     def _finish_replacement(self, done: Replacement, source: StateSource) -> None:
         """When every rank has received everything."""
         drop_slots(done.transfer.new)
-        self._train_with(done.run, done.prepared, done.transfer.new, done.progress, done.scaler)
+        self._train_with(done.run, done.prepared, done.transfer.new, progress=done.progress, scaler=done.scaler)
         self._source = self._replacement = None
         self._replaced += 1
         for backend in source.backends:
@@ -199,16 +200,8 @@ class Lifecycle:
             return_memory(self._info.device)
             return backend
 
-    def _train_with(
-        self,
-        run: str,
-        p: PreparedTraining,
-        backend: Backend,
-        progress: TrainingProgress,
-        scaler: Scaler,
-        ledger: LedgerResult | None = None,
-        loading_bytes: int = 0,
-    ) -> None:
+    def _train_with(self, run: str, p: PreparedTraining, backend: Backend, **state: Any) -> None:
+        """`state`: of the trainer: its progress and scaler, and what it knows of the memory."""
         self._checkpointer.register(backend)
         self.trainer = Trainer(
             run=run,
@@ -218,13 +211,10 @@ class Lifecycle:
             batches=p.batches,
             world=self._groups.world,
             cost=p.cost,
-            progress=progress,
-            scaler=scaler,
             notes=self.notes_of(p.spec),
             carriers=self.emulation.carriers(backend.mesh) if p.spec.link is None else tuple,  # else notes say it
             clock=self._clock,
-            ledger=ledger,
-            loading_bytes=loading_bytes,
+            **state,
         )
 
     def _emulate(self, p: PreparedTraining) -> None:
@@ -249,7 +239,8 @@ class Lifecycle:
         backend = self._build(p)
         with self._work.during(LongWork.LOAD):
             resume_state(training.state, backend)
-        self._train_with(run, p, backend, training.progress, training.scaler, training.ledger)
+        state = {name: getattr(training, name) for name in ("progress", "scaler", "ledger")}
+        self._train_with(run, p, backend, **state)
         self._groups.world.barrier().wait()
 
     def discard(self, runs: Collection[str]) -> int:
@@ -266,7 +257,7 @@ class Lifecycle:
         backend = self._build(prepared)
         with self._work.during(LongWork.LOAD):
             progress, scaler, notes = self._checkpointer.load(saved, backend)
-        self._train_with(run, prepared, backend, progress, _scaler_for(wanted, scaler))
+        self._train_with(run, prepared, backend, progress=progress, scaler=_scaler_for(wanted, scaler))
         self._groups.world.barrier().wait()
         return notes
 

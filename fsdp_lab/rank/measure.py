@@ -278,17 +278,14 @@ class StepMeter:
             begin_s = trace.begin_s
         across_bytes, across_s = across(step.collectives, self._context.share_across)
         return StepMetrics(
+            **{name: getattr(step, name) for name in ("end_unix_s", "memory", "memory_curve", "recompiled")},
             begin_s=begin_s,
-            end_unix_s=step.end_unix_s,
             step_time_s=seconds,
-            memory=step.memory,
-            memory_curve=step.memory_curve,
             comm=self._traffic(step.collectives),
             spans=trace.spans(step.collectives, step.copies, begin_s) if trace else (),
             host=self._context.host,
             across_bytes=across_bytes,
             across_s=across_s,
-            recompiled=step.recompiled,
         )
 
     def _traffic(self, collectives: Sequence[Collective]) -> dict[str, Traffic]:
@@ -328,8 +325,8 @@ class StepMeter:
         else:
             allocated, peak = self._parameters + self._optimizer + self._backend.resident_bytes(), RoleBytes()
         outside = max(0, whole.rss_bytes - allocated)
-        at_peak = {"peak_bytes": peak.total_bytes, "at_peak": peak}
-        return dataclasses.replace(whole, **at_peak, allocated_bytes=allocated, outside_bytes=outside)
+        whole = dataclasses.replace(whole, peak_bytes=peak.total_bytes, at_peak=peak)
+        return dataclasses.replace(whole, allocated_bytes=allocated, outside_bytes=outside)
 
     def _gpu_memory(self, m: Memory) -> Memory:
         """The allocator's statistics. What it reports beyond the last ledger step counts as other, and what is missing to it

@@ -1,7 +1,6 @@
 """What a Spec needs before anything is built: `Preparation` (data, FLOPs, checks) and `LinkEmulation` (its emulated link).
 
-Either all ranks refuse a Spec, or none does.
-"""
+Either all ranks refuse a Spec, or none does."""
 
 from __future__ import annotations
 
@@ -101,8 +100,7 @@ class Preparation:
 
         `before`: the training until now, whose data is not read again if it is the same. `require`: raises FieldError
         of a Spec with data that do not suffice. `begins`: from initial values, so that its weights are checked too,
-        without reading all values.
-        """
+        without reading all values."""
         error, prepared, mine = None, None, None
         dtype = DTYPES[spec.strategy.dtypes.param]
         try:
@@ -121,14 +119,16 @@ class Preparation:
                 raise FieldError.from_dict(refusal)
         assert prepared is not None and mine is not None
         _, datas, weights, peaks, modules = zip(*by_rank, strict=True)
-        same_files = "give a path with the same files on every machine"
-        read = (
-            ("data", datas, f"read different data from {spec.workload.data!r}", same_files),
-            ("weights", weights, "read different files of weights", same_files),
-            ("model", modules, "built modules with other parameters",
-             "make their names and shapes depend on nothing random and on no file"),
-        )  # fmt: skip
-        for field, fingerprints, differ, hint in read:
+        files, names = (
+            "give a path with the same files on every machine",
+            "make their names and shapes depend on nothing",
+        )
+        read = {
+            "data": (datas, f"read different data from {spec.workload.data!r}", files),
+            "weights": (weights, "read different files of weights", files),
+            "model": (modules, "built modules with other parameters", f"{names} random and on no file"),
+        }
+        for field, (fingerprints, differ, hint) in read.items():
             other = next((rank for rank, f in enumerate(fingerprints) if f != fingerprints[0]), None)
             if other is not None:
                 raise SpecError(f"workload.{field}", f"rank {other} and rank 0 {differ}", hint)
@@ -156,7 +156,7 @@ class Preparation:
         if before is not None and not set(before[0].difference(spec)) & set(SOURCE_FIELDS):
             source = before[1].source
         rank, world_size = self._info.rank, self._info.world_size
-        given = {"rank": rank, "world_size": world_size, "source": source, "progress": self._progress}
+        given: dict[str, Any] = {"rank": rank, "world_size": world_size, "source": source, "progress": self._progress}
         batches = Batches(spec.workload, config, **given)
         w, flops = spec.workload, self._sample(spec)
         _check_unused(flops.unused, spec, "freeze it")

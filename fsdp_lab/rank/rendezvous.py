@@ -21,8 +21,7 @@ is a file in a private folder, which rank 0 removes at its regular end.
   of each checkpoint. It takes the memory until the ranks' processes end.
 - A rank that is stopped or killed within the microseconds of a request can leave the lock taken, or a part of an entry.
   Then the others wait as they do for a stopped rank 0 over TCP: `BoundedStore` gives up, and what waits without it the
-  kernel finds to hang.
-"""
+  kernel finds to hang."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import distributed as dist
@@ -91,9 +90,10 @@ class TcpHost(dist.TCPStore):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family)
         port = listener.getsockname()[1]
-        options = {"timeout": timedelta(seconds=ANSWER_S), "master_listen_fd": listener.detach()}
+        fd, timeout = listener.detach(), timedelta(seconds=ANSWER_S)
+        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": fd}
         with short_lookups():
-            super().__init__(address, port, is_master=True, wait_for_workers=False, **options)
+            super().__init__(address, port, timeout=timeout, **options)
         self.place = f"{TCP}{address}:{port}"
 
 

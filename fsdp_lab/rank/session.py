@@ -170,8 +170,7 @@ class Session:
         weights, the seed or the optimizer differ: then training starts at step 0 from initial values. A refusal changes
         nothing.
 
-        Returns: {"step", "seconds", "carried", "parameters", "notes"}.
-        """
+        Returns: {"step", "seconds", "carried", "parameters", "notes"}."""
         start_s = time.perf_counter()
         wanted, require = self._spec(spec), _evaluable(evaluated, prompts, sampling)
         with self._exclusive():
@@ -202,8 +201,7 @@ class Session:
             RankAborted: another rank failed; the message says which and why.
             WireTimeout: a collective did not complete.
             NotFinite: the loss or a gradient of this rank is not finite; the step is not applied.
-            what the step raised, on the rank where it did.
-        """
+            what the step raised, on the rank where it did."""
         trainer = self._lifecycle.require()
         trainer.batches.check_held_out(max(evaluations.values(), default=0))
         wanted = Sampling(**sampling)
@@ -299,12 +297,9 @@ class Session:
     # -- faults ---------------------------------------------------------------------------------------------------
 
     def arm(self, fault: Mapping[str, Any]) -> dict[str, Any]:
-        """Inject a fault, once, on the ranks that it names: a `Fault` as a dict.
-
-        Called on every rank, so that all refuse an invalid one. Collective for a slower link, which may be measured.
-
-        Returns {"armed"}: whether it is for this rank. Raises FieldError for an invalid field or a step in the past.
-        """
+        """Inject a fault, once, on the ranks that it names: a `Fault` as a dict. Called on every rank, so that all refuse an
+        invalid one. Collective for a slower link, which may be measured. Returns {"armed"}: whether it is for this rank.
+        Raises FieldError for an invalid field or a step in the past."""
         wanted, link = Fault.from_dict(fault), None
         wanted.check(self.info.world_size, self.trainer.progress.step if self.trainer else 0)
         if wanted.kind is FaultKind.SLOW:
@@ -349,19 +344,17 @@ class Session:
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def save(self, root: str, kind: str = "step", last: int = 3) -> dict[str, Any]:
-        """Take a checkpoint of the training, in a new folder below `root`; collective. It is written while training
-        continues; a previous one that is still being written is waited for. The newest `last` of the run are kept.
-
-        Returns {"step", "seconds": how long training stopped, "waited_s": for the previous one, "bytes" of this rank}.
-        Raises ArgumentError if nothing can be written to `root`, or a rank is still writing the previous one after some
-        minutes; training goes on.
-        """
+        """Take a checkpoint of the training, in a new folder below `root`; collective. It is written while training goes
+        on; a previous one that is still being written is waited for. The newest `last` of the run are kept. Returns
+        {"step", "seconds": how long training stopped, "waited_s": for the previous one, "bytes" of this rank}. Raises
+        ArgumentError if nothing can be written to `root`, or a rank is still writing the previous one after some
+        minutes."""
         start_s = time.perf_counter()
         with self._exclusive():
             trainer = self._lifecycle.require()
             with self._work.during(LongWork.EARLIER_CHECKPOINT):
-                written = self._checkpointer.wait_for_earlier(self.context.check)
-            self._checkpointer.require_all(written)
+                self._checkpointer.wait_for_earlier(self.context.check)
+            self._checkpointer.require_written()
             waited_s = time.perf_counter() - start_s
             partial = self._checkpointer.begin(root, trainer.progress.step)
             nbytes = self._checkpointer.save(trainer, partial, kind=kind, last=last)
@@ -404,8 +397,7 @@ class Session:
         """Make `spec` the training of the next `train`, with the values of the checkpoint at `path`, which may be of
         another backend, sharding and number of ranks; collective. The rest, and what it returns, is as for `apply`.
 
-        Raises FieldError if it is incomplete, or of another training; the live training may be dropped then.
-        """
+        Raises FieldError if it is incomplete, or of another training; the live training may be dropped then."""
         start_s = time.perf_counter()
         wanted, require = self._spec(spec), _evaluable(evaluated, prompts, sampling)
         with self._exclusive():
@@ -419,8 +411,7 @@ class Session:
 
         Returns {"frame": the `PhaseSnapshot` as a dict, "event": None}, or at the end of the step {"frame": None,
         "event": its `StepEvent` as a dict}. Raises as `train`, SpecError unless the backend is our own engine, and
-        KeyboardInterrupt if the step was interrupted.
-        """
+        KeyboardInterrupt if the step was interrupted."""
         return self._slowly(lambda slow: slow.next())
 
     def slow_end(self) -> dict[str, Any]:
@@ -490,16 +481,17 @@ class Session:
 
     def status(self) -> dict[str, Any]:
         """The rank's device, software, training and last collective, as plain values."""
-        last, trainer = self.context.last, self.trainer
+        last, trainer, device = self.context.last, self.trainer, self.info.device
+        spec = trainer.spec if trainer else None
         return {
             "rank": self.info.rank,
             "pid": os.getpid(),
-            "device": str(self.info.device),
-            "device_name": device_name(self.info.device),
-            "software": software(self.info.device),
+            "device": str(device),
+            "device_name": device_name(device),
+            "software": software(device),
             "joined_unix_s": self._joined_unix_s,
-            "spec": trainer.spec.to_dict() if trainer else None,
-            "spec_id": trainer.spec.id if trainer else None,
+            "spec": spec and spec.to_dict(),
+            "spec_id": spec and spec.id,
             "step": trainer.progress.step if trainer else None,
             "limits_bytes": self.limits_bytes,
             "rss_bytes": psutil.Process().memory_info().rss,
@@ -512,15 +504,9 @@ class Session:
     def namespace(self) -> dict[str, Any]:
         """The names that cells on the ranks can use."""
         backend = self.trainer.backend if self.trainer else None
-        return {
-            "session": self,
-            "model": backend.module if backend else None,
-            "optimizer": backend.optimizer if backend else None,
-            "mesh": backend.mesh if backend else None,
-            "rank": self.info.rank,
-            "world_size": self.info.world_size,
-            "device": self.info.device,
-        }
+        parts = {"model": "module", "optimizer": "optimizer", "mesh": "mesh"}
+        own = {name: getattr(self.info, name) for name in ("rank", "world_size", "device")}
+        return {"session": self, **{name: getattr(backend, part, None) for name, part in parts.items()}, **own}
 
     def close(self) -> None:
         """Release everything. Other ranks are not needed."""

@@ -2,8 +2,7 @@
 a step of a `Trainer`, as `PhaseSnapshot`s.
 
 It is the real step, on a separate thread. Between two phases nothing computes on this rank, so its shards and buffers can
-be inspected (`holdings`). Phases contain collectives, so all ranks must be stepped alike.
-"""
+be inspected (`holdings`). Phases contain collectives, so all ranks must be stepped alike."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ class Stop:
 class PhaseStepper(Generic[T]):
     """An iterator over the phases of `step()`, a whole training step of `module`.
 
-    When it is exhausted, `result` is what `step` returned. What `step` raised is raised by the next `next`.
-    """
+    When it is exhausted, `result` is what `step` returned. What `step` raised is raised by the next `next`."""
 
     def __init__(self, module: nn.Module, step: Callable[[], T]) -> None:
         self._runtime, self._step = runtime_of(module), step

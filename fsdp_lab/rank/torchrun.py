@@ -51,8 +51,7 @@ def init_process_group(*, timeout_s: float = TIMEOUT_S, reduction: str = "auto")
         reduction: the order of sums: "auto", "rank_ordered" (equal bits for every backend), or "native".
 
     Raises:
-        ArgumentError: there is a process group of torch's already. ConnectionError: rank 0 was not found.
-    """
+        ArgumentError: there is a process group of torch's already. ConnectionError: rank 0 was not found."""
     if not dist.is_initialized():
         atexit.register(_close_at_exit, join(timeout_s=timeout_s, reduction=reduction))
         return

@@ -128,7 +128,7 @@ class Trainer:
     ledger: InitVar[LedgerResult | None] = None  # of this training before it was suspended; None: the third step is one
 
     def __post_init__(self, ledger: LedgerResult | None) -> None:
-        options = {"offload": self.spec.strategy.offload, "loading_bytes": self.loading_bytes}
+        options: dict[str, Any] = {"offload": self.spec.strategy.offload, "loading_bytes": self.loading_bytes}
         self.meter = StepMeter(self.backend, self.world.context, self.info, ledger=ledger, **options)
         self.state = StepState.IDLE
         self._forward_state = ForwardState(self.backend)
@@ -143,14 +143,10 @@ class Trainer:
         return [*events, *self.finish()][-1]
 
     def advance(self, *, slow: bool = False, ledger: bool = False, traced: bool = False) -> list[StepEvent]:
-        """Forward, backward, vote, update. `slow`: it is stopped between phases; `traced`: its event gets spans. Returns
-        the events that are complete now: on a CPU this step's, on a GPU that of the step before, if it was not returned.
-
-        `ledger`: make it a ledger step. The third step after a switch always is one; an earlier request is postponed
-        until then.
-
-        Raises RankAborted or WireTimeout if it is aborted, NotFinite if it cannot be applied.
-        """
+        """Forward, backward, vote, update. `slow`: it is stopped between phases; `traced`: its event gets spans;
+        `ledger`: it is a ledger step. The third step after a switch always is one; an earlier request is postponed until
+        then. Returns the events that are complete now: on a CPU this step's, on a GPU that of the step before, if it was
+        not returned. Raises RankAborted or WireTimeout if it is aborted, NotFinite if it cannot be applied."""
         self._ledger_due = self._ledger_due or ledger
         busy = slow or torch.autograd._profiler_enabled()  # only one profiler can be active
         ledger = self._ledger_due and self._steps_here >= _LEDGER_STEP and not busy
@@ -210,20 +206,17 @@ class Trainer:
         metrics = self.meter.read(ended.unread)
         metrics = dataclasses.replace(metrics, begin_s=metrics.begin_s + self.clock.offset_s)
         peak = self.cost.peak.reach((self.cost.flops + self.cost.recompute_flops) / metrics.step_time_s)
+        cost = {name: getattr(self.cost, name) for name in ("flops", "recompute_flops", "tokens")}
         event = StepEvent(
             run=self.run,
             spec_id=self.spec.id,
             rank=self.info.rank,
             world_size=self.info.world_size,
-            flops=self.cost.flops,
-            recompute_flops=self.cost.recompute_flops,
-            tokens=self.cost.tokens,
             peak_flops_per_s=peak.flops_per_s,
             peak_source=peak.source,
             clock_error_s=self.clock.error_s,
             notes=self.notes,
-            **ended.fields,
-            **vars(metrics),
+            **{**cost, **ended.fields, **vars(metrics)},
         )
         self._complete_events.append(event)
 
@@ -318,7 +311,9 @@ class Trainer:
         mean_loss = vote[0] / self.info.world_size
         finite = math.isfinite(vote[1])
         norm = _rounded(math.sqrt(vote[1] / self.backend.replicas)) / self.scaler.scale if finite else math.inf
-        skipped = not (math.isfinite(norm) and math.isfinite(mean_loss))  # fp16 overflow: see `_usable`
+        skipped = not (
+            math.isfinite(norm) and math.isfinite(mean_loss)
+        )  # by fp16 overflow alone: see `_vote_and_update`
         self.meter.before_update()
         if not skipped:
             if self.state is StepState.VOTING:
@@ -406,8 +401,7 @@ def not_finite(*, step: int, loss: float, backend: Backend, world: Wire, repeat:
     """The exception for this rank after a vote that was not finite, while its gradients exist; collective.
 
     `NotFinite` on the rank that caused it, or on rank 0 if only the sum is not finite; `RankAborted` on the others.
-    `repeat` repeats forward and backward of the step, starting without gradients.
-    """
+    `repeat` repeats forward and backward of the step, starting without gradients."""
     rank = world.rank()
     losses = _gather(world, 0.0 if math.isfinite(loss) else 1.0)
     if any(losses):

@@ -3,8 +3,7 @@
 By the rule of `fsdp_lab.models.flops`: matrix products, attention and convolutions of the forward and the backward, as
 `torch.utils.flop_counter` counts them; recomputation, a forward inside a backward, apart. That counter knows the fused
 attention of GPUs, whose backward it charges with what the kernel recomputes, and not a CPU's: here the backward is twice the
-forward for each of them.
-"""
+forward for each of them."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class FlopCount:
 
     Attributes:
         model, recompute: FLOPs of this rank; None before.
-        dtype: in which the model computed, if that was autocast's.
-    """
+        dtype: in which the model computed, if that was autocast's."""
 
     def __init__(self) -> None:
         self.model: int | None = None

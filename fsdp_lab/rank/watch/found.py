@@ -1,8 +1,7 @@
 """A model that a user has set up, with FSDP2, FSDP1, DDP, our engine or nothing, as something to measure.
 
 `find` looks at the live model and says which it is; the tensors that only the wrapper knows are listed by the same code as
-for a backend of the lab's.
-"""
+for a backend of the lab's."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class PlainModel(Measured):
     """A module that nobody has wrapped; the base of the others.
 
     Attributes:
-        optimizers: those whose state is counted; more may come while it is watched.
-    """
+        optimizers: those whose state is counted; more may come while it is watched."""
 
     backend = "module"
 

@@ -122,8 +122,7 @@ class Watch:
     """See the module. Made by `fsdp_lab.watch`.
 
     Attributes:
-        run: the run's id. steps: how many were recorded.
-    """
+        run: the run's id. steps: how many were recorded."""
 
     def __init__(
         self,
@@ -351,8 +350,7 @@ class Watch:
         None: as given to `watch`.
 
         A step in which nothing is updated is recorded as skipped if it had a backward, as with a loss scaler after an
-        overflow, else not at all. One that raises is not recorded.
-        """
+        overflow, else not at all. One that raises is not recorded."""
         if not self._open:
             raise ArgumentError("step", "the watch is not open", "call it inside `with fsdp_lab.watch(...) as watch:`")
         if self._given is not None:
