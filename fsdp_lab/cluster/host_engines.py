@@ -165,9 +165,8 @@ class HostEngines(LocalEngines):
         different = []
         for name, facts in looked.items():
             if facts["python"][:2] != list(sys.version_info[:2]):
-                theirs, ours, needed = (
-                    ".".join(map(str, v)) for v in (facts["python"], sys.version_info[:3], sys.version_info[:2])
-                )
+                versions = (facts["python"], sys.version_info[:3], sys.version_info[:2])
+                theirs, ours, needed = (".".join(map(str, version)) for version in versions)
                 has = f"{name} has Python {theirs} at {facts['executable']}, and this kernel has {ours}"
                 hint = f"give python=, the path of a Python {needed} there"
                 raise StartError(f"{has}: code is sent between them, so {hint}")
@@ -253,9 +252,8 @@ class HostEngines(LocalEngines):
             running = len(host.pids & set(said[name].value["running"]))  # others are the engines' nannies
             shares[name] = min(max(0, host.ranks - running), n - shares.total())
         if self._asked.gpus_per_host is not None and n > shares.total():
-            raise StartError(
-                f"the hosts that answer have GPUs for {shares.total()} of {n} more ranks: go on with fewer"
-            )
+            room = f"the hosts that answer have GPUs for {shares.total()} of {n} more ranks"
+            raise StartError(f"{room}: go on with fewer")
         for i in range(n - shares.total()):
             shares[answered[i % len(answered)]] += 1
         return {name: count for name, count in shares.items() if count}

@@ -45,15 +45,11 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 _Rows = tuple[tuple[int, int, int], ...]
 # Matrix products as training has them: rows (tokens) x inputs x outputs.
 _PRODUCTS: Mapping[str, _Rows] = {
-    "cpu": (
-        *((8, 32, 64), (16, 64, 128), (64, 64, 256), (64, 256, 256)),
-        *((256, 256, 512), (512, 256, 1024), (512, 768, 1536)),
-    ),
-    "cuda": (
-        *((64, 256, 256), (512, 512, 512), (2048, 1024, 1024)),
-        *((4096, 2048, 2048), (8192, 4096, 4096), (8192, 8192, 8192)),
-    ),
-}
+    "cpu": ((8, 32, 64), (16, 64, 128), (64, 64, 256), (64, 256, 256), (256, 256, 512), (512, 256, 1024),
+            (512, 768, 1536)),
+    "cuda": ((64, 256, 256), (512, 512, 512), (2048, 1024, 1024), (4096, 2048, 2048), (8192, 4096, 4096),
+             (8192, 8192, 8192)),
+}  # fmt: skip
 _SCORES: Mapping[str, tuple[tuple[int, int], ...]] = {  # samples, tokens; 4 heads of width 64
     "cpu": ((1, 16), (1, 64), (2, 128), (4, 256), (2, 512)),
     "cuda": ((1, 256), (4, 512), (4, 1024), (4, 2048)),
@@ -258,17 +254,15 @@ class HardwareProbe:
 
     def _steps(self, trainers: Sequence[Trainer]) -> dict[str, list[float]]:
         """Seconds of some steps of each; the first, which fills the processor's caches anew, does not count."""
-        meet = self._meet or (
-            lambda: None
-        )  # else a rank ahead, which does not communicate, would leave cores to others
         taken: dict[str, list[float]] = {}
         for i, trainer in enumerate(trainers):
             self._barrier()
-            seconds = taken[str(i)] = []
-            for step in range(STEPS):
-                meet()
-                step_s = trainer.step().step_time_s
-                seconds += [step_s] if step else []
+            seconds = []
+            for _ in range(STEPS):
+                if self._meet is not None:  # else one ahead, which does not communicate, would leave cores to others
+                    self._meet()
+                seconds.append(trainer.step().step_time_s)
+            taken[str(i)] = seconds[1:]
         return taken
 
     # -- small helpers --------------------------------------------------------------------------------------------
@@ -367,15 +361,10 @@ def calibration_trainers(
             before, initial = (spec, p.batches), p.initial(world.context.check)
             backend = build(p.skeleton, spec, info.device)
             fill(backend, initial)
-            parts: dict[str, Any] = {
-                "info": info,
-                "backend": backend,
-                "batches": p.batches,
-                "world": world,
-                "cost": p.cost,
-            }
-            parts |= {"progress": TrainingProgress(), "scaler": Scaler(enabled=False), "clock": ClockOffset()}
-            trainers.append(Trainer(run="calibration", spec=spec, notes=(), **parts))
+            parts: dict[str, Any] = {"info": info, "backend": backend, "world": world}
+            parts |= {"batches": p.batches, "cost": p.cost, "progress": TrainingProgress(), "clock": ClockOffset()}
+            scaler = Scaler(enabled=False)
+            trainers.append(Trainer(run="calibration", spec=spec, notes=(), scaler=scaler, **parts))
         yield trainers
     finally:
         for trainer in trainers:

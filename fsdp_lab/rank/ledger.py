@@ -229,14 +229,14 @@ class Ledger:
             elif size > 0:
                 if address in alive:
                     alive.pop(address).end = at  # its free was not reported
-                role = (
-                    Role.OTHER if phase == _BEGIN else Role.ACTIVATIONS
-                )  # nothing lists it: by where it was allocated
+                kind: _Role = Role.ACTIVATIONS  # unless it is listed, it is classified by where it was allocated
                 if communicating:
-                    role = Role.COMMUNICATION
+                    kind = Role.COMMUNICATION
                 elif phase == Direction.UPDATE:
-                    role = None if self._offloaded else Role.OPTIMIZER
-                add(address, MemoryBlock(size, role, at))
+                    kind = None if self._offloaded else Role.OPTIMIZER
+                elif phase == _BEGIN:
+                    kind = Role.OTHER
+                add(address, MemoryBlock(size, kind, at))
             else:
                 if address not in alive:
                     add(address, MemoryBlock(-size, Role.OTHER))  # it existed before, and nothing listed it

@@ -119,14 +119,12 @@ class Preparation:
                 raise FieldError.from_dict(refusal)
         assert prepared is not None and mine is not None
         _, datas, weights, peaks, modules = zip(*by_rank, strict=True)
-        files, names = (
-            "give a path with the same files on every machine",
-            "make their names and shapes depend on nothing",
-        )
+        same_files = "give a path with the same files on every machine"
+        fixed = "make their names and shapes depend on nothing random and on no file"
         read = {
-            "data": (datas, f"read different data from {spec.workload.data!r}", files),
-            "weights": (weights, "read different files of weights", files),
-            "model": (modules, "built modules with other parameters", f"{names} random and on no file"),
+            "data": (datas, f"read different data from {spec.workload.data!r}", same_files),
+            "weights": (weights, "read different files of weights", same_files),
+            "model": (modules, "built modules with other parameters", fixed),
         }
         for field, (fingerprints, differ, hint) in read.items():
             other = next((rank for rank, f in enumerate(fingerprints) if f != fingerprints[0]), None)
@@ -210,10 +208,9 @@ class Preparation:
         if key not in self._flops:
             config = resolve(w.model)
             if s.recompute != "none" and config.model_type in CACHE_ALWAYS:
-                keeps = (
-                    f"{config.model_type} keeps keys and values in every forward, and adds them twice when recomputed"
-                )
-                raise SpecError("strategy.recompute", keeps, "use none", {"recompute": "none"})
+                keeps = f"{config.model_type} keeps keys and values in every forward"
+                reason = f"{keeps}, and adds them twice when recomputed"
+                raise SpecError("strategy.recompute", reason, "use none", {"recompute": "none"})
             wrap = partial(recomputed, strategy=s)
             self._flops[key] = count_flops(config, w.seq_len, wrap, w.freeze, w.adapters)
         return self._flops[key]
@@ -223,10 +220,9 @@ def _check_unused(unused: Sequence[str], spec: Spec, instead: str) -> None:
     """DDP waits for every parameter's gradient. FSDP2 reduces those that a rank has, which must be the same on all."""
     backend, experts = spec.strategy.backend, [name for name in unused if ".experts." in name]
     if backend == "fsdp2" and experts and spec.world_size > 1:
-        reason = (
-            "FSDP2 reduces only the gradients that a rank has, and fails where ranks use different experts, such as"
-        )
-        raise SpecError("strategy.backend", f"{reason} {experts[0]}", "use another backend", {"backend": "lab"})
+        fails = f"fails where ranks use different experts, such as {experts[0]}"
+        reason = f"FSDP2 reduces only the gradients that a rank has, and {fails}"
+        raise SpecError("strategy.backend", reason, "use another backend", {"backend": "lab"})
     if unused and backend == "ddp":
         reason = f"DDP needs a gradient for every parameter, and the loss gives none to {unused[0]} in every batch"
         raise SpecError("strategy.backend", reason, f"use another backend, or {instead}", {"backend": "lab"})

@@ -150,10 +150,9 @@ def _open_file(path: Path) -> dist.FileStore:
         mode = stat.S_IMODE(status.st_mode)
         if status.st_uid != os.geteuid() or mode & 0o077 or stat.S_ISLNK(status.st_mode):
             os.close(file)
-            belongs = (
-                f"{what} belongs to user {status.st_uid} with mode {mode:o}, and must be of user {os.geteuid()} alone"
-            )
-            raise ConnectionError(f"rank 0's store {path} is not used: {belongs}; start the ranks again")
+            belongs = f"{what} belongs to user {status.st_uid} with mode {mode:o}"
+            must = f"must be of user {os.geteuid()} alone"
+            raise ConnectionError(f"rank 0's store {path} is not used: {belongs}, and {must}; start the ranks again")
     if str(path).startswith(DESCRIPTORS):
         return dist.FileStore(f"/proc/self/fd/{file}")
     os.close(file)

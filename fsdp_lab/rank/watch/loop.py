@@ -214,10 +214,11 @@ class Watch:
         finally:
             state, reason = _outcome(error)
             frames = [] if error is None else traceback.extract_tb(error.__traceback__)
-            notes, skipped = list[str](), self._skipped
-            if skipped:
-                steps = f"{skipped} step{'s' * (skipped != 1)} without a backward and without optimizer.step()"
-                notes.append(f"{steps} on rank {self._host.info.rank}: not recorded.")
+            notes = []
+            if self._skipped:
+                steps = f"{self._skipped} step{'s' * (self._skipped != 1)}"
+                where = f"on rank {self._host.info.rank}"
+                notes.append(f"{steps} without a backward and without optimizer.step() {where}: not recorded.")
             end = {"state": state, "reason": reason, "notes": notes, "place": place, "steps": self._host.progress.steps}
             end["own"] = error is not None and not isinstance(error, RankAborted)
             end["generates"] = any(frame.name == "generate" for frame in frames)
