@@ -25,7 +25,6 @@ from fsdp_lab.backends.base import DTYPES
 from fsdp_lab.base.process import ranks_per_host, usable_cores
 from fsdp_lab.engine import collectives
 from fsdp_lab.engine.scaling import Scaler
-from fsdp_lab.models import Batches
 from fsdp_lab.rank.children import run_children
 from fsdp_lab.rank.prepare import LONGEST_S, Preparation, is_next_measured, is_over_nccl, seconds_on_device
 from fsdp_lab.rank.rendezvous import RankInfo
@@ -355,18 +354,21 @@ def calibration_trainers(
     """Trainers of these Specs from initial values, besides the live training, until the exit; collective."""
     trainers: list[Trainer] = []
     try:
-        before: tuple[Spec, Batches] | None = None
         for spec in specs:
-            p = preparation.prepare(spec, before, begins=True)
-            before, initial = (spec, p.batches), p.initial(world.context.check)
-            backend = build(p.skeleton, spec, info.device)
-            fill(backend, initial)
-            parts: dict[str, Any] = {"info": info, "backend": backend, "world": world}
-            parts |= {"batches": p.batches, "cost": p.cost, "progress": TrainingProgress(), "clock": ClockOffset()}
-            scaler = Scaler(enabled=False)
-            trainers.append(Trainer(run="calibration", spec=spec, notes=(), scaler=scaler, **parts))
+            trainers.append(_trainer(spec, info, world, preparation, trainers[-1] if trainers else None))
         yield trainers
     finally:
         for trainer in trainers:
             trainer.backend.release(world.context.busy_addresses())
         gc.collect()
+
+
+def _trainer(spec: Spec, info: RankInfo, world: Wire, preparation: Preparation, former: Trainer | None) -> Trainer:
+    """A function of its own, after which nothing holds the initial values."""
+    p = preparation.prepare(spec, None if former is None else (former.spec, former.batches), begins=True)
+    initial = p.initial(world.context.check)
+    backend = build(p.skeleton, spec, info.device)
+    fill(backend, initial)
+    parts: dict[str, Any] = {"info": info, "backend": backend, "world": world, "batches": p.batches, "cost": p.cost}
+    parts |= {"progress": TrainingProgress(), "scaler": Scaler(enabled=False), "clock": ClockOffset()}
+    return Trainer(run="calibration", spec=spec, notes=(), **parts)

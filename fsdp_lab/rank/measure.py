@@ -410,11 +410,13 @@ def held_bytes(device: torch.device, context: WireContext) -> int:
 
 def rss_bytes(process: psutil.Process, context: WireContext) -> int:
     """RSS of this process, with its own pool of shared memory once, and without the other ranks'."""
-    pool, shared_bytes = context.pool_bytes, 0
+    rss, pool = int(process.memory_info().rss), context.pool_bytes
+    if not pool:
+        return rss
     with contextlib.suppress(OSError):  # what it shares in memory files, each page as often as it is mapped
-        shared = re.search(r"^RssShmem:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-        shared_bytes = int(shared[1]) * 1024 if shared else 0
-    return int(process.memory_info().rss) + (pool - shared_bytes if pool else 0)
+        if shared := re.search(r"^RssShmem:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE):
+            rss -= int(shared[1]) * 1024
+    return rss + pool
 
 
 class HostPeak:
