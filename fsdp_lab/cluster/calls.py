@@ -173,9 +173,7 @@ class Call:
         errors = {rank: o.error for rank, o in outcomes.items() if o.error}
         gone = any(error["kind"] == "EngineError" for error in errors.values())
         for rank, error in errors.items():
-            if (
-                error["kind"] == remote.DEVICE_LOST
-            ):  # a CUDA error has left it without a GPU: it is ended, and lost then
+            if error["kind"] == remote.DEVICE_LOST:  # it has no GPU any more: it is ended, and lost then
                 reason = f"had an error of its GPU ({error['reason'][:200]}) and was ended"
                 gone |= self._dispatcher.end_rank(rank, reason)
         if gone or (errors and self._dispatcher.may_be_dying(self._ranks)):

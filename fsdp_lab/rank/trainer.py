@@ -311,9 +311,7 @@ class Trainer:
         mean_loss = vote[0] / self.info.world_size
         finite = math.isfinite(vote[1])
         norm = _rounded(math.sqrt(vote[1] / self.backend.replicas)) / self.scaler.scale if finite else math.inf
-        skipped = not (
-            math.isfinite(norm) and math.isfinite(mean_loss)
-        )  # by fp16 overflow alone: see `_vote_and_update`
+        skipped = not (math.isfinite(norm) and math.isfinite(mean_loss))  # fp16 overflow: see `_vote_and_update`
         self.meter.before_update()
         if not skipped:
             if self.state is StepState.VOTING:
