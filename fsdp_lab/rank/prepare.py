@@ -168,10 +168,8 @@ class Preparation:
         skeleton = adapted(config, w.adapters)
         check(skeleton, spec, self._info.device)
         weights = None
-        if (
-            begins and (folder := weights_folder(w)) is not None
-        ):  # the ranks share the comparison of what a file has twice
-            weights = Weights(folder)
+        if begins and (folder := weights_folder(w)) is not None:
+            weights = Weights(folder)  # the ranks share the comparison of what a file has twice
             plain = skeleton if w.adapters is None else build_skeleton(config)
             Pretrained(plain, w, weights).check_ties(rank, world_size)
         return PreparedTraining(spec=spec, skeleton=skeleton, batches=batches, cost=cost, weights=weights)
@@ -185,9 +183,7 @@ class Preparation:
         if not isinstance(source, OwnSource) or not source.is_of(w):
             source = OwnSource(w)
         batches = Batches(w, None, rank=self._info.rank, world_size=self._info.world_size, source=source)
-        code = [
-            value if isinstance(value, str) else value["digest"] for value in (w.model, w.loss)
-        ]  # as in any process
+        code = [c if isinstance(c, str) else c["digest"] for c in (w.model, w.loss)]  # the same in every process
         key = json.dumps([*code, source.fingerprint, w.micro_batch, spec.strategy.recompute, w.freeze])
         if key not in self.own_costs:
             self.own_costs[key] = own.cost(source, lambda model: recomputed(model, spec.strategy))
