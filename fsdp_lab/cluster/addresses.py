@@ -17,10 +17,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
 
 import psutil
 
@@ -31,7 +30,6 @@ MEASURED_S, MEASURED_BYTES = 0.2, 4 << 20  # at most, of the transfer to one add
 FASTER = 2.0  # by less than this factor an address is not preferred: a short transfer is a rough measure
 INTERFACES = "GLOO_SOCKET_IFNAME"  # the user's choice of interfaces, by their names
 _TOKEN_BYTES, _COUNT_BYTES = 16, 8
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +45,10 @@ class Endpoint:
 
 
 def own_addresses() -> list[tuple[str, str]]:
-    """(interface, address) of this host at which another might reach it, the likely ones first. Only of the interfaces that
-    the user has named in GLOO_SOCKET_IFNAME, if there are any."""
+    """Returns (interface, address) of this host at which another might reach it, the likely ones first. Only of the
+    interfaces that the user has named in GLOO_SOCKET_IFNAME, if there are any."""
     named = {name for name in os.environ.get(INTERFACES, "").split(",") if name}
-    stats, found = psutil.net_if_stats(), []
+    stats, likely = psutil.net_if_stats(), []
     for interface, addresses in psutil.net_if_addrs().items():
         if (interface in stats and not stats[interface].isup) or (named and interface not in named):
             continue
@@ -58,8 +56,8 @@ def own_addresses() -> list[tuple[str, str]]:
             if a.family in (socket.AF_INET, socket.AF_INET6) and "%" not in a.address:
                 ip = ipaddress.ip_address(a.address)
                 if not ip.is_loopback and not (ip.version == 6 and ip.is_link_local):
-                    found.append(((ip.is_link_local, ip.version), interface, a.address))
-    return [(interface, address) for _, interface, address in sorted(found, key=lambda f: f[0])]
+                    likely.append(((ip.is_link_local, ip.version), interface, a.address))
+    return [(interface, address) for _, interface, address in sorted(likely, key=lambda entry: entry[0])]
 
 
 class Endpoints:
@@ -111,13 +109,8 @@ def new_token() -> str:
     return secrets.token_hex(_TOKEN_BYTES)
 
 
-def try_endpoint(endpoint: Endpoint, token: str) -> str:
-    """Why this host does not reach a endpoint; "" if it does."""
-    return try_to_connect(endpoint.address, endpoint.port, token)
-
-
 def measure_endpoint(endpoint: Endpoint, token: str) -> float:
-    """Bytes/s to a endpoint, by a short transfer, from its start to its receipt; 0.0 if that fails."""
+    """Returns bytes/s to an endpoint, by a short transfer, from its start to its receipt; 0.0 if that fails."""
     try:
         with connected(endpoint.address, endpoint.port, token) as connection:
             part, sent, begin_s = bytes(1 << 16), 0, time.perf_counter()
@@ -131,45 +124,42 @@ def measure_endpoint(endpoint: Endpoint, token: str) -> float:
         return 0.0
 
 
-def at_each(
-    endpoints: Sequence[Endpoint], work: Callable[[Endpoint, str], T], token: str, *, together: bool = True
-) -> list[T]:
-    """`work` at each endpoint, in their order; one after the other unless `together`."""
-    with ThreadPoolExecutor(min(256, len(endpoints)) if together and endpoints else 1) as pool:
-        return list(pool.map(lambda endpoint: work(endpoint, token), endpoints))
+def try_endpoints(endpoints: Sequence[Endpoint], token: str) -> list[str]:
+    """Returns why this host does not reach each endpoint; "" where it does."""
+    with ThreadPoolExecutor(min(256, len(endpoints) or 1)) as pool:
+        return list(pool.map(lambda endpoint: try_to_connect(endpoint.address, endpoint.port, token), endpoints))
 
 
 # -- decisions, in the kernel ----------------------------------------------------------------------------------------
 
-Tried = Mapping[
-    tuple[str, str], Sequence[str]
-]  # (from host, to host) -> why each of its endpoints was not reached, or ""
+# (from host, to host) -> why each of its endpoints was not reached, or ""
+Tried = Mapping[tuple[str, str], Sequence[str]]
 
 
 def reached_by_all(endpoints: Mapping[str, Sequence[Endpoint]], tried: Tried) -> dict[str, list[Endpoint]]:
-    """The endpoints of each host that all others reach. Raises StartError, which names hosts, addresses and ports."""
-    found = {}
+    """Returns the endpoints of each host that all others reach. Raises StartError: it names hosts, addresses and ports."""
+    reached = {}
     for host, own in endpoints.items():
-        others = [other for other in endpoints if other != host]
         if not own:
-            raise StartError(f"{host} has no network that another host could reach: its interfaces are down, or "
-                             f"{INTERFACES} names none of them")  # fmt: skip
-        found[host] = [d for i, d in enumerate(own) if not any(tried[other, host][i] for other in others)]
-        if not found[host]:
-            raise StartError(_unreached(host, own, {other: tried[other, host] for other in others}))
-    return found
+            why = f"its interfaces are down, or {INTERFACES} names none of them"
+            raise StartError(f"{host} has no network that another host could reach: {why}")
+        failures = {other: tried[other, host] for other in endpoints if other != host}
+        reached[host] = [e for i, e in enumerate(own) if not any(why[i] for why in failures.values())]
+        if not reached[host]:
+            raise StartError(_unreached(host, own, failures))
+    return reached
 
 
 def _unreached(host: str, endpoints: Sequence[Endpoint], tried: Mapping[str, Sequence[str]]) -> str:
+    reaches = []
     for other, failures in tried.items():
+        pairs = list(zip(endpoints, failures, strict=True))
         if all(failures):
-            where = ", ".join(f"{endpoint}: {why}" for endpoint, why in zip(endpoints, failures, strict=True))
-            return (f"{other} does not reach {host}: {where}; open the ports between the hosts, or give them a network "
-                    f"that they share, and name its interface in {INTERFACES} if only some are meant")  # fmt: skip
-    by = "; ".join(
-        f"{other} reaches {', '.join(e.address for e, why in zip(endpoints, failures, strict=True) if not why)}"
-        for other, failures in tried.items()
-    )
+            where = ", ".join(f"{endpoint}: {why}" for endpoint, why in pairs)
+            network = f"a network that they share, and name its interface in {INTERFACES} if only some are meant"
+            return f"{other} does not reach {host}: {where}; open the ports between the hosts, or give them {network}"
+        reaches.append(f"{other} reaches {', '.join(e.address for e, why in pairs if not why)}")
+    by = "; ".join(reaches)
     return f"no address of {host} is reached by all other hosts ({by}); give the hosts one network that they share"
 
 
@@ -180,14 +170,14 @@ def fastest(endpoints: Sequence[Endpoint], speeds: Sequence[float]) -> Endpoint:
 
 
 def unique_names(hosts: Mapping[str, tuple[str, str]]) -> dict[str, str]:
-    """A name for each host, by its id, from (name, address): with the address where hosts have the same name, and with a
-    number where that is the same too, as of containers of one image."""
+    """Returns a name for each host, by its id, from (name, address): with the address where hosts have the same name, and
+    with a number where that is the same too, as of containers of one image."""
     names = [name for name, _ in hosts.values()]
-    found: dict[str, str] = {}
+    unique: dict[str, str] = {}
     for key, (name, address) in hosts.items():
         wanted = name if names.count(name) == 1 else f"{name} ({address})" if address else name
         taken, number = wanted, 2
-        while taken in found.values():
+        while taken in unique.values():
             taken, number = f"{wanted} #{number}", number + 1
-        found[key] = taken
-    return found
+        unique[key] = taken
+    return unique

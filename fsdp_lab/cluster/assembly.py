@@ -1,5 +1,5 @@
 """`Assembly`: makes ranks of engines. Starts or takes the engines, places and joins them, replaces ranks that are lost, and
-takes over ranks that a former kernel left."""
+takes over ranks that a former kernel left. `meet` finds the addresses at which the ranks of several hosts listen."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ import psutil
 from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import ArgumentError, FieldError
 from fsdp_lab.base.process import alive, host_id
-from fsdp_lab.cluster.addresses import unique_names
+from fsdp_lab.cluster.addresses import Endpoint, fastest, new_token, reached_by_all, unique_names
 from fsdp_lab.cluster.calls import SECOND_INTERRUPT_S, Dispatcher
 from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters
-from fsdp_lab.cluster.detached_hosts import DETACHED
 from fsdp_lab.cluster.engine_server import forks
 from fsdp_lab.cluster.engines import Engines, ExternalEngines, exposure_notes
 from fsdp_lab.cluster.errors import ClusterError, StartError
 from fsdp_lab.cluster.guardian import Guardian
-from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SlurmHosts, SshHosts
+from fsdp_lab.cluster.host_engines import HostEngines, Report, SshEngines
+from fsdp_lab.cluster.host_script import TRY_S
+from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SshHosts
 from fsdp_lab.cluster.launcher_engines import LauncherEngines
-from fsdp_lab.cluster.local_engines import DetachedEngines, Forked, LocalEngines, claim, engine_environment
+from fsdp_lab.cluster.local_engines import LOOPBACK, DetachedEngines, LocalEngines, OnEnd, claim, engine_environment
 from fsdp_lab.cluster.membership import Member
-from fsdp_lab.cluster.network import meet
 from fsdp_lab.cluster.placement import Host, Placement, free_gpus, place, probe, without_ours
 from fsdp_lab.cluster.slurm_engines import SlurmEngines
-from fsdp_lab.cluster.ssh_engines import SshEngines
 from fsdp_lab.cluster.supervisor import Supervisor
 
 ATTACHED_S = 1.0  # for all ranks to answer once the first has
+ROUND_S = 3 * TRY_S  # for one round of `meet`: a connection, its greeting, and the answer to the kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +78,7 @@ class ClusterConfig:
 
 
 class RestoredError(Exception):
-    """A change of ranks failed with `cause`, and there are as many as before where they were, joined anew: without what they
-    had trained."""
+    """A change of ranks failed with `cause`, and as many as before are joined anew, without what they had trained."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(str(cause))
@@ -92,8 +91,7 @@ class Assembly:
     Attributes:
         config: where they are is changed by `move`.
         notes: on how the ranks were started.
-        attached_status: `Session.status` of each rank when it was taken over, empty if it was started here.
-    """
+        attached_status: `Session.status` of each rank when it was taken over, empty if it was started here."""
 
     def __init__(
         self,
@@ -104,8 +102,7 @@ class Assembly:
     ) -> None:
         self.config, self._dispatcher, self._supervisor = config, dispatcher, supervisor
         self._membership, self._monitor, self._on_progress = dispatcher.membership, supervisor.monitor, report
-        self._began_s = 0.0
-        self._default_ranks = 2
+        self._began_s, self._default_ranks = 0.0, 2
         self._before_bytes: Mapping[str, int] = {}  # in use on each GPU before the first rank, by UUID
         self.notes: tuple[str, ...] = ()
         self.attached_status: tuple[Mapping[str, Any], ...] = ()
@@ -152,8 +149,7 @@ class Assembly:
             raise RestoredError(e) from None
 
     def look_at(self, hosts: Hosts, report: Callable[[StartProgress], None] | None) -> tuple[str, Engines]:
-        """A token, and the cluster that engines of it will have on these hosts: they were looked at, or a queue was waited
-        in, and nothing was ended. Raises StartError."""
+        """Looks at hosts, or waits in a queue, and ends nothing. Returns a token and its engines. Raises StartError."""
         began_s, token = time.monotonic(), secrets.token_hex(8)
 
         def say(stage: str, done: int, total: int) -> None:
@@ -169,17 +165,17 @@ class Assembly:
         hosts: Hosts | None,
         ranks: int | None,
         report: Callable[[StartProgress], None] | None,
-        found: tuple[str, Engines] | None,
+        looked_at: tuple[str, Engines] | None,
     ) -> None:
-        """Ends the engines and starts others: where `look_at` has found that they can be, or here. Raises RestoredError if
-        that fails or is interrupted."""
+        """Ends the engines and starts those of `look_at`, or others here. Raises RestoredError if that fails or is
+        interrupted."""
         self._began_s = time.monotonic()
         former, seats, former_report = self.config, self._membership.placement.seats, self._on_progress
         self._on_progress = report or former_report
         self.config = replace(former, hosts=hosts, ranks=ranks, devices=None)
         self._end_engines()
         try:
-            self._connect(found)
+            self._connect(looked_at)
             self._assemble(ranks or self._engines.default_ranks, None)
         except BaseException as e:
             self.config, self._on_progress = former, former_report
@@ -198,21 +194,20 @@ class Assembly:
         self._membership.token = secrets.token_hex(8)
         self.notes = ()
 
-    def _connect(self, found: tuple[str, Engines] | None = None) -> None:
+    def _connect(self, looked_at: tuple[str, Engines] | None = None) -> None:
         config, membership = self.config, self._membership
-        if found is not None:
-            membership.token, membership.engines = found
+        if looked_at is not None:
+            membership.token, membership.engines = looked_at
         elif config.given is not None:
             membership.engines = ExternalEngines(config.given, config.timeout_s)
         elif config.hosts is not None:
             membership.engines = self._engines_on(config.hosts, membership.token, self._report)
         else:
-            forked = Forked(module=config.rank_module) if forks(len(self._this_host().gpus)) else None
-            membership.engines = LocalEngines(
-                membership.token, self._environment, self._supervisor.process_ended, config.timeout_s, forked
-            )
+            forked = forks(len(self._this_host().gpus))
+            given = (membership.token, self._environment, self._supervisor.process_ended, config.timeout_s)
+            membership.engines = LocalEngines(*given, forked=forked, rank_module=config.rank_module)
             membership.engines.default_ranks = config.ranks or self._default_ranks
-        membership.forget_ends()
+        membership.leaving = frozenset()  # another controller counts engines from 0 again
         membership.engines.sending = self._dispatcher.sending
         if membership.closed:  # meanwhile, by another thread
             membership.engines.close()
@@ -222,17 +217,14 @@ class Assembly:
     def _engines_on(self, hosts: Hosts, token: str, report: Callable[[str, int, int], None]) -> Engines:
         """Raises StartError."""
         given = (token, self.config.environment, self._supervisor.process_ended, self.config.timeout_s)
-        if isinstance(hosts, SshHosts):
-            return SshEngines(*given, hosts, report)
-        if isinstance(hosts, SlurmHosts):
-            return SlurmEngines(*given, hosts, report)
-        assert isinstance(hosts, LauncherHosts)
-        return LauncherEngines(*given, hosts, report)
+        if isinstance(hosts, LauncherHosts):
+            return LauncherEngines(*given, hosts, report)
+        return (SshEngines if isinstance(hosts, SshHosts) else SlurmEngines)(*given, hosts, report)
 
     @property
     def _environment(self) -> dict[str, str]:
-        return engine_environment(self._membership.token, self.config.ranks or self._default_ranks,
-                                  self.config.environment)  # fmt: skip
+        ranks = self.config.ranks or self._default_ranks
+        return engine_environment(self._membership.token, ranks, self.config.environment)
 
     def _report(self, stage: str, done: int, total: int) -> None:
         seconds = time.monotonic() - self._began_s
@@ -246,16 +238,24 @@ class Assembly:
             raise ClusterError(f"{n} ranks: one is the least")
         self._engines.unpersist()
         self.attached_status = ()
-        by_engine = self._describe(self._enough_engines(n))
+        engines, view = self._enough_engines(n), self._engines.client.direct_view
+        self._membership.replace([Member(rank=i, engine=engine, view=view(engine)) for i, engine in enumerate(engines)])
+        described = self._dispatcher.call("describe", timeout_s=self.config.timeout_s)
+        by_engine = dict(zip(engines, described, strict=True))
         chosen = rank_order(by_engine, self._engines.place_of)[:n]
         reports = [by_engine[engine] for engine in chosen]
         placement = place(self._hosts(reports), devices, take_busy=self.config.take_busy)
-        self._check_gpus(placement)
+        wanted = None if self.config.hosts is None else self.config.hosts.gpus_per_host
+        for seat in placement.seats if wanted is not None else ():
+            if seat.device == "cpu" or seat.shared_gpu_ranks > 1:
+                has = "none is free, or torch cannot use it" if seat.device == "cpu" else "some are shared then"
+                lacking = f"{wanted} GPUs a host are not to be had on {seat.host}: {has}"
+                raise ArgumentError("gpus_per_host", lacking, "ask for fewer, or give ranks_per_host")
         members = [self._member(rank, chosen[rank], report, placement) for rank, report in enumerate(reports)]
         self._membership.replace(members, placement)
         self._join([seat.host for seat in placement.seats])
         if not self._engines.local:
-            exposed = exposure_notes(self._engines.client, [r["id"] for r in by_engine.values()])
+            exposed = exposure_notes(self._engines.client, [r["id"] for r in described])
             self.notes = (*exposed, *self._engines.notes)
         if self.config.persist_s is not None:
             self._engines.persist(
@@ -268,60 +268,44 @@ class Assembly:
             )
 
     def _enough_engines(self, n: int) -> list[int]:
-        """The ids of at least `n` engines: those of healthy ranks, and new ones."""
-        before = self._membership.members
-        found = self._reuse(n)
-        if not self._engines.owned:
-            found = list(self._engines.client.ids)
-            if len(found) < n:
-                raise StartError(
-                    f"{n} ranks were asked for and the given cluster has {len(found)} engine{'s' * (len(found) != 1)}; "
-                    "ask for fewer, or start more engines"
-                )
-        elif (missing := n - len(found)) > 0:
-            # The first forked engines wait for the imports of their server.
-            stage = "importing torch" if self._engines.forked and not before else "starting engines"
-            self._report(stage, 0, missing)
-            try:
-                found += self._engines.add(missing, lambda k: self._report(stage, k, missing), self.config.timeout_s)
-            except StartError:
-                self._membership.replace([m for m in before if m.engine in found])  # they can be joined again
-                raise
-        return found
-
-    def _reuse(self, n: int) -> list[int]:
-        """Engine ids of at most `n` healthy ranks; the others are ended."""
-        healthy = self._membership.present
+        """Returns the ids of at least `n` engines: those of at most `n` healthy ranks, and new ones. Ends the others."""
+        before, healthy = self._membership.members, self._membership.present
         unresponsive = self._dispatcher.dismiss(healthy) if healthy else []
         reused = [m for m in healthy if m not in unresponsive][:n]
-        others = [m for m in self._membership.members if m not in reused]
-        self._membership.expect_end(others)
+        others = [m for m in before if m not in reused]
+        self._membership.leaving |= {m.engine for m in others}  # their end is no loss
         self._membership.replace([])
         self._engines.end([m.engine_process for m in others], term_s=0.7)
         self._monitor.close_channels()
-        return [m.engine for m in reused]
-
-    def _describe(self, engines: Sequence[int]) -> dict[int, Mapping[str, Any]]:
-        """What each engine reports of itself, by engine id."""
-        client = self._engines.client
-        self._membership.replace(
-            [Member(rank=i, engine=engine, view=client.direct_view(engine)) for i, engine in enumerate(engines)]
-        )
-        reports = self._dispatcher.call("describe", timeout_s=self.config.timeout_s)
-        return dict(zip(engines, reports, strict=True))
+        if not self._engines.owned:
+            ids = list(self._engines.client.ids)
+            if len(ids) < n:
+                has = f"the given cluster has {len(ids)} engine{'s' * (len(ids) != 1)}"
+                raise StartError(f"{n} ranks were asked for and {has}; ask for fewer, or start more engines")
+            return ids
+        if (missing := n - len(reused)) <= 0:
+            return [m.engine for m in reused]
+        # The first forked engines wait for the imports of their server.
+        stage = "importing torch" if self._engines.forked and not before else "starting engines"
+        self._report(stage, 0, missing)
+        try:
+            added = self._engines.add(missing, lambda k: self._report(stage, k, missing), self.config.timeout_s)
+        except StartError:
+            self._membership.replace(reused)  # they can be joined again
+            raise
+        return [*(m.engine for m in reused), *added]
 
     def _hosts(self, reports: Sequence[Mapping[str, Any]]) -> list[Host]:
-        """The host of each rank, as one rank on it sees it, under names that differ."""
-        pids: dict[str, list[int]] = {}
-        for r in reports:
-            pids.setdefault(r["id"], []).append(r["pid"])
+        """Returns the host of each rank, as one rank on it sees it, under names that differ."""
         if self._engines.local:
             return [self._this_host(frozenset(r["pid"] for r in reports))] * len(reports)
         names = unique_names({r["id"]: (r["host"], next(iter(r["addresses"]), "")) for r in reports})
-        leaders = {key: next(rank for rank, r in enumerate(reports) if r["id"] == key) for key in pids}
-        asked = {rank: {"ours": pids[key]} for key, rank in leaders.items()}
-        found = self._dispatcher.ask("hardware", asked, self.config.timeout_s)
-        return [replace(found[leaders[r["id"]]], name=names[r["id"]]) for r in reports]
+        leaders: dict[str, int] = {}
+        for rank, r in enumerate(reports):
+            leaders.setdefault(r["id"], rank)
+        asked = {rank: {"ours": [r["pid"] for r in reports if r["id"] == key]} for key, rank in leaders.items()}
+        hosts = self._dispatcher.ask("hardware", asked, self.config.timeout_s)
+        return [replace(hosts[leaders[r["id"]]], name=names[r["id"]]) for r in reports]
 
     def _this_host(self, ours: frozenset[int] = frozenset()) -> Host:
         return without_ours(probe(ours=ours), self._membership.placement.devices if ours else (), self._before_bytes)
@@ -330,25 +314,14 @@ class Assembly:
         """Raises FieldError for devices that are not there."""
         place([self._this_host(ours)] * ranks, devices, take_busy=self.config.take_busy)
 
-    def _check_gpus(self, placement: Placement) -> None:
-        """Raises ArgumentError for a host without a GPU for each of its ranks, where that was asked for."""
-        wanted = None if self.config.hosts is None else self.config.hosts.gpus_per_host
-        for seat in placement.seats if wanted is not None else ():
-            if seat.device == "cpu" or seat.shared_gpu_ranks > 1:
-                has = "none is free, or torch cannot use it" if seat.device == "cpu" else "some are shared then"
-                raise ArgumentError("gpus_per_host", f"{wanted} GPUs a host are not to be had on {seat.host}: {has}",
-                                    "ask for fewer, or give ranks_per_host")  # fmt: skip
-
     def _member(self, rank: int, engine: int, report: Mapping[str, Any], placement: Placement) -> Member:
-        pid, seat, process = report["pid"], placement.seats[rank], None
-        if report["id"] == host_id() and alive(pid):
+        seat, view = placement.seats[rank], self._engines.client.direct_view(engine)
+        pid, id_ = report["pid"], report["id"]
+        member = Member(rank=rank, engine=engine, view=view, pid=pid, host=seat.host, host_id=id_, device=seat.device)
+        if member.host_id == host_id() and alive(member.pid):
             with contextlib.suppress(psutil.Error):
-                process = psutil.Process(pid)
-        view = self._engines.client.direct_view(engine)
-        return Member(
-            rank=rank, engine=engine, view=view, pid=pid, host=seat.host, host_id=report["id"], device=seat.device,
-            process=process,
-        )  # fmt: skip
+                member.process = psutil.Process(member.pid)
+        return member
 
     def _join(self, hosts: Sequence[str]) -> None:
         """`hosts`: of the ranks, in rank order."""
@@ -358,20 +331,16 @@ class Assembly:
             self._report("importing torch", 0, n)
         self._dispatcher.call("load", module=module, timeout_s=2 * timeout_s)
         self._report("joining ranks", 0, n)
-        found = meet(self._dispatcher, hosts)
-        at = found[hosts[0]].address if len(found) > 1 else None
+        met = meet(self._dispatcher, hosts)
+        at = met[hosts[0]].address if len(met) > 1 else None
         place = self._dispatcher.send("host", {0: {"module": module, "address": at}}).results(timeout_s)[0]
         headers = self._monitor.open_channels(self._engines.client, range(n))
-        common = {"module": module, "world_size": n, "place": place, "timeout_s": timeout_s,
-                  "reduction": self.config.reduction, "hosts": list(hosts)}  # fmt: skip
-        seats = self._membership.placement.seats
-        each = {
-            seat.rank: {
-                **seat.arguments, **common, "beats": headers[seat.rank], "address": found[seat.host].address,
-                "variables": found[seat.host].variables,
-            }
-            for seat in seats
-        }  # fmt: skip
+        common = {"module": module, "world_size": n, "place": place, "timeout_s": timeout_s}
+        common |= {"reduction": self.config.reduction, "hosts": list(hosts)}
+        each = {}
+        for seat in self._membership.placement.seats:
+            own = {"address": met[seat.host].address, "variables": met[seat.host].variables}
+            each[seat.rank] = {**seat.arguments, **common, **own, "beats": headers[seat.rank]}
         joined = self._dispatcher.send("join", each).results(timeout_s + 10)
         for member, limits_bytes in zip(self._membership.members, joined, strict=True):
             member.limits_bytes = limits_bytes and tuple(limits_bytes)
@@ -381,10 +350,15 @@ class Assembly:
 
     def _attach(self, limit_s: float) -> bool:
         """Takes over detached ranks, and ends those that do not answer. Returns whether it has taken over any."""
-        while (found := claim(self.config.identity, limit_s)) is not None:
-            record, guardian = found
+        hosts, on_end = self.config.hosts, self._supervisor.process_ended
+        while (claimed := claim(self.config.identity, limit_s)) is not None:
+            record, guardian = claimed
             self._membership.token = record.token
-            engines = self._detached_engines(record, guardian)
+            if hosts is None:
+                engines = DetachedEngines(record, guardian, self._environment, on_end)
+            else:
+                kind = DetachedSshEngines if isinstance(hosts, SshHosts) else DetachedSlurmEngines
+                engines = kind(record, guardian, self.config.environment, on_end, hosts, self._report)
             try:
                 engines.open()
                 self._membership.engines = engines
@@ -399,18 +373,9 @@ class Assembly:
                     raise
                 engines.close()
                 self.notes = (f"ranks that a former kernel left were ended, and new ones started: {e.sentence}",)
-        if others := [cluster.id for cluster in detached_clusters() if cluster.free]:
-            self.notes += (
-                f"other ranks wait for a kernel ({', '.join(others)}); list or end them with `fsdp-lab ranks`",
-            )
+        if others := ", ".join(cluster.id for cluster in detached_clusters() if cluster.free):
+            self.notes += (f"other ranks wait for a kernel ({others}); list or end them with `fsdp-lab ranks`",)
         return False
-
-    def _detached_engines(self, record: DetachedCluster, guardian: Guardian) -> DetachedEngines:
-        hosts, ended = self.config.hosts, self._supervisor.process_ended
-        if hosts is None:
-            return DetachedEngines(record, guardian, self._environment, ended)
-        kind = DETACHED[type(hosts)]
-        return kind(record, guardian, self.config.environment, ended, hosts, self._report)
 
     def _adopt_ranks(self, record: DetachedCluster) -> None:
         """Makes the ranks report to this client. What they work on ends first."""
@@ -420,7 +385,8 @@ class Assembly:
             for rank, (engine, pid, id_) in enumerate(zip(record.engines, record.pids, record.host_ids, strict=True))
         ]
         self._membership.replace(members, placement)
-        self._dispatcher.continue_from_former()
+        with self._dispatcher.sending:
+            self._dispatcher.turn = time.time_ns()  # continues with numbers that no call of the former kernel had
         headers = self._monitor.open_channels(self._engines.client, range(len(members)))
         call = self._dispatcher.send("attach", {rank: {"beats": header} for rank, header in headers.items()})
         deadline = time.monotonic() + self.config.timeout_s
@@ -447,3 +413,85 @@ def rank_order(
     for engine in sorted(reports):
         first.setdefault(reports[engine]["id"], engine)
     return sorted(reports, key=lambda engine: (place_of(host := reports[engine]["id"]), first[host], engine))
+
+
+class DetachedHostEngines(DetachedEngines, HostEngines):
+    """Engines on the hosts of a former kernel's record. While no kernel uses them, the controller here, the agents on the
+    hosts, a Slurm job with its steps and the tunnels go on, and the guardian here ends all of them if no kernel comes."""
+
+    def __init__(
+        self,
+        record: DetachedCluster,
+        guardian: Guardian,
+        environment: Mapping[str, str],
+        on_end: OnEnd,
+        hosts: Hosts,
+        report: Report,
+    ) -> None:
+        self._configure(hosts, environment, report)
+        super().__init__(record, guardian, engine_environment(record.token, 1, environment), on_end)
+        self._take_over(record.where)
+
+
+class DetachedSshEngines(DetachedHostEngines, SshEngines):
+    """The former kernel's tunnels are used as long as they stay open."""
+
+
+class DetachedSlurmEngines(DetachedHostEngines, SlurmEngines):
+    """Their steps are no children of this process: how an engine ended is asked of its host."""
+
+
+# -- where the ranks of several hosts listen ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostAddress:
+    """Where the ranks of one host listen for other ranks."""
+
+    address: str = LOOPBACK
+    interface: str = ""  # "" for loopback
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Variables of the environment, for the groups that users open in cells, and for NCCL."""
+        if not self.interface:
+            return {}
+        family = "AF_INET6" if ":" in self.address else "AF_INET"
+        nccl = {"NCCL_SOCKET_IFNAME": f"={self.interface}", "NCCL_SOCKET_FAMILY": family}
+        return {"GLOO_SOCKET_IFNAME": self.interface, **nccl}
+
+
+def meet(dispatcher: Dispatcher, hosts: Sequence[str]) -> dict[str, HostAddress]:
+    """One rank of each host tries the addresses of the other hosts. Returns the address of each host, by its name; `hosts`
+    are those of the ranks, in rank order. Raises StartError: which host does not reach which other one, at which ports."""
+    leaders = {host: hosts.index(host) for host in dict.fromkeys(hosts)}
+    if len(leaders) == 1:
+        return {host: HostAddress() for host in leaders}
+    token = new_token()
+    try:
+        opened = dispatcher.ask("open_endpoints", {rank: {"token": token} for rank in leaders.values()}, ROUND_S)
+        chosen = _choose(dispatcher, leaders, {host: opened[rank] for host, rank in leaders.items()}, token)
+    finally:
+        with contextlib.suppress(ClusterError):  # the first error counts
+            dispatcher.ask("close_endpoints", {rank: {} for rank in leaders.values()}, ROUND_S)
+    return {host: HostAddress(address=e.address, interface=e.interface) for host, e in chosen.items()}
+
+
+def _choose(
+    dispatcher: Dispatcher, leaders: Mapping[str, int], endpoints: Mapping[str, Sequence[Endpoint]], token: str
+) -> dict[str, Endpoint]:
+    others = {host: [other for other in leaders if other != host] for host in leaders}
+    flat = {host: [endpoint for other in others[host] for endpoint in endpoints[other]] for host in leaders}
+    answers = dispatcher.ask("reach", {leaders[h]: {"endpoints": flat[h], "token": token} for h in leaders}, ROUND_S)
+    tried: dict[tuple[str, str], list[str]] = {}
+    for host, rank in leaders.items():
+        rest = iter(answers[rank])
+        tried |= {(host, other): [next(rest) for _ in endpoints[other]] for other in others[host]}
+    good = reached_by_all(endpoints, tried)
+    names = list(leaders)
+    before = {host: names[i - 1] for i, host in enumerate(names)}  # the neighbor that measures
+    several = [host for host in names if len(good[host]) > 1]
+    measured = {leaders[before[host]]: {"endpoints": good[host], "token": token} for host in several}
+    speeds = dispatcher.ask("measure", measured, ROUND_S)
+    fast = {host: fastest(good[host], speeds[leaders[before[host]]]) for host in several}
+    return {host: fast.get(host, good[host][0]) for host in names}

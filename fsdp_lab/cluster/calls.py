@@ -122,7 +122,7 @@ class Call:
             return self._hung is not None or any(o.failed for o in self._outcomes.values())
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether every rank is done, or one has failed, within `timeout_s`. Can be interrupted by Ctrl-C."""
+        """Returns whether every rank is done, or one has failed, within `timeout_s`. Can be interrupted by Ctrl-C."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while len(self._outcomes) < len(self._ranks) and not self.failed:
@@ -133,7 +133,7 @@ class Call:
         return True
 
     def wait_all(self, timeout_s: float) -> bool:
-        """Whether every rank is done, with success or not, within `timeout_s`."""
+        """Returns whether every rank is done, with success or not, within `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self._outcomes) == len(self._ranks), timeout_s)
 
@@ -155,24 +155,32 @@ class Call:
             FieldError: the ranks refused a value.
             RankError, RankStuck: the others are freed by then.
             RankLost, RankHung: the others are interrupted, and may take some more seconds to settle.
-            Interrupted: a rank was interrupted before it had a result.
-        """
+            Interrupted: a rank was interrupted before it had a result."""
         over = self.wait(timeout_s)
-        if self._hung is not None:
-            self._free_from(self._hung)
+        if self._hung is not None:  # the absent are ended; the others settle then, and the error does not wait for them
+            self.interrupt()
+            self.wait_all(HUNG_S)
+            reason = "did not join a collective and was ended"
+            absent = set(self.pending) & set(self._hung.absent)
+            ended = {rank for rank in absent if self._dispatcher.end_rank(rank, reason)}
+            with self._changed:  # the next call must find them lost, also one that answered just before its end
+                self._changed.wait_for(lambda: ended <= self._gone, DEATH_NOTICE_S)
             raise self._hung
         if not over or (self.pending and not self.wait_all(GRACE_S)):
             self._free()
         with self._changed:
             outcomes = dict(self._outcomes)
-        ended = self._end_without_device(outcomes)
-        gone = ended or any(o.error and o.error["kind"] == "EngineError" for o in outcomes.values())
-        if gone or (any(o.error for o in outcomes.values()) and self._dispatcher.may_be_dying(self._ranks)):
+        errors = {rank: o.error for rank, o in outcomes.items() if o.error}
+        gone = any(error["kind"] == "EngineError" for error in errors.values())
+        for rank, error in errors.items():
+            if error["kind"] == remote.DEVICE_LOST:  # it has no GPU any more: it is ended, and lost then
+                reason = f"had an error of its GPU ({error['reason'][:200]}) and was ended"
+                gone |= self._dispatcher.end_rank(rank, reason)
+        if gone or (errors and self._dispatcher.may_be_dying(self._ranks)):
             with self._changed:
                 self._changed.wait_for(self._lost, GONE_NOTICE_S if gone else DEATH_NOTICE_S)
                 outcomes = dict(self._outcomes)
-        problem = verdict(self.what, outcomes)
-        if problem is not None:
+        if (problem := verdict(self.what, outcomes)) is not None:
             raise problem
         return [outcomes[rank].value for rank in self._ranks]
 
@@ -181,10 +189,9 @@ class Call:
     def _free(self) -> None:
         """Ends the call on the ranks that are still in it, unless a rank is lost: then they settle by themselves."""
         self.interrupt()
-        if self.wait_all(LOST_S) or self._lost():
-            return
-        if self.wait_all(ESCALATION_S - LOST_S) or self._lost():
-            return
+        for seconds in (LOST_S, ESCALATION_S - LOST_S):
+            if self.wait_all(seconds) or self._lost():
+                return
         self.interrupt()
         for rank in self.pending:
             self._dispatcher.ping(rank, lambda rank=rank: self._answered.add(rank))  # type: ignore[misc]
@@ -199,24 +206,6 @@ class Call:
             stuck = RankStuck(rank=rank, what=self.what, after_s=2 * ESCALATION_S, outcome=outcome)
             self.finish(rank, Outcome(stuck=stuck))
 
-    def _end_without_device(self, outcomes: Mapping[int, Outcome]) -> bool:
-        """Ends the ranks that a CUDA error left without a GPU. Returns whether there are any: they are lost then."""
-        ended = False
-        for rank, o in outcomes.items():
-            if o.error and o.error["kind"] == remote.DEVICE_LOST:
-                reason = f"had an error of its GPU ({o.error['reason'][:200]}) and was ended"
-                ended |= self._dispatcher.end_rank(rank, reason)
-        return ended
-
-    def _free_from(self, hung: RankHung) -> None:
-        """Ends the ranks that hang. The others settle by themselves then, and the error does not wait for them."""
-        self.interrupt()
-        self.wait_all(HUNG_S)
-        ended = {rank for rank in set(self.pending) & set(hung.absent)
-                 if self._dispatcher.end_rank(rank, "did not join a collective and was ended")}  # fmt: skip
-        with self._changed:  # the next call must find them lost, also one that answered just before its end
-            self._changed.wait_for(lambda: ended <= self._gone, DEATH_NOTICE_S)
-
     def _lost(self) -> bool:
         with self._changed:
             return any(o.lost for o in self._outcomes.values())
@@ -224,8 +213,7 @@ class Call:
 
 def verdict(what: str, outcomes: Mapping[int, Outcome]) -> Exception | None:
     """One exception for what happened on all ranks, or None: that of the first cause."""
-    lost = [o.lost for o in outcomes.values() if o.lost]
-    if lost:
+    if lost := [o.lost for o in outcomes.values() if o.lost]:
         return min(lost, key=lambda e: e.unix_s)
     errors = {rank: o.error for rank, o in outcomes.items() if o.error}
     causes = {rank: error for rank, error in errors.items() if error["kind"] != "RankAborted"}
@@ -246,6 +234,14 @@ def verdict(what: str, outcomes: Mapping[int, Outcome]) -> Exception | None:
     if any(o.interrupted for o in outcomes.values()):
         return Interrupted(f"{what} was interrupted")
     return None
+
+
+def _receive(member: Member, take: OnData | None, data: Mapping[str, Any]) -> None:
+    """Takes what a rank publishes during a call."""
+    for event in data.get("events", ()):
+        member.step = event["step"] + 1
+    if take is not None:
+        take(data)
 
 
 def read_reply(future: Any) -> Outcome:
@@ -277,7 +273,7 @@ class Dispatcher:
         self._calls: list[Call] = []
         # held while a call is sent: all ranks get calls in the same order, and clients do not make message ids atomically
         self.sending = threading.Lock()
-        self._turn = 0  # number of the last call; guarded by `sending`
+        self.turn = 0  # number of the last call; guarded by `sending`
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -308,17 +304,20 @@ class Dispatcher:
             for member in [m for m in members.values() if not m.doing]:  # others still work on an earlier call
                 member.set_doing(what)
         with self.sending:
-            self._turn += 1
+            self.turn += 1
             for rank, arguments in each.items():
                 member = members[rank]
                 try:
-                    future = member.view.apply_async(
-                        remote.call, what, dict(arguments), self.membership.token, self._turn
-                    )
+                    given = (what, dict(arguments), self.membership.token, self.turn)
+                    future = member.view.apply_async(remote.call, *given)
                 except Exception as e:  # the engine is no longer known, or the connection is closed
                     call.finish(rank, failure(e))
                     continue
-                self._receive_data(client, future, member, take)
+                receive = partial(_receive, member, take)
+                metadata = client.metadata[future.msg_ids[0]]
+                early, metadata["data"] = metadata["data"], Sink(receive)
+                if early:  # what arrived between the sending and this line
+                    receive(early)
                 future.add_done_callback(partial(self._replied, call, member))
                 del member.view.history[:]  # it would keep the id of every call
             del client.history[:-CLIENT_HISTORY]
@@ -326,23 +325,6 @@ class Dispatcher:
             if member.lost is not None:
                 call.lose(rank, member.lost)
         return call
-
-    def continue_from_former(self) -> None:
-        """Continues with numbers that no call of a former kernel had."""
-        with self.sending:
-            self._turn = time.time_ns()
-
-    def _receive_data(self, client: Any, future: Any, member: Member, take: OnData | None) -> None:
-        def receive(data: Mapping[str, Any]) -> None:
-            for event in data.get("events", ()):
-                member.step = event["step"] + 1
-            if take is not None:
-                take(data)
-
-        metadata = client.metadata[future.msg_ids[0]]
-        early, metadata["data"] = metadata["data"], Sink(receive)
-        if early:  # what arrived between the sending and this line
-            receive(early)
 
     def _replied(self, call: Call, member: Member, future: Any) -> None:
         """On the client's IO thread."""
@@ -358,13 +340,12 @@ class Dispatcher:
         with self.membership.lock:
             return [c for c in self._calls if c.pending]
 
-    def lose(self, member: Member) -> None:
+    def lose(self, rank: int, lost: RankLost) -> None:
         """Ends all calls on a lost rank, also those that it has already answered with an error: its death explains it."""
-        assert member.lost is not None
         with self.membership.lock:
             calls = list(self._calls)
         for call in calls:
-            call.lose(member.rank, member.lost)
+            call.lose(rank, lost)
 
     def abandon(self) -> None:
         """Ends every call in progress as interrupted."""
@@ -378,7 +359,7 @@ class Dispatcher:
         return [m for m in members if m.rank not in closed]
 
     def settle(self) -> dict[int, Any]:
-        """See `Cluster.settle`."""
+        """Interrupts the ranks that are left, and ends those that do not answer. Returns the status of the others."""
         call = self._interrupt_and_call("status", self.membership.present)
         for rank in call.pending:
             self.end_rank(rank, "did not leave a step that had failed, and was ended")
@@ -386,7 +367,7 @@ class Dispatcher:
         return call.values
 
     def _interrupt_and_call(self, what: str, members: Sequence[Member]) -> Call:
-        """Interrupts what ranks work on and sends a call; returns when they replied, or after `INTERRUPTED_CALL_S`."""
+        """Interrupts ranks that work, and sends a call; returns when they replied, or after `INTERRUPTED_CALL_S`."""
         if busy := [m.rank for m in members if m.doing]:
             self.signal(busy)
         call = self.send(what, {m.rank: NO_ARGUMENTS for m in members})
@@ -399,9 +380,8 @@ class Dispatcher:
     # -- signals ----------------------------------------------------------------------------------------------------
 
     def signal(self, ranks: Collection[int]) -> None:
-        """SIGINT: to the process itself on this machine, elsewhere by the engine's nanny, which answers while the engine is
-        busy. Returns when all are delivered, or after a second. The kernel's own interrupt does not reach engines.
-        """
+        """Sends SIGINT: to a process of this machine itself, elsewhere by the engine's nanny, which answers at any time.
+        Returns when all are delivered, or after a second. The kernel's own interrupt does not reach engines."""
         if self.membership.engines is None:
             return
         client, sent = self.membership.engines.client, []
@@ -438,5 +418,5 @@ class Dispatcher:
         return True
 
     def may_be_dying(self, ranks: Sequence[int]) -> bool:
-        """Whether the end of one of them may explain what its peers report: it is gone, or on another machine."""
+        """Returns whether one is gone, or on another machine: its end may explain what its peers report."""
         return any(m.process is None or not alive(m.process) for m in self.membership.members if m.rank in ranks)

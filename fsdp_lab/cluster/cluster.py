@@ -57,8 +57,7 @@ class Cluster:
             arguments takes them over (see `attached`).
         report: called with the progress of a start, on the thread that starts.
 
-    Nothing is started by the constructor.
-    """
+    Nothing is started by the constructor."""
 
     def __init__(
         self,
@@ -124,28 +123,23 @@ class Cluster:
         report: Callable[[StartProgress], None] | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        """Ends the ranks and starts others on these hosts, or on this one. What they had trained is lost.
-
-        Args:
-            report: as in the constructor, for this start alone; it cancels the start by raising.
-            before: called before anything is ended, when the hosts were looked at, or Slurm has granted them.
-
-        Raises:
-            ArgumentError: the engines are not ours, or cannot persist there. As `resize`.
-        """
+        """Ends the ranks and starts others on these hosts, or on this one. What they had trained is lost. `report`: as in
+        the constructor, for this start alone; it cancels the start by raising. `before`: called before anything is ended,
+        when the hosts were looked at, or Slurm has granted them. Raises as `resize`, and ArgumentError: the engines are
+        not ours, or cannot persist there."""
         if self.assembly.config.given is not None:
-            raise ArgumentError("hosts", "the engines of a given cluster are yours, and stay where they are",
-                                "make a lab with Lab.ssh, Lab.slurm or Lab")  # fmt: skip
+            yours = "the engines of a given cluster are yours, and stay where they are"
+            raise ArgumentError("hosts", yours, "make a lab with Lab.ssh, Lab.slurm or Lab")
         check_persistence(hosts, persist=self.assembly.config.persist_s is not None)
-        found = self.assembly.look_at(hosts, report) if hosts is not None else None
+        looked_at = self.assembly.look_at(hosts, report) if hosts is not None else None
         try:
             before()
             with self._changing:
                 self.membership.require_engines()
-                self._assemble(lambda: self.assembly.move(hosts, ranks, report, found))
+                self._assemble(lambda: self.assembly.move(hosts, ranks, report, looked_at))
         except BaseException:
-            if found is not None:
-                found[1].close()
+            if looked_at is not None:
+                looked_at[1].close()
             raise
 
     def check_devices(self, ranks: int, devices: Sequence[str] | None) -> None:
@@ -184,13 +178,13 @@ class Cluster:
         if self.membership.closed:
             return
         self.membership.enter(ClusterState.CLOSED)
-        engines = self.membership.engines
-        if engines is not None:
+        if self.membership.engines is not None:
             with contextlib.suppress(Exception):
                 self.dispatcher.dismiss(self.membership.present)
-        self._release_local()
-        if engines is not None:
-            engines.close()
+        self.supervisor.stop()
+        self.dispatcher.abandon()
+        if self.membership.engines is not None:
+            self.membership.engines.close()
 
     def __enter__(self) -> Cluster:
         return self.start()
@@ -203,21 +197,15 @@ class Cluster:
         with self._changing:
             self.membership.require_engines().detach()
             self.membership.enter(ClusterState.CLOSED)
-            self._release_local()
-
-    def _release_local(self) -> None:
-        self.supervisor.stop()
-        self.dispatcher.abandon()
+            self.supervisor.stop()
+            self.dispatcher.abandon()
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def submit(self, what: str, *, take: OnData | None = None, **arguments: Any) -> Call:
-        """Sends one call to all ranks and returns at once. Raises RankLost if a rank is gone.
-
-        Args:
-            what: an action or a Session method in `remote`.
-            take: called on the client's IO thread with what the ranks publish meanwhile; it must return at once.
-        """
+        """Sends one call, of an action or a Session method in `remote`, to all ranks and returns at once. `take` is
+        called on the client's IO thread with what the ranks publish; it must return at once. Raises RankLost if a rank is
+        gone."""
         self.membership.require_engines()
         return self.dispatcher.submit(what, arguments, take)
 

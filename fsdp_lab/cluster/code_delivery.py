@@ -55,8 +55,8 @@ class Delivery:
         kept = {*self._packed, *(code.digest for code in codes.values())}
         for name, code in codes.items():
             if ranks := self._lacking(code):
-                arguments = {"field": f"{part_of(name)}.{name}", "name": code.name, "digest": code.digest,
-                             "packed": self._packed[code.digest], "kept": sorted(kept)}  # fmt: skip
+                packed = {"name": code.name, "digest": code.digest, "packed": self._packed[code.digest]}
+                arguments = {"field": f"{part_of(name)}.{name}", **packed, "kept": sorted(kept)}
                 self._dispatcher.send("receive", dict.fromkeys(ranks, arguments)).results()
                 for member in (self._dispatcher.membership.members[rank] for rank in ranks):
                     member.code = (member.code & kept) | {code.digest}
@@ -70,8 +70,8 @@ class Delivery:
             with contextlib.suppress(SpecError):  # the ranks alone may have it
                 loaded(field, code)
         notes: list[str] = []
-        sent = {m.__name__: [str(file), self._text(m, file, notes), folders]
-                for m, file, folders in (own_modules() if codes else ())}  # fmt: skip
+        modules = own_modules() if codes else ()
+        sent = {m.__name__: [str(file), self._text(m, file, notes), folders] for m, file, folders in modules}
         if not sent:
             return ()
         members = self._dispatcher.membership.members
@@ -89,8 +89,8 @@ class Delivery:
         text = held if held_of is spec else now
         self._texts[name] = (spec, text)
         if text != now:
-            notes.append(f"{name}: {file.name} has changed since this kernel imported it, and the ranks use what the kernel "
-                         f"has; importlib.reload({name}) makes all the same")  # fmt: skip
+            changed = f"{file.name} has changed since this kernel imported it, and the ranks use what the kernel has"
+            notes.append(f"{name}: {changed}; importlib.reload({name}) makes all the same")
         return text
 
     def _lacking(self, code: UserCode) -> list[int]:

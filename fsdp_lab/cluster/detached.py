@@ -3,8 +3,7 @@
 The file, `kept.json` beside the cluster's connection files, is written when the ranks are ready and removed with the folder.
 It names two processes, by pid and creation time: the owner, which is the kernel that uses the ranks, and the guardian, which
 ends the ranks if no kernel takes them over. Changes are made under a lock on the folder, so two kernels never take the same
-ranks.
-"""
+ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ REMOVAL_S = 2.0  # how long a folder may be in use that is to be removed
 
 @dataclass(frozen=True, kw_only=True)
 class EndCommand:
-    """Ends what is on another host, or gives a job back; `sent` is its standard input."""
+    """A command that ends what is on another host, or gives a job back; `sent` is its standard input."""
 
     argv: tuple[str, ...]
     sent: str = ""
@@ -71,48 +70,33 @@ class DetachedCluster:
         return self.owner is None or not self.owner.alive
 
     @property
-    def abandoned(self) -> bool:
-        """No kernel came within the limit, and no guardian is left to end the ranks."""
+    def dead(self) -> bool:
+        """Nobody uses them and they have ended, or no kernel came within the limit, and no guardian is left to end them."""
         waited_s = 0.0 if self.free_unix_s is None else time.time() - self.free_unix_s
-        return self.free and waited_s > self.limit_s and not self.guardian.alive
-
-    @property
-    def needed(self) -> tuple[int, ...]:
-        """Processes here without which nothing can be resumed: the ranks, or the controller of those on other hosts."""
-        return (self.where["controller"],) if self.where else self.pids
+        abandoned = waited_s > self.limit_s and not self.guardian.alive
+        return self.free and (abandoned or not marked(self.token))
 
     # -- the file ---------------------------------------------------------------------------------------------------
 
     @classmethod
     def read(cls, folder: Path) -> DetachedCluster | None:
         """Reads the file of a folder; None if it holds no cluster of this machine and user."""
-        file = folder / FILE
-        if not is_private(file):
+        if not is_private(folder / FILE):
             return None
         try:
-            fields = json.loads(file.read_text(encoding="utf-8"))
-            owner = fields.pop("owner")
-            found = cls(
-                folder=folder,
-                engines=tuple(fields.pop("engines")),
-                pids=tuple(fields.pop("pids")),
-                host_ids=tuple(fields.pop("host_ids")),
-                guardian=Identity(**fields.pop("guardian")),
-                owner=None if owner is None else Identity(**owner),
-                **fields,
-            )
+            fields = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            fields |= {name: tuple(fields[name]) for name in ("engines", "pids", "host_ids")}
+            fields |= {name: fields[name] and Identity(**fields[name]) for name in ("guardian", "owner")}
+            cluster = cls(folder=folder, **fields)
         except (OSError, ValueError, TypeError, KeyError):
             return None  # just removed, or written by another version
-        return found if found.machine == machine() else None
+        return cluster if cluster.machine == machine() else None
 
     def write(self) -> None:
-        """Atomic, and readable by this user alone. Raises OSError."""
+        """Writes the file. Raises OSError."""
         fields = dataclasses.asdict(self)
         del fields["folder"]
-        part = self.folder / f"{FILE}.{os.getpid()}"
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            json.dump(fields, file)
-        os.replace(part, self.folder / FILE)
+        _write(self.folder / FILE, fields)
 
     def remove(self) -> bool:
         """Removes the file, so no kernel finds the ranks any more; False if they have another guardian by now."""
@@ -126,9 +110,8 @@ class DetachedCluster:
 
     def claim(self, guardian: Identity, limit_s: float) -> DetachedCluster | None:
         """Makes this process the owner, with the given guardian; None if another process was faster."""
-        return self._change(
-            lambda now: now.free, owner=Identity.this(), guardian=guardian, limit_s=limit_s, free_unix_s=None
-        )
+        fields = {"owner": Identity.this(), "guardian": guardian, "limit_s": limit_s, "free_unix_s": None}
+        return self._change(lambda now: now.free, **fields)
 
     def release(self) -> DetachedCluster | None:
         """Leaves the ranks without an owner; None if they have another guardian by now."""
@@ -164,9 +147,8 @@ def persist_limit_s(persist: bool | float, given: Any = None) -> float | None:
     if persist is True:
         return DEFAULT_LIMIT_S
     if not is_number(persist) or not 0 < persist < math.inf:
-        raise ArgumentError(
-            "persist", f"{persist!r} is refused", "give True for a day, a number of hours above 0, or False"
-        )
+        hint = "give True for a day, a number of hours above 0, or False"
+        raise ArgumentError("persist", f"{persist!r} is refused", hint)
     return persist * 3600.0
 
 
@@ -184,11 +166,13 @@ def _locked(folder: Path) -> Iterator[DetachedCluster | None]:
 
 def detached_clusters() -> list[DetachedCluster]:
     """This user's clusters on this machine that may outlive their kernel, newest first. Cleans up after dead ones."""
-    found = [cluster for folder in private_folders() if (cluster := DetachedCluster.read(folder)) is not None]
-    dead = [cluster for cluster in found if cluster.free and (cluster.abandoned or not marked(cluster.token))]
+    # Folders of another user, or that others can read, are not trusted.
+    folders = sorted(f for f in Path(tempfile.gettempdir()).glob(f"{PREFIX}*") if is_private(f) and f.is_dir())
+    clusters = [cluster for folder in folders if (cluster := DetachedCluster.read(folder)) is not None]
+    dead = [cluster for cluster in clusters if cluster.dead]
     for cluster in dead:
         cluster.end()
-    return sorted((c for c in found if c not in dead), key=lambda c: c.begun_unix_s, reverse=True)
+    return sorted((c for c in clusters if c not in dead), key=lambda c: c.begun_unix_s, reverse=True)
 
 
 def detached_pids() -> set[int]:
@@ -201,15 +185,12 @@ def detached_pids() -> set[int]:
 
 
 def write_end_commands(folder: Path, commands: Sequence[EndCommand]) -> None:
-    file = folder / END_FILE
-    part = file.with_suffix(".part")
-    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as opened:
-        json.dump([dataclasses.asdict(command) for command in commands], opened)
-    part.replace(file)
+    """Sets what the guardian runs if it ends the cluster, in place of what was set before."""
+    _write(folder / END_FILE, [dataclasses.asdict(command) for command in commands])
 
 
 def run_end_commands(folder: Path) -> None:
-    """All at once. What they say is of no use here."""
+    """Runs all at once. What they say is of no use here."""
     try:
         commands = [EndCommand(**d) for d in json.loads((folder / END_FILE).read_text(encoding="utf-8"))]
     except OSError:
@@ -219,9 +200,8 @@ def run_end_commands(folder: Path) -> None:
         with contextlib.suppress(OSError), tempfile.TemporaryFile() as sent:
             sent.write(command.sent.encode())
             sent.seek(0)
-            running.append(
-                subprocess.Popen(command.argv, stdin=sent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            )
+            null = subprocess.DEVNULL
+            running.append(subprocess.Popen(command.argv, stdin=sent, stdout=null, stderr=null))
     deadline = time.monotonic() + END_COMMANDS_S
     for process in running:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -237,20 +217,21 @@ def private_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix=PREFIX))
 
 
-def private_folders() -> Iterator[Path]:
-    """This user's private folders. Folders of another user, or that others can read, are not trusted."""
-    for folder in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
-        if is_private(folder) and folder.is_dir():
-            yield folder
+def _write(file: Path, value: Any) -> None:
+    """Writes JSON, atomically, which this user alone can read. Raises OSError."""
+    part = file.with_name(f"{file.name}.{os.getpid()}")
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as opened:
+        json.dump(value, opened)
+    part.replace(file)
 
 
 def is_private(path: Path) -> bool:
-    """Whether the path exists, belongs to this user, is no link, and is closed to all others."""
+    """Returns whether the path exists, belongs to this user, is no link, and is closed to all others."""
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
         return False
-    return found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode) and not found.st_mode & 0o077
+    return status.st_uid == os.geteuid() and not stat.S_ISLNK(status.st_mode) and not status.st_mode & 0o077
 
 
 def remove_private(folder: Path) -> None:

@@ -45,12 +45,11 @@ def start_server(folder: Path, environment: Mapping[str, str], module: str | Non
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as listener:  # the folder's path may be too long
         listener.bind(str(folder / SOCKET))
         listener.listen(1024)
+        command = [sys.executable, "-m", MODULE, str(listener.fileno()), *([module] if module else [])]
+        own: dict[str, Any] = {"env": {**os.environ, **environment}, "pass_fds": [listener.fileno()]}
+        own |= {"start_new_session": True, "stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with open(folder / LOG, "wb") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", MODULE, str(listener.fileno()), *([module] if module else [])],
-                env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True, pass_fds=[listener.fileno()],
-            )  # fmt: skip
+            return subprocess.Popen(command, stdout=log, **own)
     return None
 
 
@@ -58,7 +57,7 @@ def start_server(folder: Path, environment: Mapping[str, str], module: str | Non
 
 
 class ForkedEngineLauncher(LocalEngineLauncher):  # type: ignore[misc]
-    """Of an engine that the server forks. Where there is no server, the engine is started as ipyparallel does."""
+    """Launches an engine that the server forks. Where there is no server, the engine is started as ipyparallel does."""
 
     _connection: socket.socket | None = None
 
@@ -91,13 +90,11 @@ class ForkedEngineLauncher(LocalEngineLauncher):  # type: ignore[misc]
 
     def _wait(self) -> None:
         """On a thread: the server knows how the engine ended. If the server has ended, only when is known."""
-        if self._connection is None:
-            super()._wait()
-            return
         exit_code = None
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            exit_code = json.loads(self._answers.readline())["exit_code"]
-        self._connection.close()
+        if self._connection is not None:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                exit_code = json.loads(self._answers.readline())["exit_code"]
+            self._connection.close()
         if exit_code is None:
             super()._wait()
             return
@@ -138,7 +135,11 @@ class EngineServer:
         pid = os.fork()
         if not pid:
             connection.close()
-            self._leave()
+            self._selector.close()  # closes what is the server's
+            self._listener.close()
+            for descriptor, (_, other) in self._engines.items():
+                os.close(descriptor)
+                other.close()
             orders: Orders = json.loads(line)
             return orders
         descriptor = os.pidfd_open(pid)
@@ -154,14 +155,6 @@ class EngineServer:
         _, status = os.waitpid(pid, 0)
         tell(connection, {"exit_code": os.waitstatus_to_exitcode(status)})
         connection.close()
-
-    def _leave(self) -> None:
-        """In an engine: closes what is the server's."""
-        self._selector.close()
-        self._listener.close()
-        for descriptor, (_, connection) in self._engines.items():
-            os.close(descriptor)
-            connection.close()
 
 
 def tell(connection: socket.socket, answer: dict[str, int]) -> None:

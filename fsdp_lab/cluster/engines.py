@@ -2,8 +2,7 @@
 launcher (MPI, Slurm, SSH). Engines started here or by a former kernel are in local_engines.py.
 
 All provide engine ids and a connected `ipyparallel.Client`; which engine is which rank is decided in assembly.py. Only
-`fsdp_lab.cluster` uses undocumented parts of ipyparallel 8.8 and 9, each with a comment that gives the reason.
-"""
+`fsdp_lab.cluster` uses undocumented parts of ipyparallel 8.8 and 9, each with a comment that gives the reason."""
 
 from __future__ import annotations
 
@@ -87,17 +86,15 @@ class Engines(ABC):
         """The last lines that an engine wrote."""
         return ""
 
-    def end(self, processes: Sequence[EngineProcess], term_s: float) -> None:
+    def end(self, processes: Sequence[EngineProcess], term_s: float) -> None:  # noqa: B027
         """Ends engines. Does nothing if they are not ours."""
-        return
 
     def persist(self, **fields: Any) -> None:
         """Lets the engines outlive this kernel; `fields` are those of `DetachedCluster` not known here."""
         raise ClusterError("the engines of a given cluster are yours, and stay anyway")
 
-    def unpersist(self) -> None:
+    def unpersist(self) -> None:  # noqa: B027
         """The engines end with this kernel again."""
-        return
 
     def detach(self) -> None:
         """Leaves the engines running for another kernel. Raises ClusterError: they are not persistent."""
@@ -133,10 +130,8 @@ class ExternalEngines(Engines):
         return len(self.client.ids)
 
     def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
-        raise StartError(
-            f"{n} more engine{'s are' if n > 1 else ' is'} needed and this cluster is yours: start them with its "
-            "launcher, then try again"
-        )
+        needed = f"{n} more engine{'s are' if n > 1 else ' is'} needed and this cluster is yours"
+        raise StartError(f"{needed}: start them with its launcher, then try again")
 
     def close(self) -> None:
         if self._own_client:
@@ -145,7 +140,7 @@ class ExternalEngines(Engines):
 
 
 def connect(source: Any, timeout_s: float) -> Any:
-    """An ipyparallel Client for a running Cluster, a Client, or a string: a profile, a cluster id, a connection file."""
+    """Returns a Client for a running Cluster, a Client, or a string: a profile, a cluster id, a connection file."""
     if isinstance(source, ipp.Client):
         return source
     if isinstance(source, ipp.Cluster):
@@ -164,14 +159,13 @@ def connection_file(name: str) -> Path:
             return Path(name)
         raise OSError(f"there is no file {name}")
     ipython_dir = Path(get_ipython_dir())
-    by_profile = ipython_dir / f"profile_{name}" / "security"
-    found = [*sorted(by_profile.glob("ipcontroller*-client.json"), key=lambda p: p.stat().st_mtime)][-1:]
-    found += ipython_dir.glob(f"profile_*/security/ipcontroller-{name}-client.json")
-    if not found:
-        raise OSError(
-            f"{ipython_dir} has neither a running profile nor a cluster id {name!r}; ipcluster start starts one"
-        )
-    return Path(found[0])
+    by_profile = (ipython_dir / f"profile_{name}" / "security").glob("ipcontroller*-client.json")
+    files = sorted(by_profile, key=lambda p: p.stat().st_mtime)[-1:]
+    files += ipython_dir.glob(f"profile_*/security/ipcontroller-{name}-client.json")
+    if not files:
+        lacks = f"{ipython_dir} has neither a running profile nor a cluster id {name!r}"
+        raise OSError(f"{lacks}; ipcluster start starts one")
+    return files[0]
 
 
 def exposure_notes(client: Any, hosts: Sequence[str]) -> tuple[str, ...]:

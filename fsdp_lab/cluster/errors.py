@@ -1,11 +1,11 @@
 """Failures of ranks, as exceptions that say in one sentence which rank failed, how, and when.
 
-A value that ranks refuse stays a `fsdp_lab.base.errors.FieldError`: the user's error, not the cluster's.
-"""
+A value that ranks refuse stays a `fsdp_lab.base.errors.FieldError`: the user's error, not the cluster's."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from fsdp_lab.base.errors import SentenceError
 from fsdp_lab.base.hang import Hang
@@ -40,17 +40,15 @@ class RankLost(ClusterError):
 
     Attributes:
         reason: how it ended, as far as known. log: the last lines that its engine wrote, if it is ours.
-        doing: the call it worked on, or "nothing". unix_s: when the kernel noticed.
-    """
+        doing: the call it worked on, or "nothing". unix_s: when the kernel noticed."""
 
     def __init__(
         self, *, rank: int, engine: int, pid: int, host: str, reason: str, doing: str = "", unix_s: float, log: str = ""
     ) -> None:
         self.rank, self.engine, self.pid, self.host = rank, engine, pid, host
         self.reason, self.doing, self.unix_s, self.log = reason, doing or "nothing", unix_s, log
-        super().__init__(
-            f"rank {rank} is gone: its process {pid} on {host} {reason} at {clock(unix_s)}, while doing {self.doing}"
-        )
+        gone = f"its process {pid} on {host} {reason} at {clock(unix_s)}"
+        super().__init__(f"rank {rank} is gone: {gone}, while doing {self.doing}")
 
 
 class RankStuck(ClusterError):
@@ -68,8 +66,7 @@ class RankHung(ClusterError):
         ranks: those that did not join it, or issued another collective; () if the link is stalled. rank: the first of them.
         collective, unit, group: what the others wait for; the unit whose parameters it moves; its group.
         waiting: ranks that wait in it. after_s: for how long. unix_s: when the kernel found out.
-        stack: of `ranks`, as text, if it could be read.
-    """
+        stack: of `ranks`, as text, if it could be read."""
 
     def __init__(self, hang: Hang) -> None:
         self.ranks, self.absent, self.waiting, self.after_s = hang.ranks, hang.absent, hang.waiting, hang.waited_s
@@ -85,8 +82,7 @@ class RankError(ClusterError):
 
     Attributes:
         rank: the first that raised. kind: the name of its exception. reason: its message. trace: its traceback, as text.
-        what: the call. others: what other ranks raised, by rank.
-    """
+        what: the call. others: what other ranks raised, by rank."""
 
     def __init__(
         self,
@@ -97,10 +93,10 @@ class RankError(ClusterError):
         reason: str,
         trace: str = "",
         unix_s: float,
-        others: dict[int, str] | None = None,
+        others: Mapping[int, str] = {},
     ) -> None:
         self.rank, self.what, self.kind, self.reason, self.trace = rank, what, kind, reason, trace
-        self.unix_s, self.others, self.details = unix_s, dict(others or {}), trace
+        self.unix_s, self.others, self.details = unix_s, dict(others), trace
         super().__init__(f"rank {rank} failed in {what} at {clock(unix_s)}: {kind}: {reason}")
 
 

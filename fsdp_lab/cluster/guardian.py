@@ -11,8 +11,7 @@ them over, until the time limit is reached, or until a rank has died, since then
 For engines on other hosts it then runs the commands in the folder's end.json, which end what is left there.
 
 Looking for the token, it also finds engines that were just being started, and the engines' children. Busy engines ignore
-SIGTERM and are ended by SIGKILL a moment later.
-"""
+SIGTERM and are ended by SIGKILL a moment later."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from fsdp_lab.base.process import Identity, alive, end, marked, sweep
-from fsdp_lab.cluster.detached import DetachedCluster, EndCommand, remove_private, run_end_commands, write_end_commands
+from fsdp_lab.cluster.detached import DetachedCluster, remove_private, run_end_commands
 
 CHECK_S = 0.5  # between two checks of detached ranks
 MODULE = "fsdp_lab.cluster.guardian"
@@ -39,19 +38,11 @@ class Guardian:
     """The kernel's side: starts the process, and releases it after an orderly end."""
 
     def __init__(self, token: str, folder: Path) -> None:
-        self._folder = folder
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", MODULE, token, str(os.getpid()), str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": package_path()},
-            start_new_session=True,  # signals to the kernel's process group do not reach it
-        )
-
-    def set_end_commands(self, commands: Sequence[EndCommand]) -> None:
-        """What it is to run at the end, if it ends the cluster. Replaces what was set before."""
-        write_end_commands(self._folder, commands)
+        command = [sys.executable, "-m", MODULE, token, str(os.getpid()), str(folder)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        environment = {**os.environ, "PYTHONPATH": package_path()}
+        # In a session of its own: signals to the kernel's process group do not reach it.
+        self._process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
 
     @property
     def identity(self) -> Identity:
@@ -59,17 +50,16 @@ class Guardian:
 
     def detach(self) -> None:
         """The kernel no longer uses the ranks: the guardian acts as if it had ended."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
 
     def release(self) -> None:
         """All processes have ended: the guardian has nothing left to do."""
-        stdin = self._process.stdin
+        assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
-            if stdin is not None:
-                stdin.write(b"release\n")
-                stdin.close()
+            self._process.stdin.write(b"release\n")
+            self._process.stdin.close()
         try:
             self._process.wait(2)
         except subprocess.TimeoutExpired:
@@ -102,7 +92,10 @@ def handed_over(token: str, folder: Path) -> bool:
     if cluster is None or cluster.guardian.pid != os.getpid():
         return cluster is not None or is_guarded(token)
     began_s, cluster = time.monotonic(), cluster.release()  # monotonic: a laptop's sleep does not count
-    while cluster is not None and time.monotonic() - began_s < cluster.limit_s and all(map(alive, cluster.needed)):
+    while cluster is not None and time.monotonic() - began_s < cluster.limit_s:
+        # Nothing can be resumed without the ranks, or the controller here of those on other hosts.
+        if not all(map(alive, [cluster.where["controller"]] if cluster.where else cluster.pids)):
+            break
         time.sleep(CHECK_S)
         now = DetachedCluster.read(folder)
         if now is None or now.guardian != cluster.guardian:
@@ -112,11 +105,8 @@ def handed_over(token: str, folder: Path) -> bool:
 
 def is_guarded(token: str) -> bool:
     """Whether another guardian has these ranks. Its kernel may have removed the file already, as for a change of ranks."""
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or ()
-        if process.pid != os.getpid() and MODULE in words and token in words:
-            return True
-    return False
+    others = (p for p in psutil.process_iter(["cmdline"]) if p.pid != os.getpid())
+    return any({MODULE, token} <= {*(p.info["cmdline"] or ())} for p in others)
 
 
 def main(token: str, owner_pid: int, folder: Path) -> None:

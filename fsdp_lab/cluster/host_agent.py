@@ -5,8 +5,7 @@ output which processes these are, and goes on by itself; with `stay` in the fore
 is left behind. It keeps a connection to the cluster's controller. When that is closed, the cluster has ended, however it
 did, and so do the engines here. When nothing is heard of it, a cable may be cut: then they stay for `cut_s`.
 
-In its private folder are the engines' logs and, in exits.json, the exit codes of those that have ended.
-"""
+In its private folder are the engines' logs and, in exits.json, the exit codes of those that have ended."""
 
 from __future__ import annotations
 
@@ -67,13 +66,17 @@ class HostAgent:
             "PYTHONPATH": self._path,
             "IPYTHONDIR": str(self.folder / "ipython"),
         }
+        options = ["--log-level=WARN", f"--IPEngine.max_heartbeat_misses={misses}"]
         with open(log, "wb") as output:
             started = subprocess.Popen(
-                [sys.executable, "-P", "-m", "ipyparallel.engine", "--log-level=WARN",
-                 f"--IPEngine.max_heartbeat_misses={misses}"],
-                env={**os.environ, **environment, **variables}, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, start_new_session=True, cwd=self._cwd,
-            )  # fmt: skip
+                [sys.executable, "-P", "-m", "ipyparallel.engine", *options],
+                env={**os.environ, **environment, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd=self._cwd,
+            )
         self._logs[started.pid] = str(log)
         return started
 
@@ -96,8 +99,8 @@ class HostAgent:
 
     def _write(self) -> None:
         part = self.folder / "exits.part"
-        part.write_text(json.dumps({"token": self._token, "exits": self._exits, "logs": self._logs,
-                                    "agent": os.getpid()}))  # fmt: skip
+        kept = {"token": self._token, "exits": self._exits, "logs": self._logs, "agent": os.getpid()}
+        part.write_text(json.dumps(kept))
         part.replace(self.folder / "exits.json")
 
     def close(self) -> None:
@@ -177,13 +180,6 @@ def go_on_alone() -> TextIO:
     return open(told, "w")
 
 
-def let_go() -> None:
-    """Closes the pipes to the process that waits for the first one."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(null, descriptor)
-
-
 def leave(number: int, frame: FrameType | None) -> None:
     """A batch system ends the job: the engines end first, and a second signal does not interrupt that."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -201,7 +197,9 @@ def main() -> None:
         reply({"pids": [e.pid for e in agent.engines], "id": host_id()}, told)
         if not orders["stay"]:
             told.close()
-            let_go()
+            null = os.open(os.devnull, os.O_RDWR)
+            for descriptor in (0, 1, 2):  # the pipes to the process that waits for the first one
+                os.dup2(null, descriptor)
         agent.watch()
     finally:
         agent.close()

@@ -1,5 +1,5 @@
-"""`HostEngines`: engines on other hosts, started from here; the controller is on this kernel's host. ssh_engines.py and
-slurm_engines.py say how hosts are reached.
+"""`HostEngines`: engines on other hosts, started from here; the controller is on this kernel's host. `SshEngines`: on hosts
+that are reached by SSH, by one connection for each command and host (slurm_engines.py: on those of a job of Slurm's).
 
 Note: how engines on other hosts live and end. A host is asked what it has and which address of the controller's host it
 reaches before anything is started there (`look` in host_script.py). Then one command a host starts an agent (host_agent.py)
@@ -12,12 +12,12 @@ engines, the controller, signals and the news of an engine's end are ipyparallel
 - At the end, `end` is run on every host. If this kernel ends without it, the guardian here runs it; if the guardian cannot,
   since its host has died, the agents notice that the controller is gone.
 - A host that is out of reach for less than `cut_s` loses nothing. A longer cut ends its engines: on the host by the
-  agent, here by the hub, which misses their heartbeats.
-"""
+  agent, here by the hub, which misses their heartbeats."""
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import math
@@ -27,29 +27,29 @@ import tarfile
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.base import __version__
-from fsdp_lab.base.process import HOST_MEMORY
+from fsdp_lab.base.process import MARK, Identity
 from fsdp_lab.cluster import host_script
 from fsdp_lab.cluster.addresses import Endpoint, Endpoints, new_token
-from fsdp_lab.cluster.detached import EndCommand
+from fsdp_lab.cluster.detached import EndCommand, write_end_commands
 from fsdp_lab.cluster.engines import EngineProcess
 from fsdp_lab.cluster.errors import StartError
 from fsdp_lab.cluster.guardian import package_path
-from fsdp_lab.cluster.hosts import Hosts
+from fsdp_lab.cluster.hosts import Hosts, SshHosts
 from fsdp_lab.cluster.local_engines import (
+    ENVIRONMENT,
     LOOPBACK,
     LocalEngines,
     OnEnd,
     controller_args,
     engine_environment,
-    signal_engines,
 )
-from fsdp_lab.cluster.shells import HostAnswer, Shell
+from fsdp_lab.cluster.shells import Command, HostAnswer, Shell, SshShell
 
 LOOK_S, START_S, STATUS_S, END_S = 30.0, 60.0, 5.0, 4.0  # how long hosts may take to answer
 POST_MORTEM_S = 3.0  # for a host whose engine has ended, to say how
@@ -60,12 +60,6 @@ CONTROLLER_GONE_S = 2.0  # how long it may refuse connections before the agents 
 # What ranks import, and of which another version could give other results or not understand the kernel.
 PACKAGES = ("torch", "ipyparallel", "pyzmq", "cloudpickle", "psutil", "numpy", "transformers", "safetensors")
 SAME = ("torch", "ipyparallel", "cloudpickle", "transformers")
-DEFAULTS = {
-    **HOST_MEMORY,
-    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-    "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONUNBUFFERED": "1",
-}
 SENT_FOLDER = "~/.cache/fsdp_lab/code"
 Report = Callable[[str, int, int], None]  # stage, done, total
 
@@ -108,13 +102,13 @@ class HostEngines(LocalEngines):
         hosts = [{**asdict(host), "pids": sorted(host.pids)} for host in self._hosts.values()]
         for host in hosts:
             del host["unreached_s"]
-        endpoint = None if self._endpoint is None else asdict(self._endpoint)
+        endpoint = self._endpoint and asdict(self._endpoint)
         return {"hosts": hosts, "endpoint": endpoint, "controller": self.controller_pid}
 
     def _take_over(self, where: Mapping[str, Any]) -> None:
         """The hosts that `_where` of a former kernel described."""
         self._hosts = {d["name"]: RankHost(**{**d, "pids": set(d["pids"])}) for d in where["hosts"]}
-        self._endpoint = None if where["endpoint"] is None else Endpoint(**where["endpoint"])
+        self._endpoint = where["endpoint"] and Endpoint(**where["endpoint"])
 
     @abstractmethod
     def _allocate(self) -> list[str]:
@@ -123,36 +117,29 @@ class HostEngines(LocalEngines):
     def _before_controller(self) -> None:
         names = self._allocate()
         self._report_stage("looking at hosts", 0, len(names))
-        token = new_token()
-        endpoints = Endpoints(token)
-        try:
-            self._look(names, [d for d in endpoints.open if ":" not in d.address], token)
-        finally:
-            endpoints.close()
-        assert self._guardian is not None
-        self._guardian.set_end_commands(self._end_commands())
-
-    # -- looking ----------------------------------------------------------------------------------------------------
-
-    def _look(self, names: Sequence[str], endpoints: Sequence[Endpoint], token: str) -> None:
         root = package_path().partition(os.pathsep)[0]
         if Path(root).name in ("site-packages", "dist-packages"):
             root = ""  # the hosts have other packages there, if the folder is shared: theirs count
-        found = self._ask_all(names, "look", LOOK_S, packages=PACKAGES, token=token, code=root,
-                              endpoints=[(d.address, d.port) for d in endpoints])  # fmt: skip
-        for name, facts in found.items():
+        token = new_token()
+        with contextlib.closing(Endpoints(token)) as listening:
+            endpoints = [d for d in listening.open if ":" not in d.address]
+            tried = [(d.address, d.port) for d in endpoints]
+            asked = {"packages": PACKAGES, "token": token, "code": root, "endpoints": tried}
+            looked = self._ask_all(names, "look", LOOK_S, **asked)
+        for name, facts in looked.items():
             self._hosts[name] = RankHost(name=name, ranks=self._asked.each or facts["gpus"] or 1, code=root)
             if where := facts["temporary"]:
                 raise StartError(f"{name} has no temporary folder that can be written ({where}): set TMPDIR there")
-        self._check_software(found)
-        unreached = {name: facts["unreached"] for name, facts in found.items()}
-        self._endpoint = self._choose_endpoint(endpoints, unreached)
+        self._check_software(looked)
+        self._endpoint = self._choose_endpoint(endpoints, {name: f["unreached"] for name, f in looked.items()})
+        write_end_commands(self._folder, self._end_commands())
+
+    # -- looking ----------------------------------------------------------------------------------------------------
 
     def _ask_all(self, names: Sequence[str], what: str, limit_s: float, **arguments: Any) -> dict[str, Any]:
-        """The answers of all hosts. Raises StartError for the first that does not answer."""
+        """Returns the answers of all hosts. Raises StartError for the first that does not answer."""
         said = self.shell.script(names, what, limit_s, **arguments)
-        failed = [s.failure for s in said.values() if s.failure]
-        if failed:
+        if failed := [s.failure for s in said.values() if s.failure]:
             more = f" ({len(failed) - 1} more of {len(names)} hosts failed too)" if len(failed) > 1 else ""
             raise StartError(f"{failed[0]}{more}")
         return {name: s.value for name, s in said.items()}
@@ -164,41 +151,45 @@ class HostEngines(LocalEngines):
         for i, endpoint in enumerate(endpoints):
             if not any(why[i] for why in unreached.values()):
                 return endpoint
-        name = next(n for n, why in unreached.items() if all(why)) if any(map(all, unreached.values())) else ""
-        tried = ", ".join(f"{d}: {why}" for d, why in zip(endpoints, unreached[name], strict=True)) if name else ""
-        raise StartError(
-            f"{name} does not reach this machine: {tried or 'it has no address'}; open the ports between them"
-            if name or not endpoints
-            else "no address of this machine is reached by all hosts: give them one network that they share"
-        )
+        name = next((n for n, why in unreached.items() if all(why)), "")
+        if name or not endpoints:
+            tried = ", ".join(f"{d}: {why}" for d, why in zip(endpoints, unreached[name], strict=True)) if name else ""
+            why = tried or "it has no address"
+            raise StartError(f"{name} does not reach this machine: {why}; open the ports between them")
+        raise StartError("no address of this machine is reached by all hosts: give them one network that they share")
 
-    def _check_software(self, found: Mapping[str, Mapping[str, Any]]) -> None:
+    def _check_software(self, looked: Mapping[str, Mapping[str, Any]]) -> None:
         """Raises StartError for a host whose Python or packages would not do; with `sync` they are installed first."""
         here = {name: host_script.version(name) for name in PACKAGES}
         digest = host_script.folder_digest(str(Path(__file__).resolve().parents[1]))
         different = []
-        for name, facts in found.items():
+        for name, facts in looked.items():
             if facts["python"][:2] != list(sys.version_info[:2]):
-                theirs, ours = (".".join(map(str, v)) for v in (facts["python"], sys.version_info[:3]))
-                raise StartError(
-                    f"{name} has Python {theirs} at {facts['executable']}, and this kernel has {ours}: code is sent between "
-                    f"them, so give python=, the path of a Python {sys.version_info[0]}.{sys.version_info[1]} there"
-                )
+                versions = (facts["python"], sys.version_info[:3], sys.version_info[:2])
+                theirs, ours, needed = (".".join(map(str, version)) for version in versions)
+                has = f"{name} has Python {theirs} at {facts['executable']}, and this kernel has {ours}"
+                hint = f"give python=, the path of a Python {needed} there"
+                raise StartError(f"{has}: code is sent between them, so {hint}")
             lacking = [
                 f"{p}=={here[p].partition('+')[0]}"
                 for p, v in facts["packages"].items()
                 if not v or (p in SAME and v.partition("+")[0] != here[p].partition("+")[0])
             ]
             if lacking and self._asked.sync:
-                self._install(name, lacking)
+                self._report_stage(f"installing {len(lacking)} packages on {name}", 0, 1)
+                done = self._ask_all([name], "install", INSTALL_S, requirements=lacking)[name]
+                if done["code"]:
+                    raise StartError(f"{' '.join(lacking)} cannot be installed on {name}", done["said"])
             elif lacking:
                 different.append(f"{name}: {facts['executable']} -m pip install {' '.join(lacking)}")
-            if facts["code"] != digest:
-                if self._asked.sync:
-                    self._send_code(name, digest)
-                else:
-                    has = "another" if facts["code"] else "no"
-                    different.append(f"{name} has {has} fsdp_lab: install version {__version__} of this kernel's")
+            if facts["code"] != digest and self._asked.sync:
+                self._report_stage(f"sending fsdp_lab to {name}", 0, 1)
+                code = {"data": packed_code(), "folder": f"{SENT_FOLDER}/{digest}"}
+                self._hosts[name].code = self._ask_all([name], "unpack", INSTALL_S, **code)[name]["folder"]
+                self._hosts[name].sent = True
+            elif facts["code"] != digest:
+                has = "another" if facts["code"] else "no"
+                different.append(f"{name} has {has} fsdp_lab: install version {__version__} of this kernel's")
             self.notes += tuple(
                 f"{name} has {p} {v}, and this kernel has {here[p]}"
                 for p, v in facts["packages"].items()
@@ -208,25 +199,13 @@ class HostEngines(LocalEngines):
             listed = "; ".join(different[:4]) + (f"; and {len(different) - 4} more" if len(different) > 4 else "")
             raise StartError(f"hosts lack what this kernel has, run there, or give sync=True: {listed}")
 
-    def _install(self, name: str, requirements: Sequence[str]) -> None:
-        self._report_stage(f"installing {len(requirements)} packages on {name}", 0, 1)
-        done = self._ask_all([name], "install", INSTALL_S, requirements=list(requirements))[name]
-        if done["code"]:
-            raise StartError(f"{' '.join(requirements)} cannot be installed on {name}", done["said"])
-
-    def _send_code(self, name: str, digest: str) -> None:
-        self._report_stage(f"sending fsdp_lab to {name}", 0, 1)
-        sent = self._ask_all([name], "unpack", INSTALL_S, data=packed_code(), folder=f"{SENT_FOLDER}/{digest}")
-        self._hosts[name].code, self._hosts[name].sent = sent[name]["folder"], True
-
     # -- starting ---------------------------------------------------------------------------------------------------
 
     @property
     def _controller_args(self) -> list[str]:
         """The hub gives engines up no sooner than their agents do."""
-        return controller_args(
-            engine_ip=LOOPBACK if self._endpoint is None else self._endpoint.address, lost_s=self._asked.cut_s
-        )
+        address = LOOPBACK if self._endpoint is None else self._endpoint.address
+        return controller_args(engine_ip=address, lost_s=self._asked.cut_s)
 
     @property
     def most_ranks(self) -> int | None:
@@ -237,10 +216,16 @@ class HostEngines(LocalEngines):
         return sum(host.ranks for host in self._hosts.values())
 
     def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
-        """On hosts that answer: first those that lack ranks, then beyond that in turns."""
+        """Starts engines on hosts that answer: first on those that lack ranks, then beyond that in turns."""
         before = set(self.client.ids)
         counts = self._shares(n)
-        pids = self._start_agents(counts)
+        pids: dict[str, set[int]] = {}  # of new engines, by host
+        for name, s in self._agents(counts).items():
+            if s.failure:
+                raise StartError(s.failure)
+            host, pids[name] = self._hosts[name], set(s.value["pids"])
+            host.id = s.value["id"]
+            host.pids |= pids[name]
         checked_s = time.monotonic()
         deadline = checked_s + timeout_s
 
@@ -250,65 +235,49 @@ class HostEngines(LocalEngines):
                 checked_s = time.monotonic()
                 self._check_started(pids)
             if time.monotonic() > deadline:
-                raise StartError(f"{missing} of {n} engines did not reach this machine within {timeout_s:.0f} s: open the "
-                                 f"ports between it and {', '.join(counts)}")  # fmt: skip
+                late = f"{missing} of {n} engines did not reach this machine within {timeout_s:.0f} s"
+                raise StartError(f"{late}: open the ports between it and {', '.join(counts)}")
 
         return self._await_engines(n, before, ready, check)
 
     def _shares(self, n: int) -> dict[str, int]:
-        """How many of n engines each host is to start. Raises StartError if no host answers."""
+        """Returns how many of n engines each host is to start. Raises StartError if no host answers."""
         said = self.shell.script(list(self._hosts), "status", STATUS_S, token=self._token)
-        running = {
-            name: len(self._hosts[name].pids & set(s.value["running"]))  # others are the engines' nannies
-            for name, s in said.items()
-            if not s.failure
-        }
-        if not running:
+        answered = [name for name, s in said.items() if not s.failure]
+        if not answered:
             raise StartError(next(s.failure for s in said.values()))
-        free = {name: max(0, self._hosts[name].ranks - have) for name, have in running.items()}
-        found: Counter[str] = Counter()
-        for name, room in free.items():
-            found[name] = min(room, n - found.total())
-        if self._asked.gpus_per_host is not None and n > found.total():
-            raise StartError(f"the hosts that answer have GPUs for {found.total()} of {n} more ranks: go on with fewer")
-        for i in range(n - found.total()):
-            found[list(running)[i % len(running)]] += 1
-        return {name: count for name, count in found.items() if count}
-
-    def _start_agents(self, counts: Mapping[str, int]) -> dict[str, set[int]]:
-        """Returns the pids of new engines, by host."""
-        said = self._agents(counts)
-        for name, s in said.items():
-            if s.failure:
-                raise StartError(s.failure)
-            self._hosts[name].id = s.value["id"]
-            self._hosts[name].pids |= set(s.value["pids"])
-        return {name: set(s.value["pids"]) for name, s in said.items()}
+        shares: Counter[str] = Counter()
+        for name in answered:
+            host = self._hosts[name]
+            running = len(host.pids & set(said[name].value["running"]))  # others are the engines' nannies
+            shares[name] = min(max(0, host.ranks - running), n - shares.total())
+        if self._asked.gpus_per_host is not None and n > shares.total():
+            room = f"the hosts that answer have GPUs for {shares.total()} of {n} more ranks"
+            raise StartError(f"{room}: go on with fewer")
+        for i in range(n - shares.total()):
+            shares[answered[i % len(answered)]] += 1
+        return {name: count for name, count in shares.items() if count}
 
     @abstractmethod
     def _agents(self, counts: Mapping[str, int]) -> dict[str, HostAnswer]:
         """Starts an agent on each of these hosts, with so many engines."""
 
-    def _orders(self, count: int, *, sent: bool, stay: bool) -> bytes:
-        """What an agent reads (see host_agent.py). `sent`: whether this package was sent to its host."""
+    def _start_agent(self, name: str, count: int, *, stay: bool) -> dict[str, Command]:
+        host = self._hosts[name]
+        command = ["env", f"PYTHONPATH={host.code}", self.shell.python, "-P", "-m", "fsdp_lab.cluster.host_agent"]
         gone_s = self._asked.cut_s if self._endpoint is None else CONTROLLER_GONE_S  # a tunnel that is cut refuses too
-        environment = {**DEFAULTS, **self._variables}
-        orders = {"token": self._token, "count": count, "environment": environment, "connection": self._connection,
-                  "cut_s": self._asked.cut_s, "gone_s": gone_s, "stay": stay, "sent": sent,
-                  "cwd": os.getcwd()}  # fmt: skip
-        return json.dumps(orders).encode() + b"\n"
-
-    def _agent_command(self, code: str) -> list[str]:
-        return ["env", f"PYTHONPATH={code}", self.shell.python, "-P", "-m", "fsdp_lab.cluster.host_agent"]
+        environment = {**ENVIRONMENT, **self._variables}
+        orders = {"token": self._token, "environment": environment, "connection": self._connection, "cwd": os.getcwd()}
+        orders |= {"count": count, "cut_s": self._asked.cut_s, "gone_s": gone_s, "stay": stay, "sent": host.sent}
+        return self.shell.start([name], command, json.dumps(orders).encode() + b"\n")
 
     def _check_started(self, pids: Mapping[str, set[int]]) -> None:
         """Raises StartError if an engine that was started has ended."""
         for name, s in self.shell.script(list(pids), "status", STATUS_S, token=self._token).items():
-            if not s.failure:
-                for pid in pids[name]:
-                    if (code := s.value["exits"].get(str(pid))) is not None:
-                        raise StartError(f"an engine on {name} ended while it was starting (exit code {code})",
-                                         s.value["logs"].get(str(pid), ""))  # fmt: skip
+            for pid in map(str, () if s.failure else pids[name]):
+                if (code := s.value["exits"].get(pid)) is not None:
+                    log = s.value["logs"].get(pid, "")
+                    raise StartError(f"an engine on {name} ended while it was starting (exit code {code})", log)
 
     # -- what became of them ----------------------------------------------------------------------------------------
 
@@ -346,17 +315,14 @@ class HostEngines(LocalEngines):
             if key in self._exits or process.pid in said.value["running"]:
                 return
 
-    def end(self, processes: Sequence[EngineProcess], term_s: float) -> None:
-        signal_engines(self.client, self.sending, [p.engine for p in processes], term_s)
-
     def _end_all(self) -> bool:
         if self._hosts:  # on one that does not answer the agent ends them
             self.shell.script(list(self._hosts), "end", END_S, token=self._token)
         return True
 
     def _end_commands(self) -> list[EndCommand]:
-        """What the guardian runs if this kernel cannot."""
-        return []
+        """Returns what the guardian runs if this kernel cannot."""
+        raise NotImplementedError
 
 
 def packed_code() -> str:
@@ -367,3 +333,83 @@ def packed_code() -> str:
             if path.is_file() and "__pycache__" not in path.parts:
                 archive.add(path, arcname=f"fsdp_lab/{path.relative_to(root)}")
     return base64.b64encode(data.getvalue()).decode()
+
+
+# -- by SSH ----------------------------------------------------------------------------------------------------------
+
+TUNNEL_S = 1.0  # for ssh to refuse a forwarded port
+
+
+class SshEngines(HostEngines):
+    """Where hosts cannot connect to this machine, as to a laptop behind a router, their engines come through SSH too."""
+
+    _asked: SshHosts
+    shell: SshShell
+    _tunnels: Mapping[str, Command] = {}
+    _former_tunnels: Mapping[str, Identity] = {}  # of a former kernel
+
+    def _allocate(self) -> list[str]:
+        self.shell = SshShell(self._asked.path, self._asked.ssh_args)
+        return list(self._asked.names)
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        own = {name: Identity.of(tunnel.process.pid) for name, tunnel in self._tunnels.items()}
+        tunnels = {name: asdict(process) for name, process in {**self._former_tunnels, **own}.items()}
+        return super()._where | {"tunnels": tunnels}
+
+    def _take_over(self, where: Mapping[str, Any]) -> None:
+        super()._take_over(where)
+        self._allocate()
+        self._former_tunnels = {name: Identity(**d) for name, d in where["tunnels"].items()}
+
+    def _choose_endpoint(
+        self, endpoints: Sequence[Endpoint], unreached: Mapping[str, Sequence[str]]
+    ) -> Endpoint | None:
+        if self._asked.tunnel:
+            return None
+        try:
+            return super()._choose_endpoint(endpoints, unreached)
+        except StartError:
+            if self._asked.tunnel is False:
+                raise
+            self.notes += ("the hosts reach this machine through SSH alone",)
+            return None
+
+    def _agents(self, counts: Mapping[str, int]) -> dict[str, HostAnswer]:
+        if self._endpoint is None:
+            self._open_tunnels(counts)
+        running: dict[str, Command] = {}
+        for name, n in counts.items():
+            running |= self._start_agent(name, n, stay=False)
+        return self.shell.wait(running, START_S)
+
+    def _open_tunnels(self, names: Iterable[str]) -> None:
+        """Raises StartError."""
+        numbers = [v for value in self._connection.values() for v in (value if isinstance(value, list) else [value])]
+        ports = sorted({v for v in numbers if isinstance(v, int) and not isinstance(v, bool)})
+        new = []
+        for name in names:
+            own, former = self._tunnels.get(name), self._former_tunnels.get(name)
+            if not (own.process.poll() is None if own is not None else former is not None and former.alive):
+                new.append(name)
+        opened = {name: self.shell.tunnel(name, ports, {MARK: self._token}, self._asked.cut_s) for name in new}
+        self._tunnels = {**self._tunnels, **opened}
+        deadline = time.monotonic() + TUNNEL_S
+        while new and time.monotonic() < deadline:
+            time.sleep(0.02)
+            for name in new:
+                if self._tunnels[name].process.poll() is not None:
+                    why = self._tunnels[name].error_text or "ssh ended"
+                    raise StartError(f"no tunnel from {name} to this machine can be opened: {why}")
+
+    def _end_all(self) -> bool:
+        ended = super()._end_all()
+        for tunnel in self._tunnels.values():
+            tunnel.end()
+        return ended
+
+    def _end_commands(self) -> list[EndCommand]:
+        sent = host_script.request("end", token=self._token).decode()
+        command = [self.shell.python, "-"]
+        return [EndCommand(argv=tuple(self.shell.command(name, command)), sent=sent) for name in self._hosts]

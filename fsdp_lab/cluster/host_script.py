@@ -1,8 +1,7 @@
 """What the kernel runs on another host, as text on the standard input of a Python there: `look` before anything starts,
 `end` at the end. It imports the standard library alone, since nothing else needs to be installed then.
 
-`request` makes the text, and `answer` finds the reply in what a login shell may print besides.
-"""
+`request` makes the text, and `answer` finds the reply in what a login shell may print besides."""
 
 from __future__ import annotations
 
@@ -46,8 +45,8 @@ def answer(output: str) -> Any:
     """The reply in a host's output. Raises ValueError if it is not there, or not all of it."""
     pieces: dict[int, str] = {}
     for line in output.splitlines():
-        _, found, rest = line.partition(REPLY)
-        if found:
+        _, is_reply, rest = line.partition(REPLY)
+        if is_reply:
             number, of, piece = rest.split(":", 2)
             pieces[int(number)] = piece
             if len(pieces) == int(of):
@@ -69,10 +68,8 @@ def reply(value: dict[str, Any], file: TextIO | None = None) -> None:
 
 def host_mark(token: str) -> str:
     """The token that marks a cluster's engines on this host."""
-    network = ""
-    if os.path.exists("/proc/self/ns/net"):
-        network = os.readlink("/proc/self/ns/net").strip("net:[]")
-    return f"{token}.{network}"
+    space = "/proc/self/ns/net"
+    return f"{token}.{os.readlink(space).strip('net:[]') if os.path.exists(space) else ''}"
 
 
 def look(packages: Sequence[str], endpoints: Sequence[Sequence[Any]], token: str, code: str) -> dict[str, Any]:
@@ -117,11 +114,11 @@ def code_digest() -> str:
 
 
 def folder_digest(root: str) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(glob.glob(os.path.join(root, "**", "*.py"), recursive=True)):
         with open(path, "rb") as file:
-            found.update(os.path.relpath(path, root).encode() + b"\0" + file.read())
-    return found.hexdigest()[:16]
+            digest.update(os.path.relpath(path, root).encode() + b"\0" + file.read())
+    return digest.hexdigest()[:16]
 
 
 def gpus() -> int:
@@ -177,11 +174,11 @@ def exactly(connection: socket.socket, n: int) -> bytes:
 
 def status(token: str) -> dict[str, Any]:
     """Which engines of a cluster run, and what is known of those that have ended: exit codes and last lines, by pid."""
-    found: dict[str, Any] = {"running": list(marked(host_mark(token))), "exits": {}, "logs": {}}
+    known: dict[str, Any] = {"running": list(marked(host_mark(token))), "exits": {}, "logs": {}}
     for _, kept in kept_files(host_mark(token)):
-        found["exits"].update(kept["exits"])
-        found["logs"].update({pid: last_lines(path) for pid, path in kept["logs"].items()})
-    return found
+        known["exits"].update(kept["exits"])
+        known["logs"].update({pid: last_lines(path) for pid, path in kept["logs"].items()})
+    return known
 
 
 def kept_files(token: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -210,7 +207,12 @@ def end(token: str) -> dict[str, Any]:
     """Ends a cluster's engines and their agents on this host, at once, and removes their private folders."""
     wanted, deadline = host_mark(token), time.monotonic() + END_S
     kept = list(kept_files(wanted))
-    kill([k["agent"] for _, k in kept if is_agent(k["agent"])])
+    for agent in [k["agent"] for _, k in kept]:
+        try:
+            with open(f"/proc/{agent}/cmdline", "rb") as file:
+                kill([agent] if b"host_agent" in file.read() else [])
+        except OSError:
+            continue
     while (left := list(marked(wanted))) and time.monotonic() < deadline:
         kill(left)
         time.sleep(0.02)
@@ -224,14 +226,6 @@ def remove_states(token: str) -> None:
     """The folders with what ranks wrote for other ranks."""
     for folder in glob.glob(os.path.join(tempfile.gettempdir(), f"{STATE_PREFIX}{token[:8]}-*")):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def is_agent(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return b"host_agent" in file.read()
-    except OSError:
-        return False
 
 
 def kill(pids: Sequence[int]) -> None:
@@ -271,7 +265,6 @@ def unpack(data: str, folder: str) -> dict[str, Any]:
 
 def install(requirements: Sequence[str]) -> dict[str, Any]:
     """Installs packages into this Python."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", *requirements], capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "pip", "install", "--quiet", *requirements]
+    done = subprocess.run(command, capture_output=True, text=True)
     return {"code": done.returncode, "said": done.stderr.strip()[-500:]}

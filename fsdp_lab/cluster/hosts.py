@@ -23,8 +23,7 @@ class Hosts:
             one for each GPU of the host, or one on a host without GPUs.
         python: the path of Python on the hosts; None: that of this kernel.
         sync: install what the hosts lack, in the versions of this kernel, and send this package.
-        cut_s: how long ranks stay when nothing is heard of this kernel's host, as while a cable is cut.
-    """
+        cut_s: how long ranks stay when nothing is heard of this kernel's host, as while a cable is cut."""
 
     gpus_per_host: int | None = None
     ranks_per_host: int | None = None
@@ -40,8 +39,8 @@ class Hosts:
             if value is not None and not is_whole(value):
                 raise ArgumentError(name, f"{value!r} is refused", "give a whole number of 1 or more")
         if self.gpus_per_host is not None and self.ranks_per_host is not None:
-            raise ArgumentError("ranks_per_host", "it is given beside gpus_per_host, which has a rank for each GPU",
-                                "give one of them")  # fmt: skip
+            beside = "it is given beside gpus_per_host, which has a rank for each GPU"
+            raise ArgumentError("ranks_per_host", beside, "give one of them")
 
     @property
     def each(self) -> int | None:
@@ -70,8 +69,7 @@ class SshHosts(Hosts):
         names: "gpu1" or "user@10.0.0.7", each once.
         ssh_args: more arguments for ssh, such as ("-F", "config").
         tunnel: whether the hosts reach this kernel through SSH, as those that cannot connect to it must, such as to a laptop
-            behind a router; None: where they do not reach it otherwise.
-    """
+            behind a router; None: where they do not reach it otherwise."""
 
     names: tuple[str, ...] = ()
     ssh_args: tuple[str, ...] = ()
@@ -101,8 +99,7 @@ class SlurmHosts(Hosts):
         time: of the job, as Slurm writes it ("1:00:00"); None: the partition's default.
         partition, account, qos: as for sbatch; None: the defaults.
         options: more options of salloc, such as ("--constraint=h100", "--cpus-per-task=96").
-        queue_s: how long to wait in the queue; None: until it is interrupted.
-    """
+        queue_s: how long to wait in the queue; None: until it is interrupted."""
 
     hosts: int = 1
     time: str | None = None
@@ -126,14 +123,9 @@ class SlurmHosts(Hosts):
     @property
     def request(self) -> list[str]:
         """Options of salloc."""
-        tasks = self.each or 1
-        found = [f"--nodes={self.hosts}", f"--ntasks-per-node={tasks}"]
-        if self.gpus_per_host is not None:
-            found.append(f"--gpus-per-node={self.gpus_per_host}")
-        for name in ("time", "partition", "account", "qos"):
-            if (value := getattr(self, name)) is not None:
-                found.append(f"--{name}={value}")
-        return [*found, *self.options]
+        asked = {"nodes": self.hosts, "ntasks-per-node": self.each or 1, "gpus-per-node": self.gpus_per_host}
+        asked |= {name: getattr(self, name) for name in ("time", "partition", "account", "qos")}
+        return [*(f"--{name}={value}" for name, value in asked.items() if value is not None), *self.options]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +138,7 @@ class LauncherHosts(Hosts):
         options: of the launcher, by the names of its traits, such as (("queue", "gpu"),).
         address: of this machine, as the hosts reach it; None: the first of its addresses.
         folder: that the hosts have too, for a private folder in it; None: this user's home.
-        queue_s: how long to wait for engines; None: until it is interrupted.
-    """
+        queue_s: how long to wait for engines; None: until it is interrupted."""
 
     launcher: str = ""
     count: int = 1

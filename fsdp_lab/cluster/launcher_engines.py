@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,12 @@ from traitlets.config import Config
 
 from fsdp_lab.base.process import MARK
 from fsdp_lab.cluster.addresses import own_addresses
-from fsdp_lab.cluster.detached import EndCommand
-from fsdp_lab.cluster.engines import EngineProcess
+from fsdp_lab.cluster.detached import EndCommand, write_end_commands
 from fsdp_lab.cluster.errors import StartError
 from fsdp_lab.cluster.guardian import package_path
-from fsdp_lab.cluster.host_engines import DEFAULTS
 from fsdp_lab.cluster.host_script import PREFIX
 from fsdp_lab.cluster.hosts import LauncherHosts
-from fsdp_lab.cluster.local_engines import LocalEngines, OnEnd, controller_args, engine_environment, signal_engines
+from fsdp_lab.cluster.local_engines import ENVIRONMENT, LocalEngines, OnEnd, controller_args, engine_environment
 
 STOP_S = 10.0  # for a batch system to take a job back
 
@@ -42,7 +40,7 @@ class LauncherEngines(LocalEngines):
         report: Callable[[str, int, int], None],
     ) -> None:
         self._asked, self._report_stage = hosts, report
-        self._variables = {**DEFAULTS, "PYTHONPATH": package_path(), MARK: token, **environment}  # of the engines
+        self._variables = {**ENVIRONMENT, "PYTHONPATH": package_path(), MARK: token, **environment}  # of the engines
         self._address = hosts.address or next((a for _, a in own_addresses() if ":" not in a), "")
         if not self._address:
             raise StartError("this machine has no address that other hosts could reach: give address=")
@@ -79,29 +77,24 @@ class LauncherEngines(LocalEngines):
         try:
             self._loop.run(self._cluster.start_engines(n, environment=self._variables), timeout_s)
         except Exception as e:
-            raise StartError(
-                f"ipyparallel's launcher could not start the engines: {' '.join(str(e).split())}"
-            ) from None
-        assert self._guardian is not None
-        self._guardian.set_end_commands(self._end_commands())
+            why = " ".join(str(e).split())
+            raise StartError(f"ipyparallel's launcher could not start the engines: {why}") from None
+        launchers = [
+            x for x in self._cluster.engines.values() if getattr(x, "job_id", "")
+        ]  # those that can take jobs back
+        commands = [EndCommand(argv=(*x.delete_command, x.job_id)) for x in launchers if x.delete_command]
+        write_end_commands(self._folder, commands)
 
         def check(missing: int) -> None:
-            if self._asked.queue_s is not None and time.monotonic() - begin_s > self._asked.queue_s:
-                raise StartError(f"{missing} of {n} engines did not reach {self._address} within "
-                                 f"{self._asked.queue_s:g} s: look at the job, or give another address=")  # fmt: skip
+            limit_s = self._asked.queue_s
+            if limit_s is not None and time.monotonic() - begin_s > limit_s:
+                late = f"{missing} of {n} engines did not reach {self._address} within {limit_s:g} s"
+                raise StartError(f"{late}: look at the job, or give another address=")
 
         return self._await_engines(n, before, ready, check)
-
-    def end(self, processes: Sequence[EngineProcess], term_s: float) -> None:
-        signal_engines(self.client, self.sending, [p.engine for p in processes], term_s)
 
     def _end_all(self) -> bool:
         for name in list(self._cluster.engines) if self._cluster is not None else ():
             with contextlib.suppress(Exception):
                 self._loop.run(self._cluster.stop_engines(name), STOP_S)
         return self._cluster is None or not self._cluster.engines
-
-    def _end_commands(self) -> list[EndCommand]:
-        """Those that take the jobs back, where the launcher has some."""
-        launchers = [x for x in self._cluster.engines.values() if getattr(x, "job_id", "")]
-        return [EndCommand(argv=(*x.delete_command, x.job_id)) for x in launchers if x.delete_command]

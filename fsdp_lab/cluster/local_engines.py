@@ -12,9 +12,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -34,10 +32,14 @@ ATTACH_S = 10.0  # for the client to reach running engines
 # The client remembers the signatures of its messages against replays, by default of 65,536.
 SIGNATURES = 2048
 BEAT_S = 0.2  # short: the hub registers an engine after two heartbeats
-LOST_S = (
-    10.0  # a native thread sends heartbeats, so only a suspended machine or a stopped process misses so many of them
-)
+LOST_S = 10.0  # a native thread sends heartbeats: only a suspended machine or a stopped process misses so many
 LOOPBACK = "127.0.0.1"
+ENVIRONMENT = {  # of all engines
+    **HOST_MEMORY,
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # torch numbers GPUs as NVML does, on which placement relies
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
 # Connections are encrypted, and only who can read the connection file can make one: a stranger's garbage, which stalls a
 # client of ipyparallel, is dropped by ZeroMQ. Messages are signed too; without a key each client warns of that. In a file,
 # because others can read a command line.
@@ -48,20 +50,13 @@ c.Session.key = {key!r}
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Forked:
-    """Engines are forked from a server that has imported the ranks' code: `module`, or None as in `Cluster`."""
-
-    module: str | None
+T = TypeVar("T")
 
 
 class OnEnd(Protocol):
     """Called on the launcher thread, or on a thread that waits for a process."""
 
     def __call__(self, pid: int, exit_code: int | None, *, host_id: str | None = None) -> None: ...
-
-
-T = TypeVar("T")
 
 
 class LocalEngines(Engines):
@@ -81,22 +76,22 @@ class LocalEngines(Engines):
         environment: Mapping[str, str],
         on_end: OnEnd,
         timeout_s: float = 60,
-        forked: Forked | None = None,
+        *,
+        forked: bool = False,
+        rank_module: str | None = None,
     ) -> None:
-        """forked: None where each engine is to be a process that imports for itself."""
+        """`forked`: a server that imports `rank_module`, or the package's own code, forks the engines; else each imports."""
         self._prepare(token, environment, on_end)
         try:
             self._folder = self._make_folder()
         except OSError as e:
-            raise StartError(
-                f"the engines need a private folder for temporary files and none can be made: {e}; "
-                "set TMPDIR to a folder that you may write to"
-            ) from None
+            why = f"the engines need a private folder for temporary files and none can be made: {e}"
+            raise StartError(f"{why}; set TMPDIR to a folder that you may write to") from None
         self._loop = LauncherLoop()
         try:
             self._guardian = Guardian(token, self._folder)
-            if forked is not None:
-                self._server = start_server(self._folder, self._environment, forked.module)
+            if forked:
+                self._server = start_server(self._folder, self._environment, rank_module)
             self._before_controller()
             self.client = self._loop.run(self._open(), timeout_s)
         except BaseException as e:
@@ -115,28 +110,29 @@ class LocalEngines(Engines):
         self._closed = False
 
     def _make_folder(self) -> Path:
-        """Private. Raises OSError."""
+        """Makes the private folder. Raises OSError."""
         return private_folder()
 
     def _cluster_options(self) -> dict[str, Any]:
-        """Of the `ipyparallel.Cluster`. Raises StartError."""
+        """Returns the options of the `ipyparallel.Cluster`. Raises StartError."""
         return cluster_options() | ({} if self._server is None else {"engines": ForkedEngineSetLauncher})
 
     def _before_controller(self) -> None:
-        """What is to be known before the controller is started. Raises StartError."""
-        return
+        """Finds out what is to be known before the controller is started. Raises StartError."""
 
     @property
     def _controller_args(self) -> list[str]:
         return controller_args()
 
-    async def _open(self) -> Any:
+    def _write_config(self) -> None:
         config = self._folder / "ipcontroller_config.py"
         config.touch(mode=0o600)
         config.write_text(CONTROLLER_CONFIG.format(curve=zmq.has("curve"), key=secrets.token_hex(32).encode()))
-        self._cluster = ipp.Cluster(
-            profile_dir=str(self._folder), controller_args=self._controller_args, **self._cluster_options()
-        )
+
+    async def _open(self) -> Any:
+        self._write_config()
+        folder, args = str(self._folder), self._controller_args
+        self._cluster = ipp.Cluster(profile_dir=folder, controller_args=args, **self._cluster_options())
         await self._cluster.start_controller(environment=dict(self._environment))
         return await self._connect()
 
@@ -180,19 +176,15 @@ class LocalEngines(Engines):
                 code, log = self._exit_codes[ended[0]], self._log(ended[0])
                 raise StartError(f"an engine ended while it was starting (exit code {code})", log)
             if time.monotonic() > deadline:
-                raise StartError(
-                    f"{missing} of {n} engines were not ready after {timeout_s:.0f} s; a busy machine is slow",
-                    self._log(started[0]),
-                )
+                late = f"{missing} of {n} engines were not ready after {timeout_s:.0f} s; a busy machine is slow"
+                raise StartError(late, self._log(started[0]))
 
         return self._await_engines(n, before, ready, check)
 
     def _await_engines(
         self, n: int, before: Collection[int], ready: Callable[[int], None], check: Callable[[int], None]
     ) -> list[int]:
-        """The ids of `n` engines that were not there `before`. `ready`: see `add`.
-
-        `check` is given how many are missing, and may raise."""
+        """Returns the ids of `n` engines that were not there `before`. `check` is told how many lack, and may raise."""
         reported = -1
         while True:
             new = sorted(set(self.client.ids) - set(before))
@@ -208,14 +200,15 @@ class LocalEngines(Engines):
         """Starts n engine processes; returns their pids."""
         # The environment reaches engines through the launcher alone, which reads it when the set starts.
         set_id = await self._cluster.start_engines(n, environment=dict(self._environment))
-        launchers = list(self._cluster.engines[set_id].launchers.values())
-        for launcher in launchers:
-            self._follow(launcher)
-        return [launcher.pid for launcher in launchers]
+        return self._follow(self._cluster.engines[set_id].launchers.values())
 
-    def _follow(self, launcher: Any) -> None:
-        self._launchers[launcher.pid] = launcher
-        launcher.on_stop(self._process_ended)
+    def _follow(self, launchers: Iterable[Any]) -> list[int]:
+        """Returns the pids of these launchers, whose ends are noticed from now on."""
+        started = {launcher.pid: launcher for launcher in launchers}
+        self._launchers |= started
+        for launcher in started.values():
+            launcher.on_stop(self._process_ended)
+        return list(started)
 
     def _process_ended(self, data: Mapping[str, Any]) -> None:
         """Called on the launcher thread, for an engine or the controller."""
@@ -246,7 +239,16 @@ class LocalEngines(Engines):
         return "" if launcher is None else last_lines(launcher.get_output())
 
     def end(self, processes: Sequence[EngineProcess], term_s: float) -> None:
-        self._end([process.pid for process in processes], term_s)
+        if self.local:
+            self._end([process.pid for process in processes], term_s)
+            return
+        for name in ("SIGTERM", "SIGKILL"):  # by the engines' nannies, which answer while the engines do not
+            if present := {process.engine for process in processes} & set(self.client.ids):
+                with self.sending:
+                    self.client.send_signal(name, targets=sorted(present), block=False)
+            deadline = time.monotonic() + term_s
+            while present & set(self.client.ids) and time.monotonic() < deadline:
+                time.sleep(0.02)
 
     def _end(self, pids: Sequence[int], term_s: float) -> None:
         # A launcher's psutil.Process dates from the start of the engine, so its pid cannot be another process's by now.
@@ -275,7 +277,13 @@ class LocalEngines(Engines):
         left = sweep(self._token)
         if self._server is not None:
             self._server.wait()
-        self._stop_loop()
+        # The loop stops when ipyparallel's waiting threads have reported to it, which they do at once.
+        launchers = [x for x in [*self._launchers.values(), controller] if x is not None]
+        deadline = time.monotonic() + 1
+        while (running := any(x.state == "running" for x in launchers)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not running:
+            self._loop.stop()
         if self._guardian is not None and not left:
             if ended:
                 self._guardian.release()
@@ -288,15 +296,6 @@ class LocalEngines(Engines):
             if client is not None:
                 with contextlib.suppress(Exception):
                     client.close(linger=0)
-
-    def _stop_loop(self) -> None:
-        """Stops the loop when ipyparallel's waiting threads have reported to it, which they do at once."""
-        launchers = [x for x in [*self._launchers.values(), self._controller] if x is not None]
-        deadline = time.monotonic() + 1
-        while (running := any(x.state == "running" for x in launchers)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if not running:
-            self._loop.stop()
 
     # -- persistence --------------------------------------------------------------------------------------------------
 
@@ -315,9 +314,8 @@ class LocalEngines(Engines):
         try:
             self._record.write()
         except OSError as e:
-            raise ClusterError(
-                f"the ranks cannot be made persistent: {e}; make room in {self._folder.parent}, or leave persist out"
-            ) from None
+            hint = f"make room in {self._folder.parent}, or leave persist out"
+            raise ClusterError(f"the ranks cannot be made persistent: {e}; {hint}") from None
 
     @property
     def _where(self) -> dict[str, Any]:
@@ -362,9 +360,7 @@ class DetachedEngines(LocalEngines):
             raise StartError(f"{len(missing)} of {len(self._record.engines)} engines have ended")
 
     async def _open(self) -> Any:
-        config = self._folder / "ipcontroller_config.py"
-        config.touch(mode=0o600)
-        config.write_text(CONTROLLER_CONFIG.format(curve=zmq.has("curve"), key=secrets.token_hex(32).encode()))
+        self._write_config()
         (file,) = (self._folder / "security").glob("cluster-*.json")  # ipyparallel keeps it up to date
         self._cluster = ipp.Cluster.from_file(str(file), **cluster_options())
         if (self._folder / SOCKET).exists():
@@ -373,17 +369,16 @@ class DetachedEngines(LocalEngines):
         if self.controller_pid not in ours:
             raise StartError("ipyparallel's controller has ended")
         for engine_set in self._cluster.engines.values():
-            for launcher in [x for x in engine_set.launchers.values() if x.pid in ours]:
-                self._follow(launcher)
+            self._follow(x for x in engine_set.launchers.values() if x.pid in ours)
         return await self._connect()
 
 
 def claim(asked: Mapping[str, Any], limit_s: float) -> tuple[DetachedCluster, Guardian] | None:
     """Claims the newest detached cluster that was made with the same arguments; None if there is none."""
-    for found in detached_clusters():
-        if found.free and found.asked == asked:
-            guardian = Guardian(found.token, found.folder)
-            if (claimed := found.claim(guardian.identity, limit_s)) is not None:
+    for cluster in detached_clusters():
+        if cluster.free and cluster.asked == asked:
+            guardian = Guardian(cluster.token, cluster.folder)
+            if (claimed := cluster.claim(guardian.identity, limit_s)) is not None:
                 return claimed, guardian
             guardian.release()
     return None
@@ -429,24 +424,8 @@ def cluster_options() -> dict[str, Any]:
     if not log.handlers:
         log.addHandler(logging.NullHandler())
     log.propagate = False
-    return {
-        "config": config,
-        "load_profile": False,
-        "delay": 0,  # engines are started when the controller's files exist, so there is nothing to wait for
-        "shutdown_atexit": False,
-        "log": log,
-    }
-
-
-def signal_engines(client: Any, sending: AbstractContextManager[Any], engines: Sequence[int], term_s: float) -> None:
-    """SIGTERM, then SIGKILL, by the engines' nannies, which answer while the engines do not. `sending`: see `Engines`."""
-    for name in ("SIGTERM", "SIGKILL"):
-        if present := set(engines) & set(client.ids):
-            with sending:
-                client.send_signal(name, targets=sorted(present), block=False)
-        deadline = time.monotonic() + term_s
-        while present & set(client.ids) and time.monotonic() < deadline:
-            time.sleep(0.02)
+    # Engines are started when the controller's files exist, so there is nothing to wait for.
+    return {"config": config, "load_profile": False, "delay": 0, "shutdown_atexit": False, "log": log}
 
 
 def controller_args(engine_ip: str = LOOPBACK, lost_s: float = LOST_S) -> list[str]:
@@ -466,20 +445,12 @@ def engine_environment(token: str, ranks: int, extra: Mapping[str, str]) -> dict
     """The environment of every process of a cluster. Variables that the user has set take precedence."""
     threads = str(max(1, usable_cores() // max(1, ranks)))
     defaults = {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        **HOST_MEMORY,
+        **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads),
         **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback()),
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # torch numbers GPUs as NVML does, on which placement relies
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
+        **ENVIRONMENT,
     }
-    return {
-        **{name: value for name, value in defaults.items() if name not in os.environ},
-        "PYTHONPATH": package_path(),
-        MARK: token,
-        **extra,
-    }
+    unset = {name: value for name, value in defaults.items() if name not in os.environ}
+    return {**unset, "PYTHONPATH": package_path(), MARK: token, **extra}
 
 
 def loopback() -> str:

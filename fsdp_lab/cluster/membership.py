@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,8 +66,8 @@ class RankStatus:
     @property
     def waits_for(self) -> str:
         """The collective that it waits for, as in "all_gather of unit transformer.h.3"; "" if none."""
-        pending = self.heartbeat.beat.pending if self.heartbeat is not None and self.state != "idle" else None
-        return pending.label if pending is not None else ""
+        pending = None if self.heartbeat is None else self.heartbeat.beat.pending
+        return pending.label if pending is not None and self.state != "idle" else ""
 
     @property
     def waits_s(self) -> float:
@@ -131,7 +131,7 @@ class Membership:
         self.placement = Placement(seats=())
         self.lock = threading.RLock()
         self.state = ClusterState.NEW
-        self._leaving: set[int] = set()  # ids of engines whose end is expected
+        self.leaving: frozenset[int] = frozenset()  # ids of engines whose end is expected
 
     def enter(self, state: ClusterState) -> None:
         with self.lock:
@@ -167,24 +167,11 @@ class Membership:
         with self.lock:
             return {m.rank: m.lost for m in self.members if m.lost is not None}
 
-    def forget_ends(self) -> None:
-        """Another controller counts engines from 0 again."""
-        with self.lock:
-            self._leaving.clear()
-
-    def expect_end(self, members: Collection[Member]) -> None:
-        """The processes of these members are about to be ended, which is no loss."""
-        with self.lock:
-            self._leaving.update(m.engine for m in members)
-
-    def unexpectedly_ended(
-        self, *, pid: int | None = None, engine: int | None = None, host_id: str | None = None
-    ) -> Member | None:
-        """The member whose engine has just ended, or its process, on this host or on another; None if that was expected, or
-        reported before."""
+    def unexpectedly_ended(self, *, pid: int | None, engine: int | None, host_id: str | None) -> Member | None:
+        """Returns the member whose engine or process, on this host or on `host_id`, has just ended; None if that was
+        expected, or reported before."""
         for m in self.present:
-            if m.engine == engine or (
-                m.pid == pid and (m.process is not None if host_id is None else m.host_id == host_id)
-            ):
-                return None if m.engine in self._leaving else m
+            here = m.process is not None if host_id is None else m.host_id == host_id
+            if m.engine == engine or (m.pid == pid and here):
+                return None if m.engine in self.leaving else m
         return None

@@ -1,8 +1,7 @@
 """NVIDIA GPUs as their driver reports them through NVML (`pynvml`, of the package nvidia-ml-py).
 
 NVML creates no CUDA context, but a driver that hangs also hangs its caller. `query` therefore runs this file in a separate
-process, with a timeout. It imports the standard library and `pynvml`, nothing of fsdp_lab.
-"""
+process, with a timeout. It imports the standard library and `pynvml`, nothing of fsdp_lab."""
 
 from __future__ import annotations
 
@@ -64,14 +63,9 @@ def query(timeout_s: float = TIMEOUT_S) -> GpuReport:
     """The report of this machine. Never raises."""
     if not has_driver():
         return GpuReport()
+    command, null = [sys.executable, "-P", __file__], subprocess.DEVNULL
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", __file__],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            stdin=subprocess.DEVNULL,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=null)
     except subprocess.TimeoutExpired:
         return GpuReport(error=f"the NVIDIA driver did not answer within {timeout_s:g} s")
     if done.returncode:
@@ -98,14 +92,12 @@ def read() -> GpuReport:
         return GpuReport(error=f"nvidia-ml-py is not installed: {sys.executable} -m pip install nvidia-ml-py")
     try:
         pynvml.nvmlInit()
+        try:
+            return _Reader(pynvml).report()
+        finally:
+            pynvml.nvmlShutdown()
     except pynvml.NVMLError as e:
         return GpuReport(error=f"NVML: {e}")
-    try:
-        return _Reader(pynvml).report()
-    except pynvml.NVMLError as e:
-        return GpuReport(error=f"NVML: {e}")
-    finally:
-        pynvml.nvmlShutdown()
 
 
 class _Reader:

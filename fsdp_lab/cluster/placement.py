@@ -1,8 +1,7 @@
 """Which rank computes on which device, with notes on how representative the times are.
 
 `place` decides, `probe` collects facts; they are separate so that every case can be tested without a GPU. The kernel uses
-NVML and torch's version file: it neither imports torch nor creates a CUDA context, so only the ranks use the GPUs.
-"""
+NVML and torch's version file: it neither imports torch nor creates a CUDA context, so only the ranks use the GPUs."""
 
 from __future__ import annotations
 
@@ -96,21 +95,18 @@ class Placement:
 def probe(
     query: Callable[[], GpuReport] = nvml.query,
     *,
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str] = os.environ,
     ours: frozenset[int] = frozenset(),
 ) -> Host:
-    """The cores and GPUs of this machine. `ours`: pids of our own processes, which do not make a GPU busy."""
-    env = os.environ if env is None else env
-    name, cores, found = socket.gethostname(), usable_cores(), query()
+    """Returns the cores and GPUs of this machine. `ours`: pids of our own processes, which do not make a GPU busy."""
+    name, cores, report = socket.gethostname(), usable_cores(), query()
     try:
-        if found.error:
-            raise OSError(found.error)
-        gpus = _visible(
-            tuple(_device(i, gpu, ours) for i, gpu in enumerate(found.gpus)), env.get("CUDA_VISIBLE_DEVICES")
-        )
+        if report.error:
+            raise OSError(report.error)
+        gpus = _visible([_device(i, gpu, ours) for i, gpu in enumerate(report.gpus)], env.get("CUDA_VISIBLE_DEVICES"))
     except (OSError, ValueError) as e:
         return Host(name=name, cores=cores, note=f"the GPUs of {name} could not be listed: {e}")
-    return Host(name=name, cores=cores, gpus=gpus, torch_cuda=torch_cuda_version() if found.gpus else None)
+    return Host(name=name, cores=cores, gpus=gpus, torch_cuda=torch_cuda_version() if report.gpus else None)
 
 
 def _device(index: int, gpu: GpuStatus, ours: frozenset[int]) -> CudaDevice:
@@ -126,10 +122,10 @@ def _device(index: int, gpu: GpuStatus, ours: frozenset[int]) -> CudaDevice:
     )
 
 
-def _visible(gpus: tuple[CudaDevice, ...], visible: str | None) -> tuple[CudaDevice, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves, renamed as torch counts them. CUDA stops at the first bad entry."""
+def _visible(gpus: Sequence[CudaDevice], visible: str | None) -> tuple[CudaDevice, ...]:
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES leaves, renamed as torch counts them: to the first bad entry."""
     if visible is None:
-        return gpus
+        return tuple(gpus)
     chosen: list[CudaDevice] = []
     for entry in (e.strip() for e in visible.split(",")):
         if entry.isdigit() and int(entry) < len(gpus):
@@ -137,9 +133,8 @@ def _visible(gpus: tuple[CudaDevice, ...], visible: str | None) -> tuple[CudaDev
         elif entry.startswith("GPU-") and (match := [g for g in gpus if g.uuid.startswith(entry)]):
             chosen.append(match[0])
         elif entry.startswith("MIG-"):
-            raise ValueError(
-                f"CUDA_VISIBLE_DEVICES names a MIG slice ({entry}), whose use cannot be looked up; name the device"
-            )
+            named = f"CUDA_VISIBLE_DEVICES names a MIG slice ({entry})"
+            raise ValueError(f"{named}, whose use cannot be looked up; name the device")
         else:
             break
     return tuple(dataclasses.replace(gpu, device=f"cuda:{i}") for i, gpu in enumerate(chosen))
@@ -147,11 +142,11 @@ def _visible(gpus: tuple[CudaDevice, ...], visible: str | None) -> tuple[CudaDev
 
 def torch_cuda_version() -> str | None:
     """The CUDA version of the installed torch, or None for a CPU build; torch is not imported for it."""
-    found = find_spec("torch")
-    if found is None or not found.origin:
+    spec = find_spec("torch")
+    if spec is None or not spec.origin:
         return None
     try:
-        text = (Path(found.origin).parent / "version.py").read_text(encoding="utf-8")
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
     except OSError:
         return None
     match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
@@ -162,14 +157,10 @@ def torch_cuda_version() -> str | None:
 
 
 def place(hosts: Sequence[Host], devices: Sequence[str] | None = None, *, take_busy: bool = False) -> Placement:
-    """Seats for ranks. Raises SpecError for a device that does not exist, or that another process uses.
-
-    Args:
-        hosts: of each rank, in rank order; ranks of one machine are consecutive.
-        devices: of each rank, or None: one GPU a rank where free GPUs are enough, shared GPUs where there are fewer,
-            CPU where there are none.
-        take_busy: take GPUs that another process uses, too.
-    """
+    """Returns seats for ranks, whose `hosts` are given in rank order; ranks of one machine are consecutive. `devices`: of
+    each rank, or None: one GPU a rank where free GPUs are enough, shared GPUs where there are fewer, CPU where there are
+    none. `take_busy`: take GPUs that another process uses, too. Raises SpecError for one that does not exist, or is not
+    free."""
     if devices is None:
         chosen, notes = _choose(hosts, take_busy)
     else:
@@ -179,17 +170,10 @@ def place(hosts: Sequence[Host], devices: Sequence[str] | None = None, *, take_b
     fullest = max(load.values(), default=1)
     seats = []
     for rank, (host, device) in enumerate(zip(hosts, chosen, strict=True)):
-        share = load[(host.name, device)]
-        seats.append(
-            Seat(
-                rank=rank,
-                host=host.name,
-                device=device,
-                threads=max(1, host.cores // ranks_on[host.name]),
-                memory_cap=round(SHARED_GPU_BYTES_FRACTION / share, 4) if share > 1 else None,
-                shared_gpu_ranks=fullest,
-            )
-        )
+        share, threads = load[(host.name, device)], max(1, host.cores // ranks_on[host.name])
+        cap = round(SHARED_GPU_BYTES_FRACTION / share, 4) if share > 1 else None
+        placed: dict[str, Any] = {"host": host.name, "device": device, "threads": threads, "memory_cap": cap}
+        seats.append(Seat(rank=rank, **placed, shared_gpu_ranks=fullest))
     return Placement(seats=tuple(seats), notes=(*notes, *_fidelity(hosts, seats, load)))
 
 
@@ -199,15 +183,14 @@ def free_gpus(host: Host, *, take_busy: bool = False) -> list[CudaDevice]:
 
 
 def without_ours(host: Host, devices: Collection[str], before_bytes: Mapping[str, int]) -> Host:
-    """Leaves out what our ranks hold on their devices where NVML names no processes, as in a container.
-
-    Args:
-        before_bytes: what each GPU had in use, by its UUID, before the first of our ranks began."""
-    return dataclasses.replace(host, gpus=tuple(
-        dataclasses.replace(gpu, used_bytes=min(gpu.used_bytes, before_bytes.get(gpu.uuid, gpu.used_bytes)))
-        if gpu.device in devices and not gpu.users else gpu
-        for gpu in host.gpus
-    ))  # fmt: skip
+    """Leaves out what our ranks hold on their devices where NVML names no processes, as in a container. `before_bytes`: what
+    each GPU had in use, by its UUID, before the first of our ranks began."""
+    gpus = list(host.gpus)
+    for i, gpu in enumerate(gpus):
+        if gpu.device in devices and not gpu.users:
+            used_bytes = min(gpu.used_bytes, before_bytes.get(gpu.uuid, gpu.used_bytes))
+            gpus[i] = dataclasses.replace(gpu, used_bytes=used_bytes)
+    return dataclasses.replace(host, gpus=tuple(gpus))
 
 
 def _choose(hosts: Sequence[Host], take_busy: bool) -> tuple[list[str], list[str]]:
@@ -219,11 +202,9 @@ def _choose(hosts: Sequence[Host], take_busy: bool) -> tuple[list[str], list[str
         busy = [gpu for gpu in host.gpus if gpu.busy and not take_busy]
         free[host.name] = free_gpus(host, take_busy=take_busy)
         if host.gpus and host.torch_cuda is None:
-            notes.append(
-                f"{host.name} has {len(host.gpus)} GPU{'s' * (len(host.gpus) > 1)}, but its torch is built for CPUs: "
-                "ranks compute on the CPU; install a CUDA build of torch to use them"
-            )
-        elif busy:
+            has = f"{host.name} has {len(host.gpus)} GPU{'s' * (len(host.gpus) > 1)}, but its torch is built for CPUs"
+            notes.append(f"{has}: ranks compute on the CPU; install a CUDA build of torch to use them")
+        else:
             notes += [f"{gpu.busy}: it is not used" for gpu in busy]
     if not all(free.values()):
         if any(host.gpus for host in machines.values()) and any(free.values()):
@@ -243,9 +224,8 @@ def _choose(hosts: Sequence[Host], take_busy: bool) -> tuple[list[str], list[str
 def _check(hosts: Sequence[Host], devices: Sequence[str], take_busy: bool) -> list[str]:
     """Notes on devices that the user named. Raises SpecError for one that cannot be used."""
     if len(devices) != len(hosts):
-        raise SpecError(
-            "devices", f"{len(devices)} are named for {len(hosts)} ranks", "name one for each rank, or none"
-        )
+        reason = f"{len(devices)} are named for {len(hosts)} ranks"
+        raise SpecError("devices", reason, "name one for each rank, or none")
     if len({d == "cpu" for d in devices}) > 1:
         raise SpecError("devices", "ranks on CPUs and on GPUs cannot share one model", "choose one kind")
     notes: dict[str, None] = {}
@@ -255,14 +235,14 @@ def _check(hosts: Sequence[Host], devices: Sequence[str], take_busy: bool) -> li
         gpu = next((g for g in host.gpus if g.device == device), None)
         if gpu is None:
             there = ", ".join(g.device for g in host.gpus) or "no GPU"
-            raise SpecError("devices", f"{host.name} has no {device} (it has {there})", "name one that it has",
-                            {"devices": None})  # fmt: skip
+            lacks = f"{host.name} has no {device} (it has {there})"
+            raise SpecError("devices", lacks, "name one that it has", {"devices": None})
         if host.torch_cuda is None:
-            raise SpecError("devices", f"torch on {host.name} is built for CPUs and cannot use {device}",
-                            "install a CUDA build of torch, or use cpu", {"devices": None})  # fmt: skip
+            reason = f"torch on {host.name} is built for CPUs and cannot use {device}"
+            raise SpecError("devices", reason, "install a CUDA build of torch, or use cpu", {"devices": None})
         if gpu.busy and not take_busy:
-            raise SpecError("devices", gpu.busy, "choose another, end that process, or share it with take_busy=True",
-                            {"devices": None})  # fmt: skip
+            hint = "choose another, end that process, or share it with take_busy=True"
+            raise SpecError("devices", gpu.busy, hint, {"devices": None})
         if gpu.busy:
             notes[f"{gpu.busy}: times and free memory on it are not this run's alone"] = None
     return list(notes)
@@ -271,17 +251,14 @@ def _check(hosts: Sequence[Host], devices: Sequence[str], take_busy: bool) -> li
 def _fidelity(hosts: Sequence[Host], seats: Sequence[Seat], load: Counter[tuple[str, str]]) -> list[str]:
     """Notes on the effects of shared GPUs and cores on times and memory."""
     notes = []
-    shared = {key: n for key, n in load.items() if n > 1}
-    if shared:
-        names = ", ".join(f"{n} ranks on {device}" for (_, device), n in shared.items())
+    if names := ", ".join(f"{n} ranks on {device}" for (_, device), n in load.items() if n > 1):
         cap = min(seat.memory_cap or 1.0 for seat in seats)
         notes.append(f"{names}: they take turns, and have {cap:.0%} of its memory each")
     ranks_on = Counter(seat.host for seat in seats if seat.device == "cpu")
     for host in {h.name: h for h in hosts}.values():
         ranks = ranks_on[host.name]
         if ranks > host.cores:
-            notes.append(
-                f"{ranks} ranks on {host.cores} core{'s' * (host.cores > 1)}: they take turns, so step "
-                "and communication times include waiting for a core; losses and memory are not affected"
-            )
+            crowded = f"{ranks} ranks on {host.cores} core{'s' * (host.cores > 1)}: they take turns"
+            effect = "step and communication times include waiting for a core; losses and memory are not affected"
+            notes.append(f"{crowded}, so {effect}")
     return notes

@@ -5,8 +5,7 @@ mesh, ...) are in the same namespace for `%%px` cells. They are removed before t
 would keep.
 
 `call` never lets an exception reach IPython: formatting it there costs tenths of a second, and `sys.last_value` would hold
-the failed step's tensors. Errors travel as plain dicts and become exceptions again in the kernel.
-"""
+the failed step's tensors. Errors travel as plain dicts and become exceptions again in the kernel."""
 
 from __future__ import annotations
 
@@ -21,11 +20,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsdp_lab.base.process import host_id
-from fsdp_lab.cluster.addresses import Endpoint, Endpoints, at_each, measure_endpoint, own_addresses, try_endpoint
+from fsdp_lab.cluster.addresses import Endpoint, Endpoints, measure_endpoint, own_addresses, try_endpoints
 from fsdp_lab.cluster.placement import Host, probe
 
 KEY = "_fsdp_lab"
@@ -34,19 +34,14 @@ TRACE_CHARACTERS = 20_000
 DEVICE_LOST = "DeviceLost"  # the kind of an error after which the rank's process is of no use
 
 # The methods of Session that the kernel may call. The first ones replace or drop the model.
-MODEL_METHODS = frozenset({"apply", "restore", "suspend", "resume", "unload"})
-SESSION_METHODS = MODEL_METHODS | frozenset(
-    ["train", "generate", "slow_next", "slow_end", "calibrate", "crowd", "arm", "disarm", "discard", "save", "saves",
-     "rescue", "spread", "drop", "status"]
-)  # fmt: skip
+MODEL_METHODS = frozenset(("apply", "restore", "suspend", "resume", "unload"))
+_OTHERS = "train generate slow_next slow_end calibrate crowd arm disarm discard save saves rescue spread drop status"
+SESSION_METHODS = MODEL_METHODS.union(_OTHERS.split())
 
 
 def call(what: str, arguments: Mapping[str, Any], owner: str, turn: int) -> dict[str, Any]:
     """Calls an action of this module, or a method of the rank's Session, for the cluster `owner`, as its call number `turn`.
-
-    Returns {"ok": value}, {"interrupted": True} or {"error": {...}}. If another lab has taken over the engines, which it can
-    if they are the user's, that is the error.
-    """
+    Returns {"ok": value}, {"interrupted": True} or {"error": {...}}, as when another lab has taken over a user's engines."""
     try:
         if what not in ANY_OWNER:
             own = resident()
@@ -54,7 +49,7 @@ def call(what: str, arguments: Mapping[str, Any], owner: str, turn: int) -> dict
                 raise RuntimeError("another lab has taken these ranks over; close this one")
             if own.session is not None:
                 own.session.begin_call(turn)
-        return {"ok": ACTIONS[what](**arguments) if what in ACTIONS else call_session(what, arguments)}
+        return {"ok": ACTIONS[what](**arguments) if what in ACTIONS else _call_session(what, arguments)}
     except KeyboardInterrupt:
         return {"interrupted": True}
     except BaseException as e:
@@ -64,7 +59,7 @@ def call(what: str, arguments: Mapping[str, Any], owner: str, turn: int) -> dict
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def call_session(method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _call_session(method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Events are published while `train` runs, and also returned, so that a lost message does no harm."""
     if method not in SESSION_METHODS:
         raise LookupError(f"{method} is no method of Session that may be called from the kernel")
@@ -99,8 +94,8 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 def device_lost(error: BaseException | None) -> bool:
-    """Whether a CUDA error is among the causes, such as a device assert or an Xid: after one, every call of this process to
-    its GPU raises it again."""
+    """Returns whether a CUDA error is among the causes, such as a device assert or an Xid: after one, every call of this
+    process to its GPU raises it again."""
     while error is not None:
         text = str(error)
         if type(error).__name__ == "AcceleratorError" or "CUDA error" in text:
@@ -116,8 +111,8 @@ def memory_short(error: BaseException) -> str:
     if kind not in ("OutOfMemoryError", "MemoryError") and not of_host:
         return ""
     size = "what it asked for"
-    if found := re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", text):
-        number, unit = found.groups()
+    if tried := re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", text):
+        number, unit = tried.groups()
         size = f"{int(number) / (1 << 20):,.1f} MiB" if unit == "bytes" else f"{number} {unit}"
     hint = 'give a smaller micro_batch or seq_len, more sharding, recompute="full", offload="all", or more ranks'
     ours = "shared memory" in text or "this machine's memory" in text  # it says what there is
@@ -163,12 +158,9 @@ class HeartbeatPublisher:
     def set_header(self, header: Mapping[str, str]) -> None:
         self._publisher.set_parent(dict(header))
 
-    def publish(self, beat: dict[str, Any]) -> None:
-        self._publisher.publish_data({"beat": beat})
-
-    def publish_loop(self, message: dict[str, Any]) -> None:
-        """Of a loop that is watched in a cell, whose messages belong to no call of the kernel's."""
-        self._publisher.publish_data({"loop": message})
+    def publish(self, kind: str, message: dict[str, Any]) -> None:
+        """`kind`: "beat"; "loop" for a loop that is watched in a cell, whose messages belong to no call of the kernel's."""
+        self._publisher.publish_data({kind: message})
 
 
 class Resident:
@@ -211,10 +203,9 @@ class Resident:
             if name.startswith("_") and any(value is x for x in dropped):
                 del self.namespace[name]
         outputs = self.namespace.get("Out")
-        if isinstance(outputs, dict):
-            for number, value in [*outputs.items()]:
-                if any(value is x for x in dropped):
-                    del outputs[number]
+        for number, value in [*outputs.items()] if isinstance(outputs, dict) else ():
+            if any(value is x for x in dropped):
+                del outputs[number]
         for name in ("last_value", "last_traceback", "last_type", "last_exc"):
             if hasattr(sys, name):
                 delattr(sys, name)  # the traceback of a failed cell holds the model too
@@ -227,10 +218,10 @@ def resident() -> Resident:
     shell = get_ipython()
     if shell is None:
         raise RuntimeError("this process is not an IPython engine")
-    if not isinstance(shell.user_ns.get(KEY), Resident):
-        shell.user_ns[KEY] = Resident(shell.user_ns)
-    found: Resident = shell.user_ns[KEY]
-    return found
+    own = shell.user_ns.get(KEY)
+    if not isinstance(own, Resident):
+        own = shell.user_ns[KEY] = Resident(shell.user_ns)
+    return own
 
 
 def session() -> Any:
@@ -304,20 +295,19 @@ def close_endpoints() -> None:
 
 
 def reach(endpoints: Sequence[Endpoint], token: str) -> list[str]:
-    """Why this host does not reach each of these endpoints; "" where it does."""
-    return at_each(endpoints, try_endpoint, token)
+    """Returns why this host does not reach each of these endpoints; "" where it does."""
+    return try_endpoints(endpoints, token)
 
 
 def measure(endpoints: Sequence[Endpoint], token: str) -> list[float]:
-    """Bytes/s from here to each of these endpoints."""
-    return at_each(endpoints, measure_endpoint, token, together=False)
+    """Returns bytes/s from here to each of these endpoints."""
+    return [measure_endpoint(endpoint, token) for endpoint in endpoints]
 
 
 def host(module: str | None, address: str | None) -> str:
     """On rank 0: opens the store where all ranks meet, of this host alone, or at an `address`. Returns its place."""
-    own = resident()
-    own.store = rank_code(module).host_store(address)
-    return str(own.store.place)
+    store = resident().store = rank_code(module).host_store(address)
+    return str(store.place)
 
 
 def join(module: str | None, beats: Mapping[str, str], variables: Mapping[str, str], **arguments: Any) -> Any:
@@ -326,10 +316,9 @@ def join(module: str | None, beats: Mapping[str, str], variables: Mapping[str, s
     own = resident()
     own.set_variables(variables)
     own.heartbeats = HeartbeatPublisher(beats)
-    own.session = rank_code(module).Session(
-        store=own.store, on_event=own.publisher.publish, on_heartbeat=own.heartbeats.publish,
-        on_loop=own.heartbeats.publish_loop, **arguments,
-    )  # fmt: skip
+    on_heartbeat, on_loop = (partial(own.heartbeats.publish, kind) for kind in ("beat", "loop"))
+    listeners = {"on_event": own.publisher.publish, "on_heartbeat": on_heartbeat, "on_loop": on_loop}
+    own.session = rank_code(module).Session(store=own.store, **listeners, **arguments)
     own.push()
     return getattr(own.session, "limits_bytes", None)
 
@@ -381,24 +370,7 @@ def ping() -> int:
     return os.getpid()
 
 
-ACTIONS: Mapping[str, Callable[..., Any]] = {
-    f.__name__: f
-    for f in (
-        describe,
-        hardware,
-        claim,
-        load,
-        open_endpoints,
-        reach,
-        measure,
-        close_endpoints,
-        host,
-        join,
-        attach,
-        receive,
-        receive_modules,
-        leave,
-        ping,
-    )
-}
+_LIFE = (describe, hardware, claim, load, host, join, attach, leave, ping)
+_NETWORK, _CODE = (open_endpoints, reach, measure, close_endpoints), (receive, receive_modules)
+ACTIONS: Mapping[str, Callable[..., Any]] = {f.__name__: f for f in (*_LIFE, *_NETWORK, *_CODE)}
 ANY_OWNER = ("describe", "hardware", "claim", "ping")

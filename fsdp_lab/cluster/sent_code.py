@@ -4,13 +4,13 @@ rank. A Spec holds its source (`SourceText`). `code_delivery` sends it, and befo
 
 Note: pickle. Whoever can send a pickle can run code. This is the one place that uses it, on the channel of ipyparallel,
 which is signed with the cluster's key and runs what the kernel sends anyway. Nothing here reads what came from a rank, a
-store, a file or the history: a Spec from there has source and digest alone, and is not run by them.
-"""
+store, a file or the history: a Spec from there has source and digest alone, and is not run by them."""
 
 from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import hashlib
 import importlib.abc
 import importlib.util
@@ -63,15 +63,17 @@ def code_of(field: str, given: Any) -> str | UserCode:
     """What a Spec's field holds for a function, a class or a dataset: "package.module:name" if it can be imported, else
     its source and what is sent. Raises SpecError for what cannot be sent."""
     if field == "workload.model" and hasattr(given, "named_parameters") and not isinstance(given, type):
-        raise SpecError(field, f"a {type(given).__name__} that is built already is refused",
-                        "give the function that builds it, which every rank calls, or its class")  # fmt: skip
-    if isinstance(given, (types.FunctionType, type)) and (found := importable(given)) is not None:
-        return ":".join(found)
+        hint = "give the function that builds it, which every rank calls, or its class"
+        raise SpecError(field, f"a {type(given).__name__} that is built already is refused", hint)
+    defined = isinstance(given, (types.FunctionType, type))
+    if defined and (home := importable(given)) is not None:
+        return ":".join(home)
     packed = _packed(field, given)
-    text = _source_text(given)
+    kind = given if defined else type(given)
+    text = SourceText(kind) if importable(kind) is None else None
     name = getattr(given, "__name__", type(given).__name__)
     missing = [] if text is None else [*text.missing]
-    if not isinstance(given, (types.FunctionType, type)):
+    if not defined:
         missing.append(f"the state of this {type(given).__name__}")
     source = "" if text is None else text.text
     return UserCode(name, source, _digest(name, given, text), missing, given=given, packed=packed)
@@ -83,8 +85,8 @@ def unpacked(field: str, name: str, packed: bytes) -> Any:
         return cloudpickle.loads(packed)
     except Exception as e:  # what an import raises is the module's
         said = " ".join(str(e).split()) or type(e).__name__
-        raise SpecError(field, f"{name} cannot be used on this rank ({said})",
-                        "install what it imports where the ranks are, or define it in the notebook") from e  # fmt: skip
+        hint = "install what it imports where the ranks are, or define it in the notebook"
+        raise SpecError(field, f"{name} cannot be used on this rank ({said})", hint) from e
 
 
 def _packed(field: str, given: Any) -> bytes:
@@ -92,22 +94,16 @@ def _packed(field: str, given: Any) -> bytes:
         packed: bytes = cloudpickle.dumps(given)
     except Exception as e:  # of many classes
         said = " ".join(str(e).split()) or type(e).__name__
-        raise SpecError(field, f"it cannot be sent to the ranks: {said}",
-                        "open files and devices inside the function, not around it") from e  # fmt: skip
+        hint = "open files and devices inside the function, not around it"
+        raise SpecError(field, f"it cannot be sent to the ranks: {said}", hint) from e
     if len(packed) > MOST_BYTES:
-        raise SpecError(field, f"it is {len(packed) / 2**20:,.0f} MiB, which every rank would be sent",
-                        "give a function that reads the data on the rank")  # fmt: skip
+        reason = f"it is {len(packed) / 2**20:,.0f} MiB, which every rank would be sent"
+        raise SpecError(field, reason, "give a function that reads the data on the rank")
     return packed
 
 
-def _source_text(given: Any) -> SourceText | None:
-    """Of the function or class, or of an object's class; None if that can be imported."""
-    kind = given if isinstance(given, (types.FunctionType, type)) else type(given)
-    return SourceText(kind) if importable(kind) is None else None
-
-
 def _digest(name: str, given: Any, text: SourceText | None) -> str:
-    """Of the text, and of all that it does not express."""
+    """Returns the digest of the text, and of all that it does not express."""
     digest = hashlib.blake2b(name.encode(), digest_size=16)
     rest: list[Any] = [] if isinstance(given, (types.FunctionType, type)) else [given]
     if text is not None:
@@ -154,8 +150,7 @@ class SourceText:
     Attributes:
         missing: names that the text uses and does not define -> their objects, or `ABSENT`; also functions and classes
             without a source.
-        defaults: of the functions in the text, as they were when these were defined.
-    """
+        defaults: of the functions in the text, as they were when these were defined."""
 
     def __init__(self, given: Any) -> None:
         self.missing: dict[str, Any] = {}
@@ -211,9 +206,9 @@ def import_line(name: str, value: Any) -> str | None:
         if path == "__main__" or sys.modules.get(path) is not value:
             return None
         return f"import {path}" if path == name else f"import {path} as {name}"
-    if (found := importable(value)) is None:
+    if (home := importable(value)) is None:
         return None
-    module, own = found
+    module, own = home
     return f"from {module} import {own}" + (f" as {name}" if own != name else "")
 
 
@@ -227,10 +222,8 @@ def importable(value: Any) -> tuple[str, str] | None:
 
 
 def source_of(value: types.FunctionType | type) -> str:
-    """The source of a function or class, without the indentation of where it is; "" if there is none.
-
-    `inspect` does not find the classes of a notebook's cells; the lines of their methods are known.
-    """
+    """Returns the source of a function or class, without the indentation of where it is; "" if there is none. `inspect` does
+    not find the classes of a notebook's cells; the lines of their methods are known."""
     kind = ast.ClassDef if isinstance(value, type) else (ast.FunctionDef, ast.AsyncFunctionDef)
     for function in _functions(value):
         code = function.__code__
@@ -251,9 +244,9 @@ def _functions(value: types.FunctionType | type) -> Iterator[types.FunctionType]
     members = vars(value).values() if isinstance(value, type) else [value]
     for member in members:
         inner: Any = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-        found = inspect.unwrap(inner)
-        if isinstance(found, types.FunctionType) and found.__module__ == value.__module__:
-            yield found
+        function = inspect.unwrap(inner)
+        if isinstance(function, types.FunctionType) and function.__module__ == value.__module__:
+            yield function
 
 
 def _scope_of(value: types.FunctionType | type) -> dict[str, Any]:
@@ -261,48 +254,33 @@ def _scope_of(value: types.FunctionType | type) -> dict[str, Any]:
     scope = dict(vars(sys.modules[value.__module__])) if value.__module__ in sys.modules else {}
     for function in _functions(value):
         scope |= function.__globals__
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        for name, cell in cells:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if name != "__class__":
-                scope[name] = _content(cell)
+                scope[name] = ABSENT
+                with contextlib.suppress(ValueError):  # not set yet
+                    scope[name] = cell.cell_contents
     return scope
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not set yet
-        return ABSENT
 
 
 def _names_used(text: str) -> list[str]:
     """The names that a definition takes from around it, in order."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
 
     def visit(table: symtable.SymbolTable, top: bool) -> None:
         for symbol in table.get_symbols():
             outside = symbol.is_referenced() and (not symbol.is_assigned() if top else symbol.is_global())
             if outside and symbol.get_name() != "__class__":
-                found[symbol.get_name()] = None
+                names[symbol.get_name()] = None
         for child in table.get_children():
             visit(child, False)
 
     visit(symtable.symtable(text, "<source>", "exec"), True)
-    return list(found)
+    return list(names)
 
 
 def _is_literal(value: Any) -> bool:
-    """Whether its `repr` is its source, and short enough for one."""
-    if not _is_small(value):
-        return False
-    try:
-        return type(value).__module__ == "builtins" and bool(ast.literal_eval(repr(value)) == value)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return False
-
-
-def _is_small(value: Any) -> bool:
-    """Whether it has at most `MOST_LITERAL` characters and elements, itself in itself counted again."""
+    """Returns whether its `repr` is its source, and short enough for one: at most `MOST_LITERAL` characters and elements,
+    itself in itself counted again."""
     left, parts = MOST_LITERAL, [value]
     while parts and left >= 0:
         part = parts.pop()
@@ -311,7 +289,10 @@ def _is_small(value: Any) -> bool:
             left -= len(part)
             if left >= 0:
                 parts += [*part, *part.values()] if isinstance(part, dict) else part
-    return left >= 0
+    try:
+        return left >= 0 and type(value).__module__ == "builtins" and bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return False
 
 
 # -- modules, on a rank ------------------------------------------------------------------------------------------------

@@ -106,11 +106,10 @@ def started(command: Sequence[str], sent: bytes, environment: Mapping[str, str] 
     with tempfile.TemporaryFile() as input_:
         input_.write(sent)
         input_.seek(0)
+        pipes: dict[str, Any] = {"stdin": input_, "stdout": output, "stderr": error}
         try:
-            process = subprocess.Popen(
-                command, stdin=input_, stdout=output, stderr=error, start_new_session=True,
-                env={**os.environ, **(environment or {})},
-            )  # fmt: skip
+            own = {**os.environ, **(environment or {})}
+            process = subprocess.Popen(command, **pipes, start_new_session=True, env=own)
         except FileNotFoundError:
             why = f"there is no {command[0]} on this machine: install it, or start the kernel where it is"
             raise StartError(why) from None
@@ -119,17 +118,16 @@ def started(command: Sequence[str], sent: bytes, environment: Mapping[str, str] 
 
 # -- SSH -------------------------------------------------------------------------------------------------------------
 
-# (what ssh says, what it means and what to do), for the host {host}
-SSH_FAILURES = (
-    (r"Permission denied|Too many authentication failures",
-     "{host} refuses the login ({line}): put your key there with ssh-copy-id {host}, and load it with ssh-add"),
-    (r"Could not resolve hostname",
-     "the name {host} does not resolve ({line}): give an address, or a Host entry in ~/.ssh/config"),
-    (r"Host key verification failed|REMOTE HOST IDENTIFICATION",
-     "the host key of {host} is not known, or has changed ({line}): log in once by hand, ssh {host}"),
-    (r"Connection (timed out|refused|closed|reset)|No route to host|Network is unreachable|timed out",
-     "{host} cannot be reached by SSH ({line}): is it up, and is its port right? Ports belong in ~/.ssh/config"),
-)  # fmt: skip
+SSH_FAILURES = {  # what ssh says of the host {host} -> what it means and what to do
+    r"Permission denied|Too many authentication failures": "{host} refuses the login ({line}): put your key there with "
+    "ssh-copy-id {host}, and load it with ssh-add",
+    r"Could not resolve hostname": "the name {host} does not resolve ({line}): give an address, or a Host entry in "
+    "~/.ssh/config",
+    r"Host key verification failed|REMOTE HOST IDENTIFICATION": "the host key of {host} is not known, or has changed "
+    "({line}): log in once by hand, ssh {host}",
+    r"Connection (timed out|refused|closed|reset)|No route to host|Network is unreachable|timed out": "{host} cannot be "
+    "reached by SSH ({line}): is it up, and is its port right? Ports belong in ~/.ssh/config",
+}
 
 
 def _replied(output: str) -> bool:
@@ -149,9 +147,9 @@ class SshShell(Shell):
 
     def _ssh(self, silent_s: float) -> list[str]:
         """`silent_s`: after which a connection is given up."""
-        options = ("BatchMode=yes", f"ConnectTimeout={CONNECT_S}", f"ServerAliveInterval={ALIVE_S}",
-                   f"ServerAliveCountMax={max(1, math.ceil(silent_s / ALIVE_S))}")  # fmt: skip
-        return ["ssh", "-T", *self._args, *(word for option in options for word in ("-o", option))]
+        most = max(1, math.ceil(silent_s / ALIVE_S))
+        options = f"-o BatchMode=yes -o ConnectTimeout={CONNECT_S} -o ServerAliveInterval={ALIVE_S}"
+        return ["ssh", "-T", *self._args, *options.split(), "-o", f"ServerAliveCountMax={most}"]
 
     def command(self, host: str, command: Sequence[str]) -> list[str]:
         return [*self._ssh(SILENT_S), host, "--", shlex.join(command)]
@@ -162,19 +160,18 @@ class SshShell(Shell):
     def tunnel(self, host: str, ports: Sequence[int], environment: Mapping[str, str], silent_s: float) -> Command:
         """Makes ports of this machine's loopback appear on a host's; runs until it is ended."""
         forwards = [word for port in ports for word in ("-R", f"127.0.0.1:{port}:127.0.0.1:{port}")]
-        return started(
-            [*self._ssh(silent_s), "-N", "-o", "ExitOnForwardFailure=yes", *forwards, host], b"", environment
-        )
+        command = [*self._ssh(silent_s), "-N", "-o", "ExitOnForwardFailure=yes", *forwards, host]
+        return started(command, b"", environment)
 
     def why(self, host: str, running: Command) -> str:
         code, lines = running.process.returncode, running.error_text.splitlines()
         line = next((text for text in reversed(lines) if text.strip()), f"exit code {code}").strip()
         if code == 255:
-            for pattern, sentence in SSH_FAILURES:
-                if found := next((text.strip() for text in lines if re.search(pattern, text)), ""):
-                    return sentence.format(host=host, line=found)
+            for pattern, sentence in SSH_FAILURES.items():
+                if matching := next((text.strip() for text in lines if re.search(pattern, text)), ""):
+                    return sentence.format(host=host, line=matching)
             return f"ssh to {host} failed: {line}"
         if code in (126, 127):
-            return (f"{host} has no {self.python} ({line}): give python=, the path there of a Python in whose environment "
-                    "fsdp_lab or at least its requirements are installed")  # fmt: skip
+            hint = "give python=, the path there of a Python in whose environment fsdp_lab or at least its requirements"
+            return f"{host} has no {self.python} ({line}): {hint} are installed"
         return f"{host} failed: {line}"

@@ -17,7 +17,7 @@ from typing import Any
 
 from fsdp_lab.base.process import MARK
 from fsdp_lab.cluster import host_script
-from fsdp_lab.cluster.detached import EndCommand
+from fsdp_lab.cluster.detached import EndCommand, write_end_commands
 from fsdp_lab.cluster.engines import EngineProcess
 from fsdp_lab.cluster.errors import StartError
 from fsdp_lab.cluster.host_engines import END_S, START_S, HostEngines
@@ -40,11 +40,10 @@ class SlurmShell(Shell):
         self.python, self.job = python, job
 
     def start(self, hosts: Sequence[str], command: Sequence[str], sent: bytes) -> dict[str, Command]:
-        n = len(hosts)
-        srun = ["srun", f"--jobid={self.job}", "--overlap", f"--nodes={n}", f"--ntasks={n}", "--ntasks-per-node=1",
-                f"--nodelist={','.join(hosts)}", "--cpu-bind=none", "--mem=0", "--label", "--input=all", "--unbuffered",
-                "--quiet", "--kill-on-bad-exit=0"]  # fmt: skip
-        return {",".join(hosts): started([*srun, *command], sent)}
+        n, names = len(hosts), ",".join(hosts)
+        srun = f"srun --jobid={self.job} --overlap --nodes={n} --ntasks={n} --ntasks-per-node=1 --nodelist={names} "
+        srun += "--cpu-bind=none --mem=0 --label --input=all --unbuffered --quiet --kill-on-bad-exit=0"
+        return {names: started([*srun.split(), *command], sent)}
 
     def _answers(self, host: str, command: Command, limit_s: float) -> dict[str, HostAnswer]:
         """The reply of each host, in lines that begin with the number of its task."""
@@ -52,15 +51,15 @@ class SlurmShell(Shell):
         for line in command.text.splitlines():
             task, _, rest = line.partition(": ")
             tasks.setdefault(task.strip(), []).append(rest)
-        found: dict[str, HostAnswer] = {}
+        answers: dict[str, HostAnswer] = {}
         for lines in tasks.values():
             with contextlib.suppress(ValueError):
                 value = host_script.answer("\n".join(lines))
-                found[value["node"]] = HostAnswer(value=value)
+                answers[value["node"]] = HostAnswer(value=value)
         hosts = host.split(",")
-        late = command.process.poll() is None and len(found) < len(hosts)
+        late = command.process.poll() is None and len(answers) < len(hosts)
         failure = f"no answer within {limit_s:.0f} s" if late else self.why(host, command)
-        return {name: found.get(name) or HostAnswer(failure=f"{name}: {failure}") for name in hosts}
+        return {name: answers.get(name) or HostAnswer(failure=f"{name}: {failure}") for name in hosts}
 
     def why(self, host: str, command: Command) -> str:
         lines = [line.strip() for line in command.error_text.splitlines() if line.strip()]
@@ -70,19 +69,16 @@ class SlurmShell(Shell):
 
 
 class SlurmEngines(HostEngines):
-    """See above."""
-
     _asked: SlurmHosts
     shell: SlurmShell
     _job = ""
 
     def _allocate(self) -> list[str]:
         self._steps: dict[str, Command] = {}  # steps with agents, by name
-        assert self._guardian is not None
-        self._guardian.set_end_commands(self._end_commands())  # before there is a job
+        write_end_commands(self._folder, self._end_commands())  # before there is a job
         self._report_stage("asking Slurm for hosts", 0, self._asked.hosts)
-        asked = started(["salloc", "--no-shell", f"--job-name={self._job_name}", *self._asked.request], b"",
-                        {MARK: self._token})  # fmt: skip
+        command = ["salloc", "--no-shell", f"--job-name={self._job_name}", *self._asked.request]
+        asked = started(command, b"", {MARK: self._token})
         try:
             self._wait_in_queue(asked)
         finally:
@@ -111,8 +107,8 @@ class SlurmEngines(HostEngines):
         begin_s, looked_s, reason = time.monotonic(), 0.0, "no reason is known"
         while asked.process.poll() is None:
             time.sleep(0.05)
-            if found := re.search(r"job allocation (\d+)", asked.error_text):
-                self._job = found.group(1)
+            if pending := re.search(r"job allocation (\d+)", asked.error_text):
+                self._job = pending.group(1)
             waited_s = time.monotonic() - begin_s
             if self._job and time.monotonic() - looked_s > LOOK_AGAIN_S:
                 looked_s = time.monotonic()
@@ -127,28 +123,25 @@ class SlurmEngines(HostEngines):
         if asked.process.returncode:
             errors = [line.partition("error:")[2].strip() for line in said.splitlines() if "error:" in line]
             raise StartError(f"Slurm refuses the job: {errors[-1] if errors else said or 'salloc says nothing'}")
-        found = re.search(r"Granted job allocation (\d+)", said)
-        if found is None:
+        granted = re.search(r"Granted job allocation (\d+)", said)
+        if granted is None:
             raise StartError(f"Slurm granted no job: {said or 'salloc says nothing'}")
-        self._job = found.group(1)
+        self._job = granted.group(1)
 
     # -- engines ----------------------------------------------------------------------------------------------------
 
     def _agents(self, counts: Mapping[str, int]) -> dict[str, HostAnswer]:
         running: dict[str, Command] = {}
         for name, n in counts.items():
-            host = self._hosts[name]
-            running |= self.shell.start(
-                [name], self._agent_command(host.code), self._orders(n, sent=host.sent, stay=True)
-            )
+            running |= self._start_agent(name, n, stay=True)
         said = self.shell.wait(running, START_S, stay=True)
         for name, step in running.items():
             if said[name].failure:
                 step.end()
                 continue
             self._steps[f"{name}/{len(self._steps)}"] = step
-            pids, host_id = said[name].value["pids"], said[name].value["id"]
-            threading.Thread(target=self._watch, args=(step, pids, host_id), name="fsdp_lab-step", daemon=True).start()
+            watched = (step, said[name].value["pids"], said[name].value["id"])
+            threading.Thread(target=self._watch, args=watched, name="fsdp_lab-step", daemon=True).start()
         return said
 
     def _watch(self, step: Command, pids: Sequence[int], host_id: str) -> None:
@@ -171,8 +164,8 @@ class SlurmEngines(HostEngines):
         deadline, state = time.monotonic() + ENDING_S, COMPLETING
         while state in (COMPLETING, "") and time.monotonic() < deadline:
             try:
-                found = re.search(r"JobState=(\S+)", ask_slurm("scontrol", "show", "job", self._job))
-                state = found.group(1) if found else ""
+                shown = re.search(r"JobState=(\S+)", ask_slurm("scontrol", "show", "job", self._job))
+                state = shown.group(1) if shown else ""
             except StartError as e:
                 state = "GONE" if "Invalid job id" in str(e) else ""
             time.sleep(0.05 * (state in (COMPLETING, "")))
@@ -206,9 +199,8 @@ def ask_slurm(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S)
     except FileNotFoundError:
-        raise StartError(
-            f"there is no {command[0]} on this machine: start the kernel on a login node of Slurm's"
-        ) from None
+        lacks = f"there is no {command[0]} on this machine"
+        raise StartError(f"{lacks}: start the kernel on a login node of Slurm's") from None
     except subprocess.TimeoutExpired:
         raise StartError(f"Slurm did not answer {command[0]} within {ASK_S:.0f} s") from None
     if done.returncode and not ("Invalid job id" in done.stderr and command[0] == "squeue"):

@@ -99,9 +99,9 @@ class Supervisor:
                 member.end_reason = f"is out of reach, because ipyparallel's controller {exit_}"
                 self._mark_lost(member, None)
             return
-        found = self._membership.unexpectedly_ended(pid=ended.pid, engine=ended.engine, host_id=ended.host_id)
-        if found is not None:
-            self._mark_lost(found, ended.exit_code)
+        lost = self._membership.unexpectedly_ended(pid=ended.pid, engine=ended.engine, host_id=ended.host_id)
+        if lost is not None:
+            self._mark_lost(lost, ended.exit_code)
 
     def _check_hangs(self) -> None:
         """Ends the calls of ranks that wait for one that does not join their collective."""
@@ -134,20 +134,12 @@ class Supervisor:
         with contextlib.suppress(Exception):  # it is lost, whether or not its host can be asked
             reason = self._reason(member, exit_code)
             log = engines.log(member.engine_process) if engines is not None else ""
-        lost = RankLost(
-            rank=member.rank,
-            engine=member.engine,
-            pid=member.pid,
-            host=member.host,
-            reason=reason,
-            doing=doing,
-            unix_s=unix_s,
-            log=log,
-        )
+        which = {name: getattr(member, name) for name in ("rank", "engine", "pid", "host")}
+        lost = RankLost(**which, reason=reason, doing=doing, unix_s=unix_s, log=log)
         with self._membership.lock:
             member.lost = lost
             member.set_doing("gone")
-        self._dispatcher.lose(member)
+        self._dispatcher.lose(member.rank, lost)
         for callback in list(self._callbacks):
             with contextlib.suppress(Exception):
                 callback(lost)
@@ -173,8 +165,7 @@ class HeartbeatMonitor:
     Heartbeats arrive on a channel of their own, not as messages of a call, so they reach the kernel while a rank is busy
     with a cell, or idle. A stopped rank, which sends none, is found by its process, if it is on this machine.
 
-    It receives on the client's IO thread, checks on the supervisor's, and answers any thread.
-    """
+    It receives on the client's IO thread, checks on the supervisor's, and answers any thread."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -192,8 +183,7 @@ class HeartbeatMonitor:
         """Opens a channel for the heartbeats of each rank. Returns by rank the header of that engine's messages.
 
         The client passes what engines publish to the entry of its `metadata` that the message names as its parent. Such an
-        entry need not belong to a call; that of a call is dropped when the call ends.
-        """
+        entry need not belong to a call; that of a call is dropped when the call ends."""
         self.forget()
         self._client, self._channels = client, {rank: f"fsdp_lab-beats-{secrets.token_hex(8)}" for rank in ranks}
         self.keep_channels()
@@ -204,9 +194,7 @@ class HeartbeatMonitor:
         """Restores the channels. Call it regularly, since users may clear the metadata of their own client."""
         with self._lock:
             for name in self._channels.values():
-                entry = self._client.metadata[name]
-                if entry["data"] is not self._sink:
-                    entry["data"] = self._sink
+                self._client.metadata[name]["data"] = self._sink
 
     def close_channels(self) -> None:
         with self._lock:
@@ -255,29 +243,23 @@ class HeartbeatMonitor:
             return None
         silent = {rank: why for rank, process in processes.items() if (why := _silence(received.get(rank), process))}
         hang = diagnose({rank: r.beat for rank, r in received.items()}, limit_s, silent)
-        if hang is None:
-            return None
-        stale = [rank for rank in hang.ranks if rank not in silent and not _fresh(received.get(rank))]
-        return None if stale and hang.waited_s < limit_s + FRESH_S else hang
+        if hang is None or hang.waited_s >= limit_s + FRESH_S:
+            return hang
+        # A rank that is missing has just reported where it is, with its stack, or soon will.
+        reports = [received.get(rank) for rank in hang.ranks if rank not in silent]
+        return hang if all(r is not None and r.beat.stack and r.age_s < r.beat.next_s for r in reports) else None
 
     def find_stopped(self, processes: Processes) -> list[int]:
-        """Ranks whose process has been stopped for longer than the limit. Call it regularly.
-
-        `find_hang` does not find those that no collective waits for, as when a rank saves or is idle.
-        """
+        """Returns ranks whose process has been stopped for longer than the limit. Call it regularly: `find_hang` does not
+        find those that no collective waits for, as when a rank saves or is idle."""
         now_s = time.monotonic()
         stopped = {rank for rank, process in processes.items() if _status(process) in STOPPED}
         self._stopped_at_s = {rank: self._stopped_at_s.get(rank, now_s) for rank in stopped}
         return [rank for rank, at_s in self._stopped_at_s.items() if now_s - at_s > self._limit_s + STOPPED_S]
 
 
-def _fresh(received: ReceivedHeartbeat | None) -> bool:
-    """Whether a rank has just reported where it is, with its stack."""
-    return received is not None and bool(received.beat.stack) and received.age_s < received.beat.next_s
-
-
 def _silence(received: ReceivedHeartbeat | None, process: psutil.Process | None) -> str:
-    """Why a rank cannot send heartbeats; "" if it can."""
+    """Returns why a rank cannot send heartbeats; "" if it can."""
     status = _status(process)
     if status in STOPPED:
         return "its process is stopped"

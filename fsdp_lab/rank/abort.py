@@ -50,8 +50,7 @@ class BoundedStore:
     """Requests to a store, whose answers may take `timeout_s`.
 
     torch's own requests have no timeout: if the cable is cut, they wait as long as TCP retries, many minutes. So each
-    request runs in its own thread, which is left behind if no answer arrives.
-    """
+    request runs in its own thread, which is left behind if no answer arrives."""
 
     def __init__(self, store: dist.Store, timeout_s: float) -> None:
         self._store, self._timeout_s = store, timeout_s
@@ -90,13 +89,14 @@ class Peers:
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store = store
         self._processes: dict[int, Identity | None] = {}  # by rank; None: on another machine
-        store.set(_process_key(rank), json.dumps({"machine": machine(), "process": asdict(Identity.this())}))
+        store.set(f"process/{rank}", json.dumps({"machine": machine(), "process": asdict(Identity.this())}))
 
     def look_up(self, rank: int) -> None:
         """Read a rank's process from the store, once."""
-        if rank in self._processes or not self._store.check([_process_key(rank)]):
+        key = f"process/{rank}"
+        if rank in self._processes or not self._store.check([key]):
             return
-        entry = json.loads(self._store.get(_process_key(rank)))
+        entry = json.loads(self._store.get(key))
         self._processes[rank] = Identity(**entry["process"]) if entry["machine"] == machine() else None
 
     def ended(self, rank: int) -> bool:
@@ -131,25 +131,18 @@ class AbortMonitor:
         with self._lock:
             self._epoch, self._turn = epoch, turn
         self.insisted = False
-        on_main = threading.current_thread() is threading.main_thread()
-        with self._own_signals(raises=raises) if on_main else contextlib.nullcontext():
+        with contextlib.ExitStack() as restored:
+            if threading.current_thread() is threading.main_thread():
+                restored.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
+                if not raises:
+                    signal.signal(signal.SIGINT, lambda number, frame: None)  # the thread reads it from the pipe
+                wakeup = signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
+                restored.callback(signal.set_wakeup_fd, wakeup)
             try:
                 yield
             finally:
                 with self._lock:
                     self._epoch = None
-
-    @contextmanager
-    def _own_signals(self, *, raises: bool) -> Iterator[None]:
-        handler = signal.getsignal(signal.SIGINT)
-        if not raises:
-            signal.signal(signal.SIGINT, lambda number, frame: None)  # the thread reads the signal from the pipe
-        wakeup = signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(wakeup)
-            signal.signal(signal.SIGINT, handler)
 
     @property
     def working(self) -> bool:
@@ -169,24 +162,16 @@ class AbortMonitor:
         if epoch is None:
             return
         with contextlib.suppress(RuntimeError):
-            entry = f"{self._turn} {why}"
-            self._bounded.call(lambda store: store.compare_set(_abort_key(epoch), "", entry))  # the first reason wins
+            key, entry = f"abort/{epoch}", f"{self._turn} {why}"
+            self._bounded.call(lambda store: store.compare_set(key, "", entry))  # the first reason wins
 
-    def announced(self, epoch: int) -> str | None:
-        """Why a rank aborted this epoch, or None."""
-        entry = self._entry(epoch)
-        return None if entry is None else entry[1]
-
-    def announced_now(self, epoch: int) -> str | None:
-        """The same, if it happened in the current call: a rank that entered the call first has already left it again."""
-        entry = self._entry(epoch)
-        return entry[1] if entry is not None and entry[0] == self._turn else None
-
-    def _entry(self, epoch: int) -> tuple[int, str] | None:
-        if not self._store.check([_abort_key(epoch)]):
+    def announced(self, epoch: int) -> tuple[str, bool] | None:
+        """Returns why a rank aborted this epoch, and whether in the current call: a rank that entered it first has already
+        left it again then. None: no rank did."""
+        if not self._store.check([f"abort/{epoch}"]):
             return None
-        turn, _, why = self._store.get(_abort_key(epoch)).decode().partition(" ")
-        return int(turn), why
+        turn, _, why = self._store.get(f"abort/{epoch}").decode().partition(" ")
+        return why, int(turn) == self._turn
 
     def close(self) -> None:
         self._closed = True
@@ -210,8 +195,8 @@ class AbortMonitor:
                     self.announce(f"rank {self._rank} {INTERRUPTED}")
                 elif (why := self._context.failure()) is not None:
                     self.announce(f"rank {self._rank}: {why}")
-                elif (why := self.announced(epoch)) is not None:
-                    self._abort_in(epoch, why)
+                elif (announced := self.announced(epoch)) is not None:
+                    self._abort_in(epoch, announced[0])
             except RuntimeError as e:
                 self._abort_in(epoch, f"the store of rank 0 is gone ({str(e).splitlines()[0]})")
 
@@ -226,8 +211,7 @@ class AbortProtocol:
 
     Attributes:
         world: the default process group; another one after an abort.
-        turn: the number of the call in progress. The kernel sets it; without a kernel it is counted here.
-    """
+        turn: the number of the call in progress. The kernel sets it; without a kernel it is counted here."""
 
     def __init__(self, info: RankInfo, context: WireContext, store: dist.Store) -> None:
         self._info, self._context, self._store = info, context, store
@@ -280,9 +264,10 @@ class AbortProtocol:
     def reopen(self) -> bool:
         """Open new groups if any rank aborted this epoch. Returns whether one did; then backends must be rebuilt. Raises
         RankAborted if that happened in this very call: the aborting rank takes part again in the next one."""
-        if self.monitor.announced(self._epoch) is None:
+        if (announced := self.monitor.announced(self._epoch)) is None:
             return False
-        if (why := self.monitor.announced_now(self._epoch)) is not None:
+        why, now = announced
+        if now:
             self._context.abort(why)
             raise RankAborted(why)
         self._context.abort("the epoch is over")  # also on a rank that was idle when it happened
@@ -340,11 +325,3 @@ class AbortProtocol:
 def first_line(e: BaseException) -> str:
     text = str(e).strip()
     return text.splitlines()[0] if text else "no message"
-
-
-def _process_key(rank: int) -> str:
-    return f"process/{rank}"
-
-
-def _abort_key(epoch: int) -> str:
-    return f"abort/{epoch}"

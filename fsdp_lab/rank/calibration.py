@@ -86,19 +86,23 @@ class HardwareProbe:
         Returns: {"products": {dtype: [[FLOPs, s]]}, "scores": {dtype: [[scores, FLOPs, s]]}, "copies": [[bytes, s]],
         "updates": {optimizer: [[elements, s]]}, "collectives": {kind: [[payload bytes, s]]}, the same for "pairs", "inside"
         and "across" (see `measured_groups`), "steps": [[s, ...]] by trainer, "memory_bytes", "per_host": ranks}. Each size
-        has one row per pass.
-        """
-        self._prepare(trainers)
+        has one row per pass."""
+        for trainer in trainers:
+            for _ in range(WARMUP_STEPS):
+                trainer.step()
+        gc.collect()
+        gc.freeze()  # many models exist now: collecting them would count as a step's time
         with self._grouped() as groups:
-            found = [{**self._rates(dtypes, groups), "steps": self._steps(trainers)} for _ in range(passes)]
-        return {**_joined(found), "memory_bytes": self._memory_bytes(), "per_host": self._per_host}
+            rows = [{**self._rates(dtypes, groups), "steps": self._steps(trainers)} for _ in range(passes)]
+        memory_bytes = int(psutil.virtual_memory().total) // self._per_host  # of this rank: its share of the host's
+        if self._kind == "cuda":
+            memory_bytes = int(torch.cuda.get_device_properties(self._device).total_memory)
+        return {**_joined(rows), "memory_bytes": memory_bytes, "per_host": self._per_host}
 
     def links(self, passes: int) -> dict[str, Any]:
         """Collectives of all ranks alone: {kind: [[payload bytes, s]], "late": as by `lateness`}."""
-        found: dict[str, Any] = _joined(
-            [{**self.collectives(self._world), "late": list(self.lateness())} for _ in range(passes)]
-        )
-        return found
+        rows = [{**self.collectives(self._world), "late": list(self.lateness())} for _ in range(passes)]
+        return dict(_joined(rows))
 
     def _rates(self, dtypes: Sequence[str], groups: Mapping[str, dist.ProcessGroup]) -> dict[str, Any]:
         return {
@@ -129,8 +133,8 @@ class HardwareProbe:
     def scores(self, dtype: torch.dtype) -> Iterator[list[float]]:
         """[scores, FLOPs, seconds] of causal attention, forward and backward: scores and FLOPs are the forward's."""
         for samples, tokens in _SCORES[self._kind]:
-            q, k, v = (self._full(samples * HEADS * tokens, WIDTH, dtype).view(samples, HEADS, tokens, WIDTH)
-                       .requires_grad_() for _ in range(3))  # fmt: skip
+            shape, rows = (samples, HEADS, tokens, WIDTH), samples * HEADS * tokens
+            q, k, v = (self._full(rows, WIDTH, dtype).view(shape).requires_grad_() for _ in range(3))
             g = torch.ones_like(q)
 
             def attend(q: Tensor = q, k: Tensor = k, v: Tensor = v, g: Tensor = g) -> None:
@@ -234,43 +238,31 @@ class HardwareProbe:
     @contextmanager
     def _grouped(self) -> Iterator[dict[str, dist.ProcessGroup]]:
         """This rank's group in each of the `measured_groups`."""
-        made = {
-            name: [dist.new_group(ranks) for ranks in each]
-            for name, each in measured_groups(self._info.world_size, self._per_host).items()
-        }
+        own: dict[str, dist.ProcessGroup] = {}
+        for name, each in measured_groups(self._info.world_size, self._per_host).items():
+            made = [dist.new_group(ranks) for ranks in each]
+            (own[name],) = (g for g in made if g is not dist.GroupMember.NON_GROUP_MEMBER)
         try:
-            yield {
-                name: next(g for g in groups if g is not dist.GroupMember.NON_GROUP_MEMBER)
-                for name, groups in made.items()
-            }
+            yield own
         finally:
             self._barrier()
-            for group in [g for groups in made.values() for g in groups]:
-                if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                    dist.destroy_process_group(group)
+            for group in own.values():
+                dist.destroy_process_group(group)
 
     # -- whole steps ----------------------------------------------------------------------------------------------
 
-    def _prepare(self, trainers: Sequence[Trainer]) -> None:
-        for trainer in trainers:
-            for _ in range(WARMUP_STEPS):
-                trainer.step()
-        gc.collect()
-        gc.freeze()  # many models exist now: collecting them would count as a step's time
-
     def _steps(self, trainers: Sequence[Trainer]) -> dict[str, list[float]]:
         """Seconds of some steps of each; the first, which fills the processor's caches anew, does not count."""
-        taken = {}
+        taken: dict[str, list[float]] = {}
         for i, trainer in enumerate(trainers):
             self._barrier()
-            taken[str(i)] = [self._step_s(trainer) for _ in range(STEPS)][1:]
+            seconds = []
+            for _ in range(STEPS):
+                if self._meet is not None:  # else one ahead, which does not communicate, would leave cores to others
+                    self._meet()
+                seconds.append(trainer.step().step_time_s)
+            taken[str(i)] = seconds[1:]
         return taken
-
-    def _step_s(self, trainer: Trainer) -> float:
-        """Ranks that share cores and do not communicate begin each step together: one ahead would leave cores to others."""
-        if self._meet is not None:
-            self._meet()
-        return trainer.step().step_time_s
 
     # -- small helpers --------------------------------------------------------------------------------------------
 
@@ -322,27 +314,14 @@ class HardwareProbe:
         if self._kind == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _memory_bytes(self) -> int:
-        """Memory of this rank: its GPU's, or its share of the host's."""
-        if self._kind == "cuda":
-            return int(torch.cuda.get_device_properties(self._device).total_memory)
-        return int(psutil.virtual_memory().total) // self._per_host
-
     @property
     def _per_host(self) -> int:
         return ranks_per_host(self._world.context.hosts) or self._info.world_size
 
 
 def measure_crowd(ranks: int, specs: Sequence[Any], dtypes: Sequence[str], passes: int) -> list[Any]:
-    """Per process what `HardwareProbe.all` returns, and "gloo", beside "collectives" over shared memory.
-
-    Args:
-        ranks: processes.
-        specs: of one rank each, as dicts: their steps are timed.
-
-    Raises:
-        ChildError: a process failed.
-    """
+    """Returns for each of `ranks` processes what `HardwareProbe.all` does, and "gloo", beside "collectives" over shared
+    memory. `specs`: of one rank each, as dicts: their steps are timed. Raises ChildError: a process failed."""
     threads = max(1, usable_cores() // ranks)
     job = {"ranks": ranks, "specs": list(specs), "dtypes": list(dtypes), "passes": passes, "threads": threads}
     return run_children("fsdp_lab.rank.crowd", job, ranks, threads=threads, limit_s=CROWD_S)
@@ -352,13 +331,13 @@ def measured_groups(size: int, per_host: int) -> dict[str, list[list[int]]]:
     """The groups beside that of all ranks in which collectives are measured, by name: "pairs" of neighbors, if more than two
     share a host; "inside" hosts, and "across" them with one rank of each, the shard and replicate groups of hybrid sharding,
     if there are several hosts of several ranks. All groups of a name work at once."""
-    found = {}
+    groups = {}
     if per_host > 2 and per_host % 2 == 0:
-        found["pairs"] = [[rank, rank + 1] for rank in range(0, size, 2)]
+        groups["pairs"] = [[rank, rank + 1] for rank in range(0, size, 2)]
     if 1 < per_host < size:
-        found["inside"] = [[*range(first, first + per_host)] for first in range(0, size, per_host)]
-        found["across"] = [[*range(place, size, per_host)] for place in range(per_host)]
-    return found
+        groups["inside"] = [[*range(first, first + per_host)] for first in range(0, size, per_host)]
+        groups["across"] = [[*range(place, size, per_host)] for place in range(per_host)]
+    return groups
 
 
 def _joined(passes: Sequence[Any]) -> Any:
@@ -385,9 +364,11 @@ def calibration_trainers(
 
 
 def _trainer(spec: Spec, info: RankInfo, world: Wire, preparation: Preparation, former: Trainer | None) -> Trainer:
+    """A function of its own, after which nothing holds the initial values."""
     p = preparation.prepare(spec, None if former is None else (former.spec, former.batches), begins=True)
     initial = p.initial(world.context.check)
     backend = build(p.skeleton, spec, info.device)
     fill(backend, initial)
-    return Trainer(run="calibration", spec=spec, info=info, backend=backend, batches=p.batches, world=world, cost=p.cost,
-                   progress=TrainingProgress(), scaler=Scaler(enabled=False), notes=(), clock=ClockOffset())  # fmt: skip
+    parts: dict[str, Any] = {"info": info, "backend": backend, "world": world, "batches": p.batches, "cost": p.cost}
+    parts |= {"progress": TrainingProgress(), "scaler": Scaler(enabled=False), "clock": ClockOffset()}
+    return Trainer(run="calibration", spec=spec, notes=(), **parts)

@@ -3,8 +3,7 @@
 Note: no collective. A snapshot is the rank's own share, copied to the host; a thread writes it. Ranks report through
 rank 0's store that their file is on disk, and rank 0 commits the files as a checkpoint
 (`fsdp_lab.spec.checkpoint_format`). So writing is not ordered with training, and a rank that dies meanwhile leaves an
-incomplete checkpoint and blocks no other rank.
-"""
+incomplete checkpoint and blocks no other rank."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -43,7 +42,7 @@ from fsdp_lab.base.errors import ArgumentError, FieldError
 from fsdp_lab.base.process import host_id
 from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.rank.rendezvous import RankInfo
-from fsdp_lab.rank.trainer import TrainingProgress
+from fsdp_lab.rank.trainer import Trainer, TrainingProgress
 from fsdp_lab.spec.checkpoint_format import (
     MANIFEST,
     PARTIAL,
@@ -61,16 +60,6 @@ POLL_S = 0.02
 PART_S = 300.0  # for the other ranks to report their files, from when rank 0 has written its own
 EARLIER_S = 2 * PART_S  # for an earlier checkpoint to be written, before another one is begun
 CLOSE_S = 1.0  # for a file to be finished when its rank closes
-
-
-class Savable(Protocol):
-    """What is saved: a `Trainer`."""
-
-    run: str
-    spec: Spec
-    backend: Backend
-    progress: TrainingProgress
-    scaler: Scaler
 
 
 class Checkpointer:
@@ -114,7 +103,7 @@ class Checkpointer:
             raise ArgumentError("save", reason, "make room, or name another folder")
         return Path(folder)
 
-    def save(self, trainer: Savable, partial: Path, *, kind: str, last: int) -> int:
+    def save(self, trainer: Trainer, partial: Path, *, kind: str, last: int) -> int:
         """Take a snapshot and write it in a thread; returns its bytes on this rank. Not collective. Call `wait` before,
         since one is written at a time. `last`: how many of the run are kept."""
         chunks, state = self._take(trainer, range(self._info.world_size))
@@ -134,7 +123,7 @@ class Checkpointer:
         self._writing.start()
         return sum(c.values.nbytes for c in chunks)
 
-    def rescue(self, trainer: Savable, partial: Path, writers: Collection[int]) -> dict[str, Any]:
+    def rescue(self, trainer: Trainer, partial: Path, writers: Collection[int]) -> dict[str, Any]:
         """Write this rank's share when other ranks are lost, to a folder of this host. Not collective. Returns its part for
         `checkpoint_format.finish`. Raises OSError, or LookupError if the writers do not hold all of the model."""
         chunks, state = self._take(trainer, writers)
@@ -152,21 +141,20 @@ class Checkpointer:
                 self._writing = None
         return self._writing is None
 
-    def wait_for_earlier(self, check: Callable[[], None]) -> bool:
-        """Waits for the checkpoint before, at most `earlier_s`, calling `check` meanwhile. Returns whether it is written."""
+    def wait_for_earlier(self, check: Callable[[], None]) -> None:
+        """Waits for the checkpoint before, at most `earlier_s`, calling `check` meanwhile."""
         deadline_s = time.monotonic() + self._earlier_s
         while not self.wait(0.05) and time.monotonic() < deadline_s:
             check()
-        return self._writing is None
 
-    def require_all(self, written: bool) -> None:
-        """Raises ArgumentError on every rank unless `written` on all; collective."""
-        by_rank = gather_json((written, self._own_written))
+    def require_written(self) -> None:
+        """Raises ArgumentError on every rank unless the checkpoint before is written on all; collective."""
+        by_rank = gather_json((self._writing is None, self._own_written))
         if not all(done for done, _ in by_rank):
             busy = [str(rank) for rank, (_, own) in enumerate(by_rank) if not own] or ["0"]
             ranks = f"rank{'s' * (len(busy) > 1)} {', '.join(busy)}"
-            raise ArgumentError("save", f"{ranks} did not finish writing the checkpoint before this one in "
-                                f"{self._earlier_s:g} s", "look whether its disk answers, or save less often")  # fmt: skip
+            late = f"{ranks} did not finish writing the checkpoint before this one in {self._earlier_s:g} s"
+            raise ArgumentError("save", late, "look whether its disk answers, or save less often")
 
     def ended(self) -> list[dict[str, Any]]:
         """On rank 0, what has been written since the last call: {"kind", "step", "path" or None, "bytes", "seconds",
@@ -178,12 +166,13 @@ class Checkpointer:
         self.wait(CLOSE_S)
         self._closed.set()
 
-    def _take(self, trainer: Savable, writers: Collection[int]) -> tuple[list[Chunk], dict[str, Any]]:
+    def _take(self, trainer: Trainer, writers: Collection[int]) -> tuple[list[Chunk], dict[str, Any]]:
         if trainer.backend is not self._backend:
             raise LookupError("a switch was interrupted, and the state is in two layouts; nothing was saved")
         rank = self._info.rank
         chunks = snapshot(trainer.backend, self._layouts, rank, writers) + self._random_states()
         modules = {c.name: c.values for c in chunks if c.name.startswith(MODULE)}
+        digests = {name: hashlib.sha256(t.numpy().tobytes()).hexdigest() for name, t in modules.items()}
         state = {
             "run": trainer.run,
             "spec": trainer.spec.to_dict(),
@@ -192,9 +181,7 @@ class Checkpointer:
             "scaler": asdict(trainer.scaler),
             "optimizer": slots_of(trainer.backend),
             "parameters": shapes_of(trainer.backend),
-            "modules": {
-                name: (t.numel(), hashlib.sha256(t.numpy().tobytes()).hexdigest()) for name, t in modules.items()
-            },
+            "modules": {name: (t.numel(), digests[name]) for name, t in modules.items()},
             "writers": sorted(writers),
             "torch": str(torch.__version__),
         }
@@ -209,41 +196,35 @@ class Checkpointer:
 
     def _commit(self, partial: Path, kind: str, last: int) -> dict[str, Any]:
         """On rank 0: commit the checkpoint when all ranks have written their files, or discard it."""
+        parts, deadline_s = [], time.monotonic() + self._part_s  # what each rank reports of its file
         try:
-            parts = self._parts(partial)
-        except (TimeoutError, RuntimeError) as e:
-            discard(partial)
-            return {"path": None, "bytes": 0, "error": _message(e)}
-        errors = [f"rank {rank}: {part['error']}" for rank, part in enumerate(parts) if "error" in part]
-        try:
-            if not errors:
+            for rank in range(self._info.world_size):
+                while not self._store.check([_key(partial, rank)]):
+                    if self._closed.wait(POLL_S):
+                        raise RuntimeError("the ranks were closed before it was written")
+                    if time.monotonic() > deadline_s:
+                        late = f"rank {rank} did not report its file within {self._part_s:g} s"
+                        why = "after rank 0 had written its own, so the checkpoint was given up"
+                        raise TimeoutError(f"{late} {why}")
+                parts.append(json.loads(self._store.get(_key(partial, rank))))
+                self._store.delete_key(_key(partial, rank))
+            error = "; ".join(f"rank {rank}: {part['error']}" for rank, part in enumerate(parts) if "error" in part)
+            if not error:
                 made = finish(partial, parts, kind=kind)
                 prune(partial.parent, made.run, last=last)
                 return {"path": str(made.path), "bytes": made.nbytes, "error": ""}
+        except (TimeoutError, RuntimeError) as e:  # of the reports
+            error = _message(e)
         except (OSError, ValueError) as e:
-            errors = [f"rank 0: {_message(e)}"]
+            error = f"rank 0: {_message(e)}"
         discard(partial)
-        return {"path": None, "bytes": 0, "error": "; ".join(errors)}
-
-    def _parts(self, partial: Path) -> list[dict[str, Any]]:
-        """What each rank reports about its file. Raises TimeoutError, or RuntimeError if the store fails, or is closed."""
-        parts, deadline_s = [], time.monotonic() + self._part_s
-        for rank in range(self._info.world_size):
-            while not self._store.check([_key(partial, rank)]):
-                if self._closed.wait(POLL_S):
-                    raise RuntimeError("the ranks were closed before it was written")
-                if time.monotonic() > deadline_s:
-                    raise TimeoutError(f"rank {rank} did not report its file within {self._part_s:g} s after rank 0 had "
-                                       "written its own, so the checkpoint was given up")  # fmt: skip
-            parts.append(json.loads(self._store.get(_key(partial, rank))))
-            self._store.delete_key(_key(partial, rank))
-        return parts
+        return {"path": None, "bytes": 0, "error": error}
 
     # -- loading --------------------------------------------------------------------------------------------------
 
     def find(self, path: str, spec: Spec) -> Checkpoint:
-        """The checkpoint at `path`, for a training under `spec`; collective. Raises FieldError on every rank, even if
-        only one cannot find it, for example in a folder of one machine."""
+        """Returns the checkpoint at `path`, for a training under `spec`; collective. Raises FieldError on every rank, even
+        if only one cannot find it, for example in a folder of one machine."""
         saved, error = None, None
         try:
             saved = find(path)
@@ -261,35 +242,28 @@ class Checkpointer:
         m, rank = saved.manifest, self._info.rank
         shapes = shapes_of(backend)
         if shapes != m["parameters"]:
-            other = sorted(n for n in {*shapes, *m["parameters"]} if shapes.get(n) != m["parameters"].get(n))
-            raise ArgumentError("checkpoint", f"{saved.path.name} is of another model: {other[0]} differs",
-                            "resume with the model of the checkpoint")  # fmt: skip
-        writers = m["writers"]
+            other = min(n for n in {*shapes, *m["parameters"]} if shapes.get(n) != m["parameters"].get(n))
+            reason = f"{saved.path.name} is of another model: {other} differs"
+            raise ArgumentError("checkpoint", reason, "resume with the model of the checkpoint")
+        writers, kept = m["writers"], m["optimizer"]
         buffers_of = writers[rank % len(writers)]
-        kept = m["optimizer"]
-        modules = m["modules"][rank % len(writers)]
-        wanted = targets(
-            backend, kept["slots"], kept["scalars"], buffers_of, {name: n for name, (n, _) in modules.items()}
-        )
+        modules = {name: n for name, (n, _) in m["modules"][rank % len(writers)].items()}
+        wanted = targets(backend, kept["slots"], kept["scalars"], buffers_of, modules)
         same_rank = saved.spec.world_size == self._info.world_size and rank in writers
         random = self._random_states() if same_rank else []
         with torch.no_grad():
             read_shards(saved.path, [*wanted, *random], optional=("optimizer.", "random."))
             set_modules(backend, wanted)
         for chunk in random:
-            _set_random_state(chunk, self._info.device)
+            if chunk.name.endswith(".cuda"):
+                torch.cuda.set_rng_state(chunk.values, self._info.device)
+            else:
+                torch.set_rng_state(chunk.values)
         lost = ["random numbers that your own code draws on a rank do not continue from the saved state"]
         if buffer := next((c.name.split(".", 2)[2] for c in wanted if c.name.startswith("buffer.")), None):
             lost += [f"rank r has the buffers of rank r mod {len(writers)} now, such as {buffer}"]
         progress = TrainingProgress(step=saved.step, samples=saved.samples)
         return progress, Scaler(**m["scaler"]), [] if same_rank else lost
-
-
-def _set_random_state(chunk: Chunk, device: torch.device) -> None:
-    if chunk.name.endswith(".cuda"):
-        torch.cuda.set_rng_state(chunk.values, device)
-    else:
-        torch.set_rng_state(chunk.values)
 
 
 def _written(partial: Path, rank: int, chunks: Sequence[Chunk], state: Mapping[str, Any]) -> dict[str, Any]:
@@ -322,16 +296,16 @@ RECEIVED = ".received"  # of a file that is not whole yet
 
 
 def on_this_host(path: str | os.PathLike[str]) -> Path:
-    """The path itself, or a relative one in this host's temporary folder, where its first folder is made, and is this user's
-    alone. Raises OSError: it is not."""
+    """Returns the path itself, or a relative one in this host's temporary folder, where its first folder is made, and is
+    this user's alone. Raises OSError: it is not."""
     given = Path(path)
     if given.is_absolute():
         return given
     top = Path(tempfile.gettempdir()) / given.parts[0]
     with contextlib.suppress(FileExistsError):
         top.mkdir(mode=0o700)
-    found = os.lstat(top)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    status = os.lstat(top)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise PermissionError(f"{top} is not this user's alone")
     return Path(tempfile.gettempdir()) / given
 
@@ -351,21 +325,29 @@ def spread(folder: Path, manifest: Mapping[str, Any], rank: int) -> int:
     own = {file.name: file.stat().st_size for file in folder.glob("*")} if folder.is_dir() else {}
     everyone: list[dict[str, Any]] = gather_json({"host": host_id(), "files": own})
     first: dict[str, int] = {}  # the rank of each host that writes there
-    for r, found in enumerate(everyone):
-        first.setdefault(found["host"], r)
-    written, files = 0, sorted(manifest["files"].items())
-    for name, nbytes in files:
-        owner = next((r for r, found in enumerate(everyone) if found["files"].get(name) == nbytes), None)
+    for r, one in enumerate(everyone):
+        first.setdefault(one["host"], r)
+    written = 0
+    for name, nbytes in sorted(manifest["files"].items()):
+        owner = next((r for r, one in enumerate(everyone) if one["files"].get(name) == nbytes), None)
         if owner is None:
-            raise ArgumentError(
-                "checkpoint", f"no host of a rank has {folder / name}", "save to a folder that all hosts share"
-            )
+            reason = f"no host of a rank has {folder / name}"
+            raise ArgumentError("checkpoint", reason, "save to a folder that all hosts share")
         if lacking := [r for r in first.values() if everyone[r]["files"].get(name) != nbytes]:
             _agree(_send(folder / name, nbytes, owner, rank, writes=rank in lacking))
             if rank in lacking:
                 (folder / (name + RECEIVED)).replace(folder / name)
                 written += nbytes
-    _agree(_write_manifest(folder, manifest) if rank == first[host_id()] and MANIFEST not in own else "")
+    error = ""
+    if rank == first[host_id()] and MANIFEST not in own:
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            part = folder / (MANIFEST + RECEIVED)
+            part.write_text(json.dumps(manifest), encoding="utf-8")
+            part.replace(folder / MANIFEST)
+        except OSError as e:
+            error = f"{folder / MANIFEST}: {e.strerror or e}"
+    _agree(error)
     return written
 
 
@@ -375,56 +357,35 @@ def _agree(error: str) -> None:
         raise ArgumentError("checkpoint", f"its files could not be sent to all hosts ({failed})", "make room there")
 
 
-def _write_manifest(folder: Path, manifest: Mapping[str, Any]) -> str:
-    """Returns an error."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part = folder / (MANIFEST + RECEIVED)
-        part.write_text(json.dumps(manifest), encoding="utf-8")
-        part.replace(folder / MANIFEST)
-    except OSError as e:
-        return f"{folder / MANIFEST}: {e.strerror or e}"
-    return ""
-
-
 def _send(path: Path, nbytes: int, owner: int, rank: int, *, writes: bool) -> str:
-    """One file, from its owner to all ranks, of which some write it beside its place; collective, also after an error, which
-    is returned."""
+    """Sends one file, from its owner to all ranks, of which some write it beside its place; collective, also after an error,
+    which is returned."""
     error = ""
     file: Any = None
     with contextlib.ExitStack() as stack:
         try:
             if writes:
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if writes or rank == owner:
-                file = stack.enter_context(
-                    path.with_name(path.name + RECEIVED).open("wb") if writes else path.open("rb")
-                )
+                file = stack.enter_context(path.with_name(path.name + RECEIVED).open("wb"))
+            elif rank == owner:
+                file = stack.enter_context(path.open("rb"))
         except OSError as e:
             error = f"{path}: {e.strerror or e}"
-        for n in _pieces(nbytes):
-            piece = torch.zeros(n, dtype=torch.uint8)
-            if rank == owner and file is not None and not error:
-                data, error = _read(file, n)
-                piece = torch.frombuffer(bytearray(data), dtype=torch.uint8) if not error else piece
+        for at in range(0, nbytes, PIECE_BYTES):
+            piece = torch.zeros(min(PIECE_BYTES, nbytes - at), dtype=torch.uint8)
+            try:
+                if rank == owner and not error:
+                    data = file.read(piece.numel())
+                    if len(data) == piece.numel():
+                        piece = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                    else:
+                        error = f"{path} is shorter than it was"
+            except OSError as e:
+                error = f"{path}: {e.strerror or e}"
             dist.broadcast(piece, src=owner)
-            if writes and file is not None and not error:
-                try:
+            try:
+                if writes and not error:
                     file.write(piece.numpy().tobytes())
-                except OSError as e:
-                    error = f"{path}: {e.strerror or e}"
+            except OSError as e:
+                error = f"{path}: {e.strerror or e}"
     return error
-
-
-def _read(file: BinaryIO, n: int) -> tuple[bytes, str]:
-    """n bytes, or an error."""
-    try:
-        data = file.read(n)
-    except OSError as e:
-        return b"", f"{file.name}: {e.strerror or e}"
-    return data, "" if len(data) == n else f"{file.name} is shorter than it was"
-
-
-def _pieces(nbytes: int) -> Iterator[int]:
-    for at in range(0, nbytes, PIECE_BYTES):
-        yield min(PIECE_BYTES, nbytes - at)

@@ -3,8 +3,7 @@
 A child is `python -m MODULE`. The first line of its standard input is its job as JSON; at the end of the input the parent
 has ended, and the child ends, so that none outlives a parent that was killed. It sends messages as lines of JSON over its
 standard output; what libraries print goes to its standard error. Children have sessions of their own: Ctrl-C reaches the
-parent alone, which ends them by their pids.
-"""
+parent alone, which ends them by their pids."""
 
 from __future__ import annotations
 
@@ -31,6 +30,7 @@ SILENCE_S = 600.0  # without a message of any child: longer than all timeouts in
 END_S = 3.0
 
 Send = Callable[[str, Any], None]  # kind, value
+Message = tuple[int, str, Any]  # rank, kind, value
 
 
 class ChildError(SentenceError, RuntimeError):
@@ -48,11 +48,11 @@ class Child:
     def start(cls, module: str, threads: int) -> Child:
         """threads: of its computing."""
         errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `end`
-        own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": str(threads),
-               "MKL_NUM_THREADS": str(threads)}  # fmt: skip
-        process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                   stderr=errors, text=True, env={**HOST_MEMORY, **os.environ, **own},
-                                   start_new_session=True)  # fmt: skip
+        own = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+        own["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        environment, pipe = {**HOST_MEMORY, **os.environ, **own}, subprocess.PIPE
+        options: dict[str, Any] = {"env": environment, "start_new_session": True, "stdin": pipe, "stdout": pipe}
+        process = subprocess.Popen([sys.executable, "-m", module], stderr=errors, text=True, **options)
         return cls(process=process, errors=errors)
 
     def give(self, value: Any) -> None:
@@ -67,11 +67,6 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_S)
         return self.process.returncode
-
-    def last_line(self) -> str:
-        self.errors.seek(0)
-        lines = self.errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it printed nothing"
 
     def end(self) -> None:
         assert self.process.stdin is not None
@@ -91,21 +86,13 @@ def run_children(
     threads: int = 1,
     limit_s: float = 0.0,
 ) -> list[Any]:
-    """Starts a child for each rank, and returns the result of each, by rank.
+    """Starts a child for each rank, gives it the job with its "rank", and returns the result of each, by rank.
 
     A child sends its value as "result", or a sentence as "error". What rank 0 sends as "place" the others are given, as a
-    further line. `on_message` is called with all other messages.
-
-    Args:
-        job: each child is given it with its "rank".
-        limit_s: for all of it; 0: none.
-
-    Raises:
-        ChildError: with the first error of a child, or with its exit code; or when `limit_s` is over.
-    """
+    further line. `on_message` is called with all other messages. Raises ChildError with the first error of a child, or with
+    its exit code; or when `limit_s`, of all of it, is over (0: there is no limit)."""
     end_s = time.monotonic() + (limit_s or math.inf)
-    with _started(module, job, ranks, threads) as children:
-        messages = _listen(children)
+    with _started(module, job, ranks, threads) as (children, messages):
         results: dict[int, Any] = {}
         while len(results) < ranks:
             rank, kind, value = _next(messages, end_s, limit_s)
@@ -119,29 +106,23 @@ def run_children(
             elif kind != "gone":
                 on_message(rank, kind, value)
             elif rank not in results:
-                raise ChildError(f"rank {rank} ended with code {children[rank].code()}: {children[rank].last_line()}")
+                code, errors = children[rank].code(), children[rank].errors
+                errors.seek(0)
+                lines = errors.read().decode(errors="replace").strip().splitlines()
+                raise ChildError(f"rank {rank} ended with code {code}: {lines[-1] if lines else 'it printed nothing'}")
         for child in children:
             child.code()
     return [results[rank] for rank in range(ranks)]
 
 
 @contextlib.contextmanager
-def _started(module: str, job: Mapping[str, Any], ranks: int, threads: int) -> Iterator[Sequence[Child]]:
-    """Starts the children and sends their jobs; ends all of them on exit."""
+def _started(
+    module: str, job: Mapping[str, Any], ranks: int, threads: int
+) -> Iterator[tuple[Sequence[Child], queue.Queue[Message]]]:
+    """Starts the children and sends their jobs; ends all of them on exit. Yields their messages too, in order of arrival,
+    with a "gone" at the end of each child's output."""
     children: list[Child] = []
-    try:
-        for rank in range(ranks):
-            children.append(Child.start(module, threads))
-            children[-1].give({**job, "rank": rank})
-        yield children
-    finally:
-        for child in children:
-            child.end()
-
-
-def _listen(children: Sequence[Child]) -> queue.Queue[tuple[int, str, Any]]:
-    """(rank, kind, value) of all messages in order of arrival; a "gone" at the end of each child's output."""
-    messages: queue.Queue[tuple[int, str, Any]] = queue.Queue()
+    messages: queue.Queue[Message] = queue.Queue()
 
     def read(rank: int, lines: IO[str]) -> None:
         with lines:
@@ -150,13 +131,19 @@ def _listen(children: Sequence[Child]) -> queue.Queue[tuple[int, str, Any]]:
                 messages.put((rank, kind, value))
         messages.put((rank, "gone", None))
 
-    for rank, child in enumerate(children):
-        assert child.process.stdout is not None
-        threading.Thread(target=read, args=(rank, child.process.stdout), daemon=True).start()
-    return messages
+    try:
+        for rank in range(ranks):
+            child = Child.start(module, threads)
+            children.append(child)
+            child.give({**job, "rank": rank})
+            threading.Thread(target=read, args=(rank, child.process.stdout), daemon=True).start()
+        yield children, messages
+    finally:
+        for child in children:
+            child.end()
 
 
-def _next(messages: queue.Queue[tuple[int, str, Any]], end_s: float, limit_s: float) -> tuple[int, str, Any]:
+def _next(messages: queue.Queue[Message], end_s: float, limit_s: float) -> Message:
     left_s = end_s - time.monotonic()
     try:
         return messages.get(timeout=max(0.0, min(SILENCE_S, left_s)))
@@ -170,8 +157,25 @@ def _next(messages: queue.Queue[tuple[int, str, Any]], end_s: float, limit_s: fl
 
 
 def run_child(measure: Callable[[dict[str, Any], SimpleQueue[bytes], Send], None]) -> int:
-    """A child's whole life: its exit code. `measure` is given the job, the lines that follow it, and what sends."""
-    send, received = private_output(), from_parent()
+    """A child's whole life: its exit code. `measure` is given the job, the lines that follow it, and what sends. Other
+    output goes to the standard error. At the end of the input this process ends, even while it imports torch."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    received: SimpleQueue[bytes] = SimpleQueue()
+
+    def send(kind: str, value: Any) -> None:
+        out.write(json.dumps([kind, value]) + "\n")
+        out.flush()
+
+    def read() -> None:
+        part = b""
+        while data := os.read(0, 4096):
+            *whole, part = (part + data).split(b"\n")
+            for line in whole:
+                received.put(line)
+        os._exit(1)
+
+    threading.Thread(target=read, daemon=True).start()
     try:
         measure(json.loads(received.get()), received, send)
     except Exception as e:
@@ -179,31 +183,3 @@ def run_child(measure: Callable[[dict[str, Any], SimpleQueue[bytes], Send], None
         send("error", " ".join(str(e).split()) or type(e).__name__)
         return 1
     return 0
-
-
-def private_output() -> Send:
-    """Reserves the standard output for messages, and redirects other output to the standard error."""
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-
-    def send(kind: str, value: Any) -> None:
-        out.write(json.dumps([kind, value]) + "\n")
-        out.flush()
-
-    return send
-
-
-def from_parent() -> SimpleQueue[bytes]:
-    """A queue of the input's lines. At the end of the input this process ends, even while it imports torch."""
-    lines: SimpleQueue[bytes] = SimpleQueue()
-
-    def read() -> None:
-        part = b""
-        while data := os.read(0, 4096):
-            *whole, part = (part + data).split(b"\n")
-            for line in whole:
-                lines.put(line)
-        os._exit(1)
-
-    threading.Thread(target=read, daemon=True).start()
-    return lines

@@ -39,17 +39,16 @@ def _measure(job: dict[str, Any], received: SimpleQueue[bytes], send: Send) -> N
         all_meet.barrier().wait()  # type: ignore[attr-defined]
 
     alone = Session(rank=0, world_size=1, device="cpu", store=host_store(), threads=job["threads"])
-    found = alone.calibrate(job["specs"], job["dtypes"], passes, meet)
+    measured = alone.calibrate(job["specs"], job["dtypes"], passes, meet)
     alone.close()
     for name, shared in WIRES.items():
-        session = Session(rank=rank, world_size=ranks, device="cpu", store=dist.PrefixStore(name, store),
-                          shared_memory=shared)  # fmt: skip
-        probe = HardwareProbe(session.info, session.world)
-        found[name] = probe.links(passes)
+        wire = dist.PrefixStore(name, store)
+        session = Session(rank=rank, world_size=ranks, device="cpu", store=wire, shared_memory=shared)
+        measured[name] = HardwareProbe(session.info, session.world).links(passes)
         meet()
         session.close()
     meet()  # the first has the store
-    send("result", {**found, "per_host": ranks})
+    send("result", {**measured, "per_host": ranks})
 
 
 if __name__ == "__main__":

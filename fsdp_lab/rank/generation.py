@@ -8,29 +8,22 @@ Note: why not `generate` of transformers. It calls parts of a model by themselve
 wrapper. Under FSDP the forward of the root module alone gathers what it needs. The loop here calls that alone, with the
 keys and values of earlier tokens in transformers' cache, or with all tokens again where a model has no such cache;
 sampling uses transformers' classes.
-`tests/rank/test_generation.py` compares its tokens with those of `generate`.
-"""
+`tests/rank/test_generation.py` compares its tokens with those of `generate`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from fsdp_lab.backends import Backend
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.generation import Completion, Sampling, checked_prompts
 from fsdp_lab.models import Batches, resolve
 from fsdp_lab.models.presets import facts_of
-from fsdp_lab.models.tokenizers import Tokenizer
 from fsdp_lab.rank.trainer import Trainer
 from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import Wire
@@ -39,13 +32,13 @@ from fsdp_lab.wire import Wire
 def encoded(spec: Spec, batches: Batches, prompts: Sequence[str], sampling: Sampling) -> list[list[int]]:
     """The tokens of each prompt for the model of `spec`. Raises ArgumentError: it continues no text, or none as long."""
     if spec.workload.is_own:
-        raise ArgumentError("prompts", "the model is your own module, of which no tokenizer is known",
-                            "call it in a %%px cell, or train a model of transformers")  # fmt: skip
+        hint = "call it in a %%px cell, or train a model of transformers"
+        raise ArgumentError("prompts", "the model is your own module, of which no tokenizer is known", hint)
     facts = facts_of(resolve(spec.workload.model))
     if facts.kind not in ("causal", "seq2seq"):
         does = "classifies images" if facts.kind == "image" else "fills masked tokens"
-        raise ArgumentError("prompts", f"{facts.model_type} {does} and does not continue a text",
-                            "train a causal or encoder-decoder model, such as gpt2-1m")  # fmt: skip
+        hint = "train a causal or encoder-decoder model, such as gpt2-1m"
+        raise ArgumentError("prompts", f"{facts.model_type} {does} and does not continue a text", hint)
     texts = batches.tokenizer.encode(checked_prompts(prompts), whole=True)
     most = facts.max_positions
     for prompt, ids in zip(prompts, texts, strict=True):
@@ -61,45 +54,42 @@ def encoded(spec: Spec, batches: Batches, prompts: Sequence[str], sampling: Samp
     return texts
 
 
-def completions(trainer: Trainer, prompts: Sequence[str], texts: Sequence[Sequence[int]],
-                sampling: Sampling) -> dict[int, Completion]:  # fmt: skip
-    """How this rank's prompts go on, by their numbers; collective. `texts`: of `encoded`. Raises as `complete`."""
+def completions(
+    trainer: Trainer, prompts: Sequence[str], texts: Sequence[Sequence[int]], sampling: Sampling
+) -> dict[int, Completion]:
+    """Returns how this rank's prompts go on, by their numbers; collective. `texts`: of `encoded`. Raises as `complete`."""
     if not texts:
         return {}
     tokenizer, config = trainer.batches.tokenizer, resolve(trainer.spec.workload.model)
     start = int(config.decoder_start_token_id) if config.is_encoder_decoder else None
-    ends = frozenset({tokenizer.end_id})
-    found = complete(trainer.backend, trainer.world, texts, sampling, ends=ends, start=start)
-    before = {number: [] if config.is_encoder_decoder else texts[number] for number in found}
-    return {
-        number: Completion(prompt=prompts[number], text=_continued(tokenizer, before[number], ids))
-        for number, ids in found.items()
-    }
-
-
-def _continued(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> str:
-    """The text of `ids` behind `before`: tokens that begin a text may lose the space in front of them."""
-    whole, begin = tokenizer.decode([*before, *ids]), tokenizer.decode(before)
-    return whole.removeprefix(begin) if whole.startswith(begin) else tokenizer.decode(ids)
+    ends, done = frozenset({tokenizer.end_id}), dict[int, Completion]()
+    new = complete(trainer.backend, trainer.world, texts, sampling, ends=ends, start=start)
+    for number, ids in new.items():  # tokens that begin a text may lose the space in front of them
+        before = [] if config.is_encoder_decoder else texts[number]
+        whole, begin = tokenizer.decode([*before, *ids]), tokenizer.decode(before)
+        text = whole.removeprefix(begin) if whole.startswith(begin) else tokenizer.decode(ids)
+        done[number] = Completion(prompt=prompts[number], text=text)
+    return done
 
 
 def _short(prompt: str) -> str:
     return repr(prompt if len(prompt) <= 40 else f"{prompt[:39]}…")
 
 
-def complete(backend: Backend, world: Wire, texts: Sequence[Sequence[int]], sampling: Sampling, *,
-             ends: frozenset[int] = frozenset(), start: int | None = None) -> dict[int, list[int]]:  # fmt: skip
-    """The tokens that follow this rank's texts, by their numbers; collective.
-
-    Args:
-        texts: token ids of all prompts, the same on every rank.
-        ends: tokens that end a text; they are part of what is returned.
-        start: the first token of the decoder, of an encoder-decoder model; None: the model has only a decoder.
-
-    Raises RankAborted or WireTimeout.
-    """
+def complete(
+    backend: Backend,
+    world: Wire,
+    texts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    ends: frozenset[int] = frozenset(),
+    start: int | None = None,
+) -> dict[int, list[int]]:
+    """Returns the tokens that follow this rank's texts, by their numbers; collective. `texts`: token ids of all prompts, the
+    same on every rank. `ends`: tokens that end a text; they are returned too. `start`: the first token of the decoder, of an
+    encoder-decoder model; None: the model has only a decoder. Raises RankAborted or WireTimeout."""
     rank, ranks = world.rank(), world.size()
-    found: dict[int, list[int]] = {}
+    done: dict[int, list[int]] = {}
     with backend.evaluating():
         for first in range(0, len(texts), ranks):
             number = first + rank
@@ -112,8 +102,8 @@ def complete(backend: Backend, world: Wire, texts: Sequence[Sequence[int]], samp
                     new.append(token)
             world.context.set_unit("")
             if own:
-                found[number] = new
-    return found
+                done[number] = new
+    return done
 
 
 def _any(world: Wire, mine: bool) -> bool:
@@ -155,7 +145,14 @@ class _Choice:
 
     def __init__(self, sampling: Sampling, number: int, device: torch.device) -> None:
         self._draws = sampling.temperature > 0
-        self._change = LogitsProcessorList(_warpers(sampling))
+        changes: list[Any] = []
+        if sampling.temperature not in (0.0, 1.0):
+            changes.append(TemperatureLogitsWarper(float(sampling.temperature)))
+        if sampling.top_k is not None:
+            changes.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p is not None:
+            changes.append(TopPLogitsWarper(float(sampling.top_p)))
+        self._change = LogitsProcessorList(changes)
         self._generator = torch.Generator(device).manual_seed(sampling.seed * 1_000_003 + number)
 
     def of(self, ids: Tensor, logits: Tensor) -> Tensor:
@@ -164,12 +161,3 @@ class _Choice:
             return logits.argmax(-1, keepdim=True)
         probabilities = self._change(ids, logits).softmax(-1)  # type: ignore[arg-type]
         return torch.multinomial(probabilities, 1, generator=self._generator)
-
-
-def _warpers(sampling: Sampling) -> Iterator[Any]:
-    if sampling.temperature not in (0.0, 1.0):
-        yield TemperatureLogitsWarper(float(sampling.temperature))
-    if sampling.top_k is not None:
-        yield TopKLogitsWarper(sampling.top_k)
-    if sampling.top_p is not None:
-        yield TopPLogitsWarper(float(sampling.top_p))

@@ -55,8 +55,7 @@ class LongWorkLog:
 
     Attributes:
         changed: set when work begins or ends, so that a heartbeat says it at once: of a rank at long work, others accept
-            that it is silent.
-    """
+            that it is silent."""
 
     def __init__(self) -> None:
         self.changed = threading.Event()
@@ -154,7 +153,8 @@ class HeartbeatThread:
             before, state = state, (last.sequence if last else -1, activity.working)
             if progress := state != before:
                 progress_s = now
-            if not at_once and now - sent_s < _interval_s(activity.working, progress=progress) - 0.1:
+            interval_s = PERIOD_S if activity.working != progress else WORKING_S if progress else IDLE_S
+            if not at_once and now - sent_s < interval_s - 0.1:
                 continue
             still = now - progress_s > STILL_S or not activity.working
             heartbeat = self._read(number, activity, progress=progress, still=still)
@@ -168,15 +168,7 @@ class HeartbeatThread:
         return Heartbeat(
             rank=self._rank,
             number=number,
-            working=activity.working,
-            step=activity.step,
-            work=activity.work,
-            since_work_s=activity.since_work_s,
-            hang_s=activity.hang_s,
-            user_call=activity.user_call,
-            user_call_s=activity.user_call_s,
-            loop=activity.loop,
-            loop_steps=activity.loop_steps,
+            **vars(activity),
             last=_issued(last) if last else None,
             pending=_issued(pending) if pending else None,
             pending_s=time.perf_counter() - pending.issue_s if pending else 0.0,
@@ -185,12 +177,6 @@ class HeartbeatThread:
             recent=tuple(map(_issued, self._context.recent_issues())) if still else (),
             stack=main_stack() if still else "",
         )
-
-
-def _interval_s(working: bool, *, progress: bool) -> float:
-    if not working:
-        return PERIOD_S if progress else IDLE_S
-    return WORKING_S if progress else PERIOD_S
 
 
 def _issued(c: Collective) -> Issued:
@@ -203,8 +189,7 @@ class HangWatchdog:
     Each rank writes its heartbeats to rank 0's store. A rank that has waited for longer than `limit_s` reads all of them,
     names the missing rank, and aborts the step on all ranks with that diagnosis, by calling `abort`. If the store does
     not answer, since rank 0 is stopped or the connection is cut, the rank aborts with what it is waiting for. `store` is
-    a separate connection.
-    """
+    a separate connection."""
 
     def __init__(self, store: dist.Store, world_size: int, limit_s: float, abort: Callable[[str], None]) -> None:
         self._store, self._world_size = BoundedStore(store, _ANSWER_S), world_size
@@ -217,8 +202,11 @@ class HangWatchdog:
         try:
             heartbeats = self._store.call(lambda store: self._exchange(store, heartbeat, read=late))
         except dist.DistNetworkError as e:
-            if heartbeat["pending_s"] > self._limit_s:
-                self._abort(_store_unreachable(Heartbeat.from_dict(heartbeat), str(e)))
+            own = Heartbeat.from_dict(heartbeat)
+            if own.pending_s > self._limit_s and own.pending is not None:
+                pending = f"{own.pending.label} (group {own.pending.group}) has been pending for {own.pending_s:.1f} s"
+                unknown = f"rank 0's store does not answer, so the missing rank is unknown ({e})"
+                self._abort(f"{pending}, and {unknown}: rank 0 is stopped, or the connection to it is cut")
             return
         silent = {rank: text for rank, h in heartbeats.items() if (text := self._silence(h))}
         if late and (hang := diagnose(heartbeats, self._limit_s, silent)) is not None:
@@ -226,9 +214,9 @@ class HangWatchdog:
 
     def _exchange(self, store: dist.Store, heartbeat: Mapping[str, Any], *, read: bool) -> dict[int, Heartbeat]:
         """Writes this rank's heartbeat, and with `read` returns those of all ranks."""
-        store.set(_key(heartbeat["rank"]), json.dumps(heartbeat))
-        ranks = [rank for rank in range(self._world_size) if read and store.check([_key(rank)])]
-        return {rank: Heartbeat.from_dict(json.loads(store.get(_key(rank)))) for rank in ranks}
+        store.set(f"beat/{heartbeat['rank']}", json.dumps(heartbeat))
+        keys = {rank: f"beat/{rank}" for rank in range(self._world_size if read else 0)}
+        return {r: Heartbeat.from_dict(json.loads(store.get(key))) for r, key in keys.items() if store.check([key])}
 
     def _silence(self, heartbeat: Heartbeat) -> str:
         number, since_s = self._received.get(heartbeat.rank, (-1, 0.0))
@@ -237,20 +225,6 @@ class HangWatchdog:
             self._received[heartbeat.rank] = (heartbeat.number, since_s)
         silent_s = time.monotonic() - since_s
         return f"it has sent no heartbeat for {silent_s:.0f} s" if silent_s > heartbeat.silent_s else ""
-
-
-def _store_unreachable(heartbeat: Heartbeat, error: str) -> str:
-    """The diagnosis of a rank that cannot read the others' heartbeats."""
-    assert heartbeat.pending is not None
-    return (
-        f"{heartbeat.pending.label} (group {heartbeat.pending.group}) has been pending for {heartbeat.pending_s:.1f} s, and "
-        f"rank 0's store does not answer, so the missing rank is unknown ({error}): rank 0 is stopped, or the connection to "
-        "it is cut"
-    )
-
-
-def _key(rank: int) -> str:
-    return f"beat/{rank}"
 
 
 def main_stack() -> str:

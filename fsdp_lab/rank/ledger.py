@@ -47,10 +47,8 @@ MOST_SAMPLES = 240  # of a curve, to limit the size of an event
 _MARK = "fsdp_lab.ledger "
 _BEGIN = "begin"  # the phase before the forward: the batch
 _BY_WIRE, _BY_BACKEND, _BY_SHARD = 1, 2, 3  # which source listed a block; the higher one takes precedence
-_COMMUNICATING = (
-    "wire", "unshard ", "reshard ", "reduce ", "host_copy ", "c10d::", "gloo:", "nccl:",
-    "FSDP::all_gather", "FSDP::pre_", "FSDP::post_", "FSDP::root_p", "FullyShardedDataParallel._",
-)  # fmt: skip
+_OF_FSDP = ("FSDP::all_gather", "FSDP::pre_", "FSDP::post_", "FSDP::root_p", "FullyShardedDataParallel._")
+_COMMUNICATING = ("wire", "unshard ", "reshard ", "reduce ", "host_copy ", "c10d::", "gloo:", "nccl:", *_OF_FSDP)
 _Role = Role | None  # None: on the host, under offload
 
 
@@ -108,7 +106,10 @@ class Ledger:
     def recording(self) -> Iterator[None]:
         """The context of the step. Sets `result`, unless the step raised."""
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it writes to stderr at each start
-        self._install()
+        self._context.on_issue = self._on_collective
+        self._watch_module(ROOT, self._backend.module)
+        for name, module in self._backend.unit_modules():
+            self._watch_module(name or ROOT, module)
         self._context.hide_from_profiler = True  # the step may be given up
         try:
             kind = self._device.type if self._device.type != "cpu" else None
@@ -118,8 +119,15 @@ class Ledger:
                 self._mark(Direction.UPDATE, ROOT, "end", persistent=True)
         finally:
             self._context.hide_from_profiler = False
-            self._remove()
-        self.result = self._analyse(profiler.kineto_results.experimental_event_tree())
+            self._context.on_issue = None
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
+        tree = profiler.kineto_results.experimental_event_tree()
+        blocks, marks = self._lifetimes(sorted(_read(tree, self._device.type), key=lambda moment: moment[0]))
+        if self._device.type == "cuda":
+            blocks += _unknown(blocks, marks)
+        self.result = _follow(blocks, marks)
         if kind is not None:
             self.result = dataclasses.replace(self.result, kernels=KernelTimes.of(profiler.kineto_results.events()))
         self._hooked, self._followed = {}, []
@@ -130,25 +138,15 @@ class Ledger:
 
     # -- recording --------------------------------------------------------------------------------------------------
 
-    def _install(self) -> None:
-        """Installs hooks for this step only: other steps have none."""
-        self._context.on_issue = self._on_collective
-        self._watch_module(ROOT, self._backend.module)
-        for name, module in self._backend.unit_modules():
-            self._watch_module(name or ROOT, module)
-
-    def _remove(self) -> None:
-        self._context.on_issue = None
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
     def _watch_module(self, unit: str, module: nn.Module) -> None:
         """Its hooks run inside the backend's own: after the gather, and before the gathered parameters are freed."""
 
         def before(*_: Any) -> None:
             self._mark(_direction(), unit, "begin")
-            self._watch_gradients()
+            for t in self._backend.leaves():  # that receive gradients now; FSDP1 creates them anew in every forward
+                if t.requires_grad and id(t) not in self._hooked:
+                    self._hooked[id(t)] = t
+                    self._handles.append(t.register_hook(self._on_gradient))  # type: ignore[no-untyped-call]
 
         def backward(_: Tensor) -> None:
             self._mark(Direction.BACKWARD, unit, "begin")
@@ -158,17 +156,8 @@ class Ledger:
             watched = [t for t in tensors_in(output) if t.requires_grad]
             self._handles += [t.register_hook(backward) for t in watched]  # type: ignore[no-untyped-call]
 
-        self._handles += [
-            module.register_forward_pre_hook(_uncompiled(before)),
-            module.register_forward_hook(_uncompiled(after), prepend=True),
-        ]
-
-    def _watch_gradients(self) -> None:
-        """Hooks the tensors that receive gradients now; FSDP1 creates them anew in every forward."""
-        for t in self._backend.leaves():
-            if t.requires_grad and id(t) not in self._hooked:
-                self._hooked[id(t)] = t
-                self._handles.append(t.register_hook(self._on_gradient))  # type: ignore[no-untyped-call]
+        self._handles.append(module.register_forward_pre_hook(_uncompiled(before)))
+        self._handles.append(module.register_forward_hook(_uncompiled(after), prepend=True))
 
     def _on_gradient(self, gradient: Tensor) -> None:
         self._mark(*self._position).listed += self._listed([(Role.GRADIENTS, gradient)], _BY_BACKEND)
@@ -188,9 +177,8 @@ class Ledger:
         mark.listed += self._listed(self._backend.transient_tensors(), _BY_BACKEND, follow=first)
         if persistent:
             mark.listed += self._listed(((Role.OTHER, b) for b in self._backend.module.buffers()), _BY_WIRE)
-            mark.listed += self._listed(
-                self._backend.persistent_tensors(), _BY_SHARD, on_host=self._offloaded, follow=first
-            )
+            held = self._backend.persistent_tensors()
+            mark.listed += self._listed(held, _BY_SHARD, on_host=self._offloaded, follow=first)
         followed = [(seen, ref, bool(ref.expired())) for seen, ref in self._followed]  # type: ignore[no-untyped-call]
         mark.freed = [seen for seen, _, freed in followed if freed]
         self._followed = [(seen, ref) for seen, ref, freed in followed if not freed]
@@ -199,25 +187,18 @@ class Ledger:
     def _listed(
         self, tensors: Iterable[RoleTensor], by: int, *, on_host: bool = False, follow: bool = False
     ) -> list[_Listed]:
-        found: list[_Listed] = []
+        listed: list[_Listed] = []
         for role, tensor in tensors:
             t = local_tensor(tensor)
             storage = t.untyped_storage()
             if t.device.type == self._device.type and (size := storage.nbytes()):
-                found.append((storage.data_ptr(), size, None if on_host else role, by))
+                listed.append((storage.data_ptr(), size, None if on_host else role, by))
                 if follow:
                     seen = (len(self._marks) - 1, storage.data_ptr())
                     self._followed.append((seen, StorageWeakRef(storage)))  # type: ignore[no-untyped-call]
-        return found
+        return listed
 
     # -- analysis ---------------------------------------------------------------------------------------------------
-
-    def _analyse(self, tree: Sequence[Any]) -> LedgerResult:
-        moments = sorted(_read(tree, self._device.type), key=lambda moment: moment[0])
-        blocks, marks = self._lifetimes(moments)
-        if self._device.type == "cuda":
-            blocks += _unknown(blocks, marks)
-        return _follow(blocks, marks)
 
     def _lifetimes(self, moments: Sequence[_Moment]) -> tuple[list[MemoryBlock], list[tuple[float, _Mark]]]:
         """Every block with its lifetime and role, and every mark with its time."""
@@ -248,20 +229,19 @@ class Ledger:
             elif size > 0:
                 if address in alive:
                     alive.pop(address).end = at  # its free was not reported
-                add(address, MemoryBlock(size, self._role_by_place(phase, communicating), at))
+                kind: _Role = Role.ACTIVATIONS  # unless it is listed, it is classified by where it was allocated
+                if communicating:
+                    kind = Role.COMMUNICATION
+                elif phase == Direction.UPDATE:
+                    kind = None if self._offloaded else Role.OPTIMIZER
+                elif phase == _BEGIN:
+                    kind = Role.OTHER
+                add(address, MemoryBlock(size, kind, at))
             else:
                 if address not in alive:
                     add(address, MemoryBlock(-size, Role.OTHER))  # it existed before, and nothing listed it
                 alive.pop(address).end = at
         return blocks, marks
-
-    def _role_by_place(self, phase: str, communicating: bool) -> _Role:
-        """The role of a block that nothing lists, by where it was allocated."""
-        if communicating:
-            return Role.COMMUNICATION
-        if phase == Direction.UPDATE:
-            return None if self._offloaded else Role.OPTIMIZER
-        return Role.OTHER if phase == _BEGIN else Role.ACTIVATIONS
 
 
 _Moment = tuple[float, int, int, bool, int | None]  # ns, address, bytes (freed: negative), in communication, or mark
@@ -290,17 +270,17 @@ def _read(tree: Sequence[Any], kind: str) -> Iterator[_Moment]:
 def _unknown(blocks: Sequence[MemoryBlock], marks: Sequence[tuple[float, _Mark]]) -> list[MemoryBlock]:
     """What the allocator holds at each mark beyond the blocks that are known there, until the next mark."""
     ends = ((at, sign * b.size) for b in blocks if b.role for at, sign in ((b.start, 1), (b.end, -1)))
-    changes, known_bytes, found = sorted(ends, reverse=True), 0, list[MemoryBlock]()
+    changes, known_bytes, beyond = sorted(ends, reverse=True), 0, list[MemoryBlock]()
     for at, mark in marks:
         while changes and changes[-1][0] < at:
             known_bytes += changes.pop()[1]
-        beyond_bytes = max(0, mark.allocated_bytes - known_bytes)
-        if not found:
-            found.append(MemoryBlock(beyond_bytes, Role.OTHER))
-        elif beyond_bytes != found[-1].size:
-            found[-1].end = at - 1  # so that the sample of this mark has it
-            found.append(MemoryBlock(beyond_bytes, Role.OTHER, at - 1))
-    return found
+        nbytes = max(0, mark.allocated_bytes - known_bytes)
+        if not beyond:
+            beyond.append(MemoryBlock(nbytes, Role.OTHER))
+        elif nbytes != beyond[-1].size:
+            beyond[-1].end = at - 1  # so that the sample of this mark has it
+            beyond.append(MemoryBlock(nbytes, Role.OTHER, at - 1))
+    return beyond
 
 
 def _follow(blocks: Sequence[MemoryBlock], marks: Sequence[tuple[float, _Mark]]) -> LedgerResult:
@@ -326,9 +306,8 @@ def _follow(blocks: Sequence[MemoryBlock], marks: Sequence[tuple[float, _Mark]])
             now[block.role] += sign * block.size
             curve.changed(at)
     curve.advance(math.inf)
-    return LedgerResult(
-        peak=RoleBytes.of(curve.peak), end_bytes=sum(now.values()) + on_host, curve=tuple(curve.samples)
-    )
+    end_bytes = sum(now.values()) + on_host
+    return LedgerResult(peak=RoleBytes.of(curve.peak), end_bytes=end_bytes, curve=tuple(curve.samples))
 
 
 class _Curve:
@@ -378,8 +357,12 @@ def _uncompiled(function: Callable[..., Any]) -> Any:
 
 # -- kernels of a GPU --------------------------------------------------------------------------------------------------
 
-_NCCL = (("AllGather", "all_gather"), ("ReduceScatter", "reduce_scatter"), ("AllReduce", "all_reduce"),
-         ("Broadcast", "broadcast"))  # fmt: skip
+_NCCL = {
+    "AllGather": "all_gather",
+    "ReduceScatter": "reduce_scatter",
+    "AllReduce": "all_reduce",
+    "Broadcast": "broadcast",
+}
 _COPIES = ("Memcpy", "Memset")
 
 
@@ -404,7 +387,7 @@ class KernelTimes:
             if event.device_type() != DeviceType.CUDA or event.is_user_annotation() or name.startswith(_COPIES):
                 continue
             if "nccl" in name.lower():
-                kind = next((kind for part, kind in _NCCL if part in name), "other")
+                kind = next((kind for part, kind in _NCCL.items() if part in name), "other")
                 sent.append((event.start_ns(), event.end_ns(), kind))
             else:
                 computing.append((event.start_ns(), event.end_ns()))
@@ -418,7 +401,7 @@ class KernelTimes:
 
 def _alone(sent: Iterable[tuple[int, int, str]], computing: Sequence[tuple[int, int]]) -> dict[str, float]:
     """Seconds by kind in which nothing computes. `computing`: in order, without overlaps."""
-    found: dict[str, float] = {}
+    alone: dict[str, float] = {}
     until = first = 0
     for issued, end, kind in sorted(sent):
         start = max(issued, until)
@@ -429,8 +412,8 @@ def _alone(sent: Iterable[tuple[int, int, str]], computing: Sequence[tuple[int, 
             first += 1
         beside = computing[first : bisect_left(computing, (end,), first)]
         hidden_ns = sum(min(b, end) - max(a, start) for a, b in beside)
-        found[kind] = found.get(kind, 0.0) + (end - start - hidden_ns) / 1e9
-    return found
+        alone[kind] = alone.get(kind, 0.0) + (end - start - hidden_ns) / 1e9
+    return alone
 
 
 def _union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

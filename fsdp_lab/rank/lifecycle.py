@@ -7,14 +7,14 @@ by unit, so that two models need not fit (backends/transfer.py). Every method is
 Note: a switch that fails. Until every rank has all of the new backend, the training is the old one: nothing of its state
 is freed that is not on all ranks in the new one. After an abort the ranks compare how far each has come (`_settle`) and
 rebuild the old Spec from where its state is. If some rank had finished, all had received everything, and the others
-finish too. Meanwhile no checkpoint can be taken, since no layout has all of the state.
-"""
+finish too. Meanwhile no checkpoint can be taken, since no layout has all of the state."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from fsdp_lab.backends import Backend, build, fill
 from fsdp_lab.backends.base import drop_slots, update_hyperparameters
@@ -69,15 +69,21 @@ class Replacement:
 class Lifecycle:
     """The live training of one rank, and its suspended ones. `notes` are on every training of this rank."""
 
-    def __init__(self, info: RankInfo, context: WireContext, groups: AbortProtocol, checkpointer: Checkpointer,
-                 notes: tuple[str, ...], work: LongWorkLog) -> None:  # fmt: skip
+    def __init__(
+        self,
+        info: RankInfo,
+        context: WireContext,
+        groups: AbortProtocol,
+        checkpointer: Checkpointer,
+        notes: tuple[str, ...],
+        work: LongWorkLog,
+    ) -> None:
         self._info, self._context, self._groups, self._checkpointer = info, context, groups, checkpointer
-        self._work = work
+        self._work, self._notes = work, notes
         self.trainer: Trainer | None = None
         self.preparation = Preparation(info, work, context.check)
         self.emulation, self.emulated = LinkEmulation(info), EmulatedLink()
         self.suspended: dict[str, SuspendedTraining] = {}  # by run
-        self._notes = notes
         self._clock = ClockOffset()
         self._source: StateSource | None = None  # None: the trainer's backend has the state
         self._replacement: Replacement | None = None  # in progress
@@ -108,8 +114,12 @@ class Lifecycle:
         if old is None or begins:
             old = None
             self._start(run, prepared)
+        elif _changes(old.spec, wanted) <= _NO_REBUILD:
+            update_hyperparameters(old.backend.optimizer, wanted.workload)
+            scaler = _scaler_for(wanted, old.scaler)
+            self._train_with(run, prepared, old.backend, progress=old.progress, scaler=scaler)
         else:
-            self._switch(run, prepared, old)
+            self._replace_backend(run, old, prepared)
         continues = old is not None
         if continues and before is not None and before[0].strategy.gather == "mapped":
             old = None  # the last reference to shards that torch cannot free before
@@ -130,16 +140,8 @@ class Lifecycle:
         with self._work.during(work):
             fill(backend, initial)
             host.look()
-        loading_bytes = 0 if p.weights is None else host.nbytes
-        self._train_with(run, p, backend, TrainingProgress(), _scaler_for(p.spec), loading_bytes=loading_bytes)
-
-    def _switch(self, run: str, p: PreparedTraining, old: Trainer) -> None:
-        """Continue the live training under another Spec."""
-        if _changes(old.spec, p.spec) <= _NO_REBUILD:
-            update_hyperparameters(old.backend.optimizer, p.spec.workload)
-            self._train_with(run, p, old.backend, old.progress, _scaler_for(p.spec, old.scaler))
-        else:
-            self._replace_backend(run, old, p)
+        state = {"progress": TrainingProgress(), "scaler": _scaler_for(p.spec)}
+        self._train_with(run, p, backend, **state, loading_bytes=0 if p.weights is None else host.nbytes)
 
     def rebuild(self) -> None:
         """Rebuild the live training on new process groups, after an abort."""
@@ -166,7 +168,7 @@ class Lifecycle:
     def _finish_replacement(self, done: Replacement, source: StateSource) -> None:
         """When every rank has received everything."""
         drop_slots(done.transfer.new)
-        self.trainer = self._trainer(done.run, done.prepared, done.transfer.new, done.progress, done.scaler)
+        self._train_with(done.run, done.prepared, done.transfer.new, progress=done.progress, scaler=done.scaler)
         self._source = self._replacement = None
         self._replaced += 1
         for backend in source.backends:
@@ -196,14 +198,10 @@ class Lifecycle:
             return_memory(self._info.device)
             return backend
 
-    def _train_with(self, run: str, p: PreparedTraining, backend: Backend, progress: TrainingProgress, scaler: Scaler,
-                    ledger: LedgerResult | None = None, loading_bytes: int = 0) -> None:  # fmt: skip
+    def _train_with(self, run: str, p: PreparedTraining, backend: Backend, **state: Any) -> None:
+        """`state`: of the trainer: its progress and scaler, and what it knows of the memory."""
         self._checkpointer.register(backend)
-        self.trainer = self._trainer(run, p, backend, progress, scaler, ledger, loading_bytes)
-
-    def _trainer(self, run: str, p: PreparedTraining, backend: Backend, progress: TrainingProgress, scaler: Scaler,
-                 ledger: LedgerResult | None = None, loading_bytes: int = 0) -> Trainer:  # fmt: skip
-        return Trainer(
+        self.trainer = Trainer(
             run=run,
             spec=p.spec,
             info=self._info,
@@ -211,13 +209,10 @@ class Lifecycle:
             batches=p.batches,
             world=self._groups.world,
             cost=p.cost,
-            progress=progress,
-            scaler=scaler,
             notes=self.notes_of(p.spec),
             carriers=self.emulation.carriers(backend.mesh) if p.spec.link is None else tuple,  # else notes say it
             clock=self._clock,
-            ledger=ledger,
-            loading_bytes=loading_bytes,
+            **state,
         )
 
     def _emulate(self, p: PreparedTraining) -> None:
@@ -229,8 +224,8 @@ class Lifecycle:
         """Move the live training to host memory. Returns its bytes."""
         t = self.require()
         state = suspend_state(t.backend)
-        self.suspended[t.run] = SuspendedTraining(spec=t.spec, batches=t.batches, cost=t.cost, progress=t.progress,
-                                                  scaler=t.scaler, ledger=t.meter.ledger, state=state)  # fmt: skip
+        kept = {name: getattr(t, name) for name in ("spec", "batches", "cost", "progress", "scaler")}
+        self.suspended[t.run] = SuspendedTraining(**kept, ledger=t.meter.ledger, state=state)
         return state.nbytes
 
     def resume(self, run: str, training: SuspendedTraining) -> None:
@@ -242,7 +237,8 @@ class Lifecycle:
         backend = self._build(p)
         with self._work.during(LongWork.LOAD):
             resume_state(training.state, backend)
-        self._train_with(run, p, backend, training.progress, training.scaler, training.ledger)
+        state = {name: getattr(training, name) for name in ("progress", "scaler", "ledger")}
+        self._train_with(run, p, backend, **state)
         self._groups.world.barrier().wait()
 
     def discard(self, runs: Collection[str]) -> int:
@@ -259,7 +255,7 @@ class Lifecycle:
         backend = self._build(prepared)
         with self._work.during(LongWork.LOAD):
             progress, scaler, notes = self._checkpointer.load(saved, backend)
-        self._train_with(run, prepared, backend, progress, _scaler_for(wanted, scaler))
+        self._train_with(run, prepared, backend, progress=progress, scaler=_scaler_for(wanted, scaler))
         self._groups.world.barrier().wait()
         return notes
 

@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import math
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -32,12 +33,13 @@ from fsdp_lab.base.events import Memory, MemorySample, RoleBytes, Span, Traffic
 from fsdp_lab.base.hardware import gpu_of_device
 from fsdp_lab.base.streams import Streams, streams_of
 from fsdp_lab.rank.ledger import Ledger, LedgerResult
-from fsdp_lab.rank.recompilations import Recompilations
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import StepTrace
 from fsdp_lab.wire import Collective, WireContext, across, exposed, traffic
 
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_MOST_REASONS = 8  # of one step; torch itself gives up after as many compilations of a function
+_LONGEST_REASON = 200  # characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,49 @@ class DeviceClock:
         self._streams.synchronize()
 
 
+class Recompilations:
+    """What torch.compile compiled again in the context of `during`, and why; `take` forgets it. It does nothing where nobody
+    has imported the compiler."""
+
+    def __init__(self) -> None:
+        self._ids: list[str] = []
+
+    @contextmanager
+    def during(self) -> Iterator[None]:
+        if "torch._dynamo" not in sys.modules:
+            yield
+            return
+        from torch._dynamo.callback import callback_handler
+
+        callback_handler.register_start_callback(self._begin)
+        try:
+            yield
+        finally:
+            callback_handler.remove_start_callback(self._begin)
+
+    def _begin(self, args: Any) -> None:
+        """An id is "frame/count of its compilations"; the backward's, which comes later, is that of its forward."""
+        name = str(args.compile_id)
+        if not name.endswith("/0") and name not in self._ids:
+            self._ids.append(name)
+
+    def take(self) -> tuple[str, ...]:
+        """Returns the guard that failed, for each; "" where torch does not say."""
+        if not self._ids:
+            return ()
+        from torch._dynamo.utils import get_compilation_metrics
+
+        ids, self._ids = self._ids, []
+        known = {str(m.compile_id): m.recompile_reason for m in get_compilation_metrics() if m.recompile_reason}
+        return tuple(_guard(known.get(name, "")) for name in ids[:_MOST_REASONS])
+
+
+def _guard(reason: str) -> str:
+    """The failed guard of the newest compilation: "self.calls == 7  # self.calls += 1" of "0/7: self.calls == 7   # ..."."""
+    line = reason.strip().partition("\n")[0].partition("(HINT")[0]
+    return re.sub(r"^\d+/\d+: ", "", " ".join(line.split()))[:_LONGEST_REASON]
+
+
 @dataclass(frozen=True, kw_only=True)
 class UnreadStep:
     """A step that has ended on the host. `begin` and `end` are marks of the device's clock, None on a CPU."""
@@ -100,9 +145,17 @@ class StepMeter:
     called inside; then `end`, and `read` when the device has ended the step too. `ledger` is the result of the last ledger
     step."""
 
-    def __init__(self, backend: Measured, context: WireContext, info: RankInfo, *, offload: str,
-                 ledger: LedgerResult | None = None, loading_bytes: int = 0,
-                 clock: DeviceClock | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        backend: Measured,
+        context: WireContext,
+        info: RankInfo,
+        *,
+        offload: str,
+        ledger: LedgerResult | None = None,
+        loading_bytes: int = 0,
+        clock: DeviceClock | None = None,
+    ) -> None:
         """`ledger`: the result of an earlier ledger step of the same Spec, before it was suspended. `loading_bytes`: see
         `Memory`. `clock`: of the device; by default a GPU's, and none on a CPU."""
         self._backend, self._context, self._info, self._offload = backend, context, info, offload
@@ -144,8 +197,16 @@ class StepMeter:
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
         self._start_s = time.perf_counter()
-        with self._ledger_step() if ledger else nullcontext(), self._trace or nullcontext(), self._recompiled.during():
-            yield
+        if ledger:
+            self._recording = Ledger(self._backend, self._context, self._device, offloaded=self._offload != "none")
+        recording = self._recording.recording() if self._recording is not None else nullcontext()
+        try:
+            with recording, self._trace or nullcontext(), self._recompiled.during():
+                yield
+            if self._recording is not None and (result := self._recording.result) is not None:
+                self.ledger, self._curve = result, result.curve
+        finally:
+            self._recording = None
 
     def synchronised(self) -> None:
         """Call it when the host has just waited for the device's current stream."""
@@ -162,17 +223,6 @@ class StepMeter:
             if wait:
                 self._clock.synchronise()
                 self._context.read_timing()
-
-    @contextmanager
-    def _ledger_step(self) -> Iterator[None]:
-        self._recording = Ledger(self._backend, self._context, self._device, offloaded=self._offload != "none")
-        try:
-            with self._recording.recording():
-                yield
-            self.ledger = self._recording.result
-            self._curve = self.ledger.curve if self.ledger is not None else ()
-        finally:
-            self._recording = None
 
     def part(self, name: str) -> None:
         """Begin the next part of the step: "forward", "backward" or "optimizer"."""
@@ -228,17 +278,14 @@ class StepMeter:
             begin_s = trace.begin_s
         across_bytes, across_s = across(step.collectives, self._context.share_across)
         return StepMetrics(
+            **{name: getattr(step, name) for name in ("end_unix_s", "memory", "memory_curve", "recompiled")},
             begin_s=begin_s,
-            end_unix_s=step.end_unix_s,
             step_time_s=seconds,
-            memory=step.memory,
-            memory_curve=step.memory_curve,
             comm=self._traffic(step.collectives),
             spans=trace.spans(step.collectives, step.copies, begin_s) if trace else (),
             host=self._context.host,
             across_bytes=across_bytes,
             across_s=across_s,
-            recompiled=step.recompiled,
         )
 
     def _traffic(self, collectives: Sequence[Collective]) -> dict[str, Traffic]:
@@ -270,18 +317,16 @@ class StepMeter:
             rss_bytes=rss_bytes(self._process, self._context),
             loading_bytes=self._loading_bytes,
         )
-        return self._gpu_memory(whole) if self._on_gpu else self._cpu_memory(whole)
-
-    def _cpu_memory(self, m: Memory) -> Memory:
-        """The last ledger step is repeated: no allocator statistics exist, and all steps allocate the same."""
+        if self._on_gpu:
+            return self._gpu_memory(whole)
+        # On a CPU the last ledger step is repeated: no allocator statistics exist, and all steps allocate the same.
         if self.ledger is not None:
             allocated, peak = self.ledger.end_bytes, self.ledger.peak
         else:
             allocated, peak = self._parameters + self._optimizer + self._backend.resident_bytes(), RoleBytes()
-        outside = max(0, m.rss_bytes - allocated)
-        return dataclasses.replace(
-            m, peak_bytes=peak.total_bytes, at_peak=peak, allocated_bytes=allocated, outside_bytes=outside
-        )
+        outside = max(0, whole.rss_bytes - allocated)
+        whole = dataclasses.replace(whole, peak_bytes=peak.total_bytes, at_peak=peak)
+        return dataclasses.replace(whole, allocated_bytes=allocated, outside_bytes=outside)
 
     def _gpu_memory(self, m: Memory) -> Memory:
         """The allocator's statistics. What it reports beyond the last ledger step counts as other, and what is missing to it
@@ -322,13 +367,12 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 def software(device: torch.device) -> dict[str, str]:
     """Versions: {"torch", "cuda", "nccl", "driver"}; the last three are empty on a CPU, or if unknown."""
-    on_gpu = device.type == "cuda"
-    return {
-        "torch": str(torch.__version__),
-        "cuda": str(torch.version.cuda or "") if on_gpu else "",
-        "nccl": _nccl() if on_gpu else "",
-        "driver": _driver() if on_gpu else "",
-    }
+    versions = {"torch": str(torch.__version__), "cuda": "", "nccl": "", "driver": ""}
+    if device.type == "cuda":
+        versions |= {"cuda": str(torch.version.cuda or ""), "driver": _driver()}
+        with contextlib.suppress(AttributeError, RuntimeError):  # a build without it
+            versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return versions
 
 
 def device_name(device: torch.device) -> str:
@@ -341,11 +385,8 @@ def fidelity_notes(info: RankInfo, shared_gpu_ranks: int, carrier: str = "Gloo")
         return (f"CPU and {carrier}: the shapes are right, the times are not a GPU's.",)
     if shared_gpu_ranks > 1:
         return (f"One GPU shared by {shared_gpu_ranks} ranks over {carrier}: memory is right, times are not.",)
-    if info.world_size > 1:
-        return (
-            "Over NCCL exposed communication is measured in ledger steps and repeated; the timeline shows no waits.",
-        )
-    return ()
+    note = "Over NCCL exposed communication is measured in ledger steps and repeated; the timeline shows no waits."
+    return (note,) if info.world_size > 1 else ()
 
 
 def precision_notes(device_name: str, dtype: str) -> tuple[str, ...]:
@@ -353,8 +394,8 @@ def precision_notes(device_name: str, dtype: str) -> tuple[str, ...]:
     while torch's TF32 is off."""
     gpu = gpu_of_device(device_name)
     if dtype == "fp32" and gpu is not None and gpu.tf32 and gpu.bf16 and not torch.backends.cuda.matmul.allow_tf32:
-        return (f"fp32 products use no tensor cores, since TF32 is off: {gpu.fp32:g} TFLOP/s on this GPU at most; "
-                f"precision bf16 has {gpu.bf16:g}.",)  # fmt: skip
+        most = f"{gpu.fp32:g} TFLOP/s on this GPU at most; precision bf16 has {gpu.bf16:g}."
+        return (f"fp32 products use no tensor cores, since TF32 is off: {most}",)
     if dtype != "bf16" or gpu is None or gpu.bf16 is not None:
         return ()
     return (f"{device_name} has no tensor cores for bf16: it may be slower than fp32; precision fp16 uses them.",)
@@ -369,17 +410,13 @@ def held_bytes(device: torch.device, context: WireContext) -> int:
 
 def rss_bytes(process: psutil.Process, context: WireContext) -> int:
     """RSS of this process, with its own pool of shared memory once, and without the other ranks'."""
-    pool = context.pool_bytes
-    return int(process.memory_info().rss) + (pool - shared_rss_bytes() if pool else 0)
-
-
-def shared_rss_bytes(status: Path = Path("/proc/self/status")) -> int:
-    """Of RSS, what this process shares with others in memory files, each page as often as it is mapped; 0 where Linux does
-    not say so."""
-    with contextlib.suppress(OSError):
-        if found := re.search(r"^RssShmem:\s*(\d+) kB", status.read_text(), re.MULTILINE):
-            return int(found[1]) * 1024
-    return 0
+    rss, pool = int(process.memory_info().rss), context.pool_bytes
+    if not pool:
+        return rss
+    with contextlib.suppress(OSError):  # what it shares in memory files, each page as often as it is mapped
+        if shared := re.search(r"^RssShmem:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE):
+            rss -= int(shared[1]) * 1024
+    return rss + pool
 
 
 class HostPeak:
@@ -400,17 +437,9 @@ class HostPeak:
         self.nbytes = max(self.nbytes, self._process.memory_info().rss - self._before_bytes)
 
 
-def _nccl() -> str:
-    try:
-        return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    except (AttributeError, RuntimeError):  # a build without it
-        return ""
-
-
 def _driver(file: Path = DRIVER) -> str:
-    """From the kernel module, on Linux: "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  ..."."""
-    try:
-        found = re.search(r"NVRM version:.*?\b(\d+\.\d+(?:\.\d+)?)\b", file.read_text())
-    except OSError:
-        return ""
-    return found[1] if found else ""
+    """The kernel module says it, on Linux: "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  ..."."""
+    with contextlib.suppress(OSError):
+        if said := re.search(r"NVRM version:.*?\b(\d+\.\d+(?:\.\d+)?)\b", file.read_text()):
+            return said[1]
+    return ""

@@ -1,7 +1,6 @@
 """What a Spec needs before anything is built: `Preparation` (data, FLOPs, checks) and `LinkEmulation` (its emulated link).
 
-Either all ranks refuse a Spec, or none does.
-"""
+Either all ranks refuse a Spec, or none does."""
 
 from __future__ import annotations
 
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from torch import distributed as dist, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedConfig
 
 from fsdp_lab.backends import check
 from fsdp_lab.backends.base import DTYPES
@@ -84,20 +82,25 @@ class Preparation:
     def __init__(self, info: RankInfo, work: LongWorkLog, check: Callable[[], None]) -> None:
         """`check`: raises after an abort; called while another rank makes this one's data."""
         self._info, self._work = info, work
-        self._progress = Progresses(made=partial(work.renew, LongWork.TOKENISE),
-                                    awaited=partial(work.renew, LongWork.AWAIT_TOKENS), check=check)  # fmt: skip
+        made, awaited = (partial(work.renew, kind) for kind in (LongWork.TOKENISE, LongWork.AWAIT_TOKENS))
+        self._progress = Progresses(made=made, awaited=awaited, check=check)
         self._peaks: dict[torch.dtype, BestPeak] = {}
         self._flops: dict[str, Flops] = {}
         self.own_costs: dict[str, OwnCost] = {}
 
-    def prepare(self, spec: Spec, before: tuple[Spec, Batches] | None, *,
-                require: Require = lambda spec, batches: None, begins: bool = False) -> PreparedTraining:  # fmt: skip
+    def prepare(
+        self,
+        spec: Spec,
+        before: tuple[Spec, Batches] | None,
+        *,
+        require: Require = lambda spec, batches: None,
+        begins: bool = False,
+    ) -> PreparedTraining:
         """Check a Spec and read its data; collective. If one rank refuses, all raise SpecError, and nothing has changed.
 
         `before`: the training until now, whose data is not read again if it is the same. `require`: raises FieldError
         of a Spec with data that do not suffice. `begins`: from initial values, so that its weights are checked too,
-        without reading all values.
-        """
+        without reading all values."""
         error, prepared, mine = None, None, None
         dtype = DTYPES[spec.strategy.dtypes.param]
         try:
@@ -115,10 +118,21 @@ class Preparation:
             if refusal is not None:
                 raise FieldError.from_dict(refusal)
         assert prepared is not None and mine is not None
-        self._check_same([f for _, f, *_ in by_rank], "data", f"data from {spec.workload.data!r}")
-        self._check_same([f for _, _, f, *_ in by_rank], "weights", "files of weights")
-        self._check_same_module([b for *_, b in by_rank])
-        common = self._common_peak([p and Peak(*p) for *_, p, _ in by_rank], mine.given)
+        _, datas, weights, peaks, modules = zip(*by_rank, strict=True)
+        same_files = "give a path with the same files on every machine"
+        fixed = "make their names and shapes depend on nothing random and on no file"
+        read = {
+            "data": (datas, f"read different data from {spec.workload.data!r}", same_files),
+            "weights": (weights, "read different files of weights", same_files),
+            "model": (modules, "built modules with other parameters", fixed),
+        }
+        for field, (fingerprints, differ, hint) in read.items():
+            other = next((rank for rank, f in enumerate(fingerprints) if f != fingerprints[0]), None)
+            if other is not None:
+                raise SpecError(f"workload.{field}", f"rank {other} and rank 0 {differ}", hint)
+        common = mine.given
+        if self._info.device.type != "cuda":  # a measured CPU peak is the best of all ranks, so that MFU has one scale
+            common = max((Peak(*p) for p in peaks if p is not None), key=lambda p: p.flops_per_s or 0.0)
         peak = self._peaks[dtype] = mine if mine.given == common else BestPeak(common)
         return dataclasses.replace(prepared, cost=dataclasses.replace(prepared.cost, peak=peak))
 
@@ -126,20 +140,22 @@ class Preparation:
         """The device's, as its MFU is relative to."""
         return self._peaks.get(dtype) or BestPeak(device_peak(self._info.device, dtype))
 
-    def _prepare_local(self, spec: Spec, before: tuple[Spec, Batches] | None, peak: BestPeak, *,
-                       begins: bool) -> PreparedTraining:  # fmt: skip
-        """All checks that need no other rank."""
+    def _prepare_local(
+        self, spec: Spec, before: tuple[Spec, Batches] | None, peak: BestPeak, *, begins: bool
+    ) -> PreparedTraining:
+        """Makes all checks that need no other rank."""
         if spec.world_size != self._info.world_size:
-            raise SpecError("world_size", f"the Spec needs {spec.world_size} ranks and there are {self._info.world_size}",
-                            "start as many ranks")  # fmt: skip
+            reason = f"the Spec needs {spec.world_size} ranks and there are {self._info.world_size}"
+            raise SpecError("world_size", reason, "start as many ranks")
         if spec.workload.is_own:
             return self._prepare_own(spec, before, peak)
         config = resolve(spec.workload.model, dropout=spec.workload.dropout)
         source = None
         if before is not None and not set(before[0].difference(spec)) & set(SOURCE_FIELDS):
             source = before[1].source
-        batches = Batches(spec.workload, config, rank=self._info.rank, world_size=self._info.world_size, source=source,
-                          progress=self._progress)  # fmt: skip
+        rank, world_size = self._info.rank, self._info.world_size
+        given: dict[str, Any] = {"rank": rank, "world_size": world_size, "source": source, "progress": self._progress}
+        batches = Batches(spec.workload, config, **given)
         w, flops = spec.workload, self._sample(spec)
         _check_unused(flops.unused, spec, "freeze it")
         samples = w.micro_batch * w.accumulate
@@ -151,17 +167,12 @@ class Preparation:
         )
         skeleton = adapted(config, w.adapters)
         check(skeleton, spec, self._info.device)
-        weights = self._weights(spec, skeleton, config) if begins else None
+        weights = None
+        if begins and (folder := weights_folder(w)) is not None:
+            weights = Weights(folder)  # the ranks share the comparison of what a file has twice
+            plain = skeleton if w.adapters is None else build_skeleton(config)
+            Pretrained(plain, w, weights).check_ties(rank, world_size)
         return PreparedTraining(spec=spec, skeleton=skeleton, batches=batches, cost=cost, weights=weights)
-
-    def _weights(self, spec: Spec, skeleton: nn.Module, config: PreTrainedConfig) -> Weights | None:
-        """The weights that it begins with, if they fit. The ranks share the comparison of what a file has twice."""
-        if (folder := weights_folder(spec.workload)) is None:
-            return None
-        weights = Weights(folder)
-        plain = skeleton if spec.workload.adapters is None else build_skeleton(config)
-        Pretrained(plain, spec.workload, weights).check_ties(self._info.rank, self._info.world_size)
-        return weights
 
     def _prepare_own(self, spec: Spec, before: tuple[Spec, Batches] | None, peak: BestPeak) -> PreparedTraining:
         """The same for the user's own code."""
@@ -172,16 +183,15 @@ class Preparation:
         if not isinstance(source, OwnSource) or not source.is_of(w):
             source = OwnSource(w)
         batches = Batches(w, None, rank=self._info.rank, world_size=self._info.world_size, source=source)
-        key = json.dumps(
-            [_plain(w.model), _plain(w.loss), source.fingerprint, w.micro_batch, spec.strategy.recompute, w.freeze]
-        )
+        code = [c if isinstance(c, str) else c["digest"] for c in (w.model, w.loss)]  # the same in every process
+        key = json.dumps([*code, source.fingerprint, w.micro_batch, spec.strategy.recompute, w.freeze])
         if key not in self.own_costs:
             self.own_costs[key] = own.cost(source, lambda model: recomputed(model, spec.strategy))
-        found = self.own_costs[key]
-        _check_unused(found.unused, spec, "set its requires_grad to False")
+        own_cost = self.own_costs[key]
+        _check_unused(own_cost.unused, spec, "set its requires_grad to False")
         cost = StepCost(
-            flops=w.accumulate * found.flops.model,
-            recompute_flops=w.accumulate * found.flops.recompute,
+            flops=w.accumulate * own_cost.flops.model,
+            recompute_flops=w.accumulate * own_cost.flops.recompute,
             tokens=w.accumulate * w.micro_batch,  # samples: what a token is, only the user knows
             peak=peak,
         )
@@ -194,48 +204,24 @@ class Preparation:
         if key not in self._flops:
             config = resolve(w.model)
             if s.recompute != "none" and config.model_type in CACHE_ALWAYS:
-                reason = (
-                    f"{config.model_type} keeps keys and values in every forward, and adds them twice when recomputed"
-                )
+                keeps = f"{config.model_type} keeps keys and values in every forward"
+                reason = f"{keeps}, and adds them twice when recomputed"
                 raise SpecError("strategy.recompute", reason, "use none", {"recompute": "none"})
-            self._flops[key] = count_flops(config, w.seq_len, lambda model: recomputed(model, s), w.freeze,
-                                           w.adapters)  # fmt: skip
+            wrap = partial(recomputed, strategy=s)
+            self._flops[key] = count_flops(config, w.seq_len, wrap, w.freeze, w.adapters)
         return self._flops[key]
-
-    def _common_peak(self, peaks: list[Peak | None], mine: Peak) -> Peak:
-        """A measured CPU peak is the best of all ranks, so that MFU has one scale."""
-        if self._info.device.type == "cuda":
-            return mine
-        return max((p for p in peaks if p is not None), key=lambda p: p.flops_per_s or 0.0)
-
-    def _check_same(self, fingerprints: list[str], field: str, what: str) -> None:
-        other = next((rank for rank, f in enumerate(fingerprints) if f != fingerprints[0]), None)
-        if other is not None:
-            raise SpecError(f"workload.{field}", f"rank {other} and rank 0 read different {what}",
-                            "give a path with the same files on every machine")  # fmt: skip
-
-    def _check_same_module(self, built: list[str]) -> None:
-        other = next((rank for rank, b in enumerate(built) if b != built[0]), None)
-        if other is not None:
-            raise SpecError("workload.model", f"rank {other} and rank 0 built modules with other parameters",
-                            "make their names and shapes depend on nothing random and on no file")  # fmt: skip
 
 
 def _check_unused(unused: Sequence[str], spec: Spec, instead: str) -> None:
     """DDP waits for every parameter's gradient. FSDP2 reduces those that a rank has, which must be the same on all."""
     traits, experts = spec.strategy.traits, [name for name in unused if ".experts." in name]
     if traits.reduces_own and experts and spec.world_size > 1:
-        raise SpecError("strategy.backend", f"FSDP2 reduces only the gradients that a rank has, and fails where ranks "
-                        f"use different experts, such as {experts[0]}",
-                        "use another backend", {"backend": "lab"})  # fmt: skip
+        fails = f"fails where ranks use different experts, such as {experts[0]}"
+        reason = f"FSDP2 reduces only the gradients that a rank has, and {fails}"
+        raise SpecError("strategy.backend", reason, "use another backend", {"backend": "lab"})
     if unused and traits.needs_gradients:
-        raise SpecError("strategy.backend", f"DDP needs a gradient for every parameter, and the loss gives none to "
-                        f"{unused[0]} in every batch", f"use another backend, or {instead}", {"backend": "lab"})  # fmt: skip
-
-
-def _plain(value: Any) -> Any:
-    """Of code, what is the same in every process."""
-    return value if isinstance(value, str) else value["digest"]
+        reason = f"DDP needs a gradient for every parameter, and the loss gives none to {unused[0]} in every batch"
+        raise SpecError("strategy.backend", reason, f"use another backend, or {instead}", {"backend": "lab"})
 
 
 # -- the emulated link -----------------------------------------------------------------------------------------------
@@ -271,9 +257,15 @@ class LinkEmulation:
         if spec.link is None:
             return EmulatedLink()
         if world.context.nccl is not None:
-            raise _over_nccl()
+            streams = "these collectives go over NCCL, on the GPUs' own streams"
+            effect = "a link that the host emulates would hold the host up, and what overlaps without it would not"
+            hint = "leave it out, or start ranks that share a GPU or are on a CPU"
+            raise SpecError("link", f"{streams}: {effect}", hint, {"link": None})
         wanted, dtype = LinkSpec.parse(spec.link), spec.strategy.dtypes.param
-        compute, wire = self._minimum(peak_flops_per_s or 0.0, self.measure(world))
+        least = torch.tensor([peak_flops_per_s or 0.0, self.measure(world)], dtype=torch.float64)
+        if self._info.world_size > 1:
+            dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        compute, wire = least.tolist()
         try:
             scale = wanted.scale(compute, dtype)
         except LinkError as e:
@@ -298,20 +290,11 @@ class LinkEmulation:
         def measured() -> tuple[Carrier, ...]:
             groups = {"shards": sharded.shard_group, "replicas": sharded.replicate_group}
             wires = {name: group for name, group in groups.items() if isinstance(group, Wire)}
-            return tuple(
-                Carrier(between=name if len(wires) > 1 else "ranks", name=w.carrier, bytes_per_s=self.measure(w))
-                for name, w in wires.items()
-            )
+            if len(wires) == 1:
+                wires = dict(zip(["ranks"], wires.values(), strict=True))
+            return tuple(Carrier(between=b, name=w.carrier, bytes_per_s=self.measure(w)) for b, w in wires.items())
 
         return measured
-
-    def _minimum(self, *values: float) -> list[float]:
-        """The minimum of each value over the ranks."""
-        reduced = torch.tensor(values, dtype=torch.float64)
-        if self._info.world_size > 1:
-            dist.all_reduce(reduced, op=dist.ReduceOp.MIN)
-        minimum: list[float] = reduced.tolist()
-        return minimum
 
 
 def measured_speed(world: Wire, device: torch.device) -> float:
@@ -336,18 +319,18 @@ def measured_speed(world: Wire, device: torch.device) -> float:
 def measured_bandwidths(world: Wire, device: torch.device) -> dict[int, float]:
     """Bus bandwidth of all-gathers over NCCL by the bytes of their output: (W-1)/W of these over the time, in bytes/s (as
     nccl-tests, doc/PERFORMANCE.md). Sizes end where one takes long, or much of the memory that any rank has. Collective."""
-    found: dict[int, float] = {}
+    bandwidths: dict[int, float] = {}
     for nbytes in _ON_DEVICE_BYTES:
         part = torch.zeros(nbytes // 4 // world.size(), device=device)
         whole = torch.empty(part.numel() * world.size(), device=device)
         seconds = seconds_on_device(world, partial(world.all_gather_single, whole, part), _BACK_TO_BACK)
-        found[nbytes] = (whole.nbytes - part.nbytes) / seconds
+        bandwidths[nbytes] = (whole.nbytes - part.nbytes) / seconds
         del part, whole
         if not is_next_measured(world, device, seconds, nbytes, _ON_DEVICE_BYTES[1] // _ON_DEVICE_BYTES[0]):
             break
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the largest took much
-    return found
+    return bandwidths
 
 
 def is_over_nccl(world: Wire, device: torch.device) -> bool:
@@ -377,19 +360,13 @@ def is_next_measured(world: Wire, device: torch.device, seconds: float, nbytes: 
     return not votes.item()
 
 
-def _over_nccl() -> SpecError:
-    reason = ("these collectives go over NCCL, on the GPUs' own streams: a link that the host emulates would hold the "
-              "host up, and what overlaps without it would not")  # fmt: skip
-    return SpecError("link", reason, "leave it out, or start ranks that share a GPU or are on a CPU", {"link": None})
-
-
 def _too_fast(wanted: LinkSpec, bytes_per_s: float, wire: float) -> SpecError:
     faster = f"faster than the wire of these ranks, which moves {format_rate(wire)}"
     if wanted.gpu is None:
-        return SpecError("link", f"{wanted.text} is {faster}", "use a slower one, or one of a GPU, which is scaled to "
-                         f'what is computed here, such as "{_INSTEAD}"', {"link": _INSTEAD})  # fmt: skip
-    return SpecError("link", f"{wanted.text} comes to {format_rate(bytes_per_s)} here, {faster}", "use a slower one",
-                     {"link": None})  # fmt: skip
+        hint = f'use a slower one, or one of a GPU, which is scaled to what is computed here, such as "{_INSTEAD}"'
+        return SpecError("link", f"{wanted.text} is {faster}", hint, {"link": _INSTEAD})
+    comes = f"{wanted.text} comes to {format_rate(bytes_per_s)} here, {faster}"
+    return SpecError("link", comes, "use a slower one", {"link": None})
 
 
 def _note(wanted: LinkSpec, link: Link, scale: float, dtype: str) -> str:

@@ -21,8 +21,7 @@ is a file in a private folder, which rank 0 removes at its regular end.
   of each checkpoint. It takes the memory until the ranks' processes end.
 - A rank that is stopped or killed within the microseconds of a request can leave the lock taken, or a part of an entry.
   Then the others wait as they do for a stopped rank 0 over TCP: `BoundedStore` gives up, and what waits without it the
-  kernel finds to hang.
-"""
+  kernel finds to hang."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import distributed as dist
@@ -91,9 +90,10 @@ class TcpHost(dist.TCPStore):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family)
         port = listener.getsockname()[1]
+        fd, timeout = listener.detach(), timedelta(seconds=ANSWER_S)
+        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": fd}
         with short_lookups():
-            super().__init__(address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=ANSWER_S),
-                             master_listen_fd=listener.detach())  # fmt: skip
+            super().__init__(address, port, timeout=timeout, **options)
         self.place = f"{TCP}{address}:{port}"
 
 
@@ -143,17 +143,16 @@ def _open_file(path: Path) -> dist.FileStore:
     try:
         folder, file = os.lstat(path.parent), os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as e:
-        raise ConnectionError(
-            f"{socket.gethostname()} cannot open rank 0's store {path} ({e.strerror}): rank 0 has ended, or is in another "
-            "container or of another user; start the ranks again, as one user of one machine"
-        ) from None
-    for what, found in (("its folder", folder), ("it", os.fstat(file))):
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077 or stat.S_ISLNK(found.st_mode):
+        failed = f"{socket.gethostname()} cannot open rank 0's store {path} ({e.strerror})"
+        why = "rank 0 has ended, or is in another container or of another user"
+        raise ConnectionError(f"{failed}: {why}; start the ranks again, as one user of one machine") from None
+    for what, status in (("its folder", folder), ("it", os.fstat(file))):
+        mode = stat.S_IMODE(status.st_mode)
+        if status.st_uid != os.geteuid() or mode & 0o077 or stat.S_ISLNK(status.st_mode):
             os.close(file)
-            raise ConnectionError(
-                f"rank 0's store {path} is not used: {what} belongs to user {found.st_uid} with mode "
-                f"{stat.S_IMODE(found.st_mode):o}, and must be of user {os.geteuid()} alone; start the ranks again"
-            )
+            belongs = f"{what} belongs to user {status.st_uid} with mode {mode:o}"
+            must = f"must be of user {os.geteuid()} alone"
+            raise ConnectionError(f"rank 0's store {path} is not used: {belongs}, and {must}; start the ranks again")
     if str(path).startswith(DESCRIPTORS):
         return dist.FileStore(f"/proc/self/fd/{file}")
     os.close(file)
@@ -182,9 +181,8 @@ def open_groups(info: RankInfo, store: dist.Store, context: WireContext, epoch: 
     dist.DistStoreError if a rank does not come."""
     if info.device.type == "cuda":
         torch.cuda.set_device(info.device)
-    backend = register(
-        context, streams=streams_of(info.device), nccl=nccl_of(info), device_memory=device_memory_of(info)
-    )
+    memory = device_memory_of(info)
+    backend = register(context, streams=streams_of(info.device), nccl=nccl_of(info), device_memory=memory)
     own = dist.PrefixStore(f"epoch{epoch}", own_connection(store))
     if not dist.is_initialized():
         # torch names groups by this count, which includes groups that could not be opened: a rank that had one would never

@@ -170,8 +170,7 @@ class Session:
         weights, the seed or the optimizer differ: then training starts at step 0 from initial values. A refusal changes
         nothing.
 
-        Returns: {"step", "seconds", "carried", "parameters", "notes"}.
-        """
+        Returns: {"step", "seconds", "carried", "parameters", "notes"}."""
         start_s = time.perf_counter()
         wanted, require = self._spec(spec), _evaluable(evaluated, prompts, sampling)
         with self._exclusive():
@@ -202,8 +201,7 @@ class Session:
             RankAborted: another rank failed; the message says which and why.
             WireTimeout: a collective did not complete.
             NotFinite: the loss or a gradient of this rank is not finite; the step is not applied.
-            what the step raised, on the rank where it did.
-        """
+            what the step raised, on the rank where it did."""
         trainer = self._lifecycle.require()
         trainer.batches.check_held_out(max(evaluations.values(), default=0))
         wanted = Sampling(**sampling)
@@ -261,8 +259,7 @@ class Session:
         """How the language model of this run continues texts; collective. No rank holds more parameters than in a step.
 
         Returns {"texts": {number of the prompt: text}}: this rank's, those of all ranks together are all. Raises FieldError,
-        on every rank, if these ranks train another run, or the model does not continue texts, or no text as long.
-        """
+        on every rank, if these ranks train another run, or the model does not continue texts, or no text as long."""
         trainer, wanted = self._lifecycle.require(), Sampling(**sampling)
         if trainer.run != run:
             raise ArgumentError("run", f"these ranks have left run {run}", "start it again, or ask the newest run")
@@ -273,8 +270,13 @@ class Session:
             completed = completions(self._lifecycle.require(), prompts, texts, wanted)
         return {"texts": {str(number): completion.text for number, completion in completed.items()}}
 
-    def calibrate(self, specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str], passes: int,
-                  meet: Callable[[], None] | None = None) -> dict[str, Any]:  # fmt: skip
+    def calibrate(
+        self,
+        specs: Sequence[Mapping[str, Any]],
+        dtypes: Sequence[str],
+        passes: int,
+        meet: Callable[[], None] | None = None,
+    ) -> dict[str, Any]:
         """Measure this machine, and steps of each Spec, besides the live training; collective. meet: see `HardwareProbe`.
         Returns what `HardwareProbe.all` does, and "peaks": FLOP/s by dtype that MFU is relative to."""
         with self._exclusive():
@@ -295,18 +297,15 @@ class Session:
     # -- faults ---------------------------------------------------------------------------------------------------
 
     def arm(self, fault: Mapping[str, Any]) -> dict[str, Any]:
-        """Inject a fault, once, on the ranks that it names: a `Fault` as a dict.
-
-        Called on every rank, so that all refuse an invalid one. Collective for a slower link, which may be measured.
-
-        Returns {"armed"}: whether it is for this rank. Raises FieldError for an invalid field or a step in the past.
-        """
+        """Inject a fault, once, on the ranks that it names: a `Fault` as a dict. Called on every rank, so that all refuse an
+        invalid one. Collective for a slower link, which may be measured. Returns {"armed"}: whether it is for this rank.
+        Raises FieldError for an invalid field or a step in the past."""
         wanted, link = Fault.from_dict(fault), None
         wanted.check(self.info.world_size, self.trainer.progress.step if self.trainer else 0)
         if wanted.kind is FaultKind.SLOW:
             if self.context.nccl is not None:
-                raise ArgumentError("fault.kind", "a slow link is emulated by the host, which is refused over NCCL",
-                                    "use another kind, such as cut or stall")  # fmt: skip
+                reason = "a slow link is emulated by the host, which is refused over NCCL"
+                raise ArgumentError("fault.kind", reason, "use another kind, such as cut or stall")
             with self._protocol.collective_call():
                 self._reopen()
                 now = self._lifecycle.emulated.link
@@ -345,19 +344,17 @@ class Session:
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def save(self, root: str, kind: str = "step", last: int = 3) -> dict[str, Any]:
-        """Take a checkpoint of the training, in a new folder below `root`; collective. It is written while training
-        continues; a previous one that is still being written is waited for. The newest `last` of the run are kept.
-
-        Returns {"step", "seconds": how long training stopped, "waited_s": for the previous one, "bytes" of this rank}.
-        Raises ArgumentError if nothing can be written to `root`, or a rank is still writing the previous one after some
-        minutes; training goes on.
-        """
+        """Take a checkpoint of the training, in a new folder below `root`; collective. It is written while training goes
+        on; a previous one that is still being written is waited for. The newest `last` of the run are kept. Returns
+        {"step", "seconds": how long training stopped, "waited_s": for the previous one, "bytes" of this rank}. Raises
+        ArgumentError if nothing can be written to `root`, or a rank is still writing the previous one after some
+        minutes."""
         start_s = time.perf_counter()
         with self._exclusive():
             trainer = self._lifecycle.require()
             with self._work.during(LongWork.EARLIER_CHECKPOINT):
-                written = self._checkpointer.wait_for_earlier(self.context.check)
-            self._checkpointer.require_all(written)
+                self._checkpointer.wait_for_earlier(self.context.check)
+            self._checkpointer.require_written()
             waited_s = time.perf_counter() - start_s
             partial = self._checkpointer.begin(root, trainer.progress.step)
             nbytes = self._checkpointer.save(trainer, partial, kind=kind, last=last)
@@ -400,8 +397,7 @@ class Session:
         """Make `spec` the training of the next `train`, with the values of the checkpoint at `path`, which may be of
         another backend, sharding and number of ranks; collective. The rest, and what it returns, is as for `apply`.
 
-        Raises FieldError if it is incomplete, or of another training; the live training may be dropped then.
-        """
+        Raises FieldError if it is incomplete, or of another training; the live training may be dropped then."""
         start_s = time.perf_counter()
         wanted, require = self._spec(spec), _evaluable(evaluated, prompts, sampling)
         with self._exclusive():
@@ -415,8 +411,7 @@ class Session:
 
         Returns {"frame": the `PhaseSnapshot` as a dict, "event": None}, or at the end of the step {"frame": None,
         "event": its `StepEvent` as a dict}. Raises as `train`, SpecError unless the backend is our own engine, and
-        KeyboardInterrupt if the step was interrupted.
-        """
+        KeyboardInterrupt if the step was interrupted."""
         return self._slowly(lambda slow: slow.next())
 
     def slow_end(self) -> dict[str, Any]:
@@ -459,8 +454,8 @@ class Session:
     def loop_host(self, publish: Callable[[dict[str, Any]], None] | None = None) -> LoopHost:
         """For a loop of a user's on this rank. `publish`: takes its messages where no kernel does."""
         publish = self._on_loop or publish or (lambda message: None)
-        return LoopHost(info=self.info, context=self.context, world=self.world, publish=publish, notes=self._notes,
-                        guard=self._protocol.loop, progress=self._loop)  # fmt: skip
+        host = LoopHost(info=self.info, context=self.context, world=self.world, publish=publish, notes=self._notes)
+        return dataclasses.replace(host, guard=self._protocol.loop, progress=self._loop)
 
     @property
     def has_kernel(self) -> bool:
@@ -486,16 +481,17 @@ class Session:
 
     def status(self) -> dict[str, Any]:
         """The rank's device, software, training and last collective, as plain values."""
-        last, trainer = self.context.last, self.trainer
+        last, trainer, device = self.context.last, self.trainer, self.info.device
+        spec = trainer.spec if trainer else None
         return {
             "rank": self.info.rank,
             "pid": os.getpid(),
-            "device": str(self.info.device),
-            "device_name": device_name(self.info.device),
-            "software": software(self.info.device),
+            "device": str(device),
+            "device_name": device_name(device),
+            "software": software(device),
             "joined_unix_s": self._joined_unix_s,
-            "spec": trainer.spec.to_dict() if trainer else None,
-            "spec_id": trainer.spec.id if trainer else None,
+            "spec": spec and spec.to_dict(),
+            "spec_id": spec and spec.id,
             "step": trainer.progress.step if trainer else None,
             "limits_bytes": self.limits_bytes,
             "rss_bytes": psutil.Process().memory_info().rss,
@@ -508,15 +504,9 @@ class Session:
     def namespace(self) -> dict[str, Any]:
         """The names that cells on the ranks can use."""
         backend = self.trainer.backend if self.trainer else None
-        return {
-            "session": self,
-            "model": backend.module if backend else None,
-            "optimizer": backend.optimizer if backend else None,
-            "mesh": backend.mesh if backend else None,
-            "rank": self.info.rank,
-            "world_size": self.info.world_size,
-            "device": self.info.device,
-        }
+        parts = {"model": "module", "optimizer": "optimizer", "mesh": "mesh"}
+        own = {name: getattr(self.info, name) for name in ("rank", "world_size", "device")}
+        return {"session": self, **{name: getattr(backend, part, None) for name, part in parts.items()}, **own}
 
     def close(self) -> None:
         """Release everything. Other ranks are not needed."""
@@ -565,23 +555,19 @@ class Session:
         trainer = self.trainer
         work, since_work_s = self._work.read()
         user_call, since_s = (trainer.backend.user_call if trainer else None) or ("", time.monotonic())
+        has_user_code = trainer is not None and trainer.backend.has_user_code
+        hang_s = OWN_ENGINE_S if has_user_code else None  # None: the lab's limit
         return RankActivity(
             working=self._protocol.monitor.working,
             step=trainer.progress.step if trainer else None,
             work=work,
             since_work_s=since_work_s,
-            hang_s=self._hang_s(trainer),
+            hang_s=self._loop.hang_s if self._loop.place.inside else hang_s,
             user_call=user_call,
             user_call_s=time.monotonic() - since_s,
             loop=self._loop.place,
             loop_steps=self._loop.steps,
         )
-
-    def _hang_s(self, trainer: Trainer | None) -> float | None:
-        """How long a collective may wait, if that differs from the lab's limit."""
-        if self._loop.place.inside:
-            return self._loop.hang_s
-        return OWN_ENGINE_S if trainer is not None and trainer.backend.has_user_code else None
 
 
 def _evaluable(samples: int, prompts: Sequence[str], sampling: Mapping[str, Any]) -> Require:

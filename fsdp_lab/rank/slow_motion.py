@@ -2,8 +2,7 @@
 a step of a `Trainer`, as `PhaseSnapshot`s.
 
 It is the real step, on a separate thread. Between two phases nothing computes on this rank, so its shards and buffers can
-be inspected (`holdings`). Phases contain collectives, so all ranks must be stepped alike.
-"""
+be inspected (`holdings`). Phases contain collectives, so all ranks must be stepped alike."""
 
 from __future__ import annotations
 
@@ -17,15 +16,7 @@ from torch import nn
 
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.events import ROOT, ParameterHolding, PhaseSnapshot, StepEvent
-from fsdp_lab.engine import (
-    FlatBuffer,
-    Unit,
-    UnitState,
-    original_parameters,
-    runtime_of,
-    shards_of,
-    units_of,
-)
+from fsdp_lab.engine import FlatBuffer, UnitState, original_parameters, runtime_of, shards_of, units_of
 from fsdp_lab.engine.schedule import Direction, Phase
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.trainer import Trainer
@@ -48,8 +39,7 @@ class Stop:
 class PhaseStepper(Generic[T]):
     """An iterator over the phases of `step()`, a whole training step of `module`.
 
-    When it is exhausted, `result` is what `step` returned. What `step` raised is raised by the next `next`.
-    """
+    When it is exhausted, `result` is what `step` returned. What `step` raised is raised by the next `next`."""
 
     def __init__(self, module: nn.Module, step: Callable[[], T]) -> None:
         self._runtime, self._step = runtime_of(module), step
@@ -71,7 +61,10 @@ class PhaseStepper(Generic[T]):
             self._thread.start()
         elif not self.is_over:
             self._resume.release()
-        self._await_stop()
+        while not self._stopped.acquire(timeout=_POLL_S):
+            if self.is_over and not self._stopped.acquire(blocking=False):
+                break
+        self._raise()
         if self._stop is None:
             raise StopIteration
         return self._stop
@@ -107,12 +100,6 @@ class PhaseStepper(Generic[T]):
         self._stopped.release()
         self._resume.acquire()
 
-    def _await_stop(self) -> None:
-        while not self._stopped.acquire(timeout=_POLL_S):
-            if self.is_over and not self._stopped.acquire(blocking=False):
-                break
-        self._raise()
-
     def _raise(self) -> None:
         error, self._error = self._error, None
         if error is not None:
@@ -137,6 +124,7 @@ def holdings(module: nn.Module) -> list[ParameterHolding]:
     """What this rank holds of every parameter now."""
     unit_of = {id(flat): unit for unit in units_of(module) for flat in unit.flats}
     reducing = {id(reduction.target) for reduction in runtime_of(module).reducing}
+    states = {UnitState.UNSHARDED: "unsharded", UnitState.GATHERING: "gathering"}
     return [
         ParameterHolding(
             name=shard.name,
@@ -144,17 +132,11 @@ def holdings(module: nn.Module) -> list[ParameterHolding]:
             numel=shard.shape.numel(),
             start=shard.start,
             stop=shard.stop,
-            state=_state(unit_of[id(p.flat)], p.flat),
+            state="unsharded" if p.flat.is_view_of_master else states.get(unit_of[id(p.flat)].state, "sharded"),
             gradient=_gradient(p.flat, p.number, reducing),
         )
         for shard, p in zip(shards_of(module), original_parameters(module), strict=True)
     ]
-
-
-def _state(unit: Unit, flat: FlatBuffer) -> str:
-    if unit.state is UnitState.UNSHARDED or flat.is_view_of_master:
-        return "unsharded"
-    return "gathering" if unit.state is UnitState.GATHERING else "sharded"
 
 
 def _gradient(flat: FlatBuffer, number: int, reducing: set[int]) -> str:
@@ -174,11 +156,9 @@ class SlowMotionStep:
             reason = f"slow motion stops the phases of our own engine, not those of {strategy.backend}"
             raise SpecError("strategy.backend", reason, "use backend lab", {"backend": "lab"})
         self._trainer, self._info, self._step = trainer, info, trainer.progress.step
-        self._stepper = PhaseStepper(backend.module, lambda: trainer.step(slow=True))
-        stepper = self._stepper
-        self._handle = backend.optimizer.register_step_pre_hook(
-            lambda *_: stepper.at(Phase.OPTIM, "", Direction.UPDATE)
-        )
+        self._stepper = stepper = PhaseStepper(backend.module, lambda: trainer.step(slow=True))
+        update = (Phase.OPTIM, "", Direction.UPDATE)
+        self._handle = backend.optimizer.register_step_pre_hook(lambda *_: stepper.at(*update))
 
     def next(self) -> PhaseSnapshot | None:
         """Run to the next phase; None when the step is over. Raises what the step raised."""

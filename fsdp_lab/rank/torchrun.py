@@ -51,15 +51,14 @@ def init_process_group(*, timeout_s: float = TIMEOUT_S, reduction: str = "auto")
         reduction: the order of sums: "auto", "rank_ordered" (equal bits for every backend), or "native".
 
     Raises:
-        ArgumentError: there is a process group of torch's already. ConnectionError: rank 0 was not found.
-    """
+        ArgumentError: there is a process group of torch's already. ConnectionError: rank 0 was not found."""
     if not dist.is_initialized():
         atexit.register(_close_at_exit, join(timeout_s=timeout_s, reduction=reduction))
         return
     world = dist.group.WORLD
     if not isinstance(world, Wire) or world.context.session is None:
-        raise ArgumentError("init_process_group", "there is a default process group already",
-                            "call it in place of torch.distributed.init_process_group()")  # fmt: skip
+        hint = "call it in place of torch.distributed.init_process_group()"
+        raise ArgumentError("init_process_group", "there is a default process group already", hint)
     world.context.session.reopen()
 
 

@@ -118,18 +118,15 @@ class StepTrace:
         copies. `begin_s`: when the first mark was reached."""
         stalls = [(start - begin_s, end - begin_s) for start, end, _ in waits(collectives)]
         copied = [(start - begin_s, end - begin_s) for _, start, end in copies]
-        found = self._computing([*stalls, *copied])
-        for (unit, _, _), interval in zip(copies, copied, strict=True):
-            found += [_span(Track.HOST_COPY, "host_copy", unit, part) for part in _without(interval, stalls)]
-        return tuple(sorted([*found, *spans(collectives, begin_s)], key=lambda s: (s.start_s, s.track)))
-
-    def _computing(self, others: Sequence[Interval]) -> list[Span]:
         changes = [m for i, m in enumerate(self._marks) if not i or m[1:] != self._marks[i - 1][1:]]
-        found: list[Span] = []
+        all_spans = list(spans(collectives, begin_s))
         for (start, name, unit), (stop, _, _) in pairwise(changes):
-            parts = _without((self._seconds(start), self._seconds(stop)), others) if name else ()
-            found += [_span(Track.COMPUTE, name, unit, p) for p in parts if p[1] - p[0] >= _SHORTEST_S]
-        return found
+            interval = (self._seconds(start), self._seconds(stop))
+            parts = _without(interval, [*stalls, *copied]) if name else ()
+            all_spans += [_span(Track.COMPUTE, name, unit, p) for p in parts if p[1] - p[0] >= _SHORTEST_S]
+        for (unit, _, _), interval in zip(copies, copied, strict=True):
+            all_spans += [_span(Track.HOST_COPY, "host_copy", unit, part) for part in _without(interval, stalls)]
+        return tuple(sorted(all_spans, key=lambda s: (s.start_s, s.track)))
 
     def _seconds(self, stamp: Any) -> float:
         """Seconds since the begin of the step."""

@@ -122,17 +122,14 @@ class Trainer:
     progress: TrainingProgress
     scaler: Scaler
     notes: tuple[str, ...]
-    carriers: Callable[[], tuple[Carrier, ...]] = (
-        tuple  # of its backend; collective, and takes some memory for a moment
-    )
+    carriers: Callable[[], tuple[Carrier, ...]] = tuple  # of its backend; collective, takes some memory for a moment
     clock: ClockOffset
     loading_bytes: int = 0  # see `Memory`
     ledger: InitVar[LedgerResult | None] = None  # of this training before it was suspended; None: the third step is one
 
     def __post_init__(self, ledger: LedgerResult | None) -> None:
-        offload = self.spec.strategy.offload
-        self.meter = StepMeter(self.backend, self.world.context, self.info, offload=offload, ledger=ledger,
-                               loading_bytes=self.loading_bytes)  # fmt: skip
+        options: dict[str, Any] = {"offload": self.spec.strategy.offload, "loading_bytes": self.loading_bytes}
+        self.meter = StepMeter(self.backend, self.world.context, self.info, ledger=ledger, **options)
         self.state = StepState.IDLE
         self._forward_state = ForwardState(self.backend)
         self._ended: EndedStep | None = None
@@ -146,14 +143,10 @@ class Trainer:
         return [*events, *self.finish()][-1]
 
     def advance(self, *, slow: bool = False, ledger: bool = False, traced: bool = False) -> list[StepEvent]:
-        """Forward, backward, vote, update. `slow`: it is stopped between phases; `traced`: its event gets spans. Returns
-        the events that are complete now: on a CPU this step's, on a GPU that of the step before, if it was not returned.
-
-        `ledger`: make it a ledger step. The third step after a switch always is one; an earlier request is postponed
-        until then.
-
-        Raises RankAborted or WireTimeout if it is aborted, NotFinite if it cannot be applied.
-        """
+        """Forward, backward, vote, update. `slow`: it is stopped between phases; `traced`: its event gets spans;
+        `ledger`: it is a ledger step. The third step after a switch always is one; an earlier request is postponed until
+        then. Returns the events that are complete now: on a CPU this step's, on a GPU that of the step before, if it was
+        not returned. Raises RankAborted or WireTimeout if it is aborted, NotFinite if it cannot be applied."""
         self._ledger_due = self._ledger_due or ledger
         busy = slow or torch.autograd._profiler_enabled()  # only one profiler can be active
         ledger = self._ledger_due and self._steps_here >= _LEDGER_STEP and not busy
@@ -213,20 +206,17 @@ class Trainer:
         metrics = self.meter.read(ended.unread)
         metrics = dataclasses.replace(metrics, begin_s=metrics.begin_s + self.clock.offset_s)
         peak = self.cost.peak.reach((self.cost.flops + self.cost.recompute_flops) / metrics.step_time_s)
+        cost = {name: getattr(self.cost, name) for name in ("flops", "recompute_flops", "tokens")}
         event = StepEvent(
             run=self.run,
             spec_id=self.spec.id,
             rank=self.info.rank,
             world_size=self.info.world_size,
-            flops=self.cost.flops,
-            recompute_flops=self.cost.recompute_flops,
-            tokens=self.cost.tokens,
             peak_flops_per_s=peak.flops_per_s,
             peak_source=peak.source,
             clock_error_s=self.clock.error_s,
             notes=self.notes,
-            **ended.fields,
-            **vars(metrics),
+            **{**cost, **ended.fields, **vars(metrics)},
         )
         self._complete_events.append(event)
 
@@ -239,10 +229,13 @@ class Trainer:
         """The event of the step that has just ended, with the mean loss of so many held-out samples; collective, and
         not part of the step's time or traffic. Raises SpecError if fewer are held out; RankAborted or WireTimeout."""
         total = torch.zeros((), dtype=torch.float64, device=self.info.device)
+        w = self.spec.workload
         with self.backend.evaluating():
             for number, (batch, counted) in enumerate(self.batches.held_out(samples)):
                 self.world.context.check()  # DDP has no collective here that checks
-                with self._random_in_evaluation(number):
+                first = (number * self.info.world_size + self.info.rank) * w.micro_batch
+                own = seeded(w.seed, "evaluation", first, device=self.info.device)  # the same in each evaluation
+                with own if w.is_own else nullcontext():
                     loss = self.backend.loss(batch).double()
                 self.world.context.set_unit("")
                 total += loss * counted if counted else 0.0
@@ -273,21 +266,11 @@ class Trainer:
 
     def _random(self, micro: int) -> AbstractContextManager[None]:
         """The random numbers of dropout, and of the user's own module."""
-        w = self.spec.workload
+        w, device = self.spec.workload, self.info.device
         if w.dropout == "off" and not w.is_own:
             return nullcontext()
         first = int(self.batches.samples(self.progress.samples, micro)[0])
-        if w.is_own:
-            return seeded(w.seed, first, device=self.info.device)
-        return drawing(w.seed, first, self.info.device)
-
-    def _random_in_evaluation(self, number: int) -> AbstractContextManager[None]:
-        """Those of the user's own module and loss in held-out batch `number` of this rank: the same in each evaluation."""
-        w = self.spec.workload
-        if not w.is_own:
-            return nullcontext()
-        first = (number * self.info.world_size + self.info.rank) * w.micro_batch
-        return seeded(w.seed, "evaluation", first, device=self.info.device)
+        return seeded(w.seed, first, device=device) if w.is_own else drawing(w.seed, first, device)
 
     def _vote_and_update(self, total: Tensor) -> tuple[float, tuple[float, float, bool]]:
         """Returns this rank's mean loss; and the mean loss over ranks, the gradient norm, and whether fp16 overflow
@@ -299,26 +282,23 @@ class Trainer:
         self.world.context.check()
         self._enter(StepState.VOTING)
         vote = self._cast(loss, squared)
-        if not self._usable(vote):
+        overflows = self.scaler.enabled and self.scaler.scale > 1.0  # fp16's scale may be the cause, and can be lowered
+        if not (all(map(math.isfinite, vote)) or overflows):
             step = self.progress.step
             raise not_finite(step=step, loss=loss, backend=self.backend, world=self.world, repeat=self._repeat)
         return loss, self.commit(vote)
 
     def _loss_and_norm(self, total: Tensor) -> tuple[float, float]:
-        """This rank's mean loss and squared gradient norm. Waits for the device."""
+        """Returns this rank's mean loss and squared gradient norm. Waits for the device."""
         loss, squared = _read(total, squared_norm(self.backend.gradients(), total.device))
         return loss / self.spec.workload.accumulate, squared if squared <= _LARGEST_SQUARE else math.inf
 
     def _cast(self, loss: float, squared: float) -> list[float]:
-        """The sums over ranks; collective."""
+        """Returns the sums over ranks; collective."""
         vote = torch.tensor([loss, squared], dtype=torch.float64)
         self.world.control(vote)
         sums: list[float] = vote.tolist()
         return sums
-
-    def _usable(self, vote: Sequence[float]) -> bool:
-        """Whether all values are finite, or fp16's scale may be the cause, and can be lowered."""
-        return all(map(math.isfinite, vote)) or (self.scaler.enabled and self.scaler.scale > 1.0)
 
     def _repeat(self) -> None:
         self.discard()
@@ -331,11 +311,15 @@ class Trainer:
         mean_loss = vote[0] / self.info.world_size
         finite = math.isfinite(vote[1])
         norm = _rounded(math.sqrt(vote[1] / self.backend.replicas)) / self.scaler.scale if finite else math.inf
-        skipped = not (math.isfinite(norm) and math.isfinite(mean_loss))  # fp16 overflow: see `_usable`
+        skipped = not (math.isfinite(norm) and math.isfinite(mean_loss))  # fp16 overflow: see `_vote_and_update`
         self.meter.before_update()
         if not skipped:
             if self.state is StepState.VOTING:
-                self._scale_gradients(norm)
+                factor, clip = 1.0 / self.scaler.scale, self.spec.workload.clip_norm
+                if clip is not None and norm > clip:
+                    factor *= clip / (norm + 1e-6)
+                if factor != 1.0:  # undoes the loss scale and clips, in one pass
+                    torch._foreach_mul_(self.backend.gradients(), factor)
                 self._enter(StepState.UPDATING)
             scale_rates(self.backend.optimizer, self._rate_factor())
             with record_function(Phase.OPTIM.value):
@@ -365,22 +349,16 @@ class Trainer:
     def _rate_factor(self) -> float:
         return self.spec.workload.rates.factor(self.progress.step)
 
-    def _scale_gradients(self, norm: float) -> None:
-        """Undo the loss scale and clip, in one pass, or none if neither is needed."""
-        factor = 1.0 / self.scaler.scale
-        clip = self.spec.workload.clip_norm
-        if clip is not None and norm > clip:
-            factor *= clip / (norm + 1e-6)
-        if factor != 1.0:
-            torch._foreach_mul_(self.backend.gradients(), factor)
-
 
 def squared_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """The squared norm of all tensors together, in float64; a scalar on their device, or on `device` if there are none.
-    On a CPU it is taken in parts, of which torch makes float64 copies."""
+    """Returns the squared norm of all tensors together, in float64; a scalar on their device, or on `device` if there are
+    none. On a CPU it is taken in parts, of which torch makes float64 copies."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
-    parts = [part for t in tensors for part in _slices(t)] if tensors[0].is_cpu else tensors
+    parts = tensors
+    if tensors[0].is_cpu:
+        rows = [t.view(-1) if t.is_contiguous() else t for t in tensors]
+        parts = [p for r in rows for p in torch.split(r, max(1, _NORM_ELEMENTS * r.shape[0] // r.numel()))]
     return torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float64)).square().sum()
 
 
@@ -407,12 +385,6 @@ def _pinned(batch: Batch, device: torch.device) -> Batch:
     return map_tensors(pinned, batch) if device.type == "cuda" else batch
 
 
-def _slices(t: Tensor) -> Sequence[Tensor]:
-    """Parts of a tensor; rows if it is not contiguous."""
-    rows = t.view(-1) if t.is_contiguous() else t
-    return torch.split(rows, max(1, _NORM_ELEMENTS * rows.shape[0] // rows.numel()))
-
-
 _SUMS = ("reduce_scatter", "all_reduce")
 _HINT = "the step was applied on no rank; lower lr, set clip_norm, or use precision bf16 or fp32"
 _CHUNK = 1 << 20  # elements at a time: the temporaries are several times their size
@@ -427,17 +399,20 @@ def not_finite(*, step: int, loss: float, backend: Backend, world: Wire, repeat:
     """The exception for this rank after a vote that was not finite, while its gradients exist; collective.
 
     `NotFinite` on the rank that caused it, or on rank 0 if only the sum is not finite; `RankAborted` on the others.
-    `repeat` repeats forward and backward of the step, starting without gradients.
-    """
+    `repeat` repeats forward and backward of the step, starting without gradients."""
     rank = world.rank()
     losses = _gather(world, 0.0 if math.isfinite(loss) else 1.0)
     if any(losses):
         return _error(rank, losses, f"its loss in step {step} is {loss}", f"its loss in step {step} is not finite")
-    name = _last_bad_gradient(backend, world)
-    mine = f"its gradient of {name} in step {step} is not finite"
-    if not name:
+    shards = backend.param_shards()
+    gradients = ((i, backend.gradient(shard)) for i, shard in enumerate(shards, 1))
+    bad = max((i for i, g in gradients if g is not None and _bad(g)), default=0)
+    last = int(max(_gather(world, float(bad))))  # in model order, which the backward reaches first; 0: none
+    if not last:
         whole = f"the gradient norm of step {step} is not finite, though each gradient is"
         return _error(rank, [1.0], whole, whole)
+    name = shards[last - 1].name
+    mine = f"its gradient of {name} in step {step} is not finite"
     if world.size() == 1:
         return _error(rank, [1.0], mine, mine)
     sums = _gather(world, _first_bad_summand(world.context, repeat))
@@ -466,32 +441,22 @@ def _gather(world: Wire, mine: float) -> list[float]:
     return values
 
 
-def _last_bad_gradient(backend: Backend, world: Wire) -> str:
-    """The last parameter in model order, which the backward reaches first, with a gradient that is not finite on some rank;
-    "" if only the norm of the gradients is not."""
-    shards = backend.param_shards()
-    gradients = ((i, backend.gradient(shard)) for i, shard in enumerate(shards))
-    mine = max((i + 1 for i, g in gradients if g is not None and _bad(g)), default=0)
-    last = int(max(_gather(world, float(mine))))
-    return shards[last - 1].name if last else ""
-
-
 def _first_bad_summand(context: WireContext, repeat: Callable[[], object]) -> float:
-    """The number, from 1, of the first sum to which this rank contributes a non-finite value; 0 if none."""
-    count, found = 0, 0
+    """Returns the number, from 1, of the first sum to which this rank contributes a non-finite value; 0 if none."""
+    count, first = 0, 0
 
     def look(tensors: Sequence[Tensor]) -> None:
-        nonlocal count, found
+        nonlocal count, first
         if context.last is not None and context.last.kind in _SUMS:
             count += 1
-            found = found or (count if _bad(tensors[0]) else 0)  # the first tensor is its summand
+            first = first or (count if _bad(tensors[0]) else 0)  # the first tensor is its summand
 
     before, context.on_issue = context.on_issue, look
     try:
         repeat()
     finally:
         context.on_issue = before
-    return float(found)
+    return float(first)
 
 
 def _bad(t: Tensor) -> bool:

@@ -3,8 +3,7 @@
 By the rule of `fsdp_lab.models.flops`: matrix products, attention and convolutions of the forward and the backward, as
 `torch.utils.flop_counter` counts them; recomputation, a forward inside a backward, apart. That counter knows the fused
 attention of GPUs, whose backward it charges with what the kernel recomputes, and not a CPU's: here the backward is twice the
-forward for each of them.
-"""
+forward for each of them."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class FlopCount:
 
     Attributes:
         model, recompute: FLOPs of this rank; None before.
-        dtype: in which the model computed, if that was autocast's.
-    """
+        dtype: in which the model computed, if that was autocast's."""
 
     def __init__(self) -> None:
         self.model: int | None = None
@@ -79,12 +77,8 @@ def can_count(model: nn.Module) -> bool:
 
 
 def _attention() -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
-    for name in _FUSED:
-        for operator, count in ((name, _forward), (f"{name}_backward", _backward)):
-            if (packet := getattr(torch.ops.aten, operator, None)) is not None:
-                found[packet] = count
-    return found
+    counts = dict.fromkeys(_FUSED, _forward) | {f"{name}_backward": _backward for name in _FUSED}
+    return {getattr(torch.ops.aten, name): count for name, count in counts.items() if hasattr(torch.ops.aten, name)}
 
 
 def _forward(query: _Shape, key: _Shape, value: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:

@@ -1,8 +1,7 @@
 """A model that a user has set up, with FSDP2, FSDP1, DDP, our engine or nothing, as something to measure.
 
 `find` looks at the live model and says which it is; the tensors that only the wrapper knows are listed by the same code as
-for a backend of the lab's.
-"""
+for a backend of the lab's."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class PlainModel(Measured):
     """A module that nobody has wrapped; the base of the others.
 
     Attributes:
-        optimizers: those whose state is counted; more may come while it is watched.
-    """
+        optimizers: those whose state is counted; more may come while it is watched."""
 
     backend = "module"
 
@@ -63,8 +61,8 @@ class PlainModel(Measured):
     def unit_modules(self) -> list[tuple[str, nn.Module]]:
         """Its repeated blocks."""
         model = self._unwrapped()
-        found = {id(m) for m in blocks(model)}
-        return [(original_name(name), m) for name, m in model.named_modules() if id(m) in found]
+        repeated = {id(m) for m in blocks(model)}
+        return [(original_name(name), m) for name, m in model.named_modules() if id(m) in repeated]
 
     def _unwrapped(self) -> nn.Module:
         return self.module
@@ -119,14 +117,13 @@ class PlainModel(Measured):
 
     def describe(self, world_size: int, title: str = "") -> WatchedLoop:
         sharding, shard_size = self.sharding
-        inner = (
-            self.module.module if isinstance(self.module, (DistributedDataParallel, FullyShardedDataParallel)) else None
-        )
+        wrapped = isinstance(self.module, (DistributedDataParallel, FullyShardedDataParallel))
+        inner: Any = self.module.module if wrapped else self.module
         own = next((p.dtype for p in self.module.parameters()), torch.float32)
         compute, reduce = (dtype or own for dtype in self.dtypes())
         precision = [_NAMES.get(dtype, str(dtype).removeprefix("torch.")) for dtype in dict.fromkeys((compute, reduce))]
         return WatchedLoop(
-            model=_class_name(inner or self.module),
+            model=_class_name(inner),
             backend=self.backend,
             sharding=sharding,
             shard_size=shard_size,
@@ -179,9 +176,9 @@ class FoundFSDP2(FSDP2Tensors, PlainModel):
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         infos = [group.mesh_info for group in self._param_groups()]
-        found = [info.shard_process_group for info in infos]
-        found += [info.replicate_process_group for info in infos if info.replicate_mesh_dim is not None]
-        return list(dict.fromkeys(found))
+        groups = [info.shard_process_group for info in infos]
+        groups += [info.replicate_process_group for info in infos if info.replicate_mesh_dim is not None]
+        return list(dict.fromkeys(groups))
 
     def dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
         policy = next((g.mp_policy for g in self._param_groups()), None)
@@ -210,10 +207,8 @@ class FoundFSDP1(FSDP1Tensors, PlainModel):
         yield from self.module.parameters()
 
     def parameter_bytes(self) -> int:
-        padding = sum(
-            h.flat_param._shard_numel_padded * h.flat_param.itemsize for h in self._handles() if not h._use_orig_params
-        )
-        return super().parameter_bytes() - int(padding)
+        padded = [h.flat_param for h in self._handles() if not h._use_orig_params]
+        return super().parameter_bytes() - sum(int(flat._shard_numel_padded * flat.itemsize) for flat in padded)
 
     @property
     def offload(self) -> str:
@@ -252,14 +247,13 @@ class FoundFlat(FlatTensors, PlainModel):
     backend = "lab"
 
     def parameter_bytes(self) -> int:
-        return sum(shard.local.nbytes for shard in engine.shards_of(self.module)) + sum(
-            p.nbytes for p in self._others()
-        )
+        held = [*(shard.local for shard in engine.shards_of(self.module)), *self._others()]
+        return sum(t.nbytes for t in held)
 
     def gradient_bytes(self) -> int:
-        found = (s.sharded.grad for s in engine.shards_of(self.module) if s.sharded is not None)
-        own = sum(local_tensor(g).nbytes for g in found if g is not None)
-        return own + sum(p.grad.nbytes for p in self._others() if p.grad is not None)
+        reduced = (s.sharded.grad for s in engine.shards_of(self.module) if s.sharded is not None)
+        gradients = [*reduced, *(p.grad for p in self._others())]
+        return sum(local_tensor(g).nbytes for g in gradients if g is not None)
 
     def _masters(self) -> Iterator[Tensor]:
         yield from (flat.master for flat in engine.flats_of(self.module))
@@ -276,8 +270,9 @@ class FoundFlat(FlatTensors, PlainModel):
         masters = sum(flat.master.nbytes for flat in engine.flats_of(self.module))
         shards = sum(shard.local.nbytes for shard in engine.shards_of(self.module))
         regions = {id(p) for p in engine.sharded_parameters(self.module)}
-        flat = sum(t.nbytes for o in self.optimizers for p, state in o.state.items() if id(p) in regions
-                   for t in map(local_tensor, (v for v in state.values() if isinstance(v, Tensor) and v.dim())))  # fmt: skip
+        states = [state for o in self.optimizers for p, state in o.state.items() if id(p) in regions]
+        values = [v for state in states for v in state.values() if isinstance(v, Tensor) and v.dim()]
+        flat = sum(local_tensor(v).nbytes for v in values)
         return whole - (flat * (masters - shards) // masters if masters else 0)
 
     def _others(self) -> list[nn.Parameter]:
@@ -300,10 +295,8 @@ class FoundFlat(FlatTensors, PlainModel):
             return "zero1", units[0].mesh.shard_size
         if units[0].mesh.shard_size == 1:
             return "no_shard", 1
-        reshards = any(u.policy.rules.reshard_after_forward for u in inner)
-        names = (
-            ("hybrid_shard_zero2", "hybrid_shard") if units[0].mesh.replicas > 1 else ("shard_grad_op", "full_shard")
-        )
+        reshards, hybrid = any(u.policy.rules.reshard_after_forward for u in inner), units[0].mesh.replicas > 1
+        names = ("hybrid_shard_zero2", "hybrid_shard") if hybrid else ("shard_grad_op", "full_shard")
         return names[reshards], units[0].mesh.shard_size
 
     @property
@@ -345,13 +338,13 @@ def find(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Plain
         FoundFSDP1: any(isinstance(m, FullyShardedDataParallel) for m in model.modules()),
         FoundDDP: isinstance(model, DistributedDataParallel),
     }
-    found = [kind for kind, is_one in kinds.items() if is_one]
-    if len(found) > 1:
-        names = " and ".join(kind.backend for kind in found)
+    those = [kind for kind, is_one in kinds.items() if is_one]
+    if len(those) > 1:
+        names = " and ".join(kind.backend for kind in those)
         raise ArgumentError("model", f"it is wrapped by {names} at once", "watch a model that one of them wraps")
-    if not found and any(isinstance(m, DistributedDataParallel) for m in model.modules()):
+    if not those and any(isinstance(m, DistributedDataParallel) for m in model.modules()):
         raise ArgumentError("model", "DDP wraps a part of it", "watch the DistributedDataParallel module itself")
-    return (found[0] if found else PlainModel)(model, optimizers)
+    return (those[0] if those else PlainModel)(model, optimizers)
 
 
 def _class_name(module: nn.Module) -> str:

@@ -122,12 +122,21 @@ class Watch:
     """See the module. Made by `fsdp_lab.watch`.
 
     Attributes:
-        run: the run's id. steps: how many were recorded.
-    """
+        run: the run's id. steps: how many were recorded."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, host: LoopHost, *, tokens: int | None = None,
-                 flops: int | bool = True, title: str = "", ledger_every: int | None = None,
-                 trace_every: int = TRACE_EVERY, hang_s: float | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        host: LoopHost,
+        *,
+        tokens: int | None = None,
+        flops: int | bool = True,
+        title: str = "",
+        ledger_every: int | None = None,
+        trace_every: int = TRACE_EVERY,
+        hang_s: float | None = None,
+    ) -> None:
         for name, value in (("tokens", tokens), ("ledger_every", ledger_every), ("trace_every", trace_every)):
             if value is not None:
                 check_whole(name, value)
@@ -136,13 +145,12 @@ class Watch:
         self._hang_s = hang_s
         self._found = find(model, _optimizers(optimizer))
         self._host, self._context, self._world = host, host.context, host.world
-        if not isinstance(flops, bool):
-            check_whole("flops", flops, wanted="the FLOPs of one rank's step, True to count them, or False")
         self._tokens, self._title = tokens, title
         self._count = FlopCount()
         self._counts = flops is True and can_count(model)
         self._compiled = flops is True and not self._counts
         if not isinstance(flops, bool):
+            check_whole("flops", flops, wanted="the FLOPs of one rank's step, True to count them, or False")
             self._count.model = flops
         self._counted_tokens: int | None = None  # of the step whose FLOPs were counted
         self._peak: BestPeak | None = None
@@ -169,8 +177,8 @@ class Watch:
         if self._context.watched:
             raise ArgumentError("watch", "this rank is watching a loop already", "end that one first")
         if self._context.aborted is not None:
-            raise ArgumentError("model", f"its process groups were given up ({self._context.aborted})",
-                                "call fsdp_lab.init_process_group() on all ranks, and build the model again")  # fmt: skip
+            hint = "call fsdp_lab.init_process_group() on all ranks, and build the model again"
+            raise ArgumentError("model", f"its process groups were given up ({self._context.aborted})", hint)
         self._used = self._open = self._context.watched = True
         progress = self._host.progress
         progress.place, progress.steps, progress.hang_s = LoopPlace.BETWEEN, 0, self._hang_s
@@ -205,12 +213,16 @@ class Watch:
                 self._guard.__exit__(type(error), error, error.__traceback__)
         finally:
             state, reason = _outcome(error)
-            own = error is not None and not isinstance(error, RankAborted)
-            generates = error is not None and any(
-                f.name == "generate" for f in traceback.extract_tb(error.__traceback__)
-            )
-            self._publish({"end": {"state": state, "reason": reason, "own": own, "notes": list(self._late_notes()),
-                                   "place": place, "steps": self._host.progress.steps, "generates": generates}})  # fmt: skip
+            frames = [] if error is None else traceback.extract_tb(error.__traceback__)
+            notes = []
+            if self._skipped:
+                steps = f"{self._skipped} step{'s' * (self._skipped != 1)}"
+                where = f"on rank {self._host.info.rank}"
+                notes.append(f"{steps} without a backward and without optimizer.step() {where}: not recorded.")
+            end = {"state": state, "reason": reason, "notes": notes, "place": place, "steps": self._host.progress.steps}
+            end["own"] = error is not None and not isinstance(error, RankAborted)
+            end["generates"] = any(frame.name == "generate" for frame in frames)
+            self._publish({"end": end})
 
     def _begin(self) -> None:
         host, device = self._host, self._found.device
@@ -223,11 +235,9 @@ class Watch:
         self._meter = StepMeter(self._found, self._context, self._info, offload=self._found.offload)
         self._loop = self._found.describe(host.info.world_size, self._title)
         self._install()
-        notes = list(self._notes())
         device = self._info.device
-        begin = {"loop": self._loop.to_dict(), "notes": notes, "started_unix_s": time.time(),
-                 "device_name": device_name(device), "software": software(device)}  # fmt: skip
-        self._publish({"begin": begin})
+        begin = {"loop": self._loop.to_dict(), "notes": list(self._notes()), "started_unix_s": time.time()}
+        self._publish({"begin": {**begin, "device_name": device_name(device), "software": software(device)}})
 
     def _close(self) -> None:
         self._open = self._context.watched = False
@@ -260,11 +270,6 @@ class Watch:
         if self._compiled:
             yield _COMPILED
 
-    def _late_notes(self) -> Iterator[str]:
-        if self._skipped:
-            steps = f"{self._skipped} step{'s' * (self._skipped != 1)}"
-            yield f"{steps} without a backward and without optimizer.step() on rank {self._host.info.rank}: not recorded."
-
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def _install(self) -> None:
@@ -289,9 +294,9 @@ class Watch:
         known = self._found.parameter_ids()
         strange = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
         if strange:
-            raise ArgumentError("optimizer", f"{strange} of its tensors are no parameters of this model",
-                                "make it from model.parameters() after the model was sharded, or watch the module that "
-                                "contains all that it trains")  # fmt: skip
+            watched = "watch the module that contains all that it trains"
+            hint = f"make it from model.parameters() after the model was sharded, or {watched}"
+            raise ArgumentError("optimizer", f"{strange} of its tensors are no parameters of this model", hint)
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         self._handles.append(optimizer.register_step_pre_hook(lambda one, *_: self._before_update(one)))
@@ -346,8 +351,7 @@ class Watch:
         None: as given to `watch`.
 
         A step in which nothing is updated is recorded as skipped if it had a backward, as with a loss scaler after an
-        overflow, else not at all. One that raises is not recorded.
-        """
+        overflow, else not at all. One that raises is not recorded."""
         if not self._open:
             raise ArgumentError("step", "the watch is not open", "call it inside `with fsdp_lab.watch(...) as watch:`")
         if self._given is not None:
@@ -355,7 +359,11 @@ class Watch:
         if tokens is not None and not is_whole(tokens, 0):
             raise ArgumentError("tokens", f"{tokens!r} is refused", "give how many this rank has in this step")
         self._context.check()
-        ledger, traced = self._is_ledger(), self._is_traced()
+        every, number = self._ledger_every, self.steps + 1
+        self._ledger_due |= every is not None and number % every == 0
+        # A ledger step is postponed while the user's own profiler is active: only one can be.
+        ledger = self._ledger_due and self.steps >= LEDGER_STEP and not torch.autograd._profiler_enabled()
+        traced = self.steps == LEDGER_STEP + 1 or (self.steps > LEDGER_STEP and number % self._trace_every == 0)
         given = self._given = _Given(tokens=tokens if tokens is not None else self._tokens or 0)
         self._host.progress.steps += 1
         self._host.progress.place = LoopPlace.STEP
@@ -386,15 +394,6 @@ class Watch:
         if grad_norm is not None:
             self._given.grad_norm = _scalar("grad_norm", grad_norm)
 
-    def _is_ledger(self) -> bool:
-        """One that is due is postponed while the user's own profiler is active: only one can be."""
-        every = self._ledger_every
-        self._ledger_due |= every is not None and (self.steps + 1) % every == 0
-        return self._ledger_due and self.steps >= LEDGER_STEP and not torch.autograd._profiler_enabled()
-
-    def _is_traced(self) -> bool:
-        return self.steps == LEDGER_STEP + 1 or (self.steps > LEDGER_STEP and (self.steps + 1) % self._trace_every == 0)
-
     def _end(self, given: _Given, *, ledger: bool) -> None:
         unread = self._meter.end()
         self._end_backward()
@@ -409,7 +408,10 @@ class Watch:
         }
         if self.steps == 0:
             self._counted_tokens = given.tokens
-            self._find_peak()
+            if self._count.model:  # the device's peak in the dtype of the products: 0.3 s where it is measured
+                own = next((p.dtype for p in self._found.module.parameters() if p.is_floating_point()), torch.float32)
+                dtype = self._count.dtype or self._found.dtypes()[0] or own
+                self._peak = BestPeak(device_peak(self._info.device, dtype))
         if given.tokens == self._counted_tokens:  # as many in the step that was counted: else they are not known
             fields |= {"flops": self._count.model or 0, "recompute_flops": self._count.recompute}
         self._ended.append(_Ended(unread=unread, given=given, fields=fields))
@@ -419,13 +421,6 @@ class Watch:
             self._make_events()
         elif time.perf_counter() - self._read_s > READ_EVERY_S:
             self._read_all(wait=True)
-
-    def _find_peak(self) -> None:
-        """What the device can reach in the dtype of the model's products, which takes 0.3 s where it is measured."""
-        if self._count.model:
-            own = next((p.dtype for p in self._found.module.parameters() if p.is_floating_point()), torch.float32)
-            dtype = self._count.dtype or self._found.dtypes()[0] or own
-            self._peak = BestPeak(device_peak(self._info.device, dtype))
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -437,16 +432,14 @@ class Watch:
 
     def _make_events(self) -> None:
         ended, self._ended = self._ended, []
-        for one in ended:
-            self._waiting.append(self._event(one).to_dict())
+        self._waiting += [self._event(one).to_dict() for one in ended]
         if time.perf_counter() - self._published_s >= PUBLISH_EVERY_S:
             self._publish({})
 
     def _event(self, ended: _Ended) -> StepEvent:
         metrics = self._meter.read(ended.unread)
-        unseen = self._world is None and self._info.world_size > 1
-        metrics = dataclasses.replace(metrics, begin_s=metrics.begin_s + self._clock.offset_s,
-                                      comm=UNKNOWN_TRAFFIC if unseen else metrics.comm)  # fmt: skip
+        comm = UNKNOWN_TRAFFIC if self._world is None and self._info.world_size > 1 else metrics.comm
+        metrics = dataclasses.replace(metrics, begin_s=metrics.begin_s + self._clock.offset_s, comm=comm)
         losses = [float(loss) for loss in ended.given.losses]
         executed = ended.fields.get("flops", 0) + ended.fields.get("recompute_flops", 0)
         peak = None if self._peak is None else self._peak.reach(executed / metrics.step_time_s)
@@ -477,8 +470,8 @@ def _optimizers(given: Any) -> Sequence[torch.optim.Optimizer]:
     several = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
     for one in several:
         if not isinstance(one, torch.optim.Optimizer):
-            raise ArgumentError("optimizer", f"a {type(one).__name__} is no torch optimizer",
-                                "give the torch.optim.Optimizer, several in a list, or None")  # fmt: skip
+            hint = "give the torch.optim.Optimizer, several in a list, or None"
+            raise ArgumentError("optimizer", f"a {type(one).__name__} is no torch optimizer", hint)
     return several
 
 
@@ -488,8 +481,8 @@ def _scalar(name: str, value: Tensor | float) -> float | Tensor:
     if value.numel() != 1:
         raise ArgumentError(name, f"a tensor of shape {tuple(value.shape)} is no scalar", "give its mean")
     value = value.detach().float()
-    whole = getattr(value, "full_tensor", None)  # a DTensor, as of a gradient norm
-    value = value if whole is None else whole()
+    if hasattr(value, "full_tensor"):  # a DTensor, as of a gradient norm
+        value = value.full_tensor()
     return float(value) if value.is_cpu else value.clone()
 
 
