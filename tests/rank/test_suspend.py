@@ -10,85 +10,48 @@ import pytest
 
 from fsdp_lab.rank import lifecycle
 from tests.pool import Place, Pool
-from tests.rank.test_session import DDP, follow, session, spec
+from tests.rank.test_session import DDP, apply, call, follow, play, session, spec, train
 
 KINDS: list[dict[str, Any]] = [
-    {},
     {"precision": "fp16", "offload": "all"},
-    {"backend": "fsdp2", "precision": "bf16"},
+    {"backend": "fsdp2", "optimizer": "Adagrad"},
     {"backend": "fsdp1", "sharding": "shard_grad_op"},
-    DDP,
-    {"optimizer": "sgd", "sharding": "zero1"},
-    {"optimizer": "Adagrad", "backend": "fsdp2"},
-    {"optimizer": "NAdam"},
-    {"model": "resnet-1m", "data": "images"},
+    {**DDP, "optimizer": "NAdam", "model": "resnet-1m", "data": "images"},
 ]
 
 
-def _in_turns(place: Place, plan: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+@pytest.mark.slow
+def test_turns_change_no_bit(pool: Pool) -> None:
     """Each alone for six steps; then all of them in turns of two."""
-    s = session(place)
-    alone: list[Any] = []
-    for given in plan:
-        s.apply("alone", given, fresh=True)
-        alone.append(s.train(6, checks=[5])["events"])
-    turns: list[list[Any]] = [[] for _ in plan]
-    for turn in range(3):
-        for i, given in enumerate(plan):
-            if turn == 0:
-                s.apply(f"run {i}", given, fresh=True)
-            else:
-                assert s.resume(f"run {i}") == {"step": 2 * turn}
-            turns[i] += s.train(2, checks=[5])["events"]
-            if turn < 2:
-                assert s.suspend()["suspended_bytes"] > 0
-    assert s.resume("run 0") == {"step": None}  # it was not suspended again
-    s.close()
-    return alone, turns
-
-
-@pytest.fixture(scope="module")
-def told(pool: Pool) -> list[tuple[list[Any], list[Any]]]:
-    return pool.run(_in_turns, 2, [spec(**changes).to_dict() for changes in KINDS], reduction=None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", range(len(KINDS)), ids=[str(k) for k in KINDS])
-def test_turns_change_no_bit(told: list[tuple[list[Any], list[Any]]], kind: int) -> None:
-    for alone, turns in told:
-        for a, b in zip(alone[kind], turns[kind], strict=True):
-            assert (a["step"], a["loss"], a["grad_norm"]) == (b["step"], b["loss"], b["grad_norm"])
-        assert alone[kind][-1]["checksum"] == turns[kind][-1]["checksum"] is not None
-        assert alone[kind][-1]["samples"] == turns[kind][-1]["samples"]
-
-
-@pytest.mark.slow
-def test_the_first_step_of_a_turn_is_marked_and_memory_is_measured_once(
-    told: list[tuple[list[Any], list[Any]]],
-) -> None:
-    for events in told[0][1]:
-        assert [e["first_after_switch"] for e in events] == [True, False] * 3
-        assert not any(e["ledger"] for e in events)  # no turn was long enough for one
-
-
-def _dropped(place: Place, given: dict[str, Any]) -> list[Any]:
-    s = session(place)
-    s.apply("run", given)
-    s.train(4)
-    s.suspend()
-    after = s.resume("run")
-    events = s.train(4)["events"]
-    s.suspend()
-    found = [after, events, s.discard(["run", "another"]), s.resume("run")]
-    s.close()
-    return found
+    kinds = [spec(**changes) for changes in KINDS]
+    alone = [c for given in kinds for c in (apply(given, fresh=True), train(6, checks=[5]))]
+    first = [c for i, given in enumerate(kinds)
+             for c in (apply(given, f"run {i}", fresh=True), train(2), call("suspend"))]  # fmt: skip
+    later = [c for _ in range(2) for i in range(len(kinds))
+             for c in (call("resume", f"run {i}"), train(2, checks=[5]), call("suspend"))]  # fmt: skip
+    for told in play(pool, 2, *alone, *first, *later):
+        steady, turns = told[: len(alone)], told[len(alone) :]
+        assert all(answer["suspended_bytes"] > 0 for answer in turns[2::3])
+        for i in range(len(kinds)):
+            parts = [turns[3 * (i + len(kinds) * turn) :][:3] for turn in range(3)]
+            assert [begun for begun, *_ in parts[1:]] == [{"step": 2}, {"step": 4}]
+            events = [e for _, trained, _ in parts for e in trained["events"]]
+            names = ("step", "loss", "grad_norm", "checksum", "samples")
+            assert [[e[n] for n in names] for e in events] == [
+                [e[n] for n in names] for e in steady[2 * i + 1]["events"]
+            ]
+            assert events[-1]["checksum"] is not None
+            assert [e["first_after_switch"] for e in events] == [True, False] * 3
+            assert not any(e["ledger"] for e in events)  # no turn was long enough for one
 
 
 def test_what_a_ledger_step_found_is_kept_and_what_is_dropped_is_gone(pool: Pool) -> None:
-    for after, events, dropped, gone in pool.run(_dropped, 2, spec().to_dict(), reduction=None):
+    resume, suspend = call("resume", "run"), call("suspend")
+    calls = (apply(spec()), train(4), suspend, resume, train(4), suspend, call("discard", ["run", "another"]), resume)
+    for *_, after, trained, _, dropped, gone in play(pool, 2, *calls):
         assert after == {"step": 4} and dropped == {"discarded": 1} and gone == {"step": None}
-        assert not any(e["ledger"] for e in events)
-        assert all(e["memory"]["peak_bytes"] > 0 for e in events)  # as before it was suspended
+        assert not any(e["ledger"] for e in trained["events"])
+        assert all(e["memory"]["peak_bytes"] > 0 for e in trained["events"])  # as before it was suspended
 
 
 def _aborted(place: Place, given: dict[str, Any]) -> Any:
