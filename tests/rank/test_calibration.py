@@ -5,26 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 from fsdp_lab.rank import calibration, prepare
-from fsdp_lab.rank.calibration import MEASURING_S, HardwareProbe, measure_crowd, measured_groups
-from fsdp_lab.rank.children import ChildError
-from fsdp_lab.spec.spec import Spec
+from fsdp_lab.rank.calibration import MEASURING_S, HardwareProbe, measured_groups
 
 
 @pytest.mark.parametrize(
     ("hosts", "per_host"),
-    [
-        (("a",) * 4, 4),
-        (("a", "a", "b", "b"), 2),
-        (("a", "b"), 1),
-        (("a", "b", "a", "b"), 4),
-        (("a", "a", "b"), 3),
-        ((), 4),
-    ],
+    [(("a", "a", "b", "b"), 2), (("a", "b", "a", "b"), 4), (("a", "a", "b"), 3), ((), 4)],
 )
 def test_ranks_of_a_host_are_counted_where_hosts_are_alike(hosts: tuple[str, ...], per_host: int) -> None:
     info: Any = SimpleNamespace(device=torch.device("cpu"), world_size=len(hosts) or 4)
@@ -54,7 +44,7 @@ class Clock:
         self.now_s += seconds
 
 
-@pytest.mark.parametrize("call_s", [1e-6, 3e-4, 0.7 * MEASURING_S, 5 * MEASURING_S])
+@pytest.mark.parametrize("call_s", [1e-6, 0.7 * MEASURING_S, 5 * MEASURING_S])
 def test_a_figure_takes_as_long_on_every_rank_whatever_a_call_takes_there(
     monkeypatch: pytest.MonkeyPatch, call_s: float
 ) -> None:
@@ -112,21 +102,3 @@ def test_no_larger_collective_is_measured_where_one_takes_long(monkeypatch: pyte
     monkeypatch.setattr(prepare, "_ON_DEVICE_BYTES", (1 << 20, 1 << 23, 1 << 26))
     monkeypatch.setattr(prepare, "LONGEST_S", 8e-4 + 1e-9)  # 8 MiB take 800 us, and 64 MiB would take 6.4 ms
     assert list(prepare.measured_bandwidths(wire, torch.device("cpu"))) == [1 << 20, 1 << 23]
-
-
-@pytest.mark.nightly
-def test_ranks_of_a_crowd_measure_together_and_leave_nothing_behind() -> None:
-    """Two processes: their own steps, and collectives among them, over both wires."""
-    before = {p.pid for p in psutil.Process().children(recursive=True)}
-    spec = Spec(world_size=1, devices=("cpu",)).replace(model="gpt2-1m", seq_len=16, micro_batch=1)
-    each = measure_crowd(2, [spec.to_dict()], ["fp32"], 1)
-    assert len(each) == 2
-    for found in each:
-        assert found["per_host"] == 2 and len(found["steps"]["0"]) == calibration.STEPS - 1
-        for wire in ("collectives", "gloo"):
-            assert set(found[wire]) == {*calibration.KINDS, "late"}
-            assert all(seconds > 0 for kind in calibration.KINDS for _, seconds in found[wire][kind])
-    assert {p.pid for p in psutil.Process().children(recursive=True)} == before
-    with pytest.raises(ChildError, match="rank [01] failed: .*model"):
-        measure_crowd(2, [{**spec.to_dict(), "workload": {"model": "nothing-of-this-name"}}], ["fp32"], 1)
-    assert {p.pid for p in psutil.Process().children(recursive=True)} == before

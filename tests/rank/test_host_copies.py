@@ -20,16 +20,6 @@ def device() -> Iterator[SimulatedDevice]:
         yield simulated
 
 
-def test_what_fits_into_a_buffer_is_waited_for_once(device: SimulatedDevice) -> None:
-    values = [torch.full((3, 2), float(i)) for i in range(4)]
-    copies = state.HostCopies(torch.device("cpu"))
-    queued = [copies.queue(v) for v in values]
-    assert device.counts["copies"] == 4 and not device.waits
-    copies.wait()
-    assert sum(copy.sum() for copy in queued) == 36 and all(copy.shape == (3, 2) for copy in queued)
-    assert not device.races
-
-
 @pytest.mark.parametrize("waits", [True, False])
 def test_pinned_memory_is_bounded_whatever_is_copied(
     device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, waits: bool

@@ -40,6 +40,7 @@ def _shards(place: Place, given: dict[str, Any]) -> dict[str, tuple[int, Any]]:
         return {p.name: (p.start, p.local.clone().numpy()) for p in shards if p.numel}
 
 
+@pytest.mark.slow
 def test_a_trained_bert_begins_with_the_loss_of_transformers_alone(pool: Pool, minilm: Path) -> None:
     """Which loads the folder; what that lacks is drawn as in the lab."""
     model, info = AutoModelForMaskedLM.from_pretrained(
