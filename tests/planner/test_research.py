@@ -106,6 +106,7 @@ def test_a_table_is_filled_in_row_by_row_and_a_validation_says_itself(
 # -- step times --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_row_is_met_or_refused_with_a_reason() -> None:
     assert len(CASES) + len(REFUSED_ROWS) == 728 and len(CASES) == 552 and all(reason for _, reason in REFUSED_ROWS)
     assert not {one.id for one in CASES} & set(STRESS), "which are in no average"
