@@ -4,41 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from fsdp_lab.base.events import StepEvent
+from fsdp_lab.engine import ParamShard
 from fsdp_lab.rank.trainer import checksum
-from tests.covering import tiered
-from tests.pool import Place, Pool
-from tests.rank.test_session import DDP, session, spec
+from tests.pool import Pool
+from tests.rank.test_session import DDP, apply, play, spec, train
 
-LAYOUTS = [
+LAYOUTS: list[dict[str, Any]] = [
     {},
-    {"sharding": "shard_grad_op"},
     {"sharding": "zero1"},
     {"sharding": "no_shard"},
     {"sharding": "hybrid_shard", "shard_size": 2},
     {"offload": "all"},
-    {"wrap": "whole"},
-    {"backend": "fsdp2"},
     {"backend": "fsdp2", "sharding": "hybrid_shard", "shard_size": 2},
     {"backend": "fsdp1"},
     DDP,
 ]
-
-
-def _told(place: Place, plan: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The event of step 1, with its checksum, under each Spec from the beginning."""
-    s = session(place, reduction="rank_ordered")
-    found = []
-    for given in plan:
-        s.apply("run", given, fresh=True)
-        plain, checked = s.train(2, checks=[1])["events"]
-        assert plain["checksum"] is None and checked["checksum"] is not None
-        found.append(checked)
-    s.close()
-    return found
 
 
 def copies(events: list[StepEvent]) -> dict[int, int]:
@@ -50,17 +33,16 @@ def copies(events: list[StepEvent]) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize("ranks", tiered([3, 4], lambda ranks: ranks == 3))
-def test_the_checksum_is_that_of_the_parameters_whatever_holds_them(pool: Pool, ranks: int) -> None:
-    layouts = LAYOUTS if ranks == 4 else LAYOUTS[:4]
-    plan = [spec(ranks, **changes).to_dict() for changes in layouts]
-    by_rank = pool.run(_told, ranks, plan, reduction=None)
-    found = [copies([StepEvent.from_dict(told[i]) for told in by_rank]) for i in range(len(plan))]
+def test_the_checksum_is_that_of_the_parameters_whatever_holds_them(pool: Pool) -> None:
+    calls = [c for kind in LAYOUTS for c in (apply(spec(4, **kind), fresh=True), train(2, checks=[1]))]
+    by_rank = [answers[1::2] for answers in play(pool, 4, *calls, reduction="rank_ordered")]
     sums: dict[bool, set[int]] = {}
-    for changes, parts in zip(layouts, found, strict=True):
+    for changes, told in zip(LAYOUTS, zip(*by_rank, strict=True), strict=True):
+        assert all(one["events"][0]["checksum"] is None for one in told), "where it was not asked for"
+        parts = copies([StepEvent.from_dict(one["events"][1]) for one in told])
         hybrid = changes.get("sharding") == "hybrid_shard"  # sums in another order, within groups first
         sums.setdefault(hybrid, set()).update(parts.values())
-        replicas = 2 if hybrid else ranks if changes.get("sharding") == "no_shard" else 1
+        replicas = 2 if hybrid else 4 if changes.get("sharding") == "no_shard" else 1
         assert len(parts) == replicas, changes
     assert [len(different) for different in sums.values()] == [1] * len(sums)
 
@@ -68,35 +50,31 @@ def test_the_checksum_is_that_of_the_parameters_whatever_holds_them(pool: Pool, 
 class Held:
     """A backend as far as a checksum needs one."""
 
-    def __init__(self, *shards: Any) -> None:
+    def __init__(self, *shards: ParamShard) -> None:
         self._param_shards = list(shards)
 
-    def param_shards(self) -> list[Any]:
+    def param_shards(self) -> list[ParamShard]:
         return self._param_shards
 
 
 def piece(name: str, values: torch.Tensor, start: int = 0, stop: int | None = None) -> Any:
-    from fsdp_lab.engine import ParamShard
-
     stop = values.numel() if stop is None else stop
-    return ParamShard(name=name, shape=values.shape, start=start, stop=stop, local=values[start:stop], param=None)
+    held: Any = ParamShard(name=name, shape=values.shape, start=start, stop=stop, local=values[start:stop], param=None)
+    return Held(held)
 
 
 def test_parts_add_up_and_every_element_counts() -> None:
     values = torch.randn(3 << 20, generator=torch.Generator().manual_seed(0))  # more than is summed at a time
-    whole = checksum(Held(piece("w", values)))
-    cut = 1_500_001
-    parts = [checksum(Held(piece("w", values, 0, cut))), checksum(Held(piece("w", values, cut)))]
+    whole, cut = checksum(piece("w", values)), 1_500_001
+    parts = [checksum(piece("w", values, 0, cut)), checksum(piece("w", values, cut))]
     assert sum(parts) % (1 << 64) == whole
-    assert checksum(Held(piece("v", values))) != whole  # under another name
+    assert checksum(piece("v", values)) != whole  # under another name
     for at in (0, 1 << 20, values.numel() - 1):
         changed = values.clone()
         changed[at] = torch.nextafter(changed[at], torch.tensor(9e9))
-        assert checksum(Held(piece("w", changed))) != whole
+        assert checksum(piece("w", changed)) != whole
     changed = values.clone()
     changed[[5, 7]] = changed[[7, 5]]
-    assert checksum(Held(piece("w", changed))) != whole
-
-
-def test_the_sign_of_zero_is_nothing() -> None:
-    assert checksum(Held(piece("w", torch.tensor([0.0, 1.0])))) == checksum(Held(piece("w", torch.tensor([-0.0, 1.0]))))
+    assert checksum(piece("w", changed)) != whole
+    zeros = (torch.tensor([zero, 1.0]) for zero in (0.0, -0.0))
+    assert len({checksum(piece("w", t)) for t in zeros}) == 1, "the sign of zero is nothing"

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_lab.base.errors import SpecError
+import pytest
+
 from tests.pool import Place, Pool
-from tests.rank.test_session import DDP, follow, session, spec
+from tests.rank.test_session import DDP, apply, fails, follow, play, session, spec, train
 
 MAPPED = {"gather": "mapped"}
 
 
 def test_switches_to_and_from_it_do_not_disturb_the_loss(pool: Pool) -> None:
-    plan = [
-        spec(**MAPPED),
-        spec(),
-        spec(**MAPPED, sharding="shard_grad_op"),
-        spec(**DDP),
-        spec(**MAPPED, sharding="zero1"),
-    ]
+    kinds = (MAPPED, {}, {**MAPPED, "sharding": "shard_grad_op"}, DDP, {**MAPPED, "sharding": "zero1"})
+    plan = [spec(**changes) for changes in kinds]
     (steady, _), _ = follow(pool, [(spec(), 10)])
     (switched, _), answers = follow(pool, [(s, 2) for s in plan])
     assert [e.mean_loss for e in switched] == [e.mean_loss for e in steady]
@@ -26,9 +22,8 @@ def test_switches_to_and_from_it_do_not_disturb_the_loss(pool: Pool) -> None:
 
 
 def test_an_event_says_that_nothing_is_gathered(pool: Pool) -> None:
-    (copied, _), _ = follow(pool, [(spec(), 4)])
-    (mapped, _), _ = follow(pool, [(spec(**MAPPED), 4)])
-    there, here = copied[3], mapped[3]
+    (told, _), _ = follow(pool, [(spec(), 4), (spec(**MAPPED), 4)])
+    there, here = told[3], told[7]
     assert here.comm["all_gather"].calls == there.comm["all_gather"].calls >= 3
     assert here.comm["all_gather"].link_bytes == 0 < there.comm["all_gather"].link_bytes
     # shards end with a page
@@ -39,25 +34,11 @@ def test_an_event_says_that_nothing_is_gathered(pool: Pool) -> None:
     assert here.memory.peak_bytes < there.memory.peak_bytes
 
 
-def _over_gloo(place: Place, good: dict[str, Any], mapped: dict[str, Any]) -> tuple[str, int]:
-    """What is said, and how many steps the ranks go on for."""
-    s, said = session(place, shared_memory=False), ""
-    s.apply("run", good)
-    s.train(1)
-    try:
-        s.apply("run", mapped)
-    except SpecError as e:
-        said = str(e)
-    steps = len(s.train(2)["events"])
-    s.close()
-    return said, steps
-
-
 def test_ranks_without_shared_memory_refuse_it_and_go_on(pool: Pool) -> None:
-    for said, steps in pool.run(_over_gloo, 2, spec().to_dict(), spec(**MAPPED).to_dict(), reduction=None):
-        assert (
-            said.startswith("strategy.gather: mapped is for ranks that share memory, and these do not") and steps == 2
-        )
+    calls = (apply(spec()), train(1), fails(apply(spec(**MAPPED))), train(2))
+    for *_, said, after in play(pool, 2, *calls, shared_memory=False):
+        assert said.startswith("SpecError: strategy.gather: mapped is for ranks that share memory, and these do not")
+        assert len(after["events"]) == 2
 
 
 def _given_back(place: Place, first: dict[str, Any], second: dict[str, Any]) -> tuple[int, int, int]:
@@ -75,6 +56,7 @@ def _given_back(place: Place, first: dict[str, Any], second: dict[str, Any]) -> 
     return switched, trained, left
 
 
+@pytest.mark.slow
 def test_its_memory_is_given_back_by_a_switch_and_an_unload(pool: Pool) -> None:
     plans = [
         (spec(**gather), other) for gather in ({}, MAPPED) for other in (spec(**DDP), spec(**MAPPED, clip_norm=None))

@@ -18,21 +18,18 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator)
 
 
-@pytest.mark.parametrize("shape", [(3_000_000,), (1200, 2500), (1, 3_000_000), (3_000_000, 1), ()], ids=str)
-def test_of_a_large_tensor(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(1200, 2500), (1, 3_000_000), ()], ids=str)
+def test_it_is_exact_of_a_large_tensor(shape: tuple[int, ...]) -> None:
     """Of which torch sums the squares one after the other, in fp32, where it is asked for the norm of all at once."""
     t = random(*shape)
-    for one in (t, t.t() if t.dim() == 2 else t):
+    for one in (t, t.t() if t.dim() == 2 else t, t.reshape(-1)):
         assert float(squared_norm([one], CPU)) == pytest.approx(float(one.double().square().sum()), rel=1e-13)
 
 
-def test_has_the_same_bits_however_the_elements_are_cut() -> None:
+def test_it_has_the_same_bits_however_the_elements_are_cut() -> None:
     t = random(1_000_003)
     cuts = [[t], list(t.split(7)), list(t.split(40_000)), list(reversed(t.split(12_345)))]
     assert len({_rounded(math.sqrt(float(squared_norm(cut, CPU)))) for cut in cuts}) == 1
-
-
-def test_of_none() -> None:
     assert float(squared_norm([], CPU)) == 0.0
 
 
