@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.profiler import profile
 
-from fsdp_lab.base.events import Memory, MemorySample, Role, RoleBytes, StepEvent
-from fsdp_lab.models import Initializer, build_skeleton, resolve
+from fsdp_lab.base.events import Memory, Role, RoleBytes, StepEvent
 from fsdp_lab.rank.faults import InjectedFault
 from fsdp_lab.rank.ledger import MOST_SAMPLES, Ledger, LedgerResult, MemoryBlock, _follow, _Mark, _unknown
 from fsdp_lab.rank.measure import StepMeter
 from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import WireContext
+from tests.models.small import filled
 from tests.pool import Place, Pool
-from tests.rank.test_session import BACKENDS, DDP, session
+from tests.rank.test_session import BACKENDS, DDP, apply, play, session, train
 
 # Every size is a multiple of 4 elements for each of two ranks: no shard and no slot of a flat buffer is padded.
 WIDTH, HEADS, LAYERS, VOCABULARY, SEQ, BATCH = 32, 4, 3, 384, 16, 2
@@ -38,13 +37,11 @@ def spec(world_size: int = 2, **changes: Any) -> Spec:
 
 def ledger_steps(place: Place, plan: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The ledger step of each."""
-    s = session(place)
     found = []
-    for given in plan:
-        s.apply("run", given, fresh=True)
-        (event,) = [e for e in s.train(3)["events"] if e["ledger"]]
-        found.append(event)
-    s.close()
+    with contextlib.closing(session(place)) as s:
+        for given in plan:
+            s.apply("run", given, fresh=True)
+            found += [e for e in s.train(3)["events"] if e["ledger"]]
     return found
 
 
@@ -86,8 +83,18 @@ def events(pool: Pool) -> dict[str, StepEvent]:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_what_stays_is_exact(events: dict[str, StepEvent], name: str) -> None:
-    event = events[name]
+def test_every_byte_of_a_step_is_known_under_every_backend(events: dict[str, StepEvent], name: str) -> None:
+    event, m = events[name], events[name].memory
+    check_what_stays(event, name)
+    check_what_is_gathered(event, name)
+    assert m.at_peak.total_bytes == m.peak_bytes == max(s.classes.total_bytes for s in event.memory_curve)
+    assert m.at_peak.other_bytes < 0.01 * m.peak_bytes
+    assert m.limit_bytes is not None and m.peak_bytes < m.limit_bytes
+    assert 0 < m.outside_bytes < m.rss_bytes and m.reserved_bytes is None
+    check_order(event)
+
+
+def check_what_stays(event: StepEvent, name: str) -> None:
     mine = 4 * ALL // (1 if name == "ddp" else 2)
     for sample in event.memory_curve:
         assert (sample.classes.parameters_bytes, sample.classes.other_bytes < 4096) == (mine, True)
@@ -98,39 +105,40 @@ def test_what_stays_is_exact(events: dict[str, StepEvent], name: str) -> None:
     assert reduced.unsharded_bytes == 0
     kept = mine if name in ("fsdp1", "ddp") else 0  # FSDP1 keeps them until the next forward, DDP its buckets
     assert begin.gradients_bytes == end.gradients_bytes == kept
-    assert event.memory.allocated_bytes == pytest.approx(
-        3 * mine + kept, abs=64
-    )  # the vote's 16 bytes may still be there
     m = event.memory
+    assert m.allocated_bytes == pytest.approx(3 * mine + kept, abs=64)  # the vote's 16 bytes may still be there
     assert (m.parameters_bytes, m.gradients_bytes, m.optimizer_bytes) == (mine, mine, 2 * mine)
 
 
-@pytest.mark.parametrize("name", ["lab", "fsdp2", "fsdp1"])
-def test_what_is_gathered_is_exact(events: dict[str, StepEvent], name: str) -> None:
+def check_what_is_gathered(event: StepEvent, name: str) -> None:
     """In a block's forward the block and the root, and under lab the next block, which is gathered ahead; so it is in every
-    backward."""
+    backward. DDP gathers nothing."""
+    if name == "ddp":
+        assert all(s.classes.unsharded_bytes == 0 for s in event.memory_curve)
+        return
     for i in range(LAYERS):
         ahead = name == "lab" and i < LAYERS - 1
         for moment in ("begin", "end"):
-            held = at(events[name], "forward", f"transformer.h.{i}", moment)
+            held = at(event, "forward", f"transformer.h.{i}", moment)
             assert held.unsharded_bytes == 4 * (ROOT + BLOCK + ahead * BLOCK)
-    assert max(s.classes.unsharded_bytes for s in events[name].memory_curve) <= 4 * (ROOT + 2 * BLOCK)
+    assert max(s.classes.unsharded_bytes for s in event.memory_curve) <= 4 * (ROOT + 2 * BLOCK)
 
 
-def test_ddp_gathers_nothing(events: dict[str, StepEvent]) -> None:
-    curve = events["ddp"].memory_curve
-    assert all(s.classes.unsharded_bytes == 0 for s in curve)
+def check_order(event: StepEvent) -> None:
+    """The curve goes through the units one after the other."""
+    curve = event.memory_curve
+    assert [s.at_s for s in curve] == sorted(s.at_s for s in curve) and curve[0].at_s == 0
+    passed = list(dict.fromkeys((s.phase, s.unit) for s in curve if s.unit != "root"))
+    blocks = [f"transformer.h.{i}" for i in range(LAYERS)]
+    assert passed == [*(("forward", b) for b in blocks), *(("backward", b) for b in blocks[::-1])]
+    phases = ["begin", "forward", "backward", "update"]
+    assert [s.phase for s in curve] == sorted((s.phase for s in curve), key=phases.index)
 
 
 def saved_bytes() -> int:
     """What autograd saves in a forward of the plain model, each storage once, without parameters: an independent count."""
-    skeleton = build_skeleton(resolve(MODEL))
-    initial = Initializer(skeleton, 0)
-    values = {id(p): nn.Parameter(initial(name)) for name, p in skeleton.named_parameters()}
-    for module in skeleton.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            setattr(module, name, values[id(parameter)])
-    own = {p.untyped_storage().data_ptr() for p in skeleton.parameters()}
+    model = filled(MODEL)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(t: torch.Tensor) -> torch.Tensor:
@@ -139,16 +147,15 @@ def saved_bytes() -> int:
 
     ids = torch.zeros(BATCH, SEQ, dtype=torch.int64)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        skeleton(input_ids=ids, labels=ids)["loss"]
+        model(input_ids=ids, labels=ids)["loss"]
     own.add(ids.untyped_storage().data_ptr())
     return sum(storage.nbytes() for address, storage in saved.items() if address not in own)
 
 
 def test_activations_are_what_autograd_saved_and_alike_in_all_backends(events: dict[str, StepEvent]) -> None:
     """When the root's forward ends: beside what is saved there are the logits that the model gives back."""
-    for unit, moment in [(f"transformer.h.{i}", m) for i in range(LAYERS) for m in ("begin", "end")] + [
-        ("root", "end")
-    ]:
+    in_blocks = [(f"transformer.h.{i}", m) for i in range(LAYERS) for m in ("begin", "end")]
+    for unit, moment in [*in_blocks, ("root", "end")]:
         found = {name: at(e, "forward", unit, moment).activations_bytes for name, e in events.items()}
         assert len(set(found.values())) == 1, (unit, found)
     logits, scalars = 4 * BATCH * SEQ * VOCABULARY, 128
@@ -164,41 +171,15 @@ def test_a_block_adds_what_its_operators_save(events: dict[str, StepEvent]) -> N
     assert [b - a for a, b in itertools.pairwise(ends)] == [pytest.approx(by_hand, abs=64)] * (LAYERS - 1)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_the_classes_at_the_peak_are_the_peak(events: dict[str, StepEvent], name: str) -> None:
-    m = events[name].memory
-    assert m.at_peak.total_bytes == m.peak_bytes == max(s.classes.total_bytes for s in events[name].memory_curve)
-    assert m.at_peak.other_bytes < 0.01 * m.peak_bytes
-    assert m.limit_bytes is not None and m.peak_bytes < m.limit_bytes
-    assert 0 < m.outside_bytes < m.rss_bytes
-    assert m.reserved_bytes is None
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_curve_goes_through_the_units_in_order(events: dict[str, StepEvent], name: str) -> None:
-    curve = events[name].memory_curve
-    assert [s.at_s for s in curve] == sorted(s.at_s for s in curve) and curve[0].at_s == 0
-    passed = list(dict.fromkeys((s.phase, s.unit) for s in curve if s.unit != "root"))
-    blocks = [f"transformer.h.{i}" for i in range(LAYERS)]
-    assert passed == [*(("forward", b) for b in blocks), *(("backward", b) for b in blocks[::-1])]
-    assert [s.phase for s in curve] == sorted(
-        (s.phase for s in curve), key=["begin", "forward", "backward", "update"].index
-    )
-
-
-# -- strategies ------------------------------------------------------------------------------------------------------
+# -- strategies: their peaks are the planner's, by class (tests/planner/test_memory.py) ------------------------------
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "plain": {},
     "recompute": {"recompute": "full"},
     "offload of the optimizer": {"offload": "optimizer"},
-    "offload of all": {"offload": "all"},
     "fsdp2, offload of all": {"backend": "fsdp2", "offload": "all"},
-    "bf16": {"precision": "bf16"},
-    "fsdp2, bf16": {"backend": "fsdp2", "precision": "bf16"},
     "fsdp1, bf16": {"backend": "fsdp1", "precision": "bf16"},
-    "ddp, bf16": {**DDP, "precision": "bf16"},
-    "ddp, half recomputed": {**DDP, "recompute": "every:2"},
+    "ddp, bf16 and half recomputed": {**DDP, "precision": "bf16", "recompute": "every:2"},
     "two micro-batches": {"accumulate": 2, "sync": "last"},
     "zero1": {"sharding": "zero1"},
 }
@@ -209,34 +190,25 @@ def by_strategy(pool: Pool) -> dict[str, StepEvent]:
     return dict(zip(STRATEGIES, ledgers(pool, *(spec(**changes) for changes in STRATEGIES.values())), strict=True))
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_every_byte_has_a_class_under_every_strategy(by_strategy: dict[str, StepEvent], name: str) -> None:
-    event = by_strategy[name]
-    m = event.memory
-    assert m.at_peak.total_bytes == m.peak_bytes > 0
-    assert m.at_peak.other_bytes < 0.01 * m.peak_bytes
-    assert event.memory_curve[-1].classes.activations_bytes == 0
-    assert {f"transformer.h.{i}" for i in range(LAYERS)} <= {s.unit for s in event.memory_curve}
-    assert event.memory_curve[-1].classes.unsharded_bytes == (4 * ALL if name == "zero1" else 0)
+def test_every_byte_has_a_class_under_every_strategy(by_strategy: dict[str, StepEvent]) -> None:
+    for name, event in by_strategy.items():
+        m = event.memory
+        assert m.at_peak.total_bytes == m.peak_bytes > 0, name
+        assert m.at_peak.other_bytes < 0.01 * m.peak_bytes, name
+        assert event.memory_curve[-1].classes.activations_bytes == 0, name
+        assert {f"transformer.h.{i}" for i in range(LAYERS)} <= {s.unit for s in event.memory_curve}, name
+        assert event.memory_curve[-1].classes.unsharded_bytes == (4 * ALL if name == "zero1" else 0), name
 
 
-@pytest.mark.parametrize("name", ["offload of all", "fsdp2, offload of all"])
-def test_what_is_offloaded_is_not_the_device_s(by_strategy: dict[str, StepEvent], name: str) -> None:
-    event = by_strategy[name]
+def test_what_is_offloaded_is_not_the_device_s(by_strategy: dict[str, StepEvent]) -> None:
+    event = by_strategy["fsdp2, offload of all"]
     assert event.memory.host_bytes == 4 * (4 * ALL // 2)  # parameters, gradients, twice that of state
-    assert all(s.classes.parameters_bytes == 0 for s in event.memory_curve)
+    assert all(s.classes.parameters_bytes == s.classes.optimizer_bytes == 0 for s in event.memory_curve)
     begin, end = event.memory_curve[0].classes, event.memory_curve[-1].classes
     assert begin.total_bytes == 0 and end.total_bytes < 4096
-    assert event.memory.allocated_bytes == pytest.approx(3 * (4 * ALL // 2), abs=4096)  # of the process, between steps
-    assert event.memory.peak_bytes < by_strategy["plain"].memory.peak_bytes
-    assert all(s.classes.optimizer_bytes == 0 for s in event.memory_curve)  # its scratch is the host's too
-
-
-def test_offload_of_the_optimizer_leaves_a_copy_to_gather_from(by_strategy: dict[str, StepEvent]) -> None:
-    event = by_strategy["offload of the optimizer"]
-    assert {s.classes.parameters_bytes for s in event.memory_curve} == {4 * ALL // 2}
-    assert event.memory_curve[-1].classes.optimizer_bytes == event.memory_curve[-1].classes.gradients_bytes == 0
-    assert event.memory.parameters_bytes == 4 * ALL // 2
+    partly = by_strategy["offload of the optimizer"]  # leaves a copy to gather from
+    assert {s.classes.parameters_bytes for s in partly.memory_curve} == {4 * ALL // 2}
+    assert partly.memory_curve[-1].classes.optimizer_bytes == partly.memory_curve[-1].classes.gradients_bytes == 0
 
 
 def test_recompute_keeps_the_inputs_of_blocks_alone(by_strategy: dict[str, StepEvent]) -> None:
@@ -251,13 +223,6 @@ def test_recompute_keeps_the_inputs_of_blocks_alone(by_strategy: dict[str, StepE
     assert again.hfu / again.mfu == pytest.approx(again.hardware_flops / again.flops)
 
 
-@pytest.mark.parametrize("name", ["bf16", "fsdp2, bf16", "fsdp1, bf16"])
-def test_bf16_gathers_half(by_strategy: dict[str, StepEvent], name: str) -> None:
-    last = f"transformer.h.{LAYERS - 1}"  # in whose forward nothing is gathered ahead
-    assert at(by_strategy[name], "forward", last).unsharded_bytes == 2 * (ROOT + BLOCK)
-    assert by_strategy[name].memory_curve[0].classes.parameters_bytes == 4 * ALL // 2  # the masters stay fp32
-
-
 def test_gradients_that_are_not_reduced_yet_are_whole(by_strategy: dict[str, StepEvent]) -> None:
     """Between two micro-batches of which only the last communicates; the second forward finds them."""
     curve = by_strategy["two micro-batches"].memory_curve
@@ -265,55 +230,27 @@ def test_gradients_that_are_not_reduced_yet_are_whole(by_strategy: dict[str, Ste
     assert second.classes.gradients_bytes == 4 * ALL
 
 
-# -- when ------------------------------------------------------------------------------------------------------------
-
-
-def _asked(place: Place) -> list[list[Any]]:
-    s = session(place)
-    s.apply("run", spec(recompute="full").to_dict())
-    told = s.train(1, ledgers=[0])["events"]  # too early: put off to the third
-    told += s.train(4)["events"]
-    told += s.train(5, ledgers=[6, 8])["events"]
-    module, context = s.namespace()["model"], s.context
-    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
-    bare = engine_hooks(module)
-    s.close()
-    return [told, hooks == bare and context.on_issue is None]
-
-
-def engine_hooks(module: nn.Module) -> int:
-    """Hooks of the engine: two for each module of a unit."""
-    from fsdp_lab.engine import units_of
-
-    return 2 * sum(len(unit.modules) for unit in units_of(module))
-
-
 @pytest.mark.slow
 def test_ledger_steps_come_when_they_are_asked_for(pool: Pool) -> None:
-    for told, is_clean in pool.run(_asked, 2, reduction=None):
-        events = [StepEvent.from_dict(e) for e in told]
-        assert [e.step for e in events if e.ledger] == [2, 6, 8]
-        assert [e.step for e in events if e.memory_curve] == [2, 6, 8]
+    early = train(1, ledgers=[0])  # put off to the third
+    for _, *answers in play(pool, 2, apply(spec(recompute="full")), early, train(4), train(5, ledgers=[6, 8])):
+        events = [StepEvent.from_dict(e) for answer in answers for e in answer["events"]]
+        assert [e.step for e in events if e.ledger] == [e.step for e in events if e.memory_curve] == [2, 6, 8]
         assert not any(e.counts for e in events if e.ledger)
         assert [e.memory.peak_bytes > 0 for e in events] == [False, False, *[True] * 8]
         assert events[3].memory.at_peak == events[2].memory.at_peak  # repeated until the next
         assert all(e.memory.parameters_bytes == 4 * ALL // 2 for e in events)
-        assert is_clean
 
 
-def _losses(place: Place, changes: dict[str, Any], ledgers: list[int]) -> list[tuple[float, float]]:
-    s = session(place, reduction="rank_ordered")
-    s.apply("run", spec(optimizer="sgd", lr=0.1, **changes).to_dict())
-    events = s.train(5, ledgers=ledgers)["events"]
-    assert [e["step"] for e in events if e["ledger"]] == sorted({2, *ledgers})
-    s.close()
-    return [(e["mean_loss"], e["grad_norm"]) for e in events]
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_ledger_step_changes_no_bit(pool: Pool, name: str) -> None:
-    watched, plain = (pool.run(_losses, 2, BACKENDS[name], ledgers, reduction=None) for ledgers in ([3], []))
-    assert watched == plain
+def test_a_ledger_step_changes_no_bit(pool: Pool) -> None:
+    calls = [c for changes in BACKENDS.values() for ledgers in ([3], [])
+             for c in (apply(spec(optimizer="sgd", lr=0.1, **changes), fresh=True), train(5, ledgers=ledgers))]  # fmt: skip
+    for answers in play(pool, 2, *calls, reduction="rank_ordered"):
+        found = [a["events"] for a in answers[1::2]]
+        for watched, plain in zip(found[::2], found[1::2], strict=True):
+            assert [e["step"] for e in watched if e["ledger"]] == [2, 3]
+            losses, same = ([(e["mean_loss"], e["grad_norm"]) for e in events] for events in (watched, plain))
+            assert losses == same
 
 
 # -- by hand ---------------------------------------------------------------------------------------------------------
@@ -335,15 +272,14 @@ def _operations_recorded(place: Place) -> list[list[str]]:
 
 def _hidden_while_recording(place: Place) -> list[bool]:
     """Whether operations are hidden in a ledger step that is given up, and after it."""
-    s = session(place)
-    s.apply("run", spec().to_dict())
-    assert s.trainer is not None
     context, seen = WireContext(), []
-    ledger = Ledger(s.trainer.backend, context, torch.device("cpu"), offloaded=False)
-    with contextlib.suppress(InjectedFault), ledger.recording():
-        seen.append(context.hide_from_profiler)
-        raise InjectedFault("given up")
-    s.close()
+    with contextlib.closing(session(place)) as s:
+        s.apply("run", spec().to_dict())
+        assert s.trainer is not None
+        ledger = Ledger(s.trainer.backend, context, torch.device("cpu"), offloaded=False)
+        with contextlib.suppress(InjectedFault), ledger.recording():
+            seen.append(context.hide_from_profiler)
+            raise InjectedFault("given up")
     return [*seen, context.hide_from_profiler]
 
 
@@ -396,12 +332,6 @@ def test_a_curve_of_many_units_is_thinned_and_keeps_its_peak() -> None:
     assert len(found.curve) <= MOST_SAMPLES + 2
     assert max(s.classes.total_bytes for s in found.curve) == found.peak.total_bytes == 100
     assert (found.curve[0].at_s, found.curve[-1].at_s) == (0, 4999 / 1e9)
-
-
-def test_samples_cross_processes_as_rows() -> None:
-    classes = RoleBytes(gradients_bytes=3, other_bytes=4)
-    sample = MemorySample(at_s=0.5, phase="forward", unit="h.0", moment="end", classes=classes)
-    assert MemorySample.from_row(sample.to_row()) == sample
 
 
 @pytest.mark.parametrize("peak_bytes", [90, 110, 150])

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from fsdp_lab.spec.spec import Spec
 from tests.pool import Place, Pool
-from tests.rank.test_session import BACKENDS, DDP, session, spec
+from tests.rank.test_session import BACKENDS, DDP, apply, call, play, session, spec, train
 
 COSINE = {"lr_schedule": "cosine", "warmup_steps": 2, "decay_steps": 6, "lr_end": 0.1}
 
 
 def trained(place: Place, plans: list[list[tuple[dict[str, Any], int]]]) -> list[list[dict[str, Any]]]:
     """The events of each plan, whose Specs follow each other; each last step of a Spec with a checksum."""
-    s, told = session(place, reduction="rank_ordered"), []
-    for i, plan in enumerate(plans):
-        events: list[dict[str, Any]] = []
-        for j, (given, steps) in enumerate(plan):
-            s.apply(f"run{i}", given, fresh=j == 0)
-            events += s.train(steps, checks=[len(events) + steps - 1])["events"]
-        told.append(events)
-    s.close()
+    told = []
+    with closing(session(place, reduction="rank_ordered")) as s:
+        for i, plan in enumerate(plans):
+            events: list[dict[str, Any]] = []
+            for j, (given, steps) in enumerate(plan):
+                s.apply(f"run{i}", given, fresh=j == 0)
+                events += s.train(steps, checks=[len(events) + steps - 1])["events"]
+            told.append(events)
     return told
 
 
@@ -62,45 +61,21 @@ def test_a_change_of_rates_needs_no_new_backend(pool: Pool) -> None:
     assert [e["lr"] for e in told[0]] == [0.01, 0.01, 0.02 * 0.8, 0.02 * 0.7, 0.01 * factor(4), 0.01 * factor(5)]
 
 
-def _skipping(place: Place, given: dict[str, Any]) -> list[dict[str, Any]]:
-    s = session(place)
-    s.apply("run", given, fresh=True)
-    s.arm({"kind": "nan", "ranks": [0], "phase": "backward"})
-    events: list[dict[str, Any]] = s.train(4)["events"]
-    s.close()
-    return events
-
-
 def test_fp16_tells_its_loss_scale_and_a_skipped_step_counts(pool: Pool) -> None:
-    given = spec(1, precision="fp16", lr=1e-4, **COSINE).to_dict()
-    [told] = pool.run(_skipping, 1, given, reduction=None)
+    given, nan = spec(1, precision="fp16", lr=1e-4, **COSINE), {"kind": "nan", "ranks": [0], "phase": "backward"}
+    ((*_, answer),) = play(pool, 1, apply(given), call("arm", nan), train(4))
+    told = answer["events"]
     assert [e["skipped"] for e in told] == [True, False, False, False]
     assert [e["loss_scale"] for e in told] == [2.0**16] + [2.0**15] * 3
-    assert [e["lr"] for e in told] == [1e-4 * spec(**COSINE).workload.rates.factor(step) for step in range(4)]
+    assert [e["lr"] for e in told] == [1e-4 * given.workload.rates.factor(step) for step in range(4)]
 
 
-def _saved(place: Place, given: dict[str, Any], root: str) -> list[Any]:
-    s = session(place)
-    s.apply("run", given, fresh=True)
-    s.train(3)
-    s.save(root)
-    events = s.train(4, checks=[6])["events"]
-    assert not s.saves(30.0)["under_way"]
-    s.close()
-    return list(events)
-
-
-def _restored(place: Place, given: dict[str, Any], path: str) -> list[Any]:
-    s = session(place)
-    s.restore("again", given, path)
-    events = s.train(4, checks=[6])["events"]
-    s.close()
-    return list(events)
-
-
-@pytest.mark.parametrize("after", [{}, DDP], ids=str)
-def test_a_resumed_run_goes_on_where_its_rates_were(pool: Pool, tmp_path: Path, after: dict[str, Any]) -> None:
-    events, _ = pool.run(_saved, 2, spec(**COSINE).to_dict(), str(tmp_path), reduction=None)
-    again = pool.run(_restored, 2, spec(**COSINE, **after).to_dict(), str(tmp_path), reduction=None)[0]
+def test_a_resumed_run_goes_on_where_its_rates_were(pool: Pool, tmp_path: Path) -> None:
+    """Under another backend."""
+    given, root = spec(**COSINE), str(tmp_path)
+    saved = (apply(given), train(3), call("save", root), train(4), call("saves", 30.0))
+    (*_, steady, _), _ = play(pool, 2, *saved)
+    restored = call("restore", "again", given.replace(**DDP).to_dict(), root)
+    (_, again), _ = play(pool, 2, restored, train(4))
     names = ("step", "lr", "mean_loss")
-    assert [[e[n] for n in names] for e in again] == [[e[n] for n in names] for e in events]
+    assert [[e[n] for n in names] for e in again["events"]] == [[e[n] for n in names] for e in steady["events"]]
