@@ -267,7 +267,12 @@ class HostEngines(LocalEngines):
         command = ["env", f"PYTHONPATH={host.code}", self.shell.python, "-P", "-m", "fsdp_lab.cluster.host_agent"]
         gone_s = self._asked.cut_s if self._endpoint is None else CONTROLLER_GONE_S  # a tunnel that is cut refuses too
         environment = {**ENVIRONMENT, **self._variables}
-        orders = {"token": self._token, "environment": environment, "connection": self._connection, "cwd": os.getcwd()}
+        orders: dict[str, Any] = {
+            "token": self._token,
+            "environment": environment,
+            "connection": self._connection,
+            "cwd": os.getcwd(),
+        }
         orders |= {"count": count, "cut_s": self._asked.cut_s, "gone_s": gone_s, "stay": stay, "sent": host.sent}
         return self.shell.start([name], command, json.dumps(orders).encode() + b"\n")
 

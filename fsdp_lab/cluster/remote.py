@@ -203,9 +203,10 @@ class Resident:
             if name.startswith("_") and any(value is x for x in dropped):
                 del self.namespace[name]
         outputs = self.namespace.get("Out")
-        for number, value in [*outputs.items()] if isinstance(outputs, dict) else ():
-            if any(value is x for x in dropped):
-                del outputs[number]
+        if isinstance(outputs, dict):
+            for number, value in [*outputs.items()]:
+                if any(value is x for x in dropped):
+                    del outputs[number]
         for name in ("last_value", "last_traceback", "last_type", "last_exc"):
             if hasattr(sys, name):
                 delattr(sys, name)  # the traceback of a failed cell holds the model too

@@ -183,7 +183,8 @@ class Preparation:
         if not isinstance(source, OwnSource) or not source.is_of(w):
             source = OwnSource(w)
         batches = Batches(w, None, rank=self._info.rank, world_size=self._info.world_size, source=source)
-        code = [c if isinstance(c, str) else c["digest"] for c in (w.model, w.loss)]  # the same in every process
+        given: tuple[Any, Any] = (w.model, w.loss)
+        code = [c if isinstance(c, str) else c["digest"] for c in given]  # the same in every process
         key = json.dumps([*code, source.fingerprint, w.micro_batch, spec.strategy.recompute, w.freeze])
         if key not in self.own_costs:
             self.own_costs[key] = own.cost(source, lambda model: recomputed(model, spec.strategy))

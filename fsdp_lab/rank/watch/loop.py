@@ -480,10 +480,10 @@ def _scalar(name: str, value: Tensor | float) -> float | Tensor:
         return float(value)
     if value.numel() != 1:
         raise ArgumentError(name, f"a tensor of shape {tuple(value.shape)} is no scalar", "give its mean")
-    value = value.detach().float()
-    if hasattr(value, "full_tensor"):  # a DTensor, as of a gradient norm
-        value = value.full_tensor()
-    return float(value) if value.is_cpu else value.clone()
+    whole: Tensor = value.detach().float()
+    if hasattr(whole, "full_tensor"):  # a DTensor, as of a gradient norm
+        whole = whole.full_tensor()
+    return float(whole) if whole.is_cpu else whole.clone()
 
 
 def _outcome(error: BaseException | None) -> tuple[str, str]:
