@@ -17,7 +17,7 @@ import torch
 
 from fsdp_lab.bench import results
 from fsdp_lab.bench.plan import STEP, BenchError, BenchPlan, PlanError, forms_named, place
-from fsdp_lab.bench.results import BenchResult, step_figures
+from fsdp_lab.bench.results import BenchResult, Spread, interval, spread, step_figures
 from fsdp_lab.cli.main import main
 from tests.bench.in_pool import launched_in
 from tests.pool import Pool
@@ -76,6 +76,17 @@ def measured(**seconds: list[float]) -> BenchResult:
         peak_bytes={},
         shared=frozenset(form for form in named_seconds if not form.endswith("-raw")),
     )
+
+
+def test_a_spread_is_a_median_and_two_deciles() -> None:
+    assert spread([float(x) for x in range(11)]) == Spread(median=5.0, p10=1.0, p90=9.0, n=11)
+    assert spread([3.0]) == Spread(median=3.0, p10=3.0, p90=3.0, n=1)
+
+
+@pytest.mark.parametrize(("n", "place"), [(3, 0), (5, 0), (6, 0), (20, 5), (30, 9)])
+def test_the_interval_of_a_median_is_that_of_order_statistics(n: int, place: int) -> None:
+    """As tables of the binomial have it: of 20 values the sixth and the fifteenth."""
+    assert interval([float(i) for i in reversed(range(n))]) == (place, n - 1 - place)
 
 
 def test_a_step_is_as_long_as_its_slowest_rank() -> None:

@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,8 @@ import psutil
 import pytest
 
 from fsdp_lab.base.errors import ArgumentError
-from fsdp_lab.base.process import MARK, Identity, end, machine, marked
+from fsdp_lab.base.process import MARK, Identity, alive, end, machine, marked
+from fsdp_lab.cli import jupyter
 from fsdp_lab.cli.main import main
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.cluster.cluster import Cluster
@@ -234,6 +236,38 @@ input()
         for rival in rivals:
             rival.communicate("\n", timeout=10)
     assert detached_clusters()[0].free, "its claim ends with it"
+
+
+@pytest.mark.slow
+def test_an_interrupt_while_they_are_waited_for_loses_nothing(temporary: Path):
+    token = kernel(1, 250, "kill")  # five seconds
+    (record,) = detached_clusters()
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        Cluster(2, rank_module=FAKE, persist=1).start()
+    assert detached_clusters()[0].free and marked(token)
+    with Cluster(2, rank_module=FAKE, persist=1) as cluster:
+        assert cluster.attached and tuple(cluster.pids) == record.pids
+        assert cluster.assembly.attached_status[0]["step"] == 250
+
+
+def test_the_end_of_jupyterlab_spares_them_and_nobody_else(left: DetachedCluster):
+    code = """
+import os, subprocess, sys, time
+sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+staying = subprocess.Popen(sleep, env={**os.environ, sys.argv[1]: sys.argv[2]})
+print(staying.pid, subprocess.Popen(sleep).pid, flush=True)
+time.sleep(60)
+"""
+    server = subprocess.Popen([sys.executable, "-c", code, MARK, left.token], stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    staying, going = (psutil.Process(int(pid)) for pid in server.stdout.readline().split())
+    until(lambda: staying.pid in detached_pids())
+    jupyter.end(server)
+    until(lambda: not alive(going))
+    assert alive(staying)
+    end([staying], term_s=0)
 
 
 def test_they_are_listed_and_ended_by_a_command(left: DetachedCluster, capsys: pytest.CaptureFixture[str]):

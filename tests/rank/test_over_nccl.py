@@ -1,5 +1,5 @@
 """Steps over a simulated NCCL (tests/wire/simulated_nccl.py) that are given up: ranks that wait for their device are freed
-in bounded time, and lose nothing. Kills and drills are in tests/lab/test_over_nccl.py."""
+in bounded time, and lose nothing. Kills and drills, over Gloo, are in tests/lab/test_recovery.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +23,21 @@ from tests.covering import tiered
 from tests.pool import Place, Pool, RankError
 from tests.rank.test_hang import _hangs
 from tests.rank.test_not_finite import said_by
-from tests.rank.test_session import _fails, _follow, _interrupted, _stall, before_batches, follow, session, spec
+from tests.rank.test_session import (
+    _fails,
+    _follow,
+    _interrupted,
+    _stall,
+    answers,
+    apply,
+    before_batches,
+    call,
+    fails,
+    follow,
+    session,
+    spec,
+    train,
+)
 from tests.wire.simulated_nccl import simulated, simulated_deaf
 
 KILL_LIMIT_S = 4.0  # ranks build their models meanwhile
@@ -98,6 +113,17 @@ def _nccl_fails(place: Place, timeout_s: float, how: str) -> Any:
     losses += [e["mean_loss"] for e in s.train(3)["events"]]
     s.close()
     return said, losses
+
+
+def _slowed(place: Place) -> list[Any]:
+    with closing(session(place)) as s:
+        slow = fails(call("arm", {"kind": "slow", "ranks": [1], "factor": 50}))
+        return answers(s, [apply(spec()), slow, train(1)])
+
+
+def test_a_slow_link_is_refused_and_training_goes_on(pool: Pool, undisturbed: list[float]) -> None:
+    for _, said, trained in pool.run(simulated, 2, _slowed, reduction=None):
+        assert "refused over NCCL" in said and trained["events"][0]["mean_loss"] == undisturbed[0]
 
 
 @pytest.mark.parametrize(
