@@ -144,8 +144,8 @@ def units_of(module: nn.Module) -> list[Unit]:
     hooks = unit_hooks(module)
     if hooks is not None and hooks.runtime is not None and module is hooks.runtime.root.modules[0]:
         return list(hooks.runtime.units)
-    found = (unit_hooks(m) for m in module.modules())
-    return list(dict.fromkeys(h.unit for h in found if h is not None))
+    each = (unit_hooks(m) for m in module.modules())
+    return list(dict.fromkeys(h.unit for h in each if h is not None))
 
 
 def flats_of(module: nn.Module) -> list[FlatBuffer]:
@@ -184,11 +184,11 @@ def runtime_of(module: nn.Module) -> Runtime:
 
 def runtimes_of(module: nn.Module) -> list[Runtime]:
     """One of each outermost sharded module, itself or inside it."""
-    found: dict[int, Runtime] = {}
+    runtimes: dict[int, Runtime] = {}
     for m in module.modules():
         if unit_hooks(m) is not None:
-            found.setdefault(id(runtime := runtime_of(m)), runtime)
-    return list(found.values())
+            runtimes.setdefault(id(runtime := runtime_of(m)), runtime)
+    return list(runtimes.values())
 
 
 def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) -> UnshardHandle:
@@ -277,7 +277,7 @@ class _Taken:
 
 def _take(modules: Sequence[nn.Module], ignored: set[int]) -> list[_Taken]:
     """The parameters that no earlier call took, each once. Raises ShardError where that is not what was meant."""
-    found: dict[int, _Taken] = {}
+    taken: dict[int, _Taken] = {}
     for root in modules:
         inner = {id(p) for flat in flats_of(root) for p in flat.sharded}
         for path, module in root.named_modules():
@@ -288,8 +288,8 @@ def _take(modules: Sequence[nn.Module], ignored: set[int]) -> list[_Taken]:
                 if isinstance(p, ShardedParameter):
                     outer = f"a module around {type(root).__name__}"
                     raise ShardError(f"{name} was sharded already, with {outer}; shard inner modules first")
-                found.setdefault(id(p), _Taken(name, p)).uses.append((module, attribute))
-    return list(found.values())
+                taken.setdefault(id(p), _Taken(name, p)).uses.append((module, attribute))
+    return list(taken.values())
 
 
 def _mark(modules: Sequence[nn.Module]) -> None:
@@ -365,8 +365,8 @@ def _adopt(hooks: UnitHooks) -> Runtime:
     index = {unit: i for i, unit in enumerate(units)}
 
     def unit_at(module: nn.Module) -> int | None:
-        found = unit_hooks(module)
-        return None if found is None else index[found.unit]
+        hooks_here = unit_hooks(module)
+        return None if hooks_here is None else index[hooks_here.unit]
 
     runtime = Runtime(hooks.unit, units, lambda module: guess_calls(module, unit_at))
     watch_steps(runtime)

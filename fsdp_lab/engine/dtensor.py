@@ -42,11 +42,11 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     if func._schema.is_mutable:
         _cut_what_is_written(args)
-    found = _run(func, args, kwargs)
+    result = _run(func, args, kwargs)
     written = [t.counted for t in _written(func, args, kwargs) if isinstance(t, FlatTensor)]
     if written:
         torch.autograd.graph.increment_version(written)  # torch raises that of the wrapper alone
-    return found
+    return result
 
 
 def _cut_what_is_written(args: tuple[Any, ...]) -> None:
@@ -80,9 +80,9 @@ def _by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[s
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     packet = func.overloadpacket
     if packet in _SPECIAL:
-        found = _SPECIAL[packet](func, args, kwargs)
-        if found is not NotImplemented:
-            return found
+        result = _SPECIAL[packet](func, args, kwargs)
+        if result is not NotImplemented:
+            return result
     name = func._schema.name.removeprefix("aten::")
     if name.startswith(("_foreach_", "_fused_")):
         return _on_lists(func, args, kwargs)
@@ -133,10 +133,10 @@ def _like(func: Any, args: Any, kwargs: Any) -> FlatTensor | None:
 def _on_ranges(func: Any, args: Any, kwargs: Any, like: FlatTensor) -> Any:
     local_args, local_kwargs = pytree.tree_map_only(Tensor, lambda t: _range(t, like), (args, kwargs))
     local_kwargs.pop("memory_format", None)  # a range has one dimension
-    found = func(*local_args, **local_kwargs)
-    if not isinstance(found, Tensor):
-        return found
-    return like if func._schema.is_mutable else like.like(found)
+    local = func(*local_args, **local_kwargs)
+    if not isinstance(local, Tensor):
+        return local
+    return like if func._schema.is_mutable else like.like(local)
 
 
 def _range(t: Tensor, like: FlatTensor) -> Tensor:
@@ -167,10 +167,10 @@ def _on_lists(func: Any, args: Any, kwargs: Any) -> Any:
             return [_range(t, alike[i]) if i in alike else t for i, t in enumerate(a)]
         return _range(a, lone) if isinstance(a, Tensor) else a
 
-    found = func(*map(local, args), **{k: local(v) for k, v in kwargs.items()})
-    if isinstance(found, (list, tuple)):
-        return [alike[i].like(t) if i in alike else t for i, t in enumerate(found)]
-    return found
+    results = func(*map(local, args), **{k: local(v) for k, v in kwargs.items()})
+    if isinstance(results, (list, tuple)):
+        return [alike[i].like(t) if i in alike else t for i, t in enumerate(results)]
+    return results
 
 
 def _written_beside(func: Any, args: Any, kwargs: Any, alike: Iterable[int]) -> list[Tensor]:
@@ -221,13 +221,13 @@ def _foreach_norm(func: Any, args: Any, kwargs: Any) -> Any:
     given = _by_name(func, args, kwargs)
     order, dtype = float(given.get("ord", 2)), given.get("dtype")
     sharded = [t for t in args[0] if isinstance(t, FlatTensor)]
-    found, mesh = iter(_norms(sharded, order, dtype)), sharded[0].flat_placement.mesh.plain_mesh
+    norms, mesh = iter(_norms(sharded, order, dtype)), sharded[0].flat_placement.mesh.plain_mesh
 
     def beside(t: Tensor) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(t, order, dtype=dtype)
         return norm if isinstance(norm, DTensor) else Replica.of(norm, mesh)
 
-    return [next(found) if isinstance(t, FlatTensor) else beside(t) for t in args[0]]
+    return [next(norms) if isinstance(t, FlatTensor) else beside(t) for t in args[0]]
 
 
 def _foreach_max(func: Any, args: Any, kwargs: Any) -> Any:
@@ -239,15 +239,15 @@ def _norms(tensors: Sequence[FlatTensor], order: float, dtype: torch.dtype | Non
     by_group: dict[Any, list[int]] = {}
     for i, t in enumerate(tensors):
         by_group.setdefault(t.flat_placement.mesh.shard_group, []).append(i)
-    found: dict[int, Tensor] = {}
+    norms: dict[int, Tensor] = {}
     for group, indices in by_group.items():
         mesh = tensors[indices[0]].flat_placement.mesh
         each = torch.stack([_local_norm(tensors[i]._local_tensor, order, dtype) for i in indices]).to(mesh.device)
         if group is not None:
             with mesh.answered("a norm"):
                 _reduce_norms(each, order, group)
-        found.update((i, Replica.of(each[j], tensors[i].flat_placement.mesh.plain_mesh)) for j, i in enumerate(indices))
-    return [found[i] for i in range(len(tensors))]
+        norms.update((i, Replica.of(each[j], tensors[i].flat_placement.mesh.plain_mesh)) for j, i in enumerate(indices))
+    return [norms[i] for i in range(len(tensors))]
 
 
 class Norms:
@@ -263,8 +263,8 @@ class Norms:
         key = None if whole is None else (order, dtype, whole._version)
         if key is None or self._known[0] != key:
             self._known = key, _norms(self._parts(), order, dtype)
-        found: Any = self._known[1][i]
-        return Replica.of(found._local_tensor.clone(), found.device_mesh)  # the caller's own
+        known: Any = self._known[1][i]
+        return Replica.of(known._local_tensor.clone(), known.device_mesh)  # the caller's own
 
 
 def _local_norm(local: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
@@ -321,20 +321,20 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     whole_args, whole_kwargs = pytree.tree_map_only(
         Tensor, lambda t: whole.setdefault(id(t), _gathered(t)), (args, kwargs)
     )
-    found = func(*whole_args, **whole_kwargs)
+    result = func(*whole_args, **whole_kwargs)
     for t in written:
         if whole[id(t)].shape != t.shape:
             raise ShardError(f"{func._schema.name} would give a sharded tensor another shape; give one with the values to "
                              "its copy_, or use `with unshard(model):`")  # fmt: skip
         t._local_tensor.copy_(t.range_of(whole[id(t)]))
-    same = [*written, *(a for a, b in zip(args, whole_args, strict=True) if b is found)]
+    same = [*written, *(a for a, b in zip(args, whole_args, strict=True) if b is result)]
     if same:
         return same[0]
     if packet in _COPIES:
-        copy = Replica.of(found, mesh)
+        copy = Replica.of(result, mesh)
         copy.source = None if packet is aten.expand else (args[0], _order_before(packet, args))
         return copy
-    return pytree.tree_map_only(Tensor, lambda t: replicated(t, mesh) if t.dim() else Replica.of(t, mesh), found)
+    return pytree.tree_map_only(Tensor, lambda t: replicated(t, mesh) if t.dim() else Replica.of(t, mesh), result)
 
 
 def _order_before(packet: Any, args: Any) -> list[int]:
@@ -399,19 +399,19 @@ class Replica(DTensor):
                 raise _of_ranks(func)
         elif not all(isinstance(t, DTensor) for t in tensors):  # numbers among plain tensors
             local_args, local_kwargs = pytree.tree_map_only(cls, lambda t: t.current, (args, kwargs))
-            found = func(*local_args, **local_kwargs)
-            return written[0] if written else found
+            result = func(*local_args, **local_kwargs)
+            return written[0] if written else result
         plain_args, plain_kwargs = pytree.tree_map_only(
             cls, lambda t: replicated(t.current, t.device_mesh), (args, kwargs)
         )
-        found = func(*plain_args, **plain_kwargs)
+        result = func(*plain_args, **plain_kwargs)
         if written:
             return written[0]
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         return pytree.tree_map_only(
             DTensor,
             lambda t: cls.of(t._local_tensor, t.device_mesh) if type(t) is DTensor and (is_view or not t.dim()) else t,
-            found,
+            result,
         )
 
     @classmethod

@@ -187,13 +187,13 @@ class FlatTensor(DTensor):
     # -- torch.distributed.checkpoint -------------------------------------------------------------------------------
 
     def _boxes(self) -> list[tuple[Range, ChunkStorageMetadata]]:
-        found = boxes(tuple(self.shape), *self.flat_placement.own)
-        return [(r, ChunkStorageMetadata(offsets=torch.Size(at), sizes=torch.Size(size))) for r, at, size in found]
+        parts = boxes(tuple(self.shape), *self.flat_placement.own)
+        return [(r, ChunkStorageMetadata(offsets=torch.Size(at), sizes=torch.Size(size))) for r, at, size in parts]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self._local_tensor)
-        found = self._boxes()
-        if len(found) > 1:
+        chunks = self._boxes()
+        if len(chunks) > 1:
             refuse_parts(fqn)
         return [
             WriteItem(
@@ -201,7 +201,7 @@ class FlatTensor(DTensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
             )
-            for _, chunk in found
+            for _, chunk in chunks
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -237,8 +237,8 @@ class _Whole(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> FlatTensor:
         mean = mean_over_ranks(grad, ctx.like.flat_placement.mesh.plain_mesh)
-        found: FlatTensor = ctx.like.like(ctx.like.range_of(mean))
-        return found
+        own: FlatTensor = ctx.like.like(ctx.like.range_of(mean))
+        return own
 
 
 class _Local(torch.autograd.Function):
@@ -251,8 +251,8 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> FlatTensor:
-        found: FlatTensor = ctx.like.like(grad)
-        return found
+        own: FlatTensor = ctx.like.like(grad)
+        return own
 
 
 def mean_over_ranks(grad: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -282,18 +282,18 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[Range, tu
     row = 1
     for size in shape[1:]:
         row *= size
-    found: list[tuple[Range, tuple[int, ...], tuple[int, ...]]] = []
+    covered: list[tuple[Range, tuple[int, ...], tuple[int, ...]]] = []
     first, last = -(-start // row), stop // row  # whole rows [first, last)
     if first > last:  # within one row
         return _in_row(shape, last, start, stop, row)
     if start < first * row:
-        found += _in_row(shape, first - 1, start, first * row, row)
+        covered += _in_row(shape, first - 1, start, first * row, row)
     if first < last:
         rest = (0,) * (len(shape) - 1)
-        found.append(((first * row, last * row), (first, *rest), (last - first, *shape[1:])))
+        covered.append(((first * row, last * row), (first, *rest), (last - first, *shape[1:])))
     if last * row < stop:
-        found += _in_row(shape, last, last * row, stop, row)
-    return found
+        covered += _in_row(shape, last, last * row, stop, row)
+    return covered
 
 
 def _in_row(

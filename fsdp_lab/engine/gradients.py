@@ -156,9 +156,9 @@ class GradientBuffer:
         """The first elements of what each rank holds of these parameters."""
         n = max(1, self.layout.shard_numel)  # 0: of parameters without elements
         slots = [self.layout.slots[i] for i in arrived]
-        found = {s.offset for s in slots if s.numel}
-        found.update(cut for s in slots for cut in range(-(-s.offset // n) * n, s.stop, n))
-        return torch.tensor(sorted(found), dtype=torch.int64, device=self.mesh.device)
+        cuts = {s.offset for s in slots if s.numel}
+        cuts.update(cut for s in slots for cut in range(-(-s.offset // n) * n, s.stop, n))
+        return torch.tensor(sorted(cuts), dtype=torch.int64, device=self.mesh.device)
 
     def accumulate(self, shard: Tensor, arrived: frozenset[int]) -> None:
         """shard: [n], reduced, in the master's dtype and place or in the reduce dtype; `arrived` on this rank."""
@@ -228,9 +228,9 @@ class GradientBuffer:
         assert self.reduced is not None
         if self._norms is None or self._norms.whole() is not self.reduced:
             self._norms = Norms(self.reduced, lambda: list(map(self._reduced_view, range(len(self.layout.slots)))))
-        found = self._reduced_view(i)
-        found.norm_beside = partial(self._norms.norm, i)
-        return found
+        view = self._reduced_view(i)
+        view.norm_beside = partial(self._norms.norm, i)
+        return view
 
     def _reduced_view(self, i: int) -> FlatDTensor:
         assert self.reduced is not None
@@ -268,11 +268,11 @@ class GradientBuffer:
 
     def add(self, i: int, value: Tensor) -> None:
         """To a parameter's gradient, what did not come through the gathered buffer."""
-        found = self.gradient(i)
-        if found is None:
+        present = self.gradient(i)
+        if present is None:
             self.set_gradient(i, value)
         else:
-            found.add_(value)
+            present.add_(value)
 
     def gradient_of_region(self, group: Hashable) -> Tensor | None:
         """Raises ShardError where some of its parameters have a gradient and others have none."""
@@ -317,10 +317,10 @@ def tell_each_other(buffers: Sequence[GradientBuffer]) -> None:
         if not asked:
             continue
         here = [buffer.has_gradient(i) for buffer, i in asked]
-        found = _on_device(here, asked[0][0].mesh)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        flags = _on_device(here, asked[0][0].mesh)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
         if not all(here):
-            for (buffer, i), has_come in zip(asked, found.tolist(), strict=True):
+            for (buffer, i), has_come in zip(asked, flags.tolist(), strict=True):
                 if has_come:
                     buffer.has_come(i)
 

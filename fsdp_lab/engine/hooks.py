@@ -162,8 +162,8 @@ class UnitHooks:
 def unit_hooks(module: nn.Module) -> UnitHooks | None:
     """The hooks of the unit that a module was sharded as, or None. Wrappers forward attributes, so only its own count."""
     check_module(module)
-    found: UnitHooks | None = module.__dict__.get(_STATE)
-    return found
+    hooks: UnitHooks | None = module.__dict__.get(_STATE)
+    return hooks
 
 
 def _is_number(p: Tensor) -> bool:

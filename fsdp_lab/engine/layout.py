@@ -99,11 +99,11 @@ class Layout:
     @cached_property
     def regions(self) -> dict[Hashable, Range]:
         """Optimizer group -> its range of the buffer, with the padding inside it."""
-        found: dict[Hashable, Range] = {}
+        ranges: dict[Hashable, Range] = {}
         for slot in sorted(self.slots, key=lambda s: s.offset):
-            start, _ = found.get(slot.group, (slot.offset, 0))
-            found[slot.group] = (start, slot.stop)
-        return found
+            start, _ = ranges.get(slot.group, (slot.offset, 0))
+            ranges[slot.group] = (start, slot.stop)
+        return ranges
 
     def region_in_shard(self, group: Hashable, rank: int) -> Range:
         """The range of a region in a rank's shard, counted from the shard's beginning; (0, 0) if it is empty."""

@@ -80,7 +80,7 @@ def memory_stats(module: nn.Module, optimizer: torch.optim.Optimizer | None = No
     """Of a root, and of the optimizer over its parameters, flat or not. Not collective."""
     if optimizer is not None:
         check_optimizer(optimizer)
-    found: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     seen: set[int] = set()
     for kind, owner, tensor, region in _held(module, optimizer):
         storage = tensor.untyped_storage()
@@ -88,12 +88,12 @@ def memory_stats(module: nn.Module, optimizer: torch.optim.Optimizer | None = No
             continue
         seen.add(storage.data_ptr())
         parameters = owner.layout.covered(_bounds(owner, tensor, region)) * tensor.itemsize
-        found[kind] += parameters
-        found["padding_bytes"] += storage.nbytes() - parameters
+        totals[kind] += parameters
+        totals["padding_bytes"] += storage.nbytes() - parameters
     if optimizer is not None:
         slots = [slot for state in optimizer.state.values() for slot in state.values() if isinstance(slot, Tensor)]
-        found["counters_bytes"] = sum(slot.nbytes for slot in slots if not slot.dim())
-    return MemoryBreakdown(**found)
+        totals["counters_bytes"] = sum(slot.nbytes for slot in slots if not slot.dim())
+    return MemoryBreakdown(**totals)
 
 
 Owner = FlatBuffer | GradientBuffer  # each has a layout and a mesh

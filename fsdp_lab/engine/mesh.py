@@ -295,8 +295,8 @@ def _dimensions(mesh: DeviceMesh) -> tuple[int | None, int | None]:
 
 def _find_group(ranks: list[int]) -> Group | None:
     """The post-forward group of these ranks that was made for another unit, among those that torch keeps."""
-    found = (group for group in known_groups() if group.group_desc == _POST_FORWARD)
-    return next((group for group in found if dist.get_process_group_ranks(group) == ranks), None)
+    alike = (group for group in known_groups() if group.group_desc == _POST_FORWARD)
+    return next((group for group in alike if dist.get_process_group_ranks(group) == ranks), None)
 
 
 def known_groups() -> list[Group]:

@@ -39,8 +39,8 @@ class ShardedParameter(FlatDTensor):
         """The reduced gradient; with what autograd added to this tensor itself, as for a penalty on weights."""
         if self.flat.sharded[self.number] is not self:
             raise replaced(self.fqn)
-        found: Tensor | None = self.flat.gradients.gradient(self.number)
-        return found
+        own: Tensor | None = self.flat.gradients.gradient(self.number)
+        return own
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -144,8 +144,8 @@ class Region(FlatDTensor):
         if self.gradients.regions[self.group] is not self:
             raise replaced("a part of it")
         refuse_names()
-        found: Tensor | None = self.gradients.gradient_of_region(self.group)
-        return found
+        gradient: Tensor | None = self.gradients.gradient_of_region(self.group)
+        return gradient
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:

@@ -521,12 +521,12 @@ def _label(phase: Phase, unit: Unit) -> str:
 
 def _calls_under_way(unit: Unit) -> int:
     """How many calls of its modules are on this thread's stack. Slow; only to tell a call of itself from an exception."""
-    found, frame = 0, sys._getframe()
+    calls, frame = 0, sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
         if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") in unit.modules:
-            found += 1
-    return found
+            calls += 1
+    return calls
 
 
 def guess_calls(root: nn.Module, unit_of: Callable[[nn.Module], int | None]) -> list[UnitCall]:

@@ -115,8 +115,8 @@ def _flats(module: nn.Module) -> list[FlatBuffer]:
 
 def _gradients(flats: Iterable[FlatBuffer]) -> list[Tensor]:
     """Those of the flat shards that have one with elements."""
-    found = [flat.gradients.local() for flat in flats]
-    return [g for g in found if g is not None and g.numel()]
+    shards = [flat.gradients.local() for flat in flats]
+    return [g for g in shards if g is not None and g.numel()]
 
 
 @dataclass(kw_only=True)

@@ -146,11 +146,11 @@ class Schedule:
 
     @cached_property
     def _by_point(self) -> dict[Point, tuple[Action, ...]]:
-        found: dict[Point, list[Action]] = {}
+        by_point: dict[Point, list[Action]] = {}
         for action in self.actions:
             if action.phase not in (Phase.COMPUTE, Phase.OPTIM):
-                found.setdefault(action.point, []).append(action)
-        return {point: tuple(actions) for point, actions in found.items()}
+                by_point.setdefault(action.point, []).append(action)
+        return {point: tuple(actions) for point, actions in by_point.items()}
 
     @cached_property
     def walk(self) -> tuple[Point, ...]:
@@ -178,25 +178,25 @@ class Schedule:
     @cached_property
     def begun(self) -> dict[Point, int]:
         """How many calls have begun at a point, including its own: its position in the `order` of its direction."""
-        counts, found = {Direction.FORWARD: 0, Direction.BACKWARD: 0}, {}
+        counts, places = {Direction.FORWARD: 0, Direction.BACKWARD: 0}, {}
         for point in self.walk:
             counts[point.direction] += point.moment is PointSide.BEFORE
-            found[point] = counts[point.direction]
-        return found
+            places[point] = counts[point.direction]
+        return places
 
     def following(self, point: Point, depth: int) -> tuple[int, ...]:
         """At most `depth` units of the calls that begin after a point in its direction, each once.
 
         At a point before a call, its own unit is left out.
         """
-        order, found = self.order[point.direction], dict[int, None]()
+        order, units = self.order[point.direction], dict[int, None]()
         own = self.calls[point.call].unit if point.moment is PointSide.BEFORE else None
         for i in range(self.begun[point], len(order)):
-            if len(found) == depth:
+            if len(units) == depth:
                 break
             if self.calls[order[i]].unit != own:
-                found[self.calls[order[i]].unit] = None
-        return tuple(found)
+                units[self.calls[order[i]].unit] = None
+        return tuple(units)
 
     @cached_property
     def never_reshards(self) -> frozenset[int]:

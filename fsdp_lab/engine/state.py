@@ -261,12 +261,12 @@ def _given(optimizer: torch.optim.Optimizer) -> set[Any]:
 def _like_steps(shards: Sequence[ParamShard], state: Mapping[str, Mapping[str, Any]]) -> set[str]:
     """The slots that are one value for a whole parameter. A parameter without dimensions alone could not tell them apart,
     so others are asked too; where there are no others, "step" is the one that torch's optimizers have."""
-    found = {"step"}
+    shared = {"step"}
     for shard in shards:
         for slot, value in state[shard.name].items():
             if not isinstance(value, Tensor) or value.shape != shard.shape:
-                found.add(slot)
-    return found
+                shared.add(slot)
+    return shared
 
 
 # -- small helpers ---------------------------------------------------------------------------------------------------
@@ -275,10 +275,10 @@ def _like_steps(shards: Sequence[ParamShard], state: Mapping[str, Mapping[str, A
 def _shards(module: nn.Module) -> list[tuple[ParamShard, ShardedParameter]]:
     check_module(module)
     parameters = [(_original(name), sharded_form(p)) for name, p in module.named_parameters()]
-    found = [(shard_of(name, p), p) for name, p in parameters if p is not None]
-    if parameters and not found and unit_hooks(module) is None:
+    sharded = [(shard_of(name, p), p) for name, p in parameters if p is not None]
+    if parameters and not sharded and unit_hooks(module) is None:
         raise not_sharded(module)
-    return found
+    return sharded
 
 
 def shard_of(name: str, p: ShardedParameter) -> ParamShard:
