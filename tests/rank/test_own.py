@@ -170,8 +170,10 @@ def test_the_state_of_modules_beside_their_parameters_goes_along(pool: Pool, tmp
     switched = turns([made.replace(**changes) for changes in BACKENDS.values()])
     switched += [call("save", str(tmp_path)), call("saves", 30.0)]
     resumed = [call("restore", "run", made.to_dict(), str(tmp_path)), steps(2)]
-    for told in play_own(pool, *switched, *resumed, apply(made, "steady", fresh=True), steps(10), specs=[made]):
-        assert losses_in(told[:-1]) == losses_in(told[-1:])
+    before = play_own(pool, *switched, specs=[made])
+    after = play_own(pool, *resumed, apply(made, "steady", fresh=True), steps(10), specs=[made])
+    for begun, told in zip(before, after, strict=True):
+        assert [*losses_in(begun), *losses_in(told[:-1])] == losses_in(told[-1:])
     saved = find(tmp_path)
     check_same(saved, made.replace(world_size=4, micro_batch=1))
     saved.manifest["modules"][1]["module.1.blocks.0._extra_state"][1] = "another"

@@ -126,7 +126,7 @@ def _build_fails(place: Place) -> int:
         dist.barrier()  # a rank that fails closes its connections: first they are there
         raise MemoryError
 
-    with mock.patch.dict(backends._BACKENDS, lab=fails), pytest.raises(MemoryError):  # type: ignore[arg-type]
+    with mock.patch.dict(backends._BACKENDS, lab=mock.Mock(side_effect=fails)), pytest.raises(MemoryError):
         backends.build(build_skeleton(resolve(SMALL)), spec(), place.info.device)
     return len(known_groups())
 
