@@ -134,6 +134,7 @@ print(*(torch.equal(state[name], value) for name, value in plain.state_dict().it
 """
 
 
+@pytest.mark.slow
 def test_engine_wire_and_schedule_need_torch_alone():
     """They import, and a sharded step runs, where only torch and what it requires can be imported."""
     blocked = all_but("torch")

@@ -319,6 +319,7 @@ sys.meta_path[:] = [Without if f is importlib.machinery.PathFinder else f for f 
 """
 
 
+@pytest.mark.slow
 def test_ranks_and_a_watched_loop_need_no_jupyter(tmp_path: Path):
     """Floors 0 to 3 on a machine with torch, numpy, transformers and psutil alone; and a loop is watched and stored."""
     names = [m.dotted for m in modules() if FLOOR[m.part] <= 3 and m.path.name != "__main__.py"]

@@ -49,6 +49,7 @@ def interrupted(pool: Pool) -> None:
         signal.signal(signal.SIGUSR2, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accident", [killed_between_runs, killed_in_a_run, interrupted])
 def test_the_pool_is_made_anew_after(accident, pool: Pool):
     accident(pool)

@@ -69,6 +69,7 @@ def assert_near(got: Outcome, wanted: Outcome) -> None:
         assert (got.parameters[name] - t).abs().median() < 1e-6, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "args"), tiered([("adamw", AMSGRAD), ("sgd", NESTEROV)], lambda name, args: name == "adamw"), ids=str
 )
@@ -182,6 +183,7 @@ def test_classes_of_torch_are_listed_here_or_refused() -> None:
             check_optimizer(spec_of(name, {}).workload)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "args"), tiered(MORE, lambda name, args: name == "Adagrad"), ids=str)
 def test_every_class_goes_through_all_backends_without_losing_a_bit(
     outcomes: Outcomes, name: str, args: dict[str, Any]

@@ -36,6 +36,7 @@ def test_all_backends_have_the_same_groups(outcomes: Outcomes) -> None:
     assert any(not torch.equal(t, plain.parameters[n]) for n, t in lab.parameters.items())
 
 
+@pytest.mark.slow
 def test_a_switch_carries_them_and_can_change_them(outcomes: Outcomes) -> None:
     changed = [plan(*((sharded(b, 2, param_groups=g), 2) for g in (None, GROUPS, GROUPS[:1]))) for b in BACKENDS]
     around = plan(

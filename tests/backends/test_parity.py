@@ -116,6 +116,7 @@ def test_what_fsdp1_offloads_begins_with_the_initial_values_and_is_freed(
     assert mine == pytest.approx(theirs, rel=1e-6) and copies and not held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sharding", "precision"), [("no_shard", "fp16"), ("no_shard", "bf16"), ("shard_grad_op", "fp32")]
 )
@@ -132,6 +133,7 @@ def test_fsdp1_accumulates_where_it_is_not_refused(outcomes: Outcomes, sharding:
         torch.testing.assert_close(one.parameters[name], tensor, rtol=rtol, atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", tiered(BACKENDS, lambda backend: backend == "fsdp1"))
 def test_a_number_of_micro_batches_is_between_every_one_and_the_last(outcomes: Outcomes, backend: str) -> None:
     """1 is every one, and as many as there are, or more, the last; 2 of 3 leaves one for the last communication."""

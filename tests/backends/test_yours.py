@@ -35,6 +35,7 @@ def test_right_engines_are_equal_to_fsdp2_bit_for_bit(outcomes: Outcomes) -> Non
         assert_equal(found, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "changes"), [
     ("overlapped", {"accumulate": 3, "sync": "last"}), ("data parallel", {"accumulate": 2}),
     ("overlapped", {"wrap": "every:2", "recompute": "full"}),

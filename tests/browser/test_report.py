@@ -56,6 +56,7 @@ def opened(drawn: tuple[Page, list[str]]) -> Iterator[Page]:
     assert wrong == []
 
 
+@pytest.mark.slow
 def test_its_numbers_are_those_of_the_comparison_and_text_from_runs_does_nothing(opened: Page):
     assert opened.title() == f"A report {HOSTILE}" and opened.locator("h1").inner_text() == f"A report {HOSTILE}"
     assert opened.evaluate("window.hacked") is None and opened.locator("main img").count() == 0

@@ -118,6 +118,7 @@ def servers_needed():
     return NEEDED
 
 
+@pytest.mark.slow
 def test_doctor_on_this_machine(capsys: pytest.CaptureFixture[str]):
     code = main(["doctor", "--json"])
     told = json.loads(capsys.readouterr().out)

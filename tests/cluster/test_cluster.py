@@ -48,6 +48,7 @@ def test_nothing_listens_beyond_this_machine_and_only_its_user_reads_its_keys(cl
     assert {stat.S_IMODE(f.stat().st_mode) for f in secret} == {0o600}
 
 
+@pytest.mark.slow
 def test_an_end_that_is_reported_late_leaves_no_folder(monkeypatch: pytest.MonkeyPatch):
     """ipyparallel waits for a process on a thread, which may be late on a busy machine, and then writes to its own file."""
     late, written = threading.Event(), threading.Semaphore(0)
@@ -94,6 +95,7 @@ def test_every_event_arrives_while_it_runs(cluster: Cluster):
     assert [s.step for s in cluster.status()] == [40, 40]
 
 
+@pytest.mark.slow
 def test_what_is_said_to_ranks_is_not_kept(cluster: Cluster):
     for _ in range(CLIENT_HISTORY + 50):
         cluster.call("ping")
@@ -190,6 +192,7 @@ def test_another_number_of_ranks(cluster: Cluster):
     assert cluster.lost == {}, "an end that is meant is no loss"
 
 
+@pytest.mark.slow
 def test_a_lost_controller_is_noticed_said_and_replaced(cluster: Cluster):
     call = cluster.submit("train", steps=10_000)
     os.kill(cluster.membership.engines.controller_pid, signal.SIGKILL)
@@ -203,6 +206,7 @@ def test_a_lost_controller_is_noticed_said_and_replaced(cluster: Cluster):
 # -- clusters of their own -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_close_ends_a_deaf_rank_within_its_bound_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)

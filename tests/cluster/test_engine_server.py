@@ -34,6 +34,7 @@ def facts() -> Any:
     return os.getpid(), os.getcwd(), sys.path[0] in ("", os.getcwd()), os.environ.get("GIVEN"), numpy.random.rand()
 
 
+@pytest.mark.slow
 def test_each_engine_is_as_one_that_was_started_alone() -> None:
     stages = dict[str, None]()
     with Cluster(
@@ -49,6 +50,7 @@ def test_each_engine_is_as_one_that_was_started_alone() -> None:
     assert not marked(cluster.token) and not server.is_running()
 
 
+@pytest.mark.slow
 def test_without_its_server_a_rank_is_replaced_all_the_same(cluster: Cluster) -> None:
     (server,) = servers(cluster)
     server.send_signal(signal.SIGKILL)

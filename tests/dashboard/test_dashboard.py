@@ -52,6 +52,7 @@ def test_it_can_be_shown_ticks_and_says_what_that_costs(lab, dashboard, monkeypa
     assert 0 < dashboard.cost().share_of_core < 1 and "of a core" in str(dashboard.cost())
 
 
+@pytest.mark.slow
 def test_another_dashboard_of_a_lab_replaces_the_former_and_closing_leaves_nothing(lab):
     def open_widgets() -> int:
         return len(ipywidgets.Widget.get_manager_state()["state"])

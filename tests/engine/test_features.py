@@ -254,6 +254,7 @@ def checkpoints_in_bf16(place: Place) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in sharded_parameters(model))
 
 
+@pytest.mark.slow
 @everywhere(trained_beside, two_modules_are_gathered_once, checkpoints_in_bf16)
 def test_a_model_of_any_kind_trains_as_the_plain_one(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2)

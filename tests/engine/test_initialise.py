@@ -74,6 +74,7 @@ def filled_each_way(place: Place, family: str, folder: str) -> None:
         assert_equal(given, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "world_size"),
     tiered([("gpt2", 2), ("llama tied", 3), ("t5", 4)], lambda family, world_size: world_size != 4),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import pytest
 from hypothesis import example, given, strategies as st
 
 from fsdp_lab.engine.layout import ALIGN_BYTES, Layout
@@ -46,6 +47,7 @@ def test_shards_and_parameters_partition_the_buffer_and_padding_is_no_more_than_
     assert layout.padding == behind + layout.numel - end == layout.numel - len(covered)
 
 
+@pytest.mark.slow
 @given(layouts())
 def test_what_ranks_own_of_a_parameter_partitions_it_and_lies_in_its_region(given: tuple[Layout, int]) -> None:
     layout, _ = given

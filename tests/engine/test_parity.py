@@ -157,6 +157,7 @@ HYBRIDS = [
 HYBRID_ROWS = [*(("gpt2", changes) for changes in HYBRIDS), ("resnet", HYBRIDS[0])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "changes"), tiered(HYBRID_ROWS, lambda _, changes: changes is HYBRIDS[1]))
 def test_hybrid_is_compared_with_hybrid(outcomes: Outcomes, model: str, changes: dict[str, Any]) -> None:
     """Means of two, then the mean of those: another order than a sum of four, and FSDP2's too."""

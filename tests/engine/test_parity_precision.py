@@ -38,6 +38,7 @@ def compare(outcomes: Outcomes, model: str, world_size: int, *strategies: dict[s
         assert_equal(got, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", tiered(["gpt2", "t5", "vit"], lambda model: model == "gpt2"))
 def test_every_kind_of_model(outcomes: Outcomes, model: str) -> None:
     """In bf16, whose sums are in fp32 or in bf16, and in fp16."""

@@ -84,6 +84,7 @@ def _follow(place: Place, plan: str, scale: float | None) -> list[Any]:
     return [events, digest(parameters.items()), scaler.scale, parameters if place.rank == 0 else None]
 
 
+@pytest.mark.slow
 def test_gradient_norms(follow: Follow) -> None:
     """Whatever the gradients are cut into: their squares are summed in fp64, and the norm is rounded."""
     fsdp2 = follow((spec("t5", 3), 2))

@@ -37,6 +37,7 @@ SMALLER = (
 )  # groups of two, of four ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "world_size"), tiered([("adamw", 2), ("sgd", 4)], lambda optimizer, world_size: world_size == 2)
 )

@@ -183,6 +183,7 @@ def a_lower_precision_changes_nothing_by_itself(place: Place, case: Case) -> Non
     written(model, case, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("check", "world_size"),
     tiered(
@@ -350,6 +351,7 @@ def test_training(pool: Pool, world_size: int) -> None:
     hold()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", tiered([3, 4], lambda world_size: world_size == 3))
 def test_going_on_with_another_strategy(pool: Pool, world_size: int) -> None:
     @few
@@ -362,6 +364,7 @@ def test_going_on_with_another_strategy(pool: Pool, world_size: int) -> None:
     hold()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), tiered([(3, 2), (1, 4)], lambda before, after: before == 3))
 def test_going_on_in_another_world_size(pool: Pool, before: int, after: int) -> None:
     @few

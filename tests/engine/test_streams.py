@@ -152,6 +152,7 @@ def _is_quick(name: str, over: str, mode: Mode) -> bool:
     return name == "full_shard" if over else name in QUICK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "over", "mode"), tiered(ROWS, _is_quick))
 def test_every_wait_is_there(ran: Callable[..., Any], name: str, over: str, mode: Mode) -> None:
     """And a step asks of the device what is known."""

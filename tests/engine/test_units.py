@@ -92,6 +92,7 @@ def by_units(place: Place, name: str) -> list[float]:
     return train_by_units(place, *of_units[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [("replicated root", 3), ("hybrid blocks", 4), ("all kinds", 4), ("resharding of their own", 2)],
@@ -219,6 +220,7 @@ def groups_made(place: Place) -> list[int]:
     return [*counts, len(known_groups())]
 
 
+@pytest.mark.slow
 def test_groups_are_made_once_for_all_units(pool: Pool) -> None:
     """None at all over all ranks, which are the default group; one for each size of an integer."""
     for counts in pool.run(groups_made, 4):

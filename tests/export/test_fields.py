@@ -133,6 +133,7 @@ def once_for_all_specs() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["script", "accelerate"])
 def test_every_field_changes_what_is_written(target: str, tmp_path: Path) -> None:
     known: dict[str, tuple[str, ...]] = {}  # without the field

@@ -71,6 +71,7 @@ def test_accelerates_config_wraps_its_blocks_and_names_its_code() -> None:
     assert "code of your own, whose source is in the Spec" in text
 
 
+@pytest.mark.slow
 def test_its_checkpoint_is_no_model_of_transformers(pool: Pool, tmp_path: Path) -> None:
     saved(pool, spec(), tmp_path)
     sentence = "checkpoint: .* is of a model of your own, which transformers does not know"

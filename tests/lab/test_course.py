@@ -96,6 +96,7 @@ def test_a_rank_that_never_comes_back_is_named_within_seconds(real_lab: Lab) -> 
     assert real_lab.check_engine(names["FullyShard"], model=SMALL, steps=5).passed, "the lab goes on"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_limited_is_refused(real_lab: Lab) -> None:
     engine = cell(SOLUTION.read_text(), next(NUMBERS))["FullyShard"]
     with pytest.raises(ArgumentError, match="give some of sent"):

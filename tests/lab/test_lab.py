@@ -241,6 +241,7 @@ print([p.stage for p in said][-1], lab.cluster.token, flush=True)
     assert stage == "ready" and marked(token) == []
 
 
+@pytest.mark.slow
 def test_closing_twice_is_closing_once():
     lab = Lab(1, rank_module=FAKE)
     slow = lab.slow_motion()

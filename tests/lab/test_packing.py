@@ -6,6 +6,7 @@ import dataclasses
 import struct
 from typing import Any
 
+import pytest
 from hypothesis import given, settings, strategies as st
 
 from fsdp_lab.base.events import Carrier, Memory, MemorySample, RoleBytes, Span, StepEvent, Track, Traffic
@@ -54,6 +55,7 @@ def bits(value: Any) -> Any:
     return (type(value).__name__, value)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(ROWS)
 def test_any_events_come_back_bit_for_bit(rows: list[tuple[int, StepEvent]]):

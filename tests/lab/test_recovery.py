@@ -54,6 +54,7 @@ def kill(lab: Lab, rank: int, number: int = signal.SIGKILL) -> float:
     return unix_s
 
 
+@pytest.mark.slow
 def test_a_run_is_saved_and_another_goes_on_from_it(lab: Lab, undisturbed: dict[int, float], tmp_path: Path) -> None:
     run = lab.run(**SMALL, steps=14, save=CheckpointConfig(folder=tmp_path, every=4, last=2)).wait(90)
     assert [s.step for s in run.saves] == [4, 8, 12, 14] and not any(s.error or s.pending for s in run.saves)

@@ -249,6 +249,7 @@ def calm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdp_lab.dashboard.panels.communication.BARS_EVERY_S", -1.0)
 
 
+@pytest.mark.slow
 def test_plots_show_the_steps_that_count_and_nothing_else(calm: None):
     run = Recorded()
     plots, other = Plots(run), Plots(undisturbed(20))

@@ -263,6 +263,7 @@ def test_a_path_that_cannot_be_written_is_said_before_anything(name, why, tmp_pa
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file.json", "folder.json"]
 
 
+@pytest.mark.slow
 def test_a_disk_that_fails_leaves_the_former_file_whole(tmp_path, monkeypatch):
     file = Timeline.of(told(2)).export(tmp_path / "trace.json")
     before = file.read_bytes()

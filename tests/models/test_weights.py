@@ -372,6 +372,7 @@ class Harm:
         return (Path.touch, (Path("harmed"),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "before 1.6"])
 def test_a_pickle_is_read_unless_it_holds_more_than_tensors_or_cannot_be_mapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, legacy: bool

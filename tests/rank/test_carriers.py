@@ -28,6 +28,7 @@ def _on_two_hosts(place: Place, calls: list[Call]) -> list[tuple[Carrier, ...]]:
     return [StepEvent.from_dict(event).carriers for event in events]
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_has_memory_inside_hosts_and_gloo_between_them(pool: Pool) -> None:
     plan = [spec(4, **HYBRID), spec(4, **HYBRID, gather="mapped"), spec(4)]
     calls = [c for given in plan for c in (apply(given, fresh=True), train(1))]

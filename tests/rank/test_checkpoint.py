@@ -109,6 +109,7 @@ def _same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
         assert (a["loss"], a["grad_norm"], a["checksum"]) == (b["loss"], b["grad_norm"], b["checksum"])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_bit_for_bit(pool: Pool, undisturbed: list[Any]) -> None:
     saved = [ended["path"] for _, _, ended in undisturbed[0]]
     again = resumed(pool, list(zip(KINDS, saved, strict=True)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from fsdp_lab.base.events import StepEvent
@@ -33,6 +34,7 @@ def copies(events: list[StepEvent]) -> dict[int, int]:
     return found
 
 
+@pytest.mark.slow
 def test_the_checksum_is_that_of_the_parameters_whatever_holds_them(pool: Pool) -> None:
     calls = [c for kind in LAYOUTS for c in (apply(spec(4, **kind), fresh=True), train(2, checks=[1]))]
     by_rank = [answers[1::2] for answers in play(pool, 4, *calls, reduction="rank_ordered")]

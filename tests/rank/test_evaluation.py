@@ -94,6 +94,7 @@ def _trained(events: list[dict[str, Any]]) -> list[Any]:
     return [[*(e[name] for name in same), sent] for e, sent in zip(events, traffic, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "kinds"),
     tiered(
@@ -135,6 +136,7 @@ def _plain(given: Spec, parameters: dict[str, torch.Tensor]) -> float:
         return float(torch.func.functional_call(model, parameters, kwargs=batch)["loss"])
 
 
+@pytest.mark.slow
 def test_the_evaluation_loss_is_that_of_a_plain_forward_for_all_backends(pool: Pool) -> None:
     given = [spec(**changes).to_dict() for changes in BACKENDS.values()]
     for found in pool.run(_beside_plain, 2, given, reduction=None):

@@ -64,6 +64,7 @@ def test_memory_that_cannot_be_had_is_said(pool: Pool) -> None:
     goes_on(pool, {}, [mine, theirs])
 
 
+@pytest.mark.slow
 def test_a_stalled_rank_is_named_and_shown(pool: Pool) -> None:
     fault = {"kind": "stall", "ranks": [1], "for_s": LIMIT_S + 1.5}
     (zero, mine), (one, theirs) = faulted(pool, {}, fault)
@@ -72,6 +73,7 @@ def test_a_stalled_rank_is_named_and_shown(pool: Pool) -> None:
     goes_on(pool, {}, [mine, theirs])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "what"), tiered([({}, "all_gather"), (DDP, "all_reduce")], lambda changes, what: not changes)
 )

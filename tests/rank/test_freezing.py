@@ -18,6 +18,7 @@ def told(answer: dict[str, Any]) -> list[Any]:
     return [(e["mean_loss"], e["checksum"]) for e in answer["events"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", tiered(["lab", "fsdp1"], lambda backend: backend == "fsdp1"))
 def test_a_resume_with_other_patterns_is_as_a_switch(pool: Pool, tmp_path: Path, backend: str) -> None:
     """Of each Spec, two steps; saved, and taken out of memory and back, before each change."""

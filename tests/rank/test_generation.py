@@ -85,6 +85,7 @@ def _generated(place: Place, given: list[dict[str, Any]]) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "kinds"),
     tiered(
@@ -131,6 +132,7 @@ BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_at
         "vocab_size": 384, "max_position_embeddings": 64}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_cannot_be_continued_is_refused_and_training_goes_on(pool: Pool) -> None:
     """And before it trains, where its evaluations are to have these prompts."""
     plan: list[tuple[Spec, str, dict[str, Any], str]] = [

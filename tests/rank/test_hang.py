@@ -118,6 +118,7 @@ def test_work_that_makes_progress_is_never_too_long(monkeypatch: pytest.MonkeyPa
         assert log.read() == (LongWork.TOKENISE.text, pytest.approx(0.1 * longest))
 
 
+@pytest.mark.slow
 def test_a_beat_that_cannot_be_told_ends_nothing(pool: Pool) -> None:
     assert pool.run(_bad_teller, 1, reduction=None) == [[0, 1, 2]]
 

@@ -74,6 +74,7 @@ def plainly(given: Spec) -> tuple[float, float, float, dict[str, np.ndarray], fl
     return loss.item(), float(norm), float(eval_loss), after, abs(loss.item() - sum(alone) / GLOBAL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "world_size"), tiered([("chats", 2), ("masked", 1), ("texts", 4)], lambda kind, world: world != 4)
 )
@@ -99,6 +100,7 @@ def test_loss_gradients_and_evaluation_are_those_of_one_process(
             np.testing.assert_allclose(got_after[name], values, rtol=0, atol=2e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_all_backends_have_the_same_bits(pool: Pool, tmp_path: Path) -> None:
     changes = of_kind("chats", tmp_path)
     plans = [planned((spec(**changes, **backend, accumulate=2, sync="last"), 3)) for backend in BACKENDS.values()]

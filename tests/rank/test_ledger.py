@@ -82,6 +82,7 @@ def events(pool: Pool) -> dict[str, StepEvent]:
     return dict(zip(BACKENDS, ledgers(pool, *(spec(**changes) for changes in BACKENDS.values())), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BACKENDS)
 def test_every_byte_of_a_step_is_known_under_every_backend(events: dict[str, StepEvent], name: str) -> None:
     event, m = events[name], events[name].memory
@@ -190,6 +191,7 @@ def by_strategy(pool: Pool) -> dict[str, StepEvent]:
     return dict(zip(STRATEGIES, ledgers(pool, *(spec(**changes) for changes in STRATEGIES.values())), strict=True))
 
 
+@pytest.mark.slow
 def test_every_byte_has_a_class_under_every_strategy(by_strategy: dict[str, StepEvent]) -> None:
     for name, event in by_strategy.items():
         m = event.memory
@@ -242,6 +244,7 @@ def test_ledger_steps_come_when_they_are_asked_for(pool: Pool) -> None:
         assert all(e.memory.parameters_bytes == 4 * ALL // 2 for e in events)
 
 
+@pytest.mark.slow
 def test_a_ledger_step_changes_no_bit(pool: Pool) -> None:
     calls = [c for changes in BACKENDS.values() for ledgers in ([3], [])
              for c in (apply(spec(optimizer="sgd", lr=0.1, **changes), fresh=True), train(5, ledgers=ledgers))]  # fmt: skip

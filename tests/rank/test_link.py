@@ -19,6 +19,7 @@ from tests.rank.test_lr_schedule import outcome, planned, trained
 from tests.rank.test_session import BACKENDS, apply, fails, follow, play, session, spec, train
 
 
+@pytest.mark.slow
 def test_results_do_not_change_by_a_bit_under_any_backend(pool: Pool) -> None:
     plans = [planned((spec(optimizer="sgd", lr=0.1, link=link, **backend), 3)) for backend in BACKENDS.values()
              for link in (None, "20 MB/s, 0.2 ms")]  # fmt: skip
@@ -38,6 +39,7 @@ def _switched(place: Place, plan: list[tuple[dict[str, Any], int]]) -> tuple[lis
     return events, answers, len(optimizers) == 1
 
 
+@pytest.mark.slow
 def test_it_is_switched_while_training(pool: Pool) -> None:
     plan = [(spec(link=link).to_dict(), 2) for link in (None, "2 MB/s", None, "4 MB/s")]
     (steady, _), _ = follow(pool, [(spec(), 8)])

@@ -44,6 +44,7 @@ def _told(of_ranks: list[list[dict[str, Any]]]) -> list[Any]:
             for es in zip(*of_ranks, strict=True)]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_all_backends_train_the_same_adapters_and_begin_with_the_loss_of_the_model_alone(
     of_ranks: list[list[list[dict[str, Any]]]],
 ) -> None:
@@ -53,6 +54,7 @@ def test_all_backends_train_the_same_adapters_and_begin_with_the_loss_of_the_mod
     assert adapters[0][-1][0] < adapters[0][0][0], "they learn"
 
 
+@pytest.mark.slow
 def test_a_live_switch_takes_them_along(pool: Pool, of_ranks: list[list[list[dict[str, Any]]]]) -> None:
     kinds = BACKENDS[:4]
     assert len(kinds) == STEPS

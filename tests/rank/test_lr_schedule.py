@@ -6,6 +6,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fsdp_lab.spec.spec import Spec
 from tests.pool import Place, Pool
 from tests.rank.test_session import BACKENDS, DDP, apply, call, play, session, spec, train
@@ -38,6 +40,7 @@ def planned(*parts: tuple[Spec, int]) -> list[tuple[dict[str, Any], int]]:
     return [(part.to_dict(), steps) for part, steps in parts]
 
 
+@pytest.mark.slow
 def test_the_rates_of_all_backends_are_equal_and_survive_a_switch(pool: Pool) -> None:
     steady = [planned((spec(**COSINE, **b), 8)) for b in BACKENDS.values()]
     switched = planned(*((spec(**COSINE, **b), 2) for b in BACKENDS.values()))

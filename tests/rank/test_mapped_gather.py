@@ -12,6 +12,7 @@ from tests.rank.test_session import DDP, apply, fails, follow, play, session, sp
 MAPPED = {"gather": "mapped"}
 
 
+@pytest.mark.slow
 def test_switches_to_and_from_it_do_not_disturb_the_loss(pool: Pool) -> None:
     kinds = (MAPPED, {}, {**MAPPED, "sharding": "shard_grad_op"}, DDP, {**MAPPED, "sharding": "zero1"})
     plan = [spec(**changes) for changes in kinds]

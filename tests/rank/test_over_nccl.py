@@ -70,6 +70,7 @@ def test_a_rank_that_raises_frees_the_others(pool: Pool) -> None:
     assert one == "ZeroDivisionError: division by zero" and steps == [2, 3]
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named(pool: Pool) -> None:
     for said, _, steps in pool.run(simulated, 2, _hangs, {}, 1, reduction=None):
         assert said.startswith("RankAborted: rank 1 did not join all_gather ") and "in _stall_here" in said
@@ -126,6 +127,7 @@ def test_a_slow_link_is_refused_and_training_goes_on(pool: Pool, undisturbed: li
         assert "refused over NCCL" in said and trained["events"][0]["mean_loss"] == undisturbed[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "timeout_s", "words"),
     tiered(

@@ -164,6 +164,7 @@ def losses_in(answers: Sequence[Any]) -> list[float]:
     return [e["mean_loss"] for answer in answers if "events" in answer for e in answer["events"]]
 
 
+@pytest.mark.slow
 def test_the_state_of_modules_beside_their_parameters_goes_along(pool: Pool, tmp_path: Path) -> None:
     """Through switches, suspensions and a checkpoint."""
     made = spec(**own(cell(STATE, 18)))

@@ -57,6 +57,7 @@ def test_a_trained_bert_begins_with_the_loss_of_transformers_alone(pool: Pool, m
     assert told["events"][0]["mean_loss"] == pytest.approx(alone, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "backend"),
     tiered([(2, "fsdp2"), (2, "ddp"), (3, "lab"), (3, "fsdp1")], lambda ranks, backend: backend == "lab"),
@@ -110,6 +111,7 @@ def _values(s: Any) -> dict[str, torch.Tensor]:
     return {p.name: p.local.clone() for p in s.trainer.backend.param_shards() if p.numel}
 
 
+@pytest.mark.slow
 def test_a_misfit_is_refused_by_all_ranks_and_a_checkpoint_needs_no_folder_and_is_one(
     pool: Pool, tmp_path: Path
 ) -> None:

@@ -58,6 +58,7 @@ def test_a_store_of_several_machines_listens_where_it_is_told_and_nowhere_else()
     assert find_store(store.place).get("told") == b"1"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there are no files in memory here")
 def test_nothing_is_left_of_a_store_and_what_ranks_have_opened_still_works() -> None:
     rank_0 = subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -127,6 +127,7 @@ def follow(pool: Pool, plan: list[tuple[Spec, int]], **options: Any) -> tuple[li
     return [[StepEvent.from_dict(e) for e in said] for said, _ in results], results[0][1]
 
 
+@pytest.mark.slow
 def test_a_rank_raises_its_peak_to_what_its_steps_reach(pool: Pool) -> None:
     plan = [spec(), spec(sharding="no_shard"), spec(precision="bf16")]
     for fp32, again, bf16 in pool.run(_beyond, 2, [s.to_dict() for s in plan], reduction=None):

@@ -70,6 +70,7 @@ def _aborted(place: Place, given: dict[str, Any]) -> Any:
     return step, again, losses
 
 
+@pytest.mark.slow
 def test_an_abort_while_it_is_resumed_does_not_lose_it(pool: Pool) -> None:
     (steady, _), _ = follow(pool, [(spec(), 4)])
     for step, again, losses in pool.run(_aborted, 2, spec().to_dict(), reduction=None):

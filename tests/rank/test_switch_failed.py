@@ -74,6 +74,7 @@ def _failed(place: Place, one: dict[str, Any], other: dict[str, Any], failures: 
     return said, left_in == one, losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "other", "failures"),
     tiered(

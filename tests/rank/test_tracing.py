@@ -44,6 +44,7 @@ def chunks(pool: Pool) -> dict[str, list[list[StepEvent]]]:
     return {name: trained(pool, CHUNKS, **changes) for name, changes in BACKENDS.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_last_step_of_a_chunk_is_told_span_by_span(chunks: dict[str, list[list[StepEvent]]], backend: str) -> None:
     for events in chunks[backend]:
@@ -78,6 +79,7 @@ def test_host_copies_are_spans(pool: Pool) -> None:
         assert set(moved(events[-1].spans, Track.HOST_COPY)) == {*UNITS, "root"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tracing_changes_no_bit_and_the_ranks_clocks_agree(
     pool: Pool, chunks: dict[str, list[list[StepEvent]]], backend: str

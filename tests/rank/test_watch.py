@@ -108,6 +108,7 @@ def sent(event: StepEvent) -> dict[str, tuple[int, int]]:
     return {kind: (t.calls, t.link_bytes) for kind, t in event.comm.items() if kind != "control"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_watched_loop_has_the_figures_of_the_labs_own_run(pool: Pool, backend: str) -> None:
     given = spec(**BACKENDS[backend], weight_decay=0.0)

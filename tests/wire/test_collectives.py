@@ -195,6 +195,7 @@ def _exchanged(place: Place, n: int, exchange: GlooExchange) -> list[torch.Tenso
     return [whole, _reduce_scatter(place, n, "SUM"), _all_reduce(place, n, "SUM")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "n"), [(2, 1), (2, 256), (3, 255), (4, 1000)])
 def test_between_hosts_all_bits_are_the_same(pool: Pool, ranks: int, n: int) -> None:
     """In a ring or not, whole or in pieces of 1,000 bytes, of which the last is smaller."""

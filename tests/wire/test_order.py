@@ -184,6 +184,7 @@ def _all_wrong(place: Place, over: str, mode: Mode) -> dict[str, str]:
     return {case: wrong for case, wrong in found.items() if wrong}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("over", "mode"), tiered(EACH, lambda over, mode: mode is Mode.EAGER))
 def test_every_wait_is_there(pool: Pool, over: str, mode: Mode) -> None:
     for found in pool.run(_all_wrong, W, over, mode, reduction=None):

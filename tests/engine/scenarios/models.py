@@ -235,7 +235,7 @@ SCENARIOS = (
     Scenario(script=reentrant_checkpointing),
     Scenario(script=meta_init),
     Scenario(script=autocast_around_a_step, quick=True, dtype=torch.float32, bound=_BF16_BOUND, not_under=_LATE),
-    Scenario(script=gpt2_recomputed, quick=True),
+    Scenario(script=gpt2_recomputed),
     Scenario(script=unequal_lengths, bound=_FP32_INSIDE),
-    Scenario(script=peft_lora, quick=True, bound=_FP32_INSIDE),
+    Scenario(script=peft_lora, bound=_FP32_INSIDE),
 )

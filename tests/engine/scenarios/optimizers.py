@@ -248,7 +248,6 @@ SCENARIOS = (
     Scenario(script=temperature, bits=False),
     Scenario(
         script=grad_scaler,
-        quick=True,
         dtype=torch.float32,
         bits=False,
         bound=_FP16_BOUND,

@@ -98,6 +98,7 @@ SAVED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "writer", "reader"),
     tiered(SAVED, lambda how, writer, reader: writer[1] + reader[1] <= 4),
