@@ -104,10 +104,7 @@ def compare(
     hosts: Hosts | None = None,
 ) -> Sweep:
     """Trains the Specs in turns with a live table, and adds what was measured to the results, also after Ctrl-C."""
-    with (
-        open_lab(console, specs[0].world_size, specs[0].devices, hosts=hosts) as lab,
-        live(console) as draw,
-    ):
+    with open_lab(console, specs[0].world_size, specs[0].devices, hosts=hosts) as lab, live(console) as draw:
         sweep = lab.compare(specs, steps=steps, **({"rounds": rounds} if rounds else {}))
         drawn_s = float("-inf")
 

@@ -186,12 +186,7 @@ def write_file(file: Path, content: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def open_lab(
-    console: Console,
-    ranks: int,
-    devices: Sequence[str] | None,
-    *,
-    history: bool = True,
-    hosts: Hosts | None = None,
+    console: Console, ranks: int, devices: Sequence[str] | None, *, history: bool = True, hosts: Hosts | None = None
 ) -> Iterator[Lab]:
     """A lab for the duration of a command, with its start on the terminal. `history`: whether its runs are stored. `hosts`:
     other hosts, where the ranks are.

@@ -11,18 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.formatting import Table, count, duration, plural, size
 from fsdp_lab.cli import fields, where
-from fsdp_lab.cli.console import (
-    Failed,
-    Refused,
-    Results,
-    at_least,
-    first_line,
-    live,
-    open_lab,
-    say,
-    terminal,
-    watch,
-)
+from fsdp_lab.cli.console import Failed, Refused, Results, at_least, first_line, live, open_lab, say, terminal, watch
 from fsdp_lab.spec.checkpoint_format import Checkpoint, check_same, find
 from fsdp_lab.spec.describe import describe_strategy
 from fsdp_lab.spec.spec import Spec

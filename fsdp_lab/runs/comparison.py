@@ -96,11 +96,7 @@ class Comparison:
 
     @classmethod
     def of(
-        cls,
-        runs: Sequence[RunView | Refusal],
-        *,
-        baseline: str | int | None = 0,
-        names: Sequence[str] | None = None,
+        cls, runs: Sequence[RunView | Refusal], *, baseline: str | int | None = 0, names: Sequence[str] | None = None
     ) -> Comparison:
         """Compares runs, live or stored, and lists what was refused.
 
