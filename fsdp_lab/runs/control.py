@@ -160,8 +160,7 @@ class RunControl:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is a Spec to apply, a fault to arm, a text to continue, or the ranks are wanted, which a pause does
-        not delay."""
+        """Whether something was requested that a pause does not delay."""
         return self.pending is not None or bool(self.faults) or bool(self.texts) or self.suspending
 
     @property
@@ -173,12 +172,6 @@ class RunControl:
         """Removes and returns the oldest of `faults` or `texts`; None: there is none."""
         with self.changed:
             return requests.pop(0) if requests else None
-
-    def take_ledger(self) -> bool:
-        """Whether a ledger step was requested since the last chunk."""
-        with self.changed:
-            requested, self.ledger = self.ledger, False
-        return requested
 
     def wait_for_recovery(self, error: ClusterError) -> RecoveryPolicy | None:
         """BROKEN until `recover` or `stop` is called. Returns how to recover; None: stop."""
@@ -196,8 +189,7 @@ class RunControl:
             self.suspending, self.suspended = False, True
             if self.stop_s is None:
                 self.set_state(RunState.PAUSED, "waits for its turn")
-            while self.suspended and self.stop_s is None:
-                self.changed.wait()
+            self.changed.wait_for(lambda: not self.suspended or self.stop_s is not None)
             return self.stop_s is None
 
     def clear_pending(self, spec: Spec) -> None:

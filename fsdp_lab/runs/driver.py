@@ -75,13 +75,6 @@ class Progress:
         left = self._chunk if self.steps is None else min(self._chunk, self.steps - self._done)
         return left if self.share is None else min(left, self._turn_left)
 
-    def next_steps(self, count: int) -> range:
-        return range(self.step, self.step + count)
-
-    def checksum_steps(self, count: int) -> list[int]:
-        """Which of the next `count` steps checksum the parameters: those after 1, 2, 4, 8, ... steps, and the last."""
-        return [n for n in self.next_steps(count) if (n + 1).bit_count() == 1 or n + 1 == self.until]
-
     def advance(self, trained: int, step: int, step_times_s: Sequence[float]) -> None:
         """A chunk of `trained` steps is over. `step_times_s`: of each rank's last step; the slowest sizes the next chunk."""
         self._done += trained
@@ -99,8 +92,7 @@ class Progress:
     def recover(self, failed_at: int) -> None:
         """The run continues from `step`; the steps from there to `failed_at` are trained again."""
         self._done += self.step - failed_at
-        if self.steps is not None:
-            self._set_until()
+        self._set_until()
 
     def _set_until(self) -> None:
         self.until = None if self.steps is None else self.step + self.steps - self._done
@@ -159,7 +151,12 @@ class Driver:
         state, reason = RunState.FAILED, ""
         try:
             if self.recovery.predecessor is None:
-                self._begin(start, fresh)
+                self._prepare(self.spec)
+                self.environment = fingerprint(self.call("status"))
+                if start is not None:
+                    self._restore(self.spec, start)
+                else:
+                    self._apply(self.spec, "apply", fresh=fresh)
             state, reason = self._train_and_recover()
             self._save_last_step()
         except Interrupted:
@@ -172,14 +169,6 @@ class Driver:
             self.control.finish(state, reason)
             self.checkpoints.end()
             end()
-
-    def _begin(self, start: Checkpoint | None, fresh: bool) -> None:
-        self._prepare(self.spec)
-        self.environment = fingerprint(self.call("status"))
-        if start is not None:
-            self._restore(self.spec, start)
-        else:
-            self._switch(self.spec, fresh=fresh)
 
     def _train_and_recover(self) -> tuple[RunState, str]:
         """Trains until the run is over, and recovers from failures as the policy says. Returns final state and reason."""
@@ -205,9 +194,9 @@ class Driver:
         control, progress = self.control, self.progress
         while True:
             with control.changed:
-                while (
-                    control.paused and control.stop_s is None and not (control.has_work or self.checkpoints.requested)
-                ):
+                while control.paused and control.stop_s is None and not control.has_work:
+                    if self.checkpoints.requested:
+                        break
                     control.set_state(RunState.PAUSED)
                     control.changed.wait()
                 if control.stop_s is not None:
@@ -239,13 +228,29 @@ class Driver:
 
     def _train_chunk(self) -> bool:
         """Trains one chunk on all ranks. Returns whether it was interrupted."""
-        progress = self.progress
-        count = progress.chunk()
-        evaluations = self._evaluate.due(progress.next_steps(count), progress.until) if self._evaluate else {}
+        progress, evaluate, every = self.progress, self._evaluate, self._ledger_every
+        begin, count = progress.step, progress.chunk()
+        evaluations = evaluate.due(range(begin, begin + count), progress.until) if evaluate is not None else {}
         # A chunk ends with an evaluation, so that `on_best` finds the parameters of that step.
-        until_evaluation = [n + 1 - progress.step for n in evaluations]
-        count = min([count, self.checkpoints.steps_until_due(progress.step), *until_evaluation])
-        results = self._call_train(count, evaluations)
+        count = min([count, self.checkpoints.steps_until_due(begin), *(n + 1 - begin for n in evaluations)])
+        steps, attempt = range(begin, begin + count), self.events.attempt
+        with self.control.changed:
+            requested, self.control.ledger = self.control.ledger, False
+        complete = threading.Event()  # what is published after that is in the results
+        results = self.call(
+            "train",
+            take=lambda data: None if complete.is_set() else self._add_events(data.get("events", ()), attempt),
+            steps=count,
+            ledgers=[n for n in steps if (requested and n == begin) or (every is not None and (n + 1) % every == 0)],
+            checks=[
+                n for n in steps if (n + 1).bit_count() == 1 or n + 1 == progress.until
+            ],  # after 1, 2, 4, ... steps
+            evaluations=evaluations,
+            **(evaluate.texts if evaluate is not None and evaluations else {}),
+        )
+        for result in results:  # again, for lost messages
+            self._add_events(result["events"], attempt)
+        complete.set()
         self.checkpoints.written(results[0].get("saves", ()))
         first = results[0]["events"]
         if first:
@@ -256,45 +261,15 @@ class Driver:
         losses = {e["step"]: e["eval_loss"] for r in results for e in r["events"] if e["eval_loss"] is not None}
         for step, loss in losses.items():
             if self.early_stopping.take(step, loss) and not interrupted:
-                self._report_best(Evaluation(step, loss))
+                if self.checkpoints.config is not None:
+                    self._save("best")
+                for callback in self.on_best:
+                    callback(Evaluation(step, loss))
         return interrupted
-
-    def _call_train(self, count: int, evaluations: Mapping[int, int]) -> list[Any]:
-        """Trains `count` steps. Events are added as they are published, and again from the results, for lost messages."""
-        attempt = self.events.attempt
-        complete = threading.Event()  # what is published after that is in the results
-        results = self.call(
-            "train",
-            take=lambda data: None if complete.is_set() else self._add_events(data.get("events", ()), attempt),
-            steps=count,
-            ledgers=self._ledger_steps(count),
-            checks=self.progress.checksum_steps(count),
-            evaluations=evaluations,
-            **(self._evaluate.texts if self._evaluate is not None and evaluations else {}),
-        )
-        for result in results:
-            self._add_events(result["events"], attempt)
-        complete.set()
-        return results
-
-    def _ledger_steps(self, count: int) -> list[int]:
-        """Which of the next `count` steps are ledger steps."""
-        requested, every = self.control.take_ledger(), self._ledger_every
-        return [
-            n
-            for n in self.progress.next_steps(count)
-            if (requested and n == self.progress.step) or (every is not None and (n + 1) % every == 0)
-        ]
 
     def _add_events(self, events: Any, attempt: int) -> None:
         """Also on the client's IO thread, with what a rank published; that may arrive after the ranks have begun again."""
         self.events.add((e for e in events if e["run"] == self.run), self.ranks.notes, attempt=attempt)
-
-    def _report_best(self, best: Evaluation) -> None:
-        if self.checkpoints.config is not None:
-            self._save("best")
-        for callback in self.on_best:
-            callback(best)
 
     def _arm(self, request: FaultRequest) -> None:
         """Arms a fault on the ranks, or disarms them. Where they refuse it, the run continues."""
@@ -336,7 +311,7 @@ class Driver:
                 self.call("unload")  # what the ranks hold is another run's
                 raise ClusterError("its ranks were replaced while it was suspended, and its state was lost with them")
             self.progress.restart()
-            self._switch(self.spec, fresh=True)
+            self._apply(self.spec, "apply", fresh=True)
 
     # -- calls to the ranks ----------------------------------------------------------------------------------------------
 
@@ -364,10 +339,9 @@ class Driver:
 
     def _switch_or_refuse(self, spec: Spec) -> None:
         """Applies `spec`; where the ranks refuse it, the run continues as it was."""
-        same = (spec.world_size, spec.devices) == (self.spec.world_size, self.spec.devices)
         try:
-            if same:
-                self._switch(spec, fresh=False)
+            if (spec.world_size, spec.devices) == (self.spec.world_size, self.spec.devices):
+                self._apply(spec, "apply", fresh=False)
             else:
                 self._resize(spec)
         except FieldError as e:
@@ -375,10 +349,6 @@ class Driver:
                 self.refused = e
                 self.control.clear_pending(spec)
             self.control.settle(spec, e)
-
-    def _switch(self, spec: Spec, *, fresh: bool) -> None:
-        """Has the ranks train `spec`, with the parameters that they have, if those fit and it is not to be `fresh`."""
-        self._apply(spec, "apply", fresh=fresh)
 
     def _resize(self, spec: Spec) -> None:
         """Has other ranks train `spec`, from the state of those before, which write all of it first."""
@@ -395,11 +365,10 @@ class Driver:
                     raise
                 self._prepare(before)
                 self._restore(before, state)
-                if isinstance(e, StartError):
-                    raise SpecError(
-                        "world_size", e.sentence, f"the run goes on with {before.world_size} ranks"
-                    ) from None
-                raise
+                if isinstance(e, FieldError):
+                    raise
+                hint = f"the run goes on with {before.world_size} ranks"
+                raise SpecError("world_size", e.sentence, hint) from None
         self.checkpoints.restart(self.progress.step)
 
     def _restore(self, spec: Spec, checkpoint: Checkpoint) -> None:
@@ -414,18 +383,18 @@ class Driver:
             self.call("spread", path=path, manifest=dict(checkpoint.manifest))
 
     def _apply(self, spec: Spec, what: str, **arguments: Any) -> None:
-        """Calls the ranks with `spec`, and records the switch."""
+        """Has the ranks train `spec`, and records the switch. `what`: "restore" from a path, or "apply", with the parameters
+        that they have, if those fit and it is not to be `fresh`."""
         began_s = time.monotonic()
         before = self.spec if self.switches else None
         code = self.ranks.delivery.provide(spec)
         required = {"evaluated": self._evaluate.samples, **self._evaluate.texts} if self._evaluate else {}
         result = self.call(what, run=self.run, spec=spec.to_dict(), **required, **arguments)[0]
-        seconds = time.monotonic() - began_s
         switch = Switch(
             step=int(result["step"]),
             before=before,
             after=spec,
-            seconds=seconds,
+            seconds=time.monotonic() - began_s,
             carried=bool(result["carried"]),
             notes=(*code, *result.get("notes", ())),
         )
@@ -490,8 +459,10 @@ class Driver:
         if self.recovery.incidents[-1].freed_unix_s is None:
             self.recovery.update(freed_unix_s=time.time())
         self.checkpoints.give_up(f"meanwhile {failure}")
-        if self._ranks_agree(statuses):
-            self._switch(self.spec, fresh=False)
+        steps = {status["step"] for status in statuses.values()}
+        whole = not self.ranks.lost and len(statuses) == self.spec.world_size
+        if whole and len(steps) == 1 and steps != {None}:  # all hold the parameters of the same step
+            self._apply(self.spec, "apply", fresh=False)
             self._recovered(LIVE, failed_at)
             return
         left = len(statuses) or self.spec.world_size
@@ -504,18 +475,12 @@ class Driver:
             if checkpoint is not None:
                 self._restore(spec, checkpoint)
             else:
-                self._switch(spec, fresh=True)
+                self._apply(spec, "apply", fresh=True)
         self._recovered(source, failed_at, notes)
-
-    def _ranks_agree(self, statuses: Mapping[int, Mapping[str, Any]]) -> bool:
-        """Whether no rank is lost and all hold the parameters of the same step."""
-        steps = {status["step"] for status in statuses.values()}
-        return not self.ranks.lost and len(statuses) == self.spec.world_size and len(steps) == 1 and steps != {None}
 
     def _recovered(self, source: str, failed_at: int, notes: tuple[str, ...] = ()) -> None:
         with self.control.changed:
             self.checkpoints.restart(self.progress.step)
             self.progress.recover(failed_at)
-        self.recovery.update(
-            source=source, resumed_step=self.progress.step, resumed_ranks=self.spec.world_size, notes=notes
-        )
+        step, ranks = self.progress.step, self.spec.world_size
+        self.recovery.update(source=source, resumed_step=step, resumed_ranks=ranks, notes=notes)

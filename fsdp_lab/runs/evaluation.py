@@ -53,9 +53,8 @@ class EvalConfig:
     def check(self, spec: Spec) -> None:
         """Raises SpecError where nothing is held out. The ranks, which have the data, check whether it is enough."""
         if not spec.workload.held_out:
-            share = Workload.held_out
-            raise SpecError("workload.held_out", "nothing is held out to evaluate on", f"use held_out {share}",
-                            {"held_out": share})  # fmt: skip
+            reason, share = "nothing is held out to evaluate on", Workload.held_out
+            raise SpecError("workload.held_out", reason, f"use held_out {share}", {"held_out": share})
 
     @property
     def texts(self) -> dict[str, Any]:

@@ -340,12 +340,12 @@ class Run(RunQueries, Awaited["Run"]):
             return
         most = self._driver.ranks.most_ranks
         if most is not None and wanted.world_size > most:
-            raise SpecError("world_size", f"{wanted.world_size} ranks are more than the {most} that there is room for",
-                            "take fewer, or start more engines of a cluster of yours", {"world_size": most})  # fmt: skip
+            reason = f"{wanted.world_size} ranks are more than the {most} that there is room for"
+            hint = "take fewer, or start more engines of a cluster of yours"
+            raise SpecError("world_size", reason, hint, {"world_size": most})
         if self._driver.progress.share is not None:
-            raise SpecError(
-                "world_size", "runs that take turns keep their ranks", "give compare a list: world_size=[2, 4]"
-            )
+            hint = "give compare a list: world_size=[2, 4]"
+            raise SpecError("world_size", "runs that take turns keep their ranks", hint)
 
     def _check_evaluation(self, spec: Spec) -> None:
         """Raises SpecError where the Spec holds nothing out for the evaluation."""
