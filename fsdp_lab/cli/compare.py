@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp_lab.base.formatting import duration
-from fsdp_lab.cli import fields, where
-from fsdp_lab.cli.console import Refused, Results, at_least, live, open_lab, say, terminal, watch
+from fsdp_lab.cli import fields
+from fsdp_lab.cli.console import Refused, Results, add_hosts, at_least, hosts_of, live, open_lab, say, terminal, watch
 from fsdp_lab.spec.spec import Spec
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="write the results to FILE")
     add("--report", type=Path, metavar="FILE", help="write a report to FILE (HTML, works offline)")
     fields.add_options(parser)
-    where.add_hosts(parser)
+    add_hosts(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     at_least(args, "rounds", 1)
     results = Results(file=args.json)
     results.check()
-    if (hosts := where.hosts_of(args)) is not None:
+    if (hosts := hosts_of(args)) is not None:
         args.ranks = str(hosts.ranks)
     if args.report is not None:
         from fsdp_lab.base.files import check_file

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.formatting import Table, count, duration, plural, size
-from fsdp_lab.cli import fields, where
+from fsdp_lab.cli import console as shared, fields
 from fsdp_lab.cli.console import Failed, Refused, Results, at_least, first_line, live, open_lab, say, terminal, watch
 from fsdp_lab.spec.checkpoint_format import Checkpoint, check_same, find
 from fsdp_lab.spec.describe import describe_strategy
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--save-last", type=int, metavar="N", help="number of checkpoints to keep, besides the best")
     add("--recover", choices=("same", "fewer"),
         help="when a rank is lost, recover automatically: on as many ranks, or on those that remain")  # fmt: skip
-    where.add_hosts(parser)
+    shared.add_hosts(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
         check_trace_path(args.trace, field="--trace")
     spec, start = spec_and_checkpoint(args.spec, args.resume)
-    hosts = where.hosts_of(args)
+    hosts = shared.hosts_of(args)
     if hosts is not None and args.ranks is not None:
         raise Refused("--ranks is given beside hosts; the ranks are those of all hosts")
     if (ranks := args.ranks if hosts is None else hosts.ranks) is not None:

@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 
 from fsdp_lab.base.generation import Sampling
 from fsdp_lab.cluster import ClusterError
-from fsdp_lab.runs.awaited import Awaited
 from fsdp_lab.runs.recovery import RecoveryPolicy
-from fsdp_lab.runs.view import RunState, Switch
+from fsdp_lab.runs.view import Awaited, RunState, Switch
 from fsdp_lab.spec.faults import Fault
 from fsdp_lab.spec.spec import Spec
 

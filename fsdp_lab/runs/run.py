@@ -22,14 +22,13 @@ from fsdp_lab.cluster import ClusterError
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.sent_code import with_code
 from fsdp_lab.planner.questions import require_memory
-from fsdp_lab.runs.awaited import Awaited
 from fsdp_lab.runs.control import FaultRequest, GenerateRequest, Request, RunControl, SwitchRequest
 from fsdp_lab.runs.driver import Driver, Progress
 from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig
 from fsdp_lab.runs.recovery import Incident, Predecessor, Recovery, RecoveryPolicy, refitted
 from fsdp_lab.runs.saving import CheckpointConfig, CheckpointSchedule, SavedCheckpoint
 from fsdp_lab.runs.steps import EventStore
-from fsdp_lab.runs.view import RunQueries, RunState
+from fsdp_lab.runs.view import Awaited, RunQueries, RunState
 from fsdp_lab.spec.checkpoint_format import Checkpoint
 from fsdp_lab.spec.faults import Fault
 from fsdp_lab.spec.spec import Spec

@@ -20,12 +20,11 @@ from statistics import fmean
 from typing import Any
 
 from fsdp_lab.base.errors import FieldError, SpecError, plain_errors
-from fsdp_lab.runs.awaited import Awaited
 from fsdp_lab.runs.comparison import Comparison, Refusal
 from fsdp_lab.runs.recommendation import Recommendation, recommend
 from fsdp_lab.runs.run import STOP_S, Run
 from fsdp_lab.runs.steps import assemble_all
-from fsdp_lab.runs.view import RunState
+from fsdp_lab.runs.view import Awaited, RunState
 from fsdp_lab.spec.spec import Spec, changed_dict, part_of
 
 ROUNDS = 3

@@ -1,10 +1,11 @@
 """`RunView`, what can be read of any run, live or stored, and `RunQueries`, the results computed from that.
 
-Also `RunState`, `Switch`, and the `fingerprint` of the machine that a run was trained on.
+Also `RunState`, `Switch`, `Awaited`, and the `fingerprint` of the machine that a run was trained on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import enum
 import functools
@@ -13,14 +14,15 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import psutil
 
-from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.errors import ArgumentError, plain_errors
 from fsdp_lab.base.formatting import Table
 from fsdp_lab.base.generation import Completion
 from fsdp_lab.base.process import usable_cores
@@ -35,6 +37,8 @@ from fsdp_lab.spec.spec import Spec
 
 PACKAGES = ("torch", "transformers", "fsdp-lab")
 CPUINFO = Path("/proc/cpuinfo")
+PROGRESS_S = 1.0
+T = TypeVar("T")
 
 
 class RunState(enum.Enum):
@@ -77,6 +81,68 @@ def switches_in_force(switches: Sequence[Switch]) -> list[Switch]:
             switch = replace(switch, before=earlier[-1].after if earlier else None)
         in_force = [*earlier, switch]
     return in_force
+
+
+@plain_errors
+class Awaited(Generic[T]):
+    """A result that another thread sets once. `wait()` or `await` it from any thread or event loop, any number of times.
+
+    Subclasses define `_given_up`: what Ctrl-C in `wait`, or cancelling the task that awaits, does.
+
+    Attributes:
+        while_awaited: called each second while a task awaits, and once at the end: to draw how far it is.
+    """
+
+    def __init__(self) -> None:
+        self.while_awaited: Callable[[], object] = lambda: None
+        self._future: Future[None] = Future()
+        self._future.set_running_or_notify_cancel()  # cancelling one task that awaits does not cancel it for the others
+
+    def _outcome(self) -> T:
+        """Returns the result, or raises. Called after `_end`."""
+        raise NotImplementedError
+
+    def _given_up(self, blocking: bool) -> None:
+        """Called when the caller stops waiting. `blocking`: it was in `wait`, not in `await`."""
+
+    def _end(self) -> None:
+        """Wakes everyone who waits. Idempotent."""
+        with contextlib.suppress(InvalidStateError):  # called before
+            self._future.set_result(None)
+
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Blocks until the result is there and returns it, or raises its error; TimeoutError after `timeout` seconds."""
+        try:
+            if not self._wait_over(timeout):
+                raise TimeoutError(f"{self!r} was not over after {timeout} s")
+        except KeyboardInterrupt:
+            self._given_up(blocking=True)
+            raise
+        return self._outcome()
+
+    def _wait_over(self, timeout_s: float | None) -> bool:
+        """Blocks until the result is there, or for `timeout_s`. Returns `done`."""
+        with contextlib.suppress(TimeoutError):
+            self._future.result(timeout_s)
+        return self.done
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._wait_async().__await__()
+
+    async def _wait_async(self) -> T:
+        future = asyncio.wrap_future(self._future)
+        try:
+            while not (await asyncio.wait([future], timeout=PROGRESS_S))[0]:
+                self.while_awaited()
+            self.while_awaited()
+        except asyncio.CancelledError:
+            self._given_up(blocking=False)
+            raise
+        return self._outcome()
 
 
 class RunView(Protocol):

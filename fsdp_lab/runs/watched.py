@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fsdp_lab.base.hang import LoopPlace, LoopRank, cause_in_loop
-from fsdp_lab.runs.awaited import Awaited
 from fsdp_lab.runs.steps import EventStore
-from fsdp_lab.runs.view import RunQueries, RunState, Switch
+from fsdp_lab.runs.view import Awaited, RunQueries, RunState, Switch
 from fsdp_lab.spec.loops import WatchedLoop
 
 STOP_S = 2.0
