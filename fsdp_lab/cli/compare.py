@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from fsdp_lab.cluster.hosts import Hosts
-    from fsdp_lab.runs import Run, Sweep
+    from fsdp_lab.runs import Sweep
     from fsdp_lab.runs.view import RunView
 
 WAITING, FAILED = "waiting", "failed"
@@ -96,12 +96,7 @@ def spec_of(args: argparse.Namespace, combination: dict[str, Any]) -> Spec:
 
 
 def compare(
-    console: Console,
-    specs: Sequence[Spec],
-    steps: int,
-    rounds: int | None,
-    results: Results,
-    hosts: Hosts | None = None,
+    console: Console, specs: Sequence[Spec], steps: int, rounds: int | None, results: Results, hosts: Hosts | None
 ) -> Sweep:
     """Trains the Specs in turns with a live table, and adds what was measured to the results, also after Ctrl-C."""
     with open_lab(console, specs[0].world_size, specs[0].devices, hosts=hosts) as lab, live(console) as draw:
@@ -180,14 +175,11 @@ def table(sweep: Sweep, width: int) -> Table:
         drawn.add_column(name, justify=justify, no_wrap=not folds, overflow="fold", min_width=8 if folds else None)
     texts = iter(figures.rows)
     for row, run in zip(compared.rows, runs, strict=True):
-        state = state_of(run, sweep.steps)
+        state = WAITING
+        if run is not None:
+            steps = "done" if run.step >= sweep.steps else f"{run.step} of {sweep.steps}"
+            state = FAILED if run.state.value == FAILED else steps
         style = "red" if state == FAILED or row.differs else "dim" if state == WAITING else ""
         rest = [] if run is None else next(texts)[3:]
         drawn.add_row(row.label, row.name, state, *rest, style=style)
     return drawn
-
-
-def state_of(run: Run | None, steps: int) -> str:
-    if run is None:
-        return WAITING
-    return FAILED if run.state.value == FAILED else "done" if run.step >= steps else f"{run.step} of {steps}"

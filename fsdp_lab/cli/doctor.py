@@ -19,17 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fsdp_lab.cli.kernel import missing, running_servers
-from fsdp_lab.cli.machine import (
-    Finding,
-    State,
-    TorchFacts,
-    ask_torch,
-    cores,
-    gpu_findings,
-    host_findings,
-    judged,
-    worst,
-)
+from fsdp_lab.cli.machine import Finding, State, TorchFacts, ask_torch, cores, gpu_findings, host_findings, judged
 from fsdp_lab.cluster import nvml
 
 
@@ -38,14 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints each group as it is found. The exit code is 1 where something fails."""
+    """Prints each group as it is ready. The exit code is 1 where something fails."""
     findings: list[Finding] = []
     for title, group in examine():
         findings += group
         if not args.json:
             lines = [line for finding in group for line in finding.lines(sys.stdout.isatty())]
             print("\n".join([title, *lines]), flush=True)
-    state = worst(findings)
+    state = max((f.state for f in findings), key=list(State).index)
     if args.json:
         print(json.dumps({"state": state, "findings": [dataclasses.asdict(f) for f in findings]}, indent=2))
     return 1 if state is State.FAIL else 0
@@ -53,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 def examine() -> Iterator[tuple[str, list[Finding]]]:
     """(title, findings) for each group of checks, one after the other."""
-    yield "Software", python() + packages()
+    yield "Software", [*python(), *map(package, requirements())]
     facts = ask_torch()
     yield "torch", torch(facts)
     devices = nvml.query()
@@ -82,8 +72,7 @@ def outlook(facts: TorchFacts, gpus_seen: int) -> list[Finding]:
 # -- software ----------------------------------------------------------------------------------------------------------
 
 # Packages to check if fsdp-lab is not installed, so that no metadata lists the requirements.
-PACKAGES = ["torch", "transformers", "numpy", "ipyparallel", "ipykernel", "ipywidgets", "anywidget", "bokeh",
-            "jupyterlab"]  # fmt: skip
+PACKAGES = "torch transformers numpy ipyparallel ipykernel ipywidgets anywidget bokeh jupyterlab"
 
 
 def python() -> list[Finding]:
@@ -95,16 +84,12 @@ def python() -> list[Finding]:
     return [Finding("Python", f"{version} at {where}", State.OK, "" if isolated else shared)]
 
 
-def packages() -> list[Finding]:
-    return [package(requirement) for requirement in requirements()]
-
-
 def requirements() -> list[str]:
     """The installation's requirements, extras left out: "torch<2.15,>=2.11"."""
     try:
         listed = importlib.metadata.requires("fsdp-lab") or []
     except importlib.metadata.PackageNotFoundError:
-        return PACKAGES
+        return PACKAGES.split()
     return [line.partition(";")[0].strip() for line in listed if "extra ==" not in line]
 
 

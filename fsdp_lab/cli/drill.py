@@ -74,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
                 result = "survived" if not problems else f"NOT survived: {'; '.join(problems)}"
             print(f"{number}: {plan}: {result}, {time.monotonic() - begun_s:.1f} s", flush=True)
     for kind, seconds in sorted(bench.seconds.items()):
-        print(f"{kind}: to the next step {statistics.median(seconds):.1f} s in the median of {len(seconds)}, "
-              f"{max(seconds):.1f} s at most")  # fmt: skip
+        middle, most = statistics.median(seconds), max(seconds)
+        print(f"{kind}: to the next step {middle:.1f} s in the median of {len(seconds)}, {most:.1f} s at most")
     count = args.count - impossible
     print(f"{survived} of {count} survived (seed {args.seed}, {args.ranks} ranks)")
     if survived < count:
@@ -101,8 +101,9 @@ def plans(seed: int, count: int, ranks: int, kinds: list[str]) -> Iterator[Drill
     """Random drills, the same for the same seed."""
     chance = random.Random(seed)
     for _ in range(count):
-        yield DrillPlan(kind=chance.choice(kinds), rank=chance.randrange(ranks), step=chance.randrange(1, STEPS - 6),
-                   delay_s=chance.uniform(0, 0.05), form=chance.choice(FORMS))  # fmt: skip
+        kind, rank, step = chance.choice(kinds), chance.randrange(ranks), chance.randrange(1, STEPS - 6)
+        delay_s, form = chance.uniform(0, 0.05), chance.choice(FORMS)
+        yield DrillPlan(kind=kind, rank=rank, step=step, delay_s=delay_s, form=form)
 
 
 class DrillBench:
@@ -154,9 +155,8 @@ class DrillBench:
         return None if run.done else self._lab.drill(plan.kind, rank=plan.rank)
 
     def _problems(self, run: Run, plan: DrillPlan) -> Iterator[str]:
-        found = losses(run)
-        if found != self._losses:
-            differing = [step for step in {*found, *self._losses} if found.get(step) != self._losses.get(step)]
+        ours, theirs = losses(run), self._losses
+        if differing := [step for step in {*ours, *theirs} if ours.get(step) != theirs.get(step)]:
             yield f"the losses differ from step {min(differing)} on"
         if (count := len(self._lab.cluster.processes)) != self._processes:
             yield f"there are {count} processes instead of {self._processes}"

@@ -20,11 +20,10 @@ from fsdp_lab.spec.describe import describe_strategy
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("spec", type=Path, help='a file with {"workload": {...}, "strategy": {...}, "world_size": 2}')
-    parser.add_argument(
-        "--to", choices=TARGETS, required=True,
-        help="script: for torchrun, with torch's own FSDP2, FSDP1 or DDP; accelerate: for accelerate launch --config_file; "
-             "spec: for fsdp-lab run",
-    )  # fmt: skip
+    forms = (
+        "script: for torchrun, with torch's own FSDP2, FSDP1 or DDP; accelerate: for accelerate launch --config_file"
+    )
+    parser.add_argument("--to", choices=TARGETS, required=True, help=f"{forms}; spec: for fsdp-lab run")
     output = "output file (default: standard output, but not for a script)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=output)
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
@@ -37,12 +36,12 @@ def run(args: argparse.Namespace) -> int:
     spec = read_spec(args.spec)
     if args.ranks is not None:
         spec = spec.replace(world_size=args.ranks)
-    if args.output is None and args.to == "script":
+    if args.output is not None:
+        print(export(spec, args.to, args.output, force=args.force))
+    elif args.to == "script":
         raise ArgumentError("--output", "a script reads samples and a model that lie beside it", "name its file")
-    if args.output is None:
+    else:
         sys.stdout.write(text_of(spec, args.to))
-        return 0
-    print(export(spec, args.to, args.output, force=args.force))
     return 0
 
 

@@ -15,8 +15,10 @@ from fsdp_lab.spec.fields import AUTO, FieldRow, rows_of
 from fsdp_lab.spec.spec import FIELDS, PARTS, Spec, Strategy, changed_dict, check_field
 from fsdp_lab.spec.workload import Workload
 
-LINK = ("emulate a slower interconnect: \"0.25 GB/s\", \"0.25 GB/s, 50 us\", or scaled to what is computed here: "
-        "\"nvlink of h100\", \"pcie4 of a100\", \"100 Gb/s of h100\"")  # fmt: skip
+LINK = (
+    'emulate a slower interconnect: "0.25 GB/s", "0.25 GB/s, 50 us", or scaled to what is computed here: '
+    '"nvlink of h100", "pcie4 of a100", "100 Gb/s of h100"'
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -27,9 +29,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             tokens = ", ".join([*row.tokens, *filter(None, [row.others])])
             help_text = f"{tokens + '; ' if tokens else ''}default: {format_value(name, getattr(kind, name))}"
             group.add_argument(option(name), metavar="V,V", help=help_text)
-    parser.add_argument(
-        "--link", metavar="V,V", help=f"{LINK}; none: the real wire. A value, or a comma-separated list"
-    )
+    help_text = f"{LINK}; none: the real wire. A value, or a comma-separated list"
+    parser.add_argument("--link", metavar="V,V", help=help_text)
 
 
 def option(name: str) -> str:

@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         what = {"metavar": "ID", "help": "the id, the beginning of one, or a name"}
         if name == "delete":
             action.add_argument("which", nargs="*", **what)  # type: ignore[arg-type]
-            action.add_argument("--older-than", type=float, metavar="DAYS",
-                                help="all runs that ended more than DAYS ago, except pinned ones")  # fmt: skip
+            help_text = "all runs that ended more than DAYS ago, except pinned ones"
+            action.add_argument("--older-than", type=float, metavar="DAYS", help=help_text)
         else:
             action.add_argument("which", **what)  # type: ignore[arg-type]
         if name == "rename":
@@ -77,12 +77,13 @@ def show(args: argparse.Namespace, history: History) -> None:
 def head(stored: StoredRun) -> list[str]:
     """The run's name, state, environment and switches, as lines."""
     seconds = (stored.ended_unix_s or time.time()) - stored.started_unix_s
-    lines = [f"run {stored.id}{f' {stored.name}' if stored.name else ''}{' (pinned)' if stored.pinned else ''}",
-             f"{stored.state.value}{f' ({stored.reason})' if stored.reason else ''}; began {stored.when}, {seconds:.0f} s",
-             stored.where or "where it was trained is not known"]  # fmt: skip
+    name, pinned = f" {stored.name}" if stored.name else "", " (pinned)" if stored.pinned else ""
+    reason = f" ({stored.reason})" if stored.reason else ""
+    lines = [f"run {stored.id}{name}{pinned}"]
+    lines.append(f"{stored.state.value}{reason}; began {stored.when}, {seconds:.0f} s")
+    lines.append(stored.where or "where it was trained is not known")
     for switch in stored.switches[1:]:
-        changes = switch.before.difference(switch.after) if switch.before is not None else {}
-        changed = describe_changes(changes, "->")
+        changed = describe_changes(switch.before.difference(switch.after) if switch.before is not None else {}, "->")
         lines.append(f"from step {switch.step}: {changed}{'' if switch.carried else ' (restarted)'}")
     return [*lines, *map(str, stored.diagnoses)]
 
@@ -105,8 +106,7 @@ def delete(args: argparse.Namespace, history: History) -> None:
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("which", nargs="+", metavar="RUN", help="the id of a run, the beginning of one, or its name")
-    file = Path("report.html")
-    add("--output", type=Path, default=file, metavar="FILE", help="output file (default: %(default)s)")
+    add("--output", type=Path, default="report.html", metavar="FILE", help="output file (default: %(default)s)")
     add("--baseline", metavar="RUN", help="baseline run (default: the first)")
     add("--title", default="", help="title of the report")
     memory = "device memory for the recommendation (default: that of the runs)"

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import textwrap
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,11 +60,6 @@ class Finding:
 def judged(name: str, value: str, problem: str, state: State = State.WARN) -> Finding:
     """A finding with this state if there is a problem, which is its advice; otherwise it is OK."""
     return Finding(name, value, state if problem else State.OK, problem)
-
-
-def worst(findings: Sequence[Finding]) -> State:
-    order = list(State)
-    return max((f.state for f in findings), key=order.index, default=State.OK)
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------

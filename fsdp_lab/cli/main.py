@@ -1,6 +1,6 @@
 """`fsdp-lab`: parses the command line, runs one command, and turns exceptions into a sentence and an exit code.
 
-Exit codes: 0 done; 1 the command ran and failed, or found a failure; 2 refused, nothing was started; 130 Ctrl-C.
+Exit codes: 0 done; 1 the command ran and failed, or reports a failure; 2 refused, nothing was started; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from fsdp_lab.base.errors import FieldError, not_installed
 from fsdp_lab.cli import bench, compare, doctor, drill, export, history, jupyter, kernel, plan, ranks, run
 from fsdp_lab.cli.console import CommandEnded, Failed, Refused, add_command, signals_raise
 
+CHECKPOINTS = "list the checkpoints in a folder, or export a model for transformers"
 # Name, function that adds the arguments, function that runs it, description.
 COMMANDS = (
     ("lab", jupyter.add_arguments, jupyter.run, "start JupyterLab on the notebooks"),
     ("run", run.add_arguments, run.run, "train one Spec in this terminal"),
     ("compare", compare.add_arguments, compare.run, "train every combination of the given lists and compare them"),
     ("plan", plan.add_arguments, plan.run, "predict memory and step time of a Spec on any hardware"),
-    ("checkpoints", export.add_checkpoints_arguments, export.checkpoints,
-     "list the checkpoints in a folder, or export a model for transformers"),
+    ("checkpoints", export.add_checkpoints_arguments, export.checkpoints, CHECKPOINTS),
     ("history", history.add_arguments, history.run, "list, show, rename and delete stored runs"),
     ("ranks", ranks.add_arguments, ranks.run, "list and end persistent ranks"),
     ("report", history.add_report_arguments, history.report, "write stored runs as one HTML report"),
@@ -31,7 +31,7 @@ COMMANDS = (
     ("bench", bench.add_arguments, bench.run, "run a benchmark"),
     ("kernel", kernel.add_arguments, kernel.run, "register this environment as a Jupyter kernel"),
     ("doctor", doctor.add_arguments, doctor.run, "check this machine and suggest fixes"),
-)  # fmt: skip
+)
 
 
 def parser() -> argparse.ArgumentParser:

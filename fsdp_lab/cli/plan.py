@@ -87,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
         plans = [plan.within(limit_bytes) for plan in plans]
     scaling, bottleneck = curve(specs[0], target) if len(specs) + len(refused) == 1 else ([], "")
     if args.json:
-        curve_json = {"scaling": [point(p) for p in scaling], "limit": bottleneck} if scaling else {}
+        points = [{name: whole[name] for name in POINT} for whole in (p.to_dict() for p in scaling)]
+        curve_json = {"scaling": points, "limit": bottleneck} if scaling else {}
         reasons = [{"spec": combination, "reason": str(error)} for combination, error in refused]
         say_json({"plans": [p.to_dict() for p in plans], "refused": reasons, **curve_json})
         return 0
@@ -111,12 +112,12 @@ def answer(args: argparse.Namespace, limit_bytes: int | None, values: Mapping[st
     target = Target(hardware=values["hardware"], hosts=args.hosts, network_gbit_per_s=args.network)
     asked = fields.with_values({name: value for name, value in values.items() if name != "hardware"})
     spec = spec_of(args, target, asked)
-    found = planned(spec, target)
-    found = found if limit_bytes is None else found.within(limit_bytes)
+    plan = planned(spec, target)
+    plan = plan if limit_bytes is None else plan.within(limit_bytes)
     if spec.strategy.shard_size == asked["strategy"]["shard_size"]:
-        return found.to_dict()
-    assumed = {**found.assumed, "shard size": f"{spec.strategy.shard_size}, the GPUs of a host"}
-    return {**found.to_dict(), "assumed": assumed}
+        return plan.to_dict()
+    assumed = {**plan.assumed, "shard size": f"{spec.strategy.shard_size}, the GPUs of a host"}
+    return {**plan.to_dict(), "assumed": assumed}
 
 
 def with_batch(spec: Spec, samples: int | None) -> Spec:
@@ -125,9 +126,9 @@ def with_batch(spec: Spec, samples: int | None) -> Spec:
         return spec
     once = spec.workload.micro_batch * spec.world_size
     if samples < once or samples % once:
-        nearest = max(1, round(samples / once)) * once
-        raise ArgumentError("global_batch", f"{samples} samples are no multiple of micro_batch x ranks, {once}",
-                        f"use {nearest}, or a smaller micro_batch")  # fmt: skip
+        reason = f"{samples} samples are no multiple of micro_batch x ranks, {once}"
+        hint = f"use {max(1, round(samples / once)) * once}, or a smaller micro_batch"
+        raise ArgumentError("global_batch", reason, hint)
     return spec.replace(accumulate=samples // once)
 
 
@@ -138,13 +139,13 @@ def find(args: argparse.Namespace, spec: Spec, target: Target) -> int:
     limit_bytes, device = memory_limit(args), target.machine(spec.world_size).device.name
     if args.find == "largest":
         shape = largest_model(spec, target, limit_bytes=limit_bytes)
-        found = None if shape is None else {"blocks": len(shape.units) - 1, "parameters": shape.parameters}
-        say_json({"largest": found}) if args.json else say(largest_text(shape, spec, device))
+        largest = None if shape is None else {"blocks": len(shape.units) - 1, "parameters": shape.parameters}
+        say_json({"largest": largest}) if args.json else say(largest_text(shape, spec, device))
         return 0 if shape else 1
     if args.find == "fewest":
         machine = fewest_ranks(spec, target, limit_bytes=limit_bytes)
-        found = None if machine is None else {"ranks": machine.ranks, "hosts": machine.hosts}
-        say_json({"fewest": found}) if args.json else say(fewest_text(machine, spec, device))
+        fewest = None if machine is None else {"ranks": machine.ranks, "hosts": machine.hosts}
+        say_json({"fewest": fewest}) if args.json else say(fewest_text(machine, spec, device))
         return 0 if machine else 1
     search = searched(spec, target, limit_bytes=limit_bytes)
     if args.json:
@@ -154,12 +155,6 @@ def find(args: argparse.Namespace, spec: Spec, target: Target) -> int:
     else:
         say(repr(search))
     return 0 if search.top else 1
-
-
-def point(plan: Plan) -> dict[str, Any]:
-    """One point of a scaling curve."""
-    d = plan.to_dict()
-    return {name: d[name] for name in POINT}
 
 
 # -- text ----------------------------------------------------------------------------------------------------------

@@ -43,11 +43,11 @@ def selected(clusters: list[DetachedCluster], ids: list[str]) -> list[DetachedCl
     for one in ids:
         if not any(cluster.id == one for cluster in clusters):
             raise Refused(f"no ranks have the id {one}; `fsdp-lab ranks` lists them")
-    found = [cluster for cluster in clusters if (cluster.id in ids if ids else cluster.free)]
-    for cluster in found:
+    chosen = [cluster for cluster in clusters if (cluster.id in ids if ids else cluster.free)]
+    for cluster in chosen:
         if not cluster.free and cluster.owner is not None:
             raise Refused(f"process {cluster.owner.pid} uses {cluster.id}; close its lab, or end that process first")
-    return found
+    return chosen
 
 
 def record(cluster: DetachedCluster) -> dict[str, Any]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from fsdp_lab.base.events import StepEvent
     from fsdp_lab.cluster.hosts import Hosts
-    from fsdp_lab.runs import CheckpointConfig, EvalConfig, RecoveryPolicy, Run
+    from fsdp_lab.runs import CheckpointConfig, EvalConfig, Run
 
 LINE = ("loss", "step time", "tokens/s", "TFLOPS", "peak/rank", "exposed")
 LINE_S = 2.0  # between two lines of output if there is no terminal
@@ -38,18 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--evaluate-every", type=int, metavar="N", help="evaluate on held-out samples every N steps")
     add("--evaluate-samples", type=int, metavar="N", help="number of held-out samples")
     add("--patience", type=int, metavar="N", help="stop after N evaluations without improvement")
-    add("--prompt", action="append", metavar="TEXT",
-        help="a text that a language model continues after each evaluation; may be given several times")  # fmt: skip
+    prompt = "a text that a language model continues after each evaluation; may be given several times"
+    add("--prompt", action="append", metavar="TEXT", help=prompt)
     add("--json", type=Path, metavar="FILE", help="write the summary to FILE, as compare does")
-    add("--trace", type=Path, metavar="FILE",
-        help="write traced steps (.json or .json.gz) for ui.perfetto.dev or chrome://tracing")  # fmt: skip
-    add("--resume", type=Path, metavar="DIR",
-        help="resume from a checkpoint, or from the newest in a folder; under the given Spec, or the saved one")  # fmt: skip
+    trace = "write traced steps (.json or .json.gz) for ui.perfetto.dev or chrome://tracing"
+    add("--trace", type=Path, metavar="FILE", help=trace)
+    resume = "resume from a checkpoint, or from the newest in a folder; under the given Spec, or the saved one"
+    add("--resume", type=Path, metavar="DIR", help=resume)
     add("--save", type=Path, metavar="DIR", help="save a checkpoint of the last step to DIR; see --save-every")
     add("--save-every", type=int, metavar="N", help="save every N steps")
     add("--save-last", type=int, metavar="N", help="number of checkpoints to keep, besides the best")
-    add("--recover", choices=("same", "fewer"),
-        help="when a rank is lost, recover automatically: on as many ranks, or on those that remain")  # fmt: skip
+    recover = "when a rank is lost, recover automatically: on as many ranks, or on those that remain"
+    add("--recover", choices=("same", "fewer"), help=recover)
     shared.add_hosts(parser)
 
 
@@ -71,15 +71,15 @@ def run(args: argparse.Namespace) -> int:
         spec = spec.replace(link=fields.parse_link(args.link))
 
     evaluate = eval_config(args)
-
     from fsdp_lab.models.check import check
     from fsdp_lab.planner.questions import LESS, DoesNotFit
+    from fsdp_lab.runs.recovery import RecoveryPolicy
 
     check(spec.workload, evaluated=evaluate.samples if evaluate else 0, begins=start is None)
 
-    options: dict[str, Any] = {"steps": args.steps, "save": checkpoint_config(args),
-                               "recover": recovery_policy(args.recover), "evaluate": evaluate,
-                               "anyway": args.anyway}  # fmt: skip
+    options: dict[str, Any] = {"steps": args.steps, "evaluate": evaluate, "anyway": args.anyway}
+    options["save"] = checkpoint_config(args)
+    options["recover"] = RecoveryPolicy() if args.recover is None else RecoveryPolicy(how="auto", ranks=args.recover)
     try:
         train(terminal(), spec, options, results, args.trace, start, hosts)
     except DoesNotFit as e:
@@ -107,24 +107,18 @@ def checkpoint_config(args: argparse.Namespace) -> CheckpointConfig | None:
         return None
     from fsdp_lab.runs.saving import LAST, CheckpointConfig
 
-    return CheckpointConfig(
-        folder=args.save, every=args.save_every, last=LAST if args.save_last is None else args.save_last
-    )
-
-
-def recovery_policy(ranks: str | None) -> RecoveryPolicy:
-    from fsdp_lab.runs.recovery import RecoveryPolicy
-
-    return RecoveryPolicy() if ranks is None else RecoveryPolicy(how="auto", ranks=ranks)
+    last = LAST if args.save_last is None else args.save_last
+    return CheckpointConfig(folder=args.save, every=args.save_every, last=last)
 
 
 def eval_config(args: argparse.Namespace) -> EvalConfig | None:
     """The config of `--evaluate-every` and its options. Raises Refused if that one is missing, FieldError for values."""
     from fsdp_lab.runs.evaluation import EvalConfig
 
-    given = {"every": args.evaluate_every, "samples": args.evaluate_samples, "patience": args.patience,
-             "prompts": args.prompt and tuple(args.prompt)}  # fmt: skip
-    given = {name: value for name, value in given.items() if value is not None}
+    options = {"every": args.evaluate_every, "samples": args.evaluate_samples, "patience": args.patience}
+    given = {name: value for name, value in options.items() if value is not None}
+    if args.prompt is not None:
+        given["prompts"] = tuple(args.prompt)
     if given and "every" not in given:
         raise Refused("--patience, --evaluate-samples and --prompt need evaluations; give --evaluate-every too")
     return EvalConfig(**given) if given else None

@@ -65,8 +65,16 @@ class Activities:
             self.require_open()
             run = self._suspendable(specs)
             clear = self._preparation("a comparison was started", place_ranks=False, but=run)
-            self.sweep = Sweep(specs, refused, steps=steps, rounds=rounds, make=self._begin_turn, suspended=run,
-                               drop=partial(self._end_turns, run), clear=lambda: clear(specs[0]))  # fmt: skip
+            self.sweep = Sweep(
+                specs,
+                refused,
+                steps=steps,
+                rounds=rounds,
+                make=self._begin_turn,
+                suspended=run,
+                drop=partial(self._end_turns, run),
+                clear=lambda: clear(specs[0]),
+            )
             return self.sweep
 
     def _suspendable(self, specs: Sequence[Spec]) -> Run | None:
@@ -81,9 +89,8 @@ class Activities:
         """Starts one of a sweep's runs. Under the lock the sweep is known before its first run is, else the run would be
         taken for one of its own."""
         with self._lock:
-            run = self.run = self._newest = Run(
-                self._cluster, spec, steps=steps, share=share, prepare=self._place_ranks
-            )
+            run = Run(self._cluster, spec, steps=steps, share=share, prepare=self._place_ranks)
+            self.run = self._newest = run
         self._record(run)
         return run
 
@@ -172,15 +179,13 @@ class Activities:
         with self._lock:
             run = self.run
             if run is None or run.state not in (RunState.BROKEN, RunState.FAILED):
-                raise ClusterError(
-                    "there is no run to recover: " + (repr(run) if run is not None else "none was started")
-                )
+                raise ClusterError(f"there is no run to recover: {'none was started' if run is None else repr(run)}")
             if run.state is RunState.BROKEN:
                 run.recover(ranks)
                 return run
             policy = replace(run.recovering, ranks=ranks or run.recovering.ranks)
-            return self.begin_run(run.spec, steps=run.left or None, ledger_every=run.ledger_every, saving=run.saving,
-                                  evaluate=run.evaluate, recovering=policy, broken=run)  # fmt: skip
+            options = {name: getattr(run, name) for name in ("ledger_every", "saving", "evaluate")}
+            return self.begin_run(run.spec, steps=run.left or None, recovering=policy, broken=run, **options)
 
     def drill(self, kind: str, rank: int) -> Drill:
         """See `Lab.drill`."""
@@ -205,8 +210,8 @@ class Activities:
     def unfinished(self) -> list[Sweep | Run | WatchedRun]:
         """The newest sweep, the run that it has suspended, the newest run and watched loops, where they are not over."""
         suspended = None if self.sweep is None else self.sweep.suspended
-        found = (self.sweep, suspended, self.run, *self._watched.values())
-        return [one for one in dict.fromkeys(found) if one is not None and not one.done]
+        newest = dict.fromkeys((self.sweep, suspended, self.run, *self._watched.values()))
+        return [one for one in newest if one is not None and not one.done]
 
     @property
     def slow(self) -> SlowMotion | None:

@@ -33,11 +33,11 @@ from fsdp_lab.spec.spec import Spec
 REFUSED = "refused"
 NONE = "–"
 
+_OF_MEDIANS = "Ratios of runs trained one after the other: of their medians (80% interval)"
 PAIRINGS = {
     Pairing.ROUNDS: "Ratios of runs trained in turns: the median over rounds (p10 to p90 of rounds).",
-    Pairing.MEDIANS: "Ratios of runs trained one after the other: of their medians (80% interval); "
-                     "drift of the machine is part of them.",
-}  # fmt: skip
+    Pairing.MEDIANS: f"{_OF_MEDIANS}; drift of the machine is part of them.",
+}
 SPREADS = ("step_time_s", "tokens_per_s", "tflops_per_rank", "mfu", "hfu", "exposed_comm_s", "comm_s")
 
 
@@ -176,9 +176,8 @@ class Comparison:
         for name in ("peak_memory", "outside", "host", "limit"):
             columns[name.partition("_")[0]] = [size(getattr(r.figures, f"{name}_bytes")) for r in measured]
         outside = "outside: not the allocator's (contexts, libraries, other processes); host: what offload moved there"
-        rows = tuple(zip(*columns.values(), strict=True))
-        return Table(columns=tuple(columns), rows=rows, left=frozenset(("", "what")), notes=(outside,),
-                     caption="memory of the fullest rank at its peak")  # fmt: skip
+        rows, caption = tuple(zip(*columns.values(), strict=True)), "memory of the fullest rank at its peak"
+        return Table(columns=tuple(columns), rows=rows, left=frozenset(("", "what")), notes=(outside,), caption=caption)
 
     def badge(self, row: Row) -> str:
         """The row's parity in a few words."""
@@ -190,16 +189,12 @@ class Comparison:
 
     def notes(self) -> tuple[str, ...]:
         """Why runs ended and combinations were refused, where results differ, the rules, and how far to trust the times."""
-        since = [(r.label, f"figures of step {r.figures.first_step} on, under the Spec applied last")
-                 for r in self.rows if r.figures.first_step]  # fmt: skip
-        unequal = [
-            (r.label, r.parity.sentence) for r in self.rows if r.parity and r.parity.verdict is not Verdict.EQUAL
-        ]
-        return (
-            *self.reasons(),
-            *(f"{labels}: {sentence}" for sentence, labels in (labels_by(since) | labels_by(unequal)).items()),
-            *(RULE, *self._pairings(), *self.fidelity()),
-        )
+        begun = [(r.label, r.figures.first_step) for r in self.rows if r.figures.first_step]
+        since = labels_by((label, f"figures of step {step} on, under the Spec applied last") for label, step in begun)
+        compared = [(r.label, r.parity) for r in self.rows if r.parity]
+        unequal = labels_by((label, p.sentence) for label, p in compared if p.verdict is not Verdict.EQUAL)
+        told = (f"{labels}: {sentence}" for sentence, labels in (since | unequal).items())
+        return (*self.reasons(), *told, RULE, *self._pairings(), *self.fidelity())
 
     def reasons(self) -> tuple[str, ...]:
         """Why combinations were refused, and why runs are in their state."""
@@ -261,11 +256,10 @@ class Comparison:
                 "ratio_pairing": str(r.time_ratio.pairing) if r.time_ratio else None,
                 "peak_memory_ratio": r.memory_ratio,
                 "parity": str(r.parity.verdict) if r.parity else None,
-                **{f"parity_{name}": getattr(r.parity, name, None)
-                   for name in ("first_step", "steps", "checksums", "sentence")},
+                **{f"parity_{q}": getattr(r.parity, q, None) for q in ("first_step", "steps", "checksums", "sentence")},
             }
             for r in self.rows
-        ]  # fmt: skip
+        ]
 
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
         """Writes the records, with a header line; returns the path. Raises ArgumentError: it cannot be written."""

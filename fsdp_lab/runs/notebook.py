@@ -42,12 +42,9 @@ def replace_former(lab: NotebookLab) -> None:
         return
     former = shell.user_ns.get(KEY)
     if isinstance(former, type(lab)):
-        persistent = lab.persistent and former.persistent
-        same = (
-            persistent
-            and former.cluster.running
-            and former.cluster.assembly.config.identity == lab.cluster.assembly.config.identity
-        )
+        cluster, persistent = former.cluster, lab.persistent and former.persistent
+        identity = lab.cluster.assembly.config.identity
+        same = persistent and cluster.running and cluster.assembly.config.identity == identity
         former.detach() if same else former.close()
     shell.user_ns[KEY] = lab
 
@@ -77,8 +74,8 @@ class ProgressBar:
         """Draws how far a comparison is."""
         p = sweep.progress
         left = "" if sweep.done or p.left_s is None else f", about {duration(p.left_s)} left"
-        self.show(f"{p.done_steps} of {p.all_steps} steps, {duration(p.seconds)}{left}", p.done_steps, p.all_steps,
-                  over=sweep.done)  # fmt: skip
+        text = f"{p.done_steps} of {p.all_steps} steps, {duration(p.seconds)}{left}"
+        self.show(text, p.done_steps, p.all_steps, over=sweep.done)
 
     def show(self, text: str, done: int | None, total: int = 1, *, over: bool = False) -> None:
         """`done`: None where it is not known how far it is."""

@@ -22,7 +22,7 @@ that late, in runs that were not equal before, is detected only if it changes lo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -101,15 +101,18 @@ def parity(baseline: RunView, other: RunView) -> Parity:
     of_baseline, of_other = digests(baseline.events.steps()), digests(other.events.steps())
     diverged = next((n for n, digest in of_other.items() if digest.diverged), None)
     if diverged is not None:
-        return Parity(verdict=Verdict.DIFFERENT, first_step=diverged, what="replicas",
-                      sentence=f"different: from step {diverged} on its replicas hold different parameters")  # fmt: skip
+        sentence = f"different: from step {diverged} on its replicas hold different parameters"
+        return Parity(verdict=Verdict.DIFFERENT, first_step=diverged, what="replicas", sentence=sentence)
     common = sorted(of_baseline.keys() & of_other.keys())
     if not common:
         return Parity(verdict=Verdict.UNKNOWN, sentence="no step in common yet")
-    found = _compare([(n, of_baseline[n], of_other[n]) for n in common], _coarsest(baseline, other))
-    if found.verdict is Verdict.WITHIN and any(s.workload.torch_optimizer.is_fused for s in _specs(baseline, other)):
-        return replace(found, sentence=f"{found.sentence}; {FUSED}")
-    return found
+    specs = [*_specs(baseline), *_specs(other)]
+    dtypes = {dtype for spec in specs for dtype in (spec.strategy.dtypes.param, spec.strategy.dtypes.reduce)}
+    widest = max((BOUNDS[dtype] for dtype in dtypes), key=lambda bound: bound.loss)
+    judged = _compare([(n, of_baseline[n], of_other[n]) for n in common], widest)
+    if judged.verdict is Verdict.WITHIN and any(spec.workload.torch_optimizer.is_fused for spec in specs):
+        return replace(judged, sentence=f"{judged.sentence}; {FUSED}")
+    return judged
 
 
 def digests(steps: Iterable[Step]) -> dict[int, StepDigest]:
@@ -122,9 +125,9 @@ def _digest(step: Step) -> StepDigest:
     for e in step.events:
         if e.checksum is not None:
             by_replica[e.replica] = (by_replica.get(e.replica, 0) + e.checksum) % (1 << 64)
-    checksum, first = next(iter(by_replica.values()), None), step.events[0]
-    return StepDigest(loss=first.mean_loss, norm=first.grad_norm, checksum=checksum,
-                      diverged=len(set(by_replica.values())) > 1, skipped=first.skipped)  # fmt: skip
+    sums, first = [*dict.fromkeys(by_replica.values()), None], step.events[0]
+    loss, norm = first.mean_loss, first.grad_norm
+    return StepDigest(loss=loss, norm=norm, checksum=sums[0], diverged=len(sums) > 2, skipped=first.skipped)
 
 
 def _incomparable(one: Spec, other: Spec) -> str:
@@ -140,15 +143,8 @@ def _incomparable(one: Spec, other: Spec) -> str:
     return f"another training: {', '.join(differing)} differ{'s' if len(differing) == 1 else ''}" if differing else ""
 
 
-def _coarsest(one: RunView, other: RunView) -> RoundingBound:
-    """The widest bound among the dtypes in which either run computed or reduced."""
-    dtypes = {d for spec in _specs(one, other) for d in (spec.strategy.dtypes.param, spec.strategy.dtypes.reduce)}
-    return max((BOUNDS[dtype] for dtype in dtypes), key=lambda bound: bound.loss)
-
-
-def _specs(*runs: RunView) -> Iterator[Spec]:
-    for run in runs:
-        yield from (spec for spec in (run.spec, *(s.after for s in run.switches)) if isinstance(spec, Spec))
+def _specs(run: RunView) -> list[Spec]:
+    return [spec for spec in (run.spec, *(s.after for s in run.switches)) if isinstance(spec, Spec)]
 
 
 def early_bound(bound: float, since: int) -> float:

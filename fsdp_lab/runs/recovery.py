@@ -204,9 +204,8 @@ def whole_state(ranks: Cluster, statuses: Sequence[Mapping[str, Any]]) -> Iterat
     with temporary_state(ranks) as root:
         state = rescue(ranks, dict(enumerate(statuses)), root)
         if isinstance(state, str):
-            raise SpecError(
-                "world_size", f"the ranks could not write their state first: {state}", "make room in TMPDIR"
-            )
+            reason = f"the ranks could not write their state first: {state}"
+            raise SpecError("world_size", reason, "make room in TMPDIR")
         yield state
 
 

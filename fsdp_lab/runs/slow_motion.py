@@ -106,21 +106,17 @@ class StepMoment:
             case "reshard":
                 return f"what was gathered of {n} parameters is freed, each rank keeps its shard"
             case "reduce":
-                return self._reduction(n, factor)
+                if self.spec.world_size == 1:
+                    return f"its {n} gradients are complete, there is one rank"
+                if factor == 1:
+                    return f"all-reduce of {n} gradients, each rank gets the mean"
+                more = ", then an all-reduce with the ranks of the same shard" if self.spec.strategy.is_hybrid else ""
+                return f"reduce-scatter of {n} gradients, each rank gets the mean of its shard{more}"
             case "host_copy":
                 return f"{n} elements are copied between host and device"
             case _:
-                return (
-                    f"the optimizer updates {count(sum(p.numel for p in parameters))} parameters, each rank its shards"
-                )
-
-    def _reduction(self, n: str, factor: int) -> str:
-        if self.spec.world_size == 1:
-            return f"its {n} gradients are complete, there is one rank"
-        if factor == 1:
-            return f"all-reduce of {n} gradients, each rank gets the mean"
-        more = ", then an all-reduce with the ranks of the same shard" if self.spec.strategy.is_hybrid else ""
-        return f"reduce-scatter of {n} gradients, each rank gets the mean of its shard{more}"
+                n = count(sum(p.numel for p in parameters))
+                return f"the optimizer updates {n} parameters, each rank its shards"
 
     def table(self) -> Table:
         """What each rank holds, one row per rank."""
@@ -131,8 +127,8 @@ class StepMoment:
         rows = []
         for frame in self.frames:
             held = f"{count(self.held_elements(frame.rank))} of {count(sum(p.numel for p in frame.parameters))}"
-            rows.append((str(frame.rank), held, size(self.held_bytes(frame.rank)), units(frame, "unsharded"),
-                         units(frame, "gathering")))  # fmt: skip
+            whole, gathered = units(frame, "unsharded"), units(frame, "gathering")
+            rows.append((str(frame.rank), held, size(self.held_bytes(frame.rank)), whole, gathered))
         return Table(
             columns=("rank", "elements held", "bytes", "whole", "being gathered"),
             rows=tuple(rows),
@@ -253,7 +249,6 @@ class SlowMotion(Iterator[StepMoment]):
 
     def __init__(self, step: SlowStep) -> None:
         self._step, self.spec = step, step.spec
-        # A dropped iterator must not wait for ranks on the thread that garbage-collects it.
         weakref.finalize(self, _end_later, step).atexit = False
 
     def __next__(self) -> StepMoment:
@@ -311,6 +306,7 @@ class SlowMotion(Iterator[StepMoment]):
 
 
 def _end_later(step: SlowStep) -> None:
+    """A dropped iterator must not wait for ranks on the thread that garbage-collects it."""
     if not step.over:
         with contextlib.suppress(RuntimeError):  # at interpreter exit, where the lab ends its ranks itself
             threading.Thread(target=step.end, args=("dropped",), name="fsdp_lab-slow-end", daemon=True).start()

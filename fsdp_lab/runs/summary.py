@@ -23,9 +23,8 @@ from fsdp_lab.runs.steps import Step, last_stretch
 from fsdp_lab.spec.describe import describe_strategy
 from fsdp_lab.spec.loops import Trained
 
-# The rule of what counts, for readers of the figures.
-RULE = ("Medians (and p10 to p90) leave out the first step after a change and ledger steps; a step's time is that of its "
-        "slowest rank.")  # fmt: skip
+_COUNTS = "Medians (and p10 to p90) leave out the first step after a change and ledger steps"
+RULE = f"{_COUNTS}; a step's time is that of its slowest rank."  # for readers of the figures
 NO_TRAFFIC = Traffic()
 
 
@@ -36,6 +35,12 @@ def summarize(spec: Trained, steps: Sequence[Step]) -> dict[str, Any]:
     kinds = comm_kinds(counted)
     ranks = range(steps[0].world_size if steps else 0)
     times = [s.step_time_s for s in counted]
+
+    def sent_bytes(step: Step, kind: str) -> int:
+        return traffic(step.events[0], kind).link_bytes
+
+    def exposed_seconds(step: Step, kind: str) -> float:
+        return statistics.fmean(traffic(e, kind).exposed_seconds for e in step.events)
 
     def by_rank(value: Callable[[StepEvent], float | None]) -> list[float | None]:
         """For each rank, the median over the steps where the value is not None."""
@@ -56,13 +61,8 @@ def summarize(spec: Trained, steps: Sequence[Step]) -> dict[str, Any]:
         "rss_bytes": [steps[-1].events[r].memory.rss_bytes for r in ranks],
         "loading_bytes": [max(s.events[r].memory.loading_bytes for s in steps) for r in ranks],
         "comm_s_per_step": {k: median(known([comm_seconds(s, k) for s in counted])) for k in kinds},
-        "comm_bytes_per_step": {
-            k: round(statistics.median(traffic(s.events[0], k).link_bytes for s in counted)) for k in kinds
-        },
-        "exposed_comm_s_per_step": {
-            k: median(known([statistics.fmean(traffic(e, k).exposed_seconds for e in s.events) for s in counted]))
-            for k in kinds
-        },
+        "comm_bytes_per_step": {k: round(statistics.median(sent_bytes(s, k) for s in counted)) for k in kinds},
+        "exposed_comm_s_per_step": {k: median(known([exposed_seconds(s, k) for s in counted])) for k in kinds},
         **evaluated(steps),
     }
 
@@ -281,9 +281,8 @@ def in_rounds(of: Timed, to: Timed) -> list[tuple[list[float], list[float]]]:
 def _interval(middle: float, upper: Sequence[float], lower: Sequence[float]) -> tuple[float, float]:
     """(p10, p90) of a ratio of medians: their errors, added in quadrature on a logarithmic scale."""
     (upper_minus, upper_plus), (lower_minus, lower_plus) = _median_errors(upper), _median_errors(lower)
-    return middle * math.exp(-math.hypot(upper_minus, lower_plus)), middle * math.exp(
-        math.hypot(upper_plus, lower_minus)
-    )
+    below, above = math.hypot(upper_minus, lower_plus), math.hypot(upper_plus, lower_minus)
+    return middle * math.exp(-below), middle * math.exp(above)
 
 
 def _median_errors(values: Sequence[float]) -> tuple[float, float]:
@@ -306,26 +305,26 @@ def step_table(steps: Sequence[Step], specs: dict[str, Trained], caption: str = 
     if any(e.recompute_flops for step in steps for e in step.events):
         shares["HFU"] = peaks.hfu
     scaled = any(step.events[0].loss_scale is not None for step in steps)
-    figures = ("step", "loss", "grad norm", "lr", *(("loss scale",) if scaled else ()), "step time", "tokens/s",
-               "TFLOPS/rank", *shares, "peak/rank", "comm/rank")  # fmt: skip
+    losses = ("step", "loss", "grad norm", "lr", *(("loss scale",) if scaled else ()))
     # What utilisation is relative to, where a peak is known.
     best = "; ".join(f"{peak / 1e12:.3g} TFLOPS a rank ({source})" for source, peak in peaks.by_source.items())
     recompute = " (HFU counts recompute)" if "HFU" in shares else ""
     relation = (f"{' and '.join(shares)}{recompute} relative to {best}",) if best else ()
     return Table(
-        columns=(*figures, "exposed", "how"),
-        rows=tuple(_row(step, specs.get(step.spec_id), list(shares.values()), scaled) for step in steps),
+        columns=(*losses, "step time", "tokens/s", "TFLOPS/rank", *shares, "peak/rank", "comm/rank", "exposed", "how"),
+        rows=tuple(_row(step, specs.get(step.spec_id), tuple(shares.values()), scaled) for step in steps),
         caption=caption,
         notes=(*legend, *relation, *notes),
         left=frozenset({"how"}),
     )
 
 
-def _row(step: Step, spec: Trained | None, utilisations: Sequence[Callable[[StepEvent], float | None]],
-         scaled: bool) -> tuple[str, ...]:  # fmt: skip
+Share = Callable[[StepEvent], float | None]
+
+
+def _row(step: Step, spec: Trained | None, shares: Sequence[Share], scaled: bool) -> tuple[str, ...]:
     events = step.events
     rate, scale = events[0].lr, events[0].loss_scale
-    means = [of_ranks(step, utilisation) for utilisation in utilisations]
     return (
         f"{step.number}{'' if step.counts else '*'}",
         known_or_dash(step.mean_loss, ".4f"),
@@ -335,7 +334,7 @@ def _row(step: Step, spec: Trained | None, utilisations: Sequence[Callable[[Step
         duration(step.step_time_s),
         count(step.tokens_per_s),
         known_or_dash(statistics.fmean(e.tflops for e in events), ".3g"),
-        *(known_or_dash(mean, ".1%") for mean in means),
+        *(known_or_dash(of_ranks(step, share), ".1%") for share in shares),
         size(max(e.memory.peak_bytes for e in events)),
         duration(statistics.fmean(sum(t.seconds for t in e.comm.values()) for e in events)),
         duration(statistics.fmean(e.exposed_comm_s for e in events)),

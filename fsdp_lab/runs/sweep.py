@@ -164,7 +164,10 @@ class Sweep(Awaited["Sweep"]):
                 self.suspended.suspend()
                 while not self.suspended.wait_suspended(0.1) and not self._stopped.is_set():
                     pass
-            for specs in self._by_ranks():
+            by_ranks: dict[object, list[Spec]] = {}  # one group after the other: suspended states end with their ranks
+            for spec in self.specs:
+                by_ranks.setdefault((spec.world_size, spec.devices), []).append(spec)
+            for specs in by_ranks.values():
                 self._in_turns(specs)
         except BaseException as e:
             self.error = e
@@ -178,13 +181,6 @@ class Sweep(Awaited["Sweep"]):
                 self.suspended.take_turn()
             self._ended_s = time.monotonic()
             self._end()
-
-    def _by_ranks(self) -> Iterator[list[Spec]]:
-        """Groups of Specs with the same ranks, trained one after the other: suspended states end with their ranks."""
-        groups: dict[object, list[Spec]] = {}
-        for spec in self.specs:
-            groups.setdefault((spec.world_size, spec.devices), []).append(spec)
-        yield from groups.values()
 
     def _in_turns(self, specs: Sequence[Spec]) -> None:
         share = max(LEAST_TURN, -(-self.steps // self.rounds))

@@ -91,7 +91,8 @@ class Timeline:
         if not traced:
             raise ValueError("a timeline needs the events of a traced step: none of these has spans")
         valid = {e.rank: sorted(filter(_is_valid, e.spans), key=attrgetter("start_s", "end_s")) for e in traced}
-        compared = {e.rank: e for e in traced if _clock_compared(e)}
+        measured = [e for e in traced if e.clock_error_s is not None and math.isfinite(e.clock_error_s)]
+        compared = {e.rank: e for e in measured if math.isfinite(e.begin_s)}
         contradicted = contradicted_ranks(compared, valid)
         agreed = [e for rank, e in compared.items() if rank not in contradicted]
         zero_s = min((e.begin_s for e in agreed), default=traced[0].begin_s)
@@ -151,11 +152,8 @@ class Timeline:
             return f"{which} aligned to ±{self.clock_error_s * 1e3:.2g} ms."
         if len(self.lanes) < 2 or not own or (self.contradicted and len(own) == 1):
             return ""
-        which, own_start = ("clock", "its own") if len(own) == 1 else ("clocks", "their own")
-        verb = "was" if len(own) == 1 else "were"
-        return (
-            f"The {which} of {_named(own)} {verb} not compared with others: drawn from {own_start} start of the step."
-        )
+        which, were, its = ("clock", "was", "its") if len(own) == 1 else ("clocks", "were", "their")
+        return f"The {which} of {_named(own)} {were} not compared with others: drawn from {its} own start of the step."
 
     def _contradiction(self) -> str:
         if not self.contradicted:
@@ -267,11 +265,6 @@ def _has_unseen_waits(lane: RankLane) -> bool:
     return not all_s <= 1.05 * in_spans_s + TOLERANCE_S  # True with NaN
 
 
-def _clock_compared(event: StepEvent) -> bool:
-    error_s = event.clock_error_s
-    return error_s is not None and math.isfinite(error_s) and math.isfinite(event.begin_s)
-
-
 def _named(ranks: Sequence[int]) -> str:
     """As text: rank 3; ranks 0, 1 and 5; 64 ranks."""
     if len(ranks) == 1:
@@ -351,9 +344,7 @@ def _with_start(timelines: Sequence[Timeline]) -> list[tuple[int, Timeline]]:
 
 def _process(rank: int, steps: Sequence[tuple[int, Timeline]]) -> Iterator[dict[str, Any]]:
     """A rank's names and slices, with its threads in the order of tracks."""
-    lanes = [
-        (zero + _ns(lane.begin_s), lane) for zero, timeline in steps for lane in timeline.lanes if lane.rank == rank
-    ]
+    lanes = [(zero + _ns(lane.begin_s), lane) for zero, t in steps for lane in t.lanes if lane.rank == rank]
     yield _name("process_name", rank, name=f"rank {rank}")
     yield _name("process_sort_index", rank, sort_index=rank)
     if not all(lane.aligned for _, lane in lanes) and lanes[0][1].event.world_size > 1:
@@ -361,17 +352,15 @@ def _process(rank: int, steps: Sequence[tuple[int, Timeline]]) -> Iterator[dict[
     yield _name("thread_name", rank, STEP_THREAD, name="step")
     yield from (_step(begin, lane) for begin, lane in lanes)
     for number, track in enumerate(TRACKS):
-        spans = sorted(
-            ((begin + _ns(s.start_s), begin + _ns(s.end_s), lane.event.step, s)
-             for begin, lane in lanes for s in lane.spans if s.track is track),
-            key=itemgetter(0, 1, 2),
-        )  # fmt: skip
-        yield from _threads(rank, (number + 1) * TRACK_ROWS, track, spans)
+        of_track = [(begin, lane.event.step, s) for begin, lane in lanes for s in lane.spans if s.track is track]
+        spans = [(begin + _ns(s.start_s), begin + _ns(s.end_s), step, s) for begin, step, s in of_track]
+        yield from _threads(rank, (number + 1) * TRACK_ROWS, track, sorted(spans, key=itemgetter(0, 1, 2)))
 
 
-def _threads(
-    rank: int, first: int, track: Track, spans: Sequence[tuple[int, int, int, Span]]
-) -> Iterator[dict[str, Any]]:
+Placed = tuple[int, int, int, Span]  # begin and end in nanoseconds, step, span
+
+
+def _threads(rank: int, first: int, track: Track, spans: Sequence[Placed]) -> Iterator[dict[str, Any]]:
     rows = [min(row, TRACK_ROWS - 1) for row in stacked([(start, end) for start, end, _, _ in spans])]
     for row in sorted(set(rows)):
         yield _name("thread_name", rank, first + row, name=TRACK_NAMES[track] + (f" ({row + 1})" if row else ""))

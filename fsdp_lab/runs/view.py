@@ -278,17 +278,16 @@ def exported(trained: Trained) -> Spec:
     """Raises ArgumentError for a watched loop."""
     if isinstance(trained, Spec):
         return trained
-    raise ArgumentError("export", "a watched loop is a script of your own, and has no Spec",
-                        "run that script, or train the model by lab.run")  # fmt: skip
+    reason = "a watched loop is a script of your own, and has no Spec"
+    raise ArgumentError("export", reason, "run that script, or train the model by lab.run")
 
 
 def traced_steps(events: EventStore, wanted: Iterable[int] | None) -> list[Step]:
     """Traced steps whose spans are stored: all (None), or the wanted ones of their latest attempts. Raises ArgumentError."""
     traced = events.traced()
     if not traced:
-        raise ArgumentError(
-            "step", "no step of this run has been traced yet", "train on: the last of each half second is"
-        )
+        hint = "train on: the last of each half second is"
+        raise ArgumentError("step", "no step of this run has been traced yet", hint)
     if wanted is None:
         return traced
     latest = {step.number: step for step in traced}

@@ -21,18 +21,19 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
     `take` is called on the thread that receives; everything else from any thread.
 
     Attributes:
-        spec: what was found out about the loop. events: as of a `Run`. switches: none.
+        spec: what is known of the loop. events: as of a `Run`. switches: none.
         environment: of the process that receives, and the ranks' devices.
     """
 
     switches: Sequence[Switch] = ()
 
-    def __init__(self, message: Mapping[str, Any], environment: Mapping[str, Any],
-                 interrupt: Callable[[], None] = lambda: None) -> None:  # fmt: skip
-        """`message`: one with a "begin". `interrupt`: interrupts the ranks' loop."""
+    def __init__(
+        self, begins: Mapping[str, Any], environment: Mapping[str, Any], interrupt: Callable[[], None] = lambda: None
+    ) -> None:
+        """`begins`: a message with a "begin". `interrupt`: interrupts the ranks' loop."""
         super().__init__()
-        begin = message["begin"]
-        self.id = str(message["run"])
+        begin = begins["begin"]
+        self.id = str(begins["run"])
         self.spec = WatchedLoop.from_dict(begin["loop"])
         self.started_unix_s = float(begin["started_unix_s"])
         self.ended_unix_s: float | None = None
@@ -123,9 +124,12 @@ def _verdict(ends: Mapping[int, Mapping[str, Any]]) -> tuple[RunState, str]:
     state, reason = RunState(worst["state"]), str(worst["reason"])
     if state is not RunState.FAILED or worst["own"]:
         return state, reason
-    ranks = {rank: LoopRank(place=LoopPlace(end.get("place", "")), steps=end.get("steps", 0),
-                            generates=end.get("generates", False)) for rank, end in ends.items()}  # fmt: skip
-    cause = cause_in_loop(ranks)
+
+    def where(end: Mapping[str, Any]) -> LoopRank:
+        place, steps, generates = end.get("place", ""), end.get("steps", 0), end.get("generates", False)
+        return LoopRank(place=LoopPlace(place), steps=steps, generates=generates)
+
+    cause = cause_in_loop({rank: where(end) for rank, end in ends.items()})
     return state, f"{cause}; {reason}" if cause else reason
 
 

@@ -70,7 +70,7 @@ class HistoryDB:
             raise NotADirectoryError(errno.ENOTDIR, "its folder is a file", str(path)) from None
         self._db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
         try:
-            self._db.row_factory = _as_dict
+            self._db.row_factory = lambda cursor, row: dict(zip((c[0] for c in cursor.description), row, strict=True))
             self._db.execute("PRAGMA foreign_keys = ON")
             # A kernel's death then loses nothing, and a power failure the last moment.
             self._db.execute("PRAGMA synchronous = NORMAL")
@@ -88,11 +88,8 @@ class HistoryDB:
         self._use_wal()
         with self.transaction():
             if not self._is_made():  # another kernel may have made it meanwhile
-                for statement in (
-                    *SCHEMA,
-                    f"PRAGMA user_version = {VERSION}",
-                    f"PRAGMA application_id = {APPLICATION}",
-                ):
+                marks = (f"PRAGMA user_version = {VERSION}", f"PRAGMA application_id = {APPLICATION}")
+                for statement in (*SCHEMA, *marks):
                     self._db.execute(statement)
 
     def _is_made(self) -> bool:
@@ -220,10 +217,6 @@ def _intact(path: Path) -> bool:
             return bool(db.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok")
     except sqlite3.Error as e:
         return not damaged(e)
-
-
-def _as_dict(cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> dict[str, Any]:
-    return dict(zip((column[0] for column in cursor.description), row, strict=True))
 
 
 def _inode(path: Path) -> tuple[int, int] | None:

@@ -59,9 +59,8 @@ class History:
         if isinstance(where, (str, os.PathLike)):
             return cls(where)
         if not isinstance(where, History):
-            raise ArgumentError(
-                "history", f"{where!r} is refused", "give True, False, the path of a file, or a History"
-            )
+            hint = "give True, False, the path of a file, or a History"
+            raise ArgumentError("history", f"{where!r} is refused", hint)
         return where
 
     @property
@@ -120,10 +119,8 @@ class History:
         if not is_number(days) or not days >= 0:
             raise ArgumentError("days", f"{days!r} is refused", "give a number of days of 0 or more")
         before = datetime.now().timestamp() - days * 86_400
-        old = [
-            r for r in self.runs() if r.state.over and not r.pinned and (r.ended_unix_s or r.started_unix_s) <= before
-        ]
-        return self._delete(old)
+        old = [run for run in self.runs() if (run.ended_unix_s or run.started_unix_s) <= before]
+        return self._delete([run for run in old if run.state.over and not run.pinned])
 
     def _delete(self, runs: Sequence[StoredRun]) -> int:
         def delete(db: HistoryDB) -> int:
@@ -160,13 +157,8 @@ class History:
         if self._writer.recorded:
             self.flush(1.0)
         stored = self._with(self._list) if self.path.exists() else []
-        matching = [
-            run for run in stored
-            if run.started_unix_s >= since_s
-            and wanted_state in (None, run.state)
-            and name in (None, run.name)
-            and _matches(run, values)
-        ]  # fmt: skip
+        matching = [run for run in stored if run.started_unix_s >= since_s and wanted_state in (None, run.state)]
+        matching = [run for run in matching if name in (None, run.name) and _matches(run, values)]
         return RunList(matching, of=len(stored), where=str(self.path), notes=(self.problem,) if self.problem else ())
 
     def _list(self, db: HistoryDB) -> list[StoredRun]:
@@ -238,9 +230,8 @@ def _field_values(fields: Mapping[str, Any]) -> dict[str, list[Any]]:
         if name not in flat:
             options = ", ".join(["since", "state", "name", *flat])
             raise ArgumentError(name, "there is no such field to look for", f"use {options}")
-    return {
-        name: list(v) if isinstance(v, (list, tuple, set)) and name != "devices" else [v] for name, v in fields.items()
-    }
+    several = {name for name, v in fields.items() if isinstance(v, (list, tuple, set)) and name != "devices"}
+    return {name: list(v) if name in several else [v] for name, v in fields.items()}
 
 
 def _matches(run: StoredRun, wanted: Mapping[str, list[Any]]) -> bool:

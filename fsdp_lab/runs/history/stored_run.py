@@ -58,7 +58,8 @@ class StoredRun(RunQueries):
     @cached_property
     def spec(self) -> Trained:
         """Raises SpecError for a Spec of another version with unknown fields; `spec_fields` has them as stored."""
-        return _read_trained(self.spec_fields)
+        fields = self.spec_fields
+        return WatchedLoop.from_dict(fields) if KEY in fields else Spec.from_dict(fields)
 
     @property
     def flat_fields(self) -> Mapping[str, Any]:
@@ -87,34 +88,39 @@ class StoredRun(RunQueries):
     @cached_property
     def events(self) -> EventStore:
         """With the stored spans and memory curves. Raises HistoryError if the run was deleted meanwhile."""
+        events: dict[int, StepEvent] = {}  # by cursor
         collects = gc.isenabled()
         gc.disable()  # its passes over all that is read would take as long as the reading
         try:
-            return self._read_events()
+            with self._open() as db:
+                if not db.rows("SELECT number FROM runs WHERE number = ?", self.number):
+                    raise HistoryError(f"run {self.id} was deleted from {db.path}")
+                for table in ("batches", "traces"):  # in this order: an event in a trace has spans or a curve, too
+                    for row in db.rows(f"SELECT data FROM {table} WHERE run = ? ORDER BY first", self.number):
+                        events.update(unpack(row["data"]))
+            store = EventStore(max(CAP, len(events)))
+            store.add(events[cursor] for cursor in sorted(events))
+            return store
         finally:
             if collects:
                 gc.enable()
 
-    def _read_events(self) -> EventStore:
-        events: dict[int, StepEvent] = {}  # by cursor
-        with self._open() as db:
-            if not db.rows("SELECT number FROM runs WHERE number = ?", self.number):
-                raise HistoryError(f"run {self.id} was deleted from {db.path}")
-            for table in ("batches", "traces"):  # in this order: an event in a trace has spans or a memory curve, too
-                for row in db.rows(f"SELECT data FROM {table} WHERE run = ? ORDER BY first", self.number):
-                    events.update(unpack(row["data"]))
-        store = EventStore(max(CAP, len(events)))
-        store.add(events[cursor] for cursor in sorted(events))
-        return store
-
     def to_dict(self) -> dict[str, Any]:
         """Everything except the events, as plain values."""
-        return {
-            "id": self.id, "name": self.name, "pinned": self.pinned, "state": self.state.value, "reason": self.reason,
-            "started_unix_s": self.started_unix_s, "ended_unix_s": self.ended_unix_s, "step": self.step,
-            "tokens_per_s": self.tokens_per_s, "loss": self.loss, "spec": self.spec_fields, "notes": list(self.notes),
-            "environment": dict(self.environment),
-        }  # fmt: skip
+        names = (
+            "id",
+            "name",
+            "pinned",
+            "state",
+            "reason",
+            "started_unix_s",
+            "ended_unix_s",
+            "step",
+            "tokens_per_s",
+            "loss",
+        )
+        row = {name: getattr(self, name) for name in names} | {"state": self.state.value}
+        return row | {"spec": self.spec_fields, "notes": list(self.notes), "environment": dict(self.environment)}
 
     @property
     def when(self) -> str:
@@ -129,11 +135,6 @@ class StoredRun(RunQueries):
     def __repr__(self) -> str:
         name = f" {self.name!r}" if self.name else ""
         return f"<StoredRun {self.id}{name}: {self.state.value}, step {self.step}, {self.when}>"
-
-
-def _read_trained(fields: Mapping[str, Any]) -> Trained:
-    """What a stored run trains. Raises SpecError."""
-    return WatchedLoop.from_dict(fields) if KEY in fields else Spec.from_dict(fields)
 
 
 # -- lists ---------------------------------------------------------------------------------------------------------------
@@ -177,9 +178,8 @@ class RunList(Sequence[StoredRun]):
         legend = ("tokens/s: the median of the newest 100 steps",) if self._runs else ()
         part = f"{len(self)} of " if len(self) != self._of else ""
         caption = f"{part}{self._of} run{'s' * (self._of != 1)} in {self._where}"
-        figures = {"ranks", "steps", "tokens/s", "loss"}
-        return Table(columns=COLUMNS, rows=tuple(map(_row, self._runs)), caption=caption,
-                     notes=(*legend, *self._notes), left=frozenset(COLUMNS) - figures)  # fmt: skip
+        rows, left = tuple(map(_row, self._runs)), frozenset(COLUMNS) - {"ranks", "steps", "tokens/s", "loss"}
+        return Table(columns=COLUMNS, rows=rows, caption=caption, notes=(*legend, *self._notes), left=left)
 
     def __repr__(self) -> str:
         return repr(self.table())

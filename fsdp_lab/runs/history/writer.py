@@ -17,7 +17,6 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,8 @@ SPANS_KEPT, CURVES_KEPT = 20, 8  # steps
 WAITING = 8  # traced steps, and ledger steps, held in memory; at the end of the run all of them are stored
 SEEN_S = 5.0  # between two updates of the time that shows the kernel is alive
 RECENT = 100  # newest steps, of which the figures in lists are
+_DELETE_OLD_TRACES = """DELETE FROM traces WHERE run = ? AND curve = ? AND first NOT IN
+    (SELECT first FROM traces WHERE run = ? AND curve = ? ORDER BY first DESC LIMIT ?)"""
 
 
 class HistoryWriter:
@@ -93,7 +94,9 @@ class HistoryWriter:
             db = self._round(db, writers)
             with self._changed:
                 self._flushes_done = wanted
-                self._drop_finished()
+                self._writers = [writer for writer in self._writers if not writer.over]
+                for writer in [writer for writer in self._writers if writer.run.state.over][:-MOST_WAITING]:
+                    self._writers.remove(writer)
                 if not self._writers:
                     self._thread = None  # `record` starts another one, with a connection of its own
                 self._changed.notify_all()
@@ -145,13 +148,6 @@ class HistoryWriter:
                 self.moved = set_aside(self._path) or self.moved
             except (OSError, sqlite3.Error) as e:
                 self.problem = explain(e, self._path)
-
-    def _drop_finished(self) -> None:
-        """Drops runs that are written, and the oldest of those that are over and cannot be. Called with the lock held."""
-        self._writers = [writer for writer in self._writers if not writer.over]
-        ended = [writer for writer in self._writers if writer.run.state.over]
-        for writer in ended[:-MOST_WAITING]:
-            self._writers.remove(writer)
 
 
 def explain(error: BaseException, path: Path, what: str = "runs continue but are not stored in {} at present") -> str:
@@ -214,7 +210,8 @@ class RunWriter:
                 for row in packed:
                     db.insert(table, {"run": number, **row}, replace=True)
             if traces:
-                _delete_old_traces(db, number)
+                for curve, newest in ((0, SPANS_KEPT), (1, CURVES_KEPT)):
+                    db.change(_DELETE_OLD_TRACES, number, curve, number, curve, newest)
         self.number, self._cursor, self._written, self._switches = number, cursor, state, switches
         self._seen_s = now_s
         self._tail = unfinished[len(unfinished) - len(unfinished) % BATCH :]
@@ -237,7 +234,7 @@ class RunWriter:
             row = {**_row(self.run), **latest} if state != self._written else latest
             if not db.update("runs", number, row):
                 raise LookupError(f"run {self.run.id} was deleted")
-        switches = list(islice(self.run.switches, self._switches, None))
+        switches = self.run.switches[self._switches :]
         for position, switch in enumerate(switches, self._switches):
             row = {
                 "run": number,
@@ -301,15 +298,3 @@ def recent_figures(run: RunView) -> dict[str, Any]:
     steps = last_stretch(run.events.last_steps(RECENT), run.spec)
     rates = [step.tokens_per_s for step in counting(steps) if step.step_time_s > 0]
     return {"tokens_per_s": median(rates), "loss": steps[-1].mean_loss if steps else None}
-
-
-# -- bounds --------------------------------------------------------------------------------------------------------
-
-
-def _delete_old_traces(db: HistoryDB, number: int) -> None:
-    for curve, newest in ((0, SPANS_KEPT), (1, CURVES_KEPT)):
-        db.change(
-            "DELETE FROM traces WHERE run = ? AND curve = ? AND first NOT IN "
-            "(SELECT first FROM traces WHERE run = ? AND curve = ? ORDER BY first DESC LIMIT ?)",
-            number, curve, number, curve, newest,
-        )  # fmt: skip
