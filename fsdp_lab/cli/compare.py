@@ -134,8 +134,6 @@ def collect(sweep: Sweep, results: Results) -> None:
     results.write()
 
 
-# -- the table on the terminal ---------------------------------------------------------------------------------------
-
 WIDE = 130  # columns of a terminal that has room for all figures
 FIGURES = ("loss", "step time", "time ratio", "tokens/s", "TFLOPS", "peak/rank", "exposed", "parity")
 NARROW = ("loss", "step time", "time ratio", "peak/rank", "parity")

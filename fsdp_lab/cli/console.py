@@ -230,11 +230,7 @@ def open_lab(
     console: Console, ranks: int, devices: Sequence[str] | None, *, history: bool = True, hosts: Hosts | None = None
 ) -> Iterator[Lab]:
     """A lab for the duration of a command, with its start on the terminal. `history`: whether its runs are stored. `hosts`:
-    other hosts, where the ranks are.
-
-    Raises:
-        Refused, Failed: the ranks cannot start or join.
-    """
+    other hosts, where the ranks are. Raises Refused, Failed: the ranks cannot start or join."""
     from fsdp_lab.cluster import ClusterError, StartError
     from fsdp_lab.lab import Lab
 

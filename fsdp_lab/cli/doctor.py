@@ -69,8 +69,6 @@ def outlook(facts: TorchFacts, gpus_seen: int) -> list[Finding]:
     return findings
 
 
-# -- software ----------------------------------------------------------------------------------------------------------
-
 # Packages to check if fsdp-lab is not installed, so that no metadata lists the requirements.
 PACKAGES = "torch transformers numpy ipyparallel ipykernel ipywidgets anywidget bokeh jupyterlab"
 
@@ -142,9 +140,6 @@ def nccl(facts: TorchFacts) -> Finding:
     if facts.nccl_version < (2, 30):
         sharing = "one rank a GPU (several go through its memory without NCCL, or need 2.30)"
     return Finding("NCCL", f"{'.'.join(map(str, facts.nccl_version))}; {sharing}")
-
-
-# -- Jupyter -----------------------------------------------------------------------------------------------------------
 
 
 def jupyter_servers() -> list[Finding]:

@@ -45,9 +45,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
 def add_checkpoints_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="a folder of checkpoints, or one checkpoint")
     help_text = "export the newest model to DIR, for from_pretrained"

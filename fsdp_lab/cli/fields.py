@@ -45,12 +45,8 @@ def format_value(name: str, value: Any) -> str:
 
 
 def parse_lists(args: argparse.Namespace) -> dict[str, list[Any]]:
-    """Flat field name -> its values, for the options that were given.
-
-    Raises:
-        Refused: a value of the wrong type.
-        SpecError: a value that its field refuses in any combination.
-    """
+    """Flat field name -> its values, for the options that were given. Raises Refused: a value of the wrong type. SpecError:
+    a value that its field refuses in any combination."""
     lists: dict[str, list[Any]] = {}
     for name, row in (rows_of(Workload) | rows_of(Strategy)).items():
         if (text := getattr(args, name)) is not None:

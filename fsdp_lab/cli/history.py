@@ -100,9 +100,6 @@ def delete(args: argparse.Namespace, history: History) -> None:
     say(f"{plural(deleted, 'run')} deleted; {len(history.runs())} left")
 
 
-# -- report ------------------------------------------------------------------------------------------------------------
-
-
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("which", nargs="+", metavar="RUN", help="the id of a run, the beginning of one, or its name")

@@ -157,9 +157,6 @@ def find(args: argparse.Namespace, spec: Spec, target: Target) -> int:
     return 0 if search.top else 1
 
 
-# -- text ----------------------------------------------------------------------------------------------------------
-
-
 def show_plans(plans: Sequence[Plan], scaling: Sequence[Plan], bottleneck: str) -> None:
     """Prints one plan in full with its scaling curve, or several as a table."""
     from fsdp_lab.planner.plan import memory_table, plan_table, sentences, time_table
@@ -224,9 +221,8 @@ def check_options(args: argparse.Namespace) -> None:
 def product_of(args: argparse.Namespace) -> Product:
     """The axes of the options, or of `TEACHING`; completes `args` with the latter.
 
-    Raises:
-        Refused: an option that does not go with --page, or no hardware.
-        FieldError: an unknown model or GPU, a value that its field refuses, more combinations than a page holds.
+    Raises Refused: an option that does not go with --page, or no hardware. FieldError: an unknown model or GPU, a value
+    that its field refuses, more combinations than a page holds.
     """
     from fsdp_lab.report.what_if import Product, check_size
 

@@ -194,9 +194,6 @@ def write_trace(run: Run, file: Path) -> str:
     return f"{steps} in {file}: open it at ui.perfetto.dev or chrome://tracing"
 
 
-# -- output ----------------------------------------------------------------------------------------------------------
-
-
 def line(run: Run) -> str:
     """The state of the run in one line, with figures of its newest steps, at a cost that does not grow with the run."""
     from fsdp_lab.runs.comparison import NONE, figure_cells

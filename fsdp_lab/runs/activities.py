@@ -49,8 +49,6 @@ class Activities:
         self._slow: weakref.ref[SlowMotion] | None = None  # weak: dropping the iterator ends its step
         self._lock = threading.RLock()
 
-    # -- begin ------------------------------------------------------------------------------------------------------
-
     def begin_run(self, spec: Spec, **options: Any) -> Run:
         """Starts a run; `options` are those of `Run`."""
         with self._lock:
@@ -172,8 +170,6 @@ class Activities:
         """The newest run, a watched loop included."""
         return self._newest if isinstance(self._newest, WatchedRun) else self.run
 
-    # -- faults and recovery ----------------------------------------------------------------------------------------
-
     def recover(self, ranks: str | None) -> Run:
         """See `Lab.recover`."""
         with self._lock:
@@ -204,8 +200,6 @@ class Activities:
                 drill.request = run.arm(fault)
         return drill
 
-    # -- state ------------------------------------------------------------------------------------------------------
-
     @property
     def unfinished(self) -> list[Sweep | Run | WatchedRun]:
         """The newest sweep, the run that it has suspended, the newest run and watched loops, where they are not over."""
@@ -227,8 +221,6 @@ class Activities:
     def require_open(self) -> None:
         if self.closed:
             raise ClusterError("this lab is closed; make another one with Lab()")
-
-    # -- end --------------------------------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
         """See `Lab.interrupt`."""

@@ -129,8 +129,6 @@ class Comparison:
                 return row
         raise KeyError(f"there is no row {label!r}; there are {', '.join(row.label for row in self.rows)}")
 
-    # -- tables ---------------------------------------------------------------------------------------------------
-
     def table(self, only: Collection[str] = (), *, spread: bool = True) -> Table:
         """A row for each run that was started, and a column for each figure that some run has.
 
@@ -239,8 +237,6 @@ class Comparison:
     def _alarm(self) -> str:
         different = [f"{label} is {sentence}" for label, sentence in self.differences.items()]
         return f"NOT THE SAME COMPUTATION: {'; '.join(different)}" if different else ""
-
-    # -- export -----------------------------------------------------------------------------------------------------
 
     def records(self) -> list[dict[str, Any]]:
         """A flat dict of scalars for each row, for `pandas.DataFrame(records)`; None is what was not measured."""

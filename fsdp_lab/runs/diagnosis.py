@@ -124,9 +124,6 @@ class _Case:
         return sum(e.memory.parameters_bytes for e in self.steps[-1].events) * self.shard_factor // self.spec.world_size
 
 
-# -- each cause ------------------------------------------------------------------------------------------------------
-
-
 def _loading(case: _Case) -> Diagnosis | None:
     """Only of a function that builds the model: later, memory may have run out for another reason."""
     if case.begun or not _BUILDING.search(case.failure) or case.spec.world_size < 2:

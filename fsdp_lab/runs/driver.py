@@ -187,8 +187,6 @@ class Driver:
                 if (policy := self._policy_after(e)) is None:
                     raise
 
-    # -- the loop ------------------------------------------------------------------------------------------------------
-
     def _train(self) -> tuple[RunState, str]:
         """Trains chunk by chunk. Returns final state and reason."""
         control, progress = self.control, self.progress

@@ -97,14 +97,8 @@ class Recommendation:
 
 
 def recommend(runs: Comparison | Sequence[RunView | Refusal], limit_bytes: int | None = None) -> Recommendation:
-    """By the rule in the module's docstring.
-
-    Args:
-        limit_bytes: device memory per rank; None: that of the devices that the runs used.
-
-    Raises:
-        ArgumentError: a limit that is not a number of bytes.
-    """
+    """By the rule in the module's docstring. `limit_bytes`: device memory per rank; None: that of the devices that the runs
+    used. Raises ArgumentError: a limit that is not a number of bytes."""
     if limit_bytes is not None:
         check_whole("limit_bytes", limit_bytes, wanted="a whole number of bytes, or nothing")
     compared = runs if isinstance(runs, Comparison) else Comparison.of(runs)
@@ -127,9 +121,6 @@ def recommend(runs: Comparison | Sequence[RunView | Refusal], limit_bytes: int |
         excluded=excluded,
         notes=(FITS, *compared.fidelity()),
     )
-
-
-# -- candidates -------------------------------------------------------------------------------------------------------
 
 
 def _excluded(compared: Comparison, row: Row, limit_bytes: int | None) -> str:
@@ -175,9 +166,6 @@ def _sentences(fastest: Row | None, smallest: Row | None, alike: Sequence[str], 
     if smallest is fastest:
         return (first, f"It is also the smallest within {WITHIN:.0%} of that time.")
     return (first, f"The smallest within {WITHIN:.0%} of its time is {described(smallest)}.")
-
-
-# -- toggles ------------------------------------------------------------------------------------------------------
 
 
 def toggles(rows: Sequence[Row]) -> tuple[Toggle, ...]:

@@ -233,8 +233,7 @@ def refitted(spec: Spec, ranks: int) -> tuple[Spec, tuple[str, ...]]:
 
     The global batch is preserved where it can be divided: by accumulating more or fewer micro-batches, else by smaller ones.
 
-    Raises:
-        SpecError: the strategy is impossible on so many ranks.
+    Raises SpecError: the strategy is impossible on so many ranks.
     """
     if ranks == spec.world_size:
         return spec, ()

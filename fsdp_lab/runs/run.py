@@ -69,12 +69,9 @@ class Run(RunQueries, Awaited["Run"]):
         start: Checkpoint | None = None,
         broken: Run | None = None,
     ) -> None:
-        """
-        Args:
-            share: steps of a turn, after which the run is suspended until `take_turn` and others may use the ranks.
-            prepare: called on the driver's thread before anything is sent: makes the ranks ready for a Spec.
-            start: the checkpoint to start from. broken: a failed run to continue.
-            the others: as of `Lab.run`.
+        """`share`: steps of a turn, after which the run is suspended until `take_turn` and others may use the ranks.
+        `prepare`: called on the driver's thread before anything is sent: makes the ranks ready for a Spec. `start`: the
+        checkpoint to start from. `broken`: a failed run to continue. The others: as of `Lab.run`.
         """
         super().__init__()
         for name, value, none in (("steps", steps, "no end"), ("ledger_every", ledger_every, "only requested ones")):
@@ -109,8 +106,6 @@ class Run(RunQueries, Awaited["Run"]):
         self.on_best = self._driver.on_best
         arguments = (start, fresh, self._end)
         threading.Thread(target=self._driver.drive, args=arguments, name=f"fsdp_lab-run-{self.id}", daemon=True).start()
-
-    # -- state ------------------------------------------------------------------------------------------------------
 
     @property
     def spec(self) -> Spec:
@@ -188,8 +183,6 @@ class Run(RunQueries, Awaited["Run"]):
         of = f" of {until}" if until is not None else ""
         return f"<Run {self.id}: {self.state.value}{reason}, step {self.step}{of}, spec {self.spec.id}>"
 
-    # -- requests ---------------------------------------------------------------------------------------------------
-
     def apply(self, spec: Spec | None = None, *, anyway: bool = False, **changes: Any) -> SwitchRequest:
         """Trains another Spec from the next chunk on: `run.apply(sharding="shard_grad_op")`. Returns at once.
 
@@ -199,10 +192,8 @@ class Run(RunQueries, Awaited["Run"]):
 
         Changes are made to the pending Spec, else to the applied one. A newer request replaces a pending one.
 
-        Raises:
-            SpecError: an invalid Spec, or more ranks than a given cluster has engines, or, without `anyway`, more memory
-                than there is, as the planner knows.
-            ClusterError: the run is over.
+        Raises SpecError: an invalid Spec, or more ranks than a given cluster has engines, or, without `anyway`, more memory
+        than there is, as the planner knows. ClusterError: the run is over.
         """
         with self._control.changed:
             self._require_live("start another one with lab.run")
@@ -221,8 +212,7 @@ class Run(RunQueries, Awaited["Run"]):
 
         Its events have `ledger` set and a `memory_curve`. The third step after each switch always is one.
 
-        Raises:
-            ClusterError: the run is over.
+        Raises ClusterError: the run is over.
         """
         with self._control.changing():
             self._require_live("start another one with lab.run")
@@ -231,11 +221,8 @@ class Run(RunQueries, Awaited["Run"]):
     def save(self, folder: str | os.PathLike[str] | None = None) -> Request[Checkpoint]:
         """Takes a checkpoint after the running chunk. Returns at once; waiting is optional.
 
-        Args:
-            folder: for this and all later checkpoints of the run, that of its last step included; None: that of `saving`.
-
-        Raises:
-            ArgumentError: of the folder, or there is none. ClusterError: the run is over.
+        `folder`: for this and all later checkpoints of the run, that of its last step included; None: that of `saving`.
+        Raises ArgumentError: of the folder, or there is none. ClusterError: the run is over.
         """
         config = self.saving
         if folder is not None:
@@ -252,11 +239,8 @@ class Run(RunQueries, Awaited["Run"]):
 
         The result is a list, a text for each prompt. `Run.completions` has what an evaluation with prompts generated.
 
-        Args:
-            sampling: fields of `Sampling`: new_tokens, temperature, top_k, top_p, seed.
-
-        Raises:
-            ArgumentError: of a prompt, or of `sampling`. ClusterError: the run is over.
+        `sampling`: fields of `Sampling`: new_tokens, temperature, top_k, top_p, seed. Raises ArgumentError: of a prompt, or
+        of `sampling`. ClusterError: the run is over.
         """
         given, wanted = checked_prompts(prompts), Sampling(**sampling)
         with self._control.changing():
@@ -268,8 +252,7 @@ class Run(RunQueries, Awaited["Run"]):
         """Recovers from a failure: "same" replaces the lost ranks, "fewer" continues with those that are left; None: as
         `recovering` says. Returns at once; the result is in `incidents`.
 
-        Raises:
-            SpecError: of `ranks`, or a strategy that is impossible on so few. ClusterError: the run is not broken.
+        Raises SpecError: of `ranks`, or a strategy that is impossible on so few. ClusterError: the run is not broken.
         """
         policy = replace(self.recovering, ranks=ranks or self.recovering.ranks)
         if policy.ranks == "fewer":
@@ -281,10 +264,7 @@ class Run(RunQueries, Awaited["Run"]):
 
     def arm(self, fault: Fault | None) -> FaultRequest:
         """Injects a fault from the next chunk on; None: disarms those that are armed. Returns at once; waiting is optional.
-
-        Raises:
-            ArgumentError: a fault that these ranks cannot have. ClusterError: the run does not train.
-        """
+        Raises ArgumentError: a fault that these ranks cannot have. ClusterError: the run does not train."""
         with self._control.changing():
             if self.state not in (RunState.RUNNING, RunState.PAUSED):
                 raise ClusterError(f"run {self.id} is {self.state.value}; a fault can be armed only while it trains")

@@ -275,8 +275,6 @@ class EventStore:
         for seen in self._seen.values():
             seen.floor, seen.above = step, set()
 
-    # -- reading --------------------------------------------------------------------------------------------------
-
     def since(self, cursor: int = 0) -> tuple[list[StepEvent], int]:
         """(events that arrived since the cursor, the next cursor). 0 is the beginning. Takes time for new events only."""
         with self._lock:

@@ -78,8 +78,6 @@ class Sweep(Awaited["Sweep"]):
         self._driver = threading.Thread(target=self._drive, name="fsdp_lab-sweep", daemon=True)
         self._driver.start()
 
-    # -- state ------------------------------------------------------------------------------------------------------
-
     @property
     def current(self) -> Run | None:
         """The run whose turn it is; None before the first and after the last."""
@@ -134,8 +132,6 @@ class Sweep(Awaited["Sweep"]):
         refused = f", {len(self.refused)} refused" if self.refused else ""
         return f"<Sweep of {len(self.specs)} runs{refused}: {state}, {p.done_steps} of {p.all_steps} steps>"
 
-    # -- requests ---------------------------------------------------------------------------------------------------
-
     def stop(self, timeout_s: float = 5.0, reason: str = "stopped") -> bool:
         """Ends the current turn and lets no other begin; what was measured stays available. Returns whether it is over
         within `timeout_s`; with 0 it only leaves the request."""
@@ -153,8 +149,6 @@ class Sweep(Awaited["Sweep"]):
         if self.error is not None:
             raise self.error
         return self
-
-    # -- the driver -------------------------------------------------------------------------------------------------
 
     def _drive(self) -> None:
         try:
@@ -222,12 +216,8 @@ def value_lists(given: Mapping[str, Any]) -> dict[str, list[Any]]:
 def combine(
     base: Spec, lists: Mapping[str, Sequence[Any]], replace: Callable[[Spec, Mapping[str, Any]], Spec]
 ) -> Iterator[Spec | Refusal]:
-    """Every combination of the lists with the base, in order, without repeats; impossible ones as a Refusal.
-
-    Args:
-        lists: flat field name, as in `Spec.replace` -> values.
-        replace: makes the Spec with some fields changed. May raise SpecError.
-    """
+    """Every combination of the lists with the base, in order, without repeats; impossible ones as a Refusal. `lists`: flat
+    field name, as in `Spec.replace` -> values. `replace`: makes the Spec with some fields changed. May raise SpecError."""
     seen: list[Any] = []
     for values in product(*lists.values()):
         changes = dict(zip(lists, values, strict=True))

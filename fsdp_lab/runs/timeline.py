@@ -117,8 +117,6 @@ class Timeline:
             contradicted=tuple(sorted(contradicted)),
         )
 
-    # -- results --------------------------------------------------------------------------------------------------
-
     @property
     def missing(self) -> tuple[int, ...]:
         """Ranks that sent no spans of this step."""

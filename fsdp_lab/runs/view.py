@@ -236,11 +236,8 @@ class RunQueries:
     def timeline(self: RunView, step: int | None = None) -> Timeline:
         """What every rank did in a traced step (the last of each half second), on one clock.
 
-        Args:
-            step: None: the newest one, if possible one that every rank has reported.
-
-        Raises:
-            ArgumentError: that step was not traced, or its spans were dropped.
+        `step` None: the newest one, if possible one that every rank has reported. Raises ArgumentError: that step was not
+        traced, or its spans were dropped.
         """
         newest = self.events.newest_traced() if step is None else None
         return Timeline.of((newest or traced_steps(self.events, step if step is None else [step])[-1]).events)
@@ -248,21 +245,15 @@ class RunQueries:
     def export_trace(self: RunView, path: str | os.PathLike[str], steps: Iterable[int] | None = None) -> Path:
         """Writes traced steps as one Chrome trace (.json or .json.gz), for ui.perfetto.dev. Returns the path.
 
-        Args:
-            steps: None: all whose spans are stored.
-
-        Raises:
-            ArgumentError: the path cannot be written, or one of the steps was not traced.
+        `steps` None: all whose spans are stored. Raises ArgumentError: the path cannot be written, or one of the steps was
+        not traced.
         """
         check_trace_path(path)
         return write_trace(path, [Timeline.of(step.events) for step in traced_steps(self.events, steps)])
 
     def export_script(self: RunView, path: str | os.PathLike[str], *, force: bool = False) -> Path:
-        """Writes a torchrun script that trains the Spec applied last with torch alone; see `fsdp_lab.export`.
-
-        Raises:
-            FieldError: of the path, or of a field that torch's own backends or the script cannot express.
-        """
+        """Writes a torchrun script that trains the Spec applied last with torch alone; see `fsdp_lab.export`. Raises
+        FieldError: of the path, or of a field that torch's own backends or the script cannot express."""
         return export_script(exported(self.spec), path, force=force)
 
     def export_accelerate(self: RunView, path: str | os.PathLike[str], *, force: bool = False) -> Path:
@@ -300,9 +291,6 @@ def traced_steps(events: EventStore, wanted: Iterable[int] | None) -> list[Step]
             reason = f"step {number} was not traced, or its spans are no longer stored"
             raise ArgumentError("step", reason, f"the nearest of {len(latest)} that are stored is {nearest}")
     return [step for step in traced if step.number in numbers and latest[step.number] is step]
-
-
-# -- the machine ------------------------------------------------------------------------------------------------------
 
 
 def fingerprint(ranks: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:

@@ -82,8 +82,6 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
             self.ended_unix_s = time.time()
         self._end()
 
-    # -- state ------------------------------------------------------------------------------------------------------
-
     @property
     def state(self) -> RunState:
         return self._state

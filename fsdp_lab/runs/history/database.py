@@ -169,8 +169,6 @@ class HistoryDB:
         columns = ", ".join(f"{name} = ?" for name in row)
         return self.change(f"UPDATE {table} SET {columns} WHERE number = ?", *row.values(), number)
 
-    # -- size -----------------------------------------------------------------------------------------------------
-
     @property
     def used_bytes(self) -> int:
         """Size without free pages that were not yet returned to the disk."""

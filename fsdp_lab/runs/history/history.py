@@ -68,8 +68,6 @@ class History:
         """Why runs cannot be stored, or what happened to the file, as a sentence; "" if all is well."""
         return self._writer.problem or self._writer.moved or self._over_limit
 
-    # -- writing --------------------------------------------------------------------------------------------------
-
     def record(self, run: RunView) -> None:
         """Stores a live run from now on until it is over. Returns at once and never raises: see `problem`."""
         self._writer.record(run)
@@ -79,11 +77,8 @@ class History:
         return self._writer.flush(timeout_s)
 
     def rename(self, run: str, name: str) -> None:
-        """Names a run; "" removes the name. `run` is an id, the beginning of one, or a name.
-
-        Raises:
-            ArgumentError: there is no such run, or more than one. HistoryError: the file cannot be written.
-        """
+        """Names a run; "" removes the name. `run` is an id, the beginning of one, or a name. Raises ArgumentError: there is
+        no such run, or more than one. HistoryError: the file cannot be written."""
         if not isinstance(name, str) or "\n" in name:
             raise ArgumentError("name", f"{name!r} is refused", "give a line of text")
         self._change(run, "name", name)
@@ -101,12 +96,8 @@ class History:
         self._with(lambda db: db.update("runs", number, {column: value}))
 
     def delete(self, *runs: str) -> int:
-        """Deletes runs and returns their space to the disk. Returns the number of runs.
-
-        Raises:
-            ArgumentError: there is no such run, or more than one, or it is running.
-            HistoryError: the file cannot be written.
-        """
+        """Deletes runs and returns their space to the disk. Returns the number of runs. Raises ArgumentError: there is no
+        such run, or more than one, or it is running. HistoryError: the file cannot be written."""
         listed = self.runs()
         chosen = [listed[run] for run in dict.fromkeys(runs)]
         for run in chosen:
@@ -129,8 +120,6 @@ class History:
             return deleted
 
         return self._with(delete) if runs else 0
-
-    # -- reading --------------------------------------------------------------------------------------------------
 
     def runs(
         self,
@@ -190,8 +179,6 @@ class History:
                 self._writer.moved = set_aside(self.path) or self._writer.moved
         raise HistoryError(f"{self.path} was damaged repeatedly; set {VARIABLE} to a file on another disk")
 
-    # -- limit ----------------------------------------------------------------------------------------------------
-
     def _enforce_limit(self, db: HistoryDB) -> None:
         """Deletes the oldest runs while the file is too large. Called on the writer's thread."""
         self._over_limit = ""
@@ -218,9 +205,6 @@ def history_path(path: str | os.PathLike[str] | None) -> Path:
         chosen = Path(given).expanduser().absolute()
         return chosen / "history.sqlite3" if chosen.is_dir() else chosen
     return platformdirs.user_data_path("fsdp_lab", appauthor=False) / "history.sqlite3"
-
-
-# -- filters -------------------------------------------------------------------------------------------------------
 
 
 def _field_values(fields: Mapping[str, Any]) -> dict[str, list[Any]]:

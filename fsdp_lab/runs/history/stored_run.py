@@ -137,8 +137,6 @@ class StoredRun(RunQueries):
         return f"<StoredRun {self.id}{name}: {self.state.value}, step {self.step}, {self.when}>"
 
 
-# -- lists ---------------------------------------------------------------------------------------------------------------
-
 COLUMNS = ("id", "name", "when", "model", "how", "ranks", "steps", "state", "tokens/s", "loss", "machine")
 
 

@@ -220,8 +220,6 @@ class RunWriter:
             self._heavy = {key: step for key, step in self._heavy.items() if key not in due}
         self.over = over
 
-    # -- the run's row --------------------------------------------------------------------------------------------
-
     def _write_row(self, db: HistoryDB, state: tuple[Any, ...]) -> tuple[int, int]:
         """Writes the run's row and new switches; returns its number in the file, and the count of switches."""
         number = self.number
@@ -247,8 +245,6 @@ class RunWriter:
             }
             db.insert("switches", row, replace=True)
         return number, self._switches + len(switches)
-
-    # -- spans and memory curves ----------------------------------------------------------------------------------
 
     def _hold(self, rows: Sequence[Row]) -> None:
         """Adds events that have spans or a memory curve, and drops all but the newest steps of either kind."""
