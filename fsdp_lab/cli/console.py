@@ -258,10 +258,8 @@ def open_lab(
 
 
 def watch(run: Run | Sweep, show: Callable[[], None]) -> None:
-    """Waits for the end, calling `show` about five times a second and once more at the end.
-
-    Raises: the error of a run that failed. Ctrl-C stops the run and is raised again.
-    """
+    """Waits for the end, calling `show` about five times a second and once more at the end. Raises: the error of a run that
+    failed. Ctrl-C stops the run and is raised again."""
     try:
         while True:
             show()

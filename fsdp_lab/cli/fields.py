@@ -88,10 +88,8 @@ def parse_value(row: FieldRow, word: str) -> Any:
 def requested(
     args: argparse.Namespace, prepare: Callable[[dict[str, Any]], Spec]
 ) -> tuple[list[Spec], list[tuple[dict[str, Any], FieldError]]]:
-    """The Specs that `prepare` makes from the combinations of the options, and the combinations that it refuses.
-
-    Raises Refused and SpecError as `parse_lists`.
-    """
+    """The Specs that `prepare` makes from the combinations of the options, and the combinations that it refuses. Raises
+    Refused and SpecError as `parse_lists`."""
     specs, refused = list[Spec](), list[tuple[dict[str, Any], FieldError]]()
     for combination in list(combinations(args)):
         try:

@@ -31,10 +31,8 @@ class NotebookLab(Protocol):
 
 
 def replace_former(lab: NotebookLab) -> None:
-    """Closes the lab that this notebook opened before, and registers `lab` in its place.
-
-    Its ranks are detached instead where they are persistent and the new lab is to attach to them.
-    """
+    """Closes the lab that this notebook opened before, and registers `lab` in its place. Its ranks are detached instead
+    where they are persistent and the new lab is to attach to them."""
     from IPython.core.getipython import get_ipython
 
     shell = get_ipython()

@@ -165,9 +165,7 @@ def path_on_ranks(ranks: Cluster, path: Path) -> str:
 
 def rescue(ranks: Cluster, statuses: Mapping[int, Mapping[str, Any]], root: Path) -> Checkpoint | str:
     """Writes the state of the surviving ranks as a checkpoint in `root`. Returns why not, where it is incomplete.
-
-    `statuses`: `Session.status` by rank; only ranks at the same step can write together.
-    """
+    `statuses`: `Session.status` by rank; only ranks at the same step can write together."""
     why = "no rank holds a training"
     for step in sorted({s["step"] for s in statuses.values() if s["step"] is not None}, reverse=True):
         writers = [rank for rank, s in statuses.items() if s["step"] == step]

@@ -383,10 +383,8 @@ class Drill:
         return incident is not None and incident.resumed_unix_s is not None
 
     def wait(self, timeout_s: float | None = None) -> Incident | None:
-        """Blocks until it is over. Returns the incident; None for a slow link, which makes nothing fail.
-
-        Raises: the run's error, where it did not recover; `refused`; TimeoutError after `timeout_s`.
-        """
+        """Blocks until it is over. Returns the incident; None for a slow link, which makes nothing fail. Raises: the run's
+        error, where it did not recover; `refused`; TimeoutError after `timeout_s`."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.over:
             if deadline_s is not None and time.monotonic() > deadline_s:

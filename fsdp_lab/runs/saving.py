@@ -19,10 +19,8 @@ LAST = 3
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Where a run's checkpoints go: `CheckpointConfig(folder="checkpoints", every=100)`. Raises ArgumentError.
-
-    The last step is saved, too, unless the run fails.
-    """
+    """Where a run's checkpoints go: `CheckpointConfig(folder="checkpoints", every=100)`. Raises ArgumentError. The last
+    step is saved, too, unless the run fails."""
 
     folder: str | os.PathLike[str]
     every: int | None = None  # steps; None: only on request, and at the end
@@ -132,9 +130,7 @@ class CheckpointSchedule:
     @contextlib.contextmanager
     def taking(self, kind: str, step: int) -> Iterator[Callable[[Sequence[Mapping[str, Any]]], None]]:
         """The context in which a checkpoint is taken. Yields a function to call with the ranks' results of `Session.save`.
-
-        A FieldError is recorded in `taken`, any other error is raised again; both end the requests.
-        """
+        A FieldError is recorded in `taken`, any other error is raised again; both end the requests."""
         requests = self._requests[:]
         del self._requests[: len(requests)]  # a request that comes meanwhile stays for the next checkpoint
 

@@ -198,10 +198,8 @@ class Timeline:
         return self.table()._repr_html_()
 
     def export(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the step as a Chrome trace, for ui.perfetto.dev; returns the path.
-
-        Raises ArgumentError for a path that is not a .json or .json.gz file that can be written.
-        """
+        """Writes the step as a Chrome trace, for ui.perfetto.dev; returns the path. Raises ArgumentError for a path that is
+        not a .json or .json.gz file that can be written."""
         return write_trace(path, [self])
 
 
@@ -310,10 +308,8 @@ def trace_events(timelines: Sequence[Timeline]) -> dict[str, Any]:
 
 
 def stacked(intervals: Sequence[tuple[float, float]]) -> list[int]:
-    """A row for each interval, so that none overlaps another in its row; as few rows as can be.
-
-    `intervals` in order of their start; one that begins where another ends does not overlap it.
-    """
+    """A row for each interval, so that none overlaps another in its row; as few rows as can be. `intervals` in order of
+    their start; one that begins where another ends does not overlap it."""
     ends: list[float] = []
     rows = []
     for start, end in intervals:

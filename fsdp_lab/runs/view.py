@@ -243,11 +243,8 @@ class RunQueries:
         return Timeline.of((newest or traced_steps(self.events, step if step is None else [step])[-1]).events)
 
     def export_trace(self: RunView, path: str | os.PathLike[str], steps: Iterable[int] | None = None) -> Path:
-        """Writes traced steps as one Chrome trace (.json or .json.gz), for ui.perfetto.dev. Returns the path.
-
-        `steps` None: all whose spans are stored. Raises ArgumentError: the path cannot be written, or one of the steps was
-        not traced.
-        """
+        """Writes traced steps as one Chrome trace (.json or .json.gz), for ui.perfetto.dev. Returns the path. `steps` None:
+        all whose spans are stored. Raises ArgumentError: the path cannot be written, or one of the steps was not traced."""
         check_trace_path(path)
         return write_trace(path, [Timeline.of(step.events) for step in traced_steps(self.events, steps)])
 

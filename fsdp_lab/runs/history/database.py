@@ -196,10 +196,8 @@ def damaged(error: BaseException) -> bool:
 
 
 def set_aside(path: Path) -> str:
-    """Renames a damaged file and its log, so that a new one can be created and nothing is destroyed.
-
-    Returns a sentence with the new path; "" if another kernel was faster, and the file in its place is intact.
-    """
+    """Renames a damaged file and its log, so that a new one can be created and nothing is destroyed. Returns a sentence
+    with the new path; "" if another kernel was faster, and the file in its place is intact."""
     if _intact(path):
         return ""
     aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")

@@ -256,11 +256,8 @@ class RunWriter:
                 del self._heavy[key]
 
     def _due(self, over: bool, now_s: float) -> dict[tuple[int, int], dict[int, StepEvent]]:
-        """Steps whose spans and memory curves are to be stored now.
-
-        Every 5 s the newest traced step and the newest ledger step that all ranks have reported; when the run is over, all
-        that are held.
-        """
+        """Steps whose spans and memory curves are to be stored now. Every 5 s the newest traced step and the newest ledger
+        step that all ranks have reported; when the run is over, all that are held."""
         if over:
             return dict(self._heavy)
         if now_s - self._spans_s < SPANS_S:
