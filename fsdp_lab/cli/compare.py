@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fsdp_lab.base.files import check_file
 from fsdp_lab.base.formatting import duration
 from fsdp_lab.cli import fields
 from fsdp_lab.cli.console import Refused, Results, add_hosts, at_least, hosts_of, live, open_lab, say, terminal, watch
@@ -50,7 +51,6 @@ def run(args: argparse.Namespace) -> int:
     if (hosts := hosts_of(args)) is not None:
         args.ranks = str(hosts.ranks)
     if args.report is not None:
-        from fsdp_lab.base.files import check_file
         from fsdp_lab.report import SUFFIXES
 
         check_file(args.report, SUFFIXES, field="--report")

@@ -20,7 +20,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.base import files
-from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.formatting import GIB
 
 if TYPE_CHECKING:
@@ -272,9 +271,3 @@ def watch(run: Run | Sweep, show: Callable[[], None]) -> None:
         raise
     finally:
         show()
-
-
-def first_line(error: BaseException) -> str:
-    """The error in one line."""
-    text = str(error) if isinstance(error, FieldError) else str(error).strip().partition("\n")[0]
-    return text or type(error).__name__

@@ -167,16 +167,6 @@ ROOT = Path("/")  # this folder, and those above it, are not examined
 
 
 def connection_security() -> list[Finding]:
-    files = connection_files()
-    readable = [file for file in files if others_read(file)]
-    if not readable:
-        return [Finding("connection files", f"{len(files)}, readable by their owner only")]
-    names = ", ".join(map(str, readable[:3])) + (", ..." if len(readable) > 3 else "")
-    fix = "anyone who reads one can run code as you: chmod go-rwx " + " ".join(f"'{file}'" for file in readable[:3])
-    return [Finding("connection files", f"other users can read {names}", State.WARN, fix)]
-
-
-def connection_files() -> list[Path]:
     """Connection files of Jupyter's servers and kernels, and of ipyparallel's profiles."""
     home = Path(os.environ.get("IPYTHONDIR") or Path.home() / ".ipython")
     files = [*home.glob("profile_*/security/*.json")]
@@ -185,7 +175,12 @@ def connection_files() -> list[Path]:
 
         for pattern in ("kernel-*.json", "jpserver-*.json", "jupyter_cookie_secret"):
             files += Path(jupyter_runtime_dir()).glob(pattern)
-    return files
+    readable = [file for file in files if others_read(file)]
+    if not readable:
+        return [Finding("connection files", f"{len(files)}, readable by their owner only")]
+    names = ", ".join(map(str, readable[:3])) + (", ..." if len(readable) > 3 else "")
+    fix = "anyone who reads one can run code as you: chmod go-rwx " + " ".join(f"'{file}'" for file in readable[:3])
+    return [Finding("connection files", f"other users can read {names}", State.WARN, fix)]
 
 
 def others_read(file: Path) -> bool:

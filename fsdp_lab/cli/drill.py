@@ -24,7 +24,6 @@ from fsdp_lab.spec.spec import Spec
 if TYPE_CHECKING:
     from fsdp_lab.lab import Lab
     from fsdp_lab.runs import Run
-    from fsdp_lab.runs.run import Drill
 
 COUNT, STEPS, EVERY = 20, 24, 5
 HANG_S = 3.0
@@ -125,7 +124,11 @@ class DrillBench:
             work = self._work.replace(**plan.form)
             run = self._lab.run(work, steps=STEPS, save=saving, recover=True)
             try:
-                drill = self._inject(run, plan)
+                deadline_s = time.monotonic() + LIMIT_S
+                while run.step < plan.step and not run.done and time.monotonic() < deadline_s:
+                    time.sleep(0.002)
+                time.sleep(plan.delay_s)
+                drill = None if run.done else self._lab.drill(plan.kind, rank=plan.rank)
                 run.wait(LIMIT_S)
                 for incident in run.incidents:
                     if (seconds := incident.seconds) is not None:
@@ -146,13 +149,6 @@ class DrillBench:
             self._lab.run(work, steps=EVERY, save=saving).wait(LIMIT_S)
             self._lab.resume(folder, steps=1).wait(LIMIT_S)
         return max(self._rank_bytes())
-
-    def _inject(self, run: Run, plan: DrillPlan) -> Drill | None:
-        deadline = time.monotonic() + LIMIT_S
-        while run.step < plan.step and not run.done and time.monotonic() < deadline:
-            time.sleep(0.002)
-        time.sleep(plan.delay_s)
-        return None if run.done else self._lab.drill(plan.kind, rank=plan.rank)
 
     def _problems(self, run: Run, plan: DrillPlan) -> Iterator[str]:
         ours, theirs = losses(run), self._losses

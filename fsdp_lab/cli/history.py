@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_lab.base.errors import FieldError
+from fsdp_lab.base.files import check_file
 from fsdp_lab.base.formatting import plural
 from fsdp_lab.cli.console import Refused, add_command, at_least, memory_limit, say, say_json
 from fsdp_lab.spec.describe import describe_changes
@@ -112,7 +113,6 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 def report(args: argparse.Namespace) -> int:
     limit_bytes = memory_limit(args)
-    from fsdp_lab.base.files import check_file
     from fsdp_lab.report import SUFFIXES, write_report
     from fsdp_lab.runs.history import History, HistoryError
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.files import check_file
 from fsdp_lab.base.formatting import plural, size
 from fsdp_lab.cli import fields
 from fsdp_lab.cli.console import Refused, memory_limit, say, say_json, terminal
@@ -23,8 +24,6 @@ from fsdp_lab.spec.spec import PARTS, Spec
 from fsdp_lab.spec.user_code import is_code
 
 if TYPE_CHECKING:
-    from fsdp_lab.planner.devices import Machine
-    from fsdp_lab.planner.model_shape import ModelShape
     from fsdp_lab.planner.plan import Plan
     from fsdp_lab.planner.questions import Target
     from fsdp_lab.report.what_if import Axis, Product
@@ -134,19 +133,25 @@ def with_batch(spec: Spec, samples: int | None) -> Spec:
 
 def find(args: argparse.Namespace, spec: Spec, target: Target) -> int:
     """Runs one of the searches. Returns 0, or 1 if nothing fits."""
+    from fsdp_lab.planner.plan import parameter_count
     from fsdp_lab.planner.questions import fewest_ranks, largest_model, searched
 
     limit_bytes, device = memory_limit(args), target.machine(spec.world_size).device.name
+    model, result = spec.workload.model, dict[str, int]()
     if args.find == "largest":
-        shape = largest_model(spec, target, limit_bytes=limit_bytes)
-        largest = None if shape is None else {"blocks": len(shape.units) - 1, "parameters": shape.parameters}
-        say_json({"largest": largest}) if args.json else say(largest_text(shape, spec, device))
-        return 0 if shape else 1
+        gpus = f"{spec.world_size:,} x {device}"
+        text = f"Not even one block of {model} fits on {gpus}."
+        if (shape := largest_model(spec, target, limit_bytes=limit_bytes)) is not None:
+            result = {"blocks": len(shape.units) - 1, "parameters": shape.parameters}
+            text = f"{gpus} hold {result['blocks']:,} blocks of {model}: {parameter_count(shape.parameters)}."
     if args.find == "fewest":
-        machine = fewest_ranks(spec, target, limit_bytes=limit_bytes)
-        fewest = None if machine is None else {"ranks": machine.ranks, "hosts": machine.hosts}
-        say_json({"fewest": fewest}) if args.json else say(fewest_text(machine, spec, device))
-        return 0 if machine else 1
+        text = f"{model} does not fit on any number of {device} that divides a global batch of {spec.global_batch:,}."
+        if (machine := fewest_ranks(spec, target, limit_bytes=limit_bytes)) is not None:
+            result = {"ranks": machine.ranks, "hosts": machine.hosts}
+            text = f"{model} fits on {machine.ranks:,} x {device} in {plural(machine.hosts, 'host')}."
+    if args.find != "strategy":
+        say_json({args.find: result or None}) if args.json else say(text)
+        return 0 if result else 1
     search = searched(spec, target, limit_bytes=limit_bytes)
     if args.json:
         top = [{"why": one.why, "is_apart": one.is_apart, **one.plan.to_dict()} for one in search.top]
@@ -170,30 +175,12 @@ def show_plans(plans: Sequence[Plan], scaling: Sequence[Plan], bottleneck: str) 
     say("\n".join([*sentences(plan), *(f"\n{table!r}" for table in tables), "", end]))
 
 
-def largest_text(shape: ModelShape | None, spec: Spec, device: str) -> str:
-    from fsdp_lab.planner.plan import parameter_count
-
-    gpus, model = f"{spec.world_size:,} x {device}", spec.workload.model
-    if shape is None:
-        return f"Not even one block of {model} fits on {gpus}."
-    return f"{gpus} hold {len(shape.units) - 1:,} blocks of {model}: {parameter_count(shape.parameters)}."
-
-
-def fewest_text(machine: Machine | None, spec: Spec, device: str) -> str:
-    model = spec.workload.model
-    if machine is None:
-        batch = f"a global batch of {spec.global_batch:,}"
-        return f"{model} does not fit on any number of {device} that divides {batch}."
-    return f"{model} fits on {machine.ranks:,} x {device} in {plural(machine.hosts, 'host')}."
-
-
 # -- a page without a kernel --------------------------------------------------------------------------------------------
 
 
 def write_page(args: argparse.Namespace) -> int:
     """Writes the page. Raises Refused and FieldError before anything is predicted."""
     limit_bytes = memory_limit(args)
-    from fsdp_lab.base.files import check_file
     from fsdp_lab.report import SUFFIXES
     from fsdp_lab.report.what_if import write_what_if
 

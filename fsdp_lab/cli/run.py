@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.formatting import Table, count, duration, plural, size
 from fsdp_lab.cli import console as shared, fields
-from fsdp_lab.cli.console import Failed, Refused, Results, at_least, first_line, live, open_lab, say, terminal, watch
+from fsdp_lab.cli.console import Failed, Refused, Results, at_least, live, open_lab, say, terminal, watch
 from fsdp_lab.spec.checkpoint_format import Checkpoint, check_same, find
 from fsdp_lab.spec.describe import describe_strategy
 from fsdp_lab.spec.spec import Spec
@@ -165,7 +165,8 @@ def train(
 
                 watch(run, show)
         except Exception as e:
-            raise Failed(first_line(e)) from e
+            text = str(e) if isinstance(e, FieldError) else str(e).strip().partition("\n")[0]
+            raise Failed(text or type(e).__name__) from e
         finally:
             for text in (*filter(None, [run.details]), *outcome(run)):
                 say(text, console)

@@ -61,7 +61,13 @@ class Activities:
     def begin_sweep(self, specs: Sequence[Spec], refused: Sequence[Refusal], *, steps: int, rounds: int) -> Sweep:
         with self._lock:
             self.require_open()
-            run = self._suspendable(specs)
+            # The run in progress is suspended if it can wait for the sweep: its state needs the ranks that it is on.
+            run = self.run if self.sweep is None or self.sweep.done else self.sweep.suspended
+            if run is not None:
+                on = run.pending or run.spec
+                waits = not run.done and run.state not in (RunState.BROKEN, RunState.STOPPING)
+                same = all((s.world_size, s.devices) == (on.world_size, on.devices) for s in specs)
+                run = run if waits and same else None
             clear = self._preparation("a comparison was started", place_ranks=False, but=run)
             self.sweep = Sweep(
                 specs,
@@ -74,14 +80,6 @@ class Activities:
                 clear=lambda: clear(specs[0]),
             )
             return self.sweep
-
-    def _suspendable(self, specs: Sequence[Spec]) -> Run | None:
-        """The run in progress, if it can wait for a sweep: its state needs the ranks that it is on."""
-        run = self.run if self.sweep is None or self.sweep.done else self.sweep.suspended
-        if run is None or run.done or run.state in (RunState.BROKEN, RunState.STOPPING):
-            return None
-        on = run.pending or run.spec
-        return run if all((s.world_size, s.devices) == (on.world_size, on.devices) for s in specs) else None
 
     def _begin_turn(self, spec: Spec, steps: int, share: int) -> Run:
         """Starts one of a sweep's runs. Under the lock the sweep is known before its first run is, else the run would be
@@ -171,7 +169,6 @@ class Activities:
         return self._newest if isinstance(self._newest, WatchedRun) else self.run
 
     def recover(self, ranks: str | None) -> Run:
-        """See `Lab.recover`."""
         with self._lock:
             run = self.run
             if run is None or run.state not in (RunState.BROKEN, RunState.FAILED):
@@ -184,7 +181,6 @@ class Activities:
             return self.begin_run(run.spec, steps=run.left or None, recovering=policy, broken=run, **options)
 
     def drill(self, kind: str, rank: int) -> Drill:
-        """See `Lab.drill`."""
         fault = fault_of(kind, rank)
         with self._lock:
             self.require_open()
@@ -223,7 +219,6 @@ class Activities:
             raise ClusterError("this lab is closed; make another one with Lab()")
 
     def interrupt(self) -> None:
-        """See `Lab.interrupt`."""
         if unfinished := self.unfinished:
             unfinished[0].stop(reason="interrupted")
         else:

@@ -420,9 +420,7 @@ def _measured(f: Figures) -> dict[str, Any]:
     return {
         "steps": f.steps,
         "counted_steps": f.counted,
-        "first_step": f.first_step,
-        "last_step": f.last_step,
-        "last_loss": f.last_loss,
+        **{name: getattr(f, name) for name in ("first_step", "last_step", "last_loss")},
         **{column: value for name in SPREADS for column, value in _quantiles(name, getattr(f, name)).items()},
         "link_bytes_per_step": f.link_bytes.median if f.link_bytes else None,
         "peak_memory_bytes": f.peak_memory_bytes,

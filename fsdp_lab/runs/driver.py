@@ -142,7 +142,6 @@ class Driver:
 
     @property
     def step(self) -> int:
-        """Steps committed, which is the number of the next step."""
         latest = self.events.latest()
         return max(self.progress.step, *(e.step + 1 for e in latest.values())) if latest else self.progress.step
 
@@ -367,7 +366,7 @@ class Driver:
                     raise
                 hint = f"the run goes on with {before.world_size} ranks"
                 raise SpecError("world_size", e.sentence, hint) from None
-        self.checkpoints.restart(self.progress.step)
+        self.checkpoints.start = self.progress.step
 
     def _restore(self, spec: Spec, checkpoint: Checkpoint) -> None:
         """Has the ranks train `spec` from a checkpoint."""
@@ -478,7 +477,7 @@ class Driver:
 
     def _recovered(self, source: str, failed_at: int, notes: tuple[str, ...] = ()) -> None:
         with self.control.changed:
-            self.checkpoints.restart(self.progress.step)
+            self.checkpoints.start = self.progress.step
             self.progress.recover(failed_at)
         step, ranks = self.progress.step, self.spec.world_size
         self.recovery.update(source=source, resumed_step=step, resumed_ranks=ranks, notes=notes)

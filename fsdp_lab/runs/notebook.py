@@ -77,24 +77,21 @@ class ProgressBar:
 
     def show(self, text: str, done: int | None, total: int = 1, *, over: bool = False) -> None:
         """`done`: None where it is not known how far it is."""
-        with contextlib.suppress(Exception):  # the work goes on also where no bar can be drawn
-            self._draw(text, "" if done is None else f' max="{total}" value="{done}"', over)
-
-    def _draw(self, text: str, value: str, over: bool) -> None:
-        from IPython.core.getipython import get_ipython
-        from IPython.display import HTML, display
-
-        shell = get_ipython()
-        if shell is None or getattr(shell, "kernel", None) is None:
-            return
+        value = "" if done is None else f' max="{total}" value="{done}"'
         mark = "✓" if over else f"<progress{value}></progress>"
-        html = HTML(f"<div>{mark} <span>{escape(text)}</span></div>")  # type: ignore[no-untyped-call]
-        if self._handle is None:
-            self._handle = display(html, display_id=True)  # type: ignore[no-untyped-call]
-        else:
-            self._handle.update(html)
-        if over:
-            self._handle = None  # what comes next shows a bar of its own
+        with contextlib.suppress(Exception):  # the work goes on also where no bar can be drawn
+            from IPython.core.getipython import get_ipython
+            from IPython.display import HTML, display
+
+            if getattr(get_ipython(), "kernel", None) is None:
+                return
+            html = HTML(f"<div>{mark} <span>{escape(text)}</span></div>")  # type: ignore[no-untyped-call]
+            if self._handle is None:
+                self._handle = display(html, display_id=True)  # type: ignore[no-untyped-call]
+            else:
+                self._handle.update(html)
+            if over:
+                self._handle = None  # what comes next shows a bar of its own
 
 
 @contextlib.contextmanager

@@ -84,10 +84,10 @@ class CheckpointSchedule:
     """
 
     def __init__(self, config: CheckpointConfig | None, run: str, start: int) -> None:
-        """`start`: the step of the checkpoint that the run starts from, which is not saved again."""
+        """`start`: the step of the checkpoint that the run starts or continues from, which is not saved again."""
         self.config = config
         self.taken: tuple[SavedCheckpoint, ...] = ()
-        self._run, self._start = run, start
+        self._run, self.start = run, start
         self._requests: list[Request[Checkpoint]] = []  # for the next checkpoint
         self._waiting: dict[int, list[Request[Checkpoint]]] = {}  # index in `taken` -> requests that it answers
 
@@ -120,12 +120,8 @@ class CheckpointSchedule:
 
     def due(self, step: int) -> bool:
         """Whether to save this step: it is regular, or requested."""
-        regular = self._every is not None and step % self._every == 0 and step != self._start and not self.has(step)
+        regular = self._every is not None and step % self._every == 0 and step != self.start and not self.has(step)
         return self.requested or regular
-
-    def restart(self, step: int) -> None:
-        """The run continues from this step, which is not saved again."""
-        self._start = step
 
     @contextlib.contextmanager
     def taking(self, kind: str, step: int) -> Iterator[Callable[[Sequence[Mapping[str, Any]]], None]]:

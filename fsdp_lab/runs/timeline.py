@@ -398,18 +398,11 @@ def _facts(span: Span) -> dict[str, Any]:
     """What a click on a slice shows: of a collective all its fields, else the unit."""
     if span.sequence < 0 and not span.payload_bytes:
         return {"unit": span.unit} if span.unit else {}
-    facts = {
-        "unit": span.unit,
-        "group": span.group,
-        "ranks": span.size,
-        "dtype": span.dtype,
-        "payload_bytes": span.payload_bytes,
-        "link_bytes": span.link_bytes,
-        "sequence": span.sequence,
-        "ordinal": span.ordinal,
-    }
+    names = ["dtype", "payload_bytes", "link_bytes", "sequence", "ordinal"]
     if span.track is not Track.WAIT:  # a wait is only part of the collective's time
-        facts |= {"algorithm_bytes_per_s": span.algorithm_bytes_per_s, "bus_bytes_per_s": span.bus_bytes_per_s}
+        names += ["algorithm_bytes_per_s", "bus_bytes_per_s"]
+    facts: dict[str, Any] = {"unit": span.unit, "group": span.group, "ranks": span.size}
+    facts |= {name: getattr(span, name) for name in names}
     return {name: value for name, value in facts.items() if value not in (None, "")}
 
 

@@ -302,9 +302,7 @@ def fingerprint(ranks: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     return {
         **_machine(),
         "devices": [str(r.get("device_name", r.get("device", ""))) for r in ranks],
-        "cuda": "",
-        "nccl": "",
-        "driver": "",
+        **dict.fromkeys(("cuda", "nccl", "driver"), ""),
         **{name: version for name, version in software.items() if version},
     }
 

@@ -39,21 +39,21 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         self.ended_unix_s: float | None = None
         self.events = EventStore()
         self.environment = environment
-        self._notes: tuple[str, ...] = tuple(begin["notes"])
+        self.notes: tuple[str, ...] = tuple(begin["notes"])
         self._interrupt = interrupt
         self._lock = threading.Lock()
         self._ends: dict[int, Mapping[str, Any]] = {}  # by rank
-        self._state, self._reason = RunState.RUNNING, ""
+        self.state, self.reason = RunState.RUNNING, ""
         self.details = ""  # of a hang, the stacks; the cell itself shows what it raised
 
     def take(self, message: Mapping[str, Any]) -> None:
         """A message of one rank."""
         begin, end = message.get("begin"), message.get("end")
         if begin is not None:
-            self._notes = tuple(dict.fromkeys([*self._notes, *begin["notes"]]))
-        self.events.add(message["events"], self._notes)
+            self.notes = tuple(dict.fromkeys([*self.notes, *begin["notes"]]))
+        self.events.add(message["events"], self.notes)
         if end is not None:
-            self._notes = tuple(dict.fromkeys([*self._notes, *end["notes"]]))
+            self.notes = tuple(dict.fromkeys([*self.notes, *end["notes"]]))
             self._end_rank(int(message["rank"]), end)
 
     def lose(self, rank: int, why: str) -> None:
@@ -66,7 +66,7 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         with self._lock:
             if self.done:
                 return
-            self._state, self._reason, self.details = RunState.FAILED, why, details
+            self.state, self.reason, self.details = RunState.FAILED, why, details
             self.ended_unix_s = time.time()
         self._end()
         self._interrupt()
@@ -78,21 +78,9 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
             self._ends.setdefault(rank, end)
             if len(self._ends) < self.spec.world_size and not last:
                 return
-            self._state, self._reason = _verdict(dict(sorted(self._ends.items())))
+            self.state, self.reason = _verdict(dict(sorted(self._ends.items())))
             self.ended_unix_s = time.time()
         self._end()
-
-    @property
-    def state(self) -> RunState:
-        return self._state
-
-    @property
-    def reason(self) -> str:
-        return self._reason
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self._notes
 
     @property
     def step(self) -> int:
@@ -103,8 +91,8 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         """Interrupts the cell in which the loop is. Returns whether the loop is over within `timeout_s`. Idempotent."""
         if not self.done:
             with self._lock:
-                if self._state is RunState.RUNNING:
-                    self._state, self._reason = RunState.STOPPING, reason
+                if self.state is RunState.RUNNING:
+                    self.state, self.reason = RunState.STOPPING, reason
             self._interrupt()
         return self._wait_over(timeout_s) if timeout_s > 0 else self.done
 

@@ -124,7 +124,12 @@ class HistoryWriter:
         except Exception as e:  # the thread survives any error, because later runs are to be stored
             if db is not None:
                 db.close()
-            self._handle(e)
+            self.problem = explain(e, self._path)
+            if damaged(e):
+                try:
+                    self.moved = set_aside(self._path) or self.moved
+                except (OSError, sqlite3.Error) as later:
+                    self.problem = explain(later, self._path)
             return None
 
     def _opened(self, db: HistoryDB | None, writers: list[RunWriter]) -> HistoryDB:
@@ -140,14 +145,6 @@ class HistoryWriter:
                 writer.restart()
         self._inode = opened.inode
         return opened
-
-    def _handle(self, error: Exception) -> None:
-        self.problem = explain(error, self._path)
-        if damaged(error):
-            try:
-                self.moved = set_aside(self._path) or self.moved
-            except (OSError, sqlite3.Error) as e:
-                self.problem = explain(e, self._path)
 
 
 def explain(error: BaseException, path: Path, what: str = "runs continue but are not stored in {} at present") -> str:
