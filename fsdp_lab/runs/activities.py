@@ -69,15 +69,9 @@ class Activities:
                 same = all((s.world_size, s.devices) == (on.world_size, on.devices) for s in specs)
                 run = run if waits and same else None
             clear = self._preparation("a comparison was started", place_ranks=False, but=run)
+            drop = partial(self._end_turns, run)
             self.sweep = Sweep(
-                specs,
-                refused,
-                steps=steps,
-                rounds=rounds,
-                make=self._begin_turn,
-                suspended=run,
-                drop=partial(self._end_turns, run),
-                clear=lambda: clear(specs[0]),
+                specs, refused, steps=steps, rounds=rounds, make=self._begin_turn, suspended=run, drop=drop, clear=clear
             )
             return self.sweep
 

@@ -307,13 +307,9 @@ def _compared(row: Row, base_row: Row, run: RunView | Refusal, base: RunView) ->
     verdict = parity(base, run)
     if row is base_row:  # compared with itself, to find replicas that diverged
         return replace(row, parity=verdict) if verdict.verdict is Verdict.DIFFERENT else row
-    return replace(
-        row,
-        parity=verdict,
-        time_ratio=ratio(row.step_times, base_row.step_times),
-        throughput_ratio=ratio(row.throughputs, base_row.throughputs),
-        memory_ratio=peak_ratio(row, base_row),
-    )
+    times, rates = ratio(row.step_times, base_row.step_times), ratio(row.throughputs, base_row.throughputs)
+    memory = peak_ratio(row, base_row)
+    return replace(row, parity=verdict, time_ratio=times, throughput_ratio=rates, memory_ratio=memory)
 
 
 def peak_ratio(of: Row, to: Row) -> float | None:

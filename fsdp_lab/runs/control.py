@@ -24,17 +24,11 @@ R = TypeVar("R")
 # The states that may follow each one. A state follows itself where only its reason changes.
 _FROM_LOOP = frozenset(RunState) - {RunState.STARTING, RunState.LOST}
 TRANSITIONS: Mapping[RunState, frozenset[RunState]] = {
-    RunState.STARTING: _FROM_LOOP,
-    RunState.RUNNING: _FROM_LOOP,
-    RunState.PAUSED: _FROM_LOOP,
-    RunState.RECOVERING: _FROM_LOOP,
+    **dict.fromkeys((RunState.STARTING, RunState.RUNNING, RunState.PAUSED, RunState.RECOVERING), _FROM_LOOP),
     RunState.BROKEN: frozenset({RunState.RECOVERING, RunState.STOPPING, RunState.STOPPED, RunState.FAILED}),
     # Ranks may fail just as a stop is requested: BROKEN or RECOVERING is then set on the way to the end.
     RunState.STOPPING: _FROM_LOOP - {RunState.RUNNING, RunState.PAUSED},
-    RunState.STOPPED: frozenset(),
-    RunState.FINISHED: frozenset(),
-    RunState.FAILED: frozenset(),
-    RunState.LOST: frozenset(),
+    **dict.fromkeys((RunState.STOPPED, RunState.FINISHED, RunState.FAILED, RunState.LOST), frozenset[RunState]()),
 }
 
 

@@ -122,8 +122,6 @@ class Driver:
         spec: Spec,
         prepare: Callable[[Spec], None],
         *,
-        control: RunControl,
-        events: EventStore,
         progress: Progress,
         checkpoints: CheckpointSchedule,
         evaluate: EvalConfig | None,
@@ -131,7 +129,7 @@ class Driver:
         ledger_every: int | None,
     ) -> None:
         self.run, self.ranks, self.spec = run, ranks, spec
-        self.control, self.events, self.progress = control, events, progress
+        self.control, self.events, self.progress = RunControl(), EventStore(), progress
         self.checkpoints, self.recovery = checkpoints, recovery
         self.early_stopping = EarlyStopping(evaluate.patience if evaluate is not None else None)
         self.on_best: list[Callable[[Evaluation], None]] = []
@@ -387,14 +385,9 @@ class Driver:
         code = self.ranks.delivery.provide(spec)
         required = {"evaluated": self._evaluate.samples, **self._evaluate.texts} if self._evaluate else {}
         result = self.call(what, run=self.run, spec=spec.to_dict(), **required, **arguments)[0]
-        switch = Switch(
-            step=int(result["step"]),
-            before=before,
-            after=spec,
-            seconds=time.monotonic() - began_s,
-            carried=bool(result["carried"]),
-            notes=(*code, *result.get("notes", ())),
-        )
+        step, carried, seconds = int(result["step"]), bool(result["carried"]), time.monotonic() - began_s
+        notes = (*code, *result.get("notes", ()))
+        switch = Switch(step=step, before=before, after=spec, seconds=seconds, carried=carried, notes=notes)
         rewound = switch.step < self.step or (before is not None and before.world_size != spec.world_size)
         if not switch.carried or before is None or rewound:
             self.events.restart(switch.step)

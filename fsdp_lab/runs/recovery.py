@@ -135,15 +135,10 @@ class Recovery:
         """A new incident, detected now. A RankError has the time of the failure, a RankLost that of its detection."""
         unix_s = getattr(error, "unix_s", None)
         raised = isinstance(error, RankError)
-        self.incidents.append(
-            Incident(
-                error=error,
-                step=step,
-                ranks=ranks,
-                failed_unix_s=unix_s if raised else self.injected_unix_s,
-                detected_unix_s=time.time() if raised or unix_s is None else unix_s,
-            )
-        )
+        failed = unix_s if raised else self.injected_unix_s
+        detected = time.time() if raised or unix_s is None else unix_s
+        incident = Incident(error=error, step=step, ranks=ranks, failed_unix_s=failed, detected_unix_s=detected)
+        self.incidents.append(incident)
         self.injected_unix_s = None
 
     def update(self, **changes: Any) -> None:

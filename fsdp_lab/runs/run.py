@@ -22,12 +22,11 @@ from fsdp_lab.cluster import ClusterError
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.sent_code import with_code
 from fsdp_lab.planner.questions import require_memory
-from fsdp_lab.runs.control import FaultRequest, GenerateRequest, Request, RunControl, SwitchRequest
+from fsdp_lab.runs.control import FaultRequest, GenerateRequest, Request, SwitchRequest
 from fsdp_lab.runs.driver import Driver, Progress
 from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig
 from fsdp_lab.runs.recovery import Incident, Predecessor, Recovery, RecoveryPolicy, refitted
 from fsdp_lab.runs.saving import CheckpointConfig, CheckpointSchedule, SavedCheckpoint
-from fsdp_lab.runs.steps import EventStore
 from fsdp_lab.runs.view import Awaited, RunQueries, RunState
 from fsdp_lab.spec.checkpoint_format import Checkpoint
 from fsdp_lab.spec.faults import Fault
@@ -82,26 +81,22 @@ class Run(RunQueries, Awaited["Run"]):
         self.evaluate = EvalConfig.of(evaluate)
         self.saving, self.recovering = saving, recovering or RecoveryPolicy()
         self.started_unix_s = time.time()
-        self.events = EventStore()
         self._check_evaluation(spec)
         failed = None
         if broken is not None:
             failed = Predecessor(id=broken.id, step=broken.step, error=broken.error or ClusterError(broken.reason))
-        self._control = RunControl()
         self._driver = Driver(
             self.id,
             ranks,
             spec,
             prepare,
-            control=self._control,
-            events=self.events,
             progress=Progress(steps, share, failed.step if failed is not None else 0),
             checkpoints=CheckpointSchedule(saving, self.id, start.step if start is not None else 0),
             evaluate=self.evaluate,
             recovery=Recovery(self.recovering, failed),
             ledger_every=ledger_every,
         )
-        self.switches = self._driver.switches
+        self._control, self.events, self.switches = self._driver.control, self._driver.events, self._driver.switches
         self.incidents: Sequence[Incident] = self._driver.recovery.incidents
         self.on_best = self._driver.on_best
         arguments = (start, fresh, self._end)

@@ -61,11 +61,11 @@ class Sweep(Awaited["Sweep"]):
         steps: int,
         rounds: int,
         make: Callable[[Spec, int, int], Run],
-        clear: Callable[[], None],
+        clear: Callable[[Spec], None],
         drop: Callable[[list[str]], None],
         suspended: Run | None = None,
     ) -> None:
-        """`make(spec, steps, share)` starts a run; `clear` frees the ranks, once; `drop` deletes suspended runs' states."""
+        """`make(spec, steps, share)` starts a run; `clear(spec)` frees the ranks, once; `drop(ids)` deletes runs' states."""
         super().__init__()
         self.specs, self.refused = tuple({spec.id: spec for spec in specs}.values()), tuple(refused)
         self.steps, self.rounds, self.reason = steps, rounds, ""
@@ -153,7 +153,7 @@ class Sweep(Awaited["Sweep"]):
     def _drive(self) -> None:
         try:
             if self.specs:
-                self._clear()
+                self._clear(self.specs[0])
             if self.suspended is not None:
                 self.suspended.suspend()
                 while not self.suspended.wait_suspended(0.1) and not self._stopped.is_set():

@@ -73,16 +73,10 @@ class StoredRun(RunQueries):
             rows = db.rows("SELECT * FROM switches WHERE run = ? ORDER BY position", self.number)
         made: list[Switch] = []
         for row in rows:
-            made.append(
-                Switch(
-                    step=row["step"],
-                    before=made[-1].after if made else None,
-                    after=Spec.from_dict(json.loads(row["spec"])),
-                    seconds=row["seconds"],
-                    carried=bool(row["carried"]),
-                    notes=tuple(json.loads(row["notes"])),
-                )
-            )
+            before, after = made[-1].after if made else None, Spec.from_dict(json.loads(row["spec"]))
+            step, seconds, carried, notes = row["step"], row["seconds"], bool(row["carried"]), json.loads(row["notes"])
+            switch = Switch(step=step, before=before, after=after, seconds=seconds, carried=carried, notes=tuple(notes))
+            made.append(switch)
         return made
 
     @cached_property
@@ -107,19 +101,8 @@ class StoredRun(RunQueries):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything except the events, as plain values."""
-        names = (
-            "id",
-            "name",
-            "pinned",
-            "state",
-            "reason",
-            "started_unix_s",
-            "ended_unix_s",
-            "step",
-            "tokens_per_s",
-            "loss",
-        )
-        row = {name: getattr(self, name) for name in names} | {"state": self.state.value}
+        names = ("id", "name", "pinned", "state", "reason", "started_unix_s", "ended_unix_s", "step")
+        row = {name: getattr(self, name) for name in (*names, "tokens_per_s", "loss")} | {"state": self.state.value}
         return row | {"spec": self.spec_fields, "notes": list(self.notes), "environment": dict(self.environment)}
 
     @property
