@@ -1,4 +1,4 @@
-"""What the commands share: refusals and failures, signals, output, files of results, and a lab for one command.
+"""The parts that commands share: refusals and failures, signals, output, files of results, and a lab for one command.
 
 The file of `run` and `compare`: {"runs": [a summary, ...], "refused": [{"spec", "reason"}, ...]}; that of compare has a
 "comparison" as well: {"baseline", "records", "recommendation"}. Imports rich and the lab when they are needed.

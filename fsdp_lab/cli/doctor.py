@@ -54,7 +54,7 @@ def examine() -> Iterator[tuple[str, list[Finding]]]:
 
 
 def outlook(facts: TorchFacts, gpus_seen: int) -> list[Finding]:
-    """Which ranks this machine can run."""
+    """The ranks that this machine can run."""
     if not facts.version:
         return [Finding("ranks", "none", State.FAIL, "torch cannot be imported; fix that first")]
     carrier = "over Gloo" if facts.not_shared else "through shared memory"
@@ -107,7 +107,7 @@ def package(requirement: str) -> Finding:
 
 
 def satisfies(version: str, requirement: str) -> bool:
-    """Whether the version is in the required range; True if that cannot be determined."""
+    """Tells whether the version is in the required range; True if that cannot be determined."""
     try:
         from packaging.requirements import Requirement
     except ImportError:
@@ -184,7 +184,7 @@ def connection_security() -> list[Finding]:
 
 
 def others_read(file: Path) -> bool:
-    """Whether users other than the owner can reach the file and read it."""
+    """Tells whether users other than the owner can reach the file and read it."""
     folders = [folder for folder in file.absolute().parents if ROOT in folder.parents]
     try:
         if not os.stat(file).st_mode & (stat.S_IRGRP | stat.S_IROTH):

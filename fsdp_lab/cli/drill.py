@@ -162,7 +162,7 @@ class DrillBench:
             yield "no incident was recorded"
 
     def _rank_bytes(self) -> list[int]:
-        """What each rank holds without its model. With it, the allocator keeps up to 60 MiB more, or less, by chance."""
+        """The bytes that each rank holds without its model. With it, up to 60 MiB more or less are kept by chance."""
         self._lab.cluster.call("unload")
         return [s.rss_bytes or 0 for s in self._lab.rank_status()]
 

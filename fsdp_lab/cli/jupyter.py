@@ -114,7 +114,7 @@ def free_port(ip: str, wanted: int | None) -> int:
 
 
 def port_problem(ip: str, port: int) -> str | None:
-    """Why no server can listen on the port, or None. Raises Refused for an address that is not of this machine."""
+    """Says why no server can listen on the port, or None. Raises Refused for an address that is not of this machine."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         with socket.socket(family, kind) as probe:

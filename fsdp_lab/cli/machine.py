@@ -90,7 +90,7 @@ print(json.dumps(facts))
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """What torch reports in a subprocess; if it cannot be imported, only `error` is set."""
+    """The facts that torch reports in a subprocess; if it cannot be imported, only `error` is set."""
 
     version: str = ""
     cuda_build: str = ""  # "13.0"; empty for a CPU build
@@ -147,7 +147,7 @@ def in_use(index: int, gpu: GpuStatus) -> Finding:
 
 
 def driver(devices: GpuReport, torch: TorchFacts) -> Finding:
-    """Whether the driver supports the CUDA that torch was built for; any minor release of the same major one runs."""
+    """Tells whether the driver supports the CUDA that torch was built for; any minor release of the same major one runs."""
     carries = f"driver {devices.driver}" + (f" carries CUDA {devices.driver_cuda}" if devices.driver_cuda else "")
     pip = f"{sys.executable} -m pip install --force-reinstall 'torch>=2.11,<2.15'"
     if not torch.cuda_build:
@@ -266,7 +266,7 @@ def processes() -> Finding:
 
 
 def writable() -> Finding:
-    """Whether the home folder (Jupyter, ipyparallel) and the temporary folder (the lab) can be written."""
+    """Tells whether the home folder (Jupyter, ipyparallel) and the temporary folder (the lab) can be written."""
     wrong = []
     for name, folder in (("home", Path.home()), ("temporary folder", Path(tempfile.gettempdir()))):
         if not os.access(folder, os.W_OK):
@@ -300,7 +300,7 @@ def host_name(timeout_s: float = 3) -> Finding:
 
 
 def loopback() -> Finding:
-    """Whether 127.0.0.1 works, over which ranks, kernel and JupyterLab connect, and JupyterLab's usual port is free."""
+    """Tells whether 127.0.0.1 works, over which ranks, kernel and pages connect, and JupyterLab's usual port is free."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=3).close()

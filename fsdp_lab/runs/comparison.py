@@ -73,7 +73,7 @@ class Row:
 
     @property
     def refused(self) -> bool:
-        """Whether it was never started."""
+        """Tells whether it was never started."""
         return not self.run and self.state == REFUSED
 
     @property
@@ -186,7 +186,7 @@ class Comparison:
         return str(row.parity.verdict)
 
     def notes(self) -> tuple[str, ...]:
-        """Why runs ended and combinations were refused, where results differ, the rules, and how far to trust the times."""
+        """Sentences on why runs ended or were refused, where results differ, the rules, and how far to trust the times."""
         begun = [(r.label, r.figures.first_step) for r in self.rows if r.figures.first_step]
         since = labels_by((label, f"figures of step {step} on, under the Spec applied last") for label, step in begun)
         compared = [(r.label, r.parity) for r in self.rows if r.parity]
@@ -195,7 +195,7 @@ class Comparison:
         return (*self.reasons(), *told, RULE, *self._pairings(), *self.fidelity())
 
     def reasons(self) -> tuple[str, ...]:
-        """Why combinations were refused, and why runs are in their state."""
+        """Says why combinations were refused, and why runs are in their state."""
         reasons = labels_by((r.label, f"{r.state}: {r.reason}") for r in self.rows if r.reason and not r.refused)
         return (*self.refusals(), *(f"{labels} {reason}" for reason, labels in reasons.items()))
 
@@ -206,8 +206,8 @@ class Comparison:
         return (f"Refused, so not in the table: {groups}.",) if refused else ()
 
     def fidelity(self, *, common: bool = True) -> tuple[str, ...]:
-        """How far to trust the times: each note once, with the labels of its runs, where these are not all. Without
-        `common` only notes that are not on all runs."""
+        """Remarks on how far to trust the times: each note once, with the labels of its runs, where these are not all.
+        Without `common` only notes that are not on all runs."""
         trained = [r for r in self.rows if r.figures.steps]
         labels = {note: [r.label for r in trained if note in r.notes] for r in trained for note in r.notes}
         partial = {note: f" ({', '.join(of)})" if len(of) < len(trained) else "" for note, of in labels.items()}

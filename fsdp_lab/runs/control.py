@@ -33,13 +33,13 @@ TRANSITIONS: Mapping[RunState, frozenset[RunState]] = {
 
 
 class Request(Awaited[T]):
-    """What a run was asked for: `await` it, or `wait()`, for the result, or for the error that prevented it."""
+    """A result that a run was asked for: `await` it, or `wait()`, for it, or for the error that prevented it."""
 
     _result: T | Exception
 
     @property
     def error(self) -> Exception | None:
-        """What prevented it; None: nothing, or it is not settled yet."""
+        """The error that prevented it; None: nothing, or it is not settled yet."""
         return self._result if self.done and isinstance(self._result, Exception) else None
 
     def settle(self, result: T | Exception) -> None:
@@ -123,7 +123,7 @@ class RunControl:
 
     @property
     def ending(self) -> bool:
-        """Whether the run is over or a stop was requested."""
+        """Tells whether the run is over or a stop was requested."""
         return self.state.over or self.stop_s is not None
 
     # -- called by users' threads ------------------------------------------------------------------------------------
@@ -153,12 +153,12 @@ class RunControl:
 
     @property
     def has_work(self) -> bool:
-        """Whether something was requested that a pause does not delay."""
+        """Tells whether something was requested that a pause does not delay."""
         return self.pending is not None or bool(self.faults) or bool(self.texts) or self.suspending
 
     @property
     def interrupt_reason(self) -> str:
-        """Why a call to the ranks was interrupted."""
+        """Says why a call to the ranks was interrupted."""
         return self.stop_reason if self.stop_s is not None else "interrupted"
 
     def take(self, requests: list[R]) -> R | None:

@@ -73,7 +73,7 @@ class Diagnosis:
 
     @property
     def meaning(self) -> str:
-        """What `sentence` adds to the reason of the run."""
+        """The part of `sentence` that the reason of the run does not say."""
         return self.sentence.removeprefix(self.failure).lstrip()
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class Diagnosis:
 
 
 def diagnose(spec: Trained, events: EventStore, failure: str = "") -> tuple[Diagnosis, ...]:
-    """What is wrong with a run, as far as it can be told; () if it is well, or young. `failure`: why it failed, or ""."""
+    """The troubles of a run, as far as they can be told; () if it is well, or young. `failure`: why it failed, or ""."""
     spec_id = spec.id  # a property that is computed at each access
     steps = [s for s in events.last_steps(WINDOW) if s.spec_id == spec_id]
     case = _Case(spec=spec, steps=steps, failure=failure, begun=len(events) > 0)
@@ -90,7 +90,7 @@ def diagnose(spec: Trained, events: EventStore, failure: str = "") -> tuple[Diag
 
 @dataclass(frozen=True, kw_only=True)
 class _Case:
-    """What the finders look at."""
+    """The facts from which troubles are told."""
 
     spec: Trained
     steps: Sequence[Step]  # whole ones, under this Spec
@@ -112,20 +112,20 @@ class _Case:
 
     @property
     def memory(self) -> Memory | None:
-        """Of the rank with the highest peak, where a ledger step has told it."""
+        """The memory of the rank with the highest peak, where a ledger step has told it."""
         last = [e.memory for e in self.steps[-1].events] if self.steps else []
         return max((m for m in last if m.at_peak.total_bytes), key=lambda m: m.peak_bytes, default=None)
 
     @property
     def model_bytes(self) -> int:
-        """Of all parameters, from the shards of the ranks that share them."""
+        """The size of all parameters, from the shards of the ranks that share them."""
         if not self.steps:
             return 0
         return sum(e.memory.parameters_bytes for e in self.steps[-1].events) * self.shard_factor // self.spec.world_size
 
 
 def _loading(case: _Case) -> Diagnosis | None:
-    """Only of a function that builds the model: later, memory may have run out for another reason."""
+    """A function that builds the model ran out of memory: later, memory may have run out for another reason."""
     if case.begun or not _BUILDING.search(case.failure) or case.spec.world_size < 2:
         return None
     return Diagnosis(
@@ -138,7 +138,7 @@ def _loading(case: _Case) -> Diagnosis | None:
 
 
 def _adapters(case: _Case) -> Diagnosis | None:
-    """What LoRA saves is the gradients and the optimizer state of the parameters that are frozen."""
+    """LoRA saves the gradients and the optimizer state of the parameters that are frozen."""
     m = case.memory
     if m is None or not isinstance(case.spec, Spec) or case.spec.workload.adapters is None or m.host_bytes:
         return None

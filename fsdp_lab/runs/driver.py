@@ -432,7 +432,7 @@ class Driver:
     # -- recovery --------------------------------------------------------------------------------------------------------
 
     def _policy_after(self, error: ClusterError) -> RecoveryPolicy | None:
-        """How to recover from a failure; None: the run ends. With "ask" this waits for the user."""
+        """The policy by which to recover; None: the run ends. With "ask" this waits for the user."""
         if not self.recovery.count_failure() or self.control.stop_s is not None:
             return None
         self.recovery.add(error, self.step, self.spec.world_size)

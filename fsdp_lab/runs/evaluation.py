@@ -117,7 +117,7 @@ class EarlyStopping:
 
     @property
     def reason(self) -> str:
-        """Why to stop, in a sentence; empty: not to stop."""
+        """Says why to stop, in a sentence; empty: not to stop."""
         if self.patience is None or self.stale < self.patience:
             return ""
         times = f"in {self.stale} evaluation{'s' * (self.stale != 1)}"

@@ -20,7 +20,7 @@ KEY = "_fsdp_lab_open"  # of the open lab, in the notebook's namespace
 
 
 class NotebookLab(Protocol):
-    """What this module needs of a `Lab`."""
+    """The part of a `Lab` that this module needs."""
 
     @property
     def persistent(self) -> bool: ...

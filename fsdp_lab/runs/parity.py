@@ -82,7 +82,7 @@ class Parity:
 
 @dataclass(frozen=True, kw_only=True)
 class StepDigest:
-    """What all ranks agree on after one step."""
+    """The facts that all ranks agree on after one step."""
 
     loss: float
     norm: float
@@ -131,7 +131,7 @@ def _digest(step: Step) -> StepDigest:
 
 
 def _incomparable(one: Spec, other: Spec) -> str:
-    """Why two runs are not the same training; empty where they are."""
+    """Says why two runs are not the same training; empty where they are."""
     differing = [name for name in TRAINED if getattr(one.workload, name) != getattr(other.workload, name)]
     if one.workload.torch_optimizer.hyperparameters != other.workload.torch_optimizer.hyperparameters:
         differing.append("optimizer_args")
@@ -179,7 +179,7 @@ def _compare(common: list[tuple[int, StepDigest, StepDigest]], bound: RoundingBo
 
 
 def _early(a: StepDigest, b: StepDigest, bound: RoundingBound, since: int) -> tuple[str, str] | None:
-    """What is beyond its bound in a step while parameters are practically equal, and how; None: nothing."""
+    """The part that is beyond its bound in a step while parameters are practically equal, and how; None: nothing."""
     if a.skipped != b.skipped:
         which = "the baseline" if a.skipped else "it"
         return "skipped step", f"{which} skipped it: gradients overflowed at its loss scale"
@@ -206,7 +206,7 @@ def _late(newest: list[tuple[int, StepDigest, StepDigest]], bound: RoundingBound
 
 
 def _unequal(a: StepDigest, b: StepDigest) -> str:
-    """Which part of a step is not equal; empty: all are."""
+    """The part of a step that is not equal; empty: all are."""
     if a.loss != b.loss and not (math.isnan(a.loss) and math.isnan(b.loss)):
         return "loss"
     if _beyond(a.norm, b.norm, NORM_ROUNDING):
@@ -217,7 +217,7 @@ def _unequal(a: StepDigest, b: StepDigest) -> str:
 
 
 def _beyond(x: float, y: float, limit: float) -> bool:
-    """Whether the relative difference is above the limit. Infinities and NaN are equal to themselves only."""
+    """Tells whether the relative difference is above the limit. Infinities and NaN are equal to themselves only."""
     if not (math.isfinite(x) and math.isfinite(y)):
         return not (x == y or (math.isnan(x) and math.isnan(y)))
     return abs(x - y) > limit * max(abs(x), abs(y), 1e-12)

@@ -97,8 +97,7 @@ class Recommendation:
 
 
 def recommend(runs: Comparison | Sequence[RunView | Refusal], limit_bytes: int | None = None) -> Recommendation:
-    """By the rule in the module's docstring. `limit_bytes`: device memory per rank; None: that of the devices that the runs
-    used. Raises ArgumentError: a limit that is not a number of bytes."""
+    """Recommends by the rule in the module's docstring. `limit_bytes`: device memory per rank; None: that of the runs' devices. Raises ArgumentError: a limit that is not a number of bytes."""
     if limit_bytes is not None:
         check_whole("limit_bytes", limit_bytes, wanted="a whole number of bytes, or nothing")
     compared = runs if isinstance(runs, Comparison) else Comparison.of(runs)
@@ -124,7 +123,7 @@ def recommend(runs: Comparison | Sequence[RunView | Refusal], limit_bytes: int |
 
 
 def _excluded(compared: Comparison, row: Row, limit_bytes: int | None) -> str:
-    """Why it is not a candidate; empty where it is one."""
+    """Says why it is not a candidate; empty where it is one."""
     if not row.figures.steps:
         return f"{row.state} before a step was measured" + (f" ({row.reason})" if row.reason else "")
     if row.differs and row.parity:
@@ -169,7 +168,7 @@ def _sentences(fastest: Row | None, smallest: Row | None, alike: Sequence[str], 
 
 
 def toggles(rows: Sequence[Row]) -> tuple[Toggle, ...]:
-    """From every pair of runs that differ in one field alone, in order of fields."""
+    """Judges every pair of runs that differ in one field alone, in order of fields."""
     by_values: dict[tuple[str, str, str], list[tuple[Row, Row]]] = {}
     for a, b in combinations(rows, 2):
         fields = [name for name in a.flat if a.flat[name] != b.flat[name]]

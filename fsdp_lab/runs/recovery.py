@@ -51,7 +51,7 @@ class RecoveryPolicy:
 
     @classmethod
     def of(cls, given: RecoveryPolicy | str | bool | None) -> RecoveryPolicy:
-        """From a policy, its `how`, or a bool: True is "auto". Raises ArgumentError."""
+        """Makes one from its `how`, or from a bool: True is "auto". Raises ArgumentError."""
         if isinstance(given, RecoveryPolicy):
             return given
         if given is None or isinstance(given, bool):
@@ -82,7 +82,7 @@ class Incident:
 
     @property
     def seconds(self) -> float | None:
-        """From the failure (from its detection, where that is unknown) to the next step; None before that."""
+        """The time from the failure (or its detection) to the next step; None before that."""
         if self.resumed_unix_s is None:
             return None
         return self.resumed_unix_s - (self.failed_unix_s or self.detected_unix_s)
@@ -153,7 +153,7 @@ class Recovery:
 
 
 def path_on_ranks(ranks: Cluster, path: Path) -> str:
-    """As ranks find it: on other hosts what is temporary is in a temporary folder of theirs."""
+    """The path as ranks need it: on other hosts what is temporary is in a temporary folder of theirs."""
     temporary = path.parent.name.startswith(STATE_PREFIX)
     return f"{path.parent.name}/{path.name}" if temporary and not ranks.local else str(path)
 

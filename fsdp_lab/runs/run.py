@@ -38,18 +38,13 @@ POLL_S = 0.02
 
 @plain_errors
 class Run(RunQueries, Awaited["Run"]):
-    """One training run. Made by `Lab.run`; starts at once.
-
-    `run.wait()` and `await run` return the run when it is finished or stopped, and raise its error when it failed. Ctrl-C in
-    either stops the run after its chunk and is raised again.
-
-    Attributes:
-        id: as in its events. events: its `EventStore`.
-        steps: how many to train; None: until stopped. ledger_every, evaluate, recovering: as given; saving: also by `save`.
-        switches: of every Spec that was applied. incidents: failures that the run recovered from, or is to recover from.
-        on_best: called on the driver's thread between two chunks with each `Evaluation` that is the best so far, while the
-            ranks hold the parameters of that step. An exception in a callback fails the run.
-    """
+    """One training run. Made by `Lab.run`; starts at once. `run.wait()` and `await run` return the run when it is finished
+    or stopped, and raise its error when it failed. Ctrl-C in either stops the run after its chunk and is raised again.
+    Attributes: id: as in its events. events: its `EventStore`. steps: how many to train; None: until stopped. ledger_every,
+    evaluate, recovering: as given; saving: also by `save`. switches: of every Spec that was applied. incidents: failures
+    that the run recovered from, or is to recover from. on_best: called on the driver's thread between two chunks with each
+    `Evaluation` that is the best so far, while the ranks hold the parameters of that step. An exception in a callback fails
+    the run."""
 
     def __init__(
         self,
@@ -123,12 +118,12 @@ class Run(RunQueries, Awaited["Run"]):
 
     @property
     def reason(self) -> str:
-        """Why the run is in its state, in a sentence, or empty."""
+        """Says why the run is in its state, in a sentence, or empty."""
         return self._control.reason
 
     @property
     def error(self) -> BaseException | None:
-        """Why the run failed or is broken; None: it is neither."""
+        """Says why the run failed or is broken; None: it is neither."""
         return self._control.error
 
     @property
@@ -168,7 +163,7 @@ class Run(RunQueries, Awaited["Run"]):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """How far to trust the times: on the ranks' placement, and from the last switch."""
+        """Remarks on how far to trust the times: on the ranks' placement, and from the last switch."""
         switched = self.switches[-1].notes if self.switches else ()
         return tuple(dict.fromkeys([*self._driver.ranks.notes, *switched]))
 
@@ -361,15 +356,15 @@ class Drill:
 
     @property
     def refused(self) -> FieldError | None:
-        """Why these ranks cannot have this fault, as a slow link over NCCL; the run continues. None: they can, or it is not
-        known yet."""
+        """Says why these ranks cannot have this fault, as a slow link over NCCL; the run continues. None: they can, or it
+        is not known yet."""
         error = self.request.error if self.request is not None else None
         return error if isinstance(error, FieldError) else None
 
     @property
     def over(self) -> bool:
-        """Whether the run trains again or is over, or the ranks refused the fault. It is not over while the run is BROKEN,
-        waiting for `recover`."""
+        """Tells whether the run trains again or is over, or the ranks refused the fault. It is not over while the run is
+        BROKEN, waiting for `recover`."""
         incident = self.incident
         if self.run.done or self.refused is not None:
             return True

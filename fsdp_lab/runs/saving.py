@@ -34,7 +34,7 @@ class CheckpointConfig:
 
     @classmethod
     def of(cls, given: CheckpointConfig | str | os.PathLike[str] | None) -> CheckpointConfig | None:
-        """From a config, a folder, or None. Raises ArgumentError."""
+        """Makes one from a folder. Raises ArgumentError."""
         return given if given is None or isinstance(given, CheckpointConfig) else cls(folder=given)
 
 
@@ -103,11 +103,11 @@ class CheckpointSchedule:
 
     @property
     def pending(self) -> bool:
-        """Whether a checkpoint is still being written."""
+        """Tells whether a checkpoint is still being written."""
         return any(s.pending for s in self.taken)
 
     def has(self, step: int) -> bool:
-        """Whether the newest checkpoint is of this step."""
+        """Tells whether the newest checkpoint is of this step."""
         return bool(self.taken) and self.taken[-1].step == step
 
     @property
@@ -119,7 +119,7 @@ class CheckpointSchedule:
         return 1 << 30 if self._every is None else self._every - step % self._every
 
     def due(self, step: int) -> bool:
-        """Whether to save this step: it is regular, or requested."""
+        """Tells whether to save this step: it is regular, or requested."""
         regular = self._every is not None and step % self._every == 0 and step != self.start and not self.has(step)
         return self.requested or regular
 

@@ -89,7 +89,7 @@ class StepMoment:
         return f"{self.direction} · {self.phase}{unit}: {self._description()}"
 
     def _description(self) -> str:
-        """What the phase does, and to how many elements."""
+        """The work of the phase, and on how many elements."""
         parameters = self.frames[0].parameters
         n = count(sum(p.numel for p in parameters if p.unit == self.unit))
         factor = self.spec.shard_factor
@@ -119,7 +119,7 @@ class StepMoment:
                 return f"the optimizer updates {n} parameters, each rank its shards"
 
     def table(self) -> Table:
-        """What each rank holds, one row per rank."""
+        """A row for each rank, with what it holds."""
 
         def units(frame: PhaseSnapshot, state: str) -> str:
             return ", ".join(dict.fromkeys(p.unit for p in frame.parameters if p.state == state)) or "–"
@@ -278,12 +278,12 @@ class SlowMotion(Iterator[StepMoment]):
 
     @property
     def closed(self) -> bool:
-        """Whether there will be no further moment."""
+        """Tells whether there will be no further moment."""
         return self._step.over
 
     @property
     def reason(self) -> str:
-        """Why it is closed."""
+        """Says why it is closed."""
         return self._step.reason
 
     def close(self) -> None:

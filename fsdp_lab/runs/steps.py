@@ -58,17 +58,17 @@ class Step:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank has reported it."""
+        """Tells whether every rank has reported it."""
         return len(self.events) == self.events[0].world_size
 
     @property
     def counts(self) -> bool:
-        """Whether its times belong in a median."""
+        """Tells whether its times belong in a median."""
         return all(e.counts for e in self.events)
 
     @property
     def mean_loss(self) -> float:
-        """Of a watched loop, whose ranks do not exchange it, over those whose events are here; NaN if one gave no loss."""
+        """The mean over ranks; of a watched loop, whose ranks do not exchange it, over those whose events are here."""
         mean = self.events[0].mean_loss
         return statistics.fmean(e.loss for e in self.events) if math.isnan(mean) else mean
 
@@ -79,7 +79,7 @@ class Step:
 
     @property
     def completions(self) -> tuple[Completion, ...]:
-        """What its evaluation generated, in the order of the prompts, which the ranks take in turns."""
+        """The texts of its evaluation, in the order of the prompts, which the ranks take in turns."""
         turns = itertools.zip_longest(*(e.completions for e in self.events))
         return tuple(c for turn in turns for c in turn if c is not None)
 

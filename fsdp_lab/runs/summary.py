@@ -122,7 +122,7 @@ class Peaks:
 
 
 def comm_seconds(step: Step, kind: str) -> float:
-    """From issue to completion, mean over ranks."""
+    """The time from issue to completion, mean over ranks."""
     return statistics.fmean(traffic(e, kind).seconds for e in step.events)
 
 
@@ -248,14 +248,14 @@ class Ratio:
 
     @property
     def clear(self) -> bool:
-        """Whether it differs from 1: the interval excludes 1, and the median is not within `LEAST` of it."""
+        """Tells whether it differs from 1: the interval excludes 1, and the median is not within `LEAST` of it."""
         if self.p10 is None or self.p90 is None:
             return False
         return not self.p10 <= 1 <= self.p90 and abs(self.median - 1) >= LEAST
 
 
 def ratio(of: Timed, to: Timed) -> Ratio | None:
-    """By the rule in `Ratio`; None where one of the two has no values, or some are not positive."""
+    """Compares by the rule in `Ratio`; None where one of the two has no values, or some are not positive."""
     if not of or not to or min(v for _, v in (*of, *to)) <= 0:
         return None
     rounds = in_rounds(of, to)
@@ -286,7 +286,7 @@ def _interval(middle: float, upper: Sequence[float], lower: Sequence[float]) -> 
 
 
 def _median_errors(values: Sequence[float]) -> tuple[float, float]:
-    """How far below and above the sample's median the true one may be, as logarithms of ratios."""
+    """The distances below and above the sample's median at which the true one may be, as logarithms of ratios."""
     reach = min(0.5, NORMAL_90 / 2 / math.sqrt(len(values)))
     low, middle, high = (quantile(values, q) or 0.0 for q in (0.5 - reach, 0.5, 0.5 + reach))
     return math.log(middle / low), math.log(high / middle)

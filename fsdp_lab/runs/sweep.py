@@ -97,7 +97,7 @@ class Sweep(Awaited["Sweep"]):
         return Comparison.of([*self.in_order, *self.refused], baseline=baseline)
 
     def recommend(self, limit_bytes: int | None = None) -> Recommendation:
-        """Which of the runs to use, and what each toggle saved or cost; see `fsdp_lab.runs.recommendation`."""
+        """Recommends one of the runs, and says what each toggle saved or cost; see `fsdp_lab.runs.recommendation`."""
         return recommend(self.comparison(), limit_bytes)
 
     def _repr_html_(self) -> str:
@@ -118,7 +118,7 @@ class Sweep(Awaited["Sweep"]):
         return SweepProgress(done_steps=done, all_steps=self.steps * len(self.specs), seconds=seconds, left_s=left)
 
     def _left_s(self, runs: Sequence[Run]) -> float | None:
-        """From the step times of each run; for runs without steps, from the mean of the others."""
+        """An estimate from the step times of each run; for runs without steps, from the mean of the others."""
         means = {r.id: fmean(s.step_time_s for s in steps) for r in runs if (steps := r.events.last_steps(20))}
         if not means:
             return None

@@ -86,7 +86,7 @@ class Timeline:
 
     @classmethod
     def of(cls, events: Sequence[StepEvent]) -> Timeline:
-        """From the events of one step; those without spans are ignored. Raises ValueError where none has spans."""
+        """Makes it from the events of one step; those without spans are ignored. Raises ValueError where none has spans."""
         traced = sorted((e for e in events if e.spans), key=lambda e: e.rank)
         if not traced:
             raise ValueError("a timeline needs the events of a traced step: none of these has spans")
@@ -124,7 +124,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """From zero to the end of the last rank's step."""
+        """The time from zero to the end of the last rank's step."""
         return max(lane.end_s for lane in self.lanes)
 
     def exposed(self) -> dict[int, dict[str, float]]:
@@ -133,13 +133,13 @@ class Timeline:
 
     @property
     def waits_unseen(self) -> bool:
-        """Whether spans miss some waits, as over NCCL, where streams wait and not the host. Then exposed communication is
-        known only of the whole step (`StepEvent.exposed_comm_s`, NaN before it was measured)."""
+        """Tells whether spans miss some waits, as over NCCL, where streams wait and not the host. Then exposed
+        communication is known only of the whole step (`StepEvent.exposed_comm_s`, NaN before it was measured)."""
         return any(_has_unseen_waits(lane) for lane in self.lanes)
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """How exactly the lanes are aligned, and what is missing; a sentence each."""
+        """Sentences on how exactly the lanes are aligned, and on what is missing."""
         unseen = UNSEEN_WAITS if self.waits_unseen else ""
         return tuple(filter(None, [self._contradiction(), self._alignment(), self._gaps(), unseen]))
 
@@ -262,7 +262,7 @@ def _has_unseen_waits(lane: RankLane) -> bool:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """As text: rank 3; ranks 0, 1 and 5; 64 ranks."""
+    """Ranks as text: rank 3; ranks 0, 1 and 5; 64 ranks."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > MOST_COLUMNS:
@@ -320,8 +320,8 @@ def stacked(intervals: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def _with_start(timelines: Sequence[Timeline]) -> list[tuple[int, Timeline]]:
-    """Each with its zero in nanoseconds. One that would begin before the previous one has ended on one of its ranks, because
-    a clock jumped between them, is moved behind that."""
+    """Each with its zero in nanoseconds. One that would begin before the previous one has ended on one of its ranks,
+    because a clock jumped between them, is moved behind that."""
     placed: list[tuple[int, Timeline]] = []
     ends: dict[int, int] = {}
     base_s = timelines[0].zero_s
@@ -395,7 +395,7 @@ def _title(span: Span) -> str:
 
 
 def _facts(span: Span) -> dict[str, Any]:
-    """What a click on a slice shows: of a collective all its fields, else the unit."""
+    """The facts that a click on a slice shows: of a collective all its fields, else the unit."""
     if span.sequence < 0 and not span.payload_bytes:
         return {"unit": span.unit} if span.unit else {}
     names = ["dtype", "payload_bytes", "link_bytes", "sequence", "ordinal"]

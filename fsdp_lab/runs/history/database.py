@@ -120,7 +120,7 @@ class HistoryDB:
 
     @property
     def stale(self) -> bool:
-        """Whether the file was moved or deleted since it was opened: further writes would be lost."""
+        """Tells whether the file was moved or deleted since it was opened: further writes would be lost."""
         return _inode(self.path) != self.inode
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ class HistoryDB:
 
 
 def damaged(error: BaseException) -> bool:
-    """Whether the error means that the file is not an intact database."""
+    """Tells whether the error means that the file is not an intact database."""
     return isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGED
 
 
@@ -250,7 +250,7 @@ def pack(rows: Sequence[Row], *, heavy: bool = False) -> bytes:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether they are equal bit for bit: 0.0 is not -0.0, and 1 is not 1.0."""
+    """Tells whether they are equal bit for bit: 0.0 is not -0.0, and 1 is not 1.0."""
     return bool(one == other) and repr(one) == repr(other)
 
 

@@ -53,7 +53,7 @@ class History:
 
     @classmethod
     def of(cls, where: History | str | os.PathLike[str] | bool) -> History | None:
-        """From a History, a path, True for the default one, or False for None. Raises ArgumentError."""
+        """Makes one from a path, True for the default one, or False for None. Raises ArgumentError."""
         if isinstance(where, bool):
             return cls() if where else None
         if isinstance(where, (str, os.PathLike)):
@@ -65,7 +65,7 @@ class History:
 
     @property
     def problem(self) -> str:
-        """Why runs cannot be stored, or what happened to the file, as a sentence; "" if all is well."""
+        """Says why runs cannot be stored, or what happened to the file, as a sentence; "" if all is well."""
         return self._writer.problem or self._writer.moved or self._over_limit
 
     def record(self, run: RunView) -> None:

@@ -25,7 +25,7 @@ SILENT_S = 90.0  # a kernel on another host counts as dead after so long without
 
 
 def kernel_alive(host: str, kernel: Identity, seen_unix_s: float) -> bool:
-    """Whether the kernel that drives a run is alive. `seen_unix_s`: its last update, which decides for another host."""
+    """Tells whether the kernel of a run is alive. `seen_unix_s`: its last update, which decides for another host."""
     return kernel.alive if host == socket.gethostname() else time.time() - seen_unix_s < SILENT_S
 
 
