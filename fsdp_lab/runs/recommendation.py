@@ -97,7 +97,8 @@ class Recommendation:
 
 
 def recommend(runs: Comparison | Sequence[RunView | Refusal], limit_bytes: int | None = None) -> Recommendation:
-    """Recommends by the rule in the module's docstring. `limit_bytes`: device memory per rank; None: that of the runs' devices. Raises ArgumentError: a limit that is not a number of bytes."""
+    """Recommends by the rule in the module's docstring. `limit_bytes`: device memory per rank; None: that of the runs'
+    devices. Raises ArgumentError: a limit that is not a number of bytes."""
     if limit_bytes is not None:
         check_whole("limit_bytes", limit_bytes, wanted="a whole number of bytes, or nothing")
     compared = runs if isinstance(runs, Comparison) else Comparison.of(runs)

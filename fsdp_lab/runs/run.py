@@ -38,13 +38,18 @@ POLL_S = 0.02
 
 @plain_errors
 class Run(RunQueries, Awaited["Run"]):
-    """One training run. Made by `Lab.run`; starts at once. `run.wait()` and `await run` return the run when it is finished
-    or stopped, and raise its error when it failed. Ctrl-C in either stops the run after its chunk and is raised again.
-    Attributes: id: as in its events. events: its `EventStore`. steps: how many to train; None: until stopped. ledger_every,
-    evaluate, recovering: as given; saving: also by `save`. switches: of every Spec that was applied. incidents: failures
-    that the run recovered from, or is to recover from. on_best: called on the driver's thread between two chunks with each
-    `Evaluation` that is the best so far, while the ranks hold the parameters of that step. An exception in a callback fails
-    the run."""
+    """One training run. Made by `Lab.run`; starts at once.
+
+    `run.wait()` and `await run` return the run when it is finished or stopped, and raise its error when it failed. Ctrl-C in
+    either stops the run after its chunk and is raised again.
+
+    Attributes:
+        id: as in its events. events: its `EventStore`.
+        steps: how many to train; None: until stopped. ledger_every, evaluate, recovering: as given; saving: also by `save`.
+        switches: of every Spec that was applied. incidents: failures that the run recovered from, or is to recover from.
+        on_best: called on the driver's thread between two chunks with each `Evaluation` that is the best so far, while the
+            ranks hold the parameters of that step. An exception in a callback fails the run.
+    """
 
     def __init__(
         self,
