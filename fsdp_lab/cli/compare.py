@@ -144,16 +144,14 @@ def view(sweep: Sweep, width: int) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    return Group(table(sweep, width), Text(progress(sweep), style="dim"))
-
-
-def progress(sweep: Sweep) -> str:
     p = sweep.progress
-    if not sweep.done:
+    if sweep.done:
+        outside = "" if sweep.outside_share is None else f", {sweep.outside_share:.0%} of it outside of steps"
+        line = f"{p.done_steps} steps in {duration(p.seconds)}{outside}"
+    else:
         left = "" if p.left_s is None else f", about {duration(p.left_s)} left"
-        return f"{p.done_steps} of {p.all_steps} steps{left}"
-    outside = "" if sweep.outside_share is None else f", {sweep.outside_share:.0%} of it outside of steps"
-    return f"{p.done_steps} steps in {duration(p.seconds)}{outside}"
+        line = f"{p.done_steps} of {p.all_steps} steps{left}"
+    return Group(table(sweep, width), Text(line, style="dim"))
 
 
 def table(sweep: Sweep, width: int) -> Table:

@@ -168,19 +168,15 @@ def train(
             text = str(e) if isinstance(e, FieldError) else str(e).strip().partition("\n")[0]
             raise Failed(text or type(e).__name__) from e
         finally:
-            for text in (*filter(None, [run.details]), *outcome(run)):
+            saves = [s.words for s in run.saves if s.error] + [s.words for s in run.saves[-1:] if not s.error]
+            told = [incident.words for incident in run.incidents] + saves + [str(d) for d in run.diagnoses]
+            for text in filter(None, [run.details, *told]):
                 say(text, console)
             if len(run.events):
                 console.print(view(run))
                 results.add_run(run.summary())
             if trace is not None:
                 say(write_trace(run, trace), console)
-
-
-def outcome(run: Run) -> list[str]:
-    """Sentences on the incidents, failed saves, the last checkpoint, and known troubles."""
-    saves = [s.words for s in run.saves if s.error] + [s.words for s in run.saves[-1:] if not s.error]
-    return [incident.words for incident in run.incidents] + saves + [str(d) for d in run.diagnoses]
 
 
 def write_trace(run: Run, file: Path) -> str:

@@ -53,32 +53,33 @@ class Progress:
     Attributes:
         steps: to train in all; None: until stopped. share: steps of a turn; None: the run has the ranks to itself.
         step: number of the next step. until: step before which the run is finished; None: until stopped.
+        done: steps trained. turn_left: steps left of the turn.
     """
 
     def __init__(self, steps: int | None, share: int | None, step: int) -> None:
         self.steps, self.share, self.step = steps, share, step
         self.until = steps
-        self._done = 0
+        self.done = 0
         self._chunk = 1
-        self._turn_left = share or 0
+        self.turn_left = share or 0
 
     @property
     def finished(self) -> bool:
-        return self.steps is not None and self._done >= self.steps
+        return self.steps is not None and self.done >= self.steps
 
     @property
     def turn_over(self) -> bool:
-        return self.share is not None and self._turn_left == 0
+        return self.share is not None and self.turn_left == 0
 
     def chunk(self) -> int:
         """The most steps of the next chunk."""
-        left = self._chunk if self.steps is None else min(self._chunk, self.steps - self._done)
-        return left if self.share is None else min(left, self._turn_left)
+        left = self._chunk if self.steps is None else min(self._chunk, self.steps - self.done)
+        return left if self.share is None else min(left, self.turn_left)
 
     def advance(self, trained: int, step: int, step_times_s: Sequence[float]) -> None:
         """A chunk of `trained` steps is over. `step_times_s`: of each rank's last step; the slowest sizes the next chunk."""
-        self._done += trained
-        self._turn_left -= trained
+        self.done += trained
+        self.turn_left -= trained
         self.step = step
         if step_times_s:
             fits = round(CHUNK_S / max(max(step_times_s), 1e-6))
@@ -91,18 +92,11 @@ class Progress:
 
     def recover(self, failed_at: int) -> None:
         """The run continues from `step`; the steps from there to `failed_at` are trained again."""
-        self._done += self.step - failed_at
+        self.done += self.step - failed_at
         self._set_until()
 
     def _set_until(self) -> None:
-        self.until = None if self.steps is None else self.step + self.steps - self._done
-
-    def begin_turn(self) -> None:
-        self._turn_left = self.share or 0
-
-    def restart(self) -> None:
-        """All steps are to be trained again."""
-        self._done = 0
+        self.until = None if self.steps is None else self.step + self.steps - self.done
 
 
 class Driver:
@@ -169,7 +163,7 @@ class Driver:
 
     def _train_and_recover(self) -> tuple[RunState, str]:
         """Trains until the run is over, and recovers from failures as the policy says. Returns final state and reason."""
-        policy = None
+        policy: RecoveryPolicy | None = None
         if (failed := self.recovery.predecessor) is not None:
             self.recovery.add(failed.error, failed.step, self.spec.world_size)
             policy = self.recovery.policy
@@ -181,7 +175,15 @@ class Driver:
             except Interrupted:
                 raise
             except ClusterError as e:
-                if (policy := self._policy_after(e)) is None:
+                if not self.recovery.count_failure() or self.control.stop_s is not None:
+                    raise
+                self.recovery.add(e, self.step, self.spec.world_size)
+                self.ranks.dispatcher.settle()
+                self.recovery.update(freed_unix_s=time.time())
+                policy = self.recovery.policy
+                if policy.how != "auto":
+                    policy = self.control.wait_for_recovery(e)
+                if policy is None:
                     raise
 
     def _train(self) -> tuple[RunState, str]:
@@ -299,13 +301,13 @@ class Driver:
         self.call("suspend")
         if not self.control.wait_for_turn():
             return
-        self.progress.begin_turn()
+        self.progress.turn_left = self.progress.share or 0
         self._prepare(self.spec)
         if self.call("resume", run=self.run)[0]["step"] is None:
             if self.progress.share is None:
                 self.call("unload")  # what the ranks hold is another run's
                 raise ClusterError("its ranks were replaced while it was suspended, and its state was lost with them")
-            self.progress.restart()
+            self.progress.done = 0
             self._apply(self.spec, "apply", fresh=True)
 
     # -- calls to the ranks ----------------------------------------------------------------------------------------------
@@ -430,15 +432,6 @@ class Driver:
             self.checkpoints.written([end for r in results for end in r["ended"]])
 
     # -- recovery --------------------------------------------------------------------------------------------------------
-
-    def _policy_after(self, error: ClusterError) -> RecoveryPolicy | None:
-        """The policy by which to recover; None: the run ends. With "ask" this waits for the user."""
-        if not self.recovery.count_failure() or self.control.stop_s is not None:
-            return None
-        self.recovery.add(error, self.step, self.spec.world_size)
-        self.ranks.dispatcher.settle()
-        self.recovery.update(freed_unix_s=time.time())
-        return self.recovery.policy if self.recovery.policy.how == "auto" else self.control.wait_for_recovery(error)
 
     def _recover(self, policy: RecoveryPolicy) -> None:
         """Makes the ranks ready to train again; see the note on sources in `fsdp_lab.runs.recovery`."""

@@ -128,7 +128,7 @@ class Run(RunQueries, Awaited["Run"]):
 
     @property
     def error(self) -> BaseException | None:
-        """Says why the run failed or is broken; None: it is neither."""
+        """The error of a run that failed or is broken; None: it is neither."""
         return self._control.error
 
     @property
@@ -190,7 +190,7 @@ class Run(RunQueries, Awaited["Run"]):
         Raises SpecError: an invalid Spec, or more ranks than a given cluster has engines, or, without `anyway`, more memory
         than there is, as the planner knows. ClusterError: the run is over.
         """
-        with self._control.changed:
+        with self._control.changing():
             self._require_live("start another one with lab.run")
             base = spec or self.pending or self.spec
             if changes.get("world_size", base.world_size) != base.world_size:
@@ -200,7 +200,9 @@ class Run(RunQueries, Awaited["Run"]):
             self._check_evaluation(wanted)
             if not anyway:
                 require_memory(wanted, self._driver.ranks.memory, "lab.current.apply", former=self.spec)
-            return self._control.request_switch(wanted)
+            self._control.pending = wanted
+            self._control.switches.append(request := SwitchRequest(wanted))
+            return request
 
     def ledger(self) -> None:
         """Makes the next step a ledger step: it measures memory by class and over time, and is left out of medians.
@@ -361,7 +363,7 @@ class Drill:
 
     @property
     def refused(self) -> FieldError | None:
-        """Says why these ranks cannot have this fault, as a slow link over NCCL; the run continues. None: they can, or it
+        """The error of ranks that cannot have this fault, as a slow link over NCCL; the run continues. None: they can, or it
         is not known yet."""
         error = self.request.error if self.request is not None else None
         return error if isinstance(error, FieldError) else None
