@@ -20,10 +20,8 @@ from fsdp_lab.spec.describe import describe_strategy
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("spec", type=Path, help='a file with {"workload": {...}, "strategy": {...}, "world_size": 2}')
-    forms = (
-        "script: for torchrun, with torch's own FSDP2, FSDP1 or DDP; accelerate: for accelerate launch --config_file"
-    )
-    parser.add_argument("--to", choices=TARGETS, required=True, help=f"{forms}; spec: for fsdp-lab run")
+    to = "script: for torchrun, with torch's own FSDP2, FSDP1 or DDP; accelerate: for accelerate launch --config_file"
+    parser.add_argument("--to", choices=TARGETS, required=True, help=f"{to}; spec: for fsdp-lab run")
     output = "output file (default: standard output, but not for a script)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=output)
     parser.add_argument("--force", action="store_true", help="overwrite FILE")

@@ -35,9 +35,8 @@ COMMANDS = (
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
-        prog="fsdp-lab", description="A laboratory for Fully Sharded Data Parallel.", allow_abbrev=False
-    )
+    about = "A laboratory for Fully Sharded Data Parallel."
+    top = argparse.ArgumentParser(prog="fsdp-lab", description=about, allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"fsdp-lab {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, add_arguments, run_command, help_text in COMMANDS:

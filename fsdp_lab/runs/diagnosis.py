@@ -232,10 +232,8 @@ def _communication(case: _Case) -> Diagnosis | None:
     replica_sent = 0.0 if frozen else 2 * (n - 1) / n * case.model_bytes
     if isinstance(spec, Spec) and sent < SENDS_MORE * replica_sent:
         return None
-    sentence = (
-        f"Computing waits for collectives {share:.0%} of each step: a rank sends {size(sent)} a step, in {calls} "
-    )
-    sentence += f"collectives of {size(sent / max(1, calls))}."
+    sentence = f"Computing waits for collectives {share:.0%} of each step: a rank sends {size(sent)} a step, "
+    sentence += f"in {calls} collectives of {size(sent / max(1, calls))}."
     if replica_sent:
         sentence += f" With a replica on each rank it would be {size(replica_sent)}."
     cure, changes = _less_communication(case)

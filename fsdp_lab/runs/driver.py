@@ -45,6 +45,7 @@ GROWTH = 4  # limit of a chunk's size relative to the last one: the first steps 
 PATIENCE_S = 0.15  # after a stop, for the chunk to end; then it is interrupted, and again every second
 UNRESPONSIVE_S = 8.0  # after a stop, for ranks to answer an interrupt; then they are ended
 SAVES_S = 60.0  # at a run's end, for its last checkpoint to be written
+Take = Callable[[Mapping[str, Any]], None]  # takes what a rank published
 
 
 class Progress:
@@ -239,9 +240,8 @@ class Driver:
             take=lambda data: None if complete.is_set() else self._add_events(data.get("events", ()), attempt),
             steps=count,
             ledgers=[n for n in steps if (requested and n == begin) or (every is not None and (n + 1) % every == 0)],
-            checks=[
-                n for n in steps if (n + 1).bit_count() == 1 or n + 1 == progress.until
-            ],  # after 1, 2, 4, ... steps
+            # The parameters are checksummed after 1, 2, 4, 8, ... steps, and after the last.
+            checks=[n for n in steps if (n + 1).bit_count() == 1 or n + 1 == progress.until],
             evaluations=evaluations,
             **(evaluate.texts if evaluate is not None and evaluations else {}),
         )
@@ -312,9 +312,7 @@ class Driver:
 
     # -- calls to the ranks ----------------------------------------------------------------------------------------------
 
-    def call(
-        self, what: str, *, take: Callable[[Mapping[str, Any]], None] | None = None, **arguments: Any
-    ) -> list[Any]:
+    def call(self, what: str, *, take: Take | None = None, **arguments: Any) -> list[Any]:
         """Calls all ranks and returns their results, in rank order. A stop meanwhile becomes an interrupt."""
         return self._results(self.ranks.submit(what, take=take, **arguments))
 

@@ -231,12 +231,13 @@ def contradicted_ranks(events: Mapping[int, StepEvent], spans: Mapping[int, Sequ
     return wrong
 
 
-def _meetings(
-    events: Mapping[int, StepEvent], spans: Mapping[int, Sequence[Span]]
-) -> dict[tuple[str, int, Track], tuple[dict[int, float], dict[int, float]]]:
+Meetings = dict[tuple[str, int, Track], tuple[dict[int, float], dict[int, float]]]
+
+
+def _meetings(events: Mapping[int, StepEvent], spans: Mapping[int, Sequence[Span]]) -> Meetings:
     """Collective -> (rank -> the earliest time at which it can have been issued, rank -> the latest at which it can have
     ended), on rank 0's clock. A collective with more ranks than its group has is left out."""
-    times: dict[tuple[str, int, Track], tuple[dict[int, float], dict[int, float]]] = {}
+    times: Meetings = {}
     ambiguous = set()
     for rank, e in events.items():
         error_s = e.clock_error_s or 0.0
