@@ -40,9 +40,9 @@ def replace_former(lab: NotebookLab) -> None:
         return
     former = shell.user_ns.get(KEY)
     if isinstance(former, type(lab)):
-        cluster, persistent = former.cluster, lab.persistent and former.persistent
-        identity = lab.cluster.assembly.config.identity
-        same = persistent and cluster.running and cluster.assembly.config.identity == identity
+        same = lab.persistent and former.persistent and former.cluster.running
+        if same:
+            same = former.cluster.assembly.config.identity == lab.cluster.assembly.config.identity
         former.detach() if same else former.close()
     shell.user_ns[KEY] = lab
 
