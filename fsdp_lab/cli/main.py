@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import FieldError, not_installed
-from fsdp_lab.cli import bench, compare, doctor, drill, history, jupyter, kernel, plan, ranks, run
+from fsdp_lab.cli import bench, compare, doctor, drill, history, jupyter, kernel, plan, run
 from fsdp_lab.cli.console import CommandEnded, Failed, Refused, add_command, signals_raise
 
 CHECKPOINTS = "list the checkpoints in a folder, or export a model for transformers"
@@ -24,14 +24,9 @@ COMMANDS = (
     ("plan", plan.add_arguments, plan.run, "predict memory and step time of a Spec on any hardware"),
     ("checkpoints", run.add_checkpoints, run.checkpoints, CHECKPOINTS),
     ("history", history.add_arguments, history.run, "list, show, rename and delete stored runs"),
-    ("ranks", ranks.add_arguments, ranks.run, "list and end persistent ranks"),
+    ("ranks", history.add_ranks_arguments, history.ranks, "list and end persistent ranks"),
     ("report", history.add_report_arguments, history.report, "write stored runs as one HTML report"),
-    (
-        "export",
-        run.add_export,
-        run.export_spec,
-        "write a Spec as a torchrun script, an Accelerate config, or JSON",
-    ),
+    ("export", run.add_export, run.export_spec, "write a Spec as a torchrun script, an Accelerate config, or JSON"),
     ("drill", drill.add_arguments, drill.run, "inject random faults into small runs and count the recoveries"),
     ("bench", bench.add_arguments, bench.run, "run a benchmark"),
     ("kernel", kernel.add_arguments, kernel.run, "register this environment as a Jupyter kernel"),
