@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fsdp_lab.base.errors import FieldError
@@ -91,7 +91,7 @@ def requested(
     """The Specs that `prepare` makes from the combinations of the options, and the combinations that it refuses. Raises
     Refused and SpecError as `parse_lists`."""
     specs, refused = list[Spec](), list[tuple[dict[str, Any], FieldError]]()
-    for combination in list(combinations(args)):
+    for combination in combinations(args):
         try:
             specs.append(prepare(combination))
         except FieldError as e:
@@ -99,15 +99,11 @@ def requested(
     return specs, refused
 
 
-def combinations(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def combinations(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Every combination of the lists, --ranks included, as the dict of a Spec, without duplicates."""
-    seen: list[dict[str, Any]] = []
     lists = {"world_size": parse_whole_numbers("--ranks", args.ranks), **parse_lists(args)}
-    for values in itertools.product(*lists.values()):
-        combination = with_values(dict(zip(lists, values, strict=True)))
-        if combination not in seen:
-            seen.append(combination)
-            yield combination
+    combined = [with_values(dict(zip(lists, values, strict=True))) for values in itertools.product(*lists.values())]
+    return [one for i, one in enumerate(combined) if one not in combined[:i]]
 
 
 def with_values(values: Mapping[str, Any]) -> dict[str, Any]:

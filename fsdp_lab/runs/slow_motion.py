@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_lab.base.events import ParameterHolding, PhaseSnapshot, StepEvent
+from fsdp_lab.base.events import PhaseSnapshot, StepEvent
 from fsdp_lab.base.formatting import Table, count, size
 from fsdp_lab.cluster import ClusterError, Interrupted
 from fsdp_lab.cluster.cluster import Cluster
@@ -72,15 +72,11 @@ class StepMoment:
 
     def held_bytes(self, rank: int) -> int:
         """Bytes of parameters on this rank: its fp32 shards, plus what is gathered, in the compute dtype."""
-        return sum(self._bytes_of(p) for p in self.frames[rank].parameters)
-
-    def _bytes_of(self, p: ParameterHolding) -> int:
-        strategy = self.spec.strategy
-        shard = MASTER_BYTES * (p.stop - p.start)
-        one_copy = self.spec.shard_factor == 1 and strategy.dtypes.param == "fp32" and strategy.offload == "none"
-        if p.state == "sharded" or one_copy:
-            return shard
-        return shard + (4 if strategy.dtypes.param == "fp32" else 2) * p.numel
+        is_fp32, parameters = self.spec.strategy.dtypes.param == "fp32", self.frames[rank].parameters
+        shards = sum(MASTER_BYTES * (p.stop - p.start) for p in parameters)
+        if self.spec.shard_factor == 1 and is_fp32 and self.spec.strategy.offload == "none":
+            return shards  # they are what is computed with
+        return shards + sum((4 if is_fp32 else 2) * p.numel for p in parameters if p.state != "sharded")
 
     @property
     def caption(self) -> str:
