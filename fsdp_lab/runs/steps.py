@@ -223,8 +223,7 @@ class EventStore:
                     self._begin_attempt(own_attempt, step)
                 if self._seen.setdefault(rank, _Seen(self._start)).add(step):
                     self._events.append(self._made(given, notes))
-                    self._note_spans(self._events[-1])
-                    self._note_curve(self._events[-1])
+                    self._drop_oldest(self._events[-1])
                     added += 1
         with self._lock:
             surplus = len(self._events) - self._cap
@@ -233,29 +232,24 @@ class EventStore:
                 self._first += surplus
         return added
 
-    def _note_spans(self, event: StepEvent) -> None:
-        """Drops the oldest spans above the limits. Hold the lock; `event` was appended last."""
-        if not event.spans:
-            return
-        cursor = self._first + len(self._events) - 1
-        self._traced.append((cursor, len(event.spans)))
-        self._spans += len(event.spans)
-        while len(self._traced) > self._traced_steps * len(self._seen) or self._spans > self._span_cap:
-            oldest, spans = self._traced.popleft()
-            self._spans -= spans
-            at = oldest - self._first
-            if at >= 0:
-                self._events[at] = dataclasses.replace(self._events[at], spans=())
-
-    def _note_curve(self, event: StepEvent) -> None:
-        """Drops the oldest memory curves above the limit. Hold the lock."""
-        if not event.memory_curve:
-            return
-        self._curves.append(self._first + len(self._events) - 1)
-        while len(self._curves) > CURVE_STEPS * len(self._seen):
-            at = self._curves.popleft() - self._first
-            if at >= 0:
-                self._events[at] = dataclasses.replace(self._events[at], memory_curve=())
+    def _drop_oldest(self, event: StepEvent) -> None:
+        """Drops the oldest spans and memory curves above the limits. Hold the lock; `event` was appended last."""
+        cursor, surplus = self._first + len(self._events) - 1, list[tuple[int, str]]()
+        if event.spans:
+            self._traced.append((cursor, len(event.spans)))
+            self._spans += len(event.spans)
+            while len(self._traced) > self._traced_steps * len(self._seen) or self._spans > self._span_cap:
+                oldest, spans = self._traced.popleft()
+                self._spans -= spans
+                surplus.append((oldest, "spans"))
+        if event.memory_curve:
+            self._curves.append(cursor)
+            while len(self._curves) > CURVE_STEPS * len(self._seen):
+                surplus.append((self._curves.popleft(), "memory_curve"))
+        for oldest, name in surplus:
+            if (at := oldest - self._first) >= 0:
+                nothing: dict[str, Any] = {name: ()}
+                self._events[at] = dataclasses.replace(self._events[at], **nothing)
 
     def _made(self, given: Mapping[str, Any] | StepEvent, notes: tuple[str, ...]) -> StepEvent:
         if isinstance(given, StepEvent):
