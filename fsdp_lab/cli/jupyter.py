@@ -160,8 +160,8 @@ def jupyterlab(folder: Path, ip: str, port: int, token: str, *, browser: bool) -
         defaults = Path(config, "labconfig", "default_setting_overrides.json")
         defaults.parent.mkdir()
         defaults.write_text(json.dumps(DEFAULTS), encoding="utf-8")
-        # The token is passed by the environment: every user of the machine can read a command line. The notebooks' kernel
-        # is this environment's, even if the user's folder has one of the same name.
+        # Every user of the machine can read a command line, so the token is in the environment; and the notebooks' kernel is
+        # this environment's, even if the user's folder has one of the same name.
         environment = {
             **os.environ,
             "JUPYTER_TOKEN": token,

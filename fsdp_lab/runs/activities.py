@@ -26,11 +26,8 @@ END_S = 2.0  # the same when the lab is interrupted or closed
 
 
 class Activities:
-    """Starts runs, sweeps and slow steps; each ends the one before it.
-
-    Args:
-        place_ranks: gives the cluster the ranks and devices of a Spec; called on the thread of the new activity.
-        record: called with each new run.
+    """Starts runs, sweeps and slow steps; each ends the one before it. `place_ranks` gives the cluster the ranks and devices
+    of a Spec, on the thread of the new activity; `record` is called with each new run.
 
     Attributes:
         run, sweep: the newest, running or over; None before the first.
@@ -103,15 +100,12 @@ class Activities:
         return slow
 
     def _preparation(self, why: str, *, place_ranks: bool = True, but: Run | None = None) -> Callable[[Spec], None]:
-        """The function that a new activity calls on its own thread before anything is sent to the ranks.
-
-        What it has to end is fixed now, under the lock: then everyone ends only earlier activities, and no two wait for
-        each other. `but` goes on.
-        """
+        """The function that a new activity calls on its own thread before anything is sent to the ranks. What it ends, all
+        but `but`, is fixed now, under the lock: so everyone ends only earlier activities, and no two wait for each other."""
         former = [one for one in (self._slow_step, *self.unfinished) if one is not None and one is not but]
 
         def prepare(spec: Spec) -> None:
-            """Ends the former activities, then places the ranks."""
+
             for one in former:
                 if isinstance(one, SlowStep):
                     one.end(why)

@@ -59,7 +59,7 @@ class Toggle:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Recommendation:
-    """Labels are those of the comparison's rows.
+    """A recommendation, with the labels of the comparison's rows.
 
     Attributes:
         fastest, smallest: labels; None where no run can be recommended. fastest_run, smallest_run: the runs themselves.

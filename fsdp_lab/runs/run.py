@@ -205,22 +205,16 @@ class Run(RunQueries, Awaited["Run"]):
             return request
 
     def ledger(self) -> None:
-        """Makes the next step a ledger step: it measures memory by class and over time, and is left out of medians.
-
-        Its events have `ledger` set and a `memory_curve`. The third step after each switch always is one.
-
-        Raises ClusterError: the run is over.
+        """Makes the next step a ledger step, as the third after each switch is: it measures memory by class and over time,
+        and is left out of medians. Its events have `ledger` set and a `memory_curve`. Raises ClusterError: the run is over.
         """
         with self._control.changing():
             self._require_live("start another one with lab.run")
             self._control.ledger = True
 
     def save(self, folder: str | os.PathLike[str] | None = None) -> Request[Checkpoint]:
-        """Takes a checkpoint after the running chunk. Returns at once; waiting is optional.
-
-        `folder`: for this and all later checkpoints of the run, that of its last step included; None: that of `saving`.
-        Raises ArgumentError: of the folder, or there is none. ClusterError: the run is over.
-        """
+        """Takes a checkpoint after the running chunk. Returns at once; waiting is optional. `folder`: for this and all later
+        checkpoints of the run; None: that of `saving`. Raises ArgumentError without a folder, ClusterError if it is over."""
         config = self.saving
         if folder is not None:
             config = CheckpointConfig(folder=folder) if config is None else replace(config, folder=folder)
@@ -302,11 +296,8 @@ class Run(RunQueries, Awaited["Run"]):
             self._control.paused = False
 
     def stop(self, timeout_s: float = STOP_S, reason: str = "") -> bool:
-        """Ends the run: waits a moment for the chunk, then interrupts the step in progress, on all ranks alike.
-
-        Returns whether it is over within `timeout_s`; with 0 it only leaves the request, as a widget's callback should.
-        Processes of ranks that do not answer the interrupt are ended after a while. Idempotent.
-        """
+        """Ends the run: waits a moment for the chunk, then interrupts the step in progress, on all ranks alike, and
+        later ends ranks that do not answer. Returns whether it is over within `timeout_s`; 0 only leaves the request."""
         self._control.request_stop(reason)
         return self._wait_over(timeout_s) if timeout_s > 0 else self.done
 

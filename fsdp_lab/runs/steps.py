@@ -208,11 +208,9 @@ class EventStore:
         *,
         attempt: int | None = None,
     ) -> int:
-        """Appends the events that are new, with `notes` in front of their own. Returns how many were new.
-
-        Events get the current attempt; an event of a later attempt begins that one. `attempt`: in which the events were
-        measured; they are dropped if the ranks have begun again since. None: not checked.
-        """
+        """Appends the events that are new, with `notes` in front of their own. Returns how many were new. Events get the
+        current attempt; one of a later attempt begins that. `attempt`: in which they were measured; if the ranks have begun
+        again since, they are dropped. None: not checked."""
         added = 0
         for given in events:
             rank, step, own_attempt = _key(given)
@@ -276,11 +274,8 @@ class EventStore:
             return self._events[start:], self._first + len(self._events)
 
     def columns(self, *names: str, cursor: int = 0) -> tuple[dict[int, dict[str, list[Any]]], int]:
-        """rank -> field -> values that arrived since the cursor, and the next cursor.
-
-        A name is a field or property of StepEvent, or of its memory with a dot: "step", "tflops", "memory.peak_bytes".
-        Raises AttributeError for any other.
-        """
+        """rank -> field -> values that arrived since the cursor, and the next cursor. A name is of StepEvent, or of its
+        memory with a dot: "step", "tflops", "memory.peak_bytes". Raises AttributeError for any other."""
         new, cursor = self.since(cursor)
         for name in names:
             getattr(StepEvent, name.partition(".")[0])  # an unknown name is an error before the first event, too

@@ -207,11 +207,9 @@ class Timeline:
 
 
 def contradicted_ranks(events: Mapping[int, StepEvent], spans: Mapping[int, Sequence[Span]]) -> set[int]:
-    """Ranks whose clocks must be wrong: a collective that needs all ranks ended before one of them issued it.
-
-    Such a pair is a conflict between two ranks. The rank with the most conflicts is taken for the wrong one, until there is
-    no conflict left; of two with as many, the higher rank, because rank 0's clock is the reference.
-    """
+    """Ranks whose clocks must be wrong: a collective that needs all ranks ended before one of them issued it, which is a
+    conflict of two. The rank with most conflicts is taken for the wrong one, until none is left; of two with as many the
+    higher rank, because rank 0's clock is the reference."""
     conflicts: dict[int, set[int]] = {}
     for issued, ended in _meetings(events, spans).values():
         if min(ended.values()) + TOLERANCE_S >= max(issued.values()):

@@ -291,9 +291,8 @@ def traced_steps(events: EventStore, wanted: Iterable[int] | None) -> list[Step]
 
 
 def fingerprint(ranks: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """Hardware and software of this machine, and of its ranks where their `Session.status` is given.
-
-    It is shown to other people, so it has no user names, no paths and no environment variables.
+    """Hardware and software of this machine, and of its ranks where their `Session.status` is given. It is shown to other
+    people, so it has no user names, no paths and no environment variables.
 
     Returns: plain scalars and lists, by "host", "cpu", "cores" (usable ones), "memory_bytes", "system", "python",
     "torch", "transformers", "fsdp_lab", "devices" (a name for each rank), "cuda", "nccl", "driver" (empty on a CPU).

@@ -55,12 +55,8 @@ class HistoryError(SentenceError, RuntimeError):
 
 
 class HistoryDB:
-    """An open file, to be used only by the thread that opened it.
-
-    Raises:
-        HistoryError: the file is of another version, or not a history. Nothing in it was changed.
-        sqlite3.Error, OSError: it cannot be opened, or is damaged (`damaged`).
-    """
+    """An open file, to be used only by the thread that opened it. Raises HistoryError for a file of another version or of
+    another program, which is not changed; sqlite3.Error, OSError where it cannot be opened, or is damaged (`damaged`)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -107,11 +103,8 @@ class HistoryDB:
         return True
 
     def _use_wal(self) -> None:
-        """Turns the write-ahead log on, so that readers and a writer do not wait for each other.
-
-        SQLite does not wait for the lock that this takes, so it is retried for a second. Where such a log is impossible
-        (some network file systems), the file works without one.
-        """
+        """Turns the write-ahead log on, so that readers and a writer do not wait for each other. SQLite does not wait for
+        the lock that this takes, so it is retried for a second. Some network file systems work without such a log."""
         for _ in range(50):
             with contextlib.suppress(sqlite3.OperationalError):
                 self._db.execute("PRAGMA journal_mode = WAL")
