@@ -108,7 +108,10 @@ class Comparison:
         Raises:
             ArgumentError: there is no such baseline, or the names are not one for each run.
         """
-        labels = _labels(len(runs), names)
+        labels = [letters(i) for i in range(len(runs))] if names is None else list(names)
+        if isinstance(names, str) or len(labels) != len(runs) or len(set(labels)) != len(runs) or not all(labels):
+            reason = f"{names!r} does not distinguish {len(runs)} runs"
+            raise ArgumentError("names", reason, "give one name for each run, all different, or none at all")
         at = _baseline_index(runs, labels, baseline)
         flats = [flat_fields(r.spec) for r in runs]
         differing = differing_fields(flats)
@@ -316,15 +319,6 @@ def peak_ratio(of: Row, to: Row) -> float | None:
     """Ratio of peak memory; None where one was not measured."""
     one, other = of.figures.peak_memory_bytes, to.figures.peak_memory_bytes
     return one / other if one and other else None
-
-
-def _labels(number: int, names: Sequence[str] | None) -> list[str]:
-    if names is None:
-        return [letters(i) for i in range(number)]
-    if isinstance(names, str) or len(names) != number or len(set(names)) != number or not all(names):
-        reason = f"{names!r} does not distinguish {number} runs"
-        raise ArgumentError("names", reason, "give one name for each run, all different, or none at all")
-    return list(names)
 
 
 def letters(index: int) -> str:
