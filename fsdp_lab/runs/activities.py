@@ -29,9 +29,7 @@ class Activities:
     """Starts runs, sweeps and slow steps; each ends the one before it. `place_ranks` gives the cluster the ranks and devices
     of a Spec, on the thread of the new activity; `record` is called with each new run.
 
-    Attributes:
-        run, sweep: the newest, running or over; None before the first.
-        closed: whether nothing can be started any more.
+    `run`, `sweep`: the newest, running or over; None before the first. `closed`: whether nothing can be started any more.
     """
 
     def __init__(self, cluster: Cluster, place_ranks: Callable[[Spec], None], record: Callable[[Run], None]) -> None:

@@ -59,10 +59,9 @@ class Cause(StrEnum):
 class Diagnosis:
     """A trouble of a run.
 
-    Attributes:
-        sentence: what was measured, and what it means. cure: what to do.
-        failure: how `sentence` begins, where the reason of a failed run says that, too.
-        changes: fields of the Spec by flat name that do it, for `run.apply` or `lab.run`; empty where no field does.
+    `sentence`: what was measured, and what it means. `cure`: what to do. `failure`: how `sentence` begins, where the reason
+    of a failed run says that, too. `changes`: fields of the Spec by flat name that do it, for `run.apply` or `lab.run`;
+    empty where no field does.
     """
 
     cause: Cause

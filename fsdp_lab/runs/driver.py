@@ -51,10 +51,9 @@ Take = Callable[[Mapping[str, Any]], None]  # takes what a rank published
 class Progress:
     """Counts the steps of a run, and sizes its chunks.
 
-    Attributes:
-        steps: to train in all; None: until stopped. share: steps of a turn; None: the run has the ranks to itself.
-        step: number of the next step. until: step before which the run is finished; None: until stopped.
-        done: steps trained. turn_left: steps left of the turn.
+    `steps`: to train in all; None: until stopped. `share`: steps of a turn; None: the run has the ranks to itself. `step`:
+    number of the next step. `until`: step before which the run is finished; None: until stopped. `done`: steps trained.
+    `turn_left`: steps left of the turn.
     """
 
     def __init__(self, steps: int | None, share: int | None, step: int) -> None:
@@ -103,11 +102,10 @@ class Progress:
 class Driver:
     """Trains a run until it is over. Threads: see the module's note.
 
-    Attributes:
-        spec: the one applied last, before the first switch the one to apply. switches: of every Spec that was applied.
-        refused: the error of the last Spec that the ranks refused; None: there is none.
-        environment: the `fingerprint` of the ranks; empty before they are prepared.
-        early_stopping: takes the evaluations. on_best: called with each that is the best so far.
+    `spec`: the one applied last, before the first switch the one to apply. `switches`: of every Spec that was applied.
+    `refused`: the error of the last Spec that the ranks refused; None: there is none. `environment`: the `fingerprint` of
+    the ranks; empty before they are prepared. `early_stopping`: takes the evaluations. `on_best`: called with each that is
+    the best so far.
     """
 
     def __init__(

@@ -115,9 +115,8 @@ class Predecessor:
 class Recovery:
     """The failures of one run. Used by the run's driver alone, but for `injected_unix_s`, which any thread may set.
 
-    Attributes:
-        incidents: oldest first. predecessor: the failed run that this one continues; None: there is none.
-        injected_unix_s: when a fault was injected that has not been detected yet.
+    `incidents`: oldest first. `predecessor`: the failed run that this one continues; None: there is none.
+    `injected_unix_s`: when a fault was injected that has not been detected yet.
     """
 
     def __init__(self, policy: RecoveryPolicy, predecessor: Predecessor | None) -> None:

@@ -336,9 +336,8 @@ class Run(RunQueries, Awaited["Run"]):
 class Drill:
     """A fault injected by `Lab.drill`. `wait()` or `await` it for the Incident, once the run trains again.
 
-    Attributes:
-        kind, rank, run: which fault, in which rank of which run. made_unix_s: when. step: steps committed by then.
-        request: for the ranks to arm it; None: it is a signal.
+    `kind`, `rank`, `run`: which fault, in which rank of which run. `made_unix_s`: when. `step`: steps committed by then.
+    `request`: for the ranks to arm it; None: it is a signal.
     """
 
     def __init__(self, kind: str, rank: int, run: Run) -> None:

@@ -79,8 +79,7 @@ class CheckpointSchedule:
 
     `request` is called with the run's lock held, all else by its driver; `taken` may be read by any thread.
 
-    Attributes:
-        config: None: the run takes no checkpoints. taken: oldest first.
+    `config`: None where the run takes no checkpoints. `taken`: oldest first.
     """
 
     def __init__(self, config: CheckpointConfig | None, run: str, start: int) -> None:

@@ -144,9 +144,8 @@ class StepMoment:
 class SlowStep:
     """The step on the ranks; any thread may advance or end it. It does not refer to its iterator, which can be dropped.
 
-    Attributes:
-        moment: the last one. events: one per rank, when the step is over. over, reason, error: whether it is over, and why.
-        ready: whether the Spec is applied on the ranks.
+    `moment`: the last one. `events`: one per rank, when the step is over. `over`, `reason`, `error`: whether it is over,
+    and why. `ready`: whether the Spec is applied on the ranks.
     """
 
     def __init__(self, ranks: Cluster, spec: Spec, prepare: Callable[[Spec], None]) -> None:

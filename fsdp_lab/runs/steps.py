@@ -184,8 +184,7 @@ class EventStore:
     the newest `TRACED_STEPS` traced steps and `SPAN_CAP` spans (about 0.3 kB each), memory curves for the newest
     `CURVE_STEPS` ledger steps; older events lose theirs.
 
-    Attributes:
-        attempt: how often the ranks have begun again from an earlier step.
+    `attempt`: how often the ranks have begun again from an earlier step.
     """
 
     def __init__(self, cap: int = CAP, *, traced_steps: int = TRACED_STEPS, span_cap: int = SPAN_CAP) -> None:

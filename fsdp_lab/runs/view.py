@@ -89,8 +89,7 @@ class Awaited(Generic[T]):
 
     Subclasses define `_given_up`: what Ctrl-C in `wait`, or cancelling the task that awaits, does.
 
-    Attributes:
-        while_awaited: called each second while a task awaits, and once at the end: to draw how far it is.
+    `while_awaited`: called each second while a task awaits, and once at the end: to draw how far it is.
     """
 
     def __init__(self) -> None:
@@ -148,10 +147,8 @@ class Awaited(Generic[T]):
 class RunView(Protocol):
     """A `Run`, or a stored one. Reading it never waits for a rank.
 
-    Attributes:
-        spec: the one applied last; of a watched loop, what is known of it.
-        reason: why the run is in its state, in a sentence, or empty.
-        notes: how far to trust its times, a sentence each. environment: a `fingerprint`.
+    `spec`: the one applied last; of a watched loop, what is known of it. `reason`: why the run is in its state, in a
+    sentence, or empty. `notes`: how far to trust its times, a sentence each. `environment`: a `fingerprint`.
     """
 
     @property

@@ -20,9 +20,8 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
 
     `take` is called on the thread that receives; everything else from any thread.
 
-    Attributes:
-        spec: what is known of the loop. events: as of a `Run`. switches: none.
-        environment: of the process that receives, and the ranks' devices.
+    `spec`: what is known of the loop. `events`: as of a `Run`. `switches`: none. `environment`: of the process that
+    receives, and the ranks' devices.
     """
 
     switches: Sequence[Switch] = ()
