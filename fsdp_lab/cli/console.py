@@ -46,10 +46,8 @@ class Failed(Exception):
 
 def add_command(commands: Any, name: str, help_text: str) -> argparse.ArgumentParser:
     """Adds a command, or an action of one, to what `add_subparsers` returned."""
-    description = f"{help_text[0].upper()}{help_text[1:]}."
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=help_text, description=description, allow_abbrev=False
-    )
+    about = f"{help_text[0].upper()}{help_text[1:]}."
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help_text, description=about, allow_abbrev=False)
     return parser
 
 

@@ -38,13 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, act, help_text in acts:
         action = add_command(actions, name, help_text)
         action.set_defaults(act=act)
-        what = {"metavar": "ID", "help": "the id, the beginning of one, or a name"}
+        nargs = "*" if name == "delete" else None
+        action.add_argument("which", nargs=nargs, metavar="ID", help="the id, the beginning of one, or a name")
         if name == "delete":
-            action.add_argument("which", nargs="*", **what)  # type: ignore[arg-type]
             help_text = "all runs that ended more than DAYS ago, except pinned ones"
             action.add_argument("--older-than", type=float, metavar="DAYS", help=help_text)
-        else:
-            action.add_argument("which", **what)  # type: ignore[arg-type]
         if name == "rename":
             action.add_argument("name", help='the new name; "" removes it')
         if name == "show":

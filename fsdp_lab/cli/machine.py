@@ -106,10 +106,9 @@ class TorchFacts:
 
 
 def ask_torch() -> TorchFacts:
+    ask = [sys.executable, "-c", PROBE]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL
-        )
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
         return TorchFacts(error=f"importing torch took longer than {TIMEOUT_S} s")
     if done.returncode:
