@@ -210,25 +210,21 @@ def processor() -> Finding:
 
 
 def memory() -> Finding:
-    total, available = host_memory()
+    try:
+        import psutil
+
+        seen = psutil.virtual_memory()
+        total, available = int(seen.total), int(seen.available)
+    except ImportError:
+        lines = (line.split() for line in read_text(Path("/proc/meminfo")).splitlines())
+        values = {line[0]: int(line[1]) * 1024 for line in lines if len(line) > 1}
+        total, available = values.get("MemTotal:", 0), values.get("MemAvailable:", 0)
     limit = read_text(CGROUP / "memory.max")
     if limit.isdigit() and int(limit) < total:
         used = int(read_text(CGROUP / "memory.current") or 0)
         total, available = int(limit), min(available, int(limit) - used)
     short = "two ranks, a kernel and JupyterLab need about 1.5 GiB; close other programs"
     return judged("memory", f"{size(available)} free of {size(total)}", short if available < 1.5 * GIB else "")
-
-
-def host_memory() -> tuple[int, int]:
-    """(total, available) bytes; zeros if unknown on this system."""
-    try:
-        import psutil
-    except ImportError:
-        lines = (line.split() for line in read_text(Path("/proc/meminfo")).splitlines())
-        values = {line[0]: int(line[1]) * 1024 for line in lines if len(line) > 1}
-        return values.get("MemTotal:", 0), values.get("MemAvailable:", 0)
-    seen = psutil.virtual_memory()
-    return int(seen.total), int(seen.available)
 
 
 def shared_memory(gpus: int) -> Finding:

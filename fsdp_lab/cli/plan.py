@@ -98,10 +98,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def spec_of(args: argparse.Namespace, target: Target, combination: dict[str, Any]) -> Spec:
-    """The Spec of a combination on the hardware of the options. Raises FieldError."""
+    """The Spec of a combination on the hardware of the options, with their global batch. Raises FieldError."""
     from fsdp_lab.planner.questions import on_hosts
 
-    return with_batch(on_hosts(Spec.from_dict(combination), target), args.global_batch)
+    spec, samples = on_hosts(Spec.from_dict(combination), target), args.global_batch
+    if samples is None:
+        return spec
+    once = spec.workload.micro_batch * spec.world_size
+    if samples < once or samples % once:
+        reason = f"{samples} samples are no multiple of micro_batch x ranks, {once}"
+        hint = f"use {max(1, round(samples / once)) * once}, or a smaller micro_batch"
+        raise ArgumentError("global_batch", reason, hint)
+    return spec.replace(accumulate=samples // once)
 
 
 def answer(args: argparse.Namespace, limit_bytes: int | None, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,18 +125,6 @@ def answer(args: argparse.Namespace, limit_bytes: int | None, values: Mapping[st
         return plan.to_dict()
     assumed = {**plan.assumed, "shard size": f"{spec.strategy.shard_size}, the GPUs of a host"}
     return {**plan.to_dict(), "assumed": assumed}
-
-
-def with_batch(spec: Spec, samples: int | None) -> Spec:
-    """The Spec with the number of micro-batches that makes this global batch. Raises ArgumentError."""
-    if samples is None:
-        return spec
-    once = spec.workload.micro_batch * spec.world_size
-    if samples < once or samples % once:
-        reason = f"{samples} samples are no multiple of micro_batch x ranks, {once}"
-        hint = f"use {max(1, round(samples / once)) * once}, or a smaller micro_batch"
-        raise ArgumentError("global_batch", reason, hint)
-    return spec.replace(accumulate=samples // once)
 
 
 def find(args: argparse.Namespace, spec: Spec, target: Target) -> int:

@@ -264,7 +264,11 @@ def ratio(of: Timed, to: Timed) -> Ratio | None:
         return Ratio(median=statistics.median(each), p10=p10, p90=p90, n=len(each), pairing=Pairing.ROUNDS)
     upper, lower = [v for _, v in of], [v for _, v in to]
     middle, n = statistics.median(upper) / statistics.median(lower), min(len(upper), len(lower))
-    p10, p90 = _interval(middle, upper, lower) if n >= FEWEST else (None, None)
+    p10 = p90 = None
+    if n >= FEWEST:  # the errors of the two medians, added in quadrature on a logarithmic scale
+        (upper_minus, upper_plus), (lower_minus, lower_plus) = _median_errors(upper), _median_errors(lower)
+        p10 = middle * math.exp(-math.hypot(upper_minus, lower_plus))
+        p90 = middle * math.exp(math.hypot(upper_plus, lower_minus))
     return Ratio(median=middle, p10=p10, p90=p90, n=n, pairing=Pairing.MEDIANS)
 
 
@@ -275,13 +279,6 @@ def in_rounds(of: Timed, to: Timed) -> list[tuple[list[float], list[float]]]:
     for side, group in groupby(ordered, key=itemgetter(1)):
         turns[side].append([v for _, _, v in group])
     return list(zip(*turns, strict=False))  # the last round may lack the other's turn
-
-
-def _interval(middle: float, upper: Sequence[float], lower: Sequence[float]) -> tuple[float, float]:
-    """(p10, p90) of a ratio of medians: their errors, added in quadrature on a logarithmic scale."""
-    (upper_minus, upper_plus), (lower_minus, lower_plus) = _median_errors(upper), _median_errors(lower)
-    below, above = math.hypot(upper_minus, lower_plus), math.hypot(upper_plus, lower_minus)
-    return middle * math.exp(-below), middle * math.exp(above)
 
 
 def _median_errors(values: Sequence[float]) -> tuple[float, float]:

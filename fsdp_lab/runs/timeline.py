@@ -359,7 +359,9 @@ def _threads(rank: int, first: int, track: Track, spans: Sequence[Placed]) -> It
         yield _name("thread_name", rank, first + row, name=TRACK_NAMES[track] + (f" ({row + 1})" if row else ""))
         yield _name("thread_sort_index", rank, first + row, sort_index=first + row)
     for row, (start, end, step, span) in zip(rows, spans, strict=True):
-        yield _slice(_title(span), track, rank, first + row, start, end, {"step": step, **_facts(span)})
+        name = span.name.replace("_", "-")
+        title = " ".join(filter(None, [f"wait for {name}" if span.track is Track.WAIT else name, span.unit]))
+        yield _slice(title, track, rank, first + row, start, end, {"step": step, **_facts(span)})
 
 
 def _step(begin: int, lane: RankLane) -> dict[str, Any]:
@@ -386,11 +388,6 @@ def _slice(
 
 def _name(what: str, rank: int, thread: int = STEP_THREAD, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": args}
-
-
-def _title(span: Span) -> str:
-    name = span.name.replace("_", "-")
-    return " ".join(filter(None, [f"wait for {name}" if span.track is Track.WAIT else name, span.unit]))
 
 
 def _facts(span: Span) -> dict[str, Any]:
