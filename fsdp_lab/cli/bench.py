@@ -17,19 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.base import files
-from fsdp_lab.bench.plan import (
-    FORMS,
-    LAB,
-    PRECISIONS,
-    SHARDINGS,
-    STEP,
-    BenchError,
-    BenchPlan,
-    PlanError,
-    forms_named,
-    option,
-    place,
-)
+from fsdp_lab.bench import plan as bench_plan
+from fsdp_lab.bench.plan import BenchError, BenchPlan, PlanError, option
 from fsdp_lab.cli.console import Failed, Refused, add_command, at_least, check_file, write_file
 
 Options = dict[str, Mapping[str, Any]]  # name of a value -> arguments of `add_argument`
@@ -59,7 +48,7 @@ OWN_RANKS: Options = {
     "model": {"default": "", "metavar": "PRESET", "help": PRESET},
     "device": {"choices": ["cpu", "cuda"], "help": "(default: cuda where there is one for each rank)"},
 }
-PRECISION: Options = {"precision": {"choices": PRECISIONS, "default": BenchPlan.precision, "help": DEFAULT}}
+PRECISION: Options = {"precision": {"choices": bench_plan.PRECISIONS, "default": BenchPlan.precision, "help": DEFAULT}}
 REHEARSED = f"cpu: a rehearsal of the same list on the CPU with small models {DEFAULT}"
 MINUTES = f"skip what is left after so many; 0: no limit {DEFAULT}"
 GPU: Options = {
@@ -122,13 +111,13 @@ def planned(args: argparse.Namespace, plan: type[BenchPlan] = BenchPlan, **more:
     sizes = {name: getattr(args, name) for name in ("steps", *SIZES) if hasattr(args, name)}
     sizes |= {"preset": getattr(args, "model", ""), **more}
     plan(**sizes)  # refuses before a device is looked for
-    return plan(**sizes, devices=place(args.ranks, args.device))
+    return plan(**sizes, devices=bench_plan.place(args.ranks, args.device))
 
 
 def step(args: argparse.Namespace) -> dict[str, Any]:
     from fsdp_lab.bench import results
 
-    forms = STEP if args.only is None else forms_named(args.only)
+    forms = bench_plan.STEP if args.only is None else bench_plan.forms_named(args.only)
     return results.step(planned(args, forms=forms, precision=args.precision, sharding=args.sharding), say)
 
 
@@ -136,7 +125,7 @@ def wire(args: argparse.Namespace) -> dict[str, Any]:
     from fsdp_lab.bench import results
 
     at_least(args, "rounds", 2)
-    return results.wire(planned(args, forms=(LAB,), steps=args.rounds), say)
+    return results.wire(planned(args, forms=(bench_plan.LAB,), steps=args.rounds), say)
 
 
 def gpu(args: argparse.Namespace) -> int:
@@ -165,12 +154,12 @@ def gpu(args: argparse.Namespace) -> int:
     return 0
 
 
-ONLY = f"only these forms, or all of {LAB}, fsdp2 or ddp: {', '.join(FORMS)}"
+ONLY = f"only these forms, or all of {bench_plan.LAB}, fsdp2 or ddp: {', '.join(bench_plan.FORMS)}"
 STEP_OPTIONS: Options = {
     **OWN_RANKS,
     "steps": number(BenchPlan.steps, "counted steps of each form"),
     **PRECISION,
-    "sharding": {"choices": SHARDINGS, "default": BenchPlan.sharding, "help": f"of lab and fsdp2 {DEFAULT}"},
+    "sharding": {"choices": bench_plan.SHARDINGS, "default": BenchPlan.sharding, "help": f"of lab and fsdp2 {DEFAULT}"},
     "only": {"metavar": "FORM,FORM", "help": ONLY},
 }
 WIRE_OPTIONS: Options = {

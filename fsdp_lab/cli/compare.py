@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fsdp_lab.base.files import check_file
 from fsdp_lab.base.formatting import duration
-from fsdp_lab.cli import fields, where
-from fsdp_lab.cli.console import Refused, Results, at_least, live, open_lab, say, terminal, watch
+from fsdp_lab.cli import fields
+from fsdp_lab.cli.console import Refused, Results, add_hosts, at_least, hosts_of, live, open_lab, say, terminal, watch
 from fsdp_lab.spec.spec import Spec
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from fsdp_lab.cluster.hosts import Hosts
-    from fsdp_lab.runs import Run, Sweep
+    from fsdp_lab.runs import Sweep
     from fsdp_lab.runs.view import RunView
 
 WAITING, FAILED = "waiting", "failed"
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="write the results to FILE")
     add("--report", type=Path, metavar="FILE", help="write a report to FILE (HTML, works offline)")
     fields.add_options(parser)
-    where.add_hosts(parser)
+    add_hosts(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,10 +48,9 @@ def run(args: argparse.Namespace) -> int:
     at_least(args, "rounds", 1)
     results = Results(file=args.json)
     results.check()
-    if (hosts := where.hosts_of(args)) is not None:
+    if (hosts := hosts_of(args)) is not None:
         args.ranks = str(hosts.ranks)
     if args.report is not None:
-        from fsdp_lab.base.files import check_file
         from fsdp_lab.report import SUFFIXES
 
         check_file(args.report, SUFFIXES, field="--report")
@@ -96,18 +96,10 @@ def spec_of(args: argparse.Namespace, combination: dict[str, Any]) -> Spec:
 
 
 def compare(
-    console: Console,
-    specs: Sequence[Spec],
-    steps: int,
-    rounds: int | None,
-    results: Results,
-    hosts: Hosts | None = None,
+    console: Console, specs: Sequence[Spec], steps: int, rounds: int | None, results: Results, hosts: Hosts | None
 ) -> Sweep:
     """Trains the Specs in turns with a live table, and adds what was measured to the results, also after Ctrl-C."""
-    with (
-        open_lab(console, specs[0].world_size, specs[0].devices, hosts=hosts) as lab,
-        live(console) as draw,
-    ):
+    with open_lab(console, specs[0].world_size, specs[0].devices, hosts=hosts) as lab, live(console) as draw:
         sweep = lab.compare(specs, steps=steps, **({"rounds": rounds} if rounds else {}))
         drawn_s = float("-inf")
 
@@ -142,8 +134,6 @@ def collect(sweep: Sweep, results: Results) -> None:
     results.write()
 
 
-# -- the table on the terminal ---------------------------------------------------------------------------------------
-
 WIDE = 130  # columns of a terminal that has room for all figures
 FIGURES = ("loss", "step time", "time ratio", "tokens/s", "TFLOPS", "peak/rank", "exposed", "parity")
 NARROW = ("loss", "step time", "time ratio", "peak/rank", "parity")
@@ -154,16 +144,14 @@ def view(sweep: Sweep, width: int) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    return Group(table(sweep, width), Text(progress(sweep), style="dim"))
-
-
-def progress(sweep: Sweep) -> str:
     p = sweep.progress
-    if not sweep.done:
+    if sweep.done:
+        outside = "" if sweep.outside_share is None else f", {sweep.outside_share:.0%} of it outside of steps"
+        line = f"{p.done_steps} steps in {duration(p.seconds)}{outside}"
+    else:
         left = "" if p.left_s is None else f", about {duration(p.left_s)} left"
-        return f"{p.done_steps} of {p.all_steps} steps{left}"
-    outside = "" if sweep.outside_share is None else f", {sweep.outside_share:.0%} of it outside of steps"
-    return f"{p.done_steps} steps in {duration(p.seconds)}{outside}"
+        line = f"{p.done_steps} of {p.all_steps} steps{left}"
+    return Group(table(sweep, width), Text(line, style="dim"))
 
 
 def table(sweep: Sweep, width: int) -> Table:
@@ -183,14 +171,11 @@ def table(sweep: Sweep, width: int) -> Table:
         drawn.add_column(name, justify=justify, no_wrap=not folds, overflow="fold", min_width=8 if folds else None)
     texts = iter(figures.rows)
     for row, run in zip(compared.rows, runs, strict=True):
-        state = state_of(run, sweep.steps)
+        state = WAITING
+        if run is not None:
+            steps = "done" if run.step >= sweep.steps else f"{run.step} of {sweep.steps}"
+            state = FAILED if run.state.value == FAILED else steps
         style = "red" if state == FAILED or row.differs else "dim" if state == WAITING else ""
         rest = [] if run is None else next(texts)[3:]
         drawn.add_row(row.label, row.name, state, *rest, style=style)
     return drawn
-
-
-def state_of(run: Run | None, steps: int) -> str:
-    if run is None:
-        return WAITING
-    return FAILED if run.state.value == FAILED else "done" if run.step >= steps else f"{run.step} of {steps}"

@@ -1,4 +1,4 @@
-"""What the commands share: refusals and failures, signals, output, files of results, and a lab for one command.
+"""The parts that commands share: refusals and failures, signals, output, files of results, and a lab for one command.
 
 The file of `run` and `compare`: {"runs": [a summary, ...], "refused": [{"spec", "reason"}, ...]}; that of compare has a
 "comparison" as well: {"baseline", "records", "recommendation"}. Imports rich and the lab when they are needed.
@@ -20,7 +20,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.base import files
-from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.formatting import GIB
 
 if TYPE_CHECKING:
@@ -47,10 +46,8 @@ class Failed(Exception):
 
 def add_command(commands: Any, name: str, help_text: str) -> argparse.ArgumentParser:
     """Adds a command, or an action of one, to what `add_subparsers` returned."""
-    description = f"{help_text[0].upper()}{help_text[1:]}."
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=help_text, description=description, allow_abbrev=False
-    )
+    about = f"{help_text[0].upper()}{help_text[1:]}."
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help_text, description=about, allow_abbrev=False)
     return parser
 
 
@@ -68,6 +65,47 @@ def memory_limit(args: argparse.Namespace) -> int | None:
     if not 0 < args.memory < 1e6:
         raise Refused(f"--memory {args.memory:g} is refused; give the GiB of a device, such as 80")
     return int(args.memory * GIB)
+
+
+# -- ranks on other hosts --------------------------------------------------------------------------------------------
+
+COMMON = ("gpus_per_host", "ranks_per_host", "python")
+OF_SLURM = ("time", "partition", "account", "qos")
+
+
+def add_hosts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("ranks on other hosts (see Lab.ssh and Lab.slurm)")
+    add = group.add_argument
+    add("--ssh", metavar="HOST,HOST", help="hosts that ssh reaches without a question")
+    add("--ssh-config", metavar="FILE", help="for ssh, instead of ~/.ssh/config")
+    add("--slurm", type=int, metavar="N", help="N hosts of a job that Slurm grants")
+    add("--gpus-per-host", type=int, metavar="N", help="so many ranks on each host, each with a GPU")
+    add("--ranks-per-host", type=int, metavar="N", help="so many ranks on each host")
+    add("--python", metavar="PATH", help="of Python on the hosts (default: the same path as here)")
+    add("--sync-hosts", action="store_true", help="install on the hosts what they lack")
+    for name in OF_SLURM:
+        add(f"--{name}", help="of the job, as for sbatch")
+
+
+def hosts_of(args: argparse.Namespace) -> Hosts | None:
+    """Raises Refused, ArgumentError."""
+    common: dict[str, Any] = {name: getattr(args, name) for name in COMMON} | {"sync": args.sync_hosts}
+    of_slurm = {name: value for name in OF_SLURM if (value := getattr(args, name)) is not None}
+    if args.ssh is None and args.slurm is None:
+        if any(common.values()) or of_slurm or args.ssh_config:
+            raise Refused("options for hosts are given and no hosts; name them with --ssh, or give --slurm N")
+        return None
+    if args.ssh is not None and args.slurm is not None:
+        raise Refused("--ssh and --slurm are given; choose one")
+    if common["gpus_per_host"] is None and common["ranks_per_host"] is None:
+        raise Refused("the ranks of each host are missing; give --gpus-per-host N or --ranks-per-host N")
+    from fsdp_lab.cluster.hosts import SlurmHosts, ssh_hosts
+
+    if args.slurm is not None:
+        return SlurmHosts(hosts=args.slurm, **common, **of_slurm)
+    if of_slurm:
+        raise Refused(f"--{next(iter(of_slurm))} is of a Slurm job; leave it out with --ssh")
+    return ssh_hosts(args.ssh, **common, ssh_args=("-F", args.ssh_config) if args.ssh_config else ())
 
 
 # -- signals ---------------------------------------------------------------------------------------------------------
@@ -186,19 +224,10 @@ def write_file(file: Path, content: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def open_lab(
-    console: Console,
-    ranks: int,
-    devices: Sequence[str] | None,
-    *,
-    history: bool = True,
-    hosts: Hosts | None = None,
+    console: Console, ranks: int, devices: Sequence[str] | None, *, history: bool = True, hosts: Hosts | None = None
 ) -> Iterator[Lab]:
     """A lab for the duration of a command, with its start on the terminal. `history`: whether its runs are stored. `hosts`:
-    other hosts, where the ranks are.
-
-    Raises:
-        Refused, Failed: the ranks cannot start or join.
-    """
+    other hosts, where the ranks are. Raises Refused, Failed: the ranks cannot start or join."""
     from fsdp_lab.cluster import ClusterError, StartError
     from fsdp_lab.lab import Lab
 
@@ -226,10 +255,8 @@ def open_lab(
 
 
 def watch(run: Run | Sweep, show: Callable[[], None]) -> None:
-    """Waits for the end, calling `show` about five times a second and once more at the end.
-
-    Raises: the error of a run that failed. Ctrl-C stops the run and is raised again.
-    """
+    """Waits for the end, calling `show` about five times a second and once more at the end. Raises: the error of a run that
+    failed. Ctrl-C stops the run and is raised again."""
     try:
         while True:
             show()
@@ -242,9 +269,3 @@ def watch(run: Run | Sweep, show: Callable[[], None]) -> None:
         raise
     finally:
         show()
-
-
-def first_line(error: BaseException) -> str:
-    """The error in one line."""
-    text = str(error) if isinstance(error, FieldError) else str(error).strip().partition("\n")[0]
-    return text or type(error).__name__

@@ -19,17 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fsdp_lab.cli.kernel import missing, running_servers
-from fsdp_lab.cli.machine import (
-    Finding,
-    State,
-    TorchFacts,
-    ask_torch,
-    cores,
-    gpu_findings,
-    host_findings,
-    judged,
-    worst,
-)
+from fsdp_lab.cli.machine import Finding, State, TorchFacts, ask_torch, cores, gpu_findings, host_findings, judged
 from fsdp_lab.cluster import nvml
 
 
@@ -38,14 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints each group as it is found. The exit code is 1 where something fails."""
+    """Prints each group as it is ready. The exit code is 1 where something fails."""
     findings: list[Finding] = []
     for title, group in examine():
         findings += group
         if not args.json:
             lines = [line for finding in group for line in finding.lines(sys.stdout.isatty())]
             print("\n".join([title, *lines]), flush=True)
-    state = worst(findings)
+    state = max((f.state for f in findings), key=list(State).index)
     if args.json:
         print(json.dumps({"state": state, "findings": [dataclasses.asdict(f) for f in findings]}, indent=2))
     return 1 if state is State.FAIL else 0
@@ -53,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 def examine() -> Iterator[tuple[str, list[Finding]]]:
     """(title, findings) for each group of checks, one after the other."""
-    yield "Software", python() + packages()
+    yield "Software", [*python(), *map(package, requirements())]
     facts = ask_torch()
     yield "torch", torch(facts)
     devices = nvml.query()
@@ -64,7 +54,7 @@ def examine() -> Iterator[tuple[str, list[Finding]]]:
 
 
 def outlook(facts: TorchFacts, gpus_seen: int) -> list[Finding]:
-    """Which ranks this machine can run."""
+    """The ranks that this machine can run."""
     if not facts.version:
         return [Finding("ranks", "none", State.FAIL, "torch cannot be imported; fix that first")]
     carrier = "over Gloo" if facts.not_shared else "through shared memory"
@@ -79,11 +69,8 @@ def outlook(facts: TorchFacts, gpus_seen: int) -> list[Finding]:
     return findings
 
 
-# -- software ----------------------------------------------------------------------------------------------------------
-
 # Packages to check if fsdp-lab is not installed, so that no metadata lists the requirements.
-PACKAGES = ["torch", "transformers", "numpy", "ipyparallel", "ipykernel", "ipywidgets", "anywidget", "bokeh",
-            "jupyterlab"]  # fmt: skip
+PACKAGES = "torch transformers numpy ipyparallel ipykernel ipywidgets anywidget bokeh jupyterlab"
 
 
 def python() -> list[Finding]:
@@ -95,16 +82,12 @@ def python() -> list[Finding]:
     return [Finding("Python", f"{version} at {where}", State.OK, "" if isolated else shared)]
 
 
-def packages() -> list[Finding]:
-    return [package(requirement) for requirement in requirements()]
-
-
 def requirements() -> list[str]:
     """The installation's requirements, extras left out: "torch<2.15,>=2.11"."""
     try:
         listed = importlib.metadata.requires("fsdp-lab") or []
     except importlib.metadata.PackageNotFoundError:
-        return PACKAGES
+        return PACKAGES.split()
     return [line.partition(";")[0].strip() for line in listed if "extra ==" not in line]
 
 
@@ -124,7 +107,7 @@ def package(requirement: str) -> Finding:
 
 
 def satisfies(version: str, requirement: str) -> bool:
-    """Whether the version is in the required range; True if that cannot be determined."""
+    """Tells whether the version is in the required range; True if that cannot be determined."""
     try:
         from packaging.requirements import Requirement
     except ImportError:
@@ -159,9 +142,6 @@ def nccl(facts: TorchFacts) -> Finding:
     return Finding("NCCL", f"{'.'.join(map(str, facts.nccl_version))}; {sharing}")
 
 
-# -- Jupyter -----------------------------------------------------------------------------------------------------------
-
-
 def jupyter_servers() -> list[Finding]:
     lacking = missing(Path(sys.prefix))
     if lacking:
@@ -187,16 +167,6 @@ ROOT = Path("/")  # this folder, and those above it, are not examined
 
 
 def connection_security() -> list[Finding]:
-    files = connection_files()
-    readable = [file for file in files if others_read(file)]
-    if not readable:
-        return [Finding("connection files", f"{len(files)}, readable by their owner only")]
-    names = ", ".join(map(str, readable[:3])) + (", ..." if len(readable) > 3 else "")
-    fix = "anyone who reads one can run code as you: chmod go-rwx " + " ".join(f"'{file}'" for file in readable[:3])
-    return [Finding("connection files", f"other users can read {names}", State.WARN, fix)]
-
-
-def connection_files() -> list[Path]:
     """Connection files of Jupyter's servers and kernels, and of ipyparallel's profiles."""
     home = Path(os.environ.get("IPYTHONDIR") or Path.home() / ".ipython")
     files = [*home.glob("profile_*/security/*.json")]
@@ -205,11 +175,16 @@ def connection_files() -> list[Path]:
 
         for pattern in ("kernel-*.json", "jpserver-*.json", "jupyter_cookie_secret"):
             files += Path(jupyter_runtime_dir()).glob(pattern)
-    return files
+    readable = [file for file in files if others_read(file)]
+    if not readable:
+        return [Finding("connection files", f"{len(files)}, readable by their owner only")]
+    names = ", ".join(map(str, readable[:3])) + (", ..." if len(readable) > 3 else "")
+    fix = "anyone who reads one can run code as you: chmod go-rwx " + " ".join(f"'{file}'" for file in readable[:3])
+    return [Finding("connection files", f"other users can read {names}", State.WARN, fix)]
 
 
 def others_read(file: Path) -> bool:
-    """Whether users other than the owner can reach the file and read it."""
+    """Tells whether users other than the owner can reach the file and read it."""
     folders = [folder for folder in file.absolute().parents if ROOT in folder.parents]
     try:
         if not os.stat(file).st_mode & (stat.S_IRGRP | stat.S_IROTH):

@@ -24,7 +24,6 @@ from fsdp_lab.spec.spec import Spec
 if TYPE_CHECKING:
     from fsdp_lab.lab import Lab
     from fsdp_lab.runs import Run
-    from fsdp_lab.runs.run import Drill
 
 COUNT, STEPS, EVERY = 20, 24, 5
 HANG_S = 3.0
@@ -74,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
                 result = "survived" if not problems else f"NOT survived: {'; '.join(problems)}"
             print(f"{number}: {plan}: {result}, {time.monotonic() - begun_s:.1f} s", flush=True)
     for kind, seconds in sorted(bench.seconds.items()):
-        print(f"{kind}: to the next step {statistics.median(seconds):.1f} s in the median of {len(seconds)}, "
-              f"{max(seconds):.1f} s at most")  # fmt: skip
+        middle, most = statistics.median(seconds), max(seconds)
+        print(f"{kind}: to the next step {middle:.1f} s in the median of {len(seconds)}, {most:.1f} s at most")
     count = args.count - impossible
     print(f"{survived} of {count} survived (seed {args.seed}, {args.ranks} ranks)")
     if survived < count:
@@ -101,8 +100,9 @@ def plans(seed: int, count: int, ranks: int, kinds: list[str]) -> Iterator[Drill
     """Random drills, the same for the same seed."""
     chance = random.Random(seed)
     for _ in range(count):
-        yield DrillPlan(kind=chance.choice(kinds), rank=chance.randrange(ranks), step=chance.randrange(1, STEPS - 6),
-                   delay_s=chance.uniform(0, 0.05), form=chance.choice(FORMS))  # fmt: skip
+        kind, rank, step = chance.choice(kinds), chance.randrange(ranks), chance.randrange(1, STEPS - 6)
+        delay_s, form = chance.uniform(0, 0.05), chance.choice(FORMS)
+        yield DrillPlan(kind=kind, rank=rank, step=step, delay_s=delay_s, form=form)
 
 
 class DrillBench:
@@ -124,7 +124,11 @@ class DrillBench:
             work = self._work.replace(**plan.form)
             run = self._lab.run(work, steps=STEPS, save=saving, recover=True)
             try:
-                drill = self._inject(run, plan)
+                deadline_s = time.monotonic() + LIMIT_S
+                while run.step < plan.step and not run.done and time.monotonic() < deadline_s:
+                    time.sleep(0.002)
+                time.sleep(plan.delay_s)
+                drill = None if run.done else self._lab.drill(plan.kind, rank=plan.rank)
                 run.wait(LIMIT_S)
                 for incident in run.incidents:
                     if (seconds := incident.seconds) is not None:
@@ -146,17 +150,9 @@ class DrillBench:
             self._lab.resume(folder, steps=1).wait(LIMIT_S)
         return max(self._rank_bytes())
 
-    def _inject(self, run: Run, plan: DrillPlan) -> Drill | None:
-        deadline = time.monotonic() + LIMIT_S
-        while run.step < plan.step and not run.done and time.monotonic() < deadline:
-            time.sleep(0.002)
-        time.sleep(plan.delay_s)
-        return None if run.done else self._lab.drill(plan.kind, rank=plan.rank)
-
     def _problems(self, run: Run, plan: DrillPlan) -> Iterator[str]:
-        found = losses(run)
-        if found != self._losses:
-            differing = [step for step in {*found, *self._losses} if found.get(step) != self._losses.get(step)]
+        ours, theirs = losses(run), self._losses
+        if differing := [step for step in {*ours, *theirs} if ours.get(step) != theirs.get(step)]:
             yield f"the losses differ from step {min(differing)} on"
         if (count := len(self._lab.cluster.processes)) != self._processes:
             yield f"there are {count} processes instead of {self._processes}"
@@ -166,7 +162,7 @@ class DrillBench:
             yield "no incident was recorded"
 
     def _rank_bytes(self) -> list[int]:
-        """What each rank holds without its model. With it, the allocator keeps up to 60 MiB more, or less, by chance."""
+        """The bytes that each rank holds without its model. With it, up to 60 MiB more or less are kept by chance."""
         self._lab.cluster.call("unload")
         return [s.rss_bytes or 0 for s in self._lab.rank_status()]
 

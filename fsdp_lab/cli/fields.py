@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fsdp_lab.base.errors import FieldError
@@ -15,8 +15,10 @@ from fsdp_lab.spec.fields import AUTO, FieldRow, rows_of
 from fsdp_lab.spec.spec import FIELDS, PARTS, Spec, Strategy, changed_dict, check_field
 from fsdp_lab.spec.workload import Workload
 
-LINK = ("emulate a slower interconnect: \"0.25 GB/s\", \"0.25 GB/s, 50 us\", or scaled to what is computed here: "
-        "\"nvlink of h100\", \"pcie4 of a100\", \"100 Gb/s of h100\"")  # fmt: skip
+LINK = (
+    'emulate a slower interconnect: "0.25 GB/s", "0.25 GB/s, 50 us", or scaled to what is computed here: '
+    '"nvlink of h100", "pcie4 of a100", "100 Gb/s of h100"'
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -27,9 +29,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             tokens = ", ".join([*row.tokens, *filter(None, [row.others])])
             help_text = f"{tokens + '; ' if tokens else ''}default: {format_value(name, getattr(kind, name))}"
             group.add_argument(option(name), metavar="V,V", help=help_text)
-    parser.add_argument(
-        "--link", metavar="V,V", help=f"{LINK}; none: the real wire. A value, or a comma-separated list"
-    )
+    help_text = f"{LINK}; none: the real wire. A value, or a comma-separated list"
+    parser.add_argument("--link", metavar="V,V", help=help_text)
 
 
 def option(name: str) -> str:
@@ -44,12 +45,8 @@ def format_value(name: str, value: Any) -> str:
 
 
 def parse_lists(args: argparse.Namespace) -> dict[str, list[Any]]:
-    """Flat field name -> its values, for the options that were given.
-
-    Raises:
-        Refused: a value of the wrong type.
-        SpecError: a value that its field refuses in any combination.
-    """
+    """Flat field name -> its values, for the options that were given. Raises Refused: a value of the wrong type. SpecError:
+    a value that its field refuses in any combination."""
     lists: dict[str, list[Any]] = {}
     for name, row in (rows_of(Workload) | rows_of(Strategy)).items():
         if (text := getattr(args, name)) is not None:
@@ -91,12 +88,10 @@ def parse_value(row: FieldRow, word: str) -> Any:
 def requested(
     args: argparse.Namespace, prepare: Callable[[dict[str, Any]], Spec]
 ) -> tuple[list[Spec], list[tuple[dict[str, Any], FieldError]]]:
-    """The Specs that `prepare` makes from the combinations of the options, and the combinations that it refuses.
-
-    Raises Refused and SpecError as `parse_lists`.
-    """
+    """The Specs that `prepare` makes from the combinations of the options, and the combinations that it refuses. Raises
+    Refused and SpecError as `parse_lists`."""
     specs, refused = list[Spec](), list[tuple[dict[str, Any], FieldError]]()
-    for combination in list(combinations(args)):
+    for combination in combinations(args):
         try:
             specs.append(prepare(combination))
         except FieldError as e:
@@ -104,15 +99,11 @@ def requested(
     return specs, refused
 
 
-def combinations(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def combinations(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Every combination of the lists, --ranks included, as the dict of a Spec, without duplicates."""
-    seen: list[dict[str, Any]] = []
     lists = {"world_size": parse_whole_numbers("--ranks", args.ranks), **parse_lists(args)}
-    for values in itertools.product(*lists.values()):
-        combination = with_values(dict(zip(lists, values, strict=True)))
-        if combination not in seen:
-            seen.append(combination)
-            yield combination
+    combined = [with_values(dict(zip(lists, values, strict=True))) for values in itertools.product(*lists.values())]
+    return [one for i, one in enumerate(combined) if one not in combined[:i]]
 
 
 def with_values(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,19 +1,22 @@
-"""`fsdp-lab history` and `fsdp-lab report`: stored runs listed, shown, named, deleted, or written as one HTML report."""
+"""`fsdp-lab history`, `report` and `ranks`: what outlives a kernel, stored runs and persistent ranks, listed and ended."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.base.errors import FieldError
-from fsdp_lab.base.formatting import plural
-from fsdp_lab.cli.console import Refused, add_command, at_least, memory_limit, say, say_json
+from fsdp_lab.base.files import check_file
+from fsdp_lab.base.formatting import plural, size
+from fsdp_lab.cli.console import Failed, Refused, add_command, at_least, memory_limit, say, say_json, signals_ignored
 from fsdp_lab.spec.describe import describe_changes
 
 if TYPE_CHECKING:
+    from fsdp_lab.cluster.detached import DetachedCluster
     from fsdp_lab.runs.history import History, StoredRun
 
 NEWEST = 20
@@ -35,13 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, act, help_text in acts:
         action = add_command(actions, name, help_text)
         action.set_defaults(act=act)
-        what = {"metavar": "ID", "help": "the id, the beginning of one, or a name"}
+        nargs = "*" if name == "delete" else None
+        action.add_argument("which", nargs=nargs, metavar="ID", help="the id, the beginning of one, or a name")
         if name == "delete":
-            action.add_argument("which", nargs="*", **what)  # type: ignore[arg-type]
-            action.add_argument("--older-than", type=float, metavar="DAYS",
-                                help="all runs that ended more than DAYS ago, except pinned ones")  # fmt: skip
-        else:
-            action.add_argument("which", **what)  # type: ignore[arg-type]
+            help_text = "all runs that ended more than DAYS ago, except pinned ones"
+            action.add_argument("--older-than", type=float, metavar="DAYS", help=help_text)
         if name == "rename":
             action.add_argument("name", help='the new name; "" removes it')
         if name == "show":
@@ -77,12 +78,13 @@ def show(args: argparse.Namespace, history: History) -> None:
 def head(stored: StoredRun) -> list[str]:
     """The run's name, state, environment and switches, as lines."""
     seconds = (stored.ended_unix_s or time.time()) - stored.started_unix_s
-    lines = [f"run {stored.id}{f' {stored.name}' if stored.name else ''}{' (pinned)' if stored.pinned else ''}",
-             f"{stored.state.value}{f' ({stored.reason})' if stored.reason else ''}; began {stored.when}, {seconds:.0f} s",
-             stored.where or "where it was trained is not known"]  # fmt: skip
+    name, pinned = f" {stored.name}" if stored.name else "", " (pinned)" if stored.pinned else ""
+    reason = f" ({stored.reason})" if stored.reason else ""
+    lines = [f"run {stored.id}{name}{pinned}"]
+    lines.append(f"{stored.state.value}{reason}; began {stored.when}, {seconds:.0f} s")
+    lines.append(stored.where or "where it was trained is not known")
     for switch in stored.switches[1:]:
-        changes = switch.before.difference(switch.after) if switch.before is not None else {}
-        changed = describe_changes(changes, "->")
+        changed = describe_changes(switch.before.difference(switch.after) if switch.before is not None else {}, "->")
         lines.append(f"from step {switch.step}: {changed}{'' if switch.carried else ' (restarted)'}")
     return [*lines, *map(str, stored.diagnoses)]
 
@@ -99,14 +101,10 @@ def delete(args: argparse.Namespace, history: History) -> None:
     say(f"{plural(deleted, 'run')} deleted; {len(history.runs())} left")
 
 
-# -- report ------------------------------------------------------------------------------------------------------------
-
-
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("which", nargs="+", metavar="RUN", help="the id of a run, the beginning of one, or its name")
-    file = Path("report.html")
-    add("--output", type=Path, default=file, metavar="FILE", help="output file (default: %(default)s)")
+    add("--output", type=Path, default="report.html", metavar="FILE", help="output file (default: %(default)s)")
     add("--baseline", metavar="RUN", help="baseline run (default: the first)")
     add("--title", default="", help="title of the report")
     memory = "device memory for the recommendation (default: that of the runs)"
@@ -115,7 +113,6 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 def report(args: argparse.Namespace) -> int:
     limit_bytes = memory_limit(args)
-    from fsdp_lab.base.files import check_file
     from fsdp_lab.report import SUFFIXES, write_report
     from fsdp_lab.runs.history import History, HistoryError
 
@@ -130,3 +127,75 @@ def report(args: argparse.Namespace) -> int:
         raise Refused(f"--baseline {args.baseline} is not one of the runs of this report; name it among them, too")
     say(f"written: {write_report(args.output, runs, baseline=baseline.id, title=args.title, limit_bytes=limit_bytes)}")
     return 0
+
+
+# -- persistent ranks ---------------------------------------------------------------------------------------------------
+
+
+def add_ranks_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    end = "end the ranks with these ids; without an id, all that no kernel uses"
+    parser.add_argument("--end", nargs="*", metavar="ID", help=end)
+
+
+def ranks(args: argparse.Namespace) -> int:
+    from fsdp_lab.cluster.detached import detached_clusters
+
+    clusters = detached_clusters()
+    if args.end is not None:
+        for cluster in selected(clusters, args.end):
+            with signals_ignored():
+                if not cluster.end():
+                    reason = "a kernel has attached to it, or a process does not end"
+                    raise Failed(f"{cluster.id} could not be ended: {reason}")
+            print(f"{cluster.id}: {plural(len(cluster.pids), 'rank')} ended")
+    elif args.json:
+        say_json([cluster_record(cluster) for cluster in clusters])
+    else:
+        print("\n".join(map(cluster_line, clusters)) or "no persistent ranks")
+    return 0
+
+
+def selected(clusters: list[DetachedCluster], ids: list[str]) -> list[DetachedCluster]:
+    """The clusters with these ids, or all that no kernel uses. Raises Refused: no such cluster, or a kernel uses it."""
+    for one in ids:
+        if not any(cluster.id == one for cluster in clusters):
+            raise Refused(f"no ranks have the id {one}; `fsdp-lab ranks` lists them")
+    chosen = [cluster for cluster in clusters if (cluster.id in ids if ids else cluster.free)]
+    for cluster in chosen:
+        if not cluster.free and cluster.owner is not None:
+            raise Refused(f"process {cluster.owner.pid} uses {cluster.id}; close its lab, or end that process first")
+    return chosen
+
+
+def cluster_record(cluster: DetachedCluster) -> dict[str, Any]:
+    import psutil
+
+    rss_bytes = 0  # of ranks on this machine
+    for pid in () if cluster.where else cluster.pids:
+        with contextlib.suppress(psutil.Error):
+            rss_bytes += psutil.Process(pid).memory_info().rss
+    return {
+        "id": cluster.id,
+        "ranks": len(cluster.pids),
+        "devices": [seat["device"] for seat in cluster.placement["seats"]],
+        "pids": list(cluster.pids),
+        "hosts": [host["name"] for host in cluster.where.get("hosts", ())],
+        "notebook": cluster.asked["notebook"],
+        "kernel_pid": None if cluster.free or cluster.owner is None else cluster.owner.pid,
+        "free_unix_s": cluster.free_unix_s if cluster.free else None,
+        "limit_s": cluster.limit_s,
+        "rss_bytes": rss_bytes,
+    }
+
+
+def cluster_line(cluster: DetachedCluster) -> str:
+    """A cluster as one line, with the kernel that uses it or the hours until it ends."""
+    d = cluster_record(cluster)
+    devices, hosts = sorted(set(d["devices"])), d["hosts"]
+    what = f"{d['id']}  {plural(d['ranks'], 'rank')} on {', '.join(devices)}{' of ' * bool(hosts)}{', '.join(hosts)}"
+    memory = "" if hosts else f", {size(d['rss_bytes'])}"
+    waited_s = max(0.0, time.time() - (cluster.free_unix_s or time.time()))
+    left = f"no kernel uses them; they end in {(cluster.limit_s - waited_s) / 3600:.1f} h"
+    user = left if d["kernel_pid"] is None else f"process {d['kernel_pid']} uses them"
+    return "; ".join(filter(None, (f"{what}{memory}", user, d["notebook"])))

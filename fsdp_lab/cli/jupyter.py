@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
     token = secrets.token_hex(24)
     if is_root():
         print("Running as root, as is usual in a container: JupyterLab is started with --allow-root.")
-    browser = not args.no_browser and has_display()
-    with jupyterlab(folder, args.ip, port, token, browser=browser) as server:
+    display = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform in ("darwin", "win32")
+    with jupyterlab(folder, args.ip, port, token, browser=bool(display) and not args.no_browser) as server:
         wait_until_up(server, args.ip, port)
         refuse_without_token(args.ip, port)
         print(announcement(folder, args.ip, port, token), flush=True)
@@ -58,27 +58,15 @@ def run(args: argparse.Namespace) -> int:
     return 1 if code else 0
 
 
-# -- notebooks -------------------------------------------------------------------------------------------------------
-
-
 def notebooks_folder(wanted: Path | None) -> Path:
-    """The folder that JupyterLab opens: the repository's notebooks, or copies of them in a writable folder.
-
-    Raises:
-        Refused: there are no notebooks, or the folder cannot be written.
-    """
+    """The folder that JupyterLab opens: the repository's notebooks, or copies of them in a writable folder. Raises Refused:
+    there are no notebooks, or the folder cannot be written."""
     source = shipped_notebooks()
     if source is None:
         raise Refused("the notebooks are neither beside the package nor in its installation; install fsdp-lab again")
     if wanted is None and os.access(source, os.W_OK) and (source.parent / "pyproject.toml").is_file():
         return source
     folder = (wanted or Path.cwd() / "fsdp-lab-notebooks").expanduser().absolute()
-    copy_notebooks(source, folder)
-    return folder
-
-
-def copy_notebooks(source: Path, folder: Path) -> None:
-    """Raises Refused."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file in [f for pattern in SHIPPED for f in source.glob(pattern)]:
@@ -89,6 +77,7 @@ def copy_notebooks(source: Path, folder: Path) -> None:
     except OSError as e:
         why = e.strerror or str(e)
         raise Refused(f"cannot write the notebooks to {folder} ({why}); name another folder: --dir DIR") from e
+    return folder
 
 
 def shipped_notebooks() -> Path | None:
@@ -107,11 +96,8 @@ def shipped_notebooks() -> Path | None:
 
 
 def free_port(ip: str, wanted: int | None) -> int:
-    """The wanted port; by default the first free one from 8888 on.
-
-    Raises:
-        Refused: the wanted port is in use or not allowed (a free one is named), or the address is not of this machine.
-    """
+    """The wanted port; by default the first free one from 8888 on. Raises Refused: the wanted port is in use or not allowed
+    (a free one is named), or the address is not of this machine."""
     if wanted is not None and not 0 < wanted < 65536:
         raise Refused(f"--port {wanted} is not a port; give one between 1 and 65535")
     first = wanted or DEFAULT_PORT
@@ -128,7 +114,7 @@ def free_port(ip: str, wanted: int | None) -> int:
 
 
 def port_problem(ip: str, port: int) -> str | None:
-    """Why no server can listen on the port, or None. Raises Refused for an address that is not of this machine."""
+    """Says why no server can listen on the port, or None. Raises Refused for an address that is not of this machine."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         with socket.socket(family, kind) as probe:
@@ -151,10 +137,6 @@ def reachable(ip: str) -> str:
     return {"0.0.0.0": LOOPBACK, "": LOOPBACK, "*": LOOPBACK, "::": "[::1]"}.get(ip, f"[{ip}]" if ":" in ip else ip)
 
 
-def has_display() -> bool:
-    return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
-
-
 def is_root() -> bool:
     return hasattr(os, "geteuid") and os.geteuid() == 0
 
@@ -174,9 +156,12 @@ def jupyterlab(folder: Path, ip: str, port: int, token: str, *, browser: bool) -
         *(["--allow-root"] if is_root() else []),
     ]
     with tempfile.TemporaryDirectory(prefix="fsdp-lab-") as config:
-        write_defaults(Path(config))
-        # The token is passed by the environment: every user of the machine can read a command line. The notebooks' kernel
-        # is this environment's, even if the user's folder has one of the same name.
+        # Defaults, which the user's settings precede: else a question about news covers a corner of the first notebook.
+        defaults = Path(config, "labconfig", "default_setting_overrides.json")
+        defaults.parent.mkdir()
+        defaults.write_text(json.dumps(DEFAULTS), encoding="utf-8")
+        # Every user of the machine can read a command line, so the token is in the environment; and the notebooks' kernel is
+        # this environment's, even if the user's folder has one of the same name.
         environment = {
             **os.environ,
             "JUPYTER_TOKEN": token,
@@ -189,16 +174,6 @@ def jupyterlab(folder: Path, ip: str, port: int, token: str, *, browser: bool) -
         finally:
             with signals_ignored():
                 end(server)
-
-
-def write_defaults(config: Path) -> None:
-    """Writes defaults of JupyterLab's settings for this server; the user's settings take precedence.
-
-    Without the defaults JupyterLab's question about news covers a corner of the first notebook.
-    """
-    folder = config / "labconfig"
-    folder.mkdir()
-    (folder / "default_setting_overrides.json").write_text(json.dumps(DEFAULTS), encoding="utf-8")
 
 
 def end(server: subprocess.Popen[bytes], timeout_s: float = 10) -> None:
@@ -249,9 +224,6 @@ def refuse_without_token(ip: str, port: int) -> None:
         "a Jupyter configuration on this machine turns the token off, and anybody who reaches the port could run code; "
         "`jupyter server --show-config` names the file: remove its token, password and authentication lines"
     )
-
-
-# -- output ----------------------------------------------------------------------------------------------------------
 
 
 def announcement(folder: Path, ip: str, port: int, token: str) -> str:

@@ -63,7 +63,7 @@ def register(name: str, prefix: Path | None) -> str:
 
 
 def what_servers_need() -> list[str]:
-    """What each running server of another environment lacks; if none runs, what any of them needs."""
+    """Lines on what each running server of another environment lacks; if none runs, what any of them needs."""
     others = [server for server in running_servers() if not server.ours]
     if not others:
         lines = ["The JupyterLab server that shows the notebooks needs two packages in ITS environment:"]
@@ -106,7 +106,7 @@ class Server:
 
     @property
     def ours(self) -> bool:
-        """Whether it runs from this environment."""
+        """Tells whether it runs from this environment."""
         return self.prefix.resolve() == Path(sys.prefix).resolve()
 
     def install_command(self, missing: Sequence[Extension]) -> str:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import textwrap
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,11 +62,6 @@ def judged(name: str, value: str, problem: str, state: State = State.WARN) -> Fi
     return Finding(name, value, state if problem else State.OK, problem)
 
 
-def worst(findings: Sequence[Finding]) -> State:
-    order = list(State)
-    return max((f.state for f in findings), key=order.index, default=State.OK)
-
-
 # -- torch -------------------------------------------------------------------------------------------------------------
 
 TIMEOUT_S = 90  # a first import from a cold network disk takes this long
@@ -95,7 +90,7 @@ print(json.dumps(facts))
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """What torch reports in a subprocess; if it cannot be imported, only `error` is set."""
+    """The facts that torch reports in a subprocess; if it cannot be imported, only `error` is set."""
 
     version: str = ""
     cuda_build: str = ""  # "13.0"; empty for a CPU build
@@ -111,10 +106,9 @@ class TorchFacts:
 
 
 def ask_torch() -> TorchFacts:
+    ask = [sys.executable, "-c", PROBE]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL
-        )
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
         return TorchFacts(error=f"importing torch took longer than {TIMEOUT_S} s")
     if done.returncode:
@@ -152,7 +146,7 @@ def in_use(index: int, gpu: GpuStatus) -> Finding:
 
 
 def driver(devices: GpuReport, torch: TorchFacts) -> Finding:
-    """Whether the driver supports the CUDA that torch was built for; any minor release of the same major one runs."""
+    """Tells whether the driver supports the CUDA that torch was built for; any minor release of the same major one runs."""
     carries = f"driver {devices.driver}" + (f" carries CUDA {devices.driver_cuda}" if devices.driver_cuda else "")
     pip = f"{sys.executable} -m pip install --force-reinstall 'torch>=2.11,<2.15'"
     if not torch.cuda_build:
@@ -216,25 +210,21 @@ def processor() -> Finding:
 
 
 def memory() -> Finding:
-    total, available = host_memory()
+    try:
+        import psutil
+
+        seen = psutil.virtual_memory()
+        total, available = int(seen.total), int(seen.available)
+    except ImportError:
+        lines = (line.split() for line in read_text(Path("/proc/meminfo")).splitlines())
+        values = {line[0]: int(line[1]) * 1024 for line in lines if len(line) > 1}
+        total, available = values.get("MemTotal:", 0), values.get("MemAvailable:", 0)
     limit = read_text(CGROUP / "memory.max")
     if limit.isdigit() and int(limit) < total:
         used = int(read_text(CGROUP / "memory.current") or 0)
         total, available = int(limit), min(available, int(limit) - used)
     short = "two ranks, a kernel and JupyterLab need about 1.5 GiB; close other programs"
     return judged("memory", f"{size(available)} free of {size(total)}", short if available < 1.5 * GIB else "")
-
-
-def host_memory() -> tuple[int, int]:
-    """(total, available) bytes; zeros if unknown on this system."""
-    try:
-        import psutil
-    except ImportError:
-        lines = (line.split() for line in read_text(Path("/proc/meminfo")).splitlines())
-        values = {line[0]: int(line[1]) * 1024 for line in lines if len(line) > 1}
-        return values.get("MemTotal:", 0), values.get("MemAvailable:", 0)
-    seen = psutil.virtual_memory()
-    return int(seen.total), int(seen.available)
 
 
 def shared_memory(gpus: int) -> Finding:
@@ -271,7 +261,7 @@ def processes() -> Finding:
 
 
 def writable() -> Finding:
-    """Whether the home folder (Jupyter, ipyparallel) and the temporary folder (the lab) can be written."""
+    """Tells whether the home folder (Jupyter, ipyparallel) and the temporary folder (the lab) can be written."""
     wrong = []
     for name, folder in (("home", Path.home()), ("temporary folder", Path(tempfile.gettempdir()))):
         if not os.access(folder, os.W_OK):
@@ -305,7 +295,7 @@ def host_name(timeout_s: float = 3) -> Finding:
 
 
 def loopback() -> Finding:
-    """Whether 127.0.0.1 works, over which ranks, kernel and JupyterLab connect, and JupyterLab's usual port is free."""
+    """Tells whether 127.0.0.1 works, over which ranks, kernel and pages connect, and JupyterLab's usual port is free."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=3).close()

@@ -1,6 +1,6 @@
 """`fsdp-lab`: parses the command line, runs one command, and turns exceptions into a sentence and an exit code.
 
-Exit codes: 0 done; 1 the command ran and failed, or found a failure; 2 refused, nothing was started; 130 Ctrl-C.
+Exit codes: 0 done; 1 the command ran and failed, or reports a failure; 2 refused, nothing was started; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -12,32 +12,31 @@ from collections.abc import Sequence
 
 from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import FieldError, not_installed
-from fsdp_lab.cli import bench, compare, doctor, drill, export, history, jupyter, kernel, plan, ranks, run
+from fsdp_lab.cli import bench, compare, doctor, drill, history, jupyter, kernel, plan, run
 from fsdp_lab.cli.console import CommandEnded, Failed, Refused, add_command, signals_raise
 
+CHECKPOINTS = "list the checkpoints in a folder, or export a model for transformers"
 # Name, function that adds the arguments, function that runs it, description.
 COMMANDS = (
     ("lab", jupyter.add_arguments, jupyter.run, "start JupyterLab on the notebooks"),
     ("run", run.add_arguments, run.run, "train one Spec in this terminal"),
     ("compare", compare.add_arguments, compare.run, "train every combination of the given lists and compare them"),
     ("plan", plan.add_arguments, plan.run, "predict memory and step time of a Spec on any hardware"),
-    ("checkpoints", export.add_checkpoints_arguments, export.checkpoints,
-     "list the checkpoints in a folder, or export a model for transformers"),
+    ("checkpoints", run.add_checkpoints, run.checkpoints, CHECKPOINTS),
     ("history", history.add_arguments, history.run, "list, show, rename and delete stored runs"),
-    ("ranks", ranks.add_arguments, ranks.run, "list and end persistent ranks"),
+    ("ranks", history.add_ranks_arguments, history.ranks, "list and end persistent ranks"),
     ("report", history.add_report_arguments, history.report, "write stored runs as one HTML report"),
-    ("export", export.add_arguments, export.run, "write a Spec as a torchrun script, an Accelerate config, or JSON"),
+    ("export", run.add_export, run.export_spec, "write a Spec as a torchrun script, an Accelerate config, or JSON"),
     ("drill", drill.add_arguments, drill.run, "inject random faults into small runs and count the recoveries"),
     ("bench", bench.add_arguments, bench.run, "run a benchmark"),
     ("kernel", kernel.add_arguments, kernel.run, "register this environment as a Jupyter kernel"),
     ("doctor", doctor.add_arguments, doctor.run, "check this machine and suggest fixes"),
-)  # fmt: skip
+)
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
-        prog="fsdp-lab", description="A laboratory for Fully Sharded Data Parallel.", allow_abbrev=False
-    )
+    about = "A laboratory for Fully Sharded Data Parallel."
+    top = argparse.ArgumentParser(prog="fsdp-lab", description=about, allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"fsdp-lab {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, add_arguments, run_command, help_text in COMMANDS:

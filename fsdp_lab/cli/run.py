@@ -1,28 +1,23 @@
-"""`fsdp-lab run spec.json`: one Spec in a terminal, for `--steps` or until Ctrl-C."""
+"""`fsdp-lab run spec.json`: one Spec in a terminal, for `--steps` or until Ctrl-C; and `export`, `checkpoints`: a Spec or a
+trained model in a form that other programs use.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.base.errors import FieldError
+from fsdp_lab.base.errors import ArgumentError, FieldError
+from fsdp_lab.base.files import check_file
 from fsdp_lab.base.formatting import Table, count, duration, plural, size
-from fsdp_lab.cli import fields, where
-from fsdp_lab.cli.console import (
-    Failed,
-    Refused,
-    Results,
-    at_least,
-    first_line,
-    live,
-    open_lab,
-    say,
-    terminal,
-    watch,
-)
+from fsdp_lab.cli import console as shared, fields
+from fsdp_lab.cli.console import Failed, Refused, Results, at_least, live, open_lab, say, terminal, watch
+from fsdp_lab.export import TARGETS, export, text_of
+from fsdp_lab.spec import checkpoint_format
 from fsdp_lab.spec.checkpoint_format import Checkpoint, check_same, find
 from fsdp_lab.spec.describe import describe_strategy
 from fsdp_lab.spec.spec import Spec
@@ -32,7 +27,7 @@ if TYPE_CHECKING:
 
     from fsdp_lab.base.events import StepEvent
     from fsdp_lab.cluster.hosts import Hosts
-    from fsdp_lab.runs import CheckpointConfig, EvalConfig, RecoveryPolicy, Run
+    from fsdp_lab.runs import CheckpointConfig, EvalConfig, Run
 
 LINE = ("loss", "step time", "tokens/s", "TFLOPS", "peak/rank", "exposed")
 LINE_S = 2.0  # between two lines of output if there is no terminal
@@ -49,19 +44,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--evaluate-every", type=int, metavar="N", help="evaluate on held-out samples every N steps")
     add("--evaluate-samples", type=int, metavar="N", help="number of held-out samples")
     add("--patience", type=int, metavar="N", help="stop after N evaluations without improvement")
-    add("--prompt", action="append", metavar="TEXT",
-        help="a text that a language model continues after each evaluation; may be given several times")  # fmt: skip
+    prompt = "a text that a language model continues after each evaluation; may be given several times"
+    add("--prompt", action="append", metavar="TEXT", help=prompt)
     add("--json", type=Path, metavar="FILE", help="write the summary to FILE, as compare does")
-    add("--trace", type=Path, metavar="FILE",
-        help="write traced steps (.json or .json.gz) for ui.perfetto.dev or chrome://tracing")  # fmt: skip
-    add("--resume", type=Path, metavar="DIR",
-        help="resume from a checkpoint, or from the newest in a folder; under the given Spec, or the saved one")  # fmt: skip
+    trace = "write traced steps (.json or .json.gz) for ui.perfetto.dev or chrome://tracing"
+    add("--trace", type=Path, metavar="FILE", help=trace)
+    resume = "resume from a checkpoint, or from the newest in a folder; under the given Spec, or the saved one"
+    add("--resume", type=Path, metavar="DIR", help=resume)
     add("--save", type=Path, metavar="DIR", help="save a checkpoint of the last step to DIR; see --save-every")
     add("--save-every", type=int, metavar="N", help="save every N steps")
     add("--save-last", type=int, metavar="N", help="number of checkpoints to keep, besides the best")
-    add("--recover", choices=("same", "fewer"),
-        help="when a rank is lost, recover automatically: on as many ranks, or on those that remain")  # fmt: skip
-    where.add_hosts(parser)
+    recover = "when a rank is lost, recover automatically: on as many ranks, or on those that remain"
+    add("--recover", choices=("same", "fewer"), help=recover)
+    shared.add_hosts(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
         check_trace_path(args.trace, field="--trace")
     spec, start = spec_and_checkpoint(args.spec, args.resume)
-    hosts = where.hosts_of(args)
+    hosts = shared.hosts_of(args)
     if hosts is not None and args.ranks is not None:
         raise Refused("--ranks is given beside hosts; the ranks are those of all hosts")
     if (ranks := args.ranks if hosts is None else hosts.ranks) is not None:
@@ -82,15 +77,15 @@ def run(args: argparse.Namespace) -> int:
         spec = spec.replace(link=fields.parse_link(args.link))
 
     evaluate = eval_config(args)
-
     from fsdp_lab.models.check import check
     from fsdp_lab.planner.questions import LESS, DoesNotFit
 
     check(spec.workload, evaluated=evaluate.samples if evaluate else 0, begins=start is None)
+    from fsdp_lab.runs.recovery import RecoveryPolicy
 
-    options: dict[str, Any] = {"steps": args.steps, "save": checkpoint_config(args),
-                               "recover": recovery_policy(args.recover), "evaluate": evaluate,
-                               "anyway": args.anyway}  # fmt: skip
+    options: dict[str, Any] = {"steps": args.steps, "evaluate": evaluate, "anyway": args.anyway}
+    options["save"] = checkpoint_config(args)
+    options["recover"] = RecoveryPolicy() if args.recover is None else RecoveryPolicy(how="auto", ranks=args.recover)
     try:
         train(terminal(), spec, options, results, args.trace, start, hosts)
     except DoesNotFit as e:
@@ -118,24 +113,18 @@ def checkpoint_config(args: argparse.Namespace) -> CheckpointConfig | None:
         return None
     from fsdp_lab.runs.saving import LAST, CheckpointConfig
 
-    return CheckpointConfig(
-        folder=args.save, every=args.save_every, last=LAST if args.save_last is None else args.save_last
-    )
-
-
-def recovery_policy(ranks: str | None) -> RecoveryPolicy:
-    from fsdp_lab.runs.recovery import RecoveryPolicy
-
-    return RecoveryPolicy() if ranks is None else RecoveryPolicy(how="auto", ranks=ranks)
+    last = LAST if args.save_last is None else args.save_last
+    return CheckpointConfig(folder=args.save, every=args.save_every, last=last)
 
 
 def eval_config(args: argparse.Namespace) -> EvalConfig | None:
     """The config of `--evaluate-every` and its options. Raises Refused if that one is missing, FieldError for values."""
     from fsdp_lab.runs.evaluation import EvalConfig
 
-    given = {"every": args.evaluate_every, "samples": args.evaluate_samples, "patience": args.patience,
-             "prompts": args.prompt and tuple(args.prompt)}  # fmt: skip
-    given = {name: value for name, value in given.items() if value is not None}
+    options = {"every": args.evaluate_every, "samples": args.evaluate_samples, "patience": args.patience}
+    given = {name: value for name, value in options.items() if value is not None}
+    if args.prompt is not None:
+        given["prompts"] = tuple(args.prompt)
     if given and "every" not in given:
         raise Refused("--patience, --evaluate-samples and --prompt need evaluations; give --evaluate-every too")
     return EvalConfig(**given) if given else None
@@ -160,10 +149,8 @@ def train(
     start: Checkpoint | None = None,
     hosts: Hosts | None = None,
 ) -> None:
-    """Trains with live output; at the end, also after Ctrl-C, prints and writes the summary and the trace.
-
-    `options`: of `Lab.run`. `start`: the checkpoint to resume from, under this Spec.
-    """
+    """Trains with live output; at the end, also after Ctrl-C, prints and writes the summary and the trace. `options`: of
+    `Lab.run`. `start`: the checkpoint to resume from, under this Spec."""
     with open_lab(console, spec.world_size, spec.devices, hosts=hosts) as lab:
         if start is None:
             run = lab.run(spec, **options)
@@ -184,21 +171,18 @@ def train(
 
                 watch(run, show)
         except Exception as e:
-            raise Failed(first_line(e)) from e
+            text = str(e) if isinstance(e, FieldError) else str(e).strip().partition("\n")[0]
+            raise Failed(text or type(e).__name__) from e
         finally:
-            for text in (*filter(None, [run.details]), *outcome(run)):
+            saves = [s.words for s in run.saves if s.error] + [s.words for s in run.saves[-1:] if not s.error]
+            told = [incident.words for incident in run.incidents] + saves + [str(d) for d in run.diagnoses]
+            for text in filter(None, [run.details, *told]):
                 say(text, console)
             if len(run.events):
                 console.print(view(run))
                 results.add_run(run.summary())
             if trace is not None:
                 say(write_trace(run, trace), console)
-
-
-def outcome(run: Run) -> list[str]:
-    """Sentences on the incidents, failed saves, the last checkpoint, and known troubles."""
-    saves = [s.words for s in run.saves if s.error] + [s.words for s in run.saves[-1:] if not s.error]
-    return [incident.words for incident in run.incidents] + saves + [str(d) for d in run.diagnoses]
 
 
 def write_trace(run: Run, file: Path) -> str:
@@ -209,9 +193,6 @@ def write_trace(run: Run, file: Path) -> str:
         return f"no trace was written: {e.reason}"
     steps = plural(len(run.events.traced()), "traced step")
     return f"{steps} in {file}: open it at ui.perfetto.dev or chrome://tracing"
-
-
-# -- output ----------------------------------------------------------------------------------------------------------
 
 
 def line(run: Run) -> str:
@@ -252,3 +233,63 @@ def rank_table(latest: Sequence[StepEvent]) -> Table:
     titles = [kind.replace("_", " ") for kind in kinds]
     columns = ("rank", "step", "step time", "tokens/s", "TFLOPS", *shares, "peak", "RSS", *titles)
     return Table(columns=columns, rows=tuple(rows))
+
+
+# -- a Spec, or a trained model, for other programs ---------------------------------------------------------------------
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("spec", type=Path, help='a file with {"workload": {...}, "strategy": {...}, "world_size": 2}')
+    to = "script: for torchrun, with torch's own FSDP2, FSDP1 or DDP; accelerate: for accelerate launch --config_file"
+    parser.add_argument("--to", choices=TARGETS, required=True, help=f"{to}; spec: for fsdp-lab run")
+    output = "output file (default: standard output, but not for a script)"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=output)
+    parser.add_argument("--force", action="store_true", help="overwrite FILE")
+    parser.add_argument("--ranks", type=int, help="instead of the file's world_size")
+
+
+def export_spec(args: argparse.Namespace) -> int:
+    if args.output is not None:
+        check_file(args.output, replace=args.force, field="--output")
+    spec = read_spec(args.spec)
+    if args.ranks is not None:
+        spec = spec.replace(world_size=args.ranks)
+    if args.output is not None:
+        print(export(spec, args.to, args.output, force=args.force))
+    elif args.to == "script":
+        raise ArgumentError("--output", "a script reads samples and a model that lie beside it", "name its file")
+    else:
+        sys.stdout.write(text_of(spec, args.to))
+    return 0
+
+
+def add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="a folder of checkpoints, or one checkpoint")
+    help_text = "export the newest model to DIR, for from_pretrained"
+    parser.add_argument("--export", type=Path, metavar="DIR", help=help_text)
+    parser.add_argument("--force", action="store_true", help="overwrite an existing model")
+
+
+def checkpoints(args: argparse.Namespace) -> int:
+    if args.export is not None:
+        from fsdp_lab.export import export_model
+
+        print(export_model(find(args.folder, field="folder"), args.export, force=args.force))
+        return 0
+    if not args.folder.is_dir():
+        raise Refused(f"there is no folder {args.folder}; name one that a run was saved in")
+    print("\n".join(checkpoint_lines(args.folder)))
+    return 0
+
+
+def checkpoint_lines(folder: Path) -> Iterator[str]:
+    """A line for each checkpoint, oldest first; then the incomplete ones."""
+    complete, incomplete = checkpoint_format.checkpoints(folder), checkpoint_format.incomplete_checkpoints(folder)
+    for c in complete:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(c.saved_unix_s))
+        strategy = f"{describe_strategy(c.spec)} on {c.spec.world_size} ranks"
+        yield f"{c.path.name}  step {c.step}, {size(c.nbytes)}, {c.kind}, of run {c.run}, {when}: {strategy}"
+    for checkpoint in incomplete:
+        yield f"incomplete: {checkpoint.reason}"
+    if not complete and not incomplete:
+        yield f"{folder} contains no checkpoint"

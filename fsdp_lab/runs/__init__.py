@@ -25,31 +25,23 @@ if TYPE_CHECKING:
     from fsdp_lab.runs.view import RunState as RunState, Switch as Switch
     from fsdp_lab.runs.watched import WatchedRun as WatchedRun
 
-_HOMES = {
-    "CheckpointConfig": "saving",
-    "Comparison": "comparison",
-    "EvalConfig": "evaluation",
-    "Evaluation": "evaluation",
-    "EventStore": "steps",
-    "Incident": "recovery",
-    "Recommendation": "recommendation",
-    "RecoveryPolicy": "recovery",
-    "Refusal": "comparison",
-    "Run": "run",
-    "RunState": "view",
-    "SavedCheckpoint": "saving",
-    "SlowMotion": "slow_motion",
-    "Step": "steps",
-    "StepMoment": "slow_motion",
-    "Sweep": "sweep",
-    "Switch": "view",
-    "SwitchRequest": "control",
-    "Timeline": "timeline",
-    "WatchedRun": "watched",
-    "recommend": "recommendation",
-    "step_table": "summary",
-    "summarize": "summary",
+_NAMES = {
+    "comparison": ("Comparison", "Refusal"),
+    "control": ("SwitchRequest",),
+    "evaluation": ("EvalConfig", "Evaluation"),
+    "recommendation": ("Recommendation", "recommend"),
+    "recovery": ("Incident", "RecoveryPolicy"),
+    "run": ("Run",),
+    "saving": ("CheckpointConfig", "SavedCheckpoint"),
+    "slow_motion": ("SlowMotion", "StepMoment"),
+    "steps": ("EventStore", "Step"),
+    "summary": ("step_table", "summarize"),
+    "sweep": ("Sweep",),
+    "timeline": ("Timeline",),
+    "view": ("RunState", "Switch"),
+    "watched": ("WatchedRun",),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_HOMES)
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

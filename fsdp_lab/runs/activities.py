@@ -26,15 +26,10 @@ END_S = 2.0  # the same when the lab is interrupted or closed
 
 
 class Activities:
-    """Starts runs, sweeps and slow steps; each ends the one before it.
+    """Starts runs, sweeps and slow steps; each ends the one before it. `place_ranks` gives the cluster the ranks and devices
+    of a Spec, on the thread of the new activity; `record` is called with each new run.
 
-    Args:
-        place_ranks: gives the cluster the ranks and devices of a Spec; called on the thread of the new activity.
-        record: called with each new run.
-
-    Attributes:
-        run, sweep: the newest, running or over; None before the first.
-        closed: whether nothing can be started any more.
+    `run`, `sweep`: the newest, running or over; None before the first. `closed`: whether nothing can be started any more.
     """
 
     def __init__(self, cluster: Cluster, place_ranks: Callable[[Spec], None], record: Callable[[Run], None]) -> None:
@@ -49,8 +44,6 @@ class Activities:
         self._slow: weakref.ref[SlowMotion] | None = None  # weak: dropping the iterator ends its step
         self._lock = threading.RLock()
 
-    # -- begin ------------------------------------------------------------------------------------------------------
-
     def begin_run(self, spec: Spec, **options: Any) -> Run:
         """Starts a run; `options` are those of `Run`."""
         with self._lock:
@@ -63,27 +56,26 @@ class Activities:
     def begin_sweep(self, specs: Sequence[Spec], refused: Sequence[Refusal], *, steps: int, rounds: int) -> Sweep:
         with self._lock:
             self.require_open()
-            run = self._suspendable(specs)
+            # The run in progress is suspended if it can wait for the sweep: its state needs the ranks that it is on.
+            run = self.run if self.sweep is None or self.sweep.done else self.sweep.suspended
+            if run is not None:
+                on = run.pending or run.spec
+                waits = not run.done and run.state not in (RunState.BROKEN, RunState.STOPPING)
+                same = all((s.world_size, s.devices) == (on.world_size, on.devices) for s in specs)
+                run = run if waits and same else None
             clear = self._preparation("a comparison was started", place_ranks=False, but=run)
-            self.sweep = Sweep(specs, refused, steps=steps, rounds=rounds, make=self._begin_turn, suspended=run,
-                               drop=partial(self._end_turns, run), clear=lambda: clear(specs[0]))  # fmt: skip
+            drop = partial(self._end_turns, run)
+            self.sweep = Sweep(
+                specs, refused, steps=steps, rounds=rounds, make=self._begin_turn, suspended=run, drop=drop, clear=clear
+            )
             return self.sweep
-
-    def _suspendable(self, specs: Sequence[Spec]) -> Run | None:
-        """The run in progress, if it can wait for a sweep: its state needs the ranks that it is on."""
-        run = self.run if self.sweep is None or self.sweep.done else self.sweep.suspended
-        if run is None or run.done or run.state in (RunState.BROKEN, RunState.STOPPING):
-            return None
-        on = run.pending or run.spec
-        return run if all((s.world_size, s.devices) == (on.world_size, on.devices) for s in specs) else None
 
     def _begin_turn(self, spec: Spec, steps: int, share: int) -> Run:
         """Starts one of a sweep's runs. Under the lock the sweep is known before its first run is, else the run would be
         taken for one of its own."""
         with self._lock:
-            run = self.run = self._newest = Run(
-                self._cluster, spec, steps=steps, share=share, prepare=self._place_ranks
-            )
+            run = Run(self._cluster, spec, steps=steps, share=share, prepare=self._place_ranks)
+            self.run = self._newest = run
         self._record(run)
         return run
 
@@ -106,15 +98,12 @@ class Activities:
         return slow
 
     def _preparation(self, why: str, *, place_ranks: bool = True, but: Run | None = None) -> Callable[[Spec], None]:
-        """The function that a new activity calls on its own thread before anything is sent to the ranks.
-
-        What it has to end is fixed now, under the lock: then everyone ends only earlier activities, and no two wait for
-        each other. `but` goes on.
-        """
+        """The function that a new activity calls on its own thread before anything is sent to the ranks. What it ends, all
+        but `but`, is fixed now, under the lock: so everyone ends only earlier activities, and no two wait for each other."""
         former = [one for one in (self._slow_step, *self.unfinished) if one is not None and one is not but]
 
         def prepare(spec: Spec) -> None:
-            """Ends the former activities, then places the ranks."""
+
             for one in former:
                 if isinstance(one, SlowStep):
                     one.end(why)
@@ -165,25 +154,19 @@ class Activities:
         """The newest run, a watched loop included."""
         return self._newest if isinstance(self._newest, WatchedRun) else self.run
 
-    # -- faults and recovery ----------------------------------------------------------------------------------------
-
     def recover(self, ranks: str | None) -> Run:
-        """See `Lab.recover`."""
         with self._lock:
             run = self.run
             if run is None or run.state not in (RunState.BROKEN, RunState.FAILED):
-                raise ClusterError(
-                    "there is no run to recover: " + (repr(run) if run is not None else "none was started")
-                )
+                raise ClusterError(f"there is no run to recover: {'none was started' if run is None else repr(run)}")
             if run.state is RunState.BROKEN:
                 run.recover(ranks)
                 return run
             policy = replace(run.recovering, ranks=ranks or run.recovering.ranks)
-            return self.begin_run(run.spec, steps=run.left or None, ledger_every=run.ledger_every, saving=run.saving,
-                                  evaluate=run.evaluate, recovering=policy, broken=run)  # fmt: skip
+            options = {name: getattr(run, name) for name in ("ledger_every", "saving", "evaluate")}
+            return self.begin_run(run.spec, steps=run.left or None, recovering=policy, broken=run, **options)
 
     def drill(self, kind: str, rank: int) -> Drill:
-        """See `Lab.drill`."""
         fault = fault_of(kind, rank)
         with self._lock:
             self.require_open()
@@ -199,14 +182,12 @@ class Activities:
                 drill.request = run.arm(fault)
         return drill
 
-    # -- state ------------------------------------------------------------------------------------------------------
-
     @property
     def unfinished(self) -> list[Sweep | Run | WatchedRun]:
         """The newest sweep, the run that it has suspended, the newest run and watched loops, where they are not over."""
         suspended = None if self.sweep is None else self.sweep.suspended
-        found = (self.sweep, suspended, self.run, *self._watched.values())
-        return [one for one in dict.fromkeys(found) if one is not None and not one.done]
+        newest = dict.fromkeys((self.sweep, suspended, self.run, *self._watched.values()))
+        return [one for one in newest if one is not None and not one.done]
 
     @property
     def slow(self) -> SlowMotion | None:
@@ -223,10 +204,7 @@ class Activities:
         if self.closed:
             raise ClusterError("this lab is closed; make another one with Lab()")
 
-    # -- end --------------------------------------------------------------------------------------------------------
-
     def interrupt(self) -> None:
-        """See `Lab.interrupt`."""
         if unfinished := self.unfinished:
             unfinished[0].stop(reason="interrupted")
         else:

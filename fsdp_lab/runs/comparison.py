@@ -33,11 +33,11 @@ from fsdp_lab.spec.spec import Spec
 REFUSED = "refused"
 NONE = "–"
 
+_OF_MEDIANS = "Ratios of runs trained one after the other: of their medians (80% interval)"
 PAIRINGS = {
     Pairing.ROUNDS: "Ratios of runs trained in turns: the median over rounds (p10 to p90 of rounds).",
-    Pairing.MEDIANS: "Ratios of runs trained one after the other: of their medians (80% interval); "
-                     "drift of the machine is part of them.",
-}  # fmt: skip
+    Pairing.MEDIANS: f"{_OF_MEDIANS}; drift of the machine is part of them.",
+}
 SPREADS = ("step_time_s", "tokens_per_s", "tflops_per_rank", "mfu", "hfu", "exposed_comm_s", "comm_s")
 
 
@@ -73,7 +73,7 @@ class Row:
 
     @property
     def refused(self) -> bool:
-        """Whether it was never started."""
+        """Tells whether it was never started."""
         return not self.run and self.state == REFUSED
 
     @property
@@ -96,11 +96,7 @@ class Comparison:
 
     @classmethod
     def of(
-        cls,
-        runs: Sequence[RunView | Refusal],
-        *,
-        baseline: str | int | None = 0,
-        names: Sequence[str] | None = None,
+        cls, runs: Sequence[RunView | Refusal], *, baseline: str | int | None = 0, names: Sequence[str] | None = None
     ) -> Comparison:
         """Compares runs, live or stored, and lists what was refused.
 
@@ -112,7 +108,10 @@ class Comparison:
         Raises:
             ArgumentError: there is no such baseline, or the names are not one for each run.
         """
-        labels = _labels(len(runs), names)
+        labels = [letters(i) for i in range(len(runs))] if names is None else list(names)
+        if isinstance(names, str) or len(labels) != len(runs) or len(set(labels)) != len(runs) or not all(labels):
+            reason = f"{names!r} does not distinguish {len(runs)} runs"
+            raise ArgumentError("names", reason, "give one name for each run, all different, or none at all")
         at = _baseline_index(runs, labels, baseline)
         flats = [flat_fields(r.spec) for r in runs]
         differing = differing_fields(flats)
@@ -132,8 +131,6 @@ class Comparison:
             if row.label == label:
                 return row
         raise KeyError(f"there is no row {label!r}; there are {', '.join(row.label for row in self.rows)}")
-
-    # -- tables ---------------------------------------------------------------------------------------------------
 
     def table(self, only: Collection[str] = (), *, spread: bool = True) -> Table:
         """A row for each run that was started, and a column for each figure that some run has.
@@ -180,9 +177,8 @@ class Comparison:
         for name in ("peak_memory", "outside", "host", "limit"):
             columns[name.partition("_")[0]] = [size(getattr(r.figures, f"{name}_bytes")) for r in measured]
         outside = "outside: not the allocator's (contexts, libraries, other processes); host: what offload moved there"
-        rows = tuple(zip(*columns.values(), strict=True))
-        return Table(columns=tuple(columns), rows=rows, left=frozenset(("", "what")), notes=(outside,),
-                     caption="memory of the fullest rank at its peak")  # fmt: skip
+        rows, caption = tuple(zip(*columns.values(), strict=True)), "memory of the fullest rank at its peak"
+        return Table(columns=tuple(columns), rows=rows, left=frozenset(("", "what")), notes=(outside,), caption=caption)
 
     def badge(self, row: Row) -> str:
         """The row's parity in a few words."""
@@ -193,20 +189,16 @@ class Comparison:
         return str(row.parity.verdict)
 
     def notes(self) -> tuple[str, ...]:
-        """Why runs ended and combinations were refused, where results differ, the rules, and how far to trust the times."""
-        since = [(r.label, f"figures of step {r.figures.first_step} on, under the Spec applied last")
-                 for r in self.rows if r.figures.first_step]  # fmt: skip
-        unequal = [
-            (r.label, r.parity.sentence) for r in self.rows if r.parity and r.parity.verdict is not Verdict.EQUAL
-        ]
-        return (
-            *self.reasons(),
-            *(f"{labels}: {sentence}" for sentence, labels in (labels_by(since) | labels_by(unequal)).items()),
-            *(RULE, *self._pairings(), *self.fidelity()),
-        )
+        """Sentences on why runs ended or were refused, where results differ, the rules, and how far to trust the times."""
+        begun = [(r.label, r.figures.first_step) for r in self.rows if r.figures.first_step]
+        since = labels_by((label, f"figures of step {step} on, under the Spec applied last") for label, step in begun)
+        compared = [(r.label, r.parity) for r in self.rows if r.parity]
+        unequal = labels_by((label, p.sentence) for label, p in compared if p.verdict is not Verdict.EQUAL)
+        told = (f"{labels}: {sentence}" for sentence, labels in (since | unequal).items())
+        return (*self.reasons(), *told, RULE, *self._pairings(), *self.fidelity())
 
     def reasons(self) -> tuple[str, ...]:
-        """Why combinations were refused, and why runs are in their state."""
+        """Says why combinations were refused, and why runs are in their state."""
         reasons = labels_by((r.label, f"{r.state}: {r.reason}") for r in self.rows if r.reason and not r.refused)
         return (*self.refusals(), *(f"{labels} {reason}" for reason, labels in reasons.items()))
 
@@ -217,8 +209,8 @@ class Comparison:
         return (f"Refused, so not in the table: {groups}.",) if refused else ()
 
     def fidelity(self, *, common: bool = True) -> tuple[str, ...]:
-        """How far to trust the times: each note once, with the labels of its runs, where these are not all. Without
-        `common` only notes that are not on all runs."""
+        """Remarks on how far to trust the times: each note once, with the labels of its runs, where these are not all.
+        Without `common` only notes that are not on all runs."""
         trained = [r for r in self.rows if r.figures.steps]
         labels = {note: [r.label for r in trained if note in r.notes] for r in trained for note in r.notes}
         partial = {note: f" ({', '.join(of)})" if len(of) < len(trained) else "" for note, of in labels.items()}
@@ -249,8 +241,6 @@ class Comparison:
         different = [f"{label} is {sentence}" for label, sentence in self.differences.items()]
         return f"NOT THE SAME COMPUTATION: {'; '.join(different)}" if different else ""
 
-    # -- export -----------------------------------------------------------------------------------------------------
-
     def records(self) -> list[dict[str, Any]]:
         """A flat dict of scalars for each row, for `pandas.DataFrame(records)`; None is what was not measured."""
         return [
@@ -265,11 +255,10 @@ class Comparison:
                 "ratio_pairing": str(r.time_ratio.pairing) if r.time_ratio else None,
                 "peak_memory_ratio": r.memory_ratio,
                 "parity": str(r.parity.verdict) if r.parity else None,
-                **{f"parity_{name}": getattr(r.parity, name, None)
-                   for name in ("first_step", "steps", "checksums", "sentence")},
+                **{f"parity_{q}": getattr(r.parity, q, None) for q in ("first_step", "steps", "checksums", "sentence")},
             }
             for r in self.rows
-        ]  # fmt: skip
+        ]
 
     def to_csv(self, path: str | os.PathLike[str]) -> Path:
         """Writes the records, with a header line; returns the path. Raises ArgumentError: it cannot be written."""
@@ -321,28 +310,15 @@ def _compared(row: Row, base_row: Row, run: RunView | Refusal, base: RunView) ->
     verdict = parity(base, run)
     if row is base_row:  # compared with itself, to find replicas that diverged
         return replace(row, parity=verdict) if verdict.verdict is Verdict.DIFFERENT else row
-    return replace(
-        row,
-        parity=verdict,
-        time_ratio=ratio(row.step_times, base_row.step_times),
-        throughput_ratio=ratio(row.throughputs, base_row.throughputs),
-        memory_ratio=peak_ratio(row, base_row),
-    )
+    times, rates = ratio(row.step_times, base_row.step_times), ratio(row.throughputs, base_row.throughputs)
+    memory = peak_ratio(row, base_row)
+    return replace(row, parity=verdict, time_ratio=times, throughput_ratio=rates, memory_ratio=memory)
 
 
 def peak_ratio(of: Row, to: Row) -> float | None:
     """Ratio of peak memory; None where one was not measured."""
     one, other = of.figures.peak_memory_bytes, to.figures.peak_memory_bytes
     return one / other if one and other else None
-
-
-def _labels(number: int, names: Sequence[str] | None) -> list[str]:
-    if names is None:
-        return [letters(i) for i in range(number)]
-    if isinstance(names, str) or len(names) != number or len(set(names)) != number or not all(names):
-        reason = f"{names!r} does not distinguish {number} runs"
-        raise ArgumentError("names", reason, "give one name for each run, all different, or none at all")
-    return list(names)
 
 
 def letters(index: int) -> str:
@@ -434,9 +410,7 @@ def _measured(f: Figures) -> dict[str, Any]:
     return {
         "steps": f.steps,
         "counted_steps": f.counted,
-        "first_step": f.first_step,
-        "last_step": f.last_step,
-        "last_loss": f.last_loss,
+        **{name: getattr(f, name) for name in ("first_step", "last_step", "last_loss")},
         **{column: value for name in SPREADS for column, value in _quantiles(name, getattr(f, name)).items()},
         "link_bytes_per_step": f.link_bytes.median if f.link_bytes else None,
         "peak_memory_bytes": f.peak_memory_bytes,

@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 
 from fsdp_lab.base.generation import Sampling
 from fsdp_lab.cluster import ClusterError
-from fsdp_lab.runs.awaited import Awaited
 from fsdp_lab.runs.recovery import RecoveryPolicy
-from fsdp_lab.runs.view import RunState, Switch
+from fsdp_lab.runs.view import Awaited, RunState, Switch
 from fsdp_lab.spec.faults import Fault
 from fsdp_lab.spec.spec import Spec
 
@@ -25,28 +24,22 @@ R = TypeVar("R")
 # The states that may follow each one. A state follows itself where only its reason changes.
 _FROM_LOOP = frozenset(RunState) - {RunState.STARTING, RunState.LOST}
 TRANSITIONS: Mapping[RunState, frozenset[RunState]] = {
-    RunState.STARTING: _FROM_LOOP,
-    RunState.RUNNING: _FROM_LOOP,
-    RunState.PAUSED: _FROM_LOOP,
-    RunState.RECOVERING: _FROM_LOOP,
+    **dict.fromkeys((RunState.STARTING, RunState.RUNNING, RunState.PAUSED, RunState.RECOVERING), _FROM_LOOP),
     RunState.BROKEN: frozenset({RunState.RECOVERING, RunState.STOPPING, RunState.STOPPED, RunState.FAILED}),
     # Ranks may fail just as a stop is requested: BROKEN or RECOVERING is then set on the way to the end.
     RunState.STOPPING: _FROM_LOOP - {RunState.RUNNING, RunState.PAUSED},
-    RunState.STOPPED: frozenset(),
-    RunState.FINISHED: frozenset(),
-    RunState.FAILED: frozenset(),
-    RunState.LOST: frozenset(),
+    **dict.fromkeys((RunState.STOPPED, RunState.FINISHED, RunState.FAILED, RunState.LOST), frozenset[RunState]()),
 }
 
 
 class Request(Awaited[T]):
-    """What a run was asked for: `await` it, or `wait()`, for the result, or for the error that prevented it."""
+    """A result that a run was asked for: `await` it, or `wait()`, for it, or for the error that prevented it."""
 
     _result: T | Exception
 
     @property
     def error(self) -> Exception | None:
-        """What prevented it; None: nothing, or it is not settled yet."""
+        """The error that prevented it; None: nothing, or it is not settled yet."""
         return self._result if self.done and isinstance(self._result, Exception) else None
 
     def settle(self, result: T | Exception) -> None:
@@ -98,7 +91,7 @@ class RunControl:
         state, reason, error: of the run. ended_unix_s: None until it is over.
         pending: the Spec of the newest `apply`, until it is applied or refused; None: there is none.
         recovery: how a BROKEN run is to recover; None: `recover` was not called yet.
-        faults: to be armed, in order. texts: to be continued, in order.
+        switches: the requests for Specs. faults: to be armed. texts: to be continued. All in order.
         ledger: whether the next step is to be a ledger step.
         paused: whether to hold between two chunks.
         suspending: whether to suspend the run after its chunk. suspended: whether it waits for its turn, with its training
@@ -119,7 +112,7 @@ class RunControl:
         self.faults: list[FaultRequest] = []
         self.texts: list[GenerateRequest] = []
         self.ledger = False
-        self._switch_requests: list[SwitchRequest] = []
+        self.switches: list[SwitchRequest] = []
 
     def set_state(self, state: RunState, reason: str = "") -> None:
         """The one place where the state changes. Hold the lock. Raises RuntimeError where `TRANSITIONS` forbids it."""
@@ -130,7 +123,7 @@ class RunControl:
 
     @property
     def ending(self) -> bool:
-        """Whether the run is over or a stop was requested."""
+        """Tells whether the run is over or a stop was requested."""
         return self.state.over or self.stop_s is not None
 
     # -- called by users' threads ------------------------------------------------------------------------------------
@@ -141,13 +134,6 @@ class RunControl:
         with self.changed:
             yield
             self.changed.notify_all()
-
-    def request_switch(self, spec: Spec) -> SwitchRequest:
-        """Replaces a pending Spec."""
-        with self.changing():
-            self.pending = spec
-            self._switch_requests.append(request := SwitchRequest(spec))
-        return request
 
     def request_stop(self, reason: str) -> None:
         """The first reason counts."""
@@ -160,25 +146,18 @@ class RunControl:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is a Spec to apply, a fault to arm, a text to continue, or the ranks are wanted, which a pause does
-        not delay."""
+        """Tells whether something was requested that a pause does not delay."""
         return self.pending is not None or bool(self.faults) or bool(self.texts) or self.suspending
 
     @property
     def interrupt_reason(self) -> str:
-        """Why a call to the ranks was interrupted."""
+        """Says why a call to the ranks was interrupted."""
         return self.stop_reason if self.stop_s is not None else "interrupted"
 
     def take(self, requests: list[R]) -> R | None:
         """Removes and returns the oldest of `faults` or `texts`; None: there is none."""
         with self.changed:
             return requests.pop(0) if requests else None
-
-    def take_ledger(self) -> bool:
-        """Whether a ledger step was requested since the last chunk."""
-        with self.changed:
-            requested, self.ledger = self.ledger, False
-        return requested
 
     def wait_for_recovery(self, error: ClusterError) -> RecoveryPolicy | None:
         """BROKEN until `recover` or `stop` is called. Returns how to recover; None: stop."""
@@ -196,8 +175,7 @@ class RunControl:
             self.suspending, self.suspended = False, True
             if self.stop_s is None:
                 self.set_state(RunState.PAUSED, "waits for its turn")
-            while self.suspended and self.stop_s is None:
-                self.changed.wait()
+            self.changed.wait_for(lambda: not self.suspended or self.stop_s is not None)
             return self.stop_s is None
 
     def clear_pending(self, spec: Spec) -> None:
@@ -208,8 +186,8 @@ class RunControl:
     def settle(self, spec: Spec, result: Switch | Exception) -> None:
         """Ends the requests for `spec` and for what it replaced."""
         with self.changed:
-            last = max((i for i, r in enumerate(self._switch_requests) if r.spec is spec), default=-1)
-            settled, self._switch_requests = self._switch_requests[: last + 1], self._switch_requests[last + 1 :]
+            last = max((i for i, r in enumerate(self.switches) if r.spec is spec), default=-1)
+            settled, self.switches = self.switches[: last + 1], self.switches[last + 1 :]
         for request in settled:
             request.settle(result)
 
@@ -218,8 +196,8 @@ class RunControl:
         with self.changed:
             self.ended_unix_s = time.time()
             self.pending = None
-            requests: list[Request[Any]] = [*self._switch_requests, *self.faults, *self.texts]
-            self._switch_requests, self.faults, self.texts = [], [], []
+            requests: list[Request[Any]] = [*self.switches, *self.faults, *self.texts]
+            self.switches, self.faults, self.texts = [], [], []
             self.set_state(state, reason)
         for request in requests:
             request.abandon()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
@@ -36,12 +36,8 @@ WHOLE = 0.9  # of the whole model: gradients as large are not sharded
 RECOMPILED_STEPS = 3  # one or two are normal: shapes become dynamic
 UNSYNCHRONISED_STEPS = 3
 # Of a SpecError of "workload.model".
-_BUILDING = re.compile(
-    r"^workload\.model: .*(out of memory|can't allocate memory|cannot allocate memory|MemoryError)", re.IGNORECASE
-)
-_IN_A_SHARD_GROUP = frozenset(
-    {"all_gather", "reduce_scatter", "control"}
-)  # kinds that exchange nothing between replicas
+_BUILDING = re.compile(r"^workload\.model: .*(out of memory|can(not|'t) allocate memory|MemoryError)", re.IGNORECASE)
+_IN_A_SHARD_GROUP = {"all_gather", "reduce_scatter", "control"}  # kinds that exchange nothing between replicas
 
 
 class Cause(StrEnum):
@@ -61,12 +57,11 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """A cause that was found.
+    """A trouble of a run.
 
-    Attributes:
-        sentence: what was measured, and what it means. cure: what to do.
-        failure: how `sentence` begins, where the reason of a failed run says that, too.
-        changes: fields of the Spec by flat name that do it, for `run.apply` or `lab.run`; empty where no field does.
+    `sentence`: what was measured, and what it means. `cure`: what to do. `failure`: how `sentence` begins, where the reason
+    of a failed run says that, too. `changes`: fields of the Spec by flat name that do it, for `run.apply` or `lab.run`;
+    empty where no field does.
     """
 
     cause: Cause
@@ -77,7 +72,7 @@ class Diagnosis:
 
     @property
     def meaning(self) -> str:
-        """What `sentence` adds to the reason of the run."""
+        """The part of `sentence` that the reason of the run does not say."""
         return self.sentence.removeprefix(self.failure).lstrip()
 
     def __str__(self) -> str:
@@ -85,16 +80,16 @@ class Diagnosis:
 
 
 def diagnose(spec: Trained, events: EventStore, failure: str = "") -> tuple[Diagnosis, ...]:
-    """What is wrong with a run, as far as it can be told; () if it is well, or young. `failure`: why it failed, or ""."""
+    """The troubles of a run, as far as they can be told; () if it is well, or young. `failure`: why it failed, or ""."""
     spec_id = spec.id  # a property that is computed at each access
     steps = [s for s in events.last_steps(WINDOW) if s.spec_id == spec_id]
     case = _Case(spec=spec, steps=steps, failure=failure, begun=len(events) > 0)
-    return tuple(d for find in _FINDERS if (d := find(case)) is not None)
+    return tuple(d for find in (*_OF_FAILURES, *_OF_STEPS) if (d := find(case)) is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Case:
-    """What the finders look at."""
+    """The facts from which troubles are told."""
 
     spec: Trained
     steps: Sequence[Step]  # whole ones, under this Spec
@@ -116,26 +111,20 @@ class _Case:
 
     @property
     def memory(self) -> Memory | None:
-        """Of the rank with the highest peak, where a ledger step has told it."""
-        found = [e.memory for e in self.steps[-1].events] if self.steps else []
-        return max((m for m in found if m.at_peak.total_bytes), key=lambda m: m.peak_bytes, default=None)
+        """The memory of the rank with the highest peak, where a ledger step has told it."""
+        last = [e.memory for e in self.steps[-1].events] if self.steps else []
+        return max((m for m in last if m.at_peak.total_bytes), key=lambda m: m.peak_bytes, default=None)
 
     @property
     def model_bytes(self) -> int:
-        """Of all parameters, from the shards of the ranks that share them."""
+        """The size of all parameters, from the shards of the ranks that share them."""
         if not self.steps:
             return 0
         return sum(e.memory.parameters_bytes for e in self.steps[-1].events) * self.shard_factor // self.spec.world_size
 
-    def median_of(self, value: Callable[[StepEvent], float], rank: int) -> float:
-        return median_known(value(s.events[rank]) for s in self.counted)
-
-
-# -- each cause ------------------------------------------------------------------------------------------------------
-
 
 def _loading(case: _Case) -> Diagnosis | None:
-    """Only of a function that builds the model: later, memory may have run out for another reason."""
+    """A function that builds the model ran out of memory: later, memory may have run out for another reason."""
     if case.begun or not _BUILDING.search(case.failure) or case.spec.world_size < 2:
         return None
     return Diagnosis(
@@ -148,11 +137,13 @@ def _loading(case: _Case) -> Diagnosis | None:
 
 
 def _adapters(case: _Case) -> Diagnosis | None:
-    """What LoRA saves is the gradients and the optimizer state of the parameters that are frozen."""
+    """LoRA saves the gradients and the optimizer state of the parameters that are frozen."""
     m = case.memory
     if m is None or not isinstance(case.spec, Spec) or case.spec.workload.adapters is None or m.host_bytes:
         return None
-    whole = m.parameters_bytes * (1 + _optimizer_sizes(case.spec))
+    workload = case.spec.workload
+    sizes = 2 if "adam" in workload.optimizer.lower() else 1 if workload.optimizer_args else 0  # of the state, roughly
+    whole = m.parameters_bytes * (1 + sizes)
     saved = max(0, whole - m.gradients_bytes - m.optimizer_bytes)
     share, activations = saved / (m.peak_bytes + saved), m.at_peak.activations_bytes
     recomputes = case.spec.strategy.recompute != "none"
@@ -168,11 +159,6 @@ def _adapters(case: _Case) -> Diagnosis | None:
     )
 
 
-def _optimizer_sizes(spec: Spec) -> int:
-    """Sizes of the parameters that the optimizer's state takes, roughly."""
-    return 2 if "adam" in spec.workload.optimizer.lower() else 1 if spec.workload.optimizer_args else 0
-
-
 def _accumulation(case: _Case) -> Diagnosis | None:
     if case.shard_factor < 2 or (m := case.memory) is None:
         return None
@@ -181,7 +167,9 @@ def _accumulation(case: _Case) -> Diagnosis | None:
             return None
         held = m.at_peak.gradients_bytes
     else:
-        held = max((e.gradients_bytes for e in _forwards(case)), default=0)
+        samples = (sample for step in case.steps for e in step.events for sample in e.memory_curve)
+        # In a forward, gradients are those of earlier micro-batches.
+        held = max((s.classes.gradients_bytes for s in samples if s.phase == "forward"), default=0)
     whole = case.model_bytes
     if not whole or held < WHOLE * whole:
         return None
@@ -190,17 +178,10 @@ def _accumulation(case: _Case) -> Diagnosis | None:
         cause=Cause.ACCUMULATION,
         sentence=f"Each rank holds whole gradients, {size(held)} where its shard is {size(shard)}: they are not reduced "
         "until the last micro-batch of a step.",
-        cure="Reduce them after every micro-batch: sync=\"every\", or without no_sync() and "
+        cure='Reduce them after every micro-batch: sync="every", or without no_sync() and '
         "set_requires_gradient_sync(False). It sends more, and each rank keeps its shard only.",
         changes={"sync": "every"} if case.strategy is not None else {},
-    )  # fmt: skip
-
-
-def _forwards(case: _Case) -> Iterator[Any]:
-    """What was held in the forwards of ledger steps, in which gradients are those of earlier micro-batches."""
-    for step in case.steps:
-        for e in step.events:
-            yield from (sample.classes for sample in e.memory_curve if sample.phase == "forward")
+    )
 
 
 def _batches(case: _Case) -> Diagnosis | None:
@@ -234,30 +215,24 @@ def _sentence(failure: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _replica_sent_bytes(spec: Trained, model_bytes: int) -> float:
-    """What a rank sends a step where each holds a replica: an all-reduce of all gradients, 2 (n - 1) / n of them (arXiv
-    2304.11277, section 3.2.2). 0 where parameters are frozen, or nothing is known of the model."""
-    if isinstance(spec, Spec) and (spec.workload.freeze or spec.workload.lora is not None):
-        return 0.0
-    return 2 * (spec.world_size - 1) / spec.world_size * model_bytes
-
-
 def _communication(case: _Case) -> Diagnosis | None:
     """Not named where replicas would send as much: then sharding is not the cause. What a loop trains is not known."""
-    counted = case.counted
+    counted, spec, n = case.counted, case.spec, case.spec.world_size
     if case.shard_factor < 2 or len(counted) < LEAST_STEPS:
         return None
-    ranks = range(case.spec.world_size)
-    share = min(case.median_of(lambda e: e.exposed_comm_s / e.step_time_s, rank) for rank in ranks)
+    shares = [[e.exposed_comm_s / e.step_time_s for e in step.events] for step in counted]
+    share = min(map(median_known, zip(*shares, strict=True)))
     newest = counted[-1].events[0]
     sent, calls = sum(t.link_bytes for t in newest.comm.values()), sum(t.calls for t in newest.comm.values())
     if not share >= WAITING_SHARE or sent < LEAST_SENT_BYTES:  # also where it is not known
         return None
-    replica_sent = _replica_sent_bytes(case.spec, case.model_bytes)
-    if isinstance(case.spec, Spec) and sent < SENDS_MORE * replica_sent:
+    # A rank with a replica all-reduces all gradients: it sends 2 (n - 1) / n of them (arXiv 2304.11277, section 3.2.2).
+    frozen = isinstance(spec, Spec) and (spec.workload.freeze or spec.workload.lora is not None)
+    replica_sent = 0.0 if frozen else 2 * (n - 1) / n * case.model_bytes
+    if isinstance(spec, Spec) and sent < SENDS_MORE * replica_sent:
         return None
-    sentence = (f"Computing waits for collectives {share:.0%} of each step: a rank sends {size(sent)} a step, in {calls} "
-                f"collectives of {size(sent / max(1, calls))}.")  # fmt: skip
+    sentence = f"Computing waits for collectives {share:.0%} of each step: a rank sends {size(sent)} a step, "
+    sentence += f"in {calls} collectives of {size(sent / max(1, calls))}."
     if replica_sent:
         sentence += f" With a replica on each rank it would be {size(replica_sent)}."
     cure, changes = _less_communication(case)
@@ -276,10 +251,8 @@ def _less_communication(case: _Case) -> tuple[str, dict[str, Any]]:
         shards = memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes + memory.host_bytes
         needed = memory.peak_bytes + (case.shard_factor - 1) * shards
         if needed < ROOM * memory.limit_bytes:
-            return (
-                f"A replica fits, about {size(needed)} of {size(memory.limit_bytes)}: do not shard. Else {more}.",
-                replica,
-            )
+            room = f"about {size(needed)} of {size(memory.limit_bytes)}"
+            return f"A replica fits, {room}: do not shard. Else {more}.", replica
     return f"{more[:1].upper()}{more[1:]}.", {"micro_batch": 4 * spec.workload.micro_batch}
 
 
@@ -353,7 +326,5 @@ def _checkpoint(case: _Case) -> Diagnosis | None:
     )
 
 
-_FINDERS: tuple[Callable[[_Case], Diagnosis | None], ...] = (
-    _loading, _checkpoint, _batches, _generation, _replicas, _accumulation, _adapters, _communication, _offload,
-    _compilation,
-)  # fmt: skip
+_OF_FAILURES = (_loading, _checkpoint, _batches, _generation)
+_OF_STEPS = (_replicas, _accumulation, _adapters, _communication, _offload, _compilation)

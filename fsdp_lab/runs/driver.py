@@ -45,47 +45,41 @@ GROWTH = 4  # limit of a chunk's size relative to the last one: the first steps 
 PATIENCE_S = 0.15  # after a stop, for the chunk to end; then it is interrupted, and again every second
 UNRESPONSIVE_S = 8.0  # after a stop, for ranks to answer an interrupt; then they are ended
 SAVES_S = 60.0  # at a run's end, for its last checkpoint to be written
+Take = Callable[[Mapping[str, Any]], None]  # takes what a rank published
 
 
 class Progress:
     """Counts the steps of a run, and sizes its chunks.
 
-    Attributes:
-        steps: to train in all; None: until stopped. share: steps of a turn; None: the run has the ranks to itself.
-        step: number of the next step. until: step before which the run is finished; None: until stopped.
+    `steps`: to train in all; None: until stopped. `share`: steps of a turn; None: the run has the ranks to itself. `step`:
+    number of the next step. `until`: step before which the run is finished; None: until stopped. `done`: steps trained.
+    `turn_left`: steps left of the turn.
     """
 
     def __init__(self, steps: int | None, share: int | None, step: int) -> None:
         self.steps, self.share, self.step = steps, share, step
         self.until = steps
-        self._done = 0
+        self.done = 0
         self._chunk = 1
-        self._turn_left = share or 0
+        self.turn_left = share or 0
 
     @property
     def finished(self) -> bool:
-        return self.steps is not None and self._done >= self.steps
+        return self.steps is not None and self.done >= self.steps
 
     @property
     def turn_over(self) -> bool:
-        return self.share is not None and self._turn_left == 0
+        return self.share is not None and self.turn_left == 0
 
     def chunk(self) -> int:
         """The most steps of the next chunk."""
-        left = self._chunk if self.steps is None else min(self._chunk, self.steps - self._done)
-        return left if self.share is None else min(left, self._turn_left)
-
-    def next_steps(self, count: int) -> range:
-        return range(self.step, self.step + count)
-
-    def checksum_steps(self, count: int) -> list[int]:
-        """Which of the next `count` steps checksum the parameters: those after 1, 2, 4, 8, ... steps, and the last."""
-        return [n for n in self.next_steps(count) if (n + 1).bit_count() == 1 or n + 1 == self.until]
+        left = self._chunk if self.steps is None else min(self._chunk, self.steps - self.done)
+        return left if self.share is None else min(left, self.turn_left)
 
     def advance(self, trained: int, step: int, step_times_s: Sequence[float]) -> None:
         """A chunk of `trained` steps is over. `step_times_s`: of each rank's last step; the slowest sizes the next chunk."""
-        self._done += trained
-        self._turn_left -= trained
+        self.done += trained
+        self.turn_left -= trained
         self.step = step
         if step_times_s:
             fits = round(CHUNK_S / max(max(step_times_s), 1e-6))
@@ -98,29 +92,20 @@ class Progress:
 
     def recover(self, failed_at: int) -> None:
         """The run continues from `step`; the steps from there to `failed_at` are trained again."""
-        self._done += self.step - failed_at
-        if self.steps is not None:
-            self._set_until()
+        self.done += self.step - failed_at
+        self._set_until()
 
     def _set_until(self) -> None:
-        self.until = None if self.steps is None else self.step + self.steps - self._done
-
-    def begin_turn(self) -> None:
-        self._turn_left = self.share or 0
-
-    def restart(self) -> None:
-        """All steps are to be trained again."""
-        self._done = 0
+        self.until = None if self.steps is None else self.step + self.steps - self.done
 
 
 class Driver:
     """Trains a run until it is over. Threads: see the module's note.
 
-    Attributes:
-        spec: the one applied last, before the first switch the one to apply. switches: of every Spec that was applied.
-        refused: the error of the last Spec that the ranks refused; None: there is none.
-        environment: the `fingerprint` of the ranks; empty before they are prepared.
-        early_stopping: takes the evaluations. on_best: called with each that is the best so far.
+    `spec`: the one applied last, before the first switch the one to apply. `switches`: of every Spec that was applied.
+    `refused`: the error of the last Spec that the ranks refused; None: there is none. `environment`: the `fingerprint` of
+    the ranks; empty before they are prepared. `early_stopping`: takes the evaluations. `on_best`: called with each that is
+    the best so far.
     """
 
     def __init__(
@@ -130,8 +115,6 @@ class Driver:
         spec: Spec,
         prepare: Callable[[Spec], None],
         *,
-        control: RunControl,
-        events: EventStore,
         progress: Progress,
         checkpoints: CheckpointSchedule,
         evaluate: EvalConfig | None,
@@ -139,7 +122,7 @@ class Driver:
         ledger_every: int | None,
     ) -> None:
         self.run, self.ranks, self.spec = run, ranks, spec
-        self.control, self.events, self.progress = control, events, progress
+        self.control, self.events, self.progress = RunControl(), EventStore(), progress
         self.checkpoints, self.recovery = checkpoints, recovery
         self.early_stopping = EarlyStopping(evaluate.patience if evaluate is not None else None)
         self.on_best: list[Callable[[Evaluation], None]] = []
@@ -150,7 +133,6 @@ class Driver:
 
     @property
     def step(self) -> int:
-        """Steps committed, which is the number of the next step."""
         latest = self.events.latest()
         return max(self.progress.step, *(e.step + 1 for e in latest.values())) if latest else self.progress.step
 
@@ -159,7 +141,12 @@ class Driver:
         state, reason = RunState.FAILED, ""
         try:
             if self.recovery.predecessor is None:
-                self._begin(start, fresh)
+                self._prepare(self.spec)
+                self.environment = fingerprint(self.call("status"))
+                if start is not None:
+                    self._restore(self.spec, start)
+                else:
+                    self._apply(self.spec, "apply", fresh=fresh)
             state, reason = self._train_and_recover()
             self._save_last_step()
         except Interrupted:
@@ -173,17 +160,9 @@ class Driver:
             self.checkpoints.end()
             end()
 
-    def _begin(self, start: Checkpoint | None, fresh: bool) -> None:
-        self._prepare(self.spec)
-        self.environment = fingerprint(self.call("status"))
-        if start is not None:
-            self._restore(self.spec, start)
-        else:
-            self._switch(self.spec, fresh=fresh)
-
     def _train_and_recover(self) -> tuple[RunState, str]:
         """Trains until the run is over, and recovers from failures as the policy says. Returns final state and reason."""
-        policy = None
+        policy: RecoveryPolicy | None = None
         if (failed := self.recovery.predecessor) is not None:
             self.recovery.add(failed.error, failed.step, self.spec.world_size)
             policy = self.recovery.policy
@@ -195,19 +174,25 @@ class Driver:
             except Interrupted:
                 raise
             except ClusterError as e:
-                if (policy := self._policy_after(e)) is None:
+                if not self.recovery.count_failure() or self.control.stop_s is not None:
                     raise
-
-    # -- the loop ------------------------------------------------------------------------------------------------------
+                self.recovery.add(e, self.step, self.spec.world_size)
+                self.ranks.dispatcher.settle()
+                self.recovery.update(freed_unix_s=time.time())
+                policy = self.recovery.policy
+                if policy.how != "auto":
+                    policy = self.control.wait_for_recovery(e)
+                if policy is None:
+                    raise
 
     def _train(self) -> tuple[RunState, str]:
         """Trains chunk by chunk. Returns final state and reason."""
         control, progress = self.control, self.progress
         while True:
             with control.changed:
-                while (
-                    control.paused and control.stop_s is None and not (control.has_work or self.checkpoints.requested)
-                ):
+                while control.paused and control.stop_s is None and not control.has_work:
+                    if self.checkpoints.requested:
+                        break
                     control.set_state(RunState.PAUSED)
                     control.changed.wait()
                 if control.stop_s is not None:
@@ -239,13 +224,28 @@ class Driver:
 
     def _train_chunk(self) -> bool:
         """Trains one chunk on all ranks. Returns whether it was interrupted."""
-        progress = self.progress
-        count = progress.chunk()
-        evaluations = self._evaluate.due(progress.next_steps(count), progress.until) if self._evaluate else {}
+        progress, evaluate, every = self.progress, self._evaluate, self._ledger_every
+        begin, count = progress.step, progress.chunk()
+        evaluations = evaluate.due(range(begin, begin + count), progress.until) if evaluate is not None else {}
         # A chunk ends with an evaluation, so that `on_best` finds the parameters of that step.
-        until_evaluation = [n + 1 - progress.step for n in evaluations]
-        count = min([count, self.checkpoints.steps_until_due(progress.step), *until_evaluation])
-        results = self._call_train(count, evaluations)
+        count = min([count, self.checkpoints.steps_until_due(begin), *(n + 1 - begin for n in evaluations)])
+        steps, attempt = range(begin, begin + count), self.events.attempt
+        with self.control.changed:
+            requested, self.control.ledger = self.control.ledger, False
+        complete = threading.Event()  # what is published after that is in the results
+        results = self.call(
+            "train",
+            take=lambda data: None if complete.is_set() else self._add_events(data.get("events", ()), attempt),
+            steps=count,
+            ledgers=[n for n in steps if (requested and n == begin) or (every is not None and (n + 1) % every == 0)],
+            # The parameters are checksummed after 1, 2, 4, 8, ... steps, and after the last.
+            checks=[n for n in steps if (n + 1).bit_count() == 1 or n + 1 == progress.until],
+            evaluations=evaluations,
+            **(evaluate.texts if evaluate is not None and evaluations else {}),
+        )
+        for result in results:  # again, for lost messages
+            self._add_events(result["events"], attempt)
+        complete.set()
         self.checkpoints.written(results[0].get("saves", ()))
         first = results[0]["events"]
         if first:
@@ -256,45 +256,15 @@ class Driver:
         losses = {e["step"]: e["eval_loss"] for r in results for e in r["events"] if e["eval_loss"] is not None}
         for step, loss in losses.items():
             if self.early_stopping.take(step, loss) and not interrupted:
-                self._report_best(Evaluation(step, loss))
+                if self.checkpoints.config is not None:
+                    self._save("best")
+                for callback in self.on_best:
+                    callback(Evaluation(step, loss))
         return interrupted
-
-    def _call_train(self, count: int, evaluations: Mapping[int, int]) -> list[Any]:
-        """Trains `count` steps. Events are added as they are published, and again from the results, for lost messages."""
-        attempt = self.events.attempt
-        complete = threading.Event()  # what is published after that is in the results
-        results = self.call(
-            "train",
-            take=lambda data: None if complete.is_set() else self._add_events(data.get("events", ()), attempt),
-            steps=count,
-            ledgers=self._ledger_steps(count),
-            checks=self.progress.checksum_steps(count),
-            evaluations=evaluations,
-            **(self._evaluate.texts if self._evaluate is not None and evaluations else {}),
-        )
-        for result in results:
-            self._add_events(result["events"], attempt)
-        complete.set()
-        return results
-
-    def _ledger_steps(self, count: int) -> list[int]:
-        """Which of the next `count` steps are ledger steps."""
-        requested, every = self.control.take_ledger(), self._ledger_every
-        return [
-            n
-            for n in self.progress.next_steps(count)
-            if (requested and n == self.progress.step) or (every is not None and (n + 1) % every == 0)
-        ]
 
     def _add_events(self, events: Any, attempt: int) -> None:
         """Also on the client's IO thread, with what a rank published; that may arrive after the ranks have begun again."""
         self.events.add((e for e in events if e["run"] == self.run), self.ranks.notes, attempt=attempt)
-
-    def _report_best(self, best: Evaluation) -> None:
-        if self.checkpoints.config is not None:
-            self._save("best")
-        for callback in self.on_best:
-            callback(best)
 
     def _arm(self, request: FaultRequest) -> None:
         """Arms a fault on the ranks, or disarms them. Where they refuse it, the run continues."""
@@ -329,20 +299,18 @@ class Driver:
         self.call("suspend")
         if not self.control.wait_for_turn():
             return
-        self.progress.begin_turn()
+        self.progress.turn_left = self.progress.share or 0
         self._prepare(self.spec)
         if self.call("resume", run=self.run)[0]["step"] is None:
             if self.progress.share is None:
                 self.call("unload")  # what the ranks hold is another run's
                 raise ClusterError("its ranks were replaced while it was suspended, and its state was lost with them")
-            self.progress.restart()
-            self._switch(self.spec, fresh=True)
+            self.progress.done = 0
+            self._apply(self.spec, "apply", fresh=True)
 
     # -- calls to the ranks ----------------------------------------------------------------------------------------------
 
-    def call(
-        self, what: str, *, take: Callable[[Mapping[str, Any]], None] | None = None, **arguments: Any
-    ) -> list[Any]:
+    def call(self, what: str, *, take: Take | None = None, **arguments: Any) -> list[Any]:
         """Calls all ranks and returns their results, in rank order. A stop meanwhile becomes an interrupt."""
         return self._results(self.ranks.submit(what, take=take, **arguments))
 
@@ -364,10 +332,9 @@ class Driver:
 
     def _switch_or_refuse(self, spec: Spec) -> None:
         """Applies `spec`; where the ranks refuse it, the run continues as it was."""
-        same = (spec.world_size, spec.devices) == (self.spec.world_size, self.spec.devices)
         try:
-            if same:
-                self._switch(spec, fresh=False)
+            if (spec.world_size, spec.devices) == (self.spec.world_size, self.spec.devices):
+                self._apply(spec, "apply", fresh=False)
             else:
                 self._resize(spec)
         except FieldError as e:
@@ -375,10 +342,6 @@ class Driver:
                 self.refused = e
                 self.control.clear_pending(spec)
             self.control.settle(spec, e)
-
-    def _switch(self, spec: Spec, *, fresh: bool) -> None:
-        """Has the ranks train `spec`, with the parameters that they have, if those fit and it is not to be `fresh`."""
-        self._apply(spec, "apply", fresh=fresh)
 
     def _resize(self, spec: Spec) -> None:
         """Has other ranks train `spec`, from the state of those before, which write all of it first."""
@@ -395,12 +358,11 @@ class Driver:
                     raise
                 self._prepare(before)
                 self._restore(before, state)
-                if isinstance(e, StartError):
-                    raise SpecError(
-                        "world_size", e.sentence, f"the run goes on with {before.world_size} ranks"
-                    ) from None
-                raise
-        self.checkpoints.restart(self.progress.step)
+                if isinstance(e, FieldError):
+                    raise
+                hint = f"the run goes on with {before.world_size} ranks"
+                raise SpecError("world_size", e.sentence, hint) from None
+        self.checkpoints.start = self.progress.step
 
     def _restore(self, spec: Spec, checkpoint: Checkpoint) -> None:
         """Has the ranks train `spec` from a checkpoint."""
@@ -414,21 +376,16 @@ class Driver:
             self.call("spread", path=path, manifest=dict(checkpoint.manifest))
 
     def _apply(self, spec: Spec, what: str, **arguments: Any) -> None:
-        """Calls the ranks with `spec`, and records the switch."""
+        """Has the ranks train `spec`, and records the switch. `what`: "restore" from a path, or "apply", with the parameters
+        that they have, if those fit and it is not to be `fresh`."""
         began_s = time.monotonic()
         before = self.spec if self.switches else None
         code = self.ranks.delivery.provide(spec)
         required = {"evaluated": self._evaluate.samples, **self._evaluate.texts} if self._evaluate else {}
         result = self.call(what, run=self.run, spec=spec.to_dict(), **required, **arguments)[0]
-        seconds = time.monotonic() - began_s
-        switch = Switch(
-            step=int(result["step"]),
-            before=before,
-            after=spec,
-            seconds=seconds,
-            carried=bool(result["carried"]),
-            notes=(*code, *result.get("notes", ())),
-        )
+        step, carried, seconds = int(result["step"]), bool(result["carried"]), time.monotonic() - began_s
+        notes = (*code, *result.get("notes", ()))
+        switch = Switch(step=step, before=before, after=spec, seconds=seconds, carried=carried, notes=notes)
         rewound = switch.step < self.step or (before is not None and before.world_size != spec.world_size)
         if not switch.carried or before is None or rewound:
             self.events.restart(switch.step)
@@ -472,15 +429,6 @@ class Driver:
 
     # -- recovery --------------------------------------------------------------------------------------------------------
 
-    def _policy_after(self, error: ClusterError) -> RecoveryPolicy | None:
-        """How to recover from a failure; None: the run ends. With "ask" this waits for the user."""
-        if not self.recovery.count_failure() or self.control.stop_s is not None:
-            return None
-        self.recovery.add(error, self.step, self.spec.world_size)
-        self.ranks.dispatcher.settle()
-        self.recovery.update(freed_unix_s=time.time())
-        return self.recovery.policy if self.recovery.policy.how == "auto" else self.control.wait_for_recovery(error)
-
     def _recover(self, policy: RecoveryPolicy) -> None:
         """Makes the ranks ready to train again; see the note on sources in `fsdp_lab.runs.recovery`."""
         failure = self.recovery.incidents[-1].sentence
@@ -490,8 +438,10 @@ class Driver:
         if self.recovery.incidents[-1].freed_unix_s is None:
             self.recovery.update(freed_unix_s=time.time())
         self.checkpoints.give_up(f"meanwhile {failure}")
-        if self._ranks_agree(statuses):
-            self._switch(self.spec, fresh=False)
+        steps = {status["step"] for status in statuses.values()}
+        whole = not self.ranks.lost and len(statuses) == self.spec.world_size
+        if whole and len(steps) == 1 and steps != {None}:  # all hold the parameters of the same step
+            self._apply(self.spec, "apply", fresh=False)
             self._recovered(LIVE, failed_at)
             return
         left = len(statuses) or self.spec.world_size
@@ -504,18 +454,12 @@ class Driver:
             if checkpoint is not None:
                 self._restore(spec, checkpoint)
             else:
-                self._switch(spec, fresh=True)
+                self._apply(spec, "apply", fresh=True)
         self._recovered(source, failed_at, notes)
-
-    def _ranks_agree(self, statuses: Mapping[int, Mapping[str, Any]]) -> bool:
-        """Whether no rank is lost and all hold the parameters of the same step."""
-        steps = {status["step"] for status in statuses.values()}
-        return not self.ranks.lost and len(statuses) == self.spec.world_size and len(steps) == 1 and steps != {None}
 
     def _recovered(self, source: str, failed_at: int, notes: tuple[str, ...] = ()) -> None:
         with self.control.changed:
-            self.checkpoints.restart(self.progress.step)
+            self.checkpoints.start = self.progress.step
             self.progress.recover(failed_at)
-        self.recovery.update(
-            source=source, resumed_step=self.progress.step, resumed_ranks=self.spec.world_size, notes=notes
-        )
+        step, ranks = self.progress.step, self.spec.world_size
+        self.recovery.update(source=source, resumed_step=step, resumed_ranks=ranks, notes=notes)

@@ -7,7 +7,7 @@ more than what was asked for (`LIMITS`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -18,7 +18,7 @@ from fsdp_lab.base.formatting import Table, duration, size, traffic
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.runs.parity import Parity, Verdict, parity
 from fsdp_lab.runs.run import Run
-from fsdp_lab.runs.steps import Step, last_stretch
+from fsdp_lab.runs.steps import last_stretch
 from fsdp_lab.runs.summary import Figures, figures
 from fsdp_lab.spec.spec import ENGINE_FIELD, YOURS, Strategy
 
@@ -67,9 +67,8 @@ class EngineCheck:
         columns = ("", *(self.engine if name == YOURS else name for name in self.figures))
         rows = [(title, *map(value, self.figures.values())) for title, value in _FIGURES.items()]
         rows += [(title, *(size(most[role]) for most in self.most_bytes.values())) for title, role in _CLASSES.items()]
-        return Table(
-            columns=columns, rows=tuple(rows) if self.figures else (), caption=self.sentence, left=frozenset({""})
-        )
+        shown = tuple(rows) if self.figures else ()
+        return Table(columns=columns, rows=shown, caption=self.sentence, left=frozenset({""}))
 
     def __repr__(self) -> str:
         return str(self.table()) if self.figures else self.sentence
@@ -126,7 +125,10 @@ def check_engine(run: Callable[..., Run], strategy: Strategy, name: str, most: M
     theirs = run(peer).wait()
     steps = {backend: last_stretch(one.events.steps(), one.spec) for backend, one in ((YOURS, yours), (peer, theirs))}
     measured = {backend: figures(s) for backend, s in steps.items()}
-    classes = {backend: _most_of_each(s) for backend, s in steps.items()}
+    classes: dict[str, dict[Role, int]] = {}
+    for backend, whole in steps.items():
+        held = [sample.classes for step in whole for e in step.events for sample in e.memory_curve]
+        classes[backend] = {role: max((h.of_role(role) for h in held), default=0) for role in Role}
     events = steps[YOURS][-1].events
     model_bytes = sum(e.memory.parameters_bytes for e in events) / (len(events) if strategy.is_replicated else 1)
     excess = tuple(_excess(name, most, measured[YOURS], classes[YOURS], model_bytes))
@@ -137,10 +139,8 @@ def check_engine(run: Callable[..., Run], strategy: Strategy, name: str, most: M
 def _excess(
     name: str, most: Mapping[str, float], measured: Figures, classes: Mapping[Role, int], model_bytes: float
 ) -> Iterator[str]:
-    sent, exposed, all_of_it = (
-        math.nan if spread is None else spread.median
-        for spread in (measured.link_bytes, measured.exposed_comm_s, measured.comm_s)
-    )
+    spreads = (measured.link_bytes, measured.exposed_comm_s, measured.comm_s)
+    sent, exposed, all_of_it = (math.nan if spread is None else spread.median for spread in spreads)
     for key, limit in most.items():
         title, hint, role = LIMITS[key]
         share = exposed / all_of_it if all_of_it else 0.0
@@ -150,9 +150,3 @@ def _excess(
         elif value > limit:
             form, unit = (".0%", "of its communication") if key == "exposed" else (".2f", "model sizes")
             yield f"{name} {title} {value:{form}} {unit}, and at most {limit:{form}} were asked for: {hint}."
-
-
-def _most_of_each(steps: Sequence[Step]) -> dict[Role, int]:
-    """By class, the most at any moment of a ledger step."""
-    samples = [sample for s in steps for e in s.events for sample in e.memory_curve]
-    return {role: max((sample.classes.of_role(role) for sample in samples), default=0) for role in Role}

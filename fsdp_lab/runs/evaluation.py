@@ -53,9 +53,8 @@ class EvalConfig:
     def check(self, spec: Spec) -> None:
         """Raises SpecError where nothing is held out. The ranks, which have the data, check whether it is enough."""
         if not spec.workload.held_out:
-            share = Workload.held_out
-            raise SpecError("workload.held_out", "nothing is held out to evaluate on", f"use held_out {share}",
-                            {"held_out": share})  # fmt: skip
+            reason, share = "nothing is held out to evaluate on", Workload.held_out
+            raise SpecError("workload.held_out", reason, f"use held_out {share}", {"held_out": share})
 
     @property
     def texts(self) -> dict[str, Any]:
@@ -63,10 +62,8 @@ class EvalConfig:
         return {"prompts": list(self.prompts), "sampling": self.sampling.to_dict()} if self.prompts else {}
 
     def due(self, steps: range, until: int | None) -> dict[int, int]:
-        """The first of `steps` after which to evaluate, with the number of samples; empty where there is none.
-
-        `until`: the step before which the run ends; its last step is evaluated, too.
-        """
+        """The first of `steps` after which to evaluate, with the number of samples; empty where there is none. `until`: the
+        step before which the run ends; its last step is evaluated, too."""
         due = [n for n in steps if (n + 1) % self.every == 0 or n + 1 == until]
         return dict.fromkeys(due[:1], self.samples)
 
@@ -120,7 +117,7 @@ class EarlyStopping:
 
     @property
     def reason(self) -> str:
-        """Why to stop, in a sentence; empty: not to stop."""
+        """Says why to stop, in a sentence; empty: not to stop."""
         if self.patience is None or self.stale < self.patience:
             return ""
         times = f"in {self.stale} evaluation{'s' * (self.stale != 1)}"

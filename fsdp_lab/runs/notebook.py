@@ -20,7 +20,7 @@ KEY = "_fsdp_lab_open"  # of the open lab, in the notebook's namespace
 
 
 class NotebookLab(Protocol):
-    """What this module needs of a `Lab`."""
+    """The part of a `Lab` that this module needs."""
 
     @property
     def persistent(self) -> bool: ...
@@ -31,10 +31,8 @@ class NotebookLab(Protocol):
 
 
 def replace_former(lab: NotebookLab) -> None:
-    """Closes the lab that this notebook opened before, and registers `lab` in its place.
-
-    Its ranks are detached instead where they are persistent and the new lab is to attach to them.
-    """
+    """Closes the lab that this notebook opened before, and registers `lab` in its place. Its ranks are detached instead
+    where they are persistent and the new lab is to attach to them."""
     from IPython.core.getipython import get_ipython
 
     shell = get_ipython()
@@ -42,12 +40,9 @@ def replace_former(lab: NotebookLab) -> None:
         return
     former = shell.user_ns.get(KEY)
     if isinstance(former, type(lab)):
-        persistent = lab.persistent and former.persistent
-        same = (
-            persistent
-            and former.cluster.running
-            and former.cluster.assembly.config.identity == lab.cluster.assembly.config.identity
-        )
+        same = lab.persistent and former.persistent and former.cluster.running
+        if same:
+            same = former.cluster.assembly.config.identity == lab.cluster.assembly.config.identity
         former.detach() if same else former.close()
     shell.user_ns[KEY] = lab
 
@@ -77,29 +72,26 @@ class ProgressBar:
         """Draws how far a comparison is."""
         p = sweep.progress
         left = "" if sweep.done or p.left_s is None else f", about {duration(p.left_s)} left"
-        self.show(f"{p.done_steps} of {p.all_steps} steps, {duration(p.seconds)}{left}", p.done_steps, p.all_steps,
-                  over=sweep.done)  # fmt: skip
+        text = f"{p.done_steps} of {p.all_steps} steps, {duration(p.seconds)}{left}"
+        self.show(text, p.done_steps, p.all_steps, over=sweep.done)
 
     def show(self, text: str, done: int | None, total: int = 1, *, over: bool = False) -> None:
         """`done`: None where it is not known how far it is."""
-        with contextlib.suppress(Exception):  # the work goes on also where no bar can be drawn
-            self._draw(text, "" if done is None else f' max="{total}" value="{done}"', over)
-
-    def _draw(self, text: str, value: str, over: bool) -> None:
-        from IPython.core.getipython import get_ipython
-        from IPython.display import HTML, display
-
-        shell = get_ipython()
-        if shell is None or getattr(shell, "kernel", None) is None:
-            return
+        value = "" if done is None else f' max="{total}" value="{done}"'
         mark = "✓" if over else f"<progress{value}></progress>"
-        html = HTML(f"<div>{mark} <span>{escape(text)}</span></div>")  # type: ignore[no-untyped-call]
-        if self._handle is None:
-            self._handle = display(html, display_id=True)  # type: ignore[no-untyped-call]
-        else:
-            self._handle.update(html)
-        if over:
-            self._handle = None  # what comes next shows a bar of its own
+        with contextlib.suppress(Exception):  # the work goes on also where no bar can be drawn
+            from IPython.core.getipython import get_ipython
+            from IPython.display import HTML, display
+
+            if getattr(get_ipython(), "kernel", None) is None:
+                return
+            html = HTML(f"<div>{mark} <span>{escape(text)}</span></div>")  # type: ignore[no-untyped-call]
+            if self._handle is None:
+                self._handle = display(html, display_id=True)  # type: ignore[no-untyped-call]
+            else:
+                self._handle.update(html)
+            if over:
+                self._handle = None  # what comes next shows a bar of its own
 
 
 @contextlib.contextmanager

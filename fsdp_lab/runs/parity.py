@@ -22,7 +22,7 @@ that late, in runs that were not equal before, is detected only if it changes lo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -82,7 +82,7 @@ class Parity:
 
 @dataclass(frozen=True, kw_only=True)
 class StepDigest:
-    """What all ranks agree on after one step."""
+    """The facts that all ranks agree on after one step."""
 
     loss: float
     norm: float
@@ -101,15 +101,18 @@ def parity(baseline: RunView, other: RunView) -> Parity:
     of_baseline, of_other = digests(baseline.events.steps()), digests(other.events.steps())
     diverged = next((n for n, digest in of_other.items() if digest.diverged), None)
     if diverged is not None:
-        return Parity(verdict=Verdict.DIFFERENT, first_step=diverged, what="replicas",
-                      sentence=f"different: from step {diverged} on its replicas hold different parameters")  # fmt: skip
+        sentence = f"different: from step {diverged} on its replicas hold different parameters"
+        return Parity(verdict=Verdict.DIFFERENT, first_step=diverged, what="replicas", sentence=sentence)
     common = sorted(of_baseline.keys() & of_other.keys())
     if not common:
         return Parity(verdict=Verdict.UNKNOWN, sentence="no step in common yet")
-    found = _compare([(n, of_baseline[n], of_other[n]) for n in common], _coarsest(baseline, other))
-    if found.verdict is Verdict.WITHIN and any(s.workload.torch_optimizer.is_fused for s in _specs(baseline, other)):
-        return replace(found, sentence=f"{found.sentence}; {FUSED}")
-    return found
+    specs = [*_specs(baseline), *_specs(other)]
+    dtypes = {dtype for spec in specs for dtype in (spec.strategy.dtypes.param, spec.strategy.dtypes.reduce)}
+    widest = max((BOUNDS[dtype] for dtype in dtypes), key=lambda bound: bound.loss)
+    judged = _compare([(n, of_baseline[n], of_other[n]) for n in common], widest)
+    if judged.verdict is Verdict.WITHIN and any(spec.workload.torch_optimizer.is_fused for spec in specs):
+        return replace(judged, sentence=f"{judged.sentence}; {FUSED}")
+    return judged
 
 
 def digests(steps: Iterable[Step]) -> dict[int, StepDigest]:
@@ -122,13 +125,13 @@ def _digest(step: Step) -> StepDigest:
     for e in step.events:
         if e.checksum is not None:
             by_replica[e.replica] = (by_replica.get(e.replica, 0) + e.checksum) % (1 << 64)
-    checksum, first = next(iter(by_replica.values()), None), step.events[0]
-    return StepDigest(loss=first.mean_loss, norm=first.grad_norm, checksum=checksum,
-                      diverged=len(set(by_replica.values())) > 1, skipped=first.skipped)  # fmt: skip
+    sums, first = [*dict.fromkeys(by_replica.values()), None], step.events[0]
+    loss, norm = first.mean_loss, first.grad_norm
+    return StepDigest(loss=loss, norm=norm, checksum=sums[0], diverged=len(sums) > 2, skipped=first.skipped)
 
 
 def _incomparable(one: Spec, other: Spec) -> str:
-    """Why two runs are not the same training; empty where they are."""
+    """Says why two runs are not the same training; empty where they are."""
     differing = [name for name in TRAINED if getattr(one.workload, name) != getattr(other.workload, name)]
     if one.workload.torch_optimizer.hyperparameters != other.workload.torch_optimizer.hyperparameters:
         differing.append("optimizer_args")
@@ -140,15 +143,8 @@ def _incomparable(one: Spec, other: Spec) -> str:
     return f"another training: {', '.join(differing)} differ{'s' if len(differing) == 1 else ''}" if differing else ""
 
 
-def _coarsest(one: RunView, other: RunView) -> RoundingBound:
-    """The widest bound among the dtypes in which either run computed or reduced."""
-    dtypes = {d for spec in _specs(one, other) for d in (spec.strategy.dtypes.param, spec.strategy.dtypes.reduce)}
-    return max((BOUNDS[dtype] for dtype in dtypes), key=lambda bound: bound.loss)
-
-
-def _specs(*runs: RunView) -> Iterator[Spec]:
-    for run in runs:
-        yield from (spec for spec in (run.spec, *(s.after for s in run.switches)) if isinstance(spec, Spec))
+def _specs(run: RunView) -> list[Spec]:
+    return [spec for spec in (run.spec, *(s.after for s in run.switches)) if isinstance(spec, Spec)]
 
 
 def early_bound(bound: float, since: int) -> float:
@@ -183,7 +179,7 @@ def _compare(common: list[tuple[int, StepDigest, StepDigest]], bound: RoundingBo
 
 
 def _early(a: StepDigest, b: StepDigest, bound: RoundingBound, since: int) -> tuple[str, str] | None:
-    """What is beyond its bound in a step while parameters are practically equal, and how; None: nothing."""
+    """The part that is beyond its bound in a step while parameters are practically equal, and how; None: nothing."""
     if a.skipped != b.skipped:
         which = "the baseline" if a.skipped else "it"
         return "skipped step", f"{which} skipped it: gradients overflowed at its loss scale"
@@ -210,7 +206,7 @@ def _late(newest: list[tuple[int, StepDigest, StepDigest]], bound: RoundingBound
 
 
 def _unequal(a: StepDigest, b: StepDigest) -> str:
-    """Which part of a step is not equal; empty: all are."""
+    """The part of a step that is not equal; empty: all are."""
     if a.loss != b.loss and not (math.isnan(a.loss) and math.isnan(b.loss)):
         return "loss"
     if _beyond(a.norm, b.norm, NORM_ROUNDING):
@@ -221,7 +217,7 @@ def _unequal(a: StepDigest, b: StepDigest) -> str:
 
 
 def _beyond(x: float, y: float, limit: float) -> bool:
-    """Whether the relative difference is above the limit. Infinities and NaN are equal to themselves only."""
+    """Tells whether the relative difference is above the limit. Infinities and NaN are equal to themselves only."""
     if not (math.isfinite(x) and math.isfinite(y)):
         return not (x == y or (math.isnan(x) and math.isnan(y)))
     return abs(x - y) > limit * max(abs(x), abs(y), 1e-12)

@@ -29,9 +29,9 @@ from fsdp_lab.spec.workload import CODE_FIELDS, Workload
 
 WITHIN = 0.10
 SAME_WORK = tuple(name for name, row in FIELDS.items() if row.samples or name in (*CODE_FIELDS, "lora", "link"))
-_NO_TOGGLES = ("engine", "devices")
-TOGGLES = tuple(name for kind in (Strategy, Workload, Spec) for name, row in rows_of(kind).items()
-                if (kind is not Workload or row.same_work) and name not in _NO_TOGGLES)  # fmt: skip
+_OF_WORKLOAD = tuple(name for name, row in rows_of(Workload).items() if row.same_work)
+_CHOSEN = (*rows_of(Strategy), *_OF_WORKLOAD, *rows_of(Spec))
+TOGGLES = tuple(name for name in _CHOSEN if name not in ("engine", "devices"))
 FITS = "What fits is judged by the allocator's peak; a device's context, libraries and fragmentation take some more."
 SAME_MEMORY = 0.01  # peaks that differ by less count as equal
 
@@ -59,7 +59,7 @@ class Toggle:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Recommendation:
-    """Labels are those of the comparison's rows.
+    """A recommendation, with the labels of the comparison's rows.
 
     Attributes:
         fastest, smallest: labels; None where no run can be recommended. fastest_run, smallest_run: the runs themselves.
@@ -90,23 +90,15 @@ class Recommendation:
         return str(self)
 
     def _repr_html_(self) -> str:
-        def items(lines: Sequence[str]) -> str:
-            return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>" if lines else ""
-
         chosen = "".join(f"<p><b>{escape(s)}</b></p>" for s in self.sentences)
         notes = "".join(f"<p><small>{escape(n)}</small></p>" for n in self.notes)
-        return chosen + items(self.lines()[len(self.sentences) :]) + notes
+        items = "".join(f"<li>{escape(line)}</li>" for line in self.lines()[len(self.sentences) :])
+        return chosen + (f"<ul>{items}</ul>" if items else "") + notes
 
 
 def recommend(runs: Comparison | Sequence[RunView | Refusal], limit_bytes: int | None = None) -> Recommendation:
-    """By the rule in the module's docstring.
-
-    Args:
-        limit_bytes: device memory per rank; None: that of the devices that the runs used.
-
-    Raises:
-        ArgumentError: a limit that is not a number of bytes.
-    """
+    """Recommends by the rule in the module's docstring. `limit_bytes`: device memory per rank; None: that of the runs'
+    devices. Raises ArgumentError: a limit that is not a number of bytes."""
     if limit_bytes is not None:
         check_whole("limit_bytes", limit_bytes, wanted="a whole number of bytes, or nothing")
     compared = runs if isinstance(runs, Comparison) else Comparison.of(runs)
@@ -131,11 +123,8 @@ def recommend(runs: Comparison | Sequence[RunView | Refusal], limit_bytes: int |
     )
 
 
-# -- candidates -------------------------------------------------------------------------------------------------------
-
-
 def _excluded(compared: Comparison, row: Row, limit_bytes: int | None) -> str:
-    """Why it is not a candidate; empty where it is one."""
+    """Says why it is not a candidate; empty where it is one."""
     if not row.figures.steps:
         return f"{row.state} before a step was measured" + (f" ({row.reason})" if row.reason else "")
     if row.differs and row.parity:
@@ -162,10 +151,8 @@ def _smallest(rows: Sequence[Row]) -> Row | None:
     return max((row for row in rows if (row.figures.peak_memory_bytes or 0) <= least), key=_speed, default=None)
 
 
-def _sentences(
-    fastest: Row | None, smallest: Row | None, alike: Sequence[str], limit_bytes: int | None
-) -> tuple[str, ...]:
-    """The recommendation. `alike`: the others that are not told apart in time from the fastest."""
+def _sentences(fastest: Row | None, smallest: Row | None, alike: Sequence[str], limit: int | None) -> tuple[str, ...]:
+    """The recommendation. `alike`: the others that are not told apart in time from the fastest. `limit`: in bytes."""
     if fastest is None or smallest is None:
         return ("None of these runs can be recommended.",)
 
@@ -173,7 +160,7 @@ def _sentences(
         peak = size(row.figures.peak_memory_bytes)
         return f"{row.label} ({row.name}): {count(_speed(row))} tokens/s, peak {peak} a rank"
 
-    room = f"fits in {size(limit_bytes)} a rank" if limit_bytes else "fits"
+    room = f"fits in {size(limit)} a rank" if limit else "fits"
     first = f"The fastest that {room} is {described(fastest)}."
     first += f" Not told apart from it in time: {', '.join(alike)}; it is the smallest of them." if alike else ""
     if smallest is fastest:
@@ -181,11 +168,8 @@ def _sentences(
     return (first, f"The smallest within {WITHIN:.0%} of its time is {described(smallest)}.")
 
 
-# -- toggles ------------------------------------------------------------------------------------------------------
-
-
 def toggles(rows: Sequence[Row]) -> tuple[Toggle, ...]:
-    """From every pair of runs that differ in one field alone, in order of fields."""
+    """Judges every pair of runs that differ in one field alone, in order of fields."""
     by_values: dict[tuple[str, str, str], list[tuple[Row, Row]]] = {}
     for a, b in combinations(rows, 2):
         fields = [name for name in a.flat if a.flat[name] != b.flat[name]]
@@ -220,15 +204,14 @@ def _pair(taken: Row, instead: Row) -> Pair:
 
 
 def _medians(pairs: Sequence[Pair]) -> tuple[float | None, float | None]:
-    """Of the ratios of memory and of time; None: not measured."""
+    """The medians of the ratios of memory and of time; None: not measured."""
     return median([p.memory for p in pairs if p.memory]), median([p.time.median for p in pairs if p.time])
 
 
 def _effect(pairs: Sequence[Pair]) -> str:
     """The rest of the sentence: what was saved, and what it cost. The order of the values makes sure that this is time."""
-    source = (
-        f"{pairs[0].taken} and {pairs[0].instead}" if len(pairs) == 1 else f"median and range of {len(pairs)} pairs"
-    )
+    one = f"{pairs[0].taken} and {pairs[0].instead}"
+    source = one if len(pairs) == 1 else f"median and range of {len(pairs)} pairs"
     memory, _ = _medians(pairs)
     verb, time = _time([p.time for p in pairs if p.time])
     if memory is not None and abs(memory - 1) >= SAME_MEMORY:

@@ -51,7 +51,7 @@ class RecoveryPolicy:
 
     @classmethod
     def of(cls, given: RecoveryPolicy | str | bool | None) -> RecoveryPolicy:
-        """From a policy, its `how`, or a bool: True is "auto". Raises ArgumentError."""
+        """Makes one from its `how`, or from a bool: True is "auto". Raises ArgumentError."""
         if isinstance(given, RecoveryPolicy):
             return given
         if given is None or isinstance(given, bool):
@@ -82,7 +82,7 @@ class Incident:
 
     @property
     def seconds(self) -> float | None:
-        """From the failure (from its detection, where that is unknown) to the next step; None before that."""
+        """The time from the failure (or its detection) to the next step; None before that."""
         if self.resumed_unix_s is None:
             return None
         return self.resumed_unix_s - (self.failed_unix_s or self.detected_unix_s)
@@ -115,9 +115,8 @@ class Predecessor:
 class Recovery:
     """The failures of one run. Used by the run's driver alone, but for `injected_unix_s`, which any thread may set.
 
-    Attributes:
-        incidents: oldest first. predecessor: the failed run that this one continues; None: there is none.
-        injected_unix_s: when a fault was injected that has not been detected yet.
+    `incidents`: oldest first. `predecessor`: the failed run that this one continues; None: there is none.
+    `injected_unix_s`: when a fault was injected that has not been detected yet.
     """
 
     def __init__(self, policy: RecoveryPolicy, predecessor: Predecessor | None) -> None:
@@ -135,15 +134,10 @@ class Recovery:
         """A new incident, detected now. A RankError has the time of the failure, a RankLost that of its detection."""
         unix_s = getattr(error, "unix_s", None)
         raised = isinstance(error, RankError)
-        self.incidents.append(
-            Incident(
-                error=error,
-                step=step,
-                ranks=ranks,
-                failed_unix_s=unix_s if raised else self.injected_unix_s,
-                detected_unix_s=time.time() if raised or unix_s is None else unix_s,
-            )
-        )
+        failed = unix_s if raised else self.injected_unix_s
+        detected = time.time() if raised or unix_s is None else unix_s
+        incident = Incident(error=error, step=step, ranks=ranks, failed_unix_s=failed, detected_unix_s=detected)
+        self.incidents.append(incident)
         self.injected_unix_s = None
 
     def update(self, **changes: Any) -> None:
@@ -158,16 +152,14 @@ class Recovery:
 
 
 def path_on_ranks(ranks: Cluster, path: Path) -> str:
-    """As ranks find it: on other hosts what is temporary is in a temporary folder of theirs."""
+    """The path as ranks need it: on other hosts what is temporary is in a temporary folder of theirs."""
     temporary = path.parent.name.startswith(STATE_PREFIX)
     return f"{path.parent.name}/{path.name}" if temporary and not ranks.local else str(path)
 
 
 def rescue(ranks: Cluster, statuses: Mapping[int, Mapping[str, Any]], root: Path) -> Checkpoint | str:
     """Writes the state of the surviving ranks as a checkpoint in `root`. Returns why not, where it is incomplete.
-
-    `statuses`: `Session.status` by rank; only ranks at the same step can write together.
-    """
+    `statuses`: `Session.status` by rank; only ranks at the same step can write together."""
     why = "no rank holds a training"
     for step in sorted({s["step"] for s in statuses.values() if s["step"] is not None}, reverse=True):
         writers = [rank for rank, s in statuses.items() if s["step"] == step]
@@ -204,9 +196,8 @@ def whole_state(ranks: Cluster, statuses: Sequence[Mapping[str, Any]]) -> Iterat
     with temporary_state(ranks) as root:
         state = rescue(ranks, dict(enumerate(statuses)), root)
         if isinstance(state, str):
-            raise SpecError(
-                "world_size", f"the ranks could not write their state first: {state}", "make room in TMPDIR"
-            )
+            reason = f"the ranks could not write their state first: {state}"
+            raise SpecError("world_size", reason, "make room in TMPDIR")
         yield state
 
 
@@ -234,8 +225,7 @@ def refitted(spec: Spec, ranks: int) -> tuple[Spec, tuple[str, ...]]:
 
     The global batch is preserved where it can be divided: by accumulating more or fewer micro-batches, else by smaller ones.
 
-    Raises:
-        SpecError: the strategy is impossible on so many ranks.
+    Raises SpecError: the strategy is impossible on so many ranks.
     """
     if ranks == spec.world_size:
         return spec, ()

@@ -22,14 +22,12 @@ from fsdp_lab.cluster import ClusterError
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.sent_code import with_code
 from fsdp_lab.planner.questions import require_memory
-from fsdp_lab.runs.awaited import Awaited
-from fsdp_lab.runs.control import FaultRequest, GenerateRequest, Request, RunControl, SwitchRequest
+from fsdp_lab.runs.control import FaultRequest, GenerateRequest, Request, SwitchRequest
 from fsdp_lab.runs.driver import Driver, Progress
 from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig
 from fsdp_lab.runs.recovery import Incident, Predecessor, Recovery, RecoveryPolicy, refitted
 from fsdp_lab.runs.saving import CheckpointConfig, CheckpointSchedule, SavedCheckpoint
-from fsdp_lab.runs.steps import EventStore
-from fsdp_lab.runs.view import RunQueries, RunState
+from fsdp_lab.runs.view import Awaited, RunQueries, RunState
 from fsdp_lab.spec.checkpoint_format import Checkpoint
 from fsdp_lab.spec.faults import Fault
 from fsdp_lab.spec.spec import Spec
@@ -70,12 +68,9 @@ class Run(RunQueries, Awaited["Run"]):
         start: Checkpoint | None = None,
         broken: Run | None = None,
     ) -> None:
-        """
-        Args:
-            share: steps of a turn, after which the run is suspended until `take_turn` and others may use the ranks.
-            prepare: called on the driver's thread before anything is sent: makes the ranks ready for a Spec.
-            start: the checkpoint to start from. broken: a failed run to continue.
-            the others: as of `Lab.run`.
+        """`share`: steps of a turn, after which the run is suspended until `take_turn` and others may use the ranks.
+        `prepare`: called on the driver's thread before anything is sent: makes the ranks ready for a Spec. `start`: the
+        checkpoint to start from. `broken`: a failed run to continue. The others: as of `Lab.run`.
         """
         super().__init__()
         for name, value, none in (("steps", steps, "no end"), ("ledger_every", ledger_every, "only requested ones")):
@@ -86,32 +81,26 @@ class Run(RunQueries, Awaited["Run"]):
         self.evaluate = EvalConfig.of(evaluate)
         self.saving, self.recovering = saving, recovering or RecoveryPolicy()
         self.started_unix_s = time.time()
-        self.events = EventStore()
         self._check_evaluation(spec)
         failed = None
         if broken is not None:
             failed = Predecessor(id=broken.id, step=broken.step, error=broken.error or ClusterError(broken.reason))
-        self._control = RunControl()
         self._driver = Driver(
             self.id,
             ranks,
             spec,
             prepare,
-            control=self._control,
-            events=self.events,
             progress=Progress(steps, share, failed.step if failed is not None else 0),
             checkpoints=CheckpointSchedule(saving, self.id, start.step if start is not None else 0),
             evaluate=self.evaluate,
             recovery=Recovery(self.recovering, failed),
             ledger_every=ledger_every,
         )
-        self.switches = self._driver.switches
+        self._control, self.events, self.switches = self._driver.control, self._driver.events, self._driver.switches
         self.incidents: Sequence[Incident] = self._driver.recovery.incidents
         self.on_best = self._driver.on_best
         arguments = (start, fresh, self._end)
         threading.Thread(target=self._driver.drive, args=arguments, name=f"fsdp_lab-run-{self.id}", daemon=True).start()
-
-    # -- state ------------------------------------------------------------------------------------------------------
 
     @property
     def spec(self) -> Spec:
@@ -134,12 +123,12 @@ class Run(RunQueries, Awaited["Run"]):
 
     @property
     def reason(self) -> str:
-        """Why the run is in its state, in a sentence, or empty."""
+        """Says why the run is in its state, in a sentence, or empty."""
         return self._control.reason
 
     @property
     def error(self) -> BaseException | None:
-        """Why the run failed or is broken; None: it is neither."""
+        """The error of a run that failed or is broken; None: it is neither."""
         return self._control.error
 
     @property
@@ -179,7 +168,7 @@ class Run(RunQueries, Awaited["Run"]):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """How far to trust the times: on the ranks' placement, and from the last switch."""
+        """Remarks on how far to trust the times: on the ranks' placement, and from the last switch."""
         switched = self.switches[-1].notes if self.switches else ()
         return tuple(dict.fromkeys([*self._driver.ranks.notes, *switched]))
 
@@ -188,8 +177,6 @@ class Run(RunQueries, Awaited["Run"]):
         until = self._driver.progress.until
         of = f" of {until}" if until is not None else ""
         return f"<Run {self.id}: {self.state.value}{reason}, step {self.step}{of}, spec {self.spec.id}>"
-
-    # -- requests ---------------------------------------------------------------------------------------------------
 
     def apply(self, spec: Spec | None = None, *, anyway: bool = False, **changes: Any) -> SwitchRequest:
         """Trains another Spec from the next chunk on: `run.apply(sharding="shard_grad_op")`. Returns at once.
@@ -200,12 +187,10 @@ class Run(RunQueries, Awaited["Run"]):
 
         Changes are made to the pending Spec, else to the applied one. A newer request replaces a pending one.
 
-        Raises:
-            SpecError: an invalid Spec, or more ranks than a given cluster has engines, or, without `anyway`, more memory
-                than there is, as the planner knows.
-            ClusterError: the run is over.
+        Raises SpecError: an invalid Spec, or more ranks than a given cluster has engines, or, without `anyway`, more memory
+        than there is, as the planner knows. ClusterError: the run is over.
         """
-        with self._control.changed:
+        with self._control.changing():
             self._require_live("start another one with lab.run")
             base = spec or self.pending or self.spec
             if changes.get("world_size", base.world_size) != base.world_size:
@@ -215,29 +200,21 @@ class Run(RunQueries, Awaited["Run"]):
             self._check_evaluation(wanted)
             if not anyway:
                 require_memory(wanted, self._driver.ranks.memory, "lab.current.apply", former=self.spec)
-            return self._control.request_switch(wanted)
+            self._control.pending = wanted
+            self._control.switches.append(request := SwitchRequest(wanted))
+            return request
 
     def ledger(self) -> None:
-        """Makes the next step a ledger step: it measures memory by class and over time, and is left out of medians.
-
-        Its events have `ledger` set and a `memory_curve`. The third step after each switch always is one.
-
-        Raises:
-            ClusterError: the run is over.
+        """Makes the next step a ledger step, as the third after each switch is: it measures memory by class and over time,
+        and is left out of medians. Its events have `ledger` set and a `memory_curve`. Raises ClusterError: the run is over.
         """
         with self._control.changing():
             self._require_live("start another one with lab.run")
             self._control.ledger = True
 
     def save(self, folder: str | os.PathLike[str] | None = None) -> Request[Checkpoint]:
-        """Takes a checkpoint after the running chunk. Returns at once; waiting is optional.
-
-        Args:
-            folder: for this and all later checkpoints of the run, that of its last step included; None: that of `saving`.
-
-        Raises:
-            ArgumentError: of the folder, or there is none. ClusterError: the run is over.
-        """
+        """Takes a checkpoint after the running chunk. Returns at once; waiting is optional. `folder`: for this and all later
+        checkpoints of the run; None: that of `saving`. Raises ArgumentError without a folder, ClusterError if it is over."""
         config = self.saving
         if folder is not None:
             config = CheckpointConfig(folder=folder) if config is None else replace(config, folder=folder)
@@ -253,11 +230,8 @@ class Run(RunQueries, Awaited["Run"]):
 
         The result is a list, a text for each prompt. `Run.completions` has what an evaluation with prompts generated.
 
-        Args:
-            sampling: fields of `Sampling`: new_tokens, temperature, top_k, top_p, seed.
-
-        Raises:
-            ArgumentError: of a prompt, or of `sampling`. ClusterError: the run is over.
+        `sampling`: fields of `Sampling`: new_tokens, temperature, top_k, top_p, seed. Raises ArgumentError: of a prompt, or
+        of `sampling`. ClusterError: the run is over.
         """
         given, wanted = checked_prompts(prompts), Sampling(**sampling)
         with self._control.changing():
@@ -269,8 +243,7 @@ class Run(RunQueries, Awaited["Run"]):
         """Recovers from a failure: "same" replaces the lost ranks, "fewer" continues with those that are left; None: as
         `recovering` says. Returns at once; the result is in `incidents`.
 
-        Raises:
-            SpecError: of `ranks`, or a strategy that is impossible on so few. ClusterError: the run is not broken.
+        Raises SpecError: of `ranks`, or a strategy that is impossible on so few. ClusterError: the run is not broken.
         """
         policy = replace(self.recovering, ranks=ranks or self.recovering.ranks)
         if policy.ranks == "fewer":
@@ -282,10 +255,7 @@ class Run(RunQueries, Awaited["Run"]):
 
     def arm(self, fault: Fault | None) -> FaultRequest:
         """Injects a fault from the next chunk on; None: disarms those that are armed. Returns at once; waiting is optional.
-
-        Raises:
-            ArgumentError: a fault that these ranks cannot have. ClusterError: the run does not train.
-        """
+        Raises ArgumentError: a fault that these ranks cannot have. ClusterError: the run does not train."""
         with self._control.changing():
             if self.state not in (RunState.RUNNING, RunState.PAUSED):
                 raise ClusterError(f"run {self.id} is {self.state.value}; a fault can be armed only while it trains")
@@ -326,11 +296,8 @@ class Run(RunQueries, Awaited["Run"]):
             self._control.paused = False
 
     def stop(self, timeout_s: float = STOP_S, reason: str = "") -> bool:
-        """Ends the run: waits a moment for the chunk, then interrupts the step in progress, on all ranks alike.
-
-        Returns whether it is over within `timeout_s`; with 0 it only leaves the request, as a widget's callback should.
-        Processes of ranks that do not answer the interrupt are ended after a while. Idempotent.
-        """
+        """Ends the run: waits a moment for the chunk, then interrupts the step in progress, on all ranks alike, and
+        later ends ranks that do not answer. Returns whether it is over within `timeout_s`; 0 only leaves the request."""
         self._control.request_stop(reason)
         return self._wait_over(timeout_s) if timeout_s > 0 else self.done
 
@@ -340,12 +307,12 @@ class Run(RunQueries, Awaited["Run"]):
             return
         most = self._driver.ranks.most_ranks
         if most is not None and wanted.world_size > most:
-            raise SpecError("world_size", f"{wanted.world_size} ranks are more than the {most} that there is room for",
-                            "take fewer, or start more engines of a cluster of yours", {"world_size": most})  # fmt: skip
+            reason = f"{wanted.world_size} ranks are more than the {most} that there is room for"
+            hint = "take fewer, or start more engines of a cluster of yours"
+            raise SpecError("world_size", reason, hint, {"world_size": most})
         if self._driver.progress.share is not None:
-            raise SpecError(
-                "world_size", "runs that take turns keep their ranks", "give compare a list: world_size=[2, 4]"
-            )
+            hint = "give compare a list: world_size=[2, 4]"
+            raise SpecError("world_size", "runs that take turns keep their ranks", hint)
 
     def _check_evaluation(self, spec: Spec) -> None:
         """Raises SpecError where the Spec holds nothing out for the evaluation."""
@@ -369,9 +336,8 @@ class Run(RunQueries, Awaited["Run"]):
 class Drill:
     """A fault injected by `Lab.drill`. `wait()` or `await` it for the Incident, once the run trains again.
 
-    Attributes:
-        kind, rank, run: which fault, in which rank of which run. made_unix_s: when. step: steps committed by then.
-        request: for the ranks to arm it; None: it is a signal.
+    `kind`, `rank`, `run`: which fault, in which rank of which run. `made_unix_s`: when. `step`: steps committed by then.
+    `request`: for the ranks to arm it; None: it is a signal.
     """
 
     def __init__(self, kind: str, rank: int, run: Run) -> None:
@@ -387,15 +353,15 @@ class Drill:
 
     @property
     def refused(self) -> FieldError | None:
-        """Why these ranks cannot have this fault, as a slow link over NCCL; the run continues. None: they can, or it is not
-        known yet."""
+        """The error of ranks that cannot have this fault, as a slow link over NCCL; the run continues. None: they can, or it
+        is not known yet."""
         error = self.request.error if self.request is not None else None
         return error if isinstance(error, FieldError) else None
 
     @property
     def over(self) -> bool:
-        """Whether the run trains again or is over, or the ranks refused the fault. It is not over while the run is BROKEN,
-        waiting for `recover`."""
+        """Tells whether the run trains again or is over, or the ranks refused the fault. It is not over while the run is
+        BROKEN, waiting for `recover`."""
         incident = self.incident
         if self.run.done or self.refused is not None:
             return True
@@ -404,10 +370,8 @@ class Drill:
         return incident is not None and incident.resumed_unix_s is not None
 
     def wait(self, timeout_s: float | None = None) -> Incident | None:
-        """Blocks until it is over. Returns the incident; None for a slow link, which makes nothing fail.
-
-        Raises: the run's error, where it did not recover; `refused`; TimeoutError after `timeout_s`.
-        """
+        """Blocks until it is over. Returns the incident; None for a slow link, which makes nothing fail. Raises: the run's
+        error, where it did not recover; `refused`; TimeoutError after `timeout_s`."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.over:
             if deadline_s is not None and time.monotonic() > deadline_s:

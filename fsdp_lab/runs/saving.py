@@ -19,10 +19,8 @@ LAST = 3
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Where a run's checkpoints go: `CheckpointConfig(folder="checkpoints", every=100)`. Raises ArgumentError.
-
-    The last step is saved, too, unless the run fails.
-    """
+    """Where a run's checkpoints go: `CheckpointConfig(folder="checkpoints", every=100)`. Raises ArgumentError. The last
+    step is saved, too, unless the run fails."""
 
     folder: str | os.PathLike[str]
     every: int | None = None  # steps; None: only on request, and at the end
@@ -36,7 +34,7 @@ class CheckpointConfig:
 
     @classmethod
     def of(cls, given: CheckpointConfig | str | os.PathLike[str] | None) -> CheckpointConfig | None:
-        """From a config, a folder, or None. Raises ArgumentError."""
+        """Makes one from a folder. Raises ArgumentError."""
         return given if given is None or isinstance(given, CheckpointConfig) else cls(folder=given)
 
 
@@ -81,15 +79,14 @@ class CheckpointSchedule:
 
     `request` is called with the run's lock held, all else by its driver; `taken` may be read by any thread.
 
-    Attributes:
-        config: None: the run takes no checkpoints. taken: oldest first.
+    `config`: None where the run takes no checkpoints. `taken`: oldest first.
     """
 
     def __init__(self, config: CheckpointConfig | None, run: str, start: int) -> None:
-        """`start`: the step of the checkpoint that the run starts from, which is not saved again."""
+        """`start`: the step of the checkpoint that the run starts or continues from, which is not saved again."""
         self.config = config
         self.taken: tuple[SavedCheckpoint, ...] = ()
-        self._run, self._start = run, start
+        self._run, self.start = run, start
         self._requests: list[Request[Checkpoint]] = []  # for the next checkpoint
         self._waiting: dict[int, list[Request[Checkpoint]]] = {}  # index in `taken` -> requests that it answers
 
@@ -105,11 +102,11 @@ class CheckpointSchedule:
 
     @property
     def pending(self) -> bool:
-        """Whether a checkpoint is still being written."""
+        """Tells whether a checkpoint is still being written."""
         return any(s.pending for s in self.taken)
 
     def has(self, step: int) -> bool:
-        """Whether the newest checkpoint is of this step."""
+        """Tells whether the newest checkpoint is of this step."""
         return bool(self.taken) and self.taken[-1].step == step
 
     @property
@@ -121,20 +118,14 @@ class CheckpointSchedule:
         return 1 << 30 if self._every is None else self._every - step % self._every
 
     def due(self, step: int) -> bool:
-        """Whether to save this step: it is regular, or requested."""
-        regular = self._every is not None and step % self._every == 0 and step != self._start and not self.has(step)
+        """Tells whether to save this step: it is regular, or requested."""
+        regular = self._every is not None and step % self._every == 0 and step != self.start and not self.has(step)
         return self.requested or regular
-
-    def restart(self, step: int) -> None:
-        """The run continues from this step, which is not saved again."""
-        self._start = step
 
     @contextlib.contextmanager
     def taking(self, kind: str, step: int) -> Iterator[Callable[[Sequence[Mapping[str, Any]]], None]]:
         """The context in which a checkpoint is taken. Yields a function to call with the ranks' results of `Session.save`.
-
-        A FieldError is recorded in `taken`, any other error is raised again; both end the requests.
-        """
+        A FieldError is recorded in `taken`, any other error is raised again; both end the requests."""
         requests = self._requests[:]
         del self._requests[: len(requests)]  # a request that comes meanwhile stays for the next checkpoint
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_lab.base.events import ParameterHolding, PhaseSnapshot, StepEvent
+from fsdp_lab.base.events import PhaseSnapshot, StepEvent
 from fsdp_lab.base.formatting import Table, count, size
 from fsdp_lab.cluster import ClusterError, Interrupted
 from fsdp_lab.cluster.cluster import Cluster
@@ -72,15 +72,11 @@ class StepMoment:
 
     def held_bytes(self, rank: int) -> int:
         """Bytes of parameters on this rank: its fp32 shards, plus what is gathered, in the compute dtype."""
-        return sum(self._bytes_of(p) for p in self.frames[rank].parameters)
-
-    def _bytes_of(self, p: ParameterHolding) -> int:
-        strategy = self.spec.strategy
-        shard = MASTER_BYTES * (p.stop - p.start)
-        one_copy = self.spec.shard_factor == 1 and strategy.dtypes.param == "fp32" and strategy.offload == "none"
-        if p.state == "sharded" or one_copy:
-            return shard
-        return shard + (4 if strategy.dtypes.param == "fp32" else 2) * p.numel
+        is_fp32, parameters = self.spec.strategy.dtypes.param == "fp32", self.frames[rank].parameters
+        shards = sum(MASTER_BYTES * (p.stop - p.start) for p in parameters)
+        if self.spec.shard_factor == 1 and is_fp32 and self.spec.strategy.offload == "none":
+            return shards  # they are what is computed with
+        return shards + sum((4 if is_fp32 else 2) * p.numel for p in parameters if p.state != "sharded")
 
     @property
     def caption(self) -> str:
@@ -89,7 +85,7 @@ class StepMoment:
         return f"{self.direction} · {self.phase}{unit}: {self._description()}"
 
     def _description(self) -> str:
-        """What the phase does, and to how many elements."""
+        """The work of the phase, and on how many elements."""
         parameters = self.frames[0].parameters
         n = count(sum(p.numel for p in parameters if p.unit == self.unit))
         factor = self.spec.shard_factor
@@ -106,24 +102,20 @@ class StepMoment:
             case "reshard":
                 return f"what was gathered of {n} parameters is freed, each rank keeps its shard"
             case "reduce":
-                return self._reduction(n, factor)
+                if self.spec.world_size == 1:
+                    return f"its {n} gradients are complete, there is one rank"
+                if factor == 1:
+                    return f"all-reduce of {n} gradients, each rank gets the mean"
+                more = ", then an all-reduce with the ranks of the same shard" if self.spec.strategy.is_hybrid else ""
+                return f"reduce-scatter of {n} gradients, each rank gets the mean of its shard{more}"
             case "host_copy":
                 return f"{n} elements are copied between host and device"
             case _:
-                return (
-                    f"the optimizer updates {count(sum(p.numel for p in parameters))} parameters, each rank its shards"
-                )
-
-    def _reduction(self, n: str, factor: int) -> str:
-        if self.spec.world_size == 1:
-            return f"its {n} gradients are complete, there is one rank"
-        if factor == 1:
-            return f"all-reduce of {n} gradients, each rank gets the mean"
-        more = ", then an all-reduce with the ranks of the same shard" if self.spec.strategy.is_hybrid else ""
-        return f"reduce-scatter of {n} gradients, each rank gets the mean of its shard{more}"
+                n = count(sum(p.numel for p in parameters))
+                return f"the optimizer updates {n} parameters, each rank its shards"
 
     def table(self) -> Table:
-        """What each rank holds, one row per rank."""
+        """A row for each rank, with what it holds."""
 
         def units(frame: PhaseSnapshot, state: str) -> str:
             return ", ".join(dict.fromkeys(p.unit for p in frame.parameters if p.state == state)) or "–"
@@ -131,8 +123,8 @@ class StepMoment:
         rows = []
         for frame in self.frames:
             held = f"{count(self.held_elements(frame.rank))} of {count(sum(p.numel for p in frame.parameters))}"
-            rows.append((str(frame.rank), held, size(self.held_bytes(frame.rank)), units(frame, "unsharded"),
-                         units(frame, "gathering")))  # fmt: skip
+            whole, gathered = units(frame, "unsharded"), units(frame, "gathering")
+            rows.append((str(frame.rank), held, size(self.held_bytes(frame.rank)), whole, gathered))
         return Table(
             columns=("rank", "elements held", "bytes", "whole", "being gathered"),
             rows=tuple(rows),
@@ -152,9 +144,8 @@ class StepMoment:
 class SlowStep:
     """The step on the ranks; any thread may advance or end it. It does not refer to its iterator, which can be dropped.
 
-    Attributes:
-        moment: the last one. events: one per rank, when the step is over. over, reason, error: whether it is over, and why.
-        ready: whether the Spec is applied on the ranks.
+    `moment`: the last one. `events`: one per rank, when the step is over. `over`, `reason`, `error`: whether it is over,
+    and why. `ready`: whether the Spec is applied on the ranks.
     """
 
     def __init__(self, ranks: Cluster, spec: Spec, prepare: Callable[[Spec], None]) -> None:
@@ -253,7 +244,6 @@ class SlowMotion(Iterator[StepMoment]):
 
     def __init__(self, step: SlowStep) -> None:
         self._step, self.spec = step, step.spec
-        # A dropped iterator must not wait for ranks on the thread that garbage-collects it.
         weakref.finalize(self, _end_later, step).atexit = False
 
     def __next__(self) -> StepMoment:
@@ -283,12 +273,12 @@ class SlowMotion(Iterator[StepMoment]):
 
     @property
     def closed(self) -> bool:
-        """Whether there will be no further moment."""
+        """Tells whether there will be no further moment."""
         return self._step.over
 
     @property
     def reason(self) -> str:
-        """Why it is closed."""
+        """Says why it is closed."""
         return self._step.reason
 
     def close(self) -> None:
@@ -311,6 +301,7 @@ class SlowMotion(Iterator[StepMoment]):
 
 
 def _end_later(step: SlowStep) -> None:
+    """A dropped iterator must not wait for ranks on the thread that garbage-collects it."""
     if not step.over:
         with contextlib.suppress(RuntimeError):  # at interpreter exit, where the lab ends its ranks itself
             threading.Thread(target=step.end, args=("dropped",), name="fsdp_lab-slow-end", daemon=True).start()

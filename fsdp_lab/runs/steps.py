@@ -58,17 +58,17 @@ class Step:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank has reported it."""
+        """Tells whether every rank has reported it."""
         return len(self.events) == self.events[0].world_size
 
     @property
     def counts(self) -> bool:
-        """Whether its times belong in a median."""
+        """Tells whether its times belong in a median."""
         return all(e.counts for e in self.events)
 
     @property
     def mean_loss(self) -> float:
-        """Of a watched loop, whose ranks do not exchange it, over those whose events are here; NaN if one gave no loss."""
+        """The mean over ranks; of a watched loop, whose ranks do not exchange it, over those whose events are here."""
         mean = self.events[0].mean_loss
         return statistics.fmean(e.loss for e in self.events) if math.isnan(mean) else mean
 
@@ -79,7 +79,7 @@ class Step:
 
     @property
     def completions(self) -> tuple[Completion, ...]:
-        """What its evaluation generated, in the order of the prompts, which the ranks take in turns."""
+        """The texts of its evaluation, in the order of the prompts, which the ranks take in turns."""
         turns = itertools.zip_longest(*(e.completions for e in self.events))
         return tuple(c for turn in turns for c in turn if c is not None)
 
@@ -184,8 +184,7 @@ class EventStore:
     the newest `TRACED_STEPS` traced steps and `SPAN_CAP` spans (about 0.3 kB each), memory curves for the newest
     `CURVE_STEPS` ledger steps; older events lose theirs.
 
-    Attributes:
-        attempt: how often the ranks have begun again from an earlier step.
+    `attempt`: how often the ranks have begun again from an earlier step.
     """
 
     def __init__(self, cap: int = CAP, *, traced_steps: int = TRACED_STEPS, span_cap: int = SPAN_CAP) -> None:
@@ -208,11 +207,9 @@ class EventStore:
         *,
         attempt: int | None = None,
     ) -> int:
-        """Appends the events that are new, with `notes` in front of their own. Returns how many were new.
-
-        Events get the current attempt; an event of a later attempt begins that one. `attempt`: in which the events were
-        measured; they are dropped if the ranks have begun again since. None: not checked.
-        """
+        """Appends the events that are new, with `notes` in front of their own. Returns how many were new. Events get the
+        current attempt; one of a later attempt begins that. `attempt`: in which they were measured; if the ranks have begun
+        again since, they are dropped. None: not checked."""
         added = 0
         for given in events:
             rank, step, own_attempt = _key(given)
@@ -223,8 +220,7 @@ class EventStore:
                     self._begin_attempt(own_attempt, step)
                 if self._seen.setdefault(rank, _Seen(self._start)).add(step):
                     self._events.append(self._made(given, notes))
-                    self._note_spans(self._events[-1])
-                    self._note_curve(self._events[-1])
+                    self._drop_oldest(self._events[-1])
                     added += 1
         with self._lock:
             surplus = len(self._events) - self._cap
@@ -233,29 +229,24 @@ class EventStore:
                 self._first += surplus
         return added
 
-    def _note_spans(self, event: StepEvent) -> None:
-        """Drops the oldest spans above the limits. Hold the lock; `event` was appended last."""
-        if not event.spans:
-            return
-        cursor = self._first + len(self._events) - 1
-        self._traced.append((cursor, len(event.spans)))
-        self._spans += len(event.spans)
-        while len(self._traced) > self._traced_steps * len(self._seen) or self._spans > self._span_cap:
-            oldest, spans = self._traced.popleft()
-            self._spans -= spans
-            at = oldest - self._first
-            if at >= 0:
-                self._events[at] = dataclasses.replace(self._events[at], spans=())
-
-    def _note_curve(self, event: StepEvent) -> None:
-        """Drops the oldest memory curves above the limit. Hold the lock."""
-        if not event.memory_curve:
-            return
-        self._curves.append(self._first + len(self._events) - 1)
-        while len(self._curves) > CURVE_STEPS * len(self._seen):
-            at = self._curves.popleft() - self._first
-            if at >= 0:
-                self._events[at] = dataclasses.replace(self._events[at], memory_curve=())
+    def _drop_oldest(self, event: StepEvent) -> None:
+        """Drops the oldest spans and memory curves above the limits. Hold the lock; `event` was appended last."""
+        cursor, surplus = self._first + len(self._events) - 1, list[tuple[int, str]]()
+        if event.spans:
+            self._traced.append((cursor, len(event.spans)))
+            self._spans += len(event.spans)
+            while len(self._traced) > self._traced_steps * len(self._seen) or self._spans > self._span_cap:
+                oldest, spans = self._traced.popleft()
+                self._spans -= spans
+                surplus.append((oldest, "spans"))
+        if event.memory_curve:
+            self._curves.append(cursor)
+            while len(self._curves) > CURVE_STEPS * len(self._seen):
+                surplus.append((self._curves.popleft(), "memory_curve"))
+        for oldest, name in surplus:
+            if (at := oldest - self._first) >= 0:
+                nothing: dict[str, Any] = {name: ()}
+                self._events[at] = dataclasses.replace(self._events[at], **nothing)
 
     def _made(self, given: Mapping[str, Any] | StepEvent, notes: tuple[str, ...]) -> StepEvent:
         if isinstance(given, StepEvent):
@@ -275,8 +266,6 @@ class EventStore:
         for seen in self._seen.values():
             seen.floor, seen.above = step, set()
 
-    # -- reading --------------------------------------------------------------------------------------------------
-
     def since(self, cursor: int = 0) -> tuple[list[StepEvent], int]:
         """(events that arrived since the cursor, the next cursor). 0 is the beginning. Takes time for new events only."""
         with self._lock:
@@ -284,11 +273,8 @@ class EventStore:
             return self._events[start:], self._first + len(self._events)
 
     def columns(self, *names: str, cursor: int = 0) -> tuple[dict[int, dict[str, list[Any]]], int]:
-        """rank -> field -> values that arrived since the cursor, and the next cursor.
-
-        A name is a field or property of StepEvent, or of its memory with a dot: "step", "tflops", "memory.peak_bytes".
-        Raises AttributeError for any other.
-        """
+        """rank -> field -> values that arrived since the cursor, and the next cursor. A name is of StepEvent, or of its
+        memory with a dot: "step", "tflops", "memory.peak_bytes". Raises AttributeError for any other."""
         new, cursor = self.since(cursor)
         for name in names:
             getattr(StepEvent, name.partition(".")[0])  # an unknown name is an error before the first event, too

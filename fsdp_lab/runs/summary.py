@@ -23,9 +23,8 @@ from fsdp_lab.runs.steps import Step, last_stretch
 from fsdp_lab.spec.describe import describe_strategy
 from fsdp_lab.spec.loops import Trained
 
-# The rule of what counts, for readers of the figures.
-RULE = ("Medians (and p10 to p90) leave out the first step after a change and ledger steps; a step's time is that of its "
-        "slowest rank.")  # fmt: skip
+_COUNTS = "Medians (and p10 to p90) leave out the first step after a change and ledger steps"
+RULE = f"{_COUNTS}; a step's time is that of its slowest rank."  # for readers of the figures
 NO_TRAFFIC = Traffic()
 
 
@@ -36,6 +35,12 @@ def summarize(spec: Trained, steps: Sequence[Step]) -> dict[str, Any]:
     kinds = comm_kinds(counted)
     ranks = range(steps[0].world_size if steps else 0)
     times = [s.step_time_s for s in counted]
+
+    def sent_bytes(step: Step, kind: str) -> int:
+        return traffic(step.events[0], kind).link_bytes
+
+    def exposed_seconds(step: Step, kind: str) -> float:
+        return statistics.fmean(traffic(e, kind).exposed_seconds for e in step.events)
 
     def by_rank(value: Callable[[StepEvent], float | None]) -> list[float | None]:
         """For each rank, the median over the steps where the value is not None."""
@@ -56,13 +61,8 @@ def summarize(spec: Trained, steps: Sequence[Step]) -> dict[str, Any]:
         "rss_bytes": [steps[-1].events[r].memory.rss_bytes for r in ranks],
         "loading_bytes": [max(s.events[r].memory.loading_bytes for s in steps) for r in ranks],
         "comm_s_per_step": {k: median(known([comm_seconds(s, k) for s in counted])) for k in kinds},
-        "comm_bytes_per_step": {
-            k: round(statistics.median(traffic(s.events[0], k).link_bytes for s in counted)) for k in kinds
-        },
-        "exposed_comm_s_per_step": {
-            k: median(known([statistics.fmean(traffic(e, k).exposed_seconds for e in s.events) for s in counted]))
-            for k in kinds
-        },
+        "comm_bytes_per_step": {k: round(statistics.median(sent_bytes(s, k) for s in counted)) for k in kinds},
+        "exposed_comm_s_per_step": {k: median(known([exposed_seconds(s, k) for s in counted])) for k in kinds},
         **evaluated(steps),
     }
 
@@ -122,7 +122,7 @@ class Peaks:
 
 
 def comm_seconds(step: Step, kind: str) -> float:
-    """From issue to completion, mean over ranks."""
+    """The time from issue to completion, mean over ranks."""
     return statistics.fmean(traffic(e, kind).seconds for e in step.events)
 
 
@@ -236,8 +236,7 @@ class Ratio:
     trained after the other, it is the ratio of the two medians; p10 and p90 are the ends of its 80 % interval, from the
     order statistics of both samples. Drift of the machine between the two is then part of the ratio.
 
-    Attributes:
-        p10, p90: None where there are too few steps. n: rounds, or the steps of the run that has fewer.
+    `p10`, `p90`: None where there are too few steps. `n`: rounds, or the steps of the run that has fewer.
     """
 
     median: float
@@ -248,14 +247,14 @@ class Ratio:
 
     @property
     def clear(self) -> bool:
-        """Whether it differs from 1: the interval excludes 1, and the median is not within `LEAST` of it."""
+        """Tells whether it differs from 1: the interval excludes 1, and the median is not within `LEAST` of it."""
         if self.p10 is None or self.p90 is None:
             return False
         return not self.p10 <= 1 <= self.p90 and abs(self.median - 1) >= LEAST
 
 
 def ratio(of: Timed, to: Timed) -> Ratio | None:
-    """By the rule in `Ratio`; None where one of the two has no values, or some are not positive."""
+    """Compares by the rule in `Ratio`; None where one of the two has no values, or some are not positive."""
     if not of or not to or min(v for _, v in (*of, *to)) <= 0:
         return None
     rounds = in_rounds(of, to)
@@ -265,7 +264,11 @@ def ratio(of: Timed, to: Timed) -> Ratio | None:
         return Ratio(median=statistics.median(each), p10=p10, p90=p90, n=len(each), pairing=Pairing.ROUNDS)
     upper, lower = [v for _, v in of], [v for _, v in to]
     middle, n = statistics.median(upper) / statistics.median(lower), min(len(upper), len(lower))
-    p10, p90 = _interval(middle, upper, lower) if n >= FEWEST else (None, None)
+    p10 = p90 = None
+    if n >= FEWEST:  # the errors of the two medians, added in quadrature on a logarithmic scale
+        (upper_minus, upper_plus), (lower_minus, lower_plus) = _median_errors(upper), _median_errors(lower)
+        p10 = middle * math.exp(-math.hypot(upper_minus, lower_plus))
+        p90 = middle * math.exp(math.hypot(upper_plus, lower_minus))
     return Ratio(median=middle, p10=p10, p90=p90, n=n, pairing=Pairing.MEDIANS)
 
 
@@ -278,16 +281,8 @@ def in_rounds(of: Timed, to: Timed) -> list[tuple[list[float], list[float]]]:
     return list(zip(*turns, strict=False))  # the last round may lack the other's turn
 
 
-def _interval(middle: float, upper: Sequence[float], lower: Sequence[float]) -> tuple[float, float]:
-    """(p10, p90) of a ratio of medians: their errors, added in quadrature on a logarithmic scale."""
-    (upper_minus, upper_plus), (lower_minus, lower_plus) = _median_errors(upper), _median_errors(lower)
-    return middle * math.exp(-math.hypot(upper_minus, lower_plus)), middle * math.exp(
-        math.hypot(upper_plus, lower_minus)
-    )
-
-
 def _median_errors(values: Sequence[float]) -> tuple[float, float]:
-    """How far below and above the sample's median the true one may be, as logarithms of ratios."""
+    """The distances below and above the sample's median at which the true one may be, as logarithms of ratios."""
     reach = min(0.5, NORMAL_90 / 2 / math.sqrt(len(values)))
     low, middle, high = (quantile(values, q) or 0.0 for q in (0.5 - reach, 0.5, 0.5 + reach))
     return math.log(middle / low), math.log(high / middle)
@@ -306,26 +301,26 @@ def step_table(steps: Sequence[Step], specs: dict[str, Trained], caption: str = 
     if any(e.recompute_flops for step in steps for e in step.events):
         shares["HFU"] = peaks.hfu
     scaled = any(step.events[0].loss_scale is not None for step in steps)
-    figures = ("step", "loss", "grad norm", "lr", *(("loss scale",) if scaled else ()), "step time", "tokens/s",
-               "TFLOPS/rank", *shares, "peak/rank", "comm/rank")  # fmt: skip
+    losses = ("step", "loss", "grad norm", "lr", *(("loss scale",) if scaled else ()))
     # What utilisation is relative to, where a peak is known.
     best = "; ".join(f"{peak / 1e12:.3g} TFLOPS a rank ({source})" for source, peak in peaks.by_source.items())
     recompute = " (HFU counts recompute)" if "HFU" in shares else ""
     relation = (f"{' and '.join(shares)}{recompute} relative to {best}",) if best else ()
     return Table(
-        columns=(*figures, "exposed", "how"),
-        rows=tuple(_row(step, specs.get(step.spec_id), list(shares.values()), scaled) for step in steps),
+        columns=(*losses, "step time", "tokens/s", "TFLOPS/rank", *shares, "peak/rank", "comm/rank", "exposed", "how"),
+        rows=tuple(_row(step, specs.get(step.spec_id), tuple(shares.values()), scaled) for step in steps),
         caption=caption,
         notes=(*legend, *relation, *notes),
         left=frozenset({"how"}),
     )
 
 
-def _row(step: Step, spec: Trained | None, utilisations: Sequence[Callable[[StepEvent], float | None]],
-         scaled: bool) -> tuple[str, ...]:  # fmt: skip
+Share = Callable[[StepEvent], float | None]
+
+
+def _row(step: Step, spec: Trained | None, shares: Sequence[Share], scaled: bool) -> tuple[str, ...]:
     events = step.events
     rate, scale = events[0].lr, events[0].loss_scale
-    means = [of_ranks(step, utilisation) for utilisation in utilisations]
     return (
         f"{step.number}{'' if step.counts else '*'}",
         known_or_dash(step.mean_loss, ".4f"),
@@ -335,7 +330,7 @@ def _row(step: Step, spec: Trained | None, utilisations: Sequence[Callable[[Step
         duration(step.step_time_s),
         count(step.tokens_per_s),
         known_or_dash(statistics.fmean(e.tflops for e in events), ".3g"),
-        *(known_or_dash(mean, ".1%") for mean in means),
+        *(known_or_dash(of_ranks(step, share), ".1%") for share in shares),
         size(max(e.memory.peak_bytes for e in events)),
         duration(statistics.fmean(sum(t.seconds for t in e.comm.values()) for e in events)),
         duration(statistics.fmean(e.exposed_comm_s for e in events)),

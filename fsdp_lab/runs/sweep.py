@@ -20,12 +20,11 @@ from statistics import fmean
 from typing import Any
 
 from fsdp_lab.base.errors import FieldError, SpecError, plain_errors
-from fsdp_lab.runs.awaited import Awaited
 from fsdp_lab.runs.comparison import Comparison, Refusal
 from fsdp_lab.runs.recommendation import Recommendation, recommend
 from fsdp_lab.runs.run import STOP_S, Run
 from fsdp_lab.runs.steps import assemble_all
-from fsdp_lab.runs.view import RunState
+from fsdp_lab.runs.view import Awaited, RunState
 from fsdp_lab.spec.spec import Spec, changed_dict, part_of
 
 ROUNDS = 3
@@ -62,11 +61,11 @@ class Sweep(Awaited["Sweep"]):
         steps: int,
         rounds: int,
         make: Callable[[Spec, int, int], Run],
-        clear: Callable[[], None],
+        clear: Callable[[Spec], None],
         drop: Callable[[list[str]], None],
         suspended: Run | None = None,
     ) -> None:
-        """`make(spec, steps, share)` starts a run; `clear` frees the ranks, once; `drop` deletes suspended runs' states."""
+        """`make(spec, steps, share)` starts a run; `clear(spec)` frees the ranks, once; `drop(ids)` deletes runs' states."""
         super().__init__()
         self.specs, self.refused = tuple({spec.id: spec for spec in specs}.values()), tuple(refused)
         self.steps, self.rounds, self.reason = steps, rounds, ""
@@ -78,8 +77,6 @@ class Sweep(Awaited["Sweep"]):
         self._began_s, self._ended_s = time.monotonic(), 0.0
         self._driver = threading.Thread(target=self._drive, name="fsdp_lab-sweep", daemon=True)
         self._driver.start()
-
-    # -- state ------------------------------------------------------------------------------------------------------
 
     @property
     def current(self) -> Run | None:
@@ -100,7 +97,7 @@ class Sweep(Awaited["Sweep"]):
         return Comparison.of([*self.in_order, *self.refused], baseline=baseline)
 
     def recommend(self, limit_bytes: int | None = None) -> Recommendation:
-        """Which of the runs to use, and what each toggle saved or cost; see `fsdp_lab.runs.recommendation`."""
+        """Recommends one of the runs, and says what each toggle saved or cost; see `fsdp_lab.runs.recommendation`."""
         return recommend(self.comparison(), limit_bytes)
 
     def _repr_html_(self) -> str:
@@ -121,7 +118,7 @@ class Sweep(Awaited["Sweep"]):
         return SweepProgress(done_steps=done, all_steps=self.steps * len(self.specs), seconds=seconds, left_s=left)
 
     def _left_s(self, runs: Sequence[Run]) -> float | None:
-        """From the step times of each run; for runs without steps, from the mean of the others."""
+        """An estimate from the step times of each run; for runs without steps, from the mean of the others."""
         means = {r.id: fmean(s.step_time_s for s in steps) for r in runs if (steps := r.events.last_steps(20))}
         if not means:
             return None
@@ -134,8 +131,6 @@ class Sweep(Awaited["Sweep"]):
         state = "running" if not self.done else f"stopped ({self.reason})" if self.reason else "done"
         refused = f", {len(self.refused)} refused" if self.refused else ""
         return f"<Sweep of {len(self.specs)} runs{refused}: {state}, {p.done_steps} of {p.all_steps} steps>"
-
-    # -- requests ---------------------------------------------------------------------------------------------------
 
     def stop(self, timeout_s: float = 5.0, reason: str = "stopped") -> bool:
         """Ends the current turn and lets no other begin; what was measured stays available. Returns whether it is over
@@ -155,17 +150,18 @@ class Sweep(Awaited["Sweep"]):
             raise self.error
         return self
 
-    # -- the driver -------------------------------------------------------------------------------------------------
-
     def _drive(self) -> None:
         try:
             if self.specs:
-                self._clear()
+                self._clear(self.specs[0])
             if self.suspended is not None:
                 self.suspended.suspend()
                 while not self.suspended.wait_suspended(0.1) and not self._stopped.is_set():
                     pass
-            for specs in self._by_ranks():
+            by_ranks: dict[object, list[Spec]] = {}  # one group after the other: suspended states end with their ranks
+            for spec in self.specs:
+                by_ranks.setdefault((spec.world_size, spec.devices), []).append(spec)
+            for specs in by_ranks.values():
                 self._in_turns(specs)
         except BaseException as e:
             self.error = e
@@ -179,13 +175,6 @@ class Sweep(Awaited["Sweep"]):
                 self.suspended.take_turn()
             self._ended_s = time.monotonic()
             self._end()
-
-    def _by_ranks(self) -> Iterator[list[Spec]]:
-        """Groups of Specs with the same ranks, trained one after the other: suspended states end with their ranks."""
-        groups: dict[object, list[Spec]] = {}
-        for spec in self.specs:
-            groups.setdefault((spec.world_size, spec.devices), []).append(spec)
-        yield from groups.values()
 
     def _in_turns(self, specs: Sequence[Spec]) -> None:
         share = max(LEAST_TURN, -(-self.steps // self.rounds))
@@ -227,12 +216,8 @@ def value_lists(given: Mapping[str, Any]) -> dict[str, list[Any]]:
 def combine(
     base: Spec, lists: Mapping[str, Sequence[Any]], replace: Callable[[Spec, Mapping[str, Any]], Spec]
 ) -> Iterator[Spec | Refusal]:
-    """Every combination of the lists with the base, in order, without repeats; impossible ones as a Refusal.
-
-    Args:
-        lists: flat field name, as in `Spec.replace` -> values.
-        replace: makes the Spec with some fields changed. May raise SpecError.
-    """
+    """Every combination of the lists with the base, in order, without repeats; impossible ones as a Refusal. `lists`: flat
+    field name, as in `Spec.replace` -> values. `replace`: makes the Spec with some fields changed. May raise SpecError."""
     seen: list[Any] = []
     for values in product(*lists.values()):
         changes = dict(zip(lists, values, strict=True))

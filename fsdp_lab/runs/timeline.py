@@ -86,12 +86,13 @@ class Timeline:
 
     @classmethod
     def of(cls, events: Sequence[StepEvent]) -> Timeline:
-        """From the events of one step; those without spans are ignored. Raises ValueError where none has spans."""
+        """Makes it from the events of one step; those without spans are ignored. Raises ValueError where none has spans."""
         traced = sorted((e for e in events if e.spans), key=lambda e: e.rank)
         if not traced:
             raise ValueError("a timeline needs the events of a traced step: none of these has spans")
         valid = {e.rank: sorted(filter(_is_valid, e.spans), key=attrgetter("start_s", "end_s")) for e in traced}
-        compared = {e.rank: e for e in traced if _clock_compared(e)}
+        measured = [e for e in traced if e.clock_error_s is not None and math.isfinite(e.clock_error_s)]
+        compared = {e.rank: e for e in measured if math.isfinite(e.begin_s)}
         contradicted = contradicted_ranks(compared, valid)
         agreed = [e for rank, e in compared.items() if rank not in contradicted]
         zero_s = min((e.begin_s for e in agreed), default=traced[0].begin_s)
@@ -116,8 +117,6 @@ class Timeline:
             contradicted=tuple(sorted(contradicted)),
         )
 
-    # -- results --------------------------------------------------------------------------------------------------
-
     @property
     def missing(self) -> tuple[int, ...]:
         """Ranks that sent no spans of this step."""
@@ -125,7 +124,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """From zero to the end of the last rank's step."""
+        """The time from zero to the end of the last rank's step."""
         return max(lane.end_s for lane in self.lanes)
 
     def exposed(self) -> dict[int, dict[str, float]]:
@@ -134,13 +133,13 @@ class Timeline:
 
     @property
     def waits_unseen(self) -> bool:
-        """Whether spans miss some waits, as over NCCL, where streams wait and not the host. Then exposed communication is
-        known only of the whole step (`StepEvent.exposed_comm_s`, NaN before it was measured)."""
+        """Tells whether spans miss some waits, as over NCCL, where streams wait and not the host. Then exposed
+        communication is known only of the whole step (`StepEvent.exposed_comm_s`, NaN before it was measured)."""
         return any(_has_unseen_waits(lane) for lane in self.lanes)
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """How exactly the lanes are aligned, and what is missing; a sentence each."""
+        """Sentences on how exactly the lanes are aligned, and on what is missing."""
         unseen = UNSEEN_WAITS if self.waits_unseen else ""
         return tuple(filter(None, [self._contradiction(), self._alignment(), self._gaps(), unseen]))
 
@@ -151,11 +150,8 @@ class Timeline:
             return f"{which} aligned to ±{self.clock_error_s * 1e3:.2g} ms."
         if len(self.lanes) < 2 or not own or (self.contradicted and len(own) == 1):
             return ""
-        which, own_start = ("clock", "its own") if len(own) == 1 else ("clocks", "their own")
-        verb = "was" if len(own) == 1 else "were"
-        return (
-            f"The {which} of {_named(own)} {verb} not compared with others: drawn from {own_start} start of the step."
-        )
+        which, were, its = ("clock", "was", "its") if len(own) == 1 else ("clocks", "were", "their")
+        return f"The {which} of {_named(own)} {were} not compared with others: drawn from {its} own start of the step."
 
     def _contradiction(self) -> str:
         if not self.contradicted:
@@ -202,10 +198,8 @@ class Timeline:
         return self.table()._repr_html_()
 
     def export(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the step as a Chrome trace, for ui.perfetto.dev; returns the path.
-
-        Raises ArgumentError for a path that is not a .json or .json.gz file that can be written.
-        """
+        """Writes the step as a Chrome trace, for ui.perfetto.dev; returns the path. Raises ArgumentError for a path that is
+        not a .json or .json.gz file that can be written."""
         return write_trace(path, [self])
 
 
@@ -213,11 +207,9 @@ class Timeline:
 
 
 def contradicted_ranks(events: Mapping[int, StepEvent], spans: Mapping[int, Sequence[Span]]) -> set[int]:
-    """Ranks whose clocks must be wrong: a collective that needs all ranks ended before one of them issued it.
-
-    Such a pair is a conflict between two ranks. The rank with the most conflicts is taken for the wrong one, until there is
-    no conflict left; of two with as many, the higher rank, because rank 0's clock is the reference.
-    """
+    """Ranks whose clocks must be wrong: a collective that needs all ranks ended before one of them issued it, which is a
+    conflict of two. The rank with most conflicts is taken for the wrong one, until none is left; of two with as many the
+    higher rank, because rank 0's clock is the reference."""
     conflicts: dict[int, set[int]] = {}
     for issued, ended in _meetings(events, spans).values():
         if min(ended.values()) + TOLERANCE_S >= max(issued.values()):
@@ -237,12 +229,13 @@ def contradicted_ranks(events: Mapping[int, StepEvent], spans: Mapping[int, Sequ
     return wrong
 
 
-def _meetings(
-    events: Mapping[int, StepEvent], spans: Mapping[int, Sequence[Span]]
-) -> dict[tuple[str, int, Track], tuple[dict[int, float], dict[int, float]]]:
+Meetings = dict[tuple[str, int, Track], tuple[dict[int, float], dict[int, float]]]
+
+
+def _meetings(events: Mapping[int, StepEvent], spans: Mapping[int, Sequence[Span]]) -> Meetings:
     """Collective -> (rank -> the earliest time at which it can have been issued, rank -> the latest at which it can have
     ended), on rank 0's clock. A collective with more ranks than its group has is left out."""
-    times: dict[tuple[str, int, Track], tuple[dict[int, float], dict[int, float]]] = {}
+    times: Meetings = {}
     ambiguous = set()
     for rank, e in events.items():
         error_s = e.clock_error_s or 0.0
@@ -267,13 +260,8 @@ def _has_unseen_waits(lane: RankLane) -> bool:
     return not all_s <= 1.05 * in_spans_s + TOLERANCE_S  # True with NaN
 
 
-def _clock_compared(event: StepEvent) -> bool:
-    error_s = event.clock_error_s
-    return error_s is not None and math.isfinite(error_s) and math.isfinite(event.begin_s)
-
-
 def _named(ranks: Sequence[int]) -> str:
-    """As text: rank 3; ranks 0, 1 and 5; 64 ranks."""
+    """Ranks as text: rank 3; ranks 0, 1 and 5; 64 ranks."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > MOST_COLUMNS:
@@ -319,10 +307,8 @@ def trace_events(timelines: Sequence[Timeline]) -> dict[str, Any]:
 
 
 def stacked(intervals: Sequence[tuple[float, float]]) -> list[int]:
-    """A row for each interval, so that none overlaps another in its row; as few rows as can be.
-
-    `intervals` in order of their start; one that begins where another ends does not overlap it.
-    """
+    """A row for each interval, so that none overlaps another in its row; as few rows as can be. `intervals` in order of
+    their start; one that begins where another ends does not overlap it."""
     ends: list[float] = []
     rows = []
     for start, end in intervals:
@@ -333,8 +319,8 @@ def stacked(intervals: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def _with_start(timelines: Sequence[Timeline]) -> list[tuple[int, Timeline]]:
-    """Each with its zero in nanoseconds. One that would begin before the previous one has ended on one of its ranks, because
-    a clock jumped between them, is moved behind that."""
+    """Each with its zero in nanoseconds. One that would begin before the previous one has ended on one of its ranks,
+    because a clock jumped between them, is moved behind that."""
     placed: list[tuple[int, Timeline]] = []
     ends: dict[int, int] = {}
     base_s = timelines[0].zero_s
@@ -351,9 +337,7 @@ def _with_start(timelines: Sequence[Timeline]) -> list[tuple[int, Timeline]]:
 
 def _process(rank: int, steps: Sequence[tuple[int, Timeline]]) -> Iterator[dict[str, Any]]:
     """A rank's names and slices, with its threads in the order of tracks."""
-    lanes = [
-        (zero + _ns(lane.begin_s), lane) for zero, timeline in steps for lane in timeline.lanes if lane.rank == rank
-    ]
+    lanes = [(zero + _ns(lane.begin_s), lane) for zero, t in steps for lane in t.lanes if lane.rank == rank]
     yield _name("process_name", rank, name=f"rank {rank}")
     yield _name("process_sort_index", rank, sort_index=rank)
     if not all(lane.aligned for _, lane in lanes) and lanes[0][1].event.world_size > 1:
@@ -361,23 +345,23 @@ def _process(rank: int, steps: Sequence[tuple[int, Timeline]]) -> Iterator[dict[
     yield _name("thread_name", rank, STEP_THREAD, name="step")
     yield from (_step(begin, lane) for begin, lane in lanes)
     for number, track in enumerate(TRACKS):
-        spans = sorted(
-            ((begin + _ns(s.start_s), begin + _ns(s.end_s), lane.event.step, s)
-             for begin, lane in lanes for s in lane.spans if s.track is track),
-            key=itemgetter(0, 1, 2),
-        )  # fmt: skip
-        yield from _threads(rank, (number + 1) * TRACK_ROWS, track, spans)
+        of_track = [(begin, lane.event.step, s) for begin, lane in lanes for s in lane.spans if s.track is track]
+        spans = [(begin + _ns(s.start_s), begin + _ns(s.end_s), step, s) for begin, step, s in of_track]
+        yield from _threads(rank, (number + 1) * TRACK_ROWS, track, sorted(spans, key=itemgetter(0, 1, 2)))
 
 
-def _threads(
-    rank: int, first: int, track: Track, spans: Sequence[tuple[int, int, int, Span]]
-) -> Iterator[dict[str, Any]]:
+Placed = tuple[int, int, int, Span]  # begin and end in nanoseconds, step, span
+
+
+def _threads(rank: int, first: int, track: Track, spans: Sequence[Placed]) -> Iterator[dict[str, Any]]:
     rows = [min(row, TRACK_ROWS - 1) for row in stacked([(start, end) for start, end, _, _ in spans])]
     for row in sorted(set(rows)):
         yield _name("thread_name", rank, first + row, name=TRACK_NAMES[track] + (f" ({row + 1})" if row else ""))
         yield _name("thread_sort_index", rank, first + row, sort_index=first + row)
     for row, (start, end, step, span) in zip(rows, spans, strict=True):
-        yield _slice(_title(span), track, rank, first + row, start, end, {"step": step, **_facts(span)})
+        name = span.name.replace("_", "-")
+        title = " ".join(filter(None, [f"wait for {name}" if span.track is Track.WAIT else name, span.unit]))
+        yield _slice(title, track, rank, first + row, start, end, {"step": step, **_facts(span)})
 
 
 def _step(begin: int, lane: RankLane) -> dict[str, Any]:
@@ -406,27 +390,15 @@ def _name(what: str, rank: int, thread: int = STEP_THREAD, **args: Any) -> dict[
     return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": args}
 
 
-def _title(span: Span) -> str:
-    name = span.name.replace("_", "-")
-    return " ".join(filter(None, [f"wait for {name}" if span.track is Track.WAIT else name, span.unit]))
-
-
 def _facts(span: Span) -> dict[str, Any]:
-    """What a click on a slice shows: of a collective all its fields, else the unit."""
+    """The facts that a click on a slice shows: of a collective all its fields, else the unit."""
     if span.sequence < 0 and not span.payload_bytes:
         return {"unit": span.unit} if span.unit else {}
-    facts = {
-        "unit": span.unit,
-        "group": span.group,
-        "ranks": span.size,
-        "dtype": span.dtype,
-        "payload_bytes": span.payload_bytes,
-        "link_bytes": span.link_bytes,
-        "sequence": span.sequence,
-        "ordinal": span.ordinal,
-    }
+    names = ["dtype", "payload_bytes", "link_bytes", "sequence", "ordinal"]
     if span.track is not Track.WAIT:  # a wait is only part of the collective's time
-        facts |= {"algorithm_bytes_per_s": span.algorithm_bytes_per_s, "bus_bytes_per_s": span.bus_bytes_per_s}
+        names += ["algorithm_bytes_per_s", "bus_bytes_per_s"]
+    facts: dict[str, Any] = {"unit": span.unit, "group": span.group, "ranks": span.size}
+    facts |= {name: getattr(span, name) for name in names}
     return {name: value for name, value in facts.items() if value not in (None, "")}
 
 

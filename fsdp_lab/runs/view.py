@@ -1,10 +1,11 @@
 """`RunView`, what can be read of any run, live or stored, and `RunQueries`, the results computed from that.
 
-Also `RunState`, `Switch`, and the `fingerprint` of the machine that a run was trained on.
+Also `RunState`, `Switch`, `Awaited`, and the `fingerprint` of the machine that a run was trained on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import enum
 import functools
@@ -13,14 +14,15 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import psutil
 
-from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.errors import ArgumentError, plain_errors
 from fsdp_lab.base.formatting import Table
 from fsdp_lab.base.generation import Completion
 from fsdp_lab.base.process import usable_cores
@@ -35,6 +37,8 @@ from fsdp_lab.spec.spec import Spec
 
 PACKAGES = ("torch", "transformers", "fsdp-lab")
 CPUINFO = Path("/proc/cpuinfo")
+PROGRESS_S = 1.0
+T = TypeVar("T")
 
 
 class RunState(enum.Enum):
@@ -79,13 +83,72 @@ def switches_in_force(switches: Sequence[Switch]) -> list[Switch]:
     return in_force
 
 
+@plain_errors
+class Awaited(Generic[T]):
+    """A result that another thread sets once. `wait()` or `await` it from any thread or event loop, any number of times.
+
+    Subclasses define `_given_up`: what Ctrl-C in `wait`, or cancelling the task that awaits, does.
+
+    `while_awaited`: called each second while a task awaits, and once at the end: to draw how far it is.
+    """
+
+    def __init__(self) -> None:
+        self.while_awaited: Callable[[], object] = lambda: None
+        self._future: Future[None] = Future()
+        self._future.set_running_or_notify_cancel()  # cancelling one task that awaits does not cancel it for the others
+
+    def _outcome(self) -> T:
+        """Returns the result, or raises. Called after `_end`."""
+        raise NotImplementedError
+
+    def _given_up(self, blocking: bool) -> None:
+        """Called when the caller stops waiting. `blocking`: it was in `wait`, not in `await`."""
+
+    def _end(self) -> None:
+        """Wakes everyone who waits. Idempotent."""
+        with contextlib.suppress(InvalidStateError):  # called before
+            self._future.set_result(None)
+
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Blocks until the result is there and returns it, or raises its error; TimeoutError after `timeout` seconds."""
+        try:
+            if not self._wait_over(timeout):
+                raise TimeoutError(f"{self!r} was not over after {timeout} s")
+        except KeyboardInterrupt:
+            self._given_up(blocking=True)
+            raise
+        return self._outcome()
+
+    def _wait_over(self, timeout_s: float | None) -> bool:
+        """Blocks until the result is there, or for `timeout_s`. Returns `done`."""
+        with contextlib.suppress(TimeoutError):
+            self._future.result(timeout_s)
+        return self.done
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._wait_async().__await__()
+
+    async def _wait_async(self) -> T:
+        future = asyncio.wrap_future(self._future)
+        try:
+            while not (await asyncio.wait([future], timeout=PROGRESS_S))[0]:
+                self.while_awaited()
+            self.while_awaited()
+        except asyncio.CancelledError:
+            self._given_up(blocking=False)
+            raise
+        return self._outcome()
+
+
 class RunView(Protocol):
     """A `Run`, or a stored one. Reading it never waits for a rank.
 
-    Attributes:
-        spec: the one applied last; of a watched loop, what is known of it.
-        reason: why the run is in its state, in a sentence, or empty.
-        notes: how far to trust its times, a sentence each. environment: a `fingerprint`.
+    `spec`: the one applied last; of a watched loop, what is known of it. `reason`: why the run is in its state, in a
+    sentence, or empty. `notes`: how far to trust its times, a sentence each. `environment`: a `fingerprint`.
     """
 
     @property
@@ -170,33 +233,21 @@ class RunQueries:
     def timeline(self: RunView, step: int | None = None) -> Timeline:
         """What every rank did in a traced step (the last of each half second), on one clock.
 
-        Args:
-            step: None: the newest one, if possible one that every rank has reported.
-
-        Raises:
-            ArgumentError: that step was not traced, or its spans were dropped.
+        `step` None: the newest one, if possible one that every rank has reported. Raises ArgumentError: that step was not
+        traced, or its spans were dropped.
         """
         newest = self.events.newest_traced() if step is None else None
         return Timeline.of((newest or traced_steps(self.events, step if step is None else [step])[-1]).events)
 
     def export_trace(self: RunView, path: str | os.PathLike[str], steps: Iterable[int] | None = None) -> Path:
-        """Writes traced steps as one Chrome trace (.json or .json.gz), for ui.perfetto.dev. Returns the path.
-
-        Args:
-            steps: None: all whose spans are stored.
-
-        Raises:
-            ArgumentError: the path cannot be written, or one of the steps was not traced.
-        """
+        """Writes traced steps as one Chrome trace (.json or .json.gz), for ui.perfetto.dev. Returns the path. `steps` None:
+        all whose spans are stored. Raises ArgumentError: the path cannot be written, or one of the steps was not traced."""
         check_trace_path(path)
         return write_trace(path, [Timeline.of(step.events) for step in traced_steps(self.events, steps)])
 
     def export_script(self: RunView, path: str | os.PathLike[str], *, force: bool = False) -> Path:
-        """Writes a torchrun script that trains the Spec applied last with torch alone; see `fsdp_lab.export`.
-
-        Raises:
-            FieldError: of the path, or of a field that torch's own backends or the script cannot express.
-        """
+        """Writes a torchrun script that trains the Spec applied last with torch alone; see `fsdp_lab.export`. Raises
+        FieldError: of the path, or of a field that torch's own backends or the script cannot express."""
         return export_script(exported(self.spec), path, force=force)
 
     def export_accelerate(self: RunView, path: str | os.PathLike[str], *, force: bool = False) -> Path:
@@ -212,17 +263,16 @@ def exported(trained: Trained) -> Spec:
     """Raises ArgumentError for a watched loop."""
     if isinstance(trained, Spec):
         return trained
-    raise ArgumentError("export", "a watched loop is a script of your own, and has no Spec",
-                        "run that script, or train the model by lab.run")  # fmt: skip
+    reason = "a watched loop is a script of your own, and has no Spec"
+    raise ArgumentError("export", reason, "run that script, or train the model by lab.run")
 
 
 def traced_steps(events: EventStore, wanted: Iterable[int] | None) -> list[Step]:
     """Traced steps whose spans are stored: all (None), or the wanted ones of their latest attempts. Raises ArgumentError."""
     traced = events.traced()
     if not traced:
-        raise ArgumentError(
-            "step", "no step of this run has been traced yet", "train on: the last of each half second is"
-        )
+        hint = "train on: the last of each half second is"
+        raise ArgumentError("step", "no step of this run has been traced yet", hint)
     if wanted is None:
         return traced
     latest = {step.number: step for step in traced}
@@ -237,13 +287,9 @@ def traced_steps(events: EventStore, wanted: Iterable[int] | None) -> list[Step]
     return [step for step in traced if step.number in numbers and latest[step.number] is step]
 
 
-# -- the machine ------------------------------------------------------------------------------------------------------
-
-
 def fingerprint(ranks: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """Hardware and software of this machine, and of its ranks where their `Session.status` is given.
-
-    It is shown to other people, so it has no user names, no paths and no environment variables.
+    """Hardware and software of this machine, and of its ranks where their `Session.status` is given. It is shown to other
+    people, so it has no user names, no paths and no environment variables.
 
     Returns: plain scalars and lists, by "host", "cpu", "cores" (usable ones), "memory_bytes", "system", "python",
     "torch", "transformers", "fsdp_lab", "devices" (a name for each rank), "cuda", "nccl", "driver" (empty on a CPU).
@@ -252,9 +298,7 @@ def fingerprint(ranks: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     return {
         **_machine(),
         "devices": [str(r.get("device_name", r.get("device", ""))) for r in ranks],
-        "cuda": "",
-        "nccl": "",
-        "driver": "",
+        **dict.fromkeys(("cuda", "nccl", "driver"), ""),
         **{name: version for name, version in software.items() if version},
     }
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fsdp_lab.base.hang import LoopPlace, LoopRank, cause_in_loop
-from fsdp_lab.runs.awaited import Awaited
 from fsdp_lab.runs.steps import EventStore
-from fsdp_lab.runs.view import RunQueries, RunState, Switch
+from fsdp_lab.runs.view import Awaited, RunQueries, RunState, Switch
 from fsdp_lab.spec.loops import WatchedLoop
 
 STOP_S = 2.0
@@ -21,39 +20,39 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
 
     `take` is called on the thread that receives; everything else from any thread.
 
-    Attributes:
-        spec: what was found out about the loop. events: as of a `Run`. switches: none.
-        environment: of the process that receives, and the ranks' devices.
+    `spec`: what is known of the loop. `events`: as of a `Run`. `switches`: none. `environment`: of the process that
+    receives, and the ranks' devices.
     """
 
     switches: Sequence[Switch] = ()
 
-    def __init__(self, message: Mapping[str, Any], environment: Mapping[str, Any],
-                 interrupt: Callable[[], None] = lambda: None) -> None:  # fmt: skip
-        """`message`: one with a "begin". `interrupt`: interrupts the ranks' loop."""
+    def __init__(
+        self, begins: Mapping[str, Any], environment: Mapping[str, Any], interrupt: Callable[[], None] = lambda: None
+    ) -> None:
+        """`begins`: a message with a "begin". `interrupt`: interrupts the ranks' loop."""
         super().__init__()
-        begin = message["begin"]
-        self.id = str(message["run"])
+        begin = begins["begin"]
+        self.id = str(begins["run"])
         self.spec = WatchedLoop.from_dict(begin["loop"])
         self.started_unix_s = float(begin["started_unix_s"])
         self.ended_unix_s: float | None = None
         self.events = EventStore()
         self.environment = environment
-        self._notes: tuple[str, ...] = tuple(begin["notes"])
+        self.notes: tuple[str, ...] = tuple(begin["notes"])
         self._interrupt = interrupt
         self._lock = threading.Lock()
         self._ends: dict[int, Mapping[str, Any]] = {}  # by rank
-        self._state, self._reason = RunState.RUNNING, ""
+        self.state, self.reason = RunState.RUNNING, ""
         self.details = ""  # of a hang, the stacks; the cell itself shows what it raised
 
     def take(self, message: Mapping[str, Any]) -> None:
         """A message of one rank."""
         begin, end = message.get("begin"), message.get("end")
         if begin is not None:
-            self._notes = tuple(dict.fromkeys([*self._notes, *begin["notes"]]))
-        self.events.add(message["events"], self._notes)
+            self.notes = tuple(dict.fromkeys([*self.notes, *begin["notes"]]))
+        self.events.add(message["events"], self.notes)
         if end is not None:
-            self._notes = tuple(dict.fromkeys([*self._notes, *end["notes"]]))
+            self.notes = tuple(dict.fromkeys([*self.notes, *end["notes"]]))
             self._end_rank(int(message["rank"]), end)
 
     def lose(self, rank: int, why: str) -> None:
@@ -66,7 +65,7 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         with self._lock:
             if self.done:
                 return
-            self._state, self._reason, self.details = RunState.FAILED, why, details
+            self.state, self.reason, self.details = RunState.FAILED, why, details
             self.ended_unix_s = time.time()
         self._end()
         self._interrupt()
@@ -78,23 +77,9 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
             self._ends.setdefault(rank, end)
             if len(self._ends) < self.spec.world_size and not last:
                 return
-            self._state, self._reason = _verdict(dict(sorted(self._ends.items())))
+            self.state, self.reason = _verdict(dict(sorted(self._ends.items())))
             self.ended_unix_s = time.time()
         self._end()
-
-    # -- state ------------------------------------------------------------------------------------------------------
-
-    @property
-    def state(self) -> RunState:
-        return self._state
-
-    @property
-    def reason(self) -> str:
-        return self._reason
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self._notes
 
     @property
     def step(self) -> int:
@@ -105,8 +90,8 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         """Interrupts the cell in which the loop is. Returns whether the loop is over within `timeout_s`. Idempotent."""
         if not self.done:
             with self._lock:
-                if self._state is RunState.RUNNING:
-                    self._state, self._reason = RunState.STOPPING, reason
+                if self.state is RunState.RUNNING:
+                    self.state, self.reason = RunState.STOPPING, reason
             self._interrupt()
         return self._wait_over(timeout_s) if timeout_s > 0 else self.done
 
@@ -124,9 +109,12 @@ def _verdict(ends: Mapping[int, Mapping[str, Any]]) -> tuple[RunState, str]:
     state, reason = RunState(worst["state"]), str(worst["reason"])
     if state is not RunState.FAILED or worst["own"]:
         return state, reason
-    ranks = {rank: LoopRank(place=LoopPlace(end.get("place", "")), steps=end.get("steps", 0),
-                            generates=end.get("generates", False)) for rank, end in ends.items()}  # fmt: skip
-    cause = cause_in_loop(ranks)
+
+    def where(end: Mapping[str, Any]) -> LoopRank:
+        place, steps, generates = end.get("place", ""), end.get("steps", 0), end.get("generates", False)
+        return LoopRank(place=LoopPlace(place), steps=steps, generates=generates)
+
+    cause = cause_in_loop({rank: where(end) for rank, end in ends.items()})
     return state, f"{cause}; {reason}" if cause else reason
 
 

@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, Page
 
 from fsdp_lab.base.formatting import count, duration, size
 from fsdp_lab.cli.main import main
-from fsdp_lab.cli.page import TEACHING
+from fsdp_lab.cli.plan import TEACHING
 from fsdp_lab.planner.questions import Target, planned
 from fsdp_lab.report.what_if import Axis, Product, write_what_if
 from fsdp_lab.spec.spec import Spec

@@ -6,8 +6,7 @@ import argparse
 
 import pytest
 
-from fsdp_lab.cli.console import Refused
-from fsdp_lab.cli.where import add_hosts, hosts_of
+from fsdp_lab.cli.console import Refused, add_hosts, hosts_of
 from fsdp_lab.cluster.hosts import SlurmHosts, SshHosts
 
 

@@ -556,7 +556,7 @@ class FakeLab:
         with self._lock:
             self.sweep = Sweep([one for one in combined if isinstance(one, Spec)], refused, steps=steps, rounds=rounds,
                                make=self._turn_of, drop=lambda runs: vars(self).update(current=run or self.current),
-                               clear=lambda: self._make_room("a comparison was started", None, slow),
+                               clear=lambda spec: self._make_room("a comparison was started", None, slow),
                                suspended=run)  # fmt: skip
         return self.sweep
 

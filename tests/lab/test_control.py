@@ -7,9 +7,8 @@ import threading
 
 import pytest
 
-from fsdp_lab.runs.awaited import Awaited
 from fsdp_lab.runs.control import RunControl
-from fsdp_lab.runs.view import RunState
+from fsdp_lab.runs.view import Awaited, RunState
 
 
 class Answer(Awaited[int]):

@@ -18,7 +18,7 @@ from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError
 from fsdp_lab.cluster import RankLost
 from fsdp_lab.cluster.calls import Outcome, verdict
 from fsdp_lab.cluster.remote import described
-from fsdp_lab.runs.awaited import Awaited
+from fsdp_lab.runs.view import Awaited
 from fsdp_lab.spec.spec import Spec
 from tests.test_house import modules
 

@@ -55,12 +55,8 @@ class HistoryError(SentenceError, RuntimeError):
 
 
 class HistoryDB:
-    """An open file, to be used only by the thread that opened it.
-
-    Raises:
-        HistoryError: the file is of another version, or not a history. Nothing in it was changed.
-        sqlite3.Error, OSError: it cannot be opened, or is damaged (`damaged`).
-    """
+    """An open file, to be used only by the thread that opened it. Raises HistoryError for a file of another version or of
+    another program, which is not changed; sqlite3.Error, OSError where it cannot be opened, or is damaged (`damaged`)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -70,7 +66,7 @@ class HistoryDB:
             raise NotADirectoryError(errno.ENOTDIR, "its folder is a file", str(path)) from None
         self._db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
         try:
-            self._db.row_factory = _as_dict
+            self._db.row_factory = lambda cursor, row: dict(zip((c[0] for c in cursor.description), row, strict=True))
             self._db.execute("PRAGMA foreign_keys = ON")
             # A kernel's death then loses nothing, and a power failure the last moment.
             self._db.execute("PRAGMA synchronous = NORMAL")
@@ -88,11 +84,8 @@ class HistoryDB:
         self._use_wal()
         with self.transaction():
             if not self._is_made():  # another kernel may have made it meanwhile
-                for statement in (
-                    *SCHEMA,
-                    f"PRAGMA user_version = {VERSION}",
-                    f"PRAGMA application_id = {APPLICATION}",
-                ):
+                marks = (f"PRAGMA user_version = {VERSION}", f"PRAGMA application_id = {APPLICATION}")
+                for statement in (*SCHEMA, *marks):
                     self._db.execute(statement)
 
     def _is_made(self) -> bool:
@@ -110,11 +103,8 @@ class HistoryDB:
         return True
 
     def _use_wal(self) -> None:
-        """Turns the write-ahead log on, so that readers and a writer do not wait for each other.
-
-        SQLite does not wait for the lock that this takes, so it is retried for a second. Where such a log is impossible
-        (some network file systems), the file works without one.
-        """
+        """Turns the write-ahead log on, so that readers and a writer do not wait for each other. SQLite does not wait for
+        the lock that this takes, so it is retried for a second. Some network file systems work without such a log."""
         for _ in range(50):
             with contextlib.suppress(sqlite3.OperationalError):
                 self._db.execute("PRAGMA journal_mode = WAL")
@@ -123,7 +113,7 @@ class HistoryDB:
 
     @property
     def stale(self) -> bool:
-        """Whether the file was moved or deleted since it was opened: further writes would be lost."""
+        """Tells whether the file was moved or deleted since it was opened: further writes would be lost."""
         return _inode(self.path) != self.inode
 
     def close(self) -> None:
@@ -172,8 +162,6 @@ class HistoryDB:
         columns = ", ".join(f"{name} = ?" for name in row)
         return self.change(f"UPDATE {table} SET {columns} WHERE number = ?", *row.values(), number)
 
-    # -- size -----------------------------------------------------------------------------------------------------
-
     @property
     def used_bytes(self) -> int:
         """Size without free pages that were not yet returned to the disk."""
@@ -196,15 +184,13 @@ class HistoryDB:
 
 
 def damaged(error: BaseException) -> bool:
-    """Whether the error means that the file is not an intact database."""
+    """Tells whether the error means that the file is not an intact database."""
     return isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGED
 
 
 def set_aside(path: Path) -> str:
-    """Renames a damaged file and its log, so that a new one can be created and nothing is destroyed.
-
-    Returns a sentence with the new path; "" if another kernel was faster, and the file in its place is intact.
-    """
+    """Renames a damaged file and its log, so that a new one can be created and nothing is destroyed. Returns a sentence
+    with the new path; "" if another kernel was faster, and the file in its place is intact."""
     if _intact(path):
         return ""
     aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
@@ -220,10 +206,6 @@ def _intact(path: Path) -> bool:
             return bool(db.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok")
     except sqlite3.Error as e:
         return not damaged(e)
-
-
-def _as_dict(cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> dict[str, Any]:
-    return dict(zip((column[0] for column in cursor.description), row, strict=True))
 
 
 def _inode(path: Path) -> tuple[int, int] | None:
@@ -261,7 +243,7 @@ def pack(rows: Sequence[Row], *, heavy: bool = False) -> bytes:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether they are equal bit for bit: 0.0 is not -0.0, and 1 is not 1.0."""
+    """Tells whether they are equal bit for bit: 0.0 is not -0.0, and 1 is not 1.0."""
     return bool(one == other) and repr(one) == repr(other)
 
 

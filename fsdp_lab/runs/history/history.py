@@ -53,23 +53,20 @@ class History:
 
     @classmethod
     def of(cls, where: History | str | os.PathLike[str] | bool) -> History | None:
-        """From a History, a path, True for the default one, or False for None. Raises ArgumentError."""
+        """Makes one from a path, True for the default one, or False for None. Raises ArgumentError."""
         if isinstance(where, bool):
             return cls() if where else None
         if isinstance(where, (str, os.PathLike)):
             return cls(where)
         if not isinstance(where, History):
-            raise ArgumentError(
-                "history", f"{where!r} is refused", "give True, False, the path of a file, or a History"
-            )
+            hint = "give True, False, the path of a file, or a History"
+            raise ArgumentError("history", f"{where!r} is refused", hint)
         return where
 
     @property
     def problem(self) -> str:
-        """Why runs cannot be stored, or what happened to the file, as a sentence; "" if all is well."""
+        """Says why runs cannot be stored, or what happened to the file, as a sentence; "" if all is well."""
         return self._writer.problem or self._writer.moved or self._over_limit
-
-    # -- writing --------------------------------------------------------------------------------------------------
 
     def record(self, run: RunView) -> None:
         """Stores a live run from now on until it is over. Returns at once and never raises: see `problem`."""
@@ -80,11 +77,8 @@ class History:
         return self._writer.flush(timeout_s)
 
     def rename(self, run: str, name: str) -> None:
-        """Names a run; "" removes the name. `run` is an id, the beginning of one, or a name.
-
-        Raises:
-            ArgumentError: there is no such run, or more than one. HistoryError: the file cannot be written.
-        """
+        """Names a run; "" removes the name. `run` is an id, the beginning of one, or a name. Raises ArgumentError: there is
+        no such run, or more than one. HistoryError: the file cannot be written."""
         if not isinstance(name, str) or "\n" in name:
             raise ArgumentError("name", f"{name!r} is refused", "give a line of text")
         self._change(run, "name", name)
@@ -102,12 +96,8 @@ class History:
         self._with(lambda db: db.update("runs", number, {column: value}))
 
     def delete(self, *runs: str) -> int:
-        """Deletes runs and returns their space to the disk. Returns the number of runs.
-
-        Raises:
-            ArgumentError: there is no such run, or more than one, or it is running.
-            HistoryError: the file cannot be written.
-        """
+        """Deletes runs and returns their space to the disk. Returns the number of runs. Raises ArgumentError: there is no
+        such run, or more than one, or it is running. HistoryError: the file cannot be written."""
         listed = self.runs()
         chosen = [listed[run] for run in dict.fromkeys(runs)]
         for run in chosen:
@@ -120,10 +110,8 @@ class History:
         if not is_number(days) or not days >= 0:
             raise ArgumentError("days", f"{days!r} is refused", "give a number of days of 0 or more")
         before = datetime.now().timestamp() - days * 86_400
-        old = [
-            r for r in self.runs() if r.state.over and not r.pinned and (r.ended_unix_s or r.started_unix_s) <= before
-        ]
-        return self._delete(old)
+        old = [run for run in self.runs() if (run.ended_unix_s or run.started_unix_s) <= before]
+        return self._delete([run for run in old if run.state.over and not run.pinned])
 
     def _delete(self, runs: Sequence[StoredRun]) -> int:
         def delete(db: HistoryDB) -> int:
@@ -132,8 +120,6 @@ class History:
             return deleted
 
         return self._with(delete) if runs else 0
-
-    # -- reading --------------------------------------------------------------------------------------------------
 
     def runs(
         self,
@@ -160,13 +146,8 @@ class History:
         if self._writer.recorded:
             self.flush(1.0)
         stored = self._with(self._list) if self.path.exists() else []
-        matching = [
-            run for run in stored
-            if run.started_unix_s >= since_s
-            and wanted_state in (None, run.state)
-            and name in (None, run.name)
-            and _matches(run, values)
-        ]  # fmt: skip
+        matching = [run for run in stored if run.started_unix_s >= since_s and wanted_state in (None, run.state)]
+        matching = [run for run in matching if name in (None, run.name) and _matches(run, values)]
         return RunList(matching, of=len(stored), where=str(self.path), notes=(self.problem,) if self.problem else ())
 
     def _list(self, db: HistoryDB) -> list[StoredRun]:
@@ -198,8 +179,6 @@ class History:
                 self._writer.moved = set_aside(self.path) or self._writer.moved
         raise HistoryError(f"{self.path} was damaged repeatedly; set {VARIABLE} to a file on another disk")
 
-    # -- limit ----------------------------------------------------------------------------------------------------
-
     def _enforce_limit(self, db: HistoryDB) -> None:
         """Deletes the oldest runs while the file is too large. Called on the writer's thread."""
         self._over_limit = ""
@@ -228,9 +207,6 @@ def history_path(path: str | os.PathLike[str] | None) -> Path:
     return platformdirs.user_data_path("fsdp_lab", appauthor=False) / "history.sqlite3"
 
 
-# -- filters -------------------------------------------------------------------------------------------------------
-
-
 def _field_values(fields: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Flat field name -> the values to match, as in JSON. Raises ArgumentError."""
     flat = Spec().flat()
@@ -238,9 +214,8 @@ def _field_values(fields: Mapping[str, Any]) -> dict[str, list[Any]]:
         if name not in flat:
             options = ", ".join(["since", "state", "name", *flat])
             raise ArgumentError(name, "there is no such field to look for", f"use {options}")
-    return {
-        name: list(v) if isinstance(v, (list, tuple, set)) and name != "devices" else [v] for name, v in fields.items()
-    }
+    several = {name for name, v in fields.items() if isinstance(v, (list, tuple, set)) and name != "devices"}
+    return {name: list(v) if name in several else [v] for name, v in fields.items()}
 
 
 def _matches(run: StoredRun, wanted: Mapping[str, list[Any]]) -> bool:

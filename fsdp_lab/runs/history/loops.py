@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed as dist, nn
@@ -81,8 +82,8 @@ def watch(
         recorder = LoopRecorder(history)
         host = session.loop_host(recorder.publish) if session is not None else plain_host(model, recorder.publish)
         recorder.serve(host)
-    return Watch(model, optimizer, host, tokens=tokens, flops=flops, title=title, ledger_every=ledger_every,
-                 trace_every=trace_every, hang_s=hang_s)  # fmt: skip
+    started = partial(Watch, tokens=tokens, flops=flops, title=title)
+    return started(model, optimizer, host, ledger_every=ledger_every, trace_every=trace_every, hang_s=hang_s)
 
 
 class LoopRecorder:
@@ -108,7 +109,8 @@ class LoopRecorder:
         if self._history_given is False:
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="fsdp_lab-loop", daemon=True)
+            work = self._collect if self._rank == 0 else self._send
+            self._thread = threading.Thread(target=work, name="fsdp_lab-loop", daemon=True)
             self._thread.start()
         self._queue.put(message)
         if "end" in message:
@@ -116,12 +118,6 @@ class LoopRecorder:
             self._thread.join(LAST_S)
 
     # -- on its thread ----------------------------------------------------------------------------------------------
-
-    def _work(self) -> None:
-        if self._rank == 0:
-            self._collect()
-        else:
-            self._send()
 
     def _send(self) -> None:
         number = 0

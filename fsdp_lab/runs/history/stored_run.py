@@ -25,7 +25,7 @@ SILENT_S = 90.0  # a kernel on another host counts as dead after so long without
 
 
 def kernel_alive(host: str, kernel: Identity, seen_unix_s: float) -> bool:
-    """Whether the kernel that drives a run is alive. `seen_unix_s`: its last update, which decides for another host."""
+    """Tells whether the kernel of a run is alive. `seen_unix_s`: its last update, which decides for another host."""
     return kernel.alive if host == socket.gethostname() else time.time() - seen_unix_s < SILENT_S
 
 
@@ -58,7 +58,8 @@ class StoredRun(RunQueries):
     @cached_property
     def spec(self) -> Trained:
         """Raises SpecError for a Spec of another version with unknown fields; `spec_fields` has them as stored."""
-        return _read_trained(self.spec_fields)
+        fields = self.spec_fields
+        return WatchedLoop.from_dict(fields) if KEY in fields else Spec.from_dict(fields)
 
     @property
     def flat_fields(self) -> Mapping[str, Any]:
@@ -72,49 +73,37 @@ class StoredRun(RunQueries):
             rows = db.rows("SELECT * FROM switches WHERE run = ? ORDER BY position", self.number)
         made: list[Switch] = []
         for row in rows:
-            made.append(
-                Switch(
-                    step=row["step"],
-                    before=made[-1].after if made else None,
-                    after=Spec.from_dict(json.loads(row["spec"])),
-                    seconds=row["seconds"],
-                    carried=bool(row["carried"]),
-                    notes=tuple(json.loads(row["notes"])),
-                )
-            )
+            before, after = made[-1].after if made else None, Spec.from_dict(json.loads(row["spec"]))
+            step, seconds, carried, notes = row["step"], row["seconds"], bool(row["carried"]), json.loads(row["notes"])
+            switch = Switch(step=step, before=before, after=after, seconds=seconds, carried=carried, notes=tuple(notes))
+            made.append(switch)
         return made
 
     @cached_property
     def events(self) -> EventStore:
         """With the stored spans and memory curves. Raises HistoryError if the run was deleted meanwhile."""
+        events: dict[int, StepEvent] = {}  # by cursor
         collects = gc.isenabled()
         gc.disable()  # its passes over all that is read would take as long as the reading
         try:
-            return self._read_events()
+            with self._open() as db:
+                if not db.rows("SELECT number FROM runs WHERE number = ?", self.number):
+                    raise HistoryError(f"run {self.id} was deleted from {db.path}")
+                for table in ("batches", "traces"):  # in this order: an event in a trace has spans or a curve, too
+                    for row in db.rows(f"SELECT data FROM {table} WHERE run = ? ORDER BY first", self.number):
+                        events.update(unpack(row["data"]))
+            store = EventStore(max(CAP, len(events)))
+            store.add(events[cursor] for cursor in sorted(events))
+            return store
         finally:
             if collects:
                 gc.enable()
 
-    def _read_events(self) -> EventStore:
-        events: dict[int, StepEvent] = {}  # by cursor
-        with self._open() as db:
-            if not db.rows("SELECT number FROM runs WHERE number = ?", self.number):
-                raise HistoryError(f"run {self.id} was deleted from {db.path}")
-            for table in ("batches", "traces"):  # in this order: an event in a trace has spans or a memory curve, too
-                for row in db.rows(f"SELECT data FROM {table} WHERE run = ? ORDER BY first", self.number):
-                    events.update(unpack(row["data"]))
-        store = EventStore(max(CAP, len(events)))
-        store.add(events[cursor] for cursor in sorted(events))
-        return store
-
     def to_dict(self) -> dict[str, Any]:
         """Everything except the events, as plain values."""
-        return {
-            "id": self.id, "name": self.name, "pinned": self.pinned, "state": self.state.value, "reason": self.reason,
-            "started_unix_s": self.started_unix_s, "ended_unix_s": self.ended_unix_s, "step": self.step,
-            "tokens_per_s": self.tokens_per_s, "loss": self.loss, "spec": self.spec_fields, "notes": list(self.notes),
-            "environment": dict(self.environment),
-        }  # fmt: skip
+        names = ("id", "name", "pinned", "state", "reason", "started_unix_s", "ended_unix_s", "step")
+        row = {name: getattr(self, name) for name in (*names, "tokens_per_s", "loss")} | {"state": self.state.value}
+        return row | {"spec": self.spec_fields, "notes": list(self.notes), "environment": dict(self.environment)}
 
     @property
     def when(self) -> str:
@@ -130,13 +119,6 @@ class StoredRun(RunQueries):
         name = f" {self.name!r}" if self.name else ""
         return f"<StoredRun {self.id}{name}: {self.state.value}, step {self.step}, {self.when}>"
 
-
-def _read_trained(fields: Mapping[str, Any]) -> Trained:
-    """What a stored run trains. Raises SpecError."""
-    return WatchedLoop.from_dict(fields) if KEY in fields else Spec.from_dict(fields)
-
-
-# -- lists ---------------------------------------------------------------------------------------------------------------
 
 COLUMNS = ("id", "name", "when", "model", "how", "ranks", "steps", "state", "tokens/s", "loss", "machine")
 
@@ -177,9 +159,8 @@ class RunList(Sequence[StoredRun]):
         legend = ("tokens/s: the median of the newest 100 steps",) if self._runs else ()
         part = f"{len(self)} of " if len(self) != self._of else ""
         caption = f"{part}{self._of} run{'s' * (self._of != 1)} in {self._where}"
-        figures = {"ranks", "steps", "tokens/s", "loss"}
-        return Table(columns=COLUMNS, rows=tuple(map(_row, self._runs)), caption=caption,
-                     notes=(*legend, *self._notes), left=frozenset(COLUMNS) - figures)  # fmt: skip
+        rows, left = tuple(map(_row, self._runs)), frozenset(COLUMNS) - {"ranks", "steps", "tokens/s", "loss"}
+        return Table(columns=COLUMNS, rows=rows, caption=caption, notes=(*legend, *self._notes), left=left)
 
     def __repr__(self) -> str:
         return repr(self.table())

@@ -17,7 +17,6 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,8 @@ SPANS_KEPT, CURVES_KEPT = 20, 8  # steps
 WAITING = 8  # traced steps, and ledger steps, held in memory; at the end of the run all of them are stored
 SEEN_S = 5.0  # between two updates of the time that shows the kernel is alive
 RECENT = 100  # newest steps, of which the figures in lists are
+_DELETE_OLD_TRACES = """DELETE FROM traces WHERE run = ? AND curve = ? AND first NOT IN
+    (SELECT first FROM traces WHERE run = ? AND curve = ? ORDER BY first DESC LIMIT ?)"""
 
 
 class HistoryWriter:
@@ -93,7 +94,9 @@ class HistoryWriter:
             db = self._round(db, writers)
             with self._changed:
                 self._flushes_done = wanted
-                self._drop_finished()
+                self._writers = [writer for writer in self._writers if not writer.over]
+                for writer in [writer for writer in self._writers if writer.run.state.over][:-MOST_WAITING]:
+                    self._writers.remove(writer)
                 if not self._writers:
                     self._thread = None  # `record` starts another one, with a connection of its own
                 self._changed.notify_all()
@@ -121,7 +124,12 @@ class HistoryWriter:
         except Exception as e:  # the thread survives any error, because later runs are to be stored
             if db is not None:
                 db.close()
-            self._handle(e)
+            self.problem = explain(e, self._path)
+            if damaged(e):
+                try:
+                    self.moved = set_aside(self._path) or self.moved
+                except (OSError, sqlite3.Error) as later:
+                    self.problem = explain(later, self._path)
             return None
 
     def _opened(self, db: HistoryDB | None, writers: list[RunWriter]) -> HistoryDB:
@@ -137,21 +145,6 @@ class HistoryWriter:
                 writer.restart()
         self._inode = opened.inode
         return opened
-
-    def _handle(self, error: Exception) -> None:
-        self.problem = explain(error, self._path)
-        if damaged(error):
-            try:
-                self.moved = set_aside(self._path) or self.moved
-            except (OSError, sqlite3.Error) as e:
-                self.problem = explain(e, self._path)
-
-    def _drop_finished(self) -> None:
-        """Drops runs that are written, and the oldest of those that are over and cannot be. Called with the lock held."""
-        self._writers = [writer for writer in self._writers if not writer.over]
-        ended = [writer for writer in self._writers if writer.run.state.over]
-        for writer in ended[:-MOST_WAITING]:
-            self._writers.remove(writer)
 
 
 def explain(error: BaseException, path: Path, what: str = "runs continue but are not stored in {} at present") -> str:
@@ -214,7 +207,8 @@ class RunWriter:
                 for row in packed:
                     db.insert(table, {"run": number, **row}, replace=True)
             if traces:
-                _delete_old_traces(db, number)
+                for curve, newest in ((0, SPANS_KEPT), (1, CURVES_KEPT)):
+                    db.change(_DELETE_OLD_TRACES, number, curve, number, curve, newest)
         self.number, self._cursor, self._written, self._switches = number, cursor, state, switches
         self._seen_s = now_s
         self._tail = unfinished[len(unfinished) - len(unfinished) % BATCH :]
@@ -222,8 +216,6 @@ class RunWriter:
             self._spans_s = now_s
             self._heavy = {key: step for key, step in self._heavy.items() if key not in due}
         self.over = over
-
-    # -- the run's row --------------------------------------------------------------------------------------------
 
     def _write_row(self, db: HistoryDB, state: tuple[Any, ...]) -> tuple[int, int]:
         """Writes the run's row and new switches; returns its number in the file, and the count of switches."""
@@ -237,7 +229,7 @@ class RunWriter:
             row = {**_row(self.run), **latest} if state != self._written else latest
             if not db.update("runs", number, row):
                 raise LookupError(f"run {self.run.id} was deleted")
-        switches = list(islice(self.run.switches, self._switches, None))
+        switches = self.run.switches[self._switches :]
         for position, switch in enumerate(switches, self._switches):
             row = {
                 "run": number,
@@ -251,8 +243,6 @@ class RunWriter:
             db.insert("switches", row, replace=True)
         return number, self._switches + len(switches)
 
-    # -- spans and memory curves ----------------------------------------------------------------------------------
-
     def _hold(self, rows: Sequence[Row]) -> None:
         """Adds events that have spans or a memory curve, and drops all but the newest steps of either kind."""
         for cursor, event in rows:
@@ -263,11 +253,8 @@ class RunWriter:
                 del self._heavy[key]
 
     def _due(self, over: bool, now_s: float) -> dict[tuple[int, int], dict[int, StepEvent]]:
-        """Steps whose spans and memory curves are to be stored now.
-
-        Every 5 s the newest traced step and the newest ledger step that all ranks have reported; when the run is over, all
-        that are held.
-        """
+        """Steps whose spans and memory curves are to be stored now. Every 5 s the newest traced step and the newest ledger
+        step that all ranks have reported; when the run is over, all that are held."""
         if over:
             return dict(self._heavy)
         if now_s - self._spans_s < SPANS_S:
@@ -301,15 +288,3 @@ def recent_figures(run: RunView) -> dict[str, Any]:
     steps = last_stretch(run.events.last_steps(RECENT), run.spec)
     rates = [step.tokens_per_s for step in counting(steps) if step.step_time_s > 0]
     return {"tokens_per_s": median(rates), "loss": steps[-1].mean_loss if steps else None}
-
-
-# -- bounds --------------------------------------------------------------------------------------------------------
-
-
-def _delete_old_traces(db: HistoryDB, number: int) -> None:
-    for curve, newest in ((0, SPANS_KEPT), (1, CURVES_KEPT)):
-        db.change(
-            "DELETE FROM traces WHERE run = ? AND curve = ? AND first NOT IN "
-            "(SELECT first FROM traces WHERE run = ? AND curve = ? ORDER BY first DESC LIMIT ?)",
-            number, curve, number, curve, newest,
-        )  # fmt: skip
