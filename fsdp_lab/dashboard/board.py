@@ -252,8 +252,10 @@ class Board:
     def _entries(self) -> tuple[Entry, ...]:
         """Nothing where neither a pin nor a sweep gives a reason to compare."""
         plotted = shown_run(self._lab)
-        pins = [Entry(label=pin.label, kind=Kind.PIN, source=pin.run, version=(pin.label, id(pin.run)), place=place)
-                for place, pin in sorted(self._pins.items())]  # fmt: skip
+        pins = [
+            Entry(label=pin.label, kind=Kind.PIN, source=pin.run, version=(pin.label, id(pin.run)), place=place)
+            for place, pin in sorted(self._pins.items())
+        ]
         others = self._swept(plotted)
         if not pins and not others:
             return ()

@@ -71,27 +71,41 @@ def table(compared: Comparison, entries: Sequence[Entry]) -> tuple[tuple[str | C
     base = compared.baseline or NONE
     longest_s = max((s.p90 for r in compared.rows if (s := r.figures.step_time_s)), default=0.0)
     largest = max((r.figures.peak_memory_bytes or 0 for r in compared.rows), default=0)
-    heads = ("", "strategy", f"same as {base}?", "step time (p10–p90)", f"time / {base}", "tokens/s", "TFLOPS · MFU",
-             "exposed", "peak memory", f"peak / {base}", "state", "")  # fmt: skip
+    heads = (
+        "",
+        "strategy",
+        f"same as {base}?",
+        "step time (p10–p90)",
+        f"time / {base}",
+        "tokens/s",
+        "TFLOPS · MFU",
+        "exposed",
+        "peak memory",
+        f"peak / {base}",
+        "state",
+        "",
+    )
     rows = []
     for row, entry in zip(compared.rows, entries, strict=True):
         if row.refused:
             continue
         texts = compared.cells(row, SPREADS)
-        rows.append((
-            _label(row, entry, compared),
-            Cell(text=row.name, title=row.name),
-            _badge(row, compared),
-            _time(row, texts["step time"], longest_s),
-            _ratio(ratio_words(row.time_ratio, "×")),
-            _figure(texts["tokens/s"]),
-            _figure(texts["TFLOPS"], texts["MFU"]),
-            _figure(texts["exposed"]),
-            _memory(row, largest),
-            f"×{row.memory_ratio:.2f}" if row.memory_ratio else NONE,
-            _state(row, entry),
-            _remove(row, entry),
-        ))  # fmt: skip
+        rows.append(
+            (
+                _label(row, entry, compared),
+                Cell(text=row.name, title=row.name),
+                _badge(row, compared),
+                _time(row, texts["step time"], longest_s),
+                _ratio(ratio_words(row.time_ratio, "×")),
+                _figure(texts["tokens/s"]),
+                _figure(texts["TFLOPS"], texts["MFU"]),
+                _figure(texts["exposed"]),
+                _memory(row, largest),
+                f"×{row.memory_ratio:.2f}" if row.memory_ratio else NONE,
+                _state(row, entry),
+                _remove(row, entry),
+            )
+        )
     return (heads, *rows)
 
 

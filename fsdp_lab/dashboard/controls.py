@@ -91,8 +91,10 @@ class Controls(InputForm):
         self._state = styled(widgets.HTML(), "fsdp-state-line")
         self._bar = styled(widgets.Box([*self.inputs, self._state]), "fsdp-bar")
         self.message = styled(widgets.HTML(), "fsdp-notice-text")
-        self._answers = [self.button("Begin at step 0", "play", "Train what is chosen, from initial values", self._restart),
-                         self.button("Keep the run", "undo", "Leave what it trains as it is", self._keep)]  # fmt: skip
+        self._answers = [
+            self.button("Begin at step 0", "play", "Train what is chosen, from initial values", self._restart),
+            self.button("Keep the run", "undo", "Leave what it trains as it is", self._keep),
+        ]
         self._notice = styled(widgets.Box([self.message, *self._answers]), "fsdp-notice")
         self._controls = {f.name: Control(f, self.choices.wanted, self._choose) for _, fields in GROUPS for f in fields}
         self._groups = [

@@ -147,8 +147,9 @@ class Feed:
     replace the former one's in the same pictures, so that the page rebuilds nothing.
     """
 
-    def __init__(self, lab: LabLike, live: LiveView, board: Board, card: ComparisonCard,
-                 wanted: Callable[[], Spec] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self, lab: LabLike, live: LiveView, board: Board, card: ComparisonCard, wanted: Callable[[], Spec] | None = None
+    ) -> None:
         """wanted: what is chosen, and to be predicted; None: what the run trains, or is about to train."""
         self._lab, self._wanted = lab, wanted
         self._predictor = Predictor(lab)

@@ -59,8 +59,9 @@ class HostsForm(InputForm):
         self._sync = self.add(styled(sync, "fsdp-check"))
         self._start = self.button("Start there", "play", "End the ranks, and start others there", self.start)
         self._start.button_style = "primary"
-        self._cancel = self.button("Cancel", "stop", "Leave the queue; ranks start again where they were",
-                                   self._cancelled.set)  # fmt: skip
+        self._cancel = self.button(
+            "Cancel", "stop", "Leave the queue; ranks start again where they were", self._cancelled.set
+        )
         self._close = self.button("Close", "", "Close this form", self.toggle)
         self.message = styled(widgets.HTML(), "fsdp-sweep-said")
         self._fields = {
@@ -100,20 +101,29 @@ class HostsForm(InputForm):
         hosts, ranks = self._hosts(), self._ranks.value if self._where.value == HERE else None
         self._cancelled.clear()
         self.say("The hosts are looked for; until they are found, the run goes on.")
-        self._mover = threading.Thread(target=self.attempt, args=(partial(self._move, hosts, ranks),),
-                                       name="fsdp-lab-move", daemon=True)  # fmt: skip
+        self._mover = threading.Thread(
+            target=self.attempt, args=(partial(self._move, hosts, ranks),), name="fsdp-lab-move", daemon=True
+        )
         self._mover.start()
         self.tick()
 
     def _hosts(self) -> Hosts | None:
         options = tuple(shlex.split(self._options.value))
-        common = {"ranks_per_host": self._each.value or None, "python": self._python.value.strip() or None,
-                  "sync": self._sync.value}  # fmt: skip
+        common = {
+            "ranks_per_host": self._each.value or None,
+            "python": self._python.value.strip() or None,
+            "sync": self._sync.value,
+        }
         if self._where.value == SSH:
             return ssh_hosts(self._names.value, ssh_args=options, **common)
         if self._where.value == SLURM:
-            return SlurmHosts(hosts=self._count.value, partition=self._partition.value.strip() or None,
-                              time=self._time.value.strip() or None, options=options, **common)  # fmt: skip
+            return SlurmHosts(
+                hosts=self._count.value,
+                partition=self._partition.value.strip() or None,
+                time=self._time.value.strip() or None,
+                options=options,
+                **common,
+            )
         return None
 
     def _move(self, hosts: Hosts | None, ranks: int | None) -> None:

@@ -183,9 +183,12 @@ class LiveView(anywidget.AnyWidget):
             self._seq += 1
             self._sent_s = time.monotonic()
             self._stamps.sent(self._seq)
-            self._say({"kind": "tick", "seq": self._seq, **header}, _bytes(numbers),
-                      as_text=any(view.text for view in self._views.values()),
-                      as_buffer=not all(view.text for view in self._views.values()))  # fmt: skip
+            self._say(
+                {"kind": "tick", "seq": self._seq, **header},
+                _bytes(numbers),
+                as_text=any(view.text for view in self._views.values()),
+                as_buffer=not all(view.text for view in self._views.values()),
+            )
             return True
 
     def latency(self) -> Latency:

@@ -153,8 +153,9 @@ class EvaluationForm(InputForm):
             return None
         patience = self._patience.value if self._patience.value != NEVER else None
         prompt = self._prompt.value.strip()
-        return EvalConfig(every=self._every.value, samples=self._samples.value, patience=patience,
-                          prompts=(prompt,) if prompt else ())  # fmt: skip
+        return EvalConfig(
+            every=self._every.value, samples=self._samples.value, patience=patience, prompts=(prompt,) if prompt else ()
+        )
 
     def tick(self, run: Run | None) -> None:
         """Shows the results of `run`, the one that is shown."""
@@ -299,8 +300,12 @@ def incidents_picture(incidents: Sequence[Incident], state: RunState) -> str:
 
 def moments(incident: Incident) -> list[tuple[str, float]]:
     """What happened, in order, with the seconds since the failure, or since its detection if its time is not known."""
-    all_times = (("failed", incident.failed_unix_s), ("detected", incident.detected_unix_s),
-                 ("freed", incident.freed_unix_s), ("training again", incident.resumed_unix_s))  # fmt: skip
+    all_times = (
+        ("failed", incident.failed_unix_s),
+        ("detected", incident.detected_unix_s),
+        ("freed", incident.freed_unix_s),
+        ("training again", incident.resumed_unix_s),
+    )
     known = [(name, unix_s) for name, unix_s in all_times if unix_s is not None]
     return [(name, max(0.0, unix_s - known[0][1])) for name, unix_s in known]
 
@@ -318,8 +323,10 @@ def _drawn(incident: Incident, unfinished: str) -> str:
         bar += '<i class="fsdp-stretch" data-to="open"></i>'
         words += f" → <span>{unfinished}</span>"
     facts = "".join(f"<div>{escape(fact)}.</div>" for fact in _facts(incident))
-    return (f'<div class="fsdp-incident"><div>{head}</div><div class="fsdp-stretches" aria-hidden="true">{bar}</div>'
-            f'<div class="fsdp-moments">{words}</div><div class="fsdp-soft">{facts}</div></div>')  # fmt: skip
+    return (
+        f'<div class="fsdp-incident"><div>{head}</div><div class="fsdp-stretches" aria-hidden="true">{bar}</div>'
+        f'<div class="fsdp-moments">{words}</div><div class="fsdp-soft">{facts}</div></div>'
+    )
 
 
 def _facts(incident: Incident) -> list[str]:

@@ -112,7 +112,6 @@ class Scene:
                 {"name": c.name, "title": c.title, "wide": c.wide, "sources": [s.name for s in c.sources]}
                 for c in self.cards
             ],
-            "ranks": [{"label": f"rank {r}", "color": theme.rank_color(r)}
-                      for r in range(self.ranks if lines else 0)],
+            "ranks": [{"label": f"rank {r}", "color": theme.rank_color(r)} for r in range(self.ranks if lines else 0)],
             "rank_count": self.ranks,
-        }  # fmt: skip
+        }

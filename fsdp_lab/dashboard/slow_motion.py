@@ -245,8 +245,12 @@ class SlowMotionBox(InputForm):
         put(self._play, "description", "Pause" if self._playing else "Play")
         put(self._play, "icon", "pause" if self._playing else "play")
         put(self._stop, "disabled", not halted)
-        put(self.message, "value", f'<span class="fsdp-slow-state fsdp-slow-{word}" role="status">{word}</span> '
-                                   f"<span>{escape(self._busy or text)}</span>")  # fmt: skip
+        put(
+            self.message,
+            "value",
+            f'<span class="fsdp-slow-state fsdp-slow-{word}" role="status">{word}</span> '
+            f"<span>{escape(self._busy or text)}</span>",
+        )
         changes = ", ".join(f"{field_title(n)} {describe_value(n, v)}" for n, v in self._fix.items())
         put(self._apply_fix, "description", f"Use {changes}" if changes else "")
         put(self._apply_fix.layout, "display", "" if changes else "none")

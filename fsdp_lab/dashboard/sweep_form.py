@@ -111,8 +111,10 @@ class SweepForm(InputForm):
     def lists(self, base: Spec) -> dict[str, list[Any]]:
         """Field -> values that are chosen; where none is, the base's own."""
         now = base.flat()
-        chosen = {name: [v for v, chip in zip(COMBINED[name], chips, strict=True) if chip.value]
-                  for name, chips in self._chips.items()}  # fmt: skip
+        chosen = {
+            name: [v for v, chip in zip(COMBINED[name], chips, strict=True) if chip.value]
+            for name, chips in self._chips.items()
+        }
         return {name: values or [now[name]] for name, values in chosen.items()}
 
     def attempt(self, action: Callable[[], Any]) -> None:
@@ -195,9 +197,11 @@ def _progress(sweep: Sweep) -> str:
     if sweep.suspended is not None:
         turn += f" · then the run goes on at step {sweep.suspended.step:,}"
     track = f'<span class="fsdp-progress-track"><i class="fsdp-progress-done" style="width:{share:.1f}%"></i></span>'
-    return (f'<span class="fsdp-progress" role="progressbar" aria-valuenow="{share:.0f}" aria-valuemin="0" '
-            f'aria-valuemax="100" aria-label="Comparison">{track}<span>{p.done_steps:,} of {p.all_steps:,} steps · {left}'
-            f"{escape(turn)}</span></span>")  # fmt: skip
+    return (
+        f'<span class="fsdp-progress" role="progressbar" aria-valuenow="{share:.0f}" aria-valuemin="0" '
+        f'aria-valuemax="100" aria-label="Comparison">{track}<span>{p.done_steps:,} of {p.all_steps:,} steps · {left}'
+        f"{escape(turn)}</span></span>"
+    )
 
 
 def _reasons(refused: Sequence[Refusal], lists: Mapping[str, Sequence[Any]]) -> str:

@@ -123,9 +123,15 @@ def curves(courses: Sequence[Course], note: str) -> list[Chart]:
 
 
 def _curve(
-    name: str, title: str, y_label: str, value: Callable[[Step], float], timed: bool, courses: Sequence[Course],
-    x_range: Range1d, note: str,
-) -> Chart:  # fmt: skip
+    name: str,
+    title: str,
+    y_label: str,
+    value: Callable[[Step], float],
+    timed: bool,
+    courses: Sequence[Course],
+    x_range: Range1d,
+    note: str,
+) -> Chart:
     """A `timed` measure leaves out the steps that medians leave out, and its axis begins at zero."""
     series = [_points(c, value, timed) for c in courses]
     every = np.array([y for _, ys, _ in series for y in ys] or [math.nan])
@@ -136,11 +142,18 @@ def _curve(
     fig.xgrid.visible = False
     _tools(fig)
     lines = [
-        fig.line("step", "value", source=ColumnDataSource({"step": xs, "value": ys}), name=f"{c.row.label} {c.row.name}",
-                 line_color=c.color, line_width=6 if c.band else 2, line_alpha=0.55 if c.band else 1.0,
-                 line_dash="solid" if c.band else DASHES[c.dash])
+        fig.line(
+            "step",
+            "value",
+            source=ColumnDataSource({"step": xs, "value": ys}),
+            name=f"{c.row.label} {c.row.name}",
+            line_color=c.color,
+            line_width=6 if c.band else 2,
+            line_alpha=0.55 if c.band else 1.0,
+            line_dash="solid" if c.band else DASHES[c.dash],
+        )
         for c, (xs, ys, _) in sorted(zip(courses, series, strict=True), key=lambda drawn: not drawn[0].band)
-    ]  # fmt: skip
+    ]
     hover(fig, lines, [("run", "$name"), ("step", "@step"), (title, "@value{0,0.0000}")])
     _mark_switches(fig, courses)
     strides = sorted({stride for _, _, stride in series if stride > 1})
@@ -187,10 +200,9 @@ def _tools(fig: figure) -> None:
 
 def run_keys(courses: Sequence[Course]) -> tuple[Key, ...]:
     return tuple(
-        Key(label=f"{c.row.label} {c.row.name}", color=c.color,
-            hatch="band" if c.band else HATCHES[c.dash])
+        Key(label=f"{c.row.label} {c.row.name}", color=c.color, hatch="band" if c.band else HATCHES[c.dash])
         for c in courses
-    )  # fmt: skip
+    )
 
 
 # -- bars --------------------------------------------------------------------------------------------------------------
@@ -225,10 +237,15 @@ def _exact(value: float) -> Ratio:
 
 def _ratios(name: str, title: str, compared: Comparison, ratios: Mapping[str, Ratio], note: str) -> Chart:
     shown = [
-        Bar(row=row, text=ratio_words(r), parts=[(r.median, Key(label=row.name, color=theme.rank_color(i)))],
-            whisker=(r.p10, r.p90) if r.p10 is not None and r.p90 is not None else None)
-        for i, row in enumerate(compared.rows) if (r := ratios.get(row.label))
-    ]  # fmt: skip
+        Bar(
+            row=row,
+            text=ratio_words(r),
+            parts=[(r.median, Key(label=row.name, color=theme.rank_color(i)))],
+            whisker=(r.p10, r.p90) if r.p10 is not None and r.p90 is not None else None,
+        )
+        for i, row in enumerate(compared.rows)
+        if (r := ratios.get(row.label))
+    ]
     legend = [Key(label=f"{compared.baseline}", token="ink.marker", hatch="dashes")]
     legend += [Key(label="p10 to p90", token="ink.peak", hatch="line")] if any(bar.whisker for bar in shown) else []
     title = f"{title} relative to {compared.baseline}"

@@ -88,8 +88,17 @@ def render(
         "fsdp-lab-theme": theme.tokens(),
         "fsdp-lab-plots": _document([*charts, *timelines]),
     }
-    return page(title, compared, runs, recommended, written_unix_s, charts=charts, timelines=timelines,
-                bokeh_js=BOKEH_JS.read_text(encoding="utf-8"), data=data)  # fmt: skip
+    return page(
+        title,
+        compared,
+        runs,
+        recommended,
+        written_unix_s,
+        charts=charts,
+        timelines=timelines,
+        bokeh_js=BOKEH_JS.read_text(encoding="utf-8"),
+        data=data,
+    )
 
 
 def _document(charts: Sequence[Chart]) -> dict[str, Any]:
@@ -126,12 +135,23 @@ def page(
     data: Mapping[str, Any],
 ) -> str:
     """The content of the file. `data`: id of a script element -> the value embedded in it as JSON."""
-    environment = Environment(loader=FileSystemLoader(FOLDER), undefined=StrictUndefined, autoescape=True,
-                              trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+    environment = Environment(
+        loader=FileSystemLoader(FOLDER),
+        undefined=StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters.update(
-        spread=split_spread, color=theme.rank_color, field=_field, change=_change,
-        duration=duration, spec_json=_spec_json, leaves=_leaves, embedded=embedded,
-    )  # fmt: skip
+        spread=split_spread,
+        color=theme.rank_color,
+        field=_field,
+        change=_change,
+        duration=duration,
+        spec_json=_spec_json,
+        leaves=_leaves,
+        embedded=embedded,
+    )
     return environment.get_template("page.html.jinja").render(
         title=title,
         compared=compared,

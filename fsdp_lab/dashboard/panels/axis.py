@@ -169,8 +169,17 @@ class Overlays:
                 tint(gap.glyph, line_color="ink.gap")
                 self._lines.append((place, under))
             named = f"{name or fig.name}.overlay.{place}"
-            line = fig.line("step", column, source=source, line_width=1.5, line_dash=theme.PIN_DASHES[place],
-                            line_color=theme.PINS[str(place)].light, visible=False, name=named, **on)  # fmt: skip
+            line = fig.line(
+                "step",
+                column,
+                source=source,
+                line_width=1.5,
+                line_dash=theme.PIN_DASHES[place],
+                line_color=theme.PINS[str(place)].light,
+                visible=False,
+                name=named,
+                **on,
+            )
             tint(line.glyph, line_color=f"pin.{place}")
             self._lines.append((place, named))
 
@@ -240,8 +249,10 @@ class StepAxis:
         start, end = step_window(self._step)
         room = LABEL_ROOM * (end - start)
         nexts = [*(step for step, _, _ in self._marks), math.inf][1:]
-        drawn = [(step, label if next_ - step > room else "", detail)
-                 for (step, label, detail), next_ in zip(self._marks, nexts, strict=True)]  # fmt: skip
+        drawn = [
+            (step, label if next_ - step > room else "", detail)
+            for (step, label, detail), next_ in zip(self._marks, nexts, strict=True)
+        ]
         if drawn != self._written:
             self._written = drawn
             texts = {"label": [label for _, label, _ in drawn], "detail": [detail for _, _, detail in drawn]}
@@ -270,8 +281,16 @@ class StepAxis:
         """Writes the change along each marker, from the top down. Called last, so that it is drawn over the data."""
         fig.extra_y_ranges = {**fig.extra_y_ranges, "marker": Range1d(start=0, end=1)}
         labels = fig.text(
-            x="step", y=0.99, text="label", y_range_name="marker", source=self.marker_source, angle=math.pi / 2,
-            text_align="right", text_baseline="top", x_offset=3, text_font_size="10px",
-        )  # fmt: skip
+            x="step",
+            y=0.99,
+            text="label",
+            y_range_name="marker",
+            source=self.marker_source,
+            angle=math.pi / 2,
+            text_align="right",
+            text_baseline="top",
+            x_offset=3,
+            text_font_size="10px",
+        )
         labels.glyph.background_fill_alpha = 0.6
         tint(labels.glyph, text_color="ink.mean", background_fill_color="ink.gap")

@@ -92,8 +92,15 @@ class CommunicationPanel(Panel):
         source = twin(self._groups)
         bar = fig.rect(x="x", y="y", width=5, width_units="screen", height="height", line_alpha=0, source=source)
         tint(bar.glyph, fill_color="ink.mean")
-        text = fig.text(x="text_x", y="y", text="label", text_align="right", text_baseline="middle",
-                        text_font_size="11px", source=source)  # fmt: skip
+        text = fig.text(
+            x="text_x",
+            y="y",
+            text="label",
+            text_align="right",
+            text_baseline="middle",
+            text_font_size="11px",
+            source=source,
+        )
         tint(text.glyph, text_color="ink.peak")
 
     def _draw_over(self, frame: StepAxis) -> figure:

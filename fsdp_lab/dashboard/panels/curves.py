@@ -39,9 +39,14 @@ class CurvePanel(Panel):
     others: str = ""  # what the curves of other runs are, in the legend
 
     def __init__(
-        self, frame: StepAxis, y_label: str, columns: Sequence[str], *, texts: Sequence[str] = (),
+        self,
+        frame: StepAxis,
+        y_label: str,
+        columns: Sequence[str],
+        *,
+        texts: Sequence[str] = (),
         span: ZeroRange | SpanRange | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self._frame = frame
         self._range = span or ZeroRange()
@@ -104,8 +109,16 @@ class LossPanel(CurvePanel):
         self._frame.overlays.draw(fig, "loss")
         line = fig.line("step", "loss", source=source, line_width=LINE_PX)
         tint(line.glyph, line_color="ink.mean")
-        hover(fig, line, [("step", "@step"), ("loss", "@loss{0.0000}"), ("gradient norm", "@grad_norm{0.000}"),
-                          ("learning rate", "@rate")])  # fmt: skip
+        hover(
+            fig,
+            line,
+            [
+                ("step", "@step"),
+                ("loss", "@loss{0.0000}"),
+                ("gradient norm", "@grad_norm{0.000}"),
+                ("learning rate", "@rate"),
+            ],
+        )
         points = fig.scatter("step", "eval_loss", source=source, marker="circle", size=POINT_PX, line_width=LINE_PX)
         tint(points.glyph, line_color="ink.peak", fill_color="ink.gap")
         hover(fig, points, [("step", "@step"), ("held-out loss", "@evaluation")])
@@ -153,8 +166,13 @@ class LossPanel(CurvePanel):
         self._rates.cover(self._table.column("lr"))
         shown = {"visible": self._rate_varies}
         unit = "loss (nats per token)" if self._frame.language else "loss"
-        return {**super().patches(), "loss.lr": {"start": 0.0, "end": self._rates.end}, "loss.lr_axis": shown,
-                "loss.lr_line": shown, "loss.axis": {"axis_label": unit}}  # fmt: skip
+        return {
+            **super().patches(),
+            "loss.lr": {"start": 0.0, "end": self._rates.end},
+            "loss.lr_axis": shown,
+            "loss.lr_line": shown,
+            "loss.axis": {"axis_label": unit},
+        }
 
     def _shown(self) -> Sequence[Numbers]:
         return self._table.column("loss"), self._table.column("eval_loss")
@@ -180,8 +198,16 @@ class ThroughputPanel(CurvePanel):
         self._frame.overlays.draw(fig, "tokens_per_s")
         smooth = fig.line("step", "median_tokens_per_s", source=source, line_width=LINE_PX)
         tint(smooth.glyph, line_color="ink.mean")
-        hover(fig, each, [("step", "@step"), ("a second", "@tokens_per_s{0,0}"),
-                          ("median of 9", "@median_tokens_per_s{0,0}"), ("step time", "@step_ms{0,0.0} ms")])  # fmt: skip
+        hover(
+            fig,
+            each,
+            [
+                ("step", "@step"),
+                ("a second", "@tokens_per_s{0,0}"),
+                ("median of 9", "@median_tokens_per_s{0,0}"),
+                ("step time", "@step_ms{0,0.0} ms"),
+            ],
+        )
         fig.add_layout(limit_line("throughput.predicted", "width", dash="3 3"))
 
     def _write(self, steps: Sequence[Step]) -> int:
@@ -270,8 +296,14 @@ class TflopsPanel(CurvePanel):
         self._frame.overlays.draw(fig, "tflops")
         if self._ranks:
             for r, column in enumerate(self._ranks):
-                fig.line("step", column, source=source, line_width=LINE_PX, line_color=theme.rank_color(r),
-                         line_dash=theme.RANK_DASHES[r])  # fmt: skip
+                fig.line(
+                    "step",
+                    column,
+                    source=source,
+                    line_width=LINE_PX,
+                    line_color=theme.rank_color(r),
+                    line_dash=theme.RANK_DASHES[r],
+                )
             mean = fig.line("step", "mean", source=source, line_alpha=0)
             named = {f"rank {r}": column for r, column in enumerate(self._ranks)}
         else:

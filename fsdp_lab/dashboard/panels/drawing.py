@@ -49,9 +49,18 @@ def twin(columns: Columns) -> ColumnDataSource:
 def plain_figure(name: str, y_label: str, **kwargs: Any) -> figure:
     """A figure without toolbar and outline, with one axis label a side."""
     fig = figure(
-        name=name, height=HEIGHT_PX, sizing_mode="stretch_width", toolbar_location=None, tools="", min_border=4,
-        min_border_right=18, background_fill_alpha=0, border_fill_alpha=0, outline_line_alpha=0, **kwargs,
-    )  # fmt: skip
+        name=name,
+        height=HEIGHT_PX,
+        sizing_mode="stretch_width",
+        toolbar_location=None,
+        tools="",
+        min_border=4,
+        min_border_right=18,
+        background_fill_alpha=0,
+        border_fill_alpha=0,
+        outline_line_alpha=0,
+        **kwargs,
+    )
     fig.yaxis.axis_label = y_label
     for axis in fig.axis:
         simplify_axis(axis, "0,0.[000000]")
@@ -200,9 +209,14 @@ def hover(
 
 
 def hover_bars(
-    fig: figure, source: ColumnDataSource, rows: Sequence[tuple[str, str]], *, right: str = "end", y: str = "y",
+    fig: figure,
+    source: ColumnDataSource,
+    rows: Sequence[tuple[str, str]],
+    *,
+    right: str = "end",
+    y: str = "y",
     height: float,
-) -> None:  # fmt: skip
+) -> None:
     """A tooltip over each whole bar."""
     whole = fig.hbar(y=y, left=0, right=right, height=height, source=source, fill_alpha=0, line_alpha=0)
     hover(fig, whole, rows, mode="mouse")

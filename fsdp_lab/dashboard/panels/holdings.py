@@ -133,9 +133,11 @@ class HoldingsPanel(BaseCard):
         self._own = Columns("slow.own", place, texts=["color"], limit=2 * room)
         self._now = Columns("slow.now", ["left", "right"], limit=1)
         self._held = Columns(
-            "slow.held", ["rank", "text", "top", "bottom", "own", "held"], texts=["label", "color"],
+            "slow.held",
+            ["rank", "text", "top", "bottom", "own", "held"],
+            texts=["label", "color"],
             limit=self.ranks,
-        )  # fmt: skip
+        )
         self._drawn: object = None
         self.sources = (self._bars, self._light, self._moving, self._own, self._now, self._held)
         self.root = self._draw()
@@ -163,17 +165,43 @@ class HoldingsPanel(BaseCard):
         fig.xaxis.ticker = FixedTicker(ticks=list(labels))
         fig.xaxis.major_label_overrides = {x: name for x, name in labels.items()}  # noqa: C416 (dict is invariant)
         fig.xaxis.axis_label = "units and their parameters, as wide as they have elements"
-        now = fig.quad(left="left", right="right", top=-0.5, bottom=self.ranks - 0.5, source=twin(self._now),
-                       fill_alpha=0.10, line_width=1.5)  # fmt: skip
+        now = fig.quad(
+            left="left",
+            right="right",
+            top=-0.5,
+            bottom=self.ranks - 0.5,
+            source=twin(self._now),
+            fill_alpha=0.10,
+            line_width=1.5,
+        )
         tint(now.glyph, fill_color="ink.band", line_color="ink.marker")
         base = _quads(fig, self._bars, fill_color=NEUTRAL, fill_alpha=EMPTY)
         _quads(fig, self._light, fill_color="color", fill_alpha=LIGHT)
-        _quads(fig, self._moving, fill_color="color", fill_alpha=MOVING, hatch_pattern="/", hatch_color="color",
-               hatch_scale=6, hatch_weight=1.5)  # fmt: skip
+        _quads(
+            fig,
+            self._moving,
+            fill_color="color",
+            fill_alpha=MOVING,
+            hatch_pattern="/",
+            hatch_color="color",
+            hatch_scale=6,
+            hatch_weight=1.5,
+        )
         _quads(fig, self._own, fill_color="color")
-        hover(fig, base, [("rank", "@rank"), ("parameter", "@name"), ("unit", "@unit"), ("elements", "@numel{0,0}"),
-                          ("its own shard", "@start{0,0} to @stop{0,0}"), ("now", "@state"), ("gradient", "@gradient")],
-              mode="mouse")  # fmt: skip
+        hover(
+            fig,
+            base,
+            [
+                ("rank", "@rank"),
+                ("parameter", "@name"),
+                ("unit", "@unit"),
+                ("elements", "@numel{0,0}"),
+                ("its own shard", "@start{0,0} to @stop{0,0}"),
+                ("now", "@state"),
+                ("gradient", "@gradient"),
+            ],
+            mode="mouse",
+        )
 
     def _draw_side(self, fig: figure) -> None:
         fig.yaxis.visible = False
@@ -187,8 +215,16 @@ class HoldingsPanel(BaseCard):
             ("own", "held", "color", LIGHT),
             (0, "own", "color", 1.0),
         ):
-            fig.quad(left=left, right=right, top="top", bottom="bottom", source=source, fill_color=color, fill_alpha=alpha,
-                     line_alpha=0)  # fmt: skip
+            fig.quad(
+                left=left,
+                right=right,
+                top="top",
+                bottom="bottom",
+                source=source,
+                fill_color=color,
+                fill_alpha=alpha,
+                line_alpha=0,
+            )
         text = fig.text(x=0, y="text", text="label", text_baseline="middle", text_font_size="11px", source=source)
         tint(text.glyph, text_color="ink.peak")
 

@@ -67,17 +67,29 @@ class LedgerPanel(Panel):
         tint(lines.glyph, line_color="ink.marker")
         fig.extra_y_ranges = {"phase": Range1d(start=0, end=1)}
         words = fig.text(
-            x="ms", y=0.99, text="label", y_range_name="phase", source=begins, text_baseline="top", x_offset=4,
+            x="ms",
+            y=0.99,
+            text="label",
+            y_range_name="phase",
+            source=begins,
+            text_baseline="top",
+            x_offset=4,
             text_font_size="11px",
-        )  # fmt: skip
+        )
         tint(words.glyph, text_color="ink.mean")
         top = twin(self._peak)
         mark = fig.scatter("ms", "total", source=top, size=8, marker="triangle", line_alpha=0)
         tint(mark.glyph, fill_color="ink.peak")
         label = fig.text(
-            x="ms", y="total", text="label", source=top, text_baseline="bottom", text_align="center", y_offset=-6,
+            x="ms",
+            y="total",
+            text="label",
+            source=top,
+            text_baseline="bottom",
+            text_align="center",
+            y_offset=-6,
             text_font_size="11px",
-        )  # fmt: skip
+        )
         tint(label.glyph, text_color="ink.peak")
         rows = [(theme.MEMORY[c].label, f"@{c}{{0,0.00}}") for c in ON_DEVICE]
         hover(fig, total, [("at", "@ms{0.0} ms"), ("in", "@phase @unit"), *rows, ("total", "@total{0,0.00}")])
@@ -97,11 +109,16 @@ class LedgerPanel(Panel):
         totals = [s.classes.total_bytes for s in curve]
         self._unit = unit_for(max(totals), self._unit)
         self._end_ms = round_up(max(1.07e3 * curve[-1].at_s, 1e-3))  # with room for the last label
-        rows = [[1e3 * s.at_s, *(s.classes.of_role(Role(c)) / self._unit for c in ON_DEVICE), t / self._unit]
-                for s, t in zip(curve, totals, strict=True)]  # fmt: skip
+        rows = [
+            [1e3 * s.at_s, *(s.classes.of_role(Role(c)) / self._unit for c in ON_DEVICE), t / self._unit]
+            for s, t in zip(curve, totals, strict=True)
+        ]
         texts = {"phase": [s.phase for s in curve], "unit": [s.unit for s in curve]}
-        begins = [(s.at_s, s.phase) for before, s in zip([None, *curve], curve, strict=False)
-                  if before is None or before.phase != s.phase]  # fmt: skip
+        begins = [
+            (s.at_s, s.phase)
+            for before, s in zip([None, *curve], curve, strict=False)
+            if before is None or before.phase != s.phase
+        ]
         begins = begins[:8]  # micro-batches repeat them
         top = totals.index(max(totals))
         written = self._curve.replace(rows, texts)

@@ -100,8 +100,13 @@ class MemoryPanel(Panel):
             sign_bars(fig, source, y="bar", end="peak")
         self._draw_predicted(fig)
         rows = [(theme.MEMORY[c].label, f"@{c}{{0,0.0}}") for c in (*ON_DEVICE, "host")]
-        totals = [("peak", "peak"), ("between steps", "allocated"), ("reserved", "reserved"),
-                  ("outside the allocator", "outside"), ("host's peak while loading", "loading")]  # fmt: skip
+        totals = [
+            ("peak", "peak"),
+            ("between steps", "allocated"),
+            ("reserved", "reserved"),
+            ("outside the allocator", "outside"),
+            ("host's peak while loading", "loading"),
+        ]
         rows += [(label, f"@{column}{{0,0.0}}") for label, column in totals]
         hover_bars(fig, source, [("rank", "@place"), *rows], right="peak", y="rank", height=0.9)
         fig.add_layout(limit_line("memory.now.limit", "height"))
@@ -290,8 +295,9 @@ class MemoryLanes:
         paint_stack(areas, class_tokens(), line=False)
         host = fig.line("step", f"host_{lane}", line_width=LINE_PX, line_dash="2 2", **on)
         tint(host.glyph, line_color="memory.gradients")
-        self._frame.overlays.draw(fig, f"peak_{lane}", name=f"memory.lane_{lane}", seam=self._lanes <= MOST_SCALED,
-                                  y_range_name=f"mib_{lane}")  # fmt: skip
+        self._frame.overlays.draw(
+            fig, f"peak_{lane}", name=f"memory.lane_{lane}", seam=self._lanes <= MOST_SCALED, y_range_name=f"mib_{lane}"
+        )
         peak = fig.line("step", f"peak_{lane}", line_width=1 if self._lanes > MOST_SCALED else LINE_PX, **on)
         tint(peak.glyph, line_color="ink.peak")
         limit = limit_line(f"memory.over.limit_{lane}", "width")

@@ -96,8 +96,16 @@ class TimelinePanel(Panel):
         fig.ygrid.visible = False
         fig.add_tools(PanTool(dimensions="width"), WheelZoomTool(dimensions="width", modifiers={"shift": True}))
         lanes = twin(self._lanes)
-        fig.quad(left="left", right="right", top="top", bottom="bottom", source=lanes, fill_color="color", fill_alpha=0.1,
-                 line_alpha=0)  # fmt: skip
+        fig.quad(
+            left="left",
+            right="right",
+            top="top",
+            bottom="bottom",
+            source=lanes,
+            fill_color="color",
+            fill_alpha=0.1,
+            line_alpha=0,
+        )
         fig.segment(x0="left", x1="left", y0="top", y1="bottom", source=lanes, line_color="color", line_width=3)
         spans = twin(self._spans)
         drawn = []
@@ -109,8 +117,15 @@ class TimelinePanel(Panel):
             # A short span is seen by its outline.
             paint_fill(bars.glyph, token, outline=token if FILLS[token].hatch == " " else "ink.faint")
             drawn.append(bars)
-        rows = [("rank", "@rank"), ("what", "@what"), ("unit", "@unit"), ("time", "@ms{0,0.00} ms, from @left{0,0.00} ms"),
-                ("link", "@link"), ("bandwidth", "@bandwidth"), ("group", "@group")]  # fmt: skip
+        rows = [
+            ("rank", "@rank"),
+            ("what", "@what"),
+            ("unit", "@unit"),
+            ("time", "@ms{0,0.00} ms, from @left{0,0.00} ms"),
+            ("link", "@link"),
+            ("bandwidth", "@bandwidth"),
+            ("group", "@group"),
+        ]
         hover(fig, drawn, rows, mode="mouse")
         return fig
 

@@ -95,8 +95,12 @@ def row_of(plan: Mapping[str, Any]) -> dict[str, Any]:
     row |= {f"{entry}.{key}": float(number) for entry in ENTRIES for key, number in plan[entry].items()}
     workload = plan["spec"]["workload"]
     assumed = "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in plan["assumed"].items())
-    return {**row, "global_batch": plan["ranks"] * workload["micro_batch"] * workload["accumulate"],
-            "binding": plan["binding"], "assumed": assumed}  # fmt: skip
+    return {
+        **row,
+        "global_batch": plan["ranks"] * workload["micro_batch"] * workload["accumulate"],
+        "binding": plan["binding"],
+        "assumed": assumed,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,8 +188,11 @@ def check_size(product: Product) -> None:
     """Raises ArgumentError if there are too many combinations for a page."""
     number, longest = product.combinations, max(product.axes, key=lambda axis: len(axis.values))
     if number > MOST_COMBINATIONS:
-        raise ArgumentError("page", f"{number:,} combinations are more than the {MOST_COMBINATIONS:,} of a page",
-                            f"shorten a list, such as {longest.option} with {len(longest.values)} values")  # fmt: skip
+        raise ArgumentError(
+            "page",
+            f"{number:,} combinations are more than the {MOST_COMBINATIONS:,} of a page",
+            f"shorten a list, such as {longest.option} with {len(longest.values)} values",
+        )
 
 
 class Answers:
@@ -232,9 +239,9 @@ def render(product: Product, answers: Answers, written_unix_s: float) -> str:
 def _data(product: Product, answers: Answers) -> dict[str, Any]:
     """What the script reads. Values are known by their place on their axis."""
     axes = [
-        {"name": axis.name, "label": axis.label, "option": axis.option, "words": axis.words,
-         "labels": axis.labels} for axis in product.axes
-    ]  # fmt: skip
+        {"name": axis.name, "label": axis.label, "option": axis.option, "words": axis.words, "labels": axis.labels}
+        for axis in product.axes
+    ]
     return {
         "axes": axes,
         "ranks": next(([*axis.values] for axis in product.axes if axis.name == RANKS), []),

@@ -42,9 +42,11 @@ class Question:
     # Of `DEVICES`, or `CUSTOM` with the last three.
     hardware: str = knob("h100", FieldRow(choices=(*DEVICES, CUSTOM)), help="The GPU")
     per_host: int | None = knob(
-        None, FieldRow(choices=(None, 1, 2, 4, 16, 32, 72), typed="6", none="8"), label="GPUs a host",
+        None,
+        FieldRow(choices=(None, 1, 2, 4, 16, 32, 72), typed="6", none="8"),
+        label="GPUs a host",
         help="With NVLink or PCI Express between them",
-    )  # fmt: skip
+    )
     # None: the usual rate.
     network: float | None = knob(
         None, _SIZE, most=10**6, none="as usual", label="network, Gb/s", help="Of all network cards of a host, one way"
@@ -150,21 +152,31 @@ def _powers(last: int) -> tuple[int, ...]:
 
 
 FORM: tuple[tuple[str, tuple[FieldRow, ...]], ...] = (
-    ("Model", (
-        replace(CONTROLS["model"], help="A preset; or other: a type that transformers knows, or the folder of a config",
-                choices=presets(), typed="opt, or a folder"),
-        replace(CONTROLS["seq_len"], choices=_powers(17)[7:], typed="3000"),
-        CONTROLS["micro_batch"],
-        CONTROLS["accumulate"],
-        replace(CONTROLS["optimizer"], help="Its state is a class of memory", typed=""),
-        replace(CONTROLS["optimizer_args"], help="Fused: one pass over its state", choices=({}, {"fused": True})),
-    )),
-    ("Hardware", (
-        _OWN["hardware"],
-        replace(CONTROLS["world_size"], label="GPUs", help="One rank each", choices=_powers(12), typed="96"),
-        *(row for name, row in _OWN.items() if name != "hardware"),
-    )),
+    (
+        "Model",
+        (
+            replace(
+                CONTROLS["model"],
+                help="A preset; or other: a type that transformers knows, or the folder of a config",
+                choices=presets(),
+                typed="opt, or a folder",
+            ),
+            replace(CONTROLS["seq_len"], choices=_powers(17)[7:], typed="3000"),
+            CONTROLS["micro_batch"],
+            CONTROLS["accumulate"],
+            replace(CONTROLS["optimizer"], help="Its state is a class of memory", typed=""),
+            replace(CONTROLS["optimizer_args"], help="Fused: one pass over its state", choices=({}, {"fused": True})),
+        ),
+    ),
+    (
+        "Hardware",
+        (
+            _OWN["hardware"],
+            replace(CONTROLS["world_size"], label="GPUs", help="One rank each", choices=_powers(12), typed="96"),
+            *(row for name, row in _OWN.items() if name != "hardware"),
+        ),
+    ),
     ("Sharding", controls_of("Sharding", planned=True)),
     ("Schedule", tuple(f for f in controls_of("Schedule", planned=True) if f.name not in ("accumulate", "link"))),
-)  # fmt: skip
+)
 FIELDS = {f.name: f for _, fields in FORM for f in fields}

@@ -59,8 +59,14 @@ class WhatIf(anywidget.AnyWidget):
     look = traitlets.Dict(look()).tag(sync=True)
     state = traitlets.Dict().tag(sync=True)
 
-    def __init__(self, spec: Spec | None = None, *, hardware: str = "h100", per_host: int | None = None,
-                 network: float | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        spec: Spec | None = None,
+        *,
+        hardware: str = "h100",
+        per_host: int | None = None,
+        network: float | None = None,
+    ) -> None:
         first = Question(spec=spec or default_spec(), hardware=hardware, per_host=per_host, network=network)
         self._changed = threading.Condition(threading.RLock())  # guards what follows
         self._left = self._asked = self._shown = 0
@@ -234,9 +240,11 @@ class WhatIf(anywidget.AnyWidget):
             "strategies": self._strategies(),
             "status": self._status(),
             "searching": self._searching,
-            "take": {"title": "The same as a Spec",
-                     "text": f"Spec().replace({', '.join(f'{name}={value!r}' for name, value in changed.items())})"},
-        }  # fmt: skip
+            "take": {
+                "title": "The same as a Spec",
+                "text": f"Spec().replace({', '.join(f'{name}={value!r}' for name, value in changed.items())})",
+            },
+        }
 
     def _status(self) -> str:
         if self._failure or self._doing:
@@ -253,11 +261,19 @@ class WhatIf(anywidget.AnyWidget):
         text = next((label for label, token in tokens if token == value), f.write(value))
         notes = {"per_host": plural(p.machine.hosts, "host"), "accumulate": f"{p.spec.global_batch:,} samples a step"}
         return {
-            "name": f.name, "label": f.label, "help": f.help, "options": [label for label, _ in tokens], "value": text,
-            "typed": f.typed, "placeholder": f.none, "least": None if f.choices else f.least, "most": f.most,
-            "refused": f.name in self.choices.held, "note": notes.get(f.name, ""),
+            "name": f.name,
+            "label": f.label,
+            "help": f.help,
+            "options": [label for label, _ in tokens],
+            "value": text,
+            "typed": f.typed,
+            "placeholder": f.none,
+            "least": None if f.choices else f.least,
+            "most": f.most,
+            "refused": f.name in self.choices.held,
+            "note": notes.get(f.name, ""),
             "hidden": f.name in CUSTOM_ONLY and self.choices.value("hardware") != CUSTOM,
-        }  # fmt: skip
+        }
 
     def _way(self, name: str, note: Note) -> dict[str, str] | None:
         words = fix_text(note.fix, self.choices.held, FIELDS)
