@@ -19,8 +19,7 @@ from fsdp_lab.base.generation import Completion
 from fsdp_lab.dashboard.panels import PANELS, StepAxis
 from fsdp_lab.dashboard.panels.base import Prediction
 from fsdp_lab.dashboard.panels.communication import CommunicationPanel
-from fsdp_lab.dashboard.panels.completions import CompletionsPanel
-from fsdp_lab.dashboard.panels.curves import LossPanel, StepsPanel, TflopsPanel, ThroughputPanel
+from fsdp_lab.dashboard.panels.curves import CompletionsPanel, LossPanel, StepsPanel, TflopsPanel, ThroughputPanel
 from fsdp_lab.dashboard.panels.drawing import ON_DEVICE
 from fsdp_lab.dashboard.panels.ledger import LedgerPanel
 from fsdp_lab.dashboard.panels.memory import MemoryPanel

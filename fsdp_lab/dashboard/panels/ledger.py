@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
+from typing import Any
 
 import numpy as np
 from bokeh.models import Range1d
@@ -17,9 +18,11 @@ from fsdp_lab.dashboard.columns import Columns
 from fsdp_lab.dashboard.panels.axis import StepAxis, ZeroRange, round_up
 from fsdp_lab.dashboard.panels.base import Captions, Key, Panel, Patches
 from fsdp_lab.dashboard.panels.drawing import (
+    CLASS_TOKENS,
     ON_DEVICE,
     class_keys,
-    class_tokens,
+    draw_changes,
+    draw_line,
     hover,
     paint_stack,
     plain_figure,
@@ -27,6 +30,7 @@ from fsdp_lab.dashboard.panels.drawing import (
     twin,
     unit_for,
     unit_name,
+    write_labels,
 )
 from fsdp_lab.runs.steps import Step
 
@@ -59,47 +63,24 @@ class LedgerPanel(Panel):
         fig.xaxis.axis_label = "ms of the step, slowed by measuring"
         fig.yaxis.name = "ledger.axis"
         source = twin(self._curve)
-        paint_stack(fig.varea_stack(list(ON_DEVICE), x="ms", source=source), class_tokens(), line=False)
-        total = fig.line("ms", "total", source=source, line_width=1)
-        tint(total.glyph, line_color="ink.peak")
-        begins = twin(self._phases)
-        lines = fig.vspan(x="ms", source=begins, line_width=1, line_dash="4 3", line_color="#6B7280")
-        tint(lines.glyph, line_color="ink.marker")
+        paint_stack(fig.varea_stack(list(ON_DEVICE), x="ms", source=source), CLASS_TOKENS, line=False)
+        total = draw_line(fig, source, "total", "ink.peak", x="ms", line_width=1)
+        phases, top = twin(self._phases), twin(self._peak)
+        draw_changes(fig, phases, "ms")
         fig.extra_y_ranges = {"phase": Range1d(start=0, end=1)}
-        words = fig.text(
-            x="ms",
-            y=0.99,
-            text="label",
-            y_range_name="phase",
-            source=begins,
-            text_baseline="top",
-            x_offset=4,
-            text_font_size="11px",
-        )
-        tint(words.glyph, text_color="ink.mean")
-        top = twin(self._peak)
+        write_labels(fig, phases, "ink.mean", x="ms", y=0.99, y_range_name="phase", text_baseline="top", x_offset=4)
         mark = fig.scatter("ms", "total", source=top, size=8, marker="triangle", line_alpha=0)
         tint(mark.glyph, fill_color="ink.peak")
-        label = fig.text(
-            x="ms",
-            y="total",
-            text="label",
-            source=top,
-            text_baseline="bottom",
-            text_align="center",
-            y_offset=-6,
-            text_font_size="11px",
-        )
-        tint(label.glyph, text_color="ink.peak")
+        above: dict[str, Any] = {"text_baseline": "bottom", "text_align": "center", "y_offset": -6}
+        write_labels(fig, top, "ink.peak", x="ms", y="total", **above)
         rows = [(theme.MEMORY[c].label, f"@{c}{{0,0.00}}") for c in ON_DEVICE]
         hover(fig, total, [("at", "@ms{0.0} ms"), ("in", "@phase @unit"), *rows, ("total", "@total{0,0.00}")])
         return fig
 
     def update(self, steps: Sequence[Step]) -> int:
-        measured = [s for s in steps if any(e.memory_curve for e in s.events)]
-        if not measured:
+        step = next((s for s in reversed(steps) if any(e.memory_curve for e in s.events)), None)
+        if step is None:
             return 0
-        step = measured[-1]
         fullest = max((e for e in step.events if e.memory_curve), key=lambda e: e.memory.peak_bytes)
         written = self._write(fullest.memory_curve)
         self._captions = _describe(step, fullest)
@@ -114,12 +95,8 @@ class LedgerPanel(Panel):
             for s, t in zip(curve, totals, strict=True)
         ]
         texts = {"phase": [s.phase for s in curve], "unit": [s.unit for s in curve]}
-        begins = [
-            (s.at_s, s.phase)
-            for before, s in zip([None, *curve], curve, strict=False)
-            if before is None or before.phase != s.phase
-        ]
-        begins = begins[:8]  # micro-batches repeat them
+        firsts = [next(samples) for _, samples in groupby(curve, key=lambda s: s.phase)]
+        begins = [(s.at_s, s.phase) for s in firsts][:8]  # micro-batches repeat them
         top = totals.index(max(totals))
         written = self._curve.replace(rows, texts)
         room_s = LABEL_ROOM * self._end_ms / 1e3

@@ -21,15 +21,15 @@ from fsdp_lab.dashboard.panels.axis import STEP_LIMIT, StepAxis, ZeroRange
 from fsdp_lab.dashboard.panels.base import HOLLOW, Captions, Key, Panel, Patches, Prediction, with_prediction
 from fsdp_lab.dashboard.panels.drawing import (
     BAR,
+    CLASS_TOKENS,
     LINE_PX,
     NEUTRAL,
     ON_DEVICE,
     RanksByHost,
     class_keys,
-    class_tokens,
+    draw_line,
     hover,
     hover_bars,
-    label_ends,
     limit_line,
     paint_fill,
     paint_stack,
@@ -40,6 +40,7 @@ from fsdp_lab.dashboard.panels.drawing import (
     twin,
     unit_for,
     unit_name,
+    write_labels,
 )
 from fsdp_lab.runs.steps import Step
 
@@ -65,12 +66,9 @@ class MemoryPanel(Panel):
         self.world_size = world_size
         self._few = world_size <= theme.MOST_LINES
         self._frame = frame
-        self._now = Columns(
-            "memory.now",
-            ["rank", "bar", "host_bar", "top", "bottom", *AMOUNTS, "allocated", "reserved", "outside", "loading"],
-            texts=["label", "color", "place"],
-            limit=world_size,
-        )
+        amounts = [*AMOUNTS, "allocated", "reserved", "outside", "loading"]
+        now = ["rank", "bar", "host_bar", "top", "bottom", *amounts]
+        self._now = Columns("memory.now", now, texts=["label", "color", "place"], limit=world_size)
         self._ranks = RanksByHost("memory.now", world_size)
         self._predicted = Columns("memory.predicted", ["rank", "bar", *AMOUNTS], texts=["label"], limit=world_size)
         self._prediction: Prediction | None = None
@@ -89,7 +87,7 @@ class MemoryPanel(Panel):
         source = twin(self._now)
         width = 1 if self._few else 0
         bars = fig.hbar_stack(list(ON_DEVICE), y="bar", height=BAR, source=source, line_width=width)
-        paint_stack(bars, class_tokens())
+        paint_stack(bars, CLASS_TOKENS)
         host = fig.hbar(y="host_bar", left=0, right="host", height=HOST_BAR, source=source, line_width=width)
         paint_fill(host.glyph, "memory.host", outline="memory.gradients")
         peak = fig.segment(x0="peak", x1="peak", y0="top", y1="bottom", line_width=LINE_PX, source=source)
@@ -99,15 +97,10 @@ class MemoryPanel(Panel):
         if self._few:
             sign_bars(fig, source, y="bar", end="peak")
         self._draw_predicted(fig)
-        rows = [(theme.MEMORY[c].label, f"@{c}{{0,0.0}}") for c in (*ON_DEVICE, "host")]
-        totals = [
-            ("peak", "peak"),
-            ("between steps", "allocated"),
-            ("reserved", "reserved"),
-            ("outside the allocator", "outside"),
-            ("host's peak while loading", "loading"),
-        ]
-        rows += [(label, f"@{column}{{0,0.0}}") for label, column in totals]
+        labels = {**{c: theme.MEMORY[c].label for c in (*ON_DEVICE, "host")}, "peak": "peak"}
+        labels |= {"allocated": "between steps", "reserved": "reserved", "outside": "outside the allocator"}
+        labels["loading"] = "host's peak while loading"
+        rows = [(label, f"@{column}{{0,0.0}}") for column, label in labels.items()]
         hover_bars(fig, source, [("rank", "@place"), *rows], right="peak", y="rank", height=0.9)
         fig.add_layout(limit_line("memory.now.limit", "height"))
         return fig
@@ -116,9 +109,9 @@ class MemoryPanel(Panel):
         """Adds below each bar the prediction, in the same colours and hollow."""
         source = twin(self._predicted)
         bars = fig.hbar_stack(list(ON_DEVICE), y="bar", height=PREDICTED_BAR, source=source)
-        paint_stack(bars, class_tokens(), own_outline=True, alpha=0.3)
+        paint_stack(bars, CLASS_TOKENS, own_outline=True, alpha=0.3)
         if self._few:
-            label_ends(fig, source, x="peak", y="bar", token="ink.marker", size_px=10)
+            write_labels(fig, source, "ink.marker", size_px=10, x="peak", y="bar", x_offset=7, text_baseline="middle")
         rows = [(f"predicted {theme.MEMORY[c].label}", f"@{c}{{0,0.0}}") for c in (*ON_DEVICE, "host")]
         rows = [("rank", "@rank"), *rows, ("predicted peak", "@peak{0,0.0}")]
         hover_bars(fig, source, rows, right="peak", y="bar", height=PREDICTED_BAR)
@@ -126,7 +119,9 @@ class MemoryPanel(Panel):
     def update(self, steps: Sequence[Step]) -> int:
         measured = [s for s in steps if any(e.memory.peak_bytes for e in s.events)]  # none before the first ledger step
         if measured:
-            self._limit = _drawn_limit(measured[-1])
+            limits = [e.memory.limit_bytes for e in measured[-1].events if e.memory.limit_bytes]
+            peak = max(e.memory.peak_bytes for e in measured[-1].events)
+            self._limit = min(limits) if limits and min(limits) <= LIMIT_REACH * peak else None
         unit = self._unit
         written = self._over.write(steps, self._limit) if steps else 0
         for step in steps:
@@ -189,10 +184,10 @@ class MemoryPanel(Panel):
             on_host = e.rank + BAR / 2 + shift + below if hosted else math.nan  # NaN: no bar
             place = [e.rank, bar, on_host, bar - BAR / 2 - 0.05, bar + BAR / 2 + 0.05]
             rows.append([*place, *(b / self._over.unit for b in amounts)])
-        labels = [size(e.memory.peak_bytes) for e in step.events]
         self._ranks.follow(step.events)
-        colors, places = zip(*((theme.rank_color(e.rank), self._ranks.place(e.rank)) for e in step.events), strict=True)
-        return self._now.replace(rows, {"label": labels, "color": list(colors), "place": list(places)})
+        ranks, labels = [e.rank for e in step.events], [size(e.memory.peak_bytes) for e in step.events]
+        texts = {"label": labels, "color": [*map(theme.rank_color, ranks)], "place": [*map(self._ranks.place, ranks)]}
+        return self._now.replace(rows, texts)
 
     def _describe(self, step: Step) -> Captions:
         memories = [e.memory for e in step.events]
@@ -235,12 +230,6 @@ class MemoryPanel(Panel):
         return replace(own, reading=reading, legend=(*legend, *self._frame.other_keys("peak")))
 
 
-def _drawn_limit(step: Step) -> int | None:
-    limits = [e.memory.limit_bytes for e in step.events if e.memory.limit_bytes]
-    peak = max(e.memory.peak_bytes for e in step.events)
-    return min(limits) if limits and min(limits) <= LIMIT_REACH * peak else None
-
-
 class MemoryLanes:
     """Memory over steps: a lane of stacked areas a rank, aligned with the bars beside it; of more ranks than colours, two
     lanes for the fullest and the emptiest.
@@ -267,43 +256,40 @@ class MemoryLanes:
         fig.yaxis.ticker = FixedTicker(ticks=[at for at, _ in self._ticks()])
         fig.ygrid.visible = False
         fig.extra_y_ranges = {
-            **{f"lane_{i}": Range1d(start=0, end=1, name=f"memory.over.lane_{i}") for i in range(self._lanes)},
-            **{f"mib_{i}": Range1d(start=0, end=1, name=f"memory.over.lane_{i}.mib") for i in range(self._lanes)},
+            f"{kind}_{i}": Range1d(start=0, end=1, name=f"memory.over.lane_{i}{suffix}")
+            for kind, suffix in (("lane", ""), ("mib", ".mib"))
+            for i in range(self._lanes)
         }
         source = twin(self.columns)
         peaks = [self._draw_lane(fig, source, i) for i in range(self._lanes)]
         self._frame.label_markers(fig)
-        named = [("rank", "rank", ""), *((theme.MEMORY[c].label, c, "{0,0.0}") for c in ON_DEVICE)]
-        rows = [
-            (label, " · ".join(f"@{column}_{i}{form}" for i in range(self._lanes)))
-            for label, column, form in (*named, ("peak", "peak", "{0,0.0}"))
-        ]
-        hover(fig, peaks[0], [("step", "@step"), *rows])
+        labels = {"rank": "rank", **{c: theme.MEMORY[c].label for c in ON_DEVICE}, "peak": "peak"}
+        rows = [("step", "@step")]
+        for c, label in labels.items():
+            form = "" if c == "rank" else "{0,0.0}"
+            rows.append((label, " · ".join(f"@{c}_{i}{form}" for i in range(self._lanes))))
+        hover(fig, peaks[0], rows)
         return fig
 
     def _draw_lane(self, fig: figure, source: Any, lane: int) -> Any:
         """Draws a lane; returns the line of its peak."""
-        on = {"y_range_name": f"lane_{lane}", "source": source}
+        on = f"lane_{lane}"
         color = theme.rank_color(lane) if self._all else NEUTRAL
-        bottom = lane + LANE_BOTTOM
+        top, bottom = lane + LANE_BOTTOM, lane + LANE_BOTTOM - LANE
         fig.add_layout(
-            BoxAnnotation(
-                top=bottom, bottom=bottom - LANE, line_alpha=0, fill_alpha=0.08, fill_color=color, level="underlay"
-            )
+            BoxAnnotation(top=top, bottom=bottom, line_alpha=0, fill_alpha=0.08, fill_color=color, level="underlay")
         )
-        areas = fig.varea_stack([f"{c}_{lane}" for c in ON_DEVICE], x="step", **on)
-        paint_stack(areas, class_tokens(), line=False)
-        host = fig.line("step", f"host_{lane}", line_width=LINE_PX, line_dash="2 2", **on)
-        tint(host.glyph, line_color="memory.gradients")
-        self._frame.overlays.draw(
-            fig, f"peak_{lane}", name=f"memory.lane_{lane}", seam=self._lanes <= MOST_SCALED, y_range_name=f"mib_{lane}"
-        )
-        peak = fig.line("step", f"peak_{lane}", line_width=1 if self._lanes > MOST_SCALED else LINE_PX, **on)
-        tint(peak.glyph, line_color="ink.peak")
+        areas = fig.varea_stack([f"{c}_{lane}" for c in ON_DEVICE], x="step", y_range_name=on, source=source)
+        paint_stack(areas, CLASS_TOKENS, line=False)
+        dashed: dict[str, Any] = {"line_width": LINE_PX, "line_dash": "2 2", "y_range_name": on}
+        draw_line(fig, source, f"host_{lane}", "memory.gradients", **dashed)
+        peak, few = f"peak_{lane}", self._lanes <= MOST_SCALED
+        self._frame.overlays.draw(fig, peak, name=f"memory.lane_{lane}", seam=few, y_range_name=f"mib_{lane}")
+        line = draw_line(fig, source, peak, "ink.peak", line_width=LINE_PX if few else 1, y_range_name=on)
         limit = limit_line(f"memory.over.limit_{lane}", "width")
-        limit.y_range_name = f"lane_{lane}"
+        limit.y_range_name = on
         fig.add_layout(limit)
-        return peak
+        return line
 
     def _ticks(self) -> list[tuple[float, str]]:
         """The axis ticks and their labels: values along each lane, or rank numbers where there are many lanes."""
@@ -314,7 +300,7 @@ class MemoryLanes:
 
     def write(self, steps: Sequence[Step], limit_bytes: int | None) -> int:
         """Adds new steps, in order; returns the rows written. A limit that is None is not drawn."""
-        new = np.array([[s.number, *(v for e in self._of_lanes(s) for v in _lane(e))] for s in steps], dtype=np.float64)
+        new = np.array([[s.number, *self._row(s)] for s in steps], dtype=np.float64)
         self._bytes = np.vstack([self._bytes, new])[-self.columns.limit :]
         peaks = self._bytes[:, self._places("peak")]
         if np.isnan(peaks).all():
@@ -353,12 +339,21 @@ class MemoryLanes:
             patches[f"memory.over.limit_{i}"] = {"visible": self._limit_bytes is not None, "location": location}
         return patches
 
-    def _of_lanes(self, step: Step) -> list[StepEvent | None]:
+    def _row(self, step: Step) -> list[float]:
+        """Rank, classes, host and peak of each lane; where nothing was measured areas of no height, and no lines."""
         by_rank = {e.rank: e for e in step.events}
-        if self._all:
-            return [by_rank.get(rank) for rank in range(self._lanes)]
-        order = sorted(step.events, key=lambda e: e.memory.peak_bytes)
-        return [order[-1], order[0]]
+        shown: list[StepEvent | None] = [by_rank.get(rank) for rank in range(self._lanes)]
+        if not self._all:
+            order = sorted(step.events, key=lambda e: e.memory.peak_bytes)
+            shown = [order[-1], order[0]]
+        values: list[float] = []
+        for e in shown:
+            if e is None or not e.memory.peak_bytes:
+                values += [e.rank if e else math.nan, *(0.0 for _ in ON_DEVICE), math.nan, math.nan]
+            else:
+                *classes, host, peak = sizes(e.memory)
+                values += [e.rank, *classes, host or math.nan, peak]  # NaN: no line where nothing is offloaded
+        return values
 
     def _places(self, name: str) -> list[int]:
         return [self.columns.numbers.index(f"{name}_{i}") for i in range(self._lanes)]
@@ -367,11 +362,3 @@ class MemoryLanes:
         scale = np.full(history.shape[1], 1 / self.unit)
         scale[[0, *self._places("rank")]] = 1.0
         return [list(row) for row in history * scale]
-
-
-def _lane(e: StepEvent | None) -> list[float]:
-    """Rank, classes, host and peak; where nothing was measured areas of no height, and no lines."""
-    if e is None or not e.memory.peak_bytes:
-        return [e.rank if e else math.nan, *(0.0 for _ in ON_DEVICE), math.nan, math.nan]
-    *classes, host, peak = sizes(e.memory)
-    return [e.rank, *classes, host or math.nan, peak]  # NaN: no line where nothing is offloaded
