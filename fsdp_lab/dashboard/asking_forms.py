@@ -74,12 +74,8 @@ class SavingForm(AskingForm):
         self._every = self.number("n steps", EVERY_STEPS, 1, 1_000_000, "Steps from one checkpoint to the next")
         self._last = self.number("keep last", LAST, 1, 1000, "How many of a run are kept; older ones are removed")
         self._save = self.button("Save now", "save", "Write a checkpoint now; training continues", self.save)
-        self._resume = self.button(
-            "Resume",
-            "history",
-            "Start a run from the newest checkpoint in the folder, with the choices that wait for a start",
-            self.resume,
-        )
+        newest = "Start a run from the newest checkpoint in the folder, with the choices that wait for a start"
+        self._resume = self.button("Resume", "history", newest, self.resume)
         self.message, self._list = text_line("fsdp-safety-said"), text_line("fsdp-safety-list")
         entries = [field(entry) for entry in (self._folder, self._when, self._every, self._last)]
         self.widget = section("Checkpoints", [row(entries), row([self._save, self._resume, self.message]), self._list])

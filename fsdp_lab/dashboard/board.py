@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from fsdp_lab.base.errors import ArgumentError
-from fsdp_lab.base.events import StepEvent
 from fsdp_lab.base.formatting import MIB, median_known
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Numbers
@@ -71,7 +70,9 @@ class Pinned:
         """The run as it is now, without its curve if only figures are needed."""
         steps, spec, state, reason = run.events.steps(), run.spec, run.state, run.reason
         store = EventStore()
-        store.add(_without_spans(e) for step in ends(last_stretch(steps, spec), STEP_LIMIT) for e in step.events)
+        kept = ends(last_stretch(steps, spec), STEP_LIMIT)
+        # Without what is large and in no curve.
+        store.add(replace(e, spans=(), memory_curve=()) for step in kept for e in step.events)
         return cls(
             id=run.id,
             spec=spec,
@@ -145,44 +146,30 @@ class Board:
     # -- what a person does -----------------------------------------------------------------------------------------
 
     def pin(self, run: RunView | None = None, label: str | None = None) -> str:
-        """Pins a run as it is now, by default the one that is shown. Returns its label.
-
-        Raises:
-            ArgumentError: there is nothing to pin, no place, or the label is taken.
-        """
+        """Pins a run as it is now, by default the one that is shown; returns its label. Raises ArgumentError if there is
+        nothing to pin, no place, or the label is taken."""
         with self._lock:
             run = run if run is not None else shown_run(self._lab)
             if run is None or not len(run.events):
                 raise ArgumentError("pin", "there is no step to pin yet", "start a run, and pin it after some steps")
             place = next((i for i in range(MOST_PINS) if i not in self._pins), None)
             if place is None:
-                raise ArgumentError(
-                    "pin", f"{MOST_PINS} runs are pinned already", f"unpin one of {', '.join(self.pins)} first"
-                )
-            name = self._free_label(place) if label is None else self._checked_label(label)
+                hint = f"unpin one of {', '.join(self.pins)} first"
+                raise ArgumentError("pin", f"{MOST_PINS} runs are pinned already", hint)
+            if label is None:  # the letter of the place, unless another pin was given it as its name
+                name = next(letter for letter in (LETTERS[place], *LETTERS) if letter not in self.pins)
+            else:
+                name = label.strip() if isinstance(label, str) else ""
+                taken = {entry.label for entry in self.shown.entries} | {*self.pins, LIVE}
+                if not name or len(name) > LONGEST or name in taken or name.isdigit():
+                    hint = f"give a name of 1 to {LONGEST} characters that is not a number and no other row's"
+                    raise ArgumentError("label", f"{label!r} is refused", hint)
             self._pins[place] = _Pin(label=name, data=_data_version(run), run=Pinned.of(run))
             self._dirty = True
             return name
 
-    def _free_label(self, place: int) -> str:
-        """The letter of the place, unless another pin was given it as its name."""
-        taken = self.pins
-        return next(letter for letter in (LETTERS[place], *LETTERS) if letter not in taken)
-
-    def _checked_label(self, label: str) -> str:
-        text = label.strip() if isinstance(label, str) else ""
-        taken = {entry.label for entry in self.shown.entries} | {*self.pins, LIVE}
-        if not text or len(text) > LONGEST or text in taken or text.isdigit():
-            hint = f"give a name of 1 to {LONGEST} characters that is not a number and no other row's"
-            raise ArgumentError("label", f"{label!r} is refused", hint)
-        return text
-
     def unpin(self, label: str) -> None:
-        """Removes a row: a pin, or one of a sweep that is over.
-
-        Raises:
-            ArgumentError: there is no such row.
-        """
+        """Removes a row: a pin, or one of a sweep that is over. Raises ArgumentError if there is no such row."""
         with self._lock:
             self.refresh()
             place = next((i for i, pin in self._pins.items() if pin.label == label), None)
@@ -259,18 +246,13 @@ class Board:
         others = self._swept(plotted)
         if not pins and not others:
             return ()
-        if plotted is not None and self._needs_live_row(plotted, others):
-            version = _version(plotted)
-            source = self._freeze(plotted, version, curve=False)
-            others.append(Entry(label=LIVE, kind=Kind.LIVE, source=source, version=version, plotted=True))
+        if plotted is not None and len(plotted.events) and plotted.id not in {e.version[0] for e in others}:
+            version, data = _version(plotted), _data_version(plotted)
+            if all(pin.data != data for pin in self._pins.values()):  # it has new events since it was pinned
+                source = self._freeze(plotted, version, curve=False)
+                others.append(Entry(label=LIVE, kind=Kind.LIVE, source=source, version=version, plotted=True))
         self._frozen = {r: f for r, f in self._frozen.items() if any(f[1] is e.source for e in others)}
         return (*pins, *others)
-
-    def _needs_live_row(self, run: RunView, swept: Sequence[Entry]) -> bool:
-        """Whether the run that is shown has events, is not in the sweep, and has new events since it was pinned."""
-        if not len(run.events) or run.id in {e.version[0] for e in swept}:
-            return False
-        return all(pin.data != _data_version(run) for pin in self._pins.values())
 
     def _swept(self, plotted: RunView | None) -> list[Entry]:
         """The newest sweep's runs, then its refusals."""
@@ -285,16 +267,10 @@ class Board:
         for number, run in enumerate(list(sweep.runs), 1):
             if run.id not in self._dismissed:
                 version = _version(run)
-                entries.append(
-                    Entry(
-                        label=str(number),
-                        kind=Kind.SWEEP,
-                        source=self._freeze(run, version, curve=True),
-                        version=version,
-                        place=next(places, None),
-                        plotted=plotted is not None and run.id == plotted.id,
-                    )
-                )
+                source = self._freeze(run, version, curve=True)
+                entry = Entry(label=str(number), kind=Kind.SWEEP, source=source, version=version)
+                is_plotted = plotted is not None and run.id == plotted.id
+                entries.append(replace(entry, place=next(places, None), plotted=is_plotted))
         for number, refusal in enumerate(sweep.refused, len(sweep.specs) + 1):
             if (identity := _identity(refusal)) not in self._dismissed:
                 entries.append(Entry(label=str(number), kind=Kind.SWEEP, source=refusal, version=(identity,)))
@@ -317,9 +293,8 @@ class Board:
             rows[key] = self._rows.get(key) or _row(e, base)
         self._rows = rows
         differing = differing_fields([row.flat for row in rows.values()])
-        named = tuple(
-            replace(row, name=describe_fields(row.flat, differing or DEFAULT_FIELDS)) for row in rows.values()
-        )
+        shown = differing or DEFAULT_FIELDS
+        named = tuple(replace(row, name=describe_fields(row.flat, shown)) for row in rows.values())
         return Comparison(rows=named, baseline=base.label if base is not None else None, differing=differing)
 
 
@@ -346,11 +321,6 @@ def _identity(source: RunView | Refusal) -> str:
 # -- curves ----------------------------------------------------------------------------------------------------------
 
 
-def _without_spans(event: StepEvent) -> StepEvent:
-    """Without what is large and in no curve."""
-    return replace(event, spans=(), memory_curve=()) if event.spans or event.memory_curve else event
-
-
 def ends(steps: Sequence[Step], most: int) -> list[Step]:
     """The first `most` steps and the last `most`, or all."""
     return [*steps[:most], *steps[-most:]] if len(steps) > 2 * most else list(steps)
@@ -369,19 +339,11 @@ def curve_of(steps: Iterable[Step]) -> Numbers:
         if step.events[0].first_after_switch:
             recent.clear()
         if step.counts:
-            recent.append(_rates(step))
+            tflops, exposed_s = fmean(e.tflops for e in step.events), fmean(e.exposed_comm_s for e in step.events)
+            recent.append((step.tokens_per_s, tflops, 1e3 * exposed_s))
         smooth = [median_known(values) for values in zip(*recent, strict=True)] if recent else [math.nan] * 3
-        rows.append([step.number, step.mean_loss, *smooth, *_peaks(step)])
+        peaks = [(e.memory.peak_bytes or math.nan) / MIB for e in step.events]
+        if len(peaks) > theme.MOST_LINES:
+            peaks = [max(peaks), min(peaks)]
+        rows.append([step.number, step.mean_loss, *smooth, *peaks, *[math.nan] * (theme.MOST_LINES - len(peaks))])
     return np.array(rows[-MOST_ROWS:], dtype=np.float64).reshape(-1, len(CURVE))
-
-
-def _rates(step: Step) -> tuple[float, float, float]:
-    tflops, exposed_s = fmean(e.tflops for e in step.events), fmean(e.exposed_comm_s for e in step.events)
-    return step.tokens_per_s, tflops, 1e3 * exposed_s
-
-
-def _peaks(step: Step) -> list[float]:
-    peaks = [(e.memory.peak_bytes or math.nan) / MIB for e in step.events]
-    if len(peaks) > theme.MOST_LINES:
-        peaks = [max(peaks), min(peaks)]
-    return [*peaks, *[math.nan] * (theme.MOST_LINES - len(peaks))]

@@ -67,17 +67,17 @@ class Controls(InputForm):
     css = "fsdp"
 
     def __init__(
-        self,
-        lab: LabLike,
-        below: Sequence[widgets.Widget] = (),
-        options: Callable[[], Mapping[str, Any]] = dict,
+        self, lab: LabLike, below: Sequence[widgets.Widget] = (), options: Callable[[], Mapping[str, Any]] = dict
     ) -> None:
         """`below` is placed between the bar and the fields; `options` are for `Lab.run`."""
         super().__init__()
         self._lab, self._options = lab, options
         self._lock = threading.RLock()
         self._checked: Workload | None = None
-        self.choices = Choices(_first_spec(lab), check=self._check)
+        first, untouched = lab.spec, lab.current is None and not lab.attached
+        if untouched and first.workload == Workload() and set(lab.devices) == {"cpu"}:
+            first = first.replace(model=FIRST_MODEL_ON_CPUS)
+        self.choices = Choices(first, check=self._check)
         self._sent: list[_Sent] = []
         self._too_large: Spec | None = None  # what Start refused
         self._complaint = ""
@@ -85,9 +85,8 @@ class Controls(InputForm):
         self._start = self.button("Start", "play", "Start training at step 0", self.start)
         self._pause = self.button("Pause", "pause", "Pause after the steps in progress", self.pause)
         self._stop = self.button("Stop", "stop", "End the run and keep the ranks", self.stop)
-        self._ledger = self.button(
-            "Profile memory", "microscope", "Profile memory in the next step (slower)", self.ledger
-        )
+        slower = "Profile memory in the next step (slower)"
+        self._ledger = self.button("Profile memory", "microscope", slower, self.ledger)
         self._state = styled(widgets.HTML(), "fsdp-state-line")
         self._bar = styled(widgets.Box([*self.inputs, self._state]), "fsdp-bar")
         self.message = styled(widgets.HTML(), "fsdp-notice-text")
@@ -96,7 +95,8 @@ class Controls(InputForm):
             self.button("Keep the run", "undo", "Leave what it trains as it is", self._keep),
         ]
         self._notice = styled(widgets.Box([self.message, *self._answers]), "fsdp-notice")
-        self._controls = {f.name: Control(f, self.choices.wanted, self._choose) for _, fields in GROUPS for f in fields}
+        rows = [f for _, fields in GROUPS for f in fields]
+        self._controls = {f.name: Control(f, first, lambda name, value: self.accept({name: value})) for f in rows}
         self._groups = [
             (FoldedGroup if title == FOLDED else Group)(title, [self._controls[f.name] for f in fields], self.accept)
             for title, fields in GROUPS
@@ -157,9 +157,6 @@ class Controls(InputForm):
         """The choices that wait for the next start."""
         wanted, notes = self.choices.wanted.flat(), self.choices.notes
         return {name: wanted[name] for name, note in notes.items() if note.state is ChoiceState.NEXT}
-
-    def _choose(self, name: str, value: Any) -> None:
-        self.accept({name: value})
 
     def accept(self, values: Mapping[str, Any]) -> None:
         """Takes field values that belong together, as if a person had chosen them."""
@@ -265,7 +262,9 @@ class Controls(InputForm):
                 self._note(self._waiting(), ChoiceState.NEXT, "with the next start")
             self._sent = [s for s in self._sent if not self._settled(s, run, events)]
             if run is not None and not self._sent and active_sweep(self._lab) is None:
-                self._follow(run)
+                spec = run.pending or run.spec  # code may change it, too
+                if spec.id != self.choices.wanted.id and not run.state.over and not self._waiting():
+                    self.choices.adopt(spec)
             changed = before != (self.choices.notes, self.choices.wanted)
             (self._show if changed else self._show_state)()
 
@@ -296,12 +295,6 @@ class Controls(InputForm):
             self._note(sent.names, ChoiceState.NEXT, "with the next start")
             return True
         return False
-
-    def _follow(self, run: Run) -> None:
-        """Shows what the run trains, because code may change it, too."""
-        spec = run.pending or run.spec
-        if spec.id != self.choices.wanted.id and not run.state.over and not self._waiting():
-            self.choices.adopt(spec)
 
     # -- what is shown --------------------------------------------------------------------------------------------
 
@@ -357,7 +350,9 @@ class Controls(InputForm):
         if self._question and run is not None:
             text = RESTARTS.format(field=self._question, step=run.step)
         said = prose(f"{text[:1].upper()}{text[1:]}")
-        details = _folded(failed.details) if failed is not None and text == failed.reason else ""
+        details = failed.details if failed is not None and text == failed.reason else ""
+        if details:
+            details = f'<details class="fsdp-details"><summary>Details</summary><pre>{escape(details)}</pre></details>'
         put(self.message, "value", f'<span role="alert">{said}</span>{details}' if text else "")
         put(self._notice.layout, "display", "" if text else HIDDEN)
         for answer in self._answers:
@@ -368,17 +363,3 @@ class Controls(InputForm):
         if spec.workload != self._checked:
             check(spec.workload)
             self._checked = spec.workload
-
-
-def _first_spec(lab: LabLike) -> Spec:
-    """What the controls begin with: the lab's Spec, on CPUs with a small model instead of the default one."""
-    spec = lab.spec
-    untouched = lab.current is None and not lab.attached and spec.workload == Workload()
-    return spec.replace(model=FIRST_MODEL_ON_CPUS) if untouched and set(lab.devices) == {"cpu"} else spec
-
-
-def _folded(lines: str) -> str:
-    """Details that a person can unfold."""
-    if not lines:
-        return ""
-    return f'<details class="fsdp-details"><summary>Details</summary><pre>{escape(lines)}</pre></details>'

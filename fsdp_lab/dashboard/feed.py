@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.events import StepEvent
@@ -45,24 +46,18 @@ class Predictor:
     def __init__(self, lab: LabLike) -> None:
         self._lab = lab
         self._lock = threading.Lock()
-        self._made: OrderedDict[str, tuple[Prediction | None, float]] = (
-            OrderedDict()
-        )  # Spec id -> prediction, retry time
+        # Spec id -> prediction, retry time.
+        self._made: OrderedDict[str, tuple[Prediction | None, float]] = OrderedDict()
         self._busy = False
 
-    def of(self, spec: Spec) -> Prediction | None:
-        """The prediction for a Spec; None: there is none, or not yet."""
+    def of(self, spec: Spec) -> tuple[Prediction | None, bool]:
+        """The prediction for a Spec, and whether it was made; None and True: nothing can be predicted."""
         with self._lock:
             prediction, retry_s = self._made.get(spec.id, (None, 0.0))
             if time.monotonic() >= retry_s and not self._busy:
                 self._busy = True
                 threading.Thread(target=self._make, args=(spec,), name="fsdp-lab-predictor", daemon=True).start()
-            return prediction
-
-    def knows_nothing_of(self, spec: Spec) -> bool:
-        """Whether nothing can be predicted for it, now or later."""
-        with self._lock:
-            return spec.id in self._made and self._made[spec.id][0] is None
+            return prediction, spec.id in self._made
 
     def _make(self, spec: Spec) -> None:
         prediction, retry_s = None, float("inf")
@@ -183,15 +178,12 @@ class Feed:
         for panel in self._stage.pinnable:
             panel.update(())  # a person may have chosen another step
         if not isinstance(self._run, WatchedRun) and isinstance(chosen := self._chosen(), Spec):
-            self._predict(chosen)
+            prediction, is_made = self._predictor.of(chosen)
+            if is_made:
+                self._stage.predict(prediction)
         self._compare(self._board.tick())
         self._live.flush([e.end_unix_s for e in events])
         return events
-
-    def _predict(self, spec: Spec) -> None:
-        prediction = self._predictor.of(spec)
-        if prediction is not None or self._predictor.knows_nothing_of(spec):
-            self._stage.predict(prediction)
 
     def _chosen(self) -> Spec:
         """What is chosen on the page; in a sweep it is the sweep's."""
@@ -302,10 +294,8 @@ def follow_spec(frame: StepAxis, trained: Trained) -> None:
 def drawn_of(steps: Sequence[Step], ranks: int) -> list[Step]:
     """The past steps that new panels draw: the newest, and of older ones those with more than a point on a curve."""
     same = [s for s in steps if s.world_size == ranks]
-    older = [
-        s for s in same[:-STEP_LIMIT] if any(e.spans or e.memory_curve or e.eval_loss is not None for e in s.events)
-    ]
-    return older + same[-STEP_LIMIT:]
+    more = [any(e.spans or e.memory_curve or e.eval_loss is not None for e in s.events) for s in same[:-STEP_LIMIT]]
+    return [*compress(same, more), *same[-STEP_LIMIT:]]
 
 
 def marked(switches: Sequence[Switch]) -> list[Switch]:

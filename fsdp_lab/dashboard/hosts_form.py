@@ -52,16 +52,14 @@ class HostsForm(InputForm):
         self._partition = self._text("partition", "default", "Of the job, as for sbatch")
         self._time = self._text("time", "1:00:00", "Of the job, as for sbatch")
         self._options = self._text("options", "-J gateway", "More arguments for ssh, or for salloc")
-        self._python = self._text(
-            "Python there", sys.executable, "Its path on the hosts, if it is another one than here"
-        )
+        path = "Its path on the hosts, if it is another one than here"
+        self._python = self._text("Python there", sys.executable, path)
         sync = widgets.Checkbox(value=False, description="install what they lack", indent=False)
         self._sync = self.add(styled(sync, "fsdp-check"))
         self._start = self.button("Start there", "play", "End the ranks, and start others there", self.start)
         self._start.button_style = "primary"
-        self._cancel = self.button(
-            "Cancel", "stop", "Leave the queue; ranks start again where they were", self._cancelled.set
-        )
+        leave = "Leave the queue; ranks start again where they were"
+        self._cancel = self.button("Cancel", "stop", leave, self._cancelled.set)
         self._close = self.button("Close", "", "Close this form", self.toggle)
         self.message = styled(widgets.HTML(), "fsdp-sweep-said")
         self._fields = {
@@ -101,29 +99,22 @@ class HostsForm(InputForm):
         hosts, ranks = self._hosts(), self._ranks.value if self._where.value == HERE else None
         self._cancelled.clear()
         self.say("The hosts are looked for; until they are found, the run goes on.")
-        self._mover = threading.Thread(
-            target=self.attempt, args=(partial(self._move, hosts, ranks),), name="fsdp-lab-move", daemon=True
-        )
+        move = (partial(self._move, hosts, ranks),)
+        self._mover = threading.Thread(target=self.attempt, args=move, name="fsdp-lab-move", daemon=True)
         self._mover.start()
         self.tick()
 
     def _hosts(self) -> Hosts | None:
         options = tuple(shlex.split(self._options.value))
-        common = {
-            "ranks_per_host": self._each.value or None,
-            "python": self._python.value.strip() or None,
-            "sync": self._sync.value,
-        }
+        python = self._python.value.strip() or None
+        common: dict[str, Any] = {"ranks_per_host": self._each.value or None, "python": python}
+        common |= {"sync": self._sync.value}
         if self._where.value == SSH:
             return ssh_hosts(self._names.value, ssh_args=options, **common)
         if self._where.value == SLURM:
-            return SlurmHosts(
-                hosts=self._count.value,
-                partition=self._partition.value.strip() or None,
-                time=self._time.value.strip() or None,
-                options=options,
-                **common,
-            )
+            partition, time_limit = self._partition.value.strip() or None, self._time.value.strip() or None
+            job: dict[str, Any] = {"partition": partition, "time": time_limit, "options": options}
+            return SlurmHosts(hosts=self._count.value, **job, **common)
         return None
 
     def _move(self, hosts: Hosts | None, ranks: int | None) -> None:

@@ -58,27 +58,23 @@ class SafetyBox(InputForm):
         self._drill = DrillForm(lab)
         self._forms = (self._saving, self._evaluation, self._recovery, self._drill)
         head = styled(widgets.HTML("<h4>Safety</h4>"), "fsdp-slow-head")
-        self._fold = self.button(
-            "Show", "angle-down", "Checkpoints, evaluation, recovery, incidents, drills", self.toggle
-        )
+        folded = "Checkpoints, evaluation, recovery, incidents, drills"
+        self._fold = self.button("Show", "angle-down", folded, self.toggle)
         self._fold.add_class("fsdp-fold")
         self.message = styled(widgets.HTML(), "fsdp-state-line")
         bar = styled(widgets.Box([head, self._fold, self.message, *self._recovery.buttons]), "fsdp-bar")
         beside = widgets.VBox([self._evaluation.widget, self._recovery.widget, self._drill.widget])
         forms = styled(widgets.Box([self._saving.widget, beside]), "fsdp-safety-forms")
-        folded = widgets.Layout(display=FOLDED)
-        self._body = styled(widgets.VBox([forms, self._recovery.incidents], layout=folded), "fsdp-safety-body")
+        hidden = widgets.Layout(display=FOLDED)
+        self._body = styled(widgets.VBox([forms, self._recovery.incidents], layout=hidden), "fsdp-safety-body")
         self.widget = styled(widgets.VBox([bar, self._body]), "fsdp-safety")
         self.inputs += [widget for form in self._forms for widget in form.inputs]
         self.tick(None)
 
     def options(self) -> dict[str, Any]:
         """How the next run is saved, evaluated and recovered. Raises FieldError, which the card shows as well."""
-        return {
-            "save": self._saving.config(),
-            "recover": self._recovery.policy(),
-            "evaluate": self._evaluation.config(),
-        }
+        save, recover = self._saving.config(), self._recovery.policy()
+        return {"save": save, "recover": recover, "evaluate": self._evaluation.config()}
 
     def toggle(self) -> None:
         """Unfolds the card, or folds it."""
@@ -104,18 +100,15 @@ class SafetyBox(InputForm):
     def _show(self, run: Run | None) -> None:
         if run is None or not (run.state is RunState.RECOVERING or can_recover(run)):
             self._complaint = ""
-            self.say(self._summary(run))
+            count = len(run.incidents) if run is not None else 0
+            incidents = f"{count} incident{'s' * (count != 1)}" if count else "no incident"
+            parts = (self._saving.summary, self._evaluation.summary, self._recovery.summary, incidents)
+            self.say(" · ".join(filter(None, parts)))
             return
         state = run.state.value
         badge = f'<span class="fsdp-state fsdp-state-{state}">{state}</span> '
         reason = f'<span role="status">{prose(SAID if run.state is RunState.FAILED else run.reason)}</span>'
         put(self.message, "value", badge + (status(self._complaint, wrong=True) or reason))
-
-    def _summary(self, run: Run | None) -> str:
-        count = len(run.incidents) if run is not None else 0
-        incidents = f"{count} incident{'s' * (count != 1)}" if count else "no incident"
-        parts = (self._saving.summary, self._evaluation.summary, self._recovery.summary, incidents)
-        return " · ".join(filter(None, parts))
 
     def retire(self) -> None:
         """Disables all but the fold: what is in the card can still be read."""
@@ -129,12 +122,9 @@ class EvaluationForm(InputForm):
     def __init__(self) -> None:
         super().__init__()
         self._when = self.dropdown("evaluate", (OFF, EVERY), OFF, LATER)
-        self._every = self.number(
-            "every (steps)", EVAL_EVERY_STEPS, 1, 1_000_000, "Steps from one evaluation to the next"
-        )
-        self._samples = self.number(
-            "samples", EvalConfig.samples, 1, 1_000_000, "How many held-out samples an evaluation takes"
-        )
+        steps, samples = "Steps from one evaluation to the next", "How many held-out samples an evaluation takes"
+        self._every = self.number("every (steps)", EVAL_EVERY_STEPS, 1, 1_000_000, steps)
+        self._samples = self.number("samples", EvalConfig.samples, 1, 1_000_000, samples)
         patience = f"The run stops when so many evaluations in turn were not better than the best; {NEVER}: never"
         self._patience = self.number("patience", NEVER, NEVER, 1000, patience)
         again = "A text that the model continues after each evaluation; empty: none"
@@ -152,10 +142,8 @@ class EvaluationForm(InputForm):
         if self._when.value == OFF:
             return None
         patience = self._patience.value if self._patience.value != NEVER else None
-        prompt = self._prompt.value.strip()
-        return EvalConfig(
-            every=self._every.value, samples=self._samples.value, patience=patience, prompts=(prompt,) if prompt else ()
-        )
+        prompts = tuple(filter(None, [self._prompt.value.strip()]))
+        return EvalConfig(every=self._every.value, samples=self._samples.value, patience=patience, prompts=prompts)
 
     def tick(self, run: Run | None) -> None:
         """Shows the results of `run`, the one that is shown."""
@@ -260,16 +248,12 @@ class DrillForm(InputForm):
             put(self._rank, "value", ranks - 1)
         put(self._rank, "max", ranks - 1)
         put(self._inject, "disabled", run is None or run is not self._lab.current or run.state is not RunState.RUNNING)
-        self._tell_refusal()
-        slow = self._slowdown
-        put(self._restore, "disabled", slow is None or run is None or slow.run is not run or run.state.over)
-
-    def _tell_refusal(self) -> None:
-        drill = self._unanswered
-        if drill is not None and drill.refused is not None:
+        if (drill := self._unanswered) is not None and drill.refused is not None:
             self.say(error_text(drill.refused), wrong=True)
             self._unanswered = None
             self._slowdown = None if self._slowdown is drill else self._slowdown
+        slow = self._slowdown
+        put(self._restore, "disabled", slow is None or run is None or slow.run is not run or run.state.over)
 
     def _explain(self) -> None:
         put(self._what, "value", status(f"It {DRILLS[self._kind.value]}."))
@@ -287,10 +271,8 @@ def incidents_picture(incidents: Sequence[Incident], state: RunState) -> str:
     if not incidents:
         return f'<div class="fsdp-soft">{NO_INCIDENT}</div>'
     newest, *others = list(incidents)[: -MOST_INCIDENTS - 1 : -1]
-    now = (
-        "the run ended before it resumed" if state.over else UNFINISHED.get(state.value, "the first step is under way")
-    )
-    drawn = _drawn(newest, now)
+    unfinished = "the run ended before it resumed" if state.over else "the first step is under way"
+    drawn = _drawn(newest, UNFINISHED.get(state.value, unfinished))
     if not others:
         return drawn
     earlier = "".join(_drawn(incident, "did not resume") for incident in others)
@@ -300,13 +282,9 @@ def incidents_picture(incidents: Sequence[Incident], state: RunState) -> str:
 
 def moments(incident: Incident) -> list[tuple[str, float]]:
     """What happened, in order, with the seconds since the failure, or since its detection if its time is not known."""
-    all_times = (
-        ("failed", incident.failed_unix_s),
-        ("detected", incident.detected_unix_s),
-        ("freed", incident.freed_unix_s),
-        ("training again", incident.resumed_unix_s),
-    )
-    known = [(name, unix_s) for name, unix_s in all_times if unix_s is not None]
+    ends = {"failed": incident.failed_unix_s, "detected": incident.detected_unix_s, "freed": incident.freed_unix_s}
+    ends["training again"] = incident.resumed_unix_s
+    known = [(name, unix_s) for name, unix_s in ends.items() if unix_s is not None]
     return [(name, max(0.0, unix_s - known[0][1])) for name, unix_s in known]
 
 

@@ -57,9 +57,8 @@ class SweepForm(InputForm):
         self._chips = {name: [self._chip(name, value) for value in values] for name, values in COMBINED.items()}
         rows = [self._row(field_title(name), chips) for name, chips in self._chips.items()]
         self._steps = self.number("steps", STEPS, 1, 100_000, "Of each run")
-        self._rounds = self.number(
-            "rounds", ROUNDS, 1, 100, "Turns of each run, so that drift of the machine affects all alike"
-        )
+        turns = "Turns of each run, so that drift of the machine affects all alike"
+        self._rounds = self.number("rounds", ROUNDS, 1, 100, turns)
         for number in (self._steps, self._rounds):
             styled(number, "fsdp-number").observe(lambda _: self._recount(), "value")
         self._start = self.button("Start comparison", "play", "Train all that can run, in turns", self.start)
