@@ -19,11 +19,10 @@ from fsdp_lab.dashboard.board import Board, BoardView, Kind
 from fsdp_lab.dashboard.comparison_card import ComparisonCard
 from fsdp_lab.dashboard.fields import short_value
 from fsdp_lab.dashboard.lab_like import LabLike, active_sweep, shown_run
-from fsdp_lab.dashboard.live import LiveView
+from fsdp_lab.dashboard.live import LiveView, Scene
 from fsdp_lab.dashboard.panels import PANELS, Panel, Pinnable, StepAxis
 from fsdp_lab.dashboard.panels.axis import STEP_LIMIT, Overlay
 from fsdp_lab.dashboard.panels.base import Prediction
-from fsdp_lab.dashboard.scene import Scene
 from fsdp_lab.models.check import is_language
 from fsdp_lab.planner.questions import planned_memory
 from fsdp_lab.runs import Run, WatchedRun

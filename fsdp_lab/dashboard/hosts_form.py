@@ -107,8 +107,8 @@ class HostsForm(InputForm):
     def _hosts(self) -> Hosts | None:
         options = tuple(shlex.split(self._options.value))
         python = self._python.value.strip() or None
-        common: dict[str, Any] = {"ranks_per_host": self._each.value or None, "python": python}
-        common |= {"sync": self._sync.value}
+        each, sync = self._each.value or None, self._sync.value
+        common: dict[str, Any] = {"ranks_per_host": each, "python": python, "sync": sync}
         if self._where.value == SSH:
             return ssh_hosts(self._names.value, ssh_args=options, **common)
         if self._where.value == SLURM:

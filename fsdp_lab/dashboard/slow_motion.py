@@ -18,9 +18,8 @@ import ipywidgets as widgets
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.dashboard.forms import InputForm, error_text, put, styled
 from fsdp_lab.dashboard.lab_like import LabLike, active_run
-from fsdp_lab.dashboard.live import LiveView
+from fsdp_lab.dashboard.live import LiveView, Scene
 from fsdp_lab.dashboard.panels.holdings import HoldingsPanel
-from fsdp_lab.dashboard.scene import Scene
 from fsdp_lab.runs import SlowMotion, StepMoment
 from fsdp_lab.spec.describe import describe_value, field_title
 from fsdp_lab.spec.spec import Spec
@@ -168,7 +167,10 @@ class SlowMotionBox(InputForm):
     def _advance(self) -> None:
         slow, text = self._current(), ""
         if slow is None or slow.closed:
-            slow, text = self._begin()
+            with self._changed:
+                self._busy = "The ranks get ready."
+            text = RUN_STOPPED if active_run(self._lab) is not None else ""
+            slow = self._lab.slow_motion(self._wanted())
         with self._changed:
             self._slow = slow
         moment = next(slow, None)
@@ -176,13 +178,6 @@ class SlowMotionBox(InputForm):
             self._text = text
             if moment is None:
                 self._playing, self._presses = False, 0
-
-    def _begin(self) -> tuple[SlowMotion, str]:
-        """Another step, and a message for it."""
-        with self._changed:
-            self._busy = "The ranks get ready."
-        stopped = active_run(self._lab) is not None
-        return self._lab.slow_motion(self._wanted()), RUN_STOPPED if stopped else ""
 
     def _end(self, slow: SlowMotion) -> None:
         try:
@@ -245,12 +240,8 @@ class SlowMotionBox(InputForm):
         put(self._play, "description", "Pause" if self._playing else "Play")
         put(self._play, "icon", "pause" if self._playing else "play")
         put(self._stop, "disabled", not halted)
-        put(
-            self.message,
-            "value",
-            f'<span class="fsdp-slow-state fsdp-slow-{word}" role="status">{word}</span> '
-            f"<span>{escape(self._busy or text)}</span>",
-        )
+        badge = f'<span class="fsdp-slow-state fsdp-slow-{word}" role="status">{word}</span>'
+        put(self.message, "value", f"{badge} <span>{escape(self._busy or text)}</span>")
         changes = ", ".join(f"{field_title(n)} {describe_value(n, v)}" for n, v in self._fix.items())
         put(self._apply_fix, "description", f"Use {changes}" if changes else "")
         put(self._apply_fix.layout, "display", "" if changes else "none")

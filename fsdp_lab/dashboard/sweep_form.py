@@ -54,7 +54,11 @@ class SweepForm(InputForm):
         self._show()
 
     def _make_widgets(self) -> None:
-        self._chips = {name: [self._chip(name, value) for value in values] for name, values in COMBINED.items()}
+        self._chips: dict[str, list[widgets.ToggleButton]] = {name: [] for name in COMBINED}
+        for name, value in ((name, value) for name, values in COMBINED.items() for value in values):
+            chip = widgets.ToggleButton(description=str(value), tooltip=f"Compare with {field_title(name)} {value}")
+            chip.observe(lambda _: None if self._updating else self._recount(), "value")
+            self._chips[name].append(self.add(styled(chip, "fsdp-chip")))
         rows = [self._row(field_title(name), chips) for name, chips in self._chips.items()]
         self._steps = self.number("steps", STEPS, 1, 100_000, "Of each run")
         turns = "Turns of each run, so that drift of the machine affects all alike"
@@ -72,11 +76,6 @@ class SweepForm(InputForm):
         self._running = self._row("", [stop, self._progress])
         hidden = widgets.Layout(display=HIDDEN)
         self.widget = styled(widgets.VBox([self._choices, self.message, self._running], layout=hidden), "fsdp-sweep")
-
-    def _chip(self, name: str, value: Any) -> widgets.ToggleButton:
-        chip = widgets.ToggleButton(description=str(value), tooltip=f"Compare with {field_title(name)} {value}")
-        chip.observe(lambda _: None if self._updating else self._recount(), "value")
-        return self.add(styled(chip, "fsdp-chip"))
 
     def _row(self, name: str, parts: Sequence[widgets.Widget]) -> widgets.Box:
         head = [styled(widgets.HTML(escape(name)), "fsdp-sweep-name")] if name else []
@@ -159,7 +158,11 @@ class SweepForm(InputForm):
         run = active_run(self._lab)
         goes_on = "" if run is None else " The run is suspended meanwhile, and goes on afterwards."
         total = f"<b>{len(combined)} combination{'s' * (len(combined) != 1)}</b>: {valid} can run{cannot}."
-        return f"{total} {self._estimate(valid)}{goes_on}{_reasons(refused, self.lists(base))}"
+        # Each reason once, with the combinations that it applies to.
+        fields = [name for name, values in self.lists(base).items() if len(values) > 1] or ["backend", "sharding"]
+        reasons = labels_by((describe_fields(flat_fields(r.spec), fields), r.reason) for r in refused)
+        why = "".join(f"<br><b>{escape(names)}</b>: {escape(reason)}" for reason, names in reasons.items())
+        return f"{total} {self._estimate(valid)}{goes_on}{why}"
 
     def _estimate(self, runs: int) -> str:
         run = shown_run(self._lab)
@@ -201,13 +204,6 @@ def _progress(sweep: Sweep) -> str:
         f'aria-valuemax="100" aria-label="Comparison">{track}<span>{p.done_steps:,} of {p.all_steps:,} steps · {left}'
         f"{escape(turn)}</span></span>"
     )
-
-
-def _reasons(refused: Sequence[Refusal], lists: Mapping[str, Sequence[Any]]) -> str:
-    """Each reason once, with the combinations that it applies to."""
-    fields = [name for name, values in lists.items() if len(values) > 1] or ["backend", "sharding"]
-    reasons = labels_by((describe_fields(flat_fields(r.spec), fields), r.reason) for r in refused)
-    return "".join(f"<br><b>{escape(names)}</b>: {escape(reason)}" for reason, names in reasons.items())
 
 
 def _rough(seconds: float) -> str:
