@@ -74,9 +74,8 @@ not measured.</p></header>
 
 def look() -> dict[str, Any]:
     """The colours, hatches and labels of what a page draws."""
-    kinds = {
-        k: (f"communication.{k}", theme.COMMUNICATION[k].label) for k in ("all_gather", "reduce_scatter", "all_reduce")
-    }
+    reduced = ("all_gather", "reduce_scatter", "all_reduce")
+    kinds = {k: (f"communication.{k}", theme.COMMUNICATION[k].label) for k in reduced}
     return {
         "tokens": theme.tokens(),
         "memory": {name: {"label": fill.label, "hatch": fill.hatch} for name, fill in theme.MEMORY.items()},
@@ -95,12 +94,8 @@ def row_of(plan: Mapping[str, Any]) -> dict[str, Any]:
     row |= {f"{entry}.{key}": float(number) for entry in ENTRIES for key, number in plan[entry].items()}
     workload = plan["spec"]["workload"]
     assumed = "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in plan["assumed"].items())
-    return {
-        **row,
-        "global_batch": plan["ranks"] * workload["micro_batch"] * workload["accumulate"],
-        "binding": plan["binding"],
-        "assumed": assumed,
-    }
+    row["global_batch"] = plan["ranks"] * workload["micro_batch"] * workload["accumulate"]
+    return {**row, "binding": plan["binding"], "assumed": assumed}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,11 +183,8 @@ def check_size(product: Product) -> None:
     """Raises ArgumentError if there are too many combinations for a page."""
     number, longest = product.combinations, max(product.axes, key=lambda axis: len(axis.values))
     if number > MOST_COMBINATIONS:
-        raise ArgumentError(
-            "page",
-            f"{number:,} combinations are more than the {MOST_COMBINATIONS:,} of a page",
-            f"shorten a list, such as {longest.option} with {len(longest.values)} values",
-        )
+        hint = f"shorten a list, such as {longest.option} with {len(longest.values)} values"
+        raise ArgumentError("page", f"{number:,} combinations are more than the {MOST_COMBINATIONS:,} of a page", hint)
 
 
 class Answers:
@@ -238,12 +230,9 @@ def render(product: Product, answers: Answers, written_unix_s: float) -> str:
 
 def _data(product: Product, answers: Answers) -> dict[str, Any]:
     """What the script reads. Values are known by their place on their axis."""
-    axes = [
-        {"name": axis.name, "label": axis.label, "option": axis.option, "words": axis.words, "labels": axis.labels}
-        for axis in product.axes
-    ]
+    names = ("name", "label", "option", "words", "labels")
     return {
-        "axes": axes,
+        "axes": [{name: getattr(axis, name) for name in names} for axis in product.axes],
         "ranks": next(([*axis.values] for axis in product.axes if axis.name == RANKS), []),
         "start": _start(product, answers),
         "options": product.options,
@@ -257,9 +246,8 @@ def _data(product: Product, answers: Answers) -> dict[str, Any]:
 def _start(product: Product, answers: Answers) -> list[int]:
     """Places of the values of the first combination that is shown."""
     if product.start is not None:
-        return [
-            axis.values.index(product.start[axis.name]) if axis.name in product.start else 0 for axis in product.axes
-        ]
+        start = product.start
+        return [axis.values.index(start[axis.name]) if axis.name in start else 0 for axis in product.axes]
     first = next(i for i, row in enumerate(answers.rows) if "refused" not in row)
     return [int(i) for i in np.unravel_index(first, [len(axis.values) for axis in product.axes])]
 

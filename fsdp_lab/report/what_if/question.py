@@ -23,6 +23,7 @@ CUSTOM = "custom"
 CUSTOM_ONLY = ("peak_tflops", "memory_gib", "link_gb_per_s")
 LIKE = "a100-80"  # the device whose other values a custom one is given
 _SIZE = FieldRow(none="", most=10**5)
+_HOSTED = FieldRow(choices=(None, 1, 2, 4, 16, 32, 72), typed="6", none="8")
 
 
 def default_spec() -> Spec:
@@ -41,12 +42,7 @@ class Question:
     spec: Spec = field(default_factory=default_spec)
     # Of `DEVICES`, or `CUSTOM` with the last three.
     hardware: str = knob("h100", FieldRow(choices=(*DEVICES, CUSTOM)), help="The GPU")
-    per_host: int | None = knob(
-        None,
-        FieldRow(choices=(None, 1, 2, 4, 16, 32, 72), typed="6", none="8"),
-        label="GPUs a host",
-        help="With NVLink or PCI Express between them",
-    )
+    per_host: int | None = knob(None, _HOSTED, label="GPUs a host", help="With NVLink or PCI Express between them")
     # None: the usual rate.
     network: float | None = knob(
         None, _SIZE, most=10**6, none="as usual", label="network, Gb/s", help="Of all network cards of a host, one way"
@@ -77,7 +73,7 @@ class Question:
 
     @property
     def target(self) -> Target:
-        hardware = custom(self) if self.hardware == CUSTOM else self.hardware
+        hardware = _custom(self) if self.hardware == CUSTOM else self.hardware
         return Target(hardware=hardware, per_host=self.per_host, network_gbit_per_s=self.network)
 
     @property
@@ -94,7 +90,7 @@ class Question:
 _OWN = rows_of(Question)
 
 
-def custom(question: Question) -> Device:
+def _custom(question: Question) -> Device:
     """A device from three numbers; the other values are listed in `assumed`."""
     like = DEVICES[LIKE]
     peak = question.peak_tflops * 1e12
@@ -147,35 +143,24 @@ def searched_fields(spec: Spec) -> dict[str, Any]:
 # -- the fields of the page in a notebook ------------------------------------------------------------------------------
 
 
-def _powers(last: int) -> tuple[int, ...]:
-    return tuple(1 << i for i in range(last + 1))
-
-
+_POWERS = tuple(1 << i for i in range(18))
+_ANY_MODEL = "A preset; or other: a type that transformers knows, or the folder of a config"
+_MODEL = (
+    replace(CONTROLS["model"], help=_ANY_MODEL, choices=presets(), typed="opt, or a folder"),
+    replace(CONTROLS["seq_len"], choices=_POWERS[7:], typed="3000"),
+    CONTROLS["micro_batch"],
+    CONTROLS["accumulate"],
+    replace(CONTROLS["optimizer"], help="Its state is a class of memory", typed=""),
+    replace(CONTROLS["optimizer_args"], help="Fused: one pass over its state", choices=({}, {"fused": True})),
+)
+_HARDWARE = (
+    _OWN["hardware"],
+    replace(CONTROLS["world_size"], label="GPUs", help="One rank each", choices=_POWERS[:13], typed="96"),
+    *(row for name, row in _OWN.items() if name != "hardware"),
+)
 FORM: tuple[tuple[str, tuple[FieldRow, ...]], ...] = (
-    (
-        "Model",
-        (
-            replace(
-                CONTROLS["model"],
-                help="A preset; or other: a type that transformers knows, or the folder of a config",
-                choices=presets(),
-                typed="opt, or a folder",
-            ),
-            replace(CONTROLS["seq_len"], choices=_powers(17)[7:], typed="3000"),
-            CONTROLS["micro_batch"],
-            CONTROLS["accumulate"],
-            replace(CONTROLS["optimizer"], help="Its state is a class of memory", typed=""),
-            replace(CONTROLS["optimizer_args"], help="Fused: one pass over its state", choices=({}, {"fused": True})),
-        ),
-    ),
-    (
-        "Hardware",
-        (
-            _OWN["hardware"],
-            replace(CONTROLS["world_size"], label="GPUs", help="One rank each", choices=_powers(12), typed="96"),
-            *(row for name, row in _OWN.items() if name != "hardware"),
-        ),
-    ),
+    ("Model", _MODEL),
+    ("Hardware", _HARDWARE),
     ("Sharding", controls_of("Sharding", planned=True)),
     ("Schedule", tuple(f for f in controls_of("Schedule", planned=True) if f.name not in ("accumulate", "link"))),
 )

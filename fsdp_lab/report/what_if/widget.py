@@ -94,10 +94,11 @@ class WhatIf(anywidget.AnyWidget):
         with self._changed:
             if not self._searching:
                 self._searching = True
-                self._submit(self._worker, self._begin_search)
+                # For what is chosen once earlier choices are handled.
+                self._submit(self._worker, lambda: self._submit(self._searcher, self._search, self.choices.wanted))
 
     def _on_message(self, _widget: Any, content: Mapping[str, Any], _buffers: Any) -> None:
-        """The texts of a field, the fix of one that is refused, or a strategy that was found."""
+        """Takes the texts of a field, the fix of one that is refused, or a strategy of the search."""
         if content["kind"] == "find":
             return self.find()
         chosen = {"choose": self._read, "fix": self._fix, "take": self._strategy}[content["kind"]]
@@ -185,10 +186,11 @@ class WhatIf(anywidget.AnyWidget):
     def _choose(self, changes: Callable[[], Mapping[str, Any]], number: int) -> None:
         """Shows the prediction first, and the curve if nothing else was asked by then."""
         chosen = changes()
-        self._doing = (
-            "The model is built without values, to know its shape." if _is_slow(chosen, self.choices.wanted) else ""
-        )
-        if self._doing:
+        # A model that is no preset is first built without values, which takes seconds.
+        model, tokens = chosen.get("model"), [token for _, token in offered(FIELDS["model"], self.choices.wanted, None)]
+        is_named = model is None or model in tokens
+        if not is_named or str(chosen.get("wrap", "")).startswith(("min_params:", "class:")):
+            self._doing = "The model is built without values, to know its shape."
             self._show()
         self.choices.choose(**chosen)
         self._doing = ""
@@ -207,10 +209,6 @@ class WhatIf(anywidget.AnyWidget):
     def _computed_for(self, question: Question) -> Answer | None:
         return next((a for a in (self._answer, *self._computed) if a.question == question), None)
 
-    def _begin_search(self) -> None:
-        """For what is chosen once earlier choices are handled."""
-        self._submit(self._searcher, self._search, self.choices.wanted)
-
     def _search(self, question: Question) -> None:
         try:
             self._found = (question, searched(question.planned_spec, question.target))
@@ -227,8 +225,10 @@ class WhatIf(anywidget.AnyWidget):
     def _state(self) -> dict[str, Any]:
         """All that the page shows, as what_if.js reads it."""
         held = [(name, self.choices.notes.get(name, Note())) for name in FIELDS if name in self.choices.held]
-        spec = self._answer.question.spec
-        changed = {name: value for name, value in spec.flat().items() if value != Spec().flat()[name]}
+        usual = Spec().flat()
+        spec = self._answer.question.spec.flat()
+        changed = [f"{name}={value!r}" for name, value in spec.items() if value != usual[name]]
+        ways = [(name, fix_text(note.fix, self.choices.held, FIELDS)) for name, note in held]
         self._shown += 1
         return {
             "number": self._shown,  # so that no two are equal, and each answers a choice
@@ -236,14 +236,11 @@ class WhatIf(anywidget.AnyWidget):
             "row": _row(self._answer.plan, self._answer.assumed),
             "along": [_row(p, p.assumed) for p in self._answer.along],
             "refusals": [f"{FIELDS[name].label}: {note.why}" for name, note in held],
-            "ways": [way for name, note in held if (way := self._way(name, note))],
+            "ways": [{"words": words, "name": name} for name, words in ways if words],
             "strategies": self._strategies(),
             "status": self._status(),
             "searching": self._searching,
-            "take": {
-                "title": "The same as a Spec",
-                "text": f"Spec().replace({', '.join(f'{name}={value!r}' for name, value in changed.items())})",
-            },
+            "take": {"title": "The same as a Spec", "text": f"Spec().replace({', '.join(changed)})"},
         }
 
     def _status(self) -> str:
@@ -261,26 +258,18 @@ class WhatIf(anywidget.AnyWidget):
         text = next((label for label, token in tokens if token == value), f.write(value))
         notes = {"per_host": plural(p.machine.hosts, "host"), "accumulate": f"{p.spec.global_batch:,} samples a step"}
         return {
-            "name": f.name,
-            "label": f.label,
-            "help": f.help,
+            **{name: getattr(f, name) for name in ("name", "label", "help", "typed", "most")},
             "options": [label for label, _ in tokens],
             "value": text,
-            "typed": f.typed,
             "placeholder": f.none,
             "least": None if f.choices else f.least,
-            "most": f.most,
             "refused": f.name in self.choices.held,
             "note": notes.get(f.name, ""),
             "hidden": f.name in CUSTOM_ONLY and self.choices.value("hardware") != CUSTOM,
         }
 
-    def _way(self, name: str, note: Note) -> dict[str, str] | None:
-        words = fix_text(note.fix, self.choices.held, FIELDS)
-        return {"words": words, "name": name} if words else None
-
     def _strategies(self) -> dict[str, Any] | None:
-        """What was found, which of it is chosen now, and whether the search was for another question."""
+        """The result of the search, which of it is chosen now, and whether the search was for another question."""
         if self._found is None:
             return None
         (question, search), now = self._found, self.choices.wanted
@@ -293,13 +282,6 @@ class WhatIf(anywidget.AnyWidget):
             "rows": [{"used": is_used, "cells": row[1:]} for is_used, row in zip(used, table.rows, strict=True)],
             "note": "" if same else "Found for what was asked before: press Find the best again.",
         }
-
-
-def _is_slow(changes: Mapping[str, Any], now: Question) -> bool:
-    """A model that is no preset is first built without values, which takes seconds."""
-    model, wrap = changes.get("model"), str(changes.get("wrap", ""))
-    is_named = model is None or model in [token for _, token in offered(FIELDS["model"], now, None)]
-    return not is_named or wrap.startswith(("min_params:", "class:"))
 
 
 def _row(p: Plan, assumed: Mapping[str, Any]) -> dict[str, Any]:
