@@ -46,7 +46,7 @@ class AskingForm(InputForm):
         return self._request is not None or (self._asker is not None and self._asker.is_alive())
 
     def ask_held(self, ask: Callable[[], Any]) -> None:
-        """In a thread of its own; an error is shown."""
+        """Asks in a thread of its own; an error is shown."""
         self._asker = threading.Thread(target=self.attempt, args=(ask,), name="fsdp-lab-ask", daemon=True)
         self._asker.start()
 
@@ -87,7 +87,7 @@ class SavingForm(AskingForm):
         return f"saving {when}"
 
     def config(self) -> CheckpointConfig | None:
-        """How the next run is saved; makes its folder. Raises ArgumentError, which is shown beside the field, too."""
+        """Returns how the next run is saved; makes its folder. Raises FieldError, which is shown beside the field, too."""
         self.say("")
         if self._when.value == OFF:
             return None

@@ -107,7 +107,7 @@ class Entry:
 
     @property
     def began(self) -> bool:
-        """Whether it has a run, which can be a baseline."""
+        """Says whether it has a run, which can be a baseline."""
         return not isinstance(self.source, Refusal)
 
 
@@ -322,7 +322,7 @@ def _identity(source: RunView | Refusal) -> str:
 
 
 def ends(steps: Sequence[Step], most: int) -> list[Step]:
-    """The first `most` steps and the last `most`, or all."""
+    """Returns the first `most` steps and the last `most`, or all."""
     return [*steps[:most], *steps[-most:]] if len(steps) > 2 * most else list(steps)
 
 

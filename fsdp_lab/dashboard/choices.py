@@ -17,8 +17,6 @@ MOST_FIXES = 6
 
 
 class ChoiceState(enum.Enum):
-    """How far a choice is."""
-
     IDLE = "idle"
     NEXT = "next"  # takes effect with the next start
     PENDING = "pending"
@@ -42,10 +40,10 @@ def _refused(error: FieldError, fix: Mapping[str, Any]) -> Note:
 
 
 class Chosen(Protocol):
-    """What is chosen, field by field: a Spec, or a question of the what-if page."""
+    """A choice, field by field: a Spec, or a question of the what-if page."""
 
     def flat(self) -> dict[str, Any]:
-        """Every field by its name."""
+        """Returns every field by its name."""
 
     def replace(self, **changes: Any) -> Self:
         """Raises SpecError for values that are refused."""
@@ -104,7 +102,7 @@ class Choices(Generic[T]):
         self.notes[name] = Note(state=state, text=text)
 
     def value(self, name: str) -> Any:
-        """What the control of a field shows: the held choice, else the wanted one."""
+        """Returns what the control of a field shows: the held choice, else the wanted one."""
         return self.held[name] if name in self.held else self.wanted.flat()[name]
 
     def _review(self) -> None:
@@ -138,5 +136,5 @@ class Choices(Generic[T]):
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two field values mean the same: a tuple and a list of devices do."""
+    """Says whether two field values mean the same: a tuple and a list of devices do."""
     return bool((list(a) if isinstance(a, tuple) else a) == (list(b) if isinstance(b, tuple) else b))

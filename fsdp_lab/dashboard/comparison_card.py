@@ -152,12 +152,6 @@ def _state(row: Row, entry: Entry) -> Cell:
     return Cell(text=text + more, tone=tone, title=row.reason)
 
 
-def _remove(row: Row, entry: Entry) -> Cell | str:
-    if entry.kind is Kind.LIVE:
-        return ""
-    return Cell(text="×", press="unpin", about=row.label, title=f"Remove {row.label}")
-
-
 # -- words -----------------------------------------------------------------------------------------------------------
 
 

@@ -147,7 +147,7 @@ class Controls(InputForm):
             run.ledger()
 
     def slow_motion_spec(self) -> Spec | None:
-        """What the next step in slow motion trains; None: what the ranks hold, which code may have changed."""
+        """Returns the Spec of the next step in slow motion; None: what the ranks hold, which code may have changed."""
         with self._lock:
             if (run := active_run(self._lab)) is not None:
                 return run.pending or run.spec
@@ -197,7 +197,7 @@ class Controls(InputForm):
         self._await(accepted, wanted, run, request)
 
     def _offer(self, fix: Mapping[str, Any]) -> Offer:
-        """What a fix does; one that needs another number of ranks takes longer."""
+        """Says what a fix does; one that needs another number of ranks takes longer."""
         if active_sweep(self._lab) is not None:
             return Offer(blocked=SWEEPING)
         ranks, most = fix.get("world_size"), self._lab.most_ranks
@@ -274,7 +274,7 @@ class Controls(InputForm):
             self._state.value = f'<span class="fsdp-state fsdp-state-stopped" role="status">closed</span> {CLOSED}'
 
     def _settled(self, sent: _Sent, run: Run | None, events: Sequence[StepEvent]) -> bool:
-        """Whether a sent choice has been applied, refused, or overtaken by the run's end."""
+        """Says whether a sent choice has been applied, refused, or overtaken by the run's end."""
         step = None
         if sent.request is None:
             first = next((s for s in sent.run.switches if s.after.id == sent.spec_id), None)
@@ -333,7 +333,7 @@ class Controls(InputForm):
         self._show_notice(run if state is RunState.FAILED and not sweeping else None)
 
     def _sentence(self, run: Run | WatchedRun | None, held: int | None) -> str:
-        """What stands beside the state."""
+        """Returns the text beside the state."""
         if run is not None and run.state in (RunState.BROKEN, RunState.RECOVERING):
             return WAITING
         if run is not None and run.reason:
@@ -359,7 +359,7 @@ class Controls(InputForm):
             put(answer.layout, "display", "" if self._question else HIDDEN)
 
     def _check(self, spec: Spec) -> None:
-        """What a Spec cannot check of its workload. The last valid workload is remembered: most choices do not change it."""
+        """Checks what a Spec cannot of its workload. The last valid one is remembered: most choices do not change it."""
         if spec.workload != self._checked:
             check(spec.workload)
             self._checked = spec.workload

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TickCost:
-    """What the tick thread has used since the dashboard was made, or since `Dashboard.reset_measurements`."""
+    """The time of the tick thread since the dashboard was made, or since `Dashboard.reset_measurements`."""
 
     ticks: int
     cpu_s: float
@@ -117,7 +117,7 @@ class Dashboard:
 
     @property
     def widget(self) -> widgets.Widget:
-        """To be put into a layout of your own."""
+        """The widget, to be put into a layout of your own."""
         return self._box
 
     # -- runs side by side ----------------------------------------------------------------------------------------
@@ -164,11 +164,11 @@ class Dashboard:
     # -- what it costs --------------------------------------------------------------------------------------------
 
     def latency(self) -> Latency:
-        """From the end of a step in its rank to its pixels."""
+        """Returns the time from the end of a step in its rank to its pixels."""
         return self._live.latency()
 
     def cost(self) -> TickCost:
-        """The time that the kernel spends on the display."""
+        """Returns the time that the kernel spends on the display."""
         return TickCost(ticks=self._ticks, cpu_s=self._cpu_s, wall_s=time.monotonic() - self._since_s)
 
     def reset_measurements(self) -> None:
@@ -194,7 +194,7 @@ class Dashboard:
             close_all(widget)
 
     def _tick_until_closed(self) -> None:
-        """At most ten times a second. A failing tick is logged, once in a row, and does not end the display."""
+        """Ticks ten times a second. A failing tick is logged, once in a row, and does not end the display."""
         failing = False
         while not self._halt.wait(TICK_S) and not self.lab.closed:
             began_s = time.thread_time()

@@ -185,7 +185,7 @@ class Feed:
         return events
 
     def _chosen(self) -> Spec:
-        """What is chosen on the page; in a sweep it is the sweep's."""
+        """Returns what is chosen on the page; in a sweep it is the sweep's."""
         if self._wanted is not None and active_sweep(self._lab) is None:
             return self._wanted()
         run = self._run
@@ -264,12 +264,12 @@ class Feed:
         (self._live.swap if swap else self._live.show)(scene)
 
     def _caution(self) -> str:
-        """How far to trust the run's times."""
+        """Says how far to trust the run's times."""
         notes = () if self._run is None else self._run.notes
         return " ".join(f"{note[:1].upper()}{note[1:].rstrip('.')}." for note in notes)
 
     def _headline(self) -> str:
-        """What is trained, or is about to be, how, and the last step."""
+        """Says what is trained, or is about to be, how, and the last step."""
         spec = self._chosen() if self._run is None else self._run.spec
         model = spec.name if isinstance(spec, WatchedLoop) else short_value("model", spec.workload.model)
         ranks = f"{spec.world_size} rank{'s' * (spec.world_size != 1)}"

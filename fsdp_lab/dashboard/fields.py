@@ -49,7 +49,7 @@ TITLES = ("Sharding", "Schedule", "Workload", "Training")
 
 
 def controls_of(title: str, *, planned: bool = False) -> tuple[FieldRow, ...]:
-    """Those of a group; `planned`: with those of the what-if page alone."""
+    """Returns the rows of a group; `planned`: with those of the what-if page alone."""
     return tuple(row for row in CONTROLS.values() if row.group == title and (planned or not row.planned))
 
 
@@ -92,7 +92,7 @@ class Control:
 
     @property
     def _awaits_typing(self) -> bool:
-        """Whether `other…` is chosen."""
+        """Says whether `other…` is chosen."""
         return self.typed is not None and self.input.value == OTHER
 
     def show(self, now: Chosen, value: Any) -> None:
@@ -149,7 +149,7 @@ class Control:
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """What a fix does to a run, or why it cannot be applied."""
+    """The effect of a fix on a run, or why it cannot be applied."""
 
     effect: str = ""
     blocked: str = ""

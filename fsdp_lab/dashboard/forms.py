@@ -91,7 +91,7 @@ def field(entry: widgets.Widget) -> widgets.VBox:
 
 
 def row(parts: Sequence[widgets.Widget]) -> widgets.Box:
-    """Side by side, in as many lines as they need."""
+    """Places widgets side by side, in as many lines as they need."""
     return styled(widgets.Box(list(parts)), "fsdp-safety-row")
 
 
@@ -163,10 +163,5 @@ def answer_while_busy(answering: Iterable[widgets.Widget]) -> int:
     """
     routed = [w.comm for w in answering if hasattr(getattr(w, "comm", None), "_reply_subshell_for")]
     for comm in routed:
-        comm._reply_subshell_for = _as_sent
+        comm._reply_subshell_for = lambda _data, default: default  # the shell that the page chose
     return len(routed)
-
-
-def _as_sent(_data: Any, default: Any) -> Any:
-    """The shell that the page chose."""
-    return default

@@ -99,7 +99,7 @@ class Scene:
 
     @cached_property
     def layout(self) -> dict[str, Any]:
-        """What the page needs before any data: the Bokeh document, the cards, the legend of ranks."""
+        """All that the page needs before any data: the Bokeh document, the cards, the legend of ranks."""
         document = Document()
         drawn = {card.name: card.root for card in self.cards if card.root is not None}
         for root in drawn.values():
@@ -118,7 +118,7 @@ class Scene:
 
 
 class Stamps:
-    """When events ended, until they are painted: of those that wait for a message, then by message."""
+    """The times at which events ended, until they are painted: of those that wait for a message, then by message."""
 
     def __init__(self, *, keep: int = 5000, keep_messages: int = 64) -> None:
         self._waiting: deque[float] = deque(maxlen=keep)
@@ -162,7 +162,7 @@ class _View:
 
 @dataclass(kw_only=True)
 class _Sent:
-    """What every mounted view has."""
+    """The data that every mounted view has."""
 
     rows: dict[str, tuple[int, int]] = field(default_factory=dict)  # source -> generation, next row
     patches: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -341,7 +341,7 @@ class LiveView(anywidget.AnyWidget):
     # -- what is new ----------------------------------------------------------------------------------------------
 
     def _may_send(self) -> bool:
-        """Whether there is a view, and no view that still responds owes two acknowledgements."""
+        """Says whether there is a view, and no view that still responds owes two acknowledgements."""
         now = time.monotonic()
         for name in [n for n, v in self._views.items() if now - v.last_message_s > FORGET_S and v.acked < self._seq]:
             del self._views[name]
@@ -399,7 +399,7 @@ def _describe(source: Columns, block: Block) -> dict[str, Any]:
 
 
 def _bytes(numbers: Sequence[Numbers]) -> bytes:
-    """Blocks one after another, each column by column, as little-endian float64."""
+    """Returns blocks one after another, each column by column, as little-endian float64."""
     return b"".join(np.ascontiguousarray(n, dtype="<f8").tobytes() for n in numbers)
 
 

@@ -72,7 +72,7 @@ class SafetyBox(InputForm):
         self.tick(None)
 
     def options(self) -> dict[str, Any]:
-        """How the next run is saved, evaluated and recovered. Raises FieldError, which the card shows as well."""
+        """Returns how the next run is saved, evaluated and recovered. Raises FieldError, which the card shows as well."""
         save, recover = self._saving.config(), self._recovery.policy()
         return {"save": save, "recover": recover, "evaluate": self._evaluation.config()}
 
@@ -117,7 +117,7 @@ class SafetyBox(InputForm):
 
 
 class EvaluationForm(InputForm):
-    """How often a run is evaluated on samples that it does not train on, and when it stops early."""
+    """Chooses how often a run is evaluated on samples that it does not train on, and when it stops early."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,6 @@ class EvaluationForm(InputForm):
         return "" if self._when.value == OFF else f"evaluation every {self._every.value} steps"
 
     def config(self) -> EvalConfig | None:
-        """How the next run is evaluated."""
         if self._when.value == OFF:
             return None
         patience = self._patience.value if self._patience.value != NEVER else None
@@ -154,7 +153,7 @@ class EvaluationForm(InputForm):
 
 
 class RecoveryForm(InputForm):
-    """What a run does when its ranks fail; the incidents; and `buttons` to recover a run, which are shown apart.
+    """Chooses what a run does when its ranks fail; shows incidents, and apart from them `buttons` to recover a run.
 
     Args:
         complain: shows an error of these buttons, or "" for none.
@@ -181,7 +180,6 @@ class RecoveryForm(InputForm):
         return f"recovery: {'automatic' if self._how.value == 'auto' else self._how.value}"
 
     def policy(self) -> RecoveryPolicy:
-        """What the next run does when its ranks fail."""
         return RecoveryPolicy(how=self._how.value, ranks=self._ranks.value)
 
     def recover(self, ranks: str) -> None:
@@ -202,7 +200,7 @@ class RecoveryForm(InputForm):
 
 
 def can_recover(run: Run) -> bool:
-    """Whether it waits for a decision, or its ranks failed after it had begun."""
+    """Says whether it waits for a decision, or its ranks failed after it had begun."""
     failed = run.state is RunState.FAILED and isinstance(run.error, ClusterError) and len(run.switches) > 0
     return run.state is RunState.BROKEN or failed
 
@@ -281,8 +279,12 @@ def incidents_picture(incidents: Sequence[Incident], state: RunState) -> str:
 
 
 def moments(incident: Incident) -> list[tuple[str, float]]:
-    """What happened, in order, with the seconds since the failure, or since its detection if its time is not known."""
-    ends = {"failed": incident.failed_unix_s, "detected": incident.detected_unix_s, "freed": incident.freed_unix_s}
+    """Returns what happened, in order, with the seconds since the failure, or its detection if its time is not known."""
+    ends: dict[str, float | None] = {
+        "failed": incident.failed_unix_s,
+        "detected": incident.detected_unix_s,
+        "freed": incident.freed_unix_s,
+    }
     ends["training again"] = incident.resumed_unix_s
     known = [(name, unix_s) for name, unix_s in ends.items() if unix_s is not None]
     return [(name, max(0.0, unix_s - known[0][1])) for name, unix_s in known]

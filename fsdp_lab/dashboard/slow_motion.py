@@ -65,10 +65,6 @@ class SlowMotionBox(InputForm):
         self._panel: HoldingsPanel | None = None
         self._drawn: StepMoment | None = None
         self._live = LiveView()
-        self._make_widgets()
-        self._show()
-
-    def _make_widgets(self) -> None:
         head = styled(widgets.HTML("<h4>Slow motion</h4>"), "fsdp-slow-head")
         self._next = self.button("Next", "step-forward", "Advance all ranks to the next phase", self.next)
         self._play = self.button("Play", "play", "Advance at this speed", self.play)
@@ -83,10 +79,11 @@ class SlowMotionBox(InputForm):
         bar = [head, self._next, self._play, self._speed, self._stop, self.message, self._apply_fix]
         self._empty = styled(widgets.HTML(EMPTY), "fsdp-slow-empty")
         self.widget = styled(widgets.VBox([styled(widgets.Box(bar), "fsdp-bar"), self._empty]), "fsdp-slow")
+        self._show()
 
     @property
     def parts(self) -> list[widgets.Widget]:
-        """All to be closed; they are not displayed at the same time."""
+        """The widgets that are to be closed; they are not displayed at the same time."""
         return [self.widget, self._empty, self._live]
 
     # -- what a person does ---------------------------------------------------------------------------------------
@@ -268,7 +265,7 @@ class SlowMotionBox(InputForm):
 
 
 def ended(slow: SlowMotion) -> str:
-    """Why there are no more phases, in a sentence."""
+    """Says why there are no more phases."""
     event = slow.event
     if event is not None and slow.reason in ("the step is over", "closed"):
         return f"Step {event.step:,} is over, its loss was {event.mean_loss:.4f}. Next begins another one."

@@ -50,10 +50,6 @@ class SweepForm(InputForm):
         self._counted: Spec | None = None  # the Spec that was counted with
         self._started: Sweep | None = None
         self._text = ""
-        self._make_widgets()
-        self._show()
-
-    def _make_widgets(self) -> None:
         self._chips: dict[str, list[widgets.ToggleButton]] = {name: [] for name in COMBINED}
         for name, value in ((name, value) for name, values in COMBINED.items() for value in values):
             chip = widgets.ToggleButton(description=str(value), tooltip=f"Compare with {field_title(name)} {value}")
@@ -76,6 +72,7 @@ class SweepForm(InputForm):
         self._running = self._row("", [stop, self._progress])
         hidden = widgets.Layout(display=HIDDEN)
         self.widget = styled(widgets.VBox([self._choices, self.message, self._running], layout=hidden), "fsdp-sweep")
+        self._show()
 
     def _row(self, name: str, parts: Sequence[widgets.Widget]) -> widgets.Box:
         head = [styled(widgets.HTML(escape(name)), "fsdp-sweep-name")] if name else []
@@ -148,7 +145,7 @@ class SweepForm(InputForm):
             self._show()
 
     def _count(self) -> str:
-        """How many combinations there are, how many can run, for how long, and why the others cannot."""
+        """Counts the combinations; says how many can run, for how long, and why the others cannot."""
         base = self._counted = self._wanted()
         combined = list(combine(base, self.lists(base), lambda spec, changes: spec.replace(**changes)))
         refused = [one for one in combined if isinstance(one, Refusal)]

@@ -257,7 +257,7 @@ def _parts(lengths: Mapping[str, float], text: Callable[[float], str]) -> list[t
 
 
 def timeline(place: int, row: Row, run: RunView, note: str) -> Chart | None:
-    """What every rank did in the newest traced step; None if there is none."""
+    """Draws what every rank did in the newest traced step; None if there is none."""
     step = run.events.newest_traced()
     if step is None:
         return None

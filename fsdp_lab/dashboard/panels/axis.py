@@ -178,7 +178,7 @@ class Overlays:
 
 
 class StepAxis:
-    """What the time plots of one dashboard share: the axis of steps, markers at changes, and curves of other runs."""
+    """The time plots of one dashboard share this: the axis of steps, markers at changes, curves of other runs."""
 
     def __init__(self) -> None:
         self.language = True  # whether it is a language model, whose loss is in nats per token and has a perplexity
@@ -218,7 +218,7 @@ class StepAxis:
         self._write_markers()
 
     def _write_markers(self) -> None:
-        """Of markers too close together only the last is labelled."""
+        """Writes the markers; of those too close together only the last is labelled."""
         start, end = step_window(self._step)
         room = LABEL_ROOM * (end - start)
         pairs = pairwise([*self._marks, (math.inf, "", "")])

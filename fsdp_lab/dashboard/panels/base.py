@@ -1,4 +1,4 @@
-"""What a panel is: a picture of a run with its captions, which knows events and nothing of clusters or widgets.
+"""A panel is a picture of a run with its captions, which knows events and nothing of clusters or widgets.
 
 `Panel.update` writes rows into its `sources`, whose Bokeh twins its `root` draws. The live view sends the rows to a
 browser.
@@ -85,7 +85,7 @@ class Captions:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What is predicted for one rank under a Spec. The step time is None where this machine is not calibrated."""
+    """A prediction for one rank under a Spec. The step time is None where this machine is not calibrated."""
 
     spec_id: str
     at_peak: RoleBytes
@@ -100,9 +100,8 @@ class Prediction:
 
 def with_prediction(reading: str, predicted: str, measured: str | None) -> str:
     """The reading, a prediction, and the measurement of the same Spec if there is one."""
-    outcome = f"predicted {predicted}" + (
-        f", measured {measured}" if measured is not None else " with the chosen settings"
-    )
+    measurement = f", measured {measured}" if measured is not None else " with the chosen settings"
+    outcome = f"predicted {predicted}{measurement}"
     return f"{reading}; {outcome}" if reading else outcome
 
 

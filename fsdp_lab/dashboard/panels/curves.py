@@ -62,11 +62,11 @@ class CurvePanel(Panel):
 
     @abstractmethod
     def _describe(self, last: Step) -> Captions:
-        """The captions after the last step."""
+        """Returns the captions after the last step."""
 
     @abstractmethod
     def _shown(self) -> Sequence[Numbers]:
-        """The values that the y range must hold."""
+        """Returns the values that the y range must hold."""
 
     def update(self, steps: Sequence[Step]) -> int:
         if not steps:
@@ -141,7 +141,7 @@ class LossPanel(CurvePanel):
 
     @property
     def _rate_varies(self) -> bool:
-        """Among the steps that are kept."""
+        """Says whether it differs among the steps that are kept."""
         known = self._table.column("lr")
         known = known[np.isfinite(known)]
         return known.size > 0 and bool(known.min() < known.max())
@@ -286,7 +286,11 @@ class TflopsPanel(CurvePanel):
     def _write(self, steps: Sequence[Step]) -> int:
         for step in steps:
             self._peaks.add(step)
-        self._peak = self._common_peak(steps[-1])
+        # The peak that all ranks share, in FLOP/s, and its source; None where one axis cannot serve all.
+        peaks = [peak for e in steps[-1].events if (peak := self._peaks.of(e)) is not None]
+        rates = [flops_per_s for flops_per_s, _ in peaks]
+        is_common = len(rates) == len(steps[-1].events) and max(rates) <= ALIKE * min(rates)
+        self._peak = (fmean(rates), peaks[0][1]) if is_common else None
         last = steps[-1].events[0]
         self._hardware = last.hardware_flops / last.flops if last.flops else 1.0
         return self._table.append([self._row(s) for s in steps])
@@ -304,14 +308,6 @@ class TflopsPanel(CurvePanel):
 
     def _shown(self) -> Sequence[Numbers]:
         return (self._table.column("most" if self._ranks else "mean")[-300:],)
-
-    def _common_peak(self, step: Step) -> tuple[float, str] | None:
-        """The peak that all ranks share, in FLOP/s, and its source; None where one axis cannot serve all."""
-        peaks = [peak for e in step.events if (peak := self._peaks.of(e)) is not None]
-        rates = [flops_per_s for flops_per_s, _ in peaks]
-        if len(rates) < len(step.events) or max(rates) > ALIKE * min(rates):
-            return None
-        return fmean(rates), peaks[0][1]
 
     def _describe(self, last: Step) -> Captions:
         if not self._recent:
@@ -334,15 +330,12 @@ class TflopsPanel(CurvePanel):
             legend = tuple(Key(label=f"rank {r}", color=theme.rank_color(r), hatch=hatches[r]) for r in ranks)
         return Captions(reading=reading, legend=legend, note=note)
 
-    def _is_one_scale(self) -> bool:
-        """Whether one axis serves all steps that are drawn: not over a switch to a precision with another peak."""
-        tflops, share = self._table.column("mean"), self._table.column("mfu_percent")
-        peaks = tflops[share > 0] / share[share > 0]
-        return not peaks.size or bool(peaks.max() <= ALIKE * peaks.min())
-
     def patches(self) -> Patches:
         changes: dict[str, Mapping[str, Any]] = {**super().patches(), "tflops.mfu_axis": {"visible": False}}
-        if self._peak is not None and self._is_one_scale():
+        tflops, share = self._table.column("mean"), self._table.column("mfu_percent")
+        peaks = tflops[share > 0] / share[share > 0]
+        # One axis does not serve steps on both sides of a switch to a precision with another peak.
+        if self._peak is not None and (not peaks.size or peaks.max() <= ALIKE * peaks.min()):
             changes["tflops.mfu"] = {"start": 0.0, "end": 100 * self._range.end * 1e12 / self._peak[0]}
             changes["tflops.mfu_axis"] = {"visible": True}
         return changes
@@ -409,7 +402,7 @@ def _table_row(s: Step) -> tuple[str, ...]:
 
 
 class CompletionsPanel(Panel):
-    """How the model continues the prompts of its evaluations: a row for each of the newest evaluations, a column for each
+    """Texts with which the model continues the prompts of its evaluations: a row for each of the newest, a column for each
     prompt. Hidden if no evaluation has prompts."""
 
     name = "completions"

@@ -105,7 +105,7 @@ class RanksByHost:
         return ranks_per_host([self.hosts[rank] for rank in sorted(self.hosts)])
 
     def place(self, rank: int) -> str:
-        """For a tooltip: "3 on beta"."""
+        """Names a rank in a tooltip: "3 on beta"."""
         host = self.hosts.get(rank, "")
         return f"{rank} on {host}" if host and self.several else str(rank)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,29 +201,20 @@ class HoldingsPanel(BaseCard):
         return self._bars.replace(rows, {name: [getattr(p, name) for _, _, p in shown] for name in self._bars.texts})
 
     def _write_states(self, frames: Sequence[PhaseSnapshot]) -> int:
-        rows: dict[Columns, list[list[float]]] = {self._light: [], self._moving: [], self._own: []}
-        colors: dict[Columns, list[str]] = {columns: [] for columns in rows}
-        for f in frames:
-            for columns, quad in self._states(f):
-                rows[columns].append(quad)
-                colors[columns].append(theme.rank_color(f.rank))
-        return sum(columns.replace(quads, {"color": colors[columns]}) for columns, quads in rows.items())
-
-    def _states(self, f: PhaseSnapshot) -> Iterator[tuple[Columns, list[float]]]:
-        """The rectangles of one rank, each with its table: parameters in the bar, gradients in the strip."""
-        top, bottom = f.rank + BAR[0], f.rank + BAR[1]
-        strip = (f.rank + STRIP[0], f.rank + STRIP[1])
-        for p in f.parameters:
+        """Draws parameters in the bar, gradients in the strip. A shard of a parameter is always held."""
+        quads: dict[Columns, list[list[float]]] = {self._light: [], self._moving: [], self._own: []}
+        colors: dict[Columns, list[str]] = {columns: [] for columns in quads}
+        tables = {"unsharded": self._light, "gathering": self._moving, "reducing": self._moving}
+        for rank, p in ((f.rank, p) for f in frames for p in f.parameters):
             bar = self._axis.bars[p.name]
-            own = bar.at(p.start, p.stop)
-            if p.state in ("unsharded", "gathering"):
-                yield self._light if p.state == "unsharded" else self._moving, [bar.left, bar.right, top, bottom]
-            if p.start < p.stop:
-                yield self._own, [*own, top, bottom]
-            if p.gradient in ("unsharded", "reducing"):
-                yield self._light if p.gradient == "unsharded" else self._moving, [bar.left, bar.right, *strip]
-            if p.gradient == "sharded" and p.start < p.stop:
-                yield self._own, [*own, *strip]
+            for state, (top, bottom), has_own in ((p.state, BAR, True), (p.gradient, STRIP, p.gradient == "sharded")):
+                drawn = [(tables[state], (bar.left, bar.right))] if state in tables else []
+                if has_own and p.start < p.stop:
+                    drawn.append((self._own, bar.at(p.start, p.stop)))
+                for columns, place in drawn:
+                    quads[columns].append([*place, rank + top, rank + bottom])
+                    colors[columns].append(theme.rank_color(rank))
+        return sum(columns.replace(rows, {"color": colors[columns]}) for columns, rows in quads.items())
 
     def _write_held(self, moment: StepMoment) -> int:
         rows, labels = [], []

@@ -187,7 +187,11 @@ class TimelinePanel(Panel):
         for lane in lanes.values():
             self._tracks.update(s.track for s in lane.spans)
         self._range.cover(np.array([*self._lengths, 1e3 * timeline.seconds]))
-        return self._write_lanes(lanes) + self._write_spans(lanes)
+        half = LANE / 2
+        rows = [[1e3 * a.begin_s, 1e3 * a.end_s, at - half, at + half, a.rank] for at, a in lanes.items()]
+        colors = [theme.rank_color(lane.rank) if self._all else NEUTRAL for lane in lanes.values()]
+        labels = [f"rank {lane.rank}" for lane in lanes.values()]
+        return self._lanes.replace(rows, {"color": colors, "label": labels}) + self._write_spans(lanes)
 
     def _choose(self, timeline: Timeline) -> dict[int, RankLane]:
         """Place from the top -> lane. Of many ranks three: the ones that wait least, median and most."""
@@ -195,12 +199,6 @@ class TimelinePanel(Panel):
             return {lane.rank: lane for lane in timeline.lanes if lane.rank < self.lanes}
         ordered = sorted(timeline.lanes, key=lambda lane: (sum(exposed_by_unit(lane.spans).values()), lane.rank))
         return dict(enumerate([ordered[0], ordered[len(ordered) // 2], ordered[-1]]))
-
-    def _write_lanes(self, lanes: Mapping[int, RankLane]) -> int:
-        half = LANE / 2
-        rows = [[1e3 * a.begin_s, 1e3 * a.end_s, at - half, at + half, a.rank] for at, a in lanes.items()]
-        colors = [theme.rank_color(lane.rank) if self._all else NEUTRAL for lane in lanes.values()]
-        return self._lanes.replace(rows, {"color": colors, "label": [f"rank {lane.rank}" for lane in lanes.values()]})
 
     def _write_spans(self, lanes: Mapping[int, RankLane]) -> int:
         placed = [(place, lane, s, row, rows) for place, lane in lanes.items() for s, row, rows in _in_rows(lane.spans)]

@@ -229,7 +229,7 @@ def render(product: Product, answers: Answers, written_unix_s: float) -> str:
 
 
 def _data(product: Product, answers: Answers) -> dict[str, Any]:
-    """What the script reads. Values are known by their place on their axis."""
+    """Returns what the script reads. Values are known by their place on their axis."""
     names = ("name", "label", "option", "words", "labels")
     return {
         "axes": [{name: getattr(axis, name) for name in names} for axis in product.axes],
