@@ -17,15 +17,7 @@ from fsdp_lab.base.formatting import duration, size
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.panels.axis import FINE, SpanRange, StepAxis, ZeroRange
 from fsdp_lab.dashboard.panels.base import Key, Panel
-from fsdp_lab.dashboard.panels.drawing import (
-    FILLS,
-    ON_DEVICE,
-    class_keys,
-    draw_changes,
-    fill_key,
-    hover,
-    plain_figure,
-)
+from fsdp_lab.dashboard.panels.drawing import FILLS, ON_DEVICE, class_keys, draw_changes, fill_key, hover, plain_figure
 from fsdp_lab.dashboard.panels.memory import LIMIT_REACH
 from fsdp_lab.dashboard.panels.timeline import TimelinePanel
 from fsdp_lab.runs.comparison import Comparison, Row, ratio_words
