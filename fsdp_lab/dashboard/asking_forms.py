@@ -98,8 +98,6 @@ class SavingForm(AskingForm):
             self.say(f"The folder {e.reason}: {e.hint}.", wrong=True)
             raise
 
-    # -- what a person does -----------------------------------------------------------------------------------------
-
     def save(self) -> None:
         """Requests a checkpoint of the active run; without one, saves what the ranks hold."""
         if (run := active_run(self._lab)) is not None:
@@ -117,8 +115,6 @@ class SavingForm(AskingForm):
         """Starts a run from the newest checkpoint in the folder."""
         self.say("")
         self._start(self._folder.value)
-
-    # -- what is shown ----------------------------------------------------------------------------------------------
 
     def tick(self, run: Run | None) -> None:
         """Shows the saves of `run`, the one that is shown."""

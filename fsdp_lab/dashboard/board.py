@@ -70,22 +70,13 @@ class Pinned:
         """The run as it is now, without its curve if only figures are needed."""
         steps, spec, state, reason = run.events.steps(), run.spec, run.state, run.reason
         store = EventStore()
-        kept = ends(last_stretch(steps, spec), STEP_LIMIT)
+        kept = [e for step in ends(last_stretch(steps, spec), STEP_LIMIT) for e in step.events]
         # Without what is large and in no curve.
-        store.add(replace(e, spans=(), memory_curve=()) for step in kept for e in step.events)
-        return cls(
-            id=run.id,
-            spec=spec,
-            events=store,
-            curve=curve_of(ends(steps, STEP_LIMIT)) if curve else np.empty((0, len(CURVE))),
-            switches=tuple(run.switches),
-            state=state,
-            reason=reason,
-            notes=run.notes,
-            started_unix_s=run.started_unix_s,
-            ended_unix_s=run.ended_unix_s,
-            environment=run.environment,
-        )
+        store.add(replace(e, spans=(), memory_curve=()) if e.spans or e.memory_curve else e for e in kept)
+        rows = curve_of(ends(steps, STEP_LIMIT)) if curve else np.empty((0, len(CURVE)))
+        now: dict[str, Any] = {"spec": spec, "state": state, "reason": reason, "switches": tuple(run.switches)}
+        same = ("id", "notes", "started_unix_s", "ended_unix_s", "environment")
+        return cls(events=store, curve=rows, **now, **{name: getattr(run, name) for name in same})
 
 
 class Kind(enum.Enum):
@@ -143,8 +134,6 @@ class Board:
         self._due_s = 0.0
         self.shown = BoardView(comparison=Comparison.of([]))
 
-    # -- what a person does -----------------------------------------------------------------------------------------
-
     def pin(self, run: RunView | None = None, label: str | None = None) -> str:
         """Pins a run as it is now, by default the one that is shown; returns its label. Raises ArgumentError if there is
         nothing to pin, no place, or the label is taken."""
@@ -199,8 +188,6 @@ class Board:
         with self._lock:
             return {pin.label: pin.run for _, pin in sorted(self._pins.items())}
 
-    # -- what is shown ----------------------------------------------------------------------------------------------
-
     def tick(self) -> BoardView:
         """Updates `shown` if that is due."""
         with self._lock:
@@ -233,8 +220,6 @@ class Board:
                         overlay = Overlay(label=e.label, rows=e.source.curve)
                     self._overlays[e.place] = overlay
             return self._overlays
-
-    # -- entries ------------------------------------------------------------------------------------------------------
 
     def _entries(self) -> tuple[Entry, ...]:
         """Nothing where neither a pin nor a sweep gives a reason to compare."""
@@ -281,8 +266,6 @@ class Board:
         if known is None or known[0] != version:
             known = self._frozen[run.id] = (version, Pinned.of(run, curve=curve))
         return known[1]
-
-    # -- rows -----------------------------------------------------------------------------------------------------------
 
     def _compare(self, entries: Sequence[Entry]) -> Comparison:
         base = next((e for e in entries if e.label == self._baseline and e.began), None)

@@ -7,7 +7,7 @@ in any order: backend ddp is refused under full_shard, and accepted once no_shar
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -92,14 +92,13 @@ class Choices(Generic[T]):
 
     def revert(self, names: Mapping[str, Any], to: T, error: FieldError) -> None:
         """Holds fields that were accepted here and refused by the ranks, with the ranks' reason."""
-        refused = {name: self.wanted.flat()[name] for name in names}
+        now = self.wanted.flat()
+        self.held |= {name: now[name] for name in names}
+        self.notes |= {name: _refused(error, error.fix) for name in names}
         self.wanted = to
-        for name, value in refused.items():
-            self.held[name] = value
-            self.notes[name] = _refused(error, error.fix)
 
-    def note(self, name: str, state: ChoiceState, text: str) -> None:
-        self.notes[name] = Note(state=state, text=text)
+    def note(self, names: Iterable[str], state: ChoiceState, text: str) -> None:
+        self.notes |= {name: Note(state=state, text=text) for name in names}
 
     def value(self, name: str) -> Any:
         """Returns what the control of a field shows: the held choice, else the wanted one."""

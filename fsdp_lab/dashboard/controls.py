@@ -112,8 +112,6 @@ class Controls(InputForm):
         *buttons, state = self._bar.children
         self._bar.children = [*buttons, self.button(text, icon, tooltip, press), state]
 
-    # -- what a person does ---------------------------------------------------------------------------------------
-
     def start(self) -> None:
         """Starts a run with the chosen values; resumes a paused one."""
         run = active_run(self._lab)
@@ -169,9 +167,9 @@ class Controls(InputForm):
             return
         run = active_run(self._lab)
         if run is None:
-            self._note(accepted, ChoiceState.NEXT, "with the next start")
+            self.choices.note(accepted, ChoiceState.NEXT, "with the next start")
         elif run.step and (restarting := set((run.pending or run.spec).difference(self.choices.wanted)) & set(LINEAGE)):
-            self._note(accepted, ChoiceState.NEXT, "see above")
+            self.choices.note(accepted, ChoiceState.NEXT, "see above")
             self._question = field_title(min(restarting))
         else:
             self._apply(run, accepted)
@@ -184,7 +182,7 @@ class Controls(InputForm):
     def _keep(self) -> None:
         self._question = ""
         if (run := active_run(self._lab)) is not None:
-            self._note(self._waiting(), ChoiceState.IDLE, "")
+            self.choices.note(self._waiting(), ChoiceState.IDLE, "")
             self.choices.adopt(run.pending or run.spec)
 
     def _apply(self, run: Run, accepted: Mapping[str, Any]) -> None:
@@ -232,12 +230,8 @@ class Controls(InputForm):
             self._show()
 
     def _await(self, names: Mapping[str, Any], spec: Spec, run: Run, request: SwitchRequest | None) -> None:
-        self._note(names, ChoiceState.PENDING, "pending")
+        self.choices.note(names, ChoiceState.PENDING, "pending")
         self._sent.append(_Sent(names=dict(names), spec_id=spec.id, run=run, request=request))
-
-    def _note(self, names: Mapping[str, Any], state: ChoiceState, text: str) -> None:
-        for name in names:
-            self.choices.note(name, state, text)
 
     def attempt(self, action: Callable[[], Any]) -> None:
         with self._lock:
@@ -251,15 +245,13 @@ class Controls(InputForm):
             self._complaint = text
             self._show_state()
 
-    # -- what the ranks do -----------------------------------------------------------------------------------------
-
     def tick(self, run: Run | None, events: Sequence[StepEvent]) -> None:
         """Settles what is pending, follows what code has changed, and shows the state."""
         with self._lock:
             before = (dict(self.choices.notes), self.choices.wanted)
             if self._question and active_run(self._lab) is None:
                 self._question = ""
-                self._note(self._waiting(), ChoiceState.NEXT, "with the next start")
+                self.choices.note(self._waiting(), ChoiceState.NEXT, "with the next start")
             self._sent = [s for s in self._sent if not self._settled(s, run, events)]
             if run is not None and not self._sent and active_sweep(self._lab) is None:
                 spec = run.pending or run.spec  # code may change it, too
@@ -289,14 +281,12 @@ class Controls(InputForm):
             except Exception:  # the run is over, and its state says why
                 step = None
         if step is not None:
-            self._note(sent.names, ChoiceState.APPLIED, f"applied at step {step}")
+            self.choices.note(sent.names, ChoiceState.APPLIED, f"applied at step {step}")
             return True
         if sent.run.state.over or run is None or run.id != sent.run.id:
-            self._note(sent.names, ChoiceState.NEXT, "with the next start")
+            self.choices.note(sent.names, ChoiceState.NEXT, "with the next start")
             return True
         return False
-
-    # -- what is shown --------------------------------------------------------------------------------------------
 
     def _show(self) -> None:
         for name, control in self._controls.items():

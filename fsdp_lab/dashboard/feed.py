@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
+from typing import Any
 
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.events import StepEvent
@@ -163,7 +164,9 @@ class Feed:
 
     def tick(self) -> Sequence[StepEvent]:
         """Returns the events that are new. Not from two threads at once."""
-        run = self._turn()
+        run, sweep = shown_run(self._lab), active_sweep(self._lab)
+        if self._run is not None and sweep is not None and sweep.current is None:
+            run = self._run  # between two turns of a sweep it is still the former one
         events: Sequence[StepEvent] = ()
         if run is not None:
             if self._run is None or run.id != self._run.id:
@@ -190,13 +193,6 @@ class Feed:
             return self._wanted()
         run = self._run
         return self._lab.spec if run is None or isinstance(run, WatchedRun) else run.pending or run.spec
-
-    def _turn(self) -> Run | WatchedRun | None:
-        """The run to show. Between two turns of a sweep it is still the former one."""
-        sweep = active_sweep(self._lab)
-        if self._run is not None and sweep is not None and sweep.current is None:
-            return self._run
-        return shown_run(self._lab)
 
     def _turn_to(self, run: Run | WatchedRun) -> None:
         sweep = self._lab.sweep
@@ -253,14 +249,9 @@ class Feed:
         stage = self._stage
         follow_spec(stage.frame, (self._run or self._lab).spec)
         stage.overlay(self._board.overlays())
-        scene = Scene(
-            cards=[self._card, *stage.panels],
-            shared_sources=stage.frame.sources,
-            shared_patches=stage.frame.patches,
-            headline=self._headline,
-            caution=self._caution,
-            ranks=stage.world_size,
-        )
+        shared: dict[str, Any] = {"shared_sources": stage.frame.sources, "shared_patches": stage.frame.patches}
+        texts: dict[str, Any] = {"headline": self._headline, "caution": self._caution}
+        scene = Scene(cards=[self._card, *stage.panels], ranks=stage.world_size, **shared, **texts)
         (self._live.swap if swap else self._live.show)(scene)
 
     def _caution(self) -> str:

@@ -90,8 +90,6 @@ class HostsForm(InputForm):
     def moving(self) -> bool:
         return self._mover is not None and self._mover.is_alive()
 
-    # -- what a person does -----------------------------------------------------------------------------------------
-
     def start(self) -> None:
         """Starts ranks there, on a thread. Raises ArgumentError for a field that is wrong."""
         if self.moving:
@@ -132,8 +130,6 @@ class HostsForm(InputForm):
         if self._cancelled.is_set():
             raise ClusterError("the start there was cancelled, and ranks are where they were")
         self._progress = p, time.monotonic() - p.seconds
-
-    # -- what is shown ----------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Buttons that can be pressed now, and how far a start is."""

@@ -30,7 +30,7 @@ from bokeh.models import Plot
 
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Block, Columns, Numbers
-from fsdp_lab.dashboard.panels.base import BaseCard, Pinnable, Pressable
+from fsdp_lab.dashboard.panels.base import BaseCard, Pinnable
 from fsdp_lab.dashboard.panels.drawing import tint
 
 HERE = Path(__file__).parent
@@ -193,8 +193,6 @@ class LiveView(anywidget.AnyWidget):
         super().__init__()
         self.on_msg(self._on_message)
 
-    # -- from the kernel -----------------------------------------------------------------------------------------
-
     def show(self, scene: Scene) -> None:
         """Replaces the scene; mounted views then request a snapshot of it."""
         with self._lock:
@@ -270,8 +268,6 @@ class LiveView(anywidget.AnyWidget):
             self._views.clear()
         super().close()
 
-    # -- from the page -------------------------------------------------------------------------------------------
-
     def _on_message(self, _widget: Any, content: Mapping[str, Any], _buffers: Any) -> None:
         kind, view = content.get("kind"), str(content.get("view", ""))
         with self._lock:
@@ -297,7 +293,7 @@ class LiveView(anywidget.AnyWidget):
                         if kind == "pin" and isinstance(card, Pinnable):
                             step = content.get("step")
                             card.pin(None if step is None else int(step), int(content.get("by", 0)))
-                        elif kind == "press" and isinstance(card, Pressable):
+                        elif kind == "press":
                             card.press(str(content.get("word", "")), str(content.get("about", "")))
                 case "ping":
                     self.send({"kind": "pong", "view": view})
@@ -337,8 +333,6 @@ class LiveView(anywidget.AnyWidget):
             "captions": scene.captions(),
         }
         return header, _bytes([b.numbers for _, b in blocks])
-
-    # -- what is new ----------------------------------------------------------------------------------------------
 
     def _may_send(self) -> bool:
         """Says whether there is a view, and no view that still responds owes two acknowledgements."""

@@ -280,13 +280,9 @@ def incidents_picture(incidents: Sequence[Incident], state: RunState) -> str:
 
 def moments(incident: Incident) -> list[tuple[str, float]]:
     """Returns what happened, in order, with the seconds since the failure, or its detection if its time is not known."""
-    ends: dict[str, float | None] = {
-        "failed": incident.failed_unix_s,
-        "detected": incident.detected_unix_s,
-        "freed": incident.freed_unix_s,
-    }
-    ends["training again"] = incident.resumed_unix_s
-    known = [(name, unix_s) for name, unix_s in ends.items() if unix_s is not None]
+    names = ("failed", "detected", "freed", "training again")
+    times = (incident.failed_unix_s, incident.detected_unix_s, incident.freed_unix_s, incident.resumed_unix_s)
+    known = [(name, unix_s) for name, unix_s in zip(names, times, strict=True) if unix_s is not None]
     return [(name, max(0.0, unix_s - known[0][1])) for name, unix_s in known]
 
 

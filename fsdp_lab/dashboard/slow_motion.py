@@ -86,8 +86,6 @@ class SlowMotionBox(InputForm):
         """The widgets that are to be closed; they are not displayed at the same time."""
         return [self.widget, self._empty, self._live]
 
-    # -- what a person does ---------------------------------------------------------------------------------------
-
     def next(self) -> None:
         """Advances one phase, and ends playing."""
         with self._changed:
@@ -134,8 +132,6 @@ class SlowMotionBox(InputForm):
             self._worker.start()
         self._changed.notify_all()
         self._show()
-
-    # -- the worker -----------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         while self._wait_until_due():
@@ -195,8 +191,6 @@ class SlowMotionBox(InputForm):
         with self._changed:
             self._text, self._failed = text, wrong
 
-    # -- what is shown --------------------------------------------------------------------------------------------
-
     def tick(self) -> None:
         """Draws what is new. Never waits for a rank."""
         slow = self._current()
@@ -242,8 +236,6 @@ class SlowMotionBox(InputForm):
         changes = ", ".join(f"{field_title(n)} {describe_value(n, v)}" for n, v in self._fix.items())
         put(self._apply_fix, "description", f"Use {changes}" if changes else "")
         put(self._apply_fix.layout, "display", "" if changes else "none")
-
-    # -- end ------------------------------------------------------------------------------------------------------
 
     def retire(self) -> None:
         self._rest()

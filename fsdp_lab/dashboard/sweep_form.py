@@ -78,8 +78,6 @@ class SweepForm(InputForm):
         head = [styled(widgets.HTML(escape(name)), "fsdp-sweep-name")] if name else []
         return styled(widgets.Box([*head, *parts]), "fsdp-sweep-row")
 
-    # -- what a person does -----------------------------------------------------------------------------------------
-
     def toggle(self) -> None:
         """Opens it with what is trained now chosen, or closes it."""
         with self._lock:
@@ -129,8 +127,6 @@ class SweepForm(InputForm):
                     chip.value = value == now[name]
         finally:
             self._updating = False
-
-    # -- what is shown ----------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Follows the comparison, and the Spec that is combined."""

@@ -124,6 +124,9 @@ class BaseCard:
     def captions(self) -> Captions:
         return self._captions
 
+    def press(self, word: str, about: str) -> None:
+        """Tells that a cell was pressed. May be called from any thread; it only records the request."""
+
 
 class Panel(BaseCard, ABC):
     """A card that shows a run."""
@@ -138,14 +141,6 @@ class Panel(BaseCard, ABC):
 
     def cover(self) -> None:
         """Fits the ranges again, after the curves of other runs have changed."""
-
-
-@runtime_checkable
-class Pressable(Protocol):
-    """A card with cells that can be pressed."""
-
-    def press(self, word: str, about: str) -> None:
-        """May be called from any thread; it only records the request."""
 
 
 @runtime_checkable

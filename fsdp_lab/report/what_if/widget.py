@@ -81,8 +81,6 @@ class WhatIf(anywidget.AnyWidget):
         self.on_msg(self._on_message)
         answer_while_busy([self])
 
-    # -- what a person does, from any thread ------------------------------------------------------------------------
-
     def choose(self, **changes: Any) -> None:
         """Sets field values as if they were chosen on the page: `page.choose(model="llama-70b", world_size=512)`."""
         with self._changed:
@@ -119,8 +117,6 @@ class WhatIf(anywidget.AnyWidget):
     def _strategy(self, content: Mapping[str, Any]) -> dict[str, Any]:
         assert self._found is not None
         return searched_fields(self._found[1].shown[int(content["place"])].plan.spec)
-
-    # -- what a program reads -------------------------------------------------------------------------------------
 
     @property
     def answer(self) -> Answer:
@@ -161,8 +157,6 @@ class WhatIf(anywidget.AnyWidget):
     def __repr__(self) -> str:
         about, fit, *_ = sentences(self._answer.plan)
         return f"<WhatIf: {about}. {fit}>"
-
-    # -- the workers ----------------------------------------------------------------------------------------------
 
     def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., None], *args: Any) -> None:
         with self._changed:
@@ -214,8 +208,6 @@ class WhatIf(anywidget.AnyWidget):
             self._found = (question, searched(question.planned_spec, question.target))
         finally:
             self._searching = False
-
-    # -- what is shown --------------------------------------------------------------------------------------------
 
     def _show(self) -> None:
         with self._changed:
