@@ -273,20 +273,16 @@ class Board:
         rows: dict[Version, Row] = {}
         for e in entries:
             key = (e.label, e.version, base.version if base is not None else None)
-            rows[key] = self._rows.get(key) or _row(e, base)
+            with_base = base is not None and e.began
+            pair = [base, e] if base is not None and e.began and e is not base else [e]
+            sources, names = [one.source for one in pair], [one.label for one in pair]
+            baseline = 0 if with_base else None
+            rows[key] = self._rows.get(key) or Comparison.of(sources, baseline=baseline, names=names).rows[-1]
         self._rows = rows
         differing = differing_fields([row.flat for row in rows.values()])
         shown = differing or DEFAULT_FIELDS
         named = tuple(replace(row, name=describe_fields(row.flat, shown)) for row in rows.values())
         return Comparison(rows=named, baseline=base.label if base is not None else None, differing=differing)
-
-
-def _row(entry: Entry, base: Entry | None) -> Row:
-    if base is None or not entry.began:
-        return Comparison.of([entry.source], baseline=None, names=[entry.label]).rows[0]
-    if entry is base:
-        return Comparison.of([entry.source], names=[entry.label]).rows[0]
-    return Comparison.of([base.source, entry.source], names=[base.label, entry.label]).rows[1]
 
 
 def _data_version(run: RunView) -> Version:

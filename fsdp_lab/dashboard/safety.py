@@ -50,9 +50,11 @@ class SafetyBox(InputForm):
 
     def __init__(self, lab: LabLike, begin: Begin) -> None:
         super().__init__()
-        self._lab, self._begin = lab, begin
+        self._lab = lab
         self._complaint = ""
-        self._saving = SavingForm(lab, self._resume)
+        self._saving = SavingForm(
+            lab, lambda folder: begin(lambda changes: lab.resume(folder, **self.options(), **changes))
+        )
         self._evaluation = EvaluationForm()
         self._recovery = RecoveryForm(lab, self._complain)
         self._drill = DrillForm(lab)
@@ -82,9 +84,6 @@ class SafetyBox(InputForm):
         put(self._body.layout, "display", "" if folded else FOLDED)
         put(self._fold, "description", "Hide" if folded else "Show")
         put(self._fold, "icon", "angle-up" if folded else "angle-down")
-
-    def _resume(self, folder: str) -> None:
-        self._begin(lambda changes: self._lab.resume(folder, **self.options(), **changes))
 
     def _complain(self, text: str) -> None:
         self._complaint = text

@@ -83,7 +83,13 @@ class SweepForm(InputForm):
         with self._lock:
             self._open = not self._open
             if self._open:
-                self._choose(self._wanted())
+                self._updating, now = True, self._wanted().flat()
+                try:
+                    for name, chips in self._chips.items():
+                        for value, chip in zip(COMBINED[name], chips, strict=True):
+                            chip.value = value == now[name]
+                finally:
+                    self._updating = False
                 self._text = self._count()
             self._show()
 
@@ -117,16 +123,6 @@ class SweepForm(InputForm):
 
     def say(self, text: str, *, wrong: bool = False) -> None:
         self._text = status(text, wrong=wrong)
-
-    def _choose(self, spec: Spec) -> None:
-        self._updating = True
-        try:
-            now = spec.flat()
-            for name, chips in self._chips.items():
-                for value, chip in zip(COMBINED[name], chips, strict=True):
-                    chip.value = value == now[name]
-        finally:
-            self._updating = False
 
     def tick(self) -> None:
         """Follows the comparison, and the Spec that is combined."""

@@ -117,14 +117,16 @@ class CommunicationPanel(Panel):
             if s.counts or not self._recent:
                 self._recent.append(s)
             self._seen.update(k for e in s.events for k in e.comm if e.comm[k].calls)
-        rows = [self._row(s) for s in steps]
+        rows = []
+        for s in steps:
+            kinds = [fmean(_of(e.comm, k).seconds for e in s.events) * 1e3 for k in KINDS]
+            exposed = fmean(e.exposed_comm_s for e in s.events) * 1e3
+            rows.append([s.number, *kinds, exposed, sum(kinds), s.step_time_s * 1e3])
         written = self._over.append(rows)
         now_s = steps[-1].events[0].end_unix_s
         if now_s - self._drawn_s >= BARS_EVERY_S or len(self._recent) < RECENT_STEPS:
             self._drawn_s = now_s
             written += self._write_now()
-            self._now_range.cover(self._now.column("total"))
-            written += self._write_groups()
         self._ordinary.extend(r[-2] for r, s in zip(rows, steps, strict=True) if s.counts)
         self.cover()
         self._captions = self._describe()
@@ -133,10 +135,6 @@ class CommunicationPanel(Panel):
     def cover(self) -> None:
         # The first step after a change may be outside the range.
         self._over_range.cover(np.concatenate([np.array(self._ordinary), self._frame.others("exposed_ms")]))
-
-    def _row(self, s: Step) -> list[float]:
-        kinds = [fmean(_of(e.comm, k).seconds for e in s.events) * 1e3 for k in KINDS]
-        return [s.number, *kinds, fmean(e.exposed_comm_s for e in s.events) * 1e3, sum(kinds), s.step_time_s * 1e3]
 
     def _write_now(self) -> int:
         rows = []
@@ -148,22 +146,19 @@ class CommunicationPanel(Panel):
             mb = [median(_of(e.comm, k).link_bytes for e in own) / 1e6 for k in KINDS]
             rows.append([rank, *ms, *mb, median_known(e.exposed_comm_s for e in own) * 1e3, sum(ms)])
         texts = {"label": [duration(row[-1] / 1e3) for row in rows], "color": [*map(theme.rank_color, ranks)]}
-        return self._now.replace(rows, {**texts, "place": [*map(self._ranks.place, ranks)]})
+        written = self._now.replace(rows, {**texts, "place": [*map(self._ranks.place, ranks)]})
+        self._now_range.cover(self._now.column("total"))
+        n, end = self._group_size, self._now_range.end
+        starts = range(0, self.world_size, n) if n else range(0)
+        groups = [[0.985 * end, 0.965 * end, first + (n - 1) / 2, n - 0.3] for first in starts]
+        labels = [f"shard group {first} to {first + n - 1}" if len(starts) <= MOST_NAMED else "" for first in starts]
+        return written + self._groups.replace(groups, {"label": labels})
 
     @property
     def _group_size(self) -> int:
         """Ranks of a shard group, where these are to be told apart from the ranks of a host; else 0."""
         n = self._frame.shard_factor
         return n if self._ranks.several and 1 < n < self.world_size else 0
-
-    def _write_groups(self) -> int:
-        n, end = self._group_size, self._now_range.end
-        if not n:
-            return self._groups.replace([], {"label": []})
-        starts = range(0, self.world_size, n)
-        rows = [[0.985 * end, 0.965 * end, first + (n - 1) / 2, n - 0.3] for first in starts]
-        labels = [f"shard group {first} to {first + n - 1}" if len(starts) <= MOST_NAMED else "" for first in starts]
-        return self._groups.replace(rows, {"label": labels})
 
     def _describe(self) -> Captions:
         recent = list(self._recent)

@@ -192,13 +192,13 @@ class HoldingsPanel(BaseCard):
         if drawn == self._drawn:
             return written  # a phase of computing does not change the holdings
         self._drawn = drawn
-        return written + self._write_bars(frames) + self._write_states(frames) + self._write_held(moment)
-
-    def _write_bars(self, frames: Sequence[PhaseSnapshot]) -> int:
         shown = [(f.rank, self._axis.bars[p.name], p) for f in frames for p in f.parameters]
         top, bottom = BAR
         rows = [[r, bar.left, bar.right, r + top, r + bottom, p.numel, p.start, p.stop] for r, bar, p in shown]
-        return self._bars.replace(rows, {name: [getattr(p, name) for _, _, p in shown] for name in self._bars.texts})
+        written += self._bars.replace(
+            rows, {name: [getattr(p, name) for _, _, p in shown] for name in self._bars.texts}
+        )
+        return written + self._write_states(frames) + self._write_held(moment)
 
     def _write_states(self, frames: Sequence[PhaseSnapshot]) -> int:
         """Draws parameters in the bar, gradients in the strip. A shard of a parameter is always held."""

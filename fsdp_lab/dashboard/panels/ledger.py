@@ -11,7 +11,7 @@ import numpy as np
 from bokeh.models import Range1d
 from bokeh.plotting import figure
 
-from fsdp_lab.base.events import MemorySample, Role, StepEvent
+from fsdp_lab.base.events import MemorySample, Role
 from fsdp_lab.base.formatting import MIB, duration, size
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns
@@ -83,7 +83,14 @@ class LedgerPanel(Panel):
             return 0
         fullest = max((e for e in step.events if e.memory_curve), key=lambda e: e.memory.peak_bytes)
         written = self._write(fullest.memory_curve)
-        self._captions = _describe(step, fullest)
+        top = max(fullest.memory_curve, key=lambda s: s.classes.total_bytes)
+        where = f"peak {size(top.classes.total_bytes)} in {top.phase}, {top.unit}"
+        long = duration(fullest.step_time_s)
+        self._captions = Captions(
+            reading=f"rank {fullest.rank} in step {step.number}: {where}",
+            legend=(*class_keys(ON_DEVICE), Key(label="total", token="ink.peak", hatch="line")),
+            note=f"Measuring made this step {long} long; its allocations are those of any other step.",
+        )
         return written
 
     def _write(self, curve: Sequence[MemorySample]) -> int:
@@ -112,11 +119,3 @@ class LedgerPanel(Panel):
             "ledger.y": {"start": 0.0, "end": self._range.end},
             "ledger.axis": {"axis_label": unit_name(self._unit)},
         }
-
-
-def _describe(step: Step, e: StepEvent) -> Captions:
-    top = max(e.memory_curve, key=lambda s: s.classes.total_bytes)
-    reading = f"rank {e.rank} in step {step.number}: peak {size(top.classes.total_bytes)} in {top.phase}, {top.unit}"
-    legend = (*class_keys(ON_DEVICE), Key(label="total", token="ink.peak", hatch="line"))
-    note = f"Measuring made this step {duration(e.step_time_s)} long; its allocations are those of any other step."
-    return Captions(reading=reading, legend=legend, note=note)

@@ -180,7 +180,11 @@ class TimelinePanel(Panel):
         return len(requests)
 
     def _draw(self, timeline: Timeline) -> int:
-        self._drawn_lanes = lanes = self._choose(timeline)
+        lanes = {lane.rank: lane for lane in timeline.lanes if lane.rank < self.lanes}
+        if not self._all:  # those that wait least, median and most, from the top
+            ordered = sorted(timeline.lanes, key=lambda lane: (sum(exposed_by_unit(lane.spans).values()), lane.rank))
+            lanes = dict(enumerate([ordered[0], ordered[len(ordered) // 2], ordered[-1]]))
+        self._drawn_lanes = lanes
         spec_id = timeline.lanes[0].event.spec_id
         if spec_id != self._spec_id:  # another strategy has other rows
             self._spec_id, self._tracks, self._tokens = spec_id, set(), set()
@@ -193,33 +197,21 @@ class TimelinePanel(Panel):
         labels = [f"rank {lane.rank}" for lane in lanes.values()]
         return self._lanes.replace(rows, {"color": colors, "label": labels}) + self._write_spans(lanes)
 
-    def _choose(self, timeline: Timeline) -> dict[int, RankLane]:
-        """Place from the top -> lane. Of many ranks three: the ones that wait least, median and most."""
-        if self._all:
-            return {lane.rank: lane for lane in timeline.lanes if lane.rank < self.lanes}
-        ordered = sorted(timeline.lanes, key=lambda lane: (sum(exposed_by_unit(lane.spans).values()), lane.rank))
-        return dict(enumerate([ordered[0], ordered[len(ordered) // 2], ordered[-1]]))
-
     def _write_spans(self, lanes: Mapping[int, RankLane]) -> int:
         placed = [(place, lane, s, row, rows) for place, lane in lanes.items() for s, row, rows in _in_rows(lane.spans)]
         placed = sorted(placed, key=lambda p: -p[2].seconds)[:MOST_SPANS]
+        present = [t for t in TRACK_TOKENS if t in self._tracks]
+        height = LANE / max(1, len(present))  # of a track
         numbers = []
         for place, lane, s, row, rows in placed:
-            start_s = lane.begin_s + s.start_s
-            top, bottom = self._row(place, s.track, row, rows)
-            numbers.append([1e3 * start_s, 1e3 * (start_s + s.seconds), top, bottom, 1e3 * s.seconds, lane.rank])
-        each = [_span_texts(s) for _, _, s, _, _ in placed]
-        texts = {name: [words[i] for words in each] for i, name in enumerate(self._spans.texts)}
+            start_s, each = lane.begin_s + s.start_s, height * (1 - ROW_GAP) / rows
+            top = place - LANE / 2 + height * (present.index(s.track) + ROW_GAP / 2) + row * each
+            times = (1e3 * start_s, 1e3 * (start_s + s.seconds))
+            numbers.append([*times, top, top + each, 1e3 * s.seconds, lane.rank])
+        told = [_span_texts(s) for _, _, s, _, _ in placed]
+        texts = {name: [words[i] for words in told] for i, name in enumerate(self._spans.texts)}
         self._tokens.update(texts["fill"])
         return self._spans.replace(numbers, texts)
-
-    def _row(self, place: int, track: Track, row: int, rows: int) -> tuple[float, float]:
-        """Top and bottom of a row of a track, in places of lanes."""
-        present = [t for t in TRACK_TOKENS if t in self._tracks]
-        height = LANE / len(present)
-        top = place - LANE / 2 + height * (present.index(track) + ROW_GAP / 2)
-        each = height * (1 - ROW_GAP) / rows
-        return top + row * each, top + (row + 1) * each
 
     def _describe(self) -> None:
         shown, timeline = self._shown, self._timeline

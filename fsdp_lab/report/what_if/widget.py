@@ -96,27 +96,22 @@ class WhatIf(anywidget.AnyWidget):
                 self._submit(self._worker, lambda: self._submit(self._searcher, self._search, self.choices.wanted))
 
     def _on_message(self, _widget: Any, content: Mapping[str, Any], _buffers: Any) -> None:
-        """Takes the texts of a field, the fix of one that is refused, or a strategy of the search."""
         if content["kind"] == "find":
             return self.find()
-        chosen = {"choose": self._read, "fix": self._fix, "take": self._strategy}[content["kind"]]
         with self._changed:
             self._asked += 1
-            self._submit(self._worker, self._choose, lambda: chosen(content), self._asked)
+            self._submit(self._worker, self._choose, lambda: self._read(content), self._asked)
 
     def _read(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """The value that a text means: the token with this label, or else what is written."""
-        name, text = str(content["name"]), str(content["text"])
-        tokens = dict(offered(FIELDS[name], self.choices.wanted, self.choices.value(name)))
-        return {name: tokens[text] if text in tokens else FIELDS[name].read(text)}
-
-    def _fix(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what a message chooses: a value of a field, the fix of a refused one, or a strategy of the search."""
+        if content["kind"] == "take":
+            assert self._found is not None
+            return searched_fields(self._found[1].shown[int(content["place"])].plan.spec)
         name = str(content["name"])
-        return {name: self.choices.value(name), **self.choices.notes[name].fix}
-
-    def _strategy(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._found is not None
-        return searched_fields(self._found[1].shown[int(content["place"])].plan.spec)
+        if content["kind"] == "fix":
+            return {name: self.choices.value(name), **self.choices.notes[name].fix}
+        text, tokens = str(content["text"]), dict(offered(FIELDS[name], self.choices.wanted, self.choices.value(name)))
+        return {name: tokens[text] if text in tokens else FIELDS[name].read(text)}
 
     @property
     def answer(self) -> Answer:
