@@ -150,7 +150,8 @@ class LossPanel(CurvePanel):
         self._rates.cover(self._table.column("lr"))
         shown = {"visible": self._rate_varies}
         unit = "loss (nats per token)" if self._frame.language else "loss"
-        rates = {"loss.lr": {"start": 0.0, "end": self._rates.end}, "loss.lr_axis": shown, "loss.lr_line": shown}
+        scale = {"start": 0.0, "end": self._rates.end}
+        rates: dict[str, Mapping[str, Any]] = {"loss.lr": scale, "loss.lr_axis": shown, "loss.lr_line": shown}
         return {**super().patches(), **rates, "loss.axis": {"axis_label": unit}}
 
     def _shown(self) -> Sequence[Numbers]:
