@@ -1,7 +1,6 @@
 """The forms of what is asked of the ranks' model: `SavingForm`, its checkpoints, and `WritingForm`, a text.
 
-Handlers run on the thread that the page's message arrives on, `tick` on the tick thread. Where no run is active the answer
-waits for ranks, so it has a thread of its own.
+Where no run is active the answer waits for ranks, so it has a thread of its own.
 """
 
 from __future__ import annotations
@@ -58,11 +57,7 @@ class AskingForm(InputForm):
 
 
 class SavingForm(AskingForm):
-    """`widget` is displayed, `tick` called often. `config` is what is chosen.
-
-    Args:
-        resume: starts a run from the newest checkpoint in a folder.
-    """
+    """`config` is what is chosen; `resume` starts a run from the newest checkpoint in a folder."""
 
     def __init__(self, lab: LabLike, resume: Callable[[str], None]) -> None:
         super().__init__(lab)
@@ -154,7 +149,7 @@ def _row(saved: SavedCheckpoint) -> str:
 
 
 class WritingForm(AskingForm):
-    """`toggle` opens and closes it; `widget` is displayed, `tick` called often."""
+    """`toggle` opens and closes it."""
 
     css = "fsdp-sweep"
 

@@ -1,4 +1,4 @@
-"""What the controls have chosen: pending, applied, or refused. Neither widgets here, nor a lab.
+"""The choices of the controls: pending, applied, or refused. Neither widgets here, nor a lab.
 
 A refused choice is held back with its reason, and tried again with every later choice, so that a combination can be made
 in any order: backend ddp is refused under full_shard, and accepted once no_shard is chosen.
@@ -53,11 +53,7 @@ T = TypeVar("T", bound=Chosen)
 
 
 class Choices(Generic[T]):
-    """Field values that are chosen.
-
-    Attributes:
-        wanted: what is chosen and possible. held: field -> refused value. notes: of each field that was touched.
-    """
+    """Field values that are chosen: `wanted` is possible, `held` has refused values, `notes` those of each touched field."""
 
     def __init__(self, spec: T, *, check: Callable[[T], None] = lambda chosen: None) -> None:
         """check: raises SpecError for what a Spec alone cannot know, such as a text that does not exist."""

@@ -59,10 +59,8 @@ class _Sent:
 
 
 class Controls(InputForm):
-    """All controls of one lab. `widget` is displayed; `tick` called with the new events of the run that is shown.
-
-    During a comparison they are disabled but for Stop, which ends it, because its runs have Specs of their own.
-    """
+    """All controls of one lab. During a comparison they are disabled but for Stop, which ends it, because its runs have
+    Specs of their own."""
 
     css = "fsdp"
 

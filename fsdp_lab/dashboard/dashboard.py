@@ -125,9 +125,8 @@ class Dashboard:
     def pin(self, run: RunView | None = None, label: str | None = None) -> str:
         """Keeps a run as it is now, to compare others with; returns its label, A to H or your own.
 
-        Its curves, of the whole run, stay under the live ones; its figures are of the strategy that was applied last, and
-        of the steps since then, so that pinning before and after a switch compares the two. Pins last until they are
-        unpinned, or the dashboard is closed.
+        Its curves, of the whole run, stay under the live ones; its figures are of the steps since the last change of
+        strategy, so that pinning before and after a switch compares the two. Pins last until they are unpinned.
 
         Args:
             run: a live or a stored one; None: the one that is shown.
@@ -243,12 +242,8 @@ MOST_SHOWN = 2  # that are shown at once: the next ones when these are cured
 
 
 class DiagnosisBox(InputForm):
-    """`widget` is displayed where something is wrong; `tick` called often. `choose` takes field values, as if a person had
-    set them: a live run takes them at once.
-
-    Attributes:
-        elsewhere: a run whose diagnoses another part of the page shows.
-    """
+    """Shown where something is wrong; `choose` takes field values as if a person had set them. The diagnoses of `elsewhere`
+    are shown in another part of the page."""
 
     css = "fsdp-sweep"
 

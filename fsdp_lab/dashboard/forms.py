@@ -16,12 +16,9 @@ HIDDEN = "none"  # a value of Layout.display
 
 
 class InputForm:
-    """Inputs, and a line for messages.
+    """A `widget` to display, its `inputs`, and a line for messages, which a subclass makes, or else overrides `say`.
 
-    Attributes:
-        inputs: what a person can change or press.
-        message: shows what `say` is given; a subclass makes it, or overrides `say`.
-        widget: is displayed; a subclass makes it.
+    Handlers run on the thread that the page's message arrives on, a subclass's `tick` often, on the tick thread.
     """
 
     css = "fsdp-safety"  # what the classes of its buttons begin with
@@ -154,12 +151,10 @@ def error_text(error: BaseException) -> str:
 def answer_while_busy(answering: Iterable[widgets.Widget]) -> int:
     """Lets widgets respond while a cell runs; returns for how many that needed a change.
 
-    JupyterLab sends widget messages on a subshell of the kernel, a thread beside the one that runs cells. ipykernel 7.4
-    routes a comm's messages to the shell that used the comm last, and a cell that displays a widget uses it: from then on
-    messages wait until the cell ends. This makes it keep the shell on which the page sent the message. It sets a private
-    attribute of ipykernel, the only one that the package touches; without such routing it does nothing.
-
-    Handlers then run in the subshell's thread: they must not assume the main thread.
+    JupyterLab sends widget messages on a subshell of the kernel, in whose thread handlers run. ipykernel 7.4 routes a comm's
+    messages to the shell that used the comm last, such as that of a cell that displayed the widget, where they wait until
+    the cell ends. This makes it keep the page's shell. It sets a private attribute of ipykernel, the only one that the
+    package touches; without such routing it does nothing.
     """
     routed = [w.comm for w in answering if hasattr(getattr(w, "comm", None), "_reply_subshell_for")]
     for comm in routed:

@@ -1,7 +1,6 @@
 """The form of hosts: where the ranks are to be, on this machine, by SSH or by Slurm, and a button that starts them there.
 
-Handlers run on the thread that the page's message arrives on, `tick` on the tick thread. A start takes seconds, or as long
-as Slurm's queue, so it has a thread of its own.
+A start takes seconds, or as long as Slurm's queue, so it has a thread of its own.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ LOSES = (
 
 
 class HostsForm(InputForm):
-    """`toggle` opens and closes it; `widget` is displayed, `tick` called often. `choose` takes field values of a Spec that
-    follow from a move: the number of ranks."""
+    """`toggle` opens and closes it; `choose` takes field values of a Spec that follow from a move: the number of ranks."""
 
     css = "fsdp-sweep"
 

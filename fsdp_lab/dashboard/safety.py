@@ -42,11 +42,7 @@ Begin = Callable[[Callable[[Mapping[str, Any]], Run]], None]
 
 
 class SafetyBox(InputForm):
-    """`widget` is displayed, `tick` called often; `options` are for `Lab.run`.
-
-    Args:
-        begin: `Controls.begin`, which shows a run that was not started by its Start button.
-    """
+    """`options` are for `Lab.run`; `begin` is `Controls.begin`, which shows a run that was not started by Start."""
 
     def __init__(self, lab: LabLike, begin: Begin) -> None:
         super().__init__()
@@ -152,11 +148,8 @@ class EvaluationForm(InputForm):
 
 
 class RecoveryForm(InputForm):
-    """Chooses what a run does when its ranks fail; shows incidents, and apart from them `buttons` to recover a run.
-
-    Args:
-        complain: shows an error of these buttons, or "" for none.
-    """
+    """Chooses what a run does when its ranks fail; shows incidents, and apart from them `buttons` to recover a run, whose
+    errors `complain` shows."""
 
     def __init__(self, lab: LabLike, complain: Callable[[str], None]) -> None:
         super().__init__()

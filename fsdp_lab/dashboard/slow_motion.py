@@ -37,12 +37,8 @@ RUN_STOPPED = "The run was stopped for this and keeps its parameters: Continue, 
 
 
 class SlowMotionBox(InputForm):
-    """The buttons, a message beside them, and the picture. `widget` is displayed; `tick` called often.
-
-    Args:
-        wanted: the Spec that the next step trains; None: what the ranks hold.
-        accept: changes field values of that Spec, to fix a refusal.
-    """
+    """The buttons, a message beside them, and the picture. `wanted` is the Spec that the next step trains, or None: what the
+    ranks hold; `accept` changes field values of it, to fix a refusal."""
 
     css = "fsdp-slow"
 

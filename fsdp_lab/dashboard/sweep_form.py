@@ -1,7 +1,6 @@
 """The form of a comparison: what is combined, which combinations can run, how long they take; then the progress.
 
-Handlers run on the thread that the page's message arrives on, `tick` on the tick thread; one lock orders them. Nothing
-here waits for a rank.
+One lock orders handlers and `tick`; nothing here waits for a rank.
 """
 
 from __future__ import annotations
@@ -33,11 +32,7 @@ MEASURED_STEPS = 9
 
 
 class SweepForm(InputForm):
-    """`toggle` opens and closes it; `widget` is displayed, `tick` called often.
-
-    Args:
-        wanted: the Spec whose fields are combined with the lists.
-    """
+    """`toggle` opens and closes it; `wanted` is the Spec whose fields are combined with the lists."""
 
     css = "fsdp-sweep"
 

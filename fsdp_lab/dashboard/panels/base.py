@@ -1,7 +1,6 @@
 """A panel is a picture of a run with its captions, which knows events and nothing of clusters or widgets.
 
-`Panel.update` writes rows into its `sources`, whose Bokeh twins its `root` draws. The live view sends the rows to a
-browser.
+`Panel.update` writes rows into its `sources`, whose Bokeh twins its `root` draws; the live view sends them to a browser.
 """
 
 from __future__ import annotations

@@ -59,10 +59,7 @@ DRAWN_TOKENS = tuple(dict.fromkeys((*(f"timeline.{name}" for name in theme.COMPU
 
 class TimelinePanel(Panel):
     """A lane a rank, with a thin row for each track that occurs. Of more ranks than colours, three lanes: the ranks that
-    wait least (the others wait for it), median and most.
-
-    `update` draws; `pin` may be called from any thread and takes effect in the next `update`.
-    """
+    wait least (the others wait for it), median and most."""
 
     name = "timeline"
     title = "Step timeline"

@@ -100,18 +100,13 @@ def row_of(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A field with the values that can be chosen; one value is the same for the whole page.
-
-    Attributes:
-        option: of the command line, such as "--micro-batch".
-        words: the values as that option takes them, quoted for a shell.
-    """
+    """A field with the values that can be chosen; one value is the same for the whole page."""
 
     name: str  # of a field of the Spec, or "hardware"
     label: str
-    option: str
+    option: str  # of the command line, such as "--micro-batch"
     values: tuple[Any, ...]
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # the values as that option takes them, quoted for a shell
 
     @property
     def labels(self) -> list[str]:
@@ -120,18 +115,12 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """The axes of a page, and how it was asked for.
-
-    Attributes:
-        options: of `fsdp-lab plan` beside those of the axes, for the command that repeats an answer.
-        command: that made the page.
-        start: field -> value that a reader sees first; without it, the first combination that is not refused.
-    """
+    """The axes of a page, and how it was asked for."""
 
     axes: Sequence[Axis]
-    options: str = ""
-    command: str = ""
-    start: Mapping[str, Any] | None = None
+    options: str = ""  # of `fsdp-lab plan` beside those of the axes, for the command that repeats an answer
+    command: str = ""  # that made the page
+    start: Mapping[str, Any] | None = None  # what a reader sees first; None: the first combination that is not refused
 
     @property
     def combinations(self) -> int:
