@@ -422,11 +422,8 @@ class CompletionsPanel(Panel):
             newest = self._shown[-1]
             prompts = [c.prompt for c in newest.completions[:MOST_PROMPTS]]
             left = len(newest.completions) - len(prompts)
-            heads: tuple[str | Cell, ...] = (
-                "step",
-                "held-out loss",
-                *(Cell(text=_cut(p, 60), title=p) for p in prompts),
-            )
+            asked = [Cell(text=_cut(p, 60), title=p) for p in prompts]
+            heads: tuple[str | Cell, ...] = ("step", "held-out loss", *asked)
             self._captions = Captions(
                 reading=f"after step {newest.number:,}",
                 note=f"{left} more in run.completions." if left else "",

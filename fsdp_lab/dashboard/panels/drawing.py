@@ -116,12 +116,10 @@ class RanksByHost:
         first = [r for i, r in enumerate(ranks) if i == 0 or self.hosts[ranks[i - 1]] != self.hosts[r]]
         ticks = ranks if self._world_size <= MOST_NAMED else first
         names = [[r, f"{self.hosts[r]}  {r}" if r in first else str(r)] for r in ticks]
+        labels = {"type": "map", "entries": names}
         return {
             f"{self._name}.ranks": {"ticks": ticks},
-            f"{self._name}.rank_axis": {
-                "major_label_overrides": {"type": "map", "entries": names},
-                "axis_label": "host and rank",
-            },
+            f"{self._name}.rank_axis": {"major_label_overrides": labels, "axis_label": "host and rank"},
             f"{self._name}.hosts": {"ticks": [r - 0.5 for r in first[1:]]},
         }
 
@@ -188,14 +186,8 @@ def write_labels(fig: figure, source: ColumnDataSource, token: str, *, size_px: 
 
 def sign_bars(fig: figure, source: ColumnDataSource, *, y: str, end: str) -> None:
     """Draws the rank's colour at the root of each bar, and the text of column `label` at its end."""
-    look: dict[str, Any] = {
-        "width": 8,
-        "width_units": "screen",
-        "height": BAR + 0.06,
-        "fill_color": "color",
-        "line_alpha": 0,
-    }
-    fig.rect(x=0, y=y, source=source, **look)
+    look: dict[str, Any] = {"width": 8, "width_units": "screen", "fill_color": "color", "line_alpha": 0}
+    fig.rect(x=0, y=y, height=BAR + 0.06, source=source, **look)
     write_labels(fig, source, "ink.peak", x=end, y=y, x_offset=7, text_baseline="middle")
 
 
