@@ -195,9 +195,8 @@ class HoldingsPanel(BaseCard):
         shown = [(f.rank, self._axis.bars[p.name], p) for f in frames for p in f.parameters]
         top, bottom = BAR
         rows = [[r, bar.left, bar.right, r + top, r + bottom, p.numel, p.start, p.stop] for r, bar, p in shown]
-        written += self._bars.replace(
-            rows, {name: [getattr(p, name) for _, _, p in shown] for name in self._bars.texts}
-        )
+        texts = {name: [getattr(p, name) for _, _, p in shown] for name in self._bars.texts}
+        written += self._bars.replace(rows, texts)
         return written + self._write_states(frames) + self._write_held(moment)
 
     def _write_states(self, frames: Sequence[PhaseSnapshot]) -> int:

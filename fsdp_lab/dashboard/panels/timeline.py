@@ -202,9 +202,9 @@ class TimelinePanel(Panel):
         numbers = []
         for place, lane, s, row, rows in placed:
             start_s, each = lane.begin_s + s.start_s, height * (1 - ROW_GAP) / rows
-            top = place - LANE / 2 + height * (present.index(s.track) + ROW_GAP / 2) + row * each
-            times = (1e3 * start_s, 1e3 * (start_s + s.seconds))
-            numbers.append([*times, top, top + each, 1e3 * s.seconds, lane.rank])
+            top = place - LANE / 2 + height * (present.index(s.track) + ROW_GAP / 2)
+            at = (1e3 * start_s, 1e3 * (start_s + s.seconds), top + row * each, top + (row + 1) * each)
+            numbers.append([*at, 1e3 * s.seconds, lane.rank])
         told = [_span_texts(s) for _, _, s, _, _ in placed]
         texts = {name: [words[i] for words in told] for i, name in enumerate(self._spans.texts)}
         self._tokens.update(texts["fill"])
