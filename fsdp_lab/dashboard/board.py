@@ -297,9 +297,6 @@ def _identity(source: RunView | Refusal) -> str:
     return f"{source.spec}" if isinstance(source, Refusal) else source.id
 
 
-# -- curves ----------------------------------------------------------------------------------------------------------
-
-
 def ends(steps: Sequence[Step], most: int) -> list[Step]:
     """Returns the first `most` steps and the last `most`, or all."""
     return [*steps[:most], *steps[-most:]] if len(steps) > 2 * most else list(steps)

@@ -87,9 +87,6 @@ def table(compared: Comparison, entries: Sequence[Entry]) -> tuple[tuple[str | C
     return (heads, *rows)
 
 
-# -- cells -----------------------------------------------------------------------------------------------------------
-
-
 def _label(row: Row, entry: Entry, compared: Comparison) -> Cell:
     if not entry.began:
         return Cell(text=row.label)
@@ -150,9 +147,6 @@ def _state(row: Row, entry: Entry) -> Cell:
     steps = row.figures.steps
     more = f": {row.reason}" if row.reason else f", {steps} step{'s' * (steps != 1)}"
     return Cell(text=text + more, tone=tone, title=row.reason)
-
-
-# -- words -----------------------------------------------------------------------------------------------------------
 
 
 def _reading(compared: Comparison, entries: Sequence[Entry]) -> str:

@@ -120,8 +120,6 @@ class Dashboard:
         """The widget, to be put into a layout of your own."""
         return self._box
 
-    # -- runs side by side ----------------------------------------------------------------------------------------
-
     def pin(self, run: RunView | None = None, label: str | None = None) -> str:
         """Keeps a run as it is now, to compare others with; returns its label, A to H or your own.
 
@@ -159,8 +157,6 @@ class Dashboard:
             {"baseline": self._board.choose_baseline, "unpin": self._board.unpin}[word](about)
         except FieldError as e:  # a row of a page that is out of date, or of a sweep in progress
             self._controls.say(error_text(e))
-
-    # -- what it costs --------------------------------------------------------------------------------------------
 
     def latency(self) -> Latency:
         """Returns the time from the end of a step in its rank to its pixels."""

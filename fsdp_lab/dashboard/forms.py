@@ -66,9 +66,6 @@ class InputForm:
                 widget.disabled = True
 
 
-# -- widgets ---------------------------------------------------------------------------------------------------------
-
-
 def put(widget: Any, name: str, value: Any) -> None:
     """Sets a trait only if it changes, because each set is a message."""
     if getattr(widget, name) != value:
@@ -124,9 +121,6 @@ def close_all(widget: widgets.Widget) -> None:
     widget.close()
 
 
-# -- texts -----------------------------------------------------------------------------------------------------------
-
-
 def status(text: str, *, wrong: bool = False) -> str:
     """A sentence that a screen reader announces when it changes."""
     tone = "fsdp-refused" if wrong else "fsdp-soft"
@@ -143,9 +137,6 @@ def error_text(error: BaseException) -> str:
     if isinstance(error, FieldError):
         return f"{error.reason[0].upper()}{error.reason[1:]}: {error.hint}."
     return str(error).partition("\n")[0] or type(error).__name__
-
-
-# -- while a cell runs -----------------------------------------------------------------------------------------------
 
 
 def answer_while_busy(answering: Iterable[widgets.Widget]) -> int:

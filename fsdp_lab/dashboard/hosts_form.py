@@ -138,7 +138,7 @@ class HostsForm(InputForm):
         put(self._cancel, "disabled", not self.moving)
 
 
-def listed(names: Sequence[str], most: int = 4) -> str:
-    """`gpu1, gpu2 and gpu3`."""
-    shown = [*names[:most], f"{len(names) - most} more"] if len(names) > most + 1 else [*names]
+def listed(names: Sequence[str]) -> str:
+    """`gpu1, gpu2 and gpu3`; of more than five names four, and the number of the others."""
+    shown = [*names[:4], f"{len(names) - 4} more"] if len(names) > 5 else [*names]
     return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else "".join(shown)

@@ -250,9 +250,6 @@ class DrillForm(InputForm):
         self.say("")
 
 
-# -- incidents -------------------------------------------------------------------------------------------------------
-
-
 def incidents_picture(incidents: Sequence[Incident], state: RunState) -> str:
     """The newest incident as a small timeline, and up to four earlier ones, folded.
 
@@ -290,20 +287,15 @@ def _drawn(incident: Incident, unfinished: str) -> str:
     if incident.resumed_unix_s is None:
         bar += '<i class="fsdp-stretch" data-to="open"></i>'
         words += f" → <span>{unfinished}</span>"
-    facts = "".join(f"<div>{escape(fact)}.</div>" for fact in _facts(incident))
+    facts: list[str] = []
+    if incident.resumed_step is not None:
+        lost, before, after = incident.lost_steps, incident.ranks, incident.resumed_ranks
+        at = f" of step {incident.resumed_step:,}" if incident.source == CHECKPOINT else ""
+        again = f"{lost:,} step{'s' * (lost != 1)} trained again" if lost else "no step trained again"
+        ranks = f"{before} ranks" if before == after else f"{before} → {after} ranks"
+        facts = [f"Resumed from {incident.source}{at} · {again} · {ranks}", *incident.notes]
+    told = "".join(f"<div>{escape(fact)}.</div>" for fact in facts)
     return (
         f'<div class="fsdp-incident"><div>{head}</div><div class="fsdp-stretches" aria-hidden="true">{bar}</div>'
-        f'<div class="fsdp-moments">{words}</div><div class="fsdp-soft">{facts}</div></div>'
+        f'<div class="fsdp-moments">{words}</div><div class="fsdp-soft">{told}</div></div>'
     )
-
-
-def _facts(incident: Incident) -> list[str]:
-    """The source of the recovery, the steps trained again, the ranks, and what differs since."""
-    if incident.resumed_step is None:
-        return []
-    lost = incident.lost_steps
-    at = f" of step {incident.resumed_step:,}" if incident.source == CHECKPOINT else ""
-    again = f"{lost:,} step{'s' * (lost != 1)} trained again" if lost else "no step trained again"
-    before, after = incident.ranks, incident.resumed_ranks
-    ranks = f"{before} ranks" if before == after else f"{before} → {after} ranks"
-    return [f"Resumed from {incident.source}{at} · {again} · {ranks}", *incident.notes]

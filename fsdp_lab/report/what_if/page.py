@@ -205,22 +205,10 @@ class Answers:
 
 
 def render(product: Product, answers: Answers, written_unix_s: float) -> str:
-    """The file's content. The texts of users are escaped; CSS, script and JSON are our own."""
-    return PAGE.format(
-        css="".join(style.read_text(encoding="utf-8") for style in STYLES),
-        version=__version__,
-        when=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(written_unix_s)),
-        combinations=len(answers.rows),
-        command=escape(product.command),
-        data=embedded(_data(product, answers)),
-        js=SCRIPT.read_text(encoding="utf-8"),
-    )
-
-
-def _data(product: Product, answers: Answers) -> dict[str, Any]:
-    """Returns what the script reads. Values are known by their place on their axis."""
+    """The file's content. The texts of users are escaped; CSS, script and JSON are our own. In the JSON values are known by
+    their place on their axis."""
     names = ("name", "label", "option", "words", "labels")
-    return {
+    data = {
         "axes": [{name: getattr(axis, name) for name in names} for axis in product.axes],
         "ranks": next(([*axis.values] for axis in product.axes if axis.name == RANKS), []),
         "start": _start(product, answers),
@@ -230,6 +218,15 @@ def _data(product: Product, answers: Answers) -> dict[str, Any]:
         "refusals": [_refusal(product, error) for _, error in answers.refusals.values()],
         "look": look(),
     }
+    return PAGE.format(
+        css="".join(style.read_text(encoding="utf-8") for style in STYLES),
+        version=__version__,
+        when=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(written_unix_s)),
+        combinations=len(answers.rows),
+        command=escape(product.command),
+        data=embedded(data),
+        js=SCRIPT.read_text(encoding="utf-8"),
+    )
 
 
 def _start(product: Product, answers: Answers) -> list[int]:
