@@ -1,4 +1,4 @@
-"""`Board`: which runs are compared side by side, and the `Comparison` of them, kept up to date at little cost.
+"""`Board`: the runs that are compared side by side, and the `Comparison` of them, kept up to date at little cost.
 
 Rows, from the top: pins (A, B, ...), the runs and refusals of the newest sweep (1, 2, ...), and the live run unless it is
 one of these. A row is computed again only when its run, or the baseline, has new events; at most once a second, and never
@@ -273,10 +273,9 @@ class Board:
         rows: dict[Version, Row] = {}
         for e in entries:
             key = (e.label, e.version, base.version if base is not None else None)
-            with_base = base is not None and e.began
             pair = [base, e] if base is not None and e.began and e is not base else [e]
             sources, names = [one.source for one in pair], [one.label for one in pair]
-            baseline = 0 if with_base else None
+            baseline = 0 if base is not None and e.began else None
             rows[key] = self._rows.get(key) or Comparison.of(sources, baseline=baseline, names=names).rows[-1]
         self._rows = rows
         differing = differing_fields([row.flat for row in rows.values()])

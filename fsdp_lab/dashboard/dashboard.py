@@ -71,10 +71,7 @@ class Dashboard:
     """A lab's controls and live plots. The last expression of a cell, or `display(dashboard)`; as often as you like.
 
     A lab has one dashboard: making another closes the former. `close()` ends its thread and its widgets; the lab and its
-    runs continue. When the lab is closed, the dashboard says so and its thread ends.
-
-    Attributes:
-        diagnosis: what is wrong with the run that is shown.
+    runs continue. When the lab is closed, the dashboard says so and its thread ends. `diagnosis` shows what is wrong.
     """
 
     def __init__(self, lab: LabLike) -> None:

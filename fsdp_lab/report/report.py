@@ -58,18 +58,12 @@ def write_report(
     if not runs:
         raise ArgumentError("runs", "there are none", "give a report one run or more")
     compared = Comparison.of(runs, baseline=baseline, names=names)
-    text = render(compared, runs, recommend(compared, limit_bytes), title, time.time())
-    return write_whole(file, text.encode())
+    return write_whole(file, render(compared, runs, recommend(compared, limit_bytes), title).encode())
 
 
-def render(
-    compared: Comparison,
-    runs: Sequence[RunView | Refusal],
-    recommended: Recommendation,
-    title: str,
-    written_unix_s: float,
-) -> str:
+def render(compared: Comparison, runs: Sequence[RunView | Refusal], recommended: Recommendation, title: str) -> str:
     """The file's content; its template is page.html.jinja."""
+    written_unix_s = time.time()
     models = dict.fromkeys(describe_value("model", row.flat["model"]) for row in compared.rows)
     title = title or f"fsdp_lab: {', '.join(models)}, {len(compared)} run{'s' if len(compared) != 1 else ''}"
     note = " ".join(compared.fidelity())

@@ -170,10 +170,8 @@ class CommunicationPanel(Panel):
         legend = [fill_key(token) for kind, token in zip(KINDS, TOKENS, strict=True) if kind in self._seen]
         waited = Key(label="exposed: computing waits", token="ink.mean", hatch="line")
         # `Between ranks over shared memory, 3.9 GB/s a rank. `
-        told = "; ".join(
-            f"between {c.between} over {c.name}, {format_rate(c.bytes_per_s)} a rank" for c in self._carriers
-        )
-        told += ". " if told else ""
+        ways = [f"between {c.between} over {c.name}, {format_rate(c.bytes_per_s)} a rank" for c in self._carriers]
+        told = "; ".join(ways) + ". " if ways else ""
         return Captions(
             reading=f"{duration(seconds)} per step{part}; {traffic(link)} over each rank's link",
             legend=(*legend, waited),

@@ -132,13 +132,10 @@ class Product:
             yield {axis.name: value for axis, value in zip(self.axes, values, strict=True)}
 
 
-Predict = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-
-
 def write_what_if(
     path: str | os.PathLike[str],
     product: Product,
-    predict: Predict,
+    predict: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     *,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Path:
@@ -165,7 +162,7 @@ def write_what_if(
         progress(i + 1)
     if len(answers.errors) == len(answers.rows):
         raise answers.errors[0]
-    return write_whole(file, render(product, answers, time.time()).encode())
+    return write_whole(file, render(product, answers).encode())
 
 
 def check_size(product: Product) -> None:
@@ -204,7 +201,7 @@ class Answers:
         return {name: base64.b64encode(numbers.tobytes()).decode() for name, numbers in packed.items()}
 
 
-def render(product: Product, answers: Answers, written_unix_s: float) -> str:
+def render(product: Product, answers: Answers) -> str:
     """The file's content. The texts of users are escaped; CSS, script and JSON are our own. In the JSON values are known by
     their place on their axis."""
     names = ("name", "label", "option", "words", "labels")
@@ -221,7 +218,7 @@ def render(product: Product, answers: Answers, written_unix_s: float) -> str:
     return PAGE.format(
         css="".join(style.read_text(encoding="utf-8") for style in STYLES),
         version=__version__,
-        when=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(written_unix_s)),
+        when=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         combinations=len(answers.rows),
         command=escape(product.command),
         data=embedded(data),
