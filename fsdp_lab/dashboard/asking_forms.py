@@ -107,7 +107,6 @@ class SavingForm(AskingForm):
         self.say(f"Step {checkpoint.step:,} is saved in {checkpoint.path.parent.name}.")
 
     def resume(self) -> None:
-        """Starts a run from the newest checkpoint in the folder."""
         self.say("")
         self._start(self._folder.value)
 

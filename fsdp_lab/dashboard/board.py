@@ -98,7 +98,6 @@ class Entry:
 
     @property
     def began(self) -> bool:
-        """Says whether it has a run, which can be a baseline."""
         return not isinstance(self.source, Refusal)
 
 
@@ -118,8 +117,6 @@ class _Pin:
 
 
 class Board:
-    """See the module."""
-
     def __init__(self, lab: LabLike) -> None:
         self._lab = lab
         self._lock = threading.RLock()
@@ -199,7 +196,6 @@ class Board:
             return self.shown
 
     def refresh(self) -> Comparison:
-        """The comparison as it is now."""
         with self._lock:
             entries = self._entries()
             before = [(e.version, e.plotted) for e in self.shown.entries]

@@ -42,11 +42,8 @@ def _refused(error: FieldError, fix: Mapping[str, Any]) -> Note:
 class Chosen(Protocol):
     """A choice, field by field: a Spec, or a question of the what-if page."""
 
-    def flat(self) -> dict[str, Any]:
-        """Returns every field by its name."""
-
-    def replace(self, **changes: Any) -> Self:
-        """Raises SpecError for values that are refused."""
+    def flat(self) -> dict[str, Any]: ...
+    def replace(self, **changes: Any) -> Self: ...  # raises SpecError for values that are refused
 
 
 T = TypeVar("T", bound=Chosen)

@@ -138,7 +138,6 @@ class Controls(InputForm):
             active.stop(0)
 
     def ledger(self) -> None:
-        """Makes the next step a ledger step."""
         if (run := active_run(self._lab)) is not None:
             run.ledger()
 
@@ -321,7 +320,6 @@ class Controls(InputForm):
         self._show_notice(run if state is RunState.FAILED and not sweeping else None)
 
     def _sentence(self, run: Run | WatchedRun | None, held: int | None) -> str:
-        """Returns the text beside the state."""
         if run is not None and run.state in (RunState.BROKEN, RunState.RECOVERING):
             return WAITING
         if run is not None and run.reason:

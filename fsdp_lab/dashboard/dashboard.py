@@ -114,7 +114,7 @@ class Dashboard:
 
     @property
     def widget(self) -> widgets.Widget:
-        """The widget, to be put into a layout of your own."""
+        """To be put into a layout of your own."""
         return self._box
 
     def pin(self, run: RunView | None = None, label: str | None = None) -> str:
@@ -149,7 +149,6 @@ class Dashboard:
         return self._controls.choices.wanted
 
     def _press(self, word: str, about: str) -> None:
-        """A button in the comparison's table."""
         try:
             {"baseline": self._board.choose_baseline, "unpin": self._board.unpin}[word](about)
         except FieldError as e:  # a row of a page that is out of date, or of a sweep in progress

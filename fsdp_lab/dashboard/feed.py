@@ -102,7 +102,6 @@ class Stage:
         self.begin(world_size)
 
     def begin(self, world_size: int) -> None:
-        """Makes new, empty panels."""
         self.world_size = world_size
         self.assembler = Assembler()
         self.last: Step | None = None
@@ -146,11 +145,8 @@ class Feed:
         self, lab: LabLike, live: LiveView, board: Board, card: ComparisonCard, wanted: Callable[[], Spec] | None = None
     ) -> None:
         """wanted: what is chosen, and to be predicted; None: what the run trains, or is about to train."""
-        self._lab, self._wanted = lab, wanted
-        self._predictor = Predictor(lab)
-        self._live = live
-        self._board = board
-        self._card = card
+        self._lab, self._wanted, self._predictor = lab, wanted, Predictor(lab)
+        self._live, self._board, self._card = live, board, card
         self._run: Run | WatchedRun | None = None
         self._compared = (board.shown, False)
         self._stage = Stage(lab.spec.world_size)
@@ -159,7 +155,6 @@ class Feed:
 
     @property
     def run(self) -> Run | WatchedRun | None:
-        """The run that is shown."""
         return self._run
 
     def tick(self) -> Sequence[StepEvent]:

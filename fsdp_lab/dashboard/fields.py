@@ -92,7 +92,6 @@ class Control:
 
     @property
     def _awaits_typing(self) -> bool:
-        """Says whether `other…` is chosen."""
         return self.typed is not None and self.input.value == OTHER
 
     def show(self, now: Chosen, value: Any) -> None:
@@ -243,7 +242,6 @@ def short_value(name: str, value: Any) -> str:
 
 
 def value_text(row: FieldRow, value: Any) -> str:
-    """A field and one of its values, as text."""
     return f"{row.label} {row.none if value is None else short_value(row.name, value)}"
 
 

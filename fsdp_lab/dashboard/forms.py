@@ -40,7 +40,6 @@ class InputForm:
         return self.add(widgets.Dropdown(options=options, value=value, description=label, tooltip=tooltip))
 
     def add(self, widget: Styled) -> Styled:
-        """Registers an input, and returns it."""
         self.inputs.append(widget)
         return widget
 
@@ -52,11 +51,9 @@ class InputForm:
             self.say(error_text(e), wrong=True)
 
     def say(self, text: str, *, wrong: bool = False) -> None:
-        """Replaces the message."""
         put(self.message, "value", status(text, wrong=wrong))
 
     def toggle(self) -> None:
-        """Opens the form, or closes it."""
         put(self.widget.layout, "display", "" if self.widget.layout.display == HIDDEN else HIDDEN)
 
     def retire(self) -> None:

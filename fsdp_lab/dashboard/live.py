@@ -245,7 +245,6 @@ class LiveView(anywidget.AnyWidget):
             return True
 
     def latency(self) -> Latency:
-        """Over the last few thousand events."""
         with self._lock:
             return self._stamps.latency()
 

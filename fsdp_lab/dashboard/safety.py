@@ -75,7 +75,6 @@ class SafetyBox(InputForm):
         return {"save": save, "recover": recover, "evaluate": self._evaluation.config()}
 
     def toggle(self) -> None:
-        """Unfolds the card, or folds it."""
         folded = self._body.layout.display == FOLDED
         put(self._body.layout, "display", "" if folded else FOLDED)
         put(self._fold, "description", "Hide" if folded else "Show")
@@ -225,7 +224,6 @@ class DrillForm(InputForm):
         self.say(f"Requested: {kind} on rank {rank}.")
 
     def restore(self) -> None:
-        """Ends the slowdown of a link."""
         drill, self._slowdown = self._slowdown, None
         if drill is not None:
             drill.end()

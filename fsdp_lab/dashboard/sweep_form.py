@@ -191,7 +191,6 @@ def _progress(sweep: Sweep) -> str:
 
 
 def _rough(seconds: float) -> str:
-    """A duration, rounded up."""
     if seconds < 90:
         return f"{math.ceil(seconds)} s"
     return f"{math.ceil(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -207,7 +207,6 @@ class StepAxis:
         return tuple(Key(label=f"{label}{suffix}", token=f"pin.{i}", hatch="dashes") for i, label in labels)
 
     def follow(self, steps: Sequence[Step]) -> None:
-        """Moves the window of steps."""
         if steps:
             self._step = steps[-1].number
             self._write_markers()

@@ -34,11 +34,11 @@ ALIKE = 1.25  # most of a peak over another that share an axis
 
 
 class CurvePanel(Panel):
-    """A time plot of one measure, over the same measure of other runs. A subclass draws it and computes its rows."""
+    """A time plot of one measure, over the same measure of other runs. A subclass draws its curves and tooltips, writes a
+    row for each step (and returns how many), describes it after the last step, and says what the y range must hold."""
 
     measure: str  # the column of `axis.CURVE`
     others: str = ""  # what the curves of other runs are, in the legend
-
     texts: Sequence[str] = ()  # columns of texts
 
     def __init__(self, frame: StepAxis, y_label: str, columns: Sequence[str]) -> None:
@@ -53,20 +53,13 @@ class CurvePanel(Panel):
         frame.label_markers(self.root)
 
     @abstractmethod
-    def _draw(self, fig: figure, source: ColumnDataSource) -> None:
-        """Adds the curves and their tooltips."""
-
+    def _draw(self, fig: figure, source: ColumnDataSource) -> None: ...
     @abstractmethod
-    def _write(self, steps: Sequence[Step]) -> int:
-        """Appends a row for each step to the table; returns how many. There is one step or more."""
-
+    def _write(self, steps: Sequence[Step]) -> int: ...
     @abstractmethod
-    def _describe(self, last: Step) -> Captions:
-        """Returns the captions after the last step."""
-
+    def _describe(self, last: Step) -> Captions: ...
     @abstractmethod
-    def _shown(self) -> Sequence[Numbers]:
-        """Returns the values that the y range must hold."""
+    def _shown(self) -> Sequence[Numbers]: ...
 
     def update(self, steps: Sequence[Step]) -> int:
         if not steps:

@@ -42,7 +42,6 @@ _HOSTED = FieldRow(choices=(None, 1, 2, 4, 16, 32, 72), typed="6", none="8")
 
 
 def default_spec() -> Spec:
-    """The Spec that a page begins with."""
     return Spec(world_size=64).replace(model="llama-7b", precision="bf16", seq_len=2048, micro_batch=2)
 
 
@@ -74,7 +73,7 @@ class Question:
         self.target.machine(self.spec.world_size)
 
     def flat(self) -> dict[str, Any]:
-        """Every field by its name, the Spec's included."""
+        """Returns every field by its name, the Spec's included."""
         return {**self.spec.flat(), **{name: getattr(self, name) for name in _OWN}}
 
     def replace(self, **changes: Any) -> Question:
@@ -147,7 +146,6 @@ class Answer:
 
 
 def searched_fields(spec: Spec) -> dict[str, Any]:
-    """The fields that a search chooses."""
     return {name: value for name, value in spec.flat().items() if name in SEARCHED}
 
 
