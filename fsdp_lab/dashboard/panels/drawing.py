@@ -17,8 +17,7 @@ from bokeh.models import (
 from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
-from fsdp_lab.base.events import Memory, Role, StepEvent
-from fsdp_lab.base.formatting import GIB, MIB
+from fsdp_lab.base.events import Role, StepEvent
 from fsdp_lab.base.process import ranks_per_host
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns
@@ -221,22 +220,3 @@ def fill_key(token: str, label: str = "") -> Key:
 def class_keys(names: Sequence[str]) -> list[Key]:
     """The legend of classes of memory."""
     return [fill_key(f"memory.{name}") for name in names]
-
-
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
-def sizes(m: Memory) -> tuple[int, ...]:
-    """Bytes at the peak by class in the order of `ON_DEVICE`, then those on the host, then the peak itself."""
-    return (*(m.at_peak.of_role(Role(c)) for c in ON_DEVICE), m.host_bytes, m.peak_bytes)
-
-
-def unit_for(peak_bytes: float, unit: int) -> int:
-    """MiB below 1 GiB, GiB above 4; between them the former unit, so that the axis does not change back and forth."""
-    if peak_bytes > 4 * GIB:
-        return GIB
-    return MIB if peak_bytes < GIB else unit
-
-
-def unit_name(unit: int) -> str:
-    return "GiB" if unit == GIB else "MiB"

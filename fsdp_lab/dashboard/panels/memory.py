@@ -15,8 +15,8 @@ from bokeh.models import FixedTicker, Range1d
 from bokeh.models.annotations import BoxAnnotation
 from bokeh.plotting import figure
 
-from fsdp_lab.base.events import MemorySample, Role, StepEvent
-from fsdp_lab.base.formatting import MIB, duration, size
+from fsdp_lab.base.events import Memory, MemorySample, Role, StepEvent
+from fsdp_lab.base.formatting import GIB, MIB, duration, size
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns, Numbers
 from fsdp_lab.dashboard.panels.axis import STEP_LIMIT, StepAxis, ZeroRange, round_up
@@ -39,11 +39,8 @@ from fsdp_lab.dashboard.panels.drawing import (
     plain_figure,
     rank_bars,
     sign_bars,
-    sizes,
     tint,
     twin,
-    unit_for,
-    unit_name,
     write_labels,
 )
 from fsdp_lab.runs.steps import Step
@@ -56,6 +53,22 @@ PREDICTED_BAR = 0.15
 LANE_BOTTOM, LANE = 0.42, 0.84  # the lower edge of a lane below its rank's position, and its height, in ranks
 LABEL_ROOM = 0.1  # of the axis of a ledger step: a phase that is shorter has no label
 MOST_SCALED = 2  # lanes that have room for tick labels from bottom to top
+
+
+def sizes(m: Memory) -> tuple[int, ...]:
+    """Bytes at the peak by class in the order of `ON_DEVICE`, then those on the host, then the peak itself."""
+    return (*(m.at_peak.of_role(Role(c)) for c in ON_DEVICE), m.host_bytes, m.peak_bytes)
+
+
+def unit_for(peak_bytes: float, unit: int) -> int:
+    """MiB below 1 GiB, GiB above 4; between them the former unit, so that the axis does not change back and forth."""
+    if peak_bytes > 4 * GIB:
+        return GIB
+    return MIB if peak_bytes < GIB else unit
+
+
+def unit_name(unit: int) -> str:
+    return "GiB" if unit == GIB else "MiB"
 
 
 class MemoryPanel(Panel):
