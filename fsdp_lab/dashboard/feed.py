@@ -96,7 +96,6 @@ class Stage:
     """The panels of one run, and how many of its events they have."""
 
     def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
         self.cursor = 0
         self.attempt: int | None = None  # that is drawn (see `runs.steps`); None: no step is
         self.begin(world_size)

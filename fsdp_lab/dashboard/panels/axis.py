@@ -31,9 +31,6 @@ FINE = tuple(1.0 + 0.1 * i for i in range(40)) + tuple(5.0 + 0.25 * i for i in r
 CURVE = ("step", "loss", "tokens_per_s", "tflops", "exposed_ms", *(f"peak_{i}" for i in range(theme.MOST_LINES)))
 
 
-# -- ranges --------------------------------------------------------------------------------------------------------
-
-
 def round_up(value: float, steps: Sequence[float] = ROUND) -> float:
     """The next round number: one of `steps` (from 1 to 10) times a power of ten. `value` > 0."""
     magnitude = 10.0 ** math.floor(math.log10(value))
@@ -116,9 +113,6 @@ class SpanRange:
         if low >= 0:
             self.start = max(0.0, self.start)
         self.end = math.ceil(end / step) * step
-
-
-# -- the axis of steps ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

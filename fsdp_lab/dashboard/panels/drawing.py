@@ -40,9 +40,6 @@ CLASS_TOKENS = [f"memory.{name}" for name in ON_DEVICE]
 Rows = Sequence[tuple[str, str]]  # of a tooltip: label and Bokeh field expression
 
 
-# -- figures and sources ---------------------------------------------------------------------------------------------
-
-
 def twin(columns: Columns) -> ColumnDataSource:
     """The empty Bokeh source that the page fills with the rows of `columns`."""
     return ColumnDataSource({c: [] for c in (*columns.numbers, *columns.texts)}, name=columns.name)
@@ -123,9 +120,6 @@ class RanksByHost:
         }
 
 
-# -- colours ---------------------------------------------------------------------------------------------------------
-
-
 def tint(model: Any, **tokens: str) -> None:
     """Assigns theme tokens to colour properties: the page paints them, and again when the theme changes."""
     model.tags = [*model.tags, {"tint": tokens}]
@@ -152,9 +146,6 @@ def paint_stack(
         paint_fill(renderer.glyph, token, line=line, outline=token if own_outline else "ink.gap")
         if alpha != 1.0:
             renderer.glyph.fill_alpha = renderer.glyph.hatch_alpha = alpha
-
-
-# -- lines, texts, bars and tooltips ----------------------------------------------------------------------------------------
 
 
 def draw_line(fig: figure, source: ColumnDataSource, y: str, token: str, *, x: str = "step", **look: Any) -> Any:
@@ -207,9 +198,6 @@ def limit_line(name: str, dimension: Literal["height", "width"], *, dash: str = 
     line = Span(name=name, location=0, dimension=dimension, line_dash=dash, line_width=LINE_PX, visible=False)
     tint(line, line_color="ink.marker")
     return line
-
-
-# -- legends ---------------------------------------------------------------------------------------------------------
 
 
 def fill_key(token: str, label: str = "") -> Key:
