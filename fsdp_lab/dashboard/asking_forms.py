@@ -1,7 +1,6 @@
 """The forms of what is asked of the ranks' model: `SavingForm`, its checkpoints, and `WritingForm`, a text.
 
-Handlers run on the thread that the page's message arrives on, `tick` on the tick thread. Where no run is active the answer
-waits for ranks, so it has a thread of its own.
+Where no run is active the answer waits for ranks, so it has a thread of its own.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class AskingForm(InputForm):
         return self._request is not None or (self._asker is not None and self._asker.is_alive())
 
     def ask_held(self, ask: Callable[[], Any]) -> None:
-        """In a thread of its own; an error is shown."""
+        """Asks in a thread of its own; an error is shown."""
         self._asker = threading.Thread(target=self.attempt, args=(ask,), name="fsdp-lab-ask", daemon=True)
         self._asker.start()
 
@@ -58,23 +57,20 @@ class AskingForm(InputForm):
 
 
 class SavingForm(AskingForm):
-    """`widget` is displayed, `tick` called often. `config` is what is chosen.
-
-    Args:
-        resume: starts a run from the newest checkpoint in a folder.
-    """
+    """`config` is what is chosen; `resume` starts a run from the newest checkpoint in a folder."""
 
     def __init__(self, lab: LabLike, resume: Callable[[str], None]) -> None:
         super().__init__(lab)
         self._start = resume
-        self._folder = self.add(widgets.Text(value=FOLDER, description="folder", tooltip="Where checkpoints go",
-                                             continuous_update=False))  # fmt: skip
+        self._folder = self.add(
+            widgets.Text(value=FOLDER, description="folder", tooltip="Where checkpoints go", continuous_update=False)
+        )
         self._when = self.dropdown("save", (OFF, ASKED, EVERY), OFF, "Takes effect at the next start")
         self._every = self.number("n steps", EVERY_STEPS, 1, 1_000_000, "Steps from one checkpoint to the next")
         self._last = self.number("keep last", LAST, 1, 1000, "How many of a run are kept; older ones are removed")
         self._save = self.button("Save now", "save", "Write a checkpoint now; training continues", self.save)
-        self._resume = self.button("Resume", "history", "Start a run from the newest checkpoint in the folder, with the "
-                                   "choices that wait for a start", self.resume)  # fmt: skip
+        newest = "Start a run from the newest checkpoint in the folder, with the choices that wait for a start"
+        self._resume = self.button("Resume", "history", newest, self.resume)
         self.message, self._list = text_line("fsdp-safety-said"), text_line("fsdp-safety-list")
         entries = [field(entry) for entry in (self._folder, self._when, self._every, self._last)]
         self.widget = section("Checkpoints", [row(entries), row([self._save, self._resume, self.message]), self._list])
@@ -86,7 +82,7 @@ class SavingForm(AskingForm):
         return f"saving {when}"
 
     def config(self) -> CheckpointConfig | None:
-        """How the next run is saved; makes its folder. Raises ArgumentError, which is shown beside the field, too."""
+        """Returns how the next run is saved; makes its folder. Raises FieldError, which is shown beside the field, too."""
         self.say("")
         if self._when.value == OFF:
             return None
@@ -96,8 +92,6 @@ class SavingForm(AskingForm):
         except FieldError as e:
             self.say(f"The folder {e.reason}: {e.hint}.", wrong=True)
             raise
-
-    # -- what a person does -----------------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Requests a checkpoint of the active run; without one, saves what the ranks hold."""
@@ -113,11 +107,8 @@ class SavingForm(AskingForm):
         self.say(f"Step {checkpoint.step:,} is saved in {checkpoint.path.parent.name}.")
 
     def resume(self) -> None:
-        """Starts a run from the newest checkpoint in the folder."""
         self.say("")
         self._start(self._folder.value)
-
-    # -- what is shown ----------------------------------------------------------------------------------------------
 
     def tick(self, run: Run | None) -> None:
         """Shows the saves of `run`, the one that is shown."""
@@ -157,7 +148,7 @@ def _row(saved: SavedCheckpoint) -> str:
 
 
 class WritingForm(AskingForm):
-    """`toggle` opens and closes it; `widget` is displayed, `tick` called often."""
+    """`toggle` opens and closes it."""
 
     css = "fsdp-sweep"
 

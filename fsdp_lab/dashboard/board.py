@@ -1,4 +1,4 @@
-"""`Board`: which runs are compared side by side, and the `Comparison` of them, kept up to date at little cost.
+"""`Board`: the runs that are compared side by side, and the `Comparison` of them, kept up to date at little cost.
 
 Rows, from the top: pins (A, B, ...), the runs and refusals of the newest sweep (1, 2, ...), and the live run unless it is
 one of these. A row is computed again only when its run, or the baseline, has new events; at most once a second, and never
@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from fsdp_lab.base.errors import ArgumentError
-from fsdp_lab.base.events import StepEvent
 from fsdp_lab.base.formatting import MIB, median_known
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Numbers
@@ -71,20 +70,13 @@ class Pinned:
         """The run as it is now, without its curve if only figures are needed."""
         steps, spec, state, reason = run.events.steps(), run.spec, run.state, run.reason
         store = EventStore()
-        store.add(_without_spans(e) for step in ends(last_stretch(steps, spec), STEP_LIMIT) for e in step.events)
-        return cls(
-            id=run.id,
-            spec=spec,
-            events=store,
-            curve=curve_of(ends(steps, STEP_LIMIT)) if curve else np.empty((0, len(CURVE))),
-            switches=tuple(run.switches),
-            state=state,
-            reason=reason,
-            notes=run.notes,
-            started_unix_s=run.started_unix_s,
-            ended_unix_s=run.ended_unix_s,
-            environment=run.environment,
-        )
+        kept = [e for step in ends(last_stretch(steps, spec), STEP_LIMIT) for e in step.events]
+        # Without what is large and in no curve.
+        store.add(replace(e, spans=(), memory_curve=()) if e.spans or e.memory_curve else e for e in kept)
+        rows = curve_of(ends(steps, STEP_LIMIT)) if curve else np.empty((0, len(CURVE)))
+        now: dict[str, Any] = {"spec": spec, "state": state, "reason": reason, "switches": tuple(run.switches)}
+        same = ("id", "notes", "started_unix_s", "ended_unix_s", "environment")
+        return cls(events=store, curve=rows, **now, **{name: getattr(run, name) for name in same})
 
 
 class Kind(enum.Enum):
@@ -106,7 +98,6 @@ class Entry:
 
     @property
     def began(self) -> bool:
-        """Whether it has a run, which can be a baseline."""
         return not isinstance(self.source, Refusal)
 
 
@@ -126,8 +117,6 @@ class _Pin:
 
 
 class Board:
-    """See the module."""
-
     def __init__(self, lab: LabLike) -> None:
         self._lab = lab
         self._lock = threading.RLock()
@@ -142,47 +131,31 @@ class Board:
         self._due_s = 0.0
         self.shown = BoardView(comparison=Comparison.of([]))
 
-    # -- what a person does -----------------------------------------------------------------------------------------
-
     def pin(self, run: RunView | None = None, label: str | None = None) -> str:
-        """Pins a run as it is now, by default the one that is shown. Returns its label.
-
-        Raises:
-            ArgumentError: there is nothing to pin, no place, or the label is taken.
-        """
+        """Pins a run as it is now, by default the one that is shown; returns its label. Raises ArgumentError if there is
+        nothing to pin, no place, or the label is taken."""
         with self._lock:
             run = run if run is not None else shown_run(self._lab)
             if run is None or not len(run.events):
                 raise ArgumentError("pin", "there is no step to pin yet", "start a run, and pin it after some steps")
             place = next((i for i in range(MOST_PINS) if i not in self._pins), None)
             if place is None:
-                raise ArgumentError(
-                    "pin", f"{MOST_PINS} runs are pinned already", f"unpin one of {', '.join(self.pins)} first"
-                )
-            name = self._free_label(place) if label is None else self._checked_label(label)
+                hint = f"unpin one of {', '.join(self.pins)} first"
+                raise ArgumentError("pin", f"{MOST_PINS} runs are pinned already", hint)
+            if label is None:  # the letter of the place, unless another pin was given it as its name
+                name = next(letter for letter in (LETTERS[place], *LETTERS) if letter not in self.pins)
+            else:
+                name = label.strip() if isinstance(label, str) else ""
+                taken = {entry.label for entry in self.shown.entries} | {*self.pins, LIVE}
+                if not name or len(name) > LONGEST or name in taken or name.isdigit():
+                    hint = f"give a name of 1 to {LONGEST} characters that is not a number and no other row's"
+                    raise ArgumentError("label", f"{label!r} is refused", hint)
             self._pins[place] = _Pin(label=name, data=_data_version(run), run=Pinned.of(run))
             self._dirty = True
             return name
 
-    def _free_label(self, place: int) -> str:
-        """The letter of the place, unless another pin was given it as its name."""
-        taken = self.pins
-        return next(letter for letter in (LETTERS[place], *LETTERS) if letter not in taken)
-
-    def _checked_label(self, label: str) -> str:
-        text = label.strip() if isinstance(label, str) else ""
-        taken = {entry.label for entry in self.shown.entries} | {*self.pins, LIVE}
-        if not text or len(text) > LONGEST or text in taken or text.isdigit():
-            hint = f"give a name of 1 to {LONGEST} characters that is not a number and no other row's"
-            raise ArgumentError("label", f"{label!r} is refused", hint)
-        return text
-
     def unpin(self, label: str) -> None:
-        """Removes a row: a pin, or one of a sweep that is over.
-
-        Raises:
-            ArgumentError: there is no such row.
-        """
+        """Removes a row: a pin, or one of a sweep that is over. Raises ArgumentError if there is no such row."""
         with self._lock:
             self.refresh()
             place = next((i for i, pin in self._pins.items() if pin.label == label), None)
@@ -212,8 +185,6 @@ class Board:
         with self._lock:
             return {pin.label: pin.run for _, pin in sorted(self._pins.items())}
 
-    # -- what is shown ----------------------------------------------------------------------------------------------
-
     def tick(self) -> BoardView:
         """Updates `shown` if that is due."""
         with self._lock:
@@ -225,7 +196,6 @@ class Board:
             return self.shown
 
     def refresh(self) -> Comparison:
-        """The comparison as it is now."""
         with self._lock:
             entries = self._entries()
             before = [(e.version, e.plotted) for e in self.shown.entries]
@@ -247,28 +217,23 @@ class Board:
                     self._overlays[e.place] = overlay
             return self._overlays
 
-    # -- entries ------------------------------------------------------------------------------------------------------
-
     def _entries(self) -> tuple[Entry, ...]:
         """Nothing where neither a pin nor a sweep gives a reason to compare."""
         plotted = shown_run(self._lab)
-        pins = [Entry(label=pin.label, kind=Kind.PIN, source=pin.run, version=(pin.label, id(pin.run)), place=place)
-                for place, pin in sorted(self._pins.items())]  # fmt: skip
+        pins = [
+            Entry(label=pin.label, kind=Kind.PIN, source=pin.run, version=(pin.label, id(pin.run)), place=place)
+            for place, pin in sorted(self._pins.items())
+        ]
         others = self._swept(plotted)
         if not pins and not others:
             return ()
-        if plotted is not None and self._needs_live_row(plotted, others):
-            version = _version(plotted)
-            source = self._freeze(plotted, version, curve=False)
-            others.append(Entry(label=LIVE, kind=Kind.LIVE, source=source, version=version, plotted=True))
+        if plotted is not None and len(plotted.events) and plotted.id not in {e.version[0] for e in others}:
+            version, data = _version(plotted), _data_version(plotted)
+            if all(pin.data != data for pin in self._pins.values()):  # it has new events since it was pinned
+                source = self._freeze(plotted, version, curve=False)
+                others.append(Entry(label=LIVE, kind=Kind.LIVE, source=source, version=version, plotted=True))
         self._frozen = {r: f for r, f in self._frozen.items() if any(f[1] is e.source for e in others)}
         return (*pins, *others)
-
-    def _needs_live_row(self, run: RunView, swept: Sequence[Entry]) -> bool:
-        """Whether the run that is shown has events, is not in the sweep, and has new events since it was pinned."""
-        if not len(run.events) or run.id in {e.version[0] for e in swept}:
-            return False
-        return all(pin.data != _data_version(run) for pin in self._pins.values())
 
     def _swept(self, plotted: RunView | None) -> list[Entry]:
         """The newest sweep's runs, then its refusals."""
@@ -283,16 +248,10 @@ class Board:
         for number, run in enumerate(list(sweep.runs), 1):
             if run.id not in self._dismissed:
                 version = _version(run)
-                entries.append(
-                    Entry(
-                        label=str(number),
-                        kind=Kind.SWEEP,
-                        source=self._freeze(run, version, curve=True),
-                        version=version,
-                        place=next(places, None),
-                        plotted=plotted is not None and run.id == plotted.id,
-                    )
-                )
+                source = self._freeze(run, version, curve=True)
+                entry = Entry(label=str(number), kind=Kind.SWEEP, source=source, version=version)
+                is_plotted = plotted is not None and run.id == plotted.id
+                entries.append(replace(entry, place=next(places, None), plotted=is_plotted))
         for number, refusal in enumerate(sweep.refused, len(sweep.specs) + 1):
             if (identity := _identity(refusal)) not in self._dismissed:
                 entries.append(Entry(label=str(number), kind=Kind.SWEEP, source=refusal, version=(identity,)))
@@ -304,29 +263,21 @@ class Board:
             known = self._frozen[run.id] = (version, Pinned.of(run, curve=curve))
         return known[1]
 
-    # -- rows -----------------------------------------------------------------------------------------------------------
-
     def _compare(self, entries: Sequence[Entry]) -> Comparison:
         base = next((e for e in entries if e.label == self._baseline and e.began), None)
         base = base or next((e for e in entries if e.began), None)
         rows: dict[Version, Row] = {}
         for e in entries:
             key = (e.label, e.version, base.version if base is not None else None)
-            rows[key] = self._rows.get(key) or _row(e, base)
+            pair = [base, e] if base is not None and e.began and e is not base else [e]
+            sources, names = [one.source for one in pair], [one.label for one in pair]
+            baseline = 0 if base is not None and e.began else None
+            rows[key] = self._rows.get(key) or Comparison.of(sources, baseline=baseline, names=names).rows[-1]
         self._rows = rows
         differing = differing_fields([row.flat for row in rows.values()])
-        named = tuple(
-            replace(row, name=describe_fields(row.flat, differing or DEFAULT_FIELDS)) for row in rows.values()
-        )
+        shown = differing or DEFAULT_FIELDS
+        named = tuple(replace(row, name=describe_fields(row.flat, shown)) for row in rows.values())
         return Comparison(rows=named, baseline=base.label if base is not None else None, differing=differing)
-
-
-def _row(entry: Entry, base: Entry | None) -> Row:
-    if base is None or not entry.began:
-        return Comparison.of([entry.source], baseline=None, names=[entry.label]).rows[0]
-    if entry is base:
-        return Comparison.of([entry.source], names=[entry.label]).rows[0]
-    return Comparison.of([base.source, entry.source], names=[base.label, entry.label]).rows[1]
 
 
 def _data_version(run: RunView) -> Version:
@@ -341,16 +292,8 @@ def _identity(source: RunView | Refusal) -> str:
     return f"{source.spec}" if isinstance(source, Refusal) else source.id
 
 
-# -- curves ----------------------------------------------------------------------------------------------------------
-
-
-def _without_spans(event: StepEvent) -> StepEvent:
-    """Without what is large and in no curve."""
-    return replace(event, spans=(), memory_curve=()) if event.spans or event.memory_curve else event
-
-
 def ends(steps: Sequence[Step], most: int) -> list[Step]:
-    """The first `most` steps and the last `most`, or all."""
+    """Returns the first `most` steps and the last `most`, or all."""
     return [*steps[:most], *steps[-most:]] if len(steps) > 2 * most else list(steps)
 
 
@@ -367,19 +310,11 @@ def curve_of(steps: Iterable[Step]) -> Numbers:
         if step.events[0].first_after_switch:
             recent.clear()
         if step.counts:
-            recent.append(_rates(step))
+            tflops, exposed_s = fmean(e.tflops for e in step.events), fmean(e.exposed_comm_s for e in step.events)
+            recent.append((step.tokens_per_s, tflops, 1e3 * exposed_s))
         smooth = [median_known(values) for values in zip(*recent, strict=True)] if recent else [math.nan] * 3
-        rows.append([step.number, step.mean_loss, *smooth, *_peaks(step)])
+        peaks = [(e.memory.peak_bytes or math.nan) / MIB for e in step.events]
+        if len(peaks) > theme.MOST_LINES:
+            peaks = [max(peaks), min(peaks)]
+        rows.append([step.number, step.mean_loss, *smooth, *peaks, *[math.nan] * (theme.MOST_LINES - len(peaks))])
     return np.array(rows[-MOST_ROWS:], dtype=np.float64).reshape(-1, len(CURVE))
-
-
-def _rates(step: Step) -> tuple[float, float, float]:
-    tflops, exposed_s = fmean(e.tflops for e in step.events), fmean(e.exposed_comm_s for e in step.events)
-    return step.tokens_per_s, tflops, 1e3 * exposed_s
-
-
-def _peaks(step: Step) -> list[float]:
-    peaks = [(e.memory.peak_bytes or math.nan) / MIB for e in step.events]
-    if len(peaks) > theme.MOST_LINES:
-        peaks = [max(peaks), min(peaks)]
-    return [*peaks, *[math.nan] * (theme.MOST_LINES - len(peaks))]

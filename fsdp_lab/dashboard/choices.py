@@ -1,4 +1,4 @@
-"""What the controls have chosen: pending, applied, or refused. Neither widgets here, nor a lab.
+"""The choices of the controls: pending, applied, or refused. Neither widgets here, nor a lab.
 
 A refused choice is held back with its reason, and tried again with every later choice, so that a combination can be made
 in any order: backend ddp is refused under full_shard, and accepted once no_shard is chosen.
@@ -7,7 +7,7 @@ in any order: backend ddp is refused under full_shard, and accepted once no_shar
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -17,8 +17,6 @@ MOST_FIXES = 6
 
 
 class ChoiceState(enum.Enum):
-    """How far a choice is."""
-
     IDLE = "idle"
     NEXT = "next"  # takes effect with the next start
     PENDING = "pending"
@@ -42,24 +40,17 @@ def _refused(error: FieldError, fix: Mapping[str, Any]) -> Note:
 
 
 class Chosen(Protocol):
-    """What is chosen, field by field: a Spec, or a question of the what-if page."""
+    """A choice, field by field: a Spec, or a question of the what-if page."""
 
-    def flat(self) -> dict[str, Any]:
-        """Every field by its name."""
-
-    def replace(self, **changes: Any) -> Self:
-        """Raises SpecError for values that are refused."""
+    def flat(self) -> dict[str, Any]: ...
+    def replace(self, **changes: Any) -> Self: ...  # raises SpecError for values that are refused
 
 
 T = TypeVar("T", bound=Chosen)
 
 
 class Choices(Generic[T]):
-    """Field values that are chosen.
-
-    Attributes:
-        wanted: what is chosen and possible. held: field -> refused value. notes: of each field that was touched.
-    """
+    """Field values that are chosen: `wanted` is possible, `held` has refused values, `notes` those of each touched field."""
 
     def __init__(self, spec: T, *, check: Callable[[T], None] = lambda chosen: None) -> None:
         """check: raises SpecError for what a Spec alone cannot know, such as a text that does not exist."""
@@ -94,17 +85,16 @@ class Choices(Generic[T]):
 
     def revert(self, names: Mapping[str, Any], to: T, error: FieldError) -> None:
         """Holds fields that were accepted here and refused by the ranks, with the ranks' reason."""
-        refused = {name: self.wanted.flat()[name] for name in names}
+        now = self.wanted.flat()
+        self.held |= {name: now[name] for name in names}
+        self.notes |= {name: _refused(error, error.fix) for name in names}
         self.wanted = to
-        for name, value in refused.items():
-            self.held[name] = value
-            self.notes[name] = _refused(error, error.fix)
 
-    def note(self, name: str, state: ChoiceState, text: str) -> None:
-        self.notes[name] = Note(state=state, text=text)
+    def note(self, names: Iterable[str], state: ChoiceState, text: str) -> None:
+        self.notes |= {name: Note(state=state, text=text) for name in names}
 
     def value(self, name: str) -> Any:
-        """What the control of a field shows: the held choice, else the wanted one."""
+        """Returns what the control of a field shows: the held choice, else the wanted one."""
         return self.held[name] if name in self.held else self.wanted.flat()[name]
 
     def _review(self) -> None:
@@ -138,5 +128,5 @@ class Choices(Generic[T]):
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two field values mean the same: a tuple and a list of devices do."""
+    """Says whether two field values mean the same: a tuple and a list of devices do."""
     return bool((list(a) if isinstance(a, tuple) else a) == (list(b) if isinstance(b, tuple) else b))

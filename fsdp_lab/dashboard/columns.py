@@ -54,7 +54,6 @@ class Columns:
 
     @property
     def first(self) -> int:
-        """The number of the oldest kept row."""
         return max(0, self.next - self.limit)
 
     def __len__(self) -> int:
@@ -84,7 +83,6 @@ class Columns:
             text.clear()
 
     def replace(self, rows: Sequence[Sequence[float]], texts: Mapping[str, Sequence[str]] | None = None) -> int:
-        """Replaces all rows by these."""
         self.clear()
         return self.append(rows, texts)
 

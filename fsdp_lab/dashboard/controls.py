@@ -59,25 +59,23 @@ class _Sent:
 
 
 class Controls(InputForm):
-    """All controls of one lab. `widget` is displayed; `tick` called with the new events of the run that is shown.
-
-    During a comparison they are disabled but for Stop, which ends it, because its runs have Specs of their own.
-    """
+    """All controls of one lab. During a comparison they are disabled but for Stop, which ends it, because its runs have
+    Specs of their own."""
 
     css = "fsdp"
 
     def __init__(
-        self,
-        lab: LabLike,
-        below: Sequence[widgets.Widget] = (),
-        options: Callable[[], Mapping[str, Any]] = dict,
+        self, lab: LabLike, below: Sequence[widgets.Widget] = (), options: Callable[[], Mapping[str, Any]] = dict
     ) -> None:
         """`below` is placed between the bar and the fields; `options` are for `Lab.run`."""
         super().__init__()
         self._lab, self._options = lab, options
         self._lock = threading.RLock()
         self._checked: Workload | None = None
-        self.choices = Choices(_first_spec(lab), check=self._check)
+        first, untouched = lab.spec, lab.current is None and not lab.attached
+        if untouched and first.workload == Workload() and set(lab.devices) == {"cpu"}:
+            first = first.replace(model=FIRST_MODEL_ON_CPUS)
+        self.choices = Choices(first, check=self._check)
         self._sent: list[_Sent] = []
         self._too_large: Spec | None = None  # what Start refused
         self._complaint = ""
@@ -85,16 +83,18 @@ class Controls(InputForm):
         self._start = self.button("Start", "play", "Start training at step 0", self.start)
         self._pause = self.button("Pause", "pause", "Pause after the steps in progress", self.pause)
         self._stop = self.button("Stop", "stop", "End the run and keep the ranks", self.stop)
-        self._ledger = self.button(
-            "Profile memory", "microscope", "Profile memory in the next step (slower)", self.ledger
-        )
+        slower = "Profile memory in the next step (slower)"
+        self._ledger = self.button("Profile memory", "microscope", slower, self.ledger)
         self._state = styled(widgets.HTML(), "fsdp-state-line")
         self._bar = styled(widgets.Box([*self.inputs, self._state]), "fsdp-bar")
         self.message = styled(widgets.HTML(), "fsdp-notice-text")
-        self._answers = [self.button("Begin at step 0", "play", "Train what is chosen, from initial values", self._restart),
-                         self.button("Keep the run", "undo", "Leave what it trains as it is", self._keep)]  # fmt: skip
+        self._answers = [
+            self.button("Begin at step 0", "play", "Train what is chosen, from initial values", self._restart),
+            self.button("Keep the run", "undo", "Leave what it trains as it is", self._keep),
+        ]
         self._notice = styled(widgets.Box([self.message, *self._answers]), "fsdp-notice")
-        self._controls = {f.name: Control(f, self.choices.wanted, self._choose) for _, fields in GROUPS for f in fields}
+        rows = [f for _, fields in GROUPS for f in fields]
+        self._controls = {f.name: Control(f, first, lambda name, value: self.accept({name: value})) for f in rows}
         self._groups = [
             (FoldedGroup if title == FOLDED else Group)(title, [self._controls[f.name] for f in fields], self.accept)
             for title, fields in GROUPS
@@ -109,8 +109,6 @@ class Controls(InputForm):
         """Adds a button to the bar. An error of `press` is shown below it."""
         *buttons, state = self._bar.children
         self._bar.children = [*buttons, self.button(text, icon, tooltip, press), state]
-
-    # -- what a person does ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Starts a run with the chosen values; resumes a paused one."""
@@ -140,12 +138,11 @@ class Controls(InputForm):
             active.stop(0)
 
     def ledger(self) -> None:
-        """Makes the next step a ledger step."""
         if (run := active_run(self._lab)) is not None:
             run.ledger()
 
     def slow_motion_spec(self) -> Spec | None:
-        """What the next step in slow motion trains; None: what the ranks hold, which code may have changed."""
+        """Returns the Spec of the next step in slow motion; None: what the ranks hold, which code may have changed."""
         with self._lock:
             if (run := active_run(self._lab)) is not None:
                 return run.pending or run.spec
@@ -155,9 +152,6 @@ class Controls(InputForm):
         """The choices that wait for the next start."""
         wanted, notes = self.choices.wanted.flat(), self.choices.notes
         return {name: wanted[name] for name, note in notes.items() if note.state is ChoiceState.NEXT}
-
-    def _choose(self, name: str, value: Any) -> None:
-        self.accept({name: value})
 
     def accept(self, values: Mapping[str, Any]) -> None:
         """Takes field values that belong together, as if a person had chosen them."""
@@ -170,9 +164,9 @@ class Controls(InputForm):
             return
         run = active_run(self._lab)
         if run is None:
-            self._note(accepted, ChoiceState.NEXT, "with the next start")
+            self.choices.note(accepted, ChoiceState.NEXT, "with the next start")
         elif run.step and (restarting := set((run.pending or run.spec).difference(self.choices.wanted)) & set(LINEAGE)):
-            self._note(accepted, ChoiceState.NEXT, "see above")
+            self.choices.note(accepted, ChoiceState.NEXT, "see above")
             self._question = field_title(min(restarting))
         else:
             self._apply(run, accepted)
@@ -185,7 +179,7 @@ class Controls(InputForm):
     def _keep(self) -> None:
         self._question = ""
         if (run := active_run(self._lab)) is not None:
-            self._note(self._waiting(), ChoiceState.IDLE, "")
+            self.choices.note(self._waiting(), ChoiceState.IDLE, "")
             self.choices.adopt(run.pending or run.spec)
 
     def _apply(self, run: Run, accepted: Mapping[str, Any]) -> None:
@@ -198,7 +192,7 @@ class Controls(InputForm):
         self._await(accepted, wanted, run, request)
 
     def _offer(self, fix: Mapping[str, Any]) -> Offer:
-        """What a fix does; one that needs another number of ranks takes longer."""
+        """Says what a fix does; one that needs another number of ranks takes longer."""
         if active_sweep(self._lab) is not None:
             return Offer(blocked=SWEEPING)
         ranks, most = fix.get("world_size"), self._lab.most_ranks
@@ -233,12 +227,8 @@ class Controls(InputForm):
             self._show()
 
     def _await(self, names: Mapping[str, Any], spec: Spec, run: Run, request: SwitchRequest | None) -> None:
-        self._note(names, ChoiceState.PENDING, "pending")
+        self.choices.note(names, ChoiceState.PENDING, "pending")
         self._sent.append(_Sent(names=dict(names), spec_id=spec.id, run=run, request=request))
-
-    def _note(self, names: Mapping[str, Any], state: ChoiceState, text: str) -> None:
-        for name in names:
-            self.choices.note(name, state, text)
 
     def attempt(self, action: Callable[[], Any]) -> None:
         with self._lock:
@@ -252,18 +242,18 @@ class Controls(InputForm):
             self._complaint = text
             self._show_state()
 
-    # -- what the ranks do -----------------------------------------------------------------------------------------
-
     def tick(self, run: Run | None, events: Sequence[StepEvent]) -> None:
         """Settles what is pending, follows what code has changed, and shows the state."""
         with self._lock:
             before = (dict(self.choices.notes), self.choices.wanted)
             if self._question and active_run(self._lab) is None:
                 self._question = ""
-                self._note(self._waiting(), ChoiceState.NEXT, "with the next start")
+                self.choices.note(self._waiting(), ChoiceState.NEXT, "with the next start")
             self._sent = [s for s in self._sent if not self._settled(s, run, events)]
             if run is not None and not self._sent and active_sweep(self._lab) is None:
-                self._follow(run)
+                spec = run.pending or run.spec  # code may change it, too
+                if spec.id != self.choices.wanted.id and not run.state.over and not self._waiting():
+                    self.choices.adopt(spec)
             changed = before != (self.choices.notes, self.choices.wanted)
             (self._show if changed else self._show_state)()
 
@@ -273,7 +263,7 @@ class Controls(InputForm):
             self._state.value = f'<span class="fsdp-state fsdp-state-stopped" role="status">closed</span> {CLOSED}'
 
     def _settled(self, sent: _Sent, run: Run | None, events: Sequence[StepEvent]) -> bool:
-        """Whether a sent choice has been applied, refused, or overtaken by the run's end."""
+        """Says whether a sent choice has been applied, refused, or overtaken by the run's end."""
         step = None
         if sent.request is None:
             first = next((s for s in sent.run.switches if s.after.id == sent.spec_id), None)
@@ -288,20 +278,12 @@ class Controls(InputForm):
             except Exception:  # the run is over, and its state says why
                 step = None
         if step is not None:
-            self._note(sent.names, ChoiceState.APPLIED, f"applied at step {step}")
+            self.choices.note(sent.names, ChoiceState.APPLIED, f"applied at step {step}")
             return True
         if sent.run.state.over or run is None or run.id != sent.run.id:
-            self._note(sent.names, ChoiceState.NEXT, "with the next start")
+            self.choices.note(sent.names, ChoiceState.NEXT, "with the next start")
             return True
         return False
-
-    def _follow(self, run: Run) -> None:
-        """Shows what the run trains, because code may change it, too."""
-        spec = run.pending or run.spec
-        if spec.id != self.choices.wanted.id and not run.state.over and not self._waiting():
-            self.choices.adopt(spec)
-
-    # -- what is shown --------------------------------------------------------------------------------------------
 
     def _show(self) -> None:
         for name, control in self._controls.items():
@@ -338,7 +320,6 @@ class Controls(InputForm):
         self._show_notice(run if state is RunState.FAILED and not sweeping else None)
 
     def _sentence(self, run: Run | WatchedRun | None, held: int | None) -> str:
-        """What stands beside the state."""
         if run is not None and run.state in (RunState.BROKEN, RunState.RECOVERING):
             return WAITING
         if run is not None and run.reason:
@@ -355,28 +336,16 @@ class Controls(InputForm):
         if self._question and run is not None:
             text = RESTARTS.format(field=self._question, step=run.step)
         said = prose(f"{text[:1].upper()}{text[1:]}")
-        details = _folded(failed.details) if failed is not None and text == failed.reason else ""
+        details = failed.details if failed is not None and text == failed.reason else ""
+        if details:
+            details = f'<details class="fsdp-details"><summary>Details</summary><pre>{escape(details)}</pre></details>'
         put(self.message, "value", f'<span role="alert">{said}</span>{details}' if text else "")
         put(self._notice.layout, "display", "" if text else HIDDEN)
         for answer in self._answers:
             put(answer.layout, "display", "" if self._question else HIDDEN)
 
     def _check(self, spec: Spec) -> None:
-        """What a Spec cannot check of its workload. The last valid workload is remembered: most choices do not change it."""
+        """Checks what a Spec cannot of its workload. The last valid one is remembered: most choices do not change it."""
         if spec.workload != self._checked:
             check(spec.workload)
             self._checked = spec.workload
-
-
-def _first_spec(lab: LabLike) -> Spec:
-    """What the controls begin with: the lab's Spec, on CPUs with a small model instead of the default one."""
-    spec = lab.spec
-    untouched = lab.current is None and not lab.attached and spec.workload == Workload()
-    return spec.replace(model=FIRST_MODEL_ON_CPUS) if untouched and set(lab.devices) == {"cpu"} else spec
-
-
-def _folded(lines: str) -> str:
-    """Details that a person can unfold."""
-    if not lines:
-        return ""
-    return f'<details class="fsdp-details"><summary>Details</summary><pre>{escape(lines)}</pre></details>'

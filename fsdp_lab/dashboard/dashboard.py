@@ -12,10 +12,10 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
-import ipywidgets
 import ipywidgets as widgets
 
 from fsdp_lab.base.errors import FieldError
+from fsdp_lab.base.formatting import plural
 from fsdp_lab.dashboard.asking_forms import WritingForm
 from fsdp_lab.dashboard.board import Board
 from fsdp_lab.dashboard.comparison_card import ComparisonCard
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TickCost:
-    """What the tick thread has used since the dashboard was made, or since `Dashboard.reset_measurements`."""
+    """The time of the tick thread since the dashboard was made, or since `Dashboard.reset_measurements`."""
 
     ticks: int
     cpu_s: float
@@ -71,10 +71,7 @@ class Dashboard:
     """A lab's controls and live plots. The last expression of a cell, or `display(dashboard)`; as often as you like.
 
     A lab has one dashboard: making another closes the former. `close()` ends its thread and its widgets; the lab and its
-    runs continue. When the lab is closed, the dashboard says so and its thread ends.
-
-    Attributes:
-        diagnosis: what is wrong with the run that is shown.
+    runs continue. When the lab is closed, the dashboard says so and its thread ends. `diagnosis` shows what is wrong.
     """
 
     def __init__(self, lab: LabLike) -> None:
@@ -91,25 +88,17 @@ class Dashboard:
         self._controls = Controls(lab, forms, self._safety.options)
         keep = "Keep this run's curves and figures to compare other runs with"
         self._controls.add_button("Pin", "thumb-tack", keep, self.pin)
-        self._controls.add_button(
-            "Compare…", "columns", "Train several strategies side by side", self._sweep_form.toggle
-        )
+        side_by_side = "Train several strategies side by side"
+        self._controls.add_button("Compare…", "columns", side_by_side, self._sweep_form.toggle)
         self._controls.add_button("Write…", "pencil", "Have the model continue a text", self._writing.toggle)
         self._controls.add_button("Hosts…", "server", "Start the ranks on other hosts", self._hosts.toggle)
         self._feed = Feed(lab, self._live, self._board, ComparisonCard(self._press), self._wanted)
         self._slow = SlowMotionBox(lab, wanted=self._controls.slow_motion_spec, accept=self._controls.accept)
         self.diagnosis = DiagnosisBox(choose=self._controls.accept)
         shown = [self._controls.widget, self._safety.widget, self.diagnosis.widget, self._live, self._slow.widget]
-        self._box = styled(ipywidgets.VBox(shown), "fsdp-lab")
-        self._forms = (
-            self._controls,
-            self._sweep_form,
-            self._writing,
-            self._hosts,
-            self._safety,
-            self._slow,
-            self.diagnosis,
-        )
+        self._box = styled(widgets.VBox(shown), "fsdp-lab")
+        below = (self._writing, self._hosts, self._safety, self._slow, self.diagnosis)
+        self._forms: tuple[InputForm, ...] = (self._controls, self._sweep_form, *below)
         answer_while_busy([self._live, *(widget for form in self._forms for widget in form.inputs)])
         self._halt = threading.Event()
         self.reset_measurements()
@@ -124,18 +113,15 @@ class Dashboard:
         return shown if isinstance(shown, cls) else None
 
     @property
-    def widget(self) -> ipywidgets.Widget:
+    def widget(self) -> widgets.Widget:
         """To be put into a layout of your own."""
         return self._box
-
-    # -- runs side by side ----------------------------------------------------------------------------------------
 
     def pin(self, run: RunView | None = None, label: str | None = None) -> str:
         """Keeps a run as it is now, to compare others with; returns its label, A to H or your own.
 
-        Its curves, of the whole run, stay under the live ones; its figures are of the strategy that was applied last, and
-        of the steps since then, so that pinning before and after a switch compares the two. Pins last until they are
-        unpinned, or the dashboard is closed.
+        Its curves, of the whole run, stay under the live ones; its figures are of the steps since the last change of
+        strategy, so that pinning before and after a switch compares the two. Pins last until they are unpinned.
 
         Args:
             run: a live or a stored one; None: the one that is shown.
@@ -163,20 +149,17 @@ class Dashboard:
         return self._controls.choices.wanted
 
     def _press(self, word: str, about: str) -> None:
-        """A button in the comparison's table."""
         try:
             {"baseline": self._board.choose_baseline, "unpin": self._board.unpin}[word](about)
         except FieldError as e:  # a row of a page that is out of date, or of a sweep in progress
             self._controls.say(error_text(e))
 
-    # -- what it costs --------------------------------------------------------------------------------------------
-
     def latency(self) -> Latency:
-        """From the end of a step in its rank to its pixels."""
+        """Returns the time from the end of a step in its rank to its pixels."""
         return self._live.latency()
 
     def cost(self) -> TickCost:
-        """What the kernel pays for the display."""
+        """Returns the time that the kernel spends on the display."""
         return TickCost(ticks=self._ticks, cpu_s=self._cpu_s, wall_s=time.monotonic() - self._since_s)
 
     def reset_measurements(self) -> None:
@@ -202,7 +185,7 @@ class Dashboard:
             close_all(widget)
 
     def _tick_until_closed(self) -> None:
-        """At most ten times a second. A failing tick is logged, once in a row, and does not end the display."""
+        """Ticks ten times a second. A failing tick is logged, once in a row, and does not end the display."""
         failing = False
         while not self._halt.wait(TICK_S) and not self.lab.closed:
             began_s = time.thread_time()
@@ -238,11 +221,11 @@ class Dashboard:
         display_widget(self._box)
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else f"{self._live.views} view{'s' * (self._live.views != 1)}"
+        state = "closed" if self.closed else plural(self._live.views, "view")
         return f"<Dashboard of {self.lab!r}: {state}>"
 
 
-# -- `DiagnosisBox`: causes that were found in the run that is shown, with cures --------------------------------------
+# -- `DiagnosisBox`: what is wrong with the run that is shown, and cures ----------------------------------------------
 
 
 LOOK_EVERY_S = 1.0
@@ -251,12 +234,8 @@ MOST_SHOWN = 2  # that are shown at once: the next ones when these are cured
 
 
 class DiagnosisBox(InputForm):
-    """`widget` is displayed where something was found; `tick` called often. `choose` takes field values, as if a person had
-    set them: a live run takes them at once.
-
-    Attributes:
-        elsewhere: a run whose diagnoses another part of the page shows.
-    """
+    """Shown where something is wrong; `choose` takes field values as if a person had set them. The diagnoses of `elsewhere`
+    are shown in another part of the page."""
 
     css = "fsdp-sweep"
 
@@ -267,7 +246,7 @@ class DiagnosisBox(InputForm):
         self._due_s = 0.0
         self._seen: tuple[object, ...] = ()  # the version of the run that was looked at
         self._rows = [self._row(place) for place in range(MOST_SHOWN)]
-        self.found: Sequence[Diagnosis] = ()
+        self.diagnoses: Sequence[Diagnosis] = ()
         self.message = styled(widgets.HTML(), "fsdp-sweep-said")
         rows = [*(box for box, _, _ in self._rows), self.message]
         self.widget = styled(widgets.VBox(rows, layout=widgets.Layout(display=HIDDEN)), "fsdp-sweep", "fsdp-diagnosis")
@@ -278,8 +257,8 @@ class DiagnosisBox(InputForm):
         return styled(widgets.Box([text, cure]), "fsdp-sweep-row"), text, cure
 
     def _apply(self, place: int) -> None:
-        if place < len(self.found):  # else the page is out of date
-            self._choose(self.found[place].changes)
+        if place < len(self.diagnoses):  # else the page is out of date
+            self._choose(self.diagnoses[place].changes)
 
     def tick(self, run: Run | WatchedRun | None) -> None:
         """Looks at the run, if it has anything new, at most once a second."""
@@ -293,13 +272,13 @@ class DiagnosisBox(InputForm):
             self._seen, spent_s = version, time.thread_time() - began_s
             self._due_s = now_s + max(LOOK_EVERY_S, spent_s / LOOK_SHARE)
 
-    def show(self, found: Sequence[Diagnosis]) -> None:
+    def show(self, diagnoses: Sequence[Diagnosis]) -> None:
         """The failure itself is in the row below the buttons."""
-        self.found = found[:MOST_SHOWN]
-        for (box, text, cure), d in zip_longest(self._rows, self.found):
+        self.diagnoses = diagnoses[:MOST_SHOWN]
+        for (box, text, cure), d in zip_longest(self._rows, self.diagnoses):
             put(box.layout, "display", HIDDEN if d is None else "")
             if d is not None:
                 put(text, "value", f'<span role="status"><b>{prose(d.meaning)}</b> {prose(d.cure)}</span>')
                 put(cure, "description", ", ".join(describe_field(n, v) for n, v in d.changes.items()) or "Apply")
                 put(cure.layout, "display", "" if d.changes else HIDDEN)
-        put(self.widget.layout, "display", "" if found else HIDDEN)
+        put(self.widget.layout, "display", "" if diagnoses else HIDDEN)

@@ -10,6 +10,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
+from typing import Any
 
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.events import StepEvent
@@ -18,11 +20,10 @@ from fsdp_lab.dashboard.board import Board, BoardView, Kind
 from fsdp_lab.dashboard.comparison_card import ComparisonCard
 from fsdp_lab.dashboard.fields import short_value
 from fsdp_lab.dashboard.lab_like import LabLike, active_sweep, shown_run
-from fsdp_lab.dashboard.live import LiveView
+from fsdp_lab.dashboard.live import LiveView, Scene
 from fsdp_lab.dashboard.panels import PANELS, Panel, Pinnable, StepAxis
 from fsdp_lab.dashboard.panels.axis import STEP_LIMIT, Overlay
 from fsdp_lab.dashboard.panels.base import Prediction
-from fsdp_lab.dashboard.scene import Scene
 from fsdp_lab.models.check import is_language
 from fsdp_lab.planner.questions import planned_memory
 from fsdp_lab.runs import Run, WatchedRun
@@ -45,24 +46,18 @@ class Predictor:
     def __init__(self, lab: LabLike) -> None:
         self._lab = lab
         self._lock = threading.Lock()
-        self._made: OrderedDict[str, tuple[Prediction | None, float]] = (
-            OrderedDict()
-        )  # Spec id -> prediction, retry time
+        # Spec id -> prediction, retry time.
+        self._made: OrderedDict[str, tuple[Prediction | None, float]] = OrderedDict()
         self._busy = False
 
-    def of(self, spec: Spec) -> Prediction | None:
-        """The prediction for a Spec; None: there is none, or not yet."""
+    def of(self, spec: Spec) -> tuple[Prediction | None, bool]:
+        """The prediction for a Spec, and whether it was made; None and True: nothing can be predicted."""
         with self._lock:
             prediction, retry_s = self._made.get(spec.id, (None, 0.0))
             if time.monotonic() >= retry_s and not self._busy:
                 self._busy = True
                 threading.Thread(target=self._make, args=(spec,), name="fsdp-lab-predictor", daemon=True).start()
-            return prediction
-
-    def knows_nothing_of(self, spec: Spec) -> bool:
-        """Whether nothing can be predicted for it, now or later."""
-        with self._lock:
-            return spec.id in self._made and self._made[spec.id][0] is None
+            return prediction, spec.id in self._made
 
     def _make(self, spec: Spec) -> None:
         prediction, retry_s = None, float("inf")
@@ -101,13 +96,11 @@ class Stage:
     """The panels of one run, and how many of its events they have."""
 
     def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
         self.cursor = 0
         self.attempt: int | None = None  # that is drawn (see `runs.steps`); None: no step is
         self.begin(world_size)
 
     def begin(self, world_size: int) -> None:
-        """Makes new, empty panels."""
         self.world_size = world_size
         self.assembler = Assembler()
         self.last: Step | None = None
@@ -147,14 +140,12 @@ class Feed:
     replace the former one's in the same pictures, so that the page rebuilds nothing.
     """
 
-    def __init__(self, lab: LabLike, live: LiveView, board: Board, card: ComparisonCard,
-                 wanted: Callable[[], Spec] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self, lab: LabLike, live: LiveView, board: Board, card: ComparisonCard, wanted: Callable[[], Spec] | None = None
+    ) -> None:
         """wanted: what is chosen, and to be predicted; None: what the run trains, or is about to train."""
-        self._lab, self._wanted = lab, wanted
-        self._predictor = Predictor(lab)
-        self._live = live
-        self._board = board
-        self._card = card
+        self._lab, self._wanted, self._predictor = lab, wanted, Predictor(lab)
+        self._live, self._board, self._card = live, board, card
         self._run: Run | WatchedRun | None = None
         self._compared = (board.shown, False)
         self._stage = Stage(lab.spec.world_size)
@@ -163,12 +154,13 @@ class Feed:
 
     @property
     def run(self) -> Run | WatchedRun | None:
-        """The run that is shown."""
         return self._run
 
     def tick(self) -> Sequence[StepEvent]:
         """Returns the events that are new. Not from two threads at once."""
-        run = self._turn()
+        run, sweep = shown_run(self._lab), active_sweep(self._lab)
+        if self._run is not None and sweep is not None and sweep.current is None:
+            run = self._run  # between two turns of a sweep it is still the former one
         events: Sequence[StepEvent] = ()
         if run is not None:
             if self._run is None or run.id != self._run.id:
@@ -182,29 +174,19 @@ class Feed:
         for panel in self._stage.pinnable:
             panel.update(())  # a person may have chosen another step
         if not isinstance(self._run, WatchedRun) and isinstance(chosen := self._chosen(), Spec):
-            self._predict(chosen)
+            prediction, is_made = self._predictor.of(chosen)
+            if is_made:
+                self._stage.predict(prediction)
         self._compare(self._board.tick())
         self._live.flush([e.end_unix_s for e in events])
         return events
 
-    def _predict(self, spec: Spec) -> None:
-        prediction = self._predictor.of(spec)
-        if prediction is not None or self._predictor.knows_nothing_of(spec):
-            self._stage.predict(prediction)
-
     def _chosen(self) -> Spec:
-        """What is chosen on the page; in a sweep it is the sweep's."""
+        """Returns what is chosen on the page; in a sweep it is the sweep's."""
         if self._wanted is not None and active_sweep(self._lab) is None:
             return self._wanted()
         run = self._run
         return self._lab.spec if run is None or isinstance(run, WatchedRun) else run.pending or run.spec
-
-    def _turn(self) -> Run | WatchedRun | None:
-        """The run to show. Between two turns of a sweep it is still the former one."""
-        sweep = active_sweep(self._lab)
-        if self._run is not None and sweep is not None and sweep.current is None:
-            return self._run
-        return shown_run(self._lab)
 
     def _turn_to(self, run: Run | WatchedRun) -> None:
         sweep = self._lab.sweep
@@ -261,23 +243,18 @@ class Feed:
         stage = self._stage
         follow_spec(stage.frame, (self._run or self._lab).spec)
         stage.overlay(self._board.overlays())
-        scene = Scene(
-            cards=[self._card, *stage.panels],
-            shared_sources=stage.frame.sources,
-            shared_patches=stage.frame.patches,
-            headline=self._headline,
-            caution=self._caution,
-            ranks=stage.world_size,
-        )
+        shared: dict[str, Any] = {"shared_sources": stage.frame.sources, "shared_patches": stage.frame.patches}
+        texts: dict[str, Any] = {"headline": self._headline, "caution": self._caution}
+        scene = Scene(cards=[self._card, *stage.panels], ranks=stage.world_size, **shared, **texts)
         (self._live.swap if swap else self._live.show)(scene)
 
     def _caution(self) -> str:
-        """How far to trust the run's times."""
+        """Says how far to trust the run's times."""
         notes = () if self._run is None else self._run.notes
         return " ".join(f"{note[:1].upper()}{note[1:].rstrip('.')}." for note in notes)
 
     def _headline(self) -> str:
-        """What is trained, or is about to be, how, and the last step."""
+        """Says what is trained, or is about to be, how, and the last step."""
         spec = self._chosen() if self._run is None else self._run.spec
         model = spec.name if isinstance(spec, WatchedLoop) else short_value("model", spec.workload.model)
         ranks = f"{spec.world_size} rank{'s' * (spec.world_size != 1)}"
@@ -301,10 +278,8 @@ def follow_spec(frame: StepAxis, trained: Trained) -> None:
 def drawn_of(steps: Sequence[Step], ranks: int) -> list[Step]:
     """The past steps that new panels draw: the newest, and of older ones those with more than a point on a curve."""
     same = [s for s in steps if s.world_size == ranks]
-    older = [
-        s for s in same[:-STEP_LIMIT] if any(e.spans or e.memory_curve or e.eval_loss is not None for e in s.events)
-    ]
-    return older + same[-STEP_LIMIT:]
+    more = [any(e.spans or e.memory_curve or e.eval_loss is not None for e in s.events) for s in same[:-STEP_LIMIT]]
+    return [*compress(same, more), *same[-STEP_LIMIT:]]
 
 
 def marked(switches: Sequence[Switch]) -> list[Switch]:

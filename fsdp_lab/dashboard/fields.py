@@ -49,7 +49,7 @@ TITLES = ("Sharding", "Schedule", "Workload", "Training")
 
 
 def controls_of(title: str, *, planned: bool = False) -> tuple[FieldRow, ...]:
-    """Those of a group; `planned`: with those of the what-if page alone."""
+    """Returns the rows of a group; `planned`: with those of the what-if page alone."""
     return tuple(row for row in CONTROLS.values() if row.group == title and (planned or not row.planned))
 
 
@@ -66,7 +66,12 @@ class Control:
         self._choose = choose
         self._updating = False  # the input changes by code
         self.input = styled(self._make(now), "fsdp-input")
-        self.typed = self._make_typed() if field.typed else None
+        self.typed: widgets.Text | None = None  # for a value that is not among the tokens
+        if field.typed:
+            hidden = widgets.Layout(display=HIDDEN)  # until `other…` is chosen
+            texts = {"placeholder": field.typed, "tooltip": field.help}
+            self.typed = widgets.Text(**texts, continuous_update=False, layout=hidden)
+            styled(self.typed, "fsdp-input").observe(self._typed, "value")
         self.inputs = [self.input] if self.typed is None else [self.input, self.typed]  # what a person can change
         self.note = styled(widgets.HTML(), "fsdp-note-line")
         self.box = styled(widgets.VBox([*self.inputs, self.note]), "fsdp-field")
@@ -85,18 +90,8 @@ class Control:
         named = [(label, _key(token)) for label, token in offered(self.field, now, value)]
         return [*named, (OTHER, OTHER)] if self.field.typed else named
 
-    def _make_typed(self) -> widgets.Text:
-        """For a value that is not among the tokens; hidden until `other…` is chosen."""
-        hidden = widgets.Layout(display="none")
-        typed = widgets.Text(
-            placeholder=self.field.typed, tooltip=self.field.help, continuous_update=False, layout=hidden
-        )
-        typed.observe(self._typed, "value")
-        return styled(typed, "fsdp-input")
-
     @property
     def _awaits_typing(self) -> bool:
-        """Whether `other…` is chosen."""
         return self.typed is not None and self.input.value == OTHER
 
     def show(self, now: Chosen, value: Any) -> None:
@@ -132,7 +127,7 @@ class Control:
         if self.field.is_text:
             value = self.field.read(value)
         elif self.field.choices:
-            value = _unkey(value)
+            value = None if value == AUTO else value.value if isinstance(value, _Opaque) else value
         self._choose(self.field.name, value)
 
     def _typed(self, change: Mapping[str, Any]) -> None:
@@ -153,7 +148,7 @@ class Control:
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """What a fix does to a run, or why it cannot be applied."""
+    """The effect of a fix on a run, or why it cannot be applied."""
 
     effect: str = ""
     blocked: str = ""
@@ -230,12 +225,6 @@ def _key(value: Any) -> Any:
     return value if isinstance(value, (str, int)) else _Opaque(value)
 
 
-def _unkey(value: Any) -> Any:
-    if value == AUTO:
-        return None
-    return value.value if isinstance(value, _Opaque) else value
-
-
 @dataclass(frozen=True)
 class _Opaque:
     """A value that only code can set, in a dropdown: a config, a precision by parts."""
@@ -253,7 +242,6 @@ def short_value(name: str, value: Any) -> str:
 
 
 def value_text(row: FieldRow, value: Any) -> str:
-    """A field and one of its values, as text."""
     return f"{row.label} {row.none if value is None else short_value(row.name, value)}"
 
 
@@ -263,7 +251,5 @@ def fix_text(fix: Mapping[str, Any], held: Mapping[str, Any], rows: Mapping[str,
         return ""
     if "world_size" in fix and set(fix) <= set(RANK_FIELDS):
         return f"Use {fix['world_size']} ranks"
-    changes = ", ".join(
-        value_text(rows[name] if name in rows else CONTROLS[name], value) for name, value in fix.items()
-    )
+    changes = ", ".join(value_text(rows.get(name) or CONTROLS[name], value) for name, value in fix.items())
     return f"{'Set' if any(name in held for name in fix) else 'Also set'} {changes}"

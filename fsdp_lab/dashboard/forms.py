@@ -16,12 +16,9 @@ HIDDEN = "none"  # a value of Layout.display
 
 
 class InputForm:
-    """Inputs, and a line for messages.
+    """A `widget` to display, its `inputs`, and a line for messages, which a subclass makes, or else overrides `say`.
 
-    Attributes:
-        inputs: what a person can change or press.
-        message: shows what `say` is given; a subclass makes it, or overrides `say`.
-        widget: is displayed; a subclass makes it.
+    Handlers run on the thread that the page's message arrives on, a subclass's `tick` often, on the tick thread.
     """
 
     css = "fsdp-safety"  # what the classes of its buttons begin with
@@ -43,7 +40,6 @@ class InputForm:
         return self.add(widgets.Dropdown(options=options, value=value, description=label, tooltip=tooltip))
 
     def add(self, widget: Styled) -> Styled:
-        """Registers an input, and returns it."""
         self.inputs.append(widget)
         return widget
 
@@ -55,11 +51,9 @@ class InputForm:
             self.say(error_text(e), wrong=True)
 
     def say(self, text: str, *, wrong: bool = False) -> None:
-        """Replaces the message."""
         put(self.message, "value", status(text, wrong=wrong))
 
     def toggle(self) -> None:
-        """Opens the form, or closes it."""
         put(self.widget.layout, "display", "" if self.widget.layout.display == HIDDEN else HIDDEN)
 
     def retire(self) -> None:
@@ -67,9 +61,6 @@ class InputForm:
         for widget in self.inputs:
             if widget.has_trait("disabled"):
                 widget.disabled = True
-
-
-# -- widgets ---------------------------------------------------------------------------------------------------------
 
 
 def put(widget: Any, name: str, value: Any) -> None:
@@ -91,7 +82,7 @@ def field(entry: widgets.Widget) -> widgets.VBox:
 
 
 def row(parts: Sequence[widgets.Widget]) -> widgets.Box:
-    """Side by side, in as many lines as they need."""
+    """Places widgets side by side, in as many lines as they need."""
     return styled(widgets.Box(list(parts)), "fsdp-safety-row")
 
 
@@ -127,9 +118,6 @@ def close_all(widget: widgets.Widget) -> None:
     widget.close()
 
 
-# -- texts -----------------------------------------------------------------------------------------------------------
-
-
 def status(text: str, *, wrong: bool = False) -> str:
     """A sentence that a screen reader announces when it changes."""
     tone = "fsdp-refused" if wrong else "fsdp-soft"
@@ -148,25 +136,15 @@ def error_text(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-# -- while a cell runs -----------------------------------------------------------------------------------------------
-
-
 def answer_while_busy(answering: Iterable[widgets.Widget]) -> int:
     """Lets widgets respond while a cell runs; returns for how many that needed a change.
 
-    JupyterLab sends widget messages on a subshell of the kernel, a thread beside the one that runs cells. ipykernel 7.4
-    routes a comm's messages to the shell that used the comm last, and a cell that displays a widget uses it: from then on
-    messages wait until the cell ends. This makes it keep the shell on which the page sent the message. It sets a private
-    attribute of ipykernel, the only one that the package touches; without such routing it does nothing.
-
-    Handlers then run in the subshell's thread: they must not assume the main thread.
+    JupyterLab sends widget messages on a subshell of the kernel, in whose thread handlers run. ipykernel 7.4 routes a comm's
+    messages to the shell that used the comm last, such as that of a cell that displayed the widget, where they wait until
+    the cell ends. This makes it keep the page's shell. It sets a private attribute of ipykernel, the only one that the
+    package touches; without such routing it does nothing.
     """
     routed = [w.comm for w in answering if hasattr(getattr(w, "comm", None), "_reply_subshell_for")]
     for comm in routed:
-        comm._reply_subshell_for = _as_sent
+        comm._reply_subshell_for = lambda _data, default: default  # the shell that the page chose
     return len(routed)
-
-
-def _as_sent(_data: Any, default: Any) -> Any:
-    """The shell that the page chose."""
-    return default

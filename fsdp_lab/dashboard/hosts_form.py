@@ -1,7 +1,6 @@
 """The form of hosts: where the ranks are to be, on this machine, by SSH or by Slurm, and a button that starts them there.
 
-Handlers run on the thread that the page's message arrives on, `tick` on the tick thread. A start takes seconds, or as long
-as Slurm's queue, so it has a thread of its own.
+A start takes seconds, or as long as Slurm's queue, so it has a thread of its own.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ LOSES = (
 
 
 class HostsForm(InputForm):
-    """`toggle` opens and closes it; `widget` is displayed, `tick` called often. `choose` takes field values of a Spec that
-    follow from a move: the number of ranks."""
+    """`toggle` opens and closes it; `choose` takes field values of a Spec that follow from a move: the number of ranks."""
 
     css = "fsdp-sweep"
 
@@ -52,15 +50,14 @@ class HostsForm(InputForm):
         self._partition = self._text("partition", "default", "Of the job, as for sbatch")
         self._time = self._text("time", "1:00:00", "Of the job, as for sbatch")
         self._options = self._text("options", "-J gateway", "More arguments for ssh, or for salloc")
-        self._python = self._text(
-            "Python there", sys.executable, "Its path on the hosts, if it is another one than here"
-        )
+        path = "Its path on the hosts, if it is another one than here"
+        self._python = self._text("Python there", sys.executable, path)
         sync = widgets.Checkbox(value=False, description="install what they lack", indent=False)
         self._sync = self.add(styled(sync, "fsdp-check"))
         self._start = self.button("Start there", "play", "End the ranks, and start others there", self.start)
         self._start.button_style = "primary"
-        self._cancel = self.button("Cancel", "stop", "Leave the queue; ranks start again where they were",
-                                   self._cancelled.set)  # fmt: skip
+        leave = "Leave the queue; ranks start again where they were"
+        self._cancel = self.button("Cancel", "stop", leave, self._cancelled.set)
         self._close = self.button("Close", "", "Close this form", self.toggle)
         self.message = styled(widgets.HTML(), "fsdp-sweep-said")
         self._fields = {
@@ -91,8 +88,6 @@ class HostsForm(InputForm):
     def moving(self) -> bool:
         return self._mover is not None and self._mover.is_alive()
 
-    # -- what a person does -----------------------------------------------------------------------------------------
-
     def start(self) -> None:
         """Starts ranks there, on a thread. Raises ArgumentError for a field that is wrong."""
         if self.moving:
@@ -100,20 +95,22 @@ class HostsForm(InputForm):
         hosts, ranks = self._hosts(), self._ranks.value if self._where.value == HERE else None
         self._cancelled.clear()
         self.say("The hosts are looked for; until they are found, the run goes on.")
-        self._mover = threading.Thread(target=self.attempt, args=(partial(self._move, hosts, ranks),),
-                                       name="fsdp-lab-move", daemon=True)  # fmt: skip
+        move = (partial(self._move, hosts, ranks),)
+        self._mover = threading.Thread(target=self.attempt, args=move, name="fsdp-lab-move", daemon=True)
         self._mover.start()
         self.tick()
 
     def _hosts(self) -> Hosts | None:
         options = tuple(shlex.split(self._options.value))
-        common = {"ranks_per_host": self._each.value or None, "python": self._python.value.strip() or None,
-                  "sync": self._sync.value}  # fmt: skip
+        python = self._python.value.strip() or None
+        each, sync = self._each.value or None, self._sync.value
+        common: dict[str, Any] = {"ranks_per_host": each, "python": python, "sync": sync}
         if self._where.value == SSH:
             return ssh_hosts(self._names.value, ssh_args=options, **common)
         if self._where.value == SLURM:
-            return SlurmHosts(hosts=self._count.value, partition=self._partition.value.strip() or None,
-                              time=self._time.value.strip() or None, options=options, **common)  # fmt: skip
+            partition, time_limit = self._partition.value.strip() or None, self._time.value.strip() or None
+            job: dict[str, Any] = {"partition": partition, "time": time_limit, "options": options}
+            return SlurmHosts(hosts=self._count.value, **job, **common)
         return None
 
     def _move(self, hosts: Hosts | None, ranks: int | None) -> None:
@@ -132,8 +129,6 @@ class HostsForm(InputForm):
             raise ClusterError("the start there was cancelled, and ranks are where they were")
         self._progress = p, time.monotonic() - p.seconds
 
-    # -- what is shown ----------------------------------------------------------------------------------------------
-
     def tick(self) -> None:
         """Buttons that can be pressed now, and how far a start is."""
         if (progress := self._progress) is not None:
@@ -143,7 +138,7 @@ class HostsForm(InputForm):
         put(self._cancel, "disabled", not self.moving)
 
 
-def listed(names: Sequence[str], most: int = 4) -> str:
-    """`gpu1, gpu2 and gpu3`."""
-    shown = [*names[:most], f"{len(names) - most} more"] if len(names) > most + 1 else [*names]
+def listed(names: Sequence[str]) -> str:
+    """`gpu1, gpu2 and gpu3`; of more than five names four, and the number of the others."""
+    shown = [*names[:4], f"{len(names) - 4} more"] if len(names) > 5 else [*names]
     return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else "".join(shown)

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import base64
 import gzip
+import json
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,13 @@ import anywidget
 import bokeh
 import numpy as np
 import traitlets
+from bokeh.document import Document
 from bokeh.models import Plot
 
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Block, Columns, Numbers
-from fsdp_lab.dashboard.panels.base import Pinnable, Pressable
+from fsdp_lab.dashboard.panels.base import BaseCard, Pinnable
 from fsdp_lab.dashboard.panels.drawing import tint
-from fsdp_lab.dashboard.scene import Scene, StaticCard
 
 HERE = Path(__file__).parent
 BOKEH_JS = Path(bokeh.__file__).parent / "server/static/js/bokeh.min.js"
@@ -59,8 +61,64 @@ class Latency:
         return f"rank to pixel over {self.events:,} events: median {ms[0]}, p95 {ms[1]}, worst {ms[2]}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """Cards, what they share (sources and patches of a frame), and the ranks of the common legend."""
+
+    cards: Sequence[BaseCard]
+    shared_sources: Sequence[Columns] = ()
+    shared_patches: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
+    headline: Callable[[], str] = str
+    caution: Callable[[], str] = str  # how far to trust the times, once for all cards
+    ranks: int = 0
+
+    @property
+    def sources(self) -> list[Columns]:
+        return [*self.shared_sources, *(s for card in self.cards for s in card.sources)]
+
+    def patches(self) -> dict[str, dict[str, Any]]:
+        merged = {name: dict(values) for name, values in self.shared_patches().items()}
+        for card in self.cards:
+            merged.update({name: dict(values) for name, values in card.patches().items()})
+        return merged
+
+    def captions(self) -> dict[str, dict[str, Any]]:
+        """Card name -> its texts, converted again only when they change: at ten ticks a second a table is expensive. The
+        lines above the cards have the name ""."""
+        texts: dict[str, dict[str, Any]] = {"": {"reading": self.headline(), "note": self.caution()}}
+        for card in self.cards:
+            captions, known = card.captions(), self._converted.get(card.name)
+            if known is None or known[0] is not captions:
+                known = self._converted[card.name] = (captions, asdict(captions))
+            texts[card.name] = known[1]
+        return texts
+
+    @cached_property
+    def _converted(self) -> dict[str, tuple[Any, dict[str, Any]]]:
+        return {}
+
+    @cached_property
+    def layout(self) -> dict[str, Any]:
+        """All that the page needs before any data: the Bokeh document, the cards, the legend of ranks."""
+        document = Document()
+        drawn = {card.name: card.root for card in self.cards if card.root is not None}
+        for root in drawn.values():
+            document.add_root(root)
+        written = json.dumps(document.to_json(deferred=False))
+        document.clear()  # another scene may have the same panels
+        cards = [(c, [s.name for s in c.sources]) for c in self.cards]
+        named = range(self.ranks if self.ranks <= theme.MOST_LINES else 0)
+        return {
+            "document": written,
+            "roots": {name: root.id for name, root in drawn.items()},
+            "cards": [{"name": c.name, "title": c.title, "wide": c.wide, "sources": names} for c, names in cards],
+            "ranks": [{"label": f"rank {r}", "color": theme.rank_color(r)} for r in named],
+            "rank_count": self.ranks,
+        }
+
+
 class Stamps:
-    """When events ended, until they are painted: of those that wait for a message, then by message."""
+    """The times at which events ended, until they are painted: of those that wait for a message, then by message."""
 
     def __init__(self, *, keep: int = 5000, keep_messages: int = 64) -> None:
         self._waiting: deque[float] = deque(maxlen=keep)
@@ -104,7 +162,7 @@ class _View:
 
 @dataclass(kw_only=True)
 class _Sent:
-    """What every mounted view has."""
+    """The data that every mounted view has."""
 
     rows: dict[str, tuple[int, int]] = field(default_factory=dict)  # source -> generation, next row
     patches: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -134,8 +192,6 @@ class LiveView(anywidget.AnyWidget):
         self.ticks_held = 0  # because the page had not painted yet
         super().__init__()
         self.on_msg(self._on_message)
-
-    # -- from the kernel -----------------------------------------------------------------------------------------
 
     def show(self, scene: Scene) -> None:
         """Replaces the scene; mounted views then request a snapshot of it."""
@@ -183,13 +239,12 @@ class LiveView(anywidget.AnyWidget):
             self._seq += 1
             self._sent_s = time.monotonic()
             self._stamps.sent(self._seq)
-            self._say({"kind": "tick", "seq": self._seq, **header}, _bytes(numbers),
-                      as_text=any(view.text for view in self._views.values()),
-                      as_buffer=not all(view.text for view in self._views.values()))  # fmt: skip
+            texts = [view.text for view in self._views.values()]
+            tick = {"kind": "tick", "seq": self._seq, **header}
+            self._say(tick, _bytes(numbers), as_text=any(texts), as_buffer=not all(texts))
             return True
 
     def latency(self) -> Latency:
-        """Over the last few thousand events."""
         with self._lock:
             return self._stamps.latency()
 
@@ -212,8 +267,6 @@ class LiveView(anywidget.AnyWidget):
             self._views.clear()
         super().close()
 
-    # -- from the page -------------------------------------------------------------------------------------------
-
     def _on_message(self, _widget: Any, content: Mapping[str, Any], _buffers: Any) -> None:
         kind, view = content.get("kind"), str(content.get("view", ""))
         with self._lock:
@@ -228,11 +281,19 @@ class LiveView(anywidget.AnyWidget):
                 case "mount":
                     self._mount(view, text=bool(content.get("text")))
                 case "ack":
-                    self._acknowledge(view, int(content["seq"]), float(content["painted_unix_s"]))
-                case "pin":
-                    self._pin(content)
-                case "press":
-                    self._press(content)
+                    seq = int(content["seq"])
+                    known = self._views.setdefault(view, _View(acked=seq, last_message_s=time.monotonic()))
+                    known.acked = max(known.acked, seq)
+                    self._stamps.painted(seq, float(content["painted_unix_s"]))
+                case "pin" | "press":
+                    for card in self._scene.cards:
+                        if card.name != content.get("card"):
+                            continue
+                        if kind == "pin" and isinstance(card, Pinnable):
+                            step = content.get("step")
+                            card.pin(None if step is None else int(step), int(content.get("by", 0)))
+                        elif kind == "press":
+                            card.press(str(content.get("word", "")), str(content.get("about", "")))
                 case "ping":
                     self.send({"kind": "pong", "view": view})
                 case "leave":
@@ -272,26 +333,8 @@ class LiveView(anywidget.AnyWidget):
         }
         return header, _bytes([b.numbers for _, b in blocks])
 
-    def _acknowledge(self, view: str, seq: int, painted_unix_s: float) -> None:
-        known = self._views.setdefault(view, _View(acked=seq, last_message_s=time.monotonic()))
-        known.acked = max(known.acked, seq)
-        self._stamps.painted(seq, painted_unix_s)
-
-    def _pin(self, content: Mapping[str, Any]) -> None:
-        step = content.get("step")
-        for card in self._scene.cards:
-            if card.name == content.get("card") and isinstance(card, Pinnable):
-                card.pin(None if step is None else int(step), int(content.get("by", 0)))
-
-    def _press(self, content: Mapping[str, Any]) -> None:
-        for card in self._scene.cards:
-            if card.name == content.get("card") and isinstance(card, Pressable):
-                card.press(str(content.get("word", "")), str(content.get("about", "")))
-
-    # -- what is new ----------------------------------------------------------------------------------------------
-
     def _may_send(self) -> bool:
-        """Whether there is a view, and no view that still responds owes two acknowledgements."""
+        """Says whether there is a view, and no view that still responds owes two acknowledgements."""
         now = time.monotonic()
         for name in [n for n, v in self._views.items() if now - v.last_message_s > FORGET_S and v.acked < self._seq]:
             del self._views[name]
@@ -331,8 +374,10 @@ def picture(figure: Plot, title: str = "") -> LiveView:
     for legend in figure.legend:
         legend.background_fill_alpha = legend.border_line_alpha = 0
         tint(legend, label_text_color="ink.mean")
+    card = BaseCard()
+    card.name, card.title, card.wide, card.root = "picture", title, True, figure
     view = LiveView()
-    view.show(Scene(cards=(StaticCard(title=title, root=figure),)))
+    view.show(Scene(cards=(card,)))
     return view
 
 
@@ -342,19 +387,12 @@ def bokeh_js() -> bytes:
 
 
 def _describe(source: Columns, block: Block) -> dict[str, Any]:
-    return {
-        "name": source.name,
-        "generation": block.generation,
-        "first": block.first,
-        "rows": block.rows,
-        "limit": source.limit,
-        "columns": list(source.numbers),
-        "texts": dict(block.texts),
-    }
+    place = {"generation": block.generation, "first": block.first, "rows": block.rows, "limit": source.limit}
+    return {"name": source.name, **place, "columns": list(source.numbers), "texts": dict(block.texts)}
 
 
 def _bytes(numbers: Sequence[Numbers]) -> bytes:
-    """Blocks one after another, each column by column, as little-endian float64."""
+    """Returns blocks one after another, each column by column, as little-endian float64."""
     return b"".join(np.ascontiguousarray(n, dtype="<f8").tobytes() for n in numbers)
 
 

@@ -42,53 +42,43 @@ Begin = Callable[[Callable[[Mapping[str, Any]], Run]], None]
 
 
 class SafetyBox(InputForm):
-    """`widget` is displayed, `tick` called often; `options` are for `Lab.run`.
-
-    Args:
-        begin: `Controls.begin`, which shows a run that was not started by its Start button.
-    """
+    """`options` are for `Lab.run`; `begin` is `Controls.begin`, which shows a run that was not started by Start."""
 
     def __init__(self, lab: LabLike, begin: Begin) -> None:
         super().__init__()
-        self._lab, self._begin = lab, begin
+        self._lab = lab
         self._complaint = ""
-        self._saving = SavingForm(lab, self._resume)
+        self._saving = SavingForm(
+            lab, lambda folder: begin(lambda changes: lab.resume(folder, **self.options(), **changes))
+        )
         self._evaluation = EvaluationForm()
         self._recovery = RecoveryForm(lab, self._complain)
         self._drill = DrillForm(lab)
         self._forms = (self._saving, self._evaluation, self._recovery, self._drill)
         head = styled(widgets.HTML("<h4>Safety</h4>"), "fsdp-slow-head")
-        self._fold = self.button(
-            "Show", "angle-down", "Checkpoints, evaluation, recovery, incidents, drills", self.toggle
-        )
+        folded = "Checkpoints, evaluation, recovery, incidents, drills"
+        self._fold = self.button("Show", "angle-down", folded, self.toggle)
         self._fold.add_class("fsdp-fold")
         self.message = styled(widgets.HTML(), "fsdp-state-line")
         bar = styled(widgets.Box([head, self._fold, self.message, *self._recovery.buttons]), "fsdp-bar")
         beside = widgets.VBox([self._evaluation.widget, self._recovery.widget, self._drill.widget])
         forms = styled(widgets.Box([self._saving.widget, beside]), "fsdp-safety-forms")
-        folded = widgets.Layout(display=FOLDED)
-        self._body = styled(widgets.VBox([forms, self._recovery.incidents], layout=folded), "fsdp-safety-body")
+        hidden = widgets.Layout(display=FOLDED)
+        self._body = styled(widgets.VBox([forms, self._recovery.incidents], layout=hidden), "fsdp-safety-body")
         self.widget = styled(widgets.VBox([bar, self._body]), "fsdp-safety")
         self.inputs += [widget for form in self._forms for widget in form.inputs]
         self.tick(None)
 
     def options(self) -> dict[str, Any]:
-        """How the next run is saved, evaluated and recovered. Raises FieldError, which the card shows as well."""
-        return {
-            "save": self._saving.config(),
-            "recover": self._recovery.policy(),
-            "evaluate": self._evaluation.config(),
-        }
+        """Returns how the next run is saved, evaluated and recovered. Raises FieldError, which the card shows as well."""
+        save, recover = self._saving.config(), self._recovery.policy()
+        return {"save": save, "recover": recover, "evaluate": self._evaluation.config()}
 
     def toggle(self) -> None:
-        """Unfolds the card, or folds it."""
         folded = self._body.layout.display == FOLDED
         put(self._body.layout, "display", "" if folded else FOLDED)
         put(self._fold, "description", "Hide" if folded else "Show")
         put(self._fold, "icon", "angle-up" if folded else "angle-down")
-
-    def _resume(self, folder: str) -> None:
-        self._begin(lambda changes: self._lab.resume(folder, **self.options(), **changes))
 
     def _complain(self, text: str) -> None:
         self._complaint = text
@@ -104,18 +94,15 @@ class SafetyBox(InputForm):
     def _show(self, run: Run | None) -> None:
         if run is None or not (run.state is RunState.RECOVERING or can_recover(run)):
             self._complaint = ""
-            self.say(self._summary(run))
+            count = len(run.incidents) if run is not None else 0
+            incidents = f"{count} incident{'s' * (count != 1)}" if count else "no incident"
+            parts = (self._saving.summary, self._evaluation.summary, self._recovery.summary, incidents)
+            self.say(" · ".join(filter(None, parts)))
             return
         state = run.state.value
         badge = f'<span class="fsdp-state fsdp-state-{state}">{state}</span> '
         reason = f'<span role="status">{prose(SAID if run.state is RunState.FAILED else run.reason)}</span>'
         put(self.message, "value", badge + (status(self._complaint, wrong=True) or reason))
-
-    def _summary(self, run: Run | None) -> str:
-        count = len(run.incidents) if run is not None else 0
-        incidents = f"{count} incident{'s' * (count != 1)}" if count else "no incident"
-        parts = (self._saving.summary, self._evaluation.summary, self._recovery.summary, incidents)
-        return " · ".join(filter(None, parts))
 
     def retire(self) -> None:
         """Disables all but the fold: what is in the card can still be read."""
@@ -124,17 +111,14 @@ class SafetyBox(InputForm):
 
 
 class EvaluationForm(InputForm):
-    """How often a run is evaluated on samples that it does not train on, and when it stops early."""
+    """Chooses how often a run is evaluated on samples that it does not train on, and when it stops early."""
 
     def __init__(self) -> None:
         super().__init__()
         self._when = self.dropdown("evaluate", (OFF, EVERY), OFF, LATER)
-        self._every = self.number(
-            "every (steps)", EVAL_EVERY_STEPS, 1, 1_000_000, "Steps from one evaluation to the next"
-        )
-        self._samples = self.number(
-            "samples", EvalConfig.samples, 1, 1_000_000, "How many held-out samples an evaluation takes"
-        )
+        steps, samples = "Steps from one evaluation to the next", "How many held-out samples an evaluation takes"
+        self._every = self.number("every (steps)", EVAL_EVERY_STEPS, 1, 1_000_000, steps)
+        self._samples = self.number("samples", EvalConfig.samples, 1, 1_000_000, samples)
         patience = f"The run stops when so many evaluations in turn were not better than the best; {NEVER}: never"
         self._patience = self.number("patience", NEVER, NEVER, 1000, patience)
         again = "A text that the model continues after each evaluation; empty: none"
@@ -148,13 +132,11 @@ class EvaluationForm(InputForm):
         return "" if self._when.value == OFF else f"evaluation every {self._every.value} steps"
 
     def config(self) -> EvalConfig | None:
-        """How the next run is evaluated."""
         if self._when.value == OFF:
             return None
         patience = self._patience.value if self._patience.value != NEVER else None
-        prompt = self._prompt.value.strip()
-        return EvalConfig(every=self._every.value, samples=self._samples.value, patience=patience,
-                          prompts=(prompt,) if prompt else ())  # fmt: skip
+        prompts = tuple(filter(None, [self._prompt.value.strip()]))
+        return EvalConfig(every=self._every.value, samples=self._samples.value, patience=patience, prompts=prompts)
 
     def tick(self, run: Run | None) -> None:
         """Shows the results of `run`, the one that is shown."""
@@ -165,11 +147,8 @@ class EvaluationForm(InputForm):
 
 
 class RecoveryForm(InputForm):
-    """What a run does when its ranks fail; the incidents; and `buttons` to recover a run, which are shown apart.
-
-    Args:
-        complain: shows an error of these buttons, or "" for none.
-    """
+    """Chooses what a run does when its ranks fail; shows incidents, and apart from them `buttons` to recover a run, whose
+    errors `complain` shows."""
 
     def __init__(self, lab: LabLike, complain: Callable[[str], None]) -> None:
         super().__init__()
@@ -192,7 +171,6 @@ class RecoveryForm(InputForm):
         return f"recovery: {'automatic' if self._how.value == 'auto' else self._how.value}"
 
     def policy(self) -> RecoveryPolicy:
-        """What the next run does when its ranks fail."""
         return RecoveryPolicy(how=self._how.value, ranks=self._ranks.value)
 
     def recover(self, ranks: str) -> None:
@@ -213,7 +191,7 @@ class RecoveryForm(InputForm):
 
 
 def can_recover(run: Run) -> bool:
-    """Whether it waits for a decision, or its ranks failed after it had begun."""
+    """Says whether it waits for a decision, or its ranks failed after it had begun."""
     failed = run.state is RunState.FAILED and isinstance(run.error, ClusterError) and len(run.switches) > 0
     return run.state is RunState.BROKEN or failed
 
@@ -246,7 +224,6 @@ class DrillForm(InputForm):
         self.say(f"Requested: {kind} on rank {rank}.")
 
     def restore(self) -> None:
-        """Ends the slowdown of a link."""
         drill, self._slowdown = self._slowdown, None
         if drill is not None:
             drill.end()
@@ -259,23 +236,16 @@ class DrillForm(InputForm):
             put(self._rank, "value", ranks - 1)
         put(self._rank, "max", ranks - 1)
         put(self._inject, "disabled", run is None or run is not self._lab.current or run.state is not RunState.RUNNING)
-        self._tell_refusal()
-        slow = self._slowdown
-        put(self._restore, "disabled", slow is None or run is None or slow.run is not run or run.state.over)
-
-    def _tell_refusal(self) -> None:
-        drill = self._unanswered
-        if drill is not None and drill.refused is not None:
+        if (drill := self._unanswered) is not None and drill.refused is not None:
             self.say(error_text(drill.refused), wrong=True)
             self._unanswered = None
             self._slowdown = None if self._slowdown is drill else self._slowdown
+        slow = self._slowdown
+        put(self._restore, "disabled", slow is None or run is None or slow.run is not run or run.state.over)
 
     def _explain(self) -> None:
         put(self._what, "value", status(f"It {DRILLS[self._kind.value]}."))
         self.say("")
-
-
-# -- incidents -------------------------------------------------------------------------------------------------------
 
 
 def incidents_picture(incidents: Sequence[Incident], state: RunState) -> str:
@@ -286,10 +256,8 @@ def incidents_picture(incidents: Sequence[Incident], state: RunState) -> str:
     if not incidents:
         return f'<div class="fsdp-soft">{NO_INCIDENT}</div>'
     newest, *others = list(incidents)[: -MOST_INCIDENTS - 1 : -1]
-    now = (
-        "the run ended before it resumed" if state.over else UNFINISHED.get(state.value, "the first step is under way")
-    )
-    drawn = _drawn(newest, now)
+    unfinished = "the run ended before it resumed" if state.over else "the first step is under way"
+    drawn = _drawn(newest, UNFINISHED.get(state.value, unfinished))
     if not others:
         return drawn
     earlier = "".join(_drawn(incident, "did not resume") for incident in others)
@@ -298,10 +266,10 @@ def incidents_picture(incidents: Sequence[Incident], state: RunState) -> str:
 
 
 def moments(incident: Incident) -> list[tuple[str, float]]:
-    """What happened, in order, with the seconds since the failure, or since its detection if its time is not known."""
-    all_times = (("failed", incident.failed_unix_s), ("detected", incident.detected_unix_s),
-                 ("freed", incident.freed_unix_s), ("training again", incident.resumed_unix_s))  # fmt: skip
-    known = [(name, unix_s) for name, unix_s in all_times if unix_s is not None]
+    """Returns what happened, in order, with the seconds since the failure, or its detection if its time is not known."""
+    names = ("failed", "detected", "freed", "training again")
+    times = (incident.failed_unix_s, incident.detected_unix_s, incident.freed_unix_s, incident.resumed_unix_s)
+    known = [(name, unix_s) for name, unix_s in zip(names, times, strict=True) if unix_s is not None]
     return [(name, max(0.0, unix_s - known[0][1])) for name, unix_s in known]
 
 
@@ -317,18 +285,15 @@ def _drawn(incident: Incident, unfinished: str) -> str:
     if incident.resumed_unix_s is None:
         bar += '<i class="fsdp-stretch" data-to="open"></i>'
         words += f" → <span>{unfinished}</span>"
-    facts = "".join(f"<div>{escape(fact)}.</div>" for fact in _facts(incident))
-    return (f'<div class="fsdp-incident"><div>{head}</div><div class="fsdp-stretches" aria-hidden="true">{bar}</div>'
-            f'<div class="fsdp-moments">{words}</div><div class="fsdp-soft">{facts}</div></div>')  # fmt: skip
-
-
-def _facts(incident: Incident) -> list[str]:
-    """The source of the recovery, the steps trained again, the ranks, and what differs since."""
-    if incident.resumed_step is None:
-        return []
-    lost = incident.lost_steps
-    at = f" of step {incident.resumed_step:,}" if incident.source == CHECKPOINT else ""
-    again = f"{lost:,} step{'s' * (lost != 1)} trained again" if lost else "no step trained again"
-    before, after = incident.ranks, incident.resumed_ranks
-    ranks = f"{before} ranks" if before == after else f"{before} → {after} ranks"
-    return [f"Resumed from {incident.source}{at} · {again} · {ranks}", *incident.notes]
+    facts: list[str] = []
+    if incident.resumed_step is not None:
+        lost, before, after = incident.lost_steps, incident.ranks, incident.resumed_ranks
+        at = f" of step {incident.resumed_step:,}" if incident.source == CHECKPOINT else ""
+        again = f"{lost:,} step{'s' * (lost != 1)} trained again" if lost else "no step trained again"
+        ranks = f"{before} ranks" if before == after else f"{before} → {after} ranks"
+        facts = [f"Resumed from {incident.source}{at} · {again} · {ranks}", *incident.notes]
+    told = "".join(f"<div>{escape(fact)}.</div>" for fact in facts)
+    return (
+        f'<div class="fsdp-incident"><div>{head}</div><div class="fsdp-stretches" aria-hidden="true">{bar}</div>'
+        f'<div class="fsdp-moments">{words}</div><div class="fsdp-soft">{told}</div></div>'
+    )

@@ -18,9 +18,8 @@ import ipywidgets as widgets
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.dashboard.forms import InputForm, error_text, put, styled
 from fsdp_lab.dashboard.lab_like import LabLike, active_run
-from fsdp_lab.dashboard.live import LiveView
+from fsdp_lab.dashboard.live import LiveView, Scene
 from fsdp_lab.dashboard.panels.holdings import HoldingsPanel
-from fsdp_lab.dashboard.scene import Scene
 from fsdp_lab.runs import SlowMotion, StepMoment
 from fsdp_lab.spec.describe import describe_value, field_title
 from fsdp_lab.spec.spec import Spec
@@ -38,12 +37,8 @@ RUN_STOPPED = "The run was stopped for this and keeps its parameters: Continue, 
 
 
 class SlowMotionBox(InputForm):
-    """The buttons, a message beside them, and the picture. `widget` is displayed; `tick` called often.
-
-    Args:
-        wanted: the Spec that the next step trains; None: what the ranks hold.
-        accept: changes field values of that Spec, to fix a refusal.
-    """
+    """The buttons, a message beside them, and the picture. `wanted` is the Spec that the next step trains, or None: what the
+    ranks hold; `accept` changes field values of it, to fix a refusal."""
 
     css = "fsdp-slow"
 
@@ -66,10 +61,6 @@ class SlowMotionBox(InputForm):
         self._panel: HoldingsPanel | None = None
         self._drawn: StepMoment | None = None
         self._live = LiveView()
-        self._make_widgets()
-        self._show()
-
-    def _make_widgets(self) -> None:
         head = styled(widgets.HTML("<h4>Slow motion</h4>"), "fsdp-slow-head")
         self._next = self.button("Next", "step-forward", "Advance all ranks to the next phase", self.next)
         self._play = self.button("Play", "play", "Advance at this speed", self.play)
@@ -84,13 +75,12 @@ class SlowMotionBox(InputForm):
         bar = [head, self._next, self._play, self._speed, self._stop, self.message, self._apply_fix]
         self._empty = styled(widgets.HTML(EMPTY), "fsdp-slow-empty")
         self.widget = styled(widgets.VBox([styled(widgets.Box(bar), "fsdp-bar"), self._empty]), "fsdp-slow")
+        self._show()
 
     @property
     def parts(self) -> list[widgets.Widget]:
-        """All to be closed; they are not displayed at the same time."""
+        """The widgets that are to be closed; they are not displayed at the same time."""
         return [self.widget, self._empty, self._live]
-
-    # -- what a person does ---------------------------------------------------------------------------------------
 
     def next(self) -> None:
         """Advances one phase, and ends playing."""
@@ -139,8 +129,6 @@ class SlowMotionBox(InputForm):
         self._changed.notify_all()
         self._show()
 
-    # -- the worker -----------------------------------------------------------------------------------------------
-
     def _work(self) -> None:
         while self._wait_until_due():
             try:
@@ -168,7 +156,10 @@ class SlowMotionBox(InputForm):
     def _advance(self) -> None:
         slow, text = self._current(), ""
         if slow is None or slow.closed:
-            slow, text = self._begin()
+            with self._changed:
+                self._busy = "The ranks get ready."
+            text = RUN_STOPPED if active_run(self._lab) is not None else ""
+            slow = self._lab.slow_motion(self._wanted())
         with self._changed:
             self._slow = slow
         moment = next(slow, None)
@@ -176,13 +167,6 @@ class SlowMotionBox(InputForm):
             self._text = text
             if moment is None:
                 self._playing, self._presses = False, 0
-
-    def _begin(self) -> tuple[SlowMotion, str]:
-        """Another step, and a message for it."""
-        with self._changed:
-            self._busy = "The ranks get ready."
-        stopped = active_run(self._lab) is not None
-        return self._lab.slow_motion(self._wanted()), RUN_STOPPED if stopped else ""
 
     def _end(self, slow: SlowMotion) -> None:
         try:
@@ -202,8 +186,6 @@ class SlowMotionBox(InputForm):
     def say(self, text: str, *, wrong: bool = False) -> None:
         with self._changed:
             self._text, self._failed = text, wrong
-
-    # -- what is shown --------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Draws what is new. Never waits for a rank."""
@@ -245,13 +227,11 @@ class SlowMotionBox(InputForm):
         put(self._play, "description", "Pause" if self._playing else "Play")
         put(self._play, "icon", "pause" if self._playing else "play")
         put(self._stop, "disabled", not halted)
-        put(self.message, "value", f'<span class="fsdp-slow-state fsdp-slow-{word}" role="status">{word}</span> '
-                                   f"<span>{escape(self._busy or text)}</span>")  # fmt: skip
+        badge = f'<span class="fsdp-slow-state fsdp-slow-{word}" role="status">{word}</span>'
+        put(self.message, "value", f"{badge} <span>{escape(self._busy or text)}</span>")
         changes = ", ".join(f"{field_title(n)} {describe_value(n, v)}" for n, v in self._fix.items())
         put(self._apply_fix, "description", f"Use {changes}" if changes else "")
         put(self._apply_fix.layout, "display", "" if changes else "none")
-
-    # -- end ------------------------------------------------------------------------------------------------------
 
     def retire(self) -> None:
         self._rest()
@@ -273,7 +253,7 @@ class SlowMotionBox(InputForm):
 
 
 def ended(slow: SlowMotion) -> str:
-    """Why there are no more phases, in a sentence."""
+    """Says why there are no more phases."""
     event = slow.event
     if event is not None and slow.reason in ("the step is over", "closed"):
         return f"Step {event.step:,} is over, its loss was {event.mean_loss:.4f}. Next begins another one."

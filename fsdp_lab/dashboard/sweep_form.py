@@ -1,7 +1,6 @@
 """The form of a comparison: what is combined, which combinations can run, how long they take; then the progress.
 
-Handlers run on the thread that the page's message arrives on, `tick` on the tick thread; one lock orders them. Nothing
-here waits for a rank.
+One lock orders handlers and `tick`; nothing here waits for a rank.
 """
 
 from __future__ import annotations
@@ -33,11 +32,7 @@ MEASURED_STEPS = 9
 
 
 class SweepForm(InputForm):
-    """`toggle` opens and closes it; `widget` is displayed, `tick` called often.
-
-    Args:
-        wanted: the Spec whose fields are combined with the lists.
-    """
+    """`toggle` opens and closes it; `wanted` is the Spec whose fields are combined with the lists."""
 
     css = "fsdp-sweep"
 
@@ -50,16 +45,15 @@ class SweepForm(InputForm):
         self._counted: Spec | None = None  # the Spec that was counted with
         self._started: Sweep | None = None
         self._text = ""
-        self._make_widgets()
-        self._show()
-
-    def _make_widgets(self) -> None:
-        self._chips = {name: [self._chip(name, value) for value in values] for name, values in COMBINED.items()}
+        self._chips: dict[str, list[widgets.ToggleButton]] = {name: [] for name in COMBINED}
+        for name, value in ((name, value) for name, values in COMBINED.items() for value in values):
+            chip = widgets.ToggleButton(description=str(value), tooltip=f"Compare with {field_title(name)} {value}")
+            chip.observe(lambda _: None if self._updating else self._recount(), "value")
+            self._chips[name].append(self.add(styled(chip, "fsdp-chip")))
         rows = [self._row(field_title(name), chips) for name, chips in self._chips.items()]
         self._steps = self.number("steps", STEPS, 1, 100_000, "Of each run")
-        self._rounds = self.number(
-            "rounds", ROUNDS, 1, 100, "Turns of each run, so that drift of the machine affects all alike"
-        )
+        turns = "Turns of each run, so that drift of the machine affects all alike"
+        self._rounds = self.number("rounds", ROUNDS, 1, 100, turns)
         for number in (self._steps, self._rounds):
             styled(number, "fsdp-number").observe(lambda _: self._recount(), "value")
         self._start = self.button("Start comparison", "play", "Train all that can run, in turns", self.start)
@@ -73,24 +67,24 @@ class SweepForm(InputForm):
         self._running = self._row("", [stop, self._progress])
         hidden = widgets.Layout(display=HIDDEN)
         self.widget = styled(widgets.VBox([self._choices, self.message, self._running], layout=hidden), "fsdp-sweep")
-
-    def _chip(self, name: str, value: Any) -> widgets.ToggleButton:
-        chip = widgets.ToggleButton(description=str(value), tooltip=f"Compare with {field_title(name)} {value}")
-        chip.observe(lambda _: None if self._updating else self._recount(), "value")
-        return self.add(styled(chip, "fsdp-chip"))
+        self._show()
 
     def _row(self, name: str, parts: Sequence[widgets.Widget]) -> widgets.Box:
         head = [styled(widgets.HTML(escape(name)), "fsdp-sweep-name")] if name else []
         return styled(widgets.Box([*head, *parts]), "fsdp-sweep-row")
-
-    # -- what a person does -----------------------------------------------------------------------------------------
 
     def toggle(self) -> None:
         """Opens it with what is trained now chosen, or closes it."""
         with self._lock:
             self._open = not self._open
             if self._open:
-                self._choose(self._wanted())
+                self._updating, now = True, self._wanted().flat()
+                try:
+                    for name, chips in self._chips.items():
+                        for value, chip in zip(COMBINED[name], chips, strict=True):
+                            chip.value = value == now[name]
+                finally:
+                    self._updating = False
                 self._text = self._count()
             self._show()
 
@@ -111,8 +105,10 @@ class SweepForm(InputForm):
     def lists(self, base: Spec) -> dict[str, list[Any]]:
         """Field -> values that are chosen; where none is, the base's own."""
         now = base.flat()
-        chosen = {name: [v for v, chip in zip(COMBINED[name], chips, strict=True) if chip.value]
-                  for name, chips in self._chips.items()}  # fmt: skip
+        chosen = {
+            name: [v for v, chip in zip(COMBINED[name], chips, strict=True) if chip.value]
+            for name, chips in self._chips.items()
+        }
         return {name: values or [now[name]] for name, values in chosen.items()}
 
     def attempt(self, action: Callable[[], Any]) -> None:
@@ -122,18 +118,6 @@ class SweepForm(InputForm):
 
     def say(self, text: str, *, wrong: bool = False) -> None:
         self._text = status(text, wrong=wrong)
-
-    def _choose(self, spec: Spec) -> None:
-        self._updating = True
-        try:
-            now = spec.flat()
-            for name, chips in self._chips.items():
-                for value, chip in zip(COMBINED[name], chips, strict=True):
-                    chip.value = value == now[name]
-        finally:
-            self._updating = False
-
-    # -- what is shown ----------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Follows the comparison, and the Spec that is combined."""
@@ -148,7 +132,7 @@ class SweepForm(InputForm):
             self._show()
 
     def _count(self) -> str:
-        """How many combinations there are, how many can run, for how long, and why the others cannot."""
+        """Counts the combinations; says how many can run, for how long, and why the others cannot."""
         base = self._counted = self._wanted()
         combined = list(combine(base, self.lists(base), lambda spec, changes: spec.replace(**changes)))
         refused = [one for one in combined if isinstance(one, Refusal)]
@@ -158,7 +142,11 @@ class SweepForm(InputForm):
         run = active_run(self._lab)
         goes_on = "" if run is None else " The run is suspended meanwhile, and goes on afterwards."
         total = f"<b>{len(combined)} combination{'s' * (len(combined) != 1)}</b>: {valid} can run{cannot}."
-        return f"{total} {self._estimate(valid)}{goes_on}{_reasons(refused, self.lists(base))}"
+        # Each reason once, with the combinations that it applies to.
+        fields = [name for name, values in self.lists(base).items() if len(values) > 1] or ["backend", "sharding"]
+        reasons = labels_by((describe_fields(flat_fields(r.spec), fields), r.reason) for r in refused)
+        why = "".join(f"<br><b>{escape(names)}</b>: {escape(reason)}" for reason, names in reasons.items())
+        return f"{total} {self._estimate(valid)}{goes_on}{why}"
 
     def _estimate(self, runs: int) -> str:
         run = shown_run(self._lab)
@@ -195,20 +183,14 @@ def _progress(sweep: Sweep) -> str:
     if sweep.suspended is not None:
         turn += f" · then the run goes on at step {sweep.suspended.step:,}"
     track = f'<span class="fsdp-progress-track"><i class="fsdp-progress-done" style="width:{share:.1f}%"></i></span>'
-    return (f'<span class="fsdp-progress" role="progressbar" aria-valuenow="{share:.0f}" aria-valuemin="0" '
-            f'aria-valuemax="100" aria-label="Comparison">{track}<span>{p.done_steps:,} of {p.all_steps:,} steps · {left}'
-            f"{escape(turn)}</span></span>")  # fmt: skip
-
-
-def _reasons(refused: Sequence[Refusal], lists: Mapping[str, Sequence[Any]]) -> str:
-    """Each reason once, with the combinations that it applies to."""
-    fields = [name for name, values in lists.items() if len(values) > 1] or ["backend", "sharding"]
-    reasons = labels_by((describe_fields(flat_fields(r.spec), fields), r.reason) for r in refused)
-    return "".join(f"<br><b>{escape(names)}</b>: {escape(reason)}" for reason, names in reasons.items())
+    return (
+        f'<span class="fsdp-progress" role="progressbar" aria-valuenow="{share:.0f}" aria-valuemin="0" '
+        f'aria-valuemax="100" aria-label="Comparison">{track}<span>{p.done_steps:,} of {p.all_steps:,} steps · {left}'
+        f"{escape(turn)}</span></span>"
+    )
 
 
 def _rough(seconds: float) -> str:
-    """A duration, rounded up."""
     if seconds < 90:
         return f"{math.ceil(seconds)} s"
     return f"{math.ceil(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

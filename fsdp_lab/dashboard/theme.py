@@ -1,6 +1,6 @@
 """Colours: one fixed palette for ranks, others for what is stacked inside a rank, and for other runs.
 
-Ranks are hues: six of Okabe and Ito, and two darker ones found by maximising the smallest distance to them under
+Ranks are hues: six of Okabe and Ito, and two darker ones that maximise the smallest distance to them under
 simulated protanopia, deuteranopia and tritanopia. Classes of memory and kinds of communication are lightness ramps of
 one muted hue each, with hatching where lightness is not enough, so that none of them can be mistaken for a rank.
 Other runs (pins) are four muted hues, each in two lightnesses, and always dashed: each hue in its own dashes.
@@ -24,7 +24,7 @@ def rank_color(rank: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Fill:
-    """How one class or kind is filled: a colour for each theme, and a hatch (a Bokeh pattern, " " for none)."""
+    """The fill of one class or kind: a colour for each theme, and a hatch (a Bokeh pattern, " " for none)."""
 
     label: str
     light: str

@@ -11,22 +11,13 @@ from typing import Any
 import numpy as np
 from bokeh.models import BoxZoomTool, ColumnDataSource, HoverTool, Model, Range1d, ResetTool, SaveTool
 from bokeh.models.ui import UIElement
-from bokeh.plotting import figure
 
 from fsdp_lab.base.events import Role
 from fsdp_lab.base.formatting import duration, size
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.panels.axis import FINE, SpanRange, StepAxis, ZeroRange
 from fsdp_lab.dashboard.panels.base import Key, Panel
-from fsdp_lab.dashboard.panels.drawing import (
-    FILLS,
-    ON_DEVICE,
-    class_keys,
-    fill_key,
-    hover,
-    plain_figure,
-    tint,
-)
+from fsdp_lab.dashboard.panels.drawing import FILLS, ON_DEVICE, class_keys, draw_changes, fill_key, hover, plain_figure
 from fsdp_lab.dashboard.panels.memory import LIMIT_REACH
 from fsdp_lab.dashboard.panels.timeline import TimelinePanel
 from fsdp_lab.runs.comparison import Comparison, Row, ratio_words
@@ -113,20 +104,22 @@ def curves(courses: Sequence[Course], note: str) -> list[Chart]:
         return []
     end = max(c.steps[-1].number for c in courses)
     x_range = Range1d(start=min(c.steps[0].number for c in courses), end=max(end, 1))
-    kinds: tuple[tuple[str, str, str, Callable[[Step], float], bool], ...] = (
+    kinds: tuple[Kind, ...] = (
         ("loss", "Loss", "loss, mean of all ranks", lambda s: s.mean_loss, False),
         ("time", "Step time", "ms, slowest rank", lambda s: 1e3 * s.step_time_s, True),
         ("throughput", "Throughput", "tokens/s, all ranks", lambda s: s.tokens_per_s, True),
         ("tflops", "TFLOPS", "TFLOPS a rank, mean", lambda s: statistics.fmean(e.tflops for e in s.events), True),
     )
-    return [_curve(*kind, courses, x_range, note) for kind in kinds]
+    return [_curve(kind, courses, x_range, note) for kind in kinds]
 
 
-def _curve(
-    name: str, title: str, y_label: str, value: Callable[[Step], float], timed: bool, courses: Sequence[Course],
-    x_range: Range1d, note: str,
-) -> Chart:  # fmt: skip
-    """A `timed` measure leaves out the steps that medians leave out, and its axis begins at zero."""
+# The name and the title of a picture, the label of its y axis, and the value of a step. A timed measure leaves out the steps
+# that medians leave out, and its axis begins at zero.
+Kind = tuple[str, str, str, Callable[[Step], float], bool]
+
+
+def _curve(kind: Kind, courses: Sequence[Course], x_range: Range1d, note: str) -> Chart:
+    name, title, y_label, value, timed = kind
     series = [_points(c, value, timed) for c in courses]
     every = np.array([y for _, ys, _ in series for y in ys] or [math.nan])
     start, end = (0.0, ZeroRange(steps=FINE, headroom=1.06).cover(every)) if timed else SpanRange().cover(every)
@@ -134,29 +127,36 @@ def _curve(
     fig.height = CURVE_PX
     fig.xaxis.axis_label = "optimizer step"
     fig.xgrid.visible = False
-    _tools(fig)
-    lines = [
-        fig.line("step", "value", source=ColumnDataSource({"step": xs, "value": ys}), name=f"{c.row.label} {c.row.name}",
-                 line_color=c.color, line_width=6 if c.band else 2, line_alpha=0.55 if c.band else 1.0,
-                 line_dash="solid" if c.band else DASHES[c.dash])
-        for c, (xs, ys, _) in sorted(zip(courses, series, strict=True), key=lambda drawn: not drawn[0].band)
-    ]  # fmt: skip
+    fig.add_tools(BoxZoomTool(), ResetTool(), SaveTool())  # visible while the pointer is over the figure
+    fig.toolbar_location, fig.toolbar_inner = "above", True
+    fig.toolbar.autohide, fig.toolbar.logo = True, None
+    lines = []
+    for c, (xs, ys, _) in sorted(zip(courses, series, strict=True), key=lambda drawn: not drawn[0].band):
+        source, named = ColumnDataSource({"step": xs, "value": ys}), f"{c.row.label} {c.row.name}"
+        look: dict[str, Any] = {"line_width": 2, "line_dash": DASHES[c.dash]}
+        if c.band:
+            look = {"line_width": 6, "line_alpha": 0.55}
+        lines.append(fig.line("step", "value", source=source, name=named, line_color=c.color, **look))
     hover(fig, lines, [("run", "$name"), ("step", "@step"), (title, "@value{0,0.0000}")])
-    _mark_switches(fig, courses)
-    strides = sorted({stride for _, _, stride in series if stride > 1})
-    notes = [
-        "Without first steps after a change and ledger steps." if timed else "",
-        f"Of long runs a point is the median of {' or '.join(map(str, strides))} steps." if strides else "",
-        note,
+    switches = [(step, f"{c.row.label} from step {step} on: {what}") for c in courses for step, what in c.switches]
+    if switches:
+        changes = ColumnDataSource({"step": [step for step, _ in switches], "what": [what for _, what in switches]})
+        fig.add_tools(HoverTool(renderers=[draw_changes(fig, changes, "step")], tooltips="@what"))
+    keys = [
+        Key(label=f"{c.row.label} {c.row.name}", color=c.color, hatch="band" if c.band else HATCHES[c.dash])
+        for c in courses
     ]
+    strides = sorted({stride for _, _, stride in series if stride > 1})
+    left_out = "Without first steps after a change and ledger steps." if timed else ""
+    thinned = f"Of long runs a point is the median of {' or '.join(map(str, strides))} steps." if strides else ""
     last = ", ".join(f"{c.row.label} {ys[-1]:.4g}" for c, (_, ys, _) in zip(courses, series, strict=True) if ys)
     return Chart(
         name=name,
         title=title,
         root=fig,
         described=f"{title} ({y_label}) over optimizer steps, a curve for each run. Last values: {last}.",
-        legend=run_keys(courses),
-        note=" ".join(filter(None, notes)),
+        legend=keys,
+        note=" ".join(filter(None, [left_out, thinned, note])),
     )
 
 
@@ -168,31 +168,6 @@ def _points(c: Course, value: Callable[[Step], float], timed: bool) -> tuple[lis
     return [g[-1].number for g in groups], [statistics.median(map(value, g)) for g in groups], stride
 
 
-def _mark_switches(fig: figure, courses: Sequence[Course]) -> None:
-    rows = [(step, f"{c.row.label} from step {step} on: {what}") for c in courses for step, what in c.switches]
-    if not rows:
-        return
-    source = ColumnDataSource({"step": [step for step, _ in rows], "what": [what for _, what in rows]})
-    lines = fig.vspan(x="step", source=source, line_width=1, line_dash="4 3")
-    tint(lines.glyph, line_color="ink.marker")
-    fig.add_tools(HoverTool(renderers=[lines], tooltips="@what"))
-
-
-def _tools(fig: figure) -> None:
-    """Adds tools to zoom, to reset and to save the picture, visible while the pointer is over the figure."""
-    fig.add_tools(BoxZoomTool(), ResetTool(), SaveTool())
-    fig.toolbar_location, fig.toolbar_inner = "above", True
-    fig.toolbar.autohide, fig.toolbar.logo = True, None
-
-
-def run_keys(courses: Sequence[Course]) -> tuple[Key, ...]:
-    return tuple(
-        Key(label=f"{c.row.label} {c.row.name}", color=c.color,
-            hatch="band" if c.band else HATCHES[c.dash])
-        for c in courses
-    )  # fmt: skip
-
-
 # -- bars --------------------------------------------------------------------------------------------------------------
 
 
@@ -200,7 +175,8 @@ def bars(compared: Comparison, note: str) -> list[Chart]:
     """Ratios to the baseline, memory by class and communication, each if it was measured."""
     rows = [row for row in compared.rows if row.figures.steps]
     times = {row.label: row.time_ratio for row in rows if row.time_ratio}
-    memories = {row.label: _exact(row.memory_ratio) for row in rows if row.memory_ratio is not None}
+    exact = {row.label: row.memory_ratio for row in rows if row.memory_ratio is not None}
+    memories = {n: Ratio(median=r, p10=None, p90=None, n=1, pairing=Pairing.MEDIANS) for n, r in exact.items()}
     charts = [
         _ratios("time_ratio", "Step time", compared, times, note),
         _ratios("memory_ratio", "Peak memory", compared, memories, note),
@@ -218,17 +194,13 @@ def _bars(name: str, title: str, shown: Sequence[Bar], *, headroom: float, readi
     return Chart(name=name, title=title, bars=tuple(shown), most=most, reading=reading, described=described, **more)
 
 
-def _exact(value: float) -> Ratio:
-    """A ratio without spread."""
-    return Ratio(median=value, p10=None, p90=None, n=1, pairing=Pairing.MEDIANS)
-
-
 def _ratios(name: str, title: str, compared: Comparison, ratios: Mapping[str, Ratio], note: str) -> Chart:
-    shown = [
-        Bar(row=row, text=ratio_words(r), parts=[(r.median, Key(label=row.name, color=theme.rank_color(i)))],
-            whisker=(r.p10, r.p90) if r.p10 is not None and r.p90 is not None else None)
-        for i, row in enumerate(compared.rows) if (r := ratios.get(row.label))
-    ]  # fmt: skip
+    shown = []
+    for i, row in enumerate(compared.rows):
+        if r := ratios.get(row.label):
+            part = (r.median, Key(label=row.name, color=theme.rank_color(i)))
+            whisker = (r.p10, r.p90) if r.p10 is not None and r.p90 is not None else None
+            shown.append(Bar(row=row, text=ratio_words(r), parts=[part], whisker=whisker))
     legend = [Key(label=f"{compared.baseline}", token="ink.marker", hatch="dashes")]
     legend += [Key(label="p10 to p90", token="ink.peak", hatch="line")] if any(bar.whisker for bar in shown) else []
     title = f"{title} relative to {compared.baseline}"
@@ -269,16 +241,15 @@ def _communication(rows: Sequence[Row], note: str) -> Chart:
 
 def _parts(lengths: Mapping[str, float], text: Callable[[float], str]) -> list[tuple[float, Key]]:
     """Token -> length as the parts of a bar."""
-    return [
-        (length, fill_key(token, f"{FILLS[token].label} {text(length)}")) for token, length in lengths.items() if length
-    ]
+    whole = [(token, length) for token, length in lengths.items() if length]
+    return [(length, fill_key(token, f"{FILLS[token].label} {text(length)}")) for token, length in whole]
 
 
 # -- timelines ---------------------------------------------------------------------------------------------------------
 
 
 def timeline(place: int, row: Row, run: RunView, note: str) -> Chart | None:
-    """What every rank did in the newest traced step; None if there is none."""
+    """Draws what every rank did in the newest traced step; None if there is none."""
     step = run.events.newest_traced()
     if step is None:
         return None

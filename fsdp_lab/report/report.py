@@ -18,13 +18,14 @@ from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.files import check_file, write_whole
 from fsdp_lab.base.formatting import duration
 from fsdp_lab.dashboard import theme
-from fsdp_lab.report.charts import Chart, Course, bars, curves, timeline
+from fsdp_lab.report.charts import Course, bars, curves, timeline
 from fsdp_lab.runs.comparison import Comparison, Refusal, finite, split_spread
 from fsdp_lab.runs.recommendation import Recommendation, recommend
 from fsdp_lab.runs.view import RunView, Switch
 from fsdp_lab.spec.describe import describe_changes, describe_value
 from fsdp_lab.spec.loops import Trained
 
+FOLDER = Path(__file__).parent
 SUFFIXES = (".html", ".htm")
 BOKEH_JS = Path(bokeh.__file__).parent / "server/static/js/bokeh.min.js"  # 1.3 MB, most of a report
 MOST_TIMELINES = 12
@@ -57,88 +58,54 @@ def write_report(
     if not runs:
         raise ArgumentError("runs", "there are none", "give a report one run or more")
     compared = Comparison.of(runs, baseline=baseline, names=names)
-    text = render(compared, runs, recommend(compared, limit_bytes), title or _title(compared), time.time())
-    return write_whole(file, text.encode())
+    return write_whole(file, render(compared, runs, recommend(compared, limit_bytes), title).encode())
 
 
-def render(
-    compared: Comparison,
-    runs: Sequence[RunView | Refusal],
-    recommended: Recommendation,
-    title: str,
-    written_unix_s: float,
-) -> str:
-    """The file's content."""
+def render(compared: Comparison, runs: Sequence[RunView | Refusal], recommended: Recommendation, title: str) -> str:
+    """The file's content; its template is page.html.jinja."""
+    written_unix_s = time.time()
+    models = dict.fromkeys(describe_value("model", row.flat["model"]) for row in compared.rows)
+    title = title or f"fsdp_lab: {', '.join(models)}, {len(compared)} run{'s' if len(compared) != 1 else ''}"
     note = " ".join(compared.fidelity())
-    places = enumerate(zip(compared.rows, runs, strict=True))
-    measured = [(i, row, run) for i, (row, run) in places if not isinstance(run, Refusal)]
+    entries = list(zip(compared.rows, runs, strict=True))
+    measured = [(i, row, run) for i, (row, run) in enumerate(entries) if not isinstance(run, Refusal)]
     charts = [*curves([Course.of(i, row, run) for i, row, run in measured], note), *bars(compared, note)]
     timelines = [chart for i, row, run in measured if (chart := timeline(i, row, run, note))][:MOST_TIMELINES]
-    data = {
-        "fsdp-lab-records": {
-            "title": title,
-            "written_unix_s": written_unix_s,
-            "version": __version__,
-            "baseline": compared.baseline,
-            "records": compared.records(),
-            "fastest": recommended.fastest,
-            "smallest": recommended.smallest,
-            "sentences": list(recommended.lines()),
-        },
-        "fsdp-lab-theme": theme.tokens(),
-        "fsdp-lab-plots": _document([*charts, *timelines]),
-    }
-    return page(title, compared, runs, recommended, written_unix_s, charts=charts, timelines=timelines,
-                bokeh_js=BOKEH_JS.read_text(encoding="utf-8"), data=data)  # fmt: skip
 
-
-def _document(charts: Sequence[Chart]) -> dict[str, Any]:
-    """The charts as one Bokeh document, so that their axes of steps move together."""
-    drawn = {chart.name: chart.root for chart in charts if chart.root is not None}
-    document = Document()
+    drawn = {chart.name: chart.root for chart in (*charts, *timelines) if chart.root is not None}
+    document = Document()  # one, so that the axes of steps move together
     with document.models.freeze():  # otherwise each root makes it collect all models again
         for root in drawn.values():
             document.add_root(root)
-    return {"document": document.to_json(deferred=False), "roots": {name: root.id for name, root in drawn.items()}}
+    plots = {"document": document.to_json(deferred=False), "roots": {name: root.id for name, root in drawn.items()}}
 
+    environments: dict[str, tuple[Mapping[str, Any], list[str]]] = {}  # each once, with the labels of its runs
+    for _, row, run in measured:
+        if run.environment:
+            same = json.dumps(run.environment, sort_keys=True, default=str)
+            environments.setdefault(same, (run.environment, []))[1].append(row.label)
 
-def _title(compared: Comparison) -> str:
-    models = dict.fromkeys(describe_value("model", row.flat["model"]) for row in compared.rows)
-    return f"fsdp_lab: {', '.join(models)}, {len(compared)} run{'s' if len(compared) != 1 else ''}"
-
-
-# -- the page: its template is page.html.jinja -----------------------------------------------------------------------
-
-
-FOLDER = Path(__file__).parent
-
-
-def page(
-    title: str,
-    compared: Comparison,
-    runs: Sequence[RunView | Refusal],
-    recommended: Recommendation,
-    written_unix_s: float,
-    *,
-    charts: Sequence[Chart],
-    timelines: Sequence[Chart],
-    bokeh_js: str,
-    data: Mapping[str, Any],
-) -> str:
-    """The content of the file. `data`: id of a script element -> the value embedded in it as JSON."""
-    environment = Environment(loader=FileSystemLoader(FOLDER), undefined=StrictUndefined, autoescape=True,
-                              trim_blocks=True, lstrip_blocks=True)  # fmt: skip
-    environment.filters.update(
-        spread=split_spread, color=theme.rank_color, field=_field, change=_change,
-        duration=duration, spec_json=_spec_json, leaves=_leaves, embedded=embedded,
-    )  # fmt: skip
-    return environment.get_template("page.html.jinja").render(
+    records = {
+        "title": title,
+        "written_unix_s": written_unix_s,
+        "version": __version__,
+        "baseline": compared.baseline,
+        "records": compared.records(),
+        "fastest": recommended.fastest,
+        "smallest": recommended.smallest,
+        "sentences": list(recommended.lines()),
+    }
+    blocks: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True}
+    jinja = Environment(loader=FileSystemLoader(FOLDER), undefined=StrictUndefined, autoescape=True, **blocks)
+    jinja.filters.update(spread=split_spread, color=theme.rank_color, duration=duration, embedded=embedded)
+    jinja.filters.update(field=_field, change=_change, spec_json=_spec_json, leaves=_leaves)
+    return jinja.get_template("page.html.jinja").render(
         title=title,
         compared=compared,
         places={row.label: i for i, row in enumerate(compared.rows)},
-        entries=list(zip(compared.rows, runs, strict=True)),
+        entries=entries,
         different=[f"{label} ({compared[label].name}) is {why}" for label, why in compared.differences.items()],
-        environments=_environments(compared, runs),
+        environments=list(environments.values()),
         recommended=recommended,
         charts=charts,
         timelines=timelines,
@@ -146,8 +113,9 @@ def page(
         version=__version__,
         css=(FOLDER / "page.css").read_text(encoding="utf-8"),
         js=(FOLDER / "page.js").read_text(encoding="utf-8"),
-        bokeh_js=bokeh_js,
-        data=data,
+        bokeh_js=BOKEH_JS.read_text(encoding="utf-8"),
+        # Id of a script element -> the value embedded in it as JSON.
+        data={"fsdp-lab-records": records, "fsdp-lab-theme": theme.tokens(), "fsdp-lab-plots": plots},
     )
 
 
@@ -169,21 +137,9 @@ def _spec_json(spec: Trained | Mapping[str, Any]) -> str:
 
 
 def _change(switch: Switch) -> str:
-    return (
-        describe_changes(switch.before.difference(switch.after)) or "resumed after a failure"
-        if switch.before
-        else "began"
-    )
-
-
-def _environments(compared: Comparison, runs: Sequence[RunView | Refusal]) -> list[tuple[Mapping[str, Any], list[str]]]:
-    """Each environment once, with the labels of its runs."""
-    labels: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
-    for row, run in zip(compared.rows, runs, strict=True):
-        if not isinstance(run, Refusal) and run.environment:
-            same = json.dumps(run.environment, sort_keys=True, default=str)
-            labels.setdefault(same, (run.environment, []))[1].append(row.label)
-    return list(labels.values())
+    if not switch.before:
+        return "began"
+    return describe_changes(switch.before.difference(switch.after)) or "resumed after a failure"
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from fsdp_lab.dashboard import live
-from fsdp_lab.dashboard.live import LiveView
+from fsdp_lab.dashboard.live import LiveView, Scene
 from fsdp_lab.dashboard.panels import StepAxis
-from fsdp_lab.dashboard.scene import Scene
 from tests.dashboard.conftest import FEW
 from tests.dashboard.test_panels import steps
 

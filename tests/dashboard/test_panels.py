@@ -19,11 +19,9 @@ from fsdp_lab.base.generation import Completion
 from fsdp_lab.dashboard.panels import PANELS, StepAxis
 from fsdp_lab.dashboard.panels.base import Prediction
 from fsdp_lab.dashboard.panels.communication import CommunicationPanel
-from fsdp_lab.dashboard.panels.completions import CompletionsPanel
-from fsdp_lab.dashboard.panels.curves import LossPanel, StepsPanel, TflopsPanel, ThroughputPanel
+from fsdp_lab.dashboard.panels.curves import CompletionsPanel, LossPanel, StepsPanel, TflopsPanel, ThroughputPanel
 from fsdp_lab.dashboard.panels.drawing import ON_DEVICE
-from fsdp_lab.dashboard.panels.ledger import LedgerPanel
-from fsdp_lab.dashboard.panels.memory import MemoryPanel
+from fsdp_lab.dashboard.panels.memory import LedgerPanel, MemoryPanel
 from fsdp_lab.runs.steps import Assembler, Step
 from fsdp_lab.spec.spec import Spec
 from tests.dashboard.fake_lab import event, on_host

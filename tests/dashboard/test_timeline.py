@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from fsdp_lab.base.events import Span, Track, Traffic
-from fsdp_lab.dashboard.live import LiveView
+from fsdp_lab.dashboard.live import LiveView, Scene
 from fsdp_lab.dashboard.panels import StepAxis, timeline as module
 from fsdp_lab.dashboard.panels.timeline import TimelinePanel
-from fsdp_lab.dashboard.scene import Scene
 from fsdp_lab.runs.steps import TRACED_STEPS, Assembler, Step
 from tests.lab.events import event
 from tests.lab.test_timeline import off, told

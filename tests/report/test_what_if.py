@@ -13,7 +13,7 @@ from fsdp_lab.planner.devices import DEVICES
 from fsdp_lab.planner.questions import Target
 from fsdp_lab.report import WhatIf
 from fsdp_lab.report.what_if import widget
-from fsdp_lab.report.what_if.question import CUSTOM, CUSTOM_ONLY, FIELDS, Answer, Question
+from fsdp_lab.report.what_if.widget import CUSTOM, CUSTOM_ONLY, FIELDS, Answer, Question
 from fsdp_lab.spec.spec import Spec, Strategy
 
 GIB = 1 << 30

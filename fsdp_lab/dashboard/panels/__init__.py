@@ -7,10 +7,8 @@ from collections.abc import Callable
 from fsdp_lab.dashboard.panels.axis import StepAxis
 from fsdp_lab.dashboard.panels.base import Captions, Key, Panel, Pinnable
 from fsdp_lab.dashboard.panels.communication import CommunicationPanel
-from fsdp_lab.dashboard.panels.completions import CompletionsPanel
-from fsdp_lab.dashboard.panels.curves import LossPanel, StepsPanel, TflopsPanel, ThroughputPanel
-from fsdp_lab.dashboard.panels.ledger import LedgerPanel
-from fsdp_lab.dashboard.panels.memory import MemoryPanel
+from fsdp_lab.dashboard.panels.curves import CompletionsPanel, LossPanel, StepsPanel, TflopsPanel, ThroughputPanel
+from fsdp_lab.dashboard.panels.memory import LedgerPanel, MemoryPanel
 from fsdp_lab.dashboard.panels.timeline import TimelinePanel
 
 __all__ = ["PANELS", "Captions", "Key", "Panel", "Pinnable", "StepAxis"]

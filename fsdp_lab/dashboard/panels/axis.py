@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from bokeh.plotting import figure
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns, Numbers
 from fsdp_lab.dashboard.panels.base import Key, Patches
-from fsdp_lab.dashboard.panels.drawing import plain_figure, tint, twin
+from fsdp_lab.dashboard.panels.drawing import draw_changes, draw_line, plain_figure, tint, twin, write_labels
 from fsdp_lab.runs.steps import Step
 
 SMOOTH_STEPS = 9  # ordinary steps in a card's moving median
@@ -28,9 +29,6 @@ FINE = tuple(1.0 + 0.1 * i for i in range(40)) + tuple(5.0 + 0.25 * i for i in r
 
 # A row of a curve: rates and exposed communication smoothed, peaks in MiB by rank.
 CURVE = ("step", "loss", "tokens_per_s", "tflops", "exposed_ms", *(f"peak_{i}" for i in range(theme.MOST_LINES)))
-
-
-# -- ranges --------------------------------------------------------------------------------------------------------
 
 
 def round_up(value: float, steps: Sequence[float] = ROUND) -> float:
@@ -61,17 +59,9 @@ class ZeroRange:
     start = 0.0
 
     def __init__(
-        self,
-        *,
-        slack: float = 0.45,
-        headroom: float = 1.12,
-        steps: Sequence[float] = ROUND,
-        patience: int = 0,
+        self, *, slack: float = 0.45, headroom: float = 1.12, steps: Sequence[float] = ROUND, patience: int = 0
     ) -> None:
-        self.slack = slack
-        self.steps = steps
-        self.headroom = headroom
-        self.patience = patience
+        self.slack, self.headroom, self.steps, self.patience = slack, headroom, steps, patience
         self.end = 1.0
         self._fresh = True
         self._shorter: list[float] = []  # ends that would have sufficed since the range was last filled
@@ -84,16 +74,11 @@ class ZeroRange:
         wanted = round_up(float(finite.max()) * self.headroom, self.steps)
         fits_shorter = self.patience and wanted < 0.9 * self.end
         self._shorter = [*self._shorter, wanted] if fits_shorter else []
-        if self._fresh or wanted > self.end or wanted < self.slack * self.end:
-            self._set(wanted)
-        elif fits_shorter and len(self._shorter) >= self.patience:
-            self._set(max(self._shorter))
+        fill = self._fresh or wanted > self.end or wanted < self.slack * self.end
+        if fill or (fits_shorter and len(self._shorter) >= self.patience):
+            self.end = wanted if fill else max(self._shorter)
+            self._fresh, self._shorter = False, []
         return self.end
-
-    def _set(self, end: float) -> None:
-        self.end = end
-        self._fresh = False
-        self._shorter = []
 
 
 class SpanRange:
@@ -130,9 +115,6 @@ class SpanRange:
         self.end = math.ceil(end / step) * step
 
 
-# -- the axis of steps ---------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Overlay:
     """The curve of another run with its label; its rows have the columns of `CURVE`."""
@@ -161,25 +143,21 @@ class Overlays:
     def draw(self, fig: figure, column: str, *, name: str = "", seam: bool = False, **on: Any) -> None:
         """Adds a line for each place; with a seam below it where the background may be as dark as the line."""
         for place, source in enumerate(self._sources):
+            looks: list[tuple[str, str, dict[str, Any]]] = []
             if seam:
-                under = f"{name or fig.name}.seam.{place}"
-                gap = fig.line(
-                    "step", column, source=source, line_width=4, line_alpha=0.75, visible=False, name=under, **on
-                )
-                tint(gap.glyph, line_color="ink.gap")
-                self._lines.append((place, under))
-            named = f"{name or fig.name}.overlay.{place}"
-            line = fig.line("step", column, source=source, line_width=1.5, line_dash=theme.PIN_DASHES[place],
-                            line_color=theme.PINS[str(place)].light, visible=False, name=named, **on)  # fmt: skip
-            tint(line.glyph, line_color=f"pin.{place}")
-            self._lines.append((place, named))
+                looks.append(("seam", "ink.gap", {"line_width": 4, "line_alpha": 0.75}))
+            dashes = {"line_dash": theme.PIN_DASHES[place], "line_color": theme.PINS[str(place)].light}
+            looks.append(("overlay", f"pin.{place}", {"line_width": 1.5, **dashes}))
+            for kind, token, look in looks:
+                named = f"{name or fig.name}.{kind}.{place}"
+                draw_line(fig, source, column, token, visible=False, name=named, **look, **on)
+                self._lines.append((place, named))
 
     def show(self, overlays: Mapping[int, Overlay]) -> bool:
         """Shows these curves and no others; returns whether that changes anything."""
         before, self._shown = self._shown, dict(overlays)
         for place, table in enumerate(self.tables):
-            now = overlays.get(place)
-            if now is not before.get(place):
+            if (now := overlays.get(place)) is not before.get(place):
                 table.replace(now.rows.tolist() if now is not None else [])
         return before != self._shown
 
@@ -194,7 +172,7 @@ class Overlays:
 
 
 class StepAxis:
-    """What the time plots of one dashboard share: the axis of steps, markers at changes, and curves of other runs."""
+    """The time plots of one dashboard share this: the axis of steps, markers at changes, curves of other runs."""
 
     def __init__(self) -> None:
         self.language = True  # whether it is a language model, whose loss is in nats per token and has a perplexity
@@ -206,7 +184,7 @@ class StepAxis:
         self.overlays = Overlays()
         self._step = 0
         self._marks: list[tuple[int, str, str]] = []  # step, label, tooltip
-        self._written: list[tuple[int, str, str]] = []
+        self._written: list[tuple[float, str, str]] = []
 
     @property
     def sources(self) -> Sequence[Columns]:
@@ -219,13 +197,10 @@ class StepAxis:
     def other_keys(self, what: str = "") -> tuple[Key, ...]:
         """Legend entries of other runs' curves; `what` says of what the curves are."""
         suffix = f", {what}" if what else ""
-        return tuple(
-            Key(label=f"{label}{suffix}", token=f"pin.{place}", hatch="dashes")
-            for place, label in self.overlays.labels.items()
-        )
+        labels = self.overlays.labels.items()
+        return tuple(Key(label=f"{label}{suffix}", token=f"pin.{i}", hatch="dashes") for i, label in labels)
 
     def follow(self, steps: Sequence[Step]) -> None:
-        """Moves the window of steps."""
         if steps:
             self._step = steps[-1].number
             self._write_markers()
@@ -236,12 +211,11 @@ class StepAxis:
         self._write_markers()
 
     def _write_markers(self) -> None:
-        """Of markers too close together only the last is labelled."""
+        """Writes the markers; of those too close together only the last is labelled."""
         start, end = step_window(self._step)
         room = LABEL_ROOM * (end - start)
-        nexts = [*(step for step, _, _ in self._marks), math.inf][1:]
-        drawn = [(step, label if next_ - step > room else "", detail)
-                 for (step, label, detail), next_ in zip(self._marks, nexts, strict=True)]  # fmt: skip
+        pairs = pairwise([*self._marks, (math.inf, "", "")])
+        drawn = [(step, label if after - step > room else "", detail) for (step, label, detail), (after, *_) in pairs]
         if drawn != self._written:
             self._written = drawn
             texts = {"label": [label for _, label, _ in drawn], "detail": [detail for _, _, detail in drawn]}
@@ -253,25 +227,22 @@ class StepAxis:
 
     def plot(self, name: str, y_label: str, *, y_start: float = 0.0, y_end: float = 1.0) -> figure:
         """An empty time plot whose y range is called `<name>.y`."""
-        fig = plain_figure(
-            name, y_label, x_range=self.x_range, y_range=Range1d(start=y_start, end=y_end, name=f"{name}.y")
-        )
+        y_range = Range1d(start=y_start, end=y_end, name=f"{name}.y")
+        fig = plain_figure(name, y_label, x_range=self.x_range, y_range=y_range)
         fig.xaxis.axis_label = "optimizer step"
         fig.xaxis.ticker = AdaptiveTicker(mantissas=[1, 2, 5], min_interval=1, desired_num_ticks=6)
         fig.xgrid.visible = False
         # The wheel zooms with Shift alone: a notebook must scroll past the plots.
         fig.add_tools(PanTool(dimensions="width"), WheelZoomTool(dimensions="width", modifiers={"shift": True}))
-        lines = fig.vspan(x="step", source=self.marker_source, line_width=1, line_dash="4 3", line_color="#6B7280")
-        tint(lines.glyph, line_color="ink.marker")
+        lines = draw_changes(fig, self.marker_source, "step")
         fig.add_tools(HoverTool(renderers=[lines], tooltips="@detail", name=f"{name}.marker_hover"))
         return fig
 
     def label_markers(self, fig: figure) -> None:
         """Writes the change along each marker, from the top down. Called last, so that it is drawn over the data."""
         fig.extra_y_ranges = {**fig.extra_y_ranges, "marker": Range1d(start=0, end=1)}
-        labels = fig.text(
-            x="step", y=0.99, text="label", y_range_name="marker", source=self.marker_source, angle=math.pi / 2,
-            text_align="right", text_baseline="top", x_offset=3, text_font_size="10px",
-        )  # fmt: skip
-        labels.glyph.background_fill_alpha = 0.6
-        tint(labels.glyph, text_color="ink.mean", background_fill_color="ink.gap")
+        look: dict[str, Any] = {"angle": math.pi / 2, "text_align": "right", "text_baseline": "top", "x_offset": 3}
+        place: dict[str, Any] = {"x": "step", "y": 0.99, "y_range_name": "marker"}
+        labels = write_labels(fig, self.marker_source, "ink.mean", size_px=10, **place, **look)
+        labels.background_fill_alpha = 0.6
+        tint(labels, background_fill_color="ink.gap")

@@ -1,7 +1,6 @@
-"""What a panel is: a picture of a run with its captions, which knows events and nothing of clusters or widgets.
+"""A panel is a picture of a run with its captions, which knows events and nothing of clusters or widgets.
 
-`Panel.update` writes rows into its `sources`, whose Bokeh twins its `root` draws. The live view sends the rows to a
-browser.
+`Panel.update` writes rows into its `sources`, whose Bokeh twins its `root` draws; the live view sends them to a browser.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class Captions:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What is predicted for one rank under a Spec. The step time is None where this machine is not calibrated."""
+    """A prediction for one rank under a Spec. The step time is None where this machine is not calibrated."""
 
     spec_id: str
     at_peak: RoleBytes
@@ -100,9 +99,8 @@ class Prediction:
 
 def with_prediction(reading: str, predicted: str, measured: str | None) -> str:
     """The reading, a prediction, and the measurement of the same Spec if there is one."""
-    outcome = f"predicted {predicted}" + (
-        f", measured {measured}" if measured is not None else " with the chosen settings"
-    )
+    measurement = f", measured {measured}" if measured is not None else " with the chosen settings"
+    outcome = f"predicted {predicted}{measurement}"
     return f"{reading}; {outcome}" if reading else outcome
 
 
@@ -125,6 +123,9 @@ class BaseCard:
     def captions(self) -> Captions:
         return self._captions
 
+    def press(self, word: str, about: str) -> None:
+        """Tells that a cell was pressed. May be called from any thread; it only records the request."""
+
 
 class Panel(BaseCard, ABC):
     """A card that shows a run."""
@@ -139,14 +140,6 @@ class Panel(BaseCard, ABC):
 
     def cover(self) -> None:
         """Fits the ranges again, after the curves of other runs have changed."""
-
-
-@runtime_checkable
-class Pressable(Protocol):
-    """A card with cells that can be pressed."""
-
-    def press(self, word: str, about: str) -> None:
-        """May be called from any thread; it only records the request."""
 
 
 @runtime_checkable

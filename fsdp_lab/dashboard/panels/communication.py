@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 from bokeh.layouts import row
@@ -23,6 +24,7 @@ from fsdp_lab.dashboard.panels.drawing import (
     LINE_PX,
     MOST_NAMED,
     RanksByHost,
+    draw_line,
     fill_key,
     hover,
     hover_bars,
@@ -31,6 +33,7 @@ from fsdp_lab.dashboard.panels.drawing import (
     sign_bars,
     tint,
     twin,
+    write_labels,
 )
 from fsdp_lab.runs.steps import Step
 from fsdp_lab.spec.link import format_rate
@@ -61,9 +64,8 @@ class CommunicationPanel(Panel):
         self._now = Columns("communication.now", now, texts=["label", "color", "place"], limit=world_size)
         self._ranks = RanksByHost("communication.now", world_size)
         # Shard groups of hybrid sharding, on the right of the bars.
-        self._groups = Columns(
-            "communication.groups", ["x", "text_x", "y", "height"], texts=["label"], limit=world_size
-        )
+        place = ["x", "text_x", "y", "height"]
+        self._groups = Columns("communication.groups", place, texts=["label"], limit=world_size)
         self._over = Columns("communication.steps", ["step", *KINDS, "exposed", "total", "step_ms"], limit=STEP_LIMIT)
         self._now_range, self._over_range = ZeroRange(headroom=1.5, slack=0.5), ZeroRange()
         self._recent: deque[Step] = deque(maxlen=RECENT_STEPS)
@@ -82,19 +84,14 @@ class CommunicationPanel(Panel):
         paint_stack(bars, TOKENS)
         if few:
             sign_bars(fig, source, y="rank", end="total")
-        self._draw_groups(fig)
+        groups = twin(self._groups)
+        look: dict[str, Any] = {"width": 5, "width_units": "screen", "height": "height", "line_alpha": 0}
+        tint(fig.rect(x="x", y="y", source=groups, **look).glyph, fill_color="ink.mean")
+        write_labels(fig, groups, "ink.peak", x="text_x", y="y", text_align="right", text_baseline="middle")
         rows = [(theme.COMMUNICATION[k].label, f"@{k}{{0,0.00}} ms, @{k}_mb{{0,0.00}} MB") for k in KINDS]
         rows = [("rank", "@place"), *rows, ("exposed", "@exposed{0,0.00} ms")]
         hover_bars(fig, source, rows, right="total", y="rank", height=0.9)
         return fig
-
-    def _draw_groups(self, fig: figure) -> None:
-        source = twin(self._groups)
-        bar = fig.rect(x="x", y="y", width=5, width_units="screen", height="height", line_alpha=0, source=source)
-        tint(bar.glyph, fill_color="ink.mean")
-        text = fig.text(x="text_x", y="y", text="label", text_align="right", text_baseline="middle",
-                        text_font_size="11px", source=source)  # fmt: skip
-        tint(text.glyph, text_color="ink.peak")
 
     def _draw_over(self, frame: StepAxis) -> figure:
         fig = frame.plot("communication.over", "ms per step, mean of ranks")
@@ -102,7 +99,7 @@ class CommunicationPanel(Panel):
         paint_stack(fig.varea_stack(list(KINDS), x="step", source=source), TOKENS, line=False)
         frame.overlays.draw(fig, "exposed_ms", seam=True)
         for width, token in ((LINE_PX + 3, "ink.gap"), (LINE_PX, "ink.mean")):  # a seam sets it apart from the areas
-            tint(fig.line("step", "exposed", source=source, line_width=width).glyph, line_color=token)
+            draw_line(fig, source, "exposed", token, line_width=width)
         total = fig.line("step", "total", source=source, line_alpha=0)
         frame.label_markers(fig)
         rows = [(theme.COMMUNICATION[k].label, f"@{k}{{0,0.00}} ms") for k in KINDS]
@@ -120,14 +117,16 @@ class CommunicationPanel(Panel):
             if s.counts or not self._recent:
                 self._recent.append(s)
             self._seen.update(k for e in s.events for k in e.comm if e.comm[k].calls)
-        rows = [self._row(s) for s in steps]
+        rows = []
+        for s in steps:
+            kinds = [fmean(_of(e.comm, k).seconds for e in s.events) * 1e3 for k in KINDS]
+            exposed = fmean(e.exposed_comm_s for e in s.events) * 1e3
+            rows.append([s.number, *kinds, exposed, sum(kinds), s.step_time_s * 1e3])
         written = self._over.append(rows)
         now_s = steps[-1].events[0].end_unix_s
         if now_s - self._drawn_s >= BARS_EVERY_S or len(self._recent) < RECENT_STEPS:
             self._drawn_s = now_s
             written += self._write_now()
-            self._now_range.cover(self._now.column("total"))
-            written += self._write_groups()
         self._ordinary.extend(r[-2] for r, s in zip(rows, steps, strict=True) if s.counts)
         self.cover()
         self._captions = self._describe()
@@ -137,37 +136,29 @@ class CommunicationPanel(Panel):
         # The first step after a change may be outside the range.
         self._over_range.cover(np.concatenate([np.array(self._ordinary), self._frame.others("exposed_ms")]))
 
-    def _row(self, s: Step) -> list[float]:
-        kinds = [fmean(_of(e.comm, k).seconds for e in s.events) * 1e3 for k in KINDS]
-        return [s.number, *kinds, fmean(e.exposed_comm_s for e in s.events) * 1e3, sum(kinds), s.step_time_s * 1e3]
-
     def _write_now(self) -> int:
-        rows, labels, colors = [], [], []
+        rows = []
         self._ranks.follow(self._recent[-1].events)
-        for rank in (e.rank for e in self._recent[-1].events):
+        ranks = [e.rank for e in self._recent[-1].events]
+        for rank in ranks:
             own = [e for s in self._recent for e in s.events if e.rank == rank]
             ms = [median(_of(e.comm, k).seconds for e in own) * 1e3 for k in KINDS]
             mb = [median(_of(e.comm, k).link_bytes for e in own) / 1e6 for k in KINDS]
             rows.append([rank, *ms, *mb, median_known(e.exposed_comm_s for e in own) * 1e3, sum(ms)])
-            labels.append(duration(sum(ms) / 1e3))
-            colors.append(theme.rank_color(rank))
-        places = [self._ranks.place(int(r[0])) for r in rows]
-        return self._now.replace(rows, {"label": labels, "color": colors, "place": places})
+        texts = {"label": [duration(row[-1] / 1e3) for row in rows], "color": [*map(theme.rank_color, ranks)]}
+        written = self._now.replace(rows, {**texts, "place": [*map(self._ranks.place, ranks)]})
+        self._now_range.cover(self._now.column("total"))
+        n, end = self._group_size, self._now_range.end
+        starts = range(0, self.world_size, n) if n else range(0)
+        groups = [[0.985 * end, 0.965 * end, first + (n - 1) / 2, n - 0.3] for first in starts]
+        labels = [f"shard group {first} to {first + n - 1}" if len(starts) <= MOST_NAMED else "" for first in starts]
+        return written + self._groups.replace(groups, {"label": labels})
 
     @property
     def _group_size(self) -> int:
         """Ranks of a shard group, where these are to be told apart from the ranks of a host; else 0."""
         n = self._frame.shard_factor
         return n if self._ranks.several and 1 < n < self.world_size else 0
-
-    def _write_groups(self) -> int:
-        n, end = self._group_size, self._now_range.end
-        if not n:
-            return self._groups.replace([], {"label": []})
-        starts = range(0, self.world_size, n)
-        rows = [[0.985 * end, 0.965 * end, first + (n - 1) / 2, n - 0.3] for first in starts]
-        labels = [f"shard group {first} to {first + n - 1}" if len(starts) <= MOST_NAMED else "" for first in starts]
-        return self._groups.replace(rows, {"label": labels})
 
     def _describe(self) -> Captions:
         recent = list(self._recent)
@@ -178,14 +169,17 @@ class CommunicationPanel(Panel):
         part = f", {duration(exposed)} of it exposed ({share:.0f} % of the step)" if math.isfinite(exposed) else ""
         legend = [fill_key(token) for kind, token in zip(KINDS, TOKENS, strict=True) if kind in self._seen]
         waited = Key(label="exposed: computing waits", token="ink.mean", hatch="line")
+        # `Between ranks over shared memory, 3.9 GB/s a rank. `
+        ways = [f"between {c.between} over {c.name}, {format_rate(c.bytes_per_s)} a rank" for c in self._carriers]
+        told = "; ".join(ways) + ". " if ways else ""
         return Captions(
             reading=f"{duration(seconds)} per step{part}; {traffic(link)} over each rank's link",
             legend=(*legend, waited),
-            note=f"{_carried(self._carriers)}{self._between_hosts(recent)}{AREAS}",
+            note=f"{told[:1].upper()}{told[1:]}{self._between_hosts(recent)}{AREAS}",
         )
 
     def _between_hosts(self, recent: Sequence[Step]) -> str:
-        """`To other hosts 1.2 MB a rank and step, 5 % of all, 0.08 GB/s. `"""
+        """`To other hosts 1.2 MB a rank and step, 5 % of all, 0.08 GB/s. Shard groups of 12 ranks span hosts of 8. `"""
         if not self._ranks.several:
             return ""
         events = [e for s in recent for e in s.events]
@@ -194,17 +188,14 @@ class CommunicationPanel(Panel):
         seconds = fmean(e.across_s for e in events)
         rate = f", {format_rate(sent / seconds)}" if sent and seconds else ""
         share = f", {100 * sent / whole:.0f} % of all" if whole else ""
-        return f"To other hosts {traffic(sent)} a rank and step{share}{rate}. {self._grouped()}"
-
-    def _grouped(self) -> str:
-        """`Shard groups of 12 ranks span hosts of 8; shard_size=8 shards inside them. `"""
+        told = f"To other hosts {traffic(sent)} a rank and step{share}{rate}. "
         n, each = self._group_size, self._ranks.per_host
         if not n or each == self.world_size:
-            return ""
+            return told
         if each % n == 0:
-            return f"Shard groups of {n} ranks are inside hosts. "
+            return f"{told}Shard groups of {n} ranks are inside hosts. "
         way = f"; shard_size={each} shards inside them" if each > 1 else ""
-        return f"Shard groups of {n} ranks span hosts of {each}{way}. "
+        return f"{told}Shard groups of {n} ranks span hosts of {each}{way}. "
 
     def patches(self) -> Patches:
         return {
@@ -216,12 +207,6 @@ class CommunicationPanel(Panel):
     def captions(self) -> Captions:
         own = self._captions
         return replace(own, legend=(*own.legend, *self._frame.other_keys("exposed")))
-
-
-def _carried(carriers: Sequence[Carrier]) -> str:
-    """`Between ranks over shared memory, 3.9 GB/s a rank. `"""
-    told = "; ".join(f"between {c.between} over {c.name}, {format_rate(c.bytes_per_s)} a rank" for c in carriers)
-    return f"{told[0].upper()}{told[1:]}. " if told else ""
 
 
 def _of(comm: Mapping[str, Traffic], kind: str) -> Traffic:

@@ -1,4 +1,4 @@
-"""The figures of each step: loss, throughput and compute as curves over steps, and the last steps as a table."""
+"""The figures of each step: loss, throughput and compute as curves over steps; tables of the last steps and of texts."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from fsdp_lab.base.formatting import count, duration, figures, known_or_dash, si
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns, Numbers
 from fsdp_lab.dashboard.panels.axis import SMOOTH_STEPS, STEP_LIMIT, SpanRange, StepAxis, ZeroRange
-from fsdp_lab.dashboard.panels.base import Captions, Key, Panel, Patches, Prediction, with_prediction
-from fsdp_lab.dashboard.panels.drawing import LINE_PX, hover, limit_line, rank_keys, simplify_axis, tint, twin
+from fsdp_lab.dashboard.panels.base import Captions, Cell, Key, Panel, Patches, Prediction, with_prediction
+from fsdp_lab.dashboard.panels.drawing import LINE_PX, draw_line, hover, limit_line, simplify_axis, tint, twin
 from fsdp_lab.runs.evaluation import in_words
 from fsdp_lab.runs.steps import Step
 from fsdp_lab.runs.summary import Peaks
 
 POINT_PX = 7
 TABLE_STEPS = 8
+MOST_EVALUATIONS, MOST_PROMPTS = 5, 4
+LONGEST = 400  # characters of a text in a cell; the rest is in its tooltip
 SMALL_LOSS = 0.01
 ALIKE = 1.25  # most of a peak over another that share an axis
-RATE = "tokens/s"  # the head of a column that may count samples
 
 
 class CurvePanel(Panel):
-    """A time plot of one measure, over the same measure of other runs. A subclass draws it and computes its rows."""
+    """A time plot of one measure, over the same measure of other runs. A subclass draws its curves and tooltips, writes a
+    row for each step (and returns how many), describes it after the last step, and says what the y range must hold."""
 
     measure: str  # the column of `axis.CURVE`
     others: str = ""  # what the curves of other runs are, in the legend
+    texts: Sequence[str] = ()  # columns of texts
 
-    def __init__(
-        self, frame: StepAxis, y_label: str, columns: Sequence[str], *, texts: Sequence[str] = (),
-        span: ZeroRange | SpanRange | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, frame: StepAxis, y_label: str, columns: Sequence[str]) -> None:
         super().__init__()
         self._frame = frame
-        self._range = span or ZeroRange()
-        self._table = Columns(f"{self.name}.steps", ["step", *columns], texts=texts, limit=STEP_LIMIT)
+        self._range: ZeroRange | SpanRange = ZeroRange()
+        self._table = Columns(f"{self.name}.steps", ["step", *columns], texts=self.texts, limit=STEP_LIMIT)
         self.sources = (self._table,)
         self.root: figure = frame.plot(self.name, y_label)
         self.root.yaxis.name = f"{self.name}.axis"
@@ -53,20 +53,13 @@ class CurvePanel(Panel):
         frame.label_markers(self.root)
 
     @abstractmethod
-    def _draw(self, fig: figure, source: ColumnDataSource) -> None:
-        """Adds the curves and their tooltips."""
-
+    def _draw(self, fig: figure, source: ColumnDataSource) -> None: ...
     @abstractmethod
-    def _write(self, steps: Sequence[Step]) -> int:
-        """Appends a row for each step to the table; returns how many. There is one step or more."""
-
+    def _write(self, steps: Sequence[Step]) -> int: ...
     @abstractmethod
-    def _describe(self, last: Step) -> Captions:
-        """The captions after the last step."""
-
+    def _describe(self, last: Step) -> Captions: ...
     @abstractmethod
-    def _shown(self) -> Sequence[Numbers]:
-        """The values that the y range must hold."""
+    def _shown(self) -> Sequence[Numbers]: ...
 
     def update(self, steps: Sequence[Step]) -> int:
         if not steps:
@@ -93,27 +86,24 @@ class LossPanel(CurvePanel):
 
     name = measure = "loss"
     title = "Loss"
+    texts = ("evaluation", "rate")
 
     def __init__(self, frame: StepAxis, world_size: int) -> None:
-        columns = ["loss", "grad_norm", "eval_loss", "lr"]
-        self._rates = ZeroRange()
-        super().__init__(frame, "loss", columns, texts=["evaluation", "rate"], span=SpanRange())
+        super().__init__(frame, "loss", ["loss", "grad_norm", "eval_loss", "lr"])
+        self._range, self._rates = SpanRange(), ZeroRange()
         self._evaluated = ""  # the last evaluation as a sentence
 
     def _draw(self, fig: figure, source: ColumnDataSource) -> None:
         self._frame.overlays.draw(fig, "loss")
-        line = fig.line("step", "loss", source=source, line_width=LINE_PX)
-        tint(line.glyph, line_color="ink.mean")
-        hover(fig, line, [("step", "@step"), ("loss", "@loss{0.0000}"), ("gradient norm", "@grad_norm{0.000}"),
-                          ("learning rate", "@rate")])  # fmt: skip
+        line = draw_line(fig, source, "loss", "ink.mean", line_width=LINE_PX)
+        rows = [("loss", "@loss{0.0000}"), ("gradient norm", "@grad_norm{0.000}"), ("learning rate", "@rate")]
+        hover(fig, line, [("step", "@step"), *rows])
         points = fig.scatter("step", "eval_loss", source=source, marker="circle", size=POINT_PX, line_width=LINE_PX)
         tint(points.glyph, line_color="ink.peak", fill_color="ink.gap")
         hover(fig, points, [("step", "@step"), ("held-out loss", "@evaluation")])
         fig.extra_y_ranges = {"lr": Range1d(start=0, end=1, name="loss.lr")}
-        rate = fig.line(
-            "step", "lr", source=source, line_width=1, y_range_name="lr", name="loss.lr_line", visible=False
-        )
-        tint(rate.glyph, line_color="ink.faint")
+        hidden: dict[str, Any] = {"y_range_name": "lr", "name": "loss.lr_line", "visible": False}
+        draw_line(fig, source, "lr", "ink.faint", line_width=1, **hidden)
         axis = LinearAxis(y_range_name="lr", name="loss.lr_axis", axis_label="learning rate", visible=False)
         simplify_axis(axis, PrintfTickFormatter(format="%.3g"))  # 0.0002, 2e-7
         fig.add_layout(axis, "right")
@@ -121,10 +111,10 @@ class LossPanel(CurvePanel):
     def _write(self, steps: Sequence[Step]) -> int:
         rows, evaluations = [], list[str]()
         for s in steps:
-            loss = s.eval_loss
+            e, loss = s.events[0], s.eval_loss
             evaluations.append("" if loss is None else in_words(loss, language=self._frame.language))
-            e = s.events[0]
-            rows.append([s.number, s.mean_loss, e.grad_norm, *map(_or_nan, (loss, e.lr))])
+            known = [math.nan if value is None else value for value in (loss, e.lr)]
+            rows.append([s.number, s.mean_loss, e.grad_norm, *known])
             if loss is not None:
                 self._evaluated = f"Held-out loss {evaluations[-1]} at step {s.number:,}. "
         return self._table.append(rows, {"evaluation": evaluations, "rate": [_rate(s.events[0]) for s in steps]})
@@ -144,7 +134,7 @@ class LossPanel(CurvePanel):
 
     @property
     def _rate_varies(self) -> bool:
-        """Among the steps that are kept."""
+        """Says whether it differs among the steps that are kept."""
         known = self._table.column("lr")
         known = known[np.isfinite(known)]
         return known.size > 0 and bool(known.min() < known.max())
@@ -153,8 +143,9 @@ class LossPanel(CurvePanel):
         self._rates.cover(self._table.column("lr"))
         shown = {"visible": self._rate_varies}
         unit = "loss (nats per token)" if self._frame.language else "loss"
-        return {**super().patches(), "loss.lr": {"start": 0.0, "end": self._rates.end}, "loss.lr_axis": shown,
-                "loss.lr_line": shown, "loss.axis": {"axis_label": unit}}  # fmt: skip
+        scale = {"start": 0.0, "end": self._rates.end}
+        rates: dict[str, Mapping[str, Any]] = {"loss.lr": scale, "loss.lr_axis": shown, "loss.lr_line": shown}
+        return {**super().patches(), **rates, "loss.axis": {"axis_label": unit}}
 
     def _shown(self) -> Sequence[Numbers]:
         return self._table.column("loss"), self._table.column("eval_loss")
@@ -175,13 +166,11 @@ class ThroughputPanel(CurvePanel):
         self._spec_id = ""  # of the last step
 
     def _draw(self, fig: figure, source: ColumnDataSource) -> None:
-        each = fig.line("step", "tokens_per_s", source=source, line_width=1)
-        tint(each.glyph, line_color="ink.faint")
+        each = draw_line(fig, source, "tokens_per_s", "ink.faint", line_width=1)
         self._frame.overlays.draw(fig, "tokens_per_s")
-        smooth = fig.line("step", "median_tokens_per_s", source=source, line_width=LINE_PX)
-        tint(smooth.glyph, line_color="ink.mean")
-        hover(fig, each, [("step", "@step"), ("a second", "@tokens_per_s{0,0}"),
-                          ("median of 9", "@median_tokens_per_s{0,0}"), ("step time", "@step_ms{0,0.0} ms")])  # fmt: skip
+        draw_line(fig, source, "median_tokens_per_s", "ink.mean", line_width=LINE_PX)
+        rates = [("a second", "@tokens_per_s{0,0}"), ("median of 9", "@median_tokens_per_s{0,0}")]
+        hover(fig, each, [("step", "@step"), *rates, ("step time", "@step_ms{0,0.0} ms")])
         fig.add_layout(limit_line("throughput.predicted", "width", dash="3 3"))
 
     def _write(self, steps: Sequence[Step]) -> int:
@@ -270,31 +259,32 @@ class TflopsPanel(CurvePanel):
         self._frame.overlays.draw(fig, "tflops")
         if self._ranks:
             for r, column in enumerate(self._ranks):
-                fig.line("step", column, source=source, line_width=LINE_PX, line_color=theme.rank_color(r),
-                         line_dash=theme.RANK_DASHES[r])  # fmt: skip
+                look = {"line_color": theme.rank_color(r), "line_dash": theme.RANK_DASHES[r]}
+                fig.line("step", column, source=source, line_width=LINE_PX, **look)
             mean = fig.line("step", "mean", source=source, line_alpha=0)
             named = {f"rank {r}": column for r, column in enumerate(self._ranks)}
         else:
             band = fig.varea(x="step", y1="least", y2="most", source=source, fill_alpha=0.5)
             tint(band.glyph, fill_color="ink.band")
-            mean = fig.line("step", "mean", source=source, line_width=LINE_PX)
-            tint(mean.glyph, line_color="ink.mean")
+            mean = draw_line(fig, source, "mean", "ink.mean", line_width=LINE_PX)
             named = {name: name for name in ("mean", "least", "most")}
         rows = [(label, f"@{column}{{0.0000}}") for label, column in named.items()]
         shares = [("MFU, mean", "@mfu_percent{0.0} %"), ("HFU, mean", "@hfu_percent{0.0} %")]
         hover(fig, mean, [("step", "@step"), *rows, *shares])
         fig.extra_y_ranges = {"mfu": Range1d(start=0, end=1, name="tflops.mfu")}
-        # The plot has headroom above the peak, which is no utilisation: the axis ends at 100 %.
-        axis = LinearAxis(
-            y_range_name="mfu", name="tflops.mfu_axis", axis_label="MFU (%)", visible=False, bounds=(0, 100)
-        )
+        axis = LinearAxis(y_range_name="mfu", name="tflops.mfu_axis", axis_label="MFU (%)", visible=False)
+        axis.bounds = (0, 100)  # the plot has headroom above the peak, which is no utilisation
         simplify_axis(axis, "0,0.[000]")
         fig.add_layout(axis, "right")
 
     def _write(self, steps: Sequence[Step]) -> int:
         for step in steps:
             self._peaks.add(step)
-        self._peak = self._common_peak(steps[-1])
+        # The peak that all ranks share, in FLOP/s, and its source; None where one axis cannot serve all.
+        peaks = [peak for e in steps[-1].events if (peak := self._peaks.of(e)) is not None]
+        rates = [flops_per_s for flops_per_s, _ in peaks]
+        is_common = len(rates) == len(steps[-1].events) and max(rates) <= ALIKE * min(rates)
+        self._peak = (fmean(rates), peaks[0][1]) if is_common else None
         last = steps[-1].events[0]
         self._hardware = last.hardware_flops / last.flops if last.flops else 1.0
         return self._table.append([self._row(s) for s in steps])
@@ -313,14 +303,6 @@ class TflopsPanel(CurvePanel):
     def _shown(self) -> Sequence[Numbers]:
         return (self._table.column("most" if self._ranks else "mean")[-300:],)
 
-    def _common_peak(self, step: Step) -> tuple[float, str] | None:
-        """The peak that all ranks share, in FLOP/s, and its source; None where one axis cannot serve all."""
-        peaks = [peak for e in step.events if (peak := self._peaks.of(e)) is not None]
-        rates = [flops_per_s for flops_per_s, _ in peaks]
-        if len(rates) < len(step.events) or max(rates) > ALIKE * min(rates):
-            return None
-        return fmean(rates), peaks[0][1]
-
     def _describe(self, last: Step) -> Captions:
         if not self._recent:
             return self._captions
@@ -335,18 +317,19 @@ class TflopsPanel(CurvePanel):
             what = "HFU counts recompute; both are" if self._hardware > 1 else "MFU is"
             note = f"{what} relative to {figures(peak / 1e12)} TFLOPS a rank{f' ({source})' if source else ''}."
         mean = Key(label="mean of ranks", token="ink.mean", hatch="line")
-        legend = rank_keys(self.world_size) if self._ranks else (mean, Key(label="least to most", token="ink.band"))
+        legend: tuple[Key, ...] = (mean, Key(label="least to most", token="ink.band"))
+        if self._ranks:
+            hatches = ["line" if dash == "solid" else "dashes" for dash in theme.RANK_DASHES]
+            ranks = range(self.world_size)
+            legend = tuple(Key(label=f"rank {r}", color=theme.rank_color(r), hatch=hatches[r]) for r in ranks)
         return Captions(reading=reading, legend=legend, note=note)
-
-    def _is_one_scale(self) -> bool:
-        """Whether one axis serves all steps that are drawn: not over a switch to a precision with another peak."""
-        tflops, share = self._table.column("mean"), self._table.column("mfu_percent")
-        peaks = tflops[share > 0] / share[share > 0]
-        return not peaks.size or bool(peaks.max() <= ALIKE * peaks.min())
 
     def patches(self) -> Patches:
         changes: dict[str, Mapping[str, Any]] = {**super().patches(), "tflops.mfu_axis": {"visible": False}}
-        if self._peak is not None and self._is_one_scale():
+        tflops, share = self._table.column("mean"), self._table.column("mfu_percent")
+        peaks = tflops[share > 0] / share[share > 0]
+        # One axis does not serve steps on both sides of a switch to a precision with another peak.
+        if self._peak is not None and (not peaks.size or peaks.max() <= ALIKE * peaks.min()):
             changes["tflops.mfu"] = {"start": 0.0, "end": 100 * self._range.end * 1e12 / self._peak[0]}
             changes["tflops.mfu_axis"] = {"visible": True}
         return changes
@@ -363,10 +346,6 @@ def _rate(event: StepEvent) -> str:
     return rate if event.loss_scale is None else f"{rate}, loss scale {event.loss_scale:,.0f}"
 
 
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
 def _percent(shares: Iterable[float | None]) -> float:
     """The mean of the shares that are known, in percent; NaN if none is."""
     known = [share for share in shares if share is not None]
@@ -379,17 +358,6 @@ class StepsPanel(Panel):
     name = "steps"
     title = "Last steps"
     wide = True
-    HEADS = (
-        "step",
-        "loss",
-        "step time",
-        RATE,
-        "TFLOPS per rank",
-        "communication",
-        "exposed",
-        "peak memory",
-        "remark",
-    )
 
     def __init__(self, frame: StepAxis, world_size: int) -> None:
         super().__init__()
@@ -401,11 +369,19 @@ class StepsPanel(Panel):
         return len(steps)
 
     def captions(self) -> Captions:
-        heads = tuple(f"{self._frame.counted}/s" if head == RATE else head for head in self.HEADS)
+        rates = (f"{self._frame.counted}/s", "TFLOPS per rank")
+        heads = ("step", "loss", "step time", *rates, "communication", "exposed", "peak memory", "remark")
         return Captions(table=(heads, *(_table_row(s) for s in reversed(self._recent))))
 
 
 def _table_row(s: Step) -> tuple[str, ...]:
+    missing = sorted(set(range(s.world_size)) - {e.rank for e in s.events})
+    remarks = {
+        "first after a change": any(e.first_after_switch for e in s.events),
+        "memory measured, hence slower": any(e.ledger for e in s.events),
+        "the optimizer did not step": any(e.skipped for e in s.events),
+        f"nothing received from rank {', '.join(map(str, missing))}": bool(missing),
+    }
     return (
         f"{s.number:,}",
         _loss(s.mean_loss),
@@ -415,19 +391,46 @@ def _table_row(s: Step) -> tuple[str, ...]:
         duration(fmean(sum(t.seconds for t in e.comm.values()) for e in s.events)),
         duration(fmean(e.exposed_comm_s for e in s.events)),
         size(peak) if (peak := max(e.memory.peak_bytes for e in s.events)) else "–",
-        _remark(s),
+        "; ".join(remark for remark, holds in remarks.items() if holds),
     )
 
 
-def _remark(s: Step) -> str:
-    remarks = []
-    if any(e.first_after_switch for e in s.events):
-        remarks.append("first after a change")
-    if any(e.ledger for e in s.events):
-        remarks.append("memory measured, hence slower")
-    if any(e.skipped for e in s.events):
-        remarks.append("the optimizer did not step")
-    missing = sorted(set(range(s.world_size)) - {e.rank for e in s.events})
-    if missing:
-        remarks.append(f"nothing received from rank {', '.join(map(str, missing))}")
-    return "; ".join(remarks)
+class CompletionsPanel(Panel):
+    """Texts with which the model continues the prompts of its evaluations: a row for each of the newest, a column for each
+    prompt. Hidden if no evaluation has prompts."""
+
+    name = "completions"
+    title = "What it writes"
+    wide = True
+
+    def __init__(self, frame: StepAxis, world_size: int) -> None:
+        super().__init__(Captions(hidden=True))
+        self._frame = frame
+        self._shown: deque[Step] = deque(maxlen=MOST_EVALUATIONS)
+
+    def update(self, steps: Sequence[Step]) -> int:
+        evaluated = [s for s in steps if s.completions]
+        self._shown.extend(evaluated)
+        if evaluated:
+            newest = self._shown[-1]
+            prompts = [c.prompt for c in newest.completions[:MOST_PROMPTS]]
+            left = len(newest.completions) - len(prompts)
+            asked = [Cell(text=_cut(p, 60), title=p) for p in prompts]
+            heads: tuple[str | Cell, ...] = ("step", "held-out loss", *asked)
+            self._captions = Captions(
+                reading=f"after step {newest.number:,}",
+                note=f"{left} more in run.completions." if left else "",
+                table=(heads, *(self._row(s, prompts) for s in reversed(self._shown))),
+            )
+        return len(evaluated)
+
+    def _row(self, step: Step, prompts: Sequence[str]) -> tuple[str | Cell, ...]:
+        texts = {c.prompt: c.text for c in step.completions}
+        cells = [Cell(text=_cut(texts[p], LONGEST), title=texts[p]) if p in texts else Cell(text="–") for p in prompts]
+        loss = "" if step.eval_loss is None else in_words(step.eval_loss, language=self._frame.language)
+        return (f"{step.number:,}", loss, *cells)
+
+
+def _cut(text: str, most: int) -> str:
+    words = " ".join(text.split())
+    return words if len(words) <= most else words[: most - 1] + "…"

@@ -17,8 +17,7 @@ from bokeh.models import (
 from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
-from fsdp_lab.base.events import Memory, Role, StepEvent
-from fsdp_lab.base.formatting import GIB, MIB
+from fsdp_lab.base.events import Role, StepEvent
 from fsdp_lab.base.process import ranks_per_host
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns
@@ -36,9 +35,9 @@ FILLS: Mapping[str, theme.Fill] = {
     for group, fills in (("memory", theme.MEMORY), ("communication", theme.COMMUNICATION), ("timeline", theme.COMPUTE))
     for name, fill in fills.items()
 }  # by theme token
+CLASS_TOKENS = [f"memory.{name}" for name in ON_DEVICE]
 
-
-# -- figures and sources ---------------------------------------------------------------------------------------------
+Rows = Sequence[tuple[str, str]]  # of a tooltip: label and Bokeh field expression
 
 
 def twin(columns: Columns) -> ColumnDataSource:
@@ -48,10 +47,9 @@ def twin(columns: Columns) -> ColumnDataSource:
 
 def plain_figure(name: str, y_label: str, **kwargs: Any) -> figure:
     """A figure without toolbar and outline, with one axis label a side."""
-    fig = figure(
-        name=name, height=HEIGHT_PX, sizing_mode="stretch_width", toolbar_location=None, tools="", min_border=4,
-        min_border_right=18, background_fill_alpha=0, border_fill_alpha=0, outline_line_alpha=0, **kwargs,
-    )  # fmt: skip
+    fig = figure(name=name, height=HEIGHT_PX, sizing_mode="stretch_width", toolbar_location=None, tools="", **kwargs)
+    fig.min_border, fig.min_border_right = 4, 18
+    fig.background_fill_alpha = fig.border_fill_alpha = fig.outline_line_alpha = 0
     fig.yaxis.axis_label = y_label
     for axis in fig.axis:
         simplify_axis(axis, "0,0.[000000]")
@@ -70,25 +68,16 @@ def simplify_axis(axis: Any, numbers: str | TickFormatter) -> None:
 
 def rank_bars(name: str, x_label: str, world_size: int) -> figure:
     """An empty picture of one horizontal bar a rank, rank 0 on top; its x range is called `<name>.x`."""
-    fig = plain_figure(
-        name,
-        "rank",
-        x_range=Range1d(start=0, end=1, name=f"{name}.x"),
-        y_range=Range1d(start=world_size - 0.4, end=-0.6),
-    )
+    x_range, y_range = Range1d(start=0, end=1, name=f"{name}.x"), Range1d(start=world_size - 0.4, end=-0.6)
+    fig = plain_figure(name, "rank", x_range=x_range, y_range=y_range)
     fig.xaxis.name = f"{name}.axis"
     fig.xaxis.axis_label = x_label
     fig.xaxis.ticker = AdaptiveTicker(mantissas=[1, 2, 5], desired_num_ticks=5)
     fig.yaxis.name = f"{name}.rank_axis"
-    fig.yaxis.ticker = FixedTicker(name=f"{name}.ranks", ticks=rank_ticks(world_size))
+    every = next((n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500) if world_size <= 10 * n), 1000)
+    fig.yaxis.ticker = FixedTicker(name=f"{name}.ranks", ticks=list(range(0, world_size, every)))
     fig.ygrid.ticker = FixedTicker(name=f"{name}.hosts", ticks=[])
     return fig
-
-
-def rank_ticks(world_size: int) -> list[int]:
-    """Of an axis of ranks: eight or so."""
-    step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if world_size <= 10 * step or step == 1000)
-    return list(range(0, world_size, step))
 
 
 class RanksByHost:
@@ -112,7 +101,7 @@ class RanksByHost:
         return ranks_per_host([self.hosts[rank] for rank in sorted(self.hosts)])
 
     def place(self, rank: int) -> str:
-        """For a tooltip: "3 on beta"."""
+        """Names a rank in a tooltip: "3 on beta"."""
         host = self.hosts.get(rank, "")
         return f"{rank} on {host}" if host and self.several else str(rank)
 
@@ -123,17 +112,12 @@ class RanksByHost:
         first = [r for i, r in enumerate(ranks) if i == 0 or self.hosts[ranks[i - 1]] != self.hosts[r]]
         ticks = ranks if self._world_size <= MOST_NAMED else first
         names = [[r, f"{self.hosts[r]}  {r}" if r in first else str(r)] for r in ticks]
+        labels = {"type": "map", "entries": names}
         return {
             f"{self._name}.ranks": {"ticks": ticks},
-            f"{self._name}.rank_axis": {
-                "major_label_overrides": {"type": "map", "entries": names},
-                "axis_label": "host and rank",
-            },
+            f"{self._name}.rank_axis": {"major_label_overrides": labels, "axis_label": "host and rank"},
             f"{self._name}.hosts": {"ticks": [r - 0.5 for r in first[1:]]},
         }
-
-
-# -- colours ---------------------------------------------------------------------------------------------------------
 
 
 def tint(model: Any, **tokens: str) -> None:
@@ -164,45 +148,46 @@ def paint_stack(
             renderer.glyph.fill_alpha = renderer.glyph.hatch_alpha = alpha
 
 
-def class_tokens(names: Iterable[str] = ON_DEVICE) -> list[str]:
-    """The theme tokens of classes of memory."""
-    return [f"memory.{name}" for name in names]
+def draw_line(fig: figure, source: ColumnDataSource, y: str, token: str, *, x: str = "step", **look: Any) -> Any:
+    """Draws a line in the colour of a token; returns its renderer."""
+    line = fig.line(x, y, source=source, **look)
+    tint(line.glyph, line_color=token)
+    return line
 
 
-# -- bars, lines and tooltips ----------------------------------------------------------------------------------------
+def draw_changes(fig: figure, source: ColumnDataSource, x: str) -> Any:
+    """Draws a dashed line from bottom to top for each row of a source; returns their renderer."""
+    lines = fig.vspan(x=x, source=source, line_width=1, line_dash="4 3", line_color="#6B7280")
+    tint(lines.glyph, line_color="ink.marker")
+    return lines
 
 
-def sign_bars(fig: figure, source: ColumnDataSource, *, y: str, end: str) -> None:
-    """Draws the rank's colour at the root of each bar, and the text of column `label` at its end."""
-    fig.rect(
-        x=0, y=y, width=8, width_units="screen", height=BAR + 0.06, fill_color="color", line_alpha=0, source=source
-    )
-    label_ends(fig, source, x=end, y=y)
+def draw_quads(fig: figure, source: ColumnDataSource, **look: Any) -> Any:
+    """Draws a rectangle for each row of a source; returns their renderer."""
+    return fig.quad(left="left", right="right", top="top", bottom="bottom", source=source, **look)
 
 
-def label_ends(
-    fig: figure, source: ColumnDataSource, *, x: str = "end", y: str = "y", token: str = "ink.peak", size_px: int = 11
-) -> Any:
-    """Writes the text of column `label` behind each bar; returns the glyph."""
-    text = fig.text(
-        x=x, y=y, text="label", x_offset=7, text_baseline="middle", text_font_size=f"{size_px}px", source=source
-    )
+def write_labels(fig: figure, source: ColumnDataSource, token: str, *, size_px: int = 11, **look: Any) -> Any:
+    """Writes the text of column `label` for each row of a source; returns the glyph."""
+    text = fig.text(text="label", source=source, text_font_size=f"{size_px}px", **look)
     tint(text.glyph, text_color=token)
     return text.glyph
 
 
-def hover(
-    fig: figure, renderer: Any, rows: Sequence[tuple[str, str]], *, mode: Literal["mouse", "vline"] = "vline"
-) -> None:
-    """A tooltip over a renderer or a list of them: label and Bokeh field expression for each line."""
+def sign_bars(fig: figure, source: ColumnDataSource, *, y: str, end: str) -> None:
+    """Draws the rank's colour at the root of each bar, and the text of column `label` at its end."""
+    look: dict[str, Any] = {"width": 8, "width_units": "screen", "fill_color": "color", "line_alpha": 0}
+    fig.rect(x=0, y=y, height=BAR + 0.06, source=source, **look)
+    write_labels(fig, source, "ink.peak", x=end, y=y, x_offset=7, text_baseline="middle")
+
+
+def hover(fig: figure, renderer: Any, rows: Rows, *, mode: Literal["mouse", "vline"] = "vline") -> None:
+    """A tooltip over a renderer or a list of them."""
     renderers = renderer if isinstance(renderer, list) else [renderer]
     fig.add_tools(HoverTool(renderers=renderers, tooltips=list(rows), mode=mode, attachment="horizontal"))
 
 
-def hover_bars(
-    fig: figure, source: ColumnDataSource, rows: Sequence[tuple[str, str]], *, right: str = "end", y: str = "y",
-    height: float,
-) -> None:  # fmt: skip
+def hover_bars(fig: figure, source: ColumnDataSource, rows: Rows, *, right: str, y: str, height: float) -> None:
     """A tooltip over each whole bar."""
     whole = fig.hbar(y=y, left=0, right=right, height=height, source=source, fill_alpha=0, line_alpha=0)
     hover(fig, whole, rows, mode="mouse")
@@ -215,9 +200,6 @@ def limit_line(name: str, dimension: Literal["height", "width"], *, dash: str = 
     return line
 
 
-# -- legends ---------------------------------------------------------------------------------------------------------
-
-
 def fill_key(token: str, label: str = "") -> Key:
     """The legend entry of a token of `FILLS`."""
     return Key(label=label or FILLS[token].label, token=token, hatch=FILLS[token].hatch)
@@ -225,31 +207,4 @@ def fill_key(token: str, label: str = "") -> Key:
 
 def class_keys(names: Sequence[str]) -> list[Key]:
     """The legend of classes of memory."""
-    return [fill_key(token) for token in class_tokens(names)]
-
-
-def rank_keys(world_size: int) -> tuple[Key, ...]:
-    """The legend of a plot with a line for each rank."""
-    return tuple(
-        Key(label=f"rank {r}", color=theme.rank_color(r), hatch="line" if theme.RANK_DASHES[r] == "solid" else "dashes")
-        for r in range(world_size)
-    )
-
-
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
-def sizes(m: Memory) -> tuple[int, ...]:
-    """Bytes at the peak by class in the order of `ON_DEVICE`, then those on the host, then the peak itself."""
-    return (*(m.at_peak.of_role(Role(c)) for c in ON_DEVICE), m.host_bytes, m.peak_bytes)
-
-
-def unit_for(peak_bytes: float, unit: int) -> int:
-    """MiB below 1 GiB, GiB above 4; between them the former unit, so that the axis does not change back and forth."""
-    if peak_bytes > 4 * GIB:
-        return GIB
-    return MIB if peak_bytes < GIB else unit
-
-
-def unit_name(unit: int) -> str:
-    return "GiB" if unit == GIB else "MiB"
+    return [fill_key(f"memory.{name}") for name in names]

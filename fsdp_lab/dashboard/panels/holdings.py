@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from fsdp_lab.base.formatting import count, size
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns
 from fsdp_lab.dashboard.panels.base import BaseCard, Captions, Key
-from fsdp_lab.dashboard.panels.drawing import NEUTRAL, hover, plain_figure, tint, twin
+from fsdp_lab.dashboard.panels.drawing import NEUTRAL, draw_quads, hover, plain_figure, tint, twin, write_labels
 from fsdp_lab.runs import StepMoment
 
 MOST_RANKS = 16  # more are not drawn, for lack of room
@@ -26,10 +26,8 @@ SIDE_PX = 176
 NARROW_PX = 560  # the width of the figure in a narrow notebook, which decides how many unit labels fit
 CHARACTER_PX = 6.4
 
-LEAST_WIDTH, LEAST_WIDTHS = (
-    0.004,
-    0.3,
-)  # as shares of the axis: the least width of a parameter, and all of these together
+# Shares of the axis: the least width of a parameter, and all of these together.
+LEAST_WIDTH, LEAST_WIDTHS = 0.004, 0.3
 UNIT_GAP, UNIT_GAPS = 0.008, 0.12  # the gap between units, and all gaps together at most
 SPLIT = 0.0012  # the gap between parameters
 
@@ -122,20 +120,14 @@ class HoldingsPanel(BaseCard):
         self._axis = ParameterAxis.of(moment.frames[0].parameters)
         room = self.ranks * len(self._axis.bars)
         place = ["left", "right", "top", "bottom"]
-        self._bars = Columns(
-            "slow.bars",
-            ["rank", *place, "numel", "start", "stop"],
-            texts=["name", "unit", "state", "gradient"],
-            limit=room,
+        numbers, texts = ["rank", *place, "numel", "start", "stop"], ["name", "unit", "state", "gradient"]
+        self._bars = Columns("slow.bars", numbers, texts=texts, limit=room)
+        self._light, self._moving, self._own = (
+            Columns(f"slow.{name}", place, texts=["color"], limit=2 * room) for name in ("light", "moving", "own")
         )
-        self._light = Columns("slow.light", place, texts=["color"], limit=2 * room)
-        self._moving = Columns("slow.moving", place, texts=["color"], limit=2 * room)
-        self._own = Columns("slow.own", place, texts=["color"], limit=2 * room)
         self._now = Columns("slow.now", ["left", "right"], limit=1)
-        self._held = Columns(
-            "slow.held", ["rank", "text", "top", "bottom", "own", "held"], texts=["label", "color"],
-            limit=self.ranks,
-        )  # fmt: skip
+        held = ["rank", "text", "top", "bottom", "own", "held"]
+        self._held = Columns("slow.held", held, texts=["label", "color"], limit=self.ranks)
         self._drawn: object = None
         self.sources = (self._bars, self._light, self._moving, self._own, self._now, self._held)
         self.root = self._draw()
@@ -163,17 +155,18 @@ class HoldingsPanel(BaseCard):
         fig.xaxis.ticker = FixedTicker(ticks=list(labels))
         fig.xaxis.major_label_overrides = {x: name for x, name in labels.items()}  # noqa: C416 (dict is invariant)
         fig.xaxis.axis_label = "units and their parameters, as wide as they have elements"
-        now = fig.quad(left="left", right="right", top=-0.5, bottom=self.ranks - 0.5, source=twin(self._now),
-                       fill_alpha=0.10, line_width=1.5)  # fmt: skip
+        look: dict[str, Any] = {"left": "left", "right": "right", "fill_alpha": 0.10, "line_width": 1.5}
+        now = fig.quad(top=-0.5, bottom=self.ranks - 0.5, source=twin(self._now), **look)
         tint(now.glyph, fill_color="ink.band", line_color="ink.marker")
-        base = _quads(fig, self._bars, fill_color=NEUTRAL, fill_alpha=EMPTY)
-        _quads(fig, self._light, fill_color="color", fill_alpha=LIGHT)
-        _quads(fig, self._moving, fill_color="color", fill_alpha=MOVING, hatch_pattern="/", hatch_color="color",
-               hatch_scale=6, hatch_weight=1.5)  # fmt: skip
-        _quads(fig, self._own, fill_color="color")
-        hover(fig, base, [("rank", "@rank"), ("parameter", "@name"), ("unit", "@unit"), ("elements", "@numel{0,0}"),
-                          ("its own shard", "@start{0,0} to @stop{0,0}"), ("now", "@state"), ("gradient", "@gradient")],
-              mode="mouse")  # fmt: skip
+        base = draw_quads(fig, twin(self._bars), fill_color=NEUTRAL, fill_alpha=EMPTY, line_alpha=0)
+        colored: dict[str, Any] = {"fill_color": "color", "line_alpha": 0}
+        hatch: dict[str, Any] = {"hatch_pattern": "/", "hatch_color": "color", "hatch_scale": 6, "hatch_weight": 1.5}
+        draw_quads(fig, twin(self._light), fill_alpha=LIGHT, **colored)
+        draw_quads(fig, twin(self._moving), fill_alpha=MOVING, **colored, **hatch)
+        draw_quads(fig, twin(self._own), **colored)
+        rows = [("rank", "@rank"), ("parameter", "@name"), ("unit", "@unit"), ("elements", "@numel{0,0}")]
+        rows += [("its own shard", "@start{0,0} to @stop{0,0}"), ("now", "@state"), ("gradient", "@gradient")]
+        hover(fig, base, rows, mode="mouse")
 
     def _draw_side(self, fig: figure) -> None:
         fig.yaxis.visible = False
@@ -182,15 +175,11 @@ class HoldingsPanel(BaseCard):
         fig.xaxis.axis_label = "held now: elements, bytes"
         fig.min_border_left, fig.min_border_right = 24, 24
         source = twin(self._held)
-        for left, right, color, alpha in (
-            (0, 1, NEUTRAL, EMPTY),
-            ("own", "held", "color", LIGHT),
-            (0, "own", "color", 1.0),
-        ):
-            fig.quad(left=left, right=right, top="top", bottom="bottom", source=source, fill_color=color, fill_alpha=alpha,
-                     line_alpha=0)  # fmt: skip
-        text = fig.text(x=0, y="text", text="label", text_baseline="middle", text_font_size="11px", source=source)
-        tint(text.glyph, text_color="ink.peak")
+        look: dict[str, Any] = {"top": "top", "bottom": "bottom", "source": source, "line_alpha": 0}
+        parts = ((0, 1, NEUTRAL, EMPTY), ("own", "held", "color", LIGHT), (0, "own", "color", 1.0))
+        for left, right, color, alpha in parts:
+            fig.quad(left=left, right=right, fill_color=color, fill_alpha=alpha, **look)
+        write_labels(fig, source, "ink.peak", x=0, y="text", text_baseline="middle")
 
     def update(self, moment: StepMoment) -> int:
         """Draws a moment; returns the rows written."""
@@ -203,72 +192,51 @@ class HoldingsPanel(BaseCard):
         if drawn == self._drawn:
             return written  # a phase of computing does not change the holdings
         self._drawn = drawn
-        return written + self._write_bars(frames) + self._write_states(frames) + self._write_held(moment)
-
-    def _write_bars(self, frames: Sequence[PhaseSnapshot]) -> int:
-        rows = []
-        for f in frames:
-            for p in f.parameters:
-                bar = self._axis.bars[p.name]
-                rows.append([f.rank, bar.left, bar.right, f.rank + BAR[0], f.rank + BAR[1], p.numel, p.start, p.stop])
-        shown = [p for f in frames for p in f.parameters]
-        return self._bars.replace(rows, {name: [getattr(p, name) for p in shown] for name in self._bars.texts})
+        shown = [(f.rank, self._axis.bars[p.name], p) for f in frames for p in f.parameters]
+        top, bottom = BAR
+        rows = [[r, bar.left, bar.right, r + top, r + bottom, p.numel, p.start, p.stop] for r, bar, p in shown]
+        texts = {name: [getattr(p, name) for _, _, p in shown] for name in self._bars.texts}
+        written += self._bars.replace(rows, texts)
+        return written + self._write_states(frames) + self._write_held(moment)
 
     def _write_states(self, frames: Sequence[PhaseSnapshot]) -> int:
-        rows: dict[Columns, list[list[float]]] = {self._light: [], self._moving: [], self._own: []}
-        colors: dict[Columns, list[str]] = {columns: [] for columns in rows}
-        for f in frames:
-            for columns, quad in self._states(f):
-                rows[columns].append(quad)
-                colors[columns].append(theme.rank_color(f.rank))
-        return sum(columns.replace(quads, {"color": colors[columns]}) for columns, quads in rows.items())
-
-    def _states(self, f: PhaseSnapshot) -> Iterator[tuple[Columns, list[float]]]:
-        """The rectangles of one rank, each with its table: parameters in the bar, gradients in the strip."""
-        top, bottom = f.rank + BAR[0], f.rank + BAR[1]
-        strip = (f.rank + STRIP[0], f.rank + STRIP[1])
-        for p in f.parameters:
+        """Draws parameters in the bar, gradients in the strip. A shard of a parameter is always held."""
+        quads: dict[Columns, list[list[float]]] = {self._light: [], self._moving: [], self._own: []}
+        colors: dict[Columns, list[str]] = {columns: [] for columns in quads}
+        tables = {"unsharded": self._light, "gathering": self._moving, "reducing": self._moving}
+        for rank, p in ((f.rank, p) for f in frames for p in f.parameters):
             bar = self._axis.bars[p.name]
-            own = bar.at(p.start, p.stop)
-            if p.state in ("unsharded", "gathering"):
-                yield self._light if p.state == "unsharded" else self._moving, [bar.left, bar.right, top, bottom]
-            if p.start < p.stop:
-                yield self._own, [*own, top, bottom]
-            if p.gradient in ("unsharded", "reducing"):
-                yield self._light if p.gradient == "unsharded" else self._moving, [bar.left, bar.right, *strip]
-            if p.gradient == "sharded" and p.start < p.stop:
-                yield self._own, [*own, *strip]
+            for state, (top, bottom), has_own in ((p.state, BAR, True), (p.gradient, STRIP, p.gradient == "sharded")):
+                drawn = [(tables[state], (bar.left, bar.right))] if state in tables else []
+                if has_own and p.start < p.stop:
+                    drawn.append((self._own, bar.at(p.start, p.stop)))
+                for columns, place in drawn:
+                    quads[columns].append([*place, rank + top, rank + bottom])
+                    colors[columns].append(theme.rank_color(rank))
+        return sum(columns.replace(rows, {"color": colors[columns]}) for columns, rows in quads.items())
 
     def _write_held(self, moment: StepMoment) -> int:
-        rows, labels, colors = [], [], []
+        rows, labels = [], []
         for f in moment.frames[: self.ranks]:
             total = max(1, sum(p.numel for p in f.parameters))
             own, held = sum(p.stop - p.start for p in f.parameters), moment.held_elements(f.rank)
             rows.append([f.rank, f.rank - 0.11, f.rank + STRIP[0], f.rank + STRIP[1], own / total, held / total])
             labels.append(f"{count(held)}, {size(moment.held_bytes(f.rank))}")
-            colors.append(theme.rank_color(f.rank))
+        colors = [theme.rank_color(f.rank) for f in moment.frames[: self.ranks]]
         return self._held.replace(rows, {"label": labels, "color": colors})
 
     def _describe(self, moment: StepMoment) -> Captions:
         color = theme.rank_color(0)
+        light, moving, empty = (round(255 * opacity) for opacity in (LIGHT, MOVING, EMPTY))
         legend = (
             Key(label="its own shard", color=color),
-            Key(label="gathered now", color=_faded(color, LIGHT)),
-            Key(label="being gathered or reduced", color=_faded(color, MOVING), hatch="/"),
-            Key(label="not held", color=_faded(NEUTRAL, EMPTY)),
+            Key(label="gathered now", color=f"{color}{light:02X}"),
+            Key(label="being gathered or reduced", color=f"{color}{moving:02X}", hatch="/"),
+            Key(label="not held", color=f"{NEUTRAL}{empty:02X}"),
             Key(label="thin strip: the same for gradients", token="ink.mean", hatch="line"),
         )
         note = "" if self.ranks == self.world_size else f"The first {self.ranks} of {self.world_size} ranks."
         return Captions(reading=moment.caption, legend=legend, note=note)
-
-
-def _quads(fig: figure, columns: Columns, **look: Any) -> Any:
-    """Draws a rectangle for each row."""
-    return fig.quad(left="left", right="right", top="top", bottom="bottom", source=twin(columns), line_alpha=0, **look)
-
-
-def _faded(color: str, opacity: float) -> str:
-    return f"{color}{round(255 * opacity):02X}"
 
 
 def _identity(moment: StepMoment) -> tuple[object, ...]:

@@ -1,10 +1,12 @@
-"""Memory of every rank by class at its peak, with what is offloaded to the host, the device's limit and the prediction."""
+"""Memory of every rank by class at its peak, with what is offloaded to the host, the device's limit and the prediction; and
+the fullest rank's within a step, at every unit of the last ledger step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -13,33 +15,33 @@ from bokeh.models import FixedTicker, Range1d
 from bokeh.models.annotations import BoxAnnotation
 from bokeh.plotting import figure
 
-from fsdp_lab.base.events import Role, StepEvent
-from fsdp_lab.base.formatting import MIB, size
+from fsdp_lab.base.events import Memory, MemorySample, Role, StepEvent
+from fsdp_lab.base.formatting import GIB, MIB, duration, size
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns, Numbers
-from fsdp_lab.dashboard.panels.axis import STEP_LIMIT, StepAxis, ZeroRange
+from fsdp_lab.dashboard.panels.axis import STEP_LIMIT, StepAxis, ZeroRange, round_up
 from fsdp_lab.dashboard.panels.base import HOLLOW, Captions, Key, Panel, Patches, Prediction, with_prediction
 from fsdp_lab.dashboard.panels.drawing import (
     BAR,
+    CLASS_TOKENS,
     LINE_PX,
     NEUTRAL,
     ON_DEVICE,
     RanksByHost,
     class_keys,
-    class_tokens,
+    draw_changes,
+    draw_line,
     hover,
     hover_bars,
-    label_ends,
     limit_line,
     paint_fill,
     paint_stack,
+    plain_figure,
     rank_bars,
     sign_bars,
-    sizes,
     tint,
     twin,
-    unit_for,
-    unit_name,
+    write_labels,
 )
 from fsdp_lab.runs.steps import Step
 
@@ -49,7 +51,24 @@ MARK_PX = 9
 HOST_BAR = 0.14  # its height, in ranks
 PREDICTED_BAR = 0.15
 LANE_BOTTOM, LANE = 0.42, 0.84  # the lower edge of a lane below its rank's position, and its height, in ranks
+LABEL_ROOM = 0.1  # of the axis of a ledger step: a phase that is shorter has no label
 MOST_SCALED = 2  # lanes that have room for tick labels from bottom to top
+
+
+def sizes(m: Memory) -> tuple[int, ...]:
+    """Bytes at the peak by class in the order of `ON_DEVICE`, then those on the host, then the peak itself."""
+    return (*(m.at_peak.of_role(Role(c)) for c in ON_DEVICE), m.host_bytes, m.peak_bytes)
+
+
+def unit_for(peak_bytes: float, unit: int) -> int:
+    """MiB below 1 GiB, GiB above 4; between them the former unit, so that the axis does not change back and forth."""
+    if peak_bytes > 4 * GIB:
+        return GIB
+    return MIB if peak_bytes < GIB else unit
+
+
+def unit_name(unit: int) -> str:
+    return "GiB" if unit == GIB else "MiB"
 
 
 class MemoryPanel(Panel):
@@ -65,12 +84,9 @@ class MemoryPanel(Panel):
         self.world_size = world_size
         self._few = world_size <= theme.MOST_LINES
         self._frame = frame
-        self._now = Columns(
-            "memory.now",
-            ["rank", "bar", "host_bar", "top", "bottom", *AMOUNTS, "allocated", "reserved", "outside", "loading"],
-            texts=["label", "color", "place"],
-            limit=world_size,
-        )
+        amounts = [*AMOUNTS, "allocated", "reserved", "outside", "loading"]
+        now = ["rank", "bar", "host_bar", "top", "bottom", *amounts]
+        self._now = Columns("memory.now", now, texts=["label", "color", "place"], limit=world_size)
         self._ranks = RanksByHost("memory.now", world_size)
         self._predicted = Columns("memory.predicted", ["rank", "bar", *AMOUNTS], texts=["label"], limit=world_size)
         self._prediction: Prediction | None = None
@@ -89,7 +105,7 @@ class MemoryPanel(Panel):
         source = twin(self._now)
         width = 1 if self._few else 0
         bars = fig.hbar_stack(list(ON_DEVICE), y="bar", height=BAR, source=source, line_width=width)
-        paint_stack(bars, class_tokens())
+        paint_stack(bars, CLASS_TOKENS)
         host = fig.hbar(y="host_bar", left=0, right="host", height=HOST_BAR, source=source, line_width=width)
         paint_fill(host.glyph, "memory.host", outline="memory.gradients")
         peak = fig.segment(x0="peak", x1="peak", y0="top", y1="bottom", line_width=LINE_PX, source=source)
@@ -99,10 +115,10 @@ class MemoryPanel(Panel):
         if self._few:
             sign_bars(fig, source, y="bar", end="peak")
         self._draw_predicted(fig)
-        rows = [(theme.MEMORY[c].label, f"@{c}{{0,0.0}}") for c in (*ON_DEVICE, "host")]
-        totals = [("peak", "peak"), ("between steps", "allocated"), ("reserved", "reserved"),
-                  ("outside the allocator", "outside"), ("host's peak while loading", "loading")]  # fmt: skip
-        rows += [(label, f"@{column}{{0,0.0}}") for label, column in totals]
+        labels = {**{c: theme.MEMORY[c].label for c in (*ON_DEVICE, "host")}, "peak": "peak"}
+        labels |= {"allocated": "between steps", "reserved": "reserved", "outside": "outside the allocator"}
+        labels["loading"] = "host's peak while loading"
+        rows = [(label, f"@{column}{{0,0.0}}") for column, label in labels.items()]
         hover_bars(fig, source, [("rank", "@place"), *rows], right="peak", y="rank", height=0.9)
         fig.add_layout(limit_line("memory.now.limit", "height"))
         return fig
@@ -111,9 +127,9 @@ class MemoryPanel(Panel):
         """Adds below each bar the prediction, in the same colours and hollow."""
         source = twin(self._predicted)
         bars = fig.hbar_stack(list(ON_DEVICE), y="bar", height=PREDICTED_BAR, source=source)
-        paint_stack(bars, class_tokens(), own_outline=True, alpha=0.3)
+        paint_stack(bars, CLASS_TOKENS, own_outline=True, alpha=0.3)
         if self._few:
-            label_ends(fig, source, x="peak", y="bar", token="ink.marker", size_px=10)
+            write_labels(fig, source, "ink.marker", size_px=10, x="peak", y="bar", x_offset=7, text_baseline="middle")
         rows = [(f"predicted {theme.MEMORY[c].label}", f"@{c}{{0,0.0}}") for c in (*ON_DEVICE, "host")]
         rows = [("rank", "@rank"), *rows, ("predicted peak", "@peak{0,0.0}")]
         hover_bars(fig, source, rows, right="peak", y="bar", height=PREDICTED_BAR)
@@ -121,7 +137,9 @@ class MemoryPanel(Panel):
     def update(self, steps: Sequence[Step]) -> int:
         measured = [s for s in steps if any(e.memory.peak_bytes for e in s.events)]  # none before the first ledger step
         if measured:
-            self._limit = _drawn_limit(measured[-1])
+            limits = [e.memory.limit_bytes for e in measured[-1].events if e.memory.limit_bytes]
+            peak = max(e.memory.peak_bytes for e in measured[-1].events)
+            self._limit = min(limits) if limits and min(limits) <= LIMIT_REACH * peak else None
         unit = self._unit
         written = self._over.write(steps, self._limit) if steps else 0
         for step in steps:
@@ -184,10 +202,10 @@ class MemoryPanel(Panel):
             on_host = e.rank + BAR / 2 + shift + below if hosted else math.nan  # NaN: no bar
             place = [e.rank, bar, on_host, bar - BAR / 2 - 0.05, bar + BAR / 2 + 0.05]
             rows.append([*place, *(b / self._over.unit for b in amounts)])
-        labels = [size(e.memory.peak_bytes) for e in step.events]
         self._ranks.follow(step.events)
-        colors, places = zip(*((theme.rank_color(e.rank), self._ranks.place(e.rank)) for e in step.events), strict=True)
-        return self._now.replace(rows, {"label": labels, "color": list(colors), "place": list(places)})
+        ranks, labels = [e.rank for e in step.events], [size(e.memory.peak_bytes) for e in step.events]
+        texts = {"label": labels, "color": [*map(theme.rank_color, ranks)], "place": [*map(self._ranks.place, ranks)]}
+        return self._now.replace(rows, texts)
 
     def _describe(self, step: Step) -> Captions:
         memories = [e.memory for e in step.events]
@@ -230,19 +248,9 @@ class MemoryPanel(Panel):
         return replace(own, reading=reading, legend=(*legend, *self._frame.other_keys("peak")))
 
 
-def _drawn_limit(step: Step) -> int | None:
-    limits = [e.memory.limit_bytes for e in step.events if e.memory.limit_bytes]
-    peak = max(e.memory.peak_bytes for e in step.events)
-    return min(limits) if limits and min(limits) <= LIMIT_REACH * peak else None
-
-
 class MemoryLanes:
     """Memory over steps: a lane of stacked areas a rank, aligned with the bars beside it; of more ranks than colours, two
-    lanes for the fullest and the emptiest.
-
-    Lanes share one scale, in `unit`. A step whose memory was not measured leaves a gap: before the first ledger step on a
-    CPU.
-    """
+    lanes for the fullest and the emptiest. They share one scale, in `unit`; a step that was not measured leaves a gap."""
 
     def __init__(self, frame: StepAxis, world_size: int) -> None:
         self._frame = frame
@@ -262,42 +270,40 @@ class MemoryLanes:
         fig.yaxis.ticker = FixedTicker(ticks=[at for at, _ in self._ticks()])
         fig.ygrid.visible = False
         fig.extra_y_ranges = {
-            **{f"lane_{i}": Range1d(start=0, end=1, name=f"memory.over.lane_{i}") for i in range(self._lanes)},
-            **{f"mib_{i}": Range1d(start=0, end=1, name=f"memory.over.lane_{i}.mib") for i in range(self._lanes)},
+            f"{kind}_{i}": Range1d(start=0, end=1, name=f"memory.over.lane_{i}{suffix}")
+            for kind, suffix in (("lane", ""), ("mib", ".mib"))
+            for i in range(self._lanes)
         }
         source = twin(self.columns)
         peaks = [self._draw_lane(fig, source, i) for i in range(self._lanes)]
         self._frame.label_markers(fig)
-        named = [("rank", "rank", ""), *((theme.MEMORY[c].label, c, "{0,0.0}") for c in ON_DEVICE)]
-        rows = [
-            (label, " · ".join(f"@{column}_{i}{form}" for i in range(self._lanes)))
-            for label, column, form in (*named, ("peak", "peak", "{0,0.0}"))
-        ]
-        hover(fig, peaks[0], [("step", "@step"), *rows])
+        labels = {"rank": "rank", **{c: theme.MEMORY[c].label for c in ON_DEVICE}, "peak": "peak"}
+        rows = [("step", "@step")]
+        for c, label in labels.items():
+            form = "" if c == "rank" else "{0,0.0}"
+            rows.append((label, " · ".join(f"@{c}_{i}{form}" for i in range(self._lanes))))
+        hover(fig, peaks[0], rows)
         return fig
 
     def _draw_lane(self, fig: figure, source: Any, lane: int) -> Any:
         """Draws a lane; returns the line of its peak."""
-        on = {"y_range_name": f"lane_{lane}", "source": source}
+        on = f"lane_{lane}"
         color = theme.rank_color(lane) if self._all else NEUTRAL
-        bottom = lane + LANE_BOTTOM
+        top, bottom = lane + LANE_BOTTOM, lane + LANE_BOTTOM - LANE
         fig.add_layout(
-            BoxAnnotation(
-                top=bottom, bottom=bottom - LANE, line_alpha=0, fill_alpha=0.08, fill_color=color, level="underlay"
-            )
+            BoxAnnotation(top=top, bottom=bottom, line_alpha=0, fill_alpha=0.08, fill_color=color, level="underlay")
         )
-        areas = fig.varea_stack([f"{c}_{lane}" for c in ON_DEVICE], x="step", **on)
-        paint_stack(areas, class_tokens(), line=False)
-        host = fig.line("step", f"host_{lane}", line_width=LINE_PX, line_dash="2 2", **on)
-        tint(host.glyph, line_color="memory.gradients")
-        self._frame.overlays.draw(fig, f"peak_{lane}", name=f"memory.lane_{lane}", seam=self._lanes <= MOST_SCALED,
-                                  y_range_name=f"mib_{lane}")  # fmt: skip
-        peak = fig.line("step", f"peak_{lane}", line_width=1 if self._lanes > MOST_SCALED else LINE_PX, **on)
-        tint(peak.glyph, line_color="ink.peak")
+        areas = fig.varea_stack([f"{c}_{lane}" for c in ON_DEVICE], x="step", y_range_name=on, source=source)
+        paint_stack(areas, CLASS_TOKENS, line=False)
+        dashed: dict[str, Any] = {"line_width": LINE_PX, "line_dash": "2 2", "y_range_name": on}
+        draw_line(fig, source, f"host_{lane}", "memory.gradients", **dashed)
+        peak, few = f"peak_{lane}", self._lanes <= MOST_SCALED
+        self._frame.overlays.draw(fig, peak, name=f"memory.lane_{lane}", seam=few, y_range_name=f"mib_{lane}")
+        line = draw_line(fig, source, peak, "ink.peak", line_width=LINE_PX if few else 1, y_range_name=on)
         limit = limit_line(f"memory.over.limit_{lane}", "width")
-        limit.y_range_name = f"lane_{lane}"
+        limit.y_range_name = on
         fig.add_layout(limit)
-        return peak
+        return line
 
     def _ticks(self) -> list[tuple[float, str]]:
         """The axis ticks and their labels: values along each lane, or rank numbers where there are many lanes."""
@@ -308,7 +314,7 @@ class MemoryLanes:
 
     def write(self, steps: Sequence[Step], limit_bytes: int | None) -> int:
         """Adds new steps, in order; returns the rows written. A limit that is None is not drawn."""
-        new = np.array([[s.number, *(v for e in self._of_lanes(s) for v in _lane(e))] for s in steps], dtype=np.float64)
+        new = np.array([[s.number, *self._row(s)] for s in steps], dtype=np.float64)
         self._bytes = np.vstack([self._bytes, new])[-self.columns.limit :]
         peaks = self._bytes[:, self._places("peak")]
         if np.isnan(peaks).all():
@@ -347,12 +353,21 @@ class MemoryLanes:
             patches[f"memory.over.limit_{i}"] = {"visible": self._limit_bytes is not None, "location": location}
         return patches
 
-    def _of_lanes(self, step: Step) -> list[StepEvent | None]:
+    def _row(self, step: Step) -> list[float]:
+        """Rank, classes, host and peak of each lane; where nothing was measured areas of no height, and no lines."""
         by_rank = {e.rank: e for e in step.events}
-        if self._all:
-            return [by_rank.get(rank) for rank in range(self._lanes)]
-        order = sorted(step.events, key=lambda e: e.memory.peak_bytes)
-        return [order[-1], order[0]]
+        shown: list[StepEvent | None] = [by_rank.get(rank) for rank in range(self._lanes)]
+        if not self._all:
+            order = sorted(step.events, key=lambda e: e.memory.peak_bytes)
+            shown = [order[-1], order[0]]
+        values: list[float] = []
+        for e in shown:
+            if e is None or not e.memory.peak_bytes:
+                values += [e.rank if e else math.nan, *(0.0 for _ in ON_DEVICE), math.nan, math.nan]
+            else:
+                *classes, host, peak = sizes(e.memory)
+                values += [e.rank, *classes, host or math.nan, peak]  # NaN: no line where nothing is offloaded
+        return values
 
     def _places(self, name: str) -> list[int]:
         return [self.columns.numbers.index(f"{name}_{i}") for i in range(self._lanes)]
@@ -363,9 +378,85 @@ class MemoryLanes:
         return [list(row) for row in history * scale]
 
 
-def _lane(e: StepEvent | None) -> list[float]:
-    """Rank, classes, host and peak; where nothing was measured areas of no height, and no lines."""
-    if e is None or not e.memory.peak_bytes:
-        return [e.rank if e else math.nan, *(0.0 for _ in ON_DEVICE), math.nan, math.nan]
-    *classes, host, peak = sizes(e.memory)
-    return [e.rank, *classes, host or math.nan, peak]  # NaN: no line where nothing is offloaded
+class LedgerPanel(Panel):
+    """Stacked by class over the time of the step, with a line where each phase begins and a mark at the peak.
+
+    Measuring slows the step: the shape of the curve is right, its length is not.
+    """
+
+    name = "ledger"
+    title = "Memory within a step"
+    wide = True
+
+    def __init__(self, frame: StepAxis, world_size: int) -> None:
+        super().__init__(Captions(reading="none measured yet: the third step after a change is"))
+        self._curve = Columns("ledger.curve", ["ms", *ON_DEVICE, "total"], texts=["phase", "unit"], limit=1000)
+        self._phases = Columns("ledger.phases", ["ms"], texts=["label"], limit=8)
+        self._peak = Columns("ledger.peak", ["ms", "total"], texts=["label"], limit=1)
+        self._range = ZeroRange(headroom=1.25)
+        self._unit, self._end_ms = MIB, 1.0
+        self.sources = (self._curve, self._phases, self._peak)
+        self.root = self._draw()
+
+    def _draw(self) -> figure:
+        x_range, y_range = (Range1d(start=0, end=1, name=f"ledger.{axis}") for axis in "xy")
+        fig = plain_figure("ledger", "MiB", x_range=x_range, y_range=y_range)
+        fig.xaxis.axis_label = "ms of the step, slowed by measuring"
+        fig.yaxis.name = "ledger.axis"
+        source = twin(self._curve)
+        paint_stack(fig.varea_stack(list(ON_DEVICE), x="ms", source=source), CLASS_TOKENS, line=False)
+        total = draw_line(fig, source, "total", "ink.peak", x="ms", line_width=1)
+        phases, top = twin(self._phases), twin(self._peak)
+        draw_changes(fig, phases, "ms")
+        fig.extra_y_ranges = {"phase": Range1d(start=0, end=1)}
+        write_labels(fig, phases, "ink.mean", x="ms", y=0.99, y_range_name="phase", text_baseline="top", x_offset=4)
+        mark = fig.scatter("ms", "total", source=top, size=8, marker="triangle", line_alpha=0)
+        tint(mark.glyph, fill_color="ink.peak")
+        above: dict[str, Any] = {"text_baseline": "bottom", "text_align": "center", "y_offset": -6}
+        write_labels(fig, top, "ink.peak", x="ms", y="total", **above)
+        rows = [(theme.MEMORY[c].label, f"@{c}{{0,0.00}}") for c in ON_DEVICE]
+        hover(fig, total, [("at", "@ms{0.0} ms"), ("in", "@phase @unit"), *rows, ("total", "@total{0,0.00}")])
+        return fig
+
+    def update(self, steps: Sequence[Step]) -> int:
+        step = next((s for s in reversed(steps) if any(e.memory_curve for e in s.events)), None)
+        if step is None:
+            return 0
+        fullest = max((e for e in step.events if e.memory_curve), key=lambda e: e.memory.peak_bytes)
+        written = self._write(fullest.memory_curve)
+        top = max(fullest.memory_curve, key=lambda s: s.classes.total_bytes)
+        where = f"peak {size(top.classes.total_bytes)} in {top.phase}, {top.unit}"
+        long = duration(fullest.step_time_s)
+        self._captions = Captions(
+            reading=f"rank {fullest.rank} in step {step.number}: {where}",
+            legend=(*class_keys(ON_DEVICE), Key(label="total", token="ink.peak", hatch="line")),
+            note=f"Measuring made this step {long} long; its allocations are those of any other step.",
+        )
+        return written
+
+    def _write(self, curve: Sequence[MemorySample]) -> int:
+        totals = [s.classes.total_bytes for s in curve]
+        self._unit = unit_for(max(totals), self._unit)
+        self._end_ms = round_up(max(1.07e3 * curve[-1].at_s, 1e-3))  # with room for the last label
+        rows = [
+            [1e3 * s.at_s, *(s.classes.of_role(Role(c)) / self._unit for c in ON_DEVICE), t / self._unit]
+            for s, t in zip(curve, totals, strict=True)
+        ]
+        texts = {"phase": [s.phase for s in curve], "unit": [s.unit for s in curve]}
+        firsts = [next(samples) for _, samples in groupby(curve, key=lambda s: s.phase)]
+        begins = [(s.at_s, s.phase) for s in firsts][:8]  # micro-batches repeat them
+        top = totals.index(max(totals))
+        written = self._curve.replace(rows, texts)
+        room_s = LABEL_ROOM * self._end_ms / 1e3
+        labels = [phase if end - at > room_s else "" for (at, phase), (end, _) in pairwise([*begins, (math.inf, "")])]
+        written += self._phases.replace([[1e3 * at] for at, _ in begins], {"label": labels})
+        written += self._peak.replace([[rows[top][0], rows[top][-1]]], {"label": [size(totals[top])]})
+        self._range.cover(np.array([totals[top] / self._unit]))
+        return written
+
+    def patches(self) -> Patches:
+        return {
+            "ledger.x": {"start": 0.0, "end": self._end_ms},
+            "ledger.y": {"start": 0.0, "end": self._range.end},
+            "ledger.axis": {"axis_label": unit_name(self._unit)},
+        }

@@ -19,7 +19,16 @@ from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.columns import Columns
 from fsdp_lab.dashboard.panels.axis import FINE, StepAxis, ZeroRange
 from fsdp_lab.dashboard.panels.base import Captions, Panel, Patches, Pin
-from fsdp_lab.dashboard.panels.drawing import FILLS, NEUTRAL, fill_key, hover, paint_fill, plain_figure, twin
+from fsdp_lab.dashboard.panels.drawing import (
+    FILLS,
+    NEUTRAL,
+    draw_quads,
+    fill_key,
+    hover,
+    paint_fill,
+    plain_figure,
+    twin,
+)
 from fsdp_lab.runs.steps import SPAN_CAP, TRACED_STEPS, Step
 from fsdp_lab.runs.timeline import NO_UNIT, TRACK_NAMES, RankLane, Timeline, stacked
 
@@ -50,10 +59,7 @@ DRAWN_TOKENS = tuple(dict.fromkeys((*(f"timeline.{name}" for name in theme.COMPU
 
 class TimelinePanel(Panel):
     """A lane a rank, with a thin row for each track that occurs. Of more ranks than colours, three lanes: the ranks that
-    wait least (the others wait for it), median and most.
-
-    `update` draws; `pin` may be called from any thread and takes effect in the next `update`.
-    """
+    wait least (the others wait for it), median and most."""
 
     name = "timeline"
     title = "Step timeline"
@@ -96,22 +102,19 @@ class TimelinePanel(Panel):
         fig.ygrid.visible = False
         fig.add_tools(PanTool(dimensions="width"), WheelZoomTool(dimensions="width", modifiers={"shift": True}))
         lanes = twin(self._lanes)
-        fig.quad(left="left", right="right", top="top", bottom="bottom", source=lanes, fill_color="color", fill_alpha=0.1,
-                 line_alpha=0)  # fmt: skip
+        draw_quads(fig, lanes, fill_color="color", fill_alpha=0.1, line_alpha=0)
         fig.segment(x0="left", x1="left", y0="top", y1="bottom", source=lanes, line_color="color", line_width=3)
         spans = twin(self._spans)
         drawn = []
         for token in DRAWN_TOKENS:
             view = CDSView(filter=GroupFilter(column_name="fill", group=token))
-            bars = fig.quad(
-                left="left", right="right", top="top", bottom="bottom", source=spans, view=view, line_width=0.5
-            )
+            bars = draw_quads(fig, spans, view=view, line_width=0.5)
             # A short span is seen by its outline.
             paint_fill(bars.glyph, token, outline=token if FILLS[token].hatch == " " else "ink.faint")
             drawn.append(bars)
-        rows = [("rank", "@rank"), ("what", "@what"), ("unit", "@unit"), ("time", "@ms{0,0.00} ms, from @left{0,0.00} ms"),
-                ("link", "@link"), ("bandwidth", "@bandwidth"), ("group", "@group")]  # fmt: skip
-        hover(fig, drawn, rows, mode="mouse")
+        times = {"time": "@ms{0,0.00} ms, from @left{0,0.00} ms"}
+        names = ("rank", "what", "unit", "time", "link", "bandwidth", "group")
+        hover(fig, drawn, [(name, times.get(name, f"@{name}")) for name in names], mode="mouse")
         return fig
 
     def patches(self) -> Patches:
@@ -167,76 +170,64 @@ class TimelinePanel(Panel):
                 self._pinned, self._drawn_s = None, float("-inf")
                 continue
             at = step if step is not None else (self._pinned or self._shown or self._traced[-1]).number
-            numbers = [s.number for s in self._traced]
             if self._pinned is not None and at == self._pinned.number and not by:
                 continue  # it may be one that is no longer kept
-            nearest = min(range(len(numbers)), key=lambda i: abs(numbers[i] - at))
-            self._pinned = self._traced[min(max(0, nearest + by), len(numbers) - 1)]
+            away = [abs(s.number - at) for s in self._traced]
+            self._pinned = self._traced[min(max(0, away.index(min(away)) + by), len(away) - 1)]
         return len(requests)
 
     def _draw(self, timeline: Timeline) -> int:
-        self._drawn_lanes = lanes = self._choose(timeline)
+        lanes = {lane.rank: lane for lane in timeline.lanes if lane.rank < self.lanes}
+        if not self._all:  # those that wait least, median and most, from the top
+            ordered = sorted(timeline.lanes, key=lambda lane: (sum(exposed_by_unit(lane.spans).values()), lane.rank))
+            lanes = dict(enumerate([ordered[0], ordered[len(ordered) // 2], ordered[-1]]))
+        self._drawn_lanes = lanes
         spec_id = timeline.lanes[0].event.spec_id
         if spec_id != self._spec_id:  # another strategy has other rows
             self._spec_id, self._tracks, self._tokens = spec_id, set(), set()
         for lane in lanes.values():
             self._tracks.update(s.track for s in lane.spans)
         self._range.cover(np.array([*self._lengths, 1e3 * timeline.seconds]))
-        return self._write_lanes(lanes) + self._write_spans(lanes)
-
-    def _choose(self, timeline: Timeline) -> dict[int, RankLane]:
-        """Place from the top -> lane. Of many ranks three: the ones that wait least, median and most."""
-        if self._all:
-            return {lane.rank: lane for lane in timeline.lanes if lane.rank < self.lanes}
-        ordered = sorted(timeline.lanes, key=lambda lane: (sum(exposed_by_unit(lane.spans).values()), lane.rank))
-        return dict(enumerate([ordered[0], ordered[len(ordered) // 2], ordered[-1]]))
-
-    def _write_lanes(self, lanes: Mapping[int, RankLane]) -> int:
-        rows, colors, labels = [], [], []
-        for place, lane in lanes.items():
-            top, bottom = place - LANE / 2, place + LANE / 2
-            rows.append([1e3 * lane.begin_s, 1e3 * lane.end_s, top, bottom, lane.rank])
-            colors.append(theme.rank_color(lane.rank) if self._all else NEUTRAL)
-            labels.append(f"rank {lane.rank}")
-        return self._lanes.replace(rows, {"color": colors, "label": labels})
+        half = LANE / 2
+        rows = [[1e3 * a.begin_s, 1e3 * a.end_s, at - half, at + half, a.rank] for at, a in lanes.items()]
+        colors = [theme.rank_color(lane.rank) if self._all else NEUTRAL for lane in lanes.values()]
+        labels = [f"rank {lane.rank}" for lane in lanes.values()]
+        return self._lanes.replace(rows, {"color": colors, "label": labels}) + self._write_spans(lanes)
 
     def _write_spans(self, lanes: Mapping[int, RankLane]) -> int:
         placed = [(place, lane, s, row, rows) for place, lane in lanes.items() for s, row, rows in _in_rows(lane.spans)]
         placed = sorted(placed, key=lambda p: -p[2].seconds)[:MOST_SPANS]
+        present = [t for t in TRACK_TOKENS if t in self._tracks]
+        height = LANE / max(1, len(present))  # of a track
         numbers = []
-        texts: dict[str, list[str]] = {name: [] for name in self._spans.texts}
         for place, lane, s, row, rows in placed:
-            top, bottom = self._row(place, s.track, row, rows)
-            start_s = lane.begin_s + s.start_s
-            numbers.append([1e3 * start_s, 1e3 * (start_s + s.seconds), top, bottom, 1e3 * s.seconds, lane.rank])
-            for name, text in zip(self._spans.texts, _span_texts(s), strict=True):
-                texts[name].append(text)
+            start_s, each = lane.begin_s + s.start_s, height * (1 - ROW_GAP) / rows
+            top = place - LANE / 2 + height * (present.index(s.track) + ROW_GAP / 2)
+            at = (1e3 * start_s, 1e3 * (start_s + s.seconds), top + row * each, top + (row + 1) * each)
+            numbers.append([*at, 1e3 * s.seconds, lane.rank])
+        told = [_span_texts(s) for _, _, s, _, _ in placed]
+        texts = {name: [words[i] for words in told] for i, name in enumerate(self._spans.texts)}
         self._tokens.update(texts["fill"])
         return self._spans.replace(numbers, texts)
-
-    def _row(self, place: int, track: Track, row: int, rows: int) -> tuple[float, float]:
-        """Top and bottom of a row of a track, in places of lanes."""
-        present = [t for t in TRACK_TOKENS if t in self._tracks]
-        height = LANE / len(present)
-        top = place - LANE / 2 + height * (present.index(track) + ROW_GAP / 2)
-        each = height * (1 - ROW_GAP) / rows
-        return top + row * each, top + (row + 1) * each
 
     def _describe(self) -> None:
         shown, timeline = self._shown, self._timeline
         if shown is None or timeline is None:
             return
+        held, oldest, newest = self._pinned is not None, self._traced[0].number, self._traced[-1].number
+        lanes = list(self._drawn_lanes.values())
+        notes = []
+        if not self._all:
+            least, middle, most = (lane.rank for lane in lanes)
+            of = f"3 of {self.world_size} ranks"
+            notes.append(f"{of}: {least} waits least, {middle} is the median, {most} waits most.")
+        if (surplus := sum(len(lane.spans) for lane in lanes) - MOST_SPANS) > 0:
+            notes.append(f"The {surplus:,} shortest spans are not drawn.")
         self._captions = Captions(
-            reading=("pinned · " if self._pinned is not None else "") + self._reading(timeline),
+            reading=("pinned · " if held else "") + self._reading(timeline),
             legend=tuple(fill_key(token) for token in DRAWN_TOKENS if token in self._tokens),
-            note=" ".join(filter(None, [self._left_out(), *timeline.remarks])),
-            pin=Pin(
-                step=shown.number,
-                held=self._pinned is not None,
-                oldest=self._traced[0].number,
-                newest=self._traced[-1].number,
-                kept=len(self._traced),
-            ),
+            note=" ".join([*notes, *filter(None, timeline.remarks)]),
+            pin=Pin(step=shown.number, held=held, oldest=oldest, newest=newest, kept=len(self._traced)),
         )
 
     def _reading(self, timeline: Timeline) -> str:
@@ -251,20 +242,6 @@ class TimelinePanel(Panel):
             return f"{text}, no communication exposed"
         unit, most_s = max(exposed.items(), key=lambda item: item[1])
         return f"{text}, {duration(total_s)} exposed on rank {rank}, most for {unit or NO_UNIT} ({duration(most_s)})"
-
-    def _left_out(self) -> str:
-        """Which parts of the step are not drawn."""
-        lanes = list(self._drawn_lanes.values())
-        notes = []
-        if not self._all:
-            least, middle, most = (lane.rank for lane in lanes)
-            notes.append(
-                f"3 of {self.world_size} ranks: {least} waits least, {middle} is the median, {most} waits most."
-            )
-        surplus = sum(len(lane.spans) for lane in lanes) - MOST_SPANS
-        if surplus > 0:
-            notes.append(f"The {surplus:,} shortest spans are not drawn.")
-        return " ".join(notes)
 
 
 def _in_rows(spans: Sequence[Span]) -> list[tuple[Span, int, int]]:
@@ -283,9 +260,7 @@ def _span_texts(s: Span) -> tuple[str, ...]:
     token = TRACK_TOKENS[s.track]
     if s.track is Track.COMPUTE and s.name in theme.COMPUTE:
         token = f"timeline.{s.name}"
-    what = (
-        f"waits for {named}" if s.track is Track.WAIT else named if s.track is Track.COMPUTE else TRACK_NAMES[s.track]
-    )
+    what = {Track.WAIT: f"waits for {named}", Track.COMPUTE: named}.get(s.track, TRACK_NAMES[s.track])
     link = traffic(s.link_bytes) if s.link_bytes else "–"
     bus, algorithm = s.bus_bytes_per_s, s.algorithm_bytes_per_s
     rates = [f"{figures(value / 1e9)} GB/s {kind}" for kind, value in (("bus", bus), ("algorithm", algorithm)) if value]

@@ -74,9 +74,8 @@ not measured.</p></header>
 
 def look() -> dict[str, Any]:
     """The colours, hatches and labels of what a page draws."""
-    kinds = {
-        k: (f"communication.{k}", theme.COMMUNICATION[k].label) for k in ("all_gather", "reduce_scatter", "all_reduce")
-    }
+    reduced = ("all_gather", "reduce_scatter", "all_reduce")
+    kinds = {k: (f"communication.{k}", theme.COMMUNICATION[k].label) for k in reduced}
     return {
         "tokens": theme.tokens(),
         "memory": {name: {"label": fill.label, "hatch": fill.hatch} for name, fill in theme.MEMORY.items()},
@@ -95,24 +94,19 @@ def row_of(plan: Mapping[str, Any]) -> dict[str, Any]:
     row |= {f"{entry}.{key}": float(number) for entry in ENTRIES for key, number in plan[entry].items()}
     workload = plan["spec"]["workload"]
     assumed = "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in plan["assumed"].items())
-    return {**row, "global_batch": plan["ranks"] * workload["micro_batch"] * workload["accumulate"],
-            "binding": plan["binding"], "assumed": assumed}  # fmt: skip
+    row["global_batch"] = plan["ranks"] * workload["micro_batch"] * workload["accumulate"]
+    return {**row, "binding": plan["binding"], "assumed": assumed}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A field with the values that can be chosen; one value is the same for the whole page.
-
-    Attributes:
-        option: of the command line, such as "--micro-batch".
-        words: the values as that option takes them, quoted for a shell.
-    """
+    """A field with the values that can be chosen; one value is the same for the whole page."""
 
     name: str  # of a field of the Spec, or "hardware"
     label: str
-    option: str
+    option: str  # of the command line, such as "--micro-batch"
     values: tuple[Any, ...]
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # the values as that option takes them, quoted for a shell
 
     @property
     def labels(self) -> list[str]:
@@ -121,18 +115,12 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """The axes of a page, and how it was asked for.
-
-    Attributes:
-        options: of `fsdp-lab plan` beside those of the axes, for the command that repeats an answer.
-        command: that made the page.
-        start: field -> value that a reader sees first; without it, the first combination that is not refused.
-    """
+    """The axes of a page, and how it was asked for."""
 
     axes: Sequence[Axis]
-    options: str = ""
-    command: str = ""
-    start: Mapping[str, Any] | None = None
+    options: str = ""  # of `fsdp-lab plan` beside those of the axes, for the command that repeats an answer
+    command: str = ""  # that made the page
+    start: Mapping[str, Any] | None = None  # what a reader sees first; None: the first combination that is not refused
 
     @property
     def combinations(self) -> int:
@@ -144,13 +132,10 @@ class Product:
             yield {axis.name: value for axis, value in zip(self.axes, values, strict=True)}
 
 
-Predict = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-
-
 def write_what_if(
     path: str | os.PathLike[str],
     product: Product,
-    predict: Predict,
+    predict: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     *,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Path:
@@ -177,15 +162,15 @@ def write_what_if(
         progress(i + 1)
     if len(answers.errors) == len(answers.rows):
         raise answers.errors[0]
-    return write_whole(file, render(product, answers, time.time()).encode())
+    return write_whole(file, render(product, answers).encode())
 
 
 def check_size(product: Product) -> None:
     """Raises ArgumentError if there are too many combinations for a page."""
     number, longest = product.combinations, max(product.axes, key=lambda axis: len(axis.values))
     if number > MOST_COMBINATIONS:
-        raise ArgumentError("page", f"{number:,} combinations are more than the {MOST_COMBINATIONS:,} of a page",
-                            f"shorten a list, such as {longest.option} with {len(longest.values)} values")  # fmt: skip
+        hint = f"shorten a list, such as {longest.option} with {len(longest.values)} values"
+        raise ArgumentError("page", f"{number:,} combinations are more than the {MOST_COMBINATIONS:,} of a page", hint)
 
 
 class Answers:
@@ -216,27 +201,12 @@ class Answers:
         return {name: base64.b64encode(numbers.tobytes()).decode() for name, numbers in packed.items()}
 
 
-def render(product: Product, answers: Answers, written_unix_s: float) -> str:
-    """The file's content. The texts of users are escaped; CSS, script and JSON are our own."""
-    return PAGE.format(
-        css="".join(style.read_text(encoding="utf-8") for style in STYLES),
-        version=__version__,
-        when=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(written_unix_s)),
-        combinations=len(answers.rows),
-        command=escape(product.command),
-        data=embedded(_data(product, answers)),
-        js=SCRIPT.read_text(encoding="utf-8"),
-    )
-
-
-def _data(product: Product, answers: Answers) -> dict[str, Any]:
-    """What the script reads. Values are known by their place on their axis."""
-    axes = [
-        {"name": axis.name, "label": axis.label, "option": axis.option, "words": axis.words,
-         "labels": axis.labels} for axis in product.axes
-    ]  # fmt: skip
-    return {
-        "axes": axes,
+def render(product: Product, answers: Answers) -> str:
+    """The file's content. The texts of users are escaped; CSS, script and JSON are our own. In the JSON values are known by
+    their place on their axis."""
+    names = ("name", "label", "option", "words", "labels")
+    data = {
+        "axes": [{name: getattr(axis, name) for name in names} for axis in product.axes],
         "ranks": next(([*axis.values] for axis in product.axes if axis.name == RANKS), []),
         "start": _start(product, answers),
         "options": product.options,
@@ -245,14 +215,22 @@ def _data(product: Product, answers: Answers) -> dict[str, Any]:
         "refusals": [_refusal(product, error) for _, error in answers.refusals.values()],
         "look": look(),
     }
+    return PAGE.format(
+        css="".join(style.read_text(encoding="utf-8") for style in STYLES),
+        version=__version__,
+        when=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        combinations=len(answers.rows),
+        command=escape(product.command),
+        data=embedded(data),
+        js=SCRIPT.read_text(encoding="utf-8"),
+    )
 
 
 def _start(product: Product, answers: Answers) -> list[int]:
     """Places of the values of the first combination that is shown."""
     if product.start is not None:
-        return [
-            axis.values.index(product.start[axis.name]) if axis.name in product.start else 0 for axis in product.axes
-        ]
+        start = product.start
+        return [axis.values.index(start[axis.name]) if axis.name in start else 0 for axis in product.axes]
     first = next(i for i, row in enumerate(answers.rows) if "refused" not in row)
     return [int(i) for i in np.unravel_index(first, [len(axis.values) for axis in product.axes])]
 

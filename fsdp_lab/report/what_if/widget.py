@@ -1,43 +1,176 @@
 """`WhatIf`: the page in a notebook, where the kernel answers any value, for hardware other than this machine's.
 
 The page draws the trait `state`, which outlives a reload, and sends what a person chooses. A worker thread applies it,
-asks the planner and replaces the state. A search has a thread of its own, so that questions are answered meanwhile.
+asks the planner and replaces the state. A search has a thread of its own, so that questions are answered meanwhile. The
+fields of a `Question` are chosen one by one, as a Spec's are (`dashboard.choices.Chosen`).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import anywidget
 import traitlets
 
-from fsdp_lab.base.formatting import plural, size
+from fsdp_lab.base.errors import ArgumentError, check_whole, is_number
+from fsdp_lab.base.formatting import GIB, plural, size
 from fsdp_lab.dashboard.choices import Choices, Note
-from fsdp_lab.dashboard.fields import fix_text, offered
+from fsdp_lab.dashboard.fields import CONTROLS, controls_of, fix_text, offered, presets
 from fsdp_lab.dashboard.forms import answer_while_busy
+from fsdp_lab.planner.devices import ASSUMED_SHARE, DEVICES, Device
 from fsdp_lab.planner.plan import Plan, sentences
-from fsdp_lab.planner.questions import searched
-from fsdp_lab.planner.search import Search
+from fsdp_lab.planner.questions import Target, curve, on_hosts, planned, searched
+from fsdp_lab.planner.search import SEARCHED, Search
 from fsdp_lab.report.what_if.page import SCRIPT, STYLES, look, row_of
-from fsdp_lab.report.what_if.question import (
-    CUSTOM,
-    CUSTOM_ONLY,
-    FIELDS,
-    FORM,
-    Answer,
-    Question,
-    default_spec,
-    searched_fields,
-)
 from fsdp_lab.spec.describe import describe_value
-from fsdp_lab.spec.fields import FieldRow
+from fsdp_lab.spec.fields import FieldRow, knob, rows_of
 from fsdp_lab.spec.spec import Spec
 
 log = logging.getLogger(__name__)
+
+CUSTOM = "custom"
+CUSTOM_ONLY = ("peak_tflops", "memory_gib", "link_gb_per_s")
+LIKE = "a100-80"  # the device whose other values a custom one is given
+_SIZE = FieldRow(none="", most=10**5)
+_HOSTED = FieldRow(choices=(None, 1, 2, 4, 16, 32, 72), typed="6", none="8")
+
+
+def default_spec() -> Spec:
+    return Spec(world_size=64).replace(model="llama-7b", precision="bf16", seq_len=2048, micro_batch=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A Spec, and hardware that need not be this machine's. Raises FieldError where the combination is impossible."""
+
+    spec: Spec = field(default_factory=default_spec)
+    # Of `DEVICES`, or `CUSTOM` with the last three.
+    hardware: str = knob("h100", FieldRow(choices=(*DEVICES, CUSTOM)), help="The GPU")
+    per_host: int | None = knob(None, _HOSTED, label="GPUs a host", help="With NVLink or PCI Express between them")
+    # None: the usual rate.
+    network: float | None = knob(
+        None, _SIZE, most=10**6, none="as usual", label="network, Gb/s", help="Of all network cards of a host, one way"
+    )
+    peak_tflops: float = knob(312.0, _SIZE, label="peak, TFLOPS", help="Dense, in bf16")
+    memory_gib: float = knob(80.0, _SIZE, label="memory, GiB", help="Of one GPU")
+    link_gb_per_s: float = knob(300.0, _SIZE, label="link, GB/s", help="To the other GPUs of its host, one way")
+
+    def __post_init__(self) -> None:
+        for name, row in _OWN.items():
+            value = getattr(self, name)
+            if "float" not in row.type or (name == "network" and value is None):
+                continue
+            if not is_number(value) or not math.isfinite(value) or not 0 < value <= row.most:
+                raise ArgumentError(name, f"{value!r} is refused", f"give a number above 0, up to {row.most:,}")
+        if self.per_host is not None:
+            check_whole("per_host", self.per_host)
+        self.target.machine(self.spec.world_size)
+
+    def flat(self) -> dict[str, Any]:
+        """Returns every field by its name, the Spec's included."""
+        return {**self.spec.flat(), **{name: getattr(self, name) for name in _OWN}}
+
+    def replace(self, **changes: Any) -> Question:
+        own = {name: value for name, value in changes.items() if name in _OWN}
+        rest = {name: value for name, value in changes.items() if name not in _OWN}
+        return replace(self, spec=self.spec.replace(**rest), **own)
+
+    @property
+    def target(self) -> Target:
+        hardware = _custom(self) if self.hardware == CUSTOM else self.hardware
+        return Target(hardware=hardware, per_host=self.per_host, network_gbit_per_s=self.network)
+
+    @property
+    def planned_spec(self) -> Spec:
+        """The Spec with the shard size of hybrid sharding: the GPUs of a host, unless it is given."""
+        return on_hosts(self.spec, self.target)
+
+    def unsearched(self) -> dict[str, Any]:
+        """The fields that a search keeps, and the global batch."""
+        rest = {name: value for name, value in self.flat().items() if name not in SEARCHED}
+        return {**rest, "global_batch": self.spec.global_batch}
+
+
+_OWN = rows_of(Question)
+
+
+def _custom(question: Question) -> Device:
+    """A device from three numbers; the other values are listed in `assumed`."""
+    like = DEVICES[LIKE]
+    peak = question.peak_tflops * 1e12
+    shares = {dtype: flops / like.flops_per_s("bf16") for dtype, flops in like.peak_flops_per_s.items()}
+    return replace(
+        like,
+        name=CUSTOM,
+        peak_flops_per_s={dtype: peak * share for dtype, share in shares.items()},
+        matrix_share=ASSUMED_SHARE,
+        memory_bytes=int(question.memory_gib * GIB),
+        link_bytes_per_s=question.link_gb_per_s * 1e9,
+        assumed={
+            "matrix_share": f"{ASSUMED_SHARE} of the peak",
+            "device": f"fp32 and memory bandwidth ({like.memory_bytes_per_s / 1e12:.1f} TB/s) as of {LIKE}",
+        },
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The prediction for a question. `along` is empty until the scaling curve is computed: 1 to 4,096 GPUs, each with the
+    same work."""
+
+    question: Question
+    plan: Plan
+    along: tuple[Plan, ...] = ()
+
+    @classmethod
+    def of(cls, question: Question) -> Answer:
+        """Takes milliseconds for a preset. Raises FieldError as `planner.questions.planned` does."""
+        return cls(question=question, plan=planned(question.planned_spec, question.target))
+
+    def with_curve(self) -> Answer:
+        plans, _ = curve(self.question.planned_spec, self.question.target)
+        return replace(self, along=tuple(plans))
+
+    @property
+    def assumed(self) -> dict[str, Any]:
+        """The values that were not given, and what was assumed."""
+        size = self.plan.spec.strategy.shard_size
+        same = size == self.question.spec.strategy.shard_size
+        return {**self.plan.assumed, **({} if same else {"shard size": f"{size}, the GPUs of a host"})}
+
+
+def searched_fields(spec: Spec) -> dict[str, Any]:
+    return {name: value for name, value in spec.flat().items() if name in SEARCHED}
+
+
+_POWERS = tuple(1 << i for i in range(18))
+_ANY_MODEL = "A preset; or other: a type that transformers knows, or the folder of a config"
+_MODEL = (
+    replace(CONTROLS["model"], help=_ANY_MODEL, choices=presets(), typed="opt, or a folder"),
+    replace(CONTROLS["seq_len"], choices=_POWERS[7:], typed="3000"),
+    CONTROLS["micro_batch"],
+    CONTROLS["accumulate"],
+    replace(CONTROLS["optimizer"], help="Its state is a class of memory", typed=""),
+    replace(CONTROLS["optimizer_args"], help="Fused: one pass over its state", choices=({}, {"fused": True})),
+)
+_HARDWARE = (
+    _OWN["hardware"],
+    replace(CONTROLS["world_size"], label="GPUs", help="One rank each", choices=_POWERS[:13], typed="96"),
+    *(row for name, row in _OWN.items() if name != "hardware"),
+)
+FORM: tuple[tuple[str, tuple[FieldRow, ...]], ...] = (
+    ("Model", _MODEL),
+    ("Hardware", _HARDWARE),
+    ("Sharding", controls_of("Sharding", planned=True)),
+    ("Schedule", tuple(f for f in controls_of("Schedule", planned=True) if f.name not in ("accumulate", "link"))),
+)
+FIELDS = {f.name: f for _, fields in FORM for f in fields}
 
 
 class WhatIf(anywidget.AnyWidget):
@@ -59,8 +192,14 @@ class WhatIf(anywidget.AnyWidget):
     look = traitlets.Dict(look()).tag(sync=True)
     state = traitlets.Dict().tag(sync=True)
 
-    def __init__(self, spec: Spec | None = None, *, hardware: str = "h100", per_host: int | None = None,
-                 network: float | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        spec: Spec | None = None,
+        *,
+        hardware: str = "h100",
+        per_host: int | None = None,
+        network: float | None = None,
+    ) -> None:
         first = Question(spec=spec or default_spec(), hardware=hardware, per_host=per_host, network=network)
         self._changed = threading.Condition(threading.RLock())  # guards what follows
         self._left = self._asked = self._shown = 0
@@ -75,8 +214,6 @@ class WhatIf(anywidget.AnyWidget):
         self.on_msg(self._on_message)
         answer_while_busy([self])
 
-    # -- what a person does, from any thread ------------------------------------------------------------------------
-
     def choose(self, **changes: Any) -> None:
         """Sets field values as if they were chosen on the page: `page.choose(model="llama-70b", world_size=512)`."""
         with self._changed:
@@ -88,32 +225,26 @@ class WhatIf(anywidget.AnyWidget):
         with self._changed:
             if not self._searching:
                 self._searching = True
-                self._submit(self._worker, self._begin_search)
+                # For what is chosen once earlier choices are handled.
+                self._submit(self._worker, lambda: self._submit(self._searcher, self._search, self.choices.wanted))
 
     def _on_message(self, _widget: Any, content: Mapping[str, Any], _buffers: Any) -> None:
-        """The texts of a field, the fix of one that is refused, or a strategy that was found."""
         if content["kind"] == "find":
             return self.find()
-        chosen = {"choose": self._read, "fix": self._fix, "take": self._strategy}[content["kind"]]
         with self._changed:
             self._asked += 1
-            self._submit(self._worker, self._choose, lambda: chosen(content), self._asked)
+            self._submit(self._worker, self._choose, lambda: self._read(content), self._asked)
 
     def _read(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """The value that a text means: the token with this label, or else what is written."""
-        name, text = str(content["name"]), str(content["text"])
-        tokens = dict(offered(FIELDS[name], self.choices.wanted, self.choices.value(name)))
-        return {name: tokens[text] if text in tokens else FIELDS[name].read(text)}
-
-    def _fix(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what a message chooses: a value of a field, the fix of a refused one, or a strategy of the search."""
+        if content["kind"] == "take":
+            assert self._found is not None
+            return searched_fields(self._found[1].shown[int(content["place"])].plan.spec)
         name = str(content["name"])
-        return {name: self.choices.value(name), **self.choices.notes[name].fix}
-
-    def _strategy(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._found is not None
-        return searched_fields(self._found[1].shown[int(content["place"])].plan.spec)
-
-    # -- what a program reads -------------------------------------------------------------------------------------
+        if content["kind"] == "fix":
+            return {name: self.choices.value(name), **self.choices.notes[name].fix}
+        text, tokens = str(content["text"]), dict(offered(FIELDS[name], self.choices.wanted, self.choices.value(name)))
+        return {name: tokens[text] if text in tokens else FIELDS[name].read(text)}
 
     @property
     def answer(self) -> Answer:
@@ -155,8 +286,6 @@ class WhatIf(anywidget.AnyWidget):
         about, fit, *_ = sentences(self._answer.plan)
         return f"<WhatIf: {about}. {fit}>"
 
-    # -- the workers ----------------------------------------------------------------------------------------------
-
     def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., None], *args: Any) -> None:
         with self._changed:
             if not self._closed:
@@ -179,10 +308,11 @@ class WhatIf(anywidget.AnyWidget):
     def _choose(self, changes: Callable[[], Mapping[str, Any]], number: int) -> None:
         """Shows the prediction first, and the curve if nothing else was asked by then."""
         chosen = changes()
-        self._doing = (
-            "The model is built without values, to know its shape." if _is_slow(chosen, self.choices.wanted) else ""
-        )
-        if self._doing:
+        # A model that is no preset is first built without values, which takes seconds.
+        model, tokens = chosen.get("model"), [token for _, token in offered(FIELDS["model"], self.choices.wanted, None)]
+        is_named = model is None or model in tokens
+        if not is_named or str(chosen.get("wrap", "")).startswith(("min_params:", "class:")):
+            self._doing = "The model is built without values, to know its shape."
             self._show()
         self.choices.choose(**chosen)
         self._doing = ""
@@ -201,17 +331,11 @@ class WhatIf(anywidget.AnyWidget):
     def _computed_for(self, question: Question) -> Answer | None:
         return next((a for a in (self._answer, *self._computed) if a.question == question), None)
 
-    def _begin_search(self) -> None:
-        """For what is chosen once earlier choices are handled."""
-        self._submit(self._searcher, self._search, self.choices.wanted)
-
     def _search(self, question: Question) -> None:
         try:
             self._found = (question, searched(question.planned_spec, question.target))
         finally:
             self._searching = False
-
-    # -- what is shown --------------------------------------------------------------------------------------------
 
     def _show(self) -> None:
         with self._changed:
@@ -221,8 +345,10 @@ class WhatIf(anywidget.AnyWidget):
     def _state(self) -> dict[str, Any]:
         """All that the page shows, as what_if.js reads it."""
         held = [(name, self.choices.notes.get(name, Note())) for name in FIELDS if name in self.choices.held]
-        spec = self._answer.question.spec
-        changed = {name: value for name, value in spec.flat().items() if value != Spec().flat()[name]}
+        usual = Spec().flat()
+        spec = self._answer.question.spec.flat()
+        changed = [f"{name}={value!r}" for name, value in spec.items() if value != usual[name]]
+        ways = [(name, fix_text(note.fix, self.choices.held, FIELDS)) for name, note in held]
         self._shown += 1
         return {
             "number": self._shown,  # so that no two are equal, and each answers a choice
@@ -230,13 +356,12 @@ class WhatIf(anywidget.AnyWidget):
             "row": _row(self._answer.plan, self._answer.assumed),
             "along": [_row(p, p.assumed) for p in self._answer.along],
             "refusals": [f"{FIELDS[name].label}: {note.why}" for name, note in held],
-            "ways": [way for name, note in held if (way := self._way(name, note))],
+            "ways": [{"words": words, "name": name} for name, words in ways if words],
             "strategies": self._strategies(),
             "status": self._status(),
             "searching": self._searching,
-            "take": {"title": "The same as a Spec",
-                     "text": f"Spec().replace({', '.join(f'{name}={value!r}' for name, value in changed.items())})"},
-        }  # fmt: skip
+            "take": {"title": "The same as a Spec", "text": f"Spec().replace({', '.join(changed)})"},
+        }
 
     def _status(self) -> str:
         if self._failure or self._doing:
@@ -253,18 +378,18 @@ class WhatIf(anywidget.AnyWidget):
         text = next((label for label, token in tokens if token == value), f.write(value))
         notes = {"per_host": plural(p.machine.hosts, "host"), "accumulate": f"{p.spec.global_batch:,} samples a step"}
         return {
-            "name": f.name, "label": f.label, "help": f.help, "options": [label for label, _ in tokens], "value": text,
-            "typed": f.typed, "placeholder": f.none, "least": None if f.choices else f.least, "most": f.most,
-            "refused": f.name in self.choices.held, "note": notes.get(f.name, ""),
+            **{name: getattr(f, name) for name in ("name", "label", "help", "typed", "most")},
+            "options": [label for label, _ in tokens],
+            "value": text,
+            "placeholder": f.none,
+            "least": None if f.choices else f.least,
+            "refused": f.name in self.choices.held,
+            "note": notes.get(f.name, ""),
             "hidden": f.name in CUSTOM_ONLY and self.choices.value("hardware") != CUSTOM,
-        }  # fmt: skip
-
-    def _way(self, name: str, note: Note) -> dict[str, str] | None:
-        words = fix_text(note.fix, self.choices.held, FIELDS)
-        return {"words": words, "name": name} if words else None
+        }
 
     def _strategies(self) -> dict[str, Any] | None:
-        """What was found, which of it is chosen now, and whether the search was for another question."""
+        """The result of the search, which of it is chosen now, and whether the search was for another question."""
         if self._found is None:
             return None
         (question, search), now = self._found, self.choices.wanted
@@ -277,13 +402,6 @@ class WhatIf(anywidget.AnyWidget):
             "rows": [{"used": is_used, "cells": row[1:]} for is_used, row in zip(used, table.rows, strict=True)],
             "note": "" if same else "Found for what was asked before: press Find the best again.",
         }
-
-
-def _is_slow(changes: Mapping[str, Any], now: Question) -> bool:
-    """A model that is no preset is first built without values, which takes seconds."""
-    model, wrap = changes.get("model"), str(changes.get("wrap", ""))
-    is_named = model is None or model in [token for _, token in offered(FIELDS["model"], now, None)]
-    return not is_named or wrap.startswith(("min_params:", "class:"))
 
 
 def _row(p: Plan, assumed: Mapping[str, Any]) -> dict[str, Any]:
