@@ -169,8 +169,8 @@ def check_fields(prefix: str, part: Any) -> None:
     for f in dataclasses.fields(part):
         row, name, value = f.metadata["row"], f"{prefix}.{f.name}", getattr(part, f.name)
         if row.code and callable(value):
-            raise SpecError(name, f"{value!r} is refused: a Spec holds what JSON can",
-                            f"give it to lab.run({f.name}=...), or its name, as \"package.module:name\"")  # fmt: skip
+            hint = f'give it to lab.run({f.name}=...), or its name, as "package.module:name"'
+            raise SpecError(name, f"{value!r} is refused: a Spec holds what JSON can", hint)
         if value is not f.default:
             check_value(name, value, row)
         if row.code and isinstance(value, Mapping) and is_code(value) and not isinstance(value, UserCode):

@@ -16,10 +16,9 @@ from typing import Any
 from fsdp_lab.models.presets import key_of
 from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.shapes.rewrapping import rewrapped
-from fsdp_lab.spec.lora import Lora
 from fsdp_lab.spec.spec import Strategy
 from fsdp_lab.spec.user_code import loaded
-from fsdp_lab.spec.workload import CODE_FIELDS, Workload
+from fsdp_lab.spec.workload import CODE_FIELDS, Lora, Workload
 
 
 class _Own:

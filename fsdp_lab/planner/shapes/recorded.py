@@ -44,11 +44,10 @@ from fsdp_lab.planner.shapes.tape import (
     products_of,
     record,
 )
-from fsdp_lab.spec.lora import Lora
-from fsdp_lab.spec.patterns import matches
+from fsdp_lab.spec.param_groups import matches
 from fsdp_lab.spec.spec import Strategy
 from fsdp_lab.spec.user_code import code_name
-from fsdp_lab.spec.workload import Workload
+from fsdp_lab.spec.workload import Lora, Workload
 
 ENOUGH = 5  # blocks of a stack; a T5's first block computes biases, and the sums of their gradients end in its second
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "encoder_layers",
