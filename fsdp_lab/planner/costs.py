@@ -96,13 +96,13 @@ class Computing:
         recomputes = recomputed and unit.has_backward
         forward = products + scores + other + host
         back = (1 + unit.trained_share) * products + scores_back + other_back + host
+        issued_back = issue_back + issuing + (issue if recomputes else 0.0)
         return Work(
             forward_s=rates.computing * forward,
             backward_s=rates.computing * back if unit.has_backward else 0.0,
             recompute_s=rates.computing * (recompute + host) if recomputes else 0.0,
-            issue_s={Direction.FORWARD: issue + issuing,
-                     Direction.BACKWARD: issue_back + issuing + (issue if recomputes else 0.0)},
-        )  # fmt: skip
+            issue_s={Direction.FORWARD: issue + issuing, Direction.BACKWARD: issued_back},
+        )
 
     def product_s(self, unit: UnitShape) -> float:
         """Matrix products of the forward."""
@@ -175,8 +175,9 @@ def saved_bytes(unit: UnitShape, tokens: int, dtype: str) -> float:
     return replace(unit.saved[dtype], per_pair_bytes=0.0).bytes_of(tokens)
 
 
-def traffic_bytes(unit: UnitShape, tokens: int, dtype: str, traffic: Bytes | None, *,
-                  fused: bool) -> tuple[float, float]:  # fmt: skip
+def traffic_bytes(
+    unit: UnitShape, tokens: int, dtype: str, traffic: Bytes | None, *, fused: bool
+) -> tuple[float, float]:
     """(Forward, backward) of one sample, from the traffic of a token; None: in proportion to what is saved."""
     size = unit.share * tokens * BYTES[dtype] / 2
     if traffic is None:
@@ -224,12 +225,20 @@ PER_SAVED: Bytes = (1.1, 1.7, 0.8, 1.1)  # per saved byte, for units of other mo
 def memory_traffic(unit: UnitShape, *, norm: Bytes = RMS_NORM, loss: Bytes = LOSS) -> Bytes | None:
     """Bytes per token in half precision, of a transformer's block or of a head with its loss, which is one product without
     attention. None for other units. norm: of a gated block."""
-    if unit.heads:
-        return _block_traffic(unit, norm)
-    if len(unit.products) == 1 and not unit.saved["bf16"].fixed_bytes:
+    if not unit.heads:
+        if len(unit.products) != 1 or unit.saved["bf16"].fixed_bytes:
+            return None
         head = unit.products[0]
         return _sum_traffic((head.count * head.outputs * head.share, loss))
-    return None
+    blocks = blocks_of(unit)
+    if blocks is None:
+        return None
+    wide = max(4 * blocks.hidden, 2 * blocks.inner)
+    logits = sum(p.count * p.outputs * p.share for p in unit.products if p.outputs > wide)
+    ends, inner, heads = 2 * blocks.count * blocks.hidden, blocks.count * blocks.inner, unit.pair_flops / 4
+    if blocks.is_gated:
+        return _sum_traffic((ends, RESIDUAL), (ends, norm), (2 * heads, ROTARY), (inner, GATE), (logits, LOSS))
+    return _sum_traffic((ends, RESIDUAL), (ends, LAYER_NORM), (inner, ACTIVATION), (logits, LOSS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,20 +259,6 @@ def blocks_of(unit: UnitShape) -> Blocks | None:
     count = sum(p.count for p in unit.products if (p.inputs, p.outputs) == (inner, hidden))
     widened = sum(p.count * p.outputs for p in unit.products if p.inputs == hidden and p.outputs in (inner, 2 * inner))
     return Blocks(count=count, hidden=hidden, inner=inner, is_gated=widened >= 2 * count * inner) if count else None
-
-
-def _block_traffic(unit: UnitShape, norm: Bytes) -> Bytes | None:
-    """Traffic of one block or several."""
-    blocks = blocks_of(unit)
-    if blocks is None:
-        return None
-    logits = sum(
-        p.count * p.outputs * p.share for p in unit.products if p.outputs > max(4 * blocks.hidden, 2 * blocks.inner)
-    )
-    ends, inner, heads = 2 * blocks.count * blocks.hidden, blocks.count * blocks.inner, unit.pair_flops / 4
-    if blocks.is_gated:
-        return _sum_traffic((ends, RESIDUAL), (ends, norm), (2 * heads, ROTARY), (inner, GATE), (logits, LOSS))
-    return _sum_traffic((ends, RESIDUAL), (ends, LAYER_NORM), (inner, ACTIVATION), (logits, LOSS))
 
 
 def _sum_traffic(*parts: tuple[float, Bytes]) -> Bytes:

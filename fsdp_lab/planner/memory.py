@@ -41,9 +41,8 @@ CONTEXT_BYTES = 1 << 30  # GPU memory of CUDA's context, NCCL's buffers and the 
 GPU_SLACK = 0.06
 PRESSURE = 0.92  # share of device memory; the rest is for the driver, the communicator and fragmentation
 GATHERED = 3  # blocks at a time: one in use and two that the rate limiter admits
-MODELS: Mapping[str, type[MemoryModel]] = {
-    "lab": FlatMemory, "fsdp2": FSDP2Memory, "fsdp1": FSDP1Memory, "ddp": DDPMemory,
-}  # fmt: skip
+MODELS: Mapping[str, type[MemoryModel]]
+MODELS = {"lab": FlatMemory, "fsdp2": FSDP2Memory, "fsdp1": FSDP1Memory, "ddp": DDPMemory}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +130,13 @@ class _Step:
         names = self._shape.unit_names or tuple(u.name for u in self._shape.units)
         peak = role_bytes(tracker.peak)
         return MemoryPlan(
-            held=held, at_peak=peak, peak_phase=phase, peak_unit=names[unit], host_bytes=round(model.host_bytes),
+            held=held,
+            at_peak=peak,
+            peak_phase=phase,
+            peak_unit=names[unit],
+            host_bytes=round(model.host_bytes),
             reserved_bytes=round(peak.total_bytes * (1 + GPU_SLACK)),
-        )  # fmt: skip
+        )
 
     def _play(self, tape: Sequence[TapeSegment]) -> None:
         calls, tracker, model = self._shape.call_tree, self._tracker, self._model
@@ -170,7 +173,10 @@ class _Step:
 
     def _allocate(self, changes: Sequence[TapeChange], own: int) -> None:
         tracker, model = self._tracker, self._model
-        for kind, size, unit, index in self._sized(changes):
+        if id(changes) not in self._sizes:
+            sized = [(c.kind, c.size.bytes_of(self._samples, self._tokens), c.unit, c.index) for c in changes]
+            self._sizes[id(changes)] = (changes, sized)  # with the changes, whose id must not be reused
+        for kind, size, unit, index in self._sizes[id(changes)][1]:
             if kind == ALLOCATED:
                 tracker.alloc(ACTIVATIONS, size)
             elif kind == FREED:
@@ -182,13 +188,6 @@ class _Step:
                 model.gradient_ready(own if unit is None else unit, index, size)
             else:
                 tracker.alloc(GRADIENTS, size)
-
-    def _sized(self, changes: Sequence[TapeChange]) -> list[tuple[str, float, int | None, int]]:
-        """(kind, bytes, unit, index) of each change."""
-        if id(changes) not in self._sizes:
-            sized = [(c.kind, c.size.bytes_of(self._samples, self._tokens), c.unit, c.index) for c in changes]
-            self._sizes[id(changes)] = (changes, sized)  # with the changes, whose id must not be reused
-        return self._sizes[id(changes)][1]
 
 
 def _distinct_micro_batches(spec: Spec) -> list[int]:

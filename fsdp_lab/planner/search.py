@@ -65,12 +65,11 @@ class Search:
 
     def table(self) -> Table:
         """A row for each that is shown."""
-        rows = (
-            (str(i), strategy_label(self.spec, one.plan.spec), one.why,
-             f"{duration(one.plan.step_time_s)} ({band_text(one.plan)})", f"{one.plan.mfu:.1%}",
-             size(one.plan.memory.reserved_bytes))
-            for i, one in enumerate(self.shown, 1)
-        )  # fmt: skip
+        rows = []
+        for i, one in enumerate(self.shown, 1):
+            p, label = one.plan, strategy_label(self.spec, one.plan.spec)
+            step = f"{duration(p.step_time_s)} ({band_text(p)})"
+            rows.append((str(i), label, one.why, step, f"{p.mfu:.1%}", size(p.memory.reserved_bytes)))
         return Table(columns=("", "strategy", "why", "step", "MFU", "memory"), rows=tuple(rows), left=LEFT_ALIGNED)
 
     @property
@@ -118,8 +117,15 @@ def candidates(spec: Spec, per_host: int, offloads: Sequence[str] = ("none",)) -
     """All valid Strategies of the backend at the same global batch."""
     rank_samples = spec.workload.micro_batch * spec.workload.accumulate
     micro_batches = [m for m in _powers(rank_samples) if rank_samples % m == 0]
+    hybrids = [sharding for sharding in SHARDINGS if Strategy(sharding=sharding).is_hybrid]
+    factors = [per_host * n for n in (1, 2, 4) if 1 < per_host * n < spec.world_size]
+    shardings: list[tuple[str, int | None]] = [(sharding, None) for sharding in SHARDINGS if sharding not in hybrids]
+    shardings += itertools.product(hybrids, factors)
+    # No unit ahead in the forward, and one; None for what the backend does by itself.
+    own = replace(spec.strategy, forward_prefetch=None).forward_depth
+    prefetches = [None if depth == own else depth for depth in (0, 1)]
     for (sharding, factor), recompute, micro_batch, prefetch, offload in itertools.product(
-        _shardings(spec.world_size, per_host), RECOMPUTES, micro_batches, _prefetches(spec), offloads
+        shardings, RECOMPUTES, micro_batches, prefetches, offloads
     ):
         values = (sharding, factor, recompute, offload, micro_batch, rank_samples // micro_batch, prefetch)
         changes = dict(zip(SEARCHED, values, strict=True))
@@ -178,31 +184,14 @@ def _margin(spec: Spec, shape: ModelShape, machine: Machine) -> int:
     return margin_bytes(memory(spec, shape, device=machine.device.type), machine)
 
 
-def _shardings(ranks: int, per_host: int) -> list[tuple[str, int | None]]:
-    hybrids = [sharding for sharding in SHARDINGS if Strategy(sharding=sharding).is_hybrid]
-    whole = [(sharding, None) for sharding in SHARDINGS if sharding not in hybrids]
-    factors = [per_host * n for n in (1, 2, 4) if 1 < per_host * n < ranks]
-    return [*whole, *((sharding, factor) for sharding in hybrids for factor in factors)]
-
-
-def _prefetches(spec: Spec) -> tuple[int | None, ...]:
-    """No unit ahead in the forward, and one; None for what the backend does by itself."""
-    own = replace(spec.strategy, forward_prefetch=None).forward_depth
-    return tuple(None if depth == own else depth for depth in (0, 1))
-
-
 def _leanest(spec: Spec, per_host: int) -> list[Spec]:
     """Candidates with the least memory: fully sharded, recomputed, one sample at a time, the Spec's offload."""
 
     def is_lean(c: Spec) -> bool:
         s = c.strategy
         is_sharded_fully = s.reshards_after_forward and not s.is_hybrid
-        return (
-            (s.is_replicated or is_sharded_fully)
-            and s.recompute == "full"
-            and c.workload.micro_batch == 1
-            and s.forward_depth == 0
-        )
+        samples = c.workload.micro_batch
+        return (s.is_replicated or is_sharded_fully) and (s.recompute, samples, s.forward_depth) == ("full", 1, 0)
 
     return [c for c in candidates(spec, per_host, (spec.strategy.offload,)) if is_lean(c)]
 
@@ -264,9 +253,9 @@ def _why(one: Plan, best: Plan, fitting: int) -> str:
     return f"{slower:+.1%} step time ({cause}), {memory}" if abs(slower) >= 5e-4 else f"as fast, {memory}"
 
 
-def strategy_label(spec: Spec, found: Spec) -> str:
+def strategy_label(spec: Spec, candidate: Spec) -> str:
     """The sharding and the other searched fields that differ from the request or from the defaults."""
-    changed = {**Spec(world_size=found.world_size).difference(found), **spec.difference(found)}
-    changed["sharding"] = ("", found.strategy.sharding)
+    changed = {**Spec(world_size=candidate.world_size).difference(candidate), **spec.difference(candidate)}
+    changed["sharding"] = ("", candidate.strategy.sharding)
     shown = {name: changed[name][1] for name in SEARCHED if name in changed}
     return ", ".join(describe_field(name, value) for name, value in shown.items() if value is not None)

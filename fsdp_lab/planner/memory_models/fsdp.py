@@ -92,10 +92,9 @@ class FSDP1Memory(HookedMemory):
             elif len(shape) >= 2:
                 decayed += held
             end += size
-        param, reduce = BYTES[dtypes.param], BYTES[dtypes.reduce]
-        return UnitBytes.of(n, decayed, n - frozen - decayed, param=param, reduce=reduce, factor=self.factor,
-                            reduced=n if unit.trained_numel else 0,
-                            state=n - frozen if unit.trained_numel else 0)  # fmt: skip
+        sizes = {"param": BYTES[dtypes.param], "reduce": BYTES[dtypes.reduce], "factor": self.factor}
+        made = UnitBytes.of(n, decayed, n - frozen - decayed, reduced=n if unit.trained_numel else 0, **sizes)
+        return dataclasses.replace(made, state=(n - frozen if unit.trained_numel else 0) * MASTER)
 
     def alloc_state(self) -> None:
         super().alloc_state()
@@ -238,10 +237,8 @@ class FSDP2Memory(HookedMemory):
         parts = [-(-s[0] // self.factor) * (math.prod(s) // s[0]) if s and s[0] else 0 for s in shapes]
         n, trained = sum(parts), sum(p for i, p in enumerate(parts) if i not in unit.frozen)
         decayed = sum(p for i, p in enumerate(parts) if len(shapes[i]) >= 2 and i not in unit.frozen)
-        param, reduce = BYTES[dtypes.param], BYTES[dtypes.reduce]
-        return UnitBytes.of(
-            n, decayed, trained - decayed, param=param, reduce=reduce, factor=self.factor, reduced=trained
-        )
+        sizes = {"param": BYTES[dtypes.param], "reduce": BYTES[dtypes.reduce], "factor": self.factor}
+        return UnitBytes.of(n, decayed, trained - decayed, reduced=trained, **sizes)
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -268,15 +265,10 @@ class FSDP2Memory(HookedMemory):
             self.tracker.free(COMMUNICATION, sum(self._reduce_inputs))
             self._reduce_inputs = []
             return
-        for other in self._prefetched_in_backward(unit):
+        place = self.order.index(unit) if unit else len(self.order)
+        depth = self.strategy.backward_prefetch if unit else 1
+        for other in reversed(self.order[max(0, place - depth) : place]):  # nearest first
             self._unshard(other)
-
-    def _prefetched_in_backward(self, unit: int) -> list[int]:
-        """The units to prefetch, nearest first: before the root's backward the last unit."""
-        if not unit:
-            return self.order[-1:]
-        place, depth = self.order.index(unit), self.strategy.backward_prefetch
-        return self.order[max(0, place - depth) : place][::-1]
 
     def _unshard(self, unit: int) -> None:
         if self.gathered[unit] or self._buffer[unit] or self.spec.world_size == 1:
@@ -398,11 +390,9 @@ class DDPMemory(MemoryModel):
         self._share = BYTES[spec.strategy.dtypes.reduce] / MASTER
 
     def unit_bytes(self, unit: UnitShape) -> UnitBytes:
-        decayed, reduce = decayed_numel(unit), BYTES[self.strategy.dtypes.reduce]
-        trained = unit.trained_numel
-        whole = UnitBytes.of(
-            unit.numel, decayed, trained - decayed, param=MASTER, reduce=reduce, factor=1, reduced=trained
-        )
+        decayed, trained = decayed_numel(unit), unit.trained_numel
+        sizes = {"param": MASTER, "reduce": BYTES[self.strategy.dtypes.reduce], "factor": 1, "reduced": trained}
+        whole = UnitBytes.of(unit.numel, decayed, trained - decayed, **sizes)
         return dataclasses.replace(whole, gathered=0, whole=whole.gradient)
 
     def alloc_state(self) -> None:

@@ -53,8 +53,16 @@ def _own(own: _Own, wrap: str) -> ModelShape:
     return own_shape(own.workload, wrap)
 
 
-def shape_for(model: str | Mapping[str, Any], wrap: str = "block", frozen: tuple[str, ...] | None = None,
-              lora: Lora | None = None, dropout: str = "off") -> ModelShape:  # fmt: skip
+Patterns = tuple[str, ...] | None  # `Workload.freeze`
+
+
+def shape_for(
+    model: str | Mapping[str, Any],
+    wrap: str = "block",
+    frozen: Patterns = None,
+    lora: Lora | None = None,
+    dropout: str = "off",
+) -> ModelShape:
     """A model in the units of a `Strategy.wrap`. Presets and the models of a calibration take milliseconds if the wrap is
     "block", "every:K" or "whole", nothing is frozen, nothing added (`Workload.freeze`, `lora`), and dropout is off; the rest
     takes seconds, and torch.
@@ -68,16 +76,14 @@ def shape_for(model: str | Mapping[str, Any], wrap: str = "block", frozen: tuple
     return _recorded(key, wrap, frozen, lora, dropout, is_json=not isinstance(model, str))
 
 
-def is_packaged(model: str | Mapping[str, Any], wrap: str = "block", frozen: tuple[str, ...] | None = None,
-                lora: Lora | None = None, dropout: str = "off") -> bool:  # fmt: skip
+def is_packaged(model: str | Mapping[str, Any], wrap: str, frozen: Patterns, lora: Lora | None, dropout: str) -> bool:
     """Whether `shape_for` takes milliseconds."""
     is_plain = (frozen, lora, dropout) == (None, None, "off") and not wrap.startswith(("class:", "min_params:"))
     return is_plain and key_of(model) in packaged_jsons()
 
 
 @lru_cache(maxsize=64)
-def _recorded(model: str, wrap: str, frozen: tuple[str, ...] | None, lora: Lora | None, dropout: str, *,
-              is_json: bool) -> ModelShape:  # fmt: skip
+def _recorded(model: str, wrap: str, frozen: Patterns, lora: Lora | None, dropout: str, *, is_json: bool) -> ModelShape:
     from fsdp_lab.planner.shapes.recorded import shape_of
 
     if wrap == "whole" or wrap.startswith("every:"):  # other units of what is recorded once

@@ -32,7 +32,15 @@ from fsdp_lab.models.lora import adapted
 from fsdp_lab.models.own import OwnModel, OwnSource, objective
 from fsdp_lab.models.presets import PRESETS, TIMED, facts_of, key_of, timed_config
 from fsdp_lab.models.wrapping import blocks, units
-from fsdp_lab.planner.model_shape import ModelShape, SavedBytes, SizeFormula, TapeChange, TapeSegment, UnitShape
+from fsdp_lab.planner.model_shape import (
+    Kernels,
+    ModelShape,
+    SavedBytes,
+    SizeFormula,
+    TapeChange,
+    TapeSegment,
+    UnitShape,
+)
 from fsdp_lab.planner.shapes.rewrapping import MIDDLE, net_bytes, repeated, rewrapped
 from fsdp_lab.planner.shapes.tape import (
     NO_LENGTH,
@@ -50,8 +58,7 @@ from fsdp_lab.spec.user_code import code_name
 from fsdp_lab.spec.workload import Lora, Workload
 
 ENOUGH = 5  # blocks of a stack; a T5's first block computes biases, and the sums of their gradients end in its second
-_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "encoder_layers",
-           "decoder_layers")  # fmt: skip
+_DEPTHS = "num_hidden_layers n_layer num_layers n_layers num_decoder_layers encoder_layers decoder_layers"
 PRECISIONS = ("fp32", "half", "autocast")
 _TAPES = {"fp32": "fp32", "bf16": "half", "fp16": "half"}
 
@@ -81,8 +88,9 @@ def shape_of(
     return _recorded(config, name, wrap, frozen, lora)
 
 
-def _recorded(config: PreTrainedConfig, name: str, wrap: str, frozen: Sequence[str] | None,
-              lora: Lora | None) -> ModelShape:  # fmt: skip
+def _recorded(
+    config: PreTrainedConfig, name: str, wrap: str, frozen: Sequence[str] | None, lora: Lora | None
+) -> ModelShape:
     inputs, what = ConfigInputs(facts_of(config)), f"a {config.model_type} of this config"
     whole = adapted(config, lora)
     freeze(whole, frozen)
@@ -144,7 +152,7 @@ def _shallow(
     if not inside or getattr(config, "layer_types", None):
         return None
     shallow = copy.deepcopy(config)
-    for depth in _DEPTHS:
+    for depth in _DEPTHS.split():
         if isinstance(getattr(shallow, depth, None), int):
             setattr(shallow, depth, ENOUGH)
     try:
@@ -195,10 +203,15 @@ class _Model:
         distinct: dict[str, UnitShape] = {}
         units = [self._unit(i, runs, tapes, image) for i in range(len(self._inside) + 1)]
         return ModelShape(
-            name=name, units=tuple(distinct.setdefault(repr(unit), unit) for unit in units), image_tokens=image,
-            calls=first.calls, tapes=tapes, unit_names=("root", *_names(self._model, self._inside)),
-            buffers_bytes=sum(b.nbytes for b in self._model.buffers()), batch=self._inputs.batch_size,
-        )  # fmt: skip
+            name=name,
+            units=tuple(distinct.setdefault(repr(unit), unit) for unit in units),
+            image_tokens=image,
+            calls=first.calls,
+            unit_names=("root", *_names(self._model, self._inside)),
+            tapes=tapes,
+            buffers_bytes=sum(b.nbytes for b in self._model.buffers()),
+            batch=self._inputs.batch_size,
+        )
 
     def _unit(
         self, i: int, runs: Mapping[str, TapeRecording], tapes: Mapping[str, Sequence[TapeSegment]], image: int | None
@@ -207,20 +220,25 @@ class _Model:
         tokens = run.seq_len if image is None else image
         calls = [k for k, (unit, _) in enumerate(run.calls) if unit == i]
         records, owned = [run.records[k] for k in calls], self._owned[i]
+
+        def kernels(of: TapeRecording) -> tuple[Kernels, Kernels]:
+            return of.kernels(calls, Direction.FORWARD), of.kernels(calls, Direction.BACKWARD)
+
         return UnitShape(
             name=type(self._inside[i - 1][0]).__name__ if i else "root",
-            parameters=tuple(p.numel() for _, p, _ in owned), shapes=tuple(tuple(p.shape) for _, p, _ in owned),
+            parameters=tuple(p.numel() for _, p, _ in owned),
+            shapes=tuple(tuple(p.shape) for _, p, _ in owned),
             full_precision=tuple(j for j, (_, _, m) in enumerate(owned) if kind_of(m) is ModuleKind.BATCH_NORM),
             frozen=tuple(j for j, (_, p, _) in enumerate(owned) if not p.requires_grad),
             has_backward=any(s.point.direction is Direction.BACKWARD and s.point.call in calls for s in run.segments),
             products=tuple(p for r in records for p in products_of(r, tokens)),
             pair_flops=sum(r.pair_flops for r in records) / (SAMPLES * tokens**2),
-            heads=max((r.heads for r in records), default=0), causal=any(r.causal for r in records),
+            heads=max((r.heads for r in records), default=0),
+            causal=any(r.causal for r in records),
             boundary_elements=max((r.boundary for r in records), default=0) / (SAMPLES * tokens),
             saved={dtype: _saved(tapes[key], set(calls)) for dtype, key in _TAPES.items()},
-            kernels={name: (runs[name].kernels(calls, Direction.FORWARD), runs[name].kernels(calls, Direction.BACKWARD))
-                     for name in PRECISIONS},
-        )  # fmt: skip
+            kernels={name: kernels(runs[name]) for name in PRECISIONS},
+        )
 
 
 def _tape(
@@ -262,13 +280,10 @@ def _deepened(shape: ModelShape, model: nn.Module, inside: Sequence[Sequence[nn.
     whole, shallow = _stacks(names), _stacks(shape.unit_names[1:])
     times = {shallow[stack][MIDDLE] + 1: len(places) - ENOUGH + 1 for stack, places in whole.items()}
     grown = repeated(shape, times)
-    units = list(grown.units)
     saved = {dtype: _saved(grown.tapes[key], {0}) for dtype, key in _TAPES.items()}
-    units[0] = dataclasses.replace(units[0], saved=saved)
-    return dataclasses.replace(
-        grown, units=tuple(units), unit_names=("root", *names),
-        buffers_bytes=sum(b.nbytes for b in model.buffers()),
-    )  # fmt: skip
+    units = (dataclasses.replace(grown.units[0], saved=saved), *grown.units[1:])
+    buffers_bytes = sum(b.nbytes for b in model.buffers())
+    return dataclasses.replace(grown, units=units, unit_names=("root", *names), buffers_bytes=buffers_bytes)
 
 
 # -- the package's file ------------------------------------------------------------------------------------------------
