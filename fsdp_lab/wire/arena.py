@@ -123,8 +123,8 @@ class Arena:
     def peer(self, rank: int, descriptors: Sequence[int]) -> Mapping:
         """Another rank's arena, of which these were given. It is mapped once, for all groups."""
         (descriptor,) = descriptors
-        found = os.fstat(descriptor)
-        key = found.st_dev, found.st_ino
+        file = os.fstat(descriptor)
+        key = file.st_dev, file.st_ino
         if (mapping := self._mapped.get(key)) is None:
             self._mapped[key] = mapping = Mapping(descriptor, writes=False)
         return mapping
@@ -191,8 +191,8 @@ class Arena:
     def _fill(self, offset: int, nbytes: int) -> None:
         left = bytes_left(self._cgroup)
         if nbytes > left:
-            raise MemoryError(f"{nbytes} bytes of shared memory are more than the {max(0, left)} that the memory limit of "
-                              "this container leaves")  # fmt: skip
+            limit = f"the {max(0, left)} that the memory limit of this container leaves"
+            raise MemoryError(f"{nbytes} bytes of shared memory are more than {limit}")
         try:
             os.posix_fallocate(self.file.descriptor, offset, nbytes)
         except OSError as e:
@@ -271,10 +271,10 @@ class Arena:
         return block, block.offset + tensor.data_ptr() - address
 
     def is_unread(self, tensor: Tensor) -> bool:
-        """Whether others have yet to read what was sent from a tensor, as far as `poll` has looked."""
-        found = self.find(tensor)
+        """Returns whether others have yet to read what was sent from a tensor, as far as `poll` has looked."""
+        place = self.find(tensor)
         with self._lock:
-            return found is not None and self._users[found[0].offset] > 1
+            return place is not None and self._users[place[0].offset] > 1
 
     def synchronize(self) -> None:
         """Memory of the host is written when a copy returns."""
@@ -296,13 +296,13 @@ class Arena:
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Ranges in order, those that touch as one."""
-    found: list[tuple[int, int]] = []
+    joined: list[tuple[int, int]] = []
     for begin, end in ranges:
-        if found and found[-1][1] == begin:
-            found[-1] = found[-1][0], end
+        if joined and joined[-1][1] == begin:
+            joined[-1] = joined[-1][0], end
         else:
-            found.append((begin, end))
-    return found
+            joined.append((begin, end))
+    return joined
 
 
 def bytes_left(cgroup: Path) -> float:

@@ -34,6 +34,7 @@ _ANSWER_S = 10.0  # at most, for what ranks do that are all here
 _STRANGER_S = 1.0  # for who connects to say who it is
 T = TypeVar("T")
 Own = TypeVar("Own")
+Everyone = Sequence[Mapping[str, str]]  # of each rank, what it says of itself
 
 
 class NotShared(Exception):
@@ -88,23 +89,25 @@ def exchange_descriptors(
             if len({f[what] for f in everyone}) > 1:
                 raise NotShared(why)
         answer_s = min(_ANSWER_S, timeout_s / 2)
-        with _closing(_Exchange(rank, everyone, listener, token, descriptors, answer_s)) as connections:
-            why, found = "", None
+        with _closing(_Exchange(rank, everyone, listener, descriptors, answer_s)) as connections:
+            why, made = "", None
             try:
-                found = use(own, connections.opened())
+                made = use(own, connections.opened())
             except (OSError, ValueError) as e:
                 why = f"rank {rank} could not map the memory of the others ({e})"
             _check(_share_facts(store, "uses", rank, size, {"why": why}, timeout_s))
-            assert found is not None
-            return found
+            assert made is not None
+            return made
 
 
 class _Exchange:
     """Connects with each other rank: to those after it, and from those before it."""
 
-    def __init__(self, rank: int, everyone: Sequence[Mapping[str, str]], listener: socket.socket, token: bytes,
-                 descriptors: Sequence[int], answer_s: float) -> None:  # fmt: skip
-        self._rank, self._everyone, self._listener, self._token = rank, everyone, listener, token
+    def __init__(
+        self, rank: int, everyone: Everyone, listener: socket.socket, descriptors: Sequence[int], answer_s: float
+    ) -> None:
+        self._rank, self._everyone, self._listener = rank, everyone, listener
+        self._token = bytes.fromhex(everyone[rank]["token"])
         self._descriptors, self.peers = list(descriptors), dict[int, PeerConnection]()
         self._open: dict[int, socket.socket] = {}
         self._end_s = time.monotonic() + answer_s
@@ -135,7 +138,8 @@ class _Exchange:
         connection, _ = self._listener.accept()
         with contextlib.ExitStack() as stack:
             stack.callback(connection.close)
-            if not is_of_this_user(connection):
+            _, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+            if user != os.geteuid():
                 return
             connection.settimeout(min(self._left_s, _STRANGER_S))
             try:
@@ -190,7 +194,7 @@ def _close(descriptors: Sequence[int]) -> None:
         os.close(d)
 
 
-def _check(everyone: Sequence[Mapping[str, str]]) -> None:
+def _check(everyone: Everyone) -> None:
     if why := next((facts["why"] for facts in everyone if facts["why"]), None):
         raise NotShared(why)
 
@@ -212,8 +216,3 @@ def _listening(size: int) -> Iterator[socket.socket]:
         listener.bind("")
         listener.listen(size)
         yield listener
-
-
-def is_of_this_user(connection: socket.socket) -> bool:
-    _, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    return bool(user == os.geteuid())

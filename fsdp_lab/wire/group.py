@@ -209,8 +209,8 @@ class Wire(dist.ProcessGroup):
     supports_splitting = supports_coalescing = supports_time_estimate = False  # what torch asks of a backend
 
     def split_group(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError("a group of fsdp_lab cannot be split; make the smaller groups with "
-                                  "torch.distributed.new_group or init_device_mesh")  # fmt: skip
+        instead = "make the smaller groups with torch.distributed.new_group or init_device_mesh"
+        raise NotImplementedError(f"a group of fsdp_lab cannot be split; {instead}")
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return self._shared is not None and device.type == "cpu"
@@ -504,8 +504,10 @@ class Wire(dist.ProcessGroup):
         call = self._gather_over_gloo(self._gloo_exchange)
         if not self._is_over_gloo(tensor):
             call = _call("_allgather_base", c10d.AllgatherOptions())
-        return self._send("all_reduce", tensor.nbytes, [flat], [summands], call, then=add, results=[tensor],
-                          bytes_=tensor.nbytes * (self._size - 1))  # fmt: skip
+        sent = tensor.nbytes * (size - 1)
+        return self._send(
+            "all_reduce", tensor.nbytes, [flat], [summands], call, then=add, results=[tensor], bytes_=sent
+        )
 
     # -- issuing a collective -------------------------------------------------------------------------------------
 
@@ -524,19 +526,21 @@ class Wire(dist.ProcessGroup):
     ) -> WireWork:
         """Number, meter and issue one collective. `then` runs when its outputs have arrived. A `direction` other than BOTH
         is of a transfer between two ranks."""
-        _check_plain([*inputs, *outputs])
-        whole_group = direction is LinkDirection.BOTH
-        self._meet(whole_group, [*inputs, *outputs])
-        if bytes_ is None:
-            bytes_ = link_bytes(kind, payload_bytes, self._size)
-        tensor = next(iter([*inputs, *outputs]), None)
-        issued = self.context.record_issue(kind, self._name_, self._size, link_bytes=bytes_, payload_bytes=payload_bytes,
-                                 dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."),
-                                 whole_group=whole_group)  # fmt: skip
+        tensors, whole_group, streams = [*inputs, *outputs], direction is LinkDirection.BOTH, self.context.streams
+        _check_plain(tensors)
+        self._meet(whole_group, tensors)
+        sent: dict[str, Any] = {"kind": kind, "size": self._size, "payload_bytes": payload_bytes}
+        sent["link_bytes"] = link_bytes(kind, payload_bytes, self._size) if bytes_ is None else bytes_
+        sent["dtype"] = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        issued = self.context.record_issue(self._name_, whole_group=whole_group, **sent)
         self.context.reserve_link(issued, direction)
         if self.context.on_issue is not None:
-            self.context.on_issue([*inputs, *outputs, *(results or ())])
-        group, ins, outs, unstage = self._route(inputs, outputs, whole_group)
+            self.context.on_issue([*tensors, *(results or ())])
+        group, ins, outs = self._inner(tensors, whole_group), inputs, outputs
+        unstage: Callable[[], None] | None = None
+        is_on_host = group is self._gloo or group is self._shared
+        if is_on_host and streams is not None and any(map(streams.holds, tensors)):
+            ins, outs, unstage = stage(streams, inputs, outputs)
         over_nccl = self._nccl is not None and group is self._nccl.inner
         dropped = self.context.dropped_work(self._size)
         blocking = dropped is not None or not over_nccl
@@ -556,10 +560,20 @@ class Wire(dist.ProcessGroup):
             if then is not None:
                 then()
 
-        results = results or outputs
-        work = WireWork(self.context, issued, inner, results, finish=finish if unstage or then else None, blocking=blocking,
-                        sliced=whole_group or self._shared is not None, timed=timed,
-                        uses=[*inputs, *outputs, *results] if over_nccl or then is not None else ())  # fmt: skip
+        results, sliced = results or outputs, whole_group or self._shared is not None
+        ending = finish if unstage or then else None
+        uses = [*tensors, *results] if over_nccl or then is not None else []
+        work = WireWork(
+            self.context,
+            issued,
+            inner,
+            results,
+            finish=ending,
+            blocking=blocking,
+            sliced=sliced,
+            timed=timed,
+            uses=uses,
+        )
         self._issued += 1
         if self._together is not None:
             self._together.append(work)
@@ -576,7 +590,11 @@ class Wire(dist.ProcessGroup):
     def _issue(self, call: _InnerCall, group: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
         """Issue an operation of an inner group, out of a profiler's sight where the context says so."""
         if self._nccl is not None and group is self._nccl.inner:
-            return self._issue_nccl(call, group, inputs, outputs)
+            try:
+                return call(group, inputs, outputs)
+            except RuntimeError:  # it may have been aborted just now
+                self.context.check()
+                raise
         if not self.context.hide_from_profiler:
             return call(group, inputs, outputs)
         torch._C._autograd._enable_record_function(False)  # in this thread, and where the operation runs
@@ -584,24 +602,6 @@ class Wire(dist.ProcessGroup):
             return call(group, inputs, outputs)
         finally:
             torch._C._autograd._enable_record_function(True)
-
-    def _issue_nccl(self, call: _InnerCall, group: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
-        try:
-            return call(group, inputs, outputs)
-        except RuntimeError:  # it may have been aborted just now
-            self.context.check()
-            raise
-
-    def _route(
-        self, inputs: list[Tensor], outputs: list[Tensor], whole_group: bool
-    ) -> tuple[Any, list[Tensor], list[Tensor], Callable[[], None] | None]:
-        """The inner group for these tensors, the tensors to pass to it, and a copy-back of its outputs, if any."""
-        streams, tensors = self.context.streams, [*inputs, *outputs]
-        inner = self._inner(tensors, whole_group)
-        is_on_host = inner is self._gloo or inner is self._shared
-        if is_on_host and streams is not None and any(map(streams.holds, tensors)):
-            return inner, *stage(streams, inputs, outputs)
-        return inner, inputs, outputs, None
 
     def _inner(self, tensors: Sequence[Tensor], whole_group: bool = True) -> Any:
         """The group that carries these: of GPUs NCCL's, or in memory that ranks share; else the host's. `whole_group`: not
@@ -708,9 +708,9 @@ def _gather_in_ring(rank: int, size: int, piece_bytes: int) -> _InnerCall:
 def _check_plain(tensors: Sequence[Tensor]) -> None:
     """A DTensor has no memory of its own, and what a rank holds of it differs from rank to rank."""
     if any(isinstance(t, DTensor) for t in tensors):
-        raise TypeError("a collective was given a DTensor, such as a sharded parameter or its gradient, and takes plain "
-                        "tensors; gradients are the mean over the ranks already, and else give it to_local() or "
-                        "full_tensor()")  # fmt: skip
+        given = "a DTensor, such as a sharded parameter or its gradient, and takes plain tensors"
+        instead = "gradients are the mean over the ranks already, and else give it to_local() or full_tensor()"
+        raise TypeError(f"a collective was given {given}; {instead}")
 
 
 def _open_gloo(store: Any, rank: int, size: int, timeout: timedelta, address: str = "") -> Any:

@@ -10,7 +10,6 @@ An all-gather from `MappedShards.shard` to its tensor copies nothing at all: it 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -18,9 +17,8 @@ import torch
 from torch import Tensor
 
 from fsdp_lab.wire.arena import Arena, Mapping as MappedFile
-from fsdp_lab.wire.channels import SharedPeer
 from fsdp_lab.wire.reserved import MappedShards, ReservedBuffer
-from fsdp_lab.wire.shared_memory import Found, SharedGroup, SharedWork, What
+from fsdp_lab.wire.shared_memory import Contents, SharedGroup, SharedWork, What
 
 _SETTLE_S = 1e-4  # between two looks at what others have read
 
@@ -28,9 +26,8 @@ _SETTLE_S = 1e-4  # between two looks at what others have read
 class HostGroup(SharedGroup):
     """Of tensors on the host. Memory for what is sent can be had from it: see the note."""
 
-    def __init__(self, rank: int, size: int, arena: Arena, peers: Mapping[int, SharedPeer],
-                 senders: Mapping[int, SharedPeer], check: Callable[[], None], timeout_s: float) -> None:  # fmt: skip
-        super().__init__(rank, size, arena, peers, senders, check, timeout_s)
+    def __init__(self, rank: int, size: int, arena: Arena, *rest: Any) -> None:
+        super().__init__(rank, size, arena, *rest)
         self._host = arena
         self._mapped: WeakValueDictionary[int, MappedShards] = WeakValueDictionary()  # by the address of the whole
         arena.watch(self.poll)
@@ -51,10 +48,10 @@ class HostGroup(SharedGroup):
 
     def mapped(self, whole: Tensor, shard: Tensor) -> MappedShards | None:
         """What these are of, where an all-gather from the one to the other copies nothing."""
-        found = self._mapped.get(whole.data_ptr())
-        if found is None or found.is_held or whole.numel() != found.tensor.numel():
+        mapped = self._mapped.get(whole.data_ptr())
+        if mapped is None or mapped.is_held or whole.numel() != mapped.tensor.numel():
             return None
-        return found if shard.data_ptr() == found.shard.data_ptr() else None
+        return mapped if shard.data_ptr() == mapped.shard.data_ptr() else None
 
     def settle(self, tensor: Tensor) -> None:
         """Wait until the others have read what was sent from a tensor, each in a wait of its own. Raises RuntimeError after
@@ -71,13 +68,12 @@ class HostGroup(SharedGroup):
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedWork:
         """output: [W * n], input: [n]"""
         mapped = self.mapped(output, input)
-        return super()._allgather_base(output, input, opts) if mapped is None else self._show_all(mapped)
-
-    def _show_all(self, mapped: MappedShards) -> SharedWork:
+        if mapped is None:
+            return super()._allgather_base(output, input, opts)
         mapped.show_own()
 
-        def finish(found: Found) -> None:
-            for r, content in found.items():
+        def finish(contents: Contents) -> None:
+            for r, content in contents.items():
                 if content.numel() != mapped.shard.nbytes:
                     raise RuntimeError(f"{self.peers[r].name} did not map its shard where this one did")
                 arena = self.peers[r].arena

@@ -106,11 +106,11 @@ def traffic(collectives: Sequence[Collective], exposed_s: Mapping[str, float] | 
     """Traffic by kind. A collective that has not ended adds no seconds. `exposed_s`: seconds of exposed communication
     by kind, if measured elsewhere, also of kinds that nothing was issued as: a reduction may be sent as an all-to-all."""
     exposed_s = exposed(collectives) if exposed_s is None else exposed_s
-    found = {kind: Traffic() for kind in exposed_s if collectives}
+    by_kind = {kind: Traffic() for kind in exposed_s if collectives}
     for c in collectives:
         seconds = 0.0 if c.end_s is None else c.end_s - c.began_s
-        found[c.kind] = found.get(c.kind, Traffic()) + Traffic(calls=1, link_bytes=c.link_bytes, seconds=seconds)
-    return {kind: t + Traffic(exposed_seconds=exposed_s.get(kind, 0.0)) for kind, t in found.items()}
+        by_kind[c.kind] = by_kind.get(c.kind, Traffic()) + Traffic(calls=1, link_bytes=c.link_bytes, seconds=seconds)
+    return {kind: t + Traffic(exposed_seconds=exposed_s.get(kind, 0.0)) for kind, t in by_kind.items()}
 
 
 def across(collectives: Sequence[Collective], share: Callable[[str, str], float]) -> tuple[int, float]:
@@ -118,18 +118,18 @@ def across(collectives: Sequence[Collective], share: Callable[[str, str], float]
 
     `share`: which part of what it sends in a collective of a group and kind goes to other hosts."""
     shares = {which: share(*which) for which in {(c.group, c.kind) for c in collectives}}
-    found = [(c, shares[c.group, c.kind]) for c in collectives]
-    sent = sum(round(c.link_bytes * part) for c, part in found)
-    seconds = sum(c.end_s - c.began_s for c, part in found if part and c.end_s is not None)
+    parts = [(c, shares[c.group, c.kind]) for c in collectives]
+    sent = sum(round(c.link_bytes * part) for c, part in parts)
+    seconds = sum(c.end_s - c.began_s for c, part in parts if part and c.end_s is not None)
     return sent, float(seconds)
 
 
 def exposed(collectives: Sequence[Collective]) -> dict[str, float]:
     """Exposed communication by kind, in seconds: the length of all `waits`."""
-    found: dict[str, float] = {}
+    by_kind: dict[str, float] = {}
     for start, end, c in waits(collectives):
-        found[c.kind] = found.get(c.kind, 0.0) + end - start
-    return found
+        by_kind[c.kind] = by_kind.get(c.kind, 0.0) + end - start
+    return by_kind
 
 
 def waits(collectives: Sequence[Collective]) -> list[tuple[float, float, Collective]]:
@@ -147,13 +147,13 @@ def waits(collectives: Sequence[Collective]) -> list[tuple[float, float, Collect
     for c in collectives:
         if c.by_future and not c.waits and c.end_s is not None:
             intervals.append((max(c.issue_s, ready[c.backward]), c.end_s, c))
-    found: list[tuple[float, float, Collective]] = []
+    apart: list[tuple[float, float, Collective]] = []
     covered = float("-inf")
     for start, end, c in sorted(intervals, key=lambda wait: wait[:2]):
         if end > max(start, covered):
-            found.append((max(start, covered), end, c))
+            apart.append((max(start, covered), end, c))
             covered = end
-    return found
+    return apart
 
 
 def spans(collectives: Sequence[Collective], begin_s: float) -> list[Span]:

@@ -31,6 +31,8 @@ from torch import Tensor
 from fsdp_lab.wire.arena import Arena, ArenaBlock, Mapping
 
 _FIXED, _POPULATE, _NORESERVE, _NO_ACCESS = 0x10, 0x8000, 0x4000, 0  # of mmap, on Linux; the module lacks some
+_READ_WRITE, _SHARED = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _FIXED | _POPULATE
+_PRIVATE = mmap.MAP_PRIVATE | _FIXED | _POPULATE | _NORESERVE
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -60,8 +62,7 @@ class ReservedBuffer:
         if block != self._block:
             self._block = None
             try:
-                _map(self._address, self._nbytes, mmap.PROT_READ | mmap.PROT_WRITE,
-                     mmap.MAP_SHARED | _FIXED | _POPULATE, self._arena.file.descriptor, block.offset)  # fmt: skip
+                _map(self._address, self._nbytes, _READ_WRITE, _SHARED, self._arena.file.descriptor, block.offset)
             except MemoryError:
                 self._arena.free(block)
                 raise
@@ -91,18 +92,20 @@ class MappedShards(ReservedBuffer):
 
     def show_own(self) -> None:
         """At the place of this rank. Raises MemoryError."""
-        found = self._arena.find(self.shard)
-        assert found is not None
-        self.show(self._rank, self._arena.file.mapping, found[1])
+        place = self._arena.find(self.shard)
+        assert place is not None
+        self.show(self._rank, self._arena.file.mapping, place[1])
 
     def show(self, rank: int, mapping: Mapping, offset: int) -> None:
         """What a rank has there in its arena is at its place from now on. Raises MemoryError."""
         if self._shown.get(rank) == (mapping.descriptor, offset):
             return
         self._block, address = None, self._address + rank * self._part_nbytes
-        _map(address, self._part_nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | _FIXED | _POPULATE | _NORESERVE,
-             mapping.descriptor, offset)  # fmt: skip
-        _allow_writing(address, self._part_nbytes)  # else it would end the process
+        _map(address, self._part_nbytes, mmap.PROT_READ, _PRIVATE, mapping.descriptor, offset)
+        # Of pages that are read by now: to allow it at once would copy all of them; not to allow it would end the process.
+        if _libc().mprotect(ctypes.c_void_p(address), ctypes.c_size_t(self._part_nbytes), _READ_WRITE):
+            reason = os.strerror(ctypes.get_errno())
+            raise MemoryError(f"{self._part_nbytes} bytes could not be made writable: {reason}")
         self._shown[rank] = mapping.descriptor, offset
 
 
@@ -115,18 +118,12 @@ def _map(address: int | None, nbytes: int, protection: int, flags: int, descript
     """Returns the address."""
     call = _libc().mmap
     call.restype = ctypes.c_void_p
-    found: int | None = call(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), protection, flags, descriptor,
-                             ctypes.c_long(offset))  # fmt: skip
-    if found == _FAILED or found is None:
+    where, length, begin = ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_long(offset)
+    mapped: int | None = call(where, length, protection, flags, descriptor, begin)
+    if mapped == _FAILED or mapped is None:
         code = ctypes.get_errno()
         raise MemoryError(f"{nbytes} bytes of addresses could not be mapped: {os.strerror(code or errno.ENOMEM)}")
-    return found
-
-
-def _allow_writing(address: int, nbytes: int) -> None:
-    """Of pages that are read by now: to allow it at once would copy all of them."""
-    if _libc().mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.PROT_READ | mmap.PROT_WRITE):
-        raise MemoryError(f"{nbytes} bytes could not be made writable: {os.strerror(ctypes.get_errno())}")
+    return mapped
 
 
 def _libc() -> Any:

@@ -39,15 +39,16 @@ from fsdp_lab.wire.arena import ALIGN, Mapping as MappedFile, MemoryFile
 from fsdp_lab.wire.channels import (
     CHANNEL_BYTES,
     RING,
+    SPIN_S,
     BlockMemory,
     BlockReference,
     Channel,
     NotYet,
     PeerGone,
+    Semaphores,
     SharedPeer,
 )
 from fsdp_lab.wire.exchange import PeerConnection, exchange_descriptors
-from fsdp_lab.wire.semaphores import SPIN_S, Semaphores
 
 _SLICE_S = 0.05  # the longest wait in C, hence how late an abort is seen
 _CHUNK_BYTES = 256 << 10  # of a sum: stays in a core's cache
@@ -67,7 +68,9 @@ _COMBINE: Mapping[Any, Callable[..., Tensor]] = {
 }
 G = TypeVar("G", bound="SharedGroup")
 Memory = TypeVar("Memory", bound=BlockMemory)
-Found = dict[int, Tensor]  # by rank, what it offers to this one: uint8
+Contents = dict[int, Tensor]  # by rank, what it offers to this one: uint8
+Peers = Mapping[int, SharedPeer]
+Check = Callable[[], None]
 
 
 class What(IntEnum):
@@ -124,7 +127,7 @@ class SharedWork:
     """A collective that this rank has issued, as `dist.Work`. `finish` is given what the others offer. `on_read` is called
     when it has been read, by whoever reads it."""
 
-    def __init__(self, group: SharedGroup, what: What, finish: Callable[[Found], None]) -> None:
+    def __init__(self, group: SharedGroup, what: What, finish: Callable[[Contents], None]) -> None:
         self._group, self._what, self._finish = group, what, finish
         self._taken: dict[int, tuple[int, int]] = {}  # by rank, where in its memory its bytes begin, and how many
         self._failed: str | None = None
@@ -265,8 +268,9 @@ class SharedGroup:
     """See above. Tensors are where the memory is: on the host (host_group.py), or on a GPU that ranks share (gpu_memory.py).
     The methods after `close` are named and called as those of torch's groups."""
 
-    def __init__(self, rank: int, size: int, arena: BlockMemory, peers: Mapping[int, SharedPeer],
-                 senders: Mapping[int, SharedPeer], check: Callable[[], None], timeout_s: float) -> None:  # fmt: skip
+    def __init__(
+        self, rank: int, size: int, arena: BlockMemory, peers: Peers, senders: Peers, check: Check, timeout_s: float
+    ) -> None:
         """`peers`, `senders`: the other ranks, for collectives and for transfers. `check` raises after an abort."""
         self.peers, self._rank, self._size, self._arena, self._check = peers, rank, size, arena, check
         self._timeout_s = timeout_s
@@ -341,7 +345,7 @@ class SharedGroup:
     # -- issuing --------------------------------------------------------------------------------------------------
 
     def _issue(
-        self, what: What, offers: Mapping[int, Tensor], finish: Callable[[Found], None], *, in_place: bool = False
+        self, what: What, offers: Mapping[int, Tensor], finish: Callable[[Contents], None], *, in_place: bool = False
     ) -> SharedWork:
         """`offers`: what some ranks are to read. One tensor for several is put into the arena once. `in_place`: not at all,
         if it is there."""
@@ -361,9 +365,9 @@ class SharedGroup:
         self, offers: Mapping[int, Tensor], readers: int, *, in_place: bool = False
     ) -> tuple[dict[int, tuple[int, int]], BlockReference]:
         """Where each rank finds its bytes, and how many. `in_place`: offers are contiguous parts of one tensor."""
-        found = next((self._arena.find(t) for t in offers.values()), None) if in_place and readers else None
-        if found is not None:
-            shared, first = found
+        place = next((self._arena.find(t) for t in offers.values()), None) if in_place and readers else None
+        if place is not None:
+            shared, first = place
             self._arena.share(shared)
             begin = next(iter(offers.values())).data_ptr()
             places = {r: (first + t.data_ptr() - begin, t.nbytes) for r, t in offers.items()}
@@ -375,8 +379,7 @@ class SharedGroup:
             return {}, BlockReference(self._arena, None, readers)
         begins = dict(zip(distinct, (block.offset + begin for begin in ends), strict=False))
         for key, t in distinct.items():
-            place = self._arena.bytes_at(begins[key], t.nbytes)
-            place.view(t.dtype).view(t.shape).copy_(t.detach())
+            self._arena.bytes_at(begins[key], t.nbytes).view(t.dtype).view(t.shape).copy_(t.detach())
         return {r: (begins[id(t)], t.nbytes) for r, t in offers.items()}, BlockReference(self._arena, block, readers)
 
     def _others(self, tensor: Tensor) -> dict[int, Tensor]:
@@ -397,8 +400,8 @@ class SharedGroup:
         if place.data_ptr() != own.data_ptr():
             place.detach().copy_(own.detach().reshape(place.shape))
 
-        def finish(found: Found) -> None:
-            for r, content in found.items():
+        def finish(contents: Contents) -> None:
+            for r, content in contents.items():
                 _put(content, parts[r])
 
         offered = place.detach() if place.is_contiguous() and self._arena.find(place) else own
@@ -412,19 +415,19 @@ class SharedGroup:
         flat = input.detach().reshape(-1)
         parts = list(flat.chunk(self._size)) if flat.numel() else [flat] * self._size
 
-        def finish(found: Found) -> None:
-            _combine(opts, output, parts[self._rank], self._rank, found)
+        def finish(contents: Contents) -> None:
+            _combine(opts, output, parts[self._rank], self._rank, contents)
 
-        found = self._arena.find(flat)
-        in_place = found is not None and not found[0].is_mapped  # else a user sends what is gathered
+        place = self._arena.find(flat)
+        in_place = place is not None and not place[0].is_mapped  # else a user sends what is gathered
         return self._issue(What.REDUCE_SCATTER, {r: parts[r] for r in self.peers}, finish, in_place=in_place)
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> SharedWork:
         (tensor,) = tensors
         _check_operator(opts)
 
-        def finish(found: Found) -> None:
-            _combine(opts, tensor, tensor, self._rank, found)
+        def finish(contents: Contents) -> None:
+            _combine(opts, tensor, tensor, self._rank, contents)
 
         return self._issue(What.ALL_REDUCE, self._others(tensor), finish)
 
@@ -432,9 +435,9 @@ class SharedGroup:
         (tensor,), root = tensors, opts.rootRank
         _check_operator(opts)
 
-        def finish(found: Found) -> None:
+        def finish(contents: Contents) -> None:
             if self._rank == root:
-                _combine(opts, tensor, tensor, self._rank, found)
+                _combine(opts, tensor, tensor, self._rank, contents)
 
         return self._issue(What.REDUCE, {root: tensor} if self._rank != root else {}, finish)
 
@@ -444,8 +447,8 @@ class SharedGroup:
         sent, received = _split(input, input_splits, self._size), _split(output, output_splits, self._size)
         received[self._rank].copy_(sent[self._rank])
 
-        def finish(found: Found) -> None:
-            for r, content in found.items():
+        def finish(contents: Contents) -> None:
+            for r, content in contents.items():
                 _put(content, received[r])
 
         return self._issue(What.ALL_TO_ALL, {r: sent[r] for r in self.peers}, finish)
@@ -453,9 +456,9 @@ class SharedGroup:
     def broadcast(self, tensors: list[Tensor], opts: Any) -> SharedWork:
         (tensor,), root = tensors, opts.rootRank
 
-        def finish(found: Found) -> None:
+        def finish(contents: Contents) -> None:
             if self._rank != root:
-                _put(found[root], tensor)
+                _put(contents[root], tensor)
 
         return self._issue(What.BROADCAST, self._others(tensor) if self._rank == root else {}, finish)
 
@@ -464,9 +467,9 @@ class SharedGroup:
         if self._rank == root:
             output.detach().copy_(inputs[0][root].detach())
 
-        def finish(found: Found) -> None:
+        def finish(contents: Contents) -> None:
             if self._rank != root:
-                _put(found[root], output)
+                _put(contents[root], output)
 
         offers = {r: inputs[0][r] for r in self.peers} if self._rank == root else {}
         return self._issue(What.SCATTER, offers, finish)
@@ -476,9 +479,9 @@ class SharedGroup:
         if self._rank == root:
             outputs[0][root].detach().copy_(own.detach())
 
-        def finish(found: Found) -> None:
+        def finish(contents: Contents) -> None:
             if self._rank == root:
-                for r, content in found.items():
+                for r, content in contents.items():
                     _put(content, outputs[0][r])
 
         return self._issue(What.GATHER, {} if self._rank == root else {root: own}, finish)
@@ -552,7 +555,7 @@ def _channels(semaphores: Semaphores, control: MappedFile, rank: int) -> tuple[C
     return Channel(semaphores, control, 2 * rank), Channel(semaphores, control, 2 * rank + 1)
 
 
-def _nothing(_: Found) -> None:
+def _nothing(_: Contents) -> None:
     return
 
 
@@ -574,10 +577,12 @@ def _check_operator(opts: Any) -> None:
         raise RuntimeError(f"{opts.reduceOp.op} is no reduction of this process group")
 
 
-def _combine(opts: Any, output: Tensor, own: Tensor, rank: int, found: Found) -> None:
+def _combine(opts: Any, output: Tensor, own: Tensor, rank: int, contents: Contents) -> None:
     """output = what all ranks give, combined in their order, chunk by chunk. It may be the memory of `own`."""
     operator, flat = _COMBINE[opts.reduceOp.op], output.detach().reshape(-1)
-    parts = [_like(found[r], output) if r in found else own.detach().reshape(-1) for r in sorted([*found, rank])]
+    parts = [
+        _like(contents[r], output) if r in contents else own.detach().reshape(-1) for r in sorted([*contents, rank])
+    ]
     if len(parts) == 1:
         flat.copy_(parts[0])
     step = max(1, (_CHUNK_BYTES if flat.device.type == "cpu" else _DEVICE_CHUNK_BYTES) // flat.itemsize)
