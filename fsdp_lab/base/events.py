@@ -86,11 +86,11 @@ def exposed_by_unit(spans: Sequence[Span]) -> dict[str, float]:
 
     Waits of a step do not overlap (`fsdp_lab.wire.meter.exposed`), so the sum over units is that of the step.
     """
-    found: dict[str, float] = {}
+    by_unit: dict[str, float] = {}
     for span in spans:
         if span.track is Track.WAIT:
-            found[span.unit] = found.get(span.unit, 0.0) + span.seconds
-    return found
+            by_unit[span.unit] = by_unit.get(span.unit, 0.0) + span.seconds
+    return by_unit
 
 
 # -- traffic and memory of a step ------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -193,7 +192,13 @@ def diagnose(heartbeats: Heartbeats, limit_s: float, silent: Mapping[int, str] |
     """
     silent = silent or {}
     waiting = {rank: h for rank, h in heartbeats.items() if h.pending is not None and rank not in silent}
-    late = [h for h in waiting.values() if _counted_s(h, heartbeats, silent) > limit_s]
+
+    def counted_s(wait: Heartbeat) -> float:
+        """Seconds for which it has waited while no rank of the group was at long work."""
+        peers = (heartbeats[rank] for rank in wait.peers if rank in heartbeats and rank not in silent)
+        return min([wait.pending_s, *(peer.since_work_s for peer in peers if peer.since_work_s is not None)])
+
+    late = [h for h in waiting.values() if counted_s(h) > limit_s]
     if not late:
         return _endless(heartbeats, waiting, limit_s)
     longest = max(late, key=lambda h: h.pending_s)
@@ -202,19 +207,12 @@ def diagnose(heartbeats: Heartbeats, limit_s: float, silent: Mapping[int, str] |
     return dataclasses.replace(hang, sentence=f"{cause}; {hang.sentence}") if cause else hang
 
 
-def _counted_s(wait: Heartbeat, heartbeats: Heartbeats, silent: Mapping[int, str]) -> float:
-    """Seconds for which it has waited while no rank of the group was at long work."""
-    peers = (heartbeats[rank] for rank in wait.peers if rank in heartbeats and rank not in silent)
-    idle_s = (peer.since_work_s for peer in peers if peer.since_work_s is not None)
-    return min(wait.pending_s, *idle_s, math.inf)
-
-
 def _endless(heartbeats: Heartbeats, waiting: Heartbeats, limit_s: float) -> Hang | None:
     """Ranks in the user's own code that wait for no collective, and for which none waits."""
-    found = [h for r, h in heartbeats.items() if r not in waiting and h.user_call and h.user_call_s > limit_s]
-    if not found:
+    late = [h for r, h in heartbeats.items() if r not in waiting and h.user_call and h.user_call_s > limit_s]
+    if not late:
         return None
-    ranks, longest = [h.rank for h in found], max(found, key=lambda h: h.user_call_s)
+    ranks, longest = [h.rank for h in late], max(late, key=lambda h: h.user_call_s)
     has = "has" if len(ranks) == 1 else "have"
     return Hang(
         sentence=f"{_ranks(ranks)} {has} been in {longest.user_call} for {longest.user_call_s:.1f} s, without a collective",
@@ -251,8 +249,8 @@ def cause_in_loop(ranks: Mapping[int, LoopRank]) -> str:
     if not inside or not left or ranks[left[0]].steps >= ranks[inside[0]].steps:
         return ""
     made, begun = ranks[left[0]].steps, ranks[inside[0]].steps
-    return (f"{UNEQUAL_BATCHES}: {_ranks(left)} left the loop after {made} step{'s' * (made != 1)}, "
-            f"{_ranks(inside)} began step {begun}")  # fmt: skip
+    after = f"{made} step{'s' * (made != 1)}"
+    return f"{UNEQUAL_BATCHES}: {_ranks(left)} left the loop after {after}, {_ranks(inside)} began step {begun}"
 
 
 # -- a rank is missing -----------------------------------------------------------------------------------------------
@@ -269,12 +267,11 @@ def _absence(longest: Heartbeat, heartbeats: Heartbeats, waiting: Heartbeats, si
     waited = f"{_ranks(waiters)} {'has' if len(waiters) == 1 else 'have'} waited {wait.pending_s:.1f} s"
     named = absent or blocked
     if absent:
-        details = [
-            _last_seen(rank, heartbeats.get(rank), silent.get(rank), wait.pending.label)
-            for rank in absent[:_MAX_STACKS]
-        ]
+        awaited, some = wait.pending.label, absent[:_MAX_STACKS]
+        details = [_last_seen(rank, heartbeats.get(rank), silent.get(rank), awaited) for rank in some]
     else:
-        details = [f"rank {rank} waits in {_pending(waiting[rank])} itself" for rank in blocked[:_MAX_STACKS]]
+        in_turn = {rank: (waiting[rank].pending or _NONE_ISSUED).label for rank in blocked[:_MAX_STACKS]}
+        details = [f"rank {rank} waits in {label} itself" for rank, label in in_turn.items()]
         details.append("the ranks wait for each other")
     if named:
         sentence = f"{_ranks(named)} did not join {what}, for which {waited}: {'; '.join(details)}"
@@ -334,10 +331,6 @@ def _last_seen(rank: int, heartbeat: Heartbeat | None, silence: str | None, awai
     return last if heartbeat.working else f"{last}, and it is not in the step: it has not begun, or is busy with a cell"
 
 
-def _pending(heartbeat: Heartbeat) -> str:
-    return heartbeat.pending.label if heartbeat.pending else "nothing"
-
-
 # -- ranks issue different collectives -------------------------------------------------------------------------------
 
 
@@ -350,45 +343,28 @@ def _mismatch(longest: Heartbeat, heartbeats: Heartbeats, waiting: Heartbeats) -
         for one in heartbeat.recent:
             if one.group == group and one.ordinal >= 0:
                 by_ordinal.setdefault(one.ordinal, {})[heartbeat.rank] = one
-    for ordinal, issued in sorted(by_ordinal.items()):
-        parties = _parties(issued)
-        if len(parties) > 1:
-            return _mismatch_hang(longest, ordinal, issued, parties, heartbeats, waiting)
+    for _, issued in sorted(by_ordinal.items()):
+        alike: dict[tuple[object, ...], list[int]] = {}  # ranks that have issued the same collective
+        for rank, one in sorted(issued.items()):
+            payload = one.payload_bytes if one.kind in _SAME_PAYLOAD else 0
+            alike.setdefault((one.kind, one.unit, payload), []).append(rank)
+        if len(alike) == 1:
+            continue
+        parties = sorted(alike.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+        issues = [f"{_ranks(ranks)} issued {_described(issued[ranks[0]])}" for ranks in parties[:_MAX_STACKS]]
+        named = [rank for ranks in parties[1:] for rank in ranks]
+        differs = f"{' and '.join(issues)}; one was skipped, or their order differs"
+        waits = f"Rank {longest.rank} has waited {longest.pending_s:.1f} s in {longest.pending.label}"
+        return Hang(
+            sentence=f"the ranks disagree about a collective of group {group}: {differs}. {waits}",
+            ranks=tuple(named),
+            absent=tuple(rank for rank in named if rank not in waiting),
+            collective=issued[parties[0][0]],
+            waiting=_waiting_in(longest.pending, waiting),
+            waited_s=longest.pending_s,
+            stacks=_stacks([named[0], parties[0][0]], heartbeats, {}),
+        )
     return None
-
-
-def _parties(issued: Mapping[int, Issued]) -> list[list[int]]:
-    """Ranks that have issued the same collective; the largest party first, on a tie that of the lowest rank."""
-    found: dict[tuple[object, ...], list[int]] = {}
-    for rank, one in sorted(issued.items()):
-        payload = one.payload_bytes if one.kind in _SAME_PAYLOAD else 0
-        found.setdefault((one.kind, one.unit, payload), []).append(rank)
-    return sorted(found.values(), key=lambda ranks: (-len(ranks), ranks[0]))
-
-
-def _mismatch_hang(
-    longest: Heartbeat,
-    ordinal: int,
-    issued: Mapping[int, Issued],
-    parties: list[list[int]],
-    heartbeats: Heartbeats,
-    waiting: Heartbeats,
-) -> Hang:
-    assert longest.pending is not None
-    issues = [f"{_ranks(ranks)} issued {_described(issued[ranks[0]])}" for ranks in parties[:_MAX_STACKS]]
-    versions = " and ".join(issues)
-    named = [rank for ranks in parties[1:] for rank in ranks]
-    return Hang(
-        sentence=f"the ranks disagree about a collective of group {longest.pending.group}: {versions}; one was "
-        f"skipped, or their order differs. Rank {longest.rank} has waited {longest.pending_s:.1f} s in "
-        f"{longest.pending.label}",
-        ranks=tuple(named),
-        absent=tuple(rank for rank in named if rank not in waiting),
-        collective=issued[parties[0][0]],
-        waiting=_waiting_in(longest.pending, waiting),
-        waited_s=longest.pending_s,
-        stacks=_stacks([named[0], parties[0][0]], heartbeats, {}),
-    )
 
 
 def _described(one: Issued) -> str:

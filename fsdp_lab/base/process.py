@@ -1,8 +1,8 @@
 """Processes of this machine: an `Identity` that survives reuse of the pid, and the processes of a cluster.
 
-Every process that a cluster starts inherits a token in its environment (`MARK`), so grandchildren are found too, as are
-processes that were being started when their owner died. psutil compares creation times before it sends a signal, so no
-reused pid is signalled.
+Every process that a cluster starts inherits a token in its environment (`MARK`), as do grandchildren, and processes that
+were being started when their owner died. psutil compares creation times before it sends a signal, so no reused pid is
+signalled.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ def born(pid: int) -> str:
 
 def marked(token: str) -> list[psutil.Process]:
     """Running processes that carry the token, except this one."""
-    found = []
+    running = []
     for p in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if p.pid != os.getpid() and p.environ().get(MARK) == token and p.status() != psutil.STATUS_ZOMBIE:
-                found.append(p)
-    return found
+                running.append(p)
+    return running
 
 
 def end(processes: Iterable[psutil.Process], *, term_s: float, kill_s: float = 1.0) -> list[psutil.Process]:
@@ -147,7 +147,7 @@ def alive(process: psutil.Process | int) -> bool:
 
 
 def sweep(token: str, *, rounds: int = 3) -> list[int]:
-    """Ends all processes that carry the token, until none is found. Returns the pids that could not be ended."""
+    """Ends all processes that carry the token, until none is left. Returns the pids that could not be ended."""
     for _ in range(rounds):
         left = marked(token)
         if not left:

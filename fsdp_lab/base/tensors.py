@@ -17,7 +17,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def hiding_in(value: Any) -> Any:
-    """The first object of a nested value that has a tensor with a gradient as an attribute, where it is not found."""
+    """The first object of a nested value that has a tensor with a gradient as an attribute, where nobody looks for it."""
     for leaf in _leaves(value):
         attributes = () if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", {}).values()
         if any(isinstance(a, Tensor) and a.requires_grad for a in attributes):
@@ -112,8 +112,8 @@ class LeafOfSharded(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        found: Tensor | None = self.sharded.grad
-        return found
+        gradient: Tensor | None = self.sharded.grad
+        return gradient
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -141,9 +141,9 @@ class LeafOfSharded(nn.Parameter):
 
 
 def take_gradient(p: Tensor) -> Any:
-    """What autograd left in a leaf's own `.grad`, whatever its class shows; autograd adds to what it finds there."""
+    """Returns what autograd left in a leaf's own `.grad`, whatever its class shows; it adds to what it finds there."""
     own: Any = Tensor.grad
     with torch._C.DisableTorchFunctionSubclass():
-        found = own.__get__(p)
+        gradient = own.__get__(p)
         own.__set__(p, None)
-    return found
+    return gradient

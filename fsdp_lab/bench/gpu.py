@@ -168,17 +168,11 @@ def _on_one(at: Place) -> Iterator[BenchPart]:
     yield _part("strategies", title, 90, parts.strategies, named, scale.precisions, one)
     for shape in scale.shapes:
         title, plan = f"step of {shape.preset} on one rank, bf16: time and memory", replace(shape, devices=one)
-        yield _part(
-            f"step-{shape.preset}", title, 90, parts.step, plan, why=_too_large(at, plan.preset, len(plan.forms))
-        )
+        why = _too_large(at, plan.preset, len(plan.forms))
+        yield _part(f"step-{shape.preset}", title, 90, parts.step, plan, why=why)
     for ranks in scale.shared:
         yield from _sharing(at, ranks)
-    yield from _of_clone(at)
-
-
-def _of_clone(at: Place) -> Iterator[BenchPart]:
-    """Those of `python -m tests.bench`."""
-    here, ranks = _not_here("tests/bench"), max(1, min(at.gpus, MOST_RANKS))
+    here, ranks = _not_here("tests/bench"), max(1, min(at.gpus, MOST_RANKS))  # those of `python -m tests.bench`
     too_large, several = _too_large(at, at.scale.metered.split()[1], forms=12), f"--ranks {ranks}"
     for name, title, limit_s, options, why in (
         ("metering", "what measuring costs, by backend", 120, f"{METERING} {at.scale.metered}", too_large),

@@ -56,11 +56,6 @@ class BuiltForm:
         self.backend.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    def end_round(self, seconds: float, device: torch.device, *, counted: bool) -> None:
-        if counted:
-            self.seconds.append(seconds)
-            self.peak_bytes = max(self.peak_bytes, _peak(self.backend, device))
-
     def result(self) -> dict[str, Any]:
         return {
             "seconds": self.seconds,
@@ -86,7 +81,9 @@ def interleave(
             gc.freeze()  # many models exist now: a collection would be timed as part of some form's step
         for built in forms if i % 2 else forms[::-1]:  # in alternating order: no form always follows the same one
             seconds = step(built, batch, info.device, world, first=i == 0)
-            built.end_round(seconds, info.device, counted=i >= plan.warmup)
+            if i >= plan.warmup:
+                built.seconds.append(seconds)
+                built.peak_bytes = max(built.peak_bytes, _peak(built.backend, info.device))
         on_round(i + 1)
     if info.device.type == "cuda":
         for built in forms:
@@ -173,8 +170,11 @@ def step(built: BuiltForm, batch: Batch, device: torch.device, world: Wire, *, f
     """Trains one step and returns its seconds on this rank. The first, which is not counted, computes the gradient norm."""
 
     def note_norm() -> None:
+        """Notes this rank's share of the squared gradient norm; the sum over ranks is that of the whole gradient."""
         if first:
-            built.squared_norm = _squared_norm(built.backend)
+            backend = built.backend
+            gradients = [g for g in map(backend.gradient, backend.param_shards()) if g is not None]
+            built.squared_norm = sum(float(g.double().square().sum()) for g in gradients) / backend.replicas
 
     world.control(torch.zeros(1, dtype=torch.float64))  # a barrier
     _synchronize(device)
@@ -202,9 +202,3 @@ def _peak(backend: Backend, device: torch.device) -> int:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _squared_norm(backend: Backend) -> float:
-    """This rank's share of the squared gradient norm; the sum over ranks is that of the whole gradient."""
-    gradients = [g for g in map(backend.gradient, backend.param_shards()) if g is not None]
-    return sum(float(g.double().square().sum()) for g in gradients) / backend.replicas

@@ -126,33 +126,27 @@ class BenchPlan:
             if value < least:
                 raise PlanError(f"{option(name)} {value} is refused; give a whole number of {least} or more")
         if self.width % self.heads:
-            raise PlanError(
-                f"--heads {self.heads} does not divide --width {self.width}; give a number of heads that does"
-            )
+            reason = f"--heads {self.heads} does not divide --width {self.width}"
+            raise PlanError(f"{reason}; give a number of heads that does")
         if self.preset:
-            self._check_preset()
+            causal = [name for name, preset in PRESETS.items() if preset.kind == "causal"]
+            if self.preset not in causal:
+                raise PlanError(f"--model {self.preset} is refused; give one of {', '.join(causal)}")
+            config = PRESETS[self.preset].config
+            positions = config.get("n_positions") or config["max_position_embeddings"]
+            if self.seq_len > positions:
+                raise PlanError(f"--seq-len {self.seq_len} is refused; {self.preset} takes {positions} or fewer")
         if not self.forms:
             raise PlanError(f"--only names no form; choose from {', '.join(STEP)}")
         for name in self.forms:
             self._check(self.known[name])
 
-    def _check_preset(self) -> None:
-        causal = [name for name, preset in PRESETS.items() if preset.kind == "causal"]
-        if self.preset not in causal:
-            raise PlanError(f"--model {self.preset} is refused; give one of {', '.join(causal)}")
-        config = PRESETS[self.preset].config
-        positions = config.get("n_positions") or config["max_position_embeddings"]
-        if self.seq_len > positions:
-            raise PlanError(f"--seq-len {self.seq_len} is refused; {self.preset} takes {positions} or fewer")
-
     def _check(self, form: Form) -> None:
         try:
             self.spec(form)
         except FieldError as e:
-            others = ",".join(peer for peer in PEERS if peer != form.peer)
-            raise PlanError(
-                f"the form {form.name} cannot be run ({e.field}: {e.reason}); leave it out with --only {others}"
-            ) from e
+            instead = f"leave it out with --only {','.join(peer for peer in PEERS if peer != form.peer)}"
+            raise PlanError(f"the form {form.name} cannot be run ({e.field}: {e.reason}); {instead}") from e
 
     def spec(self, form: Form) -> Spec:
         """The Spec of a form. Its `data` is not read: the tokens are random."""
