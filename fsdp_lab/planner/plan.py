@@ -192,11 +192,7 @@ class Plan:
         d |= {"mfu": self.mfu, "hfu": self.hfu}
         d |= {name: getattr(self.step, name) for name in ("computing_s", "slowed_s", "host_s", "optimizer_s")}
         d |= {"comm_s_per_step": dict(self.comm_s), "comm_bytes_per_step": dict(self.link_bytes)}
-        return d | {
-            "exposed_comm_s": self.step.exposed_comm_s,
-            "binding": self.binding,
-            "assumed": dict(self.assumed),
-        }
+        return d | {"exposed_comm_s": self.step.exposed_comm_s, "binding": self.binding, "assumed": dict(self.assumed)}
 
     def _bands(self) -> dict[str, float]:
         """Ends of the 80 % band beside each figure, and of the 50 % band of times."""

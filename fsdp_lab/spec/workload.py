@@ -8,18 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from fsdp_lab.base.errors import SpecError, is_number, is_whole, plain_errors
-from fsdp_lab.spec.fields import (
-    NOT_NEGATIVE,
-    POSITIVE,
-    check_fields,
-    knob,
-    one_of,
-    only,
-    rows_of,
-    text,
-    values,
-    whole,
-)
+from fsdp_lab.spec.fields import NOT_NEGATIVE, POSITIVE, check_fields, knob, one_of, only, rows_of, text, values, whole
 from fsdp_lab.spec.optimizer import (
     LR_SCHEDULES,
     OPTIMIZERS,
