@@ -63,14 +63,10 @@ def plain_errors(of: type[T]) -> type[T]:
 
 
 class FieldError(SentenceError, ValueError):
-    """An invalid value. `str()` is "field: reason; hint".
+    """An invalid value of a `field`, by its dotted name such as "strategy.sharding". `str()` is "field: reason; hint".
 
-    Attributes:
-        field: dotted name, such as "strategy.sharding".
-        reason: why it is invalid.
-        hint: what to do instead.
-        fix: flat field values for `Spec.replace` that follow the hint; empty if there is no single solution.
-        first_hint: the hint without `other`, which is another way out, such as "use backend lab".
+    `fix`: flat field values for `Spec.replace` that follow the hint; empty if there is no single solution. `first_hint`: the
+    hint without `other`, which is another way out, such as "use backend lab".
     """
 
     def __init__(

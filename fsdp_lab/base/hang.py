@@ -351,7 +351,11 @@ def _mismatch(longest: Heartbeat, heartbeats: Heartbeats, waiting: Heartbeats) -
         if len(alike) == 1:
             continue
         parties = sorted(alike.values(), key=lambda ranks: (-len(ranks), ranks[0]))
-        issues = [f"{_ranks(ranks)} issued {_described(issued[ranks[0]])}" for ranks in parties[:_MAX_STACKS]]
+        issues = []
+        for ranks in parties[:_MAX_STACKS]:
+            one = issued[ranks[0]]
+            nbytes = f", {one.payload_bytes:,} bytes" if one.payload_bytes else ""
+            issues.append(f"{_ranks(ranks)} issued {one.label}{nbytes}")
         named = [rank for ranks in parties[1:] for rank in ranks]
         differs = f"{' and '.join(issues)}; one was skipped, or their order differs"
         waits = f"Rank {longest.rank} has waited {longest.pending_s:.1f} s in {longest.pending.label}"
@@ -365,10 +369,6 @@ def _mismatch(longest: Heartbeat, heartbeats: Heartbeats, waiting: Heartbeats) -
             stacks=_stacks([named[0], parties[0][0]], heartbeats, {}),
         )
     return None
-
-
-def _described(one: Issued) -> str:
-    return f"{one.label}, {one.payload_bytes:,} bytes" if one.payload_bytes else one.label
 
 
 # -- text ------------------------------------------------------------------------------------------------------------

@@ -191,14 +191,9 @@ class Calibration:
     ) -> tuple[Machine, Rates]:
         """So many hosts like the calibrated one, and the rates there: inside a host those that were measured, between hosts
         a stated network, of which GPUs reach the share of published timings, and CPUs what TCP leaves. None: the usual
-        network, which is assumed.
-
-        Args:
-            per_host: ranks of each; None: as many as were calibrated. From one GPU more, over the links of its data sheet.
-
-        Raises:
-            ArgumentError: several hosts were calibrated, a rate is out of range, or the GPU's links are not known.
-        """
+        network, which is assumed. `per_host`: ranks of each; None: as many as were calibrated. From one GPU more, over the
+        links of its data sheet. Raises ArgumentError: several hosts were calibrated, a rate is out of range, or the GPU's
+        links are not known."""
         if self.per_host != self.ranks:
             reason = f"{self.ranks // self.per_host} hosts were calibrated, and their network with them"
             raise ArgumentError("hosts", reason, "calibrate on one host to plan for more")
@@ -232,7 +227,10 @@ class Calibration:
             rates = replace(rates, hosts={backend: self._host(backend, rates) for backend in BACKENDS})
             if not self.on_gpu:
                 rates = replace(rates, traffic_of=self._traffic(rates))
-                rates = replace(rates, weights=self._weights(rates))
+                # A step of a model on few tokens is linear in them.
+                ((r, shape, seconds),) = (step for step in self._steps if step[0].role == "weights")
+                none, one = (self._predicted_s(r, shape, replace(rates, weights=times)) for times in (0.0, 1.0))
+                rates = replace(rates, weights=max(0.0, (seconds - none) / (one - none)))
             for backend in OVERLAPPING:
                 rates = self._with_overlap(backend, rates)
         return rates
@@ -305,12 +303,6 @@ class Calibration:
                 )
                 traffic[dtype] = max(0.0, (seconds - none) / (one - none))
         return {**traffic, "fp16": traffic["bf16"]} if "bf16" in traffic else traffic
-
-    def _weights(self, rates: Rates) -> float:
-        """From the step of a model on few tokens, which is linear in it."""
-        ((r, shape, seconds),) = (step for step in self._steps if step[0].role == "weights")
-        none, one = (self._predicted_s(r, shape, replace(rates, weights=times)) for times in (0.0, 1.0))
-        return max(0.0, (seconds - none) / (one - none))
 
     def _with_overlap(self, backend: str, rates: Rates) -> Rates:
         """With the interference or stretch that predicts the step of role "overlap", by bisection (it grows with both).

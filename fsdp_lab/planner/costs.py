@@ -134,7 +134,8 @@ class Computing:
 
     def fused_attention_s(self, unit: UnitShape, pairs: float, peak: float, gain: float) -> tuple[float, float]:
         flops = unit.pair_flops * pairs * (0.5 if unit.causal else 1.0) * padding(unit)
-        seconds = flops / (peak * self.rates.attention_share(self.device.generation) * gain)
+        attention = self.rates.attention
+        seconds = flops / (peak * attention.get(self.device.generation, attention["hopper"]) * gain)
         return seconds, FUSED_BACKWARD * seconds
 
     def traffic_bytes(self, unit: UnitShape) -> tuple[float, float]:

@@ -256,7 +256,8 @@ class Rates:
     published row. Shares are of the device's or the link's best, 0 to 1."""
 
     matrix: float  # matrix products inside a model, relative to one large product alone
-    attention: Mapping[str, float]  # fused attention's own FLOPs (half of the pairs if causal), by generation
+    # Fused attention's own FLOPs (half of the pairs if causal), by generation; Hopper's for those that were not calibrated.
+    attention: Mapping[str, float]
     memory: float  # of the memory bandwidth; not fitted
     operands: float  # how often a matrix product moves its operands through memory
     # Of a collective, fitted to timings (tests/planner/research/data/collective_timings.csv) and not to steps: shares to
@@ -280,10 +281,6 @@ class Rates:
     # best copy, which is a cache's on a CPU: so it is above 1.
     weights: float = 0.0
     computing: float = 1.0  # what computing takes, relative to all of the above, if a step of the same work was timed
-
-    def attention_share(self, generation: str) -> float:
-        """That of Hopper for generations that were not calibrated."""
-        return self.attention.get(generation, self.attention["hopper"])
 
     def host(self, backend: str) -> HostOverhead:
         return self.hosts.get(backend, HostOverhead())

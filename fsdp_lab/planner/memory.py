@@ -62,13 +62,8 @@ class MemoryPlan:
 
 
 def memory(spec: Spec, shape: ModelShape, *, device: str, model: type[MemoryModel] | None = None) -> MemoryPlan:
-    """Predicts the memory of any step but the first.
-
-    Args:
-        shape: the model, in the units of `spec.strategy.wrap`.
-        device: "cpu" or "cuda".
-        model: of the backend; None: the usual one.
-    """
+    """Predicts the memory of any step but the first, of a model in the units of `spec.strategy.wrap`, on a "cpu" or "cuda".
+    `model`: of the backend; None: the usual one."""
     return _Step(spec, shape, model or MODELS[spec.strategy.backend], on_gpu=device != "cpu").plan()
 
 

@@ -213,15 +213,8 @@ class Plan:
 def plan(
     spec: Spec, shape: ModelShape, machine: Machine, *, rates: Rates = PUBLISHED, computing: ComputingOf = Computing
 ) -> Plan:
-    """Predicts a step.
-
-    Args:
-        shape: the model, in the units of `spec.strategy.wrap`.
-        machine: with as many ranks as the Spec has.
-
-    Raises:
-        FieldError: another number of ranks, or a dtype or gathers that the device does not support.
-    """
+    """Predicts a step of a model, in the units of `spec.strategy.wrap`, on a machine with as many ranks as the Spec has.
+    Raises FieldError for another number of ranks, and for a dtype or gathers that the device does not support."""
     if machine.ranks != spec.world_size:
         reason = f"the machine has {machine.ranks} and the Spec {spec.world_size}"
         raise ArgumentError("ranks", reason, "give both the same")

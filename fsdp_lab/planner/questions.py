@@ -60,12 +60,8 @@ def on_hosts(spec: Spec, target: Target) -> Spec:
 
 
 def planned(spec: Spec, target: Target) -> Plan:
-    """Predicts one step.
-
-    Raises:
-        FieldError: an unknown model, a sequence longer than its positions, hardware that is unknown or does not have as many
-            ranks, numbers out of range.
-    """
+    """Predicts one step. Raises FieldError: an unknown model, a sequence longer than its positions, hardware that is unknown
+    or does not have as many ranks, numbers out of range."""
     return plan(spec, shape_of(spec), target.machine(spec.world_size))
 
 
@@ -109,13 +105,9 @@ def require_memory(
     spec: Spec, ranks: Sequence[tuple[str, str, int, int]], call: str = "", former: Spec | None = None
 ) -> None:
     """Raises DoesNotFit if even the low end of the plan's memory is more than there is. Takes milliseconds: models that
-    would be recorded first are let pass.
-
-    Args:
-        ranks: that there are: the host and the device of each, the bytes that the device has for it, and its host's.
-        call: the function that takes it with `anyway=True`; "": none does.
-        former: what trains; no more than that takes is refused, whatever the plan says.
-    """
+    would be recorded first are let pass. `ranks`: of each the host, the device, the bytes that the device has for it, and
+    its host's. `call`: the function that takes it with `anyway=True`; "": none does. `former`: what trains; no more than
+    that takes is refused, whatever the plan says."""
     w, s = spec.workload, spec.strategy
     if s.is_yours or s.gather != "copy" or not ranks or w.is_own:
         return

@@ -86,14 +86,8 @@ class Search:
 
 
 def search(spec: Spec, shape: ModelShape, machine: Machine, *, limit_bytes: int | None = None) -> Search:
-    """The fastest Strategies of `spec.strategy.backend` for its model, ranks and global batch.
-
-    Args:
-        limit_bytes: memory limit per device; None: all of it.
-
-    Raises:
-        FieldError: ranks that differ from the machine's.
-    """
+    """The fastest Strategies of `spec.strategy.backend` for its model, ranks and global batch, within a memory limit per
+    device. Raises FieldError for ranks that differ from the machine's."""
     machine = machine.limited(limit_bytes)
     considered, lacking = 0, list[tuple[int, Spec]]()
     for offloads in (("none",), OFFLOADS):
@@ -107,8 +101,13 @@ def search(spec: Spec, shape: ModelShape, machine: Machine, *, limit_bytes: int 
                 lacking.append((-margin, candidate))
         if fitting:
             best = _distinct(sorted(fitting, key=lambda p: p.step_time_s / p.fits_probability))
-            top = tuple(_candidate(p, best[0], len(fitting)) for p in best)
-            return Search(spec=spec, top=top, considered=considered, fitting=len(fitting))
+            top = []
+            for p in best:
+                is_apart = p is not best[0] and p.is_apart(best[0])
+                unsure = "" if is_apart or p is best[0] else "; the order is not certain"
+                why = f"{_why(p, best[0], len(fitting))}{unsure}{likely_text(p)}"
+                top.append(Candidate(plan=p, why=why, is_apart=is_apart))
+            return Search(spec=spec, top=tuple(top), considered=considered, fitting=len(fitting))
     nearest = plan(min(lacking, key=lambda one: one[0])[1], shape, machine) if lacking else None
     return Search(spec=spec, top=(), considered=considered, fitting=0, nearest=nearest)
 
@@ -136,11 +135,7 @@ def candidates(spec: Spec, per_host: int, offloads: Sequence[str] = ("none",)) -
 def largest(
     spec: Spec, deepened: Callable[[int], ModelShape], machine: Machine, *, limit_bytes: int | None = None
 ) -> ModelShape | None:
-    """The model with as many blocks as fit; None if not one fits.
-
-    Args:
-        deepened: returns the model with a number of blocks.
-    """
+    """The model with as many blocks as fit; None if not one fits. `deepened` returns it with a number of blocks."""
     machine = machine.limited(limit_bytes)
     leanest = _leanest(spec, machine.per_host)
 
@@ -155,9 +150,7 @@ def largest(
 
 def fewest(spec: Spec, shape: ModelShape, machine: Machine, *, limit_bytes: int | None = None) -> Machine | None:
     """The smallest machine of these hosts, or part of a host, on which the model fits; None if `MOST_RANKS` are too few.
-
-    The global batch is fixed, so fewer ranks take more micro-batches each.
-    """
+    The global batch is fixed, so fewer ranks take more micro-batches each."""
     for ranks in filter(machine.allows, _powers(MOST_RANKS)):
         smaller = machine.with_ranks(ranks).limited(limit_bytes)
         candidate = _on_ranks(spec, ranks)
@@ -228,12 +221,6 @@ def _distinct(plans: Sequence[Plan]) -> list[Plan]:
             chosen.setdefault((s.sharding, s.shard_size, s.recompute, s.offload, w.micro_batch), one)
         seen.add(figures)
     return list(chosen.values())[:SHOWN]
-
-
-def _candidate(one: Plan, best: Plan, fitting: int) -> Candidate:
-    is_apart = one is not best and one.is_apart(best)
-    unsure = "" if is_apart or one is best else "; the order is not certain"
-    return Candidate(plan=one, why=f"{_why(one, best, fitting)}{unsure}{likely_text(one)}", is_apart=is_apart)
 
 
 def _why(one: Plan, best: Plan, fitting: int) -> str:

@@ -72,7 +72,13 @@ class StepModel:
         spec, units, longer = self.spec, self.units, self.longer
         fields = {"spec": spec, "tokens": self.tokens, "device": self.machine.device, "rates": self.rates}
         self._computing = self.computing(**fields)
-        self.works: list[Work] = longer.works[: len(units)] if longer else self._worked()
+        self.works: list[Work] = longer.works[: len(units)] if longer else []
+        recomputing, made = recomputed(spec, len(units)), dict[tuple[int, bool], Work]()  # most units are equal
+        for i, unit in enumerate(() if longer else units):
+            key = id(unit), i in recomputing
+            if key not in made:
+                made[key] = self._computing.work(unit, recomputed=key[1])
+            self.works.append(made[key])
         self._factor = spec.shard_factor
         self._shard = RankGroup(size=self._factor)
         self._replicas = RankGroup(size=spec.world_size // self._factor, stride=self._factor)
@@ -81,16 +87,6 @@ class StepModel:
         self._buckets = None if spec.strategy.traits.has_units else self._bucket_elements()
         self._sent_s: dict[tuple[Phase, int], float] = longer._sent_s if longer else {}  # by phase and elements
         self._schedule = schedule_of(len(units), self._rules)
-
-    def _worked(self) -> list[Work]:
-        """Of each unit; most are equal."""
-        recomputing, cache, works = recomputed(self.spec, len(self.units)), dict[tuple[int, bool], Work](), []
-        for i, unit in enumerate(self.units):
-            key = id(unit), i in recomputing
-            if key not in cache:
-                cache[key] = self._computing.work(unit, recomputed=key[1])
-            works.append(cache[key])
-        return works
 
     def step(self) -> StepTime:
         """All micro-batches and the optimizer step."""
@@ -285,7 +281,9 @@ class StepModel:
     def _carried_s(self, phase: Phase, elements: int) -> float:
         """A gather or a reduction over the real link."""
         alone = sum(collective_seconds(*one, self.machine, self.rates) for one in self._collectives(phase, elements))
-        return self._copied_s(phase, elements) + self.rates.host(self.spec.strategy.backend).stretch * alone
+        measured = self.machine.device.measured  # of others the copies are in `_copies_s`
+        copied_s = measured.copies(self._copied_bytes(phase, elements)) if measured else 0.0
+        return copied_s + self.rates.host(self.spec.strategy.backend).stretch * alone
 
     def _emulated_s(self, phase: Phase, elements: int) -> float:
         """Over the Spec's emulated link; hardware that is named has its own (wire/link.py)."""
@@ -303,11 +301,6 @@ class StepModel:
             return None
         link, dtype = LinkSpec.parse(text), self._dtypes.param
         return link.bytes_per_s * link.scale(device.peak_flops_per_s.get(dtype), dtype), link.latency_s
-
-    def _copied_s(self, phase: Phase, elements: int) -> float:
-        """Seconds of copies on a measured device; for others see `_copies_s`."""
-        measured = self.machine.device.measured
-        return measured.copies(self._copied_bytes(phase, elements)) if measured else 0.0
 
     def _elements(self, action: Action) -> int:
         """Elements that a unit gathers or reduces; with DDP, those of the bucket that it fills. FSDP1 reduces a flat
@@ -494,19 +487,15 @@ class Simulation:
         if self.issue_s:
             begin = max(begin, self._issued) if lasts else begin
             self._issued += self.issue_s(action)
-        if action.phase in self.blocking:
-            return self._block(action, max(begin, self._computing), lasts)
+        if action.phase in self.blocking:  # computing waits
+            begin = max(begin, self._computing)
+            self._waits.append((action.unit, self._computing, begin + lasts))
+            self._computing = begin + lasts
+        else:
+            self._disturbed += lasts if self.disturbs_s is None else self.disturbs_s(action)
         self._sending = begin + lasts
-        self._disturbed += lasts if self.disturbs_s is None else self.disturbs_s(action)
         self._waited_s += self.late_s(action) if lasts else 0.0
         return begin, self._sending
-
-    def _block(self, action: Action, begin: float, lasts: float) -> tuple[float, float]:
-        """Send while computing waits."""
-        self._waits.append((action.unit, self._computing, begin + lasts))
-        self._sending = self._computing = begin + lasts
-        self._waited_s += self.late_s(action) if lasts else 0.0
-        return begin, self._computing
 
     def _compute(self, action: Action, ready: float) -> tuple[float, float]:
         begin = max(ready, self._computing)

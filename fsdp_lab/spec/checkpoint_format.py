@@ -86,15 +86,9 @@ def begin(root: Path, step: int) -> Path:
 
 
 def finish(partial: Path, parts: Sequence[Mapping[str, Any]], *, kind: str, elsewhere: bool = False) -> Checkpoint:
-    """Commits the files that the ranks wrote.
-
-    Args:
-        elsewhere: they may be on other hosts, so they are not looked at.
-        parts: of each rank, {"file": name of its file or None, "bytes": its length, "state": everything that is no tensor}.
-
-    Raises:
-        ValueError: the ranks are not at the same step. OSError: the disk.
-    """
+    """Commits the files that the ranks wrote; `elsewhere`: they may be on other hosts, so nobody looks at them. `parts`: of
+    each rank, {"file": name of its file or None, "bytes": its length, "state": everything that is no tensor}. Raises
+    ValueError: the ranks are not at the same step; OSError: the disk."""
     states = [part["state"] for part in parts]
     positions = {(s["run"], s["step"], s["samples"]) for s in states}
     if len(positions) != 1:
@@ -122,10 +116,8 @@ def discard(partial: Path) -> None:
 
 
 def prune(root: Path, run: str, *, last: int) -> list[Path]:
-    """Removes all checkpoints of a run except the newest `last` and the newest "best" one; returns their paths.
-
-    A checkpoint whose removal is interrupted is incomplete.
-    """
+    """Removes all checkpoints of a run except the newest `last` and the newest "best" one; returns their paths. A checkpoint
+    whose removal is interrupted is incomplete."""
     of_run = [c for c in checkpoints(root) if c.run == run]
     best = [c for c in of_run if c.kind == "best"]
     others = [c for c in of_run if c.kind != "best"]

@@ -38,11 +38,7 @@ _ONLY = {"for_s": FaultKind.STALL, "heals": FaultKind.CUT, "link": FaultKind.SLO
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault, which happens once.
-
-    Raises:
-        ArgumentError: an invalid field.
-    """
+    """One fault, which happens once. Raises ArgumentError for an invalid field."""
 
     kind: FaultKind
     ranks: tuple[int, ...]  # on which it happens

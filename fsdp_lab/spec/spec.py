@@ -359,11 +359,8 @@ class Strategy:
 @plain_errors
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """One thing that can be run: a workload, a strategy and a world size, valid as a whole.
-
-    Raises:
-        SpecError: a field, or a combination that the backend cannot do.
-    """
+    """One thing that can be run: a workload, a strategy and a world size, valid as a whole. Raises SpecError for a field, or
+    a combination that the backend cannot do."""
 
     workload: Workload = field(default_factory=Workload)
     strategy: Strategy = field(default_factory=Strategy)

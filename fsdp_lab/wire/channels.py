@@ -70,8 +70,10 @@ class Semaphores:
             return True
         if timeout_s <= 0.0:
             return False
-        if self._spin_s and self._spin(address):
-            return True
+        end_s = time.perf_counter() + self._spin_s
+        while self._spin_s and time.perf_counter() < end_s:
+            if not self._try(ctypes.c_void_p(address)):
+                return True
         clock = time.CLOCK_MONOTONIC if self._clock_wait is not None else time.CLOCK_REALTIME
         until_s = time.clock_gettime(clock) + timeout_s
         until = _Timespec(int(until_s), int(until_s % 1 * 1e9))
@@ -82,13 +84,6 @@ class Semaphores:
             if code != errno.EINTR:  # a signal, whose handler has run by now
                 raise OSError(code, "a semaphore cannot be waited for: " + os.strerror(code))
         return True
-
-    def _spin(self, address: int) -> bool:
-        end_s = time.perf_counter() + self._spin_s
-        while time.perf_counter() < end_s:
-            if not self._try(ctypes.c_void_p(address)):
-                return True
-        return False
 
     def _wait(self, address: int, clock: int, until: _Timespec) -> int:
         if self._clock_wait is not None:

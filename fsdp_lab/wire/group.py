@@ -528,7 +528,12 @@ class Wire(dist.ProcessGroup):
         is of a transfer between two ranks."""
         tensors, whole_group, streams = [*inputs, *outputs], direction is LinkDirection.BOTH, self.context.streams
         _check_plain(tensors)
-        self._meet(whole_group, tensors)
+        # Before the first collective over NCCL, which makes the communicator, all ranks come to a barrier over Gloo: making
+        # it waits for all ranks, and cannot be aborted.
+        nccl = self._carrier(tensors)
+        if nccl is not None and not nccl.met and whole_group and self._size > 1:
+            nccl.met = True
+            self.barrier().wait()
         sent: dict[str, Any] = {"kind": kind, "size": self._size, "payload_bytes": payload_bytes}
         sent["link_bytes"] = link_bytes(kind, payload_bytes, self._size) if bytes_ is None else bytes_
         sent["dtype"] = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
@@ -578,14 +583,6 @@ class Wire(dist.ProcessGroup):
         if self._together is not None:
             self._together.append(work)
         return work
-
-    def _meet(self, whole_group: bool, tensors: list[Tensor]) -> None:
-        """Before the first collective over NCCL, which makes the communicator: all ranks come to a barrier over Gloo.
-        Making it waits for all ranks, and cannot be aborted."""
-        nccl = self._carrier(tensors)
-        if nccl is not None and not nccl.met and whole_group and self._size > 1:
-            nccl.met = True
-            self.barrier().wait()
 
     def _issue(self, call: _InnerCall, group: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
         """Issue an operation of an inner group, out of a profiler's sight where the context says so."""
@@ -663,18 +660,16 @@ def _partners(rank: int, size: int) -> list[tuple[int, int]]:
     return [((rank + i) % size, (rank - i) % size) for i in range(1, size)]
 
 
-def _exchange(group: Any, size: int, sent: Tensor, to: int, received: Tensor, source: int) -> Any:
-    """A part goes to a rank and another comes from one, from place to place. sent, received: [n]"""
-    outs, ins = [0] * size, [0] * size
-    outs[source] = ins[to] = sent.numel()
-    return group.alltoall_base(received, sent, outs, ins, c10d.AllToAllOptions())
-
-
 def _round(group: Any, size: int, sent: Tensor, to: int, received: Tensor, source: int, piece_bytes: int) -> list[Any]:
-    """An exchange, in pieces: see `Wire._fastest_exchange`."""
-    whole = max(1, sent.numel())
+    """A part goes to a rank and another comes from one, from place to place, in pieces: see `Wire._fastest_exchange`.
+    sent, received: [n]"""
+    whole, works = max(1, sent.numel()), []
     n = piece_bytes // sent.element_size() if piece_bytes else whole
-    return [_exchange(group, size, sent[i : i + n], to, received[i : i + n], source) for i in range(0, whole, n)]
+    for piece, place in ((sent[i : i + n], received[i : i + n]) for i in range(0, whole, n)):
+        outs, ins = [0] * size, [0] * size
+        outs[source] = ins[to] = piece.numel()
+        works.append(group.alltoall_base(place, piece, outs, ins, c10d.AllToAllOptions()))
+    return works
 
 
 def _gather_in_place(rank: int, size: int, piece_bytes: int) -> _InnerCall:
@@ -714,26 +709,24 @@ def _check_plain(tensors: Sequence[Tensor]) -> None:
 
 
 def _open_gloo(store: Any, rank: int, size: int, timeout: timedelta, address: str = "") -> Any:
-    """One thread, so that operations run in the order in which they are issued: see `in_order`. Raises ConnectionError."""
+    """One thread, so that operations run in the order in which they are issued: see `in_order`. It listens at the interfaces
+    in GLOO_SOCKET_IFNAME if these are several; else at the address; else where torch's own constructor would, which has two
+    threads for each. Raises ConnectionError."""
     gloo: Any = dist.ProcessGroupGloo
     options: Any = gloo._Options()
     options._timeout, options._threads = timeout, 1
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     try:
-        options._devices = _gloo_devices(gloo, address)
+        if address and len(names) < 2:
+            options._devices = [gloo.create_device(hostname=address)]
+        else:
+            devices = [gloo.create_device(interface=name) for name in names]
+            options._devices = devices or [gloo.create_default_device()]
         return gloo(store, rank, size, options)
     except RuntimeError as e:
         if "timeout" in str(e).lower():
             raise
         raise ConnectionError(f"Gloo could not connect the ranks ({str(e).splitlines()[0][:200]})") from None
-
-
-def _gloo_devices(gloo: Any, address: str) -> list[Any]:
-    """Of the interfaces in GLOO_SOCKET_IFNAME if these are several; else of the address; else as torch's own constructor
-    finds them, which has two threads for each."""
-    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    if address and len(interfaces) < 2:
-        return [gloo.create_device(hostname=address)]
-    return [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
 
 
 def _in_place(name: str, opts: Any) -> _InnerCall:

@@ -237,25 +237,18 @@ class Receipt:
         try:
             with self._inbox.section.held(timeout_s):
                 if not self._done:
-                    self._receive(end_s)
-        except Unusable as e:
+                    content = self._inbox.next(self._tag, end_s)
+                    self._check()
+                    try:
+                        _put(content, self._target)
+                    except RuntimeError as e:
+                        self._failed = str(e)
+                    self._done = True
+        except (PeerGone, Unusable) as e:
             self._done, self._failed = True, str(e)
         if self._failed:
             raise RuntimeError(self._failed)
         return True
-
-    def _receive(self, end_s: float) -> None:
-        try:
-            content = self._inbox.next(self._tag, end_s)
-        except PeerGone as e:
-            self._done, self._failed = True, str(e)
-            return
-        self._check()
-        try:
-            _put(content, self._target)
-        except RuntimeError as e:
-            self._failed = str(e)
-        self._done = True
 
     def is_completed(self) -> bool:
         return self._done

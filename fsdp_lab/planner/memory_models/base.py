@@ -108,11 +108,7 @@ def decayed_numel(unit: UnitShape) -> int:
 
 
 class MemoryModel:
-    """Memory state of one rank during one step.
-
-    Args:
-        on_gpu: whether device and host memory are separate.
-    """
+    """Memory state of one rank during one step. On a GPU device and host memory are separate."""
 
     def __init__(self, spec: Spec, shape: ModelShape, tracker: MemoryTracker, *, on_gpu: bool) -> None:
         self.spec, self.shape, self.tracker, self.on_gpu = spec, shape, tracker, on_gpu

@@ -65,11 +65,7 @@ def shape_for(
 ) -> ModelShape:
     """A model in the units of a `Strategy.wrap`. Presets and the models of a calibration take milliseconds if the wrap is
     "block", "every:K" or "whole", nothing is frozen, nothing added (`Workload.freeze`, `lora`), and dropout is off; the rest
-    takes seconds, and torch.
-
-    Raises:
-        SpecError: no such model, or no module to wrap.
-    """
+    takes seconds, and torch. Raises SpecError: no such model, or no module to wrap."""
     key = key_of(model)
     if is_packaged(model, wrap, frozen, lora, dropout):
         return _packaged(key, wrap)

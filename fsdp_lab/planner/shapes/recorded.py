@@ -70,16 +70,10 @@ def shape_of(
     lora: Lora | None = None,
     dropout: str = "off",
 ) -> ModelShape:
-    """The model in the units of a `Strategy.wrap`. Takes seconds; `fsdp_lab.planner.shapes.shape_for` is faster for presets.
-
-    Args:
-        model: as for `resolve`.
-        frozen, lora: `Workload.freeze` and `Workload.lora`.
-        dropout: `Workload.dropout`. Masks of attention are those of a CPU; a fused kernel of a GPU has none, and takes less.
-
-    Raises:
-        SpecError: no such model, patterns that freeze nothing or all of it, or its forward cannot be recorded.
-    """
+    """The model, as for `resolve`, in the units of a `Strategy.wrap`, with `freeze`, `lora` and `dropout` of a Workload.
+    Takes seconds; `fsdp_lab.planner.shapes.shape_for` is faster for presets. Masks of attention are those of a CPU; a fused
+    kernel of a GPU has none, and takes less. Raises SpecError: no such model, patterns that freeze nothing or all of it, or
+    its forward cannot be recorded."""
     Strategy(wrap=wrap)  # validates it
     config = resolve(model, dropout=dropout)
     name = model if isinstance(model, str) else f"a {config.model_type}"
@@ -337,16 +331,12 @@ def own_shape(workload: Workload, wrap: str) -> ModelShape:
     freeze(skeleton, workload.freeze)
     units = unit_modules(skeleton, "block" if joined else wrap)
     shape = recorded_shape(skeleton, units, OwnInputs(workload), name, f"a step of {name}")
-    _check(shape)
-    return rewrapped(shape, wrap) if joined else shape
-
-
-def _check(shape: ModelShape) -> None:
     if (calls := sum(unit == 0 for unit, _ in shape.calls)) != 1:
         raise _unknown(f"its loss calls the model {calls} times")
     sizes = (c.size for tape in shape.tapes.values() for segment in tape for c in segment.changes)
     if any(b and c % SAMPLES == 0 for size in sizes for b, _, c in size.terms if c):
         raise _unknown("its memory may grow with the square of the number of samples")
+    return rewrapped(shape, wrap) if joined else shape
 
 
 def _unknown(reason: str) -> SpecError:
