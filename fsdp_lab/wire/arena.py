@@ -8,8 +8,8 @@ nearly all hole: a block takes memory when it is allocated, at once, so that a s
 Each rank writes to its own arena only; others map it for reading. Blocks keep their addresses and pages, so a step that
 allocates what the one before has freed has no page faults.
 
-A block may have several users: the tensor that is in it (`Arena.tensor`, reserved.py), and what other ranks have yet to read
-there (channels.py). It is free when the last one gives it back.
+A block may have several users: the tensor that is in it (`Arena.tensor`, host_group.py), and what other ranks have yet to
+read there (channels.py). It is free when the last one gives it back.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class MemoryFile:
 @dataclass(frozen=True)
 class ArenaBlock:
     """A piece of an arena. `nbytes`: of its size class, what was asked for or a little more. `is_mapped`: at other addresses
-    as well (reserved.py)."""
+    as well (host_group.py)."""
 
     offset: int
     nbytes: int

@@ -17,13 +17,12 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from socket import MSG_PEEK
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from torch import distributed as dist
 
@@ -79,7 +78,10 @@ def exchange_descriptors(
     with contextlib.ExitStack() as stack:
         token = secrets.token_bytes(_TOKEN_BYTES)
         try:
-            (own, descriptors), listener = offer(), stack.enter_context(_listening(size))
+            own, descriptors = offer()
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            listener.bind("")  # a name that the kernel makes, which is in no folder and gone with the socket
+            listener.listen(size)
             facts |= {"host": host_id(), "name": listener.getsockname().hex(), "token": token.hex()}
         except (OSError, AttributeError) as e:
             facts["why"] = getattr(e, "strerror", None) or str(e)
@@ -89,7 +91,7 @@ def exchange_descriptors(
             if len({f[what] for f in everyone}) > 1:
                 raise NotShared(why)
         answer_s = min(_ANSWER_S, timeout_s / 2)
-        with _closing(_Exchange(rank, everyone, listener, descriptors, answer_s)) as connections:
+        with _Exchange(rank, everyone, listener, descriptors, answer_s) as connections:
             why, made = "", None
             try:
                 made = use(own, connections.opened())
@@ -171,22 +173,15 @@ class _Exchange:
         )
         return message, list(descriptors)
 
-    def close(self, *, connected: bool) -> None:
-        """Close all descriptors, and the connections too unless they are used."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """Closes all descriptors, and the connections too unless they are used."""
         for peer in self.peers.values():
             _close(peer.descriptors)
-        for connection in (*self._open.values(), *([] if connected else [peer.socket for peer in self.peers.values()])):
+        for connection in (*self._open.values(), *([peer.socket for peer in self.peers.values()] if error else [])):
             connection.close()
-
-
-@contextmanager
-def _closing(exchange: _Exchange) -> Iterator[_Exchange]:
-    connected = False
-    try:
-        yield exchange
-        connected = True
-    finally:
-        exchange.close(connected=connected)
 
 
 def _close(descriptors: Sequence[int]) -> None:
@@ -207,12 +202,3 @@ def _share_facts(
     store.set(keys[rank], json.dumps(facts))
     store.wait(keys, timedelta(seconds=timeout_s))
     return [json.loads(store.get(key)) for key in keys]
-
-
-@contextmanager
-def _listening(size: int) -> Iterator[socket.socket]:
-    """With a name that the kernel makes, which is in no folder and gone with the socket."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind("")
-        listener.listen(size)
-        yield listener

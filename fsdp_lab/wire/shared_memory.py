@@ -392,95 +392,84 @@ class SharedGroup:
         place = parts[self._rank]
         if place.data_ptr() != own.data_ptr():
             place.detach().copy_(own.detach().reshape(place.shape))
+        offered = place.detach() if place.is_contiguous() and self._arena.find(place) else own
+        in_place, places = offered is not own, {r: parts[r] for r in self.peers}
+        return self._move(What.ALL_GATHER, self._others(offered), places, in_place=in_place)
+
+    def _move(
+        self, what: What, offers: Mapping[int, Tensor], places: Mapping[int, Tensor], *, in_place: bool = False
+    ) -> SharedWork:
+        """`places`: by rank, for what it offers to this one."""
 
         def finish(contents: Contents) -> None:
-            for r, content in contents.items():
-                _put(content, parts[r])
+            for r, place in places.items():
+                _put(contents[r], place)
 
-        offered = place.detach() if place.is_contiguous() and self._arena.find(place) else own
-        return self._issue(What.ALL_GATHER, self._others(offered), finish, in_place=offered is not own)
+        return self._issue(what, offers, finish, in_place=in_place)
+
+    def _reduce(
+        self, what: What, offers: Mapping[int, Tensor], opts: Any, output: Tensor | None, own: Tensor, **how: bool
+    ) -> SharedWork:
+        """What all ranks give is combined in the output; None: another rank has it."""
+        if opts.reduceOp.op not in _COMBINE:
+            raise RuntimeError(f"{opts.reduceOp.op} is no reduction of this process group")
+
+        def finish(contents: Contents) -> None:
+            if output is not None:
+                _combine(opts, output, own, self._rank, contents)
+
+        return self._issue(what, offers, finish, **how)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> SharedWork:
         """output: [n], which may be its part of the input: [W * n]"""
-        _check_operator(opts)
         if output.untyped_storage().data_ptr() != input.untyped_storage().data_ptr():
             self._arena.keep_private(output)
         flat = input.detach().reshape(-1)
         parts = list(flat.chunk(self._size)) if flat.numel() else [flat] * self._size
-
-        def finish(contents: Contents) -> None:
-            _combine(opts, output, parts[self._rank], self._rank, contents)
-
-        place = self._arena.find(flat)
+        place, offers = self._arena.find(flat), {r: parts[r] for r in self.peers}
         in_place = place is not None and not place[0].is_mapped  # else a user sends what is gathered
-        return self._issue(What.REDUCE_SCATTER, {r: parts[r] for r in self.peers}, finish, in_place=in_place)
+        return self._reduce(What.REDUCE_SCATTER, offers, opts, output, parts[self._rank], in_place=in_place)
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> SharedWork:
         (tensor,) = tensors
-        _check_operator(opts)
-
-        def finish(contents: Contents) -> None:
-            _combine(opts, tensor, tensor, self._rank, contents)
-
-        return self._issue(What.ALL_REDUCE, self._others(tensor), finish)
+        return self._reduce(What.ALL_REDUCE, self._others(tensor), opts, tensor, tensor)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> SharedWork:
         (tensor,), root = tensors, opts.rootRank
-        _check_operator(opts)
-
-        def finish(contents: Contents) -> None:
-            if self._rank == root:
-                _combine(opts, tensor, tensor, self._rank, contents)
-
-        return self._issue(What.REDUCE, {root: tensor} if self._rank != root else {}, finish)
+        if self._rank == root:
+            return self._reduce(What.REDUCE, {}, opts, tensor, tensor)
+        return self._reduce(What.REDUCE, {root: tensor}, opts, None, tensor)
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> SharedWork:
         sent, received = _split(input, input_splits, self._size), _split(output, output_splits, self._size)
         received[self._rank].copy_(sent[self._rank])
-
-        def finish(contents: Contents) -> None:
-            for r, content in contents.items():
-                _put(content, received[r])
-
-        return self._issue(What.ALL_TO_ALL, {r: sent[r] for r in self.peers}, finish)
+        offers, places = ({r: rows[r] for r in self.peers} for rows in (sent, received))
+        return self._move(What.ALL_TO_ALL, offers, places)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> SharedWork:
         (tensor,), root = tensors, opts.rootRank
-
-        def finish(contents: Contents) -> None:
-            if self._rank != root:
-                _put(contents[root], tensor)
-
-        return self._issue(What.BROADCAST, self._others(tensor) if self._rank == root else {}, finish)
+        if self._rank == root:
+            return self._move(What.BROADCAST, self._others(tensor), {})
+        return self._move(What.BROADCAST, {}, {root: tensor})
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> SharedWork:
         (output,), root = outputs, opts.rootRank
-        if self._rank == root:
-            output.detach().copy_(inputs[0][root].detach())
-
-        def finish(contents: Contents) -> None:
-            if self._rank != root:
-                _put(contents[root], output)
-
-        offers = {r: inputs[0][r] for r in self.peers} if self._rank == root else {}
-        return self._issue(What.SCATTER, offers, finish)
+        if self._rank != root:
+            return self._move(What.SCATTER, {}, {root: output})
+        output.detach().copy_(inputs[0][root].detach())
+        return self._move(What.SCATTER, {r: inputs[0][r] for r in self.peers}, {})
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> SharedWork:
         (own,), root = inputs, opts.rootRank
-        if self._rank == root:
-            outputs[0][root].detach().copy_(own.detach())
-
-        def finish(contents: Contents) -> None:
-            if self._rank == root:
-                for r, content in contents.items():
-                    _put(content, outputs[0][r])
-
-        return self._issue(What.GATHER, {} if self._rank == root else {root: own}, finish)
+        if self._rank != root:
+            return self._move(What.GATHER, {root: own}, {})
+        outputs[0][root].detach().copy_(own.detach())
+        return self._move(What.GATHER, {}, {r: outputs[0][r] for r in self.peers})
 
     def barrier(self, opts: Any = None) -> SharedWork:
-        return self._issue(What.BARRIER, {}, _nothing)
+        return self._move(What.BARRIER, {}, {})
 
     # -- transfers between two ranks ------------------------------------------------------------------------------
 
@@ -563,11 +552,6 @@ def _split(whole: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:
     if not splits:
         return list(rows.view(size, -1)) if rows.numel() else [rows] * size
     return list(torch.split(rows, list(splits)))
-
-
-def _check_operator(opts: Any) -> None:
-    if opts.reduceOp.op not in _COMBINE:
-        raise RuntimeError(f"{opts.reduceOp.op} is no reduction of this process group")
 
 
 def _combine(opts: Any, output: Tensor, own: Tensor, rank: int, contents: Contents) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsdp_lab.wire import reserved
 from fsdp_lab.wire.arena import Arena
-from fsdp_lab.wire.reserved import ReservedBuffer
+from fsdp_lab.wire.host_group import ReservedBuffer
 
 PAGE = 4096
 FLOATS = 5 * PAGE  # 20 pages

@@ -34,7 +34,8 @@ from fsdp_lab.spec.spec import Spec
 
 
 class HookedMemory(MemoryModel):
-    """Hooks run before the first and after the last call of a unit, in each direction."""
+    """The hooks `pre_forward`, `post_forward`, `pre_backward` and `post_backward` run before the first and after the last
+    call of a unit."""
 
     def __init__(self, spec: Spec, shape: ModelShape, tracker: MemoryTracker, *, on_gpu: bool) -> None:
         super().__init__(spec, shape, tracker, on_gpu=on_gpu)
@@ -48,22 +49,7 @@ class HookedMemory(MemoryModel):
         unit = self.shape.call_tree[point.call].unit
         forward, before = point.direction is Direction.FORWARD, point.moment is PointSide.BEFORE
         if point.call == (self._first if forward is before else self._last)[unit]:
-            if forward:
-                (self.pre_forward if before else self.post_forward)(unit)
-            else:
-                (self.pre_backward if before else self.post_backward)(unit)
-
-    def pre_forward(self, unit: int) -> None:
-        raise NotImplementedError
-
-    def post_forward(self, unit: int) -> None:
-        raise NotImplementedError
-
-    def pre_backward(self, unit: int) -> None:
-        raise NotImplementedError
-
-    def post_backward(self, unit: int) -> None:
-        raise NotImplementedError
+            getattr(self, f"{'pre' if before else 'post'}_{'forward' if forward else 'backward'}")(unit)
 
 
 class FSDP1Memory(HookedMemory):
