@@ -82,10 +82,8 @@ _SPAN_FIELDS = tuple(f.name for f in dataclasses.fields(Span))
 
 
 def exposed_by_unit(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds of exposed communication by unit, in a traced step: the waits for its collectives.
-
-    Waits of a step do not overlap (`fsdp_lab.wire.meter.exposed`), so the sum over units is that of the step.
-    """
+    """Seconds of exposed communication by unit, in a traced step: the waits for its collectives. Waits of a step do not
+    overlap (`fsdp_lab.wire.meter.exposed`), so the sum over units is that of the step."""
     by_unit: dict[str, float] = {}
     for span in spans:
         if span.track is Track.WAIT:

@@ -186,10 +186,8 @@ def shortest_limit(limit_s: float, heartbeats: Iterable[Heartbeat]) -> float:
 
 
 def diagnose(heartbeats: Heartbeats, limit_s: float, silent: Mapping[int, str] | None = None) -> Hang | None:
-    """The hang of ranks that have waited for longer than `limit_s`; None if there are none.
-
-    `silent`: why a rank sends no heartbeats, such as "its process is stopped"; its last one does not count as its state.
-    """
+    """The hang of ranks that have waited for longer than `limit_s`; None if there are none. `silent`: why a rank sends
+    no heartbeats, such as "its process is stopped"; its last one does not count as its state."""
     silent = silent or {}
     waiting = {rank: h for rank, h in heartbeats.items() if h.pending is not None and rank not in silent}
 
@@ -289,10 +287,8 @@ def _absence(longest: Heartbeat, heartbeats: Heartbeats, waiting: Heartbeats, si
 
 
 def _find_absent(longest: Heartbeat, heartbeats: Heartbeats, waiting: Heartbeats) -> tuple[Heartbeat, list[int]]:
-    """The ranks that are missing and wait for nothing, and the wait in which they are missing.
-
-    With several groups, a missing rank may itself wait in another group, and so on.
-    """
+    """The ranks that are missing and wait for nothing, and the wait in which they are missing. With several groups, a
+    missing rank may itself wait in another group, and so on."""
     queue, seen = [longest], {longest.rank}
     for wait in queue:
         missing = _missing(wait, heartbeats)

@@ -82,10 +82,8 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def born(pid: int) -> str:
-    """When a process was created; "" if there is none, or only its zombie.
-
-    On Linux the boot's id and ticks since that boot, because a creation time in seconds changes when the clock is set.
-    """
+    """When a process was created; "" if there is none, or only its zombie. On Linux the boot's id and ticks since that
+    boot, because a creation time in seconds changes when the clock is set."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         try:
@@ -114,10 +112,8 @@ def marked(token: str) -> list[psutil.Process]:
 
 
 def end(processes: Iterable[psutil.Process], *, term_s: float, kill_s: float = 1.0) -> list[psutil.Process]:
-    """SIGTERM, then SIGKILL after `term_s`; returns the processes that still run `kill_s` after that.
-
-    An engine that computes ignores SIGTERM until its task returns, hence SIGKILL.
-    """
+    """SIGTERM, then SIGKILL after `term_s`; returns the processes that still run `kill_s` after that. An engine that
+    computes ignores SIGTERM until its task returns, hence SIGKILL."""
     left = [p for p in processes if alive(p)]
     for p in left:
         with contextlib.suppress(psutil.Error):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -44,17 +45,28 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
-        return _with_items(value, {k: map_tensors(change, v) for k, v in value.items()})
+        # One that is also a dataclass (the outputs of transformers) keeps both in step by its own setter.
+        return _with_mapped(change, value, value, operator.setitem)
     if isinstance(value, (tuple, list)):
         items = [map_tensors(change, v) for v in value]
         if all(a is b for a, b in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _with_fields(
-            value, {f.name: map_tensors(change, getattr(value, f.name)) for f in dataclasses.fields(value)}
-        )
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return _with_mapped(change, value, fields, object.__setattr__)  # of frozen ones too
     return value
+
+
+def _with_mapped(change: Callable[[Tensor], Tensor], value: Any, parts: Mapping[Any, Any], put: Any) -> Any:
+    """The value, or a copy with what became of its parts."""
+    mapped = {k: map_tensors(change, v) for k, v in parts.items()}
+    if all(mapped[k] is v for k, v in parts.items()):
+        return value
+    changed = copy.copy(value)
+    for k, v in mapped.items():
+        put(changed, k, v)
+    return changed
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:
@@ -80,25 +92,6 @@ def view_inputs(value: Any) -> tuple[Any, list[Tensor]]:
         return views[-1]
 
     return map_tensors(view, value), views
-
-
-def _with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping that is also a dataclass (the outputs of transformers) keeps both in step by its own setter."""
-    if all(items[k] is v for k, v in value.items()):
-        return value
-    changed = copy.copy(value)
-    for k, v in items.items():
-        changed[k] = v  # type: ignore[index]
-    return changed
-
-
-def _with_fields(value: Any, fields: dict[str, Any]) -> Any:
-    if all(v is getattr(value, name) for name, v in fields.items()):
-        return value
-    changed = copy.copy(value)
-    for name, v in fields.items():
-        object.__setattr__(changed, name, v)  # frozen ones too
-    return changed
 
 
 # -- leaves of autograd ------------------------------------------------------------------------------------------------

@@ -306,7 +306,6 @@ class Calibration:
 
     def _with_overlap(self, backend: str, rates: Rates) -> Rates:
         """With the interference or stretch that predicts the step of role "overlap", by bisection (it grows with both).
-
         Where the network is so slow that computing hides little of it, interference has no part in that, and stays."""
         steps = [step for step in self._steps if step[0].role == "overlap" and step[0].spec.strategy.backend == backend]
         if not steps:

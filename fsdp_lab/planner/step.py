@@ -470,17 +470,14 @@ class Simulation:
             self._copying = begin + self.seconds(action)
             return begin, self._copying
         if action.phase is Phase.UNSHARD:
-            ready = self._limited() if self.ahead else ready
+            if (
+                self.ahead
+            ):  # until the limiter admits it: `limit` may be in flight or in use, besides what stays gathered
+                limit = self.schedule.rules.limit
+                needed = self._gathers - limit - len(self.schedule.stays_gathered)
+                ready = self._freed[needed] if limit and 0 <= needed < len(self._freed) else 0.0
             self._gathers += 1
         return self._send(action, ready)
-
-    def _limited(self) -> float:
-        """When the limiter admits the next gather: `limit` may be in flight or in use, besides units that stay gathered."""
-        limit = self.schedule.rules.limit
-        if not limit:
-            return 0.0
-        needed = self._gathers - limit - len(self.schedule.stays_gathered)
-        return self._freed[needed] if 0 <= needed < len(self._freed) else 0.0
 
     def _send(self, action: Action, ready: float) -> tuple[float, float]:
         begin, lasts = max(ready, self._sending), self.seconds(action)

@@ -377,10 +377,9 @@ class WireContext:
         return timed
 
     def read_timing(self) -> None:
-        """Read the times of NCCL's collectives, at the end of a step. Waits for the device.
-
-        Those of one group run one after the other, so one begins when its inputs are ready and the one before has ended.
-        The end is where the stream that waits continues."""
+        """Read the times of NCCL's collectives, at the end of a step. Waits for the device. Those of one group run one
+        after the other, so one begins when its inputs are ready and the one before has ended. The end is where the
+        stream that waits continues."""
         timed, begin, self._timed, self._step_begin = self._timed, self._step_begin, [], None
         if self.nccl is None or begin is None:
             return
@@ -460,9 +459,8 @@ class WireContext:
         return self._members.get(group, ())
 
     def share_across(self, group: str, kind: str) -> float:
-        """Which part of what this rank sends in a group goes to other hosts; 0.0 if none does, or hosts are unknown.
-
-        In a ring in the order of ranks, or a direct exchange with all others: see `GlooExchange`."""
+        """Which part of what this rank sends in a group goes to other hosts; 0.0 if none does, or hosts are unknown. In
+        a ring in the order of ranks, or a direct exchange with all others: see `GlooExchange`."""
         members = [rank for rank in self.members(group) if rank < len(self.hosts)]
         if len(members) < 2 or self.rank not in members:
             return 0.0

@@ -50,10 +50,9 @@ def register(
     nccl: Nccl | None = None,
     device_memory: DeviceMemory | None = None,
 ) -> str:
-    """Register `Wire` as a backend that reports to `context`; returns its name for `init_process_group`.
-
-    `streams`: of the rank's GPU. With `nccl`, its tensors go over NCCL, and with `device_memory` through memory of the GPU
-    that ranks share; otherwise they are staged through the host's."""
+    """Register `Wire` as a backend that reports to `context`; returns its name for `init_process_group`. `streams`: of
+    the rank's GPU. With `nccl`, its tensors go over NCCL, and with `device_memory` through memory of the GPU that ranks
+    share; otherwise they are staged through the host's."""
 
     context.streams, context.nccl, context.device_memory = streams, nccl, device_memory
 
@@ -153,13 +152,11 @@ class Wire(dist.ProcessGroup):
         return "Gloo" if self._shared is None else SHARED_MEMORY
 
     def _fastest_exchange(self) -> GlooExchange:
-        """The fastest, by trying; collective.
-
-        In pieces that fit into the buffers of a connection: while Gloo sends more at once, its message that it is ready to
-        receive waits behind, and the two directions of a cable are used one after the other. An exchange of 2 MiB over a
-        cable of 100 Mbit/s took twice as long. But each piece waits for the other rank, which on a fast network takes longer
-        than its bytes. In a ring a part goes to another host once, not once for each rank there, but by way of all ranks.
-        """
+        """The fastest, by trying; collective. In pieces that fit into the buffers of a connection: while Gloo sends
+        more at once, its message that it is ready to receive waits behind, and the two directions of a cable are used
+        one after the other. An exchange of 2 MiB over a cable of 100 Mbit/s took twice as long. But each piece waits
+        for the other rank, which on a fast network takes longer than its bytes. In a ring a part goes to another host
+        once, not once for each rank there, but by way of all ranks."""
         there = self._size // 2
         to, source = (self._rank + there) % self._size, (self._rank - there) % self._size
         sent, received = torch.zeros(2, _TRIED_BYTES // 4).unbind()
@@ -617,11 +614,9 @@ class Wire(dist.ProcessGroup):
 def stage(
     streams: Streams, inputs: list[Tensor], outputs: list[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], Callable[[], None]]:
-    """GPU tensors on the host, for Gloo, and what copies outputs back. A tensor that is both stays one tensor; an output
-    that is no input gets memory and no copy. Memory is pinned, so that a copy is one transfer.
-
-    Both copies wait: Gloo's threads read inputs at once, and the time of a wait has the copy back in it.
-    """
+    """GPU tensors on the host, for Gloo, and what copies outputs back. A tensor that is both stays one tensor; an
+    output that is no input gets memory and no copy. Memory is pinned, so that a copy is one transfer. Both copies wait:
+    Gloo's threads read inputs at once, and the time of a wait has the copy back in it."""
     hosts = {id(t): streams.host_memory(t.numel(), t.dtype).view(t.shape) for t in [*inputs, *outputs]}
     for t in {id(t): t for t in inputs}.values():
         hosts[id(t)].copy_(t.detach())

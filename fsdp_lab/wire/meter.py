@@ -13,12 +13,10 @@ _MOST = 20_000  # collectives kept until they are taken
 
 
 def link_bytes(kind: str, payload_bytes: int, size: int) -> int:
-    """Bytes that one rank of a group of `size` sends over its link for one collective.
-
-    `payload_bytes` is the whole tensor: of an all-gather the output, of a reduce-scatter or an all-to-all the input.
-    A ring or a direct exchange sends (W-1)/W of it, an all-reduce that twice (reduce-scatter, then all-gather; Thakur
-    et al. 2005, section 4); a broadcast is counted as one payload, as its root sees it.
-    """
+    """Bytes that one rank of a group of `size` sends over its link for one collective. `payload_bytes` is the whole
+    tensor: of an all-gather the output, of a reduce-scatter or an all-to-all the input. A ring or a direct exchange
+    sends (W-1)/W of it, an all-reduce that twice (reduce-scatter, then all-gather; Thakur et al. 2005, section 4); a
+    broadcast is counted as one payload, as its root sees it."""
     if size == 1 or kind == "barrier":
         return 0
     if kind == "broadcast":
@@ -114,9 +112,8 @@ def traffic(collectives: Sequence[Collective], exposed_s: Mapping[str, float] | 
 
 
 def across(collectives: Sequence[Collective], share: Callable[[str, str], float]) -> tuple[int, float]:
-    """Bytes that this rank sent to other hosts, and the seconds of the collectives of groups on several hosts.
-
-    `share`: which part of what it sends in a collective of a group and kind goes to other hosts."""
+    """Bytes that this rank sent to other hosts, and the seconds of the collectives of groups on several hosts. `share`:
+    which part of what it sends in a collective of a group and kind goes to other hosts."""
     shares = {which: share(*which) for which in {(c.group, c.kind) for c in collectives}}
     parts = [(c, shares[c.group, c.kind]) for c in collectives]
     sent = sum(round(c.link_bytes * part) for c, part in parts)
@@ -133,12 +130,11 @@ def exposed(collectives: Sequence[Collective]) -> dict[str, float]:
 
 
 def waits(collectives: Sequence[Collective]) -> list[tuple[float, float, Collective]]:
-    """Exposed communication: (from, to) in which computing waits for a collective, ordered by time.
-
-    For a wait in Python it is the wait itself, including `finish` (the sum in rank order). DDP's reducer waits in C++
-    for all its buckets at the end of a backward: there it is the time from the last gradient, with which the last
-    bucket is issued, to the completion of each bucket. Time spent waiting for several collectives counts once, for the
-    one whose wait began first, so that waits do not overlap. Waits for late ranks are included."""
+    """Exposed communication: (from, to) in which computing waits for a collective, ordered by time. For a wait in
+    Python it is the wait itself, including `finish` (the sum in rank order). DDP's reducer waits in C++ for all its
+    buckets at the end of a backward: there it is the time from the last gradient, with which the last bucket is issued,
+    to the completion of each bucket. Time spent waiting for several collectives counts once, for the one whose wait
+    began first, so that waits do not overlap. Waits for late ranks are included."""
     ready: dict[int, float] = {}  # by backward: when its last bucket was issued
     for c in collectives:
         if c.by_future:

@@ -309,8 +309,12 @@ class FSDP2Memory(HookedMemory):
             self._unreduced[unit] += self.fresh[unit]
         self.fresh[unit] = 0.0
         self._reshard(unit)
-        if not self.reduces:
-            self._upcast_unreduced(unit)
+        if not self.reduces:  # gradients to which a later micro-batch adds are kept in the dtype of the reduction
+            if u.mixed and not u.recast and not self._upcast[unit] and self._unreduced[unit]:
+                upcast = self._unreduced[unit] * 2
+                tracker.alloc(GRADIENTS, upcast)
+                tracker.free(GRADIENTS, self._unreduced[unit])
+                self._unreduced[unit], self._upcast[unit] = upcast, True
             return
         if len(self._reduce_inputs) == self.reductions:
             tracker.free(COMMUNICATION, self._reduce_inputs.pop(0))
@@ -321,15 +325,6 @@ class FSDP2Memory(HookedMemory):
         tracker.free(GRADIENTS, self._unreduced[unit])
         self._unreduced[unit], self._upcast[unit] = 0.0, False
         self._reduce(unit)
-
-    def _upcast_unreduced(self, unit: int) -> None:
-        """Gradients to which a later micro-batch adds are kept in the dtype of the reduction."""
-        u = self.units[unit]
-        if u.mixed and not u.recast and not self._upcast[unit] and self._unreduced[unit]:
-            upcast = self._unreduced[unit] * 2
-            self.tracker.alloc(GRADIENTS, upcast)
-            self.tracker.free(GRADIENTS, self._unreduced[unit])
-            self._unreduced[unit], self._upcast[unit] = upcast, True
 
     def _reduce(self, unit: int) -> None:
         """Allocates the shard of the sum, and the gradient that is made from it."""

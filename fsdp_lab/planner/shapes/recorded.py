@@ -173,15 +173,11 @@ class _Model:
     def __init__(self, model: nn.Module, inside: Sequence[Sequence[nn.Module]], inputs: Inputs) -> None:
         self._model, self._inputs = model, inputs
         self._blocks = blocks(model)
-        self._inside = self._in_order(inside)
-        self._owned = owners(model, self._inside)
-
-    def _in_order(self, inside: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
-        """The modules of each unit in the order of the recorded forward."""
         self._inside = [list(unit) for unit in inside]
         order = list(dict.fromkeys(unit for unit, _ in self._record("fp32", []).calls if unit))
         order += [i for i in range(1, len(inside) + 1) if i not in order]
-        return [self._inside[i - 1] for i in order]
+        self._inside = [self._inside[i - 1] for i in order]  # in the order of the recorded forward
+        self._owned = owners(model, self._inside)
 
     def _record(self, precision: str, recomputed: Sequence[nn.Module]) -> TapeRecording:
         return record(self._model, self._inputs, self._inside, precision=precision, recomputed=recomputed)
