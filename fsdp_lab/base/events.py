@@ -109,12 +109,7 @@ class Traffic:
     exposed_seconds: float = 0.0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            calls=self.calls + other.calls,
-            link_bytes=self.link_bytes + other.link_bytes,
-            seconds=self.seconds + other.seconds,
-            exposed_seconds=self.exposed_seconds + other.exposed_seconds,
-        )
+        return Traffic(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

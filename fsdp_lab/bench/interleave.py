@@ -57,14 +57,9 @@ class BuiltForm:
         return loss.detach()
 
     def result(self) -> dict[str, Any]:
-        return {
-            "seconds": self.seconds,
-            "loss": float(self.loss),
-            "squared_norm": self.squared_norm,
-            "peak_bytes": self.peak_bytes,
-            "is_shared": self.is_shared,
-            "kernels": None if self.kernels is None else asdict(self.kernels),
-        }
+        figures = {name: getattr(self, name) for name in ("seconds", "squared_norm", "peak_bytes", "is_shared")}
+        kernels = None if self.kernels is None else asdict(self.kernels)
+        return {**figures, "loss": float(self.loss), "kernels": kernels}
 
 
 def interleave(

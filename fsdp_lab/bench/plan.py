@@ -159,16 +159,9 @@ class BenchPlan:
         """The preset, or a transformers config."""
         if self.preset:
             return self.preset
-        return {
-            "model_type": "gpt2",
-            "n_layer": self.layers,
-            "n_embd": self.width,
-            "n_head": self.heads,
-            "vocab_size": self.vocab,
-            "n_positions": self.seq_len,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        }
+        sizes = {"n_layer": self.layers, "n_embd": self.width, "n_head": self.heads, "vocab_size": self.vocab}
+        tokens = {"n_positions": self.seq_len, "bos_token_id": None, "eos_token_id": None}
+        return {"model_type": "gpt2", **sizes, **tokens}
 
     @property
     def shares_memory(self) -> bool:

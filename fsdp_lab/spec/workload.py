@@ -167,13 +167,7 @@ class Workload:
         "constant", one_of(LR_SCHEDULES), group="Training", help="How the rate falls after the warm-up", live=True
     )
     warmup_steps: int = knob(
-        0,
-        whole(0),
-        group="Training",
-        label="warm-up steps",
-        help="The rate rises to the full one",
-        most=10**6,
-        live=True,
+        0, whole(0), group="Training", label="warm-up steps", help="The rate rises to the full one", most=10**6, live=True
     )
     decay_steps: int | None = knob(
         None, whole(1), group="Training", help="Where linear and cosine end", none="none", least=None, live=True

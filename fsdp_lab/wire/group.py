@@ -563,18 +563,10 @@ class Wire(dist.ProcessGroup):
                 then()
 
         results, sliced = results or outputs, whole_group or self._shared is not None
-        ending = finish if unstage or then else None
+        end = finish if unstage or then else None
         uses = [*tensors, *results] if over_nccl or then is not None else []
         work = WireWork(
-            self.context,
-            issued,
-            inner,
-            results,
-            finish=ending,
-            blocking=blocking,
-            sliced=sliced,
-            timed=timed,
-            uses=uses,
+            self.context, issued, inner, results, finish=end, blocking=blocking, sliced=sliced, timed=timed, uses=uses
         )
         self._issued += 1
         if self._together is not None:
