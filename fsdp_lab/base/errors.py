@@ -103,12 +103,12 @@ class ArgumentError(FieldError):
 
 
 def is_whole(value: object, least: int = 1) -> TypeGuard[int]:
-    """Whether it is an int of at least `least`; a bool is not."""
+    """Returns whether it is an int of at least `least`; a bool is not."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether it is an int or a float, also infinite or NaN; a bool is not."""
+    """Returns whether it is an int or a float, also infinite or NaN; a bool is not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

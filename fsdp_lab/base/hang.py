@@ -54,7 +54,7 @@ FORWARD_ALONE = "ran the model outside of the loop's steps, and not all ranks di
 
 
 class LoopPlace(enum.StrEnum):
-    """Where a rank is in a loop of the user's that is watched."""
+    """The place of a rank in a loop of the user's that is watched."""
 
     NONE = ""
     STEP = "in a step"
@@ -64,7 +64,7 @@ class LoopPlace(enum.StrEnum):
 
     @property
     def inside(self) -> bool:
-        """Whether it is in the loop."""
+        """Returns whether it is in the loop."""
         return self not in (LoopPlace.NONE, LoopPlace.OVER)
 
 
@@ -111,7 +111,7 @@ class Heartbeat:
 
     @property
     def loops(self) -> bool:
-        """Whether it is in a watched loop."""
+        """Returns whether it is in a watched loop."""
         return LoopPlace(self.loop).inside
 
     @property
@@ -315,7 +315,7 @@ def _waiting_in(collective: Issued, waiting: Heartbeats) -> tuple[int, ...]:
 
 
 def _last_seen(rank: int, heartbeat: Heartbeat | None, silence: str | None, awaited: str) -> str:
-    """What is known about a rank that did not join what is awaited."""
+    """Says what is known about a rank that did not join what is awaited."""
     if heartbeat is None:
         return f"rank {rank} has sent no heartbeat"
     name = heartbeat.last.label if heartbeat.last else "no collective"

@@ -63,7 +63,7 @@ def host_id() -> str:
 
 
 def ranks_per_host(hosts: Sequence[str]) -> int:
-    """Of ranks on these hosts, in rank order: how many each has, if all have as many and those of each follow one another;
+    """The number of ranks that each of these hosts has, by rank, if all have as many and those of each follow one another;
     else the number of all."""
     n = len(hosts) // max(1, len(set(hosts)))
     alike = all(len(set(hosts[i : i + n])) == 1 for i in range(0, len(hosts), n or 1))
@@ -126,7 +126,7 @@ def end(processes: Iterable[psutil.Process], *, term_s: float, kill_s: float = 1
 
 
 def still_alive(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Those that have not ended within the time. Not `psutil.wait_procs`, which counts unreaped zombies as alive."""
+    """The processes that have not ended within the time. Not `psutil.wait_procs`, which counts unreaped zombies as alive."""
     deadline = time.monotonic() + timeout_s
     while (left := [p for p in processes if alive(p)]) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -134,7 +134,7 @@ def still_alive(processes: list[psutil.Process], timeout_s: float) -> list[psuti
 
 
 def alive(process: psutil.Process | int) -> bool:
-    """Whether a process, or the one with this pid, still runs; a zombie does not."""
+    """Returns whether a process, or the one with this pid, still runs; a zombie does not."""
     try:
         process = psutil.Process(process) if isinstance(process, int) else process
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
@@ -153,7 +153,7 @@ def sweep(token: str, *, rounds: int = 3) -> list[int]:
 
 
 def describe_exit(code: int | None) -> str:
-    """How a process ended, from its return code as subprocess gives it (negative: the signal)."""
+    """Says how a process ended, from its return code as subprocess gives it (negative: the signal)."""
     if code is None:
         return "ended for a reason that cannot be seen from here"
     if code < 0:

@@ -52,7 +52,7 @@ def _plan(preset: str, seq_len: int, micro_batch: int, forms: tuple[str, ...], s
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large and how long the parts are."""
+    """The sizes and lengths of the parts."""
 
     shapes: tuple[BenchPlan, ...]
     shared: tuple[int, ...]  # numbers of ranks that share one GPU
@@ -336,7 +336,7 @@ def facts(at: Place) -> Iterator[tuple[str, str]]:
 
 
 def _commit() -> str:
-    """Of the clone that this is, with a plus if files were changed; "" if it is none."""
+    """The commit of the clone that this is, with a plus if files were changed; "" if it is none."""
     git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--exclude=*", "--dirty=+"]
     try:
         said = subprocess.run(git, capture_output=True, text=True, timeout=10)

@@ -165,12 +165,12 @@ class BenchPlan:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether the lab's wire is over shared memory, where the machine has it."""
+        """Returns whether the lab's wire is over shared memory, where the machine has it."""
         return set(self.devices) == {"cpu"} or self.shares_gpu
 
     @property
     def shares_gpu(self) -> bool:
-        """Whether several ranks use one GPU; then torch's own groups are Gloo's."""
+        """Returns whether several ranks use one GPU; then torch's own groups are Gloo's."""
         return self.devices[:1] != ("cpu",) and len(set(self.devices)) < len(self.devices)
 
     @classmethod

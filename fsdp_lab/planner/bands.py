@@ -61,7 +61,7 @@ SENDING = (RateKind.LINK, RateKind.NETWORK, RateKind.LATENESS, RateKind.OVERLAP)
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Of an absolute normalised error: its value at each of `LEVELS`, interpolated between, 0 at level 0."""
+    """An absolute normalised error: its value at each of `LEVELS`, interpolated between, 0 at level 0."""
 
     values: tuple[float, ...]
 
@@ -73,7 +73,7 @@ class Quantiles:
         return y0 + (y1 - y0) * (level - x0) / (x1 - x0)
 
     def probability_below(self, value: float) -> float:
-        """Of a signed error that is as likely above zero as below it."""
+        """The probability of a signed error that is as likely above zero as below it."""
         points = ((0.0, 0.0), *zip(LEVELS, self.values, strict=True))
         # Beyond the last level the rest falls exponentially, for want of rows.
         size, share = abs(value), 1.0 - (1.0 - LEVELS[-1]) * math.exp(1.0 - abs(value) / self.values[-1])
@@ -172,7 +172,7 @@ def worse(rates: Rates, kind: RateKind, by: float) -> Rates:
 
 
 def of_network(errors: TimeErrors) -> TimeErrors:
-    """Those of a network between hosts that were calibrated, beside the errors of calibrated hosts."""
+    """The errors of a network between hosts that were calibrated, beside the errors of calibrated hosts."""
     kept = (RateKind.NETWORK, RateKind.LATENESS)
     floor = CALIBRATED_ERRORS.quantiles.at(COVERED) / errors.quantiles.at(COVERED)
     sizes = {kind: size if kind in kept else 0.0 for kind, size in errors.sizes.items()}

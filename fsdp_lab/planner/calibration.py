@@ -145,7 +145,7 @@ class Calibration:
         return tuple(self.probes["products"])
 
     def over_gloo(self) -> Calibration:
-        """Of a crowd: as if its ranks had no memory to share."""
+        """The calibration of a crowd as if its ranks had no memory to share."""
         return replace(self, probes={**self.probes, "collectives": self.probes["gloo"]})
 
     @cached_property
@@ -259,7 +259,7 @@ class Calibration:
         return [(r, shape, median(self.probes["steps"][str(i)])) for i, (r, shape) in enumerate(timed)]
 
     def _unexplained(self, backend: str, rates: Rates) -> dict[str, tuple[float, ModelShape, StepModel]]:
-        """Of the small models' steps, by role: seconds that are not predicted."""
+        """Seconds of the small models' steps that are not predicted, by role."""
         return {
             r.role: (seconds - self._predicted_s(r, shape, rates), shape, self._model(r, shape, rates))
             for r, shape, seconds in self._steps
@@ -293,7 +293,7 @@ class Calibration:
         return replace(now, step_s=now.step_s + step_s, send_s=now.send_s + send_s, tensor_s=now.tensor_s + tensor_s)
 
     def _traffic(self, rates: Rates) -> dict[str, float]:
-        """By dtype, from the step of the unsharded model, which is linear in it."""
+        """The traffic by dtype, from the step of the unsharded model, which is linear in it."""
         traffic = {}
         for r, shape, seconds in self._steps:
             if r.role == "traffic":
@@ -367,7 +367,7 @@ def crowd_specs(dtypes: Sequence[str], anchors: Sequence[Spec]) -> list[Spec]:
 def alone(
     each: Sequence[Mapping[str, Any]], dtypes: Sequence[str], anchors: tuple[Spec, ...], *, name: str, seconds: float
 ) -> Calibration:
-    """Of one rank in a crowd, from the probes of all that were in it."""
+    """The calibration of one rank in a crowd, from the probes of all that were in it."""
     fields = {"shapes": shapes_of(references(1, dtypes, ("cpu",))), "devices": ("cpu",) * len(each), "anchors": anchors}
     return Calibration.of(each, unix_s=time.time(), seconds=seconds, name=name, alone=True, **fields)
 
@@ -384,7 +384,7 @@ def one_rank(spec: Spec) -> Spec:
 
 
 def _lateness(rows: Sequence[Sequence[float]], collectives: Mapping[str, Curve]) -> Curve:
-    """By seconds of computing, from rounds of computing and a small collective, which take its own time as well."""
+    """The lateness by seconds of computing, from rounds of computing and a small collective, which take its time as well."""
     own_s = min(curve.points[0][1] for curve in collectives.values())
     sizes = sorted(rows, key=itemgetter(0))
     each = len(sizes) // 4  # rows of one size; its passes differ a little in the seconds of computing

@@ -161,17 +161,17 @@ class Machine:
 
     @property
     def is_measured(self) -> bool:
-        """Whether all of it was: the devices, and their network if there are several hosts."""
+        """Returns whether all of it was: the devices, and their network if there are several hosts."""
         return self.device.measured is not None and (self.hosts == 1 or bool(self.collectives))
 
     @property
     def switches_reduce(self) -> bool:
-        """Whether NCCL reduces in the switches of the one host. Hosts of four GPUs have none."""
+        """Returns whether NCCL reduces in the switches of the one host. Hosts of four GPUs have none."""
         newer = self.device.generation in ("hopper", "blackwell")
         return newer and self.device.switched and self.per_host >= 8 and self.hosts == 1
 
     def allows(self, ranks: int) -> bool:
-        """Whether so many ranks are a part of a host, or whole hosts."""
+        """Returns whether so many ranks are a part of a host, or whole hosts."""
         return ranks <= self.per_host or ranks % self.per_host == 0
 
     def with_ranks(self, ranks: int) -> Machine:

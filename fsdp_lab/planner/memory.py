@@ -83,7 +83,7 @@ def loading_bytes(spec: Spec, shape: ModelShape, *, device: str) -> int:
 
 
 def has_scratch(spec: Spec) -> bool:
-    """Whether a CPU's convolutions copy: those of one sample in fp32 go by another way."""
+    """Returns whether a CPU's convolutions copy: those of one sample in fp32 go by another way."""
     return spec.workload.micro_batch > 1 or spec.strategy.dtypes.param != "fp32"
 
 
@@ -186,8 +186,8 @@ class _Step:
 
 
 def _distinct_micro_batches(spec: Spec) -> list[int]:
-    """Those of a step that stand for all: up to the first communication of gradients and from there to the second the first,
-    one that adds to it and the one that communicates; and the last of all."""
+    """Micro-batches of a step that stand for all: up to the first communication of gradients and from there to the second
+    the first, one that adds to it and the one that communicates; and the last of all."""
     interval, count = spec.sync_interval, spec.workload.accumulate
     first = {micro for micro in (0, 1, interval - 1) if micro < interval}
     return sorted(micro for micro in {*first, *(interval + m for m in first), count - 1} if micro < count)
@@ -212,7 +212,7 @@ def tape_of(shape: ModelShape, spec: Spec) -> Sequence[TapeSegment]:
 
 
 def under_pressure(spec: Spec, shape: ModelShape, machine: Machine) -> bool:
-    """Whether collectives wait for memory; False if the plan does not fit at all."""
+    """Returns whether collectives wait for memory; False if the plan does not fit at all."""
     if spec.strategy.backend != "fsdp1" or spec.shard_factor == 1 or machine.device.type == "cpu":
         return False
     return PRESSURE < needed_bytes(spec, shape) / machine.device.memory_bytes <= 1.0

@@ -59,7 +59,7 @@ class SizeFormula:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What a pass launches on a GPU: the number of all kernels, and the bytes that those beside matrix products and
+    """The work that a pass launches on a GPU: the number of all kernels, and the bytes that those beside matrix products and
     attention read and write."""
 
     count: float
@@ -102,7 +102,7 @@ class UnitShape:
 
     @cached_property
     def trained_share(self) -> float:
-        """Of the elements of matrices, which have products for their gradients."""
+        """The share of the elements of matrices, which have products for their gradients."""
         matrices = {i: n for i, n in enumerate(self.parameters) if not self.shapes or len(self.shapes[i]) >= 2}
         whole = sum(matrices.values())
         return sum(n for i, n in matrices.items() if i not in self.frozen) / whole if whole else 1.0

@@ -107,7 +107,7 @@ class Plan:
 
     @cached_property
     def scale(self) -> ErrorScale:
-        """How wrong the step time may be. Takes a dozen simulations."""
+        """The scale by which the step time may be wrong. Takes a dozen simulations."""
         if self.machine.is_measured:
             return ErrorScale(below=1.0, above=1.0, causes={})
         errors = PUBLISHED_ERRORS if self.machine.device.measured is None else of_network(PUBLISHED_ERRORS)
@@ -127,12 +127,12 @@ class Plan:
         return self.scale.band(self.step_time_s, self._errors.quantiles.at(level))
 
     def is_apart(self, other: Plan) -> bool:
-        """Whether the step times of two plans for one machine differ by more than their ratio is uncertain."""
+        """Returns whether the step times of two plans for one machine differ by more than their ratio is uncertain."""
         ratio = abs(math.log(self.step_time_s / other.step_time_s))
         return ratio > self.scale.apart(other.scale, self._errors.between, self._errors.quantiles.at(COVERED))
 
     def tokens_per_s_band(self, level: float = COVERED) -> Band:
-        """Of all ranks."""
+        """The band of the tokens per second of all ranks."""
         return self.step_time_band_s(level).inverse(self.tokens)
 
     def memory_band_bytes(self, of_bytes: float, level: float = COVERED) -> Band:
@@ -306,7 +306,7 @@ def fit_sentence(plan: Plan) -> str:
 
 
 def likely_text(plan: Plan) -> str:
-    """How likely it is that the plan fits, where that is not nearly certain."""
+    """The probability that the plan fits, where that is not nearly certain."""
     share = plan.fits_probability
     return f"; {share:.0%} likely to fit" if 1 - SURE <= share <= SURE else ""
 

@@ -133,7 +133,7 @@ class StepModel:
 
     @functools.cached_property
     def _work_s(self) -> dict[Direction, list[float]]:
-        """By direction and unit: computing, and on a CPU the host's time to issue collectives."""
+        """Seconds by direction and unit: computing, and on a CPU the host's time to issue collectives."""
         send_s = self.rates.host(self.spec.strategy.backend).send_s if self._on_cpu else 0.0
         alone = {
             Direction.FORWARD: [w.forward_s for w in self.works],
@@ -146,8 +146,8 @@ class StepModel:
 
     @functools.cached_property
     def _copies_s(self) -> Mapping[tuple[int, Direction], float]:
-        """By unit and direction: copies between parameters and the buffers of collectives, on a GPU that was not measured,
-        where the computing stream makes them."""
+        """Seconds by unit and direction: copies between parameters and the buffers of collectives, on a GPU that was not
+        measured, where the computing stream makes them."""
         seconds = defaultdict[tuple[int, Direction], float](float)
         if self.machine.device.measured is None:
             rate = self.machine.device.memory_bytes_per_s * self.rates.memory

@@ -25,7 +25,7 @@ class FaultKind(enum.Enum):
 
 
 class FaultPhase(enum.Enum):
-    """When in a step: in the middle of the forward or backward, or after the vote that ends it, before the update."""
+    """The moment in a step: in the middle of the forward or backward, or after the vote that ends it, before the update."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

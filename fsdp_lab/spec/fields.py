@@ -19,7 +19,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """What some backends do not support of a field, or targets of an export, such as "accelerate/fsdp2"."""
+    """The part of a field that some backends do not support, or targets of an export, such as "accelerate/fsdp2"."""
 
     of: tuple[str, ...]
     allows: Callable[[Any], bool]
@@ -72,11 +72,11 @@ class FieldRow:
 
     @property
     def is_text(self) -> bool:
-        """Whether its control is a line of text."""
+        """Returns whether its control is a line of text."""
         return not self.choices and self.least is None
 
     def means_none(self, word: str) -> bool:
-        """Whether a word in text stands for None; never for a field that has no None."""
+        """Returns whether a word in text stands for None; never for a field that has no None."""
         words = ("", "null", "none", self.none, *(["off"] if self.none != AUTO else []))
         return "None" in self.type and word.lower() in words
 

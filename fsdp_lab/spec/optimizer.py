@@ -180,17 +180,17 @@ class TorchOptimizer:
 
     @property
     def is_known(self) -> bool:
-        """Whether all of its arguments are known without torch."""
+        """Returns whether all of its arguments are known without torch."""
         return self.name in _KINDS
 
     @property
     def _arguments(self) -> Mapping[str, _Argument]:
-        """Those that are known."""
+        """The arguments that are known."""
         return _KINDS[self.name].arguments if self.is_known else _HOW
 
     @staticmethod
     def is_given_elsewhere(argument: str) -> bool:
-        """Whether it is not given as an argument here."""
+        """Returns whether it is not given as an argument here."""
         return argument in _ELSEWHERE
 
     def __getitem__(self, argument: str) -> Any:

@@ -49,7 +49,7 @@ MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class BackendTraits:
-    """What a backend is, for all that treat backends differently. The rows of fields have what else it does not support."""
+    """The traits of a backend, for all that treat backends differently. Rows of fields have what else it does not support."""
 
     title: str
     shardings: tuple[str, ...]  # the first is proposed instead of another one
@@ -286,17 +286,17 @@ class Strategy:
 
     @property
     def traits(self) -> BackendTraits:
-        """Of its backend: use these and the next two instead of comparing tokens."""
+        """The traits of its backend: use these and the next two instead of comparing tokens."""
         return BACKEND_TRAITS[self.backend]
 
     @property
     def is_lab(self) -> bool:
-        """Whether our own engine shards."""
+        """Returns whether our own engine shards."""
         return self.backend == "lab"
 
     @property
     def is_yours(self) -> bool:
-        """Whether the user's own engine shards."""
+        """Returns whether the user's own engine shards."""
         return self.backend == YOURS
 
     # -- the meaning of `sharding`: use these instead of comparing tokens ------------------------------------------
@@ -509,7 +509,7 @@ class Spec:
         return 1 if sync == "every" else most
 
     def communicates(self, micro: int) -> bool:
-        """Whether a micro-batch of a step, counted from 0, communicates its gradients and those before it."""
+        """Returns whether a micro-batch of a step, counted from 0, communicates its gradients and those before it."""
         return (micro + 1) % self.sync_interval == 0 or micro + 1 == self.workload.accumulate
 
     @property

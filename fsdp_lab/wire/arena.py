@@ -117,7 +117,7 @@ class Arena:
 
     @property
     def descriptors(self) -> list[int]:
-        """What other ranks are given."""
+        """The descriptors that other ranks are given."""
         return [self.file.descriptor]
 
     def peer(self, rank: int, descriptors: Sequence[int]) -> Mapping:
@@ -131,7 +131,7 @@ class Arena:
 
     @property
     def used_bytes(self) -> int:
-        """What it takes of the machine's memory, at most: blocks in use, and free ones with their pages."""
+        """Bytes that it takes of the machine's memory, at most: blocks in use, and free ones with their pages."""
         with self._lock:
             return self._end - sum(end - begin for begin, end in self._holes)
 
@@ -158,7 +158,7 @@ class Arena:
             self._users[block.offset] += 1
 
     def free(self, block: ArenaBlock) -> None:
-        """By one of its users."""
+        """Gives a block back, by one of its users."""
         with self._lock:
             self._give_back(block)
 

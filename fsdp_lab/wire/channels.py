@@ -148,7 +148,7 @@ class BlockReference:
         self._arena, self._block, self._readers = arena, block, readers
 
     def release(self) -> None:
-        """By one of the readers."""
+        """One of the readers has read it."""
         self._readers -= 1
         if self._readers == 0 and self._block is not None:
             self._arena.free(self._block)
@@ -172,7 +172,7 @@ class Channel:
 
     @property
     def unread(self) -> int:
-        """How many entries the other has not read, as far as `poll_ack` has looked. At most RING."""
+        """The number of entries that the other has not read, as far as `poll_ack` has looked. At most RING."""
         return len(self._unread)
 
     def publish(self, what: int, begin: int, nbytes: int, reference: BlockReference) -> None:
@@ -183,14 +183,14 @@ class Channel:
         self._semaphores.post(self._published)
 
     def poll_ack(self, timeout_s: float = 0.0) -> bool:
-        """Whether the other has read one more; its memory is given back."""
+        """Returns whether the other has read one more; its memory is given back."""
         seen = bool(self._unread) and self._semaphores.take(self._acknowledged, timeout_s)
         if seen:
             self._unread.popleft().release()
         return seen
 
     def release_unread(self) -> None:
-        """When the other rank has left: what it has not read it never will."""
+        """Called when the other rank has left: what it has not read it never will."""
         while self._unread:
             self._unread.popleft().release()
 
@@ -239,7 +239,7 @@ class SharedPeer:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the other rank has left, or has ended."""
+        """Returns whether the other rank has left, or has ended."""
         return self._connection.is_gone
 
     def leave(self) -> None:
@@ -249,5 +249,5 @@ class SharedPeer:
             self._connection.socket.shutdown(SHUT_WR)
 
     def end(self) -> None:
-        """When it does not matter any more whether the other rank has left."""
+        """Called when it does not matter any more whether the other rank has left."""
         self._connection.socket.close()

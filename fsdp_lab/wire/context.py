@@ -111,7 +111,7 @@ class Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class GlooExchange:
-    """How ranks exchange over Gloo."""
+    """The way in which ranks exchange over Gloo."""
 
     piece_bytes: int = 0  # that a rank sends another at once; 0: all
     ring: bool = False  # all-gathers; False: each rank with all others
@@ -264,7 +264,7 @@ class WireContext:
 
     @property
     def host_carrier(self) -> str:
-        """What carries host tensors, and why it is not shared memory."""
+        """The carrier of host tensors, and why it is not shared memory."""
         if not self.shared_memory:
             return "Gloo"
         why = next(iter(self.not_shared.values()), "")
@@ -272,7 +272,7 @@ class WireContext:
 
     @property
     def pool_bytes(self) -> int:
-        """What this rank's pool of shared memory has taken of the machine's, in use or not."""
+        """Bytes that this rank's pool of shared memory has taken of the machine's, in use or not."""
         return 0 if self._arena is None else self._arena.used_bytes
 
     def trim_pool(self) -> None:
@@ -340,7 +340,7 @@ class WireContext:
         self._running.pop(issued.sequence, None)
 
     def _in_flight(self) -> list[Running]:
-        """What is in flight, oldest first; what has ended is forgotten."""
+        """The operations in flight, oldest first; what has ended is forgotten."""
         in_flight = []
         for sequence, running in sorted(self._running.copy().items()):  # Gloo's threads remove entries too
             if not running.inner.is_completed():
@@ -472,11 +472,11 @@ class WireContext:
 
     @property
     def host(self) -> str:
-        """Of this rank; "": unknown."""
+        """The host of this rank; "": unknown."""
         return self.hosts[self.rank] if self.rank < len(self.hosts) else ""
 
     def issue_counts(self) -> dict[str, int]:
-        """How many collectives were issued, by group in use."""
+        """The number of collectives issued, by group in use."""
         return {name: self._ordinals[name] for name in list(self._members)}
 
     def recent_issues(self) -> list[Collective]:

@@ -49,7 +49,7 @@ class PeerConnection:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it has closed the connection, or has ended."""
+        """Returns whether it has closed the connection, or has ended."""
         try:
             return not self.socket.recv(1, MSG_PEEK)
         except BlockingIOError:
@@ -59,7 +59,7 @@ class PeerConnection:
 
 
 def host_id() -> str:
-    """Of this boot of this machine, and of the network namespace, in which the sockets' names are."""
+    """Identifies this boot of this machine, and the network namespace, in which the sockets' names are."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
 
 
@@ -197,7 +197,7 @@ def _check(everyone: Everyone) -> None:
 def _share_facts(
     store: dist.Store, what: str, rank: int, size: int, facts: Mapping[str, str], timeout_s: float
 ) -> list[dict[str, str]]:
-    """Those of all ranks, in their order, through the store."""
+    """The facts of all ranks, in their order, through the store."""
     keys = [f"{what}/{r}" for r in range(size)]
     store.set(keys[rank], json.dumps(facts))
     store.wait(keys, timedelta(seconds=timeout_s))

@@ -139,12 +139,12 @@ class Wire(dist.ProcessGroup):
 
     @property
     def ranks(self) -> frozenset[int]:
-        """By their number in the world."""
+        """Its ranks, by their number in the world."""
         return self._ranks
 
     @property
     def carrier(self) -> str:
-        """What carries the tensors of a training: of GPUs, where there is NCCL."""
+        """The carrier of the tensors of a training: of GPUs, where there is NCCL."""
         if self._nccl is not None:
             return "NCCL"
         if self._on_gpu is not None:
@@ -198,7 +198,7 @@ class Wire(dist.ProcessGroup):
         return self._shared
 
     def _get_backend(self, device: torch.device) -> Any:
-        """By which torch's FSDP2 asks for such memory, and torch's own functions for a group with timeouts."""
+        """Torch's FSDP2 asks for such memory by it, and torch's own functions for a group with timeouts."""
         if device.type == "cuda" and self._nccl is not None:
             return self._nccl.inner
         return self._gloo if self._shared is None else self

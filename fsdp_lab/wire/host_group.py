@@ -141,7 +141,7 @@ def _libc() -> Any:
 
 
 class HostGroup(SharedGroup):
-    """Of tensors on the host. Memory for what is sent can be had from it: see the note."""
+    """The `SharedGroup` of tensors on the host. Memory for what is sent can be had from it: see the note."""
 
     def __init__(self, rank: int, size: int, arena: Arena, *rest: Any) -> None:
         super().__init__(rank, size, arena, *rest)
@@ -164,7 +164,7 @@ class HostGroup(SharedGroup):
         return made
 
     def mapped(self, whole: Tensor, shard: Tensor) -> MappedShards | None:
-        """What these are of, where an all-gather from the one to the other copies nothing."""
+        """The shards that these are of, where an all-gather from the one to the other copies nothing."""
         mapped = self._mapped.get(whole.data_ptr())
         if mapped is None or mapped.is_held or whole.numel() != mapped.tensor.numel():
             return None

@@ -23,7 +23,7 @@ _IDLE_S = 1.0  # the alarm's thread ends after so long without work
 
 
 class LinkDirection(Flag):
-    """Which directions of a rank's link a transfer occupies. A ring sends and receives at the same time."""
+    """The directions of a rank's link that a transfer occupies. A ring sends and receives at the same time."""
 
     OUT = auto()
     IN = auto()

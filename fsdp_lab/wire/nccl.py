@@ -53,7 +53,7 @@ class Nccl:
         self._side: Any = None  # the stream on which futures are completed
 
     def carries(self, tensor: Tensor) -> bool:
-        """Whether a tensor goes over NCCL; others go over Gloo."""
+        """Returns whether a tensor goes over NCCL; others go over Gloo."""
         return self._streams.holds(tensor)
 
     def open(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:

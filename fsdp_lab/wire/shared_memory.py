@@ -74,7 +74,7 @@ Check = Callable[[], None]
 
 
 class What(IntEnum):
-    """What a collective is; ranks compare it."""
+    """The kind of a collective; ranks compare it."""
 
     ALL_GATHER = 1
     REDUCE_SCATTER = 2
@@ -117,7 +117,7 @@ class Section:
             self._lock.release()
 
     def close(self, timeout_s: float) -> None:
-        """When nobody is inside, or after the timeout: nobody enters any more."""
+        """Waits until nobody is inside, or for the timeout: nobody enters any more."""
         with contextlib.suppress(NotYet, Unusable), self.held(timeout_s):
             self._unusable = _CLOSED
         self._unusable = _CLOSED  # also after the timeout
@@ -149,7 +149,7 @@ class SharedWork:
         return self._done
 
     def joined(self) -> bool:
-        """Whether all ranks have issued it."""
+        """Returns whether all ranks have issued it."""
         if not self._done:
             self._group.look()
         return self._done or len(self._taken) == len(self._group.peers)
@@ -178,7 +178,7 @@ class SharedWork:
                     self._failed = f"{peer.name} issued {theirs} where this rank issued {own}"
 
     def read(self) -> None:
-        """When all is taken, or it has failed."""
+        """Called when all is taken, or it has failed."""
         try:
             if self._failed is None:
                 with torch.no_grad(), record_function("wire"):
@@ -196,7 +196,7 @@ class SharedWork:
 
 
 class Inbox:
-    """What another rank sends, by tag: it may send it in another order than it is asked for."""
+    """The transfers of another rank, by tag: it may send it in another order than it is asked for."""
 
     def __init__(self, peer: SharedPeer) -> None:
         self.peer, self._early = peer, dict[int, deque[Tensor]]()

@@ -73,7 +73,7 @@ def shape_for(
 
 
 def is_packaged(model: str | Mapping[str, Any], wrap: str, frozen: Patterns, lora: Lora | None, dropout: str) -> bool:
-    """Whether `shape_for` takes milliseconds."""
+    """Returns whether `shape_for` takes milliseconds."""
     is_plain = (frozen, lora, dropout) == (None, None, "off") and not wrap.startswith(("class:", "min_params:"))
     return is_plain and key_of(model) in packaged_jsons()
 

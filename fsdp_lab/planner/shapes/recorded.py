@@ -246,7 +246,7 @@ def _tape(
 
 
 def _saved(tape: Sequence[TapeSegment], calls: set[int]) -> SavedBytes:
-    """What a unit's forward leaves allocated: outside of the calls inside it."""
+    """Returns what a unit's forward leaves allocated, outside of the calls inside it."""
     changes: list[TapeChange] = []
     open_calls: list[int] = []
     for segment in tape:

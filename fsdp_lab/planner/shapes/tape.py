@@ -54,7 +54,7 @@ NO_LENGTH = 2 * (2**61 - 1)  # twice a prime that divides no size, since no size
 
 @dataclass(kw_only=True)
 class CallRecord:
-    """What one call of a unit computes, with the sizes of the recorded run; products and attention in the forward."""
+    """The work of one call of a unit, with the sizes of the recorded run; products and attention in the forward."""
 
     # By pass: of each kernel on a GPU, the sizes of what it moves; of products and attention none.
     launched: dict[Direction, list[list[int]]] = field(default_factory=lambda: defaultdict(list))
@@ -76,13 +76,13 @@ class TapeRecording:
     seq_len: int
 
     def kernels(self, calls: Sequence[int], direction: Direction) -> Kernels:
-        """Of a pass of these calls."""
+        """The kernels of a pass of these calls."""
         launched = [sizes for k in calls for sizes in self.records[k].launched[direction]]
         return Kernels(len(launched), sum((_sum_of(sizes, self.seq_len) for sizes in launched), SizeFormula(())))
 
 
 class Inputs(Protocol):
-    """What a model is run on, and its loss."""
+    """The batch that a model is run on, and its loss."""
 
     image_tokens: int | None  # of a sample, whatever the sequence length; None: as many as the length
     batch_size: SizeFormula  # bytes of a micro-batch
@@ -98,7 +98,7 @@ class Inputs(Protocol):
 
 
 class ConfigInputs:
-    """Those of a model of transformers."""
+    """The inputs of a model of transformers."""
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
@@ -313,7 +313,7 @@ class _Run:
         self.recorder.point(Point(direction, k, moment))
 
     def _current(self) -> tuple[list[list[int]], CallRecord | None]:
-        """Of the innermost call, which is the root's also before it and after it: what it launches, and in the forward its
+        """The innermost call, which is the root's also before it and after it: what it launches, and in the forward its
         record."""
         call = self._backward_call if self._backward else self._open[-1] if self._open else 0
         if call >= len(self.records):
@@ -409,7 +409,7 @@ def _sum_of(size: int | list[int], seq_len: int) -> SizeFormula:
 
 
 def size_of(size: int, seq_len: int) -> SizeFormula:
-    """How a size grows with samples and tokens, from its factors."""
+    """Returns how a size grows with samples and tokens, from its factors."""
     left, samples, tokens = size, 0, 0
     while left % SAMPLES == 0 and samples < 1:
         left, samples = left // SAMPLES, samples + 1
