@@ -91,9 +91,6 @@ def exposed_by_unit(spans: Sequence[Span]) -> dict[str, float]:
     return by_unit
 
 
-# -- traffic and memory of a step ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
     """Collectives of one kind in one step of one rank.

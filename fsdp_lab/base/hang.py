@@ -139,9 +139,6 @@ class Heartbeat:
         return cls(**fields)
 
 
-# -- hangs -----------------------------------------------------------------------------------------------------------
-
-
 _NONE_ISSUED = Issued(sequence=-1, kind="no collective", group="", size=0, ordinal=-1)
 _MAX_STACKS = 3  # the stacks of further ranks are alike
 _SAME_PAYLOAD = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "control")  # on every rank of the group
@@ -365,9 +362,6 @@ def _mismatch(longest: Heartbeat, heartbeats: Heartbeats, waiting: Heartbeats) -
             stacks=_stacks([named[0], parties[0][0]], heartbeats, {}),
         )
     return None
-
-
-# -- text ------------------------------------------------------------------------------------------------------------
 
 
 def _ranks(ranks: Collection[int]) -> str:

@@ -98,9 +98,6 @@ def born(pid: int) -> str:
         return ""
 
 
-# -- processes of a cluster ------------------------------------------------------------------------------------------
-
-
 def marked(token: str) -> list[psutil.Process]:
     """Running processes that carry the token, except this one."""
     running = []

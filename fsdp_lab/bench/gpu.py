@@ -120,9 +120,6 @@ class Place:
         return tuple(f"cuda:{0 if shared else rank % self.gpus}" for rank in range(ranks))
 
 
-# -- the list ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(kw_only=True)
 class BenchPart:
     """`measure` is given where to print and how long it may take; it returns figures, or raises with a sentence."""
@@ -239,9 +236,6 @@ def _too_large(at: Place, preset: str, forms: int, ranks: int = 1) -> str:
     return f"its {plural(forms, 'form')} take {size(held_bytes)}, and the GPU has {size(at.memory_bytes)}"
 
 
-# -- the file ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(kw_only=True)
 class Record:
     """All that one command did."""
@@ -309,9 +303,6 @@ class Record:
 
 def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-# -- what it runs on --------------------------------------------------------------------------------------------------
 
 
 def facts(at: Place) -> Iterator[tuple[str, str]]:

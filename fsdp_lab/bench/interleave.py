@@ -95,9 +95,6 @@ def batches_of(plan: BenchPlan, info: RankInfo) -> Iterator[Batch]:
         yield {"input_ids": ids, "labels": ids}
 
 
-# -- building --------------------------------------------------------------------------------------------------------
-
-
 def build_forms(plan: BenchPlan, info: RankInfo, world: Wire) -> Iterator[BuiltForm]:
     """Builds every form of the plan, with equal initial values. Collective."""
     forms = [plan.known[name] for name in plan.forms]
@@ -154,9 +151,6 @@ def _tune(model: Any, *, raw: str) -> None:
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 group.mesh_info.reduce_scatter_process_group = own
         model.set_separate_reduce_scatter_group(True)
-
-
-# -- one step --------------------------------------------------------------------------------------------------------
 
 
 def step(built: BuiltForm, batch: Batch, device: torch.device, world: Wire, *, first: bool) -> float:

@@ -89,8 +89,6 @@ def place(ranks: int, device: str | None) -> tuple[str, ...]:
     return tuple(f"cuda:{rank % gpus}" for rank in range(ranks))
 
 
-# -- the work -----------------------------------------------------------------------------------------------------
-
 _MINIMUM = {"seq_len": 2, "vocab": 2}  # of these numbers; 1 of all others
 SHARDINGS = ("full_shard", "shard_grad_op")  # that the lab and FSDP2 support with any number of ranks
 PRECISIONS = ("fp32", "bf16")  # fp16 needs a loss scale, which the trainer computes

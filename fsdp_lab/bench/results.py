@@ -172,9 +172,6 @@ class BenchResult:
             )
 
 
-# -- step ------------------------------------------------------------------------------------------------------------
-
-
 def step(plan: BenchPlan, say: Say) -> dict[str, Any]:
     """Every form of every backend in one launch, one step of each in turn. Raises BenchError."""
     say(f"{len(plan.forms)} forms, {rounds_of(plan)}, on {' '.join(plan.devices)}")
@@ -220,9 +217,6 @@ def step_figures(result: BenchResult, environment: Mapping[str, Any], say: Say) 
         "kernels": dict(result.kernels),
         "memory_ratios": result.memory_ratios,
     }
-
-
-# -- collectives ------------------------------------------------------------------------------------------------------
 
 
 def wire(plan: BenchPlan, say: Say) -> dict[str, Any]:

@@ -338,8 +338,6 @@ class Calibration:
     def _model(self, r: Reference, shape: ModelShape, rates: Rates) -> StepModel:
         return StepModel(r.spec, shape.units, shape.tokens(r.spec.workload.seq_len), self._stepping, rates)
 
-    # -- JSON -----------------------------------------------------------------------------------------------------
-
     def to_dict(self) -> dict[str, Any]:
         shapes = [replace(shape, tapes={}).to_dict() for shape in self.shapes]
         d: dict[str, Any] = {name: getattr(self, name) for name in ("unix_s", "seconds", "name")}

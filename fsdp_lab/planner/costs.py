@@ -41,9 +41,6 @@ HEAD_STEP = 32
 UNALIGNED = 3.5
 
 
-# -- computing -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """Seconds of one unit in one micro-batch."""
@@ -207,8 +204,6 @@ def update_bytes(optimizer: TorchOptimizer) -> int:
     return 80 + 12 * bool(optimizer["amsgrad"])
 
 
-# -- memory traffic --------------------------------------------------------------------------------------------------
-
 # Bytes that an element's kernels read and write: forward, backward; then the same if a compiler has fused neighbours.
 # Half precision is 2 bytes; a cast to fp32 moves 4. Nothing here is fitted. Dropout is not counted.
 Bytes = tuple[float, float, float, float]
@@ -268,16 +263,12 @@ def _sum_traffic(*parts: tuple[float, Bytes]) -> Bytes:
     return a, b, c, d
 
 
-# -- what the host issues --------------------------------------------------------------------------------------------
-
 # Kernels of a block's forward besides its matrix products, with two of attention, as a compiler fuses them. This number, and
 # those of the backward and of a collective, are assumed: only their product with `Rates.kernel_s` shows.
 FUSED_KERNELS = 6
 BACKWARD_LAUNCH = 0.4  # host's time of a backward, relative to the forward: more kernels, but autograd issues them
 SEND_KERNELS = 20  # a gather or a reduction of a unit takes the host as long as so many kernels
 
-
-# -- collectives -----------------------------------------------------------------------------------------------------
 
 # How much faster an all-reduce of NVLS is than a ring: half of the bytes, at three quarters of the rate
 # (tests/planner/research/data/collective_timings.csv, 1 GiB and more on eight H100 or H200).

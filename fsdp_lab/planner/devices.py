@@ -236,9 +236,6 @@ def _indivisible(field: str, ranks: int, given: int, reason: str) -> ArgumentErr
     return ArgumentError(field, reason, f"use {nearest}", {field: nearest})
 
 
-# -- rates that are reached ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class HostOverhead:
     """Time of Python, autograd and a backend: beside computing on a CPU; on a GPU, of the host that runs ahead of it, and

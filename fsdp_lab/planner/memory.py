@@ -208,9 +208,6 @@ def tape_of(shape: ModelShape, spec: Spec) -> Sequence[TapeSegment]:
     return [b if b.point.call and (b.point.call - 1) % each == 0 else a for a, b in zip(plain, whole, strict=True)]
 
 
-# -- memory pressure -------------------------------------------------------------------------------------------------
-
-
 def under_pressure(spec: Spec, shape: ModelShape, machine: Machine) -> bool:
     """Returns whether collectives wait for memory; False if the plan does not fit at all."""
     if spec.strategy.backend != "fsdp1" or spec.shard_factor == 1 or machine.device.type == "cpu":

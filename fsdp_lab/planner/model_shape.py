@@ -199,8 +199,6 @@ class ModelShape:
             return tuple(UnitCall(unit, parent) for unit, parent in self.calls)
         return (UnitCall(0), *(UnitCall(i, 0) for i in range(1, len(self.units))))
 
-    # -- JSON, both ways ------------------------------------------------------------------------------------------
-
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and scalars. Equal units, sizes and segments are written once."""
         units, sizes, changes = _Table(), _Table(), _Table()

@@ -271,9 +271,6 @@ def limit(plans: Sequence[Plan]) -> str:
     return f"bound by communication above {fewer[-1].machine.ranks:,} GPUs at {network}"
 
 
-# -- text and tables, for a terminal and a notebook ------------------------------------------------------------------
-
-
 def sentences(plan: Plan) -> list[str]:
     """The Spec and the machine, whether it fits, how fast it is, and what was assumed."""
     s, w, m = plan.spec.strategy, plan.spec.workload, plan.machine

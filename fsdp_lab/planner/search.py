@@ -170,9 +170,6 @@ def _on_ranks(spec: Spec, ranks: int) -> Spec | None:
     return None if spec.validate(**changes) else spec.replace(**changes)
 
 
-# -- helpers ---------------------------------------------------------------------------------------------------------
-
-
 def _margin(spec: Spec, shape: ModelShape, machine: Machine) -> int:
     return margin_bytes(memory(spec, shape, device=machine.device.type), machine)
 

@@ -372,9 +372,6 @@ def recomputed(spec: Spec, units: int) -> set[int]:
     return {i for i in range(1, units) if (i - 1) % every == 0}
 
 
-# -- one micro-batch -------------------------------------------------------------------------------------------------
-
-
 class TimedAction(NamedTuple):
     """An action with its begin and end, in seconds from the beginning of the micro-batch."""
 

@@ -56,9 +56,6 @@ class Arguments(Mapping[str, Any]):
         return repr(self._values)
 
 
-# -- what is known of each class -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Argument:
     default: Any  # of the class, except for `foreach` and `fused`, which torch chooses by the device if they are None
@@ -145,9 +142,6 @@ def _is_plain(value: object) -> bool:
 
 def _read_plain(value: Any) -> Any:
     return tuple(map(_read_plain, value)) if isinstance(value, (list, tuple)) else value
-
-
-# -- one of them, with arguments -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,8 +233,6 @@ class TorchOptimizer:
         """The arguments without these, as a `fix`."""
         return {FIELD: {name: value for name, value in self.args.items() if name not in names}}
 
-    # -- refusals -------------------------------------------------------------------------------------------------
-
     def _check(self, name: object, value: object) -> None:
         if name in _ELSEWHERE:
             reason, hint = _ELSEWHERE[str(name)]
@@ -264,8 +256,6 @@ class TorchOptimizer:
 
         return SpecError(f"workload.{FIELD}", reason, hint, {FIELD: {n: v for n, v in self.args.items() if is_kept(n)}})
 
-
-# -- the learning rate over the steps ---------------------------------------------------------------------------------
 
 LR_SCHEDULES = ("constant", "linear", "cosine")
 _ENOUGH_STEPS = 1000  # proposed after the warm-up, where no end is given

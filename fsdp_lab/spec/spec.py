@@ -49,7 +49,7 @@ MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class BackendTraits:
-    """The traits of a backend, for all that treat backends differently. Rows of fields have what else it does not support."""
+    """The traits of a backend, for all that treat backends differently. Rows of fields have what else it lacks."""
 
     title: str
     shardings: tuple[str, ...]  # the first is proposed instead of another one
@@ -388,8 +388,6 @@ class Spec:
         for rule in _RULES:
             rule(self)
 
-    # -- JSON, both ways ------------------------------------------------------------------------------------------
-
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars, from which `Spec.from_dict` makes an equal Spec."""
         d: dict[str, Any] = _plain(dataclasses.asdict(self))
@@ -428,8 +426,6 @@ class Spec:
             del d["strategy"]["engine"]  # nobody uses it
         text = json.dumps(d, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-
-    # -- change ---------------------------------------------------------------------------------------------------
 
     def replace(self, **changes: Any) -> Spec:
         """A copy with fields replaced, by flat name: `spec.replace(sharding="shard_grad_op", micro_batch=8)`."""
@@ -487,8 +483,6 @@ class Spec:
         """Every field by its flat name."""
         d = self.to_dict()
         return {**d.pop("workload"), **d.pop("strategy"), **d}
-
-    # -- derived --------------------------------------------------------------------------------------------------
 
     @property
     def global_batch(self) -> int:
@@ -636,9 +630,6 @@ def _divisors(world_size: int) -> list[int]:
     """The group sizes above 1 and below `world_size` that divide it, ascending."""
     small = [n for n in range(2, math.isqrt(world_size) + 1) if world_size % n == 0]
     return sorted({*small, *(world_size // n for n in small)})
-
-
-# -- devices, link and dicts -----------------------------------------------------------------------------------------
 
 
 def _check_devices(devices: Any, world_size: int) -> tuple[str, ...]:

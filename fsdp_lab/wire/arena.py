@@ -135,8 +135,6 @@ class Arena:
         with self._lock:
             return self._end - sum(end - begin for begin, end in self._holes)
 
-    # -- blocks ---------------------------------------------------------------------------------------------------
-
     def allocate(self, nbytes: int, *, is_mapped: bool = False, again: ArenaBlock | None = None) -> ArenaBlock:
         """A block of at least so many bytes, with any content, for one user. `again`: this one, if it is free. Raises
         MemoryError."""
@@ -221,8 +219,6 @@ class Arena:
                 self.file.mapping.memory.madvise(mmap.MADV_REMOVE, begin, end - begin)
             return True
         return False
-
-    # -- tensors --------------------------------------------------------------------------------------------------
 
     def tensor(self, numel: int, dtype: torch.dtype, *, is_private: bool = False, is_mapped: bool = False) -> Tensor:
         """[numel], not 0, with any content. Its block is free when its storage is. `is_private`: `find` does not find it.

@@ -189,8 +189,6 @@ class WireContext:
         for group in self.groups():
             group._set_timeout(timedelta(seconds=seconds))  # type: ignore[attr-defined]
 
-    # -- groups ---------------------------------------------------------------------------------------------------
-
     def add_group(self, group: dist.ProcessGroup, name: str, ranks: Sequence[int]) -> None:
         self._groups.add(group)
         self._members[name] = tuple(ranks)
@@ -295,8 +293,6 @@ class WireContext:
     def groups(self) -> list[dist.ProcessGroup]:
         """The groups that are alive."""
         return list(self._groups)
-
-    # -- one collective -------------------------------------------------------------------------------------------
 
     @contextmanager
     def unit_scope(self, unit: str) -> Iterator[None]:

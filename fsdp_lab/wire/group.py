@@ -254,8 +254,6 @@ class Wire(dist.ProcessGroup):
         if self.context.aborted is not None:
             self.context.destroy_async(inner)
 
-    # -- reductions -----------------------------------------------------------------------------------------------
-
     def allreduce(self, tensors: list[Tensor], opts: Any = None, **_: Any) -> WireWork:
         """All-reduce in place. tensors: [t], any shape."""
         (tensor,) = tensors
@@ -315,8 +313,6 @@ class Wire(dist.ProcessGroup):
         then = _sum_natively(inner, _op(opts), opts, tensors, self._size)
         then = then if self._rank == opts.rootRank else None
         return self._send("other", tensors[0].nbytes, tensors, tensors, _in_place("reduce", inner), then=then)
-
-    # -- data movement --------------------------------------------------------------------------------------------
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> WireWork:
         """output: [W * n], input: [n]. Gloo's own would receive into a copy of the output, and copy from there."""
@@ -506,8 +502,6 @@ class Wire(dist.ProcessGroup):
             "all_reduce", tensor.nbytes, [flat], [summands], call, then=add, results=[tensor], bytes_=sent
         )
 
-    # -- issuing a collective -------------------------------------------------------------------------------------
-
     def _send(
         self,
         kind: str,
@@ -598,9 +592,6 @@ class Wire(dist.ProcessGroup):
         if self._on_gpu is not None and whole_group and tensors and all(map(self._is_on_device, tensors)):
             return self._on_gpu
         return self._gloo if self._shared is None else self._shared
-
-
-# -- small helpers ---------------------------------------------------------------------------------------------------
 
 
 def stage(

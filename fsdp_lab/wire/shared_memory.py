@@ -273,8 +273,6 @@ class SharedGroup:
         self._issued: deque[SharedWork] = deque()  # and not read, oldest first
         self._issuing, self._reading = Section(), Section()
 
-    # -- progress -------------------------------------------------------------------------------------------------
-
     def finish(self, work: SharedWork, timeout_s: float) -> None:
         """Read all collectives up to this one. Raises NotYet and Unusable."""
         end_s = time.monotonic() + timeout_s
@@ -335,8 +333,6 @@ class SharedGroup:
         for peer in self.peers.values():
             peer.leave()
 
-    # -- issuing --------------------------------------------------------------------------------------------------
-
     def _issue(
         self, what: What, offers: Mapping[int, Tensor], finish: Callable[[Contents], None], *, in_place: bool = False
     ) -> SharedWork:
@@ -377,8 +373,6 @@ class SharedGroup:
 
     def _others(self, tensor: Tensor) -> dict[int, Tensor]:
         return dict.fromkeys(self.peers, tensor)
-
-    # -- collectives ----------------------------------------------------------------------------------------------
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedWork:
         """output: [W * n], input: [n]"""

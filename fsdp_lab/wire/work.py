@@ -153,8 +153,6 @@ class WireWork(dist.Work):
         self._finish, self._results, self._uses = both, results, (*self._uses, *results)
         return self
 
-    # -- completion -----------------------------------------------------------------------------------------------
-
     def cancel(self) -> None:
         """Complete the future without its bytes. A `finish` in progress ends first."""
         with self._once:

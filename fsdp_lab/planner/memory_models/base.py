@@ -128,8 +128,6 @@ class MemoryModel:
         """Sizes of a unit as this backend lays it out. Called by the constructor, after `spec` and `factor` are set."""
         raise NotImplementedError
 
-    # -- between steps ----------------------------------------------------------------------------------------------
-
     @property
     def shards(self) -> float:
         """Bytes of this rank's fp32 parameters."""
@@ -156,8 +154,6 @@ class MemoryModel:
         """Host memory under offload: shards, gradients, optimizer state."""
         return self.shards + self.gradient_shards + self.state if self.offloaded else 0.0
 
-    # -- in a micro-batch -------------------------------------------------------------------------------------------
-
     def begin_micro_batch(self, *, reduces: bool) -> None:
         self.reduces = reduces
 
@@ -181,8 +177,6 @@ class MemoryModel:
 
     def end_backward(self) -> None:
         """Called after the backward."""
-
-    # -- update -----------------------------------------------------------------------------------------------------
 
     def update(self) -> None:
         """Scratch of the optimizer's kernels: AdamW's square roots, SGD's gradients with weight decay added. Foreach ones

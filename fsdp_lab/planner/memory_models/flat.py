@@ -84,8 +84,6 @@ class FlatMemory(MemoryModel):
         if self._whole_gradients and not self._gathers_nothing:  # ZeRO-1 keeps gathered parameters
             self.tracker.alloc(UNSHARDED, sum(u.gathered for u in self.units))
 
-    # -- parameters -------------------------------------------------------------------------------------------------
-
     def at(self, point: Point) -> None:
         unit = self.shape.call_tree[point.call].unit
         reduced = False
@@ -132,8 +130,6 @@ class FlatMemory(MemoryModel):
             self.tracker.alloc(UNSHARDED, self._post_forward[unit])
         if not self._whole_gradients:
             self.tracker.free(UNSHARDED, self.units[unit].gathered)
-
-    # -- gradients --------------------------------------------------------------------------------------------------
 
     def gradient_ready(self, unit: int, index: int, size: float) -> None:
         self.fresh[unit] += size

@@ -97,8 +97,6 @@ class FSDP1Memory(HookedMemory):
     def drop_gradients(self) -> None:
         """Gradients stay until the next forward."""
 
-    # -- parameters -------------------------------------------------------------------------------------------------
-
     def pre_forward(self, unit: int) -> None:
         self._unshard(unit)
         self._prefetch(unit, +1, self.strategy.forward_depth)
@@ -150,8 +148,6 @@ class FSDP1Memory(HookedMemory):
             self.tracker.free(UNSHARDED, u.gathered)
         else:
             self.tracker.free(COMMUNICATION, u.cast if u.mixed else 0.0)
-
-    # -- gradients --------------------------------------------------------------------------------------------------
 
     def gradient_ready(self, unit: int, index: int, size: float) -> None:
         self.fresh[unit] += size
@@ -226,8 +222,6 @@ class FSDP2Memory(HookedMemory):
         sizes = {"param": BYTES[dtypes.param], "reduce": BYTES[dtypes.reduce], "factor": self.factor}
         return UnitBytes.of(n, decayed, trained - decayed, reduced=trained, **sizes)
 
-    # -- parameters -------------------------------------------------------------------------------------------------
-
     def pre_forward(self, unit: int) -> None:
         self._unshard(unit)
         self._copy_out(unit, keeps_buffer=not self._asynchronous)
@@ -291,8 +285,6 @@ class FSDP2Memory(HookedMemory):
             self.tracker.alloc(UNSHARDED, self._post_forward[unit])
         self.gathered[unit] = False
         self.tracker.free(UNSHARDED, self.units[unit].gathered)
-
-    # -- gradients --------------------------------------------------------------------------------------------------
 
     def gradient_ready(self, unit: int, index: int, size: float) -> None:
         """Autograd adds it to the gradient of an earlier micro-batch, if there is one."""

@@ -261,9 +261,6 @@ def _saved(tape: Sequence[TapeSegment], calls: set[int]) -> SavedBytes:
     return SavedBytes(per_token_bytes=per_token, per_pair_bytes=per_pair, fixed_bytes=fixed)
 
 
-# -- all blocks of a stack -------------------------------------------------------------------------------------------
-
-
 def _deepened(shape: ModelShape, model: nn.Module, inside: Sequence[Sequence[nn.Module]]) -> ModelShape:
     """The shape of the whole model: the middle block of each stack is repeated."""
     names = _names(model, inside)
@@ -274,9 +271,6 @@ def _deepened(shape: ModelShape, model: nn.Module, inside: Sequence[Sequence[nn.
     units = (dataclasses.replace(grown.units[0], saved=saved), *grown.units[1:])
     buffers_bytes = sum(b.nbytes for b in model.buffers())
     return dataclasses.replace(grown, units=units, unit_names=("root", *names), buffers_bytes=buffers_bytes)
-
-
-# -- the package's file ------------------------------------------------------------------------------------------------
 
 
 def write_shapes(path: Path) -> None:

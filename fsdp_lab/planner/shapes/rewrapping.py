@@ -120,8 +120,6 @@ def _whole(shape: ModelShape) -> ModelShape:
     return dataclasses.replace(shape, units=(root,), calls=((0, None),), tapes=tapes, unit_names=("root",))
 
 
-# -- another depth ---------------------------------------------------------------------------------------------------
-
 MIDDLE = 2  # index in a stack of the first block that equals those after it
 
 

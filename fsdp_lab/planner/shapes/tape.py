@@ -163,9 +163,6 @@ def owners(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[list[
     return [inner[-1], *inner[:-1]]
 
 
-# -- a model of fake tensors -----------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _no_packed_sequences() -> Iterator[None]:
     """Decoders look for several packed texts in a sample, which needs values; here each sample is one text."""
@@ -218,9 +215,6 @@ def _largest_prime(n: int) -> int:
     while factor * factor <= n:
         factor, n = (factor, n // factor) if n % factor == 0 else (factor + 1, n)
     return n
-
-
-# -- recording -------------------------------------------------------------------------------------------------------
 
 
 class _Run:
