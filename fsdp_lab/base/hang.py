@@ -185,19 +185,19 @@ def shortest_limit(limit_s: float, heartbeats: Iterable[Heartbeat]) -> float:
 def diagnose(heartbeats: Heartbeats, limit_s: float, silent: Mapping[int, str] | None = None) -> Hang | None:
     """The hang of ranks that have waited for longer than `limit_s`; None if there are none. `silent`: why a rank sends
     no heartbeats, such as "its process is stopped"; its last one does not count as its state."""
-    silent = silent or {}
-    waiting = {rank: h for rank, h in heartbeats.items() if h.pending is not None and rank not in silent}
+    mute = silent or {}
+    waiting = {rank: h for rank, h in heartbeats.items() if h.pending is not None and rank not in mute}
 
     def counted_s(wait: Heartbeat) -> float:
         """Seconds for which it has waited while no rank of the group was at long work."""
-        peers = (heartbeats[rank] for rank in wait.peers if rank in heartbeats and rank not in silent)
+        peers = (heartbeats[rank] for rank in wait.peers if rank in heartbeats and rank not in mute)
         return min([wait.pending_s, *(peer.since_work_s for peer in peers if peer.since_work_s is not None)])
 
     late = [h for h in waiting.values() if counted_s(h) > limit_s]
     if not late:
         return _endless(heartbeats, waiting, limit_s)
     longest = max(late, key=lambda h: h.pending_s)
-    hang = _mismatch(longest, heartbeats, waiting) or _absence(longest, heartbeats, waiting, silent)
+    hang = _mismatch(longest, heartbeats, waiting) or _absence(longest, heartbeats, waiting, mute)
     cause = cause_in_loop({rank: LoopRank.of(h) for rank, h in heartbeats.items() if h.loop})
     return dataclasses.replace(hang, sentence=f"{cause}; {hang.sentence}") if cause else hang
 
