@@ -25,7 +25,7 @@ from fsdp_lab.base.errors import SpecError
 from fsdp_lab.engine import ParamShard, build_mesh, known_groups
 from fsdp_lab.models.freezing import freeze, frozen_names
 from fsdp_lab.models.wrapping import units
-from fsdp_lab.spec.patterns import unmatched
+from fsdp_lab.spec.param_groups import unmatched
 from fsdp_lab.spec.spec import YOURS, Spec
 from fsdp_lab.spec.workload import Workload
 

@@ -28,8 +28,9 @@ class SentenceError(Exception):
             return list(shell.InteractiveTB.structured_traceback(type(self), self, self.__traceback__))
         name_of = getattr(shell.compile, "format_code_name", lambda file: None)  # "Cell", "In[3]"
         before_ours = takewhile(lambda f: not f.filename.startswith(_PACKAGE), traceback.extract_tb(self.__traceback__))
-        lines = [f"{' '.join(name_of(f.filename) or ('File', f.filename))}, line {f.lineno}\n----> {f.line}"
-                 for f in before_ours if f"{os.sep}IPython{os.sep}" not in f.filename]  # fmt: skip
+        frames = [f for f in before_ours if f"{os.sep}IPython{os.sep}" not in f.filename]
+        places = [" ".join(name_of(f.filename) or ("File", f.filename)) for f in frames]
+        lines = [f"{place}, line {f.lineno}\n----> {f.line}" for place, f in zip(places, frames, strict=True)]
         return [*lines, f"{type(self).__name__}: {self}"]
 
 
@@ -62,20 +63,16 @@ def plain_errors(of: type[T]) -> type[T]:
 
 
 class FieldError(SentenceError, ValueError):
-    """An invalid value. `str()` is "field: reason; hint".
+    """An invalid value of a `field`, by its dotted name such as "strategy.sharding". `str()` is "field: reason; hint".
 
-    Attributes:
-        field: dotted name, such as "strategy.sharding".
-        reason: why it is invalid.
-        hint: what to do instead.
-        fix: flat field values for `Spec.replace` that follow the hint; empty if there is no single solution.
-        first_hint: the hint without `other`, which is another way out, such as "use backend lab".
+    `fix`: flat field values for `Spec.replace` that follow the hint; empty if there is no single solution. `first_hint`: the
+    hint without `other`, which is another way out, such as "use backend lab".
     """
 
-    def __init__(self, field: str, reason: str, hint: str, fix: Mapping[str, Any] | None = None, *,
-                 other: str = "") -> None:  # fmt: skip
-        self.field = field
-        self.reason = reason
+    def __init__(
+        self, field: str, reason: str, hint: str, fix: Mapping[str, Any] | None = None, *, other: str = ""
+    ) -> None:
+        self.field, self.reason = field, reason
         self.first_hint, self.hint = hint, f"{hint}, or {other}" if other else hint
         super().__init__(f"{field}: {reason}; {self.hint}")
         self.fix: dict[str, Any] = dict(fix or {})
@@ -106,12 +103,12 @@ class ArgumentError(FieldError):
 
 
 def is_whole(value: object, least: int = 1) -> TypeGuard[int]:
-    """Whether it is an int of at least `least`; a bool is not."""
+    """Returns whether it is an int of at least `least`; a bool is not."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether it is an int or a float, also infinite or NaN; a bool is not."""
+    """Returns whether it is an int or a float, also infinite or NaN; a bool is not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

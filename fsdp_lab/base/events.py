@@ -82,18 +82,13 @@ _SPAN_FIELDS = tuple(f.name for f in dataclasses.fields(Span))
 
 
 def exposed_by_unit(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds of exposed communication by unit, in a traced step: the waits for its collectives.
-
-    Waits of a step do not overlap (`fsdp_lab.wire.meter.exposed`), so the sum over units is that of the step.
-    """
-    found: dict[str, float] = {}
+    """Seconds of exposed communication by unit, in a traced step: the waits for its collectives. Waits of a step do not
+    overlap (`fsdp_lab.wire.meter.exposed`), so the sum over units is that of the step."""
+    by_unit: dict[str, float] = {}
     for span in spans:
         if span.track is Track.WAIT:
-            found[span.unit] = found.get(span.unit, 0.0) + span.seconds
-    return found
-
-
-# -- traffic and memory of a step ------------------------------------------------------------------------------------
+            by_unit[span.unit] = by_unit.get(span.unit, 0.0) + span.seconds
+    return by_unit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,12 +106,7 @@ class Traffic:
     exposed_seconds: float = 0.0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            calls=self.calls + other.calls,
-            link_bytes=self.link_bytes + other.link_bytes,
-            seconds=self.seconds + other.seconds,
-            exposed_seconds=self.exposed_seconds + other.exposed_seconds,
-        )
+        return Traffic(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,7 +296,7 @@ class StepEvent:
 
     @property
     def counts(self) -> bool:
-        """Whether medians include the step's time."""
+        """Returns whether medians include the step's time."""
         return not (self.first_after_switch or self.ledger or self.inspected or self.slow)
 
     def to_dict(self) -> dict[str, Any]:

@@ -25,17 +25,9 @@ def path_errors(field: str, what: str, hint: str) -> Iterator[None]:
 def check_file(
     path: str | os.PathLike[str], suffixes: Sequence[str] = (), *, field: str = "path", replace: bool = True
 ) -> Path:
-    """The absolute path of a file, pipe or device that can be written.
-
-    Whether the folder is writable is tested with a temporary file, since permissions alone do not show it.
-
-    Args:
-        suffixes: allowed endings of its name; (): any.
-        replace: whether an existing file is accepted.
-
-    Raises:
-        ArgumentError: of `field`, the argument that names the file.
-    """
+    """The absolute path of a file, pipe or device that can be written. Its name has one of the `suffixes`, if there are any,
+    and an existing file is accepted to `replace` it. Whether the folder is writable is tested with a temporary file, since
+    permissions alone do not show it. Raises ArgumentError of `field`, the argument that names the file."""
     ends = " or ".join(suffixes)
     hint = f"name a {ends + ' ' if ends else ''}file in a folder that exists and is yours"
     with path_errors(field, f"{path} cannot be written", hint):

@@ -58,9 +58,6 @@ class Table:
         return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
 
 
-# -- numbers with three significant figures --------------------------------------------------------------------------
-
-
 def figures(value: float, digits: int = 3) -> str:
     """`digits` significant figures, thousands separated, never an exponent: 0.0123, 4.56, 78.9, 12,300."""
     if not math.isfinite(value):
@@ -117,9 +114,6 @@ def known_or_dash(value: float, form: str) -> str:
 def plural(number: int, noun: str) -> str:
     """A number of things: 1 rank, 4,096 ranks."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
-# -- medians with their spread ---------------------------------------------------------------------------------------
 
 
 def known(values: Iterable[float]) -> list[float]:

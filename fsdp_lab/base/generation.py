@@ -37,8 +37,8 @@ class Sampling:
         if self.top_p is not None and not (is_number(self.top_p) and 0 < self.top_p <= 1):
             raise ArgumentError("top_p", f"{self.top_p!r} is refused", "give a number above 0, at most 1, or None")
         if not self.temperature and (self.top_k is not None or self.top_p is not None):
-            raise ArgumentError("temperature", "0 takes the likeliest token, so that top_k and top_p have no meaning",
-                                "give a temperature such as 0.8, or leave them out")  # fmt: skip
+            reason = "0 takes the likeliest token, so that top_k and top_p have no meaning"
+            raise ArgumentError("temperature", reason, "give a temperature such as 0.8, or leave them out")
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

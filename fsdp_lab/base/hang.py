@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,7 +54,7 @@ FORWARD_ALONE = "ran the model outside of the loop's steps, and not all ranks di
 
 
 class LoopPlace(enum.StrEnum):
-    """Where a rank is in a loop of the user's that is watched."""
+    """The place of a rank in a loop of the user's that is watched."""
 
     NONE = ""
     STEP = "in a step"
@@ -65,7 +64,7 @@ class LoopPlace(enum.StrEnum):
 
     @property
     def inside(self) -> bool:
-        """Whether it is in the loop."""
+        """Returns whether it is in the loop."""
         return self not in (LoopPlace.NONE, LoopPlace.OVER)
 
 
@@ -112,7 +111,7 @@ class Heartbeat:
 
     @property
     def loops(self) -> bool:
-        """Whether it is in a watched loop."""
+        """Returns whether it is in a watched loop."""
         return LoopPlace(self.loop).inside
 
     @property
@@ -138,9 +137,6 @@ class Heartbeat:
         fields["recent"] = tuple(Issued(**one) for one in fields["recent"])
         fields["peers"] = tuple(fields["peers"])
         return cls(**fields)
-
-
-# -- hangs -----------------------------------------------------------------------------------------------------------
 
 
 _NONE_ISSUED = Issued(sequence=-1, kind="no collective", group="", size=0, ordinal=-1)
@@ -187,34 +183,31 @@ def shortest_limit(limit_s: float, heartbeats: Iterable[Heartbeat]) -> float:
 
 
 def diagnose(heartbeats: Heartbeats, limit_s: float, silent: Mapping[int, str] | None = None) -> Hang | None:
-    """The hang of ranks that have waited for longer than `limit_s`; None if there are none.
+    """The hang of ranks that have waited for longer than `limit_s`; None if there are none. `silent`: why a rank sends
+    no heartbeats, such as "its process is stopped"; its last one does not count as its state."""
+    mute = silent or {}
+    waiting = {rank: h for rank, h in heartbeats.items() if h.pending is not None and rank not in mute}
 
-    `silent`: why a rank sends no heartbeats, such as "its process is stopped"; its last one does not count as its state.
-    """
-    silent = silent or {}
-    waiting = {rank: h for rank, h in heartbeats.items() if h.pending is not None and rank not in silent}
-    late = [h for h in waiting.values() if _counted_s(h, heartbeats, silent) > limit_s]
+    def counted_s(wait: Heartbeat) -> float:
+        """Seconds for which it has waited while no rank of the group was at long work."""
+        peers = (heartbeats[rank] for rank in wait.peers if rank in heartbeats and rank not in mute)
+        return min([wait.pending_s, *(peer.since_work_s for peer in peers if peer.since_work_s is not None)])
+
+    late = [h for h in waiting.values() if counted_s(h) > limit_s]
     if not late:
         return _endless(heartbeats, waiting, limit_s)
     longest = max(late, key=lambda h: h.pending_s)
-    hang = _mismatch(longest, heartbeats, waiting) or _absence(longest, heartbeats, waiting, silent)
+    hang = _mismatch(longest, heartbeats, waiting) or _absence(longest, heartbeats, waiting, mute)
     cause = cause_in_loop({rank: LoopRank.of(h) for rank, h in heartbeats.items() if h.loop})
     return dataclasses.replace(hang, sentence=f"{cause}; {hang.sentence}") if cause else hang
 
 
-def _counted_s(wait: Heartbeat, heartbeats: Heartbeats, silent: Mapping[int, str]) -> float:
-    """Seconds for which it has waited while no rank of the group was at long work."""
-    peers = (heartbeats[rank] for rank in wait.peers if rank in heartbeats and rank not in silent)
-    idle_s = (peer.since_work_s for peer in peers if peer.since_work_s is not None)
-    return min(wait.pending_s, *idle_s, math.inf)
-
-
 def _endless(heartbeats: Heartbeats, waiting: Heartbeats, limit_s: float) -> Hang | None:
     """Ranks in the user's own code that wait for no collective, and for which none waits."""
-    found = [h for r, h in heartbeats.items() if r not in waiting and h.user_call and h.user_call_s > limit_s]
-    if not found:
+    late = [h for r, h in heartbeats.items() if r not in waiting and h.user_call and h.user_call_s > limit_s]
+    if not late:
         return None
-    ranks, longest = [h.rank for h in found], max(found, key=lambda h: h.user_call_s)
+    ranks, longest = [h.rank for h in late], max(late, key=lambda h: h.user_call_s)
     has = "has" if len(ranks) == 1 else "have"
     return Hang(
         sentence=f"{_ranks(ranks)} {has} been in {longest.user_call} for {longest.user_call_s:.1f} s, without a collective",
@@ -251,8 +244,8 @@ def cause_in_loop(ranks: Mapping[int, LoopRank]) -> str:
     if not inside or not left or ranks[left[0]].steps >= ranks[inside[0]].steps:
         return ""
     made, begun = ranks[left[0]].steps, ranks[inside[0]].steps
-    return (f"{UNEQUAL_BATCHES}: {_ranks(left)} left the loop after {made} step{'s' * (made != 1)}, "
-            f"{_ranks(inside)} began step {begun}")  # fmt: skip
+    after = f"{made} step{'s' * (made != 1)}"
+    return f"{UNEQUAL_BATCHES}: {_ranks(left)} left the loop after {after}, {_ranks(inside)} began step {begun}"
 
 
 # -- a rank is missing -----------------------------------------------------------------------------------------------
@@ -269,12 +262,11 @@ def _absence(longest: Heartbeat, heartbeats: Heartbeats, waiting: Heartbeats, si
     waited = f"{_ranks(waiters)} {'has' if len(waiters) == 1 else 'have'} waited {wait.pending_s:.1f} s"
     named = absent or blocked
     if absent:
-        details = [
-            _last_seen(rank, heartbeats.get(rank), silent.get(rank), wait.pending.label)
-            for rank in absent[:_MAX_STACKS]
-        ]
+        awaited, some = wait.pending.label, absent[:_MAX_STACKS]
+        details = [_last_seen(rank, heartbeats.get(rank), silent.get(rank), awaited) for rank in some]
     else:
-        details = [f"rank {rank} waits in {_pending(waiting[rank])} itself" for rank in blocked[:_MAX_STACKS]]
+        in_turn = {rank: (waiting[rank].pending or _NONE_ISSUED).label for rank in blocked[:_MAX_STACKS]}
+        details = [f"rank {rank} waits in {label} itself" for rank, label in in_turn.items()]
         details.append("the ranks wait for each other")
     if named:
         sentence = f"{_ranks(named)} did not join {what}, for which {waited}: {'; '.join(details)}"
@@ -292,10 +284,8 @@ def _absence(longest: Heartbeat, heartbeats: Heartbeats, waiting: Heartbeats, si
 
 
 def _find_absent(longest: Heartbeat, heartbeats: Heartbeats, waiting: Heartbeats) -> tuple[Heartbeat, list[int]]:
-    """The ranks that are missing and wait for nothing, and the wait in which they are missing.
-
-    With several groups, a missing rank may itself wait in another group, and so on.
-    """
+    """The ranks that are missing and wait for nothing, and the wait in which they are missing. With several groups, a
+    missing rank may itself wait in another group, and so on."""
     queue, seen = [longest], {longest.rank}
     for wait in queue:
         missing = _missing(wait, heartbeats)
@@ -322,7 +312,7 @@ def _waiting_in(collective: Issued, waiting: Heartbeats) -> tuple[int, ...]:
 
 
 def _last_seen(rank: int, heartbeat: Heartbeat | None, silence: str | None, awaited: str) -> str:
-    """What is known about a rank that did not join what is awaited."""
+    """Says what is known about a rank that did not join what is awaited."""
     if heartbeat is None:
         return f"rank {rank} has sent no heartbeat"
     name = heartbeat.last.label if heartbeat.last else "no collective"
@@ -332,10 +322,6 @@ def _last_seen(rank: int, heartbeat: Heartbeat | None, silence: str | None, awai
     doing = heartbeat.work or (f"is in {heartbeat.user_call}" if heartbeat.user_call else "")
     last = f"the last collective of rank {rank} is {name}" + (f", and it {doing}" if doing else "")
     return last if heartbeat.working else f"{last}, and it is not in the step: it has not begun, or is busy with a cell"
-
-
-def _pending(heartbeat: Heartbeat) -> str:
-    return heartbeat.pending.label if heartbeat.pending else "nothing"
 
 
 # -- ranks issue different collectives -------------------------------------------------------------------------------
@@ -350,52 +336,32 @@ def _mismatch(longest: Heartbeat, heartbeats: Heartbeats, waiting: Heartbeats) -
         for one in heartbeat.recent:
             if one.group == group and one.ordinal >= 0:
                 by_ordinal.setdefault(one.ordinal, {})[heartbeat.rank] = one
-    for ordinal, issued in sorted(by_ordinal.items()):
-        parties = _parties(issued)
-        if len(parties) > 1:
-            return _mismatch_hang(longest, ordinal, issued, parties, heartbeats, waiting)
+    for _, issued in sorted(by_ordinal.items()):
+        alike: dict[tuple[object, ...], list[int]] = {}  # ranks that have issued the same collective
+        for rank, one in sorted(issued.items()):
+            payload = one.payload_bytes if one.kind in _SAME_PAYLOAD else 0
+            alike.setdefault((one.kind, one.unit, payload), []).append(rank)
+        if len(alike) == 1:
+            continue
+        parties = sorted(alike.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+        issues = []
+        for ranks in parties[:_MAX_STACKS]:
+            one = issued[ranks[0]]
+            nbytes = f", {one.payload_bytes:,} bytes" if one.payload_bytes else ""
+            issues.append(f"{_ranks(ranks)} issued {one.label}{nbytes}")
+        named = [rank for ranks in parties[1:] for rank in ranks]
+        differs = f"{' and '.join(issues)}; one was skipped, or their order differs"
+        waits = f"Rank {longest.rank} has waited {longest.pending_s:.1f} s in {longest.pending.label}"
+        return Hang(
+            sentence=f"the ranks disagree about a collective of group {group}: {differs}. {waits}",
+            ranks=tuple(named),
+            absent=tuple(rank for rank in named if rank not in waiting),
+            collective=issued[parties[0][0]],
+            waiting=_waiting_in(longest.pending, waiting),
+            waited_s=longest.pending_s,
+            stacks=_stacks([named[0], parties[0][0]], heartbeats, {}),
+        )
     return None
-
-
-def _parties(issued: Mapping[int, Issued]) -> list[list[int]]:
-    """Ranks that have issued the same collective; the largest party first, on a tie that of the lowest rank."""
-    found: dict[tuple[object, ...], list[int]] = {}
-    for rank, one in sorted(issued.items()):
-        payload = one.payload_bytes if one.kind in _SAME_PAYLOAD else 0
-        found.setdefault((one.kind, one.unit, payload), []).append(rank)
-    return sorted(found.values(), key=lambda ranks: (-len(ranks), ranks[0]))
-
-
-def _mismatch_hang(
-    longest: Heartbeat,
-    ordinal: int,
-    issued: Mapping[int, Issued],
-    parties: list[list[int]],
-    heartbeats: Heartbeats,
-    waiting: Heartbeats,
-) -> Hang:
-    assert longest.pending is not None
-    issues = [f"{_ranks(ranks)} issued {_described(issued[ranks[0]])}" for ranks in parties[:_MAX_STACKS]]
-    versions = " and ".join(issues)
-    named = [rank for ranks in parties[1:] for rank in ranks]
-    return Hang(
-        sentence=f"the ranks disagree about a collective of group {longest.pending.group}: {versions}; one was "
-        f"skipped, or their order differs. Rank {longest.rank} has waited {longest.pending_s:.1f} s in "
-        f"{longest.pending.label}",
-        ranks=tuple(named),
-        absent=tuple(rank for rank in named if rank not in waiting),
-        collective=issued[parties[0][0]],
-        waiting=_waiting_in(longest.pending, waiting),
-        waited_s=longest.pending_s,
-        stacks=_stacks([named[0], parties[0][0]], heartbeats, {}),
-    )
-
-
-def _described(one: Issued) -> str:
-    return f"{one.label}, {one.payload_bytes:,} bytes" if one.payload_bytes else one.label
-
-
-# -- text ------------------------------------------------------------------------------------------------------------
 
 
 def _ranks(ranks: Collection[int]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from fsdp_lab.base.formatting import GIB
 
@@ -44,16 +45,14 @@ class Gpu:
         return None if tflops is None else tflops * 1e12
 
 
-def _gpu(device_name: str, bf16: float | None, tf32: float | None, fp32: float, source: str, *, fp16: float | None = None,
-         nvlink: float | None = None, generation: str = "", memory: tuple[float, float] = (0, 0),
-         measured: float | None = None, pcie: float = PCIE4_BYTES_PER_S, remark: str = "") -> Gpu:  # fmt: skip
-    """nvlink: GB/s, one direction. memory: GiB and TB/s. measured: TFLOP/s of large bf16 matrix products."""
-    return Gpu(
-        bf16=bf16, fp16=fp16 or bf16, tf32=tf32, fp32=fp32, nvlink_bytes_per_s=None if nvlink is None else nvlink * 1e9,
-        source=source, device_name=device_name, generation=generation, memory_bytes=int(memory[0] * GIB),
-        memory_bytes_per_s=memory[1] * 1e12, matrix_share=measured / bf16 if measured and bf16 else None,
-        pcie_bytes_per_s=pcie, remark=remark,
-    )  # fmt: skip
+def _gpu(device_name: str, bf16: float | None, tf32: float | None, fp32: float, source: str, **more: Any) -> Gpu:
+    """nvlink: GB/s, one direction. memory: GiB and TB/s. measured: TFLOP/s of large bf16 matrix products. Others: fields."""
+    nvlink, (gib, tb_per_s) = more.pop("nvlink", None), more.pop("memory", (0, 0))
+    more["fp16"], measured = more.get("fp16") or bf16, more.pop("measured", None)
+    more["nvlink_bytes_per_s"] = None if nvlink is None else nvlink * 1e9
+    more |= {"memory_bytes": int(gib * GIB), "memory_bytes_per_s": tb_per_s * 1e12}
+    more["matrix_share"] = measured / bf16 if measured and bf16 else None
+    return Gpu(device_name=device_name, bf16=bf16, tf32=tf32, fp32=fp32, source=source, **more)
 
 
 # By common name; `gpu_of_device` takes the first row whose `device_name` fits. The bf16 column agrees with
@@ -81,7 +80,7 @@ GPUS: Mapping[str, Gpu] = {
                  memory=(32, 0.9)),
     "v100-pcie": _gpu("v100-pcie", None, None, 14, "NVIDIA V100 data sheet", fp16=112),
     "t4": _gpu("tesla t4", None, None, 8.1, "NVIDIA T4 data sheet", fp16=65, generation="turing", memory=(15, 0.32),
-               pcie=PCIE4_BYTES_PER_S / 2),
+               pcie_bytes_per_s=PCIE4_BYTES_PER_S / 2),
 }  # fmt: skip
 
 
@@ -91,6 +90,7 @@ def _with_memory(gpu: Gpu, gib: float, tb_per_s: float, *, power_share: float = 
 
 
 # Parts that a prediction distinguishes, and a link or a device name does not.
+_AT_72_W = "; at 72 W it may be less"
 VARIANTS: Mapping[str, Gpu] = {
     "a100-40": _with_memory(GPUS["a100"], 40, 1.555),
     "a100-80": _with_memory(GPUS["a100"], 80, 2.039),
@@ -100,9 +100,8 @@ VARIANTS: Mapping[str, Gpu] = {
     # power are not published.
     "h100-hbm2e": _with_memory(GPUS["h100"], 95, 2.4, power_share=500 / 700),
     # Half of the data sheet's figures with sparsity; 72 W.
-    "l4": _gpu("", 121, 60, 30.3, "NVIDIA L4 data sheet", generation="ada", memory=(22.5, 0.3),
-               remark="; at 72 W it may be less"),
-}  # fmt: skip
+    "l4": _gpu("", 121, 60, 30.3, "NVIDIA L4 data sheet", generation="ada", memory=(22.5, 0.3), remark=_AT_72_W),
+}
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:

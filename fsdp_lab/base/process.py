@@ -1,8 +1,8 @@
 """Processes of this machine: an `Identity` that survives reuse of the pid, and the processes of a cluster.
 
-Every process that a cluster starts inherits a token in its environment (`MARK`), so grandchildren are found too, as are
-processes that were being started when their owner died. psutil compares creation times before it sends a signal, so no
-reused pid is signalled.
+Every process that a cluster starts inherits a token in its environment (`MARK`), as do grandchildren, and processes that
+were being started when their owner died. psutil compares creation times before it sends a signal, so no reused pid is
+signalled.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def host_id() -> str:
 
 
 def ranks_per_host(hosts: Sequence[str]) -> int:
-    """Of ranks on these hosts, in rank order: how many each has, if all have as many and those of each follow one another;
+    """The number of ranks that each of these hosts has, by rank, if all have as many and those of each follow one another;
     else the number of all."""
     n = len(hosts) // max(1, len(set(hosts)))
     alike = all(len(set(hosts[i : i + n])) == 1 for i in range(0, len(hosts), n or 1))
@@ -82,10 +82,8 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def born(pid: int) -> str:
-    """When a process was created; "" if there is none, or only its zombie.
-
-    On Linux the boot's id and ticks since that boot, because a creation time in seconds changes when the clock is set.
-    """
+    """When a process was created; "" if there is none, or only its zombie. On Linux the boot's id and ticks since that
+    boot, because a creation time in seconds changes when the clock is set."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         try:
@@ -100,24 +98,19 @@ def born(pid: int) -> str:
         return ""
 
 
-# -- processes of a cluster ------------------------------------------------------------------------------------------
-
-
 def marked(token: str) -> list[psutil.Process]:
     """Running processes that carry the token, except this one."""
-    found = []
+    running = []
     for p in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if p.pid != os.getpid() and p.environ().get(MARK) == token and p.status() != psutil.STATUS_ZOMBIE:
-                found.append(p)
-    return found
+                running.append(p)
+    return running
 
 
 def end(processes: Iterable[psutil.Process], *, term_s: float, kill_s: float = 1.0) -> list[psutil.Process]:
-    """SIGTERM, then SIGKILL after `term_s`; returns the processes that still run `kill_s` after that.
-
-    An engine that computes ignores SIGTERM until its task returns, hence SIGKILL.
-    """
+    """SIGTERM, then SIGKILL after `term_s`; returns the processes that still run `kill_s` after that. An engine that
+    computes ignores SIGTERM until its task returns, hence SIGKILL."""
     left = [p for p in processes if alive(p)]
     for p in left:
         with contextlib.suppress(psutil.Error):
@@ -130,7 +123,7 @@ def end(processes: Iterable[psutil.Process], *, term_s: float, kill_s: float = 1
 
 
 def still_alive(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Those that have not ended within the time. Not `psutil.wait_procs`, which counts unreaped zombies as alive."""
+    """The processes that have not ended within the time. Not `psutil.wait_procs`, which counts unreaped zombies as alive."""
     deadline = time.monotonic() + timeout_s
     while (left := [p for p in processes if alive(p)]) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -138,7 +131,7 @@ def still_alive(processes: list[psutil.Process], timeout_s: float) -> list[psuti
 
 
 def alive(process: psutil.Process | int) -> bool:
-    """Whether a process, or the one with this pid, still runs; a zombie does not."""
+    """Returns whether a process, or the one with this pid, still runs; a zombie does not."""
     try:
         process = psutil.Process(process) if isinstance(process, int) else process
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
@@ -147,7 +140,7 @@ def alive(process: psutil.Process | int) -> bool:
 
 
 def sweep(token: str, *, rounds: int = 3) -> list[int]:
-    """Ends all processes that carry the token, until none is found. Returns the pids that could not be ended."""
+    """Ends all processes that carry the token, until none is left. Returns the pids that could not be ended."""
     for _ in range(rounds):
         left = marked(token)
         if not left:
@@ -157,7 +150,7 @@ def sweep(token: str, *, rounds: int = 3) -> list[int]:
 
 
 def describe_exit(code: int | None) -> str:
-    """How a process ended, from its return code as subprocess gives it (negative: the signal)."""
+    """Says how a process ended, from its return code as subprocess gives it (negative: the signal)."""
     if code is None:
         return "ended for a reason that cannot be seen from here"
     if code < 0:

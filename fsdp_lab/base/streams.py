@@ -25,7 +25,7 @@ from torch import Tensor
 
 
 class Streams(Protocol):
-    """Of one device that computes while Python goes on."""
+    """The streams of one device that computes while Python goes on."""
 
     def new(self, name: str) -> Any:
         """A stream of high priority, with the methods of a torch.cuda.Stream that are used here and in the wire."""
@@ -40,7 +40,7 @@ class Streams(Protocol):
         """[numel], uninitialised, on the host; to and from pinned memory copies are queued, others wait."""
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in the device's memory."""
+        """Returns whether a tensor is in the device's memory."""
 
     def used_on(self, tensor: Tensor, stream: Any) -> None:
         """That stream uses it until here. When it is freed, its memory stays until the stream has come so far."""
@@ -124,7 +124,7 @@ class CommStream:
 
 @dataclass(frozen=True, kw_only=True)
 class CommStreams:
-    """Those of one root."""
+    """The streams of one root."""
 
     gather: CommStream
     reduce: CommStream

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def hiding_in(value: Any) -> Any:
-    """The first object of a nested value that has a tensor with a gradient as an attribute, where it is not found."""
+    """The first object of a nested value that has a tensor with a gradient as an attribute, where nobody looks for it."""
     for leaf in _leaves(value):
         attributes = () if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", {}).values()
         if any(isinstance(a, Tensor) and a.requires_grad for a in attributes):
@@ -44,17 +45,28 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
-        return _with_items(value, {k: map_tensors(change, v) for k, v in value.items()})
+        # One that is also a dataclass (the outputs of transformers) keeps both in step by its own setter.
+        return _with_mapped(change, value, value, operator.setitem)
     if isinstance(value, (tuple, list)):
         items = [map_tensors(change, v) for v in value]
         if all(a is b for a, b in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _with_fields(
-            value, {f.name: map_tensors(change, getattr(value, f.name)) for f in dataclasses.fields(value)}
-        )
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return _with_mapped(change, value, fields, object.__setattr__)  # of frozen ones too
     return value
+
+
+def _with_mapped(change: Callable[[Tensor], Tensor], value: Any, parts: Mapping[Any, Any], put: Any) -> Any:
+    """The value, or a copy with what became of its parts."""
+    mapped = {k: map_tensors(change, v) for k, v in parts.items()}
+    if all(mapped[k] is v for k, v in parts.items()):
+        return value
+    changed = copy.copy(value)
+    for k, v in mapped.items():
+        put(changed, k, v)
+    return changed
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:
@@ -82,25 +94,6 @@ def view_inputs(value: Any) -> tuple[Any, list[Tensor]]:
     return map_tensors(view, value), views
 
 
-def _with_items(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping that is also a dataclass (the outputs of transformers) keeps both in step by its own setter."""
-    if all(items[k] is v for k, v in value.items()):
-        return value
-    changed = copy.copy(value)
-    for k, v in items.items():
-        changed[k] = v  # type: ignore[index]
-    return changed
-
-
-def _with_fields(value: Any, fields: dict[str, Any]) -> Any:
-    if all(v is getattr(value, name) for name, v in fields.items()):
-        return value
-    changed = copy.copy(value)
-    for name, v in fields.items():
-        object.__setattr__(changed, name, v)  # frozen ones too
-    return changed
-
-
 # -- leaves of autograd ------------------------------------------------------------------------------------------------
 
 
@@ -112,8 +105,8 @@ class LeafOfSharded(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        found: Tensor | None = self.sharded.grad
-        return found
+        gradient: Tensor | None = self.sharded.grad
+        return gradient
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -141,9 +134,9 @@ class LeafOfSharded(nn.Parameter):
 
 
 def take_gradient(p: Tensor) -> Any:
-    """What autograd left in a leaf's own `.grad`, whatever its class shows; autograd adds to what it finds there."""
+    """Returns what autograd left in a leaf's own `.grad`, whatever its class shows; it adds to what it finds there."""
     own: Any = Tensor.grad
     with torch._C.DisableTorchFunctionSubclass():
-        found = own.__get__(p)
+        gradient = own.__get__(p)
         own.__set__(p, None)
-    return found
+    return gradient

@@ -52,7 +52,7 @@ def _plan(preset: str, seq_len: int, micro_batch: int, forms: tuple[str, ...], s
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large and how long the parts are."""
+    """The sizes and lengths of the parts."""
 
     shapes: tuple[BenchPlan, ...]
     shared: tuple[int, ...]  # numbers of ranks that share one GPU
@@ -120,9 +120,6 @@ class Place:
         return tuple(f"cuda:{0 if shared else rank % self.gpus}" for rank in range(ranks))
 
 
-# -- the list ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(kw_only=True)
 class BenchPart:
     """`measure` is given where to print and how long it may take; it returns figures, or raises with a sentence."""
@@ -168,17 +165,11 @@ def _on_one(at: Place) -> Iterator[BenchPart]:
     yield _part("strategies", title, 90, parts.strategies, named, scale.precisions, one)
     for shape in scale.shapes:
         title, plan = f"step of {shape.preset} on one rank, bf16: time and memory", replace(shape, devices=one)
-        yield _part(
-            f"step-{shape.preset}", title, 90, parts.step, plan, why=_too_large(at, plan.preset, len(plan.forms))
-        )
+        why = _too_large(at, plan.preset, len(plan.forms))
+        yield _part(f"step-{shape.preset}", title, 90, parts.step, plan, why=why)
     for ranks in scale.shared:
         yield from _sharing(at, ranks)
-    yield from _of_clone(at)
-
-
-def _of_clone(at: Place) -> Iterator[BenchPart]:
-    """Those of `python -m tests.bench`."""
-    here, ranks = _not_here("tests/bench"), max(1, min(at.gpus, MOST_RANKS))
+    here, ranks = _not_here("tests/bench"), max(1, min(at.gpus, MOST_RANKS))  # those of `python -m tests.bench`
     too_large, several = _too_large(at, at.scale.metered.split()[1], forms=12), f"--ranks {ranks}"
     for name, title, limit_s, options, why in (
         ("metering", "what measuring costs, by backend", 120, f"{METERING} {at.scale.metered}", too_large),
@@ -243,9 +234,6 @@ def _too_large(at: Place, preset: str, forms: int, ranks: int = 1) -> str:
     if held_bytes <= 0.8 * at.memory_bytes:
         return ""
     return f"its {plural(forms, 'form')} take {size(held_bytes)}, and the GPU has {size(at.memory_bytes)}"
-
-
-# -- the file ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
@@ -317,9 +305,6 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-# -- what it runs on --------------------------------------------------------------------------------------------------
-
-
 def facts(at: Place) -> Iterator[tuple[str, str]]:
     """Device, versions, date: what the figures were measured on and with."""
     import torch
@@ -342,7 +327,7 @@ def facts(at: Place) -> Iterator[tuple[str, str]]:
 
 
 def _commit() -> str:
-    """Of the clone that this is, with a plus if files were changed; "" if it is none."""
+    """The commit of the clone that this is, with a plus if files were changed; "" if it is none."""
     git = ["git", "-C", str(REPOSITORY), "describe", "--always", "--exclude=*", "--dirty=+"]
     try:
         said = subprocess.run(git, capture_output=True, text=True, timeout=10)

@@ -56,29 +56,17 @@ class BuiltForm:
         self.backend.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    def end_round(self, seconds: float, device: torch.device, *, counted: bool) -> None:
-        if counted:
-            self.seconds.append(seconds)
-            self.peak_bytes = max(self.peak_bytes, _peak(self.backend, device))
-
     def result(self) -> dict[str, Any]:
-        return {
-            "seconds": self.seconds,
-            "loss": float(self.loss),
-            "squared_norm": self.squared_norm,
-            "peak_bytes": self.peak_bytes,
-            "is_shared": self.is_shared,
-            "kernels": None if self.kernels is None else asdict(self.kernels),
-        }
+        figures = {name: getattr(self, name) for name in ("seconds", "squared_norm", "peak_bytes", "is_shared")}
+        kernels = None if self.kernels is None else asdict(self.kernels)
+        return {**figures, "loss": float(self.loss), "kernels": kernels}
 
 
 def interleave(
     plan: BenchPlan, forms: Sequence[BuiltForm], info: RankInfo, world: Wire, on_round: Callable[[int], None]
 ) -> dict[str, dict[str, Any]]:
-    """Trains every form in turn and returns `BuiltForm.result` by form. Collective.
-
-    `on_round` is called with the number of each finished round, warm-up included.
-    """
+    """Trains every form in turn and returns `BuiltForm.result` by form. Collective. `on_round` is called with the
+    number of each finished round, warm-up included."""
     batches = list(batches_of(plan, info))
     for i, batch in enumerate(batches):
         if i == plan.warmup:
@@ -86,7 +74,9 @@ def interleave(
             gc.freeze()  # many models exist now: a collection would be timed as part of some form's step
         for built in forms if i % 2 else forms[::-1]:  # in alternating order: no form always follows the same one
             seconds = step(built, batch, info.device, world, first=i == 0)
-            built.end_round(seconds, info.device, counted=i >= plan.warmup)
+            if i >= plan.warmup:
+                built.seconds.append(seconds)
+                built.peak_bytes = max(built.peak_bytes, _peak(built.backend, info.device))
         on_round(i + 1)
     if info.device.type == "cuda":
         for built in forms:
@@ -103,9 +93,6 @@ def batches_of(plan: BenchPlan, info: RankInfo) -> Iterator[Batch]:
     for _ in range(plan.warmup + plan.steps):
         ids = torch.randint(tokens, (plan.micro_batch, plan.seq_len), generator=generator).to(info.device)
         yield {"input_ids": ids, "labels": ids}
-
-
-# -- building --------------------------------------------------------------------------------------------------------
 
 
 def build_forms(plan: BenchPlan, info: RankInfo, world: Wire) -> Iterator[BuiltForm]:
@@ -166,15 +153,15 @@ def _tune(model: Any, *, raw: str) -> None:
         model.set_separate_reduce_scatter_group(True)
 
 
-# -- one step --------------------------------------------------------------------------------------------------------
-
-
 def step(built: BuiltForm, batch: Batch, device: torch.device, world: Wire, *, first: bool) -> float:
     """Trains one step and returns its seconds on this rank. The first, which is not counted, computes the gradient norm."""
 
     def note_norm() -> None:
+        """Notes this rank's share of the squared gradient norm; the sum over ranks is that of the whole gradient."""
         if first:
-            built.squared_norm = _squared_norm(built.backend)
+            backend = built.backend
+            gradients = [g for g in map(backend.gradient, backend.param_shards()) if g is not None]
+            built.squared_norm = sum(float(g.double().square().sum()) for g in gradients) / backend.replicas
 
     world.control(torch.zeros(1, dtype=torch.float64))  # a barrier
     _synchronize(device)
@@ -187,10 +174,8 @@ def step(built: BuiltForm, batch: Batch, device: torch.device, world: Wire, *, f
 
 
 def _peak(backend: Backend, device: torch.device) -> int:
-    """Peak bytes of the last step, without the memory of other forms, which is allocated as well.
-
-    The step has freed all that it allocated, so the current allocation equals that before it.
-    """
+    """Peak bytes of the last step, without the memory of other forms, which is allocated as well. The step has freed
+    all that it allocated, so the current allocation equals that before it."""
     if device.type != "cuda":
         return 0
     slots = [state_slots(backend.optimizer, p) for p in backend.param_shards()]
@@ -202,9 +187,3 @@ def _peak(backend: Backend, device: torch.device) -> int:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _squared_norm(backend: Backend) -> float:
-    """This rank's share of the squared gradient norm; the sum over ranks is that of the whole gradient."""
-    gradients = [g for g in map(backend.gradient, backend.param_shards()) if g is not None]
-    return sum(float(g.double().square().sum()) for g in gradients) / backend.replicas

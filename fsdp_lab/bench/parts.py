@@ -46,9 +46,8 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "fsdp1": {"backend": "fsdp1"},
     "ddp": {"backend": "ddp", "sharding": "no_shard"},
 }
-PINNED: Mapping[str, Mapping[str, Any]] = {
-    "fsdp1, offload all": {"backend": "fsdp1", "offload": "all"}
-}  # on a GPU alone
+# On a GPU alone.
+PINNED: Mapping[str, Mapping[str, Any]] = {"fsdp1, offload all": {"backend": "fsdp1", "offload": "all"}}
 HYBRID: Mapping[str, Mapping[str, Any]] = {"lab, hybrid": {"sharding": "hybrid_shard", "shard_size": 2}}
 SOME = ("fsdp2", "lab", "lab, shard_grad_op", "lab, zero1", "lab, offload all", "fsdp1", "ddp")
 

@@ -75,10 +75,8 @@ def forms_named(names: str) -> tuple[str, ...]:
 
 
 def place(ranks: int, device: str | None) -> tuple[str, ...]:
-    """Returns a device per rank. None: GPUs if there is one for each rank, else CPUs.
-
-    With "cuda" and fewer GPUs than ranks, ranks share them. Raises PlanError if there is no GPU.
-    """
+    """Returns a device per rank. None: GPUs if there is one for each rank, else CPUs. With "cuda" and fewer GPUs than
+    ranks, ranks share them. Raises PlanError if there is no GPU."""
     if device == "cpu":
         return ("cpu",) * ranks
     import torch
@@ -90,8 +88,6 @@ def place(ranks: int, device: str | None) -> tuple[str, ...]:
         return ("cpu",) * ranks
     return tuple(f"cuda:{rank % gpus}" for rank in range(ranks))
 
-
-# -- the work -----------------------------------------------------------------------------------------------------
 
 _MINIMUM = {"seq_len": 2, "vocab": 2}  # of these numbers; 1 of all others
 SHARDINGS = ("full_shard", "shard_grad_op")  # that the lab and FSDP2 support with any number of ranks
@@ -126,33 +122,27 @@ class BenchPlan:
             if value < least:
                 raise PlanError(f"{option(name)} {value} is refused; give a whole number of {least} or more")
         if self.width % self.heads:
-            raise PlanError(
-                f"--heads {self.heads} does not divide --width {self.width}; give a number of heads that does"
-            )
+            reason = f"--heads {self.heads} does not divide --width {self.width}"
+            raise PlanError(f"{reason}; give a number of heads that does")
         if self.preset:
-            self._check_preset()
+            causal = [name for name, preset in PRESETS.items() if preset.kind == "causal"]
+            if self.preset not in causal:
+                raise PlanError(f"--model {self.preset} is refused; give one of {', '.join(causal)}")
+            config = PRESETS[self.preset].config
+            positions = config.get("n_positions") or config["max_position_embeddings"]
+            if self.seq_len > positions:
+                raise PlanError(f"--seq-len {self.seq_len} is refused; {self.preset} takes {positions} or fewer")
         if not self.forms:
             raise PlanError(f"--only names no form; choose from {', '.join(STEP)}")
         for name in self.forms:
             self._check(self.known[name])
 
-    def _check_preset(self) -> None:
-        causal = [name for name, preset in PRESETS.items() if preset.kind == "causal"]
-        if self.preset not in causal:
-            raise PlanError(f"--model {self.preset} is refused; give one of {', '.join(causal)}")
-        config = PRESETS[self.preset].config
-        positions = config.get("n_positions") or config["max_position_embeddings"]
-        if self.seq_len > positions:
-            raise PlanError(f"--seq-len {self.seq_len} is refused; {self.preset} takes {positions} or fewer")
-
     def _check(self, form: Form) -> None:
         try:
             self.spec(form)
         except FieldError as e:
-            others = ",".join(peer for peer in PEERS if peer != form.peer)
-            raise PlanError(
-                f"the form {form.name} cannot be run ({e.field}: {e.reason}); leave it out with --only {others}"
-            ) from e
+            instead = f"leave it out with --only {','.join(peer for peer in PEERS if peer != form.peer)}"
+            raise PlanError(f"the form {form.name} cannot be run ({e.field}: {e.reason}); {instead}") from e
 
     def spec(self, form: Form) -> Spec:
         """The Spec of a form. Its `data` is not read: the tokens are random."""
@@ -167,25 +157,18 @@ class BenchPlan:
         """The preset, or a transformers config."""
         if self.preset:
             return self.preset
-        return {
-            "model_type": "gpt2",
-            "n_layer": self.layers,
-            "n_embd": self.width,
-            "n_head": self.heads,
-            "vocab_size": self.vocab,
-            "n_positions": self.seq_len,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        }
+        sizes = {"n_layer": self.layers, "n_embd": self.width, "n_head": self.heads, "vocab_size": self.vocab}
+        tokens = {"n_positions": self.seq_len, "bos_token_id": None, "eos_token_id": None}
+        return {"model_type": "gpt2", **sizes, **tokens}
 
     @property
     def shares_memory(self) -> bool:
-        """Whether the lab's wire is over shared memory, where the machine has it."""
+        """Returns whether the lab's wire is over shared memory, where the machine has it."""
         return set(self.devices) == {"cpu"} or self.shares_gpu
 
     @property
     def shares_gpu(self) -> bool:
-        """Whether several ranks use one GPU; then torch's own groups are Gloo's."""
+        """Returns whether several ranks use one GPU; then torch's own groups are Gloo's."""
         return self.devices[:1] != ("cpu",) and len(set(self.devices)) < len(self.devices)
 
     @classmethod

@@ -154,15 +154,13 @@ class BenchResult:
 
     def difference(self) -> tuple[float, str]:
         """The largest relative difference to the reference in last losses and first gradient norms, and its form."""
-        differences = {form: self._difference_of(form) for form in self.seconds}
+        theirs, differences = [*self.losses[self.reference], self.gradient_norms[self.reference]], dict[str, float]()
+        for form in self.seconds:
+            mine = [*self.losses[form], self.gradient_norms[form]]
+            gaps = [abs(a - b) / abs(b) if b else abs(a) for a, b in zip(mine, theirs, strict=True)]
+            differences[form] = max(gap if math.isfinite(gap) else math.inf for gap in gaps)
         worst = max(differences, key=lambda form: differences[form])
         return differences[worst], worst
-
-    def _difference_of(self, form: str) -> float:
-        mine = [*self.losses[form], self.gradient_norms[form]]
-        theirs = [*self.losses[self.reference], self.gradient_norms[self.reference]]
-        gaps = [abs(a - b) / abs(b) if b else abs(a) for a, b in zip(mine, theirs, strict=True)]
-        return max(gap if math.isfinite(gap) else math.inf for gap in gaps)
 
     def check_same_work(self, precision: str) -> None:
         """Raises BenchError if a form computed something else than the reference: its step time is meaningless then."""
@@ -172,9 +170,6 @@ class BenchResult:
                 f"{form} did other work than {self.reference}: losses or gradient norms differ by {difference:.2g}, "
                 f"and {TOLERANCES[precision]:g} is allowed in {precision}; no figure of this run counts"
             )
-
-
-# -- step ------------------------------------------------------------------------------------------------------------
 
 
 def step(plan: BenchPlan, say: Say) -> dict[str, Any]:
@@ -206,15 +201,13 @@ def step_figures(result: BenchResult, environment: Mapping[str, Any], say: Say) 
     say(repr(Table(columns=columns, rows=tuple(rows), left=frozenset({"form"}))))
     for name, ratio in result.ratios.items():
         form = result.fastest[name.partition("/")[2]]
-        report.add(
-            "ratios", name, ratio, note=f"; {told.format(*result.interval(form))}; {form} is the fastest of them"
-        )
+        note = f"; {told.format(*result.interval(form))}; {form} is the fastest of them"
+        report.add("ratios", name, ratio, note=note)
     for name, memory in result.memory_ratios.items():
         say(f"{name}, peak allocated memory: {memory:.3f}")
     for name, ratio in result.control.items():
-        report.add(
-            "control", name, ratio, note=f"; {told.format(*result.interval(CONTROL))}; {CONTROL} does the same as {LAB}"
-        )
+        note = f"; {told.format(*result.interval(CONTROL))}; {CONTROL} does the same as {LAB}"
+        report.add("control", name, ratio, note=note)
     difference, form = result.difference()
     say(f"largest difference of losses and gradient norms to {result.reference}: {difference:.1e} ({form})")
     return report.figures | {
@@ -224,9 +217,6 @@ def step_figures(result: BenchResult, environment: Mapping[str, Any], say: Say) 
         "kernels": dict(result.kernels),
         "memory_ratios": result.memory_ratios,
     }
-
-
-# -- collectives ------------------------------------------------------------------------------------------------------
 
 
 def wire(plan: BenchPlan, say: Say) -> dict[str, Any]:

@@ -104,9 +104,6 @@ def steps(rank: BenchRank, job: Job) -> dict[str, dict[str, Any]]:
         return interleave(rank.plan, forms, info, world, rank.end_round)
 
 
-# -- collectives -------------------------------------------------------------------------------------------------------
-
-
 def wire(rank: BenchRank, job: Job) -> dict[str, Any]:
     """`bench wire`."""
     with rank.groups(shared_memory=True) as (_, world):
@@ -167,9 +164,6 @@ def _timed(shared: Wire, issue: Callable[[], Any], times: int) -> float:
     for _ in range(times):
         issue().wait()
     return (time.perf_counter() - begun_s) / times
-
-
-# -- by a session ----------------------------------------------------------------------------------------------------
 
 
 def train(session: Session, job: Job) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from fsdp_lab.models import weights_folder
 from fsdp_lab.models.check import check
 from fsdp_lab.models.own import skeleton_of
 from fsdp_lab.models.wrapping import block_class_names, units
-from fsdp_lab.spec.lr_schedule import LrSchedule
+from fsdp_lab.spec.optimizer import LrSchedule
 from fsdp_lab.spec.spec import Precision, Spec
 
 Values = dict[str, Any]

@@ -31,7 +31,7 @@ from fsdp_lab.models.configs import first_line
 from fsdp_lab.models.freezing import freeze
 from fsdp_lab.models.lora import adapted
 from fsdp_lab.models.presets import Facts, facts_of
-from fsdp_lab.spec.lora import Lora
+from fsdp_lab.spec.workload import Lora
 
 _SAMPLES = 2  # a BatchNorm refuses to normalise a single value
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.spec.patterns import matches, unmatched
+from fsdp_lab.spec.param_groups import matches, unmatched
 
 FIELD = "workload.freeze"
 

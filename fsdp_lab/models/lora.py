@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models.build import Draw, Initializer, build_skeleton, parameters_on_meta
 from fsdp_lab.models.configs import first_line
-from fsdp_lab.spec.lora import FIELD, Lora
+from fsdp_lab.spec.workload import LORA_FIELD as FIELD, Lora
 
 if TYPE_CHECKING:
     from peft import LoraConfig

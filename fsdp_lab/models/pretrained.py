@@ -28,7 +28,7 @@ from fsdp_lab.models.cache import hub_folder, is_hub_name
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.models.weights import INDEX, SAFETENSORS, StoredTensor, Weights, has_weights
 from fsdp_lab.models.wrapper_names import WRAPPED_NAMES, unwrapped
-from fsdp_lab.spec.patterns import matches, unmatched
+from fsdp_lab.spec.param_groups import matches, unmatched
 from fsdp_lab.spec.workload import OWN, RANDOM, Workload
 
 _FIELD = "workload.weights"

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TextIO, TypeAlias, cast
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models.cache import hub_folder, is_hub_name
 from fsdp_lab.models.data import STDLIB_CAP_BYTES, stdlib_files, text_files, walk
-from fsdp_lab.spec.patterns import matches
+from fsdp_lab.spec.param_groups import matches
 from fsdp_lab.spec.workload import Workload
 
 Value: TypeAlias = str | dict[str, Any]  # a text, or a chat: what `apply_chat_template` takes

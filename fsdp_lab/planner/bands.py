@@ -61,7 +61,7 @@ SENDING = (RateKind.LINK, RateKind.NETWORK, RateKind.LATENESS, RateKind.OVERLAP)
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Of an absolute normalised error: its value at each of `LEVELS`, interpolated between, 0 at level 0."""
+    """An absolute normalised error: its value at each of `LEVELS`, interpolated between, 0 at level 0."""
 
     values: tuple[float, ...]
 
@@ -73,7 +73,7 @@ class Quantiles:
         return y0 + (y1 - y0) * (level - x0) / (x1 - x0)
 
     def probability_below(self, value: float) -> float:
-        """Of a signed error that is as likely above zero as below it."""
+        """The probability of a signed error that is as likely above zero as below it."""
         points = ((0.0, 0.0), *zip(LEVELS, self.values, strict=True))
         # Beyond the last level the rest falls exponentially, for want of rows.
         size, share = abs(value), 1.0 - (1.0 - LEVELS[-1]) * math.exp(1.0 - abs(value) / self.values[-1])
@@ -103,12 +103,15 @@ class TimeErrors:
 # band that is shown, where a step takes as long as its host. unstated: the spread of the networks that
 # sources state, 15 to 250 Gb/s a GPU for A100s.
 PUBLISHED_ERRORS = TimeErrors(
-    sizes={RateKind.COMPUTING: 0.0, RateKind.TRAFFIC: 0.4, RateKind.LINK: 0.1, RateKind.NETWORK: 0.4,
-           RateKind.LATENESS: 0.4, RateKind.OVERLAP: 0.8, RateKind.HOST: 0.5, RateKind.EAGER: 1.38},
-    unstated=0.8, unmeasured=0.15, floor=0.1, between=0.0149,
+    sizes=dict(zip(RateKind, (0.0, 0.4, 0.1, 0.4, 0.4, 0.8, 0.5, 1.38), strict=True)),
+    unstated=0.8,
+    unmeasured=0.15,
+    floor=0.1,
+    between=0.0149,
     quantiles=Quantiles((0.1476, 0.3262, 0.4924, 0.8103, 0.9677, 1.4099)),
-    devices=frozenset({"a100-40", "a100-64", "a100-80", "h100", "h100-hbm2e", "h200", "gb200", "v100"}), ranks=2048,
-)  # fmt: skip
+    devices=frozenset({"a100-40", "a100-64", "a100-80", "h100", "h100-hbm2e", "h200", "gb200", "v100"}),
+    ranks=2048,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,11 +172,11 @@ def worse(rates: Rates, kind: RateKind, by: float) -> Rates:
 
 
 def of_network(errors: TimeErrors) -> TimeErrors:
-    """Those of a network between hosts that were calibrated, beside the errors of calibrated hosts."""
+    """The errors of a network between hosts that were calibrated, beside the errors of calibrated hosts."""
     kept = (RateKind.NETWORK, RateKind.LATENESS)
     floor = CALIBRATED_ERRORS.quantiles.at(COVERED) / errors.quantiles.at(COVERED)
-    return replace(errors, sizes={kind: size if kind in kept else 0.0 for kind, size in errors.sizes.items()},
-                   unmeasured=0.0, floor=floor)  # fmt: skip
+    sizes = {kind: size if kind in kept else 0.0 for kind, size in errors.sizes.items()}
+    return replace(errors, sizes=sizes, unmeasured=0.0, floor=floor)
 
 
 def uncertainties(errors: TimeErrors, machine: Machine) -> Iterator[tuple[RateKind, float]]:

@@ -72,29 +72,27 @@ def references(
     start = Spec(world_size=ranks, devices=None if devices is None else tuple(devices))
     on_gpu = devices is not None and devices[0] != "cpu"
     width, seq_len = (2048, 512) if on_gpu else (256, 128)
-    found = []
+    timed = []
     inside = {"sharding": "hybrid_shard", "shard_size": per_host} if 1 < (per_host or ranks) < ranks else {}
     for backend in BACKENDS:
         has_units = BACKEND_TRAITS[backend].has_units
         sharding = {"sharding": "full_shard"} | inside if has_units else {"sharding": "no_shard"}
         small = start.replace(backend=backend, micro_batch=1, seq_len=16, **sharding)
-        found += [
-            Reference(role="deep", spec=small.replace(model=timed_config(32, 6, 128))),
-            Reference(role="shallow", spec=small.replace(model=timed_config(32, 2, 128))),
-        ]
+        deep, shallow = (small.replace(model=timed_config(32, blocks, 128)) for blocks in (6, 2))
+        timed += [Reference(role="deep", spec=deep), Reference(role="shallow", spec=shallow)]
         if has_units:
-            found.append(Reference(role="whole", spec=small.replace(model=timed_config(32, 6, 128), wrap="whole")))
+            timed.append(Reference(role="whole", spec=deep.replace(wrap="whole")))
     plain = start.replace(model=timed_config(width, 2, seq_len), sharding="no_shard", micro_batch=4, seq_len=seq_len)
     if ranks > 1:
         overlap = start.replace(model=timed_config(width, 4, seq_len), micro_batch=2, seq_len=seq_len // 2)
-        found += [Reference(role="overlap", spec=overlap.replace(backend=b)) for b in OVERLAPPING]
+        timed += [Reference(role="overlap", spec=overlap.replace(backend=b)) for b in OVERLAPPING]
     if on_gpu:
-        return found
+        return timed
     # fp16's steps wait for the scale of the loss; its computing is as in bf16.
-    found += [Reference(role="traffic", spec=plain.replace(precision=dtype)) for dtype in dtypes if dtype != "fp16"]
+    timed += [Reference(role="traffic", spec=plain.replace(precision=dtype)) for dtype in dtypes if dtype != "fp16"]
     few = plain.replace(model=timed_config(width, 4, seq_len), micro_batch=2, seq_len=seq_len // 2)
-    found.append(Reference(role="weights", spec=few.replace(accumulate=4, sync="last") if ranks > 1 else few))
-    return found
+    timed.append(Reference(role="weights", spec=few.replace(accumulate=4, sync="last") if ranks > 1 else few))
+    return timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +109,8 @@ class Calibration:
     alone: bool = field(default=False, repr=False)
     # Of one rank, also timed: plans of the same work begin from their steps.
     anchors: tuple[Spec, ...] = field(default=(), repr=False)
-    crowds: Mapping[int, Calibration] = field(
-        default_factory=dict, repr=False
-    )  # of one rank, as one of so many on its host
+    # Of one rank, as one of so many on its host.
+    crowds: Mapping[int, Calibration] = field(default_factory=dict, repr=False)
 
     @property
     def ranks(self) -> int:
@@ -135,10 +132,8 @@ class Calibration:
         """From the probes of every rank, and the other fields."""
         probes = _mean(each)
         if fields.get("alone"):  # a step that all wait for takes as long as the slowest
-            steps = {
-                i: [[one["steps"][i][k] for one in each] for k in range(len(s))] for i, s in probes["steps"].items()
-            }
-            probes["steps"] = {i: [max(step) for step in of_all] for i, of_all in steps.items()}
+            of_all = {i: zip(*(one["steps"][i] for one in each), strict=True) for i in probes["steps"]}
+            probes["steps"] = {i: [max(step) for step in steps] for i, steps in of_all.items()}
         return cls(probes=probes, **fields)
 
     @property
@@ -150,7 +145,7 @@ class Calibration:
         return tuple(self.probes["products"])
 
     def over_gloo(self) -> Calibration:
-        """Of a crowd: as if its ranks had no memory to share."""
+        """The calibration of a crowd as if its ranks had no memory to share."""
         return replace(self, probes={**self.probes, "collectives": self.probes["gloo"]})
 
     @cached_property
@@ -163,22 +158,27 @@ class Calibration:
             dtype: Curve.of((count, seconds / 3.5 - flops / peaks[dtype]) for count, flops, seconds in rows)
             for dtype, rows in p["scores"].items()
         }
-        copies = Curve.of(p["copies"])
-        measured = MeasuredCurves(products=products, scores=scores, copies=copies,
-                            updates={name: Curve.of(rows) for name, rows in p["updates"].items()})  # fmt: skip
+        copies, updates = Curve.of(p["copies"]), {name: Curve.of(rows) for name, rows in p["updates"].items()}
         per_host, late = self.per_host, p["collectives"].get("late")
         sizes = {"collectives": self.ranks, "pairs": 2, "inside": per_host, "across": self.ranks // per_host}
-        curves = {name: _curves(p.get(name, {}), size) for name, size in sizes.items()}
+        curves: dict[str, Any] = {name: _curves(p.get(name, {}), size) for name, size in sizes.items()}
         all_ranks = max((curve.best for curve in curves["collectives"].values()), default=2 * copies.best)
         link = max((curve.best for curve in curves["inside"].values()), default=all_ranks)
         network = max((per_host * curve.last for curve in curves["across"].values()), default=all_ranks)
         device = Device(
-            name=self.name, peak_flops_per_s=peaks, matrix_share=1.0, memory_bytes=int(p["memory_bytes"]),
-            memory_bytes_per_s=2 * copies.best, link_bytes_per_s=link, switched=True,
-            generation="here" if self.on_gpu else "cpu", assumed={}, measured=measured,
-        )  # fmt: skip
-        return Machine(device=device, ranks=self.ranks, per_host=per_host, network_bytes_per_s=network, assumed={},
-                       late=late and _lateness(late, curves["collectives"]), **curves)  # fmt: skip
+            name=self.name,
+            peak_flops_per_s=peaks,
+            matrix_share=1.0,
+            memory_bytes=int(p["memory_bytes"]),
+            memory_bytes_per_s=2 * copies.best,
+            link_bytes_per_s=link,
+            switched=True,
+            generation="here" if self.on_gpu else "cpu",
+            assumed={},
+            measured=MeasuredCurves(products=products, scores=scores, copies=copies, updates=updates),
+        )
+        made = Machine(device=device, ranks=self.ranks, per_host=per_host, network_bytes_per_s=network, assumed={})
+        return replace(made, late=late and _lateness(late, curves["collectives"]), **curves)
 
     @cached_property
     def _stepping(self) -> Machine:
@@ -186,35 +186,25 @@ class Calibration:
         here = self.machine
         return replace(here, ranks=1, per_host=1, collectives={}, late=None) if self.alone else here
 
-    def spreads_to(self, per_host: int) -> bool:
-        """Whether so many ranks of a host can be planned from these: as many, or any number from one GPU, whose neighbors
-        share nothing with it but the links."""
-        return per_host == self.ranks or (self.on_gpu and self.ranks == 1)
-
     def on_hosts(
         self, hosts: int, network_gbit_per_s: float | None = None, *, per_host: int | None = None
     ) -> tuple[Machine, Rates]:
         """So many hosts like the calibrated one, and the rates there: inside a host those that were measured, between hosts
         a stated network, of which GPUs reach the share of published timings, and CPUs what TCP leaves. None: the usual
-        network, which is assumed.
-
-        Args:
-            per_host: ranks of each; None: as many as were calibrated. From one GPU more, over the links of its data sheet.
-
-        Raises:
-            ArgumentError: several hosts were calibrated, a rate is out of range, or the GPU's links are not known.
-        """
+        network, which is assumed. `per_host`: ranks of each; None: as many as were calibrated. From one GPU more, over the
+        links of its data sheet. Raises ArgumentError: several hosts were calibrated, a rate is out of range, or the GPU's
+        links are not known."""
         if self.per_host != self.ranks:
             reason = f"{self.ranks // self.per_host} hosts were calibrated, and their network with them"
             raise ArgumentError("hosts", reason, "calibrate on one host to plan for more")
         ranks = per_host or self.ranks
         device = self.machine.device if ranks == self.ranks else self._linked()
-        found = machine(device, hosts * ranks, hosts=hosts, network_gbit_per_s=network_gbit_per_s)
-        rates = replace(self.rates, network=PUBLISHED.network if self.on_gpu else TCP_SHARE, hop_s=PUBLISHED.hop_s,
-                        latency_s=PUBLISHED.latency_s, jitter_s=PUBLISHED.jitter_s)  # fmt: skip
+        there = machine(device, hosts * ranks, hosts=hosts, network_gbit_per_s=network_gbit_per_s)
+        rates = replace(self.rates, network=PUBLISHED.network if self.on_gpu else TCP_SHARE)
+        rates = replace(rates, **{name: getattr(PUBLISHED, name) for name in ("hop_s", "latency_s", "jitter_s")})
         if ranks != self.ranks:
-            return found, replace(rates, link=PUBLISHED.link, interference=PUBLISHED.interference)
-        return replace(found, inside=self.machine.collectives, pairs=self.machine.pairs), rates
+            return there, replace(rates, link=PUBLISHED.link, interference=PUBLISHED.interference)
+        return replace(there, inside=self.machine.collectives, pairs=self.machine.pairs), rates
 
     def _linked(self) -> Device:
         """The GPU with the links of its data sheet."""
@@ -222,23 +212,25 @@ class Calibration:
         if gpu is None:
             reason = f"one GPU was calibrated, and the links of a {self.name} are not known"
             raise ArgumentError("hosts", reason, "calibrate all GPUs of a host, or name hardware")
-        return replace(self.machine.device, link_bytes_per_s=gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s,
-                       switched=gpu.nvlink_bytes_per_s is not None)  # fmt: skip
+        link, switched = gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s, gpu.nvlink_bytes_per_s is not None
+        return replace(self.machine.device, link_bytes_per_s=link, switched=switched)
 
     @cached_property
     def rates(self) -> Rates:
         """The measured rates, for `plan`."""
-        rates = replace(
-            PUBLISHED, matrix=1.0, memory=1.0, link=1.0, network=1.0, latency_s=0.0, hop_s=0.0, jitter_s=0.0,
-            step_s=0.0, interference=1.0 if self.alone else 0.5, kernel_s=0.0,
-        )  # fmt: skip
+        rates = replace(PUBLISHED, matrix=1.0, memory=1.0, link=1.0, network=1.0)
+        rates = replace(rates, latency_s=0.0, hop_s=0.0, jitter_s=0.0, step_s=0.0, kernel_s=0.0)
+        rates = replace(rates, interference=1.0 if self.alone else 0.5)
         for _ in range(6):  # each has a small effect on the measurements that determine the others
             if self.on_gpu:
                 rates = replace(rates, eager_s=self._eager_s(rates))
             rates = replace(rates, hosts={backend: self._host(backend, rates) for backend in BACKENDS})
             if not self.on_gpu:
                 rates = replace(rates, traffic_of=self._traffic(rates))
-                rates = replace(rates, weights=self._weights(rates))
+                # A step of a model on few tokens is linear in them.
+                ((r, shape, seconds),) = (step for step in self._steps if step[0].role == "weights")
+                none, one = (self._predicted_s(r, shape, replace(rates, weights=times)) for times in (0.0, 1.0))
+                rates = replace(rates, weights=max(0.0, (seconds - none) / (one - none)))
             for backend in OVERLAPPING:
                 rates = self._with_overlap(backend, rates)
         return rates
@@ -259,15 +251,15 @@ class Calibration:
     @cached_property
     def _steps(self) -> list[tuple[Reference, ModelShape, float]]:
         """Each reference with its shape and the median seconds of its steps."""
-        wanted = references(1, self.dtypes, self.devices[:1]) if self.alone else references(
-            self.ranks, self.dtypes, self.devices, self.per_host)  # fmt: skip
+        ranks, devices = (1, self.devices[:1]) if self.alone else (self.ranks, self.devices)
+        wanted = references(ranks, self.dtypes, devices, None if self.alone else self.per_host)
         if len(wanted) != len(self.shapes):
             raise ArgumentError("calibration", "an earlier version timed other models", "call lab.calibrate() again")
         timed = zip(wanted, self.shapes, strict=True)
         return [(r, shape, median(self.probes["steps"][str(i)])) for i, (r, shape) in enumerate(timed)]
 
     def _unexplained(self, backend: str, rates: Rates) -> dict[str, tuple[float, ModelShape, StepModel]]:
-        """Of the small models' steps, by role: seconds that are not predicted."""
+        """Seconds of the small models' steps that are not predicted, by role."""
         return {
             r.role: (seconds - self._predicted_s(r, shape, rates), shape, self._model(r, shape, rates))
             for r, shape, seconds in self._steps
@@ -276,8 +268,8 @@ class Calibration:
 
     def _eager_s(self, rates: Rates) -> float:
         """The host's time for a kernel, from what DDP's steps take longer with more blocks."""
-        found = self._unexplained("ddp", rates)
-        (deep_s, _, deep), (shallow_s, _, shallow) = found["deep"], found["shallow"]
+        of_role = self._unexplained("ddp", rates)
+        (deep_s, _, deep), (shallow_s, _, shallow) = of_role["deep"], of_role["shallow"]
         issuing_s = [sum(sum(work.issue_s.values()) for work in model.works) for model in (deep, shallow)]
         kernels = (issuing_s[0] - issuing_s[1]) / rates.eager_s
         return max(1e-7, rates.eager_s + (deep_s - shallow_s) / kernels)
@@ -285,7 +277,7 @@ class Calibration:
     def _host(self, backend: str, rates: Rates) -> HostOverhead:
         """The overhead per step, collective and tensor, from the unexplained time of the small models' steps."""
         unexplained = {
-            role: (seconds, model.sends, _tensors(shape))
+            role: (seconds, model.sends, sum(len(unit.parameters) for unit in shape.units))
             for role, (seconds, shape, model) in self._unexplained(backend, rates).items()
         }
         deep, shallow, whole = unexplained["deep"], unexplained["shallow"], unexplained.get("whole")
@@ -301,7 +293,7 @@ class Calibration:
         return replace(now, step_s=now.step_s + step_s, send_s=now.send_s + send_s, tensor_s=now.tensor_s + tensor_s)
 
     def _traffic(self, rates: Rates) -> dict[str, float]:
-        """By dtype, from the step of the unsharded model, which is linear in it."""
+        """The traffic by dtype, from the step of the unsharded model, which is linear in it."""
         traffic = {}
         for r, shape, seconds in self._steps:
             if r.role == "traffic":
@@ -312,15 +304,8 @@ class Calibration:
                 traffic[dtype] = max(0.0, (seconds - none) / (one - none))
         return {**traffic, "fp16": traffic["bf16"]} if "bf16" in traffic else traffic
 
-    def _weights(self, rates: Rates) -> float:
-        """From the step of a model on few tokens, which is linear in it."""
-        ((r, shape, seconds),) = (step for step in self._steps if step[0].role == "weights")
-        none, one = (self._predicted_s(r, shape, replace(rates, weights=times)) for times in (0.0, 1.0))
-        return max(0.0, (seconds - none) / (one - none))
-
     def _with_overlap(self, backend: str, rates: Rates) -> Rates:
         """With the interference or stretch that predicts the step of role "overlap", by bisection (it grows with both).
-
         Where the network is so slow that computing hides little of it, interference has no part in that, and stays."""
         steps = [step for step in self._steps if step[0].role == "overlap" and step[0].spec.strategy.backend == backend]
         if not steps:
@@ -353,26 +338,21 @@ class Calibration:
     def _model(self, r: Reference, shape: ModelShape, rates: Rates) -> StepModel:
         return StepModel(r.spec, shape.units, shape.tokens(r.spec.workload.seq_len), self._stepping, rates)
 
-    # -- JSON -----------------------------------------------------------------------------------------------------
-
     def to_dict(self) -> dict[str, Any]:
         shapes = [replace(shape, tapes={}).to_dict() for shape in self.shapes]
-        return {
-            "unix_s": self.unix_s, "seconds": self.seconds, "name": self.name, "devices": list(self.devices),
-            "probes": dict(self.probes), "shapes": shapes, "alone": self.alone,
-            "anchors": [spec.to_dict() for spec in self.anchors],
-            "crowds": {str(ranks): crowd.to_dict() for ranks, crowd in self.crowds.items()},
-        }  # fmt: skip
+        d: dict[str, Any] = {name: getattr(self, name) for name in ("unix_s", "seconds", "name")}
+        d |= {"devices": list(self.devices), "probes": dict(self.probes), "shapes": shapes, "alone": self.alone}
+        d["anchors"] = [spec.to_dict() for spec in self.anchors]
+        return {**d, "crowds": {str(ranks): crowd.to_dict() for ranks, crowd in self.crowds.items()}}
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Calibration:
         """Raises ValueError if it is no calibration."""
         try:
-            shapes = tuple(ModelShape.from_dict(shape) for shape in d["shapes"])
-            return cls(unix_s=d["unix_s"], seconds=d["seconds"], name=d["name"], devices=tuple(d["devices"]),
-                       probes=d["probes"], shapes=shapes, alone=d["alone"],
-                       anchors=tuple(Spec.from_dict(spec) for spec in d["anchors"]),
-                       crowds={int(ranks): cls.from_dict(crowd) for ranks, crowd in d["crowds"].items()})  # fmt: skip
+            fields: dict[str, Any] = {name: d[name] for name in ("unix_s", "seconds", "name", "probes", "alone")}
+            fields |= {"devices": tuple(d["devices"]), "shapes": tuple(map(ModelShape.from_dict, d["shapes"]))}
+            crowds = {int(ranks): cls.from_dict(crowd) for ranks, crowd in d["crowds"].items()}
+            return cls(**fields, anchors=tuple(map(Spec.from_dict, d["anchors"])), crowds=crowds)
         except (KeyError, TypeError) as e:
             raise ValueError(f"this is no calibration ({type(e).__name__}: {e}); make one with lab.calibrate()") from e
 
@@ -385,10 +365,9 @@ def crowd_specs(dtypes: Sequence[str], anchors: Sequence[Spec]) -> list[Spec]:
 def alone(
     each: Sequence[Mapping[str, Any]], dtypes: Sequence[str], anchors: tuple[Spec, ...], *, name: str, seconds: float
 ) -> Calibration:
-    """Of one rank in a crowd, from the probes of all that were in it."""
-    shapes = shapes_of(references(1, dtypes, ("cpu",)))
-    return Calibration.of(each, unix_s=time.time(), seconds=seconds, name=name, devices=("cpu",) * len(each),
-                          shapes=shapes, alone=True, anchors=anchors)  # fmt: skip
+    """The calibration of one rank in a crowd, from the probes of all that were in it."""
+    fields = {"shapes": shapes_of(references(1, dtypes, ("cpu",))), "devices": ("cpu",) * len(each), "anchors": anchors}
+    return Calibration.of(each, unix_s=time.time(), seconds=seconds, name=name, alone=True, **fields)
 
 
 def shapes_of(timed: Sequence[Reference]) -> tuple[ModelShape, ...]:
@@ -403,7 +382,7 @@ def one_rank(spec: Spec) -> Spec:
 
 
 def _lateness(rows: Sequence[Sequence[float]], collectives: Mapping[str, Curve]) -> Curve:
-    """By seconds of computing, from rounds of computing and a small collective, which take its own time as well."""
+    """The lateness by seconds of computing, from rounds of computing and a small collective, which take its time as well."""
     own_s = min(curve.points[0][1] for curve in collectives.values())
     sizes = sorted(rows, key=itemgetter(0))
     each = len(sizes) // 4  # rows of one size; its passes differ a little in the seconds of computing
@@ -418,10 +397,6 @@ def _curves(rows: Mapping[str, Sequence[Sequence[float]]], size: int) -> dict[st
         for kind, each in rows.items()
         if kind in PASSES
     }
-
-
-def _tensors(shape: ModelShape) -> int:
-    return sum(len(unit.parameters) for unit in shape.units)
 
 
 def _mean(each: Sequence[Any]) -> Any:

@@ -41,9 +41,6 @@ HEAD_STEP = 32
 UNALIGNED = 3.5
 
 
-# -- computing -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """Seconds of one unit in one micro-batch."""
@@ -96,13 +93,13 @@ class Computing:
         recomputes = recomputed and unit.has_backward
         forward = products + scores + other + host
         back = (1 + unit.trained_share) * products + scores_back + other_back + host
+        issued_back = issue_back + issuing + (issue if recomputes else 0.0)
         return Work(
             forward_s=rates.computing * forward,
             backward_s=rates.computing * back if unit.has_backward else 0.0,
             recompute_s=rates.computing * (recompute + host) if recomputes else 0.0,
-            issue_s={Direction.FORWARD: issue + issuing,
-                     Direction.BACKWARD: issue_back + issuing + (issue if recomputes else 0.0)},
-        )  # fmt: skip
+            issue_s={Direction.FORWARD: issue + issuing, Direction.BACKWARD: issued_back},
+        )
 
     def product_s(self, unit: UnitShape) -> float:
         """Matrix products of the forward."""
@@ -134,7 +131,8 @@ class Computing:
 
     def fused_attention_s(self, unit: UnitShape, pairs: float, peak: float, gain: float) -> tuple[float, float]:
         flops = unit.pair_flops * pairs * (0.5 if unit.causal else 1.0) * padding(unit)
-        seconds = flops / (peak * self.rates.attention_share(self.device.generation) * gain)
+        attention = self.rates.attention
+        seconds = flops / (peak * attention.get(self.device.generation, attention["hopper"]) * gain)
         return seconds, FUSED_BACKWARD * seconds
 
     def traffic_bytes(self, unit: UnitShape) -> tuple[float, float]:
@@ -175,8 +173,9 @@ def saved_bytes(unit: UnitShape, tokens: int, dtype: str) -> float:
     return replace(unit.saved[dtype], per_pair_bytes=0.0).bytes_of(tokens)
 
 
-def traffic_bytes(unit: UnitShape, tokens: int, dtype: str, traffic: Bytes | None, *,
-                  fused: bool) -> tuple[float, float]:  # fmt: skip
+def traffic_bytes(
+    unit: UnitShape, tokens: int, dtype: str, traffic: Bytes | None, *, fused: bool
+) -> tuple[float, float]:
     """(Forward, backward) of one sample, from the traffic of a token; None: in proportion to what is saved."""
     size = unit.share * tokens * BYTES[dtype] / 2
     if traffic is None:
@@ -205,8 +204,6 @@ def update_bytes(optimizer: TorchOptimizer) -> int:
     return 80 + 12 * bool(optimizer["amsgrad"])
 
 
-# -- memory traffic --------------------------------------------------------------------------------------------------
-
 # Bytes that an element's kernels read and write: forward, backward; then the same if a compiler has fused neighbours.
 # Half precision is 2 bytes; a cast to fp32 moves 4. Nothing here is fitted. Dropout is not counted.
 Bytes = tuple[float, float, float, float]
@@ -224,12 +221,20 @@ PER_SAVED: Bytes = (1.1, 1.7, 0.8, 1.1)  # per saved byte, for units of other mo
 def memory_traffic(unit: UnitShape, *, norm: Bytes = RMS_NORM, loss: Bytes = LOSS) -> Bytes | None:
     """Bytes per token in half precision, of a transformer's block or of a head with its loss, which is one product without
     attention. None for other units. norm: of a gated block."""
-    if unit.heads:
-        return _block_traffic(unit, norm)
-    if len(unit.products) == 1 and not unit.saved["bf16"].fixed_bytes:
+    if not unit.heads:
+        if len(unit.products) != 1 or unit.saved["bf16"].fixed_bytes:
+            return None
         head = unit.products[0]
         return _sum_traffic((head.count * head.outputs * head.share, loss))
-    return None
+    blocks = blocks_of(unit)
+    if blocks is None:
+        return None
+    wide = max(4 * blocks.hidden, 2 * blocks.inner)
+    logits = sum(p.count * p.outputs * p.share for p in unit.products if p.outputs > wide)
+    ends, inner, heads = 2 * blocks.count * blocks.hidden, blocks.count * blocks.inner, unit.pair_flops / 4
+    if blocks.is_gated:
+        return _sum_traffic((ends, RESIDUAL), (ends, norm), (2 * heads, ROTARY), (inner, GATE), (logits, LOSS))
+    return _sum_traffic((ends, RESIDUAL), (ends, LAYER_NORM), (inner, ACTIVATION), (logits, LOSS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,27 +257,11 @@ def blocks_of(unit: UnitShape) -> Blocks | None:
     return Blocks(count=count, hidden=hidden, inner=inner, is_gated=widened >= 2 * count * inner) if count else None
 
 
-def _block_traffic(unit: UnitShape, norm: Bytes) -> Bytes | None:
-    """Traffic of one block or several."""
-    blocks = blocks_of(unit)
-    if blocks is None:
-        return None
-    logits = sum(
-        p.count * p.outputs * p.share for p in unit.products if p.outputs > max(4 * blocks.hidden, 2 * blocks.inner)
-    )
-    ends, inner, heads = 2 * blocks.count * blocks.hidden, blocks.count * blocks.inner, unit.pair_flops / 4
-    if blocks.is_gated:
-        return _sum_traffic((ends, RESIDUAL), (ends, norm), (2 * heads, ROTARY), (inner, GATE), (logits, LOSS))
-    return _sum_traffic((ends, RESIDUAL), (ends, LAYER_NORM), (inner, ACTIVATION), (logits, LOSS))
-
-
 def _sum_traffic(*parts: tuple[float, Bytes]) -> Bytes:
     """parts: elements per token, and the bytes of each."""
     a, b, c, d = (sum(elements * each[i] for elements, each in parts) for i in range(4))
     return a, b, c, d
 
-
-# -- what the host issues --------------------------------------------------------------------------------------------
 
 # Kernels of a block's forward besides its matrix products, with two of attention, as a compiler fuses them. This number, and
 # those of the backward and of a collective, are assumed: only their product with `Rates.kernel_s` shows.
@@ -280,8 +269,6 @@ FUSED_KERNELS = 6
 BACKWARD_LAUNCH = 0.4  # host's time of a backward, relative to the forward: more kernels, but autograd issues them
 SEND_KERNELS = 20  # a gather or a reduction of a unit takes the host as long as so many kernels
 
-
-# -- collectives -----------------------------------------------------------------------------------------------------
 
 # How much faster an all-reduce of NVLS is than a ring: half of the bytes, at three quarters of the rate
 # (tests/planner/research/data/collective_timings.csv, 1 GiB and more on eight H100 or H200).

@@ -28,12 +28,12 @@ class Curve:
     @classmethod
     def of(cls, rows: Iterable[Sequence[float]]) -> Curve:
         """From rows [size, seconds] in any order; equal sizes are averaged. Raises ValueError if there are none."""
-        found: dict[float, list[float]] = {}
+        by_size: dict[float, list[float]] = {}
         for size, seconds in rows:
-            found.setdefault(size, []).append(max(seconds, 1e-9))
-        if not found:
+            by_size.setdefault(size, []).append(max(seconds, 1e-9))
+        if not by_size:
             raise ValueError("a curve needs one point or more")
-        return cls(tuple((size, sum(found[size]) / len(found[size])) for size in sorted(found)))
+        return cls(tuple((size, sum(each) / len(each)) for size, each in sorted(by_size.items())))
 
     def __call__(self, size: float) -> float:
         """Seconds; 0 for a size of 0."""
@@ -93,11 +93,10 @@ class Device:
 
     def flops_per_s(self, dtype: str) -> float:
         """The peak for matrix products of this dtype. Raises SpecError if the device does not support it."""
-        found = self.peak_flops_per_s.get(dtype)
-        if found is None:
+        if dtype not in self.peak_flops_per_s:
             others = ", ".join(d for d in self.peak_flops_per_s if d != "tf32")
             raise SpecError("strategy.precision", f"a {self.name} has no matrix products in {dtype}", f"use {others}")
-        return found
+        return self.peak_flops_per_s[dtype]
 
     def curve(self, dtype: str) -> Curve:
         """Measured seconds of a matrix product by its FLOPs. Raises SpecError as `flops_per_s`."""
@@ -110,17 +109,20 @@ def _device(name: str) -> Device:
     gpu = VARIANTS.get(name) or GPUS[name]
     assumed = f"{ASSUMED_SHARE} of the peak, as an A100 reaches{gpu.remark}"
     return Device(
-        name=name, peak_flops_per_s={dtype: peak for dtype in DTYPES if (peak := gpu.flops_per_s(dtype))},
-        generation=gpu.generation, matrix_share=(gpu.matrix_share or ASSUMED_SHARE) * gpu.power_share,
-        memory_bytes=gpu.memory_bytes, memory_bytes_per_s=gpu.memory_bytes_per_s,
-        link_bytes_per_s=gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s, switched=gpu.nvlink_bytes_per_s is not None,
+        name=name,
+        peak_flops_per_s={dtype: peak for dtype in DTYPES if (peak := gpu.flops_per_s(dtype))},
+        generation=gpu.generation,
+        matrix_share=(gpu.matrix_share or ASSUMED_SHARE) * gpu.power_share,
+        memory_bytes=gpu.memory_bytes,
+        memory_bytes_per_s=gpu.memory_bytes_per_s,
+        link_bytes_per_s=gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s,
+        switched=gpu.nvlink_bytes_per_s is not None,
         assumed={} if gpu.matrix_share else {"matrix_share": assumed},
-    )  # fmt: skip
+    )
 
 
-_NAMES = ("v100", "t4", "a10g", "l40s", "l4", "a100-40", "a100-64", "a100-80", "h100", "h100-pcie", "h100-hbm2e", "h200",
-          "b200", "gb200")  # fmt: skip
-DEVICES: Mapping[str, Device] = {name: _device(name) for name in _NAMES}
+_NAMES = "v100 t4 a10g l40s l4 a100-40 a100-64 a100-80 h100 h100-pcie h100-hbm2e h200 b200 gb200"
+DEVICES: Mapping[str, Device] = {name: _device(name) for name in _NAMES.split()}
 _OTHER_NAMES = {"a100": "a100-80", "h100-sxm": "h100", "h100-80": "h100", "h200-141": "h200"}
 
 
@@ -159,27 +161,27 @@ class Machine:
 
     @property
     def is_measured(self) -> bool:
-        """Whether all of it was: the devices, and their network if there are several hosts."""
+        """Returns whether all of it was: the devices, and their network if there are several hosts."""
         return self.device.measured is not None and (self.hosts == 1 or bool(self.collectives))
 
     @property
     def switches_reduce(self) -> bool:
-        """Whether NCCL reduces in the switches of the one host. Hosts of four GPUs have none."""
+        """Returns whether NCCL reduces in the switches of the one host. Hosts of four GPUs have none."""
         newer = self.device.generation in ("hopper", "blackwell")
         return newer and self.device.switched and self.per_host >= 8 and self.hosts == 1
 
     def allows(self, ranks: int) -> bool:
-        """Whether so many ranks are a part of a host, or whole hosts."""
+        """Returns whether so many ranks are a part of a host, or whole hosts."""
         return ranks <= self.per_host or ranks % self.per_host == 0
 
     def with_ranks(self, ranks: int) -> Machine:
         """The same devices and network with a number of ranks that it `allows`."""
         hosts = max(1, ranks // self.per_host)
-        found = machine(self.device, ranks, hosts=hosts, network_gbit_per_s=self.network_bytes_per_s * 8 / 1e9)
+        resized = machine(self.device, ranks, hosts=hosts, network_gbit_per_s=self.network_bytes_per_s * 8 / 1e9)
         assumed = dict(self.assumed)
         if "hosts" in assumed:
             assumed["hosts"] = f"{hosts}, of {self.per_host} devices each"
-        return replace(found, assumed=assumed)
+        return replace(resized, assumed=assumed)
 
     def limited(self, limit_bytes: int | None) -> Machine:
         """The same machine with a memory limit per device. Raises ArgumentError for one of 0 or less."""
@@ -193,25 +195,20 @@ class Machine:
 
 # The default network of a host: that of the vendor's reference design or of the usual cloud machine; of A100s, whose
 # networks differ most, the median of the sources in research/data/fsdp_measurements.csv that state theirs.
-_NETWORKS_GBIT: Mapping[str, float] = {
-    "volta": 100, "turing": 50, "ampere": 800, "ada": 400, "hopper": 3200, "blackwell": 3200,
-}  # fmt: skip
+_NETWORKS_GBIT = {"volta": 100.0, "turing": 50.0, "ampere": 800.0, "ada": 400.0, "hopper": 3200.0, "blackwell": 3200.0}
 
 
-def machine(hardware: str | Device, ranks: int, *, hosts: int | None = None, per_host: int | None = None,
-            network_gbit_per_s: float | None = None) -> Machine:  # fmt: skip
-    """A machine with defaults for what is not given, which are listed in `assumed`.
-
-    Args:
-        hardware: a device, or its name.
-        hosts: number of hosts.
-        per_host: devices of a host, if `hosts` is None; the default is eight.
-        network_gbit_per_s: of all network cards of a host together, one way.
-
-    Raises:
-        ArgumentError: an unknown device, ranks that the hosts do not divide, a rate out of range.
-    """
-    found = hardware if isinstance(hardware, Device) else device(hardware)
+def machine(
+    hardware: str | Device,
+    ranks: int,
+    *,
+    hosts: int | None = None,
+    per_host: int | None = None,  # devices of a host, if `hosts` is None; the default is eight
+    network_gbit_per_s: float | None = None,  # of all network cards of a host together, one way
+) -> Machine:
+    """A machine with defaults for what is not given, which are listed in `assumed`. Raises ArgumentError for an unknown
+    device, ranks that the hosts do not divide, and a rate out of range."""
+    of = hardware if isinstance(hardware, Device) else device(hardware)
     check_whole("ranks", ranks)
     if hosts is not None and (hosts < 1 or ranks % hosts):
         raise _indivisible("hosts", ranks, hosts, f"{ranks} ranks cannot be divided among {hosts} hosts")
@@ -228,18 +225,15 @@ def machine(hardware: str | Device, ranks: int, *, hosts: int | None = None, per
         raise _indivisible("per_host", ranks, per_host, f"{ranks} GPUs cannot be divided among hosts of {per_host}")
     per_host = min(per_host, ranks)
     if network is None:
-        network = _NETWORKS_GBIT.get(found.generation, 100)
+        network = _NETWORKS_GBIT.get(of.generation, 100.0)
         if ranks > per_host:
             assumed["network"] = f"{network:.0f} Gb/s a host"
-    return Machine(device=found, ranks=ranks, per_host=per_host, network_bytes_per_s=network * 1e9 / 8, assumed=assumed)
+    return Machine(device=of, ranks=ranks, per_host=per_host, network_bytes_per_s=network * 1e9 / 8, assumed=assumed)
 
 
 def _indivisible(field: str, ranks: int, given: int, reason: str) -> ArgumentError:
     nearest = min((n for n in range(1, ranks + 1) if ranks % n == 0), key=lambda n: abs(n - given))
     return ArgumentError(field, reason, f"use {nearest}", {field: nearest})
-
-
-# -- rates that are reached ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +253,8 @@ class Rates:
     published row. Shares are of the device's or the link's best, 0 to 1."""
 
     matrix: float  # matrix products inside a model, relative to one large product alone
-    attention: Mapping[str, float]  # fused attention's own FLOPs (half of the pairs if causal), by generation
+    # Fused attention's own FLOPs (half of the pairs if causal), by generation; Hopper's for those that were not calibrated.
+    attention: Mapping[str, float]
     memory: float  # of the memory bandwidth; not fitted
     operands: float  # how often a matrix product moves its operands through memory
     # Of a collective, fitted to timings (tests/planner/research/data/collective_timings.csv) and not to steps: shares to
@@ -284,16 +279,22 @@ class Rates:
     weights: float = 0.0
     computing: float = 1.0  # what computing takes, relative to all of the above, if a step of the same work was timed
 
-    def attention_share(self, generation: str) -> float:
-        """That of Hopper for generations that were not calibrated."""
-        return self.attention.get(generation, self.attention["hopper"])
-
     def host(self, backend: str) -> HostOverhead:
         return self.hosts.get(backend, HostOverhead())
 
 
 # Fitted to all usable rows of tests/planner/research/data/fsdp_measurements.csv. A test repeats the fit.
 PUBLISHED = Rates(
-    matrix=0.869, attention={"ampere": 0.3129, "hopper": 0.1675}, memory=0.9, operands=1.113, link=0.8, network=0.82,
-    latency_s=3.4e-6, hop_s=38e-6, jitter_s=1.301e-4, interference=0.1533, step_s=0.008816, kernel_s=4.844e-5,
-)  # fmt: skip
+    matrix=0.869,
+    attention={"ampere": 0.3129, "hopper": 0.1675},
+    memory=0.9,
+    operands=1.113,
+    link=0.8,
+    network=0.82,
+    latency_s=3.4e-6,
+    hop_s=38e-6,
+    jitter_s=1.301e-4,
+    interference=0.1533,
+    step_s=0.008816,
+    kernel_s=4.844e-5,
+)

@@ -41,9 +41,8 @@ CONTEXT_BYTES = 1 << 30  # GPU memory of CUDA's context, NCCL's buffers and the 
 GPU_SLACK = 0.06
 PRESSURE = 0.92  # share of device memory; the rest is for the driver, the communicator and fragmentation
 GATHERED = 3  # blocks at a time: one in use and two that the rate limiter admits
-MODELS: Mapping[str, type[MemoryModel]] = {
-    "lab": FlatMemory, "fsdp2": FSDP2Memory, "fsdp1": FSDP1Memory, "ddp": DDPMemory,
-}  # fmt: skip
+MODELS: Mapping[str, type[MemoryModel]]
+MODELS = {"lab": FlatMemory, "fsdp2": FSDP2Memory, "fsdp1": FSDP1Memory, "ddp": DDPMemory}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +62,8 @@ class MemoryPlan:
 
 
 def memory(spec: Spec, shape: ModelShape, *, device: str, model: type[MemoryModel] | None = None) -> MemoryPlan:
-    """Predicts the memory of any step but the first.
-
-    Args:
-        shape: the model, in the units of `spec.strategy.wrap`.
-        device: "cpu" or "cuda".
-        model: of the backend; None: the usual one.
-    """
+    """Predicts the memory of any step but the first, of a model in the units of `spec.strategy.wrap`, on a "cpu" or "cuda".
+    `model`: of the backend; None: the usual one."""
     return _Step(spec, shape, model or MODELS[spec.strategy.backend], on_gpu=device != "cpu").plan()
 
 
@@ -89,7 +83,7 @@ def loading_bytes(spec: Spec, shape: ModelShape, *, device: str) -> int:
 
 
 def has_scratch(spec: Spec) -> bool:
-    """Whether a CPU's convolutions copy: those of one sample in fp32 go by another way."""
+    """Returns whether a CPU's convolutions copy: those of one sample in fp32 go by another way."""
     return spec.workload.micro_batch > 1 or spec.strategy.dtypes.param != "fp32"
 
 
@@ -131,9 +125,13 @@ class _Step:
         names = self._shape.unit_names or tuple(u.name for u in self._shape.units)
         peak = role_bytes(tracker.peak)
         return MemoryPlan(
-            held=held, at_peak=peak, peak_phase=phase, peak_unit=names[unit], host_bytes=round(model.host_bytes),
+            held=held,
+            at_peak=peak,
+            peak_phase=phase,
+            peak_unit=names[unit],
+            host_bytes=round(model.host_bytes),
             reserved_bytes=round(peak.total_bytes * (1 + GPU_SLACK)),
-        )  # fmt: skip
+        )
 
     def _play(self, tape: Sequence[TapeSegment]) -> None:
         calls, tracker, model = self._shape.call_tree, self._tracker, self._model
@@ -170,7 +168,10 @@ class _Step:
 
     def _allocate(self, changes: Sequence[TapeChange], own: int) -> None:
         tracker, model = self._tracker, self._model
-        for kind, size, unit, index in self._sized(changes):
+        if id(changes) not in self._sizes:
+            sized = [(c.kind, c.size.bytes_of(self._samples, self._tokens), c.unit, c.index) for c in changes]
+            self._sizes[id(changes)] = (changes, sized)  # with the changes, whose id must not be reused
+        for kind, size, unit, index in self._sizes[id(changes)][1]:
             if kind == ALLOCATED:
                 tracker.alloc(ACTIVATIONS, size)
             elif kind == FREED:
@@ -183,17 +184,10 @@ class _Step:
             else:
                 tracker.alloc(GRADIENTS, size)
 
-    def _sized(self, changes: Sequence[TapeChange]) -> list[tuple[str, float, int | None, int]]:
-        """(kind, bytes, unit, index) of each change."""
-        if id(changes) not in self._sizes:
-            sized = [(c.kind, c.size.bytes_of(self._samples, self._tokens), c.unit, c.index) for c in changes]
-            self._sizes[id(changes)] = (changes, sized)  # with the changes, whose id must not be reused
-        return self._sizes[id(changes)][1]
-
 
 def _distinct_micro_batches(spec: Spec) -> list[int]:
-    """Those of a step that stand for all: up to the first communication of gradients and from there to the second the first,
-    one that adds to it and the one that communicates; and the last of all."""
+    """Micro-batches of a step that stand for all: up to the first communication of gradients and from there to the second
+    the first, one that adds to it and the one that communicates; and the last of all."""
     interval, count = spec.sync_interval, spec.workload.accumulate
     first = {micro for micro in (0, 1, interval - 1) if micro < interval}
     return sorted(micro for micro in {*first, *(interval + m for m in first), count - 1} if micro < count)
@@ -214,11 +208,8 @@ def tape_of(shape: ModelShape, spec: Spec) -> Sequence[TapeSegment]:
     return [b if b.point.call and (b.point.call - 1) % each == 0 else a for a, b in zip(plain, whole, strict=True)]
 
 
-# -- memory pressure -------------------------------------------------------------------------------------------------
-
-
 def under_pressure(spec: Spec, shape: ModelShape, machine: Machine) -> bool:
-    """Whether collectives wait for memory; False if the plan does not fit at all."""
+    """Returns whether collectives wait for memory; False if the plan does not fit at all."""
     if spec.strategy.backend != "fsdp1" or spec.shard_factor == 1 or machine.device.type == "cpu":
         return False
     return PRESSURE < needed_bytes(spec, shape) / machine.device.memory_bytes <= 1.0

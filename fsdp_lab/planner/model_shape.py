@@ -59,7 +59,7 @@ class SizeFormula:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What a pass launches on a GPU: the number of all kernels, and the bytes that those beside matrix products and
+    """The work that a pass launches on a GPU: the number of all kernels, and the bytes that those beside matrix products and
     attention read and write."""
 
     count: float
@@ -102,7 +102,7 @@ class UnitShape:
 
     @cached_property
     def trained_share(self) -> float:
-        """Of the elements of matrices, which have products for their gradients."""
+        """The share of the elements of matrices, which have products for their gradients."""
         matrices = {i: n for i, n in enumerate(self.parameters) if not self.shapes or len(self.shapes[i]) >= 2}
         whole = sum(matrices.values())
         return sum(n for i, n in matrices.items() if i not in self.frozen) / whole if whole else 1.0
@@ -138,13 +138,13 @@ class TapeChange:
 
 def merged(changes: Sequence[TapeChange]) -> list[TapeChange]:
     """Combines neighbours that are both allocated or both freed, since no peak is between them."""
-    found: list[TapeChange] = []
+    fewer: list[TapeChange] = []
     for change in changes:
-        if found and change.kind == found[-1].kind and change.kind in (ALLOCATED, FREED):
-            found[-1] = TapeChange(change.kind, found[-1].size + change.size)
+        if fewer and change.kind == fewer[-1].kind and change.kind in (ALLOCATED, FREED):
+            fewer[-1] = TapeChange(change.kind, fewer[-1].size + change.size)
         else:
-            found.append(change)
-    return found
+            fewer.append(change)
+    return fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,37 +199,42 @@ class ModelShape:
             return tuple(UnitCall(unit, parent) for unit, parent in self.calls)
         return (UnitCall(0), *(UnitCall(i, 0) for i in range(1, len(self.units))))
 
-    # -- JSON, both ways ------------------------------------------------------------------------------------------
-
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and scalars. Equal units, sizes and segments are written once."""
         units, sizes, changes = _Table(), _Table(), _Table()
         sequence = [units.number(_unit_to_dict(unit)) for unit in self.units]
 
         def to_row(segment: TapeSegment) -> list[int]:
-            row = [_change_to_list(c, sizes.number([list(term) for term in c.size.terms])) for c in segment.changes]
-            return [*_point_to_list(segment.point), changes.number(row)]
+            row = [_change_to_list(c, sizes.number(_terms(c.size))) for c in segment.changes]
+            p = segment.point
+            return [_DIRECTIONS.index(p.direction), p.call, _MOMENTS.index(p.moment), changes.number(row)]
 
         tapes = {name: [to_row(segment) for segment in tape] for name, tape in self.tapes.items()}
-        return {
-            "name": self.name, "units": units.rows, "sequence": sequence, "image_tokens": self.image_tokens,
-            "calls": [list(call) for call in self.calls], "unit_names": list(self.unit_names), "sizes": sizes.rows,
-            "changes": changes.rows, "tapes": tapes,
-            "buffers_bytes": self.buffers_bytes, "batch": [list(t) for t in self.batch.terms],
-        }  # fmt: skip
+        d: dict[str, Any] = {"name": self.name, "units": units.rows, "sequence": sequence}
+        d["image_tokens"] = self.image_tokens
+        d |= {"calls": [list(call) for call in self.calls], "unit_names": list(self.unit_names), "sizes": sizes.rows}
+        d |= {"changes": changes.rows, "tapes": tapes, "buffers_bytes": self.buffers_bytes}
+        return {**d, "batch": _terms(self.batch)}
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> ModelShape:
         units = [_unit_from_dict(row) for row in d["units"]]
         sizes = [_size(terms) for terms in d["sizes"]]
         changes = [tuple(_change_from_list(x, sizes) for x in row) for row in d["changes"]]
+
+        def segment(direction: int, call: int, moment: int, row: int) -> TapeSegment:
+            return TapeSegment(Point(_DIRECTIONS[direction], call, _MOMENTS[moment]), changes[row])
+
         return cls(
-            name=d["name"], units=tuple(units[i] for i in d["sequence"]), image_tokens=d["image_tokens"],
-            calls=tuple((unit, parent) for unit, parent in d["calls"]), unit_names=tuple(d["unit_names"]),
-            tapes={name: tuple(TapeSegment(_point_of(*row[:3]), changes[row[3]]) for row in tape)
-                   for name, tape in d["tapes"].items()},
-            buffers_bytes=d["buffers_bytes"], batch=_size(d["batch"]),
-        )  # fmt: skip
+            name=d["name"],
+            units=tuple(units[i] for i in d["sequence"]),
+            image_tokens=d["image_tokens"],
+            calls=tuple((unit, parent) for unit, parent in d["calls"]),
+            unit_names=tuple(d["unit_names"]),
+            tapes={name: tuple(segment(*row) for row in tape) for name, tape in d["tapes"].items()},
+            buffers_bytes=d["buffers_bytes"],
+            batch=_size(d["batch"]),
+        )
 
 
 class _Table:
@@ -251,19 +256,15 @@ _DIRECTIONS = (Direction.FORWARD, Direction.BACKWARD, Direction.UPDATE)
 _MOMENTS = (PointSide.BEFORE, PointSide.AFTER)
 
 
-def _point_to_list(point: Point) -> list[int]:
-    return [_DIRECTIONS.index(point.direction), point.call, _MOMENTS.index(point.moment)]
+_KINDS = (ALLOCATED, FREED, MADE, ARRIVED, SCRATCH)
 
 
-def _point_of(direction: int, call: int, moment: int) -> Point:
-    return Point(_DIRECTIONS[direction], call, _MOMENTS[moment])
+def _terms(size: SizeFormula) -> list[list[float]]:
+    return [list(term) for term in size.terms]
 
 
 def _size(terms: Any) -> SizeFormula:
     return SizeFormula(tuple((b, t, c) for b, t, c in terms))
-
-
-_KINDS = (ALLOCATED, FREED, MADE, ARRIVED, SCRATCH)
 
 
 def _change_to_list(change: TapeChange, size: int) -> list[int]:
@@ -278,23 +279,20 @@ def _change_from_list(row: Sequence[int], sizes: Sequence[SizeFormula]) -> TapeC
 
 
 def _unit_to_dict(unit: UnitShape) -> dict[str, Any]:
-    return {
-        "name": unit.name, "parameters": list(unit.parameters), "shapes": [list(s) for s in unit.shapes],
-        "full_precision": list(unit.full_precision), "pair_flops": unit.pair_flops,
-        "products": [[p.inputs, p.outputs, p.count, p.share] for p in unit.products],
-        "saved": {k: [v.per_token_bytes, v.per_pair_bytes, v.fixed_bytes] for k, v in unit.saved.items()},
-        "kernels": {k: [[one.count, [list(t) for t in one.size.terms]] for one in v] for k, v in unit.kernels.items()},
-        "boundary_elements": unit.boundary_elements, "heads": unit.heads, "causal": unit.causal, "share": unit.share,
-        **({"frozen": list(unit.frozen), "has_backward": unit.has_backward} if unit.frozen else {}),
-    }  # fmt: skip
+    d: dict[str, Any] = {"name": unit.name, "parameters": list(unit.parameters)}
+    d |= {"shapes": [list(s) for s in unit.shapes], "full_precision": list(unit.full_precision)}
+    d |= {"pair_flops": unit.pair_flops}
+    d["products"] = [[p.inputs, p.outputs, p.count, p.share] for p in unit.products]
+    d["saved"] = {k: [v.per_token_bytes, v.per_pair_bytes, v.fixed_bytes] for k, v in unit.saved.items()}
+    d["kernels"] = {k: [[one.count, _terms(one.size)] for one in v] for k, v in unit.kernels.items()}
+    d |= {name: getattr(unit, name) for name in ("boundary_elements", "heads", "causal", "share")}
+    return d | ({"frozen": list(unit.frozen), "has_backward": unit.has_backward} if unit.frozen else {})
 
 
 def _unit_from_dict(d: Mapping[str, Any]) -> UnitShape:
     products = (MatMul(inputs=i, outputs=o, count=n, share=share) for i, o, n, share in d["products"])
     saved = {k: SavedBytes(per_token_bytes=a, per_pair_bytes=b, fixed_bytes=c) for k, (a, b, c) in d["saved"].items()}
     kernels = {k: tuple(Kernels(count, _size(terms)) for count, terms in v) for k, v in d.get("kernels", {}).items()}
-    return UnitShape(**{
-        **d, "parameters": tuple(d["parameters"]), "shapes": tuple(map(tuple, d["shapes"])), "products": tuple(products),
-        "full_precision": tuple(d["full_precision"]), "frozen": tuple(d.get("frozen", ())), "saved": saved,
-        "kernels": kernels,
-    })  # fmt: skip
+    read: dict[str, Any] = {name: tuple(d.get(name, ())) for name in ("parameters", "full_precision", "frozen")}
+    read |= {"shapes": tuple(map(tuple, d["shapes"])), "products": tuple(products), "saved": saved, "kernels": kernels}
+    return UnitShape(**{**d, **read})

@@ -107,7 +107,7 @@ class Plan:
 
     @cached_property
     def scale(self) -> ErrorScale:
-        """How wrong the step time may be. Takes a dozen simulations."""
+        """The scale by which the step time may be wrong. Takes a dozen simulations."""
         if self.machine.is_measured:
             return ErrorScale(below=1.0, above=1.0, causes={})
         errors = PUBLISHED_ERRORS if self.machine.device.measured is None else of_network(PUBLISHED_ERRORS)
@@ -127,12 +127,12 @@ class Plan:
         return self.scale.band(self.step_time_s, self._errors.quantiles.at(level))
 
     def is_apart(self, other: Plan) -> bool:
-        """Whether the step times of two plans for one machine differ by more than their ratio is uncertain."""
+        """Returns whether the step times of two plans for one machine differ by more than their ratio is uncertain."""
         ratio = abs(math.log(self.step_time_s / other.step_time_s))
         return ratio > self.scale.apart(other.scale, self._errors.between, self._errors.quantiles.at(COVERED))
 
     def tokens_per_s_band(self, level: float = COVERED) -> Band:
-        """Of all ranks."""
+        """The band of the tokens per second of all ranks."""
         return self.step_time_band_s(level).inverse(self.tokens)
 
     def memory_band_bytes(self, of_bytes: float, level: float = COVERED) -> Band:
@@ -177,24 +177,22 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers under the same names as in the summary of a measured run (`fsdp_lab.runs.summary`)."""
-        ranks = self.machine.ranks
-        return {
-            "spec": self.spec.to_dict(), "hardware": self.machine.device.name, "ranks": ranks, "hosts": self.machine.hosts,
-            "network_gbit_per_s": self.machine.network_bytes_per_s * 8 / 1e9, "parameters": self.shape.parameters,
-            "fits": self.fits, "margin_bytes": self.margin_bytes, "peak_memory_bytes": self.memory.peak_bytes,
-            "reserved_memory_bytes": self.memory.reserved_bytes, "host_memory_bytes": self.memory.host_bytes,
-            "loading_memory_bytes": loading_bytes(self.spec, self.shape, device=self.machine.device.type),
-            "memory_limit_bytes": self.machine.device.memory_bytes,
-            "memory_at_peak_bytes": {role.value: self.memory.at_peak.of_role(role) for role in Role},
-            "fits_probability": self.fits_probability, **self._bands(),
-            "step_time_s": self.step_time_s, "tokens_per_s": self.tokens_per_s,
-            "tokens_per_s_per_rank": self.tokens_per_s / ranks, "tflops_per_rank": self.flops_per_s / 1e12,
-            "mfu": self.mfu, "hfu": self.hfu, "computing_s": self.step.computing_s, "slowed_s": self.step.slowed_s,
-            "host_s": self.step.host_s,
-            "optimizer_s": self.step.optimizer_s,
-            "comm_s_per_step": dict(self.comm_s), "comm_bytes_per_step": dict(self.link_bytes),
-            "exposed_comm_s": self.step.exposed_comm_s, "binding": self.binding, "assumed": dict(self.assumed),
-        }  # fmt: skip
+        ranks, memory, machine = self.machine.ranks, self.memory, self.machine
+        d: dict[str, Any] = {"spec": self.spec.to_dict(), "hardware": machine.device.name, "ranks": ranks}
+        d |= {"hosts": machine.hosts, "network_gbit_per_s": machine.network_bytes_per_s * 8 / 1e9}
+        d |= {"parameters": self.shape.parameters, "fits": self.fits, "margin_bytes": self.margin_bytes}
+        d |= {"peak_memory_bytes": memory.peak_bytes, "reserved_memory_bytes": memory.reserved_bytes}
+        d["host_memory_bytes"] = memory.host_bytes
+        d["loading_memory_bytes"] = loading_bytes(self.spec, self.shape, device=machine.device.type)
+        d["memory_limit_bytes"] = machine.device.memory_bytes
+        d["memory_at_peak_bytes"] = {role.value: memory.at_peak.of_role(role) for role in Role}
+        d |= {"fits_probability": self.fits_probability, **self._bands()}
+        d |= {"step_time_s": self.step_time_s, "tokens_per_s": self.tokens_per_s}
+        d |= {"tokens_per_s_per_rank": self.tokens_per_s / ranks, "tflops_per_rank": self.flops_per_s / 1e12}
+        d |= {"mfu": self.mfu, "hfu": self.hfu}
+        d |= {name: getattr(self.step, name) for name in ("computing_s", "slowed_s", "host_s", "optimizer_s")}
+        d |= {"comm_s_per_step": dict(self.comm_s), "comm_bytes_per_step": dict(self.link_bytes)}
+        return d | {"exposed_comm_s": self.step.exposed_comm_s, "binding": self.binding, "assumed": dict(self.assumed)}
 
     def _bands(self) -> dict[str, float]:
         """Ends of the 80 % band beside each figure, and of the 50 % band of times."""
@@ -215,25 +213,15 @@ class Plan:
 def plan(
     spec: Spec, shape: ModelShape, machine: Machine, *, rates: Rates = PUBLISHED, computing: ComputingOf = Computing
 ) -> Plan:
-    """Predicts a step.
-
-    Args:
-        shape: the model, in the units of `spec.strategy.wrap`.
-        machine: with as many ranks as the Spec has.
-
-    Raises:
-        FieldError: another number of ranks, or a dtype or gathers that the device does not support.
-    """
+    """Predicts a step of a model, in the units of `spec.strategy.wrap`, on a machine with as many ranks as the Spec has.
+    Raises FieldError for another number of ranks, and for a dtype or gathers that the device does not support."""
     if machine.ranks != spec.world_size:
-        raise ArgumentError(
-            "ranks", f"the machine has {machine.ranks} and the Spec {spec.world_size}", "give both the same"
-        )
+        reason = f"the machine has {machine.ranks} and the Spec {spec.world_size}"
+        raise ArgumentError("ranks", reason, "give both the same")
     if spec.strategy.gather == "mapped" and machine.device.type != "cpu":
         raise SpecError("strategy.gather", "mapped is for ranks on CPUs", "use copy", {"gather": "copy"})
-    overlaps = not under_pressure(spec, shape, machine)
-    model = StepModel(
-        spec, shape.units, shape.tokens(spec.workload.seq_len), machine, rates, computing, overlaps=overlaps
-    )
+    overlaps, tokens = not under_pressure(spec, shape, machine), shape.tokens(spec.workload.seq_len)
+    model = StepModel(spec, shape.units, tokens, machine, rates, computing, overlaps=overlaps)
     step = model.step()
     comm_s, link_bytes = model.communicated()
     assumed = {**machine.device.assumed, **machine.assumed}
@@ -242,9 +230,17 @@ def plan(
     if not spec.workload.torch_optimizer.is_known:
         assumed["optimizer time"] = "in proportion to its state, as of AdamW"
     return Plan(
-        spec=spec, shape=shape, machine=machine, step=step, comm_s=comm_s, link_bytes=link_bytes, assumed=assumed,
-        rates=rates, computing=computing, memory=memory(spec, shape, device=machine.device.type),
-    )  # fmt: skip
+        spec=spec,
+        shape=shape,
+        machine=machine,
+        step=step,
+        memory=memory(spec, shape, device=machine.device.type),
+        comm_s=comm_s,
+        link_bytes=link_bytes,
+        assumed=assumed,
+        rates=rates,
+        computing=computing,
+    )
 
 
 def margin_bytes(memory: MemoryPlan, machine: Machine) -> int:
@@ -273,9 +269,6 @@ def limit(plans: Sequence[Plan]) -> str:
     if not fewer:
         return f"bound by communication from {bound.machine.ranks:,} GPUs on at {network}"
     return f"bound by communication above {fewer[-1].machine.ranks:,} GPUs at {network}"
-
-
-# -- text and tables, for a terminal and a notebook ------------------------------------------------------------------
 
 
 def sentences(plan: Plan) -> list[str]:
@@ -310,7 +303,7 @@ def fit_sentence(plan: Plan) -> str:
 
 
 def likely_text(plan: Plan) -> str:
-    """How likely it is that the plan fits, where that is not nearly certain."""
+    """The probability that the plan fits, where that is not nearly certain."""
     share = plan.fits_probability
     return f"; {share:.0%} likely to fit" if 1 - SURE <= share <= SURE else ""
 
@@ -340,11 +333,9 @@ def plan_table(plans: Sequence[Plan]) -> Table:
     for p, fields in zip(plans, flat, strict=True):
         cells = [f"{v:,}" if type(v := fields[name]) is int else describe_value(name, v) for name in differing]
         share = f" ({p.fits_probability:.0%})" if 1 - SURE <= p.fits_probability <= SURE else ""
-        rows.append((
-            *cells, ("yes" if p.fits else "no") + share, size(p.memory.reserved_bytes), duration(p.step_time_s),
-            band_text(p), count(p.tokens_per_s), f"{p.flops_per_s / 1e12:.3g}", f"{p.mfu:.1%}", f"{p.exposed_share:.0%}",
-            p.binding,
-        ))  # fmt: skip
+        cells += [("yes" if p.fits else "no") + share, size(p.memory.reserved_bytes), duration(p.step_time_s)]
+        cells += [band_text(p), count(p.tokens_per_s), f"{p.flops_per_s / 1e12:.3g}", f"{p.mfu:.1%}"]
+        rows.append((*cells, f"{p.exposed_share:.0%}", p.binding))
     return Table(columns=(*names, *FIGURES), rows=tuple(rows), left=LEFT_ALIGNED | {n for n in names if n != "ranks"})
 
 

@@ -60,12 +60,8 @@ def on_hosts(spec: Spec, target: Target) -> Spec:
 
 
 def planned(spec: Spec, target: Target) -> Plan:
-    """Predicts one step.
-
-    Raises:
-        FieldError: an unknown model, a sequence longer than its positions, hardware that is unknown or does not have as many
-            ranks, numbers out of range.
-    """
+    """Predicts one step. Raises FieldError: an unknown model, a sequence longer than its positions, hardware that is unknown
+    or does not have as many ranks, numbers out of range."""
     return plan(spec, shape_of(spec), target.machine(spec.world_size))
 
 
@@ -76,22 +72,23 @@ def planned_here(
     ranks as shared its host while it was calibrated; from one GPU for any number. Raises FieldError for another number of
     ranks, and as `planned`."""
     if hosts is None and network_gbit_per_s is not None:
-        raise ArgumentError(
-            "network_gbit_per_s", "one machine was calibrated, and has no network", "give hosts as well"
-        )
+        reason = "one machine was calibrated, and has no network"
+        raise ArgumentError("network_gbit_per_s", reason, "give hosts as well")
     if hosts is not None:
         check_whole("hosts", hosts)
     per_host, shape = spec.world_size // (hosts or 1), shape_of(spec)
-    found = calibration.crowds.get(per_host, calibration)
-    if spec.world_size != per_host * (hosts or 1) or not found.spreads_to(per_host):
+    of = calibration.crowds.get(per_host, calibration)
+    # As many ranks of a host as were measured, or any number from one GPU, whose neighbours share only the links with it.
+    is_known = per_host == of.ranks or (of.on_gpu and of.ranks == 1)
+    if spec.world_size != per_host * (hosts or 1) or not is_known:
         known = " and ".join(str(n) for n in (calibration.ranks, *calibration.crowds))
         were = "rank was" if known == "1" else "ranks were"
         reason = f"{known} {were} calibrated, and the Spec has {spec.world_size}"
         hint = "calibrate again with as many, give hosts that have as many together, or name hardware"
         raise SpecError("world_size", reason, hint)
-    if hosts in (None, 1) and per_host == found.ranks:
-        return plan(spec, shape, found.machine, rates=found.rates_of(spec, shape))
-    where, rates = found.on_hosts(hosts or 1, network_gbit_per_s, per_host=per_host)
+    if hosts in (None, 1) and per_host == of.ranks:
+        return plan(spec, shape, of.machine, rates=of.rates_of(spec, shape))
+    where, rates = of.on_hosts(hosts or 1, network_gbit_per_s, per_host=per_host)
     return plan(spec, shape, where, rates=rates)
 
 
@@ -104,20 +101,17 @@ class DoesNotFit(SpecError):
     """A Spec that surely needs more memory than there is."""
 
 
-def require_memory(spec: Spec, ranks: Sequence[tuple[str, str, int, int]], call: str = "",
-                   former: Spec | None = None) -> None:  # fmt: skip
+def require_memory(
+    spec: Spec, ranks: Sequence[tuple[str, str, int, int]], call: str = "", former: Spec | None = None
+) -> None:
     """Raises DoesNotFit if even the low end of the plan's memory is more than there is. Takes milliseconds: models that
-    would be recorded first are let pass.
-
-    Args:
-        ranks: that there are: the host and the device of each, the bytes that the device has for it, and its host's.
-        call: the function that takes it with `anyway=True`; "": none does.
-        former: what trains; no more than that takes is refused, whatever the plan says.
-    """
+    would be recorded first are let pass. `ranks`: of each the host, the device, the bytes that the device has for it, and
+    its host's. `call`: the function that takes it with `anyway=True`; "": none does. `former`: what trains; no more than
+    that takes is refused, whatever the plan says."""
     w, s = spec.workload, spec.strategy
-    if s.is_yours or s.gather != "copy" or not ranks or w.is_own or not is_packaged(
-        w.model, s.wrap, w.freeze, w.adapters, w.dropout
-    ):  # fmt: skip
+    if s.is_yours or s.gather != "copy" or not ranks or w.is_own:
+        return
+    if not is_packaged(w.model, s.wrap, w.freeze, w.adapters, w.dropout):
         return
     device = "cpu" if ranks[0][1] == "cpu" else "cuda"
     try:
@@ -165,13 +159,14 @@ def shape_of(spec: Spec) -> ModelShape:
     of which nothing can be predicted."""
     w = spec.workload
     if spec.strategy.is_yours:
-        raise SpecError("strategy.backend", "what your own engine takes cannot be predicted, only measured",
-                        "plan the same sharding with backend lab or fsdp2", {"backend": "lab"})  # fmt: skip
+        reason = "what your own engine takes cannot be predicted, only measured"
+        hint = "plan the same sharding with backend lab or fsdp2"
+        raise SpecError("strategy.backend", reason, hint, {"backend": "lab"})
     if spec.world_size > MOST_RANKS:
         raise SpecError("world_size", f"{spec.world_size:,} ranks are refused", f"give {MOST_RANKS:,} or fewer")
     if w.seq_len * w.micro_batch > MOST_TOKENS:
-        raise SpecError("workload.micro_batch", f"{w.micro_batch:,} samples of {w.seq_len:,} tokens are refused",
-                        f"give a micro-batch of {MOST_TOKENS:,} tokens or fewer")  # fmt: skip
+        reason = f"{w.micro_batch:,} samples of {w.seq_len:,} tokens are refused"
+        raise SpecError("workload.micro_batch", reason, f"give a micro-batch of {MOST_TOKENS:,} tokens or fewer")
     if w.is_own:
         return shape_of_workload(w, spec.strategy.wrap)
     facts = model_facts(w.model)

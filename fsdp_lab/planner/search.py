@@ -65,12 +65,11 @@ class Search:
 
     def table(self) -> Table:
         """A row for each that is shown."""
-        rows = (
-            (str(i), strategy_label(self.spec, one.plan.spec), one.why,
-             f"{duration(one.plan.step_time_s)} ({band_text(one.plan)})", f"{one.plan.mfu:.1%}",
-             size(one.plan.memory.reserved_bytes))
-            for i, one in enumerate(self.shown, 1)
-        )  # fmt: skip
+        rows = []
+        for i, one in enumerate(self.shown, 1):
+            p, label = one.plan, strategy_label(self.spec, one.plan.spec)
+            step = f"{duration(p.step_time_s)} ({band_text(p)})"
+            rows.append((str(i), label, one.why, step, f"{p.mfu:.1%}", size(p.memory.reserved_bytes)))
         return Table(columns=("", "strategy", "why", "step", "MFU", "memory"), rows=tuple(rows), left=LEFT_ALIGNED)
 
     @property
@@ -87,14 +86,8 @@ class Search:
 
 
 def search(spec: Spec, shape: ModelShape, machine: Machine, *, limit_bytes: int | None = None) -> Search:
-    """The fastest Strategies of `spec.strategy.backend` for its model, ranks and global batch.
-
-    Args:
-        limit_bytes: memory limit per device; None: all of it.
-
-    Raises:
-        FieldError: ranks that differ from the machine's.
-    """
+    """The fastest Strategies of `spec.strategy.backend` for its model, ranks and global batch, within a memory limit per
+    device. Raises FieldError for ranks that differ from the machine's."""
     machine = machine.limited(limit_bytes)
     considered, lacking = 0, list[tuple[int, Spec]]()
     for offloads in (("none",), OFFLOADS):
@@ -108,8 +101,13 @@ def search(spec: Spec, shape: ModelShape, machine: Machine, *, limit_bytes: int 
                 lacking.append((-margin, candidate))
         if fitting:
             best = _distinct(sorted(fitting, key=lambda p: p.step_time_s / p.fits_probability))
-            top = tuple(_candidate(p, best[0], len(fitting)) for p in best)
-            return Search(spec=spec, top=top, considered=considered, fitting=len(fitting))
+            top = []
+            for p in best:
+                is_apart = p is not best[0] and p.is_apart(best[0])
+                unsure = "" if is_apart or p is best[0] else "; the order is not certain"
+                why = f"{_why(p, best[0], len(fitting))}{unsure}{likely_text(p)}"
+                top.append(Candidate(plan=p, why=why, is_apart=is_apart))
+            return Search(spec=spec, top=tuple(top), considered=considered, fitting=len(fitting))
     nearest = plan(min(lacking, key=lambda one: one[0])[1], shape, machine) if lacking else None
     return Search(spec=spec, top=(), considered=considered, fitting=0, nearest=nearest)
 
@@ -118,8 +116,15 @@ def candidates(spec: Spec, per_host: int, offloads: Sequence[str] = ("none",)) -
     """All valid Strategies of the backend at the same global batch."""
     rank_samples = spec.workload.micro_batch * spec.workload.accumulate
     micro_batches = [m for m in _powers(rank_samples) if rank_samples % m == 0]
+    hybrids = [sharding for sharding in SHARDINGS if Strategy(sharding=sharding).is_hybrid]
+    factors = [per_host * n for n in (1, 2, 4) if 1 < per_host * n < spec.world_size]
+    shardings: list[tuple[str, int | None]] = [(sharding, None) for sharding in SHARDINGS if sharding not in hybrids]
+    shardings += itertools.product(hybrids, factors)
+    # No unit ahead in the forward, and one; None for what the backend does by itself.
+    own = replace(spec.strategy, forward_prefetch=None).forward_depth
+    prefetches = [None if depth == own else depth for depth in (0, 1)]
     for (sharding, factor), recompute, micro_batch, prefetch, offload in itertools.product(
-        _shardings(spec.world_size, per_host), RECOMPUTES, micro_batches, _prefetches(spec), offloads
+        shardings, RECOMPUTES, micro_batches, prefetches, offloads
     ):
         values = (sharding, factor, recompute, offload, micro_batch, rank_samples // micro_batch, prefetch)
         changes = dict(zip(SEARCHED, values, strict=True))
@@ -130,11 +135,7 @@ def candidates(spec: Spec, per_host: int, offloads: Sequence[str] = ("none",)) -
 def largest(
     spec: Spec, deepened: Callable[[int], ModelShape], machine: Machine, *, limit_bytes: int | None = None
 ) -> ModelShape | None:
-    """The model with as many blocks as fit; None if not one fits.
-
-    Args:
-        deepened: returns the model with a number of blocks.
-    """
+    """The model with as many blocks as fit; None if not one fits. `deepened` returns it with a number of blocks."""
     machine = machine.limited(limit_bytes)
     leanest = _leanest(spec, machine.per_host)
 
@@ -149,9 +150,7 @@ def largest(
 
 def fewest(spec: Spec, shape: ModelShape, machine: Machine, *, limit_bytes: int | None = None) -> Machine | None:
     """The smallest machine of these hosts, or part of a host, on which the model fits; None if `MOST_RANKS` are too few.
-
-    The global batch is fixed, so fewer ranks take more micro-batches each.
-    """
+    The global batch is fixed, so fewer ranks take more micro-batches each."""
     for ranks in filter(machine.allows, _powers(MOST_RANKS)):
         smaller = machine.with_ranks(ranks).limited(limit_bytes)
         candidate = _on_ranks(spec, ranks)
@@ -171,24 +170,8 @@ def _on_ranks(spec: Spec, ranks: int) -> Spec | None:
     return None if spec.validate(**changes) else spec.replace(**changes)
 
 
-# -- helpers ---------------------------------------------------------------------------------------------------------
-
-
 def _margin(spec: Spec, shape: ModelShape, machine: Machine) -> int:
     return margin_bytes(memory(spec, shape, device=machine.device.type), machine)
-
-
-def _shardings(ranks: int, per_host: int) -> list[tuple[str, int | None]]:
-    hybrids = [sharding for sharding in SHARDINGS if Strategy(sharding=sharding).is_hybrid]
-    whole = [(sharding, None) for sharding in SHARDINGS if sharding not in hybrids]
-    factors = [per_host * n for n in (1, 2, 4) if 1 < per_host * n < ranks]
-    return [*whole, *((sharding, factor) for sharding in hybrids for factor in factors)]
-
-
-def _prefetches(spec: Spec) -> tuple[int | None, ...]:
-    """No unit ahead in the forward, and one; None for what the backend does by itself."""
-    own = replace(spec.strategy, forward_prefetch=None).forward_depth
-    return tuple(None if depth == own else depth for depth in (0, 1))
 
 
 def _leanest(spec: Spec, per_host: int) -> list[Spec]:
@@ -197,12 +180,8 @@ def _leanest(spec: Spec, per_host: int) -> list[Spec]:
     def is_lean(c: Spec) -> bool:
         s = c.strategy
         is_sharded_fully = s.reshards_after_forward and not s.is_hybrid
-        return (
-            (s.is_replicated or is_sharded_fully)
-            and s.recompute == "full"
-            and c.workload.micro_batch == 1
-            and s.forward_depth == 0
-        )
+        samples = c.workload.micro_batch
+        return (s.is_replicated or is_sharded_fully) and (s.recompute, samples, s.forward_depth) == ("full", 1, 0)
 
     return [c for c in candidates(spec, per_host, (spec.strategy.offload,)) if is_lean(c)]
 
@@ -241,12 +220,6 @@ def _distinct(plans: Sequence[Plan]) -> list[Plan]:
     return list(chosen.values())[:SHOWN]
 
 
-def _candidate(one: Plan, best: Plan, fitting: int) -> Candidate:
-    is_apart = one is not best and one.is_apart(best)
-    unsure = "" if is_apart or one is best else "; the order is not certain"
-    return Candidate(plan=one, why=f"{_why(one, best, fitting)}{unsure}{likely_text(one)}", is_apart=is_apart)
-
-
 def _why(one: Plan, best: Plan, fitting: int) -> str:
     """One sentence: the bottleneck of the best plan; time and memory of the others relative to it."""
     if one is best:
@@ -264,9 +237,9 @@ def _why(one: Plan, best: Plan, fitting: int) -> str:
     return f"{slower:+.1%} step time ({cause}), {memory}" if abs(slower) >= 5e-4 else f"as fast, {memory}"
 
 
-def strategy_label(spec: Spec, found: Spec) -> str:
+def strategy_label(spec: Spec, candidate: Spec) -> str:
     """The sharding and the other searched fields that differ from the request or from the defaults."""
-    changed = {**Spec(world_size=found.world_size).difference(found), **spec.difference(found)}
-    changed["sharding"] = ("", found.strategy.sharding)
+    changed = {**Spec(world_size=candidate.world_size).difference(candidate), **spec.difference(candidate)}
+    changed["sharding"] = ("", candidate.strategy.sharding)
     shown = {name: changed[name][1] for name in SEARCHED if name in changed}
     return ", ".join(describe_field(name, value) for name, value in shown.items() if value is not None)

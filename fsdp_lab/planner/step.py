@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import NamedTuple
 
 from fsdp_lab.engine.schedule import Action, Direction, Phase, PointSide, Rules, Schedule, UnitCall
@@ -54,45 +54,43 @@ class StepTime:
     timeline: SimulatedTimeline  # of the last micro-batch
 
 
+@dataclass(eq=False)
 class StepModel:
     """Seconds of each action of a schedule, and of the whole step."""
 
-    def __init__(self, spec: Spec, units: Sequence[UnitShape], tokens: int, machine: Machine, rates: Rates,
-                 computing: ComputingOf = Computing, *, overlaps: bool = True,
-                 longer: StepModel | None = None) -> None:  # fmt: skip
-        """
-        Args:
-            tokens: of one sample.
-            computing: makes what gives the units their seconds.
-            overlaps: whether collectives overlap with computing; False if memory is too full.
-            longer: the same of more units, whose figures are taken over.
-        """
-        self._overlaps = overlaps
-        self._spec, self._units, self._machine, self._rates = spec, units, machine, rates
-        self._computing = computing(spec=spec, tokens=tokens, device=machine.device, rates=rates)
-        self.works: list[Work] = longer.works[: len(units)] if longer else self._worked()
+    spec: Spec
+    units: Sequence[UnitShape]
+    tokens: int  # of one sample
+    machine: Machine
+    rates: Rates
+    computing: ComputingOf = Computing  # makes what gives the units their seconds
+    _: KW_ONLY
+    overlaps: bool = True  # whether collectives overlap with computing; False if memory is too full
+    longer: StepModel | None = None  # the same of more units, whose figures are taken over
+
+    def __post_init__(self) -> None:
+        spec, units, longer = self.spec, self.units, self.longer
+        fields = {"spec": spec, "tokens": self.tokens, "device": self.machine.device, "rates": self.rates}
+        self._computing = self.computing(**fields)
+        self.works: list[Work] = longer.works[: len(units)] if longer else []
+        recomputing, made = recomputed(spec, len(units)), dict[tuple[int, bool], Work]()  # most units are equal
+        for i, unit in enumerate(() if longer else units):
+            key = id(unit), i in recomputing
+            if key not in made:
+                made[key] = self._computing.work(unit, recomputed=key[1])
+            self.works.append(made[key])
         self._factor = spec.shard_factor
         self._shard = RankGroup(size=self._factor)
         self._replicas = RankGroup(size=spec.world_size // self._factor, stride=self._factor)
         self._dtypes = spec.strategy.dtypes
-        self._on_cpu = machine.device.type == "cpu"
+        self._on_cpu = self.machine.device.type == "cpu"
         self._buckets = None if spec.strategy.traits.has_units else self._bucket_elements()
         self._sent_s: dict[tuple[Phase, int], float] = longer._sent_s if longer else {}  # by phase and elements
         self._schedule = schedule_of(len(units), self._rules)
 
-    def _worked(self) -> list[Work]:
-        """Of each unit; most are equal."""
-        recomputing, cache, works = recomputed(self._spec, len(self._units)), dict[tuple[int, bool], Work](), []
-        for i, unit in enumerate(self._units):
-            key = id(unit), i in recomputing
-            if key not in cache:
-                cache[key] = self._computing.work(unit, recomputed=key[1])
-            works.append(cache[key])
-        return works
-
     def step(self) -> StepTime:
         """All micro-batches and the optimizer step."""
-        w, reducing = self._spec.workload, self._spec.communications
+        w, reducing = self.spec.workload, self.spec.communications
         unreduced = w.accumulate - reducing
         last = self._micro(reduces=True)
         first = self._micro(reduces=False) if unreduced else last
@@ -100,18 +98,22 @@ class StepModel:
         def total(of_last: float, of_first: float) -> float:
             return reducing * of_last + unreduced * of_first
 
-        numel = sum(unit.trained_numel for unit in self._units) / self._factor
+        numel = sum(unit.trained_numel for unit in self.units) / self._factor
         optimizer = self._computing.optimizer_s(numel)
         seconds = total(last.seconds, first.seconds) + optimizer
-        seconds += self._rates.step_s + self._rates.host(self._spec.strategy.backend).step_s
+        seconds += self.rates.step_s + self.rates.host(self.spec.strategy.backend).step_s
         alone = (self.seconds(action) for action in self._schedule.actions if action.phase is Phase.COMPUTE)
         computing = w.accumulate * sum(alone)
         host = total(last.host_s, first.host_s)
         return StepTime(
-            seconds=seconds, computing_s=computing, optimizer_s=optimizer, timeline=last, host_s=host,
+            seconds=seconds,
+            computing_s=computing,
             slowed_s=total(last.phase_s(Phase.COMPUTE), first.phase_s(Phase.COMPUTE)) - computing - host,
             exposed_comm_s=total(last.exposed_s, first.exposed_s),
-        )  # fmt: skip
+            host_s=host,
+            optimizer_s=optimizer,
+            timeline=last,
+        )
 
     @property
     def sends(self) -> int:
@@ -131,25 +133,24 @@ class StepModel:
 
     @functools.cached_property
     def _work_s(self) -> dict[Direction, list[float]]:
-        """By direction and unit: computing, and on a CPU the host's time to issue collectives."""
-        send_s = self._rates.host(self._spec.strategy.backend).send_s if self._on_cpu else 0.0
+        """Seconds by direction and unit: computing, and on a CPU the host's time to issue collectives."""
+        send_s = self.rates.host(self.spec.strategy.backend).send_s if self._on_cpu else 0.0
         alone = {
             Direction.FORWARD: [w.forward_s for w in self.works],
             Direction.BACKWARD: [w.backward_s + w.recompute_s for w in self.works],
         }
-        return {
-            direction: [s + send_s * self._sends[unit, direction] + self._copies_s[unit, direction]
-                        for unit, s in enumerate(seconds)]
-            for direction, seconds in alone.items()
-        }  # fmt: skip
+        for direction, seconds in alone.items():
+            for i in range(len(seconds)):
+                seconds[i] = seconds[i] + send_s * self._sends[i, direction] + self._copies_s[i, direction]
+        return alone
 
     @functools.cached_property
     def _copies_s(self) -> Mapping[tuple[int, Direction], float]:
-        """By unit and direction: copies between parameters and the buffers of collectives, on a GPU that was not measured,
-        where the computing stream makes them."""
+        """Seconds by unit and direction: copies between parameters and the buffers of collectives, on a GPU that was not
+        measured, where the computing stream makes them."""
         seconds = defaultdict[tuple[int, Direction], float](float)
-        if self._machine.device.measured is None:
-            rate = self._machine.device.memory_bytes_per_s * self._rates.memory
+        if self.machine.device.measured is None:
+            rate = self.machine.device.memory_bytes_per_s * self.rates.memory
             for a in self._schedule.actions:
                 if a.phase in SENDING:
                     seconds[a.unit, a.point.direction] += 2 * self._copied_bytes(a.phase, self._elements(a)) / rate
@@ -157,19 +158,24 @@ class StepModel:
 
     def _copied_bytes(self, phase: Phase, elements: int) -> float:
         """In addition to the collective: all backends copy gradients to one buffer before the reduction."""
-        copies = phase is Phase.REDUCE or self._spec.strategy.traits.copies_gathered
+        copies = phase is Phase.REDUCE or self.spec.strategy.traits.copies_gathered
         payloads = self._collectives(phase, elements) if copies else ()
         return payloads[0][1] if payloads else 0.0
 
     def _micro(self, *, reduces: bool) -> SimulatedTimeline:
-        ahead = self._spec.strategy.traits.runs_ahead and not self._on_cpu
+        ahead = self.spec.strategy.traits.runs_ahead and not self._on_cpu
+        issue_s = None if self._on_cpu else functools.partial(self._issue_s, reduces=reduces)
+        disturbs_s = functools.partial(self._disturbs_s, reduces=reduces) if self._link else None
         return Simulation(
-            self._schedule, functools.partial(self.seconds, reduces=reduces), ahead=ahead,
-            interference=self._rates.interference, late_s=self._waited_s,
+            self._schedule,
+            functools.partial(self.seconds, reduces=reduces),
+            ahead=ahead,
+            interference=self.rates.interference,
+            late_s=self._waited_s,
             blocking=self._blocking,
-            issue_s=None if self._on_cpu else functools.partial(self._issue_s, reduces=reduces),
-            disturbs_s=functools.partial(self._disturbs_s, reduces=reduces) if self._link else None,
-        ).run()  # fmt: skip
+            issue_s=issue_s,
+            disturbs_s=disturbs_s,
+        ).run()
 
     def _waited_s(self, action: Action) -> float:
         """Wait of a collective for its last rank. While an emulated link is busy the last one may come."""
@@ -181,10 +187,10 @@ class StepModel:
     @functools.cached_property
     def _late_s(self) -> float:
         """Delay of the last rank at a collective; on a measured machine by the usual time between two of them."""
-        if self._machine.late is None:
-            return late_s(self._spec.world_size, self._rates)
+        if self.machine.late is None:
+            return late_s(self.spec.world_size, self.rates)
         computing = sum(sum(seconds) for seconds in self._work_s.values())
-        return self._machine.late(computing / self.sends) if self.sends else 0.0
+        return self.machine.late(computing / self.sends) if self.sends else 0.0
 
     def _issue_s(self, action: Action, *, reduces: bool = True) -> float:
         """Seconds of the host to issue an action."""
@@ -192,13 +198,13 @@ class StepModel:
             return self.works[action.unit].issue_s[action.point.direction]
         elements = self._elements(action) if action.phase in SENDING else 0
         # One rank sends nothing and makes the calls all the same, which the published rates were fitted without.
-        issues = elements and (self._units[0].kernels or self._collectives(action.phase, elements))
+        issues = elements and (self.units[0].kernels or self._collectives(action.phase, elements))
         return self._send_issue_s if issues and (reduces or action.phase is not Phase.REDUCE) else 0.0
 
     @functools.cached_property
     def _send_issue_s(self) -> float:
-        each = self._rates.eager_s if self._units[0].kernels else self._rates.kernel_s
-        return SEND_KERNELS * each + self._rates.host(self._spec.strategy.backend).send_s
+        each = self.rates.eager_s if self.units[0].kernels else self.rates.kernel_s
+        return SEND_KERNELS * each + self.rates.host(self.spec.strategy.backend).send_s
 
     def lags_late(self, blocks: int) -> bool:
         """Whether the host falls behind the device after more than `SHORT` of so many blocks: it is slower than they, and
@@ -208,7 +214,7 @@ class StepModel:
         if self._on_cpu or most_s < min(block.forward_s, block.backward_s):  # most models are far from it
             return False
         issued, computed, sent = (dict.fromkeys(Direction, 0.0) for _ in range(3))
-        last, lead_s, head_s = len(self._units) - 1, 0.0, 0.0
+        last, lead_s, head_s = len(self.units) - 1, 0.0, 0.0
         for action in self._schedule.actions:
             if action.unit == last:
                 direction = action.point.direction
@@ -217,7 +223,7 @@ class StepModel:
                 taken[direction] += self.seconds(action)
             elif action.unit == 0 and action.phase is Phase.UNSHARD:
                 lead_s = max(lead_s, self.seconds(action))
-            elif action.unit == 0 and action.phase is Phase.COMPUTE and self._units[0].kernels:
+            elif action.unit == 0 and action.phase is Phase.COMPUTE and self.units[0].kernels:
                 # A head, which the published rates were fitted without: at the end of the forward and on.
                 head_s += max(0.0, self.seconds(action) - self._issue_s(action))
         forward_s, backward_s = (
@@ -231,15 +237,15 @@ class StepModel:
     def _rules(self) -> Rules:
         """On a CPU, FSDP1 and FSDP2 keep only the root gathered after the forward. On a GPU their gathers run ahead, so a
         few more make no difference."""
-        keeps_first = not (self._on_cpu and self._spec.strategy.traits.runs_ahead)
-        return replace(self._spec.strategy.schedule_rules, keeps_first=keeps_first)
+        keeps_first = not (self._on_cpu and self.spec.strategy.traits.runs_ahead)
+        return replace(self.spec.strategy.schedule_rules, keeps_first=keeps_first)
 
     @property
     def _blocking(self) -> frozenset[Phase]:
         """Phases that computing waits for: all if memory is too full; on a CPU, those that the backend waits for. FSDP2
         gathers while it computes if it prefetches (backends/fsdp2.py)."""
-        s = self._spec.strategy
-        if not self._overlaps:
+        s = self.spec.strategy
+        if not self.overlaps:
             return frozenset({Phase.REDUCE, Phase.UNSHARD})
         if not self._on_cpu or not s.traits.runs_ahead:
             return frozenset()
@@ -249,8 +255,8 @@ class StepModel:
     def _bucket_elements(self) -> dict[int, int]:
         """DDP: unit -> elements of the bucket that its gradients fill; the last unit of a backward is the root."""
         buckets, filled, cap = dict[int, int](), 0, FIRST_BUCKET
-        for i in (*range(len(self._units) - 1, 0, -1), 0):
-            filled += self._units[i].trained_numel
+        for i in (*range(len(self.units) - 1, 0, -1), 0):
+            filled += self.units[i].trained_numel
             if filled * 4 >= cap or i == 0:
                 buckets[i], filled, cap = filled, 0, BUCKET
         return buckets
@@ -260,7 +266,7 @@ class StepModel:
         if action.phase is Phase.COMPUTE:
             return self._work_s[action.point.direction][action.unit] if computes(action, self._schedule) else 0.0
         if action.phase is Phase.HOST_COPY:
-            return self._units[action.unit].numel / self._factor * 4 / self._machine.device.link_bytes_per_s
+            return self.units[action.unit].numel / self._factor * 4 / self.machine.device.link_bytes_per_s
         if action.phase is Phase.REDUCE and not reduces:
             return 0.0
         key = action.phase, self._elements(action)
@@ -274,8 +280,10 @@ class StepModel:
 
     def _carried_s(self, phase: Phase, elements: int) -> float:
         """A gather or a reduction over the real link."""
-        alone = sum(collective_seconds(*one, self._machine, self._rates) for one in self._collectives(phase, elements))
-        return self._copied_s(phase, elements) + self._rates.host(self._spec.strategy.backend).stretch * alone
+        alone = sum(collective_seconds(*one, self.machine, self.rates) for one in self._collectives(phase, elements))
+        measured = self.machine.device.measured  # of others the copies are in `_copies_s`
+        copied_s = measured.copies(self._copied_bytes(phase, elements)) if measured else 0.0
+        return copied_s + self.rates.host(self.spec.strategy.backend).stretch * alone
 
     def _emulated_s(self, phase: Phase, elements: int) -> float:
         """Over the Spec's emulated link; hardware that is named has its own (wire/link.py)."""
@@ -288,25 +296,20 @@ class StepModel:
     @functools.cached_property
     def _link(self) -> tuple[float, float] | None:
         """Bandwidth and latency of the emulated link, scaled to this device."""
-        device, text = self._machine.device, self._spec.link
+        device, text = self.machine.device, self.spec.link
         if device.measured is None or text is None:
             return None
         link, dtype = LinkSpec.parse(text), self._dtypes.param
         return link.bytes_per_s * link.scale(device.peak_flops_per_s.get(dtype), dtype), link.latency_s
-
-    def _copied_s(self, phase: Phase, elements: int) -> float:
-        """Seconds of copies on a measured device; for others see `_copies_s`."""
-        measured = self._machine.device.measured
-        return measured.copies(self._copied_bytes(phase, elements)) if measured else 0.0
 
     def _elements(self, action: Action) -> int:
         """Elements that a unit gathers or reduces; with DDP, those of the bucket that it fills. FSDP1 reduces a flat
         parameter whole, also where parts of it are frozen."""
         if self._buckets is not None:
             return self._buckets.get(action.unit, 0) if action.phase is Phase.REDUCE else 0
-        unit = self._units[action.unit]
+        unit = self.units[action.unit]
         if action.phase is Phase.REDUCE:
-            return unit.numel if unit.trained_numel and self._spec.strategy.backend == "fsdp1" else unit.trained_numel
+            return unit.numel if unit.trained_numel and self.spec.strategy.backend == "fsdp1" else unit.trained_numel
         return unit.numel if unit.has_backward or action.point.direction is Direction.FORWARD else 0
 
     def _collectives(self, phase: Phase, elements: int) -> list[tuple[str, float, RankGroup]]:
@@ -314,7 +317,7 @@ class StepModel:
         if not elements:
             return []
         if phase is Phase.UNSHARD:
-            sends = self._factor > 1 and self._spec.strategy.gather == "copy"
+            sends = self._factor > 1 and self.spec.strategy.gather == "copy"
             return [("all_gather", elements * BYTES[self._dtypes.param], self._shard)] if sends else []
         size = elements * BYTES[self._dtypes.reduce]
         scatter = [("reduce_scatter", size, self._shard)] if self._factor > 1 else []
@@ -327,15 +330,22 @@ class StepModel:
         counts = Counter((a.phase, self._elements(a)) for a in self._schedule.actions if a.phase in SENDING)
         for (phase, elements), count in counts.items():
             gathers = phase is Phase.UNSHARD
-            times = count * (self._spec.workload.accumulate if gathers else self._spec.communications)
+            times = count * (self.spec.workload.accumulate if gathers else self.spec.communications)
             for kind, size, group in self._collectives(phase, elements):
-                seconds[kind] += times * collective_seconds(kind, size, group, self._machine, self._rates)
+                seconds[kind] += times * collective_seconds(kind, size, group, self.machine, self.rates)
                 sent[kind] += times * link_bytes(kind, size, group.size)
         return dict(seconds), {kind: round(size) for kind, size in sent.items()}
 
 
-def step_seconds(spec: Spec, shape: ModelShape, machine: Machine, rates: Rates, computing: ComputingOf = Computing, *,
-                 overlaps: bool = True) -> float:  # fmt: skip
+def step_seconds(
+    spec: Spec,
+    shape: ModelShape,
+    machine: Machine,
+    rates: Rates,
+    computing: ComputingOf = Computing,
+    *,
+    overlaps: bool = True,
+) -> float:
     """`StepTime.seconds`, sooner: only some of many equal blocks are simulated, and the others add the time of one more."""
     units, tokens = shape.units, shape.tokens(spec.workload.seq_len)
 
@@ -360,9 +370,6 @@ def recomputed(spec: Spec, units: int) -> set[int]:
         return set()
     every = 1 if policy == "full" else int(policy.partition(":")[2])
     return {i for i in range(1, units) if (i - 1) % every == 0}
-
-
-# -- one micro-batch -------------------------------------------------------------------------------------------------
 
 
 class TimedAction(NamedTuple):
@@ -406,27 +413,22 @@ def schedule_of(units: int, rules: Rules) -> Schedule:
     return Schedule((UnitCall(unit=0), *(UnitCall(unit=i, parent=0) for i in range(1, units))), rules)
 
 
+@dataclass(eq=False)
 class Simulation:
-    """A simulation of one micro-batch.
+    """A simulation of one micro-batch."""
 
-    Args:
-        seconds: of each action alone.
-        ahead: the host runs ahead of the device, and only the limiter holds gathers back.
-        interference: slowdown of computing by a collective in flight, as a share of the collective's time.
-        late_s: wait of each collective for the last of its ranks, and of computing with it.
-        blocking: phases during which the computing thread waits.
-        issue_s: the host's seconds to issue each action; None: no separate host issues them.
-        disturbs_s: seconds of each collective that may slow computing; None: all.
-    """
+    schedule: Schedule
+    seconds: Callable[[Action], float]  # of each action alone
+    _: KW_ONLY
+    ahead: bool  # the host runs ahead of the device, and only the limiter holds gathers back
+    interference: float  # slowdown of computing by a collective in flight, as a share of the collective's time
+    # Wait of each collective for the last of its ranks, and of computing with it.
+    late_s: Callable[[Action], float] = lambda action: 0.0
+    blocking: frozenset[Phase] = frozenset()  # phases during which the computing thread waits
+    issue_s: Callable[[Action], float] | None = None  # of the host, to issue an action; None: no separate host does
+    disturbs_s: Callable[[Action], float] | None = None  # of a collective that may slow computing; None: all
 
-    def __init__(self, schedule: Schedule, seconds: Callable[[Action], float], *, ahead: bool, interference: float,
-                 late_s: Callable[[Action], float] = lambda action: 0.0, blocking: frozenset[Phase] = frozenset(),
-                 issue_s: Callable[[Action], float] | None = None,
-                 disturbs_s: Callable[[Action], float] | None = None) -> None:  # fmt: skip
-        self._schedule, self._seconds, self._issue_s = schedule, seconds, issue_s
-        self._disturbs_s = disturbs_s
-        self._ahead, self._interference, self._late_s = ahead, interference, late_s
-        self._blocking = blocking
+    def __post_init__(self) -> None:
         self._computing = self._sending = self._copying = 0.0  # when each queue is free
         self._issued = 0.0  # until when the host issues what it has come to
         self._host_s = 0.0
@@ -439,7 +441,7 @@ class Simulation:
 
     def run(self) -> SimulatedTimeline:
         done = []
-        for action in self._schedule.actions:
+        for action in self.schedule.actions:
             begin, end = self._place(action)
             self._ends.append(end)
             done.append(TimedAction(action=action, begin_s=begin, end_s=end))
@@ -462,50 +464,43 @@ class Simulation:
             return ready, ready  # once per step, after all micro-batches
         if action.phase is Phase.HOST_COPY:
             begin = max(ready, self._copying)
-            self._copying = begin + self._seconds(action)
+            self._copying = begin + self.seconds(action)
             return begin, self._copying
         if action.phase is Phase.UNSHARD:
-            ready = self._limited() if self._ahead else ready
+            if (
+                self.ahead
+            ):  # until the limiter admits it: `limit` may be in flight or in use, besides what stays gathered
+                limit = self.schedule.rules.limit
+                needed = self._gathers - limit - len(self.schedule.stays_gathered)
+                ready = self._freed[needed] if limit and 0 <= needed < len(self._freed) else 0.0
             self._gathers += 1
         return self._send(action, ready)
 
-    def _limited(self) -> float:
-        """When the limiter admits the next gather: `limit` may be in flight or in use, besides units that stay gathered."""
-        limit = self._schedule.rules.limit
-        if not limit:
-            return 0.0
-        needed = self._gathers - limit - len(self._schedule.stays_gathered)
-        return self._freed[needed] if 0 <= needed < len(self._freed) else 0.0
-
     def _send(self, action: Action, ready: float) -> tuple[float, float]:
-        begin, lasts = max(ready, self._sending), self._seconds(action)
-        if self._issue_s:
+        begin, lasts = max(ready, self._sending), self.seconds(action)
+        if self.issue_s:
             begin = max(begin, self._issued) if lasts else begin
-            self._issued += self._issue_s(action)
-        if action.phase in self._blocking:
-            return self._block(action, max(begin, self._computing), lasts)
+            self._issued += self.issue_s(action)
+        if action.phase in self.blocking:  # computing waits
+            begin = max(begin, self._computing)
+            self._waits.append((action.unit, self._computing, begin + lasts))
+            self._computing = begin + lasts
+        else:
+            self._disturbed += lasts if self.disturbs_s is None else self.disturbs_s(action)
         self._sending = begin + lasts
-        self._disturbed += lasts if self._disturbs_s is None else self._disturbs_s(action)
-        self._waited_s += self._late_s(action) if lasts else 0.0
+        self._waited_s += self.late_s(action) if lasts else 0.0
         return begin, self._sending
-
-    def _block(self, action: Action, begin: float, lasts: float) -> tuple[float, float]:
-        """Send while computing waits."""
-        self._waits.append((action.unit, self._computing, begin + lasts))
-        self._sending = self._computing = begin + lasts
-        self._waited_s += self._late_s(action) if lasts else 0.0
-        return begin, self._computing
 
     def _compute(self, action: Action, ready: float) -> tuple[float, float]:
         begin = max(ready, self._computing)
         if begin > self._computing:
             self._waits.append((action.unit, self._computing, begin))
-        lasts = self._seconds(action)
-        slowed = min(self._interference * self._disturbed, self._interference * lasts)
+        lasts = self.seconds(action)
+        slowed = min(self.interference * self._disturbed, self.interference * lasts)
         self._disturbed = max(0.0, self._disturbed - lasts)
         end = begin + lasts + slowed + (self._waited_s if lasts else 0.0)
-        if self._issue_s:
-            self._issued += self._issue_s(action)
+        if self.issue_s:
+            self._issued += self.issue_s(action)
             self._host_s += max(0.0, self._issued - end)
             end = max(end, self._issued)  # the last kernel begins when the host has issued it
         self._computing = end

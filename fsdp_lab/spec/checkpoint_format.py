@@ -86,15 +86,9 @@ def begin(root: Path, step: int) -> Path:
 
 
 def finish(partial: Path, parts: Sequence[Mapping[str, Any]], *, kind: str, elsewhere: bool = False) -> Checkpoint:
-    """Commits the files that the ranks wrote.
-
-    Args:
-        elsewhere: they may be on other hosts, so they are not looked at.
-        parts: of each rank, {"file": name of its file or None, "bytes": its length, "state": everything that is no tensor}.
-
-    Raises:
-        ValueError: the ranks are not at the same step. OSError: the disk.
-    """
+    """Commits the files that the ranks wrote; `elsewhere`: they may be on other hosts, so nobody looks at them. `parts`: of
+    each rank, {"file": name of its file or None, "bytes": its length, "state": everything that is no tensor}. Raises
+    ValueError: the ranks are not at the same step; OSError: the disk."""
     states = [part["state"] for part in parts]
     positions = {(s["run"], s["step"], s["samples"]) for s in states}
     if len(positions) != 1:
@@ -102,9 +96,8 @@ def finish(partial: Path, parts: Sequence[Mapping[str, Any]], *, kind: str, else
     furthest = max((s["optimizer"] for s in states), key=lambda optimizer: int(optimizer["steps"]))
     optimizer = {**furthest, "slots": sorted({slot for s in states for slot in s["optimizer"]["slots"]})}
     files = {part["file"]: part["bytes"] for part in parts if part["file"] is not None}
-    modules = [s["modules"] for s in states]
-    manifest = {**states[0], "optimizer": optimizer, "modules": modules, "files": files, "format": FORMAT, "kind": kind,
-                "saved_unix_s": time.time()}  # fmt: skip
+    manifest = {**states[0], "optimizer": optimizer, "modules": [s["modules"] for s in states], "files": files}
+    manifest |= {"format": FORMAT, "kind": kind, "saved_unix_s": time.time()}
     with open(partial / MANIFEST, "w", encoding="utf-8") as f:
         json.dump(manifest, f, indent=1)
         f.flush()
@@ -123,10 +116,8 @@ def discard(partial: Path) -> None:
 
 
 def prune(root: Path, run: str, *, last: int) -> list[Path]:
-    """Removes all checkpoints of a run except the newest `last` and the newest "best" one; returns their paths.
-
-    A checkpoint whose removal is interrupted is incomplete.
-    """
+    """Removes all checkpoints of a run except the newest `last` and the newest "best" one; returns their paths. A checkpoint
+    whose removal is interrupted is incomplete."""
     of_run = [c for c in checkpoints(root) if c.run == run]
     best = [c for c in of_run if c.kind == "best"]
     others = [c for c in of_run if c.kind != "best"]
@@ -152,22 +143,22 @@ def _sync(folder: Path) -> None:
 
 def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
     """The complete checkpoints in a folder, oldest first; none if there is no such folder."""
-    found = []
+    complete = []
     for path in _candidates(Path(root)):
         with contextlib.suppress(FieldError):
-            found.append(read(path))
-    return sorted(found, key=lambda c: (c.saved_unix_s, c.step))
+            complete.append(read(path))
+    return sorted(complete, key=lambda c: (c.saved_unix_s, c.step))
 
 
 def incomplete_checkpoints(root: str | os.PathLike[str]) -> list[IncompleteCheckpoint]:
     """The incomplete checkpoints in a folder, with reasons."""
-    found = []
+    incomplete = []
     for path in _candidates(Path(root)):
         try:
             read(path)
         except FieldError as e:
-            found.append(IncompleteCheckpoint(path=path, reason=e.reason))
-    return sorted(found, key=lambda t: t.path.name)
+            incomplete.append(IncompleteCheckpoint(path=path, reason=e.reason))
+    return sorted(incomplete, key=lambda t: t.path.name)
 
 
 def find(path: str | os.PathLike[str], *, field: str = "checkpoint") -> Checkpoint:
@@ -177,8 +168,8 @@ def find(path: str | os.PathLike[str], *, field: str = "checkpoint") -> Checkpoi
         is_one = _NAME.fullmatch(folder.name.removesuffix(PARTIAL)) is not None or (folder / MANIFEST).exists()
     if is_one:
         return read(folder, field=field)
-    if found := checkpoints(folder):
-        return found[-1]
+    if complete := checkpoints(folder):
+        return complete[-1]
     broken = incomplete_checkpoints(folder)
     why = f"it holds none that is complete ({broken[-1].path.name}: {broken[-1].reason})" if broken else "it holds none"
     if not folder.is_dir():
@@ -190,15 +181,16 @@ def check_same(saved: Checkpoint, spec: Spec) -> None:
     """Raises SpecError if the Spec is a different training from the saved one (`LINEAGE`), or of other ranks than those that
     saved, where these have different states of modules."""
     if other := [name for name in saved.spec.difference(spec) if name in LINEAGE]:
-        raise SpecError(other[0], f"{saved.path.name} is of another training, by its {other[0]}",
-                        f"keep its {', '.join(LINEAGE)}")  # fmt: skip
+        reason = f"{saved.path.name} is of another training, by its {other[0]}"
+        raise SpecError(other[0], reason, f"keep its {', '.join(LINEAGE)}")
     by_rank, ranks = saved.manifest["modules"], saved.spec.world_size
     states = [{name.split(".", 2)[2]: digest for name, (_, digest) in modules.items()} for modules in by_rank]
     differing = sorted(name for name in set().union(*states) if any(s.get(name) != states[0].get(name) for s in states))
     if differing and saved.manifest["writers"] != list(range(spec.world_size)):
-        raise SpecError("world_size", f"{differing[0]} differs between the ranks that wrote {saved.path.name}, so that no "
-                        "others can continue it", f"resume on {ranks} ranks, or make it a persistent buffer",
-                        {"world_size": ranks})  # fmt: skip
+        wrote = f"the ranks that wrote {saved.path.name}"
+        reason = f"{differing[0]} differs between {wrote}, so that no others can continue it"
+        hint = f"resume on {ranks} ranks, or make it a persistent buffer"
+        raise SpecError("world_size", reason, hint, {"world_size": ranks})
 
 
 def read(path: Path, *, field: str = "checkpoint") -> Checkpoint:
@@ -214,12 +206,16 @@ def read(path: Path, *, field: str = "checkpoint") -> Checkpoint:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
-            raise refused(
-                f"has format {manifest['format']}, and this version reads {FORMAT}", "use the fsdp_lab that wrote it"
-            )
-        files = dict(manifest["files"])
-        for name, nbytes in files.items():
-            _check_file(path, name, nbytes, refused)
+            reason = f"has format {manifest['format']}, and this version reads {FORMAT}"
+            raise refused(reason, "use the fsdp_lab that wrote it")
+        for name, nbytes in dict(manifest["files"]).items():
+            if not _FILE.fullmatch(name):
+                raise refused(f"names the file {name!r}, which does not lie in it")
+            if not (path / name).exists():
+                raise refused(f"lacks its file {name}")
+            length = (path / name).stat().st_size
+            if length != nbytes:
+                raise refused(f"is damaged: {name} has {length:,} bytes of {nbytes:,}")
         return _of_manifest(path, manifest)
     except FieldError:
         raise
@@ -241,17 +237,6 @@ def _of_manifest(path: Path, manifest: Mapping[str, Any]) -> Checkpoint:
         nbytes=sum(manifest["files"].values()),
         manifest=manifest,
     )
-
-
-def _check_file(path: Path, name: str, nbytes: int, refused: Any) -> None:
-    if not _FILE.fullmatch(name):
-        raise refused(f"names the file {name!r}, which does not lie in it")
-    try:
-        length = (path / name).stat().st_size
-    except OSError:
-        raise refused(f"lacks its file {name}") from None
-    if length != nbytes:
-        raise refused(f"is damaged: {name} has {length:,} bytes of {nbytes:,}")
 
 
 def _candidates(root: Path) -> list[Path]:

@@ -80,7 +80,7 @@ def describe_field(name: str, value: Any) -> str:
 
 
 def describe_fields(flat: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Those of the named fields that are set; all of them if none is."""
+    """The named fields that are set; all of them if none is."""
     used = [
         n for n in names if flat[n] not in (None, {}, UNKNOWN, row_of(n).off) and flat[n] is not False
     ]  # 0 is a value

@@ -25,7 +25,7 @@ class FaultKind(enum.Enum):
 
 
 class FaultPhase(enum.Enum):
-    """When in a step: in the middle of the forward or backward, or after the vote that ends it, before the update."""
+    """The moment in a step: in the middle of the forward or backward, or after the vote that ends it, before the update."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -38,11 +38,7 @@ _ONLY = {"for_s": FaultKind.STALL, "heals": FaultKind.CUT, "link": FaultKind.SLO
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault, which happens once.
-
-    Raises:
-        ArgumentError: an invalid field.
-    """
+    """One fault, which happens once. Raises ArgumentError for an invalid field."""
 
     kind: FaultKind
     ranks: tuple[int, ...]  # on which it happens

@@ -19,7 +19,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """What some backends do not support of a field, or targets of an export, such as "accelerate/fsdp2"."""
+    """The part of a field that some backends do not support, or targets of an export, such as "accelerate/fsdp2"."""
 
     of: tuple[str, ...]
     allows: Callable[[Any], bool]
@@ -72,11 +72,11 @@ class FieldRow:
 
     @property
     def is_text(self) -> bool:
-        """Whether its control is a line of text."""
+        """Returns whether its control is a line of text."""
         return not self.choices and self.least is None
 
     def means_none(self, word: str) -> bool:
-        """Whether a word in text stands for None; never for a field that has no None."""
+        """Returns whether a word in text stands for None; never for a field that has no None."""
         words = ("", "null", "none", self.none, *(["off"] if self.none != AUTO else []))
         return "None" in self.type and word.lower() in words
 
@@ -169,8 +169,8 @@ def check_fields(prefix: str, part: Any) -> None:
     for f in dataclasses.fields(part):
         row, name, value = f.metadata["row"], f"{prefix}.{f.name}", getattr(part, f.name)
         if row.code and callable(value):
-            raise SpecError(name, f"{value!r} is refused: a Spec holds what JSON can",
-                            f"give it to lab.run({f.name}=...), or its name, as \"package.module:name\"")  # fmt: skip
+            hint = f'give it to lab.run({f.name}=...), or its name, as "package.module:name"'
+            raise SpecError(name, f"{value!r} is refused: a Spec holds what JSON can", hint)
         if value is not f.default:
             check_value(name, value, row)
         if row.code and isinstance(value, Mapping) and is_code(value) and not isinstance(value, UserCode):

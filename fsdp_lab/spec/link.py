@@ -32,8 +32,9 @@ _EXAMPLES = (
 )
 
 # The choices in user interfaces: unscaled links that CPU ranks can emulate, and named ones.
-OFFERED = ("0.5 GB/s", "0.25 GB/s", "0.1 GB/s", "0.05 GB/s", "nvlink of h100", "pcie4 of h100",
-           *(f"{network} of h100" for network in NETWORKS_BITS_PER_S), "nvlink of a100", "pcie4 of a100")  # fmt: skip
+_OFFERED_RATES = ("0.5 GB/s", "0.25 GB/s", "0.1 GB/s", "0.05 GB/s")
+_OFFERED_OF_H100 = ("nvlink of h100", "pcie4 of h100", *(f"{network} of h100" for network in NETWORKS_BITS_PER_S))
+OFFERED = (*_OFFERED_RATES, *_OFFERED_OF_H100, "nvlink of a100", "pcie4 of a100")
 
 
 class LinkError(ValueError):
@@ -60,27 +61,25 @@ class LinkSpec:
             raise LinkError(f"{text!r} is refused", f"give a text such as {_EXAMPLES}")
         rate, latency_s, latency_text = _split_latency(text.strip())
         what, of, gpu_name = (part.strip() for part in rate.partition(" of "))
-        gpu = _gpu(gpu_name) if of else None
+        name = gpu_name.lower() if of else None
+        if name is not None and name not in GPUS:
+            raise LinkError(f"{gpu_name!r} is no GPU that the lab knows", f"use one of {', '.join(GPUS)}")
         if what.lower() in _NAMED:
             what = what.lower()
-            bytes_per_s = _named(what, gpu_name, gpu)
+            bytes_per_s = _named(what, gpu_name, GPUS[name] if name is not None else None)
         else:
             what, bytes_per_s = _rate(what)
-        name = gpu_name.lower() if of else None
         spelt = what + (f" of {name}" if name else "") + latency_text
         return cls(text=spelt, bytes_per_s=bytes_per_s, latency_s=latency_s, gpu=name)
 
     def scale(self, flops_per_s: float | None, dtype: str) -> float:
-        """The factor on the bandwidth for a device with `flops_per_s` in `dtype` ("fp32", "bf16" or "fp16").
-
-        Raises:
-            LinkError: the link is scaled and `flops_per_s` is not known.
-        """
+        """The factor on the bandwidth for a device with `flops_per_s` in `dtype` ("fp32", "bf16" or "fp16"). Raises
+        LinkError if the link is scaled and `flops_per_s` is not known."""
         if self.gpu is None:
             return 1.0
         if not flops_per_s or not math.isfinite(flops_per_s):
-            raise LinkError(f"{self.text} is scaled to what this device computes in {dtype}, and that is not known",
-                            'give a bandwidth that is not scaled, such as "0.1 GB/s"')  # fmt: skip
+            reason = f"{self.text} is scaled to what this device computes in {dtype}, and that is not known"
+            raise LinkError(reason, 'give a bandwidth that is not scaled, such as "0.1 GB/s"')
         return flops_per_s / self.reference(dtype)[0]
 
     def reference(self, dtype: str) -> tuple[float, str]:
@@ -92,13 +91,13 @@ class LinkSpec:
 
 def split_list(text: str) -> list[str]:
     """Splits a comma-separated list of links; the comma before a latency does not separate links."""
-    found: list[str] = []
+    links: list[str] = []
     for word in (w.strip() for w in text.split(",")):
-        if found and re.fullmatch(_LATENCY, word):
-            found[-1] += f", {word}"
+        if links and re.fullmatch(_LATENCY, word):
+            links[-1] += f", {word}"
         else:
-            found.append(word)
-    return found
+            links.append(word)
+    return links
 
 
 def format_rate(bytes_per_s: float) -> str:
@@ -118,10 +117,10 @@ def _split_latency(text: str) -> tuple[str, float, str]:
     rate, comma, latency = (part.strip() for part in text.partition(","))
     if not comma:
         return rate, 0.0, ""
-    found = re.fullmatch(_LATENCY, latency)
-    if found is None:
+    match = re.fullmatch(_LATENCY, latency)
+    if match is None:
         raise LinkError(f"{latency!r} is no latency", 'give one behind the comma such as "50 us" or "0.2 ms"')
-    number, unit = float(found[1]), found[2].replace("µ", "u").replace("μ", "u")
+    number, unit = float(match[1]), match[2].replace("µ", "u").replace("μ", "u")
     if not math.isfinite(number) or number < 0:
         raise LinkError(f"a latency of {latency} is refused", "give 0 or more")
     return rate, number * _TIMES[unit], f", {number:.12g} {unit}"
@@ -129,23 +128,17 @@ def _split_latency(text: str) -> tuple[str, float, str]:
 
 def _rate(word: str) -> tuple[str, float]:
     """The canonical text of a rate, and its bytes/s."""
-    found = re.fullmatch(rf"({_NUMBER})\s*(\S*)", word)
-    if found is None:
+    match = re.fullmatch(rf"({_NUMBER})\s*(\S*)", word)
+    if match is None:
         raise LinkError(f"{word!r} is no link", f"give {_EXAMPLES}")
-    number, unit = float(found[1]), re.sub("ps$", "/s", found[2])  # Gbps
+    number, unit = float(match[1]), re.sub("ps$", "/s", match[2])  # Gbps
     if unit not in _RATES:
-        raise LinkError(f"{unit!r} is no unit of bandwidth" if unit else f"{word!r} has no unit",
-                        f"give bytes ({', '.join(_BYTES)}) or bits ({', '.join(_BITS)})")  # fmt: skip
+        reason = f"{unit!r} is no unit of bandwidth" if unit else f"{word!r} has no unit"
+        raise LinkError(reason, f"give bytes ({', '.join(_BYTES)}) or bits ({', '.join(_BITS)})")
     bytes_per_s = number * _RATES[unit]
     if not math.isfinite(bytes_per_s) or bytes_per_s <= 0:
         raise LinkError(f"a bandwidth of {word} is refused", "give a finite one above 0, or none for the real wire")
     return f"{number:.12g} {unit}", bytes_per_s
-
-
-def _gpu(name: str) -> Gpu:
-    if name.lower() not in GPUS:
-        raise LinkError(f"{name!r} is no GPU that the lab knows", f"use one of {', '.join(GPUS)}")
-    return GPUS[name.lower()]
 
 
 def _named(what: str, gpu_name: str, gpu: Gpu | None) -> float:

@@ -17,7 +17,7 @@ KEY = "watched"  # by which a stored one is told from a Spec
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedLoop:
-    """A model as a user set it up, found by looking at it. Not a Spec: nothing can be trained, switched or exported from it.
+    """A model as a user set it up, as far as it shows. Not a Spec: nothing can be trained, switched or exported from it.
 
     `backend`: "lab", "fsdp2", "fsdp1", "ddp", or "module" for a plain one. `sharding`: as in a `Strategy`, "" if unknown.
     """

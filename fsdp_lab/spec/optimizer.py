@@ -1,4 +1,5 @@
-"""`TorchOptimizer`: the optimizer of a workload: a class of torch.optim, its arguments, and the state that it keeps.
+"""`TorchOptimizer`: the optimizer of a workload: a class of torch.optim, its arguments, and the state that it keeps; and
+`LrSchedule`: the learning rate over the steps of a training, as a factor on `Workload.lr`.
 
 AdamW and SGD are known without torch, so that a Spec is validated, and its memory and time are planned, where torch is not
 installed. Of other classes only the state is known here (`_SLOTS`); whether torch has one and takes its arguments is checked
@@ -18,6 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from fsdp_lab.base.errors import SpecError, is_number
+from fsdp_lab.spec.fields import NOT_NEGATIVE
 
 FIELD = "optimizer_args"
 KERNELS = ("foreach", "fused")  # arguments that choose how an update is computed, not what
@@ -54,9 +56,6 @@ class Arguments(Mapping[str, Any]):
         return repr(self._values)
 
 
-# -- what is known of each class -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Argument:
     default: Any  # of the class, except for `foreach` and `fused`, which torch chooses by the device if they are None
@@ -70,11 +69,8 @@ def _flag(default: bool = False) -> _Argument:
 
 
 def _number(default: float) -> _Argument:
-    return _Argument(default=default, accepts=_is_not_negative, wanted="a finite number of 0 or more", read=float)
-
-
-def _is_not_negative(value: object) -> bool:
-    return is_number(value) and 0 <= value < math.inf
+    wanted = NOT_NEGATIVE.wanted
+    return _Argument(default=default, accepts=NOT_NEGATIVE.accepts, wanted=wanted, read=float)
 
 
 def _are_betas(value: object) -> bool:
@@ -89,33 +85,43 @@ class _Kind:
     more_slots: Mapping[str, str] = field(default_factory=dict)  # argument -> the slot that it adds, if it is not 0
 
 
+_HOW = {"foreach": _flag(True), "fused": _flag()}
 _KINDS: Mapping[str, _Kind] = {
     "adamw": _Kind(
         class_name="AdamW",
         arguments={
-            "betas": _Argument(default=(0.9, 0.999), accepts=_are_betas, wanted="two numbers from 0 to below 1",
-                               read=lambda betas: tuple(map(float, betas))),
-            "eps": _number(1e-8), "amsgrad": _flag(), "foreach": _flag(True), "fused": _flag(),
+            "betas": _Argument(
+                default=(0.9, 0.999),
+                accepts=_are_betas,
+                wanted="two numbers from 0 to below 1",
+                read=lambda betas: tuple(map(float, betas)),
+            ),
+            "eps": _number(1e-8),
+            "amsgrad": _flag(),
+            **_HOW,
         },
         slots=("exp_avg", "exp_avg_sq"),
         more_slots={"amsgrad": "max_exp_avg_sq"},
     ),
     "sgd": _Kind(
         class_name="SGD",
-        arguments={"momentum": _number(0.0), "dampening": _number(0.0), "nesterov": _flag(), "foreach": _flag(True),
-                   "fused": _flag()},
+        arguments={"momentum": _number(0.0), "dampening": _number(0.0), "nesterov": _flag(), **_HOW},
         more_slots={"momentum": "momentum_buffer"},
     ),
-}  # fmt: skip
+}
 OPTIMIZERS = tuple(_KINDS)
 # Of other classes: slots, and those that an argument adds if it is not 0.
 _SLOTS: Mapping[str, tuple[tuple[str, ...], Mapping[str, str]]] = {
-    "ASGD": (("ax",), {}), "Adadelta": (("square_avg", "acc_delta"), {}), "Adagrad": (("sum",), {}),
-    "Adam": (("exp_avg", "exp_avg_sq"), {"amsgrad": "max_exp_avg_sq"}), "Adamax": (("exp_avg", "exp_inf"), {}),
-    "NAdam": (("exp_avg", "exp_avg_sq"), {}), "RAdam": (("exp_avg", "exp_avg_sq"), {}),
+    "ASGD": (("ax",), {}),
+    "Adadelta": (("square_avg", "acc_delta"), {}),
+    "Adagrad": (("sum",), {}),
+    "Adam": (("exp_avg", "exp_avg_sq"), {"amsgrad": "max_exp_avg_sq"}),
+    "Adamax": (("exp_avg", "exp_inf"), {}),
+    "NAdam": (("exp_avg", "exp_avg_sq"), {}),
+    "RAdam": (("exp_avg", "exp_avg_sq"), {}),
     "RMSprop": (("square_avg",), {"momentum": "momentum_buffer", "centered": "grad_avg"}),
     "Rprop": (("prev", "step_size"), {}),
-}  # fmt: skip
+}
 
 
 def is_class_name(value: object) -> bool:
@@ -138,9 +144,6 @@ def _read_plain(value: Any) -> Any:
     return tuple(map(_read_plain, value)) if isinstance(value, (list, tuple)) else value
 
 
-# -- one of them, with arguments -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class TorchOptimizer:
     """Raises SpecError for an argument that the class has not, or that is not given here, and for a wrong value.
@@ -155,7 +158,11 @@ class TorchOptimizer:
     def __post_init__(self) -> None:
         for name, value in self.args.items():
             self._check(name, value)
-        self._check_together()
+        if self.args.get("fused") and self.args.get("foreach"):
+            raise self._refused("an update is fused, or it is foreach", "give one of the two", "foreach")
+        if self.name == "sgd" and self["nesterov"] and not (self["momentum"] and not self["dampening"]):
+            reason = "nesterov needs a momentum above 0 and no dampening"
+            raise self._refused(reason, "give momentum=0.9, or leave it out", "nesterov")
         known = self._arguments
         read = {name: known[name].read(self.args[name]) for name in known if name in self.args}
         if not self.is_known:
@@ -167,17 +174,17 @@ class TorchOptimizer:
 
     @property
     def is_known(self) -> bool:
-        """Whether all of its arguments are known without torch."""
+        """Returns whether all of its arguments are known without torch."""
         return self.name in _KINDS
 
     @property
     def _arguments(self) -> Mapping[str, _Argument]:
-        """Those that are known."""
-        return _KINDS[self.name].arguments if self.is_known else {"foreach": _flag(True), "fused": _flag()}
+        """The arguments that are known."""
+        return _KINDS[self.name].arguments if self.is_known else _HOW
 
     @staticmethod
     def is_given_elsewhere(argument: str) -> bool:
-        """Whether it is not given as an argument here."""
+        """Returns whether it is not given as an argument here."""
         return argument in _ELSEWHERE
 
     def __getitem__(self, argument: str) -> Any:
@@ -226,8 +233,6 @@ class TorchOptimizer:
         """The arguments without these, as a `fix`."""
         return {FIELD: {name: value for name, value in self.args.items() if name not in names}}
 
-    # -- refusals -------------------------------------------------------------------------------------------------
-
     def _check(self, name: object, value: object) -> None:
         if name in _ELSEWHERE:
             reason, hint = _ELSEWHERE[str(name)]
@@ -235,24 +240,73 @@ class TorchOptimizer:
         known = self._arguments.get(name) if isinstance(name, str) else None
         if known is None and not self.is_known and isinstance(name, str) and name.isidentifier():
             if not _is_plain(value):
-                raise self._refused(f"{name}={value!r} is refused", "give a finite number, true, false, a text, or a list",
-                                    name)  # fmt: skip
+                hint = "give a finite number, true, false, a text, or a list"
+                raise self._refused(f"{name}={value!r} is refused", hint, name)
             return
         if known is None:
-            raise self._refused(f"{self.class_name} has no argument {name!r}", f"its arguments are "
-                                f"{', '.join(self._arguments)}", name)  # fmt: skip
+            hint = f"its arguments are {', '.join(self._arguments)}"
+            raise self._refused(f"{self.class_name} has no argument {name!r}", hint, name)
         if not known.accepts(value):
             raise self._refused(f"{name}={value!r} is refused", f"give {known.wanted}", name)
 
-    def _check_together(self) -> None:
-        if self.args.get("fused") and self.args.get("foreach"):
-            raise self._refused("an update is fused, or it is foreach", "give one of the two", "foreach")
-        if self.name == "sgd" and self["nesterov"] and not (self["momentum"] and not self["dampening"]):
-            raise self._refused("nesterov needs a momentum above 0 and no dampening", "give momentum=0.9, or leave it out",
-                                "nesterov")  # fmt: skip
-
     def _refused(self, reason: str, hint: str, name: object) -> SpecError:
-        known = self._arguments
-        fix = {other: value for other, value in self.args.items()
-               if other != name and (known[other].accepts(value) if other in known else not self.is_known)}  # fmt: skip
-        return SpecError(f"workload.{FIELD}", reason, hint, {FIELD: fix})
+        def is_kept(other: str) -> bool:
+            known = self._arguments.get(other)
+            return other != name and (known.accepts(self.args[other]) if known is not None else not self.is_known)
+
+        return SpecError(f"workload.{FIELD}", reason, hint, {FIELD: {n: v for n, v in self.args.items() if is_kept(n)}})
+
+
+LR_SCHEDULES = ("constant", "linear", "cosine")
+_ENOUGH_STEPS = 1000  # proposed after the warm-up, where no end is given
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrSchedule:
+    """A linear warm-up to the full rate, then `kind`. Raises SpecError for an end that is missing, or has no meaning.
+
+    The factor depends on the number of the step alone, so that a resumed or switched training has the same rates bit for
+    bit. A step whose update fp16 overflow skips is counted.
+
+    Attributes:
+        warmup_steps: step n < warmup_steps has (n + 1) / warmup_steps of the rate, so that no step has none.
+        decay_steps: the first step at the rate of the end, which later steps keep. How long a run trains is not part of a
+            Spec, so it must be given for all kinds but "constant", which has none.
+        end: the rate there, as a share of the full rate.
+    """
+
+    kind: str = "constant"
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind == "constant":
+            if self.decay_steps is not None or self.end:
+                name = "workload.lr_end" if self.decay_steps is None else "workload.decay_steps"
+                hint, fix = "leave it out, or use lr_schedule linear or cosine", {"decay_steps": None, "lr_end": 0.0}
+                raise SpecError(name, "a constant rate has no end", hint, fix)
+            return
+        enough = self.warmup_steps + _ENOUGH_STEPS
+        if self.decay_steps is None:
+            reason, hint = f"{self.kind} needs the step at which it ends", f"give one, such as {enough}"
+        elif self.decay_steps <= self.warmup_steps:
+            reason = f"{self.decay_steps} is not after the {self.warmup_steps} steps of the warm-up"
+            hint = "give a later step, or fewer warmup_steps"
+        else:
+            return
+        raise SpecError("workload.decay_steps", reason, hint, {"decay_steps": enough})
+
+    @property
+    def varies(self) -> bool:
+        return self.kind != "constant" or self.warmup_steps > 1
+
+    def factor(self, step: int) -> float:
+        """For the update of step 0, 1, 2, ..."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.decay_steps is None:
+            return 1.0
+        done = min(1.0, (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps))
+        left = 1.0 - done if self.kind == "linear" else (1.0 + math.cos(math.pi * done)) / 2
+        return self.end + (1.0 - self.end) * left

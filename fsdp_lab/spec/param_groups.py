@@ -1,17 +1,34 @@
-"""`ParamGroup`: parameters with a learning rate or a weight decay of their own, chosen by patterns of their names."""
+"""`ParamGroup`: parameters with a learning rate or a weight decay of their own, chosen by patterns of their names.
+
+Patterns are shell-style, as in `Workload.freeze`: "*" is any text, "?" one letter, "[ab]" one of these.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from fsdp_lab.base.errors import is_number
-from fsdp_lab.spec.patterns import are_patterns, matches
 
 _NAMES = {"match", "lr", "weight_decay"}
 GroupKey = tuple[int, bool]  # the number of a group, -1 for the rest; whether it is a matrix
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Returns whether one of the patterns matches the whole name; upper and lower case are different."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def unmatched(patterns: Iterable[str], names: Sequence[str]) -> str | None:
+    """The first pattern that matches none of the names; None if each matches one."""
+    return next((p for p in patterns if not any(fnmatchcase(name, p) for name in names)), None)
+
+
+def are_patterns(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(p, str) and p for p in value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ MOST_RANKS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class BackendTraits:
-    """What a backend is, for all that treat backends differently. The rows of fields have what else it does not support."""
+    """The traits of a backend, for all that treat backends differently. Rows of fields have what else it lacks."""
 
     title: str
     shardings: tuple[str, ...]  # the first is proposed instead of another one
@@ -159,10 +159,6 @@ def _group_sizes(now: Mapping[str, Any]) -> Sequence[int | None]:
     return (None, *sorted({1, *_divisors(now["world_size"]), now["world_size"]}))
 
 
-def _own_prefetch(now: Mapping[str, Any]) -> str:
-    return BACKEND_TRAITS[now["backend"]].own_prefetch or str(PrefetchPolicy().forward_prefetch)
-
-
 @plain_errors
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
@@ -222,7 +218,8 @@ class Strategy:
         only("ddp", (None, 0), "DDP gathers no parameters", "use 0", fix=0),
         only("fsdp1", (None, 0, 1), _FSDP1_ONE_AHEAD, "use 0 or 1", fix=1),
         only("accelerate/fsdp2", (None, 0), "Accelerate sets none for FSDP2", "use 0", fix=0),
-        group="Schedule", help="Units gathered ahead", choices=(None, 0, 1, 2, 3), typed="4", automatic=_own_prefetch,
+        group="Schedule", help="Units gathered ahead", choices=(None, 0, 1, 2, 3), typed="4",
+        automatic=lambda now: BACKEND_TRAITS[now["backend"]].own_prefetch or str(PrefetchPolicy().forward_prefetch),
     )
     backward_prefetch: int = knob(
         1, whole(0),
@@ -278,9 +275,9 @@ class Strategy:
     def __post_init__(self) -> None:
         check_fields("strategy", self)
         if self.is_yours and self.engine is None:
-            raise SpecError(ENGINE_FIELD, "backend yours is a class of your own, and there is none",
-                            "give engine=YourClass, with the methods shard, gather, free and reduce",
-                            {"backend": "lab"})  # fmt: skip
+            reason = "backend yours is a class of your own, and there is none"
+            hint = "give engine=YourClass, with the methods shard, gather, free and reduce"
+            raise SpecError(ENGINE_FIELD, reason, hint, {"backend": "lab"})
 
     @property
     def dtypes(self) -> Precision:
@@ -289,17 +286,17 @@ class Strategy:
 
     @property
     def traits(self) -> BackendTraits:
-        """Of its backend: use these and the next two instead of comparing tokens."""
+        """The traits of its backend: use these and the next two instead of comparing tokens."""
         return BACKEND_TRAITS[self.backend]
 
     @property
     def is_lab(self) -> bool:
-        """Whether our own engine shards."""
+        """Returns whether our own engine shards."""
         return self.backend == "lab"
 
     @property
     def is_yours(self) -> bool:
-        """Whether the user's own engine shards."""
+        """Returns whether the user's own engine shards."""
         return self.backend == YOURS
 
     # -- the meaning of `sharding`: use these instead of comparing tokens ------------------------------------------
@@ -362,11 +359,8 @@ class Strategy:
 @plain_errors
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """One thing that can be run: a workload, a strategy and a world size, valid as a whole.
-
-    Raises:
-        SpecError: a field, or a combination that the backend cannot do.
-    """
+    """One thing that can be run: a workload, a strategy and a world size, valid as a whole. Raises SpecError for a field, or
+    a combination that the backend cannot do."""
 
     workload: Workload = field(default_factory=Workload)
     strategy: Strategy = field(default_factory=Strategy)
@@ -378,10 +372,12 @@ class Spec:
         None, FieldRow(), group="Workload", help="auto, or one a rank: cuda:0, cuda:1. A change takes seconds"
     )
     # An emulated link, see link.py: "0.25 GB/s, 50 us", "nvlink of h100"; None: the real wire.
+    # fmt: off
     link: str | None = knob(
         None, FieldRow(), group="Schedule", help="Emulate a slower interconnect; a GPU's is scaled to this machine",
         none="off", choices=(None, *OFFERED), typed="0.25 GB/s, 50 us", in_name=True, live=True,
-    )  # fmt: skip
+    )
+    # fmt: on
 
     def __post_init__(self) -> None:
         check_value("world_size", self.world_size, FIELDS["world_size"])
@@ -391,8 +387,6 @@ class Spec:
             object.__setattr__(self, "link", _check_link(self.link))
         for rule in _RULES:
             rule(self)
-
-    # -- JSON, both ways ------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars, from which `Spec.from_dict` makes an equal Spec."""
@@ -433,8 +427,6 @@ class Spec:
         text = json.dumps(d, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
-    # -- change ---------------------------------------------------------------------------------------------------
-
     def replace(self, **changes: Any) -> Spec:
         """A copy with fields replaced, by flat name: `spec.replace(sharding="shard_grad_op", micro_batch=8)`."""
         parts: dict[str, dict[str, Any]] = {"workload": {}, "strategy": {}, "": {}}
@@ -448,12 +440,12 @@ class Spec:
 
     def with_code(self, objects: Mapping[str, Any]) -> Spec:
         """The same Spec, with the objects of code that was sent, by digest, where it has none."""
-        found = {
+        known = {
             name: value.with_object(objects[value.digest])
             for name, value in self.sent_code().items()
             if value.given is None and value.digest in objects
         }
-        return self.replace(**found) if found else self
+        return self.replace(**known) if known else self
 
     def sent_code(self) -> dict[str, UserCode]:
         """Flat field name -> code that was sent, not imported, and that the ranks need."""
@@ -492,8 +484,6 @@ class Spec:
         d = self.to_dict()
         return {**d.pop("workload"), **d.pop("strategy"), **d}
 
-    # -- derived --------------------------------------------------------------------------------------------------
-
     @property
     def global_batch(self) -> int:
         """Samples a step, over all ranks and micro-batches."""
@@ -513,7 +503,7 @@ class Spec:
         return 1 if sync == "every" else most
 
     def communicates(self, micro: int) -> bool:
-        """Whether a micro-batch of a step, counted from 0, communicates its gradients and those before it."""
+        """Returns whether a micro-batch of a step, counted from 0, communicates its gradients and those before it."""
         return (micro + 1) % self.sync_interval == 0 or micro + 1 == self.workload.accumulate
 
     @property
@@ -548,41 +538,33 @@ def _invalid(field: str, reason: str, hint: str, other: str = "", /, **fix: Any)
 
 
 def _rule_sharding(spec: Spec) -> None:
-    backend, sharding, traits = spec.strategy.backend, spec.strategy.sharding, spec.strategy.traits
-    if sharding in traits.shardings:
-        return
-    why = traits.why_not.get(sharding) or traits.why_not[""]
-    *first, last = traits.shardings
-    instead = f"{', '.join(first)} or {last}" if first else last
-    hint = f"use sharding {instead}" + ("" if sharding != "no_shard" else ", or backend ddp")
-    raise _invalid("sharding", f"{sharding} is not available with {backend}: {why}", hint, sharding=traits.shardings[0])
-
-
-def _rule_backend(spec: Spec) -> None:
-    if (refused := spec.refused_by(spec.strategy.backend)) is not None:
+    """The sharding is one of the backend's, the shard size one of the sharding's, and other fields the backend has."""
+    s, traits, world = spec.strategy, spec.strategy.traits, spec.world_size
+    sharding, size = s.sharding, s.shard_size
+    if sharding not in traits.shardings:
+        why = traits.why_not.get(sharding) or traits.why_not[""]
+        *first, last = traits.shardings
+        instead = f"{', '.join(first)} or {last}" if first else last
+        reason = f"{sharding} is not available with {s.backend}: {why}"
+        hint = f"use sharding {instead}" + ("" if sharding != "no_shard" else ", or backend ddp")
+        raise _invalid("sharding", reason, hint, sharding=traits.shardings[0])
+    whole, factors = 1 if s.is_replicated else world, _divisors(world)
+    if not s.is_hybrid and size not in (None, whole):
+        reason = f"{size} has no meaning with {sharding}: its groups are of {whole}"
+        raise _invalid("shard_size", reason, "leave it empty, or choose hybrid_shard", shard_size=None)
+    if s.is_hybrid and not factors:
+        enough = next(n for n in range(max(4, world), 2 * world + 4) if _divisors(n))
+        why = f"needs a shard size between 1 and world_size that divides it, and {world} ranks have none"
+        raise _invalid("sharding", f"{sharding} {why}", f"use {enough} ranks, or full_shard", world_size=enough)
+    if s.is_hybrid and size is not None and size not in factors:
+        reason, hint = f"{size} is not a divisor of {world} between 1 and {world}", f"use one of {_listed(factors)}"
+        raise _invalid("shard_size", reason, hint, shard_size=factors[-1])
+    if (refused := spec.refused_by(s.backend)) is not None:
         raise refused
 
 
-def _rule_shard_size(spec: Spec) -> None:
-    sharding, size, world = spec.strategy.sharding, spec.strategy.shard_size, spec.world_size
-    if not spec.strategy.is_hybrid:
-        whole = 1 if spec.strategy.is_replicated else world
-        if size not in (None, whole):
-            raise _invalid("shard_size", f"{size} has no meaning with {sharding}: its groups are of {whole}",
-                           "leave it empty, or choose hybrid_shard", shard_size=None)  # fmt: skip
-        return
-    factors = _divisors(world)
-    if not factors:
-        enough = next(n for n in range(max(4, world), 2 * world + 4) if _divisors(n))
-        raise _invalid("sharding", f"{sharding} needs a shard size between 1 and world_size that divides it, and {world} "
-                       f"ranks have none", f"use {enough} ranks, or full_shard", world_size=enough)  # fmt: skip
-    if size is not None and size not in factors:
-        raise _invalid("shard_size", f"{size} is not a divisor of {world} between 1 and {world}",
-                       f"use one of {', '.join(map(str, factors))}", shard_size=factors[-1])  # fmt: skip
-
-
 def _rule_gather(spec: Spec) -> None:
-    s, fix = spec.strategy, {"gather": "copy"}
+    s = spec.strategy
     if s.gather == "copy":
         return
     is_cast = s.dtypes.param != "fp32" or s.dtypes.norm not in (None, "fp32")
@@ -595,7 +577,7 @@ def _rule_gather(spec: Spec) -> None:
         (spec.link is not None, "over an emulated link what is gathered would have to be sent", "use copy, or no link"),
     ):
         if is_so:
-            raise _invalid("gather", f"mapped is not possible here: {why}", hint, **fix)
+            raise _invalid("gather", f"mapped is not possible here: {why}", hint, gather="copy")
 
 
 def _rule_sync(spec: Spec) -> None:
@@ -603,11 +585,11 @@ def _rule_sync(spec: Spec) -> None:
     if s.backend != "fsdp1" or spec.sync_interval == 1:
         return
     if s.offload != "none":
-        raise _invalid("sync", "FSDP1 cannot accumulate without communication while it offloads", "use sync every",
-                       sync="every")  # fmt: skip
+        reason = "FSDP1 cannot accumulate without communication while it offloads"
+        raise _invalid("sync", reason, "use sync every", sync="every")
     if spec.shard_factor == 1 and param != "fp32":
-        raise _invalid("sync", f"FSDP1 that shards nothing cannot keep gradients in {param} for a later micro-batch",
-                       "use sync every, or backend ddp", sync="every")  # fmt: skip
+        reason = f"FSDP1 that shards nothing cannot keep gradients in {param} for a later micro-batch"
+        raise _invalid("sync", reason, "use sync every, or backend ddp", sync="every")
 
 
 def _rule_reshard_size(spec: Spec) -> None:
@@ -619,38 +601,29 @@ def _rule_reshard_size(spec: Spec) -> None:
         hint = "leave it empty, or use full_shard"
     else:
         reason = f"{size} is not a divisor of {spec.world_size} between 1 and {spec.world_size}"
-        hint = f"use one of {', '.join(map(str, sizes))}, or leave it empty" if sizes else "leave it empty"
+        hint = f"use one of {_listed(sizes)}, or leave it empty" if sizes else "leave it empty"
     raise _invalid("reshard_size", reason, hint, reshard_size=None)
 
 
 def _rule_optimizer(spec: Spec) -> None:
     optimizer, why = spec.workload.torch_optimizer, "does not take DTensors, which are FSDP2's parameters"
-    if spec.strategy.backend != "fsdp2":
-        return
-    if optimizer.is_fused and optimizer.class_name in ("SGD", "Adagrad"):
-        raise SpecError("workload.optimizer_args", f"torch's fused {optimizer.class_name} {why}",
-                        "leave fused out", optimizer.without("fused"), other="use backend lab")  # fmt: skip
-    if optimizer.class_name == "Rprop":
-        raise SpecError("workload.optimizer", f"torch's Rprop {why}", "use adamw",
-                        {"optimizer": "adamw", "optimizer_args": {}}, other="backend lab")  # fmt: skip
-
-
-def _rule_dropout(spec: Spec) -> None:
+    if spec.strategy.backend == "fsdp2" and optimizer.is_fused and optimizer.class_name in ("SGD", "Adagrad"):
+        reason, fix = f"torch's fused {optimizer.class_name} {why}", optimizer.without("fused")
+        raise SpecError("workload.optimizer_args", reason, "leave fused out", fix, other="use backend lab")
+    if spec.strategy.backend == "fsdp2" and optimizer.class_name == "Rprop":
+        fix = {"optimizer": "adamw", "optimizer_args": {}}
+        raise SpecError("workload.optimizer", f"torch's Rprop {why}", "use adamw", fix, other="backend lab")
     if spec.strategy.compile and spec.workload.dropout != "off":
-        raise _invalid("compile", "a compiler draws dropout's masks in its own way, so that they would not be those of "
-                       "other Specs", "use compile false, or dropout off", compile=False)  # fmt: skip
+        reason = "a compiler draws dropout's masks in its own way, so that they would not be those of other Specs"
+        raise _invalid("compile", reason, "use compile false, or dropout off", compile=False)
 
 
-_RULES: tuple[Callable[[Spec], None], ...] = (
-    _rule_sharding,
-    _rule_shard_size,
-    _rule_backend,
-    _rule_gather,
-    _rule_sync,
-    _rule_reshard_size,
-    _rule_optimizer,
-    _rule_dropout,
-)
+_RULES: tuple[Callable[[Spec], None], ...]
+_RULES = (_rule_sharding, _rule_gather, _rule_sync, _rule_reshard_size, _rule_optimizer)
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))
 
 
 def _divisors(world_size: int) -> list[int]:
@@ -659,20 +632,18 @@ def _divisors(world_size: int) -> list[int]:
     return sorted({*small, *(world_size // n for n in small)})
 
 
-# -- devices, link and dicts -----------------------------------------------------------------------------------------
-
-
 def _check_devices(devices: Any, world_size: int) -> tuple[str, ...]:
     if isinstance(devices, str) or not isinstance(devices, Sequence) or len(devices) != world_size:
         only_cpu = isinstance(devices, (str, Sequence)) and bool(devices) and all(d == "cpu" for d in devices)
         instead = ["cpu"] * world_size if only_cpu else None
-        raise SpecError("devices", f"{devices!r} does not name one device for each of {world_size} ranks",
-                        'give a list such as ["cuda:0", "cuda:1"], or nothing', {"devices": instead})  # fmt: skip
+        reason = f"{devices!r} does not name one device for each of {world_size} ranks"
+        hint = 'give a list such as ["cuda:0", "cuda:1"], or nothing'
+        raise SpecError("devices", reason, hint, {"devices": instead})
     for d in devices:
         check_value("devices", d, matching(r"cpu|cuda:\d+", '"cpu" or "cuda:N" for each rank'))
     if len({d == "cpu" for d in devices}) > 1:
-        raise SpecError("devices", "ranks on CPUs and on GPUs cannot share one model", "choose one kind",
-                        {"devices": None})  # fmt: skip
+        reason = "ranks on CPUs and on GPUs cannot share one model"
+        raise SpecError("devices", reason, "choose one kind", {"devices": None})
     return tuple(devices)
 
 

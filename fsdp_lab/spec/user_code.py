@@ -28,8 +28,16 @@ class UserCode(Mapping[str, Any]):
         given: the object itself, or nothing. packed: the object as bytes, to be sent.
     """
 
-    def __init__(self, code: str, source: str, digest: str, missing: Sequence[str] = (), *, given: Any = None,
-                 packed: bytes = b"") -> None:  # fmt: skip
+    def __init__(
+        self,
+        code: str,
+        source: str,
+        digest: str,
+        missing: Sequence[str] = (),
+        *,
+        given: Any = None,
+        packed: bytes = b"",
+    ) -> None:
         self.name, self.source, self.digest, self.missing = code, source, digest, tuple(missing)
         self._values: dict[str, Any] = {"code": code, "source": source, "digest": digest, "missing": list(missing)}
         self.given, self.packed = given, packed
@@ -37,10 +45,8 @@ class UserCode(Mapping[str, Any]):
     @classmethod
     def of(cls, field: str, given: Mapping[str, Any]) -> UserCode:
         """Raises SpecError for a mapping that is none."""
-        known = all(isinstance(given.get(key), str) for key in _KEYS[:3]) and isinstance(
-            given.get("missing"), (list, tuple)
-        )
-        if not known or set(given) != set(_KEYS):
+        has_texts = all(isinstance(given.get(key), str) for key in _KEYS[:3])
+        if not has_texts or not isinstance(given.get("missing"), (list, tuple)) or set(given) != set(_KEYS):
             raise SpecError(field, "this is no code that a lab has sent", "give the function itself, in the notebook")
         return cls(*(given[key] for key in _KEYS))
 
@@ -52,10 +58,10 @@ class UserCode(Mapping[str, Any]):
         return self._values[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
+        return iter(_KEYS)
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(_KEYS)
 
     def __deepcopy__(self, memo: Any) -> UserCode:
         return self  # it does not change, and data may be large
@@ -83,13 +89,12 @@ def loaded(field: str, value: Any) -> Any:
     """The object that a field's value names. Raises SpecError if it is not here, or cannot be imported."""
     if isinstance(value, UserCode):
         if value.given is None:
-            part = field.rpartition(".")[2]
-            raise SpecError(field, f"the code of {value.name} is not here, because a stored Spec has only its source",
-                            f"give {part}=... again")  # fmt: skip
+            reason = f"the code of {value.name} is not here, because a stored Spec has only its source"
+            raise SpecError(field, reason, f"give {field.rpartition('.')[2]}=... again")
         return value.given
     try:
         return pkgutil.resolve_name(value)
     except Exception as e:  # what an import raises is the module's
         said = " ".join(str(e).split()) or type(e).__name__
-        raise SpecError(field, f"{value} cannot be imported on this rank ({said})",
-                        "install it where the ranks are, or give the function itself, to send it") from None  # fmt: skip
+        hint = "install it where the ranks are, or give the function itself, to send it"
+        raise SpecError(field, f"{value} cannot be imported on this rank ({said})", hint) from None

@@ -7,30 +7,69 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from fsdp_lab.base.errors import SpecError, is_number, plain_errors
-from fsdp_lab.spec.fields import (
-    NOT_NEGATIVE,
-    POSITIVE,
-    check_fields,
-    knob,
-    one_of,
-    only,
-    rows_of,
-    text,
-    values,
-    whole,
+from fsdp_lab.base.errors import SpecError, is_number, is_whole, plain_errors
+from fsdp_lab.spec.fields import NOT_NEGATIVE, POSITIVE, check_fields, knob, one_of, only, rows_of, text, values, whole
+from fsdp_lab.spec.optimizer import (
+    LR_SCHEDULES,
+    OPTIMIZERS,
+    Arguments,
+    LrSchedule,
+    TorchOptimizer,
+    is_class_name,
+    one_spelling,
 )
-from fsdp_lab.spec.lora import Lora
-from fsdp_lab.spec.lr_schedule import LR_SCHEDULES, LrSchedule
-from fsdp_lab.spec.optimizer import OPTIMIZERS, Arguments, TorchOptimizer, is_class_name, one_spelling
-from fsdp_lab.spec.param_groups import GroupKey, ParamGroup, are_groups, read_groups
-from fsdp_lab.spec.patterns import are_patterns
+from fsdp_lab.spec.param_groups import GroupKey, ParamGroup, are_groups, are_patterns, read_groups
 from fsdp_lab.spec.user_code import UserCode, is_code
 
 MOST_HELD_OUT = 0.5
 DROPOUTS = ("off", "config")
 RANDOM, OWN = "random", "own"  # initial values; other values of `weights` are folders
 PACKINGS = ("packed", "padded")
+LORA_FIELD = "workload.lora"
+_LORA_HINT = 'give {"r": 8}, and if you like alpha (a number above 0) and targets (a list of module names)'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters (arXiv 2106.09685): W x + alpha / r * B A x, where W is frozen, and A and B are trained.
+
+    `r`: the rank. `alpha`: None: 2 r. `targets`: names of the modules that get adapters, such as "q_proj"; None: those
+    that peft chooses for the type of model. Raises SpecError.
+    """
+
+    r: int
+    alpha: float | None = None
+    targets: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        alpha, targets = self.alpha, self.targets
+        is_accepted = {
+            "r": is_whole(self.r),
+            "alpha": alpha is None or (is_number(alpha) and 0 < alpha < float("inf")),
+            "targets": targets is None or are_patterns(targets),
+        }
+        for name, is_so in is_accepted.items():
+            if not is_so:
+                reason = f"{name}={getattr(self, name)!r} is refused"
+                raise SpecError(LORA_FIELD, reason, _LORA_HINT, {"lora": None})
+        if targets is not None:
+            object.__setattr__(self, "targets", tuple(dict.fromkeys(targets)))
+
+    @classmethod
+    def of(cls, given: Any) -> Lora | None:
+        """From its fields as a mapping, or None."""
+        if given is None or isinstance(given, cls):
+            return given
+        names = {f.name for f in fields(cls)}
+        if not isinstance(given, Mapping) or not set(given) <= names or "r" not in given:
+            raise SpecError(LORA_FIELD, f"{given!r} is refused", _LORA_HINT, {"lora": None})
+        return cls(**given)
+
+    @property
+    def scale(self) -> float:
+        """alpha, with None resolved."""
+        return 2.0 * self.r if self.alpha is None else float(self.alpha)
+
 
 _MODEL = values(
     lambda v: isinstance(v, (str, Mapping)) and bool(v),
@@ -128,13 +167,7 @@ class Workload:
         "constant", one_of(LR_SCHEDULES), group="Training", help="How the rate falls after the warm-up", live=True
     )
     warmup_steps: int = knob(
-        0,
-        whole(0),
-        group="Training",
-        label="warm-up steps",
-        help="The rate rises to the full one",
-        most=10**6,
-        live=True,
+        0, whole(0), group="Training", label="warm-up steps", help="The rate rises to the full one", most=10**6, live=True
     )
     decay_steps: int | None = knob(
         None, whole(1), group="Training", help="Where linear and cosine end", none="none", least=None, live=True
@@ -194,8 +227,8 @@ class Workload:
     @cached_property
     def rates(self) -> LrSchedule:
         """The learning rate over steps, as factors on `lr`."""
-        return LrSchedule(kind=self.lr_schedule, warmup_steps=self.warmup_steps, decay_steps=self.decay_steps,
-                          end=self.lr_end)  # fmt: skip
+        warmup_steps, decay_steps = self.warmup_steps, self.decay_steps
+        return LrSchedule(kind=self.lr_schedule, warmup_steps=warmup_steps, decay_steps=decay_steps, end=self.lr_end)
 
     @property
     def adapters(self) -> Lora | None:
@@ -204,7 +237,7 @@ class Workload:
 
     @property
     def is_own(self) -> bool:
-        """Whether the model is the user's own code, and the loss and the data with it."""
+        """Returns whether the model is the user's own code, and the loss and the data with it."""
         return is_code(self.model)
 
     def sent_code(self) -> dict[str, UserCode]:
@@ -216,22 +249,24 @@ class Workload:
         """Raises SpecError for code in one field and not in the others, and for fields that mean nothing with it."""
         if not self.is_own:
             if self.loss is not None:
-                raise SpecError("workload.loss", "a model of transformers computes its own loss",
-                                "leave it out, or give the model as a function too", {"loss": None})  # fmt: skip
+                reason = "a model of transformers computes its own loss"
+                hint = "leave it out, or give the model as a function too"
+                raise SpecError("workload.loss", reason, hint, {"loss": None})
             if is_code(self.data):
-                raise SpecError("workload.data", "a dataset of your own is for a model of your own",
-                                "give model and loss as functions too, or a text or images", {"data": "stdlib"})  # fmt: skip
+                reason = "a dataset of your own is for a model of your own"
+                hint = "give model and loss as functions too, or a text or images"
+                raise SpecError("workload.data", reason, hint, {"data": "stdlib"})
             return
         if self.loss is None:
-            raise SpecError("workload.loss", "a model of your own has none yet",
-                            "give a function of (model, batch) that returns a scalar tensor")  # fmt: skip
+            hint = "give a function of (model, batch) that returns a scalar tensor"
+            raise SpecError("workload.loss", "a model of your own has none yet", hint)
         if not is_code(self.data):
-            raise SpecError("workload.data", f"{self.data!r} is for models of transformers, and the model is your own",
-                            "give a dataset, or a function that returns one")  # fmt: skip
+            reason = f"{self.data!r} is for models of transformers, and the model is your own"
+            raise SpecError("workload.data", reason, "give a dataset, or a function that returns one")
         for f in fields(self):
             if f.metadata["row"].of_configs and getattr(self, f.name) != f.default:
-                raise SpecError(f"workload.{f.name}", "it means nothing for a model of your own", "leave it out",
-                                {f.name: f.default})  # fmt: skip
+                fix, reason = {f.name: f.default}, "it means nothing for a model of your own"
+                raise SpecError(f"workload.{f.name}", reason, "leave it out", fix)
 
 
 CODE_FIELDS = tuple(name for name, row in rows_of(Workload).items() if row.code)  # all three are code, or none

@@ -1,7 +1,7 @@
 """The wire: one instrumented process group that all bytes between ranks cross.
 
 Read context.py, work.py, group.py, in this order; link.py and nccl.py are independent, and so is shared memory: arena.py,
-reserved.py, channels.py, exchange.py, shared_memory.py, host_group.py, gpu_memory.py.
+channels.py, exchange.py, shared_memory.py, host_group.py, gpu_memory.py.
 """
 
 from fsdp_lab.wire.arena import REPORT as ARENA_REPORT

@@ -8,8 +8,8 @@ nearly all hole: a block takes memory when it is allocated, at once, so that a s
 Each rank writes to its own arena only; others map it for reading. Blocks keep their addresses and pages, so a step that
 allocates what the one before has freed has no page faults.
 
-A block may have several users: the tensor that is in it (`Arena.tensor`, reserved.py), and what other ranks have yet to read
-there (channels.py). It is free when the last one gives it back.
+A block may have several users: the tensor that is in it (`Arena.tensor`, host_group.py), and what other ranks have yet to
+read there (channels.py). It is free when the last one gives it back.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class MemoryFile:
 @dataclass(frozen=True)
 class ArenaBlock:
     """A piece of an arena. `nbytes`: of its size class, what was asked for or a little more. `is_mapped`: at other addresses
-    as well (reserved.py)."""
+    as well (host_group.py)."""
 
     offset: int
     nbytes: int
@@ -117,25 +117,23 @@ class Arena:
 
     @property
     def descriptors(self) -> list[int]:
-        """What other ranks are given."""
+        """The descriptors that other ranks are given."""
         return [self.file.descriptor]
 
     def peer(self, rank: int, descriptors: Sequence[int]) -> Mapping:
         """Another rank's arena, of which these were given. It is mapped once, for all groups."""
         (descriptor,) = descriptors
-        found = os.fstat(descriptor)
-        key = found.st_dev, found.st_ino
+        file = os.fstat(descriptor)
+        key = file.st_dev, file.st_ino
         if (mapping := self._mapped.get(key)) is None:
             self._mapped[key] = mapping = Mapping(descriptor, writes=False)
         return mapping
 
     @property
     def used_bytes(self) -> int:
-        """What it takes of the machine's memory, at most: blocks in use, and free ones with their pages."""
+        """Bytes that it takes of the machine's memory, at most: blocks in use, and free ones with their pages."""
         with self._lock:
             return self._end - sum(end - begin for begin, end in self._holes)
-
-    # -- blocks ---------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, *, is_mapped: bool = False, again: ArenaBlock | None = None) -> ArenaBlock:
         """A block of at least so many bytes, with any content, for one user. `again`: this one, if it is free. Raises
@@ -158,7 +156,7 @@ class Arena:
             self._users[block.offset] += 1
 
     def free(self, block: ArenaBlock) -> None:
-        """By one of its users."""
+        """Gives a block back, by one of its users."""
         with self._lock:
             self._give_back(block)
 
@@ -191,8 +189,8 @@ class Arena:
     def _fill(self, offset: int, nbytes: int) -> None:
         left = bytes_left(self._cgroup)
         if nbytes > left:
-            raise MemoryError(f"{nbytes} bytes of shared memory are more than the {max(0, left)} that the memory limit of "
-                              "this container leaves")  # fmt: skip
+            limit = f"the {max(0, left)} that the memory limit of this container leaves"
+            raise MemoryError(f"{nbytes} bytes of shared memory are more than {limit}")
         try:
             os.posix_fallocate(self.file.descriptor, offset, nbytes)
         except OSError as e:
@@ -221,8 +219,6 @@ class Arena:
                 self.file.mapping.memory.madvise(mmap.MADV_REMOVE, begin, end - begin)
             return True
         return False
-
-    # -- tensors --------------------------------------------------------------------------------------------------
 
     def tensor(self, numel: int, dtype: torch.dtype, *, is_private: bool = False, is_mapped: bool = False) -> Tensor:
         """[numel], not 0, with any content. Its block is free when its storage is. `is_private`: `find` does not find it.
@@ -271,10 +267,10 @@ class Arena:
         return block, block.offset + tensor.data_ptr() - address
 
     def is_unread(self, tensor: Tensor) -> bool:
-        """Whether others have yet to read what was sent from a tensor, as far as `poll` has looked."""
-        found = self.find(tensor)
+        """Returns whether others have yet to read what was sent from a tensor, as far as `poll` has looked."""
+        place = self.find(tensor)
         with self._lock:
-            return found is not None and self._users[found[0].offset] > 1
+            return place is not None and self._users[place[0].offset] > 1
 
     def synchronize(self) -> None:
         """Memory of the host is written when a copy returns."""
@@ -296,13 +292,13 @@ class Arena:
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Ranges in order, those that touch as one."""
-    found: list[tuple[int, int]] = []
+    joined: list[tuple[int, int]] = []
     for begin, end in ranges:
-        if found and found[-1][1] == begin:
-            found[-1] = found[-1][0], end
+        if joined and joined[-1][1] == begin:
+            joined[-1] = joined[-1][0], end
         else:
-            found.append((begin, end))
-    return found
+            joined.append((begin, end))
+    return joined
 
 
 def bytes_left(cgroup: Path) -> float:

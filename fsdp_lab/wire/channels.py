@@ -9,18 +9,87 @@ entry, the other by the reader when it has read the bytes of one, so that their 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
+import os
 import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
 from socket import SHUT_WR
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from fsdp_lab.wire.arena import ArenaBlock, Mapping as MappedFile
 from fsdp_lab.wire.exchange import PeerConnection
-from fsdp_lab.wire.semaphores import SIZE_BYTES, Semaphores
+
+SPIN_S = 50e-6  # of a wait where every rank has a core: about as long as the kernel needs to wake one
+SIZE_BYTES = 64  # room for a sem_t, and a cache line of its own
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+class Semaphores:
+    """POSIX semaphores in memory that processes share, by ctypes: the functions, each of a semaphore at an address.
+
+    A semaphore is a counter that one process raises and another lowers, waiting in the kernel while it is zero. It has no
+    owner, so a process that dies holds none; and it orders memory: what was written before `post` is read after `take`.
+    """
+
+    def __init__(self, spin_s: float = 0.0) -> None:
+        """`spin_s`: how long a wait first looks again and again. Raises OSError where the system has no semaphores that
+        processes share."""
+        self._spin_s = spin_s
+        try:
+            waiting, quick = ctypes.CDLL(None, use_errno=True), ctypes.PyDLL(None, use_errno=True)
+            self._init, self._post, self._try = quick.sem_init, quick.sem_post, quick.sem_trywait
+            # Only the wait releases the interpreter's lock. The monotonic clock is not set while one waits; not everywhere.
+            self._clock_wait: Any = getattr(waiting, "sem_clockwait", None)
+            self._timed_wait: Any = waiting.sem_timedwait
+        except (AttributeError, OSError):
+            raise OSError(errno.ENOSYS, "this system has no semaphores that processes share") from None
+        probe = (ctypes.c_char * SIZE_BYTES)()
+        self.init(ctypes.addressof(probe))
+
+    def init(self, address: int) -> None:
+        """A new one, at zero."""
+        if self._init(ctypes.c_void_p(address), 1, 0):
+            raise OSError(ctypes.get_errno(), "no semaphore can be made: " + os.strerror(ctypes.get_errno()))
+
+    def post(self, address: int) -> None:
+        """Raise it by one."""
+        if self._post(ctypes.c_void_p(address)):
+            raise OSError(ctypes.get_errno(), "a semaphore cannot be raised: " + os.strerror(ctypes.get_errno()))
+
+    def take(self, address: int, timeout_s: float = 0.0) -> bool:
+        """Lower it by one, waiting for that at most so long. Returns whether it was lowered."""
+        if not self._try(ctypes.c_void_p(address)):
+            return True
+        if timeout_s <= 0.0:
+            return False
+        end_s = time.perf_counter() + self._spin_s
+        while self._spin_s and time.perf_counter() < end_s:
+            if not self._try(ctypes.c_void_p(address)):
+                return True
+        clock = time.CLOCK_MONOTONIC if self._clock_wait is not None else time.CLOCK_REALTIME
+        until_s = time.clock_gettime(clock) + timeout_s
+        until = _Timespec(int(until_s), int(until_s % 1 * 1e9))
+        while self._wait(address, clock, until):
+            code = ctypes.get_errno()
+            if code == errno.ETIMEDOUT:
+                return False
+            if code != errno.EINTR:  # a signal, whose handler has run by now
+                raise OSError(code, "a semaphore cannot be waited for: " + os.strerror(code))
+        return True
+
+    def _wait(self, address: int, clock: int, until: _Timespec) -> int:
+        if self._clock_wait is not None:
+            return int(self._clock_wait(ctypes.c_void_p(address), clock, ctypes.byref(until)))
+        return int(self._timed_wait(ctypes.c_void_p(address), ctypes.byref(until)))
+
 
 RING = 256  # how far a rank can be behind another
 _WORDS = 4  # of an entry: its number, what it is, where its bytes begin, and how many there are
@@ -79,7 +148,7 @@ class BlockReference:
         self._arena, self._block, self._readers = arena, block, readers
 
     def release(self) -> None:
-        """By one of the readers."""
+        """One of the readers has read it."""
         self._readers -= 1
         if self._readers == 0 and self._block is not None:
             self._arena.free(self._block)
@@ -103,7 +172,7 @@ class Channel:
 
     @property
     def unread(self) -> int:
-        """How many entries the other has not read, as far as `poll_ack` has looked. At most RING."""
+        """The number of entries that the other has not read, as far as `poll_ack` has looked. At most RING."""
         return len(self._unread)
 
     def publish(self, what: int, begin: int, nbytes: int, reference: BlockReference) -> None:
@@ -114,14 +183,14 @@ class Channel:
         self._semaphores.post(self._published)
 
     def poll_ack(self, timeout_s: float = 0.0) -> bool:
-        """Whether the other has read one more; its memory is given back."""
+        """Returns whether the other has read one more; its memory is given back."""
         seen = bool(self._unread) and self._semaphores.take(self._acknowledged, timeout_s)
         if seen:
             self._unread.popleft().release()
         return seen
 
     def release_unread(self) -> None:
-        """When the other rank has left: what it has not read it never will."""
+        """Called when the other rank has left: what it has not read it never will."""
         while self._unread:
             self._unread.popleft().release()
 
@@ -170,7 +239,7 @@ class SharedPeer:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the other rank has left, or has ended."""
+        """Returns whether the other rank has left, or has ended."""
         return self._connection.is_gone
 
     def leave(self) -> None:
@@ -180,5 +249,5 @@ class SharedPeer:
             self._connection.socket.shutdown(SHUT_WR)
 
     def end(self) -> None:
-        """When it does not matter any more whether the other rank has left."""
+        """Called when it does not matter any more whether the other rank has left."""
         self._connection.socket.close()

@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -110,7 +111,7 @@ class Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class GlooExchange:
-    """How ranks exchange over Gloo."""
+    """The way in which ranks exchange over Gloo."""
 
     piece_bytes: int = 0  # that a rank sends another at once; 0: all
     ring: bool = False  # all-gathers; False: each rank with all others
@@ -167,7 +168,7 @@ class WireContext:
         self._step_begin: tuple[Any, float] | None = None  # an event at the beginning of the step, and its time
         self._running: dict[int, Running] = {}  # by sequence number
         self._cancellable: weakref.WeakSet[Cancellable] = weakref.WeakSet()  # C++ may be waiting for their futures
-        self._failed: str | None = None  # what NCCL's watchdog found
+        self._failed: str | None = None  # what NCCL's watchdog says
         self._groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         self._nccl_groups: set[NcclGroup] = set()
         self._members: dict[str, tuple[int, ...]] = {}  # ranks by group
@@ -187,8 +188,6 @@ class WireContext:
         self.timeout_s = seconds
         for group in self.groups():
             group._set_timeout(timedelta(seconds=seconds))  # type: ignore[attr-defined]
-
-    # -- groups ---------------------------------------------------------------------------------------------------
 
     def add_group(self, group: dist.ProcessGroup, name: str, ranks: Sequence[int]) -> None:
         self._groups.add(group)
@@ -221,8 +220,7 @@ class WireContext:
             return None
         self._most_ranks = max(self._most_ranks, len(ranks))
         try:
-            group = open_shared(store, rank, len(ranks), group=HostGroup, arena=self._own_arena, check=self.check,
-                                timeout=self.timeout, most_ranks=self._most_ranks)  # fmt: skip
+            group = open_shared(store, rank, len(ranks), group=HostGroup, arena=self._own_arena, **self._sharing)
         except NotShared as e:
             self.not_shared[name] = str(e)
             return None
@@ -239,17 +237,22 @@ class WireContext:
         if memory is None or not self.shared_memory:
             return None
         pieces = dist.PrefixStore("pieces", store)
+
+        def wait_for_stream() -> None:
+            if self.streams is not None:
+                self.streams.current().synchronize()
+
+        arena = partial(GpuArena, memory, pieces, rank, wait_for_stream)
         try:
-            return open_shared(store, rank, len(ranks), group=GpuGroup, check=self.check, timeout=self.timeout,
-                               arena=lambda: GpuArena(memory, pieces, rank, self._wait_for_stream),
-                               most_ranks=self._most_ranks)  # fmt: skip
+            return open_shared(store, rank, len(ranks), group=GpuGroup, arena=arena, **self._sharing)
         except NotShared as e:
             self.not_on_gpu[name] = str(e)
             return None
 
-    def _wait_for_stream(self) -> None:
-        if self.streams is not None:
-            self.streams.current().synchronize()
+    @property
+    def _sharing(self) -> dict[str, Any]:
+        """The arguments of `open_shared` that all groups have in common."""
+        return {"check": self.check, "timeout": self.timeout, "most_ranks": self._most_ranks}
 
     def close_shared(self, group: SharedGroup, ranks: frozenset[int]) -> None:
         """What others may still read stays until a group of all these ranks is opened."""
@@ -259,7 +262,7 @@ class WireContext:
 
     @property
     def host_carrier(self) -> str:
-        """What carries host tensors, and why it is not shared memory."""
+        """The carrier of host tensors, and why it is not shared memory."""
         if not self.shared_memory:
             return "Gloo"
         why = next(iter(self.not_shared.values()), "")
@@ -267,7 +270,7 @@ class WireContext:
 
     @property
     def pool_bytes(self) -> int:
-        """What this rank's pool of shared memory has taken of the machine's, in use or not."""
+        """Bytes that this rank's pool of shared memory has taken of the machine's, in use or not."""
         return 0 if self._arena is None else self._arena.used_bytes
 
     def trim_pool(self) -> None:
@@ -291,8 +294,6 @@ class WireContext:
         """The groups that are alive."""
         return list(self._groups)
 
-    # -- one collective -------------------------------------------------------------------------------------------
-
     @contextmanager
     def unit_scope(self, unit: str) -> Iterator[None]:
         """Collectives issued inside belong to this unit. Also a decorator."""
@@ -306,22 +307,13 @@ class WireContext:
         """Like `unit_scope`, until the next call: for callers that cannot tell when all collectives are issued."""
         self._unit = unit
 
-    def record_issue(self, kind: str, group: str, size: int, *, link_bytes: int, payload_bytes: int, dtype: str,
-                     whole_group: bool = True) -> Collective:  # fmt: skip
-        """Number and meter a collective; `whole_group`: all ranks of the group issue it. Raises RankAborted."""
+    def record_issue(self, group: str, *, whole_group: bool, **sent: Any) -> Collective:
+        """Number and meter a collective; `whole_group`: all ranks of the group issue it. `sent`: its other fields. Raises
+        RankAborted."""
         self.check()
-        issued = Collective(
-            sequence=self._sequence,
-            kind=kind,
-            group=group,
-            size=size,
-            ordinal=self._ordinals[group] if whole_group else -1,
-            unit=self._unit,
-            dtype=dtype,
-            payload_bytes=payload_bytes,
-            link_bytes=link_bytes,
-            issue_s=time.perf_counter(),
-        )
+        ordinal, issue_s = self._ordinals[group] if whole_group else -1, time.perf_counter()
+        unit, sequence = self._unit, self._sequence
+        issued = Collective(sequence=sequence, group=group, ordinal=ordinal, unit=unit, issue_s=issue_s, **sent)
         self._ordinals[group] += whole_group
         self._sequence += 1
         self.last = issued
@@ -344,16 +336,16 @@ class WireContext:
         self._running.pop(issued.sequence, None)
 
     def _in_flight(self) -> list[Running]:
-        """What is in flight, oldest first; what has ended is forgotten."""
-        found = []
+        """The operations in flight, oldest first; what has ended is forgotten."""
+        in_flight = []
         for sequence, running in sorted(self._running.copy().items()):  # Gloo's threads remove entries too
             if not running.inner.is_completed():
-                found.append(running)
+                in_flight.append(running)
                 continue
             if isinstance(running.inner, NcclOutcome) and (why := running.inner.failure()) is not None:
                 self._failed = self._failed or f"{running.issued.described} {why}"
             self._running.pop(sequence, None)
-        return found
+        return in_flight
 
     def busy_addresses(self) -> set[int]:
         """Addresses of the storage that Gloo operations may still read or write."""
@@ -381,10 +373,9 @@ class WireContext:
         return timed
 
     def read_timing(self) -> None:
-        """Read the times of NCCL's collectives, at the end of a step. Waits for the device.
-
-        Those of one group run one after the other, so one begins when its inputs are ready and the one before has ended.
-        The end is where the stream that waits continues."""
+        """Read the times of NCCL's collectives, at the end of a step. Waits for the device. Those of one group run one
+        after the other, so one begins when its inputs are ready and the one before has ended. The end is where the
+        stream that waits continues."""
         timed, begin, self._timed, self._step_begin = self._timed, self._step_begin, [], None
         if self.nccl is None or begin is None:
             return
@@ -454,7 +445,7 @@ class WireContext:
         return next((r.issued for r in waiting if not (isinstance(r.inner, SharedWork) and r.inner.joined())), None)
 
     def failure(self) -> str | None:
-        """What NCCL's watchdog found: a collective that failed or timed out. None without NCCL."""
+        """Returns what NCCL's watchdog says: a collective that failed or timed out. None without NCCL."""
         if self.nccl is not None:
             self._in_flight()
         return self._failed
@@ -464,9 +455,8 @@ class WireContext:
         return self._members.get(group, ())
 
     def share_across(self, group: str, kind: str) -> float:
-        """Which part of what this rank sends in a group goes to other hosts; 0.0 if none does, or hosts are unknown.
-
-        In a ring in the order of ranks, or a direct exchange with all others: see `GlooExchange`."""
+        """Which part of what this rank sends in a group goes to other hosts; 0.0 if none does, or hosts are unknown. In
+        a ring in the order of ranks, or a direct exchange with all others: see `GlooExchange`."""
         members = [rank for rank in self.members(group) if rank < len(self.hosts)]
         if len(members) < 2 or self.rank not in members:
             return 0.0
@@ -478,11 +468,11 @@ class WireContext:
 
     @property
     def host(self) -> str:
-        """Of this rank; "": unknown."""
+        """The host of this rank; "": unknown."""
         return self.hosts[self.rank] if self.rank < len(self.hosts) else ""
 
     def issue_counts(self) -> dict[str, int]:
-        """How many collectives were issued, by group in use."""
+        """The number of collectives issued, by group in use."""
         return {name: self._ordinals[name] for name in list(self._members)}
 
     def recent_issues(self) -> list[Collective]:

@@ -17,13 +17,12 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from socket import MSG_PEEK
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from torch import distributed as dist
 
@@ -34,6 +33,7 @@ _ANSWER_S = 10.0  # at most, for what ranks do that are all here
 _STRANGER_S = 1.0  # for who connects to say who it is
 T = TypeVar("T")
 Own = TypeVar("Own")
+Everyone = Sequence[Mapping[str, str]]  # of each rank, what it says of itself
 
 
 class NotShared(Exception):
@@ -49,7 +49,7 @@ class PeerConnection:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it has closed the connection, or has ended."""
+        """Returns whether it has closed the connection, or has ended."""
         try:
             return not self.socket.recv(1, MSG_PEEK)
         except BlockingIOError:
@@ -59,7 +59,7 @@ class PeerConnection:
 
 
 def host_id() -> str:
-    """Of this boot of this machine, and of the network namespace, in which the sockets' names are."""
+    """Identifies this boot of this machine, and the network namespace, in which the sockets' names are."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
 
 
@@ -78,7 +78,10 @@ def exchange_descriptors(
     with contextlib.ExitStack() as stack:
         token = secrets.token_bytes(_TOKEN_BYTES)
         try:
-            (own, descriptors), listener = offer(), stack.enter_context(_listening(size))
+            own, descriptors = offer()
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            listener.bind("")  # a name that the kernel makes, which is in no folder and gone with the socket
+            listener.listen(size)
             facts |= {"host": host_id(), "name": listener.getsockname().hex(), "token": token.hex()}
         except (OSError, AttributeError) as e:
             facts["why"] = getattr(e, "strerror", None) or str(e)
@@ -88,23 +91,25 @@ def exchange_descriptors(
             if len({f[what] for f in everyone}) > 1:
                 raise NotShared(why)
         answer_s = min(_ANSWER_S, timeout_s / 2)
-        with _closing(_Exchange(rank, everyone, listener, token, descriptors, answer_s)) as connections:
-            why, found = "", None
+        with _Exchange(rank, everyone, listener, descriptors, answer_s) as connections:
+            why, made = "", None
             try:
-                found = use(own, connections.opened())
+                made = use(own, connections.opened())
             except (OSError, ValueError) as e:
                 why = f"rank {rank} could not map the memory of the others ({e})"
             _check(_share_facts(store, "uses", rank, size, {"why": why}, timeout_s))
-            assert found is not None
-            return found
+            assert made is not None
+            return made
 
 
 class _Exchange:
     """Connects with each other rank: to those after it, and from those before it."""
 
-    def __init__(self, rank: int, everyone: Sequence[Mapping[str, str]], listener: socket.socket, token: bytes,
-                 descriptors: Sequence[int], answer_s: float) -> None:  # fmt: skip
-        self._rank, self._everyone, self._listener, self._token = rank, everyone, listener, token
+    def __init__(
+        self, rank: int, everyone: Everyone, listener: socket.socket, descriptors: Sequence[int], answer_s: float
+    ) -> None:
+        self._rank, self._everyone, self._listener = rank, everyone, listener
+        self._token = bytes.fromhex(everyone[rank]["token"])
         self._descriptors, self.peers = list(descriptors), dict[int, PeerConnection]()
         self._open: dict[int, socket.socket] = {}
         self._end_s = time.monotonic() + answer_s
@@ -135,7 +140,8 @@ class _Exchange:
         connection, _ = self._listener.accept()
         with contextlib.ExitStack() as stack:
             stack.callback(connection.close)
-            if not is_of_this_user(connection):
+            _, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+            if user != os.geteuid():
                 return
             connection.settimeout(min(self._left_s, _STRANGER_S))
             try:
@@ -167,22 +173,15 @@ class _Exchange:
         )
         return message, list(descriptors)
 
-    def close(self, *, connected: bool) -> None:
-        """Close all descriptors, and the connections too unless they are used."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """Closes all descriptors, and the connections too unless they are used."""
         for peer in self.peers.values():
             _close(peer.descriptors)
-        for connection in (*self._open.values(), *([] if connected else [peer.socket for peer in self.peers.values()])):
+        for connection in (*self._open.values(), *([peer.socket for peer in self.peers.values()] if error else [])):
             connection.close()
-
-
-@contextmanager
-def _closing(exchange: _Exchange) -> Iterator[_Exchange]:
-    connected = False
-    try:
-        yield exchange
-        connected = True
-    finally:
-        exchange.close(connected=connected)
 
 
 def _close(descriptors: Sequence[int]) -> None:
@@ -190,7 +189,7 @@ def _close(descriptors: Sequence[int]) -> None:
         os.close(d)
 
 
-def _check(everyone: Sequence[Mapping[str, str]]) -> None:
+def _check(everyone: Everyone) -> None:
     if why := next((facts["why"] for facts in everyone if facts["why"]), None):
         raise NotShared(why)
 
@@ -198,22 +197,8 @@ def _check(everyone: Sequence[Mapping[str, str]]) -> None:
 def _share_facts(
     store: dist.Store, what: str, rank: int, size: int, facts: Mapping[str, str], timeout_s: float
 ) -> list[dict[str, str]]:
-    """Those of all ranks, in their order, through the store."""
+    """The facts of all ranks, in their order, through the store."""
     keys = [f"{what}/{r}" for r in range(size)]
     store.set(keys[rank], json.dumps(facts))
     store.wait(keys, timedelta(seconds=timeout_s))
     return [json.loads(store.get(key)) for key in keys]
-
-
-@contextmanager
-def _listening(size: int) -> Iterator[socket.socket]:
-    """With a name that the kernel makes, which is in no folder and gone with the socket."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind("")
-        listener.listen(size)
-        yield listener
-
-
-def is_of_this_user(connection: socket.socket) -> bool:
-    _, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    return bool(user == os.geteuid())

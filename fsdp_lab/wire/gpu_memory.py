@@ -69,14 +69,14 @@ class GpuArena:
 
     def peer(self, rank: int, descriptors: Sequence[int]) -> PeerGpuMemory:
         """Another rank's. Raises OSError where it cannot be read."""
-        found = PeerGpuMemory(self._memory, self._store, rank)
+        peer = PeerGpuMemory(self._memory, self._store, rank)
         try:
-            is_right = torch.equal(found.bytes_at(0, _PATTERN_BYTES).cpu(), _pattern(rank))
+            is_right = torch.equal(peer.bytes_at(0, _PATTERN_BYTES).cpu(), _pattern(rank))
         except RuntimeError as e:  # of CUDA
             raise OSError(None, str(e)) from None
         if not is_right:
             raise OSError(None, f"what rank {rank} wrote to this GPU cannot be read")
-        return found
+        return peer
 
     def allocate(self, nbytes: int) -> ArenaBlock:
         """Raises MemoryError."""

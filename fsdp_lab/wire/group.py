@@ -50,10 +50,9 @@ def register(
     nccl: Nccl | None = None,
     device_memory: DeviceMemory | None = None,
 ) -> str:
-    """Register `Wire` as a backend that reports to `context`; returns its name for `init_process_group`.
-
-    `streams`: of the rank's GPU. With `nccl`, its tensors go over NCCL, and with `device_memory` through memory of the GPU
-    that ranks share; otherwise they are staged through the host's."""
+    """Register `Wire` as a backend that reports to `context`; returns its name for `init_process_group`. `streams`: of
+    the rank's GPU. With `nccl`, its tensors go over NCCL, and with `device_memory` through memory of the GPU that ranks
+    share; otherwise they are staged through the host's."""
 
     context.streams, context.nccl, context.device_memory = streams, nccl, device_memory
 
@@ -140,12 +139,12 @@ class Wire(dist.ProcessGroup):
 
     @property
     def ranks(self) -> frozenset[int]:
-        """By their number in the world."""
+        """Its ranks, by their number in the world."""
         return self._ranks
 
     @property
     def carrier(self) -> str:
-        """What carries the tensors of a training: of GPUs, where there is NCCL."""
+        """The carrier of the tensors of a training: of GPUs, where there is NCCL."""
         if self._nccl is not None:
             return "NCCL"
         if self._on_gpu is not None:
@@ -153,13 +152,11 @@ class Wire(dist.ProcessGroup):
         return "Gloo" if self._shared is None else SHARED_MEMORY
 
     def _fastest_exchange(self) -> GlooExchange:
-        """The fastest, by trying; collective.
-
-        In pieces that fit into the buffers of a connection: while Gloo sends more at once, its message that it is ready to
-        receive waits behind, and the two directions of a cable are used one after the other. An exchange of 2 MiB over a
-        cable of 100 Mbit/s took twice as long. But each piece waits for the other rank, which on a fast network takes longer
-        than its bytes. In a ring a part goes to another host once, not once for each rank there, but by way of all ranks.
-        """
+        """The fastest, by trying; collective. In pieces that fit into the buffers of a connection: while Gloo sends
+        more at once, its message that it is ready to receive waits behind, and the two directions of a cable are used
+        one after the other. An exchange of 2 MiB over a cable of 100 Mbit/s took twice as long. But each piece waits
+        for the other rank, which on a fast network takes longer than its bytes. In a ring a part goes to another host
+        once, not once for each rank there, but by way of all ranks."""
         there = self._size // 2
         to, source = (self._rank + there) % self._size, (self._rank - there) % self._size
         sent, received = torch.zeros(2, _TRIED_BYTES // 4).unbind()
@@ -201,7 +198,7 @@ class Wire(dist.ProcessGroup):
         return self._shared
 
     def _get_backend(self, device: torch.device) -> Any:
-        """By which torch's FSDP2 asks for such memory, and torch's own functions for a group with timeouts."""
+        """Torch's FSDP2 asks for such memory by it, and torch's own functions for a group with timeouts."""
         if device.type == "cuda" and self._nccl is not None:
             return self._nccl.inner
         return self._gloo if self._shared is None else self
@@ -209,8 +206,8 @@ class Wire(dist.ProcessGroup):
     supports_splitting = supports_coalescing = supports_time_estimate = False  # what torch asks of a backend
 
     def split_group(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError("a group of fsdp_lab cannot be split; make the smaller groups with "
-                                  "torch.distributed.new_group or init_device_mesh")  # fmt: skip
+        instead = "make the smaller groups with torch.distributed.new_group or init_device_mesh"
+        raise NotImplementedError(f"a group of fsdp_lab cannot be split; {instead}")
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return self._shared is not None and device.type == "cpu"
@@ -256,8 +253,6 @@ class Wire(dist.ProcessGroup):
             self.context.close_nccl(nccl, self._name_)
         if self.context.aborted is not None:
             self.context.destroy_async(inner)
-
-    # -- reductions -----------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None, **_: Any) -> WireWork:
         """All-reduce in place. tensors: [t], any shape."""
@@ -318,8 +313,6 @@ class Wire(dist.ProcessGroup):
         then = _sum_natively(inner, _op(opts), opts, tensors, self._size)
         then = then if self._rank == opts.rootRank else None
         return self._send("other", tensors[0].nbytes, tensors, tensors, _in_place("reduce", inner), then=then)
-
-    # -- data movement --------------------------------------------------------------------------------------------
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> WireWork:
         """output: [W * n], input: [n]. Gloo's own would receive into a copy of the output, and copy from there."""
@@ -504,10 +497,10 @@ class Wire(dist.ProcessGroup):
         call = self._gather_over_gloo(self._gloo_exchange)
         if not self._is_over_gloo(tensor):
             call = _call("_allgather_base", c10d.AllgatherOptions())
-        return self._send("all_reduce", tensor.nbytes, [flat], [summands], call, then=add, results=[tensor],
-                          bytes_=tensor.nbytes * (self._size - 1))  # fmt: skip
-
-    # -- issuing a collective -------------------------------------------------------------------------------------
+        sent = tensor.nbytes * (size - 1)
+        return self._send(
+            "all_reduce", tensor.nbytes, [flat], [summands], call, then=add, results=[tensor], bytes_=sent
+        )
 
     def _send(
         self,
@@ -524,19 +517,26 @@ class Wire(dist.ProcessGroup):
     ) -> WireWork:
         """Number, meter and issue one collective. `then` runs when its outputs have arrived. A `direction` other than BOTH
         is of a transfer between two ranks."""
-        _check_plain([*inputs, *outputs])
-        whole_group = direction is LinkDirection.BOTH
-        self._meet(whole_group, [*inputs, *outputs])
-        if bytes_ is None:
-            bytes_ = link_bytes(kind, payload_bytes, self._size)
-        tensor = next(iter([*inputs, *outputs]), None)
-        issued = self.context.record_issue(kind, self._name_, self._size, link_bytes=bytes_, payload_bytes=payload_bytes,
-                                 dtype="" if tensor is None else str(tensor.dtype).removeprefix("torch."),
-                                 whole_group=whole_group)  # fmt: skip
+        tensors, whole_group, streams = [*inputs, *outputs], direction is LinkDirection.BOTH, self.context.streams
+        _check_plain(tensors)
+        # Before the first collective over NCCL, which makes the communicator, all ranks come to a barrier over Gloo: making
+        # it waits for all ranks, and cannot be aborted.
+        nccl = self._carrier(tensors)
+        if nccl is not None and not nccl.met and whole_group and self._size > 1:
+            nccl.met = True
+            self.barrier().wait()
+        sent: dict[str, Any] = {"kind": kind, "size": self._size, "payload_bytes": payload_bytes}
+        sent["link_bytes"] = link_bytes(kind, payload_bytes, self._size) if bytes_ is None else bytes_
+        sent["dtype"] = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        issued = self.context.record_issue(self._name_, whole_group=whole_group, **sent)
         self.context.reserve_link(issued, direction)
         if self.context.on_issue is not None:
-            self.context.on_issue([*inputs, *outputs, *(results or ())])
-        group, ins, outs, unstage = self._route(inputs, outputs, whole_group)
+            self.context.on_issue([*tensors, *(results or ())])
+        group, ins, outs = self._inner(tensors, whole_group), inputs, outputs
+        unstage: Callable[[], None] | None = None
+        is_on_host = group is self._gloo or group is self._shared
+        if is_on_host and streams is not None and any(map(streams.holds, tensors)):
+            ins, outs, unstage = stage(streams, inputs, outputs)
         over_nccl = self._nccl is not None and group is self._nccl.inner
         dropped = self.context.dropped_work(self._size)
         blocking = dropped is not None or not over_nccl
@@ -556,27 +556,25 @@ class Wire(dist.ProcessGroup):
             if then is not None:
                 then()
 
-        results = results or outputs
-        work = WireWork(self.context, issued, inner, results, finish=finish if unstage or then else None, blocking=blocking,
-                        sliced=whole_group or self._shared is not None, timed=timed,
-                        uses=[*inputs, *outputs, *results] if over_nccl or then is not None else ())  # fmt: skip
+        results, sliced = results or outputs, whole_group or self._shared is not None
+        end = finish if unstage or then else None
+        uses = [*tensors, *results] if over_nccl or then is not None else []
+        work = WireWork(
+            self.context, issued, inner, results, finish=end, blocking=blocking, sliced=sliced, timed=timed, uses=uses
+        )
         self._issued += 1
         if self._together is not None:
             self._together.append(work)
         return work
 
-    def _meet(self, whole_group: bool, tensors: list[Tensor]) -> None:
-        """Before the first collective over NCCL, which makes the communicator: all ranks come to a barrier over Gloo.
-        Making it waits for all ranks, and cannot be aborted."""
-        nccl = self._carrier(tensors)
-        if nccl is not None and not nccl.met and whole_group and self._size > 1:
-            nccl.met = True
-            self.barrier().wait()
-
     def _issue(self, call: _InnerCall, group: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
         """Issue an operation of an inner group, out of a profiler's sight where the context says so."""
         if self._nccl is not None and group is self._nccl.inner:
-            return self._issue_nccl(call, group, inputs, outputs)
+            try:
+                return call(group, inputs, outputs)
+            except RuntimeError:  # it may have been aborted just now
+                self.context.check()
+                raise
         if not self.context.hide_from_profiler:
             return call(group, inputs, outputs)
         torch._C._autograd._enable_record_function(False)  # in this thread, and where the operation runs
@@ -584,24 +582,6 @@ class Wire(dist.ProcessGroup):
             return call(group, inputs, outputs)
         finally:
             torch._C._autograd._enable_record_function(True)
-
-    def _issue_nccl(self, call: _InnerCall, group: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
-        try:
-            return call(group, inputs, outputs)
-        except RuntimeError:  # it may have been aborted just now
-            self.context.check()
-            raise
-
-    def _route(
-        self, inputs: list[Tensor], outputs: list[Tensor], whole_group: bool
-    ) -> tuple[Any, list[Tensor], list[Tensor], Callable[[], None] | None]:
-        """The inner group for these tensors, the tensors to pass to it, and a copy-back of its outputs, if any."""
-        streams, tensors = self.context.streams, [*inputs, *outputs]
-        inner = self._inner(tensors, whole_group)
-        is_on_host = inner is self._gloo or inner is self._shared
-        if is_on_host and streams is not None and any(map(streams.holds, tensors)):
-            return inner, *stage(streams, inputs, outputs)
-        return inner, inputs, outputs, None
 
     def _inner(self, tensors: Sequence[Tensor], whole_group: bool = True) -> Any:
         """The group that carries these: of GPUs NCCL's, or in memory that ranks share; else the host's. `whole_group`: not
@@ -614,17 +594,12 @@ class Wire(dist.ProcessGroup):
         return self._gloo if self._shared is None else self._shared
 
 
-# -- small helpers ---------------------------------------------------------------------------------------------------
-
-
 def stage(
     streams: Streams, inputs: list[Tensor], outputs: list[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], Callable[[], None]]:
-    """GPU tensors on the host, for Gloo, and what copies outputs back. A tensor that is both stays one tensor; an output
-    that is no input gets memory and no copy. Memory is pinned, so that a copy is one transfer.
-
-    Both copies wait: Gloo's threads read inputs at once, and the time of a wait has the copy back in it.
-    """
+    """GPU tensors on the host, for Gloo, and what copies outputs back. A tensor that is both stays one tensor; an
+    output that is no input gets memory and no copy. Memory is pinned, so that a copy is one transfer. Both copies wait:
+    Gloo's threads read inputs at once, and the time of a wait has the copy back in it."""
     hosts = {id(t): streams.host_memory(t.numel(), t.dtype).view(t.shape) for t in [*inputs, *outputs]}
     for t in {id(t): t for t in inputs}.values():
         hosts[id(t)].copy_(t.detach())
@@ -663,18 +638,16 @@ def _partners(rank: int, size: int) -> list[tuple[int, int]]:
     return [((rank + i) % size, (rank - i) % size) for i in range(1, size)]
 
 
-def _exchange(group: Any, size: int, sent: Tensor, to: int, received: Tensor, source: int) -> Any:
-    """A part goes to a rank and another comes from one, from place to place. sent, received: [n]"""
-    outs, ins = [0] * size, [0] * size
-    outs[source] = ins[to] = sent.numel()
-    return group.alltoall_base(received, sent, outs, ins, c10d.AllToAllOptions())
-
-
 def _round(group: Any, size: int, sent: Tensor, to: int, received: Tensor, source: int, piece_bytes: int) -> list[Any]:
-    """An exchange, in pieces: see `Wire._fastest_exchange`."""
-    whole = max(1, sent.numel())
+    """A part goes to a rank and another comes from one, from place to place, in pieces: see `Wire._fastest_exchange`.
+    sent, received: [n]"""
+    whole, works = max(1, sent.numel()), []
     n = piece_bytes // sent.element_size() if piece_bytes else whole
-    return [_exchange(group, size, sent[i : i + n], to, received[i : i + n], source) for i in range(0, whole, n)]
+    for piece, place in ((sent[i : i + n], received[i : i + n]) for i in range(0, whole, n)):
+        outs, ins = [0] * size, [0] * size
+        outs[source] = ins[to] = piece.numel()
+        works.append(group.alltoall_base(place, piece, outs, ins, c10d.AllToAllOptions()))
+    return works
 
 
 def _gather_in_place(rank: int, size: int, piece_bytes: int) -> _InnerCall:
@@ -708,32 +681,30 @@ def _gather_in_ring(rank: int, size: int, piece_bytes: int) -> _InnerCall:
 def _check_plain(tensors: Sequence[Tensor]) -> None:
     """A DTensor has no memory of its own, and what a rank holds of it differs from rank to rank."""
     if any(isinstance(t, DTensor) for t in tensors):
-        raise TypeError("a collective was given a DTensor, such as a sharded parameter or its gradient, and takes plain "
-                        "tensors; gradients are the mean over the ranks already, and else give it to_local() or "
-                        "full_tensor()")  # fmt: skip
+        given = "a DTensor, such as a sharded parameter or its gradient, and takes plain tensors"
+        instead = "gradients are the mean over the ranks already, and else give it to_local() or full_tensor()"
+        raise TypeError(f"a collective was given {given}; {instead}")
 
 
 def _open_gloo(store: Any, rank: int, size: int, timeout: timedelta, address: str = "") -> Any:
-    """One thread, so that operations run in the order in which they are issued: see `in_order`. Raises ConnectionError."""
+    """One thread, so that operations run in the order in which they are issued: see `in_order`. It listens at the interfaces
+    in GLOO_SOCKET_IFNAME if these are several; else at the address; else where torch's own constructor would, which has two
+    threads for each. Raises ConnectionError."""
     gloo: Any = dist.ProcessGroupGloo
     options: Any = gloo._Options()
     options._timeout, options._threads = timeout, 1
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     try:
-        options._devices = _gloo_devices(gloo, address)
+        if address and len(names) < 2:
+            options._devices = [gloo.create_device(hostname=address)]
+        else:
+            devices = [gloo.create_device(interface=name) for name in names]
+            options._devices = devices or [gloo.create_default_device()]
         return gloo(store, rank, size, options)
     except RuntimeError as e:
         if "timeout" in str(e).lower():
             raise
         raise ConnectionError(f"Gloo could not connect the ranks ({str(e).splitlines()[0][:200]})") from None
-
-
-def _gloo_devices(gloo: Any, address: str) -> list[Any]:
-    """Of the interfaces in GLOO_SOCKET_IFNAME if these are several; else of the address; else as torch's own constructor
-    finds them, which has two threads for each."""
-    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    if address and len(interfaces) < 2:
-        return [gloo.create_device(hostname=address)]
-    return [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
 
 
 def _in_place(name: str, opts: Any) -> _InnerCall:

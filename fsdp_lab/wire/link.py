@@ -23,7 +23,7 @@ _IDLE_S = 1.0  # the alarm's thread ends after so long without work
 
 
 class LinkDirection(Flag):
-    """Which directions of a rank's link a transfer occupies. A ring sends and receives at the same time."""
+    """The directions of a rank's link that a transfer occupies. A ring sends and receives at the same time."""
 
     OUT = auto()
     IN = auto()
@@ -41,12 +41,11 @@ class Link:
 
     def __init__(self, *, bytes_per_s: float, latency_s: float = 0.0) -> None:
         if not bytes_per_s > 0 or not latency_s >= 0:
-            raise ValueError(
-                f"a link of {bytes_per_s} bytes/s and {latency_s} s is impossible; give a bandwidth above 0"
-            )
+            given = f"{bytes_per_s} bytes/s and {latency_s} s"
+            raise ValueError(f"a link of {given} is impossible; give a bandwidth above 0")
         self.bytes_per_s, self.latency_s = bytes_per_s, latency_s
         self._lock = threading.Lock()
-        self._free_s = {LinkDirection.OUT: 0.0, LinkDirection.IN: 0.0}
+        self.reset()
 
     def reserve(self, now_s: float, link_bytes: int, direction: LinkDirection = LinkDirection.BOTH) -> float:
         """Queue a transfer; returns when it ends, on the clock of `now_s`."""

@@ -13,12 +13,10 @@ _MOST = 20_000  # collectives kept until they are taken
 
 
 def link_bytes(kind: str, payload_bytes: int, size: int) -> int:
-    """Bytes that one rank of a group of `size` sends over its link for one collective.
-
-    `payload_bytes` is the whole tensor: of an all-gather the output, of a reduce-scatter or an all-to-all the input.
-    A ring or a direct exchange sends (W-1)/W of it, an all-reduce that twice (reduce-scatter, then all-gather; Thakur
-    et al. 2005, section 4); a broadcast is counted as one payload, as its root sees it.
-    """
+    """Bytes that one rank of a group of `size` sends over its link for one collective. `payload_bytes` is the whole
+    tensor: of an all-gather the output, of a reduce-scatter or an all-to-all the input. A ring or a direct exchange
+    sends (W-1)/W of it, an all-reduce that twice (reduce-scatter, then all-gather; Thakur et al. 2005, section 4); a
+    broadcast is counted as one payload, as its root sees it."""
     if size == 1 or kind == "barrier":
         return 0
     if kind == "broadcast":
@@ -106,39 +104,37 @@ def traffic(collectives: Sequence[Collective], exposed_s: Mapping[str, float] | 
     """Traffic by kind. A collective that has not ended adds no seconds. `exposed_s`: seconds of exposed communication
     by kind, if measured elsewhere, also of kinds that nothing was issued as: a reduction may be sent as an all-to-all."""
     exposed_s = exposed(collectives) if exposed_s is None else exposed_s
-    found = {kind: Traffic() for kind in exposed_s if collectives}
+    by_kind = {kind: Traffic() for kind in exposed_s if collectives}
     for c in collectives:
         seconds = 0.0 if c.end_s is None else c.end_s - c.began_s
-        found[c.kind] = found.get(c.kind, Traffic()) + Traffic(calls=1, link_bytes=c.link_bytes, seconds=seconds)
-    return {kind: t + Traffic(exposed_seconds=exposed_s.get(kind, 0.0)) for kind, t in found.items()}
+        by_kind[c.kind] = by_kind.get(c.kind, Traffic()) + Traffic(calls=1, link_bytes=c.link_bytes, seconds=seconds)
+    return {kind: t + Traffic(exposed_seconds=exposed_s.get(kind, 0.0)) for kind, t in by_kind.items()}
 
 
 def across(collectives: Sequence[Collective], share: Callable[[str, str], float]) -> tuple[int, float]:
-    """Bytes that this rank sent to other hosts, and the seconds of the collectives of groups on several hosts.
-
-    `share`: which part of what it sends in a collective of a group and kind goes to other hosts."""
+    """Bytes that this rank sent to other hosts, and the seconds of the collectives of groups on several hosts. `share`:
+    which part of what it sends in a collective of a group and kind goes to other hosts."""
     shares = {which: share(*which) for which in {(c.group, c.kind) for c in collectives}}
-    found = [(c, shares[c.group, c.kind]) for c in collectives]
-    sent = sum(round(c.link_bytes * part) for c, part in found)
-    seconds = sum(c.end_s - c.began_s for c, part in found if part and c.end_s is not None)
+    parts = [(c, shares[c.group, c.kind]) for c in collectives]
+    sent = sum(round(c.link_bytes * part) for c, part in parts)
+    seconds = sum(c.end_s - c.began_s for c, part in parts if part and c.end_s is not None)
     return sent, float(seconds)
 
 
 def exposed(collectives: Sequence[Collective]) -> dict[str, float]:
     """Exposed communication by kind, in seconds: the length of all `waits`."""
-    found: dict[str, float] = {}
+    by_kind: dict[str, float] = {}
     for start, end, c in waits(collectives):
-        found[c.kind] = found.get(c.kind, 0.0) + end - start
-    return found
+        by_kind[c.kind] = by_kind.get(c.kind, 0.0) + end - start
+    return by_kind
 
 
 def waits(collectives: Sequence[Collective]) -> list[tuple[float, float, Collective]]:
-    """Exposed communication: (from, to) in which computing waits for a collective, ordered by time.
-
-    For a wait in Python it is the wait itself, including `finish` (the sum in rank order). DDP's reducer waits in C++
-    for all its buckets at the end of a backward: there it is the time from the last gradient, with which the last
-    bucket is issued, to the completion of each bucket. Time spent waiting for several collectives counts once, for the
-    one whose wait began first, so that waits do not overlap. Waits for late ranks are included."""
+    """Exposed communication: (from, to) in which computing waits for a collective, ordered by time. For a wait in
+    Python it is the wait itself, including `finish` (the sum in rank order). DDP's reducer waits in C++ for all its
+    buckets at the end of a backward: there it is the time from the last gradient, with which the last bucket is issued,
+    to the completion of each bucket. Time spent waiting for several collectives counts once, for the one whose wait
+    began first, so that waits do not overlap. Waits for late ranks are included."""
     ready: dict[int, float] = {}  # by backward: when its last bucket was issued
     for c in collectives:
         if c.by_future:
@@ -147,13 +143,13 @@ def waits(collectives: Sequence[Collective]) -> list[tuple[float, float, Collect
     for c in collectives:
         if c.by_future and not c.waits and c.end_s is not None:
             intervals.append((max(c.issue_s, ready[c.backward]), c.end_s, c))
-    found: list[tuple[float, float, Collective]] = []
+    apart: list[tuple[float, float, Collective]] = []
     covered = float("-inf")
     for start, end, c in sorted(intervals, key=lambda wait: wait[:2]):
         if end > max(start, covered):
-            found.append((max(start, covered), end, c))
+            apart.append((max(start, covered), end, c))
             covered = end
-    return found
+    return apart
 
 
 def spans(collectives: Sequence[Collective], begin_s: float) -> list[Span]:

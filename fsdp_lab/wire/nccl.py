@@ -53,7 +53,7 @@ class Nccl:
         self._side: Any = None  # the stream on which futures are completed
 
     def carries(self, tensor: Tensor) -> bool:
-        """Whether a tensor goes over NCCL; others go over Gloo."""
+        """Returns whether a tensor goes over NCCL; others go over Gloo."""
         return self._streams.holds(tensor)
 
     def open(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -113,10 +113,9 @@ class NcclGroup:
         self._aborting: Callable[[float], object] | None = None  # waits for its end
 
     def abort(self) -> None:
-        """End its collectives on this rank. Returns at once, and can be repeated.
-
-        Each group is aborted in a thread of its own: the abort of a communicator may wait for its kernels, and those may
-        wait on the device for another communicator's."""
+        """End its collectives on this rank. Returns at once, and can be repeated. Each group is aborted in a thread of
+        its own: the abort of a communicator may wait for its kernels, and those may wait on the device for another
+        communicator's."""
         with self._lock:
             if self._aborting is None:
                 self._aborting = self._in_thread(self.inner.abort)

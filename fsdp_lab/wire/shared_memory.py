@@ -39,15 +39,16 @@ from fsdp_lab.wire.arena import ALIGN, Mapping as MappedFile, MemoryFile
 from fsdp_lab.wire.channels import (
     CHANNEL_BYTES,
     RING,
+    SPIN_S,
     BlockMemory,
     BlockReference,
     Channel,
     NotYet,
     PeerGone,
+    Semaphores,
     SharedPeer,
 )
 from fsdp_lab.wire.exchange import PeerConnection, exchange_descriptors
-from fsdp_lab.wire.semaphores import SPIN_S, Semaphores
 
 _SLICE_S = 0.05  # the longest wait in C, hence how late an abort is seen
 _CHUNK_BYTES = 256 << 10  # of a sum: stays in a core's cache
@@ -67,11 +68,13 @@ _COMBINE: Mapping[Any, Callable[..., Tensor]] = {
 }
 G = TypeVar("G", bound="SharedGroup")
 Memory = TypeVar("Memory", bound=BlockMemory)
-Found = dict[int, Tensor]  # by rank, what it offers to this one: uint8
+Contents = dict[int, Tensor]  # by rank, what it offers to this one: uint8
+Peers = Mapping[int, SharedPeer]
+Check = Callable[[], None]
 
 
 class What(IntEnum):
-    """What a collective is; ranks compare it."""
+    """The kind of a collective; ranks compare it."""
 
     ALL_GATHER = 1
     REDUCE_SCATTER = 2
@@ -114,7 +117,7 @@ class Section:
             self._lock.release()
 
     def close(self, timeout_s: float) -> None:
-        """When nobody is inside, or after the timeout: nobody enters any more."""
+        """Waits until nobody is inside, or for the timeout: nobody enters any more."""
         with contextlib.suppress(NotYet, Unusable), self.held(timeout_s):
             self._unusable = _CLOSED
         self._unusable = _CLOSED  # also after the timeout
@@ -124,7 +127,7 @@ class SharedWork:
     """A collective that this rank has issued, as `dist.Work`. `finish` is given what the others offer. `on_read` is called
     when it has been read, by whoever reads it."""
 
-    def __init__(self, group: SharedGroup, what: What, finish: Callable[[Found], None]) -> None:
+    def __init__(self, group: SharedGroup, what: What, finish: Callable[[Contents], None]) -> None:
         self._group, self._what, self._finish = group, what, finish
         self._taken: dict[int, tuple[int, int]] = {}  # by rank, where in its memory its bytes begin, and how many
         self._failed: str | None = None
@@ -146,7 +149,7 @@ class SharedWork:
         return self._done
 
     def joined(self) -> bool:
-        """Whether all ranks have issued it."""
+        """Returns whether all ranks have issued it."""
         if not self._done:
             self._group.look()
         return self._done or len(self._taken) == len(self._group.peers)
@@ -175,7 +178,7 @@ class SharedWork:
                     self._failed = f"{peer.name} issued {theirs} where this rank issued {own}"
 
     def read(self) -> None:
-        """When all is taken, or it has failed."""
+        """Called when all is taken, or it has failed."""
         try:
             if self._failed is None:
                 with torch.no_grad(), record_function("wire"):
@@ -193,7 +196,7 @@ class SharedWork:
 
 
 class Inbox:
-    """What another rank sends, by tag: it may send it in another order than it is asked for."""
+    """The transfers of another rank, by tag: it may send it in another order than it is asked for."""
 
     def __init__(self, peer: SharedPeer) -> None:
         self.peer, self._early = peer, dict[int, deque[Tensor]]()
@@ -234,25 +237,18 @@ class Receipt:
         try:
             with self._inbox.section.held(timeout_s):
                 if not self._done:
-                    self._receive(end_s)
-        except Unusable as e:
+                    content = self._inbox.next(self._tag, end_s)
+                    self._check()
+                    try:
+                        _put(content, self._target)
+                    except RuntimeError as e:
+                        self._failed = str(e)
+                    self._done = True
+        except (PeerGone, Unusable) as e:
             self._done, self._failed = True, str(e)
         if self._failed:
             raise RuntimeError(self._failed)
         return True
-
-    def _receive(self, end_s: float) -> None:
-        try:
-            content = self._inbox.next(self._tag, end_s)
-        except PeerGone as e:
-            self._done, self._failed = True, str(e)
-            return
-        self._check()
-        try:
-            _put(content, self._target)
-        except RuntimeError as e:
-            self._failed = str(e)
-        self._done = True
 
     def is_completed(self) -> bool:
         return self._done
@@ -265,8 +261,9 @@ class SharedGroup:
     """See above. Tensors are where the memory is: on the host (host_group.py), or on a GPU that ranks share (gpu_memory.py).
     The methods after `close` are named and called as those of torch's groups."""
 
-    def __init__(self, rank: int, size: int, arena: BlockMemory, peers: Mapping[int, SharedPeer],
-                 senders: Mapping[int, SharedPeer], check: Callable[[], None], timeout_s: float) -> None:  # fmt: skip
+    def __init__(
+        self, rank: int, size: int, arena: BlockMemory, peers: Peers, senders: Peers, check: Check, timeout_s: float
+    ) -> None:
         """`peers`, `senders`: the other ranks, for collectives and for transfers. `check` raises after an abort."""
         self.peers, self._rank, self._size, self._arena, self._check = peers, rank, size, arena, check
         self._timeout_s = timeout_s
@@ -275,8 +272,6 @@ class SharedGroup:
         self._inboxes = {r: Inbox(peer) for r, peer in senders.items()}
         self._issued: deque[SharedWork] = deque()  # and not read, oldest first
         self._issuing, self._reading = Section(), Section()
-
-    # -- progress -------------------------------------------------------------------------------------------------
 
     def finish(self, work: SharedWork, timeout_s: float) -> None:
         """Read all collectives up to this one. Raises NotYet and Unusable."""
@@ -338,10 +333,8 @@ class SharedGroup:
         for peer in self.peers.values():
             peer.leave()
 
-    # -- issuing --------------------------------------------------------------------------------------------------
-
     def _issue(
-        self, what: What, offers: Mapping[int, Tensor], finish: Callable[[Found], None], *, in_place: bool = False
+        self, what: What, offers: Mapping[int, Tensor], finish: Callable[[Contents], None], *, in_place: bool = False
     ) -> SharedWork:
         """`offers`: what some ranks are to read. One tensor for several is put into the arena once. `in_place`: not at all,
         if it is there."""
@@ -361,9 +354,9 @@ class SharedGroup:
         self, offers: Mapping[int, Tensor], readers: int, *, in_place: bool = False
     ) -> tuple[dict[int, tuple[int, int]], BlockReference]:
         """Where each rank finds its bytes, and how many. `in_place`: offers are contiguous parts of one tensor."""
-        found = next((self._arena.find(t) for t in offers.values()), None) if in_place and readers else None
-        if found is not None:
-            shared, first = found
+        place = next((self._arena.find(t) for t in offers.values()), None) if in_place and readers else None
+        if place is not None:
+            shared, first = place
             self._arena.share(shared)
             begin = next(iter(offers.values())).data_ptr()
             places = {r: (first + t.data_ptr() - begin, t.nbytes) for r, t in offers.items()}
@@ -375,14 +368,11 @@ class SharedGroup:
             return {}, BlockReference(self._arena, None, readers)
         begins = dict(zip(distinct, (block.offset + begin for begin in ends), strict=False))
         for key, t in distinct.items():
-            place = self._arena.bytes_at(begins[key], t.nbytes)
-            place.view(t.dtype).view(t.shape).copy_(t.detach())
+            self._arena.bytes_at(begins[key], t.nbytes).view(t.dtype).view(t.shape).copy_(t.detach())
         return {r: (begins[id(t)], t.nbytes) for r, t in offers.items()}, BlockReference(self._arena, block, readers)
 
     def _others(self, tensor: Tensor) -> dict[int, Tensor]:
         return dict.fromkeys(self.peers, tensor)
-
-    # -- collectives ----------------------------------------------------------------------------------------------
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedWork:
         """output: [W * n], input: [n]"""
@@ -396,95 +386,84 @@ class SharedGroup:
         place = parts[self._rank]
         if place.data_ptr() != own.data_ptr():
             place.detach().copy_(own.detach().reshape(place.shape))
-
-        def finish(found: Found) -> None:
-            for r, content in found.items():
-                _put(content, parts[r])
-
         offered = place.detach() if place.is_contiguous() and self._arena.find(place) else own
-        return self._issue(What.ALL_GATHER, self._others(offered), finish, in_place=offered is not own)
+        in_place, places = offered is not own, {r: parts[r] for r in self.peers}
+        return self._move(What.ALL_GATHER, self._others(offered), places, in_place=in_place)
+
+    def _move(
+        self, what: What, offers: Mapping[int, Tensor], places: Mapping[int, Tensor], *, in_place: bool = False
+    ) -> SharedWork:
+        """`places`: by rank, for what it offers to this one."""
+
+        def finish(contents: Contents) -> None:
+            for r, place in places.items():
+                _put(contents[r], place)
+
+        return self._issue(what, offers, finish, in_place=in_place)
+
+    def _reduce(
+        self, what: What, offers: Mapping[int, Tensor], opts: Any, output: Tensor | None, own: Tensor, **how: bool
+    ) -> SharedWork:
+        """What all ranks give is combined in the output; None: another rank has it."""
+        if opts.reduceOp.op not in _COMBINE:
+            raise RuntimeError(f"{opts.reduceOp.op} is no reduction of this process group")
+
+        def finish(contents: Contents) -> None:
+            if output is not None:
+                _combine(opts, output, own, self._rank, contents)
+
+        return self._issue(what, offers, finish, **how)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> SharedWork:
         """output: [n], which may be its part of the input: [W * n]"""
-        _check_operator(opts)
         if output.untyped_storage().data_ptr() != input.untyped_storage().data_ptr():
             self._arena.keep_private(output)
         flat = input.detach().reshape(-1)
         parts = list(flat.chunk(self._size)) if flat.numel() else [flat] * self._size
-
-        def finish(found: Found) -> None:
-            _combine(opts, output, parts[self._rank], self._rank, found)
-
-        found = self._arena.find(flat)
-        in_place = found is not None and not found[0].is_mapped  # else a user sends what is gathered
-        return self._issue(What.REDUCE_SCATTER, {r: parts[r] for r in self.peers}, finish, in_place=in_place)
+        place, offers = self._arena.find(flat), {r: parts[r] for r in self.peers}
+        in_place = place is not None and not place[0].is_mapped  # else a user sends what is gathered
+        return self._reduce(What.REDUCE_SCATTER, offers, opts, output, parts[self._rank], in_place=in_place)
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> SharedWork:
         (tensor,) = tensors
-        _check_operator(opts)
-
-        def finish(found: Found) -> None:
-            _combine(opts, tensor, tensor, self._rank, found)
-
-        return self._issue(What.ALL_REDUCE, self._others(tensor), finish)
+        return self._reduce(What.ALL_REDUCE, self._others(tensor), opts, tensor, tensor)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> SharedWork:
         (tensor,), root = tensors, opts.rootRank
-        _check_operator(opts)
-
-        def finish(found: Found) -> None:
-            if self._rank == root:
-                _combine(opts, tensor, tensor, self._rank, found)
-
-        return self._issue(What.REDUCE, {root: tensor} if self._rank != root else {}, finish)
+        if self._rank == root:
+            return self._reduce(What.REDUCE, {}, opts, tensor, tensor)
+        return self._reduce(What.REDUCE, {root: tensor}, opts, None, tensor)
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> SharedWork:
         sent, received = _split(input, input_splits, self._size), _split(output, output_splits, self._size)
         received[self._rank].copy_(sent[self._rank])
-
-        def finish(found: Found) -> None:
-            for r, content in found.items():
-                _put(content, received[r])
-
-        return self._issue(What.ALL_TO_ALL, {r: sent[r] for r in self.peers}, finish)
+        offers, places = ({r: rows[r] for r in self.peers} for rows in (sent, received))
+        return self._move(What.ALL_TO_ALL, offers, places)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> SharedWork:
         (tensor,), root = tensors, opts.rootRank
-
-        def finish(found: Found) -> None:
-            if self._rank != root:
-                _put(found[root], tensor)
-
-        return self._issue(What.BROADCAST, self._others(tensor) if self._rank == root else {}, finish)
+        if self._rank == root:
+            return self._move(What.BROADCAST, self._others(tensor), {})
+        return self._move(What.BROADCAST, {}, {root: tensor})
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> SharedWork:
         (output,), root = outputs, opts.rootRank
-        if self._rank == root:
-            output.detach().copy_(inputs[0][root].detach())
-
-        def finish(found: Found) -> None:
-            if self._rank != root:
-                _put(found[root], output)
-
-        offers = {r: inputs[0][r] for r in self.peers} if self._rank == root else {}
-        return self._issue(What.SCATTER, offers, finish)
+        if self._rank != root:
+            return self._move(What.SCATTER, {}, {root: output})
+        output.detach().copy_(inputs[0][root].detach())
+        return self._move(What.SCATTER, {r: inputs[0][r] for r in self.peers}, {})
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> SharedWork:
         (own,), root = inputs, opts.rootRank
-        if self._rank == root:
-            outputs[0][root].detach().copy_(own.detach())
-
-        def finish(found: Found) -> None:
-            if self._rank == root:
-                for r, content in found.items():
-                    _put(content, outputs[0][r])
-
-        return self._issue(What.GATHER, {} if self._rank == root else {root: own}, finish)
+        if self._rank != root:
+            return self._move(What.GATHER, {root: own}, {})
+        outputs[0][root].detach().copy_(own.detach())
+        return self._move(What.GATHER, {}, {r: outputs[0][r] for r in self.peers})
 
     def barrier(self, opts: Any = None) -> SharedWork:
-        return self._issue(What.BARRIER, {}, _nothing)
+        return self._move(What.BARRIER, {}, {})
 
     # -- transfers between two ranks ------------------------------------------------------------------------------
 
@@ -552,7 +531,7 @@ def _channels(semaphores: Semaphores, control: MappedFile, rank: int) -> tuple[C
     return Channel(semaphores, control, 2 * rank), Channel(semaphores, control, 2 * rank + 1)
 
 
-def _nothing(_: Found) -> None:
+def _nothing(_: Contents) -> None:
     return
 
 
@@ -569,15 +548,12 @@ def _split(whole: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:
     return list(torch.split(rows, list(splits)))
 
 
-def _check_operator(opts: Any) -> None:
-    if opts.reduceOp.op not in _COMBINE:
-        raise RuntimeError(f"{opts.reduceOp.op} is no reduction of this process group")
-
-
-def _combine(opts: Any, output: Tensor, own: Tensor, rank: int, found: Found) -> None:
+def _combine(opts: Any, output: Tensor, own: Tensor, rank: int, contents: Contents) -> None:
     """output = what all ranks give, combined in their order, chunk by chunk. It may be the memory of `own`."""
     operator, flat = _COMBINE[opts.reduceOp.op], output.detach().reshape(-1)
-    parts = [_like(found[r], output) if r in found else own.detach().reshape(-1) for r in sorted([*found, rank])]
+    parts = [
+        _like(contents[r], output) if r in contents else own.detach().reshape(-1) for r in sorted([*contents, rank])
+    ]
     if len(parts) == 1:
         flat.copy_(parts[0])
     step = max(1, (_CHUNK_BYTES if flat.device.type == "cpu" else _DEVICE_CHUNK_BYTES) // flat.itemsize)

@@ -131,10 +131,14 @@ class WireWork(dist.Work):
             self._context.add_cancellable(self)
             if self._inner is None:
                 self._land()
-            elif self._blocking:
-                self._land_when_inner_completes()
+            elif not self._blocking:  # on a side stream, so that the stream that computes does not wait for NCCL
+                nccl = self._context.nccl
+                assert nccl is not None
+                with nccl.beside():
+                    self._wait_stream()
+                    self._land()
             else:
-                self._land_beside()
+                self._land_when_inner_completes()
         return self._future
 
     def followed_by(self, then: Callable[[], object], results: list[torch.Tensor]) -> WireWork:
@@ -148,8 +152,6 @@ class WireWork(dist.Work):
 
         self._finish, self._results, self._uses = both, results, (*self._uses, *results)
         return self
-
-    # -- completion -----------------------------------------------------------------------------------------------
 
     def cancel(self) -> None:
         """Complete the future without its bytes. A `finish` in progress ends first."""
@@ -179,14 +181,6 @@ class WireWork(dist.Work):
             self._inner.get_future().add_done_callback(self._land_in_callback)
         except RuntimeError:  # no future: wait for it in a thread
             threading.Thread(target=self._land_in_thread, daemon=True).start()
-
-    def _land_beside(self) -> None:
-        """NCCL: complete the future on a side stream, so that the stream that computes does not wait for the collective."""
-        nccl = self._context.nccl
-        assert nccl is not None
-        with nccl.beside():
-            self._wait_stream()
-            self._land()
 
     def _land_in_callback(self, done: torch.futures.Future[Any]) -> None:
         """Called in Gloo's thread when the inner future is complete. Its work may not be yet: only the future is used."""
@@ -220,12 +214,14 @@ class WireWork(dist.Work):
                 return
             except RuntimeError:  # the slice is over, it failed, or it completed just now
                 if self._inner.is_completed():
-                    self._raise_failure()
+                    try:
+                        self._inner.wait()  # returns at once, or raises Gloo's error
+                    except RuntimeError as e:
+                        raise RankAborted(f"{self._issued.described} failed: {_first_line(e)}") from None
                     return
             if time.perf_counter() - self._issued.issue_s > limit_s:
-                raise WireTimeout(
-                    f"{self._issued.described} did not complete in {limit_s:.0f} s: a rank did not join it"
-                )
+                what = self._issued.described
+                raise WireTimeout(f"{what} did not complete in {limit_s:.0f} s: a rank did not join it")
 
     def _wait_stream(self) -> None:
         """NCCL: orders the current stream behind the work, without blocking."""
@@ -237,13 +233,6 @@ class WireWork(dist.Work):
             raise RankAborted(f"{self._issued.described} failed: {_first_line(e)}") from None
         if self._timed is not None:
             self._timed.end = self._context.nccl.record()
-
-    def _raise_failure(self) -> None:
-        assert self._inner is not None
-        try:
-            self._inner.wait()  # completed: returns at once, or raises Gloo's error
-        except RuntimeError as e:
-            raise RankAborted(f"{self._issued.described} failed: {_first_line(e)}") from None
 
     def _land(self) -> None:
         """The bytes have arrived: complete the future when the emulated link has carried them, too."""

@@ -23,7 +23,7 @@ from fsdp_lab.runs.slow_motion import StepMoment
 from fsdp_lab.runs.steps import Step
 from fsdp_lab.spec.describe import describe_value, field_title
 from fsdp_lab.spec.loops import WatchedLoop
-from fsdp_lab.spec.patterns import matches
+from fsdp_lab.spec.param_groups import matches
 from fsdp_lab.spec.spec import Spec
 
 AnyRun = Run | WatchedRun | None

@@ -17,7 +17,7 @@ from fsdp_lab.engine import unshard
 from fsdp_lab.engine.api import flats_of
 from fsdp_lab.engine.buffers import ResizedBuffer
 from fsdp_lab.spec.spec import Strategy
-from fsdp_lab.wire import reserved
+from fsdp_lab.wire import host_group
 from fsdp_lab.wire.arena import Arena, ArenaBlock
 from tests.engine.toys import Scenario, batch, by_block, everywhere, make, train_beside
 from tests.pool import Place, Pool
@@ -97,8 +97,8 @@ def steady(place: Place, steps: int) -> tuple[int, list[int]]:
         taken.append(place.context._arena.used_bytes)
 
     with pytest.MonkeyPatch.context() as patch:
-        map_ = reserved._map
-        patch.setattr(reserved, "_map", lambda *given: calls.append(given) or map_(*given))
+        map_ = host_group._map
+        patch.setattr(host_group, "_map", lambda *given: calls.append(given) or map_(*given))
         train_beside(place, make(), shard, steps=steps, at_step=at_step)
     return len(calls), taken
 

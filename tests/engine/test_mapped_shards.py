@@ -15,7 +15,7 @@ from fsdp_lab.base.errors import SpecError
 from fsdp_lab.engine import ShardError, full_state, fully_shard, memory_stats, no_sync, unshard
 from fsdp_lab.engine.api import flats_of
 from fsdp_lab.spec.spec import Precision, Spec, Strategy
-from fsdp_lab.wire import reserved
+from fsdp_lab.wire import host_group
 from fsdp_lab.wire.meter import Collective
 from tests.covering import tiered
 from tests.engine.test_buffers import late
@@ -88,8 +88,8 @@ def steady(place: Place) -> int:
             calls.clear()
 
     with pytest.MonkeyPatch.context() as patch:
-        map_ = reserved._map
-        patch.setattr(reserved, "_map", lambda *given: calls.append(given) or map_(*given))
+        map_ = host_group._map
+        patch.setattr(host_group, "_map", lambda *given: calls.append(given) or map_(*given))
         train_beside(place, make(), lambda model: by_block(model, strategy=MAPPED), steps=5, at_step=at_step)
     return len(calls)
 

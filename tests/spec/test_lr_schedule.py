@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.spec.lr_schedule import LrSchedule
+from fsdp_lab.spec.optimizer import LrSchedule
 from fsdp_lab.spec.spec import Spec
 
 

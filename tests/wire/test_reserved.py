@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_lab.wire import reserved
+from fsdp_lab.wire import host_group
 from fsdp_lab.wire.arena import Arena
-from fsdp_lab.wire.reserved import ReservedBuffer
+from fsdp_lab.wire.host_group import ReservedBuffer
 
 PAGE = 4096
 FLOATS = 5 * PAGE  # 20 pages
@@ -27,8 +27,8 @@ def arena() -> Arena:
 def mapped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Grows by one when addresses are mapped."""
     found: list[Any] = []
-    map_ = reserved._map
-    monkeypatch.setattr(reserved, "_map", lambda *given: found.append(given) or map_(*given))
+    map_ = host_group._map
+    monkeypatch.setattr(host_group, "_map", lambda *given: found.append(given) or map_(*given))
     return found
 
 

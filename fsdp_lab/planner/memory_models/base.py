@@ -73,17 +73,24 @@ class UnitBytes:
     recast: bool  # reduced in another dtype than fp32
 
     @classmethod
-    def of(cls, shard_numel: int, decayed: int, others: int, *, param: int, reduce: int, factor: int,
-           reduced: int | None = None, state: int | None = None) -> UnitBytes:  # fmt: skip
-        """From elements of a shard; `param` and `reduce` are bytes of an element in those dtypes. `reduced`, `state`:
-        elements of its gradient and of those with optimizer state; None: all."""
-        reduced = shard_numel if reduced is None else reduced
+    def of(
+        cls, numel: int, decayed: int, others: int, *, param: int, reduce: int, factor: int, reduced: int
+    ) -> UnitBytes:
+        """From elements of a shard; `param` and `reduce` are bytes of an element in those dtypes. `reduced`: elements of
+        its gradient, all of which have optimizer state."""
         return cls(
-            shard=shard_numel * MASTER, cast=shard_numel * param, gathered=factor * shard_numel * param,
-            whole=factor * reduced * reduce, reduced=reduced * reduce, gradient=reduced * MASTER,
-            state=(reduced if state is None else state) * MASTER, decayed=decayed * MASTER,
-            others=others * MASTER, mixed=param != MASTER, recast=reduce != MASTER,
-        )  # fmt: skip
+            shard=numel * MASTER,
+            cast=numel * param,
+            gathered=factor * numel * param,
+            whole=factor * reduced * reduce,
+            reduced=reduced * reduce,
+            gradient=reduced * MASTER,
+            state=reduced * MASTER,
+            decayed=decayed * MASTER,
+            others=others * MASTER,
+            mixed=param != MASTER,
+            recast=reduce != MASTER,
+        )
 
 
 def parameter_shapes(unit: UnitShape) -> list[tuple[int, ...]]:
@@ -94,22 +101,14 @@ def parameter_shapes(unit: UnitShape) -> list[tuple[int, ...]]:
     return [(n // width, width) if n > width and n % width == 0 else (n,) for n in unit.parameters]
 
 
-def trained_shapes(unit: UnitShape) -> list[tuple[int, ...]]:
-    """The same, without those that are frozen."""
-    return [s for i, s in enumerate(parameter_shapes(unit)) if i not in unit.frozen]
-
-
 def decayed_numel(unit: UnitShape) -> int:
-    """Elements of the matrices, which have weight decay; biases and norms have none. Of those that are trained."""
-    return sum(math.prod(s) for s in trained_shapes(unit) if len(s) >= 2)
+    """Elements of the trained matrices, which have weight decay; biases and norms have none."""
+    shapes = enumerate(parameter_shapes(unit))
+    return sum(math.prod(s) for i, s in shapes if len(s) >= 2 and i not in unit.frozen)
 
 
 class MemoryModel:
-    """Memory state of one rank during one step.
-
-    Args:
-        on_gpu: whether device and host memory are separate.
-    """
+    """Memory state of one rank during one step. On a GPU device and host memory are separate."""
 
     def __init__(self, spec: Spec, shape: ModelShape, tracker: MemoryTracker, *, on_gpu: bool) -> None:
         self.spec, self.shape, self.tracker, self.on_gpu = spec, shape, tracker, on_gpu
@@ -128,8 +127,6 @@ class MemoryModel:
     def unit_bytes(self, unit: UnitShape) -> UnitBytes:
         """Sizes of a unit as this backend lays it out. Called by the constructor, after `spec` and `factor` are set."""
         raise NotImplementedError
-
-    # -- between steps ----------------------------------------------------------------------------------------------
 
     @property
     def shards(self) -> float:
@@ -157,8 +154,6 @@ class MemoryModel:
         """Host memory under offload: shards, gradients, optimizer state."""
         return self.shards + self.gradient_shards + self.state if self.offloaded else 0.0
 
-    # -- in a micro-batch -------------------------------------------------------------------------------------------
-
     def begin_micro_batch(self, *, reduces: bool) -> None:
         self.reduces = reduces
 
@@ -182,8 +177,6 @@ class MemoryModel:
 
     def end_backward(self) -> None:
         """Called after the backward."""
-
-    # -- update -----------------------------------------------------------------------------------------------------
 
     def update(self) -> None:
         """Scratch of the optimizer's kernels: AdamW's square roots, SGD's gradients with weight decay added. Foreach ones

@@ -50,19 +50,17 @@ class FlatMemory(MemoryModel):
     def unit_bytes(self, unit: UnitShape) -> UnitBytes:
         """Sizes of its flat buffers, one per dtype in which parameters are gathered, and one of frozen ones."""
         dtypes, shapes, parts = self.strategy.dtypes, parameter_shapes(unit), []
-        for full_precision, frozen in itertools.product((False, True), repeat=2):
-            chosen = [
-                s
-                for i, s in enumerate(shapes)
-                if (i in unit.full_precision, i in unit.frozen) == (full_precision, frozen)
-            ]
-            if chosen:
-                item = MASTER if full_precision else BYTES[dtypes.param]
-                layout = Layout.of(chosen, [len(s) >= 2 for s in chosen], self.factor, item,
-                                   whole_pages=self._is_mapped)  # fmt: skip
-                decayed, others = (0 if frozen else _group_numel(layout, group) for group in (True, False))
-                parts.append(UnitBytes.of(layout.shard_numel, decayed, others, param=item, reduce=BYTES[dtypes.reduce],
-                                          factor=self.factor, reduced=0 if frozen else None))  # fmt: skip
+        for kind in itertools.product((False, True), repeat=2):
+            full_precision, frozen = kind
+            chosen = [s for i, s in enumerate(shapes) if (i in unit.full_precision, i in unit.frozen) == kind]
+            if not chosen:
+                continue
+            param, n = MASTER if full_precision else BYTES[dtypes.param], self.factor
+            layout = Layout.of(chosen, [len(s) >= 2 for s in chosen], n, param, whole_pages=self._is_mapped)
+            decayed, others = (0 if frozen else _group_numel(layout, group) for group in (True, False))
+            numel, reduced = layout.shard_numel, 0 if frozen else layout.shard_numel
+            sizes = {"param": param, "reduce": BYTES[dtypes.reduce], "factor": n, "reduced": reduced}
+            parts.append(UnitBytes.of(numel, decayed, others, **sizes))
         return reduce(_joined, parts)
 
     @property
@@ -85,8 +83,6 @@ class FlatMemory(MemoryModel):
             self.tracker.alloc(PARAMETERS, sum(u.cast for u in self.units))
         if self._whole_gradients and not self._gathers_nothing:  # ZeRO-1 keeps gathered parameters
             self.tracker.alloc(UNSHARDED, sum(u.gathered for u in self.units))
-
-    # -- parameters -------------------------------------------------------------------------------------------------
 
     def at(self, point: Point) -> None:
         unit = self.shape.call_tree[point.call].unit
@@ -134,8 +130,6 @@ class FlatMemory(MemoryModel):
             self.tracker.alloc(UNSHARDED, self._post_forward[unit])
         if not self._whole_gradients:
             self.tracker.free(UNSHARDED, self.units[unit].gathered)
-
-    # -- gradients --------------------------------------------------------------------------------------------------
 
     def gradient_ready(self, unit: int, index: int, size: float) -> None:
         self.fresh[unit] += size

@@ -34,7 +34,8 @@ from fsdp_lab.spec.spec import Spec
 
 
 class HookedMemory(MemoryModel):
-    """Hooks run before the first and after the last call of a unit, in each direction."""
+    """The hooks `pre_forward`, `post_forward`, `pre_backward` and `post_backward` run before the first and after the last
+    call of a unit."""
 
     def __init__(self, spec: Spec, shape: ModelShape, tracker: MemoryTracker, *, on_gpu: bool) -> None:
         super().__init__(spec, shape, tracker, on_gpu=on_gpu)
@@ -48,22 +49,7 @@ class HookedMemory(MemoryModel):
         unit = self.shape.call_tree[point.call].unit
         forward, before = point.direction is Direction.FORWARD, point.moment is PointSide.BEFORE
         if point.call == (self._first if forward is before else self._last)[unit]:
-            if forward:
-                (self.pre_forward if before else self.post_forward)(unit)
-            else:
-                (self.pre_backward if before else self.post_backward)(unit)
-
-    def pre_forward(self, unit: int) -> None:
-        raise NotImplementedError
-
-    def post_forward(self, unit: int) -> None:
-        raise NotImplementedError
-
-    def pre_backward(self, unit: int) -> None:
-        raise NotImplementedError
-
-    def post_backward(self, unit: int) -> None:
-        raise NotImplementedError
+            getattr(self, f"{'pre' if before else 'post'}_{'forward' if forward else 'backward'}")(unit)
 
 
 class FSDP1Memory(HookedMemory):
@@ -92,10 +78,9 @@ class FSDP1Memory(HookedMemory):
             elif len(shape) >= 2:
                 decayed += held
             end += size
-        param, reduce = BYTES[dtypes.param], BYTES[dtypes.reduce]
-        return UnitBytes.of(n, decayed, n - frozen - decayed, param=param, reduce=reduce, factor=self.factor,
-                            reduced=n if unit.trained_numel else 0,
-                            state=n - frozen if unit.trained_numel else 0)  # fmt: skip
+        sizes = {"param": BYTES[dtypes.param], "reduce": BYTES[dtypes.reduce], "factor": self.factor}
+        made = UnitBytes.of(n, decayed, n - frozen - decayed, reduced=n if unit.trained_numel else 0, **sizes)
+        return dataclasses.replace(made, state=(n - frozen if unit.trained_numel else 0) * MASTER)
 
     def alloc_state(self) -> None:
         super().alloc_state()
@@ -111,8 +96,6 @@ class FSDP1Memory(HookedMemory):
 
     def drop_gradients(self) -> None:
         """Gradients stay until the next forward."""
-
-    # -- parameters -------------------------------------------------------------------------------------------------
 
     def pre_forward(self, unit: int) -> None:
         self._unshard(unit)
@@ -165,8 +148,6 @@ class FSDP1Memory(HookedMemory):
             self.tracker.free(UNSHARDED, u.gathered)
         else:
             self.tracker.free(COMMUNICATION, u.cast if u.mixed else 0.0)
-
-    # -- gradients --------------------------------------------------------------------------------------------------
 
     def gradient_ready(self, unit: int, index: int, size: float) -> None:
         self.fresh[unit] += size
@@ -238,12 +219,8 @@ class FSDP2Memory(HookedMemory):
         parts = [-(-s[0] // self.factor) * (math.prod(s) // s[0]) if s and s[0] else 0 for s in shapes]
         n, trained = sum(parts), sum(p for i, p in enumerate(parts) if i not in unit.frozen)
         decayed = sum(p for i, p in enumerate(parts) if len(shapes[i]) >= 2 and i not in unit.frozen)
-        param, reduce = BYTES[dtypes.param], BYTES[dtypes.reduce]
-        return UnitBytes.of(
-            n, decayed, trained - decayed, param=param, reduce=reduce, factor=self.factor, reduced=trained
-        )
-
-    # -- parameters -------------------------------------------------------------------------------------------------
+        sizes = {"param": BYTES[dtypes.param], "reduce": BYTES[dtypes.reduce], "factor": self.factor}
+        return UnitBytes.of(n, decayed, trained - decayed, reduced=trained, **sizes)
 
     def pre_forward(self, unit: int) -> None:
         self._unshard(unit)
@@ -268,15 +245,10 @@ class FSDP2Memory(HookedMemory):
             self.tracker.free(COMMUNICATION, sum(self._reduce_inputs))
             self._reduce_inputs = []
             return
-        for other in self._prefetched_in_backward(unit):
+        place = self.order.index(unit) if unit else len(self.order)
+        depth = self.strategy.backward_prefetch if unit else 1
+        for other in reversed(self.order[max(0, place - depth) : place]):  # nearest first
             self._unshard(other)
-
-    def _prefetched_in_backward(self, unit: int) -> list[int]:
-        """The units to prefetch, nearest first: before the root's backward the last unit."""
-        if not unit:
-            return self.order[-1:]
-        place, depth = self.order.index(unit), self.strategy.backward_prefetch
-        return self.order[max(0, place - depth) : place][::-1]
 
     def _unshard(self, unit: int) -> None:
         if self.gathered[unit] or self._buffer[unit] or self.spec.world_size == 1:
@@ -314,8 +286,6 @@ class FSDP2Memory(HookedMemory):
         self.gathered[unit] = False
         self.tracker.free(UNSHARDED, self.units[unit].gathered)
 
-    # -- gradients --------------------------------------------------------------------------------------------------
-
     def gradient_ready(self, unit: int, index: int, size: float) -> None:
         """Autograd adds it to the gradient of an earlier micro-batch, if there is one."""
         if self._unreduced[unit] and not self._upcast[unit]:
@@ -331,8 +301,12 @@ class FSDP2Memory(HookedMemory):
             self._unreduced[unit] += self.fresh[unit]
         self.fresh[unit] = 0.0
         self._reshard(unit)
-        if not self.reduces:
-            self._upcast_unreduced(unit)
+        if not self.reduces:  # gradients to which a later micro-batch adds are kept in the dtype of the reduction
+            if u.mixed and not u.recast and not self._upcast[unit] and self._unreduced[unit]:
+                upcast = self._unreduced[unit] * 2
+                tracker.alloc(GRADIENTS, upcast)
+                tracker.free(GRADIENTS, self._unreduced[unit])
+                self._unreduced[unit], self._upcast[unit] = upcast, True
             return
         if len(self._reduce_inputs) == self.reductions:
             tracker.free(COMMUNICATION, self._reduce_inputs.pop(0))
@@ -343,15 +317,6 @@ class FSDP2Memory(HookedMemory):
         tracker.free(GRADIENTS, self._unreduced[unit])
         self._unreduced[unit], self._upcast[unit] = 0.0, False
         self._reduce(unit)
-
-    def _upcast_unreduced(self, unit: int) -> None:
-        """Gradients to which a later micro-batch adds are kept in the dtype of the reduction."""
-        u = self.units[unit]
-        if u.mixed and not u.recast and not self._upcast[unit] and self._unreduced[unit]:
-            upcast = self._unreduced[unit] * 2
-            self.tracker.alloc(GRADIENTS, upcast)
-            self.tracker.free(GRADIENTS, self._unreduced[unit])
-            self._unreduced[unit], self._upcast[unit] = upcast, True
 
     def _reduce(self, unit: int) -> None:
         """Allocates the shard of the sum, and the gradient that is made from it."""
@@ -398,11 +363,9 @@ class DDPMemory(MemoryModel):
         self._share = BYTES[spec.strategy.dtypes.reduce] / MASTER
 
     def unit_bytes(self, unit: UnitShape) -> UnitBytes:
-        decayed, reduce = decayed_numel(unit), BYTES[self.strategy.dtypes.reduce]
-        trained = unit.trained_numel
-        whole = UnitBytes.of(
-            unit.numel, decayed, trained - decayed, param=MASTER, reduce=reduce, factor=1, reduced=trained
-        )
+        decayed, trained = decayed_numel(unit), unit.trained_numel
+        sizes = {"param": MASTER, "reduce": BYTES[self.strategy.dtypes.reduce], "factor": 1, "reduced": trained}
+        whole = UnitBytes.of(unit.numel, decayed, trained - decayed, **sizes)
         return dataclasses.replace(whole, gathered=0, whole=whole.gradient)
 
     def alloc_state(self) -> None:

@@ -16,10 +16,9 @@ from typing import Any
 from fsdp_lab.models.presets import key_of
 from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.shapes.rewrapping import rewrapped
-from fsdp_lab.spec.lora import Lora
 from fsdp_lab.spec.spec import Strategy
 from fsdp_lab.spec.user_code import loaded
-from fsdp_lab.spec.workload import CODE_FIELDS, Workload
+from fsdp_lab.spec.workload import CODE_FIELDS, Lora, Workload
 
 
 class _Own:
@@ -54,31 +53,33 @@ def _own(own: _Own, wrap: str) -> ModelShape:
     return own_shape(own.workload, wrap)
 
 
-def shape_for(model: str | Mapping[str, Any], wrap: str = "block", frozen: tuple[str, ...] | None = None,
-              lora: Lora | None = None, dropout: str = "off") -> ModelShape:  # fmt: skip
+Patterns = tuple[str, ...] | None  # `Workload.freeze`
+
+
+def shape_for(
+    model: str | Mapping[str, Any],
+    wrap: str = "block",
+    frozen: Patterns = None,
+    lora: Lora | None = None,
+    dropout: str = "off",
+) -> ModelShape:
     """A model in the units of a `Strategy.wrap`. Presets and the models of a calibration take milliseconds if the wrap is
     "block", "every:K" or "whole", nothing is frozen, nothing added (`Workload.freeze`, `lora`), and dropout is off; the rest
-    takes seconds, and torch.
-
-    Raises:
-        SpecError: no such model, or no module to wrap.
-    """
+    takes seconds, and torch. Raises SpecError: no such model, or no module to wrap."""
     key = key_of(model)
     if is_packaged(model, wrap, frozen, lora, dropout):
         return _packaged(key, wrap)
     return _recorded(key, wrap, frozen, lora, dropout, is_json=not isinstance(model, str))
 
 
-def is_packaged(model: str | Mapping[str, Any], wrap: str = "block", frozen: tuple[str, ...] | None = None,
-                lora: Lora | None = None, dropout: str = "off") -> bool:  # fmt: skip
-    """Whether `shape_for` takes milliseconds."""
+def is_packaged(model: str | Mapping[str, Any], wrap: str, frozen: Patterns, lora: Lora | None, dropout: str) -> bool:
+    """Returns whether `shape_for` takes milliseconds."""
     is_plain = (frozen, lora, dropout) == (None, None, "off") and not wrap.startswith(("class:", "min_params:"))
     return is_plain and key_of(model) in packaged_jsons()
 
 
 @lru_cache(maxsize=64)
-def _recorded(model: str, wrap: str, frozen: tuple[str, ...] | None, lora: Lora | None, dropout: str, *,
-              is_json: bool) -> ModelShape:  # fmt: skip
+def _recorded(model: str, wrap: str, frozen: Patterns, lora: Lora | None, dropout: str, *, is_json: bool) -> ModelShape:
     from fsdp_lab.planner.shapes.recorded import shape_of
 
     if wrap == "whole" or wrap.startswith("every:"):  # other units of what is recorded once

@@ -32,7 +32,15 @@ from fsdp_lab.models.lora import adapted
 from fsdp_lab.models.own import OwnModel, OwnSource, objective
 from fsdp_lab.models.presets import PRESETS, TIMED, facts_of, key_of, timed_config
 from fsdp_lab.models.wrapping import blocks, units
-from fsdp_lab.planner.model_shape import ModelShape, SavedBytes, SizeFormula, TapeChange, TapeSegment, UnitShape
+from fsdp_lab.planner.model_shape import (
+    Kernels,
+    ModelShape,
+    SavedBytes,
+    SizeFormula,
+    TapeChange,
+    TapeSegment,
+    UnitShape,
+)
 from fsdp_lab.planner.shapes.rewrapping import MIDDLE, net_bytes, repeated, rewrapped
 from fsdp_lab.planner.shapes.tape import (
     NO_LENGTH,
@@ -44,15 +52,13 @@ from fsdp_lab.planner.shapes.tape import (
     products_of,
     record,
 )
-from fsdp_lab.spec.lora import Lora
-from fsdp_lab.spec.patterns import matches
+from fsdp_lab.spec.param_groups import matches
 from fsdp_lab.spec.spec import Strategy
 from fsdp_lab.spec.user_code import code_name
-from fsdp_lab.spec.workload import Workload
+from fsdp_lab.spec.workload import Lora, Workload
 
 ENOUGH = 5  # blocks of a stack; a T5's first block computes biases, and the sums of their gradients end in its second
-_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers", "encoder_layers",
-           "decoder_layers")  # fmt: skip
+_DEPTHS = "num_hidden_layers n_layer num_layers n_layers num_decoder_layers encoder_layers decoder_layers"
 PRECISIONS = ("fp32", "half", "autocast")
 _TAPES = {"fp32": "fp32", "bf16": "half", "fp16": "half"}
 
@@ -64,16 +70,10 @@ def shape_of(
     lora: Lora | None = None,
     dropout: str = "off",
 ) -> ModelShape:
-    """The model in the units of a `Strategy.wrap`. Takes seconds; `fsdp_lab.planner.shapes.shape_for` is faster for presets.
-
-    Args:
-        model: as for `resolve`.
-        frozen, lora: `Workload.freeze` and `Workload.lora`.
-        dropout: `Workload.dropout`. Masks of attention are those of a CPU; a fused kernel of a GPU has none, and takes less.
-
-    Raises:
-        SpecError: no such model, patterns that freeze nothing or all of it, or its forward cannot be recorded.
-    """
+    """The model, as for `resolve`, in the units of a `Strategy.wrap`, with `freeze`, `lora` and `dropout` of a Workload.
+    Takes seconds; `fsdp_lab.planner.shapes.shape_for` is faster for presets. Masks of attention are those of a CPU; a fused
+    kernel of a GPU has none, and takes less. Raises SpecError: no such model, patterns that freeze nothing or all of it, or
+    its forward cannot be recorded."""
     Strategy(wrap=wrap)  # validates it
     config = resolve(model, dropout=dropout)
     name = model if isinstance(model, str) else f"a {config.model_type}"
@@ -82,8 +82,9 @@ def shape_of(
     return _recorded(config, name, wrap, frozen, lora)
 
 
-def _recorded(config: PreTrainedConfig, name: str, wrap: str, frozen: Sequence[str] | None,
-              lora: Lora | None) -> ModelShape:  # fmt: skip
+def _recorded(
+    config: PreTrainedConfig, name: str, wrap: str, frozen: Sequence[str] | None, lora: Lora | None
+) -> ModelShape:
     inputs, what = ConfigInputs(facts_of(config)), f"a {config.model_type} of this config"
     whole = adapted(config, lora)
     freeze(whole, frozen)
@@ -145,7 +146,7 @@ def _shallow(
     if not inside or getattr(config, "layer_types", None):
         return None
     shallow = copy.deepcopy(config)
-    for depth in _DEPTHS:
+    for depth in _DEPTHS.split():
         if isinstance(getattr(shallow, depth, None), int):
             setattr(shallow, depth, ENOUGH)
     try:
@@ -172,15 +173,11 @@ class _Model:
     def __init__(self, model: nn.Module, inside: Sequence[Sequence[nn.Module]], inputs: Inputs) -> None:
         self._model, self._inputs = model, inputs
         self._blocks = blocks(model)
-        self._inside = self._in_order(inside)
-        self._owned = owners(model, self._inside)
-
-    def _in_order(self, inside: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
-        """The modules of each unit in the order of the recorded forward."""
         self._inside = [list(unit) for unit in inside]
         order = list(dict.fromkeys(unit for unit, _ in self._record("fp32", []).calls if unit))
         order += [i for i in range(1, len(inside) + 1) if i not in order]
-        return [self._inside[i - 1] for i in order]
+        self._inside = [self._inside[i - 1] for i in order]  # in the order of the recorded forward
+        self._owned = owners(model, self._inside)
 
     def _record(self, precision: str, recomputed: Sequence[nn.Module]) -> TapeRecording:
         return record(self._model, self._inputs, self._inside, precision=precision, recomputed=recomputed)
@@ -196,10 +193,15 @@ class _Model:
         distinct: dict[str, UnitShape] = {}
         units = [self._unit(i, runs, tapes, image) for i in range(len(self._inside) + 1)]
         return ModelShape(
-            name=name, units=tuple(distinct.setdefault(repr(unit), unit) for unit in units), image_tokens=image,
-            calls=first.calls, tapes=tapes, unit_names=("root", *_names(self._model, self._inside)),
-            buffers_bytes=sum(b.nbytes for b in self._model.buffers()), batch=self._inputs.batch_size,
-        )  # fmt: skip
+            name=name,
+            units=tuple(distinct.setdefault(repr(unit), unit) for unit in units),
+            image_tokens=image,
+            calls=first.calls,
+            unit_names=("root", *_names(self._model, self._inside)),
+            tapes=tapes,
+            buffers_bytes=sum(b.nbytes for b in self._model.buffers()),
+            batch=self._inputs.batch_size,
+        )
 
     def _unit(
         self, i: int, runs: Mapping[str, TapeRecording], tapes: Mapping[str, Sequence[TapeSegment]], image: int | None
@@ -208,20 +210,25 @@ class _Model:
         tokens = run.seq_len if image is None else image
         calls = [k for k, (unit, _) in enumerate(run.calls) if unit == i]
         records, owned = [run.records[k] for k in calls], self._owned[i]
+
+        def kernels(of: TapeRecording) -> tuple[Kernels, Kernels]:
+            return of.kernels(calls, Direction.FORWARD), of.kernels(calls, Direction.BACKWARD)
+
         return UnitShape(
             name=type(self._inside[i - 1][0]).__name__ if i else "root",
-            parameters=tuple(p.numel() for _, p, _ in owned), shapes=tuple(tuple(p.shape) for _, p, _ in owned),
+            parameters=tuple(p.numel() for _, p, _ in owned),
+            shapes=tuple(tuple(p.shape) for _, p, _ in owned),
             full_precision=tuple(j for j, (_, _, m) in enumerate(owned) if kind_of(m) is ModuleKind.BATCH_NORM),
             frozen=tuple(j for j, (_, p, _) in enumerate(owned) if not p.requires_grad),
             has_backward=any(s.point.direction is Direction.BACKWARD and s.point.call in calls for s in run.segments),
             products=tuple(p for r in records for p in products_of(r, tokens)),
             pair_flops=sum(r.pair_flops for r in records) / (SAMPLES * tokens**2),
-            heads=max((r.heads for r in records), default=0), causal=any(r.causal for r in records),
+            heads=max((r.heads for r in records), default=0),
+            causal=any(r.causal for r in records),
             boundary_elements=max((r.boundary for r in records), default=0) / (SAMPLES * tokens),
             saved={dtype: _saved(tapes[key], set(calls)) for dtype, key in _TAPES.items()},
-            kernels={name: (runs[name].kernels(calls, Direction.FORWARD), runs[name].kernels(calls, Direction.BACKWARD))
-                     for name in PRECISIONS},
-        )  # fmt: skip
+            kernels={name: kernels(runs[name]) for name in PRECISIONS},
+        )
 
 
 def _tape(
@@ -239,7 +246,7 @@ def _tape(
 
 
 def _saved(tape: Sequence[TapeSegment], calls: set[int]) -> SavedBytes:
-    """What a unit's forward leaves allocated: outside of the calls inside it."""
+    """Returns what a unit's forward leaves allocated, outside of the calls inside it."""
     changes: list[TapeChange] = []
     open_calls: list[int] = []
     for segment in tape:
@@ -254,25 +261,16 @@ def _saved(tape: Sequence[TapeSegment], calls: set[int]) -> SavedBytes:
     return SavedBytes(per_token_bytes=per_token, per_pair_bytes=per_pair, fixed_bytes=fixed)
 
 
-# -- all blocks of a stack -------------------------------------------------------------------------------------------
-
-
 def _deepened(shape: ModelShape, model: nn.Module, inside: Sequence[Sequence[nn.Module]]) -> ModelShape:
     """The shape of the whole model: the middle block of each stack is repeated."""
     names = _names(model, inside)
     whole, shallow = _stacks(names), _stacks(shape.unit_names[1:])
     times = {shallow[stack][MIDDLE] + 1: len(places) - ENOUGH + 1 for stack, places in whole.items()}
     grown = repeated(shape, times)
-    units = list(grown.units)
     saved = {dtype: _saved(grown.tapes[key], {0}) for dtype, key in _TAPES.items()}
-    units[0] = dataclasses.replace(units[0], saved=saved)
-    return dataclasses.replace(
-        grown, units=tuple(units), unit_names=("root", *names),
-        buffers_bytes=sum(b.nbytes for b in model.buffers()),
-    )  # fmt: skip
-
-
-# -- the package's file ------------------------------------------------------------------------------------------------
+    units = (dataclasses.replace(grown.units[0], saved=saved), *grown.units[1:])
+    buffers_bytes = sum(b.nbytes for b in model.buffers())
+    return dataclasses.replace(grown, units=units, unit_names=("root", *names), buffers_bytes=buffers_bytes)
 
 
 def write_shapes(path: Path) -> None:
@@ -323,16 +321,12 @@ def own_shape(workload: Workload, wrap: str) -> ModelShape:
     freeze(skeleton, workload.freeze)
     units = unit_modules(skeleton, "block" if joined else wrap)
     shape = recorded_shape(skeleton, units, OwnInputs(workload), name, f"a step of {name}")
-    _check(shape)
-    return rewrapped(shape, wrap) if joined else shape
-
-
-def _check(shape: ModelShape) -> None:
     if (calls := sum(unit == 0 for unit, _ in shape.calls)) != 1:
         raise _unknown(f"its loss calls the model {calls} times")
     sizes = (c.size for tape in shape.tapes.values() for segment in tape for c in segment.changes)
     if any(b and c % SAMPLES == 0 for size in sizes for b, _, c in size.terms if c):
         raise _unknown("its memory may grow with the square of the number of samples")
+    return rewrapped(shape, wrap) if joined else shape
 
 
 def _unknown(reason: str) -> SpecError:

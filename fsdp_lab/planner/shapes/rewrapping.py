@@ -15,6 +15,7 @@ from fsdp_lab.planner.model_shape import (
     ALLOCATED,
     FREED,
     NO_KERNELS,
+    Kernels,
     ModelShape,
     SavedBytes,
     SizeFormula,
@@ -54,8 +55,9 @@ def _grouped(shape: ModelShape, each: int) -> ModelShape:
     return dataclasses.replace(shape, units=tuple(units), calls=calls, tapes=tapes, unit_names=names)
 
 
-def _regrouped(tape: Sequence[TapeSegment], calls: Sequence[tuple[int, int | None]],
-               place: Mapping[int, tuple[int, int]]) -> tuple[TapeSegment, ...]:  # fmt: skip
+def _regrouped(
+    tape: Sequence[TapeSegment], calls: Sequence[tuple[int, int | None]], place: Mapping[int, tuple[int, int]]
+) -> tuple[TapeSegment, ...]:
     """The tape with the gradients of the new units. Equal segments stay one object."""
     cache: dict[Any, tuple[TapeChange, ...]] = {}
     segments = []
@@ -74,24 +76,33 @@ def _regrouped(tape: Sequence[TapeSegment], calls: Sequence[tuple[int, int | Non
     return tuple(segments)
 
 
+_CHAINED = ("parameters", "shapes", "products")
+
+
 def joined_units(group: Sequence[UnitShape]) -> UnitShape:
     first, offsets = group[0], list(itertools.accumulate((len(unit.parameters) for unit in group), initial=0))
+    chained: dict[str, Any] = {name: tuple(itertools.chain(*(getattr(u, name) for u in group))) for name in _CHAINED}
+    for name in ("full_precision", "frozen"):
+        chained[name] = tuple(j + o for u, o in zip(group, offsets, strict=False) for j in getattr(u, name))
+
+    def saved(dtype: str) -> SavedBytes:
+        names = [f.name for f in dataclasses.fields(SavedBytes)]
+        return SavedBytes(**{name: sum(getattr(u.saved[dtype], name) for u in group) for name in names})
+
+    def kernels(name: str) -> tuple[Kernels, Kernels]:
+        forward, backward = (sum((u.kernels[name][i] for u in group), NO_KERNELS) for i in (0, 1))
+        return forward, backward
+
     return dataclasses.replace(
         first,
-        parameters=tuple(n for u in group for n in u.parameters), shapes=tuple(s for u in group for s in u.shapes),
-        full_precision=tuple(j + o for u, o in zip(group, offsets, strict=False) for j in u.full_precision),
-        frozen=tuple(j + o for u, o in zip(group, offsets, strict=False) for j in u.frozen),
+        **chained,
         has_backward=any(u.has_backward for u in group),
-        products=tuple(p for u in group for p in u.products), pair_flops=sum(u.pair_flops for u in group),
-        saved={dtype: SavedBytes(
-            per_token_bytes=sum(u.saved[dtype].per_token_bytes for u in group),
-            per_pair_bytes=sum(u.saved[dtype].per_pair_bytes for u in group),
-            fixed_bytes=sum(u.saved[dtype].fixed_bytes for u in group),
-        ) for dtype in first.saved},
-        heads=max(u.heads for u in group), causal=any(u.causal for u in group),
-        kernels={name: (sum((u.kernels[name][0] for u in group), NO_KERNELS),
-                        sum((u.kernels[name][1] for u in group), NO_KERNELS)) for name in first.kernels},
-    )  # fmt: skip
+        pair_flops=sum(u.pair_flops for u in group),
+        saved={dtype: saved(dtype) for dtype in first.saved},
+        heads=max(u.heads for u in group),
+        causal=any(u.causal for u in group),
+        kernels={name: kernels(name) for name in first.kernels},
+    )
 
 
 def _whole(shape: ModelShape) -> ModelShape:
@@ -99,17 +110,15 @@ def _whole(shape: ModelShape) -> ModelShape:
     place = {i: (0, offset) for i, offset in zip(range(len(shape.units)), offsets, strict=False)}
     tapes = {}
     for name, tape in shape.tapes.items():
-        found: list[tuple[Point, list[TapeChange]]] = []
+        of_root: list[tuple[Point, list[TapeChange]]] = []
         for s in _regrouped(tape, shape.calls, place):
             if s.point.call == 0:
-                found.append((s.point, []))
-            found[-1][1].extend(s.changes)
-        tapes[name] = tuple(TapeSegment(point, tuple(merged(changes))) for point, changes in found)
+                of_root.append((s.point, []))
+            of_root[-1][1].extend(s.changes)
+        tapes[name] = tuple(TapeSegment(point, tuple(merged(changes))) for point, changes in of_root)
     root = dataclasses.replace(joined_units(shape.units), name="root", boundary_elements=0.0)
     return dataclasses.replace(shape, units=(root,), calls=((0, None),), tapes=tapes, unit_names=("root",))
 
-
-# -- another depth ---------------------------------------------------------------------------------------------------
 
 MIDDLE = 2  # index in a stack of the first block that equals those after it
 
@@ -153,7 +162,7 @@ def repeated(shape: ModelShape, times: Mapping[int, int]) -> ModelShape:
 def _repeated(
     tape: Sequence[TapeSegment], times: Mapping[int, int], first: Mapping[int, int]
 ) -> tuple[TapeSegment, ...]:
-    found: list[TapeSegment] = []
+    segments: list[TapeSegment] = []
     i = 0
     while i < len(tape):
         call, direction = tape[i].point.call, tape[i].point.direction
@@ -164,14 +173,11 @@ def _repeated(
         numbers = [first[call] + n for n in range(count)]
         for number in numbers if direction is Direction.FORWARD else reversed(numbers):
             for s in tape[i:stop]:
-                changes = tuple(_renumbered(c, first) for c in s.changes)
-                found.append(
-                    TapeSegment(
-                        Point(direction, number, s.point.moment), s.changes if changes == s.changes else changes
-                    )
-                )
+                changes = tuple(c if c.unit is None else dataclasses.replace(c, unit=first[c.unit]) for c in s.changes)
+                point = Point(direction, number, s.point.moment)
+                segments.append(TapeSegment(point, s.changes if changes == s.changes else changes))
         i = stop
-    return tuple(found)
+    return tuple(segments)
 
 
 def net_bytes(changes: Iterable[TapeChange]) -> dict[tuple[int, int], float]:
@@ -196,7 +202,3 @@ def _balanced(tape: tuple[TapeSegment, ...], net: Mapping[tuple[int, int], float
     end = Point(Direction.FORWARD, 0, PointSide.AFTER)
     freed = TapeChange(FREED, SizeFormula(terms))
     return tuple(TapeSegment(s.point, tuple(merged([freed, *s.changes]))) if s.point == end else s for s in tape)
-
-
-def _renumbered(change: TapeChange, first: Mapping[int, int]) -> TapeChange:
-    return change if change.unit is None else dataclasses.replace(change, unit=first[change.unit])

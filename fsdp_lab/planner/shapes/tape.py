@@ -54,7 +54,7 @@ NO_LENGTH = 2 * (2**61 - 1)  # twice a prime that divides no size, since no size
 
 @dataclass(kw_only=True)
 class CallRecord:
-    """What one call of a unit computes, with the sizes of the recorded run; products and attention in the forward."""
+    """The work of one call of a unit, with the sizes of the recorded run; products and attention in the forward."""
 
     # By pass: of each kernel on a GPU, the sizes of what it moves; of products and attention none.
     launched: dict[Direction, list[list[int]]] = field(default_factory=lambda: defaultdict(list))
@@ -76,13 +76,13 @@ class TapeRecording:
     seq_len: int
 
     def kernels(self, calls: Sequence[int], direction: Direction) -> Kernels:
-        """Of a pass of these calls."""
+        """The kernels of a pass of these calls."""
         launched = [sizes for k in calls for sizes in self.records[k].launched[direction]]
         return Kernels(len(launched), sum((_sum_of(sizes, self.seq_len) for sizes in launched), SizeFormula(())))
 
 
 class Inputs(Protocol):
-    """What a model is run on, and its loss."""
+    """The batch that a model is run on, and its loss."""
 
     image_tokens: int | None  # of a sample, whatever the sequence length; None: as many as the length
     batch_size: SizeFormula  # bytes of a micro-batch
@@ -98,7 +98,7 @@ class Inputs(Protocol):
 
 
 class ConfigInputs:
-    """Those of a model of transformers."""
+    """The inputs of a model of transformers."""
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
@@ -120,15 +120,15 @@ class ConfigInputs:
         return loss
 
 
-def record(model: nn.Module, inputs: Inputs, units: Sequence[Sequence[nn.Module]], *, precision: str,
-           recomputed: Sequence[nn.Module] = ()) -> TapeRecording:  # fmt: skip
-    """Runs a copy of `model`, whose parameters are on meta.
-
-    Args:
-        units: modules of each unit below the root.
-        precision: "fp32", "half" or "autocast".
-        recomputed: modules under a checkpoint.
-    """
+def record(
+    model: nn.Module,
+    inputs: Inputs,
+    units: Sequence[Sequence[nn.Module]],  # modules of each unit below the root
+    *,
+    precision: str,  # "fp32", "half" or "autocast"
+    recomputed: Sequence[nn.Module] = (),  # modules under a checkpoint
+) -> TapeRecording:
+    """Runs a copy of `model`, whose parameters are on meta."""
     memo: dict[int, Any] = {}
     copied = copy.deepcopy(model, memo)
     inside = [[memo[id(m)] for m in unit] for unit in units]
@@ -153,17 +153,14 @@ def owners(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[list[
     assigned: set[int] = set()
     inner: list[list[tuple[str, nn.Parameter, nn.Module]]] = []
     for modules in [*units, [model]]:
-        found = []
+        own = []
         for owner in (m for module in modules for m in module.modules()):
             for p in owner._parameters.values():
                 if p is not None and id(p) not in assigned:
                     assigned.add(id(p))
-                    found.append((order[id(p)][1], p, owner))
-        inner.append(sorted(found, key=lambda one: order[id(one[1])]))
+                    own.append((order[id(p)][1], p, owner))
+        inner.append(sorted(own, key=lambda one: order[id(one[1])]))
     return [inner[-1], *inner[:-1]]
-
-
-# -- a model of fake tensors -----------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -194,28 +191,23 @@ def _make_fake(model: nn.Module, precision: str) -> None:
         for name, b in module._buffers.items():
             if b is not None:
                 module._buffers[name] = torch.empty(b.shape, dtype=b.dtype)
-        if precision == "half" and not half:
-            _cast_around(module)
-
-
-def _cast_around(module: nn.Module) -> None:
-    """A batch norm computes in fp32 and returns the precision of the other modules."""
-    module.register_forward_pre_hook(lambda _, args: map_tensors(lambda t: t.float(), args))
-    module.register_forward_hook(lambda _, __, out: map_tensors(lambda t: t.to(torch.bfloat16), out))
+        if precision == "half" and not half:  # a batch norm computes in fp32 and returns the others' precision
+            module.register_forward_pre_hook(lambda _, args: map_tensors(lambda t: t.float(), args))
+            module.register_forward_hook(lambda _, __, out: map_tensors(lambda t: t.to(torch.bfloat16), out))
 
 
 def _length(model: nn.Module, facts: Facts) -> int:
     """A sequence length that the model supports and that its sizes cannot be taken for: see `size_of`."""
     sizes = {n for p in model.parameters() for n in p.shape if n}
     short = [s for s in _LENGTHS if facts.max_positions is None or s <= facts.max_positions] or _LENGTHS[-1:]
-    return next((s for s in short if _is_distinct(s, sizes)), short[0])
 
+    def is_distinct(length: int) -> bool:
+        """Its largest prime factors, and those of its half and of the numbers next to them, divide none of the sizes."""
+        half = length // 2
+        factors = {_largest_prime(n) for n in (half, half - 1, half + 1, length - 1, length + 1)}
+        return SAMPLES not in factors and not any(n % factor == 0 for n in sizes for factor in factors)
 
-def _is_distinct(length: int, sizes: set[int]) -> bool:
-    """Whether the largest prime factors of it, of its half and of the numbers next to them divide none of the sizes."""
-    half = length // 2
-    factors = {_largest_prime(n) for n in (half, half - 1, half + 1, length - 1, length + 1)}
-    return SAMPLES not in factors and not any(n % factor == 0 for n in sizes for factor in factors)
+    return next(filter(is_distinct, short), short[0])
 
 
 def _largest_prime(n: int) -> int:
@@ -223,9 +215,6 @@ def _largest_prime(n: int) -> int:
     while factor * factor <= n:
         factor, n = (factor, n // factor) if n % factor == 0 else (factor + 1, n)
     return n
-
-
-# -- recording -------------------------------------------------------------------------------------------------------
 
 
 class _Run:
@@ -318,7 +307,7 @@ class _Run:
         self.recorder.point(Point(direction, k, moment))
 
     def _current(self) -> tuple[list[list[int]], CallRecord | None]:
-        """Of the innermost call, which is the root's also before it and after it: what it launches, and in the forward its
+        """The innermost call, which is the root's also before it and after it: what it launches, and in the forward its
         record."""
         call = self._backward_call if self._backward else self._open[-1] if self._open else 0
         if call >= len(self.records):
@@ -399,24 +388,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def segments(self, seq_len: int) -> tuple[TapeSegment, ...]:
         ends = [*(n for _, n in self._points[1:]), len(self._events)]
-        found = []
+        segments = []
         for (point, begin), end in zip(self._points, ends, strict=True):
-            changes = [
-                TapeChange(kind, _sum_of(size, seq_len), unit, index)
-                for kind, size, unit, index in self._events[begin:end]
-            ]
-            found.append(TapeSegment(point, tuple(merged(changes))))
-        return tuple(found)
+            events = self._events[begin:end]
+            changes = [TapeChange(kind, _sum_of(size, seq_len), unit, index) for kind, size, unit, index in events]
+            segments.append(TapeSegment(point, tuple(merged(changes))))
+        return tuple(segments)
 
 
 def _sum_of(size: int | list[int], seq_len: int) -> SizeFormula:
-    return (
-        size_of(size, seq_len) if isinstance(size, int) else sum((size_of(n, seq_len) for n in size), SizeFormula(()))
-    )
+    if isinstance(size, int):
+        return size_of(size, seq_len)
+    return sum((size_of(n, seq_len) for n in size), SizeFormula(()))
 
 
 def size_of(size: int, seq_len: int) -> SizeFormula:
-    """How a size grows with samples and tokens, from its factors."""
+    """Returns how a size grows with samples and tokens, from its factors."""
     left, samples, tokens = size, 0, 0
     while left % SAMPLES == 0 and samples < 1:
         left, samples = left // SAMPLES, samples + 1
@@ -478,9 +465,15 @@ def _blocked(t: Tensor, *channels: int) -> int:
 
 # Kernels of an operator on a GPU, where they are not one: fills before sums into place, sorted indices, and attention's
 # and norms' gradients one after the other.
-_KERNELS = {"aten::native_layer_norm_backward": 3, "aten::slice_backward": 2, "aten::constant_pad_nd": 2,
-            "aten::nll_loss_backward": 2, "aten::embedding_dense_backward": 6, "aten::convolution_backward": 2,
-            "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 4}  # fmt: skip
+_KERNELS = {
+    "aten::native_layer_norm_backward": 3,
+    "aten::slice_backward": 2,
+    "aten::constant_pad_nd": 2,
+    "aten::nll_loss_backward": 2,
+    "aten::embedding_dense_backward": 6,
+    "aten::convolution_backward": 2,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 4,
+}
 # How often more than once a kernel reads its inputs where a row does not fit shared memory (SoftMax.cu).
 _READ_AGAIN = {"aten::_log_softmax": 2, "aten::_log_softmax_backward_data": 1}
 _SHARED_MEMORY = 48 << 10
