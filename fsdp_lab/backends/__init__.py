@@ -45,8 +45,9 @@ def check(skeleton: nn.Module, spec: Spec, device: torch.device) -> None:
         units(skeleton, s.wrap)
     scalar = next((name for name, p in skeleton.named_parameters() if not p.dim()), "")
     if scalar and not s.traits.takes_scalars:
-        raise SpecError("strategy.backend", f"{s.backend} takes no scalar parameters, and {scalar} is one",
-                        "use backend lab or ddp, or give it one dimension", {"backend": "lab"})  # fmt: skip
+        reason = f"{s.backend} takes no scalar parameters, and {scalar} is one"
+        hint = "use backend lab or ddp, or give it one dimension"
+        raise SpecError("strategy.backend", reason, hint, {"backend": "lab"})
     _BACKENDS[s.backend].check(spec, device)
 
 
@@ -55,8 +56,8 @@ def _check_groups(skeleton: nn.Module, workload: Workload) -> None:
     names = [name for name, _ in skeleton.named_parameters()]
     groups = workload.param_groups or ()
     if (wrong := unmatched([pattern for group in groups for pattern in group.match], names)) is not None:
-        raise SpecError("workload.param_groups", f"{wrong!r} matches no parameter", "give a pattern of names such as "
-                        f"{names[0]}, {names[-1]}", {"param_groups": None})  # fmt: skip
+        hint = f"give a pattern of names such as {names[0]}, {names[-1]}"
+        raise SpecError("workload.param_groups", f"{wrong!r} matches no parameter", hint, {"param_groups": None})
 
 
 def build(skeleton: nn.Module, spec: Spec, device: torch.device, *, mesh: DeviceMesh | None = None) -> Backend:

@@ -97,8 +97,8 @@ class DDP(Backend):
         if communicate and not self._has_reduced:
             for name, p in self.module.module.named_parameters():
                 if p.requires_grad and p.grad is None:
-                    raise SpecError("strategy.backend", f"DDP needs a gradient for every parameter, and {name} got none",
-                                    "use another backend, or freeze it", {"backend": "lab"})  # fmt: skip
+                    reason = f"DDP needs a gradient for every parameter, and {name} got none"
+                    raise SpecError("strategy.backend", reason, "use another backend, or freeze it", {"backend": "lab"})
             self._has_reduced = True
 
 

@@ -77,8 +77,8 @@ class FSDP1(FSDP1Tensors, Backend):
     @classmethod
     def check(cls, spec: Spec, device: torch.device) -> None:
         if spec.strategy.offload == "all" and device.type == "cpu":
-            raise SpecError("strategy.offload", "FSDP1 pins what it offloads, which takes a GPU",
-                            "use offload none, or backend fsdp2", {"offload": "none"})  # fmt: skip
+            reason = "FSDP1 pins what it offloads, which takes a GPU"
+            raise SpecError("strategy.offload", reason, "use offload none, or backend fsdp2", {"offload": "none"})
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         shapes = {n: p.shape for n, p in skeleton.named_parameters()}
@@ -230,5 +230,6 @@ def _detach_frozen(handle: Any) -> None:
 
 def _param_shard(name: str, shape: torch.Size, param: nn.Parameter, info: Any, local: Tensor) -> ParamShard:
     start = info.intra_param_start_idx if info.in_shard else 0
-    return ParamShard(name=name, shape=shape, start=start, stop=start + local.numel(), local=local,
-                      param=base.trained(param))  # fmt: skip
+    return ParamShard(
+        name=name, shape=shape, start=start, stop=start + local.numel(), local=local, param=base.trained(param)
+    )

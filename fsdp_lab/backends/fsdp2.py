@@ -55,8 +55,9 @@ class FSDP2(FSDP2Tensors, Backend):
     @classmethod
     def check(cls, spec: Spec, device: torch.device) -> None:
         if spec.strategy.limit_reductions > 1 and not hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"):
-            raise SpecError("strategy.limit_reductions", f"FSDP2 of torch {torch.__version__} has no limit to set",
-                            "use 1, backend lab, or torch 2.13", {"limit_reductions": 1})  # fmt: skip
+            reason = f"FSDP2 of torch {torch.__version__} has no limit to set"
+            hint = "use 1, backend lab, or torch 2.13"
+            raise SpecError("strategy.limit_reductions", reason, hint, {"limit_reductions": 1})
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         module = _shard(skeleton, spec.strategy, mesh)
@@ -110,8 +111,9 @@ def _own_groups(module: nn.Module) -> list[Any]:
 def _param_shard(name: str, param: nn.Parameter, shards: DeviceMesh) -> ParamShard:
     local = base.local_part(param)
     start = _rows_before(param.shape[0], shards) * (param.shape.numel() // max(1, param.shape[0]))
-    return ParamShard(name=name, shape=param.shape, start=start, stop=start + local.numel(), local=local,
-                      param=base.trained(param))  # fmt: skip
+    return ParamShard(
+        name=name, shape=param.shape, start=start, stop=start + local.numel(), local=local, param=base.trained(param)
+    )
 
 
 def _rows_before(rows: int, shards: DeviceMesh) -> int:

@@ -353,8 +353,9 @@ def snapshot(backend: Backend, layouts: Sequence[Layout], rank: int, writers: Co
     return chunks
 
 
-def targets(backend: Backend, slots: Sequence[str], scalars: Mapping[str, float], buffers_of: int,
-            modules: Mapping[str, int]) -> list[Chunk]:  # fmt: skip
+def targets(
+    backend: Backend, slots: Sequence[str], scalars: Mapping[str, float], buffers_of: int, modules: Mapping[str, int]
+) -> list[Chunk]:
     """The tensors of a new backend to be filled from a checkpoint; allocates its parameters and optimizer state. Not
     collective.
 
@@ -372,8 +373,9 @@ def targets(backend: Backend, slots: Sequence[str], scalars: Mapping[str, float]
         for slot in _kept(backend, p, slots)
         if p.numel
     ]
-    buffers = [Chunk(name=buffer_key(buffers_of, path), start=0, values=b.view(-1))
-               for path, b in buffers_in(backend.module)]  # fmt: skip
+    buffers = [
+        Chunk(name=buffer_key(buffers_of, path), start=0, values=b.view(-1)) for path, b in buffers_in(backend.module)
+    ]
     states = [Chunk(name=name, start=0, values=torch.empty(n, dtype=torch.uint8)) for name, n in modules.items()]
     return wanted + buffers + states
 
@@ -392,8 +394,8 @@ def _encoded(name: str, value: Any) -> Tensor:
         found = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
         _decoded(found)
     except Exception as e:  # of many classes
-        raise ArgumentError("save", f"{name} has things of classes that a checkpoint does not hold",
-                            "return numbers, text, tensors, and lists and dicts of these") from e  # fmt: skip
+        reason = f"{name} has things of classes that a checkpoint does not hold"
+        raise ArgumentError("save", reason, "return numbers, text, tensors, and lists and dicts of these") from e
     return found
 
 

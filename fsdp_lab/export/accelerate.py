@@ -31,8 +31,8 @@ def config(spec: Spec) -> str:
     """The text of the file. Raises SpecError for a field that it cannot express."""
     exported = peer(spec)
     if spec.sync_interval not in (1, spec.workload.accumulate):
-        raise refuse("sync", "Accelerate communicates gradients at every micro-batch or at the last", "use every or last",
-                     sync="last")  # fmt: skip
+        hint = "Accelerate communicates gradients at every micro-batch or at the last"
+        raise refuse("sync", hint, "use every or last", sync="last")
     backend = exported.spec.strategy.backend
     if (e := exported.spec.refused_by(f"accelerate/{backend}")) is not None:
         raise SpecError(e.field, e.reason, f"{e.first_hint}, {SPEC_INSTEAD}", e.fix)
@@ -69,8 +69,8 @@ def _fsdp2(spec: Spec) -> Values:
 def _fsdp1(spec: Spec) -> Values:
     s = spec.strategy
     if s.is_hybrid:
-        raise refuse("sharding", "Accelerate gives FSDP1 no mesh, so that its shard group is a whole machine",
-                     "use full_shard, or backend fsdp2", sharding="full_shard", shard_size=None)  # fmt: skip
+        hint = "Accelerate gives FSDP1 no mesh, so that its shard group is a whole machine"
+        raise refuse("sharding", hint, "use full_shard, or backend fsdp2", sharding="full_shard", shard_size=None)
     prefetch = "NO_PREFETCH" if not s.backward_prefetch else {"before": "BACKWARD_PRE", "after": "BACKWARD_POST"}[
         s.backward_prefetch_point
     ]  # fmt: skip
@@ -95,8 +95,8 @@ def _ddp(spec: Spec) -> Values:
         raise refuse("recompute", "Accelerate's config recomputes only with FSDP",
                      "use none and call model.gradient_checkpointing_enable() in your script", recompute="none")  # fmt: skip
     if dtypes.reduce != "fp32":
-        raise refuse("precision", f"under DDP a config cannot reduce gradients in {dtypes.reduce}",
-                     "use bf16 or fp32", precision="bf16")  # fmt: skip
+        hint = f"under DDP a config cannot reduce gradients in {dtypes.reduce}"
+        raise refuse("precision", hint, "use bf16 or fp32", precision="bf16")
     return {"distributed_type": "MULTI_GPU", "mixed_precision": "no" if dtypes.param == "fp32" else dtypes.param}
 
 
@@ -115,8 +115,8 @@ def _mixed_precision(spec: Spec) -> str:
     for role in ("output", "buffer"):
         asked = getattr(dtypes, role)
         if asked not in (None, dtypes.param):
-            raise refuse(f"precision.{role}", f"Accelerate keeps one dtype for all, {dtypes.param}", "leave it empty",
-                         precision=dataclasses.replace(one))  # fmt: skip
+            hint = f"Accelerate keeps one dtype for all, {dtypes.param}"
+            raise refuse(f"precision.{role}", hint, "leave it empty", precision=dataclasses.replace(one))
     return "no" if dtypes.param == "fp32" else dtypes.param
 
 
@@ -135,8 +135,8 @@ def _wrapping(spec: Spec) -> Values:
     alike = [m for m in model.modules() if type(m).__name__ in names]
     if len(alike) != len(found):
         classes = " and ".join(names)
-        raise refuse("wrap", f"Accelerate wraps every {classes}, and the run wrapped {len(found)} of {len(alike)}",
-                     "use whole", wrap="whole")  # fmt: skip
+        hint = f"Accelerate wraps every {classes}, and the run wrapped {len(found)} of {len(alike)}"
+        raise refuse("wrap", hint, "use whole", wrap="whole")
     return {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": ",".join(names)}
 
 
@@ -145,8 +145,8 @@ def _recompute(spec: Spec) -> Values:
     if s.recompute not in ("none", "full", "every:1"):
         raise refuse("recompute", "Accelerate recomputes every block or none", "use full or none", recompute="full")
     if s.recompute != "none" and s.wrap not in ("block", "every:1"):
-        raise refuse("recompute", f"Accelerate recomputes what it wraps, which is not the blocks under {s.wrap}",
-                     "use wrap block, or recompute none", recompute="none")  # fmt: skip
+        hint = f"Accelerate recomputes what it wraps, which is not the blocks under {s.wrap}"
+        raise refuse("recompute", hint, "use wrap block, or recompute none", recompute="none")
     return {"fsdp_activation_checkpointing": s.recompute != "none"}
 
 
@@ -154,8 +154,8 @@ def _devices(spec: Spec) -> Values:
     if spec.devices is None:
         return {}
     if spec.devices[0] == "cpu":
-        raise SpecError("devices", "Accelerate runs FSDP only on GPUs, and launches ranks on CPUs only through MPI",
-                        f"leave it empty, {SPEC_INSTEAD}", {"devices": None})  # fmt: skip
+        reason = "Accelerate runs FSDP only on GPUs, and launches ranks on CPUs only through MPI"
+        raise SpecError("devices", reason, f"leave it empty, {SPEC_INSTEAD}", {"devices": None})
     return {"gpu_ids": ",".join(name.removeprefix("cuda:") for name in gpus(spec))}
 
 

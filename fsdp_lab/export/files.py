@@ -42,8 +42,8 @@ class Files:
         self._workload, self._facts = workload, facts_of(config)
         self.kind = self._facts.kind
         if self.kind == "image":
-            raise SpecError("workload.model", f"{self._facts.model_type} classifies images, and a script reads only text",
-                            f"choose a language model, {SPEC_INSTEAD}")  # fmt: skip
+            reason = f"{self._facts.model_type} classifies images, and a script reads only text"
+            raise SpecError("workload.model", reason, f"choose a language model, {SPEC_INSTEAD}")
         if self.kind == "masked" and not is_plain(workload):
             is_chat = checked_records(workload, self._facts)[0].is_chat
             if is_chat or workload.packing == "padded":

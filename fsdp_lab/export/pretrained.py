@@ -36,8 +36,8 @@ def export_pretrained(saved: Checkpoint, folder: Path, *, force: bool = False) -
     """
     target = _checked(folder, force=force)
     if saved.spec.workload.is_own:
-        raise ArgumentError("checkpoint", f"{saved.path.name} is of a model of your own, which transformers "
-                            "does not know", "read its safetensors with torch.distributed.checkpoint")  # fmt: skip
+        reason = f"{saved.path.name} is of a model of your own, which transformers does not know"
+        raise ArgumentError("checkpoint", reason, "read its safetensors with torch.distributed.checkpoint")
     workload = saved.spec.workload
     model = adapted(resolve(workload.model), workload.adapters)
     values = {name: torch.empty(p.shape) for name, p in model.named_parameters()}

@@ -29,8 +29,8 @@ class Peer:
 def peer(spec: Spec) -> Peer:
     """The Spec to export. Raises SpecError for a field that torch's backends cannot express."""
     if spec.strategy.is_yours:
-        raise refuse("backend", "your own engine needs the lab, which calls it", "use backend fsdp2, or ddp for no_shard",
-                     backend="fsdp2")  # fmt: skip
+        hint = "your own engine needs the lab, which calls it"
+        raise refuse("backend", hint, "use backend fsdp2, or ddp for no_shard", backend="fsdp2")
     if not spec.strategy.is_lab:
         return Peer(spec=spec, remarks=tuple(_without_effect(spec)))
     backend = "ddp" if spec.strategy.is_replicated else "fsdp2"
@@ -65,8 +65,8 @@ def gpus(spec: Spec) -> list[str]:
     """The GPUs that a Spec names, by rank; empty if it names none. Raises SpecError if two ranks share one."""
     named = [name for name in spec.devices or () if name != "cpu"]
     if len(set(named)) < len(named):
-        raise SpecError("devices", "two ranks share a GPU, and NCCL supports one rank per GPU",
-                        f"give each rank a GPU of its own, {SPEC_INSTEAD}", {"devices": None})  # fmt: skip
+        reason = "two ranks share a GPU, and NCCL supports one rank per GPU"
+        raise SpecError("devices", reason, f"give each rank a GPU of its own, {SPEC_INSTEAD}", {"devices": None})
     return named
 
 

@@ -156,8 +156,9 @@ class Initializer:
         self._draws = _recorded_draws(model)
 
     @classmethod
-    def of_draws(cls, shapes: Mapping[str, torch.Size], draws: Mapping[str, list[Draw]], seed: int,
-                 check: Callable[[], object]) -> Initializer:  # fmt: skip
+    def of_draws(
+        cls, shapes: Mapping[str, torch.Size], draws: Mapping[str, list[Draw]], seed: int, check: Callable[[], object]
+    ) -> Initializer:
         """Of parameters whose draws are known, by name."""
         made = cls.__new__(cls)
         made.seed, made._check, made._shapes, made._draws = seed, check, dict(shapes), dict(draws)
@@ -255,8 +256,9 @@ def _recorded_draws(model: nn.Module) -> dict[str, list[Draw]]:
             owner._init_weights(module)  # type: ignore[no-untyped-call]
             own_names = {names[_storage_id(p)]: n for n, p in module.named_parameters()}
             # What was changed in place went past the functions.
-            computed |= {m for m, n in own_names.items() if n in before
-                         and module.get_parameter(n)._version != before[n]}  # fmt: skip
+            computed |= {
+                m for m, n in own_names.items() if n in before and module.get_parameter(n)._version != before[n]
+            }
             kept = copy.deepcopy(module) if computed else module  # the model is wrapped later
             for name in computed:
                 draws[name] = [Draw(partial(_compute_, owner, kept, own_names[name]), {})]

@@ -75,8 +75,8 @@ def cached(name: str, make: Callable[[Path], None], progress: Progresses = NO_PR
                 time.sleep(_POLL_S)
     except OSError as e:
         what = "there is no room" if e.errno in (errno.ENOSPC, errno.EDQUOT) else f"no place ({e.strerror or e})"
-        raise SpecError("workload.data", f"{what} in {root} for its tokens",
-                        f"make room, or name another folder in {VARIABLE} and start again") from e  # fmt: skip
+        hint = f"make room, or name another folder in {VARIABLE} and start again"
+        raise SpecError("workload.data", f"{what} in {root} for its tokens", hint) from e
     return file
 
 
@@ -101,8 +101,8 @@ def hub_folder(name: str, field: str, files: Sequence[str] | None = None, *, kin
                 name, repo_type=kind, allow_patterns=None if files is None else [*files], etag_timeout=_HUB_TIMEOUT_S
             )
         except RepositoryNotFoundError:
-            raise SpecError(field, f"{name} is no file or folder here and no {kind} that the Hugging Face Hub shows you",
-                            "correct the name, or log in: hf auth login") from None  # fmt: skip
+            reason = f"{name} is no file or folder here and no {kind} that the Hugging Face Hub shows you"
+            raise SpecError(field, reason, "correct the name, or log in: hf auth login") from None
         except Exception as e:  # of many classes
             command = f"hf download {name}" + (" --repo-type dataset" if kind == "dataset" else "")
             raise SpecError(field, f"{name} is no file or folder here, and the Hugging Face Hub cannot be reached "

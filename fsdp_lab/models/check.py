@@ -107,8 +107,8 @@ def check_shapes(workload: Workload, facts: Facts) -> None:
     for name in (n for n, row in rows_of(Workload).items() if row.of_text):
         usual = getattr(Workload, name)
         if getattr(workload, name) != usual:
-            raise SpecError(f"workload.{name}", f"{facts.model_type} classifies images, which have no tokens",
-                            "leave it out", {name: usual})  # fmt: skip
+            reason = f"{facts.model_type} classifies images, which have no tokens"
+            raise SpecError(f"workload.{name}", reason, "leave it out", {name: usual})
     if workload.data == STDLIB:
         reason = f"{facts.model_type} classifies images, and {STDLIB} is text"
         hint = f'use "{IMAGES}", or a folder with one sub-folder per class'
@@ -258,5 +258,5 @@ def check_held_out(workload: Workload, count: int, evaluated: int) -> None:
     enough = next((share for share in shares if int(share * count) >= evaluated), None)
     ways = [f"use held_out {enough:g}" if enough else "give more data"]
     ways += [f"evaluate {held} samples or fewer"] if held else []
-    raise SpecError("workload.held_out", f"{held} of {count:,} samples are held out, and {evaluated} are to be evaluated",
-                    ", or ".join(ways), {"held_out": enough} if enough else {})  # fmt: skip
+    reason = f"{held} of {count:,} samples are held out, and {evaluated} are to be evaluated"
+    raise SpecError("workload.held_out", reason, ", or ".join(ways), {"held_out": enough} if enough else {})

@@ -265,11 +265,11 @@ def _entries(folder: str, facts: Facts) -> list[tuple[Path, int]]:
     if not classes:
         raise SpecError("workload.data", f"{folder} has no sub-folder with images", hint, {"data": "images"})
     if len(classes) > facts.classes:
-        raise SpecError("workload.data", f"{folder} has {len(classes)} classes and the model {facts.classes}",
-                        "give a config with a larger num_labels")  # fmt: skip
+        reason = f"{folder} has {len(classes)} classes and the model {facts.classes}"
+        raise SpecError("workload.data", reason, "give a config with a larger num_labels")
     if facts.channels not in _MODES:
-        raise SpecError("workload.data", f"the model has {facts.channels} channels, and images 1, 3 or 4", "use another",
-                        {"data": "images"})  # fmt: skip
+        reason = f"the model has {facts.channels} channels, and images 1, 3 or 4"
+        raise SpecError("workload.data", reason, "use another", {"data": "images"})
     entries = [(path, label) for label, images in enumerate(classes) for path in images]
     shuffled = np.random.default_rng(0).permutation(len(entries))  # the last ones are held out: they have all classes
     return [entries[i] for i in shuffled]

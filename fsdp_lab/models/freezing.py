@@ -23,8 +23,8 @@ def frozen_names(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     names = [name for name, _ in model.named_parameters()]
     if (wrong := unmatched(patterns, names)) is not None:
         others = [p for p in patterns if p != wrong]
-        raise SpecError(FIELD, f"{wrong!r} matches no parameter", f"give a pattern of names such as {names[0]}, "
-                        f"{names[-1]}", {"freeze": others or None})  # fmt: skip
+        hint = f"give a pattern of names such as {names[0]}, {names[-1]}"
+        raise SpecError(FIELD, f"{wrong!r} matches no parameter", hint, {"freeze": others or None})
     frozen = [name for name in names if matches(name, patterns)]
     if len(frozen) == len(names):
         raise SpecError(FIELD, "nothing is left to train", "leave a pattern out", {"freeze": None})

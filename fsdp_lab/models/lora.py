@@ -55,8 +55,8 @@ def _add(model: PreTrainedModel, lora: Lora) -> None:
     except ValueError as e:
         names = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if not list(m.children())} - {""})
         linear = [n for n in names if not n.isdecimal()]
-        raise SpecError(FIELD, f"no adapters can be put into this model ({first_line(e)})",
-                        f"give targets, some of {', '.join(linear[:12])}", {"lora": None}) from e  # fmt: skip
+        reason = f"no adapters can be put into this model ({first_line(e)})"
+        raise SpecError(FIELD, reason, f"give targets, some of {', '.join(linear[:12])}", {"lora": None}) from e
 
 
 def peft_config(lora: Lora) -> LoraConfig:
@@ -69,8 +69,8 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError:
-        raise SpecError(FIELD, "adapters are peft's, which is not installed", 'install it with "pip install peft", or leave '
-                        "lora out", {"lora": None}) from None  # fmt: skip
+        hint = 'install it with "pip install peft", or leave lora out'
+        raise SpecError(FIELD, "adapters are peft's, which is not installed", hint, {"lora": None}) from None
     return peft
 
 

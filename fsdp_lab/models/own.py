@@ -137,8 +137,8 @@ class OwnModel:
             if isinstance(p, nn.parameter.UninitializedParameter):
                 raise SpecError(_MODEL, f"{name} has no shape before the first forward", "use layers that are not lazy")
             if p.dtype != torch.float32:
-                raise SpecError(_MODEL, f"{name} is {str(p.dtype).removeprefix('torch.')}, and masters are float32",
-                                "build it in float32, and choose a precision")  # fmt: skip
+                reason = f"{name} is {str(p.dtype).removeprefix('torch.')}, and masters are float32"
+                raise SpecError(_MODEL, reason, "build it in float32, and choose a precision")
 
 
 def skeleton_of(workload: Workload) -> nn.Module:
@@ -161,8 +161,8 @@ class BuiltValues:
 
     def __init__(self, built: nn.Module, skeleton: nn.Module, name: str) -> None:
         if signature(built) != signature(skeleton):
-            raise SpecError(_MODEL, f"{name}() returns other parameters each time it is called",
-                            "make their names and shapes depend on nothing random")  # fmt: skip
+            reason = f"{name}() returns other parameters each time it is called"
+            raise SpecError(_MODEL, reason, "make their names and shapes depend on nothing random")
         persistent = built.state_dict().keys()
         buffers = {n: b for n, b in built.named_buffers() if n in persistent}
         self.buffers: Sequence[str] = tuple(buffers)
@@ -210,8 +210,8 @@ def objective(workload: Workload) -> Callable[[nn.Module, Any], Tensor]:
             hint = "return a scalar tensor of floats, such as a mean"
             raise SpecError(_LOSS, f"{name}(model, batch) returned {what}", hint)
         if torch.is_grad_enabled() and not value.requires_grad:
-            raise SpecError(_LOSS, f"{name}(model, batch) does not depend on any parameter",
-                            "compute it from what model(...) returns, without detach")  # fmt: skip
+            reason = f"{name}(model, batch) does not depend on any parameter"
+            raise SpecError(_LOSS, reason, "compute it from what model(...) returns, without detach")
         return value.reshape(())
 
     return scalar
@@ -258,11 +258,11 @@ class OwnSource(Source):
             with seeded(self._seed, int(samples[0])):
                 batch = self._collate(found)
         except _RAISED as e:
-            raise SpecError(_DATA, f"{self._name} raised {type(e).__name__}: {first_line(e)}",
-                            "correct its __getitem__, or how samples are collated") from e  # fmt: skip
+            reason = f"{self._name} raised {type(e).__name__}: {first_line(e)}"
+            raise SpecError(_DATA, reason, "correct its __getitem__, or how samples are collated") from e
         if not _is_of_tensors(batch):
-            raise SpecError(_DATA, f"a batch of {self._name} is {described(batch)}",
-                            "return a tensor, or a tuple or dict of tensors, for a sample")  # fmt: skip
+            reason = f"a batch of {self._name} is {described(batch)}"
+            raise SpecError(_DATA, reason, "return a tensor, or a tuple or dict of tensors, for a sample")
         return batch
 
     def held_out_batch(self, positions: Indices, counted: int) -> Batch:
@@ -279,16 +279,16 @@ class OwnSource(Source):
             with seeded(self._seed):
                 return make()
         except _RAISED as e:
-            raise SpecError(_DATA, f"{self._name}() raised {type(e).__name__}: {first_line(e)}",
-                            "correct it; it is called without arguments, and returns a dataset") from e  # fmt: skip
+            reason = f"{self._name}() raised {type(e).__name__}: {first_line(e)}"
+            raise SpecError(_DATA, reason, "correct it; it is called without arguments, and returns a dataset") from e
 
     def _length(self) -> int:
         try:
             count = len(self._dataset)
             self._dataset.__getitem__  # noqa: B018
         except _RAISED as e:
-            raise SpecError(_DATA, f"{self._name} is no dataset ({first_line(e)})",
-                            "give one with __len__ and __getitem__, or a function that returns one") from None  # fmt: skip
+            hint = "give one with __len__ and __getitem__, or a function that returns one"
+            raise SpecError(_DATA, f"{self._name} is no dataset ({first_line(e)})", hint) from None
         if count < 1:
             raise SpecError(_DATA, f"{self._name} has no samples", "give a dataset of one sample or more")
         return int(count)

@@ -55,8 +55,9 @@ def key_of(model: str | Mapping[str, Any]) -> str:
 # -- one function per family, with the numbers in which its models differ ---------------------------------------------
 
 
-def gpt2_config(width: int, layers: int, heads: int, positions: int = 1024,
-                vocabulary: int = BYTE_VOCABULARY) -> dict[str, Any]:  # fmt: skip
+def gpt2_config(
+    width: int, layers: int, heads: int, positions: int = 1024, vocabulary: int = BYTE_VOCABULARY
+) -> dict[str, Any]:
     return {
         "model_type": "gpt2", "vocab_size": vocabulary, "n_embd": width, "n_layer": layers, "n_head": heads,
         "n_positions": positions, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": None,
@@ -91,8 +92,9 @@ def _bert(width: int, layers: int, heads: int, vocabulary: int = BYTE_VOCABULARY
     }  # fmt: skip
 
 
-def _t5(width: int, layers: int, heads: int, head_width: int, inner: int,
-        vocabulary: int = BYTE_VOCABULARY) -> dict[str, Any]:  # fmt: skip
+def _t5(
+    width: int, layers: int, heads: int, head_width: int, inner: int, vocabulary: int = BYTE_VOCABULARY
+) -> dict[str, Any]:
     return {
         "model_type": "t5", "vocab_size": vocabulary, "d_model": width, "num_layers": layers,
         "num_decoder_layers": layers, "num_heads": heads, "d_kv": head_width, "d_ff": inner,
@@ -100,8 +102,9 @@ def _t5(width: int, layers: int, heads: int, head_width: int, inner: int,
     }  # fmt: skip
 
 
-def _vit(width: int, layers: int, heads: int, *, inner: int = 0, image: int = 224, patch: int = 16,
-         classes: int = 1000) -> dict[str, Any]:  # fmt: skip
+def _vit(
+    width: int, layers: int, heads: int, *, inner: int = 0, image: int = 224, patch: int = 16, classes: int = 1000
+) -> dict[str, Any]:
     return {
         "model_type": "vit", "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
         "intermediate_size": inner or 4 * width, "image_size": image, "patch_size": patch, "num_channels": 3,
@@ -109,8 +112,9 @@ def _vit(width: int, layers: int, heads: int, *, inner: int = 0, image: int = 22
     }  # fmt: skip
 
 
-def _resnet(layer: str, stem: int, widths: tuple[int, ...], depths: tuple[int, ...], *, image: int = 224,
-            classes: int = 1000) -> dict[str, Any]:  # fmt: skip
+def _resnet(
+    layer: str, stem: int, widths: tuple[int, ...], depths: tuple[int, ...], *, image: int = 224, classes: int = 1000
+) -> dict[str, Any]:
     # image_size is no field of ResNetConfig, but a config keeps unknown fields; images have this size.
     return {
         "model_type": "resnet", "layer_type": layer, "embedding_size": stem, "hidden_sizes": list(widths),

@@ -36,8 +36,9 @@ _SHOWN = 3  # names of each kind in a message
 _COMPARED = 4 << 20  # elements of tied tensors at once
 
 
-def initial_values(model: nn.Module, workload: Workload, weights: Weights | None,
-                   check: Callable[[], object] = lambda: None) -> Initializer | Pretrained:  # fmt: skip
+def initial_values(
+    model: nn.Module, workload: Workload, weights: Weights | None, check: Callable[[], object] = lambda: None
+) -> Initializer | Pretrained:
     """What a model begins with: random values, or those of `weights`. Raises SpecError if these do not fit.
 
     `check` is called between two pieces that are drawn or read; what it raises ends it.
@@ -66,8 +67,8 @@ def weights_folder(workload: Workload) -> Path | None:
         return folder if w.weights == OWN or has_weights(folder) else None
     if w.weights == OWN:
         what = f"{w.model} is a name, not a folder" if isinstance(w.model, str) else "a config has no files beside it"
-        raise SpecError(_FIELD, f"the model has no weights of its own: {what}", "name the weights' folder, or use random",
-                        {"weights": RANDOM})  # fmt: skip
+        reason = f"the model has no weights of its own: {what}"
+        raise SpecError(_FIELD, reason, "name the weights' folder, or use random", {"weights": RANDOM})
     return None
 
 
@@ -83,8 +84,9 @@ class Pretrained:
             not have its name.
     """
 
-    def __init__(self, model: nn.Module, workload: Workload, weights: Weights,
-                 check: Callable[[], object] = lambda: None) -> None:  # fmt: skip
+    def __init__(
+        self, model: nn.Module, workload: Workload, weights: Weights, check: Callable[[], object] = lambda: None
+    ) -> None:
         self._weights, self._check = weights, check
         found = _Match(model, weights)
         found.refuse(workload.fresh_weights or ())
@@ -178,9 +180,9 @@ class _Match:
             wrapped := next((n for n in extra if (inner := unwrapped(n)) != n and inner in self._shapes), None)
         ) is not None:
             said.append(f"{WRAPPED_NAMES}: {wrapped} is {unwrapped(wrapped)}")
-            raise SpecError(_FIELD, f"the {self._count} tensors in {self._folder} {', and '.join(said)}",
-                            "write them again by fsdp_lab.unwrap_names(folder, to), and give that folder",
-                            {"weights": RANDOM})  # fmt: skip
+            reason = f"the {self._count} tensors in {self._folder} {', and '.join(said)}"
+            hint = "write them again by fsdp_lab.unwrap_names(folder, to), and give that folder"
+            raise SpecError(_FIELD, reason, hint, {"weights": RANDOM})
         patterns = [*fresh, *smallest_patterns({*missing, *misshapen, *extra}, self._names)]
         raise SpecError(
             _FIELD,
@@ -237,9 +239,9 @@ def _renamed(model: nn.Module, stored: Sequence[str], state: Mapping[str, Any]) 
         if new not in state and name in state:
             new, converted = rename(name, [], [], model.base_model_prefix, state)
         if converted is not None and new in state:
-            raise SpecError(_FIELD, f"{name} must be merged or split to become {new}, which cannot be read by range",
-                            "open it with from_pretrained, then model.save_pretrained(folder, save_original_format=False)",
-                            {"weights": RANDOM})  # fmt: skip
+            reason = f"{name} must be merged or split to become {new}, which cannot be read by range"
+            hint = "open it with from_pretrained, then model.save_pretrained(folder, save_original_format=False)"
+            raise SpecError(_FIELD, reason, hint, {"weights": RANDOM})
         names[name] = new
     return names
 

@@ -144,8 +144,8 @@ def data_files(data: str) -> tuple[tuple[Path, Format], ...]:
     except OSError as e:
         raise refusal(f"{data}: cannot be read ({e.strerror or e})", "give a file or folder that can be read") from None
     if array := next((path for path, kind in files if kind is Format.ARRAY), None):
-        raise refusal(f"{array}: is one JSON array, and records are objects that have a line each",
-                      f"write it so: jq -c '.[]' {array.name} > {array.stem}.jsonl")  # fmt: skip
+        reason = f"{array}: is one JSON array, and records are objects that have a line each"
+        raise refusal(reason, f"write it so: jq -c '.[]' {array.name} > {array.stem}.jsonl")
     return files
 
 
@@ -155,8 +155,8 @@ def open_records(workload: Workload, files: Sequence[tuple[Path, Format]]) -> Re
         raise refusal(f"{workload.data} contains no text", "give a folder with files of text or of records")
     if all(kind is Format.TEXT for _, kind in files):
         if workload.text_field is not None:
-            raise SpecError("workload.text_field", f"{workload.data} is text, which has no columns", "leave it out",
-                            {"text_field": None})  # fmt: skip
+            reason = f"{workload.data} is text, which has no columns"
+            raise SpecError("workload.text_field", reason, "leave it out", {"text_field": None})
         return Records(name=workload.data, files=tuple(files), field="", is_chat=False,
                        by_lines=workload.packing == "padded",
                        most_bytes=STDLIB_CAP_BYTES if workload.data == "stdlib" else None)  # fmt: skip
@@ -171,8 +171,8 @@ def open_records(workload: Workload, files: Sequence[tuple[Path, Format]]) -> Re
     field = next((name for name in wanted if name in row), None)
     if field is None:
         missing = " or ".join(map(repr, wanted))
-        raise SpecError("workload.text_field", f"{path} has no column {missing}; its columns are {_names(row)}",
-                        "name the one to train on")  # fmt: skip
+        reason = f"{path} has no column {missing}; its columns are {_names(row)}"
+        raise SpecError("workload.text_field", reason, "name the one to train on")
     is_chat = not isinstance(row[field], str)
     if is_chat and chat_error(row[field]):
         reason = f"the column {field!r} of {path} is {_kind(row[field])}, neither text nor a list of messages"
@@ -208,8 +208,8 @@ def _files_of_folder(folder: Path) -> tuple[tuple[Path, Format], ...]:
     if files and other is None:
         return files
     if records := next((path for path in paths if path.suffix.lower() in _SUFFIXES), None):
-        raise refusal(f"{folder} has files of records, such as {records.name}, and others, such as {other}",
-                      "give a folder with files of one kind, or one of the files")  # fmt: skip
+        reason = f"{folder} has files of records, such as {records.name}, and others, such as {other}"
+        raise refusal(reason, "give a folder with files of one kind, or one of the files")
     return tuple((path, Format.TEXT) for path in text_files(folder))
 
 

@@ -79,8 +79,9 @@ class Rows(NamedTuple):
 class TokenSource(Source):
     """Rows of tokens that have labels. Raises SpecError if none has any."""
 
-    def __init__(self, tokens: Tokens, tokenizer: Tokenizer, workload: Workload, facts: Facts,
-                 progress: Progress) -> None:  # fmt: skip
+    def __init__(
+        self, tokens: Tokens, tokenizer: Tokenizer, workload: Workload, facts: Facts, progress: Progress
+    ) -> None:
         seq_len, self.is_padded = workload.seq_len, workload.packing == "padded"
         self._tokens, self._tokenizer, self._seq_len, self._seed = tokens, tokenizer, seq_len, workload.seed
         if self.is_padded:
@@ -94,8 +95,9 @@ class TokenSource(Source):
             self._ends = self._begins + seq_len
             if not len(self._begins):
                 there = len(tokens.ids)
-                raise SpecError("workload.data", f"{workload.data} has {there} tokens, fewer than one sequence of {seq_len}",
-                                "give more text" + (f", or seq_len {there} or less" if there > 1 else ""))  # fmt: skip
+                reason = f"{workload.data} has {there} tokens, fewer than one sequence of {seq_len}"
+                hint = "give more text" + (f", or seq_len {there} or less" if there > 1 else "")
+                raise SpecError("workload.data", reason, hint)
         counts = self._count_all(progress)
         self._kept = np.flatnonzero(counts)
         self.count = len(self._kept)
@@ -199,11 +201,12 @@ class MaskedTokens(TokenSource):
     The places depend on the sample's number, so they differ between epochs. Their number depends on the row alone.
     """
 
-    def __init__(self, tokens: Tokens, tokenizer: Tokenizer, workload: Workload, facts: Facts,
-                 progress: Progress) -> None:  # fmt: skip
+    def __init__(
+        self, tokens: Tokens, tokenizer: Tokenizer, workload: Workload, facts: Facts, progress: Progress
+    ) -> None:
         if tokenizer.mask_id is None:
-            raise SpecError("workload.tokenizer", f"{tokenizer.name} has no mask token, which a {facts.model_type} needs",
-                            "give one that has, or use bytes", {"tokenizer": "bytes"})  # fmt: skip
+            reason = f"{tokenizer.name} has no mask token, which a {facts.model_type} needs"
+            raise SpecError("workload.tokenizer", reason, "give one that has, or use bytes", {"tokenizer": "bytes"})
         self._is_special = np.zeros(tokenizer.vocabulary, dtype=np.bool_)
         self._is_special[list(tokenizer.special_ids)] = True
         self._ordinary = np.flatnonzero(~self._is_special)

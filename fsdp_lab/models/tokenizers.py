@@ -89,8 +89,8 @@ class FolderTokenizer:
         self.digest = _digest(folder, type(self._tokenizer).__name__)
         self.ids: Mapping[str, int] = self._tokenizer.get_vocab()  # by token
         if {*self.ids.values()} <= {*self._tokenizer.all_special_ids}:
-            raise _refusal(f"the tokenizer in {folder} has no tokens of text",
-                           f"copy its files again ({FILE}, or {', '.join(_CLASSIC)})")  # fmt: skip
+            reason = f"the tokenizer in {folder} has no tokens of text"
+            raise _refusal(reason, f"copy its files again ({FILE}, or {', '.join(_CLASSIC)})")
         self.vocabulary = max(self.ids.values()) + 1
         end = self._tokenizer.eos_token_id
         end = self._tokenizer.sep_token_id if end is None else end
@@ -110,8 +110,8 @@ class FolderTokenizer:
         try:
             return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=whole)]
         except Exception as e:  # the library raises Exception itself
-            raise _refusal(f"{self.name} cannot make tokens of a text ({' '.join(str(e).split())[:200]})",
-                           "give it a token for what it does not know") from e  # fmt: skip
+            reason = f"{self.name} cannot make tokens of a text ({' '.join(str(e).split())[:200]})"
+            raise _refusal(reason, "give it a token for what it does not know") from e
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))

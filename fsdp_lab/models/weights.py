@@ -199,8 +199,8 @@ class Weights:
                 held = held[key] if isinstance(held.get(key), Mapping) else held
             held = {name: t for name, t in held.items() if isinstance(t, Tensor)}
         except Exception as e:  # of many classes: no pickle, one of other objects, one of torch before 1.6
-            raise _broken(f"{path} holds other things than tensors, or is not whole ({' '.join(str(e).split())[:150]})",
-                          f"convert it where you trust it: {_SAVE}") from None  # fmt: skip
+            reason = f"{path} holds other things than tensors, or is not whole ({' '.join(str(e).split())[:150]})"
+            raise _broken(reason, f"convert it where you trust it: {_SAVE}") from None
         self._pickles[path] = held
         if strange := next((t.dtype for t in held.values() if t.dtype not in DTYPES.values()), None):
             raise _of_strange_type(path, str(strange).removeprefix("torch."))
@@ -243,8 +243,8 @@ def _refuse_quantised(folder: Path) -> None:
     with suppress(OSError, ValueError):
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if isinstance(config, dict) and config.get("quantization_config"):
-            raise _broken(f"the weights in {folder} are quantised, which cannot be trained",
-                          f"give those that were quantised, or convert them: dequantize(), then {_SAVE}")  # fmt: skip
+            reason = f"the weights in {folder} are quantised, which cannot be trained"
+            raise _broken(reason, f"give those that were quantised, or convert them: dequantize(), then {_SAVE}")
 
 
 def _broken(reason: str, hint: str = "copy the folder again") -> SpecError:

@@ -34,8 +34,8 @@ def units(model: nn.Module, wrap: str) -> list[list[nn.Module]]:
     uses = _uses(model)
     found = [m for m in blocks(model) if _is_closed(m, uses)]
     if not found:
-        raise SpecError("strategy.wrap", "no repeated blocks were found in this model", "use min_params:N or whole",
-                        {"wrap": "whole"})  # fmt: skip
+        reason = "no repeated blocks were found in this model"
+        raise SpecError("strategy.wrap", reason, "use min_params:N or whole", {"wrap": "whole"})
     each = int(argument) if kind == "every" else 1
     return [found[i : i + each] for i in range(0, len(found), each)]
 
