@@ -626,8 +626,8 @@ class Lab:
     ) -> Calibration:
         """This rank as one of so many on its host."""
         begun_s, specs = time.monotonic(), [spec.to_dict() for spec in crowd_specs(dtypes, anchors)]
-        (found,) = self.cluster.call("crowd", ranks=ranks, specs=specs, dtypes=dtypes, passes=passes)
-        return alone(found["each"], dtypes, anchors, name=name, seconds=time.monotonic() - begun_s)
+        (timed,) = self.cluster.call("crowd", ranks=ranks, specs=specs, dtypes=dtypes, passes=passes)
+        return alone(timed["each"], dtypes, anchors, name=name, seconds=time.monotonic() - begun_s)
 
     def plan(self, spec: Spec | None = None, hardware: str | None = None, *, hosts: int | None = None,
              network_gbit_per_s: float | None = None) -> Plan:  # fmt: skip

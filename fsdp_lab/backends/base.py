@@ -225,12 +225,12 @@ class Backend(Measured):
 
 def make_optimizer(shards: list[ParamShard], workload: Workload) -> torch.optim.Optimizer:
     """The workload's optimizer over the backend's shards, in the workload's groups, matrices and others apart."""
-    found: dict[GroupKey, dict[nn.Parameter, None]] = {}
+    by_key: dict[GroupKey, dict[nn.Parameter, None]] = {}
     for s in shards:
         if s.param is not None:
-            found.setdefault(key_of(workload.param_groups, s.name, len(s.shape)), {})[s.param] = None
+            by_key.setdefault(key_of(workload.param_groups, s.name, len(s.shape)), {})[s.param] = None
     groups: list[dict[str, Any]] = []
-    for key, params in sorted(found.items(), key=lambda one: (one[0][0], not one[0][1])):
+    for key, params in sorted(by_key.items(), key=lambda one: (one[0][0], not one[0][1])):
         lr, decay = workload.rates_of(key)
         groups.append({"params": list(params), "weight_decay": decay, "lr": lr, "initial_lr": lr, "key": key})
     kind = torch_class(workload.torch_optimizer)
@@ -294,9 +294,9 @@ def begin_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def scalars_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """The numbers that the optimizer keeps for each parameter, as its number of steps; empty without state. Those of the
     parameter with the most steps, since it skips parameters without a gradient."""
-    found = ({name: float(t) for name, t in state.items() if isinstance(t, Tensor) and not t.dim()}
+    scalars_of_each = ({name: float(t) for name, t in state.items() if isinstance(t, Tensor) and not t.dim()}
              for state in optimizer.state.values())  # fmt: skip
-    return max(found, key=lambda scalars: scalars.get("step", 0.0), default={})
+    return max(scalars_of_each, key=lambda scalars: scalars.get("step", 0.0), default={})
 
 
 def seed_state(

@@ -72,10 +72,10 @@ class DDP(Backend):
         assert isinstance(self.module, DistributedDataParallel)
         model: nn.Module = self.module.module
         try:
-            found = {id(m) for group in units(model, self._wrap) for m in group}
+            chosen = {id(m) for group in units(model, self._wrap) for m in group}
         except FieldError:  # names without a module in this model do not matter for DDP
             return []
-        return [(base.original_name(name), m) for name, m in model.named_modules() if id(m) in found]
+        return [(base.original_name(name), m) for name, m in model.named_modules() if id(m) in chosen]
 
     def resident_bytes(self) -> int:
         """The buckets."""

@@ -70,16 +70,16 @@ class FlatBackend(FlatTensors, Backend):
         keys = {id(p): key_of(groups, name, p.dim()) for name, p in skeleton.named_parameters()}
         inside = units(skeleton, spec.strategy.wrap)
         outer = prepare(skeleton, spec.strategy)
-        deferred, found = DeferredStorage(), _Shards()
+        deferred, shards = DeferredStorage(), _Shards()
         options = {**engine_options(spec.strategy, mesh), "group_of": lambda name, p: keys[id(p)]}
         inner = {**options, "mp_policy": dataclasses.replace(options["mp_policy"], output_dtype=None)}
         for group in inside:
             engine.fully_shard([outer(m) for m in group], **inner)
-            found.defer(skeleton, deferred)
+            shards.defer(skeleton, deferred)
         engine.fully_shard(skeleton, **options)
-        found.defer(skeleton, deferred)
+        shards.defer(skeleton, deferred)
         name_flat_units(skeleton, context_of(mesh))
-        super().__init__(skeleton, found.of(skeleton), deferred, spec, mesh, device)
+        super().__init__(skeleton, shards.of(skeleton), deferred, spec, mesh, device)
         self.optimizer.register_step_pre_hook(lambda optimizer, *_: engine.split_unused(skeleton, optimizer))
         if spec.strategy.dtypes.keep_low_precision_gradients:  # torch's optimizers need the dtype of the shards
             self.optimizer.register_step_pre_hook(lambda *_: engine.upcast_gradients(skeleton))

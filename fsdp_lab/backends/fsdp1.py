@@ -82,8 +82,8 @@ class FSDP1(FSDP1Tensors, Backend):
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         shapes = {n: p.shape for n, p in skeleton.named_parameters()}
-        module, found = _wrap(skeleton, spec, mesh, device)
-        super().__init__(module, found.of(module, shapes), found.deferred, spec, mesh, device)
+        module, shards = _wrap(skeleton, spec, mesh, device)
+        super().__init__(module, shards.of(module, shapes), shards.deferred, spec, mesh, device)
 
     def micro_batch(self, *, communicate: bool) -> AbstractContextManager[None]:
         assert isinstance(self.module, FullyShardedDataParallel)
@@ -153,12 +153,12 @@ def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) 
             reduce_dtype=DTYPES[dtypes.reduce],
             buffer_dtype=None if dtypes.buffer is None else DTYPES[dtypes.buffer],
         )
-    found, materialise, offloads = _Shards(device), base.materialiser(device), s.offload == "all"
+    shards, materialise, offloads = _Shards(device), base.materialiser(device), s.offload == "all"
 
     def make(module: nn.Module) -> None:
         """Called for each module of a unit, with the unit's own first."""
         if not offloads and (module is model or id(module) in chosen):  # with offload a pinned copy is made below
-            found.defer(model)
+            shards.defer(model)
         materialise(module)
 
     with warnings.catch_warnings():
@@ -181,16 +181,16 @@ def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) 
         _detach_frozen(handle)
     _divide_after_the_sum(wrapped, spec.world_size)
     if not offloads:
-        found.defer(wrapped)
+        shards.defer(wrapped)
     _lazy_init(wrapped, wrapped)  # now, not in the first forward, since it creates the local shards
     if offloads:
         for handle in _handles(wrapped):
             handle._use_sharded_flat_param()  # the pinned copy, not what was copied, which the first forward would read
-    found.defer(wrapped)
+    shards.defer(wrapped)
     for name, module in wrapped.named_modules():
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
             name_fsdp1_unit(base.original_name(name) or ROOT, module._handle, context_of(mesh))
-    return wrapped, found
+    return wrapped, shards
 
 
 def _divide_after_the_sum(root: FullyShardedDataParallel, world_size: int) -> None:

@@ -45,13 +45,13 @@ class KeptState:
 
 def torch_class(optimizer: TorchOptimizer) -> type[torch.optim.Optimizer]:
     """Raises SpecError for a class that torch.optim has not, or that updates no elements by themselves."""
-    found = getattr(torch.optim, optimizer.class_name, None)
-    if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)) or found is torch.optim.Optimizer:
+    kind = getattr(torch.optim, optimizer.class_name, None)
+    if not (inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)) or kind is torch.optim.Optimizer:
         hint = "give adamw, sgd, or another class of torch.optim such as RMSprop"
         raise SpecError("workload.optimizer", f"torch.optim has no optimizer {optimizer.class_name!r}", hint, _INSTEAD)
     if why := _NOT_BY_ELEMENTS.get(optimizer.class_name):
         raise _by_elements(optimizer, why)
-    return found
+    return kind
 
 
 def check_optimizer(workload: Workload) -> None:

@@ -110,8 +110,8 @@ def resume_state(state: SuspendedState, backend: Backend) -> None:
 
 def buffers_in(module: nn.Module, *, persistent: bool = True) -> list[tuple[str, Tensor]]:
     """The buffers that are state, such as BatchNorm's statistics, or the others, with their names in the model, in order."""
-    found = ((path + name, m, name, b) for path, m in _modules(module).items() for name, b in m._buffers.items())
-    return sorted((path, b) for path, m, name, b in found
+    buffers = ((path + name, m, name, b) for path, m in _modules(module).items() for name, b in m._buffers.items())
+    return sorted((path, b) for path, m, name, b in buffers
                   if b is not None and (name in m._non_persistent_buffers_set) != persistent)  # fmt: skip
 
 
@@ -125,15 +125,15 @@ def module_states(backend: Backend) -> dict[str, Any]:
     """Copies of the state of modules that is neither a parameter nor a persistent buffer, by name: what `get_extra_state`
     returns, the states of random generators that are attributes, and those buffers of a user's module that are not
     persistent and have changed. (Others, such as rotary frequencies, are constants, which a new model has already.)"""
-    found = _beside_tensors(_modules(backend.module))
+    states = _beside_tensors(_modules(backend.module))
     if backend.constants is not None:
         for name, b in buffers_in(backend.module, persistent=False):
             was = backend.constants.get(name)
             if was is None or not torch.equal(
                 was.to(b.dtype), b.cpu()
             ):  # a cast, as `Precision.buffer` says, is no change
-                found[name] = b.detach().clone()
-    return found
+                states[name] = b.detach().clone()
+    return states
 
 
 def set_module_states(backend: Backend, states: Mapping[str, Any]) -> None:
@@ -166,12 +166,12 @@ def _listed(state: Any) -> Any:
 def _beside_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
     """Copies of what `get_extra_state` of these modules returns, and of the states of random generators that are attributes,
     by name."""
-    found: dict[str, Any] = {}
+    states: dict[str, Any] = {}
     for path, m in modules.items():
         if type(m).get_extra_state is not nn.Module.get_extra_state:
-            found[path + _EXTRA] = copy.deepcopy(map_tensors(torch.detach, m.get_extra_state()))
-        found |= {path + name: _RANDOM[type(v)][0](v) for name, v in vars(m).items() if type(v) in _RANDOM}
-    return found
+            states[path + _EXTRA] = copy.deepcopy(map_tensors(torch.detach, m.get_extra_state()))
+        states |= {path + name: _RANDOM[type(v)][0](v) for name, v in vars(m).items() if type(v) in _RANDOM}
+    return states
 
 
 def _set_beside_tensors(m: nn.Module, name: str, value: Any) -> bool:
@@ -233,8 +233,8 @@ def slot_values(backend: Backend, shard: ParamShard, slot: str) -> Tensor:
     if slot == PARAM:
         return shard.local
     parked = backend.parked.get(shard.name)
-    found = (state_slots(backend.optimizer, shard) if parked is None else parked).get(slot)
-    return torch.zeros_like(shard.local) if found is None else found
+    values = (state_slots(backend.optimizer, shard) if parked is None else parked).get(slot)
+    return torch.zeros_like(shard.local) if values is None else values
 
 
 def slot_target(backend: Backend, shard: ParamShard, slot: str) -> Tensor:
@@ -382,8 +382,8 @@ def targets(
 
 def set_modules(backend: Backend, filled: Sequence[Chunk]) -> None:
     """Give a new backend the module states among filled targets."""
-    found = {c.name.split(".", 2)[2]: c.values for c in filled if c.name.startswith(MODULE)}
-    set_module_states(backend, {name: _decoded(content) for name, content in found.items()})
+    states = {c.name.split(".", 2)[2]: c.values for c in filled if c.name.startswith(MODULE)}
+    set_module_states(backend, {name: _decoded(content) for name, content in states.items()})
 
 
 def _encoded(name: str, value: Any) -> Tensor:
@@ -391,12 +391,12 @@ def _encoded(name: str, value: Any) -> Tensor:
     file = io.BytesIO()
     try:
         torch.save(map_tensors(lambda t: t.cpu().clone(), value), file)
-        found = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-        _decoded(found)
+        content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+        _decoded(content)
     except Exception as e:  # of many classes
         reason = f"{name} has things of classes that a checkpoint does not hold"
         raise ArgumentError("save", reason, "return numbers, text, tensors, and lists and dicts of these") from e
-    return found
+    return content
 
 
 def _decoded(content: Tensor) -> Any:

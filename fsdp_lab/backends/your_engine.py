@@ -159,10 +159,10 @@ class KeptPart(NamedTuple):
 
 def tensors_of(returned: Any) -> list[Tensor] | None:
     """The tensors that a method returned: one, or a list or dict of them; None for anything else."""
-    found = list(returned.values()) if isinstance(returned, Mapping) else returned
-    found = [found] if isinstance(found, Tensor) else found
-    is_list = isinstance(found, (list, tuple)) and all(isinstance(t, Tensor) for t in found)
-    return [t.detach() for t in found] if is_list else None
+    values = list(returned.values()) if isinstance(returned, Mapping) else returned
+    values = [values] if isinstance(values, Tensor) else values
+    is_list = isinstance(values, (list, tuple)) and all(isinstance(t, Tensor) for t in values)
+    return [t.detach() for t in values] if is_list else None
 
 
 def told(returned: Any) -> str:

@@ -300,12 +300,12 @@ class Yours(Backend):
             self._take_gradient(one, returned, by_rank)
 
     def _take_gradient(self, one: _Unit, returned: Any, by_rank: Any) -> None:
-        found = tensors_of(returned)
-        if found is None or [t.numel() for t in found] != [t.numel() for t in one.flats]:
+        tensors = tensors_of(returned)
+        if tensors is None or [t.numel() for t in tensors] != [t.numel() for t in one.flats]:
             what = f"returned {told(returned)}, and the shard is {told(one.flats)}"
             hint = "return the gradient of what shard returned, as it is laid out"
             raise self._engine.mistake("reduce", one.unit, "backward", what, hint)
-        flats = [t.contiguous().view(-1) for t in found]
+        flats = [t.contiguous().view(-1) for t in tensors]
         if by_rank is not None:
             self._inspector.check_reduced(one.unit, one.layout, flats, by_rank)
         for part, trained in one.trained:
@@ -355,10 +355,10 @@ Storages = Mapping[int, tuple[str, torch.UntypedStorage]]  # by identity: the fi
 
 def storages(unit: YourUnit) -> Storages:
     """Those of the whole parameters, before `free`."""
-    found: dict[int, tuple[str, torch.UntypedStorage]] = {}
+    stored: dict[int, tuple[str, torch.UntypedStorage]] = {}
     for name, p in zip(unit.names, unit.params, strict=True):
-        found.setdefault(storage_id(p), (name, p.untyped_storage()))
-    return found
+        stored.setdefault(storage_id(p), (name, p.untyped_storage()))
+    return stored
 
 
 class Inspector:

@@ -130,12 +130,12 @@ def _wrapping(spec: Spec) -> Values:
     if kind == "every" and argument != "1":
         raise refuse("wrap", "Accelerate wraps single modules, not several blocks together", "use block", wrap="block")
     model = skeleton_of(spec.workload)
-    found = units(model, wrap)
+    wrapped = units(model, wrap)
     names = [argument] if kind == "class" else list(block_class_names(model))
     alike = [m for m in model.modules() if type(m).__name__ in names]
-    if len(alike) != len(found):
+    if len(alike) != len(wrapped):
         classes = " and ".join(names)
-        hint = f"Accelerate wraps every {classes}, and the run wrapped {len(found)} of {len(alike)}"
+        hint = f"Accelerate wraps every {classes}, and the run wrapped {len(wrapped)} of {len(alike)}"
         raise refuse("wrap", hint, "use whole", wrap="whole")
     return {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": ",".join(names)}
 

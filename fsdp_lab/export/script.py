@@ -135,7 +135,7 @@ def _constants(spec: Spec, skeleton: nn.Module, files: Files | None) -> Iterator
     tokenizer = open_tokenizer(w) if files is not None and files.kind == "masked" else None
     groups = [{"match": list(g.match), **{n: v for n in ("lr", "weight_decay") if (v := getattr(g, n)) is not None}}
               for g in w.param_groups or ()]  # fmt: skip
-    found = _unit_names(spec, skeleton) if s.traits.has_units else []
+    unit_names = _unit_names(spec, skeleton) if s.traits.has_units else []
     for name, value, comment in (
         ("WEIGHTS", str(files.weights) if files is not None else "", ""),
         ("MASK", tokenizer and tokenizer.mask_id, "the id that is shown in place of most hidden words"),
@@ -149,7 +149,7 @@ def _constants(spec: Spec, skeleton: nn.Module, files: Files | None) -> Iterator
         ("SYNC", spec.sync_interval, "of them from one reduction of gradients to the next"),
         ("BLOCKS", _names_of(skeleton, blocks(skeleton)), "the repeated layers"),
         ("RECOMPUTE_EVERY", int(s.recompute.partition(":")[2] or 1), "the distance between two that are recomputed"),
-        ("UNITS", found, "modules that are sharded as one unit"),
+        ("UNITS", unit_names, "modules that are sharded as one unit"),
         ("SHARD_SIZE", spec.shard_factor, "ranks that share one replica of the model"),
         ("FORWARD_PREFETCH", s.forward_depth, "units that are gathered ahead"),
         ("BACKWARD_PREFETCH", s.backward_prefetch, "units that are gathered ahead"),

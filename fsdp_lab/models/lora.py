@@ -108,11 +108,11 @@ def is_adapter(name: str) -> bool:
 
 def _draw(name: str) -> Draw:
     """Of embeddings it is A that begins with zeros, as peft has it."""
-    found = _PARTS.search(name)
-    assert found is not None
-    if found[1]:
-        return Draw(nn.init.zeros_ if found[2] == "A" else nn.init.normal_, {})
-    return Draw(nn.init.kaiming_uniform_, {"a": math.sqrt(5)}) if found[2] == "A" else Draw(nn.init.zeros_, {})
+    parts = _PARTS.search(name)
+    assert parts is not None
+    if parts[1]:
+        return Draw(nn.init.zeros_ if parts[2] == "A" else nn.init.normal_, {})
+    return Draw(nn.init.kaiming_uniform_, {"a": math.sqrt(5)}) if parts[2] == "A" else Draw(nn.init.zeros_, {})
 
 
 # -- in peft's format ------------------------------------------------------------------------------------------------

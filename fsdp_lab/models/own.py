@@ -174,8 +174,8 @@ class BuiltValues:
 
 def signature(module: nn.Module) -> str:
     """A digest of name, shape, and whether it is trained, of each parameter."""
-    found = [(n, tuple(p.shape), p.requires_grad) for n, p in module.named_parameters()]
-    return hashlib.blake2b(repr(found).encode(), digest_size=8).hexdigest()
+    shapes = [(n, tuple(p.shape), p.requires_grad) for n, p in module.named_parameters()]
+    return hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest()
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
@@ -254,9 +254,9 @@ class OwnSource(Source):
     def collate(self, positions: Indices, samples: Indices) -> Batch:
         """Raises SpecError if a sample cannot be read, or a batch is not of tensors."""
         try:
-            found = [self._sample(int(p), int(s)) for p, s in zip(positions, samples, strict=True)]
+            items = [self._sample(int(p), int(s)) for p, s in zip(positions, samples, strict=True)]
             with seeded(self._seed, int(samples[0])):
-                batch = self._collate(found)
+                batch = self._collate(items)
         except _RAISED as e:
             reason = f"{self._name} raised {type(e).__name__}: {first_line(e)}"
             raise SpecError(_DATA, reason, "correct its __getitem__, or how samples are collated") from e

@@ -88,11 +88,11 @@ class Pretrained:
         self, model: nn.Module, workload: Workload, weights: Weights, check: Callable[[], object] = lambda: None
     ) -> None:
         self._weights, self._check = weights, check
-        found = _Match(model, weights)
-        found.refuse(workload.fresh_weights or ())
-        self._sources: dict[str, list[str]] = found.sources  # name in the model -> its names in the folder, one or more
+        match = _Match(model, weights)
+        match.refuse(workload.fresh_weights or ())
+        self._sources: dict[str, list[str]] = match.sources  # name in the model -> its names in the folder, one or more
         self.fresh = tuple(name for name, _ in model.named_parameters() if name not in self._sources)
-        self.buffers: Sequence[str] = tuple(name for name in found.buffers if name in self._sources)
+        self.buffers: Sequence[str] = tuple(name for name in match.buffers if name in self._sources)
         self._initializer = (
             Initializer(model, workload.seed, check) if self.fresh else None
         )  # before the model is wrapped
@@ -248,8 +248,8 @@ def _renamed(model: nn.Module, stored: Sequence[str], state: Mapping[str, Any]) 
 
 def _but_ignored(model: nn.Module, missing: Iterable[str], extra: Iterable[str]) -> tuple[list[str], list[str]]:
     """Without what the model's class says may be missing or extra, such as position ids in old files."""
-    found = SimpleNamespace(missing_keys=dict.fromkeys(missing), unexpected_keys=dict.fromkeys(extra))
+    names = SimpleNamespace(missing_keys=dict.fromkeys(missing), unexpected_keys=dict.fromkeys(extra))
     if isinstance(model, PreTrainedModel):
-        model._adjust_missing_and_unexpected_keys(cast(Any, found))
-    kept_missing, kept_extra = set(found.missing_keys), set(found.unexpected_keys)
+        model._adjust_missing_and_unexpected_keys(cast(Any, names))
+    kept_missing, kept_extra = set(names.missing_keys), set(names.unexpected_keys)
     return [n for n in missing if n in kept_missing], [n for n in extra if n in kept_extra]
