@@ -665,11 +665,7 @@ class Lab:
         self._resize(ranks, self._devices)
 
     def move(
-        self,
-        hosts: Hosts | None,
-        ranks: int | None = None,
-        *,
-        progress: Callable[[StartProgress], None] | None = None,
+        self, hosts: Hosts | None, ranks: int | None = None, *, progress: Callable[[StartProgress], None] | None = None
     ) -> None:
         """Ends the ranks and starts others elsewhere, as the dashboard's *Hosts…* does.
 
