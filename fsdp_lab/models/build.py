@@ -88,11 +88,8 @@ def build_skeleton(config: PreTrainedConfig) -> PreTrainedModel:
                 config, attn_implementation=attention, dtype=torch.float32
             )
     except Exception as e:  # constructors fail with errors of any class
-        raise SpecError(
-            "workload.model",
-            f"no {config.model_type} can be built from this config: {first_line(e)}",
-            "correct the config, or choose a preset",
-        ) from e
+        reason = f"no {config.model_type} can be built from this config: {first_line(e)}"
+        raise SpecError("workload.model", reason, "correct the config, or choose a preset") from e
     if computed := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         reason = f"{config.model_type} computes its buffer {computed[0]} from parameters, which have no values yet"
         raise SpecError("workload.model", reason, "choose another family")

@@ -122,11 +122,8 @@ def checked_text(workload: Workload) -> Text:
     """The workload's text. Raises SpecError if it is shorter than one sequence."""
     text = open_text(workload.data)
     if len(text.data) < workload.seq_len:
-        raise SpecError(
-            "workload.data",
-            f"{text.description} is shorter than one sequence of {workload.seq_len} bytes",
-            f"give more text, or seq_len {len(text.data)} or less",
-        )
+        reason = f"{text.description} is shorter than one sequence of {workload.seq_len} bytes"
+        raise SpecError("workload.data", reason, f"give more text, or seq_len {len(text.data)} or less")
     return text
 
 
@@ -170,13 +167,12 @@ def _check_ids(workload: Workload, tokenizer: Tokenizer) -> None:
     known, given = FolderTokenizer(folder).ids, tokenizer.ids
     if other := [token for token, id_ in known.items() if given.get(token) != id_]:
         first = min(other, key=known.__getitem__)
-        raise SpecError(
-            "workload.tokenizer",
+        reason = (
             f"{len(other)} of the {len(known)} tokens that the weights in {folder} were trained with have no or another id "
-            f"in {tokenizer.name} ({first!r} is {known[first]} there, and {given.get(first)} here)",
-            "use the tokenizer beside the weights, or random weights",
-            {"tokenizer": str(folder)},
+            f"in {tokenizer.name} ({first!r} is {known[first]} there, and {given.get(first)} here)"
         )
+        hint = "use the tokenizer beside the weights, or random weights"
+        raise SpecError("workload.tokenizer", reason, hint, {"tokenizer": str(folder)})
 
 
 def _weights_folder(workload: Workload) -> Path | None:
@@ -205,29 +201,18 @@ def notes_on(workload: Workload) -> tuple[str, ...]:
 
 def _check_text_model(workload: Workload, facts: Facts) -> None:
     if workload.data == IMAGES:
-        raise SpecError(
-            "workload.data",
-            f"{facts.model_type} reads text, not images",
-            f'use "{STDLIB}" or a text file, or an image model such as vit-1m',
-            {"data": STDLIB},
-        )
+        hint = f'use "{STDLIB}" or a text file, or an image model such as vit-1m'
+        raise SpecError("workload.data", f"{facts.model_type} reads text, not images", hint, {"data": STDLIB})
     if facts.vocab_size is None or (tokenizer_folder(workload) is None and facts.vocab_size < SMALLEST_VOCABULARY):
-        raise SpecError(
-            "workload.model",
-            f"its vocabulary of {facts.vocab_size} is too small for bytes",
-            f"give a config with a vocab_size of {SMALLEST_VOCABULARY} or more",
-        )
+        reason = f"its vocabulary of {facts.vocab_size} is too small for bytes"
+        raise SpecError("workload.model", reason, f"give a config with a vocab_size of {SMALLEST_VOCABULARY} or more")
     longest = facts.max_positions
     if longest is not None and workload.seq_len > longest:
         alike = sorted((p for p in PRESETS.values() if p.kind == facts.kind), key=lambda p: p.parameters)
         takers = [p.name for p in alike if (facts_of(p.config).max_positions or workload.seq_len) >= workload.seq_len]
         instead = f", or a model with more positions ({', '.join(takers[:2])})" if takers else ""
-        raise SpecError(
-            "workload.seq_len",
-            f"{workload.seq_len} is over the model's {longest} positions",
-            f"use {longest} or less{instead}",
-            {"seq_len": longest},
-        )
+        reason = f"{workload.seq_len} is over the model's {longest} positions"
+        raise SpecError("workload.seq_len", reason, f"use {longest} or less{instead}", {"seq_len": longest})
 
 
 def _facts_of_built(workload: Workload) -> Facts:

@@ -40,11 +40,8 @@ def resolve(model: str | Mapping[str, Any] | PreTrainedConfig, *, dropout: str =
     """
     config = given_config(model)
     if getattr(config, "quantization_config", None):
-        raise SpecError(
-            _FIELD,
-            "its config is of quantized weights, which cannot be trained",
-            "remove quantization_config from the config",
-        )
+        reason = "its config is of quantized weights, which cannot be trained"
+        raise SpecError(_FIELD, reason, "remove quantization_config from the config")
     _without_dropout(config, _RANDOM if dropout == "off" else ("layerdrop",))
     for part in filter(None, (config, getattr(config, "text_config", None))):
         part.use_cache = False  # keys and values are cached for generation; wrong when a block is recomputed
@@ -86,11 +83,8 @@ def given_config(model: str | Mapping[str, Any] | PreTrainedConfig) -> PreTraine
         return _from_dict(_read(path))
     if model in _TYPES:
         return _from_dict({"model_type": model})
-    raise SpecError(
-        _FIELD,
-        f"{model!r} is neither a preset, nor a file or folder, nor a model type of transformers",
-        f"use {' or '.join(closest(model))}, or a folder that save_pretrained has written",
-    )
+    reason = f"{model!r} is neither a preset, nor a file or folder, nor a model type of transformers"
+    raise SpecError(_FIELD, reason, f"use {' or '.join(closest(model))}, or a folder that save_pretrained has written")
 
 
 def _read(path: Path) -> Mapping[str, Any]:

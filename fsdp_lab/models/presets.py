@@ -300,8 +300,6 @@ def _kind_in_transformers(model_type: str, config: Any) -> Kind:
         # Speech models without an encoder of text are among the encoder-decoders, and predict what they read.
         if model_type in getattr(auto, table) and not {"masked": is_decoder, "seq2seq": not has_encoder}.get(kind):
             return kind
-    raise SpecError(
-        "workload.model",
-        f"transformers has no language model or image classifier of type {model_type!r}",
-        "choose a causal, masked or encoder-decoder language model, or an image classifier",
-    )
+    reason = f"transformers has no language model or image classifier of type {model_type!r}"
+    hint = "choose a causal, masked or encoder-decoder language model, or an image classifier"
+    raise SpecError("workload.model", reason, hint)

@@ -184,12 +184,9 @@ class _Match:
             hint = "write them again by fsdp_lab.unwrap_names(folder, to), and give that folder"
             raise SpecError(_FIELD, reason, hint, {"weights": RANDOM})
         patterns = [*fresh, *smallest_patterns({*missing, *misshapen, *extra}, self._names)]
-        raise SpecError(
-            _FIELD,
-            f"the {self._count} tensors in {self._folder} {', and '.join(said)}",
-            f"give this model's weights, or let those begin random: fresh_weights {json.dumps(patterns)}",
-            {"fresh_weights": patterns},
-        )
+        reason = f"the {self._count} tensors in {self._folder} {', and '.join(said)}"
+        hint = f"give this model's weights, or let those begin random: fresh_weights {json.dumps(patterns)}"
+        raise SpecError(_FIELD, reason, hint, {"fresh_weights": patterns})
 
 
 def _listed(names: Sequence[str]) -> str:
