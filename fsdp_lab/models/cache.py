@@ -105,9 +105,10 @@ def hub_folder(name: str, field: str, files: Sequence[str] | None = None, *, kin
             raise SpecError(field, reason, "correct the name, or log in: hf auth login") from None
         except Exception as e:  # of many classes
             command = f"hf download {name}" + (" --repo-type dataset" if kind == "dataset" else "")
-            raise SpecError(field, f"{name} is no file or folder here, and the Hugging Face Hub cannot be reached "
-                            f"({' '.join(str(e).split())[:100]})", "give a file or folder, such as one that this printed on "
-                            f"a machine with a network: {command}") from None  # fmt: skip
+            said = " ".join(str(e).split())[:100]
+            reason = f"{name} is no file or folder here, and the Hugging Face Hub cannot be reached ({said})"
+            hint = f"give a file or folder, such as one that this printed on a machine with a network: {command}"
+            raise SpecError(field, reason, hint) from None
         path.write_text(folder)
 
     key = hashlib.blake2b(repr((name, kind, files)).encode(), digest_size=8).hexdigest()

@@ -189,9 +189,11 @@ def notes_on(workload: Workload) -> tuple[str, ...]:
         return ()
     from fsdp_lab.models.configs import given_config, leaves_experts_open
 
-    experts = ('experts compute one after the other, which works in every precision; a config with experts_implementation '
-               '"grouped_mm" has bf16 faster',)  # fmt: skip
-    notes = experts if leaves_experts_open(given_config(workload.model)) else ()
+    experts = (
+        "experts compute one after the other, which works in every precision; a config with experts_implementation "
+        '"grouped_mm" has bf16 faster'
+    )
+    notes = (experts,) if leaves_experts_open(given_config(workload.model)) else ()
     if workload.tokenizer is not None or tokenizer_folder(workload) is not None:
         return notes
     if (folder := _weights_folder(workload)) is None or not model_facts(workload.model).is_text:

@@ -258,8 +258,9 @@ def _entries(folder: str, facts: Facts) -> list[tuple[Path, int]]:
             reason = "is a file, and this model needs images" if root.is_file() else "there is no such folder"
             raise SpecError("workload.data", f"{folder}: {reason}", hint, {"data": "images"})
         subfolders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
-        classes = [images for folder in subfolders if (images := sorted(
-            p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file()))]  # fmt: skip
+        files = (sorted(subfolder.rglob("*")) for subfolder in subfolders)
+        images = ([p for p in some if p.suffix.lower() in SUFFIXES and p.is_file()] for some in files)
+        classes = list(filter(None, images))
     except OSError as e:
         raise SpecError("workload.data", f"{folder} cannot be read ({e.strerror or e})", hint) from None
     if not classes:
@@ -270,6 +271,6 @@ def _entries(folder: str, facts: Facts) -> list[tuple[Path, int]]:
     if facts.channels not in _MODES:
         reason = f"the model has {facts.channels} channels, and images 1, 3 or 4"
         raise SpecError("workload.data", reason, "use another", {"data": "images"})
-    entries = [(path, label) for label, images in enumerate(classes) for path in images]
+    entries = [(path, label) for label, paths in enumerate(classes) for path in paths]
     shuffled = np.random.default_rng(0).permutation(len(entries))  # the last ones are held out: they have all classes
     return [entries[i] for i in shuffled]

@@ -89,8 +89,8 @@ def count_flops(
 
 def _experts(model: nn.Module) -> tuple[str, ...]:
     """The parameters of experts that are modules of their own, of which a batch may use some."""
-    lists = [(name, m) for name, m in model.named_modules()
-             if name.endswith("experts") and isinstance(m, (nn.ModuleDict, nn.ModuleList))]  # fmt: skip
+    kinds = (nn.ModuleDict, nn.ModuleList)
+    lists = [(name, m) for name, m in model.named_modules() if name.endswith("experts") and isinstance(m, kinds)]
     return tuple(f"{name}.{n}" for name, m in lists for n, p in m.named_parameters() if p.requires_grad)
 
 

@@ -134,5 +134,5 @@ def save_adapters(model: PreTrainedModel, values: Mapping[str, Tensor], folder: 
     config: Any = model.peft_config[_ADAPTER]  # with the targets that peft chose
     config.base_model_name_or_path, config.inference_mode = base, True
     config.save_pretrained(str(folder))
-    save_file({n: t.contiguous() for n, t in adapter_tensors(values).items()}, folder / "adapter_model.safetensors",
-              metadata={"format": "pt"})  # fmt: skip
+    tensors = {name: t.contiguous() for name, t in adapter_tensors(values).items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

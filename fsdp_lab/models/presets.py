@@ -52,8 +52,8 @@ def key_of(model: str | Mapping[str, Any]) -> str:
     return model if isinstance(model, str) else json.dumps(model, sort_keys=True, default=dict)
 
 
-# -- one function per family, with the numbers in which its models differ ---------------------------------------------
-
+# -- one function per family, with the numbers in
+# fmt: off
 
 def gpt2_config(
     width: int, layers: int, heads: int, positions: int = 1024, vocabulary: int = BYTE_VOCABULARY
@@ -61,7 +61,7 @@ def gpt2_config(
     return {
         "model_type": "gpt2", "vocab_size": vocabulary, "n_embd": width, "n_layer": layers, "n_head": heads,
         "n_positions": positions, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": None,
-    }  # fmt: skip
+    }
 
 
 # Width, layers and positions of the models that a calibration trains, on CPUs and on GPUs.
@@ -74,14 +74,14 @@ def timed_config(width: int, layers: int, positions: int) -> dict[str, Any]:
 
 def _llama(width: int, layers: int, heads: int, kv_heads: int, inner: int, *,
            vocabulary: int = BYTE_VOCABULARY, tied: bool = False, positions: int = 4096,
-           theta: float = 10_000.0) -> dict[str, Any]:  # fmt: skip
+           theta: float = 10_000.0) -> dict[str, Any]:
     return {
         "model_type": "llama", "vocab_size": vocabulary, "hidden_size": width, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": inner,
         "tie_word_embeddings": tied, "max_position_embeddings": positions, "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "bos_token_id": None, "eos_token_id": 1, "pad_token_id": None,
-    }  # fmt: skip
+    }
 
 
 def _bert(width: int, layers: int, heads: int, vocabulary: int = BYTE_VOCABULARY) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _bert(width: int, layers: int, heads: int, vocabulary: int = BYTE_VOCABULARY
         "model_type": "bert", "vocab_size": vocabulary, "hidden_size": width, "num_hidden_layers": layers,
         "num_attention_heads": heads, "intermediate_size": 4 * width, "max_position_embeddings": 512,
         "pad_token_id": 0,
-    }  # fmt: skip
+    }
 
 
 def _t5(
@@ -99,7 +99,7 @@ def _t5(
         "model_type": "t5", "vocab_size": vocabulary, "d_model": width, "num_layers": layers,
         "num_decoder_layers": layers, "num_heads": heads, "d_kv": head_width, "d_ff": inner,
         "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0,
-    }  # fmt: skip
+    }
 
 
 def _vit(
@@ -109,7 +109,7 @@ def _vit(
         "model_type": "vit", "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
         "intermediate_size": inner or 4 * width, "image_size": image, "patch_size": patch, "num_channels": 3,
         "num_labels": classes,
-    }  # fmt: skip
+    }
 
 
 def _resnet(
@@ -119,7 +119,7 @@ def _resnet(
     return {
         "model_type": "resnet", "layer_type": layer, "embedding_size": stem, "hidden_sizes": list(widths),
         "depths": list(depths), "image_size": image, "num_channels": 3, "num_labels": classes,
-    }  # fmt: skip
+    }
 
 
 _Row = tuple[str, int, dict[str, Any], str]
@@ -196,14 +196,14 @@ _FAMILIES: tuple[tuple[str, Kind, tuple[_Row, ...]], ...] = (
         ("930m", 936_563_944, _resnet("bottleneck", 256, (1024, 2048, 4096, 8192), (3, 8, 36, 3)),
          "ResNet-152, four times as wide"),
     )),
-)  # fmt: skip
+)
 
 PRESETS: Mapping[str, Preset] = MappingProxyType({
     f"{family}-{size}": Preset(name=f"{family}-{size}", family=family, kind=kind, parameters=parameters,
                                config=MappingProxyType(config), note=note)
     for family, kind, rows in _FAMILIES
     for size, parameters, config, note in rows
-})  # fmt: skip
+})
 
 
 DEFAULT_IMAGE_PIXELS = 224  # for vision configs without a size, such as ResNet's
@@ -211,12 +211,13 @@ DEFAULT_IMAGE_PIXELS = 224  # for vision configs without a size, such as ResNet'
 _KINDS: Mapping[str, Kind] = {
     "gpt2": "causal", "llama": "causal", "bert": "masked", "t5": "seq2seq", "vit": "image", "resnet": "image",
     "convnext": "image",
-}  # fmt: skip
+}
 # Their positions begin behind the padding id, so that pad_token_id + 1 of the config's number have no token.
 _BEHIND_PADDING = frozenset((
     "camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "mpnet", "roberta", "roberta-prelayernorm",
     "xlm-roberta", "xlm-roberta-xl", "xmod",
-))  # fmt: skip
+))
+# fmt: on
 # They keep keys and values in every forward, whatever `use_cache` says: a block that is recomputed adds its own twice.
 CACHE_ALWAYS = frozenset({"flaubert", "xlm"})
 _POSITIONS = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len")
@@ -267,8 +268,8 @@ def facts_of(config: Any) -> Facts:
         positions = next((read(n) for n in _POSITIONS if isinstance(read(n), int) and read(n) > 0), None)
         if positions is not None and model_type in _BEHIND_PADDING:
             positions -= read("pad_token_id", 0) + 1
-        return Facts(model_type=model_type, kind=kind, vocab_size=read("vocab_size"),
-                     max_positions=None if model_type == "t5" else positions)  # fmt: skip
+        most = None if model_type == "t5" else positions
+        return Facts(model_type=model_type, kind=kind, vocab_size=read("vocab_size"), max_positions=most)
     patch = read("patch_size")
     return Facts(
         model_type=model_type,

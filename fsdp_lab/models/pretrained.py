@@ -10,8 +10,10 @@ experts that a file has one by one, is refused.
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,7 +28,7 @@ from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models.build import Initializer
 from fsdp_lab.models.cache import hub_folder, is_hub_name
 from fsdp_lab.models.presets import PRESETS
-from fsdp_lab.models.weights import INDEX, SAFETENSORS, StoredTensor, Weights, has_weights
+from fsdp_lab.models.weights import INDEX, SAFETENSORS, Weights, has_weights
 from fsdp_lab.models.wrapper_names import WRAPPED_NAMES, unwrapped
 from fsdp_lab.spec.patterns import matches, unmatched
 from fsdp_lab.spec.workload import OWN, RANDOM, Workload
@@ -93,16 +95,13 @@ class Pretrained:
         self._sources: dict[str, list[str]] = match.sources  # name in the model -> its names in the folder, one or more
         self.fresh = tuple(name for name, _ in model.named_parameters() if name not in self._sources)
         self.buffers: Sequence[str] = tuple(name for name in match.buffers if name in self._sources)
-        self._initializer = (
-            Initializer(model, workload.seed, check) if self.fresh else None
-        )  # before the model is wrapped
-
-    def _stored(self, name: str) -> str:
-        return name if name in self._sources[name] else self._sources[name][0]
+        # Before the model is wrapped.
+        self._initializer = Initializer(model, workload.seed, check) if self.fresh else None
 
     def read_into(self, name: str, start: int, target: Tensor) -> None:
         if name in self._sources:
-            self._weights.read_into(self._stored(name), start, target, self._check)
+            stored = name if name in self._sources[name] else self._sources[name][0]
+            self._weights.read_into(stored, start, target, self._check)
         elif self._initializer is not None:
             self._initializer.read_into(name, start, target)
         else:
@@ -114,16 +113,14 @@ class Pretrained:
         for name, (first, *others) in self._sources.items():
             stored = self._weights[first]
             begin, end = (stored.numel * i // parts for i in (part, part + 1))
-            for other in others:
-                for start in range(begin, end, _COMPARED):
-                    stop = min(start + _COMPARED, end)
-                    one, two = (torch.empty(stop - start, dtype=torch.float32) for _ in range(2))
-                    self._weights.read_into(first, start, one, self._check)
-                    self._weights.read_into(other, start, two, self._check)
-                    if not torch.equal(one, two):
-                        raise SpecError(_FIELD, f"{first} and {other} have different values, and are one parameter of this "
-                                        f"model, {name}", "set tie_word_embeddings to false in config.json, or take one of "
-                                        "them out of the file", {"weights": RANDOM})  # fmt: skip
+            for other, start in product(others, range(begin, end, _COMPARED)):
+                one, two = (torch.empty(min(_COMPARED, end - start), dtype=torch.float32) for _ in range(2))
+                self._weights.read_into(first, start, one, self._check)
+                self._weights.read_into(other, start, two, self._check)
+                if not torch.equal(one, two):
+                    reason = f"{first} and {other} have different values, and are one parameter of this model, {name}"
+                    hint = "set tie_word_embeddings to false in config.json, or take one of them out of the file"
+                    raise SpecError(_FIELD, reason, hint, {"weights": RANDOM})
 
 
 class _Match:
@@ -142,10 +139,9 @@ class _Match:
         for stored, name in _renamed(model, weights.names, state).items():
             if name not in canonical:
                 self.extra.append(name)
-            elif not _fits(weights[stored], shapes[canonical[name]]):
-                self.misshapen[canonical[name]] = (
-                    f"{list(weights[stored].shape)} instead of {list(shapes[canonical[name]])}"
-                )
+            elif not weights[stored].fits(shapes[canonical[name]]):
+                wanted = list(shapes[canonical[name]])
+                self.misshapen[canonical[name]] = f"{list(weights[stored].shape)} instead of {wanted}"
             else:
                 _check_dtype(weights, stored, state[name])
                 self.sources.setdefault(canonical[name], []).append(stored)
@@ -162,9 +158,10 @@ class _Match:
             return [name for name in names if not matches(name, fresh)]
 
         if (wrong := unmatched(fresh, self._names)) is not None:
-            raise SpecError("workload.fresh_weights", f"{wrong!r} matches no tensor of the model or of {self._folder}",
-                            f"give a pattern of names such as {self._names[0]}, {self._names[-1]}, or leave it out",
-                            {"fresh_weights": [p for p in fresh if p != wrong] or None})  # fmt: skip
+            reason = f"{wrong!r} matches no tensor of the model or of {self._folder}"
+            hint = f"give a pattern of names such as {self._names[0]}, {self._names[-1]}, or leave it out"
+            fix = {"fresh_weights": [p for p in fresh if p != wrong] or None}
+            raise SpecError("workload.fresh_weights", reason, hint, fix)
         missing, misshapen, extra = others(self.missing), others(self.misshapen), others(self.extra)
         if not (missing or misshapen or extra):
             return
@@ -176,9 +173,7 @@ class _Match:
             said.append(f"have {len(misshapen)} of another shape ({_listed(shapes)})")
         if extra:
             said.append(f"have {len(extra)} that it has no place for ({_listed(extra)})")
-        if (
-            wrapped := next((n for n in extra if (inner := unwrapped(n)) != n and inner in self._shapes), None)
-        ) is not None:
+        if wrapped := next((n for n in extra if (inner := unwrapped(n)) != n and inner in self._shapes), ""):
             said.append(f"{WRAPPED_NAMES}: {wrapped} is {unwrapped(wrapped)}")
             reason = f"the {self._count} tensors in {self._folder} {', and '.join(said)}"
             hint = "write them again by fsdp_lab.unwrap_names(folder, to), and give that folder"
@@ -203,23 +198,16 @@ def smallest_patterns(wanted: Iterable[str], names: Iterable[str]) -> list[str]:
         prefixes = (".".join(words[:count]) + "." for count in range(1, len(words)))
         prefix = next((p for p in prefixes if not any(other.startswith(p) for other in others)), None)
         alone = prefix is None or sum(other.startswith(prefix) for other in wanted) == 1
-        patterns[_escaped(name if alone else str(prefix)) + ("" if alone else "*")] = None
+        patterns[glob.escape(name if alone else str(prefix)) + ("" if alone else "*")] = None
     return list(patterns)
-
-
-def _escaped(name: str) -> str:
-    return name.replace("[", "[[]").replace("*", "[*]").replace("?", "[?]")
-
-
-def _fits(stored: StoredTensor, shape: tuple[int, ...]) -> bool:
-    return stored.numel == torch.Size(shape).numel() if stored.flat else stored.shape == shape
 
 
 def _check_dtype(weights: Weights, stored: str, wanted: Tensor) -> None:
     dtype = weights[stored].dtype
     if wanted.is_floating_point() and not dtype.is_floating_point:
-        raise SpecError(_FIELD, f"{stored} in {weights.folder} is of {str(dtype).removeprefix('torch.')}: quantised weights "
-                        "cannot be trained", "give those that were quantised", {"weights": RANDOM})  # fmt: skip
+        name = str(dtype).removeprefix("torch.")
+        reason = f"{stored} in {weights.folder} is of {name}: quantised weights cannot be trained"
+        raise SpecError(_FIELD, reason, "give those that were quantised", {"weights": RANDOM})
 
 
 def _renamed(model: nn.Module, stored: Sequence[str], state: Mapping[str, Any]) -> dict[str, str]:

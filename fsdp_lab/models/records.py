@@ -70,9 +70,9 @@ class Records:
 
     name: str
     files: tuple[tuple[Path, Format], ...]
-    field: str
-    is_chat: bool
-    by_lines: bool  # of text
+    field: str = ""
+    is_chat: bool = False
+    by_lines: bool = False  # of text
     most_bytes: int | None = None  # of text, about
 
     def read(self) -> Iterator[Sample]:
@@ -157,9 +157,9 @@ def open_records(workload: Workload, files: Sequence[tuple[Path, Format]]) -> Re
         if workload.text_field is not None:
             reason = f"{workload.data} is text, which has no columns"
             raise SpecError("workload.text_field", reason, "leave it out", {"text_field": None})
-        return Records(name=workload.data, files=tuple(files), field="", is_chat=False,
-                       by_lines=workload.packing == "padded",
-                       most_bytes=STDLIB_CAP_BYTES if workload.data == "stdlib" else None)  # fmt: skip
+        most_bytes = STDLIB_CAP_BYTES if workload.data == "stdlib" else None
+        by_lines = workload.packing == "padded"
+        return Records(name=workload.data, files=tuple(files), by_lines=by_lines, most_bytes=most_bytes)
     for path, _ in files:
         if path.is_file() and path.stat().st_size == 0:
             raise refusal(f"{path}: the file is empty", "remove that file")
@@ -177,7 +177,7 @@ def open_records(workload: Workload, files: Sequence[tuple[Path, Format]]) -> Re
     if is_chat and chat_error(row[field]):
         reason = f"the column {field!r} of {path} is {_kind(row[field])}, neither text nor a list of messages"
         raise SpecError("workload.text_field", reason, "name a column of text, or of messages with roles")
-    return Records(name=workload.data, files=tuple(files), field=field, is_chat=is_chat, by_lines=False)
+    return Records(name=workload.data, files=tuple(files), field=field, is_chat=is_chat)
 
 
 def chat_error(value: Any) -> str:

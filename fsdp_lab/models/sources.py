@@ -183,9 +183,8 @@ class HalvedTokens(TokenSource):
     def _tensors(self, rows: Rows, samples: Indices) -> dict[str, Ids]:
         second = self._second(rows)
         first, width = rows.is_token & ~second, self._seq_len // 2
-        places = np.argsort(~second, axis=1, kind="stable")[
-            :, : self._seq_len - width
-        ]  # those of the second half first
+        order = np.argsort(~second, axis=1, kind="stable")  # those of the second half first
+        places = order[:, : self._seq_len - width]
         labels = np.where(second & rows.is_wanted, rows.ids, IGNORED)
         read = np.where(first, rows.ids, self._tokenizer.pad_id)
         return {
@@ -251,6 +250,6 @@ def _counted(flags: Flags) -> Indices:
 def _too_long(place: str, length: int, most: int, seq_len: int, longest: int | None) -> SpecError:
     fits = longest is None or most <= longest
     longer = f"a seq_len of {most}" if fits else f"a model with more than {longest} positions"
-    return SpecError("workload.seq_len", f"{place} has {length} tokens, more than seq_len {seq_len}",
-                     f"use packing packed or {longer}, or shorten it",
-                     {"seq_len": most} if fits else {"packing": "packed"})  # fmt: skip
+    reason = f"{place} has {length} tokens, more than seq_len {seq_len}"
+    hint = f"use packing packed or {longer}, or shorten it"
+    return SpecError("workload.seq_len", reason, hint, {"seq_len": most} if fits else {"packing": "packed"})

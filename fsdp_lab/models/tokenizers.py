@@ -26,8 +26,8 @@ FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
 _CLASSIC = ("vocab.json", "merges.txt", "vocab.txt")  # AutoTokenizer makes fast ones of them
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")  # and of these, with that library
 _FIELD = "workload.tokenizer"
-_FILES = (FILE, _CONFIG, *_CLASSIC, *_SENTENCEPIECE, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-          "chat_template.json")  # fmt: skip
+_BESIDE = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json")
+_FILES = (FILE, _CONFIG, *_CLASSIC, *_SENTENCEPIECE, *_BESIDE)
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")
 
 
@@ -139,8 +139,8 @@ class FolderTokenizer:
         asked = self._rendered(before, add_generation_prompt=True) if number else []
         answered = self._rendered(after)
         if ids[: len(asked)] != asked or ids[: len(answered)] != answered:
-            raise InexactChat("the template writes the beginning of a chat in another way once more follows, so that the "
-                              "answers have no exact place in it")  # fmt: skip
+            what = "the template writes the beginning of a chat in another way once more follows"
+            raise InexactChat(f"{what}, so that the answers have no exact place in it")
         answer = answered[len(asked) :]
         if self.end_id in answer:
             answer = answer[: len(answer) - answer[::-1].index(self.end_id)]

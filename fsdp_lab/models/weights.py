@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +28,9 @@ from fsdp_lab.spec import checkpoint_format
 
 INDEX = ".index.json"
 SAFETENSORS = ".safetensors"
-DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_WHOLE = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+DTYPES: Mapping[str, torch.dtype] = {**_FLOATS, **_WHOLE, "BOOL": torch.bool}
 _FIELD = "workload.weights"
 _PIECE = 1 << 20  # elements copied between two calls of `check`
 _SAVE = "model.save_pretrained(folder)"
@@ -76,6 +76,9 @@ class StoredTensor:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        return self.numel == math.prod(shape) if self.flat else self.shape == shape
 
 
 class Weights:
@@ -189,8 +192,10 @@ class Weights:
                 raise _broken(f"{path} lacks {lacking[0]}, which the index says it has")
             for name, (dtype, box) in entries.items():
                 parts.setdefault(name, (dtype, {}))[1][box.offsets] = box
-        return {name: StoredTensor(dtype=dtype, shape=_extent([*boxes.values()]), boxes=tuple(boxes.values()))
-                for name, (dtype, boxes) in parts.items()}  # fmt: skip
+        tensors = {name: (dtype, tuple(boxes.values())) for name, (dtype, boxes) in parts.items()}
+        return {
+            n: StoredTensor(dtype=dtype, shape=_extent(boxes), boxes=boxes) for n, (dtype, boxes) in tensors.items()
+        }
 
     def _entries_of_pickle(self, path: Path) -> dict[str, tuple[torch.dtype, Box]]:
         try:
@@ -204,21 +209,22 @@ class Weights:
         self._pickles[path] = held
         if strange := next((t.dtype for t in held.values() if t.dtype not in DTYPES.values()), None):
             raise _of_strange_type(path, str(strange).removeprefix("torch."))
-        return {name: (t.dtype, Box(path=path, name=name, offsets=(0,) * t.dim(), sizes=tuple(t.shape)))
-                for name, t in held.items()}  # fmt: skip
+        boxes = {n: Box(path=path, name=n, offsets=(0,) * t.dim(), sizes=tuple(t.shape)) for n, t in held.items()}
+        return {name: (t.dtype, boxes[name]) for name, t in held.items()}
 
     def _of_checkpoint(self, saved: checkpoint_format.Checkpoint) -> dict[str, StoredTensor]:
         """The model of a checkpoint of this lab, whose tensors are flat, and the buffers of its first rank."""
         stored = self._collected({saved.path / file: None for file in saved.manifest["files"]})
         prefixes = (_PARAMETER, f"{_BUFFER}{saved.manifest['writers'][0]}.")
-        return {name.removeprefix(prefix): replace(tensor, flat=True)
-                for name, tensor in stored.items() for prefix in prefixes if name.startswith(prefix)}  # fmt: skip
+        of_model = [(p, name) for name in stored for p in prefixes if name.startswith(p)]
+        return {name.removeprefix(prefix): replace(stored[name], flat=True) for prefix, name in of_model}
 
 
 def has_weights(folder: Path) -> bool:
     """Whether there are files of weights beside a config, readable or not."""
-    return any(True for pattern in ("*.safetensors", "pytorch_model*.bin", "*.gguf", _TORCH_INDEX)
-               for file in folder.glob(pattern) if not file.name.startswith("adapter_"))  # fmt: skip
+    patterns = ("*.safetensors", "pytorch_model*.bin", "*.gguf", _TORCH_INDEX)
+    files = chain.from_iterable(map(folder.glob, patterns))
+    return any(not file.name.startswith("adapter_") for file in files)
 
 
 def _without_weights(folder: Path) -> SpecError:
@@ -226,8 +232,8 @@ def _without_weights(folder: Path) -> SpecError:
     there = sorted(p.name for pattern in ("*.gguf", "*.safetensors") for p in folder.glob(pattern))
     if (folder / _TORCH_INDEX).is_file():
         reason = f"{folder} is a Distributed Checkpoint of torch, whose index is a pickle that can run code"
-        how = ("convert it where you trust it (python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
-               f"{folder} FOLDER/{_PICKLE}) and give FOLDER")  # fmt: skip
+        command = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} FOLDER/{_PICKLE}"
+        how = f"convert it where you trust it ({command}) and give FOLDER"
     elif not there:
         reason, how = f"{folder} has neither model.safetensors nor {_PICKLE}", f"give a folder that {_SAVE} wrote"
     elif there[0].endswith(".gguf"):
@@ -252,8 +258,8 @@ def _broken(reason: str, hint: str = "copy the folder again") -> SpecError:
 
 
 def _of_strange_type(path: Path, dtype: str) -> SpecError:
-    return _broken(f"{path} has values of type {dtype}, which cannot be trained",
-                   f"convert them: {_SAVE} with a dtype such as bfloat16")  # fmt: skip
+    reason = f"{path} has values of type {dtype}, which cannot be trained"
+    return _broken(reason, f"convert them: {_SAVE} with a dtype such as bfloat16")
 
 
 def _safetensors_of(folder: Path) -> dict[Path, set[str] | None]:
