@@ -244,8 +244,10 @@ class Lab:
         Raises:
             StartError: one sentence. ArgumentError, FieldError.
         """
-        where = LauncherHosts(launcher=launcher, count=ranks, options=tuple(launcher_options.items()), address=address,
-                              folder=None if folder is None else os.fspath(folder), queue_s=queue_s)  # fmt: skip
+        path, traits = None if folder is None else os.fspath(folder), tuple(launcher_options.items())
+        where = LauncherHosts(
+            launcher=launcher, count=ranks, options=traits, address=address, folder=path, queue_s=queue_s
+        )
         return cls(where.ranks, hosts=where, **options)
 
     # -- runs -------------------------------------------------------------------------------------------------------
@@ -289,10 +291,9 @@ class Lab:
         Raises:
             SpecError: an invalid field or combination, or code that cannot be sent.
         """
-        return self._activities.begin_run(
-            self._wanted(spec, changes, "lab.run", anyway=anyway), steps=steps, fresh=fresh, ledger_every=ledger_every,
-            saving=CheckpointConfig.of(save), recovering=RecoveryPolicy.of(recover), evaluate=evaluate,
-        )  # fmt: skip
+        begin = partial(self._activities.begin_run, steps=steps, ledger_every=ledger_every, evaluate=evaluate)
+        wanted = self._wanted(spec, changes, "lab.run", anyway=anyway)
+        return begin(wanted, fresh=fresh, saving=CheckpointConfig.of(save), recovering=RecoveryPolicy.of(recover))
 
     def resume(
         self,
@@ -325,10 +326,8 @@ class Lab:
         saved = checkpoint if isinstance(checkpoint, Checkpoint) else find(checkpoint)
         wanted = self._wanted(saved.spec, changes, "lab.resume", anyway=anyway)
         check_same(saved, wanted)
-        return self._activities.begin_run(
-            wanted, steps=steps, ledger_every=ledger_every, saving=CheckpointConfig.of(save),
-            recovering=RecoveryPolicy.of(recover), start=saved, evaluate=evaluate,
-        )  # fmt: skip
+        begin = partial(self._activities.begin_run, steps=steps, ledger_every=ledger_every, evaluate=evaluate)
+        return begin(wanted, start=saved, saving=CheckpointConfig.of(save), recovering=RecoveryPolicy.of(recover))
 
     def recover(self, ranks: str | None = None) -> Run:
         """Recovers the newest run after a failure and returns the run that continues it: the same one where it waits for
@@ -425,8 +424,8 @@ class Lab:
         """
         check_whole("steps", steps, LEAST_STEPS)
         spec = self._wanted(None, {"model": SMALL_MODEL} | changes | {"engine": engine, "sharding": sharding})
-        return check_engine(lambda backend: self.run(spec.replace(backend=backend), steps=steps), spec.strategy,
-                            code_name(spec.strategy.engine), most)  # fmt: skip
+        s, name = spec.strategy, code_name(spec.strategy.engine)
+        return check_engine(lambda backend: self.run(spec.replace(backend=backend), steps=steps), s, name, most)
 
     def slow_motion(self, spec: Spec | Mapping[str, Any] | None = None, **changes: Any) -> SlowMotion:
         """One training step, phase by phase: `for moment in lab.slow_motion(): ...` (see `SlowMotion`).
@@ -597,11 +596,12 @@ class Lab:
         with progress_bar("measuring this machine") if self._shows_progress else contextlib.nullcontext():
             by_rank = self.cluster.call("calibrate", specs=specs, dtypes=dtypes, passes=passes)
             name = str(self.cluster.call("status")[0]["device_name"])
-            crowds = {
-                n: self._crowd(n, dtypes, tuple(dict.fromkeys(map(one_rank, anchors))), passes, name) for n in ranks
-            }
-        self._calibration = Calibration.of(by_rank, unix_s=time.time(), seconds=time.monotonic() - begun_s, name=name,
-                                           devices=devices, shapes=shapes_of(timed), crowds=crowds)  # fmt: skip
+            alike = tuple(dict.fromkeys(map(one_rank, anchors)))
+            crowds = {n: self._crowd(n, dtypes, alike, passes, name) for n in ranks}
+        took_s, shapes = time.monotonic() - begun_s, shapes_of(timed)
+        self._calibration = Calibration.of(
+            by_rank, unix_s=time.time(), seconds=took_s, name=name, devices=devices, shapes=shapes, crowds=crowds
+        )
         return self._calibration
 
     def _check_crowds(self, ranks: Sequence[int], anchors: Sequence[Spec]) -> None:
@@ -613,13 +613,11 @@ class Lab:
             hint = "leave it out, and plan without, or give a preset or a transformers config"
             raise ArgumentError("anchors", "the temporary processes do not have the code of your model", hint)
         if ranks and self.ranks != 1:
-            raise ArgumentError(
-                "ranks", f"this lab has {self.ranks} itself", "calibrate a lab of one, or leave ranks out"
-            )
+            hint = "calibrate a lab of one, or leave ranks out"
+            raise ArgumentError("ranks", f"this lab has {self.ranks} itself", hint)
         if ranks and self.devices[0] != "cpu":
-            raise ArgumentError(
-                "ranks", "GPUs are not shared as the cores of a CPU are", "leave it out, and plan for hosts"
-            )
+            reason = "GPUs are not shared as the cores of a CPU are"
+            raise ArgumentError("ranks", reason, "leave it out, and plan for hosts")
 
     def _crowd(
         self, ranks: int, dtypes: Sequence[str], anchors: tuple[Spec, ...], passes: int, name: str
@@ -684,8 +682,8 @@ class Lab:
             StartError: one sentence. ArgumentError: the lab's engines are yours.
         """
         self._activities.require_open()
-        self.cluster.move(hosts, hosts.ranks if hosts is not None else ranks, progress,
-                          lambda: self._activities.stop("the ranks were moved"))  # fmt: skip
+        count, stop = ranks if hosts is None else hosts.ranks, partial(self._activities.stop, "the ranks were moved")
+        self.cluster.move(hosts, count, progress, stop)
         self._devices = self._calibration = None
         self._activate()
 

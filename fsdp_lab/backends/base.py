@@ -294,9 +294,9 @@ def begin_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def scalars_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """The numbers that the optimizer keeps for each parameter, as its number of steps; empty without state. Those of the
     parameter with the most steps, since it skips parameters without a gradient."""
-    scalars_of_each = ({name: float(t) for name, t in state.items() if isinstance(t, Tensor) and not t.dim()}
-             for state in optimizer.state.values())  # fmt: skip
-    return max(scalars_of_each, key=lambda scalars: scalars.get("step", 0.0), default={})
+    states = optimizer.state.values()
+    scalars = ({n: float(t) for n, t in state.items() if isinstance(t, Tensor) and not t.dim()} for state in states)
+    return max(scalars, key=lambda scalars: scalars.get("step", 0.0), default={})
 
 
 def seed_state(

@@ -38,8 +38,8 @@ class FlatTensors(Measured):
             device_shard = Role.PARAMETERS if stays else Role.COMMUNICATION
             if flat.is_gathered:
                 yield Role.UNSHARDED, flat.full
-            optional = ((device_shard, flat.device_shard), (Role.UNSHARDED, flat.post_forward_shard),
-                        (Role.GRADIENTS, flat.gradients.unsharded))  # fmt: skip
+            resharded, unreduced = flat.post_forward_shard, flat.gradients.unsharded
+            optional = (device_shard, flat.device_shard), (Role.UNSHARDED, resharded), (Role.GRADIENTS, unreduced)
             yield from ((role, t) for role, t in optional if t is not None)
             yield from ((Role.GRADIENTS, t) for t, _ in flat.gradients.pieces)
         for reduction in (r for runtime in engine.runtimes_of(self.module) for r in runtime.reducing):
@@ -117,19 +117,19 @@ class _Shards:
     """The shards of a model that is sharded unit by unit, each taken before its storage is freed."""
 
     def __init__(self) -> None:
-        self._found: dict[FlatBuffer, list[engine.ParamShard]] = {}
+        self._taken: dict[FlatBuffer, list[engine.ParamShard]] = {}
 
     def defer(self, skeleton: nn.Module, deferred: DeferredStorage) -> None:
         """Take those of the units that are new, and defer their storage."""
         for flat in engine.flats_of(skeleton):
-            if flat not in self._found:
-                self._found[flat] = [shard_of("", p) for p in flat.sharded]
+            if flat not in self._taken:
+                self._taken[flat] = [shard_of("", p) for p in flat.sharded]
                 deferred.defer(flat.master, *(t for t in (flat.device_shard,) if t is not None))
 
     def of(self, root: nn.Module) -> list[engine.ParamShard]:
         """By the parameters' names in the root, in its order."""
         named = ((original_name(name), sharded_form(p)) for name, p in root.named_parameters())
-        return [dataclasses.replace(self._found[p.flat][p.number], name=name) for name, p in named if p is not None]
+        return [dataclasses.replace(self._taken[p.flat][p.number], name=name) for name, p in named if p is not None]
 
 
 def engine_options(strategy: Strategy, mesh: DeviceMesh) -> dict[str, Any]:

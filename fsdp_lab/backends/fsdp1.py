@@ -121,24 +121,23 @@ class _Shards:
 
     def __init__(self, device: torch.device) -> None:
         self.deferred, self._device = DeferredStorage(), device
-        self._found: dict[
-            int, tuple[nn.Parameter, Any, Tensor]
-        ] = {}  # by the parameter's id: also where it is, its part
+        # By the parameter's id: also where it is, and its part.
+        self._taken: dict[int, tuple[nn.Parameter, Any, Tensor]] = {}
 
     def defer(self, root: nn.Module) -> None:
         """Take those of the units that are new, and defer their storage."""
         for flat in (handle.flat_param for handle in _handles(root)):
-            if id(flat._params[0]) not in self._found:
+            if id(flat._params[0]) not in self._taken:
                 held = getattr(flat, "_local_shard", flat).detach()
                 for p, info in zip(flat._params, flat._shard_param_infos, strict=True):
-                    self._found[id(p)] = (p, info, _part(info, held))
+                    self._taken[id(p)] = (p, info, _part(info, held))
                 self.deferred.defer(held)
         return_memory(self._device)
 
     def of(self, root: nn.Module, shapes: Mapping[str, torch.Size]) -> list[ParamShard]:
         """In the order of the skeleton's parameters."""
         names = {base.original_name(n): id(p) for n, p in root.named_parameters()}
-        return [_param_shard(n, shape, *self._found[names[n]]) for n, shape in shapes.items() if n in names]
+        return [_param_shard(n, shape, *self._taken[names[n]]) for n, shape in shapes.items() if n in names]
 
 
 def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> tuple[nn.Module, _Shards]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -80,18 +81,16 @@ class SuspendedState:
 def suspend_state(backend: Backend) -> SuspendedState:
     """Copy parameters, optimizer state and buffers to the host; collective. The backend may be released afterwards."""
     slots, scalars = optimizer_slots([backend])
-    values = {(s.name, slot): slot_values(backend, s, slot) for s in backend.param_shards()
-              for slot in _kept(backend, s, slots)}  # fmt: skip
     copies = HostCopies(backend.device)
-    suspended = SuspendedState(
-        values={key: copies.queue(value) for key, value in values.items()},
-        slots=slots,
-        scalars=scalars,
-        buffers=tuple(copies.queue(b) for _, b in buffers_in(backend.module)),
-        modules=module_states(backend),
-    )
+    values = {
+        (s.name, slot): copies.queue(slot_values(backend, s, slot))
+        for s in backend.param_shards()
+        for slot in _kept(backend, s, slots)
+    }
+    buffers = tuple(copies.queue(b) for _, b in buffers_in(backend.module))
+    modules = module_states(backend)
     copies.wait()
-    return suspended
+    return SuspendedState(values=values, slots=slots, scalars=scalars, buffers=buffers, modules=modules)
 
 
 def resume_state(state: SuspendedState, backend: Backend) -> None:
@@ -110,9 +109,12 @@ def resume_state(state: SuspendedState, backend: Backend) -> None:
 
 def buffers_in(module: nn.Module, *, persistent: bool = True) -> list[tuple[str, Tensor]]:
     """The buffers that are state, such as BatchNorm's statistics, or the others, with their names in the model, in order."""
-    buffers = ((path + name, m, name, b) for path, m in _modules(module).items() for name, b in m._buffers.items())
-    return sorted((path, b) for path, m, name, b in buffers
-                  if b is not None and (name in m._non_persistent_buffers_set) != persistent)  # fmt: skip
+    return sorted(
+        (path + name, b)
+        for path, m in _modules(module).items()
+        for name, b in m._buffers.items()
+        if b is not None and (name in m._non_persistent_buffers_set) != persistent
+    )
 
 
 def _modules(module: nn.Module) -> dict[str, nn.Module]:
@@ -129,9 +131,8 @@ def module_states(backend: Backend) -> dict[str, Any]:
     if backend.constants is not None:
         for name, b in buffers_in(backend.module, persistent=False):
             was = backend.constants.get(name)
-            if was is None or not torch.equal(
-                was.to(b.dtype), b.cpu()
-            ):  # a cast, as `Precision.buffer` says, is no change
+            # A cast, as `Precision.buffer` says, is no change.
+            if was is None or not torch.equal(was.to(b.dtype), b.cpu()):
                 states[name] = b.detach().clone()
     return states
 
@@ -198,10 +199,9 @@ class ForwardState:
     def copy(self) -> None:
         """Waits for the device only where `get_extra_state` does."""
         self._before = [dict(m._buffers) for m in self._buffered]  # a forward may put others in their place
-        self._changing = [
-            b.detach() for before in self._before for b in before.values()
-            if b is not None and b.layout is torch.strided and 0 not in b.stride()  # nobody writes to an expanded one
-        ]  # fmt: skip
+        all_buffers = (b for before in self._before for b in before.values() if b is not None)
+        # Nobody writes to an expanded one.
+        self._changing = [b.detach() for b in all_buffers if b.layout is torch.strided and 0 not in b.stride()]
         self._copies = [torch.empty_like(b) for b in self._changing]
         _copy_all(self._changing, self._copies)
         self._states = _beside_tensors(self._others)
@@ -301,9 +301,9 @@ def most_steps(scalars: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def _own_slots(backend: Backend) -> set[str]:
     """Also of parameters whose storage is freed, of which there are no parts."""
-    states = (shard.slots(backend.optimizer) for shard in backend.param_shards())
-    return {slot for state in (*states, *backend.parked.values()) for slot, t in state.items() if isinstance(t, Tensor)
-            and t.dim()}  # fmt: skip
+    of_shards = (shard.slots(backend.optimizer) for shard in backend.param_shards())
+    states = (*of_shards, *backend.parked.values())
+    return {slot for state in states for slot, t in state.items() if isinstance(t, Tensor) and t.dim()}
 
 
 # -- the chunks of a checkpoint ----------------------------------------------------------------------------------------
@@ -423,9 +423,8 @@ class HostCopies:
         self._filling: Tensor | None = None
         self._used_bytes = 0
         self._parts: list[tuple[Tensor, Tensor]] = []  # in the buffer that fills: pinned, and the copy
-        self._arriving: deque[tuple[Any, Tensor, list[tuple[Tensor, Tensor]]]] = (
-            deque()
-        )  # an event, the buffer, its parts
+        # An event, the buffer, its parts.
+        self._arriving: deque[tuple[Any, Tensor, list[tuple[Tensor, Tensor]]]] = deque()
 
     def queue(self, values: Tensor) -> Tensor:
         """A copy, to be read after `wait`."""
@@ -481,9 +480,8 @@ def _shares(
             start, stop = layouts[writer][name]
             if start < stop:
                 holders.setdefault((start, stop), []).append(writer)
-        if (
-            sum(stop - start for start, stop in holders) != torch.Size(shape).numel()
-        ):  # two ranges are equal or disjoint
+        held = sum(stop - start for start, stop in holders)  # two ranges are equal or disjoint
+        if held != math.prod(shape):
             raise LookupError(f"ranks {list(writers)} do not hold all of {name}")
         (start, stop), among = next(((r, h) for r, h in holders.items() if rank in h), ((0, 0), [rank]))
         i, n = among.index(rank), len(among)

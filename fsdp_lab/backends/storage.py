@@ -26,9 +26,8 @@ class DeferredStorage:
     """See the module."""
 
     def __init__(self) -> None:
-        self._owed: dict[
-            int, list[tuple[torch.UntypedStorage, int]]
-        ] = {}  # by the identity of the first storage: sizes
+        # By the identity of the first storage: sizes.
+        self._owed: dict[int, list[tuple[torch.UntypedStorage, int]]] = {}
 
     def defer(self, tensor: Tensor, *others: Tensor) -> None:
         """Free a tensor's storage until it is allocated; that of `others` together with it."""

@@ -108,9 +108,8 @@ class YourEngine:
         except (RankAborted, WireTimeout, SpecError):
             raise
         except _FreedMemory as e:
-            hint = (
-                "give its storage its size before you use it: p.untyped_storage().resize_(p.numel() * p.element_size())"
-            )
+            size = "p.untyped_storage().resize_(p.numel() * p.element_size())"
+            hint = f"give its storage its size before you use it: {size}"
             raise self.mistake(method, unit, during, f"{e}{self._line(e)}", hint) from e
         except (Exception, SystemExit) as e:
             what = f"raised {type(e).__name__}: {first_line(e)}{self._line(e)}"

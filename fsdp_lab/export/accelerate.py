@@ -71,29 +71,27 @@ def _fsdp1(spec: Spec) -> Values:
     if s.is_hybrid:
         hint = "Accelerate gives FSDP1 no mesh, so that its shard group is a whole machine"
         raise refuse("sharding", hint, "use full_shard, or backend fsdp2", sharding="full_shard", shard_size=None)
-    prefetch = "NO_PREFETCH" if not s.backward_prefetch else {"before": "BACKWARD_PRE", "after": "BACKWARD_POST"}[
-        s.backward_prefetch_point
-    ]  # fmt: skip
+    point = {"before": "BACKWARD_PRE", "after": "BACKWARD_POST"}[s.backward_prefetch_point]
     sharding = {
         "fsdp_version": 1,
         "fsdp_sharding_strategy": s.sharding.upper(),
         "fsdp_offload_params": s.offload == "all",
-        "fsdp_backward_prefetch": prefetch,
+        "fsdp_backward_prefetch": point if s.backward_prefetch else "NO_PREFETCH",
         "fsdp_forward_prefetch": s.forward_depth > 0,
         "fsdp_use_orig_params": True,
         "fsdp_sync_module_states": True,
         "fsdp_cpu_ram_efficient_loading": False,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     }
-    return {"distributed_type": "FSDP", "mixed_precision": _mixed_precision(spec),
-            "fsdp_config": sharding | _wrapping(spec) | _recompute(spec)}  # fmt: skip
+    values: Values = {"distributed_type": "FSDP", "mixed_precision": _mixed_precision(spec)}
+    return values | {"fsdp_config": sharding | _wrapping(spec) | _recompute(spec)}
 
 
 def _ddp(spec: Spec) -> Values:
     s, dtypes = spec.strategy, spec.strategy.dtypes
     if s.recompute != "none":
-        raise refuse("recompute", "Accelerate's config recomputes only with FSDP",
-                     "use none and call model.gradient_checkpointing_enable() in your script", recompute="none")  # fmt: skip
+        hint = "use none and call model.gradient_checkpointing_enable() in your script"
+        raise refuse("recompute", "Accelerate's config recomputes only with FSDP", hint, recompute="none")
     if dtypes.reduce != "fp32":
         hint = f"under DDP a config cannot reduce gradients in {dtypes.reduce}"
         raise refuse("precision", hint, "use bf16 or fp32", precision="bf16")
@@ -109,9 +107,11 @@ def _mixed_precision(spec: Spec) -> str:
     one = Precision(param=dtypes.param, reduce=dtypes.param)
     if dtypes.reduce != dtypes.param:
         token = {"fp32": "fp32", "bf16": "bf16-pure", "fp16": "fp16"}[dtypes.param]
-        raise refuse("precision", f"Accelerate reduces gradients in the dtype of the parameters, {dtypes.param}, and not in "
-                     f"{dtypes.reduce}", f"use {token}, or give your script's FullyShardedDataParallelPlugin a "
-                     "mixed_precision_policy", precision=token)  # fmt: skip
+        reason = (
+            f"Accelerate reduces gradients in the dtype of the parameters, {dtypes.param}, and not in {dtypes.reduce}"
+        )
+        hint = f"use {token}, or give your script's FullyShardedDataParallelPlugin a mixed_precision_policy"
+        raise refuse("precision", reason, hint, precision=token)
     for role in ("output", "buffer"):
         asked = getattr(dtypes, role)
         if asked not in (None, dtypes.param):
@@ -199,30 +199,32 @@ def _for_the_script(spec: Spec) -> Iterator[str]:
     elif not w.is_own and (folder := weights_folder(w)) is not None:
         yield f"weights: in your script, from_pretrained({json.dumps(str(folder.absolute()))})"
     if w.accumulate > 1:
-        yield ("sync: in your script, Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin("
-               f"num_steps={w.accumulate}, sync_each_batch={spec.sync_interval == 1}))")  # fmt: skip
+        arguments = f"num_steps={w.accumulate}, sync_each_batch={spec.sync_interval == 1}"
+        plugin = f"GradientAccumulationPlugin({arguments})"
+        yield f"sync: in your script, Accelerator(gradient_accumulation_plugin={plugin})"
     if w.packing == "padded":
-        yield ("packing: the run's loss is the mean over all labels of the global batch; in your script, weight each "
-               "micro-batch by its number of labels")  # fmt: skip
+        loss = "the run's loss is the mean over all labels of the global batch"
+        yield f"packing: {loss}; in your script, weight each micro-batch by its number of labels"
     if w.clip_norm is not None:
         yield f"clip_norm: in your script, accelerator.clip_grad_norm_(model.parameters(), {w.clip_norm})"
     if w.adapters is not None:
         targets = None if w.adapters.targets is None else list(w.adapters.targets)
-        yield ("lora: in your script, before accelerator.prepare, peft's inject_adapter_in_model(LoraConfig(r="
-               f"{w.adapters.r}, lora_alpha={w.adapters.scale:g}, target_modules={targets}), model), which draws other "
-               "values of A than the run had; B, and so the loss, begins alike")  # fmt: skip
+        lora = f"LoraConfig(r={w.adapters.r}, lora_alpha={w.adapters.scale:g}, target_modules={targets})"
+        call = f"peft's inject_adapter_in_model({lora}, model)"
+        values = "which draws other values of A than the run had; B, and so the loss, begins alike"
+        yield f"lora: in your script, before accelerator.prepare, {call}, {values}"
     if w.param_groups is not None:
         yield "param_groups: in your script, give the optimizer the groups above; the rest has lr, weight_decay on matrices"
     if w.dropout != "off":
-        yield ("dropout: the run seeded torch before each micro-batch, from the seed and the number of its first sample; in "
-               "your script other masks are drawn")  # fmt: skip
+        seeding = "the run seeded torch before each micro-batch, from the seed and the number of its first sample"
+        yield f"dropout: {seeding}; in your script other masks are drawn"
     if w.freeze is not None:
-        yield ("freeze: in your script, before accelerator.prepare, requires_grad_(False) of the parameters whose names "
-               f"match {json.dumps(w.freeze)} (fnmatch)")  # fmt: skip
+        frozen = f"the parameters whose names match {json.dumps(w.freeze)} (fnmatch)"
+        yield f"freeze: in your script, before accelerator.prepare, requires_grad_(False) of {frozen}"
     if w.rates.varies:
         yield f"lr_schedule: in your script, torch.optim.lr_scheduler.LambdaLR(optimizer, rate), where {_rate(w.rates)}"
-        yield ("lr_schedule: do not give it to accelerator.prepare, which would step it once for each process; step it "
-               "yourself after each optimizer.step() if accelerator.sync_gradients")  # fmt: skip
+        step = "step it yourself after each optimizer.step() if accelerator.sync_gradients"
+        yield f"lr_schedule: do not give it to accelerator.prepare, which would step it once for each process; {step}"
     if s.backend == "fsdp2":
         yield "wrap: Accelerate also makes units of the embedding, and of the last norm with the head"
     if s.wrap.startswith("min_params"):

@@ -47,9 +47,10 @@ class Files:
         if self.kind == "masked" and not is_plain(workload):
             is_chat = checked_records(workload, self._facts)[0].is_chat
             if is_chat or workload.packing == "padded":
-                raise SpecError("workload.data" if is_chat else "workload.packing", "a script hides words of whole windows "
-                                f"of text, not of {'chats' if is_chat else 'padded samples'}",
-                                f"{'give text' if is_chat else 'use packed'}, {SPEC_INSTEAD}")  # fmt: skip
+                chats, padded = ("data", "chats", "give text"), ("packing", "padded samples", "use packed")
+                field, samples, hint = chats if is_chat else padded
+                reason = f"a script hides words of whole windows of text, not of {samples}"
+                raise SpecError(f"workload.{field}", reason, f"{hint}, {SPEC_INSTEAD}")
         self._base = build_skeleton(config)
         self.model: PreTrainedModel = self._base if workload.lora is None else adapted(config, workload.adapters)
         self._source = open_source(workload, config)

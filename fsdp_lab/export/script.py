@@ -23,7 +23,7 @@ from fsdp_lab.backends.optimizers import check_optimizer
 from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.export.files import SUFFIX, Files
-from fsdp_lab.export.target import SPEC_INSTEAD, WIDTH, gpus, paragraph, peer
+from fsdp_lab.export.target import ROUNDING, SPEC_INSTEAD, WIDTH, gpus, paragraph, peer
 from fsdp_lab.models.freezing import freeze
 from fsdp_lab.models.own import skeleton_of
 from fsdp_lab.models.sources import MASKED_SHARE
@@ -94,36 +94,31 @@ def _used(lines: Iterable[str], body: str) -> list[str]:
 
 
 def _docstring(spec: Spec, model: str, remarks: Sequence[str], files: Files | None) -> str:
-    versions = (
-        f"torch {torch.__version__}, transformers {transformers.__version__} and Python {platform.python_version()}"
-    )
-    reads = (
-        f"It reads samples and initial values from the folder of its own name that ends in {SUFFIX}. " if files else ""
-    )
+    libraries = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    folder = f"the folder of its own name that ends in {SUFFIX}"
+    reads = f"It reads samples and initial values from {folder}. " if files else ""
     about = (
         "Each step prints its mean loss, unrounded. In fp32 on CPUs, with the same number of ranks, versions and processor, "
         "losses equal those of the run bit for bit, unless a note below says otherwise; elsewhere within rounding. "
         f"{reads}It neither evaluates nor writes checkpoints; --save writes what was trained. Written by fsdp_lab "
-        f"{__version__} with {versions}."
+        f"{__version__} with {libraries} and Python {platform.python_version()}."
     )
     notes = ["", "Notes on that run:", *(paragraph(f"- {r}.", "  ") for r in remarks)]
     ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
-    return "\n".join([
-        f'"""Train a {model} under {spec.strategy.traits.title}, {spec.strategy.sharding}, on {ranks}.', "",
-        f"    torchrun --nproc-per-node {spec.world_size} THIS_FILE --steps 100", "",
-        paragraph(about), *(notes if remarks else []), '"""', "",
-    ])  # fmt: skip
+    first = f"Train a {model} under {spec.strategy.traits.title}, {spec.strategy.sharding}, on {ranks}."
+    command = f"    torchrun --nproc-per-node {spec.world_size} THIS_FILE --steps 100"
+    return "\n".join([f'"""{first}', "", command, "", paragraph(about), *(notes if remarks else []), '"""', ""])
 
 
 def _inexact(spec: Spec) -> Iterator[str]:
     """Cases where torch's own backend may give other bits than in the lab."""
     s = spec.strategy
     if s.backend == "fsdp1" and s.is_hybrid and spec.shard_factor > 2:
-        yield ("sharding: FSDP1 accepts no hook under hybrid sharding, so over Gloo it adds within shard groups in "
-               "another order than the run, and losses agree within rounding, not to the bit")  # fmt: skip
+        how = "so over Gloo it adds within shard groups in another order than the run"
+        yield f"sharding: FSDP1 accepts no hook under hybrid sharding, {how}, and {ROUNDING}"
     if s.backend == "fsdp1" and s.dtypes.reduce == "fp16":
-        yield ("precision: FSDP1 divides by a part of the ranks before the sum, in the lab after it, so that in fp16 "
-               "another step may overflow and be skipped")  # fmt: skip
+        how = "FSDP1 divides by a part of the ranks before the sum, in the lab after it"
+        yield f"precision: {how}, so that in fp16 another step may overflow and be skipped"
 
 
 # -- what the template is given --------------------------------------------------------------------------------------
@@ -133,8 +128,10 @@ def _constants(spec: Spec, skeleton: nn.Module, files: Files | None) -> Iterator
     """All that a script may use, as assignments."""
     w, s = spec.workload, spec.strategy
     tokenizer = open_tokenizer(w) if files is not None and files.kind == "masked" else None
-    groups = [{"match": list(g.match), **{n: v for n in ("lr", "weight_decay") if (v := getattr(g, n)) is not None}}
-              for g in w.param_groups or ()]  # fmt: skip
+    groups = [
+        {"match": list(g.match), **{n: v for n in ("lr", "weight_decay") if (v := getattr(g, n)) is not None}}
+        for g in w.param_groups or ()
+    ]
     unit_names = _unit_names(spec, skeleton) if s.traits.has_units else []
     for name, value, comment in (
         ("WEIGHTS", str(files.weights) if files is not None else "", ""),
@@ -164,13 +161,8 @@ def _constants(spec: Spec, skeleton: nn.Module, files: Files | None) -> Iterator
         ("DEVICES", gpus(spec), "by rank"),
     ):
         text = f"{name} = {literal(value)}"
-        yield (
-            text
-            if not comment
-            else f"# {comment}\n{text}"
-            if "\n" in text or len(text) > 60
-            else f"{text}  # {comment}"
-        )
+        is_long = "\n" in text or len(text) > 60
+        yield (f"# {comment}\n{text}" if is_long else f"{text}  # {comment}") if comment else text
     yield f'FILES = Path(__file__).with_suffix("{SUFFIX}")'
 
 
@@ -226,19 +218,20 @@ def _sharding(spec: Spec) -> dict[str, Any]:
             options["offload_policy"] = 'fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda")'
     elif s.backend == "fsdp1":
         hidden = "_" if s.is_hybrid and not s.reshards_after_forward else ""  # torch has no public name for it
-        options |= {"device_mesh": "mesh", "device_id": "device", "use_orig_params": "True",
-                    "sharding_strategy": f"fsdp.ShardingStrategy.{hidden}{s.sharding.upper()}"}  # fmt: skip
-        options |= {name: code for name, code, is_set in (
+        options |= {"device_mesh": "mesh", "device_id": "device", "use_orig_params": "True"}
+        options["sharding_strategy"] = f"fsdp.ShardingStrategy.{hidden}{s.sharding.upper()}"
+        precision = f"fsdp.MixedPrecision({_dtype_arguments({**roles, 'buffer': dtypes.buffer})})"
+        comes_after = s.backward_prefetch > 0 and s.backward_prefetch_point == "after"
+        others = (
             ("auto_wrap_policy", "fsdp.wrap.CustomPolicy(lambda module: module in units)", s.wrap != "whole"),
-            ("mixed_precision", f"fsdp.MixedPrecision({_dtype_arguments({**roles, 'buffer': dtypes.buffer})})",
-             s.precision != "fp32"),
+            ("mixed_precision", precision, s.precision != "fp32"),
             ("cpu_offload", "fsdp.CPUOffload(offload_params=True)", s.offload == "all"),
             ("forward_prefetch", "True", s.forward_depth > 0),
             ("backward_prefetch", "None", s.backward_prefetch == 0),
-            ("backward_prefetch", "fsdp.BackwardPrefetch.BACKWARD_POST",
-             s.backward_prefetch > 0 and s.backward_prefetch_point == "after"),
+            ("backward_prefetch", "fsdp.BackwardPrefetch.BACKWARD_POST", comes_after),
             ("limit_all_gathers", "False", not s.limit_all_gathers),
-        ) if is_set}  # fmt: skip
+        )
+        options |= {name: code for name, code, is_set in others if is_set}
     return {
         "options": options,
         "output_dtype": "" if dtypes.output is None else DTYPES[dtypes.output],

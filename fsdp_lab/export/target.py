@@ -15,6 +15,7 @@ from fsdp_lab.base.errors import SpecError
 from fsdp_lab.spec.spec import BACKEND_TRAITS, Spec
 
 WIDTH = 92
+ROUNDING = "losses agree within rounding, not to the bit"
 SPEC_INSTEAD = "or export the Spec itself, which contains it"
 
 
@@ -76,16 +77,16 @@ def _differs(spec: Spec, exported: Spec) -> Iterator[str]:
     if s.dtypes.param != "fp32" and traits.autocasts:
         yield f"precision: DDP computes in {s.dtypes.param} by autocast, the lab's engine by casting the parameters"
     elif s.precision != "fp32":
-        yield "precision: below fp32 losses agree within rounding, not to the bit"
+        yield f"precision: below fp32 {ROUNDING}"
     if spec.workload.torch_optimizer.is_fused:
-        yield ("optimizer_args: the rounding of a fused update depends on how parameters are sharded, so that losses agree "
-               "within rounding, not to the bit")  # fmt: skip
+        how = "the rounding of a fused update depends on how parameters are sharded"
+        yield f"optimizer_args: {how}, so that {ROUNDING}"
     if s.gather != "copy":
         yield f"gather: {traits.title} copies what it gathers, which takes memory and time that {s.gather} does not"
     replicas = spec.world_size // spec.shard_factor
     if replicas > 2:
-        yield (f"sharding: gradients of {replicas} replicas are summed in pieces of another size, in another order, so "
-               "that losses agree within rounding, not to the bit")  # fmt: skip
+        how = f"gradients of {replicas} replicas are summed in pieces of another size, in another order"
+        yield f"sharding: {how}, so that {ROUNDING}"
 
 
 def _without_effect(spec: Spec) -> Iterator[str]:
