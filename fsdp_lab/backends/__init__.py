@@ -27,7 +27,6 @@ from fsdp_lab.models.freezing import freeze, frozen_names
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.spec.patterns import unmatched
 from fsdp_lab.spec.spec import YOURS, Spec
-from fsdp_lab.spec.workload import Workload
 
 __all__ = ["Backend", "ParamShard", "build", "fill", "transfer_state"]
 
@@ -40,7 +39,11 @@ def check(skeleton: nn.Module, spec: Spec, device: torch.device) -> None:
     s = spec.strategy
     frozen_names(skeleton, spec.workload.freeze)
     check_optimizer(spec.workload)
-    _check_groups(skeleton, spec.workload)
+    names = [name for name, _ in skeleton.named_parameters()]
+    patterns = [pattern for group in spec.workload.param_groups or () for pattern in group.match]
+    if (wrong := unmatched(patterns, names)) is not None:
+        hint = f"give a pattern of names such as {names[0]}, {names[-1]}"
+        raise SpecError("workload.param_groups", f"{wrong!r} matches no parameter", hint, {"param_groups": None})
     if s.traits.has_units:
         units(skeleton, s.wrap)
     scalar = next((name for name, p in skeleton.named_parameters() if not p.dim()), "")
@@ -49,15 +52,6 @@ def check(skeleton: nn.Module, spec: Spec, device: torch.device) -> None:
         hint = "use backend lab or ddp, or give it one dimension"
         raise SpecError("strategy.backend", reason, hint, {"backend": "lab"})
     _BACKENDS[s.backend].check(spec, device)
-
-
-def _check_groups(skeleton: nn.Module, workload: Workload) -> None:
-    """Raises SpecError for a pattern of a parameter group that matches no parameter."""
-    names = [name for name, _ in skeleton.named_parameters()]
-    groups = workload.param_groups or ()
-    if (wrong := unmatched([pattern for group in groups for pattern in group.match], names)) is not None:
-        hint = f"give a pattern of names such as {names[0]}, {names[-1]}"
-        raise SpecError("workload.param_groups", f"{wrong!r} matches no parameter", hint, {"param_groups": None})
 
 
 def build(skeleton: nn.Module, spec: Spec, device: torch.device, *, mesh: DeviceMesh | None = None) -> Backend:

@@ -119,10 +119,7 @@ class Backend(Measured):
 
     def allocate(self, shards: Iterable[ParamShard] | None = None) -> None:
         """Allocate the parameters in the storage of these shards, of all by default; not what is allocated already."""
-        if shards is None:
-            self._deferred.allocate_all()
-        else:
-            self._deferred.allocate(shard.local for shard in shards)
+        self._deferred.allocate(None if shards is None else [shard.local for shard in shards])
 
     def loss(self, batch: Batch) -> Tensor:
         """Forward; a scalar with a graph."""
@@ -201,12 +198,8 @@ class Backend(Measured):
 
         `busy`: addresses of storage that an aborted operation may still use; it is freed with its last reference.
         """
-        held: list[Tensor] = [
-            *self.module.parameters(),
-            *self._gradients(),
-            *(shard.local for shard in self.param_shards()),
-        ]
-        held += self.module.buffers()
+        held: list[Tensor] = [*self.module.parameters(), *self.module.buffers(), *self._gradients()]
+        held += [shard.local for shard in self.param_shards()]
         held += [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
         self.optimizer.zero_grad(set_to_none=True)
         self.optimizer.state.clear()
@@ -241,9 +234,10 @@ def make_optimizer(shards: list[ParamShard], workload: Workload) -> torch.optim.
     return made
 
 
-def trained(param: nn.Parameter) -> nn.Parameter | None:
-    """It, or None if it is frozen: `ParamShard.param`."""
-    return param if param.requires_grad else None
+def shard_at(name: str, param: nn.Parameter, shape: torch.Size, start: int, local: Tensor) -> ParamShard:
+    """The shard of a parameter that begins at element `start`. A frozen one has no `ParamShard.param`."""
+    trained, stop = param if param.requires_grad else None, start + local.numel()
+    return ParamShard(name=name, shape=shape, start=start, stop=stop, local=local, param=trained)
 
 
 def update_hyperparameters(optimizer: torch.optim.Optimizer, workload: Workload) -> None:
@@ -265,11 +259,6 @@ def local_tensor(t: Tensor) -> Tensor:
     return inner.detach()
 
 
-def local_part(t: Tensor) -> Tensor:
-    """The local part as a flat view. Raises RuntimeError if that would be a copy."""
-    return local_tensor(t).view(-1)
-
-
 def _range(shard: ParamShard, t: Tensor) -> Tensor:
     """A shard's part of a tensor that is laid out like the optimizer's parameter."""
     return t if t.numel() == shard.numel else t.view(-1)[shard.offset : shard.offset + shard.numel]
@@ -278,7 +267,8 @@ def _range(shard: ParamShard, t: Tensor) -> Tensor:
 def state_slots(optimizer: torch.optim.Optimizer, shard: ParamShard) -> dict[str, Tensor]:
     """The optimizer's tensors for a shard, by slot, flat: {"exp_avg": [n], "exp_avg_sq": [n]} for AdamW."""
     state = shard.slots(optimizer)
-    return {slot: _range(shard, local_part(t)) for slot, t in state.items() if isinstance(t, Tensor) and t.dim() > 0}
+    local = {slot: local_tensor(t).view(-1) for slot, t in state.items() if isinstance(t, Tensor) and t.dim() > 0}
+    return {slot: _range(shard, t) for slot, t in local.items()}
 
 
 def begin_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:

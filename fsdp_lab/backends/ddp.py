@@ -22,7 +22,6 @@ from fsdp_lab.backends.base import DTYPES, Backend
 from fsdp_lab.backends.storage import DeferredStorage
 from fsdp_lab.backends.wrapping import prepare
 from fsdp_lab.base.errors import FieldError, SpecError
-from fsdp_lab.engine import ParamShard
 from fsdp_lab.models.sources import Batch
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.spec.spec import Spec
@@ -39,7 +38,10 @@ class DDP(Backend):
         deferred = DeferredStorage()
         skeleton.apply(base.materialiser(device, deferred.defer))
         base.place_buffers(skeleton, device, dtypes)
-        shards = [_whole(base.original_name(n), p) for n, p in skeleton.named_parameters()]
+        shards = [
+            base.shard_at(base.original_name(n), p, p.shape, 0, p.detach().view(-1))
+            for n, p in skeleton.named_parameters()
+        ]
         group = mesh.get_group()
         module = DistributedDataParallel(
             skeleton,
@@ -100,11 +102,6 @@ class DDP(Backend):
                     reason = f"DDP needs a gradient for every parameter, and {name} got none"
                     raise SpecError("strategy.backend", reason, "use another backend, or freeze it", {"backend": "lab"})
             self._has_reduced = True
-
-
-def _whole(name: str, param: nn.Parameter) -> ParamShard:
-    local = param.detach().view(-1)
-    return ParamShard(name=name, shape=param.shape, start=0, stop=param.numel(), local=local, param=base.trained(param))
 
 
 def _sum_then_divide(state: tuple[Any, torch.dtype | None], bucket: Any) -> torch.futures.Future[Tensor]:

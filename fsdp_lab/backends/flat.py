@@ -30,7 +30,9 @@ class FlatTensors(Measured):
 
     def resident_bytes(self) -> int:
         """The device copies under optimizer offload, and ZeRO-1's gathered parameters."""
-        return sum(t.nbytes for flat in engine.flats_of(self.module) for t in _resident_tensors(flat))
+        flats = list(engine.flats_of(self.module))
+        copies = sum(flat.device_shard.nbytes for flat in flats if flat.device_shard is not None)
+        return copies + sum(flat.full.nbytes for flat in flats if not flat.is_view_of_master and flat.is_gathered)
 
     def transient_tensors(self) -> Iterator[RoleTensor]:
         for flat in engine.flats_of(self.module):
@@ -163,11 +165,3 @@ def _check_pool(mesh: DeviceMesh) -> None:
     if not shares:
         reason = "mapped is for ranks that share memory, and these do not; fsdp-lab doctor says why"
         raise SpecError("strategy.gather", reason, "use copy", {"gather": "copy"})
-
-
-def _resident_tensors(flat: FlatBuffer) -> Iterator[Tensor]:
-    """What is on the device between steps, besides the master shard."""
-    if flat.device_shard is not None:
-        yield flat.device_shard
-    if not flat.is_view_of_master and flat.is_gathered:
-        yield flat.full

@@ -178,7 +178,11 @@ def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) 
         )
     for handle in _handles(wrapped):
         _detach_frozen(handle)
-    _divide_after_the_sum(wrapped, spec.world_size)
+    # FSDP1 divides by about sqrt(W) before its sum and by the rest after; for parity, all of the division comes after. In
+    # fp16 this can overflow, but there the loss is scaled and an overflow skips the step.
+    for module in FullyShardedDataParallel.fsdp_modules(wrapped):
+        module._gradient_predivide_factor = 1.0  # type: ignore[assignment]
+        module._gradient_postdivide_factor = float(spec.world_size)  # type: ignore[assignment]
     if not offloads:
         shards.defer(wrapped)
     _lazy_init(wrapped, wrapped)  # now, not in the first forward, since it creates the local shards
@@ -186,20 +190,10 @@ def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) 
         for handle in _handles(wrapped):
             handle._use_sharded_flat_param()  # the pinned copy, not what was copied, which the first forward would read
     shards.defer(wrapped)
-    for name, module in wrapped.named_modules():
-        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
-            name_fsdp1_unit(base.original_name(name) or ROOT, module._handle, context_of(mesh))
+    for name, unit in wrapped.named_modules():
+        if isinstance(unit, FullyShardedDataParallel) and unit._handle is not None:
+            name_fsdp1_unit(base.original_name(name) or ROOT, unit._handle, context_of(mesh))
     return wrapped, shards
-
-
-def _divide_after_the_sum(root: FullyShardedDataParallel, world_size: int) -> None:
-    """FSDP1 divides by about sqrt(W) before its sum and by the rest after; for parity, all of the division comes after.
-
-    With fp16 this can overflow, but there the loss is scaled and an overflow skips the step.
-    """
-    for module in FullyShardedDataParallel.fsdp_modules(root):
-        module._gradient_predivide_factor = 1.0  # type: ignore[assignment]
-        module._gradient_postdivide_factor = float(world_size)  # type: ignore[assignment]
 
 
 def _handles(root: nn.Module) -> list[Any]:
@@ -229,6 +223,4 @@ def _detach_frozen(handle: Any) -> None:
 
 def _param_shard(name: str, shape: torch.Size, param: nn.Parameter, info: Any, local: Tensor) -> ParamShard:
     start = info.intra_param_start_idx if info.in_shard else 0
-    return ParamShard(
-        name=name, shape=shape, start=start, stop=start + local.numel(), local=local, param=base.trained(param)
-    )
+    return base.shard_at(name, param, shape, start, local)

@@ -22,7 +22,7 @@ from fsdp_lab.engine import ParamShard
 from fsdp_lab.engine.buffers import pool_of
 from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.models.wrapping import units
-from fsdp_lab.spec.spec import Precision, Spec, Strategy
+from fsdp_lab.spec.spec import Spec, Strategy
 
 
 class FSDP2Tensors(Measured):
@@ -109,17 +109,10 @@ def _own_groups(module: nn.Module) -> list[Any]:
 
 
 def _param_shard(name: str, param: nn.Parameter, shards: DeviceMesh) -> ParamShard:
-    local = base.local_part(param)
-    start = _rows_before(param.shape[0], shards) * (param.shape.numel() // max(1, param.shape[0]))
-    return ParamShard(
-        name=name, shape=param.shape, start=start, stop=start + local.numel(), local=local, param=base.trained(param)
-    )
-
-
-def _rows_before(rows: int, shards: DeviceMesh) -> int:
-    """Rows of a parameter on lower ranks: as torch.chunk splits, ceil(rows / F) per rank."""
-    each = -(-rows // shards.size())
-    return min(rows, each * shards.get_local_rank())
+    rows = param.shape[0]
+    rows_before = min(rows, -(-rows // shards.size()) * shards.get_local_rank())  # as torch.chunk splits
+    start = rows_before * (param.shape.numel() // max(1, rows))
+    return base.shard_at(name, param, param.shape, start, base.local_tensor(param).view(-1))
 
 
 def _shard(model: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
@@ -129,7 +122,8 @@ def _shard(model: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
     outer = prepare(model, strategy)
     groups = {name: [outer(m) for m in group] for name, group in inside.items()}
     context = context_of(mesh)
-    policy = _precision(strategy.dtypes)
+    param = None if strategy.dtypes.param == "fp32" else DTYPES[strategy.dtypes.param]
+    policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=DTYPES[strategy.dtypes.reduce])
     on_gpu = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if strategy.offload == "all" else OffloadPolicy()
     options = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload, "reshard_after_forward": strategy.reshards}
@@ -151,12 +145,6 @@ def _shard(model: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
         for module in filter(_is_unit, model.modules()):
             module.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
     return model
-
-
-def _precision(dtypes: Precision) -> MixedPrecisionPolicy:
-    """The policy of a unit below the root; `output` applies to the root only."""
-    param = None if dtypes.param == "fp32" else DTYPES[dtypes.param]
-    return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=DTYPES[dtypes.reduce])
 
 
 def _materialise(p: Any, device: torch.device) -> None:

@@ -265,8 +265,9 @@ def _kept(backend: Backend, shard: ParamShard, slots: Sequence[str]) -> Sequence
 def gather_json(mine: Any) -> list[Any]:
     """A value of each rank, by rank, as JSON gives it back: tuples become lists; collective. torch's functions for objects
     would unpickle, and so execute, whatever arrives."""
-    text = json.dumps(mine)
-    texts = [text] if dist.get_world_size() == 1 else gather_texts(text, _world(), torch.device("cpu"))
+    text, world = json.dumps(mine), dist.group.WORLD
+    assert world is not None
+    texts = [text] if world.size() == 1 else gather_texts(text, world, torch.device("cpu"))
     return [json.loads(text) for text in texts]
 
 
@@ -280,12 +281,6 @@ def together(make: Callable[[], T]) -> T:
     if first := next((e for e in gather_json(error and error.to_dict()) if e is not None), None):
         raise FieldError.from_dict(first)
     return cast(T, made)
-
-
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
 
 
 def optimizer_slots(backends: Sequence[Backend]) -> tuple[tuple[str, ...], dict[str, float]]:

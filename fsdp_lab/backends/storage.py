@@ -38,17 +38,10 @@ class DeferredStorage:
         for storage, _ in owed:
             storage.resize_(0)
 
-    def allocate(self, tensors: Iterable[Tensor]) -> None:
-        """Allocate the storage of these, where it is deferred."""
-        for t in tensors:
-            self._allocate(_storage(t)._cdata)
-
-    def allocate_all(self) -> None:
-        for key in list(self._owed):
-            self._allocate(key)
-
-    def _allocate(self, key: int) -> None:
-        for storage, nbytes in self._owed.pop(key, ()):
+    def allocate(self, tensors: Iterable[Tensor] | None) -> None:
+        """Allocates the storage of these, or of all, where it is deferred."""
+        keys = list(self._owed) if tensors is None else [_storage(t)._cdata for t in tensors]
+        for storage, nbytes in (owed for key in keys for owed in self._owed.pop(key, ())):
             storage.resize_(nbytes)
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()  # padding must be zero
 

@@ -166,14 +166,13 @@ class StateTransfer:
         park(self.new, self._slots, [self._to[name] for name in stepped])
         for slot, moved in ((PARAM, names), *((slot, stepped) for slot in self._slots if stepped)):
             plan = plan_transfers(moved, self._held, self._wanted)
-            given = {
-                name: (slot_values(self._source.holders[name], self._from[name], slot), self._from[name].start)
-                for name in moved
-            }
-            into = {
-                n: (slot_target(self.new, self._to[n], slot), self._to[n].start) for n in moved if self._to[n].numel
-            }
-            _copy_own(plan, given, into)
+            old = {name: self._from[name] for name in moved}
+            new = {name: self._to[name] for name in moved if self._to[name].numel}
+            given = {n: (slot_values(self._source.holders[n], s, slot), s.start) for n, s in old.items()}
+            into = {n: (slot_target(self.new, s, slot), s.start) for n, s in new.items()}
+            for t in plan:
+                if t.source == t.target == dist.get_rank():
+                    _part(t, into).copy_(_part(t, given))
             for part in exchanges(plan, self._most):
                 self._exchange(part, given, into)
 
@@ -186,7 +185,9 @@ class StateTransfer:
         if like.dtype not in self._exchanged:
             self._exchanged[like.dtype] = like.new_empty(self._most), like.new_empty(self._most)
         outgoing, incoming = self._exchanged[like.dtype]
-        outgoing = _packed([_part(t, given) for t in sent], outgoing)
+        outgoing = outgoing[: sum(t.numel for t in sent)]
+        for t, place in zip(sent, torch.split(outgoing, [t.numel for t in sent]), strict=True):
+            place.copy_(_part(t, given))
         incoming = incoming[: sum(t.numel for t in received)]
         dist.all_to_all_single(
             incoming,
@@ -256,7 +257,10 @@ def plan_transfers(names: Collection[str], held: Sequence[Layout], wanted: Seque
 
 
 def _plan_one(name: str, held: Sequence[Range], wanted: Sequence[Range]) -> Iterator[Transfer]:
-    segments = list(_segments(held))
+    segments: list[tuple[int, int, list[int]]] = []  # between the ends of all ranges, with the ranks that hold each
+    for left, right in pairwise(sorted({edge for bounds in held for edge in bounds})):
+        if holders := [rank for rank, (start, stop) in enumerate(held) if start <= left and right <= stop]:
+            segments.append((left, right, holders))
     for target, (start, stop) in enumerate(wanted):
         at = start
         for left, right, holders in segments:
@@ -266,14 +270,6 @@ def _plan_one(name: str, held: Sequence[Range], wanted: Sequence[Range]) -> Iter
                 at = min(right, stop)
         if at < stop:
             raise ValueError(f"no rank holds {name}[{at}:{stop}]")
-
-
-def _segments(held: Sequence[Range]) -> Iterator[tuple[int, int, list[int]]]:
-    """The intervals between the ends of all ranges, in order, each with the ranks that hold it."""
-    edges = sorted({edge for bounds in held for edge in bounds})
-    for left, right in pairwise(edges):
-        if holders := [rank for rank, (start, stop) in enumerate(held) if start <= left and right <= stop]:
-            yield left, right, holders
 
 
 def _part(t: Transfer, parts: Parts) -> Tensor:
@@ -300,19 +296,3 @@ def exchanges(plan: Sequence[Transfer], most: int) -> Iterator[list[Transfer]]:
 def _pieces(t: Transfer, most: int) -> Iterator[Transfer]:
     for start in range(t.start, t.stop, most):
         yield replace(t, start=start, stop=min(start + most, t.stop))
-
-
-def _copy_own(plan: Sequence[Transfer], given: Parts, into: Parts) -> None:
-    """What this rank has already."""
-    rank = dist.get_rank()
-    for t in plan:
-        if t.source == t.target == rank:
-            _part(t, into).copy_(_part(t, given))
-
-
-def _packed(parts: Sequence[Tensor], into: Tensor) -> Tensor:
-    """One after the other at the beginning of `into`."""
-    out = into[: sum(part.numel() for part in parts)]
-    for part, place in zip(parts, torch.split(out, [part.numel() for part in parts]), strict=True):
-        place.copy_(part)
-    return out

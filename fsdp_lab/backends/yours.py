@@ -77,8 +77,7 @@ class _Unit:
             local = part.of(self.flats)
             trained = nn.Parameter(local, requires_grad=p.requires_grad)
             self.trained += [(part, trained)] * p.requires_grad
-            start, stop, param = part.start, part.stop, base.trained(trained)
-            yield ParamShard(name=name, shape=p.shape, start=start, stop=stop, local=local, param=param)
+            yield base.shard_at(name, trained, p.shape, part.start, local)
 
 
 class Yours(Backend):

@@ -38,7 +38,9 @@ def config(spec: Spec) -> str:
         raise SpecError(e.field, e.reason, f"{e.first_hint}, {SPEC_INSTEAD}", e.fix)
     values = {"ddp": _ddp, "fsdp1": _fsdp1, "fsdp2": _fsdp2}[backend](exported.spec)
     common = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "num_processes": spec.world_size}
-    values = common | _devices(exported.spec) | _compile(exported.spec) | values
+    inductor = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
+    compiled: Values = {"dynamo_config": inductor} if exported.spec.strategy.compile else {}
+    values = common | _devices(exported.spec) | compiled | values
     check(spec.workload)  # last: it may build the model and run it on meta
     return f"{_head(exported, spec)}{yaml.safe_dump(values, sort_keys=False)}"
 
@@ -157,12 +159,6 @@ def _devices(spec: Spec) -> Values:
         reason = "Accelerate runs FSDP only on GPUs, and launches ranks on CPUs only through MPI"
         raise SpecError("devices", reason, f"leave it empty, {SPEC_INSTEAD}", {"devices": None})
     return {"gpu_ids": ",".join(name.removeprefix("cuda:") for name in gpus(spec))}
-
-
-def _compile(spec: Spec) -> Values:
-    if not spec.strategy.compile:
-        return {}
-    return {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}}
 
 
 # -- the text --------------------------------------------------------------------------------------------------------

@@ -38,18 +38,13 @@ def peer(spec: Spec) -> Peer:
     changes = {"backend": backend, "gather": "copy"}
     refused = spec.validate(**changes)
     if refused is not None:
-        raise _of_replacement(refused, BACKEND_TRAITS[backend].title)
+        # The lab's engine supports the field. Another way out may be named, backend lab, which the Spec has already.
+        reason = f"{refused.reason}, and outside the lab {BACKEND_TRAITS[backend].title} replaces the lab's engine"
+        raise SpecError(refused.field, reason, f"{refused.first_hint}, {SPEC_INSTEAD}", refused.fix)
     exported = spec.replace(**changes)
     title = exported.strategy.traits.title
     remarks = [f"It was trained by the lab's own engine; {title} does the same work here", *_differs(spec, exported)]
     return Peer(spec=exported, remarks=(*remarks, *_without_effect(exported)))
-
-
-def _of_replacement(refused: SpecError, title: str) -> SpecError:
-    """The error for a field that the lab's engine supports and the backend that replaces it does not. The other way out that
-    it may name is backend lab, which the Spec has already."""
-    reason = f"{refused.reason}, and outside the lab {title} replaces the lab's engine"
-    return SpecError(refused.field, reason, f"{refused.first_hint}, {SPEC_INSTEAD}", refused.fix)
 
 
 def paragraph(text: str, indent: str = "") -> str:
