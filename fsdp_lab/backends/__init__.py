@@ -23,7 +23,7 @@ from fsdp_lab.backends.transfer import transfer_state
 from fsdp_lab.backends.yours import Yours
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.engine import ParamShard, build_mesh, known_groups
-from fsdp_lab.models.freezing import freeze, frozen_names
+from fsdp_lab.models.build import freeze, frozen_names
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.spec.patterns import unmatched
 from fsdp_lab.spec.spec import YOURS, Spec

@@ -24,7 +24,7 @@ from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.export.files import SUFFIX, Files
 from fsdp_lab.export.target import ROUNDING, SPEC_INSTEAD, WIDTH, gpus, paragraph, peer
-from fsdp_lab.models.freezing import freeze
+from fsdp_lab.models.build import freeze
 from fsdp_lab.models.own import skeleton_of
 from fsdp_lab.models.sources import MASKED_SHARE
 from fsdp_lab.models.tokenizers import open_tokenizer

@@ -1,4 +1,4 @@
-"""Building a model: `build_skeleton` (parameters on meta), and random values of them (`Initializer`).
+"""Building a model: `build_skeleton` (parameters on meta), `freeze`, and random values of parameters (`Initializer`).
 
 Note: initial values depend on (seed, parameter name) alone, so that all backends start equal. One global seed would make
 them depend on the order of construction and on the device; here every parameter has its own generator. transformers'
@@ -33,6 +33,7 @@ from transformers.models.auto import modeling_auto
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models.configs import first_line
 from fsdp_lab.models.presets import Kind, facts_of
+from fsdp_lab.spec.patterns import matches, unmatched
 
 _HEADS: dict[Kind, str] = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -96,6 +97,31 @@ def build_skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     if kind == "causal" and getattr(model, "loss_type", "") is None:
         model.loss_type = "ForCausalLM"  # transformers' own default, without its warning
     return cast(PreTrainedModel, model.train())
+
+
+def frozen_names(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
+    """The names of the parameters that the patterns freeze; a tied one goes by its first name.
+
+    Raises:
+        SpecError: a pattern matches nothing, or nothing is left to train.
+    """
+    if patterns is None:
+        return []
+    names = [name for name, _ in model.named_parameters()]
+    if (wrong := unmatched(patterns, names)) is not None:
+        others = [p for p in patterns if p != wrong]
+        hint = f"give a pattern of names such as {names[0]}, {names[-1]}"
+        raise SpecError("workload.freeze", f"{wrong!r} matches no parameter", hint, {"freeze": others or None})
+    frozen = [name for name in names if matches(name, patterns)]
+    if len(frozen) == len(names):
+        raise SpecError("workload.freeze", "nothing is left to train", "leave a pattern out", {"freeze": None})
+    return frozen
+
+
+def freeze(model: nn.Module, patterns: Sequence[str] | None) -> None:
+    """Clear `requires_grad` of these parameters. Raises SpecError as `frozen_names`, before any is changed."""
+    for name in frozen_names(model, patterns):
+        model.get_parameter(name).requires_grad_(False)
 
 
 _DEFAULT_STD = 0.02
@@ -164,7 +190,7 @@ class Initializer:
     def __call__(self, name: str) -> Tensor:
         """The values of one parameter. Raises KeyError for a name that the model does not have."""
         values = torch.empty(self._shapes[name], dtype=torch.float32, device="cpu")
-        generator = torch.Generator().manual_seed(_seed_of(self.seed, name))
+        generator = torch.Generator().manual_seed(seed_of(self.seed, name))
         with torch.no_grad():
             for draw in self._draws[name]:
                 draw.run(values, generator)
@@ -193,7 +219,7 @@ class Initializer:
             self._check()
             yield 0, self(name).reshape(-1)
             return
-        generator = torch.Generator().manual_seed(_seed_of(self.seed, name))
+        generator = torch.Generator().manual_seed(seed_of(self.seed, name))
         at = 0
         while at < stop:
             self._check()
@@ -215,7 +241,7 @@ class Initializer:
         return ", then ".join(map(str, self._draws[name]))
 
 
-def _seed_of(seed: int, name: str) -> int:
+def seed_of(seed: int, name: str) -> int:
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # torch takes 63 bits without a sign
 

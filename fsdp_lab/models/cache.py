@@ -26,17 +26,13 @@ _HUB_TIMEOUT_S = 5.0
 Progress = Callable[[], None]
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True, kw_only=True)
 class Progresses:
     """What to call while a file is made."""
 
-    made: Progress = _nothing  # here, after each part
-    awaited: Progress = _nothing  # by another process, after each part of it
-    check: Progress = _nothing  # often, while it is awaited: it raises to give up
+    made: Progress = lambda: None  # here, after each part
+    awaited: Progress = lambda: None  # by another process, after each part of it
+    check: Progress = lambda: None  # often, while it is awaited: it raises to give up
 
 
 NO_PROGRESS = Progresses()

@@ -46,21 +46,12 @@ def check(workload: Workload, *, evaluated: int = 0, begins: bool = True) -> Non
         checked_records(workload, facts)  # the ranks count the samples, when they have the tokens
     else:
         check_held_out(workload, _count(workload, facts), evaluated)
-    _check_adapters(workload)
-    if begins:
-        check_weights(workload)
+    if workload.lora is not None:
+        from fsdp_lab.models.configs import resolve
+        from fsdp_lab.models.lora import adapted
 
-
-def _count(workload: Workload, facts: Facts) -> int:
-    """Samples of text as bytes, or of images. Raises SpecError if they cannot be read."""
-    if facts.is_text:
-        return len(checked_text(workload).data) // workload.seq_len
-    return SYNTHETIC_COUNT if workload.data == IMAGES else FolderImages(workload.data, facts).count
-
-
-def check_weights(workload: Workload) -> None:
-    """Raises SpecError if its weights cannot be read or do not fit its model. No values are read."""
-    if (folder := _weights_folder(workload)) is not None:
+        adapted(resolve(workload.model), workload.adapters)
+    if begins and (folder := _weights_folder(workload)) is not None:  # no values are read
         from fsdp_lab.models.build import build_skeleton
         from fsdp_lab.models.configs import resolve
         from fsdp_lab.models.pretrained import Pretrained
@@ -69,16 +60,11 @@ def check_weights(workload: Workload) -> None:
         Pretrained(build_skeleton(resolve(workload.model)), workload, Weights(folder))
 
 
-def _check_adapters(workload: Workload) -> None:
-    if workload.lora is not None:
-        from fsdp_lab.models.configs import resolve
-        from fsdp_lab.models.lora import adapted
-
-        adapted(resolve(workload.model), workload.adapters)
-
-
-def _has_no_files(model: str | Mapping[str, Any]) -> bool:
-    return isinstance(model, Mapping) or model in PRESETS
+def _count(workload: Workload, facts: Facts) -> int:
+    """Samples of text as bytes, or of images. Raises SpecError if they cannot be read."""
+    if facts.is_text:
+        return len(checked_text(workload).data) // workload.seq_len
+    return SYNTHETIC_COUNT if workload.data == IMAGES else FolderImages(workload.data, facts).count
 
 
 def model_facts(model: str | Mapping[str, Any]) -> Facts:
@@ -176,7 +162,8 @@ def _check_ids(workload: Workload, tokenizer: Tokenizer) -> None:
 
 
 def _weights_folder(workload: Workload) -> Path | None:
-    if workload.weights == RANDOM or (workload.weights is None and _has_no_files(workload.model)):
+    has_no_files = isinstance(workload.model, Mapping) or workload.model in PRESETS
+    if workload.weights == RANDOM or (workload.weights is None and has_no_files):
         return None
     from fsdp_lab.models.pretrained import weights_folder
 

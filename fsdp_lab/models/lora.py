@@ -118,14 +118,6 @@ def _draw(name: str) -> Draw:
 # -- in peft's format ------------------------------------------------------------------------------------------------
 
 
-def adapter_tensors(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of adapters by the names that peft gives them in `adapter_model.safetensors`."""
-    named = {
-        _PARTS.sub(lambda part: part[0].removesuffix(f".{_ADAPTER}"), name): name for name in values if is_adapter(name)
-    }
-    return {f"base_model.model.{saved}": values[name] for saved, name in named.items()}
-
-
 def save_adapters(model: PreTrainedModel, values: Mapping[str, Tensor], folder: Path, base: str) -> None:
     """Writes `adapter_config.json` and `adapter_model.safetensors`, for `PeftModel.from_pretrained(model, folder)`. `base`:
     where the model itself is."""
@@ -134,5 +126,8 @@ def save_adapters(model: PreTrainedModel, values: Mapping[str, Tensor], folder: 
     config: Any = model.peft_config[_ADAPTER]  # with the targets that peft chose
     config.base_model_name_or_path, config.inference_mode = base, True
     config.save_pretrained(str(folder))
-    tensors = {name: t.contiguous() for name, t in adapter_tensors(values).items()}
+    tensors = {}
+    for name in filter(is_adapter, values):
+        saved = _PARTS.sub(lambda part: part[0].removesuffix(f".{_ADAPTER}"), name)
+        tensors[f"base_model.model.{saved}"] = values[name].contiguous()
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -28,10 +28,9 @@ from torch.utils.data import default_collate
 
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.tensors import map_tensors, tensors_in
-from fsdp_lab.models.build import parameters_on_meta
+from fsdp_lab.models.build import freeze, parameters_on_meta, seed_of
 from fsdp_lab.models.configs import first_line, resolve
-from fsdp_lab.models.flops import Flops, counted_flops
-from fsdp_lab.models.freezing import freeze
+from fsdp_lab.models.flops import Flops, Recomputed, counted_flops
 from fsdp_lab.models.lora import adapted
 from fsdp_lab.models.sources import Batch, Indices, Source
 from fsdp_lab.spec.user_code import code_name, loaded
@@ -63,6 +62,27 @@ def seeded(*of: int | str, device: torch.device | None = None) -> Iterator[None]
         torch.set_rng_state(of_torch)
         if of_gpu is not None:
             torch.cuda.set_rng_state(of_gpu, device or "cuda")
+
+
+@contextmanager
+def drawing(seed: int, first_sample: int, device: torch.device) -> Iterator[None]:
+    """The context of one forward and backward, with masks of dropout that are the same under every backend. Afterwards the
+    generators of the CPU and of `device` are as before, so that a user's own draws are not disturbed.
+
+    Masks depend on (seed, global number of the micro-batch's first sample, shape of the micro-batch) alone: equal at any
+    number of ranks, after a resume, and in a step that is computed again. A forward that is recomputed has the masks of the
+    first one, since torch's checkpoints restore the generators' states."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], device_type="cuda"):
+        mask_seed = seed_of_masks(seed, first_sample)
+        torch.default_generator.manual_seed(mask_seed)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(mask_seed)
+        yield
+
+
+def seed_of_masks(seed: int, first_sample: int) -> int:
+    return seed_of(seed, f"dropout/{first_sample}")
 
 
 class OwnModel:
@@ -101,7 +121,7 @@ class OwnModel:
         """Its initial values. Raises SpecError if `build` does not make the module of the skeleton again."""
         return BuiltValues(self.built(), skeleton, code_name(self._workload.model))
 
-    def cost(self, source: OwnSource, recomputed: Callable[[nn.Module], Sequence[nn.Module]]) -> OwnCost:
+    def cost(self, source: OwnSource, recomputed: Recomputed) -> OwnCost:
         """FLOPs of one micro-batch, counted in a forward and backward on meta, or on the CPU where that needs values.
         Raises SpecError if it fails there, with what was raised."""
         batch = source.first(self._workload.micro_batch)
@@ -112,7 +132,7 @@ class OwnModel:
         except _RAISED:  # it needs values, or is wrong: the CPU tells
             return self._on_cpu(batch, recomputed)
 
-    def _on_cpu(self, batch: Batch, recomputed: Callable[[nn.Module], Sequence[nn.Module]]) -> OwnCost:
+    def _on_cpu(self, batch: Batch, recomputed: Recomputed) -> OwnCost:
         model = self.built()
         try:
             with seeded(self._workload.seed):
@@ -123,7 +143,7 @@ class OwnModel:
             reason = f"{code_name(self._workload.loss)}(model, batch) raised {type(e).__name__}: {first_line(e)}"
             raise SpecError(_LOSS, reason, f"correct the loss or the model; a batch is {described(batch)}") from e
 
-    def _count(self, model: nn.Module, batch: Batch, recomputed: Callable[[nn.Module], Sequence[nn.Module]]) -> OwnCost:
+    def _count(self, model: nn.Module, batch: Batch, recomputed: Recomputed) -> OwnCost:
         freeze(model, self._workload.freeze)
         flops = counted_flops(lambda: self._loss(model, batch), recomputed(model))
         unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]

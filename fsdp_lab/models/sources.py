@@ -88,8 +88,12 @@ class TokenSource(Source):
             self._begins, self._ends = np.concatenate([[0], tokens.ends])[:-1], tokens.ends
             lengths = self._ends - self._begins
             if len(over := np.flatnonzero(lengths > seq_len)):
-                first, most = int(over[0]), int(lengths.max())
-                raise _too_long(tokens.place(first), int(lengths[first]), most, seq_len, facts.max_positions)
+                first, most, longest = int(over[0]), int(lengths.max()), facts.max_positions
+                fits = longest is None or most <= longest
+                longer = f"a seq_len of {most}" if fits else f"a model with more than {longest} positions"
+                reason = f"{tokens.place(first)} has {lengths[first]} tokens, more than seq_len {seq_len}"
+                hint = f"use packing packed or {longer}, or shorten it"
+                raise SpecError("workload.seq_len", reason, hint, {"seq_len": most} if fits else {"packing": "packed"})
         else:
             self._begins = np.arange(len(tokens.ids) // seq_len, dtype=np.int64) * seq_len
             self._ends = self._begins + seq_len
@@ -245,11 +249,3 @@ def _counted(flags: Flags) -> Indices:
     """How many are set in each row."""
     counts: Indices = flags.sum(axis=1, dtype=np.int64)
     return counts
-
-
-def _too_long(place: str, length: int, most: int, seq_len: int, longest: int | None) -> SpecError:
-    fits = longest is None or most <= longest
-    longer = f"a seq_len of {most}" if fits else f"a model with more than {longest} positions"
-    reason = f"{place} has {length} tokens, more than seq_len {seq_len}"
-    hint = f"use packing packed or {longer}, or shorten it"
-    return SpecError("workload.seq_len", reason, hint, {"seq_len": most} if fits else {"packing": "packed"})
