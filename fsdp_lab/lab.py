@@ -513,7 +513,7 @@ class Lab:
         return self.history.runs(**filters)
 
     def _take_loop(self, message: Mapping[str, Any]) -> None:
-        """On the client's IO thread: what a watched loop in a cell reports."""
+        """Called on the client's IO thread with what a watched loop in a cell reports."""
         if (run := self._activities.take_loop(message)) is not None:
             self._record(run)
 
@@ -540,7 +540,7 @@ class Lab:
         return find(saves[-1]["path"])
 
     def generate(self, prompts: str | Sequence[str], **sampling: Any) -> list[str]:
-        """How the model that the ranks hold continues a text or several; a run in progress does it after its chunk.
+        """Continues a text or several by the model that the ranks hold; a run in progress does it after its chunk.
 
             lab.generate("The capital of France is", new_tokens=8)
 
@@ -762,12 +762,12 @@ class Lab:
 
     @property
     def persistent(self) -> bool:
-        """Whether the ranks outlive this kernel."""
+        """True if the ranks outlive this kernel."""
         return self.cluster.assembly.config.persist_s is not None
 
     @property
     def attached(self) -> bool:
-        """Whether these ranks, and the state that they hold, are those of a former kernel."""
+        """True if these ranks, and the state that they hold, are those of a former kernel."""
         return self.cluster.attached
 
     def close(self) -> None:

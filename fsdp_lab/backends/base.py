@@ -36,29 +36,29 @@ RoleTensor = tuple[Role, Tensor]  # a tensor, and what its storage is used for
 
 
 class Measured(ABC):
-    """What measuring a step needs of a model, whoever has set it up: a `Backend`, or a user (rank/watch/found.py).
+    """A model whose steps are measured: a `Backend`'s, or one that a user has set up (rank/watch/found.py).
 
     Attributes:
-        module: what is called, and what a user sees as `model`.
+        module: the one that is called, and that a user sees as `model`.
     """
 
     module: nn.Module
 
     @abstractmethod
     def parameter_bytes(self) -> int:
-        """Of this rank's shards, without padding, as are the next two."""
+        """Returns the bytes of this rank's shards, without padding, as do the next two."""
 
     @abstractmethod
     def gradient_bytes(self) -> int:
-        """Of its reduced gradients; 0 where there are none now."""
+        """Returns those of its reduced gradients; 0 where there are none now."""
 
     @abstractmethod
     def optimizer_bytes(self) -> int:
-        """Of the optimizer's state; 0 before its first step."""
+        """Returns those of the optimizer's state; 0 before its first step."""
 
     @abstractmethod
     def persistent_tensors(self) -> Iterator[RoleTensor]:
-        """What exists between steps (on the host under offload): shards, their gradients, optimizer state."""
+        """Yields what exists between steps (on the host under offload): shards, their gradients, optimizer state."""
 
     @abstractmethod
     def unit_modules(self) -> list[tuple[str, nn.Module]]:
@@ -71,8 +71,8 @@ class Measured(ABC):
         return 0
 
     def transient_tensors(self) -> Iterator[RoleTensor]:
-        """What is on the device now to compute with: gathered parameters, unreduced gradients. A storage may be listed
-        several times; `persistent_tensors` takes precedence."""
+        """Yields what is on the device now to compute with: gathered parameters, unreduced gradients. A storage may
+        come several times; `persistent_tensors` takes precedence."""
         return iter(())
 
     def leaves(self) -> Iterator[Tensor]:
@@ -81,7 +81,7 @@ class Measured(ABC):
 
 
 class Backend(Measured):
-    """What a trainer needs from each backend. Not thread-safe.
+    """The interface of all backends to a trainer. Not thread-safe.
 
     Attributes:
         optimizer: its parameters hold the gradients. kept: the state that it keeps.
@@ -114,7 +114,7 @@ class Backend(Measured):
         self._objective = objective(spec.workload)
 
     def param_shards(self) -> list[ParamShard]:
-        """In the order of the model's parameters; the same names on every rank."""
+        """The shards in the order of the model's parameters, with the same names on every rank."""
         return self._param_shards
 
     def allocate(self, shards: Iterable[ParamShard] | None = None) -> None:
@@ -126,7 +126,7 @@ class Backend(Measured):
         return self._objective(self.module, move(batch, self.device))
 
     def outputs(self, arguments: Mapping[str, Any]) -> Any:
-        """What the model returns: a mapping. Tensors of `arguments` are on the device."""
+        """Returns the model's outputs, a mapping. Tensors of `arguments` are on the device."""
         return self.module(**arguments)
 
     def begin_step(self, step: int) -> bool:

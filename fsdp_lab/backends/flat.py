@@ -26,7 +26,7 @@ from fsdp_lab.spec.spec import Spec, Strategy
 
 
 class FlatTensors(Measured):
-    """What our engine holds besides shards, and its units."""
+    """The tensors of our engine besides shards, and its units."""
 
     def resident_bytes(self) -> int:
         """The device copies under optimizer offload, and ZeRO-1's gathered parameters."""
@@ -129,13 +129,13 @@ class _Shards:
                 deferred.defer(flat.master, *(t for t in (flat.device_shard,) if t is not None))
 
     def of(self, root: nn.Module) -> list[engine.ParamShard]:
-        """By the parameters' names in the root, in its order."""
+        """The shards by the parameters' names in the root, in its order."""
         named = ((original_name(name), sharded_form(p)) for name, p in root.named_parameters())
         return [dataclasses.replace(self._taken[p.flat][p.number], name=name) for name, p in named if p is not None]
 
 
 def engine_options(strategy: Strategy, mesh: DeviceMesh) -> dict[str, Any]:
-    """A strategy as arguments of `engine.fully_shard` for the root, whose outputs `precision.output` means; collective
+    """Returns a strategy as arguments of `engine.fully_shard` for the root, whose outputs `precision.output` means; collective
     where it reshards to a smaller group."""
     rules, d = strategy.schedule_rules, strategy.dtypes
     param = None if d.param == "fp32" else DTYPES[d.param]

@@ -52,7 +52,7 @@ _PREFETCH = {"before": BackwardPrefetch.BACKWARD_PRE, "after": BackwardPrefetch.
 
 
 class FSDP1Tensors(Measured):
-    """What FSDP1 holds besides shards, and its units."""
+    """The tensors of FSDP1 besides shards, and its units."""
 
     def transient_tensors(self) -> Iterator[RoleTensor]:
         for flat in (handle.flat_param for handle in _handles(self.module)):
@@ -135,7 +135,7 @@ class _Shards:
         return_memory(self._device)
 
     def of(self, root: nn.Module, shapes: Mapping[str, torch.Size]) -> list[ParamShard]:
-        """In the order of the skeleton's parameters."""
+        """The shards in the order of the skeleton's parameters."""
         names = {base.original_name(n): id(p) for n, p in root.named_parameters()}
         return [_param_shard(n, shape, *self._taken[names[n]]) for n, shape in shapes.items() if n in names]
 

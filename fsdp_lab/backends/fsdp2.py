@@ -26,7 +26,7 @@ from fsdp_lab.spec.spec import Spec, Strategy
 
 
 class FSDP2Tensors(Measured):
-    """What FSDP2 holds besides shards, and its units."""
+    """The tensors of FSDP2 besides shards, and its units."""
 
     def transient_tensors(self) -> Iterator[RoleTensor]:
         for group in _param_groups(self.module):

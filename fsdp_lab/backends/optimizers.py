@@ -32,7 +32,7 @@ _NOT_BY_ELEMENTS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class KeptState:
-    """Of each parameter, once it has stepped.
+    """The state that an optimizer keeps of each parameter, once it has stepped.
 
     Attributes:
         slots: name -> the value that all its elements begin with; of tensors of the parameter's shape.
@@ -73,8 +73,8 @@ def check_optimizer(workload: Workload) -> None:
 
 @lru_cache(maxsize=64)
 def kept_state(optimizer: TorchOptimizer, device: str) -> KeptState:
-    """From a step on a tiny parameter without a gradient to speak of. Raises SpecError for a class that keeps anything else
-    than slots and scalars; what torch raises for arguments."""
+    """Returns what a step on a tiny parameter shows. Raises SpecError for a class that keeps anything else than slots and
+    scalars, and what torch raises for arguments."""
     p = nn.Parameter(torch.zeros(2, 3, device=device))
     p.grad = torch.zeros_like(p)
     made = torch_class(optimizer)([p], lr=1e-3, **optimizer.keywords)  # type: ignore[call-arg]

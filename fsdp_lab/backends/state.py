@@ -187,9 +187,9 @@ def _set_beside_tensors(m: nn.Module, name: str, value: Any) -> bool:
 
 
 class ForwardState:
-    """What a forward may change of a backend's modules, copied before a step and given back when the step is discarded:
-    buffers, what `get_extra_state` returns, and random generators. In place, as the step is computed again with the same
-    modules; not of modules whose buffers are all constants (see `module_states`)."""
+    """Copies what a forward may change of a backend's modules before a step, and gives it back when the step is discarded:
+    buffers, what `get_extra_state` returns, and random generators. It does so in place, as the step is computed again with
+    the same modules, and leaves out modules whose buffers are all constants (see `module_states`)."""
 
     def __init__(self, backend: Backend) -> None:
         own, modules = backend.constants is not None, _modules(backend.module)
@@ -207,7 +207,7 @@ class ForwardState:
         self._states = _beside_tensors(self._others)
 
     def give_back(self) -> None:
-        """As of the last `copy`; may be called again."""
+        """Restores the last `copy`; may be called again."""
         for m, before in zip(self._buffered, self._before, strict=True):
             m._buffers.clear()
             m._buffers.update(before)
@@ -218,7 +218,7 @@ class ForwardState:
 
 
 def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """On a GPU in a few launches, where they are of one dtype."""
+    """Copies in a few launches on a GPU, where they are of one dtype."""
     for dtype in {t.dtype for t in sources}:
         of = [i for i, t in enumerate(sources) if t.dtype == dtype]
         torch._foreach_copy_([targets[i] for i in of], [sources[i] for i in of])
@@ -246,7 +246,7 @@ def slot_target(backend: Backend, shard: ParamShard, slot: str) -> Tensor:
 
 
 def has_slots(backend: Backend, shard: ParamShard) -> bool:
-    """Whether the optimizer keeps state for a parameter: it is not frozen, or its state is parked."""
+    """Returns whether the optimizer keeps state for a parameter: it is not frozen, or its state is parked."""
     return shard.param is not None or shard.name in backend.parked
 
 
@@ -272,7 +272,7 @@ def gather_json(mine: Any) -> list[Any]:
 
 
 def together(make: Callable[[], T]) -> T:
-    """What `make` returns; collective. If it raises a FieldError on one rank, all ranks raise that."""
+    """Returns what `make` returns; collective. If it raises a FieldError on one rank, all ranks raise that."""
     error, made = None, None
     try:
         made = make()
@@ -295,7 +295,7 @@ def most_steps(scalars: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _own_slots(backend: Backend) -> set[str]:
-    """Also of parameters whose storage is freed, of which there are no parts."""
+    """Returns slots of all parameters, also of those whose storage is freed, of which there are no parts."""
     of_shards = (shard.slots(backend.optimizer) for shard in backend.param_shards())
     states = (*of_shards, *backend.parked.values())
     return {slot for state in states for slot, t in state.items() if isinstance(t, Tensor) and t.dim()}
@@ -382,7 +382,7 @@ def set_modules(backend: Backend, filled: Sequence[Chunk]) -> None:
 
 
 def _encoded(name: str, value: Any) -> Tensor:
-    """As bytes that are read without running anything. Raises ArgumentError."""
+    """Returns the value as bytes that are read without running anything. Raises ArgumentError."""
     file = io.BytesIO()
     try:
         torch.save(map_tensors(lambda t: t.cpu().clone(), value), file)
@@ -468,7 +468,7 @@ class HostCopies:
 def _shares(
     layouts: Sequence[Layout], rank: int, writers: Sequence[int], shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, tuple[int, int]]]:
-    """(parameter, the range of it that `rank` writes); see the note on shares."""
+    """Yields (parameter, the range of it that `rank` writes); see the note on shares."""
     for name, shape in shapes.items():
         holders: dict[tuple[int, int], list[int]] = {}
         for writer in writers:

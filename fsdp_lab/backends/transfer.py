@@ -81,7 +81,7 @@ class StateSource:
         return list(dict.fromkeys((self.buffers, *self.holders.values())))
 
     def shards(self) -> list[ParamShard]:
-        """Of all parameters, where they are."""
+        """The shards of all parameters, where they are."""
         by_backend = {b: {s.name: s for s in b.param_shards()} for b in self.backends}
         return [by_backend[backend][name] for name, backend in self.holders.items()]
 
@@ -137,7 +137,7 @@ class StateTransfer:
                     left.pop(storage_id(s.local), None)
 
     def settle(self, completed: int) -> StateSource:
-        """Where the state is after an error, when every rank has completed so many batches, and some rank no more."""
+        """Returns where the state is after an error, when every rank has completed so many batches, and some rank no more."""
         moved = {name for names in self._batches[:completed] for name in names}
         holders = {n: self.new if n in moved else b for n, b in self._source.holders.items()}
         return StateSource(holders=holders, buffers=self._source.buffers)
@@ -278,7 +278,7 @@ def _part(t: Transfer, parts: Parts) -> Tensor:
 
 
 def exchanges(plan: Sequence[Transfer], most: int) -> Iterator[list[Transfer]]:
-    """What goes between ranks, in parts of which no rank sends or receives more than `most` elements."""
+    """Yields what goes between ranks, in parts of which no rank sends or receives more than `most` elements."""
     part: list[Transfer] = []
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()

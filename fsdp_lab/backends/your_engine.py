@@ -144,7 +144,7 @@ class YourEngine:
 
 
 class KeptPart(NamedTuple):
-    """What a rank keeps of one parameter: elements [start, stop), at `offset` in tensor `tensor` of those that it keeps."""
+    """The part of a parameter that a rank keeps: elements [start, stop), at `offset` in tensor `tensor` of its tensors."""
 
     start: int = 0
     stop: int = 0
@@ -218,8 +218,8 @@ def take_shard(engine: YourEngine, unit: YourUnit) -> tuple[list[Tensor], list[K
 def layout_of_ranks(
     engine: YourEngine, unit: YourUnit, by_rank: Sequence[Any], *, replicated: bool
 ) -> list[list[KeptPart]]:
-    """What the ranks keep of each parameter, by rank. `by_rank`: how many tensors each keeps, and its parts, as JSON.
-    Raises SpecError, the same on every rank, unless each element is on one rank, or, if `replicated`, on all.
+    """Returns what the ranks keep of each parameter, by rank. `by_rank`: how many tensors each keeps, and its parts, as
+    JSON. Raises SpecError, the same on every rank, unless each element is on one rank, or, if `replicated`, on all.
 
     What is empty on a rank lies in the tensor that it has on another one: the order in which a transfer goes through
     storages is then the same on all ranks.

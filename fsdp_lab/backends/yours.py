@@ -71,7 +71,7 @@ class _Unit:
         self.calls = 0
 
     def shards(self) -> Iterator[ParamShard]:
-        """What the optimizer trains, while the storage of `flats` exists."""
+        """Yields what the optimizer trains, while the storage of `flats` exists."""
         for name, p, parts in zip(self.unit.names, self.unit.params, self.layout, strict=True):
             part = parts[self.unit.rank]
             local = part.of(self.flats)
@@ -134,7 +134,7 @@ class Yours(Backend):
                 self._units.append(one)
 
     def _shard(self, one: _Unit) -> tuple[list[Tensor], list[KeptPart]]:
-        """What this rank keeps, and what is in it. Raises SpecError."""
+        """Returns what this rank keeps, and what is in it. Raises SpecError."""
         flats, parts = take_shard(self._engine, one.unit)
         whole = storages(one.unit)
         if self._is_replicated and not whole.keys() <= {storage_id(t) for t in flats}:
@@ -146,7 +146,7 @@ class Yours(Backend):
         return flats, parts
 
     def _hooks_of(self, one: _Unit) -> Iterator[Any]:
-        """On the modules of a unit. See "Note: hooks and autograd" in fsdp_lab/engine/hooks.py."""
+        """Yields the handles of a unit's hooks. See "Note: hooks and autograd" in fsdp_lab/engine/hooks.py."""
         first, last = one.modules[0], one.modules[-1]
         for module in one.modules:
             before = lambda m, args, kwargs: self._before_forward(one, args, kwargs, watch=m is first)  # noqa: E731
@@ -227,7 +227,7 @@ class Yours(Backend):
             self._after_backward(one)
 
     def _after_backward(self, one: _Unit) -> None:
-        """Its gradients have all come: reduce them, and free the unit."""
+        """Reduces its gradients, which have all come, and frees the unit."""
         if one.has_reduced:
             return
         one.has_reduced = True
@@ -263,7 +263,7 @@ class Yours(Backend):
             self._inspector.check_gathered(*of_unit, during, *values)
 
     def _prefetch(self, one: _Unit, order: Sequence[_Unit], during: str) -> None:
-        """Of the unit that comes after this one."""
+        """Asks for the unit that comes after this one."""
         following = order[order.index(one) + 1 :] if one in order else order
         if not following or not self._engine.prefetches or self._is_replicated:
             return
@@ -353,7 +353,7 @@ Storages = Mapping[int, tuple[str, torch.UntypedStorage]]  # by identity: the fi
 
 
 def storages(unit: YourUnit) -> Storages:
-    """Those of the whole parameters, before `free`."""
+    """Returns the storages of the whole parameters, before `free`."""
     stored: dict[int, tuple[str, torch.UntypedStorage]] = {}
     for name, p in zip(unit.names, unit.params, strict=True):
         stored.setdefault(storage_id(p), (name, p.untyped_storage()))
@@ -383,7 +383,7 @@ class Inspector:
     def check_gathered(
         self, unit: YourUnit, layout: Layout, flats: Flats, during: str, right: Flats, before: Flats
     ) -> None:
-        """After `gather`; `right` and `before` are what `before_gather` returned."""
+        """Called after `gather`; `right` and `before` are what `before_gather` returned."""
         wrong = partial(self._mistake, "gather", unit, during)
         for i, (name, p, parts) in enumerate(zip(unit.names, unit.params, layout, strict=True)):
             part = parts[unit.rank]
@@ -419,7 +419,7 @@ class Inspector:
     # -- free -------------------------------------------------------------------------------------------------------
 
     def check_freed(self, unit: YourUnit, flats: Flats, during: str, before: Storages) -> None:
-        """After `free`; `before` is what `storages` returned."""
+        """Called after `free`; `before` is what `storages` returned."""
         wrong = partial(self._mistake, "free", unit, during)
         if any(t.numel() and not t.untyped_storage().nbytes() for t in flats):
             raise wrong("frees this rank's shard too", "let shard return a copy (clone) of its part")
@@ -437,15 +437,15 @@ class Inspector:
     # -- reduce -----------------------------------------------------------------------------------------------------
 
     def before_reduce(self, unit: YourUnit) -> list[list[Tensor]]:
-        """What autograd gave on each rank for each parameter, flat. Collective."""
+        """Returns what autograd gave on each rank for each parameter, flat. Collective."""
         mine = torch.cat([torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1) for p in unit.params])
         of_ranks = [torch.empty_like(mine) for _ in range(unit.world_size)]
         dist.all_gather(of_ranks, mine)
         return [list(torch.split(t, [p.numel() for p in unit.params])) for t in of_ranks]
 
     def check_reduced(self, unit: YourUnit, layout: Layout, gradients: Flats, by_rank: Sequence[Flats]) -> None:
-        """After `reduce`, or the function that it returned. `gradients`: laid out as the kept tensors. `by_rank`: what
-        `before_reduce` returned."""
+        """Called after `reduce`, or the function that it returned. `gradients`: laid out as the kept tensors. `by_rank`:
+        what `before_reduce` returned."""
         n = unit.world_size
         for name, parts, of_ranks in zip(unit.names, layout, zip(*by_rank, strict=True), strict=True):
             part, mean = parts[unit.rank], torch.stack(of_ranks).sum(0) / n
@@ -466,7 +466,7 @@ class Inspector:
                 raise self._mistake("reduce", unit, "backward", f"gives {name} a gradient that {what}", hint)
 
     def check_dropped(self, unit: YourUnit) -> None:
-        """After `reduce` and `free`, where nothing whole may stay."""
+        """Called after `reduce` and `free`, where nothing whole may stay."""
         for name, p in zip(unit.names, unit.params, strict=True):
             if p.grad is not None:
                 what = f"never frees the whole gradient of {name}, {size(p.grad.nbytes)}"

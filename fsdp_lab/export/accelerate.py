@@ -178,7 +178,7 @@ def _head(exported: Peer, spec: Spec) -> str:
 
 
 def _workload(spec: Spec) -> dict[str, Any]:
-    """Its fields; of code that was sent, its name."""
+    """Returns its fields; of code that was sent, the name."""
     sent = spec.workload.sent_code()
     return {
         name: sent[name].name if name in sent else value
@@ -188,7 +188,7 @@ def _workload(spec: Spec) -> dict[str, Any]:
 
 
 def _for_the_script(spec: Spec) -> Iterator[str]:
-    """What the run did and a config file cannot express."""
+    """Yields what the run did and a config file cannot express."""
     s, w = spec.strategy, spec.workload
     if w.sent_code():
         yield "model, loss, data: code of your own, whose source is in the Spec; your script defines or imports it"

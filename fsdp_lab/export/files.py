@@ -88,7 +88,7 @@ class Files:
             save_adapters(self.model, adapters, folder / "adapter", str(self.weights or ""))
 
     def _write_samples(self, folder: Path) -> None:
-        """Those that are trained on. Of a masked model they are unmasked; labels that are the ids are left out."""
+        """Writes those that are trained on. A masked model's are unmasked; labels that are the ids are left out."""
         count = self._source.count - held_out_count(self._workload, self._source.count)
         of_ids = np.uint16 if (self._facts.vocab_size or 0) <= 1 << 16 else np.int32
         dtypes: dict[str, Any] = {"labels": np.int32, "attention_mask": np.uint8}

@@ -187,7 +187,7 @@ def _names_of(skeleton: nn.Module, modules: Iterable[nn.Module]) -> list[str]:
 
 
 def _unit_names(spec: Spec, skeleton: nn.Module) -> list[Any]:
-    """Of each unit the name of its module, or a list where one has several. Raises SpecError if there are no units."""
+    """Returns the name of each unit's module, or a list where one has several. Raises SpecError if there are no units."""
     groups = [_names_of(skeleton, group) for group in units(skeleton, spec.strategy.wrap)]
     return groups if any(len(group) > 1 for group in groups) else [group[0] for group in groups]
 
@@ -263,7 +263,7 @@ def _training(spec: Spec) -> dict[str, Any]:
 
 
 def _is_rank_ordered(spec: Spec) -> bool:
-    """Whether a reduce-scatter of three or more ranks sums in the order of the ranks, as the lab's wire does; that of two
+    """Returns whether a reduce-scatter of three or more ranks sums in the order of the ranks, as the lab's wire does; that of two
     has one order. Over NCCL the lab keeps NCCL's order."""
     on_gpu = spec.devices is not None and spec.devices[0] != "cpu"
     hookless = spec.strategy.backend == "fsdp1" and spec.strategy.is_hybrid
@@ -321,7 +321,7 @@ def check_names(script: str) -> None:
 
 
 def _defined(node: ast.stmt) -> Iterator[tuple[str, str]]:
-    """(name, definition) of what a statement defines; for an import, the path that it names."""
+    """Yields (name, definition) of what a statement defines; for an import, the path that it names."""
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         home = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
         for alias in node.names:

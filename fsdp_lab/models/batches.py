@@ -105,7 +105,7 @@ class Batches:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Of the workload, to continue texts with. Raises SpecError."""
+        """The workload's tokenizer, to continue texts with. Raises SpecError."""
         return open_tokenizer(self._workload)
 
     def batch(self, samples_before: int, micro: int = 0) -> Batch:
@@ -119,7 +119,7 @@ class Batches:
         return self.source.collate(self._order(samples), samples)
 
     def weight(self, samples_before: int, micro: int = 0) -> float:
-        """By which the mean loss of `batch(samples_before, micro)` is multiplied: see the note. 1 in the mean."""
+        """The factor of the mean loss of `batch(samples_before, micro)`: see the note. It is 1 in the mean."""
         if self.source.labels is None:
             return 1.0
         parts = self._world_size * self._workload.accumulate

@@ -149,7 +149,7 @@ class Draw:
         self.function(target, **self.arguments, **({"generator": generator} if draws else {}))
 
     def range(self, numel: int) -> tuple[int, int] | None:
-        """Which elements of a parameter of `numel` it sets, if one after the other, whatever the shape; None otherwise."""
+        """Returns which elements of a parameter of `numel` it sets, if one after the other, whatever the shape; or None."""
         if self.part is None:
             return (0, numel) if self.function in _ELEMENTWISE else None
         size, stride, offset = self.part
@@ -182,7 +182,7 @@ class Initializer:
     def of_draws(
         cls, shapes: Mapping[str, torch.Size], draws: Mapping[str, list[Draw]], seed: int, check: Callable[[], object]
     ) -> Initializer:
-        """Of parameters whose draws are known, by name."""
+        """Makes one of parameters whose draws are known, by name."""
         made = cls.__new__(cls)
         made.seed, made._check, made._shapes, made._draws = seed, check, dict(shapes), dict(draws)
         return made
@@ -212,7 +212,7 @@ class Initializer:
                 target[first - start : last - start].copy_(piece[first - at : last - at])
 
     def _pieces(self, name: str, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """(where it begins, values) of the pieces of a parameter up to `stop`."""
+        """Yields (where it begins, values) of the pieces of a parameter up to `stop`."""
         numel, draws = self._shapes[name].numel(), self._draws[name]
         ranges = [draw.range(numel) for draw in draws]
         if any(r is None for r in ranges) or ranges[0] != (0, numel) or any(d.part is None for d in draws[1:]):
@@ -294,7 +294,7 @@ def _recorded_draws(model: nn.Module) -> dict[str, list[Draw]]:
 def _children_first(
     module: nn.Module, path: str, owner: PreTrainedModel | None
 ) -> Iterator[tuple[str, nn.Module, PreTrainedModel | None]]:
-    """(path with a final dot, module, innermost transformers model that contains it), for all modules."""
+    """Yields (path with a final dot, module, innermost transformers model that contains it), for all modules."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     for name, child in module.named_children():
         yield from _children_first(child, f"{path}{name}.", owner)

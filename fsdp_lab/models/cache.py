@@ -28,7 +28,7 @@ Progress = Callable[[], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Progresses:
-    """What to call while a file is made."""
+    """The functions that are called while a file is made."""
 
     made: Progress = lambda: None  # here, after each part
     awaited: Progress = lambda: None  # by another process, after each part of it
@@ -77,7 +77,7 @@ def cached(name: str, make: Callable[[Path], None], progress: Progresses = NO_PR
 
 
 def is_hub_name(name: object) -> bool:
-    """Whether it is as "org/name", and neither a file nor a folder here."""
+    """Returns whether it is as "org/name", and neither a file nor a folder here."""
     return isinstance(name, str) and bool(_HUB_NAME.fullmatch(name)) and not Path(name).exists()
 
 

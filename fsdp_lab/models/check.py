@@ -78,7 +78,7 @@ def model_facts(model: str | Mapping[str, Any]) -> Facts:
 
 
 def is_language(workload: Workload) -> bool:
-    """Whether its model is a language model, so that the exponential of its loss is a perplexity."""
+    """Returns whether its model is a language model, so that the exponential of its loss is a perplexity."""
     try:
         return model_facts(workload.model).is_text
     except FieldError:  # the model of a stored run, whose file no longer exists
@@ -114,7 +114,7 @@ def checked_text(workload: Workload) -> Text:
 
 
 def is_plain(workload: Workload) -> bool:
-    """Whether windows of its text's bytes are the samples, which need not be made into tokens. Raises SpecError."""
+    """Returns whether windows of its text's bytes are the samples, without tokens to make. Raises SpecError."""
     if workload.packing != "packed" or tokenizer_folder(workload) is not None:
         return False
     if is_hub_name(workload.data):

@@ -58,8 +58,8 @@ def resolve(model: str | Mapping[str, Any] | PreTrainedConfig, *, dropout: str =
 
 
 def leaves_experts_open(config: PreTrainedConfig) -> bool:
-    """Whether a model has experts, and its config does not say how they compute: transformers would take a grouped product,
-    which takes bf16 alone."""
+    """Returns whether a model has experts, and its config does not say how they compute: transformers would take a grouped
+    product, which takes bf16 alone."""
     has_experts = any("expert" in name and not name.startswith("_") for name in vars(config))
     return has_experts and getattr(config, "_experts_implementation", None) is None
 

@@ -172,7 +172,7 @@ class SyntheticImages:
         self._columns = (np.arange(width, dtype=np.float32) / width)[None, :]
 
     def image(self, index: int) -> tuple[Pixels, int]:
-        """(channels, height, width) of about unit variance, and the class."""
+        """Returns (channels, height, width) of about unit variance, and the class."""
         label = index % self._facts.classes
         of_class = np.random.default_rng((label, 0))
         of_sample = np.random.default_rng((index, 1))
@@ -209,7 +209,7 @@ class FolderImages:
         self.description = f"{folder} ({self.count} images, {max(label for _, label in self._entries) + 1} classes)"
 
     def image(self, index: int) -> tuple[Pixels, int]:
-        """(channels, height, width) between -1 and 1, and the class. Raises SpecError for a file that cannot be read."""
+        """Returns (channels, height, width) between -1 and 1, and the class. Raises SpecError for a file that cannot be read."""
         path, label = self._entries[index]
         raw = self._cache.get(index)
         if raw is None:

@@ -102,12 +102,12 @@ class AdaptedValues:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether it is the name of an adapter's parameter."""
+    """Returns whether it is the name of an adapter's parameter."""
     return _PARTS.search(name) is not None
 
 
 def _draw(name: str) -> Draw:
-    """Of embeddings it is A that begins with zeros, as peft has it."""
+    """Returns peft's draw. A of an embedding begins with zeros, and B of others."""
     parts = _PARTS.search(name)
     assert parts is not None
     if parts[1]:

@@ -118,7 +118,7 @@ class OwnModel:
         return module
 
     def initial(self, skeleton: nn.Module) -> BuiltValues:
-        """Its initial values. Raises SpecError if `build` does not make the module of the skeleton again."""
+        """Returns its initial values. Raises SpecError if `build` does not make the module of the skeleton again."""
         return BuiltValues(self.built(), skeleton, code_name(self._workload.model))
 
     def cost(self, source: OwnSource, recomputed: Recomputed) -> OwnCost:
@@ -212,8 +212,8 @@ def _on_meta(module: nn.Module) -> nn.Module:
 
 
 def objective(workload: Workload) -> Callable[[nn.Module, Any], Tensor]:
-    """(model, batch on its device) -> loss, a scalar with a graph: the user's, or that which a model of transformers
-    returns. Raises SpecError if its code is not here."""
+    """Returns (model, batch on its device) -> loss, a scalar with a graph: the user's, or that which a model of
+    transformers returns. Raises SpecError if its code is not here."""
     if not workload.is_own:
         return _of_transformers
     loss, name = loaded(_LOSS, workload.loss), code_name(workload.loss)
@@ -263,7 +263,7 @@ class OwnSource(Source):
         self.fingerprint = digest.hexdigest()
 
     def is_of(self, workload: Workload) -> bool:
-        """Whether a Workload has the same dataset, which may be another one under the same name."""
+        """Returns whether a Workload has the same dataset, which may be another one under the same name."""
         return self._seed == workload.seed and self._given is loaded(_DATA, workload.data)
 
     def first(self, count: int) -> Batch:
@@ -286,7 +286,7 @@ class OwnSource(Source):
         return batch
 
     def held_out_batch(self, positions: Indices, counted: int) -> Batch:
-        """Without the samples that do not count, but at least one."""
+        """Returns a batch without the samples that do not count, but with one at least."""
         kept = positions[: max(1, counted)]
         return self.collate(kept, kept)
 

@@ -41,7 +41,7 @@ _COMPARED = 4 << 20  # elements of tied tensors at once
 def initial_values(
     model: nn.Module, workload: Workload, weights: Weights | None, check: Callable[[], object] = lambda: None
 ) -> Initializer | Pretrained:
-    """What a model begins with: random values, or those of `weights`. Raises SpecError if these do not fit.
+    """Returns what a model begins with: random values, or those of `weights`. Raises SpecError if these do not fit.
 
     `check` is called between two pieces that are drawn or read; what it raises ends it.
     """
@@ -124,7 +124,7 @@ class Pretrained:
 
 
 class _Match:
-    """What a folder has for a model: `sources`, `missing`, `misshapen` (with both shapes), `extra`."""
+    """The tensors of a folder for a model: `sources`, `missing`, `misshapen` (with both shapes), `extra`."""
 
     def __init__(self, model: nn.Module, weights: Weights) -> None:
         self._folder, self._count = weights.folder, len(weights.names)
@@ -232,7 +232,7 @@ def _renamed(model: nn.Module, stored: Sequence[str], state: Mapping[str, Any]) 
 
 
 def _but_ignored(model: nn.Module, missing: Iterable[str], extra: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Without what the model's class says may be missing or extra, such as position ids in old files."""
+    """Leaves out what the model's class says may be missing or extra, such as position ids in old files."""
     names = SimpleNamespace(missing_keys=dict.fromkeys(missing), unexpected_keys=dict.fromkeys(extra))
     if isinstance(model, PreTrainedModel):
         model._adjust_missing_and_unexpected_keys(cast(Any, names))

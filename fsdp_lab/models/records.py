@@ -41,7 +41,7 @@ _ABOUT = ("readme*", "license*", "licence*", "_*", "dataset_info.json", "dataset
 
 
 class Format(Enum):
-    """What a file is."""
+    """The format of a file."""
 
     TEXT = "text"
     JSON = "JSON lines"
@@ -214,7 +214,7 @@ def _files_of_folder(folder: Path) -> tuple[tuple[Path, Format], ...]:
 
 
 def _format(path: Path) -> Format:
-    """By its ending; a .json is what it begins with: an object on a line of its own, or an array of objects."""
+    """Returns it by the ending; a .json is what it begins with: an object on a line of its own, or an array of objects."""
     suffix = path.suffix.lower()
     if suffix != ".json":
         return _SUFFIXES.get(suffix, Format.TEXT)
@@ -291,7 +291,7 @@ def _rows(path: Path, kind: Format, field: str | None) -> Iterator[tuple[int, di
 
 
 def _table(path: Path, kind: Format) -> Any:
-    """What `datasets` makes of it, which is read in parts."""
+    """Returns a dataset of `datasets`, which is read in parts."""
     from datasets import load_dataset, load_from_disk
 
     if kind is Format.SAVED:

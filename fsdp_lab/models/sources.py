@@ -134,7 +134,7 @@ class TokenSource(Source):
         return batch if self.is_padded else {k: t for k, t in batch.items() if k != "attention_mask"}
 
     def _count_all(self, progress: Progress) -> Indices:
-        """How many labels count of each row. `progress` is called after each part, since all tokens may be read."""
+        """Returns how many labels count of each row. `progress` is called after each part: all tokens may be read."""
         rows = np.arange(len(self._begins), dtype=np.int64)
         if not self.is_padded and self._tokens.answers is None and (alike := self._labels_of_full()):
             return np.full(len(rows), alike, dtype=np.int64)
@@ -145,7 +145,7 @@ class TokenSource(Source):
         return np.concatenate(parts) if parts else rows
 
     def _labels_of_full(self) -> int:
-        """How many labels count of a row without padding all of whose tokens are wanted; 0 where it depends on the row."""
+        """Returns how many labels count of a row of wanted tokens without padding; 0 where it depends on the row."""
         raise NotImplementedError
 
     def _count(self, rows: Rows) -> Indices:
@@ -179,7 +179,7 @@ class HalvedTokens(TokenSource):
         return _counted(self._second(rows) & rows.is_wanted)
 
     def _second(self, rows: Rows) -> Flags:
-        """Whether a token is of the second half; none is where there is only one token."""
+        """Returns whether a token is of the second half; none is where there is only one token."""
         lengths = _counted(rows.is_token)
         halves = np.where(lengths > 1, lengths // 2, self._seq_len)
         return rows.is_token & (np.arange(self._seq_len) >= halves[:, None])
@@ -246,6 +246,6 @@ class MaskedTokens(TokenSource):
 
 
 def _counted(flags: Flags) -> Indices:
-    """How many are set in each row."""
+    """Returns how many are set in each row."""
     counts: Indices = flags.sum(axis=1, dtype=np.int64)
     return counts

@@ -183,8 +183,8 @@ def tokenizer_folder(workload: Workload) -> Path | None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether files of a tokenizer are there, readable or not. That of ByT5, whose tokens are bytes, is none: it is what
-    `ByteTokenizer.save` writes."""
+    """Returns whether files of a tokenizer are there, readable or not. That of ByT5, whose tokens are bytes, is none: it is
+    what `ByteTokenizer.save` writes."""
     if any((folder / name).is_file() for name in (FILE, *_CLASSIC, *_SENTENCEPIECE)):
         return True
     return (folder / _CONFIG).is_file() and '"ByT5Tokenizer"' not in (folder / _CONFIG).read_text(errors="replace")
@@ -220,7 +220,7 @@ def _refusal(reason: str, hint: str) -> SpecError:
 
 
 def _digest(folder: Path, kind: str) -> str:
-    """Of the files, of their class, and of the library, whose versions may split text in other ways."""
+    """Returns one of the files, of their class, and of the library, whose versions may split text in other ways."""
     import transformers
 
     digest = hashlib.blake2b(f"{transformers.__version__} {kind}".encode(), digest_size=16)

@@ -54,7 +54,7 @@ class Box:
     begin_byte: int = 0  # in a file of safetensors
 
     def runs(self, shape: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """(first element of the flattened tensor, first element of the box, count) of its consecutive elements."""
+        """Yields (first element of the flattened tensor, first element of the box, count) of its consecutive elements."""
         inner = len(shape)  # dimensions from here on are whole, but for the first of them
         while inner > 0 and (inner == len(shape) or self.sizes[inner] == shape[inner]):
             inner -= 1
@@ -113,12 +113,12 @@ class Weights:
 
     @property
     def files(self) -> list[str]:
-        """Their names."""
+        """The names of the files."""
         return sorted({box.path.name for stored in self._tensors.values() for box in stored.boxes})
 
     @property
     def is_plain(self) -> bool:
-        """Whether every tensor is whole in one file of safetensors, in its shape."""
+        """True if every tensor is whole in one file of safetensors, in its shape."""
         boxes = [box for t in self._tensors.values() for box in t.boxes]
         flat = any(t.flat for t in self._tensors.values())
         beside = all(box.path.parent == self.folder and box.path.suffix == SAFETENSORS for box in boxes)
@@ -226,7 +226,7 @@ class Weights:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether there are files of weights beside a config, readable or not."""
+    """Returns whether there are files of weights beside a config, readable or not."""
     patterns = ("*.safetensors", "pytorch_model*.bin", "*.gguf", _TORCH_INDEX)
     files = chain.from_iterable(map(folder.glob, patterns))
     return any(not file.name.startswith("adapter_") for file in files)

@@ -95,12 +95,12 @@ def _of_class(model: nn.Module, name: str) -> list[list[nn.Module]]:
 
 
 def _uses(model: nn.Module) -> dict[int, int]:
-    """How many modules use each parameter, by its id."""
+    """Counts the modules that use each parameter, by its id."""
     return Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
 
 
 def _is_closed(module: nn.Module, uses: dict[int, int]) -> bool:
-    """Whether no parameter in it is tied to a module outside. (A tied one belongs to a unit that contains all its uses.)"""
+    """Returns whether no parameter in it is tied to a module outside. (A tied one is of a unit that contains all its uses.)"""
     return all(uses[p] == n for p, n in _uses(module).items())
 
 
