@@ -135,8 +135,8 @@ class _Shards:
 
 
 def engine_options(strategy: Strategy, mesh: DeviceMesh) -> dict[str, Any]:
-    """Returns a strategy as arguments of `engine.fully_shard` for the root, whose outputs `precision.output` means; collective
-    where it reshards to a smaller group."""
+    """Returns the arguments of `engine.fully_shard` for the root, whose outputs `precision.output` means; collective where
+    the strategy reshards to a smaller group."""
     rules, d = strategy.schedule_rules, strategy.dtypes
     param = None if d.param == "fp32" else DTYPES[d.param]
     return {

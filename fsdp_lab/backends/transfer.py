@@ -137,7 +137,7 @@ class StateTransfer:
                     left.pop(storage_id(s.local), None)
 
     def settle(self, completed: int) -> StateSource:
-        """Returns where the state is after an error, when every rank has completed so many batches, and some rank no more."""
+        """Returns where the state is after an error, when all ranks have completed so many batches, and some rank no more."""
         moved = {name for names in self._batches[:completed] for name in names}
         holders = {n: self.new if n in moved else b for n, b in self._source.holders.items()}
         return StateSource(holders=holders, buffers=self._source.buffers)

@@ -263,8 +263,8 @@ def _training(spec: Spec) -> dict[str, Any]:
 
 
 def _is_rank_ordered(spec: Spec) -> bool:
-    """Returns whether a reduce-scatter of three or more ranks sums in the order of the ranks, as the lab's wire does; that of two
-    has one order. Over NCCL the lab keeps NCCL's order."""
+    """Returns whether a reduce-scatter of three or more ranks sums in the order of the ranks, as the lab's wire does; that of
+    two has one order. Over NCCL the lab keeps NCCL's order."""
     on_gpu = spec.devices is not None and spec.devices[0] != "cpu"
     hookless = spec.strategy.backend == "fsdp1" and spec.strategy.is_hybrid
     return spec.strategy.traits.has_units and spec.shard_factor > 2 and not on_gpu and not hookless

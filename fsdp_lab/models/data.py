@@ -209,7 +209,7 @@ class FolderImages:
         self.description = f"{folder} ({self.count} images, {max(label for _, label in self._entries) + 1} classes)"
 
     def image(self, index: int) -> tuple[Pixels, int]:
-        """Returns (channels, height, width) between -1 and 1, and the class. Raises SpecError for a file that cannot be read."""
+        """Returns (channels, height, width) between -1 and 1, and the class. Raises SpecError for an unreadable file."""
         path, label = self._entries[index]
         raw = self._cache.get(index)
         if raw is None:

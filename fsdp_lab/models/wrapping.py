@@ -100,7 +100,7 @@ def _uses(model: nn.Module) -> dict[int, int]:
 
 
 def _is_closed(module: nn.Module, uses: dict[int, int]) -> bool:
-    """Returns whether no parameter in it is tied to a module outside. (A tied one is of a unit that contains all its uses.)"""
+    """Returns whether no parameter in it is tied to a module outside: a tied one is of a unit with all its uses."""
     return all(uses[p] == n for p, n in _uses(module).items())
 
 
