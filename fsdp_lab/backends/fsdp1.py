@@ -121,8 +121,8 @@ class _Shards:
 
     def __init__(self, device: torch.device) -> None:
         self.deferred, self._device = DeferredStorage(), device
-        # By the parameter's id: also where it is, and its part.
-        self._taken: dict[int, tuple[nn.Parameter, Any, Tensor]] = {}
+        # By the parameter's id: also where its part begins, and that part.
+        self._taken: dict[int, tuple[nn.Parameter, int, Tensor]] = {}
 
     def defer(self, root: nn.Module) -> None:
         """Take those of the units that are new, and defer their storage."""
@@ -130,14 +130,22 @@ class _Shards:
             if id(flat._params[0]) not in self._taken:
                 held = getattr(flat, "_local_shard", flat).detach()
                 for p, info in zip(flat._params, flat._shard_param_infos, strict=True):
-                    self._taken[id(p)] = (p, info, _part(info, held))
+                    begin, start, stop = 0, 0, 0
+                    if info.in_shard:
+                        begin, start, stop = (
+                            info.offset_in_shard,
+                            info.intra_param_start_idx,
+                            info.intra_param_end_idx + 1,
+                        )
+                    self._taken[id(p)] = p, start, held[begin : begin + stop - start]
                 self.deferred.defer(held)
         return_memory(self._device)
 
     def of(self, root: nn.Module, shapes: Mapping[str, torch.Size]) -> list[ParamShard]:
         """The shards in the order of the skeleton's parameters."""
         names = {base.original_name(n): id(p) for n, p in root.named_parameters()}
-        return [_param_shard(n, shape, *self._taken[names[n]]) for n, shape in shapes.items() if n in names]
+        taken = [(n, shape, self._taken[names[n]]) for n, shape in shapes.items() if n in names]
+        return [base.shard_at(n, p, shape, start, part) for n, shape, (p, start, part) in taken]
 
 
 def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> tuple[nn.Module, _Shards]:
@@ -201,14 +209,6 @@ def _handles(root: nn.Module) -> list[Any]:
     return [m._handle for m in FullyShardedDataParallel.fsdp_modules(root) if m._handle is not None]
 
 
-def _part(info: Any, held: Tensor) -> Tensor:
-    """This rank's part of one parameter."""
-    if not info.in_shard:
-        return held[:0]
-    begin = info.offset_in_shard
-    return held[begin : begin + info.intra_param_end_idx + 1 - info.intra_param_start_idx]
-
-
 def _detach_frozen(handle: Any) -> None:
     """Let a forward see frozen parameters of a unit without a gradient. Otherwise all views of its flat parameter need one,
     and so does all that is computed from them; the gradients of frozen ones would be computed, and not used."""
@@ -219,8 +219,3 @@ def _detach_frozen(handle: Any) -> None:
 
     if not all(p.requires_grad for p in params):
         handle._get_unflat_views = detached
-
-
-def _param_shard(name: str, shape: torch.Size, param: nn.Parameter, info: Any, local: Tensor) -> ParamShard:
-    start = info.intra_param_start_idx if info.in_shard else 0
-    return base.shard_at(name, param, shape, start, local)

@@ -62,10 +62,14 @@ class FSDP2(FSDP2Tensors, Backend):
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         module = _shard(skeleton, spec.strategy, mesh)
         deferred = DeferredStorage()
-        for group in _param_groups(module):
-            for p in group.fsdp_params:
-                _materialise(p, torch.device("cpu") if spec.strategy.offload == "all" else device)
-                deferred.defer(p.sharded_param)
+        home = torch.device("cpu") if spec.strategy.offload == "all" else device
+        for p in (p for group in _param_groups(module) for p in group.fsdp_params):
+            # Uninitialised storage for torch's private parameter, as `to_empty` gives a whole model; torch pads it.
+            empty = torch.empty_like(p.sharded_param, device=home)
+            p._setattr_on_modules(nn.Parameter(empty, requires_grad=p.sharded_param.requires_grad))
+            with torch.no_grad():
+                p.reset_sharded_param()
+            deferred.defer(p.sharded_param)
         base.place_buffers(module, device, spec.strategy.dtypes)
         shards = [_param_shard(base.original_name(n), p, mesh["shard"]) for n, p in module.named_parameters()]
         super().__init__(module, shards, deferred, spec, mesh, device)
@@ -145,14 +149,6 @@ def _shard(model: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
         for module in filter(_is_unit, model.modules()):
             module.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
     return model
-
-
-def _materialise(p: Any, device: torch.device) -> None:
-    """Give one of torch's private parameters uninitialised storage, as `to_empty` does for a whole model; it pads it."""
-    empty = torch.empty_like(p.sharded_param, device=device)
-    p._setattr_on_modules(nn.Parameter(empty, requires_grad=p.sharded_param.requires_grad))
-    with torch.no_grad():
-        p.reset_sharded_param()
 
 
 def _order_communication(wrapped: list[nn.Module], root: nn.Module, strategy: Strategy) -> None:

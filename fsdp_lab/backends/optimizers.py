@@ -82,19 +82,13 @@ def kept_state(optimizer: TorchOptimizer, device: str) -> KeptState:
     state = {name: t for name, t in made.state[p].items() if t is not None}
     if other := next((n for n, t in state.items() if not isinstance(t, Tensor) or t.shape not in ((), p.shape)), None):
         raise _by_elements(optimizer, f"keeps {other!r}, which is neither of the parameter's shape nor one number")
-    return KeptState(
-        slots={name: _first(t) for name, t in state.items() if t.dim()},
-        scalars={name: (t.dtype, t.device.type != "cpu") for name, t in state.items() if not t.dim()},
-    )
-
-
-def _first(t: Tensor) -> float:
-    value = float(t.flatten()[0])
-    return value if math.isfinite(value) else 0.0
+    first = {name: float(t.flatten()[0]) for name, t in state.items() if t.dim()}
+    slots = {name: value if math.isfinite(value) else 0.0 for name, value in first.items()}
+    scalars = {name: (t.dtype, t.device.type != "cpu") for name, t in state.items() if not t.dim()}
+    return KeptState(slots=slots, scalars=scalars)
 
 
 def _by_elements(optimizer: TorchOptimizer, why: str) -> SpecError:
     reason = f"{optimizer.class_name} {why}, and a rank has parts of them, cut anywhere"
-    return SpecError(
-        "workload.optimizer", reason, "use adamw, or a class that updates each element by itself", _INSTEAD
-    )
+    hint = "use adamw, or a class that updates each element by itself"
+    return SpecError("workload.optimizer", reason, hint, _INSTEAD)

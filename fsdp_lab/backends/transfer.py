@@ -137,7 +137,7 @@ class StateTransfer:
                     left.pop(storage_id(s.local), None)
 
     def settle(self, completed: int) -> StateSource:
-        """Returns where the state is after an error, when all ranks have completed so many batches, and some rank no more."""
+        """Returns where the state is after an error, when all ranks have completed so many batches, and some no more."""
         moved = {name for names in self._batches[:completed] for name in names}
         holders = {n: self.new if n in moved else b for n, b in self._source.holders.items()}
         return StateSource(holders=holders, buffers=self._source.buffers)
@@ -282,7 +282,9 @@ def exchanges(plan: Sequence[Transfer], most: int) -> Iterator[list[Transfer]]:
     part: list[Transfer] = []
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
-    for t in (piece for whole in plan if whole.source != whole.target for piece in _pieces(whole, most)):
+    between = (t for t in plan if t.source != t.target)
+    pieces = (replace(t, start=at, stop=min(at + most, t.stop)) for t in between for at in range(t.start, t.stop, most))
+    for t in pieces:
         if max(sent[t.source], received[t.target]) + t.numel > most:
             yield part
             part, sent, received = [], Counter(), Counter()
@@ -291,8 +293,3 @@ def exchanges(plan: Sequence[Transfer], most: int) -> Iterator[list[Transfer]]:
         received[t.target] += t.numel
     if part:
         yield part
-
-
-def _pieces(t: Transfer, most: int) -> Iterator[Transfer]:
-    for start in range(t.start, t.stop, most):
-        yield replace(t, start=start, stop=min(start + most, t.stop))

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from fsdp_lab.backends.shard_files import read_shards
@@ -161,7 +160,10 @@ def export_pretrained(saved: Checkpoint, folder: Path, *, force: bool = False) -
     values = {name: torch.empty(p.shape) for name, p in model.named_parameters()}
     values.update({name: torch.empty_like(b) for name, b in buffers_in(model)})
     try:
-        read_shards(saved.path, list(_chunks(saved, values)), optional=())
+        first, parameters = saved.manifest["writers"][0], saved.manifest["parameters"]
+        stored = {name: key(name, PARAM) if name in parameters else buffer_key(first, name) for name in values}
+        chunks = [Chunk(name=stored[name], start=0, values=value.view(-1)) for name, value in values.items()]
+        read_shards(saved.path, chunks, optional=())
     except (LookupError, OSError) as e:
         raise ArgumentError("checkpoint", f"{saved.path.name} cannot be read: {e}", "take another one") from e
 
@@ -187,10 +189,3 @@ def _checked(folder: Path, *, force: bool) -> Path:
     if target.exists() and not (force and any((target / name).is_file() for name in MODEL_FILES)):
         raise ArgumentError("path", f"{folder} exists already", f"{hint}, or give force (--force) to replace a model")
     return target
-
-
-def _chunks(saved: Checkpoint, values: dict[str, Tensor]) -> Iterator[Chunk]:
-    first = saved.manifest["writers"][0]
-    for name, value in values.items():
-        stored = key(name, PARAM) if name in saved.manifest["parameters"] else buffer_key(first, name)
-        yield Chunk(name=stored, start=0, values=value.view(-1))

@@ -232,10 +232,14 @@ def _sharding(spec: Spec) -> dict[str, Any]:
             ("limit_all_gathers", "False", not s.limit_all_gathers),
         )
         options |= {name: code for name, code, is_set in others if is_set}
+    # A reduce-scatter of three or more ranks sums in the order of the ranks, as the lab's wire does; that of two has one
+    # order. Over NCCL the lab keeps NCCL's order.
+    on_gpu = spec.devices is not None and spec.devices[0] != "cpu"
+    hookless = s.backend == "fsdp1" and s.is_hybrid
     return {
         "options": options,
         "output_dtype": "" if dtypes.output is None else DTYPES[dtypes.output],
-        "rank_ordered": _is_rank_ordered(spec),
+        "rank_ordered": s.traits.has_units and spec.shard_factor > 2 and not on_gpu and not hookless,
         "sums_then_divides": s.backend == "ddp" and (dtypes.reduce != "fp32" or spec.world_size.bit_count() > 1),
         "sent_as": "" if dtypes.reduce == "fp32" else f".to({DTYPES[dtypes.reduce]})",
         "buffer_dtype": "" if s.backend == "fsdp1" or dtypes.buffer in (None, "fp32") else DTYPES[dtypes.buffer],
@@ -260,14 +264,6 @@ def _training(spec: Spec) -> dict[str, Any]:
         "replicas": spec.world_size // spec.shard_factor,
         "device": device,
     }
-
-
-def _is_rank_ordered(spec: Spec) -> bool:
-    """Returns whether a reduce-scatter of three or more ranks sums in the order of the ranks, as the lab's wire does; that of
-    two has one order. Over NCCL the lab keeps NCCL's order."""
-    on_gpu = spec.devices is not None and spec.devices[0] != "cpu"
-    hookless = spec.strategy.backend == "fsdp1" and spec.strategy.is_hybrid
-    return spec.strategy.traits.has_units and spec.shard_factor > 2 and not on_gpu and not hookless
 
 
 def _dtype_arguments(roles: Mapping[str, str | None]) -> str:

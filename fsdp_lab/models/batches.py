@@ -67,17 +67,14 @@ class Order:
         """Positions of samples, of the same shape."""
         epochs, places = np.divmod(samples, self._count)
         positions = np.empty_like(samples)
-        for epoch in np.unique(epochs):
+        for epoch in map(int, np.unique(epochs)):
+            if epoch not in self._epochs:
+                # A batch is in one epoch or in two consecutive ones.
+                self._epochs = {e: p for e, p in self._epochs.items() if abs(e - epoch) <= 1}
+                self._epochs[epoch] = np.random.default_rng((self._seed, epoch)).permutation(self._count)
             is_in_epoch = epochs == epoch
-            positions[is_in_epoch] = self._permutation(int(epoch))[places[is_in_epoch]]
+            positions[is_in_epoch] = self._epochs[epoch][places[is_in_epoch]]
         return positions
-
-    def _permutation(self, epoch: int) -> Indices:
-        if epoch not in self._epochs:
-            # A batch is in one epoch or in two consecutive ones.
-            self._epochs = {e: p for e, p in self._epochs.items() if abs(e - epoch) <= 1}
-            self._epochs[epoch] = np.random.default_rng((self._seed, epoch)).permutation(self._count)
-        return self._epochs[epoch]
 
 
 SOURCE_FIELDS = (*SAMPLES, "model", "seed")

@@ -162,6 +162,9 @@ class Draw:
         return f"{named.rstrip('_')}({given})" + ("" if self.part is None else " on a part")
 
 
+Draws = Mapping[str, Sequence[Draw]]  # by parameter
+
+
 class Initializer:
     """`Initializer(model, seed)(name)` is the full initial value of one parameter, in fp32 on the CPU.
 
@@ -172,20 +175,14 @@ class Initializer:
 
     buffers: Sequence[str] = ()  # none is drawn: they have the values that the model's constructor computed
 
-    def __init__(self, model: nn.Module, seed: int, check: Callable[[], object] = lambda: None) -> None:
-        """`check` is called before each piece that is drawn; what it raises ends the drawing."""
+    def __init__(
+        self, model: nn.Module, seed: int, check: Callable[[], object] = lambda: None, draws: Draws | None = None
+    ) -> None:
+        """`check` is called before each piece that is drawn; what it raises ends the drawing. `draws`: where they are known,
+        by name."""
         self.seed, self._check = seed, check
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
-        self._draws = _recorded_draws(model)
-
-    @classmethod
-    def of_draws(
-        cls, shapes: Mapping[str, torch.Size], draws: Mapping[str, list[Draw]], seed: int, check: Callable[[], object]
-    ) -> Initializer:
-        """Makes one of parameters whose draws are known, by name."""
-        made = cls.__new__(cls)
-        made.seed, made._check, made._shapes, made._draws = seed, check, dict(shapes), dict(draws)
-        return made
+        self._draws: Draws = _recorded_draws(model) if draws is None else draws
 
     def __call__(self, name: str) -> Tensor:
         """The values of one parameter. Raises KeyError for a name that the model does not have."""

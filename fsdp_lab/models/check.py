@@ -44,8 +44,11 @@ def check(workload: Workload, *, evaluated: int = 0, begins: bool = True) -> Non
     check_shapes(workload, facts)
     if facts.is_text and not is_plain(workload):
         checked_records(workload, facts)  # the ranks count the samples, when they have the tokens
+    elif facts.is_text:
+        check_held_out(workload, len(checked_text(workload).data) // workload.seq_len, evaluated)
     else:
-        check_held_out(workload, _count(workload, facts), evaluated)
+        count = SYNTHETIC_COUNT if workload.data == IMAGES else FolderImages(workload.data, facts).count
+        check_held_out(workload, count, evaluated)
     if workload.lora is not None:
         from fsdp_lab.models.configs import resolve
         from fsdp_lab.models.lora import adapted
@@ -58,13 +61,6 @@ def check(workload: Workload, *, evaluated: int = 0, begins: bool = True) -> Non
         from fsdp_lab.models.weights import Weights
 
         Pretrained(build_skeleton(resolve(workload.model)), workload, Weights(folder))
-
-
-def _count(workload: Workload, facts: Facts) -> int:
-    """Samples of text as bytes, or of images. Raises SpecError if they cannot be read."""
-    if facts.is_text:
-        return len(checked_text(workload).data) // workload.seq_len
-    return SYNTHETIC_COUNT if workload.data == IMAGES else FolderImages(workload.data, facts).count
 
 
 def model_facts(model: str | Mapping[str, Any]) -> Facts:

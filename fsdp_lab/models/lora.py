@@ -36,17 +36,8 @@ _PARTS = re.compile(rf"\.lora_(embedding_)?([AB])\.{_ADAPTER}(?=\.|$)")
 def adapted(config: PreTrainedConfig, lora: Lora | None) -> PreTrainedModel:
     """`build_skeleton`, with adapters if there are to be any. Raises SpecError, also for targets that the model has not."""
     model = build_skeleton(config)
-    if lora is not None:
-        _add(model, lora)
-    return model
-
-
-def base_name(name: str) -> str:
-    """The name of a parameter, buffer or module in the model without adapters."""
-    return name.replace(f"{_BASE}.", ".").removesuffix(_BASE)
-
-
-def _add(model: PreTrainedModel, lora: Lora) -> None:
+    if lora is None:
+        return model
     inject = _peft().inject_adapter_in_model
     try:
         with parameters_on_meta(), warnings.catch_warnings():
@@ -57,6 +48,12 @@ def _add(model: PreTrainedModel, lora: Lora) -> None:
         linear = [n for n in names if not n.isdecimal()]
         reason = f"no adapters can be put into this model ({first_line(e)})"
         raise SpecError(FIELD, reason, f"give targets, some of {', '.join(linear[:12])}", {"lora": None}) from e
+    return model
+
+
+def base_name(name: str) -> str:
+    """The name of a parameter, buffer or module in the model without adapters."""
+    return name.replace(f"{_BASE}.", ".").removesuffix(_BASE)
 
 
 def peft_config(lora: Lora) -> LoraConfig:
@@ -90,9 +87,8 @@ class AdaptedValues:
         self._base = base
         names = {base_name(name): name for name, _ in model.named_buffers()}
         self.buffers: Sequence[str] = tuple(names.get(name, name) for name in base.buffers)
-        shapes = {name: p.shape for name, p in model.named_parameters() if is_adapter(name)}
-        self._adapters = Initializer.of_draws(shapes, {name: [_draw(name)] for name in shapes}, seed, check)
-        self._own = frozenset(shapes)
+        draws = {name: [_draw(name)] for name, _ in model.named_parameters() if is_adapter(name)}
+        self._adapters, self._own = Initializer(model, seed, check, draws), frozenset(draws)
 
     def read_into(self, name: str, start: int, target: Tensor) -> None:
         if name in self._own:

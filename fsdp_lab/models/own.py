@@ -102,7 +102,15 @@ class OwnModel:
             module = None
         if not isinstance(module, nn.Module) or next(module.buffers(), None) is not None:
             module = _on_meta(self.built())
-        self._check(module)
+        parameters = list(module.named_parameters())
+        if not parameters:
+            raise SpecError(_MODEL, f"a {type(module).__name__} has no parameters to train", "return one that has")
+        for name, p in parameters:
+            if isinstance(p, nn.parameter.UninitializedParameter):
+                raise SpecError(_MODEL, f"{name} has no shape before the first forward", "use layers that are not lazy")
+            if p.dtype != torch.float32:
+                reason = f"{name} is {str(p.dtype).removeprefix('torch.')}, and masters are float32"
+                raise SpecError(_MODEL, reason, "build it in float32, and choose a precision")
         return module.train()
 
     def built(self) -> nn.Module:
@@ -148,17 +156,6 @@ class OwnModel:
         flops = counted_flops(lambda: self._loss(model, batch), recomputed(model))
         unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
         return OwnCost(flops=flops, unused=tuple(unused))
-
-    def _check(self, module: nn.Module) -> None:
-        parameters = list(module.named_parameters())
-        if not parameters:
-            raise SpecError(_MODEL, f"a {type(module).__name__} has no parameters to train", "return one that has")
-        for name, p in parameters:
-            if isinstance(p, nn.parameter.UninitializedParameter):
-                raise SpecError(_MODEL, f"{name} has no shape before the first forward", "use layers that are not lazy")
-            if p.dtype != torch.float32:
-                reason = f"{name} is {str(p.dtype).removeprefix('torch.')}, and masters are float32"
-                raise SpecError(_MODEL, reason, "build it in float32, and choose a precision")
 
 
 def skeleton_of(workload: Workload) -> nn.Module:

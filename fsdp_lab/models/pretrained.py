@@ -143,7 +143,11 @@ class _Match:
                 wanted = list(shapes[canonical[name]])
                 self.misshapen[canonical[name]] = f"{list(weights[stored].shape)} instead of {wanted}"
             else:
-                _check_dtype(weights, stored, state[name])
+                dtype = weights[stored].dtype
+                if state[name].is_floating_point() and not dtype.is_floating_point:
+                    of = str(dtype).removeprefix("torch.")
+                    reason = f"{stored} in {weights.folder} is of {of}: quantised weights cannot be trained"
+                    raise SpecError(_FIELD, reason, "give those that were quantised", {"weights": RANDOM})
                 self.sources.setdefault(canonical[name], []).append(stored)
         for name in self.misshapen:  # under another of its names it may fit, but which is right is not known
             self.sources.pop(name, None)
@@ -200,14 +204,6 @@ def smallest_patterns(wanted: Iterable[str], names: Iterable[str]) -> list[str]:
         alone = prefix is None or sum(other.startswith(prefix) for other in wanted) == 1
         patterns[glob.escape(name if alone else str(prefix)) + ("" if alone else "*")] = None
     return list(patterns)
-
-
-def _check_dtype(weights: Weights, stored: str, wanted: Tensor) -> None:
-    dtype = weights[stored].dtype
-    if wanted.is_floating_point() and not dtype.is_floating_point:
-        name = str(dtype).removeprefix("torch.")
-        reason = f"{stored} in {weights.folder} is of {name}: quantised weights cannot be trained"
-        raise SpecError(_FIELD, reason, "give those that were quantised", {"weights": RANDOM})
 
 
 def _renamed(model: nn.Module, stored: Sequence[str], state: Mapping[str, Any]) -> dict[str, str]:

@@ -230,19 +230,15 @@ class MaskedTokens(TokenSource):
     def _tensors(self, rows: Rows, samples: Indices) -> dict[str, Ids]:
         labels = np.full_like(rows.ids, IGNORED)
         counts, can_be_hidden = self._count(rows), self._can_be_hidden(rows)
-        for row, sample in enumerate(samples):
-            self._hide(rows.ids[row], labels[row], np.flatnonzero(can_be_hidden[row]), int(counts[row]), int(sample))
+        for ids, label, places, count, sample in zip(rows.ids, labels, can_be_hidden, counts, samples, strict=True):
+            random = np.random.default_rng((self._seed, int(sample)))
+            chosen = random.permutation(np.flatnonzero(places))[:count]
+            label[chosen] = ids[chosen]
+            draws = random.random(count)
+            ids[chosen[draws < 0.8]] = self._mask_id
+            replaced = chosen[draws >= 0.9]
+            ids[replaced] = self._ordinary[random.integers(0, len(self._ordinary), size=len(replaced))]
         return {"input_ids": rows.ids, "attention_mask": rows.is_token.astype(np.int64), "labels": labels}
-
-    def _hide(self, ids: Ids, labels: Ids, places: Indices, count: int, sample: int) -> None:
-        """Changes one sample's ids and labels, both (seq_len,), in place."""
-        random = np.random.default_rng((self._seed, sample))
-        chosen = random.permutation(places)[:count]
-        labels[chosen] = ids[chosen]
-        draws = random.random(count)
-        ids[chosen[draws < 0.8]] = self._mask_id
-        replaced = chosen[draws >= 0.9]
-        ids[replaced] = self._ordinary[random.integers(0, len(self._ordinary), size=len(replaced))]
 
 
 def _counted(flags: Flags) -> Indices:

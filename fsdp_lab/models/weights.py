@@ -171,10 +171,8 @@ class Weights:
     def _all(self) -> dict[str, StoredTensor]:
         folder = self.folder
         if not folder.is_dir():
-            raise SpecError(
-                _FIELD, f"there is no folder {folder}", f"give a folder that {_SAVE} wrote", {"weights": None}
-            )
-        _refuse_quantised(folder)
+            hint = f"give a folder that {_SAVE} wrote"
+            raise SpecError(_FIELD, f"there is no folder {folder}", hint, {"weights": None})
         try:
             if files := _safetensors_of(folder):
                 return self._collected(files)
@@ -248,14 +246,6 @@ def _without_weights(folder: Path) -> SpecError:
         reason = f"{folder} has {len(there)} files {there[0]}, {there[1]}, and no index that says which"
         how = f"write them with {_SAVE}, or keep one"
     return _broken(reason, f"{how}, or begin with random")
-
-
-def _refuse_quantised(folder: Path) -> None:
-    with suppress(OSError, ValueError):
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if isinstance(config, dict) and config.get("quantization_config"):
-            reason = f"the weights in {folder} are quantised, which cannot be trained"
-            raise _broken(reason, f"give those that were quantised, or convert them: dequantize(), then {_SAVE}")
 
 
 def _broken(reason: str, hint: str = "copy the folder again") -> SpecError:
