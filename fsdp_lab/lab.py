@@ -454,8 +454,7 @@ class Lab:
     def _wanted(
         self, spec: Spec | Mapping[str, Any] | None, changes: Mapping[str, Any], call: str = "", *, anyway: bool = False
     ) -> Spec:
-        """The Spec, or the lab's default one, with the changes. Raises SpecError; `anyway`: not for want of memory, where
-        `call` takes that."""
+        """The Spec, or the default one, with the changes. Raises SpecError; with `anyway` not for want of memory."""
         if spec is None:
             base = Spec(world_size=self.ranks, devices=self._devices)
         else:

@@ -1,5 +1,4 @@
-"""Ways to train a model, behind one interface: our engine ("lab"), FSDP2, FSDP1, DDP, and one of the user's own ("yours").
-Read base.py first.
+"""Ways to train a model, behind one interface (base.py): our engine ("lab"), FSDP2, FSDP1, DDP, and the user's ("yours").
 
 `build` makes the backend of a Spec; `check` refuses what depends on the model, the device or torch.
 """
@@ -55,8 +54,7 @@ def check(skeleton: nn.Module, spec: Spec, device: torch.device) -> None:
 
 
 def build(skeleton: nn.Module, spec: Spec, device: torch.device, *, mesh: DeviceMesh | None = None) -> Backend:
-    """Wrap a skeleton; collective. It holds no parameters yet: use `fill` or `transfer_state`. If it fails, the process
-    groups made for it are destroyed.
+    """Wraps a skeleton; collective. It holds no parameters yet: use `fill` or `transfer_state`. A failure leaves no groups.
 
     `mesh`: by default of the default group, the Wire. Benchmarks pass one of a plain torch group.
     """

@@ -66,8 +66,7 @@ class Measured(ABC):
         `Strategy.wrap` selects. Without the root."""
 
     def resident_bytes(self) -> int:
-        """Bytes on the device between steps besides shards and optimizer state: DDP's buckets, ZeRO-1's gathered
-        parameters."""
+        """Bytes on the device between steps besides shards and optimizer state: DDP's buckets, whole parameters."""
         return 0
 
     def transient_tensors(self) -> Iterator[RoleTensor]:
@@ -162,8 +161,7 @@ class Backend(Measured):
         return _range(shard, local_tensor(shard.param.grad))
 
     def gradients(self) -> list[Tensor]:
-        """This rank's reduced gradients, as the optimizer will see them, in as few tensors as the backend has them in;
-        any padding is zero."""
+        """This rank's reduced gradients, as the optimizer will see them, in few tensors; any padding is zero."""
         shards = map(self.gradient, self.param_shards())
         return [g for g in shards if g is not None and g.numel()]
 
@@ -211,9 +209,6 @@ class Backend(Measured):
     def _gradients(self) -> Iterator[Tensor]:
         """The gradients that the optimizer's parameters hold."""
         return (p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
-
-
-# -- shared helpers --------------------------------------------------------------------------------------------------
 
 
 def make_optimizer(shards: list[ParamShard], workload: Workload) -> torch.optim.Optimizer:

@@ -82,8 +82,7 @@ class FSDP2(FSDP2Tensors, Backend):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Also reshards the root, and under ZeRO-2 every unit, and clears the recorded order of units, by which the
-        next backward would prefetch."""
+        """Also reshards the root, under ZeRO-2 every unit, and clears the order of units for the next prefetches."""
         with super().evaluating():
             yield
         for group in _param_groups(self.module):
@@ -120,8 +119,7 @@ def _param_shard(name: str, param: nn.Parameter, shards: DeviceMesh) -> ParamSha
 
 
 def _shard(model: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
-    """Wrap bottom-up, then the root, which is not resharded after forward (FSDP2's default), since the backward begins
-    with its parameters."""
+    """Wraps bottom-up, then the root, which is not resharded after forward: the backward begins with its parameters."""
     inside = named_units(model, units(model, strategy.wrap))
     outer = prepare(model, strategy)
     groups = {name: [outer(m) for m in group] for name, group in inside.items()}
@@ -152,8 +150,7 @@ def _shard(model: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
 
 
 def _order_communication(wrapped: list[nn.Module], root: nn.Module, strategy: Strategy) -> None:
-    """Prefetch depths and a limit of reductions other than torch's defaults; on a CPU a prefetch runs ahead only if the
-    unshard is asynchronous."""
+    """Sets prefetch depths and a limit of reductions. On a CPU a prefetch runs ahead only if the unshard is asynchronous."""
     for i, module in enumerate(wrapped):
         assert isinstance(module, FSDPModule)
         if strategy.forward_depth:

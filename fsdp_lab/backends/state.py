@@ -165,8 +165,7 @@ def _listed(state: Any) -> Any:
 
 
 def _beside_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """Copies of what `get_extra_state` of these modules returns, and of the states of random generators that are attributes,
-    by name."""
+    """Copies, by name, what `get_extra_state` of these modules returns, and the states of generators that are attributes."""
     states: dict[str, Any] = {}
     for path, m in modules.items():
         if type(m).get_extra_state is not nn.Module.get_extra_state:
@@ -351,8 +350,7 @@ def snapshot(backend: Backend, layouts: Sequence[Layout], rank: int, writers: Co
 def targets(
     backend: Backend, slots: Sequence[str], scalars: Mapping[str, float], buffers_of: int, modules: Mapping[str, int]
 ) -> list[Chunk]:
-    """The tensors of a new backend to be filled from a checkpoint; allocates its parameters and optimizer state. Not
-    collective.
+    """Allocates a new backend's parameters and optimizer state, and returns what a checkpoint is to fill. Not collective.
 
     Args:
         slots, scalars: of the saved optimizer; those that the new one does not keep are left out.

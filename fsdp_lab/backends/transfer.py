@@ -232,9 +232,6 @@ def _together(*layouts: Mapping[str, ParamShard]) -> Iterator[list[str]]:
             yield sorted(names, key=order.__getitem__)
 
 
-# -- the plan: which rank sends which range to which ------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
     """`name[start:stop]`, flat, from rank to rank; both may be the same."""
@@ -251,8 +248,7 @@ class Transfer:
 
 
 def plan_transfers(names: Collection[str], held: Sequence[Layout], wanted: Sequence[Layout]) -> list[Transfer]:
-    """The transfers of all ranks, in the same order on each. `held` and `wanted` are by rank. Raises ValueError if no rank
-    holds what one wants."""
+    """The transfers of all ranks, in order. `held`, `wanted`: by rank. Raises ValueError if no rank holds what one wants."""
     return [t for name in names for t in _plan_one(name, [at[name] for at in held], [at[name] for at in wanted])]
 
 

@@ -99,8 +99,7 @@ class YourEngine:
                 raise SpecError(ENGINE_FIELD, reason, f"define {method}(self, unit)")
 
     def call(self, method: str, unit: YourUnit, during: str = "", function: Callable[[], Any] | None = None) -> Any:
-        """Returns what a method returns, or the `function` that it returned before. Raises SpecError for what it raises,
-        except an abort or a timeout."""
+        """Returns what a method, or the `function` it returned, returns. An error, but no abort or timeout, is a SpecError."""
         self.in_progress = self._title(method, unit, during), time.monotonic()
         try:
             with torch.no_grad(), _Guard(unit) if self.guards else nullcontext():
@@ -138,9 +137,6 @@ class YourEngine:
         at = begins[0] + number - code.co_firstlineno if len(begins) == 1 else len(lines)
         line = lines[at] if at < len(lines) else linecache.getline(code.co_filename, number)
         return f", in the line {line.strip()}" if line.strip() else ""
-
-
-# -- what a rank keeps -------------------------------------------------------------------------------------------------
 
 
 class KeptPart(NamedTuple):

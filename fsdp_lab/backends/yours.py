@@ -369,8 +369,7 @@ class Inspector:
     # -- gather -----------------------------------------------------------------------------------------------------
 
     def before_gather(self, unit: YourUnit, layout: Layout, flats: Flats) -> tuple[list[Tensor], list[Tensor]]:
-        """The unit's parameters as the shards of all ranks have them, and as they are, where they are whole; each flat.
-        Collective."""
+        """The unit's parameters as the shards of all ranks have them, and as they are, if whole; flat. Collective."""
         sizes = [p.numel() for p in unit.params]
         right = torch.zeros(sum(sizes), device=unit.params[0].device)
         for parts, target in zip(layout, torch.split(right, sizes), strict=True):
@@ -444,8 +443,7 @@ class Inspector:
         return [list(torch.split(t, [p.numel() for p in unit.params])) for t in of_ranks]
 
     def check_reduced(self, unit: YourUnit, layout: Layout, gradients: Flats, by_rank: Sequence[Flats]) -> None:
-        """Called after `reduce`, or the function that it returned. `gradients`: laid out as the kept tensors. `by_rank`:
-        what `before_reduce` returned."""
+        """Called after `reduce`. `gradients`: laid out as the kept tensors. `by_rank`: what `before_reduce` returned."""
         n = unit.world_size
         for name, parts, of_ranks in zip(unit.names, layout, zip(*by_rank, strict=True), strict=True):
             part, mean = parts[unit.rank], torch.stack(of_ranks).sum(0) / n

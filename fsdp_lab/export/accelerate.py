@@ -45,9 +45,6 @@ def config(spec: Spec) -> str:
     return f"{_head(exported, spec)}{yaml.safe_dump(values, sort_keys=False)}"
 
 
-# -- each backend ----------------------------------------------------------------------------------------------------
-
-
 def _fsdp2(spec: Spec) -> Values:
     s = spec.strategy
     sharding = {
@@ -98,9 +95,6 @@ def _ddp(spec: Spec) -> Values:
         hint = f"under DDP a config cannot reduce gradients in {dtypes.reduce}"
         raise refuse("precision", hint, "use bf16 or fp32", precision="bf16")
     return {"distributed_type": "MULTI_GPU", "mixed_precision": "no" if dtypes.param == "fp32" else dtypes.param}
-
-
-# -- what they share -------------------------------------------------------------------------------------------------
 
 
 def _mixed_precision(spec: Spec) -> str:
@@ -159,9 +153,6 @@ def _devices(spec: Spec) -> Values:
         reason = "Accelerate runs FSDP only on GPUs, and launches ranks on CPUs only through MPI"
         raise SpecError("devices", reason, f"leave it empty, {SPEC_INSTEAD}", {"devices": None})
     return {"gpu_ids": ",".join(name.removeprefix("cuda:") for name in gpus(spec))}
-
-
-# -- the text --------------------------------------------------------------------------------------------------------
 
 
 def _head(exported: Peer, spec: Spec) -> str:

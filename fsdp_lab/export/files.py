@@ -139,9 +139,6 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> Path:
     return target
 
 
-# -- a checkpoint's model -----------------------------------------------------------------------------------------------
-
-
 def export_pretrained(saved: Checkpoint, folder: Path, *, force: bool = False) -> Path:
     """Writes config, weights (fp32, safetensors) and tokenizer atomically; the model must fit the host's memory. Of a model
     with adapters, these alone, in peft's format.

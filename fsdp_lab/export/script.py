@@ -1,7 +1,6 @@
 """`script`: a Spec as a torchrun script in plain torch, and the files that it reads.
 
-script.py.jinja has the script's functions. The docstring, and those imports and constants that the functions use, are put
-before them here.
+script.py.jinja has the script's functions. The docstring, and the imports and constants that they use, come from here.
 """
 
 from __future__ import annotations

@@ -44,16 +44,12 @@ from fsdp_lab.models.sources import (
     ImageSource,
     Indices,
     MaskedTokens,
-    Rows,
     Source,
     TokenSource,
 )
 from fsdp_lab.models.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
 from fsdp_lab.models.tokens import bytes_as_tokens, open_tokens
 from fsdp_lab.spec.workload import SAMPLES, Workload
-
-_ROWS = 4096  # that are read at once
-MASK_ID = 2  # ByT5's <unk>, which no byte maps to
 
 
 class Order:
@@ -153,15 +149,6 @@ class Batches:
         """The global numbers of the samples of `batch(samples_before, micro)`."""
         first = samples_before + (micro * self._world_size + self._rank) * self._size
         return np.arange(first, first + self._size, dtype=np.int64)
-
-
-def token_rows(workload: Workload, config: Any) -> Iterator[Rows]:
-    """All samples of text in the order of the data, held-out ones last, some at a time: their token ids [n, seq_len], which
-    are no padding, and which are to be predicted. `Order` says which of them a step reads. Raises SpecError."""
-    source = open_source(workload, config)
-    assert isinstance(source, TokenSource)
-    for first in range(0, source.count, _ROWS):
-        yield source.rows(np.arange(first, min(first + _ROWS, source.count), dtype=np.int64))
 
 
 def open_source(workload: Workload, config: Any, progress: Progresses = NO_PROGRESS) -> Source:

@@ -178,8 +178,7 @@ class Initializer:
     def __init__(
         self, model: nn.Module, seed: int, check: Callable[[], object] = lambda: None, draws: Draws | None = None
     ) -> None:
-        """`check` is called before each piece that is drawn; what it raises ends the drawing. `draws`: where they are known,
-        by name."""
+        """`check` is called before each piece that is drawn; what it raises ends the drawing. `draws`: if they are known."""
         self.seed, self._check = seed, check
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
         self._draws: Draws = _recorded_draws(model) if draws is None else draws
@@ -229,12 +228,8 @@ class Initializer:
             yield at, piece
             at = end
 
-    def draws(self, name: str) -> tuple[Draw, ...]:
-        """The calls that make one parameter's values, in order; all use the same generator."""
-        return tuple(self._draws[name])
-
     def recipe(self, name: str) -> str:
-        """These calls as text: "normal(mean=0, std=0.02)"."""
+        """The calls that make one parameter's values, in order, as text: "normal(mean=0, std=0.02)"."""
         return ", then ".join(map(str, self._draws[name]))
 
 

@@ -35,8 +35,7 @@ STDLIB = "stdlib"
 
 def check(workload: Workload, *, evaluated: int = 0, begins: bool = True) -> None:
     """Raises SpecError if the workload cannot run: its model, its sequence length, its data, fewer held-out samples than
-    are to be `evaluated`, or its weights, unless it continues a training and `begins` is false. Own code is checked
-    by the ranks, where it runs."""
+    are to be `evaluated`, or, if it `begins` a training, its weights. Own code is checked by the ranks, where it runs."""
     if workload.is_own:
         return
     is_preset = isinstance(workload.model, str) and workload.model in PRESETS
@@ -121,8 +120,7 @@ def is_plain(workload: Workload) -> bool:
 
 
 def checked_records(workload: Workload, facts: Facts) -> tuple[Records, Tokenizer]:
-    """The workload's samples and its tokenizer, whose ids the model knows, after a look at the first sample. Raises
-    SpecError."""
+    """The workload's samples, after a look at the first, and its tokenizer, whose ids the model knows. Raises SpecError."""
     tokenizer = open_tokenizer(workload)
     if facts.vocab_size is None or tokenizer.vocabulary > facts.vocab_size:
         raise SpecError(

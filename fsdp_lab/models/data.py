@@ -51,9 +51,6 @@ _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # of Pillow, by channels
 _CACHE_BYTES = 256 * 2**20
 
 
-# -- text ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Text:
     """Bytes to train on. Ranks that read the same bytes have the same `fingerprint`."""
@@ -153,9 +150,6 @@ def _fingerprint(data: Bytes) -> str:
     """A hash of the length and of up to 2 MiB at either end; hashing all of a large file would take too long."""
     ends = data if len(data) <= 4 * 2**20 else np.concatenate([data[: 2**21], data[-(2**21) :]])
     return hashlib.blake2b(ends.tobytes() + str(len(data)).encode(), digest_size=8).hexdigest()
-
-
-# -- images ----------------------------------------------------------------------------------------------------------
 
 
 class SyntheticImages:

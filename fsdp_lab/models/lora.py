@@ -4,8 +4,7 @@ peft puts a layer of its own around each target, inside of the model, whose clas
 called "base_layer" then; `base_name` is the name without that. All parameters but those of adapters are frozen.
 
 Note: initial values. Those of the model are drawn or read as without adapters, so that adding them changes no loss before
-the first update: one of A and B begins with zeros. The other is drawn as peft draws it, from (seed, name) as all random
-values are.
+the first update: one of A and B begins with zeros. The other is drawn as peft draws it, from (seed, name).
 """
 
 from __future__ import annotations
@@ -71,9 +70,6 @@ def _peft() -> Any:
     return peft
 
 
-# -- initial values --------------------------------------------------------------------------------------------------
-
-
 class _Values(Protocol):
     buffers: Sequence[str]
 
@@ -111,12 +107,8 @@ def _draw(name: str) -> Draw:
     return Draw(nn.init.kaiming_uniform_, {"a": math.sqrt(5)}) if parts[2] == "A" else Draw(nn.init.zeros_, {})
 
 
-# -- in peft's format ------------------------------------------------------------------------------------------------
-
-
 def save_adapters(model: PreTrainedModel, values: Mapping[str, Tensor], folder: Path, base: str) -> None:
-    """Writes `adapter_config.json` and `adapter_model.safetensors`, for `PeftModel.from_pretrained(model, folder)`. `base`:
-    where the model itself is."""
+    """Writes a folder for `PeftModel.from_pretrained(model, folder)`. `base`: where the model itself is."""
     from safetensors.torch import save_file
 
     config: Any = model.peft_config[_ADAPTER]  # with the targets that peft chose

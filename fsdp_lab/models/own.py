@@ -205,9 +205,6 @@ def _on_meta(module: nn.Module) -> nn.Module:
     return module
 
 
-# -- loss ------------------------------------------------------------------------------------------------------------
-
-
 def objective(workload: Workload) -> Callable[[nn.Module, Any], Tensor]:
     """Returns (model, batch on its device) -> loss, a scalar with a graph: the user's, or that which a model of
     transformers returns. Raises SpecError if its code is not here."""
@@ -237,9 +234,6 @@ def objective(workload: Workload) -> Callable[[nn.Module, Any], Tensor]:
 def _of_transformers(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     loss: Tensor = model(**batch)["loss"]
     return loss
-
-
-# -- data ------------------------------------------------------------------------------------------------------------
 
 
 class OwnSource(Source):

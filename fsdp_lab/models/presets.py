@@ -52,7 +52,7 @@ def key_of(model: str | Mapping[str, Any]) -> str:
     return model if isinstance(model, str) else json.dumps(model, sort_keys=True, default=dict)
 
 
-# -- one function per family, with the numbers in
+# One function per family, with the numbers in which its models differ; then the table of them.
 # fmt: off
 
 def gpt2_config(

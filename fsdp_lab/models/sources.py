@@ -34,11 +34,9 @@ class Source:
     """Samples by position in the data.
 
     Attributes:
-        is_even: whether all of the data's rows are samples, with the same number of labels.
         labels: how many labels count of each sample, all above 0; None: of every sample the same number.
     """
 
-    is_even = True
     count: int
     description: str
     fingerprint: str
@@ -109,7 +107,6 @@ class TokenSource(Source):
             raise SpecError("workload.data", f"no sample of {workload.data} has anything to predict", "give other data")
         kept = counts[self._kept]
         self.labels = None if (kept == kept[0]).all() else kept
-        self.is_even = self.labels is None and self.count == len(counts)
         self.fingerprint = tokens.fingerprint
         rows, without = "rows" if self.is_padded else "windows", len(counts) - self.count
         left_out = (f"{without:,} {rows} without labels left out",) if without else ()

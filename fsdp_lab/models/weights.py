@@ -166,8 +166,6 @@ class Weights:
             raise OSError(f"{box.path} changed while it was read: it became shorter")
         return torch.from_numpy(values).view(dtype)
 
-    # -- what a folder holds -------------------------------------------------------------------------------------------
-
     def _all(self) -> dict[str, StoredTensor]:
         folder = self.folder
         if not folder.is_dir():
@@ -321,9 +319,6 @@ def _extent(boxes: Sequence[Box]) -> tuple[int, ...]:
     """The shape of the tensor that they make up."""
     ends = zip(*([o + s for o, s in zip(b.offsets, b.sizes, strict=True)] for b in boxes), strict=True)
     return tuple(max(end) for end in ends)
-
-
-# -- names of wrappers -------------------------------------------------------------------------------------------------
 
 
 def unwrap_names(folder: str | os.PathLike[str], to: str | os.PathLike[str]) -> Path:
