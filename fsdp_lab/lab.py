@@ -596,7 +596,11 @@ class Lab:
             by_rank = self.cluster.call("calibrate", specs=specs, dtypes=dtypes, passes=passes)
             name = str(self.cluster.call("status")[0]["device_name"])
             alike = tuple(dict.fromkeys(map(one_rank, anchors)))
-            crowds = {n: self._crowd(n, dtypes, alike, passes, name) for n in ranks}
+            crowds: dict[int, Calibration] = {}
+            for n in ranks:  # this rank as one of so many on its host
+                crowd_s, wanted = time.monotonic(), [spec.to_dict() for spec in crowd_specs(dtypes, alike)]
+                (crowd,) = self.cluster.call("crowd", ranks=n, specs=wanted, dtypes=dtypes, passes=passes)
+                crowds[n] = alone(crowd["each"], dtypes, alike, name=name, seconds=time.monotonic() - crowd_s)
         took_s, shapes = time.monotonic() - begun_s, shapes_of(timed)
         self._calibration = Calibration.of(
             by_rank, unix_s=time.time(), seconds=took_s, name=name, devices=devices, shapes=shapes, crowds=crowds
@@ -617,14 +621,6 @@ class Lab:
         if ranks and self.devices[0] != "cpu":
             reason = "GPUs are not shared as the cores of a CPU are"
             raise ArgumentError("ranks", reason, "leave it out, and plan for hosts")
-
-    def _crowd(
-        self, ranks: int, dtypes: Sequence[str], anchors: tuple[Spec, ...], passes: int, name: str
-    ) -> Calibration:
-        """This rank as one of so many on its host."""
-        begun_s, specs = time.monotonic(), [spec.to_dict() for spec in crowd_specs(dtypes, anchors)]
-        (timed,) = self.cluster.call("crowd", ranks=ranks, specs=specs, dtypes=dtypes, passes=passes)
-        return alone(timed["each"], dtypes, anchors, name=name, seconds=time.monotonic() - begun_s)
 
     def plan(self, spec: Spec | None = None, hardware: str | None = None, *, hosts: int | None = None,
              network_gbit_per_s: float | None = None) -> Plan:  # fmt: skip

@@ -35,7 +35,6 @@ from fsdp_lab.backends.base import Backend, drop_slots, seed_state
 from fsdp_lab.backends.state import (
     PARAM,
     Layout,
-    Range,
     buffers_in,
     gather_json,
     has_slots,
@@ -249,23 +248,23 @@ class Transfer:
 
 def plan_transfers(names: Collection[str], held: Sequence[Layout], wanted: Sequence[Layout]) -> list[Transfer]:
     """The transfers of all ranks, in order. `held`, `wanted`: by rank. Raises ValueError if no rank holds what one wants."""
-    return [t for name in names for t in _plan_one(name, [at[name] for at in held], [at[name] for at in wanted])]
-
-
-def _plan_one(name: str, held: Sequence[Range], wanted: Sequence[Range]) -> Iterator[Transfer]:
-    segments: list[tuple[int, int, list[int]]] = []  # between the ends of all ranges, with the ranks that hold each
-    for left, right in pairwise(sorted({edge for bounds in held for edge in bounds})):
-        if holders := [rank for rank, (start, stop) in enumerate(held) if start <= left and right <= stop]:
-            segments.append((left, right, holders))
-    for target, (start, stop) in enumerate(wanted):
-        at = start
-        for left, right, holders in segments:
-            if at < stop and left <= at < right:
-                source = min(holders, key=lambda rank: (rank - target) % len(held))
-                yield Transfer(name=name, start=at, stop=min(right, stop), source=source, target=target)
-                at = min(right, stop)
-        if at < stop:
-            raise ValueError(f"no rank holds {name}[{at}:{stop}]")
+    plan: list[Transfer] = []
+    for name in names:
+        ranges = [layout[name] for layout in held]
+        segments: list[tuple[int, int, list[int]]] = []  # between the ends of all ranges, with the ranks that hold each
+        for left, right in pairwise(sorted({edge for bounds in ranges for edge in bounds})):
+            if holders := [rank for rank, (start, stop) in enumerate(ranges) if start <= left and right <= stop]:
+                segments.append((left, right, holders))
+        for target, layout in enumerate(wanted):
+            at, stop = layout[name]
+            for left, right, holders in segments:
+                if at < stop and left <= at < right:
+                    source = min(holders, key=lambda rank: (rank - target) % len(held))
+                    plan.append(Transfer(name=name, start=at, stop=min(right, stop), source=source, target=target))
+                    at = min(right, stop)
+            if at < stop:
+                raise ValueError(f"no rank holds {name}[{at}:{stop}]")
+    return plan
 
 
 def _part(t: Transfer, parts: Parts) -> Tensor:

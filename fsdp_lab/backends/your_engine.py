@@ -99,7 +99,7 @@ class YourEngine:
                 raise SpecError(ENGINE_FIELD, reason, f"define {method}(self, unit)")
 
     def call(self, method: str, unit: YourUnit, during: str = "", function: Callable[[], Any] | None = None) -> Any:
-        """Returns what a method, or the `function` it returned, returns. An error, but no abort or timeout, is a SpecError."""
+        """Returns what a method, or the `function` it returned, returns. Raises SpecError for what it raises, but aborts."""
         self.in_progress = self._title(method, unit, during), time.monotonic()
         try:
             with torch.no_grad(), _Guard(unit) if self.guards else nullcontext():

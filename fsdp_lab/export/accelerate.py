@@ -57,11 +57,8 @@ def _fsdp2(spec: Spec) -> Values:
     values: Values = {"distributed_type": "FSDP", "mixed_precision": _mixed_precision(spec)}
     values["fsdp_config"] = sharding | _wrapping(spec) | _recompute(spec)
     if s.is_hybrid:
-        factor = spec.shard_factor
-        values["parallelism_config"] = {
-            "parallelism_config_dp_replicate_size": spec.world_size // factor,
-            "parallelism_config_dp_shard_size": factor,
-        }
+        sizes = {"replicate": spec.world_size // spec.shard_factor, "shard": spec.shard_factor}
+        values["parallelism_config"] = {f"parallelism_config_dp_{name}_size": n for name, n in sizes.items()}
     return values
 
 
@@ -156,26 +153,18 @@ def _devices(spec: Spec) -> Values:
 
 
 def _head(exported: Peer, spec: Spec) -> str:
-    s = exported.spec.strategy
+    s, sent, given = exported.spec.strategy, spec.workload.sent_code(), spec.to_dict()["workload"].items()
+    # Its fields; of code that was sent, the name.
+    workload = {n: sent[n].name if n in sent else v for n, v in given if n != "loss" or v is not None}
     blocks = [
         f"{s.traits.title}, {s.sharding}, on {spec.world_size} processes:",
         "    accelerate launch --config_file THIS_FILE your_script.py",
         f"Written by fsdp_lab {__version__}. Your script determines what is trained; the run's workload was:",
-        *(f"    {name}: {json.dumps(value)}" for name, value in _workload(spec).items()),
+        *(f"    {name}: {json.dumps(value)}" for name, value in workload.items()),
         *(f"- {text}." for text in (*_for_the_script(exported.spec), *exported.remarks)),
     ]
     lines = [line for block in blocks for line in (paragraph(block) if block[0] == "-" else block).splitlines()]
     return "".join(f"# {line}\n" for line in lines)
-
-
-def _workload(spec: Spec) -> dict[str, Any]:
-    """Returns its fields; of code that was sent, the name."""
-    sent = spec.workload.sent_code()
-    return {
-        name: sent[name].name if name in sent else value
-        for name, value in spec.to_dict()["workload"].items()
-        if name != "loss" or value is not None
-    }
 
 
 def _for_the_script(spec: Spec) -> Iterator[str]:

@@ -278,8 +278,12 @@ def _recorded_draws(model: nn.Module) -> dict[str, list[Draw]]:
             for name in computed:
                 draws[name] = [Draw(partial(_compute_, owner, kept, own_names[name]), {})]
     for name, parameter in model.named_parameters():
-        if not draws[name] or draws[name][0].part is not None:
-            draws[name].insert(0, _default_draw(name, parameter))
+        if not draws[name] or draws[name][0].part is not None:  # not initialised, or not as a whole
+            if name.endswith("bias") or parameter.dim() < 2:
+                default = Draw(nn.init.zeros_ if name.endswith("bias") else nn.init.ones_, {})
+            else:
+                default = Draw(nn.init.normal_, {"mean": 0.0, "std": _DEFAULT_STD})
+            draws[name].insert(0, default)
     return draws
 
 
@@ -325,12 +329,3 @@ def _compute_(owner: Any, module: nn.Module, name: str, target: Tensor, generato
 
 def _copy_(tensor: Tensor, other: Tensor) -> Tensor:
     return tensor.copy_(other)
-
-
-def _default_draw(name: str, parameter: nn.Parameter) -> Draw:
-    """For parameters that a model does not initialise: zeros for biases, ones for other vectors, else a narrow normal."""
-    if name.endswith("bias"):
-        return Draw(nn.init.zeros_, {})
-    if parameter.dim() < 2:
-        return Draw(nn.init.ones_, {})
-    return Draw(nn.init.normal_, {"mean": 0.0, "std": _DEFAULT_STD})

@@ -80,21 +80,18 @@ def given_config(model: str | Mapping[str, Any] | PreTrainedConfig) -> PreTraine
     if is_hub_name(model):
         path = hub_folder(model, _FIELD, ("config.json",)) / "config.json"
     if path.is_file():
-        return _from_dict(_read(path))
+        hint = "give a config.json of transformers"
+        try:
+            loaded = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as e:
+            raise SpecError(_FIELD, f"{path} cannot be read as JSON ({e})", hint) from None
+        if not isinstance(loaded, dict):
+            raise SpecError(_FIELD, f"{path} is not a JSON object", hint)
+        return _from_dict(loaded)
     if model in _TYPES:
         return _from_dict({"model_type": model})
     reason = f"{model!r} is neither a preset, nor a file or folder, nor a model type of transformers"
     raise SpecError(_FIELD, reason, f"use {' or '.join(closest(model))}, or a folder that save_pretrained has written")
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise SpecError(_FIELD, f"{path} cannot be read as JSON ({e})", "give a config.json of transformers") from None
-    if not isinstance(loaded, dict):
-        raise SpecError(_FIELD, f"{path} is not a JSON object", "give a config.json of transformers")
-    return loaded
 
 
 def _from_dict(given: Mapping[str, Any]) -> PreTrainedConfig:

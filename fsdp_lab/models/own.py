@@ -209,16 +209,15 @@ def objective(workload: Workload) -> Callable[[nn.Module, Any], Tensor]:
     """Returns (model, batch on its device) -> loss, a scalar with a graph: the user's, or that which a model of
     transformers returns. Raises SpecError if its code is not here."""
     if not workload.is_own:
-        return _of_transformers
+        return lambda model, batch: model(**batch)["loss"]
     loss, name = loaded(_LOSS, workload.loss), code_name(workload.loss)
 
     def scalar(model: nn.Module, batch: Any) -> Tensor:
         try:
             value = loss(model, batch)
         except SystemExit as e:  # it would end the rank
-            raise SpecError(
-                _LOSS, f"{name}(model, batch) raised SystemExit: {first_line(e)}", "raise an error"
-            ) from None
+            reason = f"{name}(model, batch) raised SystemExit: {first_line(e)}"
+            raise SpecError(_LOSS, reason, "raise an error") from None
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
             what = f"a tensor, {described(value)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             hint = "return a scalar tensor of floats, such as a mean"
@@ -229,11 +228,6 @@ def objective(workload: Workload) -> Callable[[nn.Module, Any], Tensor]:
         return value.reshape(())
 
     return scalar
-
-
-def _of_transformers(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    loss: Tensor = model(**batch)["loss"]
-    return loss
 
 
 class OwnSource(Source):

@@ -332,7 +332,10 @@ def unwrap_names(folder: str | os.PathLike[str], to: str | os.PathLike[str]) -> 
     files = sorted(source.glob(f"*{SAFETENSORS}"))
     if not files:
         raise ArgumentError("folder", f"{source} has no safetensors", "give a folder that save_pretrained wrote")
-    names = {file: _names(file) for file in files}
+    names: dict[Path, list[str]] = {}
+    for file in files:
+        with safe_open(str(file), framework="pt") as tensors:
+            names[file] = list(tensors.keys())
     stored = [name for some in names.values() for name in some]
     if all(unwrapped(name) == name for name in stored):
         raise ArgumentError("folder", f"no name in {source} is of a wrapped model", "use it as it is")
@@ -354,8 +357,3 @@ def unwrap_names(folder: str | os.PathLike[str], to: str | os.PathLike[str]) -> 
         index["weight_map"] = {unwrapped(name): where for name, where in index["weight_map"].items()}
         (target / file.name).write_text(json.dumps(index, indent=2))
     return target
-
-
-def _names(file: Path) -> list[str]:
-    with safe_open(str(file), framework="pt") as tensors:
-        return list(tensors.keys())
