@@ -281,7 +281,7 @@ def scalars_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     parameter with the most steps, since it skips parameters without a gradient."""
     states = optimizer.state.values()
     scalars = ({n: float(t) for n, t in state.items() if isinstance(t, Tensor) and not t.dim()} for state in states)
-    return max(scalars, key=lambda scalars: scalars.get("step", 0.0), default={})
+    return max(scalars, key=lambda one: one.get("step", 0.0), default={})
 
 
 def seed_state(

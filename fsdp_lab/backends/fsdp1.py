@@ -132,11 +132,8 @@ class _Shards:
                 for p, info in zip(flat._params, flat._shard_param_infos, strict=True):
                     begin, start, stop = 0, 0, 0
                     if info.in_shard:
-                        begin, start, stop = (
-                            info.offset_in_shard,
-                            info.intra_param_start_idx,
-                            info.intra_param_end_idx + 1,
-                        )
+                        begin, start = info.offset_in_shard, info.intra_param_start_idx
+                        stop = info.intra_param_end_idx + 1
                     self._taken[id(p)] = p, start, held[begin : begin + stop - start]
                 self.deferred.defer(held)
         return_memory(self._device)

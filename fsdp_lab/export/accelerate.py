@@ -31,8 +31,8 @@ def config(spec: Spec) -> str:
     """The text of the file. Raises SpecError for a field that it cannot express."""
     exported = peer(spec)
     if spec.sync_interval not in (1, spec.workload.accumulate):
-        hint = "Accelerate communicates gradients at every micro-batch or at the last"
-        raise refuse("sync", hint, "use every or last", sync="last")
+        reason = "Accelerate communicates gradients at every micro-batch or at the last"
+        raise refuse("sync", reason, "use every or last", sync="last")
     backend = exported.spec.strategy.backend
     if (e := exported.spec.refused_by(f"accelerate/{backend}")) is not None:
         raise SpecError(e.field, e.reason, f"{e.first_hint}, {SPEC_INSTEAD}", e.fix)
@@ -65,8 +65,8 @@ def _fsdp2(spec: Spec) -> Values:
 def _fsdp1(spec: Spec) -> Values:
     s = spec.strategy
     if s.is_hybrid:
-        hint = "Accelerate gives FSDP1 no mesh, so that its shard group is a whole machine"
-        raise refuse("sharding", hint, "use full_shard, or backend fsdp2", sharding="full_shard", shard_size=None)
+        reason = "Accelerate gives FSDP1 no mesh, so that its shard group is a whole machine"
+        raise refuse("sharding", reason, "use full_shard, or backend fsdp2", sharding="full_shard", shard_size=None)
     point = {"before": "BACKWARD_PRE", "after": "BACKWARD_POST"}[s.backward_prefetch_point]
     sharding = {
         "fsdp_version": 1,
@@ -89,8 +89,8 @@ def _ddp(spec: Spec) -> Values:
         hint = "use none and call model.gradient_checkpointing_enable() in your script"
         raise refuse("recompute", "Accelerate's config recomputes only with FSDP", hint, recompute="none")
     if dtypes.reduce != "fp32":
-        hint = f"under DDP a config cannot reduce gradients in {dtypes.reduce}"
-        raise refuse("precision", hint, "use bf16 or fp32", precision="bf16")
+        reason = f"under DDP a config cannot reduce gradients in {dtypes.reduce}"
+        raise refuse("precision", reason, "use bf16 or fp32", precision="bf16")
     return {"distributed_type": "MULTI_GPU", "mixed_precision": "no" if dtypes.param == "fp32" else dtypes.param}
 
 
@@ -108,8 +108,8 @@ def _mixed_precision(spec: Spec) -> str:
     for role in ("output", "buffer"):
         asked = getattr(dtypes, role)
         if asked not in (None, dtypes.param):
-            hint = f"Accelerate keeps one dtype for all, {dtypes.param}"
-            raise refuse(f"precision.{role}", hint, "leave it empty", precision=dataclasses.replace(one))
+            reason = f"Accelerate keeps one dtype for all, {dtypes.param}"
+            raise refuse(f"precision.{role}", reason, "leave it empty", precision=dataclasses.replace(one))
     return "no" if dtypes.param == "fp32" else dtypes.param
 
 
@@ -128,8 +128,8 @@ def _wrapping(spec: Spec) -> Values:
     alike = [m for m in model.modules() if type(m).__name__ in names]
     if len(alike) != len(wrapped):
         classes = " and ".join(names)
-        hint = f"Accelerate wraps every {classes}, and the run wrapped {len(wrapped)} of {len(alike)}"
-        raise refuse("wrap", hint, "use whole", wrap="whole")
+        reason = f"Accelerate wraps every {classes}, and the run wrapped {len(wrapped)} of {len(alike)}"
+        raise refuse("wrap", reason, "use whole", wrap="whole")
     return {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": ",".join(names)}
 
 
@@ -138,8 +138,8 @@ def _recompute(spec: Spec) -> Values:
     if s.recompute not in ("none", "full", "every:1"):
         raise refuse("recompute", "Accelerate recomputes every block or none", "use full or none", recompute="full")
     if s.recompute != "none" and s.wrap not in ("block", "every:1"):
-        hint = f"Accelerate recomputes what it wraps, which is not the blocks under {s.wrap}"
-        raise refuse("recompute", hint, "use wrap block, or recompute none", recompute="none")
+        reason = f"Accelerate recomputes what it wraps, which is not the blocks under {s.wrap}"
+        raise refuse("recompute", reason, "use wrap block, or recompute none", recompute="none")
     return {"fsdp_activation_checkpointing": s.recompute != "none"}
 
 

@@ -30,8 +30,8 @@ class Peer:
 def peer(spec: Spec) -> Peer:
     """The Spec to export. Raises SpecError for a field that torch's backends cannot express."""
     if spec.strategy.is_yours:
-        hint = "your own engine needs the lab, which calls it"
-        raise refuse("backend", hint, "use backend fsdp2, or ddp for no_shard", backend="fsdp2")
+        reason = "your own engine needs the lab, which calls it"
+        raise refuse("backend", reason, "use backend fsdp2, or ddp for no_shard", backend="fsdp2")
     if not spec.strategy.is_lab:
         return Peer(spec=spec, remarks=tuple(_without_effect(spec)))
     backend = "ddp" if spec.strategy.is_replicated else "fsdp2"
