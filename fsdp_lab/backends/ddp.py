@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.backends import base
-from fsdp_lab.backends.base import DTYPES, Backend
-from fsdp_lab.backends.storage import DeferredStorage
+from fsdp_lab.backends.base import DTYPES, Backend, DeferredStorage
 from fsdp_lab.backends.wrapping import prepare
 from fsdp_lab.base.errors import FieldError, SpecError
 from fsdp_lab.models.sources import Batch

@@ -12,8 +12,7 @@ from torch import Tensor, distributed as dist, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab import engine
-from fsdp_lab.backends.base import DTYPES, Backend, Measured, RoleTensor, local_tensor, original_name
-from fsdp_lab.backends.storage import DeferredStorage
+from fsdp_lab.backends.base import DTYPES, Backend, DeferredStorage, Measured, RoleTensor, local_tensor, original_name
 from fsdp_lab.backends.wrapping import context_of, name_flat_units, prepare
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.events import Role

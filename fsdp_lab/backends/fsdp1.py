@@ -24,8 +24,7 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init, _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_lab.backends import base
-from fsdp_lab.backends.base import DTYPES, Backend, Measured, RoleTensor
-from fsdp_lab.backends.storage import DeferredStorage, free, return_memory
+from fsdp_lab.backends.base import DTYPES, Backend, DeferredStorage, Measured, RoleTensor, free, return_memory
 from fsdp_lab.backends.wrapping import context_of, name_fsdp1_unit, prepare
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.events import ROOT, Role

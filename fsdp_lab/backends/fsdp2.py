@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from fsdp_lab.backends import base
-from fsdp_lab.backends.base import DTYPES, Backend, Measured, RoleTensor
-from fsdp_lab.backends.storage import DeferredStorage
+from fsdp_lab.backends.base import DTYPES, Backend, DeferredStorage, Measured, RoleTensor
 from fsdp_lab.backends.wrapping import context_of, name_fsdp2_unit, named_units, prepare
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.events import ROOT, Role

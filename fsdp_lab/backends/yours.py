@@ -37,9 +37,8 @@ from torch import Tensor, distributed as dist, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab.backends import base
-from fsdp_lab.backends.base import Backend, RoleTensor
+from fsdp_lab.backends.base import Backend, DeferredStorage, RoleTensor, free, storage_id
 from fsdp_lab.backends.state import gather_json, together
-from fsdp_lab.backends.storage import DeferredStorage, free, storage_id
 from fsdp_lab.backends.wrapping import context_of, named_units, prepare
 from fsdp_lab.backends.your_engine import KeptPart, YourEngine, YourUnit, layout_of_ranks, take_shard, tensors_of, told
 from fsdp_lab.base.events import ROOT, Role

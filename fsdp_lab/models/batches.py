@@ -2,19 +2,16 @@
 
 All samples of a run are numbered, over all ranks, micro-batches and epochs. A sample's content depends on (data, seed, its
 number) alone. So every backend, strategy and split over ranks reads the same global batch, and a run can resume from its
-sample count at another world size.
-
-The last samples of the data are held out for evaluation; training never reads them.
+sample count at another world size. The last samples are held out for evaluation; training never reads them.
 
 Note: samples with different numbers of labels (padding, chats). The loss of a step is the mean over all labels of the global
-batch, however it is split. A model's loss is the mean over one micro-batch, the backends take the mean over micro-batches
-and ranks, and both would count a label of a short sample for more. So `Batches` gives each micro-batch the weight
+batch, however it is split. A model's loss is the mean over one micro-batch, of which the backends take the mean, which would
+count a label of a short sample for more. So `Batches` gives each micro-batch the weight
 
     labels of the micro-batch x world_size x accumulate / labels of the global batch
 
-by which its loss is multiplied; the mean over micro-batches and ranks is then the sum over all labels, divided by their
-number. Every rank knows the numbers of all samples' labels, so that nothing is sent. Labels are counted as the loss does: a
-causal model does not predict a row's first token. Where all samples have the same number, all weights are 1.
+by which its loss is multiplied. Every rank knows the numbers of all samples' labels, so that nothing is sent. Labels are
+counted as the loss does: a causal model does not predict a row's first token.
 """
 
 from __future__ import annotations

@@ -3,12 +3,11 @@
 A text file is one sample, or, by lines, one for each line that is not blank. A file of records (JSON lines, Parquet, Arrow,
 a folder that `datasets` saved, a dataset of the Hugging Face Hub) has a sample in each record, in the column
 `Workload.text_field`; a chat's tools are in the column "tools". A folder is one of records if all its files are, apart from
-those that say something about the data; one with files of records and others is refused. A .json is among either: a folder
-of text may have some. JSON lines are read here, since records may differ in their keys and types, and a message names the
-line; what is in tables is read by `datasets`, which is imported then.
+those about the data; one with files of records and others is refused. A .json is among either. JSON lines are read here,
+since records may differ in keys and types, and a message names the line; `datasets` reads tables, and is imported then.
 
-Note: the digest. It is to be found at once whatever the size of the data, since every rank needs it before it knows whether
-there is anything to do. So it has of each file the name, the size and the time of the last change.
+Note: the digest. Every rank needs it before it knows whether there is anything to do, whatever the size of the data. So it
+has of each file the name, the size and the time of the last change.
 """
 
 from __future__ import annotations
