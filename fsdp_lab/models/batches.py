@@ -4,9 +4,9 @@ All samples of a run are numbered, over all ranks, micro-batches and epochs. A s
 number) alone. So every backend, strategy and split over ranks reads the same global batch, and a run can resume from its
 sample count at another world size. The last samples are held out for evaluation; training never reads them.
 
-Note: samples with different numbers of labels (padding, chats). The loss of a step is the mean over all labels of the global
-batch, however it is split. A model's loss is the mean over one micro-batch, of which the backends take the mean, which would
-count a label of a short sample for more. So `Batches` gives each micro-batch the weight
+Note: samples with different numbers of labels (padding, chats). The loss of a step is the mean over all labels of the
+global batch, however it is split. A model's loss is the mean over one micro-batch, of which the backends take the mean,
+which would count a label of a short sample for more. So `Batches` gives each micro-batch the weight
 
     labels of the micro-batch x world_size x accumulate / labels of the global batch
 

@@ -1,14 +1,15 @@
 """Building a model: `build_skeleton` (parameters on meta), `freeze`, and random values of parameters (`Initializer`).
 
 Note: initial values depend on (seed, parameter name) alone, so that all backends start equal: every parameter has its own
-generator. transformers' `_init_weights` defines the distributions: it runs once with every initialisation function replaced
-by one that records the call, and the calls are replayed on real memory, parameter by parameter. Values that a module
-computes (Mamba's time steps, RWKV's decays) cannot be recorded on meta: its initialisation runs again on a real copy of that
-module, from the parameter's generator.
+generator. transformers' `_init_weights` defines the distributions: it runs once with every initialisation function
+replaced by one that records the call, and the calls are replayed on real memory, parameter by parameter. Values that a
+module computes (Mamba's time steps, RWKV's decays) cannot be recorded on meta: its initialisation runs again on a real
+copy of that module, from the parameter's generator.
 
-Note: pieces. A rank needs a range of each parameter, and a random generator cannot jump. So values are drawn in pieces up to
-the end of the range, and only the range is kept. Functions that fill element after element give the same bits in pieces as at
-once, since torch draws normal values sixteen together, and the last sixteen of a tensor anew. Others draw the whole parameter.
+Note: pieces. A rank needs a range of each parameter, and a random generator cannot jump. So values are drawn in pieces up
+to the end of the range, and only the range is kept. Functions that fill element after element give the same bits in pieces
+as at once, since torch draws normal values sixteen together, and the last sixteen of a tensor anew. Others draw the whole
+parameter.
 """
 
 from __future__ import annotations

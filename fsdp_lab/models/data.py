@@ -1,7 +1,7 @@
 """What samples are made of: text as token ids (`open_text`), and images to classify (`SyntheticImages`, `FolderImages`).
 
-A token is a byte plus 3, as in transformers' ByT5Tokenizer (whose ids 0, 1 and 2 are padding, end and unknown), so there is
-no vocabulary file. But a literal "</s>" or "<extra_id_0>" in the text stays the bytes it is.
+A token is a byte plus 3, as in transformers' ByT5Tokenizer (whose ids 0, 1 and 2 are padding, end and unknown), so there
+is no vocabulary file. But a literal "</s>" or "<extra_id_0>" in the text stays the bytes it is.
 
 Synthetic images are waves: a class has its own direction, wavelength and colours, a sample its own phase, strength and
 noise. They are the same everywhere, and a small model learns them in some tens of steps.

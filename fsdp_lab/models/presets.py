@@ -3,9 +3,9 @@
 Neither torch nor transformers is imported, except by `facts_of` for a model type that no preset has.
 
 Small presets are sized for two CPU ranks, with the 384 ids of ByT5 (3 special ids, 256 bytes, 125 extra ids) and small
-images. Large ones have the shape and vocabulary of a published model; the bytes of the text use 259 of their ids. The number
-of positions does not grow with `Workload.seq_len`: another sequence length must not change the model, or a live run could not
-keep its parameters. `fsdp_lab.models.check` refuses a longer sequence and names presets that take it.
+images. Large ones have the shape and vocabulary of a published model; the bytes of the text use 259 of their ids. The
+number of positions does not grow with `Workload.seq_len`: another sequence length must not change the model, or a live run
+could not keep its parameters. `fsdp_lab.models.check` refuses a longer sequence and names presets that take it.
 """
 
 from __future__ import annotations

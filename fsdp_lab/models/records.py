@@ -1,10 +1,11 @@
 """`Records`: the samples that a workload's data contains, as text or as chats, read one after the other.
 
-A text file is one sample, or, by lines, one for each line that is not blank. A file of records (JSON lines, Parquet, Arrow,
-a folder that `datasets` saved, a dataset of the Hugging Face Hub) has a sample in each record, in the column
-`Workload.text_field`; a chat's tools are in the column "tools". A folder is one of records if all its files are, apart from
-those about the data; one with files of records and others is refused. A .json is among either. JSON lines are read here,
-since records may differ in keys and types, and a message names the line; `datasets` reads tables, and is imported then.
+A text file is one sample, or, by lines, one for each line that is not blank. A file of records (JSON lines, Parquet,
+Arrow, a folder that `datasets` saved, a dataset of the Hugging Face Hub) has a sample in each record, in the column
+`Workload.text_field`; a chat's tools are in the column "tools". A folder is one of records if all its files are, apart
+from those about the data; one with files of records and others is refused. A .json is among either. JSON lines are read
+here, since records may differ in keys and types, and a message names the line; `datasets` reads tables, and is imported
+then.
 
 Note: the digest. Every rank needs it before it knows whether there is anything to do, whatever the size of the data. So it
 has of each file the name, the size and the time of the last change.
