@@ -39,8 +39,6 @@ _SHARDING = {
     "hybrid_shard_zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
     "no_shard": ShardingStrategy.NO_SHARD,
 }
-
-
 _PASSING = {  # attributes of a FlatParameter
     Role.UNSHARDED: ("_full_param_padded", "_full_prec_full_param_padded"),
     Role.GRADIENTS: ("grad", "_saved_grad_shard"),

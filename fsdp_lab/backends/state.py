@@ -17,7 +17,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from fsdp_lab.base.streams import streams_of
 from fsdp_lab.base.tensors import map_tensors
 from fsdp_lab.engine import ParamShard
 from fsdp_lab.engine.collectives import gather_texts
+from fsdp_lab.models.build import Values
 
 PARAM = "param"
 PINNED_BYTES = 64 << 20
@@ -39,15 +40,6 @@ T = TypeVar("T")
 
 Range = Sequence[int]  # start, stop
 Layout = Mapping[str, Range]  # of one rank: parameter -> its range of the flat parameter, possibly empty
-
-
-class Values(Protocol):
-    """Values by name: a model's `Initializer`, or its `Pretrained`."""
-
-    buffers: Sequence[str]  # persistent buffers that it has values for
-
-    def read_into(self, name: str, start: int, target: Tensor) -> None:
-        """Set `target` [n], flat, on any device, to elements [start, start + n) of a flattened parameter or buffer."""
 
 
 def fill(backend: Backend, values: Values) -> None:

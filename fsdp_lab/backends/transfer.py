@@ -29,21 +29,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, distributed as dist
 
+from fsdp_lab.backends import state
 from fsdp_lab.backends.base import Backend, drop_slots, free, seed_state, storage_id
-from fsdp_lab.backends.state import (
-    PARAM,
-    Layout,
-    buffers_in,
-    gather_json,
-    has_slots,
-    layout_of,
-    module_states,
-    optimizer_slots,
-    park,
-    set_module_states,
-    slot_target,
-    slot_values,
-)
 from fsdp_lab.base.streams import streams_of
 from fsdp_lab.engine import ParamShard
 
@@ -97,8 +84,8 @@ class StateTransfer:
         sources = source.shards()
         self._from = {s.name: s for s in sources}
         self._to = {s.name: s for s in new.param_shards()}
-        self._slots, self._scalars = optimizer_slots(source.backends)
-        layouts = gather_json((layout_of(sources), layout_of(self._to.values())))
+        self._slots, self._scalars = state.optimizer_slots(source.backends)
+        layouts = state.gather_json((state.layout_of(sources), state.layout_of(self._to.values())))
         self._held, self._wanted = [have for have, _ in layouts], [want for _, want in layouts]
         least, most = _BATCH_ELEMENTS
         self._most = min(most, max(least, sum(s.shape.numel() for s in sources) // _BATCHES))
@@ -114,10 +101,10 @@ class StateTransfer:
                 and the batch does not count.
         """
         old = self._source.buffers
-        pairs = zip(buffers_in(old.module), buffers_in(self.new.module), strict=True)
+        pairs = zip(state.buffers_in(old.module), state.buffers_in(self.new.module), strict=True)
         for (_, source), (_, target) in pairs:
             target.copy_(source)
-        set_module_states(self.new, module_states(old))
+        state.set_module_states(self.new, state.module_states(old))
         left = Counter(storage_id(s.local) for s in self._from.values())
         for names in self._batches:
             self._receive(names)
@@ -158,14 +145,14 @@ class StateTransfer:
         targets = [self._to[name] for name in names]
         self.new.allocate(targets)
         seed_state(self.new, self._slots, self._scalars, targets)
-        stepped = [name for name in names if has_slots(self._source.holders[name], self._from[name])]
-        park(self.new, self._slots, [self._to[name] for name in stepped])
-        for slot, moved in ((PARAM, names), *((slot, stepped) for slot in self._slots if stepped)):
+        stepped = [name for name in names if state.has_slots(self._source.holders[name], self._from[name])]
+        state.park(self.new, self._slots, [self._to[name] for name in stepped])
+        for slot, moved in ((state.PARAM, names), *((slot, stepped) for slot in self._slots if stepped)):
             plan = plan_transfers(moved, self._held, self._wanted)
             old = {name: self._from[name] for name in moved}
             new = {name: self._to[name] for name in moved if self._to[name].numel}
-            given = {n: (slot_values(self._source.holders[n], s, slot), s.start) for n, s in old.items()}
-            into = {n: (slot_target(self.new, s, slot), s.start) for n, s in new.items()}
+            given = {n: (state.slot_values(self._source.holders[n], s, slot), s.start) for n, s in old.items()}
+            into = {n: (state.slot_target(self.new, s, slot), s.start) for n, s in new.items()}
             for t in plan:
                 if t.source == t.target == dist.get_rank():
                     _part(t, into).copy_(_part(t, given))
@@ -243,7 +230,9 @@ class Transfer:
         return self.stop - self.start
 
 
-def plan_transfers(names: Collection[str], held: Sequence[Layout], wanted: Sequence[Layout]) -> list[Transfer]:
+def plan_transfers(
+    names: Collection[str], held: Sequence[state.Layout], wanted: Sequence[state.Layout]
+) -> list[Transfer]:
     """The transfers of all ranks, in order. `held`, `wanted`: by rank. Raises ValueError if no rank holds what one wants."""
     plan: list[Transfer] = []
     for name in names:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -162,6 +162,15 @@ class Draw:
 
 
 Draws = Mapping[str, Sequence[Draw]]  # by parameter
+
+
+class Values(Protocol):
+    """Values by name: a model's `Initializer`, or its `Pretrained`."""
+
+    buffers: Sequence[str]  # persistent buffers that it has values for
+
+    def read_into(self, name: str, start: int, target: Tensor) -> None:
+        """Set `target` [n], flat, on any device, to elements [start, start + n) of a flattened parameter or buffer."""
 
 
 class Initializer:

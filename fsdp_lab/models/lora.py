@@ -14,13 +14,13 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.models.build import Draw, Initializer, build_skeleton, parameters_on_meta
+from fsdp_lab.models.build import Draw, Initializer, Values, build_skeleton, parameters_on_meta
 from fsdp_lab.models.configs import first_line
 from fsdp_lab.spec.lora import FIELD, Lora
 
@@ -70,16 +70,10 @@ def _peft() -> Any:
     return peft
 
 
-class _Values(Protocol):
-    buffers: Sequence[str]
-
-    def read_into(self, name: str, start: int, target: Tensor) -> None: ...
-
-
 class AdaptedValues:
     """Initial values of a model with adapters: `base` has those of the model without."""
 
-    def __init__(self, base: _Values, model: nn.Module, seed: int, check: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, base: Values, model: nn.Module, seed: int, check: Callable[[], object] = lambda: None) -> None:
         self._base = base
         names = {base_name(name): name for name, _ in model.named_buffers()}
         self.buffers: Sequence[str] = tuple(names.get(name, name) for name in base.buffers)

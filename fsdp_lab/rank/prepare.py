@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab.backends import check
 from fsdp_lab.backends.base import DTYPES
-from fsdp_lab.backends.state import Values, gather_json
+from fsdp_lab.backends.state import gather_json
 from fsdp_lab.backends.wrapping import recomputed
 from fsdp_lab.base.errors import FieldError, SpecError
 from fsdp_lab.base.events import Carrier
@@ -40,6 +40,7 @@ from fsdp_lab.models import (
     weights_folder,
 )
 from fsdp_lab.models.batches import SOURCE_FIELDS
+from fsdp_lab.models.build import Values
 from fsdp_lab.models.cache import Progresses
 from fsdp_lab.models.flops import Peak
 from fsdp_lab.models.lora import AdaptedValues, adapted
