@@ -583,7 +583,19 @@ class Lab:
             reason = f"{unfinished[0]!r} is in progress and would be measured as well"
             raise ClusterError(f"{reason}; stop it or wait for it")
         check_whole("passes", passes)
-        self._check_crowds(ranks, anchors)
+        for n in ranks:
+            check_whole("ranks", n, 2)
+        if anchors and not ranks:
+            raise ArgumentError("anchors", "they are timed in a crowd of ranks", "give ranks as well, such as (2, 4)")
+        if any(spec.workload.is_own for spec in anchors):
+            hint = "leave it out, and plan without, or give a preset or a transformers config"
+            raise ArgumentError("anchors", "the temporary processes do not have the code of your model", hint)
+        if ranks and self.ranks != 1:
+            hint = "calibrate a lab of one, or leave ranks out"
+            raise ArgumentError("ranks", f"this lab has {self.ranks} itself", hint)
+        if ranks and self.devices[0] != "cpu":
+            reason = "GPUs are not shared as the cores of a CPU are"
+            raise ArgumentError("ranks", reason, "leave it out, and plan for hosts")
         begun_s, devices = time.monotonic(), self.devices
         # Matrix products in fp16 are not useful on a CPU.
         dtypes = ("fp32", "bf16") if devices[0] == "cpu" else ("fp32", "bf16", "fp16")
@@ -606,21 +618,6 @@ class Lab:
             by_rank, unix_s=time.time(), seconds=took_s, name=name, devices=devices, shapes=shapes, crowds=crowds
         )
         return self._calibration
-
-    def _check_crowds(self, ranks: Sequence[int], anchors: Sequence[Spec]) -> None:
-        for n in ranks:
-            check_whole("ranks", n, 2)
-        if anchors and not ranks:
-            raise ArgumentError("anchors", "they are timed in a crowd of ranks", "give ranks as well, such as (2, 4)")
-        if any(spec.workload.is_own for spec in anchors):
-            hint = "leave it out, and plan without, or give a preset or a transformers config"
-            raise ArgumentError("anchors", "the temporary processes do not have the code of your model", hint)
-        if ranks and self.ranks != 1:
-            hint = "calibrate a lab of one, or leave ranks out"
-            raise ArgumentError("ranks", f"this lab has {self.ranks} itself", hint)
-        if ranks and self.devices[0] != "cpu":
-            reason = "GPUs are not shared as the cores of a CPU are"
-            raise ArgumentError("ranks", reason, "leave it out, and plan for hosts")
 
     def plan(self, spec: Spec | None = None, hardware: str | None = None, *, hosts: int | None = None,
              network_gbit_per_s: float | None = None) -> Plan:  # fmt: skip

@@ -207,7 +207,6 @@ class Backend(Measured):
         destroy(self.groups)
 
     def _gradients(self) -> Iterator[Tensor]:
-        """The gradients that the optimizer's parameters hold."""
         return (p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
 
 

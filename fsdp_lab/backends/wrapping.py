@@ -45,7 +45,6 @@ def recomputed(model: nn.Module, strategy: Strategy) -> list[nn.Module]:
 
 
 def _replace(module: nn.Module, chosen: set[int], wrappers: dict[int, nn.Module]) -> None:
-    """Put a checkpoint wrapper around each chosen descendant."""
     for name, child in list(module.named_children()):
         if id(child) in chosen:
             wrappers[id(child)] = checkpoint_wrapper(child, checkpoint_impl=CheckpointImpl.NO_REENTRANT)

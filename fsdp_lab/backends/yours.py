@@ -133,7 +133,6 @@ class Yours(Backend):
                 self._units.append(one)
 
     def _shard(self, one: _Unit) -> tuple[list[Tensor], list[KeptPart]]:
-        """Returns what this rank keeps, and what is in it. Raises SpecError."""
         flats, parts = take_shard(self._engine, one.unit)
         whole = storages(one.unit)
         if self._is_replicated and not whole.keys() <= {storage_id(t) for t in flats}:
@@ -262,7 +261,6 @@ class Yours(Backend):
             self._inspector.check_gathered(*of_unit, during, *values)
 
     def _prefetch(self, one: _Unit, order: Sequence[_Unit], during: str) -> None:
-        """Asks for the unit that comes after this one."""
         following = order[order.index(one) + 1 :] if one in order else order
         if not following or not self._engine.prefetches or self._is_replicated:
             return

@@ -179,7 +179,6 @@ class BestPeak:
     """
 
     def __init__(self, given: Peak) -> None:
-        """`given`: the result of `device_peak`."""
         self.given = self._best = given
 
     def reach(self, flops_per_s: float) -> Peak:

@@ -291,7 +291,6 @@ def _rows(path: Path, kind: Format, field: str | None) -> Iterator[tuple[int, di
 
 
 def _table(path: Path, kind: Format) -> Any:
-    """Returns a dataset of `datasets`, which is read in parts."""
     from datasets import load_dataset, load_from_disk
 
     if kind is Format.SAVED:

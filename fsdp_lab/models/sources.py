@@ -239,6 +239,5 @@ class MaskedTokens(TokenSource):
 
 
 def _counted(flags: Flags) -> Indices:
-    """Returns how many are set in each row."""
     counts: Indices = flags.sum(axis=1, dtype=np.int64)
     return counts

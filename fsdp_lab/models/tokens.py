@@ -109,33 +109,25 @@ def open_tokens(records: Records, tokenizer: Tokenizer, *, whole: bool, progress
         row = int(rows[sample])
         return f"record {table['number'][row]} of {records.files[table['file'][row].as_py()][0]}"
 
-    notes = (f"{len(rows):,} samples", f"{len(ids):,} tokens of {tokenizer.name}")
-    return Tokens(
-        ids=ids,
-        ends=ends[rows],
-        answers=answers,
-        name=records.name,
-        notes=(*notes, f"{left_out:,} without text left out") if left_out else notes,
-        fingerprint=digest.hexdigest(),
-        place=place,
-    )
+    notes: tuple[str, ...] = (f"{len(rows):,} samples", f"{len(ids):,} tokens of {tokenizer.name}")
+    notes = (*notes, f"{left_out:,} without text left out") if left_out else notes
+    mark, last = digest.hexdigest(), ends[rows]
+    return Tokens(ids=ids, ends=last, answers=answers, name=records.name, notes=notes, fingerprint=mark, place=place)
 
 
 def encoded(batch: Sequence[Sample], tokenizer: Tokenizer, *, whole: bool) -> list[tuple[list[int], list[bool]]]:
     """Ids of each record, without the end token, and of chats which of them are answers. Raises SpecError for a chat."""
     if batch and not isinstance(batch[0].value, str):
-        return [_encoded_chat(record, tokenizer) for record in batch]
+        chats: list[tuple[list[int], list[bool]]] = []
+        for record in batch:
+            try:
+                chats.append(tokenizer.encode_chat(cast("dict[str, Any]", record.value)))
+            except InexactChat as e:
+                hint = "correct it, give a tokenizer with a template that marks answers, or name a column of text"
+                raise refusal(f"record {record.number} of {record.file}: {e}", hint) from None
+        return chats
     texts = [cast(str, record.value) for record in batch]
     return [(ids if text else [], []) for ids, text in zip(tokenizer.encode(texts, whole=whole), texts, strict=True)]
-
-
-def _encoded_chat(record: Sample, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    try:
-        ids, answers = tokenizer.encode_chat(cast("dict[str, Any]", record.value))
-    except InexactChat as e:
-        hint = "correct it, give a tokenizer with a template that marks answers, or name a column of text"
-        raise refusal(f"record {record.number} of {record.file}: {e}", hint) from None
-    return ids, answers
 
 
 def _write(path: Path, records: Records, tokenizer: Tokenizer, whole: bool, progress: Progress) -> None:

@@ -27,11 +27,18 @@ def units(model: nn.Module, wrap: str) -> list[list[nn.Module]]:
     kind, _, argument = wrap.partition(":")
     if kind == "whole":
         return []
-    if kind == "class":
-        return _of_class(model, argument)
-    if kind == "min_params":
-        return [[m] for m in _by_size(model, int(argument), _uses(model)) if m is not model]
     uses = _uses(model)
+    if kind == "class":
+        alike = [m for m in model.modules() if type(m).__name__ == argument]
+        if not alike:
+            classes = sorted({type(m).__name__ for m in model.modules() if next(m.children(), None) is not None})
+            reason = f"the model has no module of class {argument}"
+            raise SpecError("strategy.wrap", reason, f"use one of {', '.join(classes)}")
+        # Inner ones first.
+        alike.sort(key=lambda m: sum(type(inner).__name__ == argument for inner in m.modules()))
+        return [[m] for m in alike if m is not model and _is_closed(m, uses)]
+    if kind == "min_params":
+        return [[m] for m in _by_size(model, int(argument), uses) if m is not model]
     closed = [m for m in blocks(model) if _is_closed(m, uses)]
     if not closed:
         reason = "no repeated blocks were found in this model"
@@ -82,16 +89,6 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
 
 def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
-
-
-def _of_class(model: nn.Module, name: str) -> list[list[nn.Module]]:
-    alike = [m for m in model.modules() if type(m).__name__ == name]
-    if not alike:
-        classes = sorted({type(m).__name__ for m in model.modules() if next(m.children(), None) is not None})
-        raise SpecError("strategy.wrap", f"the model has no module of class {name}", f"use one of {', '.join(classes)}")
-    alike.sort(key=lambda m: sum(type(inner).__name__ == name for inner in m.modules()))  # inner ones first
-    uses = _uses(model)
-    return [[m] for m in alike if m is not model and _is_closed(m, uses)]
 
 
 def _uses(model: nn.Module) -> dict[int, int]:
