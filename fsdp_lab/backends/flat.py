@@ -65,8 +65,13 @@ class FlatBackend(FlatTensors, Backend):
             raise SpecError("strategy.gather", "mapped is for ranks on CPUs", "use copy", {"gather": "copy"})
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
-        if spec.strategy.gather == "mapped":
-            _check_pool(mesh)
+        if spec.strategy.gather == "mapped":  # refused on all ranks where some do not share memory
+            sharded = engine.ShardMesh.of(mesh)
+            shares = torch.tensor(float(sharded.shard_group is None or sharded.buffer_pool is not None))
+            dist.all_reduce(shares, op=dist.ReduceOp.MIN)
+            if not shares:
+                reason = "mapped is for ranks that share memory, and these do not; fsdp-lab doctor says why"
+                raise SpecError("strategy.gather", reason, "use copy", {"gather": "copy"})
         groups = spec.workload.param_groups
         keys = {id(p): key_of(groups, name, p.dim()) for name, p in skeleton.named_parameters()}
         inside = units(skeleton, spec.strategy.wrap)
@@ -154,13 +159,3 @@ def engine_options(strategy: Strategy, mesh: DeviceMesh) -> dict[str, Any]:
         "shard_optimizer_only": strategy.shards_optimizer_only,
         "map_shards": strategy.gather == "mapped",
     }
-
-
-def _check_pool(mesh: DeviceMesh) -> None:
-    """Raises SpecError, on all ranks, where some do not share memory. Collective."""
-    sharded = engine.ShardMesh.of(mesh)
-    shares = torch.tensor(float(sharded.shard_group is None or sharded.buffer_pool is not None))
-    dist.all_reduce(shares, op=dist.ReduceOp.MIN)
-    if not shares:
-        reason = "mapped is for ranks that share memory, and these do not; fsdp-lab doctor says why"
-        raise SpecError("strategy.gather", reason, "use copy", {"gather": "copy"})

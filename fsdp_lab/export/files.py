@@ -148,7 +148,13 @@ def export_pretrained(saved: Checkpoint, folder: Path, *, force: bool = False) -
 
     Returns the folder's absolute path. Raises ArgumentError of the path, or of a checkpoint that cannot be read.
     """
-    target = _checked(folder, force=force)
+    target = folder.expanduser().absolute()
+    hint = "name a new folder in one that exists and is yours"
+    if not target.parent.is_dir():
+        raise ArgumentError("path", f"{folder} cannot be written: there is no folder {target.parent}", hint)
+    # With `force` an existing folder is replaced, but only one that holds a model.
+    if target.exists() and not (force and any((target / name).is_file() for name in MODEL_FILES)):
+        raise ArgumentError("path", f"{folder} exists already", f"{hint}, or give force (--force) to replace a model")
     if saved.spec.workload.is_own:
         reason = f"{saved.path.name} is of a model of your own, which transformers does not know"
         raise ArgumentError("checkpoint", reason, "read its safetensors with torch.distributed.checkpoint")
@@ -175,14 +181,3 @@ def export_pretrained(saved: Checkpoint, folder: Path, *, force: bool = False) -
             open_tokenizer(workload).save(part)
 
     return write_folder(target, write)
-
-
-def _checked(folder: Path, *, force: bool) -> Path:
-    """Raises ArgumentError. With `force` an existing folder is replaced, but only one that holds a model."""
-    target = folder.expanduser().absolute()
-    hint = "name a new folder in one that exists and is yours"
-    if not target.parent.is_dir():
-        raise ArgumentError("path", f"{folder} cannot be written: there is no folder {target.parent}", hint)
-    if target.exists() and not (force and any((target / name).is_file() for name in MODEL_FILES)):
-        raise ArgumentError("path", f"{folder} exists already", f"{hint}, or give force (--force) to replace a model")
-    return target

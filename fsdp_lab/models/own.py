@@ -235,9 +235,23 @@ class OwnSource(Source):
     def __init__(self, workload: Workload) -> None:
         self._given = given = loaded(_DATA, workload.data)
         self._seed, self._name = workload.seed, code_name(workload.data)
-        makes = isinstance(given, type) or not hasattr(given, "__getitem__")
-        self._dataset = self._made(given) if makes and callable(given) else given
-        self.count = self._length()
+        self._dataset: Any = given
+        if callable(given) and (isinstance(given, type) or not hasattr(given, "__getitem__")):
+            try:
+                with seeded(self._seed):
+                    self._dataset = given()
+            except _RAISED as e:
+                reason = f"{self._name}() raised {type(e).__name__}: {first_line(e)}"
+                hint = "correct it; it is called without arguments, and returns a dataset"
+                raise SpecError(_DATA, reason, hint) from e
+        try:
+            self.count = len(self._dataset)
+            self._dataset.__getitem__  # noqa: B018
+        except _RAISED as e:
+            hint = "give one with __len__ and __getitem__, or a function that returns one"
+            raise SpecError(_DATA, f"{self._name} is no dataset ({first_line(e)})", hint) from None
+        if self.count < 1:
+            raise SpecError(_DATA, f"{self._name} has no samples", "give a dataset of one sample or more")
         self._collate = getattr(self._dataset, "collate", None) or default_collate
         self.description = f"{self._name}, {self.count:,} samples"
         digest = hashlib.blake2b(repr(self.count).encode(), digest_size=8)
@@ -277,25 +291,6 @@ class OwnSource(Source):
     def _sample(self, position: int, sample: int) -> Any:
         with seeded(self._seed, sample):
             return self._dataset[position]
-
-    def _made(self, make: Callable[[], Any]) -> Any:
-        try:
-            with seeded(self._seed):
-                return make()
-        except _RAISED as e:
-            reason = f"{self._name}() raised {type(e).__name__}: {first_line(e)}"
-            raise SpecError(_DATA, reason, "correct it; it is called without arguments, and returns a dataset") from e
-
-    def _length(self) -> int:
-        try:
-            count = len(self._dataset)
-            self._dataset.__getitem__  # noqa: B018
-        except _RAISED as e:
-            hint = "give one with __len__ and __getitem__, or a function that returns one"
-            raise SpecError(_DATA, f"{self._name} is no dataset ({first_line(e)})", hint) from None
-        if count < 1:
-            raise SpecError(_DATA, f"{self._name} has no samples", "give a dataset of one sample or more")
-        return int(count)
 
 
 def _is_of_tensors(batch: Any) -> bool:

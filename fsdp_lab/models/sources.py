@@ -100,7 +100,15 @@ class TokenSource(Source):
                 reason = f"{workload.data} has {there} tokens, fewer than one sequence of {seq_len}"
                 hint = "give more text" + (f", or seq_len {there} or less" if there > 1 else "")
                 raise SpecError("workload.data", reason, hint)
-        counts = self._count_all(progress)
+        rows = np.arange(len(self._begins), dtype=np.int64)
+        if not self.is_padded and tokens.answers is None and (alike := self._labels_of_full()):
+            counts = np.full(len(rows), alike, dtype=np.int64)
+        else:
+            parts = [rows[:0]]
+            for i in range(0, len(rows), _ROWS):
+                parts.append(self._count(self._read(rows[i : i + _ROWS])))
+                progress()  # after each part, since all tokens may be read
+            counts = np.concatenate(parts)
         self._kept = np.flatnonzero(counts)
         self.count = len(self._kept)
         if not self.count:
@@ -108,8 +116,8 @@ class TokenSource(Source):
         kept = counts[self._kept]
         self.labels = None if (kept == kept[0]).all() else kept
         self.fingerprint = tokens.fingerprint
-        rows, without = "rows" if self.is_padded else "windows", len(counts) - self.count
-        left_out = (f"{without:,} {rows} without labels left out",) if without else ()
+        kind, without = "rows" if self.is_padded else "windows", len(counts) - self.count
+        left_out = (f"{without:,} {kind} without labels left out",) if without else ()
         self.description = f"{tokens.name} ({', '.join((*tokens.notes, *left_out))})"
 
     def _read(self, rows: Indices) -> Rows:
@@ -129,17 +137,6 @@ class TokenSource(Source):
         rows = self.rows(positions)
         batch = {name: torch.from_numpy(array) for name, array in self._tensors(rows, samples).items()}
         return batch if self.is_padded else {k: t for k, t in batch.items() if k != "attention_mask"}
-
-    def _count_all(self, progress: Progress) -> Indices:
-        """Returns how many labels count of each row. `progress` is called after each part: all tokens may be read."""
-        rows = np.arange(len(self._begins), dtype=np.int64)
-        if not self.is_padded and self._tokens.answers is None and (alike := self._labels_of_full()):
-            return np.full(len(rows), alike, dtype=np.int64)
-        parts = []
-        for i in range(0, len(rows), _ROWS):
-            parts.append(self._count(self._read(rows[i : i + _ROWS])))
-            progress()
-        return np.concatenate(parts) if parts else rows
 
     def _labels_of_full(self) -> int:
         """Returns how many labels count of a row of wanted tokens without padding; 0 where it depends on the row."""

@@ -83,10 +83,17 @@ class FolderTokenizer:
     """The fast tokenizer in a folder. Raises SpecError if it cannot be opened, or has no token that ends a text."""
 
     def __init__(self, folder: Path) -> None:
+        import transformers
+
         self._tokenizer = _load(folder)
         self._backend = self._tokenizer.backend_tokenizer
         self.name = folder.name
-        self.digest = _digest(folder, type(self._tokenizer).__name__)
+        kind = type(self._tokenizer).__name__  # and the library, whose versions may split text in other ways
+        digest = hashlib.blake2b(f"{transformers.__version__} {kind}".encode(), digest_size=16)
+        for path in (folder / name for name in _FILES):
+            if path.is_file():
+                digest.update(path.name.encode() + path.read_bytes())
+        self.digest = digest.hexdigest()
         self.ids: Mapping[str, int] = self._tokenizer.get_vocab()  # by token
         if {*self.ids.values()} <= {*self._tokenizer.all_special_ids}:
             reason = f"the tokenizer in {folder} has no tokens of text"
@@ -217,14 +224,3 @@ def _load(folder: Path) -> Any:
 
 def _refusal(reason: str, hint: str) -> SpecError:
     return SpecError(_FIELD, reason, f"{hint}, or use bytes", {"tokenizer": BYTES})
-
-
-def _digest(folder: Path, kind: str) -> str:
-    """Returns one of the files, of their class, and of the library, whose versions may split text in other ways."""
-    import transformers
-
-    digest = hashlib.blake2b(f"{transformers.__version__} {kind}".encode(), digest_size=16)
-    for path in (folder / name for name in _FILES):
-        if path.is_file():
-            digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
