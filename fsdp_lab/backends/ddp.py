@@ -37,10 +37,8 @@ class DDP(Backend):
         deferred = DeferredStorage()
         skeleton.apply(base.materialiser(device, deferred.defer))
         base.place_buffers(skeleton, device, dtypes)
-        shards = [
-            base.shard_at(base.original_name(n), p, p.shape, 0, p.detach().view(-1))
-            for n, p in skeleton.named_parameters()
-        ]
+        named = ((base.original_name(n), p) for n, p in skeleton.named_parameters())
+        shards = [base.shard_at(name, p, p.shape, 0, p.detach().view(-1)) for name, p in named]
         group = mesh.get_group()
         module = DistributedDataParallel(
             skeleton,

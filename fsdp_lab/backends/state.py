@@ -358,11 +358,9 @@ def targets(
         for slot in _kept(backend, p, slots)
         if p.numel
     ]
-    buffers = [
-        Chunk(name=buffer_key(buffers_of, path), start=0, values=b.view(-1)) for path, b in buffers_in(backend.module)
-    ]
+    buffers = ((buffer_key(buffers_of, path), b) for path, b in buffers_in(backend.module))
     states = [Chunk(name=name, start=0, values=torch.empty(n, dtype=torch.uint8)) for name, n in modules.items()]
-    return wanted + buffers + states
+    return [*wanted, *(Chunk(name=name, start=0, values=b.view(-1)) for name, b in buffers), *states]
 
 
 def set_modules(backend: Backend, filled: Sequence[Chunk]) -> None:

@@ -100,9 +100,8 @@ def _mixed_precision(spec: Spec) -> str:
     one = Precision(param=dtypes.param, reduce=dtypes.param)
     if dtypes.reduce != dtypes.param:
         token = {"fp32": "fp32", "bf16": "bf16-pure", "fp16": "fp16"}[dtypes.param]
-        reason = (
-            f"Accelerate reduces gradients in the dtype of the parameters, {dtypes.param}, and not in {dtypes.reduce}"
-        )
+        given, wanted = dtypes.param, dtypes.reduce
+        reason = f"Accelerate reduces gradients in the dtype of the parameters, {given}, and not in {wanted}"
         hint = f"use {token}, or give your script's FullyShardedDataParallelPlugin a mixed_precision_policy"
         raise refuse("precision", reason, hint, precision=token)
     for role in ("output", "buffer"):

@@ -59,20 +59,11 @@ def script(spec: Spec) -> tuple[str, Files | None]:
     files, own = (None, own_code(w)) if w.is_own else (Files(w), None)
     skeleton = files.model if files is not None else skeleton_of(w)
     freeze(skeleton, w.freeze)
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True
-    )
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["literal"] = literal
-    body = environment.get_template("script.py.jinja").render(
-        s=spec.strategy,
-        w=w,
-        own=own,
-        **_model(w, files),
-        **_units(spec, skeleton),
-        **_sharding(spec),
-        **_training(spec),
-    )
-
+    values: dict[str, Any] = {"s": spec.strategy, "w": w, "own": own, **_model(w, files), **_units(spec, skeleton)}
+    body = environment.get_template("script.py.jinja").render(values | _sharding(spec) | _training(spec))
     head = _docstring(spec, type(skeleton).__name__, (*exported.remarks, *_inexact(spec)), files)
     constants = _used(_constants(spec, skeleton, files), body)
     standard, others = _used(STANDARD, "\n".join([*constants, body])), _used(OTHERS, body)

@@ -84,9 +84,8 @@ def build_skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     attention = "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
     try:
         with parameters_on_meta():
-            model = model_class._from_config(  # type: ignore[no-untyped-call]
-                config, attn_implementation=attention, dtype=torch.float32
-            )
+            make: Any = model_class._from_config
+            model = make(config, attn_implementation=attention, dtype=torch.float32)
     except Exception as e:  # constructors fail with errors of any class
         reason = f"no {config.model_type} can be built from this config: {first_line(e)}"
         raise SpecError("workload.model", reason, "correct the config, or choose a preset") from e

@@ -93,9 +93,8 @@ def hub_folder(name: str, field: str, files: Sequence[str] | None = None, *, kin
         from huggingface_hub.errors import RepositoryNotFoundError
 
         try:
-            folder = snapshot_download(
-                name, repo_type=kind, allow_patterns=None if files is None else [*files], etag_timeout=_HUB_TIMEOUT_S
-            )
+            patterns = None if files is None else [*files]
+            folder = snapshot_download(name, repo_type=kind, allow_patterns=patterns, etag_timeout=_HUB_TIMEOUT_S)
         except RepositoryNotFoundError:
             reason = f"{name} is no file or folder here and no {kind} that the Hugging Face Hub shows you"
             raise SpecError(field, reason, "correct the name, or log in: hf auth login") from None

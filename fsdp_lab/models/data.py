@@ -94,15 +94,13 @@ def encode(window: Bytes) -> Ids:
 
 
 def _refusal(data: str, reason: str) -> SpecError:
-    return SpecError(
-        "workload.data", f"{data}: {reason}", 'give a text file or a folder of them, or "stdlib"', {"data": "stdlib"}
-    )
+    hint = 'give a text file or a folder of them, or "stdlib"'
+    return SpecError("workload.data", f"{data}: {reason}", hint, {"data": "stdlib"})
 
 
 def stdlib_files() -> Iterator[Path]:
-    for path in walk(Path(sysconfig.get_paths()["stdlib"]), _NOT_TEXT_OF_STDLIB):
-        if path.suffix == ".py":
-            yield path
+    paths = walk(Path(sysconfig.get_paths()["stdlib"]), _NOT_TEXT_OF_STDLIB)
+    return (path for path in paths if path.suffix == ".py")
 
 
 def text_files(folder: Path) -> Iterator[Path]:

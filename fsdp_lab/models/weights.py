@@ -172,9 +172,7 @@ class Weights:
             hint = f"give a folder that {_SAVE} wrote"
             raise SpecError(_FIELD, f"there is no folder {folder}", hint, {"weights": None})
         try:
-            if files := _safetensors_of(folder):
-                return self._collected(files)
-            if files := _pickles_of(folder):
+            if files := _safetensors_of(folder) or _pickles_of(folder):
                 return self._collected(files)
             with suppress(ArgumentError):
                 return self._of_checkpoint(checkpoint_format.find(folder))
