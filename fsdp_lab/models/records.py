@@ -276,7 +276,15 @@ def _rows(path: Path, kind: Format, field: str | None) -> Iterator[tuple[int, di
         return
     number = 0
     try:
-        for table in _table(path, kind).with_format("arrow").iter(_BATCH):
+        from datasets import load_dataset, load_from_disk
+
+        if kind is Format.SAVED:
+            data: Any = load_from_disk(str(path))
+        elif kind is Format.HUB:
+            data = load_dataset(str(path), split="train", streaming=True)  # streaming: read in parts
+        else:
+            data = load_dataset(kind.name.lower(), data_files=str(path), split="train", streaming=True)
+        for table in data.with_format("arrow").iter(_BATCH):
             names = table.column_names
             chosen = table.select([n for n in names if n in (field, _TOOLS)]) if field in names else table
             chosen.validate(full=True)  # a broken offset would be read outside of the file, which ends the process
@@ -288,16 +296,6 @@ def _rows(path: Path, kind: Format, field: str | None) -> Iterator[tuple[int, di
             raise
         reason = " ".join(str(e.__cause__ or e).split())[:200]
         raise refusal(f"{path}: is not {kind.value} that can be read ({reason})", "write it again, or remove it") from e
-
-
-def _table(path: Path, kind: Format) -> Any:
-    from datasets import load_dataset, load_from_disk
-
-    if kind is Format.SAVED:
-        return load_from_disk(str(path))
-    if kind is Format.HUB:
-        return load_dataset(str(path), split="train", streaming=True)
-    return load_dataset(kind.name.lower(), data_files=str(path), split="train", streaming=True)
 
 
 def _object(path: Path, number: int, line: str) -> dict[str, Any]:

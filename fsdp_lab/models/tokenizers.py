@@ -84,8 +84,19 @@ class FolderTokenizer:
 
     def __init__(self, folder: Path) -> None:
         import transformers
+        from transformers import AutoTokenizer
 
-        self._tokenizer = _load(folder)
+        try:
+            loaded: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        except Exception as e:  # of many classes
+            if not (folder / FILE).is_file() and any((folder / name).is_file() for name in _SENTENCEPIECE):
+                said, hint = "it is SentencePiece's", f"install sentencepiece, save it where that is as a {FILE}"
+            else:
+                said, hint = " ".join(str(e).split())[:200], "save it again"
+            raise _refusal(f"the tokenizer in {folder} cannot be opened ({said})", hint) from e
+        if not loaded.is_fast:
+            raise _refusal(f"the tokenizer in {folder} is not a fast one", "give one with a tokenizer.json")
+        self._tokenizer = loaded
         self._backend = self._tokenizer.backend_tokenizer
         self.name = folder.name
         kind = type(self._tokenizer).__name__  # and the library, whose versions may split text in other ways
@@ -204,22 +215,6 @@ def _folder_of(model: str | Mapping[str, Any]) -> Path | None:
         return hub_folder(model, "workload.model", _FILES)
     path = Path(model).expanduser()
     return path if path.is_dir() else path.parent if path.is_file() else None
-
-
-def _load(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as e:  # of many classes
-        if not (folder / FILE).is_file() and any((folder / name).is_file() for name in _SENTENCEPIECE):
-            said, hint = "it is SentencePiece's", f"install sentencepiece, save it where that is as a {FILE}"
-        else:
-            said, hint = " ".join(str(e).split())[:200], "save it again"
-        raise _refusal(f"the tokenizer in {folder} cannot be opened ({said})", hint) from e
-    if not loaded.is_fast:
-        raise _refusal(f"the tokenizer in {folder} is not a fast one", "give one with a tokenizer.json")
-    return loaded
 
 
 def _refusal(reason: str, hint: str) -> SpecError:
