@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fsdp_lab.dashboard import Dashboard
     from fsdp_lab.lab import Lab
     from fsdp_lab.models.presets import PRESETS
-    from fsdp_lab.models.unwrapping import unwrap_names
+    from fsdp_lab.models.weights import unwrap_names
     from fsdp_lab.rank.torchrun import init_process_group
     from fsdp_lab.report import WhatIf, write_report
     from fsdp_lab.runs import CheckpointConfig, Comparison, EvalConfig, Recommendation, RecoveryPolicy, Run, RunState
@@ -88,7 +88,7 @@ _HOMES = {
     "WhatIf": "report",
     "Workload": "spec.workload",
     "init_process_group": "rank.torchrun",
-    "unwrap_names": "models.unwrapping",
+    "unwrap_names": "models.weights",
     "watch": "runs.history.loops",
     "write_report": "report",
 }

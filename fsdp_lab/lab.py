@@ -244,8 +244,10 @@ class Lab:
         Raises:
             StartError: one sentence. ArgumentError, FieldError.
         """
-        where = LauncherHosts(launcher=launcher, count=ranks, options=tuple(launcher_options.items()), address=address,
-                              folder=None if folder is None else os.fspath(folder), queue_s=queue_s)  # fmt: skip
+        path, traits = None if folder is None else os.fspath(folder), tuple(launcher_options.items())
+        where = LauncherHosts(
+            launcher=launcher, count=ranks, options=traits, address=address, folder=path, queue_s=queue_s
+        )
         return cls(where.ranks, hosts=where, **options)
 
     # -- runs -------------------------------------------------------------------------------------------------------
@@ -289,10 +291,9 @@ class Lab:
         Raises:
             SpecError: an invalid field or combination, or code that cannot be sent.
         """
-        return self._activities.begin_run(
-            self._wanted(spec, changes, "lab.run", anyway=anyway), steps=steps, fresh=fresh, ledger_every=ledger_every,
-            saving=CheckpointConfig.of(save), recovering=RecoveryPolicy.of(recover), evaluate=evaluate,
-        )  # fmt: skip
+        begin = partial(self._activities.begin_run, steps=steps, ledger_every=ledger_every, evaluate=evaluate)
+        wanted = self._wanted(spec, changes, "lab.run", anyway=anyway)
+        return begin(wanted, fresh=fresh, saving=CheckpointConfig.of(save), recovering=RecoveryPolicy.of(recover))
 
     def resume(
         self,
@@ -325,10 +326,8 @@ class Lab:
         saved = checkpoint if isinstance(checkpoint, Checkpoint) else find(checkpoint)
         wanted = self._wanted(saved.spec, changes, "lab.resume", anyway=anyway)
         check_same(saved, wanted)
-        return self._activities.begin_run(
-            wanted, steps=steps, ledger_every=ledger_every, saving=CheckpointConfig.of(save),
-            recovering=RecoveryPolicy.of(recover), start=saved, evaluate=evaluate,
-        )  # fmt: skip
+        begin = partial(self._activities.begin_run, steps=steps, ledger_every=ledger_every, evaluate=evaluate)
+        return begin(wanted, start=saved, saving=CheckpointConfig.of(save), recovering=RecoveryPolicy.of(recover))
 
     def recover(self, ranks: str | None = None) -> Run:
         """Recovers the newest run after a failure and returns the run that continues it: the same one where it waits for
@@ -425,8 +424,8 @@ class Lab:
         """
         check_whole("steps", steps, LEAST_STEPS)
         spec = self._wanted(None, {"model": SMALL_MODEL} | changes | {"engine": engine, "sharding": sharding})
-        return check_engine(lambda backend: self.run(spec.replace(backend=backend), steps=steps), spec.strategy,
-                            code_name(spec.strategy.engine), most)  # fmt: skip
+        s, name = spec.strategy, code_name(spec.strategy.engine)
+        return check_engine(lambda backend: self.run(spec.replace(backend=backend), steps=steps), s, name, most)
 
     def slow_motion(self, spec: Spec | Mapping[str, Any] | None = None, **changes: Any) -> SlowMotion:
         """One training step, phase by phase: `for moment in lab.slow_motion(): ...` (see `SlowMotion`).
@@ -455,8 +454,7 @@ class Lab:
     def _wanted(
         self, spec: Spec | Mapping[str, Any] | None, changes: Mapping[str, Any], call: str = "", *, anyway: bool = False
     ) -> Spec:
-        """The Spec, or the lab's default one, with the changes. Raises SpecError; `anyway`: not for want of memory, where
-        `call` takes that."""
+        """The Spec, or the default one, with the changes. Raises SpecError; with `anyway` not for want of memory."""
         if spec is None:
             base = Spec(world_size=self.ranks, devices=self._devices)
         else:
@@ -514,7 +512,7 @@ class Lab:
         return self.history.runs(**filters)
 
     def _take_loop(self, message: Mapping[str, Any]) -> None:
-        """On the client's IO thread: what a watched loop in a cell reports."""
+        """Called on the client's IO thread with what a watched loop in a cell reports."""
         if (run := self._activities.take_loop(message)) is not None:
             self._record(run)
 
@@ -541,7 +539,7 @@ class Lab:
         return find(saves[-1]["path"])
 
     def generate(self, prompts: str | Sequence[str], **sampling: Any) -> list[str]:
-        """How the model that the ranks hold continues a text or several; a run in progress does it after its chunk.
+        """Continues a text or several by the model that the ranks hold; a run in progress does it after its chunk.
 
             lab.generate("The capital of France is", new_tokens=8)
 
@@ -585,7 +583,19 @@ class Lab:
             reason = f"{unfinished[0]!r} is in progress and would be measured as well"
             raise ClusterError(f"{reason}; stop it or wait for it")
         check_whole("passes", passes)
-        self._check_crowds(ranks, anchors)
+        for n in ranks:
+            check_whole("ranks", n, 2)
+        if anchors and not ranks:
+            raise ArgumentError("anchors", "they are timed in a crowd of ranks", "give ranks as well, such as (2, 4)")
+        if any(spec.workload.is_own for spec in anchors):
+            hint = "leave it out, and plan without, or give a preset or a transformers config"
+            raise ArgumentError("anchors", "the temporary processes do not have the code of your model", hint)
+        if ranks and self.ranks != 1:
+            hint = "calibrate a lab of one, or leave ranks out"
+            raise ArgumentError("ranks", f"this lab has {self.ranks} itself", hint)
+        if ranks and self.devices[0] != "cpu":
+            reason = "GPUs are not shared as the cores of a CPU are"
+            raise ArgumentError("ranks", reason, "leave it out, and plan for hosts")
         begun_s, devices = time.monotonic(), self.devices
         # Matrix products in fp16 are not useful on a CPU.
         dtypes = ("fp32", "bf16") if devices[0] == "cpu" else ("fp32", "bf16", "fp16")
@@ -597,37 +607,17 @@ class Lab:
         with progress_bar("measuring this machine") if self._shows_progress else contextlib.nullcontext():
             by_rank = self.cluster.call("calibrate", specs=specs, dtypes=dtypes, passes=passes)
             name = str(self.cluster.call("status")[0]["device_name"])
-            crowds = {
-                n: self._crowd(n, dtypes, tuple(dict.fromkeys(map(one_rank, anchors))), passes, name) for n in ranks
-            }
-        self._calibration = Calibration.of(by_rank, unix_s=time.time(), seconds=time.monotonic() - begun_s, name=name,
-                                           devices=devices, shapes=shapes_of(timed), crowds=crowds)  # fmt: skip
+            alike = tuple(dict.fromkeys(map(one_rank, anchors)))
+            crowds: dict[int, Calibration] = {}
+            for n in ranks:  # this rank as one of so many on its host
+                crowd_s, wanted = time.monotonic(), [spec.to_dict() for spec in crowd_specs(dtypes, alike)]
+                (crowd,) = self.cluster.call("crowd", ranks=n, specs=wanted, dtypes=dtypes, passes=passes)
+                crowds[n] = alone(crowd["each"], dtypes, alike, name=name, seconds=time.monotonic() - crowd_s)
+        took_s, shapes = time.monotonic() - begun_s, shapes_of(timed)
+        self._calibration = Calibration.of(
+            by_rank, unix_s=time.time(), seconds=took_s, name=name, devices=devices, shapes=shapes, crowds=crowds
+        )
         return self._calibration
-
-    def _check_crowds(self, ranks: Sequence[int], anchors: Sequence[Spec]) -> None:
-        for n in ranks:
-            check_whole("ranks", n, 2)
-        if anchors and not ranks:
-            raise ArgumentError("anchors", "they are timed in a crowd of ranks", "give ranks as well, such as (2, 4)")
-        if any(spec.workload.is_own for spec in anchors):
-            hint = "leave it out, and plan without, or give a preset or a transformers config"
-            raise ArgumentError("anchors", "the temporary processes do not have the code of your model", hint)
-        if ranks and self.ranks != 1:
-            raise ArgumentError(
-                "ranks", f"this lab has {self.ranks} itself", "calibrate a lab of one, or leave ranks out"
-            )
-        if ranks and self.devices[0] != "cpu":
-            raise ArgumentError(
-                "ranks", "GPUs are not shared as the cores of a CPU are", "leave it out, and plan for hosts"
-            )
-
-    def _crowd(
-        self, ranks: int, dtypes: Sequence[str], anchors: tuple[Spec, ...], passes: int, name: str
-    ) -> Calibration:
-        """This rank as one of so many on its host."""
-        begun_s, specs = time.monotonic(), [spec.to_dict() for spec in crowd_specs(dtypes, anchors)]
-        (found,) = self.cluster.call("crowd", ranks=ranks, specs=specs, dtypes=dtypes, passes=passes)
-        return alone(found["each"], dtypes, anchors, name=name, seconds=time.monotonic() - begun_s)
 
     def plan(self, spec: Spec | None = None, hardware: str | None = None, *, hosts: int | None = None,
              network_gbit_per_s: float | None = None) -> Plan:  # fmt: skip
@@ -665,11 +655,7 @@ class Lab:
         self._resize(ranks, self._devices)
 
     def move(
-        self,
-        hosts: Hosts | None,
-        ranks: int | None = None,
-        *,
-        progress: Callable[[StartProgress], None] | None = None,
+        self, hosts: Hosts | None, ranks: int | None = None, *, progress: Callable[[StartProgress], None] | None = None
     ) -> None:
         """Ends the ranks and starts others elsewhere, as the dashboard's *Hosts…* does.
 
@@ -688,8 +674,8 @@ class Lab:
             StartError: one sentence. ArgumentError: the lab's engines are yours.
         """
         self._activities.require_open()
-        self.cluster.move(hosts, hosts.ranks if hosts is not None else ranks, progress,
-                          lambda: self._activities.stop("the ranks were moved"))  # fmt: skip
+        count, stop = ranks if hosts is None else hosts.ranks, partial(self._activities.stop, "the ranks were moved")
+        self.cluster.move(hosts, count, progress, stop)
         self._devices = self._calibration = None
         self._activate()
 
@@ -768,12 +754,12 @@ class Lab:
 
     @property
     def persistent(self) -> bool:
-        """Whether the ranks outlive this kernel."""
+        """True if the ranks outlive this kernel."""
         return self.cluster.assembly.config.persist_s is not None
 
     @property
     def attached(self) -> bool:
-        """Whether these ranks, and the state that they hold, are those of a former kernel."""
+        """True if these ranks, and the state that they hold, are those of a former kernel."""
         return self.cluster.attached
 
     def close(self) -> None:

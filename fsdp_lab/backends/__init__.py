@@ -1,5 +1,4 @@
-"""Ways to train a model, behind one interface: our engine ("lab"), FSDP2, FSDP1, DDP, and one of the user's own ("yours").
-Read base.py first.
+"""Ways to train a model, behind one interface (base.py): our engine ("lab"), FSDP2, FSDP1, DDP, and the user's ("yours").
 
 `build` makes the backend of a Spec; `check` refuses what depends on the model, the device or torch.
 """
@@ -23,11 +22,10 @@ from fsdp_lab.backends.transfer import transfer_state
 from fsdp_lab.backends.yours import Yours
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.engine import ParamShard, build_mesh, known_groups
-from fsdp_lab.models.freezing import freeze, frozen_names
+from fsdp_lab.models.build import freeze, frozen_names
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.spec.param_groups import unmatched
 from fsdp_lab.spec.spec import YOURS, Spec
-from fsdp_lab.spec.workload import Workload
 
 __all__ = ["Backend", "ParamShard", "build", "fill", "transfer_state"]
 
@@ -40,28 +38,23 @@ def check(skeleton: nn.Module, spec: Spec, device: torch.device) -> None:
     s = spec.strategy
     frozen_names(skeleton, spec.workload.freeze)
     check_optimizer(spec.workload)
-    _check_groups(skeleton, spec.workload)
+    names = [name for name, _ in skeleton.named_parameters()]
+    patterns = [pattern for group in spec.workload.param_groups or () for pattern in group.match]
+    if (wrong := unmatched(patterns, names)) is not None:
+        hint = f"give a pattern of names such as {names[0]}, {names[-1]}"
+        raise SpecError("workload.param_groups", f"{wrong!r} matches no parameter", hint, {"param_groups": None})
     if s.traits.has_units:
         units(skeleton, s.wrap)
     scalar = next((name for name, p in skeleton.named_parameters() if not p.dim()), "")
     if scalar and not s.traits.takes_scalars:
-        raise SpecError("strategy.backend", f"{s.backend} takes no scalar parameters, and {scalar} is one",
-                        "use backend lab or ddp, or give it one dimension", {"backend": "lab"})  # fmt: skip
+        reason = f"{s.backend} takes no scalar parameters, and {scalar} is one"
+        hint = "use backend lab or ddp, or give it one dimension"
+        raise SpecError("strategy.backend", reason, hint, {"backend": "lab"})
     _BACKENDS[s.backend].check(spec, device)
 
 
-def _check_groups(skeleton: nn.Module, workload: Workload) -> None:
-    """Raises SpecError for a pattern of a parameter group that matches no parameter."""
-    names = [name for name, _ in skeleton.named_parameters()]
-    groups = workload.param_groups or ()
-    if (wrong := unmatched([pattern for group in groups for pattern in group.match], names)) is not None:
-        raise SpecError("workload.param_groups", f"{wrong!r} matches no parameter", "give a pattern of names such as "
-                        f"{names[0]}, {names[-1]}", {"param_groups": None})  # fmt: skip
-
-
 def build(skeleton: nn.Module, spec: Spec, device: torch.device, *, mesh: DeviceMesh | None = None) -> Backend:
-    """Wrap a skeleton; collective. It holds no parameters yet: use `fill` or `transfer_state`. If it fails, the process
-    groups made for it are destroyed.
+    """Wraps a skeleton; collective. It holds no parameters yet: use `fill` or `transfer_state`. A failure leaves no groups.
 
     `mesh`: by default of the default group, the Wire. Benchmarks pass one of a plain torch group.
     """

@@ -5,13 +5,14 @@ parameter by its original name, with the flat range of it that this rank holds a
 everything else: initial values, the transfer from one backend to another, gradient norms, byte counts. They refer to
 torch's master shard, which exists in every state of a module, so that an aborted step loses nothing.
 
-A new backend holds no parameters yet: their storage is allocated when it is filled (storage.py)."""
+A new backend holds no parameters yet: their storage is allocated when it is filled (`DeferredStorage`)."""
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab.backends.optimizers import kept_state, torch_class
-from fsdp_lab.backends.storage import DeferredStorage, free, storage_id
 from fsdp_lab.base.events import Role
 from fsdp_lab.base.tensors import move
 from fsdp_lab.engine import ParamShard
@@ -36,29 +36,29 @@ RoleTensor = tuple[Role, Tensor]  # a tensor, and what its storage is used for
 
 
 class Measured(ABC):
-    """What measuring a step needs of a model, whoever has set it up: a `Backend`, or a user (rank/watch/found.py).
+    """A model whose steps are measured: a `Backend`'s, or one that a user has set up (rank/watch/found.py).
 
     Attributes:
-        module: what is called, and what a user sees as `model`.
+        module: the one that is called, and that a user sees as `model`.
     """
 
     module: nn.Module
 
     @abstractmethod
     def parameter_bytes(self) -> int:
-        """Of this rank's shards, without padding, as are the next two."""
+        """Returns the bytes of this rank's shards, without padding, as do the next two."""
 
     @abstractmethod
     def gradient_bytes(self) -> int:
-        """Of its reduced gradients; 0 where there are none now."""
+        """Returns those of its reduced gradients; 0 where there are none now."""
 
     @abstractmethod
     def optimizer_bytes(self) -> int:
-        """Of the optimizer's state; 0 before its first step."""
+        """Returns those of the optimizer's state; 0 before its first step."""
 
     @abstractmethod
     def persistent_tensors(self) -> Iterator[RoleTensor]:
-        """What exists between steps (on the host under offload): shards, their gradients, optimizer state."""
+        """Yields what exists between steps (on the host under offload): shards, their gradients, optimizer state."""
 
     @abstractmethod
     def unit_modules(self) -> list[tuple[str, nn.Module]]:
@@ -66,13 +66,12 @@ class Measured(ABC):
         `Strategy.wrap` selects. Without the root."""
 
     def resident_bytes(self) -> int:
-        """Bytes on the device between steps besides shards and optimizer state: DDP's buckets, ZeRO-1's gathered
-        parameters."""
+        """Bytes on the device between steps besides shards and optimizer state: DDP's buckets, whole parameters."""
         return 0
 
     def transient_tensors(self) -> Iterator[RoleTensor]:
-        """What is on the device now to compute with: gathered parameters, unreduced gradients. A storage may be listed
-        several times; `persistent_tensors` takes precedence."""
+        """Yields what is on the device now to compute with: gathered parameters, unreduced gradients. A storage may
+        come several times; `persistent_tensors` takes precedence."""
         return iter(())
 
     def leaves(self) -> Iterator[Tensor]:
@@ -81,7 +80,7 @@ class Measured(ABC):
 
 
 class Backend(Measured):
-    """What a trainer needs from each backend. Not thread-safe.
+    """The interface of all backends to a trainer. Not thread-safe.
 
     Attributes:
         optimizer: its parameters hold the gradients. kept: the state that it keeps.
@@ -114,22 +113,19 @@ class Backend(Measured):
         self._objective = objective(spec.workload)
 
     def param_shards(self) -> list[ParamShard]:
-        """In the order of the model's parameters; the same names on every rank."""
+        """The shards in the order of the model's parameters, with the same names on every rank."""
         return self._param_shards
 
     def allocate(self, shards: Iterable[ParamShard] | None = None) -> None:
         """Allocate the parameters in the storage of these shards, of all by default; not what is allocated already."""
-        if shards is None:
-            self._deferred.allocate_all()
-        else:
-            self._deferred.allocate(shard.local for shard in shards)
+        self._deferred.allocate(None if shards is None else [shard.local for shard in shards])
 
     def loss(self, batch: Batch) -> Tensor:
         """Forward; a scalar with a graph."""
         return self._objective(self.module, move(batch, self.device))
 
     def outputs(self, arguments: Mapping[str, Any]) -> Any:
-        """What the model returns: a mapping. Tensors of `arguments` are on the device."""
+        """Returns the model's outputs, a mapping. Tensors of `arguments` are on the device."""
         return self.module(**arguments)
 
     def begin_step(self, step: int) -> bool:
@@ -165,8 +161,7 @@ class Backend(Measured):
         return _range(shard, local_tensor(shard.param.grad))
 
     def gradients(self) -> list[Tensor]:
-        """This rank's reduced gradients, as the optimizer will see them, in as few tensors as the backend has them in;
-        any padding is zero."""
+        """This rank's reduced gradients, as the optimizer will see them, in few tensors; any padding is zero."""
         shards = map(self.gradient, self.param_shards())
         return [g for g in shards if g is not None and g.numel()]
 
@@ -201,12 +196,8 @@ class Backend(Measured):
 
         `busy`: addresses of storage that an aborted operation may still use; it is freed with its last reference.
         """
-        held: list[Tensor] = [
-            *self.module.parameters(),
-            *self._gradients(),
-            *(shard.local for shard in self.param_shards()),
-        ]
-        held += self.module.buffers()
+        held: list[Tensor] = [*self.module.parameters(), *self.module.buffers(), *self._gradients()]
+        held += [shard.local for shard in self.param_shards()]
         held += [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
         self.optimizer.zero_grad(set_to_none=True)
         self.optimizer.state.clear()
@@ -216,21 +207,17 @@ class Backend(Measured):
         destroy(self.groups)
 
     def _gradients(self) -> Iterator[Tensor]:
-        """The gradients that the optimizer's parameters hold."""
         return (p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None)
-
-
-# -- shared helpers --------------------------------------------------------------------------------------------------
 
 
 def make_optimizer(shards: list[ParamShard], workload: Workload) -> torch.optim.Optimizer:
     """The workload's optimizer over the backend's shards, in the workload's groups, matrices and others apart."""
-    found: dict[GroupKey, dict[nn.Parameter, None]] = {}
+    by_key: dict[GroupKey, dict[nn.Parameter, None]] = {}
     for s in shards:
         if s.param is not None:
-            found.setdefault(key_of(workload.param_groups, s.name, len(s.shape)), {})[s.param] = None
+            by_key.setdefault(key_of(workload.param_groups, s.name, len(s.shape)), {})[s.param] = None
     groups: list[dict[str, Any]] = []
-    for key, params in sorted(found.items(), key=lambda one: (one[0][0], not one[0][1])):
+    for key, params in sorted(by_key.items(), key=lambda one: (one[0][0], not one[0][1])):
         lr, decay = workload.rates_of(key)
         groups.append({"params": list(params), "weight_decay": decay, "lr": lr, "initial_lr": lr, "key": key})
     kind = torch_class(workload.torch_optimizer)
@@ -241,9 +228,10 @@ def make_optimizer(shards: list[ParamShard], workload: Workload) -> torch.optim.
     return made
 
 
-def trained(param: nn.Parameter) -> nn.Parameter | None:
-    """It, or None if it is frozen: `ParamShard.param`."""
-    return param if param.requires_grad else None
+def shard_at(name: str, param: nn.Parameter, shape: torch.Size, start: int, local: Tensor) -> ParamShard:
+    """The shard of a parameter that begins at element `start`. A frozen one has no `ParamShard.param`."""
+    trained, stop = param if param.requires_grad else None, start + local.numel()
+    return ParamShard(name=name, shape=shape, start=start, stop=stop, local=local, param=trained)
 
 
 def update_hyperparameters(optimizer: torch.optim.Optimizer, workload: Workload) -> None:
@@ -265,11 +253,6 @@ def local_tensor(t: Tensor) -> Tensor:
     return inner.detach()
 
 
-def local_part(t: Tensor) -> Tensor:
-    """The local part as a flat view. Raises RuntimeError if that would be a copy."""
-    return local_tensor(t).view(-1)
-
-
 def _range(shard: ParamShard, t: Tensor) -> Tensor:
     """A shard's part of a tensor that is laid out like the optimizer's parameter."""
     return t if t.numel() == shard.numel else t.view(-1)[shard.offset : shard.offset + shard.numel]
@@ -278,7 +261,8 @@ def _range(shard: ParamShard, t: Tensor) -> Tensor:
 def state_slots(optimizer: torch.optim.Optimizer, shard: ParamShard) -> dict[str, Tensor]:
     """The optimizer's tensors for a shard, by slot, flat: {"exp_avg": [n], "exp_avg_sq": [n]} for AdamW."""
     state = shard.slots(optimizer)
-    return {slot: _range(shard, local_part(t)) for slot, t in state.items() if isinstance(t, Tensor) and t.dim() > 0}
+    local = {slot: local_tensor(t).view(-1) for slot, t in state.items() if isinstance(t, Tensor) and t.dim() > 0}
+    return {slot: _range(shard, t) for slot, t in local.items()}
 
 
 def begin_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -294,9 +278,9 @@ def begin_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def scalars_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """The numbers that the optimizer keeps for each parameter, as its number of steps; empty without state. Those of the
     parameter with the most steps, since it skips parameters without a gradient."""
-    found = ({name: float(t) for name, t in state.items() if isinstance(t, Tensor) and not t.dim()}
-             for state in optimizer.state.values())  # fmt: skip
-    return max(found, key=lambda scalars: scalars.get("step", 0.0), default={})
+    states = optimizer.state.values()
+    scalars = ({n: float(t) for n, t in state.items() if isinstance(t, Tensor) and not t.dim()} for state in states)
+    return max(scalars, key=lambda one: one.get("step", 0.0), default={})
 
 
 def seed_state(
@@ -365,3 +349,68 @@ def original_name(name: str) -> str:
     for part in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"):
         name = name.removesuffix(f".{part}").replace(f"{part}.", "")
     return name
+
+
+class DeferredStorage:
+    """What a new backend will hold, not yet allocated.
+
+    A backend is built unit by unit, and the storage of each unit is freed as soon as the unit exists (`defer`). So building
+    one takes the memory of one unit, also beside a live one. It is allocated again, at its size and with zeros, when values
+    come: all of it (`fill`), or a few parameters at a time (transfer.py). A tensor whose storage is freed keeps its shape,
+    and what views it later sees the new allocation. But torch makes no new slice of it, so slices are made before; and
+    reading it reads address 0.
+
+    Shards that other ranks map (`gather="mapped"`) are not torch's to free: they exist from the build on, until nobody has
+    them. So a switch from or to them holds both.
+    """
+
+    def __init__(self) -> None:
+        # By the identity of the first storage: sizes.
+        self._owed: dict[int, list[tuple[torch.UntypedStorage, int]]] = {}
+
+    def defer(self, tensor: Tensor, *others: Tensor) -> None:
+        """Free a tensor's storage until it is allocated; that of `others` together with it."""
+        storages = [_storage(t) for t in (tensor, *others)]
+        owed = [(s, s.nbytes()) for s in storages if s.nbytes() and s.resizable()]  # torch's pinned memory is not
+        if owed:
+            self._owed.setdefault(storages[0]._cdata, []).extend(owed)
+        for storage, _ in owed:
+            storage.resize_(0)
+
+    def allocate(self, tensors: Iterable[Tensor] | None) -> None:
+        """Allocates the storage of these, or of all, where it is deferred."""
+        keys = list(self._owed) if tensors is None else [_storage(t)._cdata for t in tensors]
+        for storage, nbytes in (owed for key in keys for owed in self._owed.pop(key, ())):
+            storage.resize_(nbytes)
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()  # padding must be zero
+
+
+def return_memory(device: torch.device) -> None:
+    """Make the allocators return cached memory to the system."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        if hasattr(torch._C, "_host_emptyCache"):  # of pinned memory
+            torch._C._host_emptyCache()
+    with suppress(OSError, AttributeError):  # a C library other than glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def free(tensors: Iterable[Tensor], busy: Collection[int] = ()) -> None:
+    """Return storage to the allocator now, even if it is still referenced, unless its address is in `busy`.
+
+    Dropping a wrapped model does not free it: FSDP1 leaks about 18 MiB for each build of a 3.3M-parameter GPT-2.
+    """
+    for t in tensors:
+        storage = _storage(t)
+        if storage.nbytes() and storage.resizable() and storage.data_ptr() not in busy:
+            storage.resize_(0)
+
+
+def storage_id(t: Tensor) -> int:
+    """Equal for tensors that share storage, also for what is freed."""
+    return int(_storage(t)._cdata)
+
+
+def _storage(t: Tensor) -> torch.UntypedStorage:
+    inner: Tensor = getattr(t, "_local_tensor", t)
+    return inner.untyped_storage()

@@ -18,11 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.backends import base
-from fsdp_lab.backends.base import DTYPES, Backend
-from fsdp_lab.backends.storage import DeferredStorage
+from fsdp_lab.backends.base import DTYPES, Backend, DeferredStorage
 from fsdp_lab.backends.wrapping import prepare
 from fsdp_lab.base.errors import FieldError, SpecError
-from fsdp_lab.engine import ParamShard
 from fsdp_lab.models.sources import Batch
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.spec.spec import Spec
@@ -39,7 +37,8 @@ class DDP(Backend):
         deferred = DeferredStorage()
         skeleton.apply(base.materialiser(device, deferred.defer))
         base.place_buffers(skeleton, device, dtypes)
-        shards = [_whole(base.original_name(n), p) for n, p in skeleton.named_parameters()]
+        named = ((base.original_name(n), p) for n, p in skeleton.named_parameters())
+        shards = [base.shard_at(name, p, p.shape, 0, p.detach().view(-1)) for name, p in named]
         group = mesh.get_group()
         module = DistributedDataParallel(
             skeleton,
@@ -72,10 +71,10 @@ class DDP(Backend):
         assert isinstance(self.module, DistributedDataParallel)
         model: nn.Module = self.module.module
         try:
-            found = {id(m) for group in units(model, self._wrap) for m in group}
+            chosen = {id(m) for group in units(model, self._wrap) for m in group}
         except FieldError:  # names without a module in this model do not matter for DDP
             return []
-        return [(base.original_name(name), m) for name, m in model.named_modules() if id(m) in found]
+        return [(base.original_name(name), m) for name, m in model.named_modules() if id(m) in chosen]
 
     def resident_bytes(self) -> int:
         """The buckets."""
@@ -97,14 +96,9 @@ class DDP(Backend):
         if communicate and not self._has_reduced:
             for name, p in self.module.module.named_parameters():
                 if p.requires_grad and p.grad is None:
-                    raise SpecError("strategy.backend", f"DDP needs a gradient for every parameter, and {name} got none",
-                                    "use another backend, or freeze it", {"backend": "lab"})  # fmt: skip
+                    reason = f"DDP needs a gradient for every parameter, and {name} got none"
+                    raise SpecError("strategy.backend", reason, "use another backend, or freeze it", {"backend": "lab"})
             self._has_reduced = True
-
-
-def _whole(name: str, param: nn.Parameter) -> ParamShard:
-    local = param.detach().view(-1)
-    return ParamShard(name=name, shape=param.shape, start=0, stop=param.numel(), local=local, param=base.trained(param))
 
 
 def _sum_then_divide(state: tuple[Any, torch.dtype | None], bucket: Any) -> torch.futures.Future[Tensor]:

@@ -12,8 +12,7 @@ from torch import Tensor, distributed as dist, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab import engine
-from fsdp_lab.backends.base import DTYPES, Backend, Measured, RoleTensor, local_tensor, original_name
-from fsdp_lab.backends.storage import DeferredStorage
+from fsdp_lab.backends.base import DTYPES, Backend, DeferredStorage, Measured, RoleTensor, local_tensor, original_name
 from fsdp_lab.backends.wrapping import context_of, name_flat_units, prepare
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.events import Role
@@ -26,11 +25,13 @@ from fsdp_lab.spec.spec import Spec, Strategy
 
 
 class FlatTensors(Measured):
-    """What our engine holds besides shards, and its units."""
+    """The tensors of our engine besides shards, and its units."""
 
     def resident_bytes(self) -> int:
         """The device copies under optimizer offload, and ZeRO-1's gathered parameters."""
-        return sum(t.nbytes for flat in engine.flats_of(self.module) for t in _resident_tensors(flat))
+        flats = list(engine.flats_of(self.module))
+        copies = sum(flat.device_shard.nbytes for flat in flats if flat.device_shard is not None)
+        return copies + sum(flat.full.nbytes for flat in flats if not flat.is_view_of_master and flat.is_gathered)
 
     def transient_tensors(self) -> Iterator[RoleTensor]:
         for flat in engine.flats_of(self.module):
@@ -38,8 +39,8 @@ class FlatTensors(Measured):
             device_shard = Role.PARAMETERS if stays else Role.COMMUNICATION
             if flat.is_gathered:
                 yield Role.UNSHARDED, flat.full
-            optional = ((device_shard, flat.device_shard), (Role.UNSHARDED, flat.post_forward_shard),
-                        (Role.GRADIENTS, flat.gradients.unsharded))  # fmt: skip
+            resharded, unreduced = flat.post_forward_shard, flat.gradients.unsharded
+            optional = (device_shard, flat.device_shard), (Role.UNSHARDED, resharded), (Role.GRADIENTS, unreduced)
             yield from ((role, t) for role, t in optional if t is not None)
             yield from ((Role.GRADIENTS, t) for t, _ in flat.gradients.pieces)
         for reduction in (r for runtime in engine.runtimes_of(self.module) for r in runtime.reducing):
@@ -64,22 +65,27 @@ class FlatBackend(FlatTensors, Backend):
             raise SpecError("strategy.gather", "mapped is for ranks on CPUs", "use copy", {"gather": "copy"})
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
-        if spec.strategy.gather == "mapped":
-            _check_pool(mesh)
+        if spec.strategy.gather == "mapped":  # refused on all ranks where some do not share memory
+            sharded = engine.ShardMesh.of(mesh)
+            shares = torch.tensor(float(sharded.shard_group is None or sharded.buffer_pool is not None))
+            dist.all_reduce(shares, op=dist.ReduceOp.MIN)
+            if not shares:
+                reason = "mapped is for ranks that share memory, and these do not; fsdp-lab doctor says why"
+                raise SpecError("strategy.gather", reason, "use copy", {"gather": "copy"})
         groups = spec.workload.param_groups
         keys = {id(p): key_of(groups, name, p.dim()) for name, p in skeleton.named_parameters()}
         inside = units(skeleton, spec.strategy.wrap)
         outer = prepare(skeleton, spec.strategy)
-        deferred, found = DeferredStorage(), _Shards()
+        deferred, shards = DeferredStorage(), _Shards()
         options = {**engine_options(spec.strategy, mesh), "group_of": lambda name, p: keys[id(p)]}
         inner = {**options, "mp_policy": dataclasses.replace(options["mp_policy"], output_dtype=None)}
         for group in inside:
             engine.fully_shard([outer(m) for m in group], **inner)
-            found.defer(skeleton, deferred)
+            shards.defer(skeleton, deferred)
         engine.fully_shard(skeleton, **options)
-        found.defer(skeleton, deferred)
+        shards.defer(skeleton, deferred)
         name_flat_units(skeleton, context_of(mesh))
-        super().__init__(skeleton, found.of(skeleton), deferred, spec, mesh, device)
+        super().__init__(skeleton, shards.of(skeleton), deferred, spec, mesh, device)
         self.optimizer.register_step_pre_hook(lambda optimizer, *_: engine.split_unused(skeleton, optimizer))
         if spec.strategy.dtypes.keep_low_precision_gradients:  # torch's optimizers need the dtype of the shards
             self.optimizer.register_step_pre_hook(lambda *_: engine.upcast_gradients(skeleton))
@@ -117,24 +123,24 @@ class _Shards:
     """The shards of a model that is sharded unit by unit, each taken before its storage is freed."""
 
     def __init__(self) -> None:
-        self._found: dict[FlatBuffer, list[engine.ParamShard]] = {}
+        self._taken: dict[FlatBuffer, list[engine.ParamShard]] = {}
 
     def defer(self, skeleton: nn.Module, deferred: DeferredStorage) -> None:
         """Take those of the units that are new, and defer their storage."""
         for flat in engine.flats_of(skeleton):
-            if flat not in self._found:
-                self._found[flat] = [shard_of("", p) for p in flat.sharded]
+            if flat not in self._taken:
+                self._taken[flat] = [shard_of("", p) for p in flat.sharded]
                 deferred.defer(flat.master, *(t for t in (flat.device_shard,) if t is not None))
 
     def of(self, root: nn.Module) -> list[engine.ParamShard]:
-        """By the parameters' names in the root, in its order."""
+        """The shards by the parameters' names in the root, in its order."""
         named = ((original_name(name), sharded_form(p)) for name, p in root.named_parameters())
-        return [dataclasses.replace(self._found[p.flat][p.number], name=name) for name, p in named if p is not None]
+        return [dataclasses.replace(self._taken[p.flat][p.number], name=name) for name, p in named if p is not None]
 
 
 def engine_options(strategy: Strategy, mesh: DeviceMesh) -> dict[str, Any]:
-    """A strategy as arguments of `engine.fully_shard` for the root, whose outputs `precision.output` means; collective
-    where it reshards to a smaller group."""
+    """Returns the arguments of `engine.fully_shard` for the root, whose outputs `precision.output` means; collective where
+    the strategy reshards to a smaller group."""
     rules, d = strategy.schedule_rules, strategy.dtypes
     param = None if d.param == "fp32" else DTYPES[d.param]
     return {
@@ -153,21 +159,3 @@ def engine_options(strategy: Strategy, mesh: DeviceMesh) -> dict[str, Any]:
         "shard_optimizer_only": strategy.shards_optimizer_only,
         "map_shards": strategy.gather == "mapped",
     }
-
-
-def _check_pool(mesh: DeviceMesh) -> None:
-    """Raises SpecError, on all ranks, where some do not share memory. Collective."""
-    sharded = engine.ShardMesh.of(mesh)
-    shares = torch.tensor(float(sharded.shard_group is None or sharded.buffer_pool is not None))
-    dist.all_reduce(shares, op=dist.ReduceOp.MIN)
-    if not shares:
-        reason = "mapped is for ranks that share memory, and these do not; fsdp-lab doctor says why"
-        raise SpecError("strategy.gather", reason, "use copy", {"gather": "copy"})
-
-
-def _resident_tensors(flat: FlatBuffer) -> Iterator[Tensor]:
-    """What is on the device between steps, besides the master shard."""
-    if flat.device_shard is not None:
-        yield flat.device_shard
-    if not flat.is_view_of_master and flat.is_gathered:
-        yield flat.full

@@ -24,8 +24,7 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init, _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from fsdp_lab.backends import base
-from fsdp_lab.backends.base import DTYPES, Backend, Measured, RoleTensor
-from fsdp_lab.backends.storage import DeferredStorage, free, return_memory
+from fsdp_lab.backends.base import DTYPES, Backend, DeferredStorage, Measured, RoleTensor, free, return_memory
 from fsdp_lab.backends.wrapping import context_of, name_fsdp1_unit, prepare
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.events import ROOT, Role
@@ -40,8 +39,6 @@ _SHARDING = {
     "hybrid_shard_zero2": ShardingStrategy._HYBRID_SHARD_ZERO2,
     "no_shard": ShardingStrategy.NO_SHARD,
 }
-
-
 _PASSING = {  # attributes of a FlatParameter
     Role.UNSHARDED: ("_full_param_padded", "_full_prec_full_param_padded"),
     Role.GRADIENTS: ("grad", "_saved_grad_shard"),
@@ -52,7 +49,7 @@ _PREFETCH = {"before": BackwardPrefetch.BACKWARD_PRE, "after": BackwardPrefetch.
 
 
 class FSDP1Tensors(Measured):
-    """What FSDP1 holds besides shards, and its units."""
+    """The tensors of FSDP1 besides shards, and its units."""
 
     def transient_tensors(self) -> Iterator[RoleTensor]:
         for flat in (handle.flat_param for handle in _handles(self.module)):
@@ -77,13 +74,13 @@ class FSDP1(FSDP1Tensors, Backend):
     @classmethod
     def check(cls, spec: Spec, device: torch.device) -> None:
         if spec.strategy.offload == "all" and device.type == "cpu":
-            raise SpecError("strategy.offload", "FSDP1 pins what it offloads, which takes a GPU",
-                            "use offload none, or backend fsdp2", {"offload": "none"})  # fmt: skip
+            reason = "FSDP1 pins what it offloads, which takes a GPU"
+            raise SpecError("strategy.offload", reason, "use offload none, or backend fsdp2", {"offload": "none"})
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         shapes = {n: p.shape for n, p in skeleton.named_parameters()}
-        module, found = _wrap(skeleton, spec, mesh, device)
-        super().__init__(module, found.of(module, shapes), found.deferred, spec, mesh, device)
+        module, shards = _wrap(skeleton, spec, mesh, device)
+        super().__init__(module, shards.of(module, shapes), shards.deferred, spec, mesh, device)
 
     def micro_batch(self, *, communicate: bool) -> AbstractContextManager[None]:
         assert isinstance(self.module, FullyShardedDataParallel)
@@ -121,24 +118,28 @@ class _Shards:
 
     def __init__(self, device: torch.device) -> None:
         self.deferred, self._device = DeferredStorage(), device
-        self._found: dict[
-            int, tuple[nn.Parameter, Any, Tensor]
-        ] = {}  # by the parameter's id: also where it is, its part
+        # By the parameter's id: also where its part begins, and that part.
+        self._taken: dict[int, tuple[nn.Parameter, int, Tensor]] = {}
 
     def defer(self, root: nn.Module) -> None:
         """Take those of the units that are new, and defer their storage."""
         for flat in (handle.flat_param for handle in _handles(root)):
-            if id(flat._params[0]) not in self._found:
+            if id(flat._params[0]) not in self._taken:
                 held = getattr(flat, "_local_shard", flat).detach()
                 for p, info in zip(flat._params, flat._shard_param_infos, strict=True):
-                    self._found[id(p)] = (p, info, _part(info, held))
+                    begin, start, stop = 0, 0, 0
+                    if info.in_shard:
+                        begin, start = info.offset_in_shard, info.intra_param_start_idx
+                        stop = info.intra_param_end_idx + 1
+                    self._taken[id(p)] = p, start, held[begin : begin + stop - start]
                 self.deferred.defer(held)
         return_memory(self._device)
 
     def of(self, root: nn.Module, shapes: Mapping[str, torch.Size]) -> list[ParamShard]:
-        """In the order of the skeleton's parameters."""
+        """The shards in the order of the skeleton's parameters."""
         names = {base.original_name(n): id(p) for n, p in root.named_parameters()}
-        return [_param_shard(n, shape, *self._found[names[n]]) for n, shape in shapes.items() if n in names]
+        taken = [(n, shape, self._taken[names[n]]) for n, shape in shapes.items() if n in names]
+        return [base.shard_at(n, p, shape, start, part) for n, shape, (p, start, part) in taken]
 
 
 def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> tuple[nn.Module, _Shards]:
@@ -153,12 +154,12 @@ def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) 
             reduce_dtype=DTYPES[dtypes.reduce],
             buffer_dtype=None if dtypes.buffer is None else DTYPES[dtypes.buffer],
         )
-    found, materialise, offloads = _Shards(device), base.materialiser(device), s.offload == "all"
+    shards, materialise, offloads = _Shards(device), base.materialiser(device), s.offload == "all"
 
     def make(module: nn.Module) -> None:
         """Called for each module of a unit, with the unit's own first."""
         if not offloads and (module is model or id(module) in chosen):  # with offload a pinned copy is made below
-            found.defer(model)
+            shards.defer(model)
         materialise(module)
 
     with warnings.catch_warnings():
@@ -179,41 +180,27 @@ def _wrap(model: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) 
         )
     for handle in _handles(wrapped):
         _detach_frozen(handle)
-    _divide_after_the_sum(wrapped, spec.world_size)
+    # FSDP1 divides by about sqrt(W) before its sum and by the rest after; for parity, all of the division comes after. In
+    # fp16 this can overflow, but there the loss is scaled and an overflow skips the step.
+    for module in FullyShardedDataParallel.fsdp_modules(wrapped):
+        module._gradient_predivide_factor = 1.0  # type: ignore[assignment]
+        module._gradient_postdivide_factor = float(spec.world_size)  # type: ignore[assignment]
     if not offloads:
-        found.defer(wrapped)
+        shards.defer(wrapped)
     _lazy_init(wrapped, wrapped)  # now, not in the first forward, since it creates the local shards
     if offloads:
         for handle in _handles(wrapped):
             handle._use_sharded_flat_param()  # the pinned copy, not what was copied, which the first forward would read
-    found.defer(wrapped)
-    for name, module in wrapped.named_modules():
-        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
-            name_fsdp1_unit(base.original_name(name) or ROOT, module._handle, context_of(mesh))
-    return wrapped, found
-
-
-def _divide_after_the_sum(root: FullyShardedDataParallel, world_size: int) -> None:
-    """FSDP1 divides by about sqrt(W) before its sum and by the rest after; for parity, all of the division comes after.
-
-    With fp16 this can overflow, but there the loss is scaled and an overflow skips the step.
-    """
-    for module in FullyShardedDataParallel.fsdp_modules(root):
-        module._gradient_predivide_factor = 1.0  # type: ignore[assignment]
-        module._gradient_postdivide_factor = float(world_size)  # type: ignore[assignment]
+    shards.defer(wrapped)
+    for name, unit in wrapped.named_modules():
+        if isinstance(unit, FullyShardedDataParallel) and unit._handle is not None:
+            name_fsdp1_unit(base.original_name(name) or ROOT, unit._handle, context_of(mesh))
+    return wrapped, shards
 
 
 def _handles(root: nn.Module) -> list[Any]:
     """The flat parameters' handles of all units, including the root."""
     return [m._handle for m in FullyShardedDataParallel.fsdp_modules(root) if m._handle is not None]
-
-
-def _part(info: Any, held: Tensor) -> Tensor:
-    """This rank's part of one parameter."""
-    if not info.in_shard:
-        return held[:0]
-    begin = info.offset_in_shard
-    return held[begin : begin + info.intra_param_end_idx + 1 - info.intra_param_start_idx]
 
 
 def _detach_frozen(handle: Any) -> None:
@@ -226,9 +213,3 @@ def _detach_frozen(handle: Any) -> None:
 
     if not all(p.requires_grad for p in params):
         handle._get_unflat_views = detached
-
-
-def _param_shard(name: str, shape: torch.Size, param: nn.Parameter, info: Any, local: Tensor) -> ParamShard:
-    start = info.intra_param_start_idx if info.in_shard else 0
-    return ParamShard(name=name, shape=shape, start=start, stop=start + local.numel(), local=local,
-                      param=base.trained(param))  # fmt: skip

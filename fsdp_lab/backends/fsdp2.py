@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from fsdp_lab.backends import base
-from fsdp_lab.backends.base import DTYPES, Backend, Measured, RoleTensor
-from fsdp_lab.backends.storage import DeferredStorage
+from fsdp_lab.backends.base import DTYPES, Backend, DeferredStorage, Measured, RoleTensor
 from fsdp_lab.backends.wrapping import context_of, name_fsdp2_unit, named_units, prepare
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.events import ROOT, Role
@@ -22,11 +21,11 @@ from fsdp_lab.engine import ParamShard
 from fsdp_lab.engine.buffers import pool_of
 from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.models.wrapping import units
-from fsdp_lab.spec.spec import Precision, Spec, Strategy
+from fsdp_lab.spec.spec import Spec, Strategy
 
 
 class FSDP2Tensors(Measured):
-    """What FSDP2 holds besides shards, and its units."""
+    """The tensors of FSDP2 besides shards, and its units."""
 
     def transient_tensors(self) -> Iterator[RoleTensor]:
         for group in _param_groups(self.module):
@@ -55,16 +54,21 @@ class FSDP2(FSDP2Tensors, Backend):
     @classmethod
     def check(cls, spec: Spec, device: torch.device) -> None:
         if spec.strategy.limit_reductions > 1 and not hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"):
-            raise SpecError("strategy.limit_reductions", f"FSDP2 of torch {torch.__version__} has no limit to set",
-                            "use 1, backend lab, or torch 2.13", {"limit_reductions": 1})  # fmt: skip
+            reason = f"FSDP2 of torch {torch.__version__} has no limit to set"
+            hint = "use 1, backend lab, or torch 2.13"
+            raise SpecError("strategy.limit_reductions", reason, hint, {"limit_reductions": 1})
 
     def __init__(self, skeleton: nn.Module, spec: Spec, mesh: DeviceMesh, device: torch.device) -> None:
         module = _shard(skeleton, spec.strategy, mesh)
         deferred = DeferredStorage()
-        for group in _param_groups(module):
-            for p in group.fsdp_params:
-                _materialise(p, torch.device("cpu") if spec.strategy.offload == "all" else device)
-                deferred.defer(p.sharded_param)
+        home = torch.device("cpu") if spec.strategy.offload == "all" else device
+        for p in (p for group in _param_groups(module) for p in group.fsdp_params):
+            # Uninitialised storage for torch's private parameter, as `to_empty` gives a whole model; torch pads it.
+            empty = torch.empty_like(p.sharded_param, device=home)
+            p._setattr_on_modules(nn.Parameter(empty, requires_grad=p.sharded_param.requires_grad))
+            with torch.no_grad():
+                p.reset_sharded_param()
+            deferred.defer(p.sharded_param)
         base.place_buffers(module, device, spec.strategy.dtypes)
         shards = [_param_shard(base.original_name(n), p, mesh["shard"]) for n, p in module.named_parameters()]
         super().__init__(module, shards, deferred, spec, mesh, device)
@@ -77,8 +81,7 @@ class FSDP2(FSDP2Tensors, Backend):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Also reshards the root, and under ZeRO-2 every unit, and clears the recorded order of units, by which the
-        next backward would prefetch."""
+        """Also reshards the root, under ZeRO-2 every unit, and clears the order of units for the next prefetches."""
         with super().evaluating():
             yield
         for group in _param_groups(self.module):
@@ -108,26 +111,20 @@ def _own_groups(module: nn.Module) -> list[Any]:
 
 
 def _param_shard(name: str, param: nn.Parameter, shards: DeviceMesh) -> ParamShard:
-    local = base.local_part(param)
-    start = _rows_before(param.shape[0], shards) * (param.shape.numel() // max(1, param.shape[0]))
-    return ParamShard(name=name, shape=param.shape, start=start, stop=start + local.numel(), local=local,
-                      param=base.trained(param))  # fmt: skip
-
-
-def _rows_before(rows: int, shards: DeviceMesh) -> int:
-    """Rows of a parameter on lower ranks: as torch.chunk splits, ceil(rows / F) per rank."""
-    each = -(-rows // shards.size())
-    return min(rows, each * shards.get_local_rank())
+    rows = param.shape[0]
+    rows_before = min(rows, -(-rows // shards.size()) * shards.get_local_rank())  # as torch.chunk splits
+    start = rows_before * (param.shape.numel() // max(1, rows))
+    return base.shard_at(name, param, param.shape, start, base.local_tensor(param).view(-1))
 
 
 def _shard(model: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
-    """Wrap bottom-up, then the root, which is not resharded after forward (FSDP2's default), since the backward begins
-    with its parameters."""
+    """Wraps bottom-up, then the root, which is not resharded after forward: the backward begins with its parameters."""
     inside = named_units(model, units(model, strategy.wrap))
     outer = prepare(model, strategy)
     groups = {name: [outer(m) for m in group] for name, group in inside.items()}
     context = context_of(mesh)
-    policy = _precision(strategy.dtypes)
+    param = None if strategy.dtypes.param == "fp32" else DTYPES[strategy.dtypes.param]
+    policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=DTYPES[strategy.dtypes.reduce])
     on_gpu = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if strategy.offload == "all" else OffloadPolicy()
     options = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload, "reshard_after_forward": strategy.reshards}
@@ -151,23 +148,8 @@ def _shard(model: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def _precision(dtypes: Precision) -> MixedPrecisionPolicy:
-    """The policy of a unit below the root; `output` applies to the root only."""
-    param = None if dtypes.param == "fp32" else DTYPES[dtypes.param]
-    return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=DTYPES[dtypes.reduce])
-
-
-def _materialise(p: Any, device: torch.device) -> None:
-    """Give one of torch's private parameters uninitialised storage, as `to_empty` does for a whole model; it pads it."""
-    empty = torch.empty_like(p.sharded_param, device=device)
-    p._setattr_on_modules(nn.Parameter(empty, requires_grad=p.sharded_param.requires_grad))
-    with torch.no_grad():
-        p.reset_sharded_param()
-
-
 def _order_communication(wrapped: list[nn.Module], root: nn.Module, strategy: Strategy) -> None:
-    """Prefetch depths and a limit of reductions other than torch's defaults; on a CPU a prefetch runs ahead only if the
-    unshard is asynchronous."""
+    """Sets prefetch depths and a limit of reductions. On a CPU a prefetch runs ahead only if the unshard is asynchronous."""
     for i, module in enumerate(wrapped):
         assert isinstance(module, FSDPModule)
         if strategy.forward_depth:

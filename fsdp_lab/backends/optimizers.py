@@ -32,7 +32,7 @@ _NOT_BY_ELEMENTS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class KeptState:
-    """Of each parameter, once it has stepped.
+    """The state that an optimizer keeps of each parameter, once it has stepped.
 
     Attributes:
         slots: name -> the value that all its elements begin with; of tensors of the parameter's shape.
@@ -45,13 +45,13 @@ class KeptState:
 
 def torch_class(optimizer: TorchOptimizer) -> type[torch.optim.Optimizer]:
     """Raises SpecError for a class that torch.optim has not, or that updates no elements by themselves."""
-    found = getattr(torch.optim, optimizer.class_name, None)
-    if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)) or found is torch.optim.Optimizer:
-        raise SpecError("workload.optimizer", f"torch.optim has no optimizer {optimizer.class_name!r}",
-                        "give adamw, sgd, or another class of torch.optim such as RMSprop", _INSTEAD)  # fmt: skip
+    kind = getattr(torch.optim, optimizer.class_name, None)
+    if not (inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)) or kind is torch.optim.Optimizer:
+        hint = "give adamw, sgd, or another class of torch.optim such as RMSprop"
+        raise SpecError("workload.optimizer", f"torch.optim has no optimizer {optimizer.class_name!r}", hint, _INSTEAD)
     if why := _NOT_BY_ELEMENTS.get(optimizer.class_name):
         raise _by_elements(optimizer, why)
-    return found
+    return kind
 
 
 def check_optimizer(workload: Workload) -> None:
@@ -73,8 +73,8 @@ def check_optimizer(workload: Workload) -> None:
 
 @lru_cache(maxsize=64)
 def kept_state(optimizer: TorchOptimizer, device: str) -> KeptState:
-    """From a step on a tiny parameter without a gradient to speak of. Raises SpecError for a class that keeps anything else
-    than slots and scalars; what torch raises for arguments."""
+    """Returns what a step on a tiny parameter shows. Raises SpecError for a class that keeps anything else than slots and
+    scalars, and what torch raises for arguments."""
     p = nn.Parameter(torch.zeros(2, 3, device=device))
     p.grad = torch.zeros_like(p)
     made = torch_class(optimizer)([p], lr=1e-3, **optimizer.keywords)  # type: ignore[call-arg]
@@ -82,19 +82,13 @@ def kept_state(optimizer: TorchOptimizer, device: str) -> KeptState:
     state = {name: t for name, t in made.state[p].items() if t is not None}
     if other := next((n for n, t in state.items() if not isinstance(t, Tensor) or t.shape not in ((), p.shape)), None):
         raise _by_elements(optimizer, f"keeps {other!r}, which is neither of the parameter's shape nor one number")
-    return KeptState(
-        slots={name: _first(t) for name, t in state.items() if t.dim()},
-        scalars={name: (t.dtype, t.device.type != "cpu") for name, t in state.items() if not t.dim()},
-    )
-
-
-def _first(t: Tensor) -> float:
-    value = float(t.flatten()[0])
-    return value if math.isfinite(value) else 0.0
+    first = {name: float(t.flatten()[0]) for name, t in state.items() if t.dim()}
+    slots = {name: value if math.isfinite(value) else 0.0 for name, value in first.items()}
+    scalars = {name: (t.dtype, t.device.type != "cpu") for name, t in state.items() if not t.dim()}
+    return KeptState(slots=slots, scalars=scalars)
 
 
 def _by_elements(optimizer: TorchOptimizer, why: str) -> SpecError:
     reason = f"{optimizer.class_name} {why}, and a rank has parts of them, cut anywhere"
-    return SpecError(
-        "workload.optimizer", reason, "use adamw, or a class that updates each element by itself", _INSTEAD
-    )
+    hint = "use adamw, or a class that updates each element by itself"
+    return SpecError("workload.optimizer", reason, hint, _INSTEAD)

@@ -24,14 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fsdp_lab.backends.state import Chunk
@@ -62,8 +55,8 @@ def read_shards(folder: Path, targets: Sequence[Chunk], optional: tuple[str, ...
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            dcp.load({}, storage_reader=HuggingFaceStorageReader(str(folder)), planner=_LoadPlanner(targets, optional),
-                     no_dist=True)  # fmt: skip
+            reader, planner = HuggingFaceStorageReader(str(folder)), _LoadPlanner(targets, optional)
+            dcp.load({}, storage_reader=reader, planner=planner, no_dist=True)
         except dcp.api.CheckpointException as e:
             raise next(iter(e.failures.values()))[0] from None
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 import copy
 import io
 import json
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from fsdp_lab.base.streams import streams_of
 from fsdp_lab.base.tensors import map_tensors
 from fsdp_lab.engine import ParamShard
 from fsdp_lab.engine.collectives import gather_texts
+from fsdp_lab.models.build import Values
 
 PARAM = "param"
 PINNED_BYTES = 64 << 20
@@ -38,15 +40,6 @@ T = TypeVar("T")
 
 Range = Sequence[int]  # start, stop
 Layout = Mapping[str, Range]  # of one rank: parameter -> its range of the flat parameter, possibly empty
-
-
-class Values(Protocol):
-    """Values by name: a model's `Initializer`, or its `Pretrained`."""
-
-    buffers: Sequence[str]  # persistent buffers that it has values for
-
-    def read_into(self, name: str, start: int, target: Tensor) -> None:
-        """Set `target` [n], flat, on any device, to elements [start, start + n) of a flattened parameter or buffer."""
 
 
 def fill(backend: Backend, values: Values) -> None:
@@ -80,18 +73,16 @@ class SuspendedState:
 def suspend_state(backend: Backend) -> SuspendedState:
     """Copy parameters, optimizer state and buffers to the host; collective. The backend may be released afterwards."""
     slots, scalars = optimizer_slots([backend])
-    values = {(s.name, slot): slot_values(backend, s, slot) for s in backend.param_shards()
-              for slot in _kept(backend, s, slots)}  # fmt: skip
     copies = HostCopies(backend.device)
-    suspended = SuspendedState(
-        values={key: copies.queue(value) for key, value in values.items()},
-        slots=slots,
-        scalars=scalars,
-        buffers=tuple(copies.queue(b) for _, b in buffers_in(backend.module)),
-        modules=module_states(backend),
-    )
+    values = {
+        (s.name, slot): copies.queue(slot_values(backend, s, slot))
+        for s in backend.param_shards()
+        for slot in _kept(backend, s, slots)
+    }
+    buffers = tuple(copies.queue(b) for _, b in buffers_in(backend.module))
+    modules = module_states(backend)
     copies.wait()
-    return suspended
+    return SuspendedState(values=values, slots=slots, scalars=scalars, buffers=buffers, modules=modules)
 
 
 def resume_state(state: SuspendedState, backend: Backend) -> None:
@@ -110,9 +101,12 @@ def resume_state(state: SuspendedState, backend: Backend) -> None:
 
 def buffers_in(module: nn.Module, *, persistent: bool = True) -> list[tuple[str, Tensor]]:
     """The buffers that are state, such as BatchNorm's statistics, or the others, with their names in the model, in order."""
-    found = ((path + name, m, name, b) for path, m in _modules(module).items() for name, b in m._buffers.items())
-    return sorted((path, b) for path, m, name, b in found
-                  if b is not None and (name in m._non_persistent_buffers_set) != persistent)  # fmt: skip
+    return sorted(
+        (path + name, b)
+        for path, m in _modules(module).items()
+        for name, b in m._buffers.items()
+        if b is not None and (name in m._non_persistent_buffers_set) != persistent
+    )
 
 
 def _modules(module: nn.Module) -> dict[str, nn.Module]:
@@ -125,15 +119,14 @@ def module_states(backend: Backend) -> dict[str, Any]:
     """Copies of the state of modules that is neither a parameter nor a persistent buffer, by name: what `get_extra_state`
     returns, the states of random generators that are attributes, and those buffers of a user's module that are not
     persistent and have changed. (Others, such as rotary frequencies, are constants, which a new model has already.)"""
-    found = _beside_tensors(_modules(backend.module))
+    states = _beside_tensors(_modules(backend.module))
     if backend.constants is not None:
         for name, b in buffers_in(backend.module, persistent=False):
             was = backend.constants.get(name)
-            if was is None or not torch.equal(
-                was.to(b.dtype), b.cpu()
-            ):  # a cast, as `Precision.buffer` says, is no change
-                found[name] = b.detach().clone()
-    return found
+            # A cast, as `Precision.buffer` says, is no change.
+            if was is None or not torch.equal(was.to(b.dtype), b.cpu()):
+                states[name] = b.detach().clone()
+    return states
 
 
 def set_module_states(backend: Backend, states: Mapping[str, Any]) -> None:
@@ -164,14 +157,13 @@ def _listed(state: Any) -> Any:
 
 
 def _beside_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """Copies of what `get_extra_state` of these modules returns, and of the states of random generators that are attributes,
-    by name."""
-    found: dict[str, Any] = {}
+    """Copies, by name, what `get_extra_state` of these modules returns, and the states of generators that are attributes."""
+    states: dict[str, Any] = {}
     for path, m in modules.items():
         if type(m).get_extra_state is not nn.Module.get_extra_state:
-            found[path + _EXTRA] = copy.deepcopy(map_tensors(torch.detach, m.get_extra_state()))
-        found |= {path + name: _RANDOM[type(v)][0](v) for name, v in vars(m).items() if type(v) in _RANDOM}
-    return found
+            states[path + _EXTRA] = copy.deepcopy(map_tensors(torch.detach, m.get_extra_state()))
+        states |= {path + name: _RANDOM[type(v)][0](v) for name, v in vars(m).items() if type(v) in _RANDOM}
+    return states
 
 
 def _set_beside_tensors(m: nn.Module, name: str, value: Any) -> bool:
@@ -186,9 +178,9 @@ def _set_beside_tensors(m: nn.Module, name: str, value: Any) -> bool:
 
 
 class ForwardState:
-    """What a forward may change of a backend's modules, copied before a step and given back when the step is discarded:
-    buffers, what `get_extra_state` returns, and random generators. In place, as the step is computed again with the same
-    modules; not of modules whose buffers are all constants (see `module_states`)."""
+    """Copies what a forward may change of a backend's modules before a step, and gives it back when the step is discarded:
+    buffers, what `get_extra_state` returns, and random generators. It does so in place, as the step is computed again with
+    the same modules, and leaves out modules whose buffers are all constants (see `module_states`)."""
 
     def __init__(self, backend: Backend) -> None:
         own, modules = backend.constants is not None, _modules(backend.module)
@@ -198,16 +190,15 @@ class ForwardState:
     def copy(self) -> None:
         """Waits for the device only where `get_extra_state` does."""
         self._before = [dict(m._buffers) for m in self._buffered]  # a forward may put others in their place
-        self._changing = [
-            b.detach() for before in self._before for b in before.values()
-            if b is not None and b.layout is torch.strided and 0 not in b.stride()  # nobody writes to an expanded one
-        ]  # fmt: skip
+        all_buffers = (b for before in self._before for b in before.values() if b is not None)
+        # Nobody writes to an expanded one.
+        self._changing = [b.detach() for b in all_buffers if b.layout is torch.strided and 0 not in b.stride()]
         self._copies = [torch.empty_like(b) for b in self._changing]
         _copy_all(self._changing, self._copies)
         self._states = _beside_tensors(self._others)
 
     def give_back(self) -> None:
-        """As of the last `copy`; may be called again."""
+        """Restores the last `copy`; may be called again."""
         for m, before in zip(self._buffered, self._before, strict=True):
             m._buffers.clear()
             m._buffers.update(before)
@@ -218,7 +209,7 @@ class ForwardState:
 
 
 def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """On a GPU in a few launches, where they are of one dtype."""
+    """Copies in a few launches on a GPU, where they are of one dtype."""
     for dtype in {t.dtype for t in sources}:
         of = [i for i, t in enumerate(sources) if t.dtype == dtype]
         torch._foreach_copy_([targets[i] for i in of], [sources[i] for i in of])
@@ -233,8 +224,8 @@ def slot_values(backend: Backend, shard: ParamShard, slot: str) -> Tensor:
     if slot == PARAM:
         return shard.local
     parked = backend.parked.get(shard.name)
-    found = (state_slots(backend.optimizer, shard) if parked is None else parked).get(slot)
-    return torch.zeros_like(shard.local) if found is None else found
+    values = (state_slots(backend.optimizer, shard) if parked is None else parked).get(slot)
+    return torch.zeros_like(shard.local) if values is None else values
 
 
 def slot_target(backend: Backend, shard: ParamShard, slot: str) -> Tensor:
@@ -246,7 +237,7 @@ def slot_target(backend: Backend, shard: ParamShard, slot: str) -> Tensor:
 
 
 def has_slots(backend: Backend, shard: ParamShard) -> bool:
-    """Whether the optimizer keeps state for a parameter: it is not frozen, or its state is parked."""
+    """Returns whether the optimizer keeps state for a parameter: it is not frozen, or its state is parked."""
     return shard.param is not None or shard.name in backend.parked
 
 
@@ -265,13 +256,14 @@ def _kept(backend: Backend, shard: ParamShard, slots: Sequence[str]) -> Sequence
 def gather_json(mine: Any) -> list[Any]:
     """A value of each rank, by rank, as JSON gives it back: tuples become lists; collective. torch's functions for objects
     would unpickle, and so execute, whatever arrives."""
-    text = json.dumps(mine)
-    texts = [text] if dist.get_world_size() == 1 else gather_texts(text, _world(), torch.device("cpu"))
+    text, world = json.dumps(mine), dist.group.WORLD
+    assert world is not None
+    texts = [text] if world.size() == 1 else gather_texts(text, world, torch.device("cpu"))
     return [json.loads(text) for text in texts]
 
 
 def together(make: Callable[[], T]) -> T:
-    """What `make` returns; collective. If it raises a FieldError on one rank, all ranks raise that."""
+    """Returns what `make` returns; collective. If it raises a FieldError on one rank, all ranks raise that."""
     error, made = None, None
     try:
         made = make()
@@ -280,12 +272,6 @@ def together(make: Callable[[], T]) -> T:
     if first := next((e for e in gather_json(error and error.to_dict()) if e is not None), None):
         raise FieldError.from_dict(first)
     return cast(T, made)
-
-
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
 
 
 def optimizer_slots(backends: Sequence[Backend]) -> tuple[tuple[str, ...], dict[str, float]]:
@@ -300,10 +286,10 @@ def most_steps(scalars: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _own_slots(backend: Backend) -> set[str]:
-    """Also of parameters whose storage is freed, of which there are no parts."""
-    states = (shard.slots(backend.optimizer) for shard in backend.param_shards())
-    return {slot for state in (*states, *backend.parked.values()) for slot, t in state.items() if isinstance(t, Tensor)
-            and t.dim()}  # fmt: skip
+    """Returns slots of all parameters, also of those whose storage is freed, of which there are no parts."""
+    of_shards = (shard.slots(backend.optimizer) for shard in backend.param_shards())
+    states = (*of_shards, *backend.parked.values())
+    return {slot for state in states for slot, t in state.items() if isinstance(t, Tensor) and t.dim()}
 
 
 # -- the chunks of a checkpoint ----------------------------------------------------------------------------------------
@@ -353,10 +339,10 @@ def snapshot(backend: Backend, layouts: Sequence[Layout], rank: int, writers: Co
     return chunks
 
 
-def targets(backend: Backend, slots: Sequence[str], scalars: Mapping[str, float], buffers_of: int,
-            modules: Mapping[str, int]) -> list[Chunk]:  # fmt: skip
-    """The tensors of a new backend to be filled from a checkpoint; allocates its parameters and optimizer state. Not
-    collective.
+def targets(
+    backend: Backend, slots: Sequence[str], scalars: Mapping[str, float], buffers_of: int, modules: Mapping[str, int]
+) -> list[Chunk]:
+    """Allocates a new backend's parameters and optimizer state, and returns what a checkpoint is to fill. Not collective.
 
     Args:
         slots, scalars: of the saved optimizer; those that the new one does not keep are left out.
@@ -372,29 +358,28 @@ def targets(backend: Backend, slots: Sequence[str], scalars: Mapping[str, float]
         for slot in _kept(backend, p, slots)
         if p.numel
     ]
-    buffers = [Chunk(name=buffer_key(buffers_of, path), start=0, values=b.view(-1))
-               for path, b in buffers_in(backend.module)]  # fmt: skip
+    buffers = ((buffer_key(buffers_of, path), b) for path, b in buffers_in(backend.module))
     states = [Chunk(name=name, start=0, values=torch.empty(n, dtype=torch.uint8)) for name, n in modules.items()]
-    return wanted + buffers + states
+    return [*wanted, *(Chunk(name=name, start=0, values=b.view(-1)) for name, b in buffers), *states]
 
 
 def set_modules(backend: Backend, filled: Sequence[Chunk]) -> None:
     """Give a new backend the module states among filled targets."""
-    found = {c.name.split(".", 2)[2]: c.values for c in filled if c.name.startswith(MODULE)}
-    set_module_states(backend, {name: _decoded(content) for name, content in found.items()})
+    states = {c.name.split(".", 2)[2]: c.values for c in filled if c.name.startswith(MODULE)}
+    set_module_states(backend, {name: _decoded(content) for name, content in states.items()})
 
 
 def _encoded(name: str, value: Any) -> Tensor:
-    """As bytes that are read without running anything. Raises ArgumentError."""
+    """Returns the value as bytes that are read without running anything. Raises ArgumentError."""
     file = io.BytesIO()
     try:
         torch.save(map_tensors(lambda t: t.cpu().clone(), value), file)
-        found = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
-        _decoded(found)
+        content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+        _decoded(content)
     except Exception as e:  # of many classes
-        raise ArgumentError("save", f"{name} has things of classes that a checkpoint does not hold",
-                            "return numbers, text, tensors, and lists and dicts of these") from e  # fmt: skip
-    return found
+        reason = f"{name} has things of classes that a checkpoint does not hold"
+        raise ArgumentError("save", reason, "return numbers, text, tensors, and lists and dicts of these") from e
+    return content
 
 
 def _decoded(content: Tensor) -> Any:
@@ -421,9 +406,8 @@ class HostCopies:
         self._filling: Tensor | None = None
         self._used_bytes = 0
         self._parts: list[tuple[Tensor, Tensor]] = []  # in the buffer that fills: pinned, and the copy
-        self._arriving: deque[tuple[Any, Tensor, list[tuple[Tensor, Tensor]]]] = (
-            deque()
-        )  # an event, the buffer, its parts
+        # An event, the buffer, its parts.
+        self._arriving: deque[tuple[Any, Tensor, list[tuple[Tensor, Tensor]]]] = deque()
 
     def queue(self, values: Tensor) -> Tensor:
         """A copy, to be read after `wait`."""
@@ -472,16 +456,15 @@ class HostCopies:
 def _shares(
     layouts: Sequence[Layout], rank: int, writers: Sequence[int], shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, tuple[int, int]]]:
-    """(parameter, the range of it that `rank` writes); see the note on shares."""
+    """Yields (parameter, the range of it that `rank` writes); see the note on shares."""
     for name, shape in shapes.items():
         holders: dict[tuple[int, int], list[int]] = {}
         for writer in writers:
             start, stop = layouts[writer][name]
             if start < stop:
                 holders.setdefault((start, stop), []).append(writer)
-        if (
-            sum(stop - start for start, stop in holders) != torch.Size(shape).numel()
-        ):  # two ranges are equal or disjoint
+        held = sum(stop - start for start, stop in holders)  # two ranges are equal or disjoint
+        if held != math.prod(shape):
             raise LookupError(f"ranks {list(writers)} do not hold all of {name}")
         (start, stop), among = next(((r, h) for r, h in holders.items() if rank in h), ((0, 0), [rank]))
         i, n = among.index(rank), len(among)

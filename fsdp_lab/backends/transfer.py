@@ -1,25 +1,23 @@
 """`StateTransfer`: the parameters, optimizer state and buffers of a training, on their way from one backend to another.
 
 Note: the plan. Every rank has all ranges, before and after, so all compute the same plan without communication. A rank
-takes what it already holds from itself, and the rest from the next rank (cyclically) that holds it, so that replicas
-share the sending. Nothing is sent that its target does not need, and no exchange is larger than a bounded number of
-elements on any rank.
+takes what it holds from itself, and the rest from the next rank (cyclically) that holds it, so that replicas share the
+sending. No exchange is larger than a bounded number of elements on any rank.
 
-Note: memory. The new backend has no storage yet (storage.py). Parameters move in batches; what shares storage, such as
-the flat buffer of a unit, in consecutive ones. A batch first allocates what it fills. A storage of the old backend,
-with its optimizer state, is freed once all of its parameters have arrived on every rank. So the peak is the larger one
-of both layouts and what is in both at once: about one unit and its optimizer state, where the units are the same.
+Note: memory. The new backend has no storage yet. Parameters move in batches, and what shares storage, such as the flat
+buffer of a unit, in consecutive ones. A batch first allocates what it fills. A storage of the old backend, with its
+optimizer state, is freed once all of its parameters have arrived on every rank. So the peak is the larger one of both
+layouts and what is in both at once: about one unit and its optimizer state, where the units are the same.
 
-Note: other arguments of the optimizer. All of its state goes with the parameters, also what the new optimizer does not keep,
-which an abort may give back to the old one, and that of parameters that are frozen now (`Backend.parked`). `drop_slots`
-frees that at the end. What the new one keeps in addition begins as in a new optimizer: so do the slots of a parameter that
-was frozen before. The number of steps is the optimizer's, and goes on for all its parameters.
+Note: other arguments of the optimizer. All state goes with the parameters, also what the new optimizer does not keep,
+which an abort may give back, and that of parameters that are frozen now (`Backend.parked`); `drop_slots` frees it at the
+end. What is new, or of a parameter that was frozen before, begins as in a new optimizer. The number of steps goes on.
 
-Note: an abort. A rank leaves a transfer wherever it is, perhaps one batch behind another rank. The old values are freed
-only after a barrier behind their batch, so a batch that one rank lacks is on all ranks in the old backend. Afterwards
-the ranks compare how many batches each has completed; those that all have are in the new backend, the rest in the old
-one (`settle`), and the next transfer takes the state from both. Storage that an aborted operation may still use is left
-to its last reference. Exchanges use buffers of the transfer's, so an operation that ends late writes to no backend."""
+Note: an abort. A rank leaves a transfer wherever it is, perhaps one batch behind another. The old values are freed only
+after a barrier behind their batch, so a batch that one rank lacks is on all ranks in the old backend. Afterwards the ranks
+compare how many batches each has completed: those that all have are in the new backend, the rest in the old one
+(`settle`), and the next transfer takes the state from both. Storage that an aborted operation may still use is left to its
+last reference; exchanges use buffers of the transfer's, so that an operation that ends late writes to no backend."""
 
 from __future__ import annotations
 
@@ -31,23 +29,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, distributed as dist
 
-from fsdp_lab.backends.base import Backend, drop_slots, seed_state
-from fsdp_lab.backends.state import (
-    PARAM,
-    Layout,
-    Range,
-    buffers_in,
-    gather_json,
-    has_slots,
-    layout_of,
-    module_states,
-    optimizer_slots,
-    park,
-    set_module_states,
-    slot_target,
-    slot_values,
-)
-from fsdp_lab.backends.storage import free, storage_id
+from fsdp_lab.backends import state
+from fsdp_lab.backends.base import Backend, drop_slots, free, seed_state, storage_id
 from fsdp_lab.base.streams import streams_of
 from fsdp_lab.engine import ParamShard
 
@@ -81,7 +64,7 @@ class StateSource:
         return list(dict.fromkeys((self.buffers, *self.holders.values())))
 
     def shards(self) -> list[ParamShard]:
-        """Of all parameters, where they are."""
+        """The shards of all parameters, where they are."""
         by_backend = {b: {s.name: s for s in b.param_shards()} for b in self.backends}
         return [by_backend[backend][name] for name, backend in self.holders.items()]
 
@@ -101,8 +84,8 @@ class StateTransfer:
         sources = source.shards()
         self._from = {s.name: s for s in sources}
         self._to = {s.name: s for s in new.param_shards()}
-        self._slots, self._scalars = optimizer_slots(source.backends)
-        layouts = gather_json((layout_of(sources), layout_of(self._to.values())))
+        self._slots, self._scalars = state.optimizer_slots(source.backends)
+        layouts = state.gather_json((state.layout_of(sources), state.layout_of(self._to.values())))
         self._held, self._wanted = [have for have, _ in layouts], [want for _, want in layouts]
         least, most = _BATCH_ELEMENTS
         self._most = min(most, max(least, sum(s.shape.numel() for s in sources) // _BATCHES))
@@ -118,10 +101,10 @@ class StateTransfer:
                 and the batch does not count.
         """
         old = self._source.buffers
-        pairs = zip(buffers_in(old.module), buffers_in(self.new.module), strict=True)
+        pairs = zip(state.buffers_in(old.module), state.buffers_in(self.new.module), strict=True)
         for (_, source), (_, target) in pairs:
             target.copy_(source)
-        set_module_states(self.new, module_states(old))
+        state.set_module_states(self.new, state.module_states(old))
         left = Counter(storage_id(s.local) for s in self._from.values())
         for names in self._batches:
             self._receive(names)
@@ -137,7 +120,7 @@ class StateTransfer:
                     left.pop(storage_id(s.local), None)
 
     def settle(self, completed: int) -> StateSource:
-        """Where the state is after an error, when every rank has completed so many batches, and some rank no more."""
+        """Returns where the state is after an error, when all ranks have completed so many batches, and some no more."""
         moved = {name for names in self._batches[:completed] for name in names}
         holders = {n: self.new if n in moved else b for n, b in self._source.holders.items()}
         return StateSource(holders=holders, buffers=self._source.buffers)
@@ -162,18 +145,17 @@ class StateTransfer:
         targets = [self._to[name] for name in names]
         self.new.allocate(targets)
         seed_state(self.new, self._slots, self._scalars, targets)
-        stepped = [name for name in names if has_slots(self._source.holders[name], self._from[name])]
-        park(self.new, self._slots, [self._to[name] for name in stepped])
-        for slot, moved in ((PARAM, names), *((slot, stepped) for slot in self._slots if stepped)):
+        stepped = [name for name in names if state.has_slots(self._source.holders[name], self._from[name])]
+        state.park(self.new, self._slots, [self._to[name] for name in stepped])
+        for slot, moved in ((state.PARAM, names), *((slot, stepped) for slot in self._slots if stepped)):
             plan = plan_transfers(moved, self._held, self._wanted)
-            given = {
-                name: (slot_values(self._source.holders[name], self._from[name], slot), self._from[name].start)
-                for name in moved
-            }
-            into = {
-                n: (slot_target(self.new, self._to[n], slot), self._to[n].start) for n in moved if self._to[n].numel
-            }
-            _copy_own(plan, given, into)
+            old = {name: self._from[name] for name in moved}
+            new = {name: self._to[name] for name in moved if self._to[name].numel}
+            given = {n: (state.slot_values(self._source.holders[n], s, slot), s.start) for n, s in old.items()}
+            into = {n: (state.slot_target(self.new, s, slot), s.start) for n, s in new.items()}
+            for t in plan:
+                if t.source == t.target == dist.get_rank():
+                    _part(t, into).copy_(_part(t, given))
             for part in exchanges(plan, self._most):
                 self._exchange(part, given, into)
 
@@ -186,7 +168,9 @@ class StateTransfer:
         if like.dtype not in self._exchanged:
             self._exchanged[like.dtype] = like.new_empty(self._most), like.new_empty(self._most)
         outgoing, incoming = self._exchanged[like.dtype]
-        outgoing = _packed([_part(t, given) for t in sent], outgoing)
+        outgoing = outgoing[: sum(t.numel for t in sent)]
+        for t, place in zip(sent, torch.split(outgoing, [t.numel for t in sent]), strict=True):
+            place.copy_(_part(t, given))
         incoming = incoming[: sum(t.numel for t in received)]
         dist.all_to_all_single(
             incoming,
@@ -231,9 +215,6 @@ def _together(*layouts: Mapping[str, ParamShard]) -> Iterator[list[str]]:
             yield sorted(names, key=order.__getitem__)
 
 
-# -- the plan: which rank sends which range to which ------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
     """`name[start:stop]`, flat, from rank to rank; both may be the same."""
@@ -249,31 +230,27 @@ class Transfer:
         return self.stop - self.start
 
 
-def plan_transfers(names: Collection[str], held: Sequence[Layout], wanted: Sequence[Layout]) -> list[Transfer]:
-    """The transfers of all ranks, in the same order on each. `held` and `wanted` are by rank. Raises ValueError if no rank
-    holds what one wants."""
-    return [t for name in names for t in _plan_one(name, [at[name] for at in held], [at[name] for at in wanted])]
-
-
-def _plan_one(name: str, held: Sequence[Range], wanted: Sequence[Range]) -> Iterator[Transfer]:
-    segments = list(_segments(held))
-    for target, (start, stop) in enumerate(wanted):
-        at = start
-        for left, right, holders in segments:
-            if at < stop and left <= at < right:
-                source = min(holders, key=lambda rank: (rank - target) % len(held))
-                yield Transfer(name=name, start=at, stop=min(right, stop), source=source, target=target)
-                at = min(right, stop)
-        if at < stop:
-            raise ValueError(f"no rank holds {name}[{at}:{stop}]")
-
-
-def _segments(held: Sequence[Range]) -> Iterator[tuple[int, int, list[int]]]:
-    """The intervals between the ends of all ranges, in order, each with the ranks that hold it."""
-    edges = sorted({edge for bounds in held for edge in bounds})
-    for left, right in pairwise(edges):
-        if holders := [rank for rank, (start, stop) in enumerate(held) if start <= left and right <= stop]:
-            yield left, right, holders
+def plan_transfers(
+    names: Collection[str], held: Sequence[state.Layout], wanted: Sequence[state.Layout]
+) -> list[Transfer]:
+    """The transfers of all ranks, in order. `held`, `wanted`: by rank. Raises ValueError if no rank holds what one wants."""
+    plan: list[Transfer] = []
+    for name in names:
+        ranges = [layout[name] for layout in held]
+        segments: list[tuple[int, int, list[int]]] = []  # between the ends of all ranges, with the ranks that hold each
+        for left, right in pairwise(sorted({edge for bounds in ranges for edge in bounds})):
+            if holders := [rank for rank, (start, stop) in enumerate(ranges) if start <= left and right <= stop]:
+                segments.append((left, right, holders))
+        for target, layout in enumerate(wanted):
+            at, stop = layout[name]
+            for left, right, holders in segments:
+                if at < stop and left <= at < right:
+                    source = min(holders, key=lambda rank: (rank - target) % len(held))
+                    plan.append(Transfer(name=name, start=at, stop=min(right, stop), source=source, target=target))
+                    at = min(right, stop)
+            if at < stop:
+                raise ValueError(f"no rank holds {name}[{at}:{stop}]")
+    return plan
 
 
 def _part(t: Transfer, parts: Parts) -> Tensor:
@@ -282,11 +259,13 @@ def _part(t: Transfer, parts: Parts) -> Tensor:
 
 
 def exchanges(plan: Sequence[Transfer], most: int) -> Iterator[list[Transfer]]:
-    """What goes between ranks, in parts of which no rank sends or receives more than `most` elements."""
+    """Yields what goes between ranks, in parts of which no rank sends or receives more than `most` elements."""
     part: list[Transfer] = []
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
-    for t in (piece for whole in plan if whole.source != whole.target for piece in _pieces(whole, most)):
+    between = (t for t in plan if t.source != t.target)
+    pieces = (replace(t, start=at, stop=min(at + most, t.stop)) for t in between for at in range(t.start, t.stop, most))
+    for t in pieces:
         if max(sent[t.source], received[t.target]) + t.numel > most:
             yield part
             part, sent, received = [], Counter(), Counter()
@@ -295,24 +274,3 @@ def exchanges(plan: Sequence[Transfer], most: int) -> Iterator[list[Transfer]]:
         received[t.target] += t.numel
     if part:
         yield part
-
-
-def _pieces(t: Transfer, most: int) -> Iterator[Transfer]:
-    for start in range(t.start, t.stop, most):
-        yield replace(t, start=start, stop=min(start + most, t.stop))
-
-
-def _copy_own(plan: Sequence[Transfer], given: Parts, into: Parts) -> None:
-    """What this rank has already."""
-    rank = dist.get_rank()
-    for t in plan:
-        if t.source == t.target == rank:
-            _part(t, into).copy_(_part(t, given))
-
-
-def _packed(parts: Sequence[Tensor], into: Tensor) -> Tensor:
-    """One after the other at the beginning of `into`."""
-    out = into[: sum(part.numel() for part in parts)]
-    for part, place in zip(parts, torch.split(out, [part.numel() for part in parts]), strict=True):
-        place.copy_(part)
-    return out

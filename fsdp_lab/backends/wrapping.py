@@ -22,8 +22,6 @@ from fsdp_lab.models.wrapping import blocks
 from fsdp_lab.spec.spec import Strategy
 from fsdp_lab.wire import Wire, WireContext
 
-# -- recompute and compile -------------------------------------------------------------------------------------------
-
 
 def prepare(model: nn.Module, strategy: Strategy) -> Callable[[nn.Module], nn.Module]:
     """Apply `Strategy.recompute` and `Strategy.compile`, block by block, before a backend wraps the model.
@@ -47,16 +45,12 @@ def recomputed(model: nn.Module, strategy: Strategy) -> list[nn.Module]:
 
 
 def _replace(module: nn.Module, chosen: set[int], wrappers: dict[int, nn.Module]) -> None:
-    """Put a checkpoint wrapper around each chosen descendant."""
     for name, child in list(module.named_children()):
         if id(child) in chosen:
             wrappers[id(child)] = checkpoint_wrapper(child, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
             setattr(module, name, wrappers[id(child)])
         else:
             _replace(child, chosen, wrappers)
-
-
-# -- unit names ------------------------------------------------------------------------------------------------------
 
 
 def named_units(model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> dict[str, Sequence[nn.Module]]:

@@ -99,8 +99,7 @@ class YourEngine:
                 raise SpecError(ENGINE_FIELD, reason, f"define {method}(self, unit)")
 
     def call(self, method: str, unit: YourUnit, during: str = "", function: Callable[[], Any] | None = None) -> Any:
-        """Returns what a method returns, or the `function` that it returned before. Raises SpecError for what it raises,
-        except an abort or a timeout."""
+        """Returns what a method, or the `function` it returned, returns. Raises SpecError for what it raises, but aborts."""
         self.in_progress = self._title(method, unit, during), time.monotonic()
         try:
             with torch.no_grad(), _Guard(unit) if self.guards else nullcontext():
@@ -108,9 +107,8 @@ class YourEngine:
         except (RankAborted, WireTimeout, SpecError):
             raise
         except _FreedMemory as e:
-            hint = (
-                "give its storage its size before you use it: p.untyped_storage().resize_(p.numel() * p.element_size())"
-            )
+            size = "p.untyped_storage().resize_(p.numel() * p.element_size())"
+            hint = f"give its storage its size before you use it: {size}"
             raise self.mistake(method, unit, during, f"{e}{self._line(e)}", hint) from e
         except (Exception, SystemExit) as e:
             what = f"raised {type(e).__name__}: {first_line(e)}{self._line(e)}"
@@ -141,11 +139,8 @@ class YourEngine:
         return f", in the line {line.strip()}" if line.strip() else ""
 
 
-# -- what a rank keeps -------------------------------------------------------------------------------------------------
-
-
 class KeptPart(NamedTuple):
-    """What a rank keeps of one parameter: elements [start, stop), at `offset` in tensor `tensor` of those that it keeps."""
+    """The part of a parameter that a rank keeps: elements [start, stop), at `offset` in tensor `tensor` of its tensors."""
 
     start: int = 0
     stop: int = 0
@@ -159,10 +154,10 @@ class KeptPart(NamedTuple):
 
 def tensors_of(returned: Any) -> list[Tensor] | None:
     """The tensors that a method returned: one, or a list or dict of them; None for anything else."""
-    found = list(returned.values()) if isinstance(returned, Mapping) else returned
-    found = [found] if isinstance(found, Tensor) else found
-    is_list = isinstance(found, (list, tuple)) and all(isinstance(t, Tensor) for t in found)
-    return [t.detach() for t in found] if is_list else None
+    values = list(returned.values()) if isinstance(returned, Mapping) else returned
+    values = [values] if isinstance(values, Tensor) else values
+    is_list = isinstance(values, (list, tuple)) and all(isinstance(t, Tensor) for t in values)
+    return [t.detach() for t in values] if is_list else None
 
 
 def told(returned: Any) -> str:
@@ -219,8 +214,8 @@ def take_shard(engine: YourEngine, unit: YourUnit) -> tuple[list[Tensor], list[K
 def layout_of_ranks(
     engine: YourEngine, unit: YourUnit, by_rank: Sequence[Any], *, replicated: bool
 ) -> list[list[KeptPart]]:
-    """What the ranks keep of each parameter, by rank. `by_rank`: how many tensors each keeps, and its parts, as JSON.
-    Raises SpecError, the same on every rank, unless each element is on one rank, or, if `replicated`, on all.
+    """Returns what the ranks keep of each parameter, by rank. `by_rank`: how many tensors each keeps, and its parts, as
+    JSON. Raises SpecError, the same on every rank, unless each element is on one rank, or, if `replicated`, on all.
 
     What is empty on a rank lies in the tensor that it has on another one: the order in which a transfer goes through
     storages is then the same on all ranks.

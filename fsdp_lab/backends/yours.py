@@ -37,9 +37,8 @@ from torch import Tensor, distributed as dist, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab.backends import base
-from fsdp_lab.backends.base import Backend, RoleTensor
+from fsdp_lab.backends.base import Backend, DeferredStorage, RoleTensor, free, storage_id
 from fsdp_lab.backends.state import gather_json, together
-from fsdp_lab.backends.storage import DeferredStorage, free, storage_id
 from fsdp_lab.backends.wrapping import context_of, named_units, prepare
 from fsdp_lab.backends.your_engine import KeptPart, YourEngine, YourUnit, layout_of_ranks, take_shard, tensors_of, told
 from fsdp_lab.base.events import ROOT, Role
@@ -71,14 +70,13 @@ class _Unit:
         self.calls = 0
 
     def shards(self) -> Iterator[ParamShard]:
-        """What the optimizer trains, while the storage of `flats` exists."""
+        """Yields what the optimizer trains, while the storage of `flats` exists."""
         for name, p, parts in zip(self.unit.names, self.unit.params, self.layout, strict=True):
             part = parts[self.unit.rank]
             local = part.of(self.flats)
             trained = nn.Parameter(local, requires_grad=p.requires_grad)
             self.trained += [(part, trained)] * p.requires_grad
-            start, stop, param = part.start, part.stop, base.trained(trained)
-            yield ParamShard(name=name, shape=p.shape, start=start, stop=stop, local=local, param=param)
+            yield base.shard_at(name, trained, p.shape, part.start, local)
 
 
 class Yours(Backend):
@@ -135,7 +133,6 @@ class Yours(Backend):
                 self._units.append(one)
 
     def _shard(self, one: _Unit) -> tuple[list[Tensor], list[KeptPart]]:
-        """What this rank keeps, and what is in it. Raises SpecError."""
         flats, parts = take_shard(self._engine, one.unit)
         whole = storages(one.unit)
         if self._is_replicated and not whole.keys() <= {storage_id(t) for t in flats}:
@@ -147,7 +144,7 @@ class Yours(Backend):
         return flats, parts
 
     def _hooks_of(self, one: _Unit) -> Iterator[Any]:
-        """On the modules of a unit. See "Note: hooks and autograd" in fsdp_lab/engine/hooks.py."""
+        """Yields the handles of a unit's hooks. See "Note: hooks and autograd" in fsdp_lab/engine/hooks.py."""
         first, last = one.modules[0], one.modules[-1]
         for module in one.modules:
             before = lambda m, args, kwargs: self._before_forward(one, args, kwargs, watch=m is first)  # noqa: E731
@@ -228,7 +225,7 @@ class Yours(Backend):
             self._after_backward(one)
 
     def _after_backward(self, one: _Unit) -> None:
-        """Its gradients have all come: reduce them, and free the unit."""
+        """Reduces its gradients, which have all come, and frees the unit."""
         if one.has_reduced:
             return
         one.has_reduced = True
@@ -264,7 +261,6 @@ class Yours(Backend):
             self._inspector.check_gathered(*of_unit, during, *values)
 
     def _prefetch(self, one: _Unit, order: Sequence[_Unit], during: str) -> None:
-        """Of the unit that comes after this one."""
         following = order[order.index(one) + 1 :] if one in order else order
         if not following or not self._engine.prefetches or self._is_replicated:
             return
@@ -300,12 +296,12 @@ class Yours(Backend):
             self._take_gradient(one, returned, by_rank)
 
     def _take_gradient(self, one: _Unit, returned: Any, by_rank: Any) -> None:
-        found = tensors_of(returned)
-        if found is None or [t.numel() for t in found] != [t.numel() for t in one.flats]:
+        tensors = tensors_of(returned)
+        if tensors is None or [t.numel() for t in tensors] != [t.numel() for t in one.flats]:
             what = f"returned {told(returned)}, and the shard is {told(one.flats)}"
             hint = "return the gradient of what shard returned, as it is laid out"
             raise self._engine.mistake("reduce", one.unit, "backward", what, hint)
-        flats = [t.contiguous().view(-1) for t in found]
+        flats = [t.contiguous().view(-1) for t in tensors]
         if by_rank is not None:
             self._inspector.check_reduced(one.unit, one.layout, flats, by_rank)
         for part, trained in one.trained:
@@ -354,11 +350,11 @@ Storages = Mapping[int, tuple[str, torch.UntypedStorage]]  # by identity: the fi
 
 
 def storages(unit: YourUnit) -> Storages:
-    """Those of the whole parameters, before `free`."""
-    found: dict[int, tuple[str, torch.UntypedStorage]] = {}
+    """Returns the storages of the whole parameters, before `free`."""
+    stored: dict[int, tuple[str, torch.UntypedStorage]] = {}
     for name, p in zip(unit.names, unit.params, strict=True):
-        found.setdefault(storage_id(p), (name, p.untyped_storage()))
-    return found
+        stored.setdefault(storage_id(p), (name, p.untyped_storage()))
+    return stored
 
 
 class Inspector:
@@ -370,8 +366,7 @@ class Inspector:
     # -- gather -----------------------------------------------------------------------------------------------------
 
     def before_gather(self, unit: YourUnit, layout: Layout, flats: Flats) -> tuple[list[Tensor], list[Tensor]]:
-        """The unit's parameters as the shards of all ranks have them, and as they are, where they are whole; each flat.
-        Collective."""
+        """The unit's parameters as the shards of all ranks have them, and as they are, if whole; flat. Collective."""
         sizes = [p.numel() for p in unit.params]
         right = torch.zeros(sum(sizes), device=unit.params[0].device)
         for parts, target in zip(layout, torch.split(right, sizes), strict=True):
@@ -384,7 +379,7 @@ class Inspector:
     def check_gathered(
         self, unit: YourUnit, layout: Layout, flats: Flats, during: str, right: Flats, before: Flats
     ) -> None:
-        """After `gather`; `right` and `before` are what `before_gather` returned."""
+        """Called after `gather`; `right` and `before` are what `before_gather` returned."""
         wrong = partial(self._mistake, "gather", unit, during)
         for i, (name, p, parts) in enumerate(zip(unit.names, unit.params, layout, strict=True)):
             part = parts[unit.rank]
@@ -420,7 +415,7 @@ class Inspector:
     # -- free -------------------------------------------------------------------------------------------------------
 
     def check_freed(self, unit: YourUnit, flats: Flats, during: str, before: Storages) -> None:
-        """After `free`; `before` is what `storages` returned."""
+        """Called after `free`; `before` is what `storages` returned."""
         wrong = partial(self._mistake, "free", unit, during)
         if any(t.numel() and not t.untyped_storage().nbytes() for t in flats):
             raise wrong("frees this rank's shard too", "let shard return a copy (clone) of its part")
@@ -438,15 +433,14 @@ class Inspector:
     # -- reduce -----------------------------------------------------------------------------------------------------
 
     def before_reduce(self, unit: YourUnit) -> list[list[Tensor]]:
-        """What autograd gave on each rank for each parameter, flat. Collective."""
+        """Returns what autograd gave on each rank for each parameter, flat. Collective."""
         mine = torch.cat([torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1) for p in unit.params])
         of_ranks = [torch.empty_like(mine) for _ in range(unit.world_size)]
         dist.all_gather(of_ranks, mine)
         return [list(torch.split(t, [p.numel() for p in unit.params])) for t in of_ranks]
 
     def check_reduced(self, unit: YourUnit, layout: Layout, gradients: Flats, by_rank: Sequence[Flats]) -> None:
-        """After `reduce`, or the function that it returned. `gradients`: laid out as the kept tensors. `by_rank`: what
-        `before_reduce` returned."""
+        """Called after `reduce`. `gradients`: laid out as the kept tensors. `by_rank`: what `before_reduce` returned."""
         n = unit.world_size
         for name, parts, of_ranks in zip(unit.names, layout, zip(*by_rank, strict=True), strict=True):
             part, mean = parts[unit.rank], torch.stack(of_ranks).sum(0) / n
@@ -467,7 +461,7 @@ class Inspector:
                 raise self._mistake("reduce", unit, "backward", f"gives {name} a gradient that {what}", hint)
 
     def check_dropped(self, unit: YourUnit) -> None:
-        """After `reduce` and `free`, where nothing whole may stay."""
+        """Called after `reduce` and `free`, where nothing whole may stay."""
         for name, p in zip(unit.names, unit.params, strict=True):
             if p.grad is not None:
                 what = f"never frees the whole gradient of {name}, {size(p.grad.nbytes)}"

@@ -63,7 +63,7 @@ def export_model(checkpoint: Checkpoint | StrPath, path: StrPath, *, force: bool
 
     Raises ArgumentError: there is no complete checkpoint, or the folder cannot be written.
     """
-    from fsdp_lab.export.pretrained import export_pretrained
+    from fsdp_lab.export.files import export_pretrained
     from fsdp_lab.spec.checkpoint_format import Checkpoint, find
 
     saved = checkpoint if isinstance(checkpoint, Checkpoint) else find(checkpoint)

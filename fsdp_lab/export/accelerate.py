@@ -31,19 +31,18 @@ def config(spec: Spec) -> str:
     """The text of the file. Raises SpecError for a field that it cannot express."""
     exported = peer(spec)
     if spec.sync_interval not in (1, spec.workload.accumulate):
-        raise refuse("sync", "Accelerate communicates gradients at every micro-batch or at the last", "use every or last",
-                     sync="last")  # fmt: skip
+        reason = "Accelerate communicates gradients at every micro-batch or at the last"
+        raise refuse("sync", reason, "use every or last", sync="last")
     backend = exported.spec.strategy.backend
     if (e := exported.spec.refused_by(f"accelerate/{backend}")) is not None:
         raise SpecError(e.field, e.reason, f"{e.first_hint}, {SPEC_INSTEAD}", e.fix)
     values = {"ddp": _ddp, "fsdp1": _fsdp1, "fsdp2": _fsdp2}[backend](exported.spec)
     common = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "num_processes": spec.world_size}
-    values = common | _devices(exported.spec) | _compile(exported.spec) | values
+    inductor = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
+    compiled: Values = {"dynamo_config": inductor} if exported.spec.strategy.compile else {}
+    values = common | _devices(exported.spec) | compiled | values
     check(spec.workload)  # last: it may build the model and run it on meta
     return f"{_head(exported, spec)}{yaml.safe_dump(values, sort_keys=False)}"
-
-
-# -- each backend ----------------------------------------------------------------------------------------------------
 
 
 def _fsdp2(spec: Spec) -> Values:
@@ -58,49 +57,41 @@ def _fsdp2(spec: Spec) -> Values:
     values: Values = {"distributed_type": "FSDP", "mixed_precision": _mixed_precision(spec)}
     values["fsdp_config"] = sharding | _wrapping(spec) | _recompute(spec)
     if s.is_hybrid:
-        factor = spec.shard_factor
-        values["parallelism_config"] = {
-            "parallelism_config_dp_replicate_size": spec.world_size // factor,
-            "parallelism_config_dp_shard_size": factor,
-        }
+        sizes = {"replicate": spec.world_size // spec.shard_factor, "shard": spec.shard_factor}
+        values["parallelism_config"] = {f"parallelism_config_dp_{name}_size": n for name, n in sizes.items()}
     return values
 
 
 def _fsdp1(spec: Spec) -> Values:
     s = spec.strategy
     if s.is_hybrid:
-        raise refuse("sharding", "Accelerate gives FSDP1 no mesh, so that its shard group is a whole machine",
-                     "use full_shard, or backend fsdp2", sharding="full_shard", shard_size=None)  # fmt: skip
-    prefetch = "NO_PREFETCH" if not s.backward_prefetch else {"before": "BACKWARD_PRE", "after": "BACKWARD_POST"}[
-        s.backward_prefetch_point
-    ]  # fmt: skip
+        reason = "Accelerate gives FSDP1 no mesh, so that its shard group is a whole machine"
+        raise refuse("sharding", reason, "use full_shard, or backend fsdp2", sharding="full_shard", shard_size=None)
+    point = {"before": "BACKWARD_PRE", "after": "BACKWARD_POST"}[s.backward_prefetch_point]
     sharding = {
         "fsdp_version": 1,
         "fsdp_sharding_strategy": s.sharding.upper(),
         "fsdp_offload_params": s.offload == "all",
-        "fsdp_backward_prefetch": prefetch,
+        "fsdp_backward_prefetch": point if s.backward_prefetch else "NO_PREFETCH",
         "fsdp_forward_prefetch": s.forward_depth > 0,
         "fsdp_use_orig_params": True,
         "fsdp_sync_module_states": True,
         "fsdp_cpu_ram_efficient_loading": False,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     }
-    return {"distributed_type": "FSDP", "mixed_precision": _mixed_precision(spec),
-            "fsdp_config": sharding | _wrapping(spec) | _recompute(spec)}  # fmt: skip
+    values: Values = {"distributed_type": "FSDP", "mixed_precision": _mixed_precision(spec)}
+    return values | {"fsdp_config": sharding | _wrapping(spec) | _recompute(spec)}
 
 
 def _ddp(spec: Spec) -> Values:
     s, dtypes = spec.strategy, spec.strategy.dtypes
     if s.recompute != "none":
-        raise refuse("recompute", "Accelerate's config recomputes only with FSDP",
-                     "use none and call model.gradient_checkpointing_enable() in your script", recompute="none")  # fmt: skip
+        hint = "use none and call model.gradient_checkpointing_enable() in your script"
+        raise refuse("recompute", "Accelerate's config recomputes only with FSDP", hint, recompute="none")
     if dtypes.reduce != "fp32":
-        raise refuse("precision", f"under DDP a config cannot reduce gradients in {dtypes.reduce}",
-                     "use bf16 or fp32", precision="bf16")  # fmt: skip
+        reason = f"under DDP a config cannot reduce gradients in {dtypes.reduce}"
+        raise refuse("precision", reason, "use bf16 or fp32", precision="bf16")
     return {"distributed_type": "MULTI_GPU", "mixed_precision": "no" if dtypes.param == "fp32" else dtypes.param}
-
-
-# -- what they share -------------------------------------------------------------------------------------------------
 
 
 def _mixed_precision(spec: Spec) -> str:
@@ -109,14 +100,15 @@ def _mixed_precision(spec: Spec) -> str:
     one = Precision(param=dtypes.param, reduce=dtypes.param)
     if dtypes.reduce != dtypes.param:
         token = {"fp32": "fp32", "bf16": "bf16-pure", "fp16": "fp16"}[dtypes.param]
-        raise refuse("precision", f"Accelerate reduces gradients in the dtype of the parameters, {dtypes.param}, and not in "
-                     f"{dtypes.reduce}", f"use {token}, or give your script's FullyShardedDataParallelPlugin a "
-                     "mixed_precision_policy", precision=token)  # fmt: skip
+        given, wanted = dtypes.param, dtypes.reduce
+        reason = f"Accelerate reduces gradients in the dtype of the parameters, {given}, and not in {wanted}"
+        hint = f"use {token}, or give your script's FullyShardedDataParallelPlugin a mixed_precision_policy"
+        raise refuse("precision", reason, hint, precision=token)
     for role in ("output", "buffer"):
         asked = getattr(dtypes, role)
         if asked not in (None, dtypes.param):
-            raise refuse(f"precision.{role}", f"Accelerate keeps one dtype for all, {dtypes.param}", "leave it empty",
-                         precision=dataclasses.replace(one))  # fmt: skip
+            reason = f"Accelerate keeps one dtype for all, {dtypes.param}"
+            raise refuse(f"precision.{role}", reason, "leave it empty", precision=dataclasses.replace(one))
     return "no" if dtypes.param == "fp32" else dtypes.param
 
 
@@ -130,13 +122,13 @@ def _wrapping(spec: Spec) -> Values:
     if kind == "every" and argument != "1":
         raise refuse("wrap", "Accelerate wraps single modules, not several blocks together", "use block", wrap="block")
     model = skeleton_of(spec.workload)
-    found = units(model, wrap)
+    wrapped = units(model, wrap)
     names = [argument] if kind == "class" else list(block_class_names(model))
     alike = [m for m in model.modules() if type(m).__name__ in names]
-    if len(alike) != len(found):
+    if len(alike) != len(wrapped):
         classes = " and ".join(names)
-        raise refuse("wrap", f"Accelerate wraps every {classes}, and the run wrapped {len(found)} of {len(alike)}",
-                     "use whole", wrap="whole")  # fmt: skip
+        reason = f"Accelerate wraps every {classes}, and the run wrapped {len(wrapped)} of {len(alike)}"
+        raise refuse("wrap", reason, "use whole", wrap="whole")
     return {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": ",".join(names)}
 
 
@@ -145,8 +137,8 @@ def _recompute(spec: Spec) -> Values:
     if s.recompute not in ("none", "full", "every:1"):
         raise refuse("recompute", "Accelerate recomputes every block or none", "use full or none", recompute="full")
     if s.recompute != "none" and s.wrap not in ("block", "every:1"):
-        raise refuse("recompute", f"Accelerate recomputes what it wraps, which is not the blocks under {s.wrap}",
-                     "use wrap block, or recompute none", recompute="none")  # fmt: skip
+        reason = f"Accelerate recomputes what it wraps, which is not the blocks under {s.wrap}"
+        raise refuse("recompute", reason, "use wrap block, or recompute none", recompute="none")
     return {"fsdp_activation_checkpointing": s.recompute != "none"}
 
 
@@ -154,75 +146,60 @@ def _devices(spec: Spec) -> Values:
     if spec.devices is None:
         return {}
     if spec.devices[0] == "cpu":
-        raise SpecError("devices", "Accelerate runs FSDP only on GPUs, and launches ranks on CPUs only through MPI",
-                        f"leave it empty, {SPEC_INSTEAD}", {"devices": None})  # fmt: skip
+        reason = "Accelerate runs FSDP only on GPUs, and launches ranks on CPUs only through MPI"
+        raise SpecError("devices", reason, f"leave it empty, {SPEC_INSTEAD}", {"devices": None})
     return {"gpu_ids": ",".join(name.removeprefix("cuda:") for name in gpus(spec))}
 
 
-def _compile(spec: Spec) -> Values:
-    if not spec.strategy.compile:
-        return {}
-    return {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}}
-
-
-# -- the text --------------------------------------------------------------------------------------------------------
-
-
 def _head(exported: Peer, spec: Spec) -> str:
-    s = exported.spec.strategy
+    s, sent, given = exported.spec.strategy, spec.workload.sent_code(), spec.to_dict()["workload"].items()
+    # Its fields; of code that was sent, the name.
+    workload = {n: sent[n].name if n in sent else v for n, v in given if n != "loss" or v is not None}
     blocks = [
         f"{s.traits.title}, {s.sharding}, on {spec.world_size} processes:",
         "    accelerate launch --config_file THIS_FILE your_script.py",
         f"Written by fsdp_lab {__version__}. Your script determines what is trained; the run's workload was:",
-        *(f"    {name}: {json.dumps(value)}" for name, value in _workload(spec).items()),
+        *(f"    {name}: {json.dumps(value)}" for name, value in workload.items()),
         *(f"- {text}." for text in (*_for_the_script(exported.spec), *exported.remarks)),
     ]
     lines = [line for block in blocks for line in (paragraph(block) if block[0] == "-" else block).splitlines()]
     return "".join(f"# {line}\n" for line in lines)
 
 
-def _workload(spec: Spec) -> dict[str, Any]:
-    """Its fields; of code that was sent, its name."""
-    sent = spec.workload.sent_code()
-    return {
-        name: sent[name].name if name in sent else value
-        for name, value in spec.to_dict()["workload"].items()
-        if name != "loss" or value is not None
-    }
-
-
 def _for_the_script(spec: Spec) -> Iterator[str]:
-    """What the run did and a config file cannot express."""
+    """Yields what the run did and a config file cannot express."""
     s, w = spec.strategy, spec.workload
     if w.sent_code():
         yield "model, loss, data: code of your own, whose source is in the Spec; your script defines or imports it"
     elif not w.is_own and (folder := weights_folder(w)) is not None:
         yield f"weights: in your script, from_pretrained({json.dumps(str(folder.absolute()))})"
     if w.accumulate > 1:
-        yield ("sync: in your script, Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin("
-               f"num_steps={w.accumulate}, sync_each_batch={spec.sync_interval == 1}))")  # fmt: skip
+        arguments = f"num_steps={w.accumulate}, sync_each_batch={spec.sync_interval == 1}"
+        plugin = f"GradientAccumulationPlugin({arguments})"
+        yield f"sync: in your script, Accelerator(gradient_accumulation_plugin={plugin})"
     if w.packing == "padded":
-        yield ("packing: the run's loss is the mean over all labels of the global batch; in your script, weight each "
-               "micro-batch by its number of labels")  # fmt: skip
+        loss = "the run's loss is the mean over all labels of the global batch"
+        yield f"packing: {loss}; in your script, weight each micro-batch by its number of labels"
     if w.clip_norm is not None:
         yield f"clip_norm: in your script, accelerator.clip_grad_norm_(model.parameters(), {w.clip_norm})"
     if w.adapters is not None:
         targets = None if w.adapters.targets is None else list(w.adapters.targets)
-        yield ("lora: in your script, before accelerator.prepare, peft's inject_adapter_in_model(LoraConfig(r="
-               f"{w.adapters.r}, lora_alpha={w.adapters.scale:g}, target_modules={targets}), model), which draws other "
-               "values of A than the run had; B, and so the loss, begins alike")  # fmt: skip
+        lora = f"LoraConfig(r={w.adapters.r}, lora_alpha={w.adapters.scale:g}, target_modules={targets})"
+        call = f"peft's inject_adapter_in_model({lora}, model)"
+        values = "which draws other values of A than the run had; B, and so the loss, begins alike"
+        yield f"lora: in your script, before accelerator.prepare, {call}, {values}"
     if w.param_groups is not None:
         yield "param_groups: in your script, give the optimizer the groups above; the rest has lr, weight_decay on matrices"
     if w.dropout != "off":
-        yield ("dropout: the run seeded torch before each micro-batch, from the seed and the number of its first sample; in "
-               "your script other masks are drawn")  # fmt: skip
+        seeding = "the run seeded torch before each micro-batch, from the seed and the number of its first sample"
+        yield f"dropout: {seeding}; in your script other masks are drawn"
     if w.freeze is not None:
-        yield ("freeze: in your script, before accelerator.prepare, requires_grad_(False) of the parameters whose names "
-               f"match {json.dumps(w.freeze)} (fnmatch)")  # fmt: skip
+        frozen = f"the parameters whose names match {json.dumps(w.freeze)} (fnmatch)"
+        yield f"freeze: in your script, before accelerator.prepare, requires_grad_(False) of {frozen}"
     if w.rates.varies:
         yield f"lr_schedule: in your script, torch.optim.lr_scheduler.LambdaLR(optimizer, rate), where {_rate(w.rates)}"
-        yield ("lr_schedule: do not give it to accelerator.prepare, which would step it once for each process; step it "
-               "yourself after each optimizer.step() if accelerator.sync_gradients")  # fmt: skip
+        step = "step it yourself after each optimizer.step() if accelerator.sync_gradients"
+        yield f"lr_schedule: do not give it to accelerator.prepare, which would step it once for each process; {step}"
     if s.backend == "fsdp2":
         yield "wrap: Accelerate also makes units of the embedding, and of the last norm with the head"
     if s.wrap.startswith("min_params"):

@@ -1,4 +1,5 @@
-"""`Files`: what an exported script reads: samples as numpy arrays, and folders for `from_pretrained`; and `write_folder`."""
+"""Folders that are written: `Files` has what an exported script reads, samples as numpy arrays and folders for
+`from_pretrained`; `export_pretrained` makes a checkpoint's model one for `from_pretrained`. No ranks are needed."""
 
 from __future__ import annotations
 
@@ -12,19 +13,24 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from fsdp_lab.backends.state import buffers_in
+from fsdp_lab.backends.shard_files import read_shards
+from fsdp_lab.backends.state import PARAM, Chunk, buffer_key, buffers_in, key
 from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.export.target import SPEC_INSTEAD
 from fsdp_lab.models import Initializer, Pretrained, Weights, build_skeleton, resolve, weights_folder
 from fsdp_lab.models.batches import open_source
-from fsdp_lab.models.check import checked_records, held_out_count, is_plain
+from fsdp_lab.models.check import checked_records, held_out_count, is_language, is_plain
+from fsdp_lab.models.configs import given_config
 from fsdp_lab.models.lora import AdaptedValues, adapted, is_adapter, save_adapters
 from fsdp_lab.models.presets import facts_of
 from fsdp_lab.models.sources import IGNORED
+from fsdp_lab.models.tokenizers import open_tokenizer
+from fsdp_lab.spec.checkpoint_format import Checkpoint
 from fsdp_lab.spec.workload import Workload
 
 SUFFIX = ".files"  # of the folder, in place of the script's .py
 _ROWS = 4096  # written at once
+MODEL_FILES = ("config.json", "adapter_config.json")  # by which a folder is one of a model
 _PLAIN = ("model.safetensors", "model.safetensors.index.json")  # what `from_pretrained` opens
 
 
@@ -42,14 +48,15 @@ class Files:
         self._workload, self._facts = workload, facts_of(config)
         self.kind = self._facts.kind
         if self.kind == "image":
-            raise SpecError("workload.model", f"{self._facts.model_type} classifies images, and a script reads only text",
-                            f"choose a language model, {SPEC_INSTEAD}")  # fmt: skip
+            reason = f"{self._facts.model_type} classifies images, and a script reads only text"
+            raise SpecError("workload.model", reason, f"choose a language model, {SPEC_INSTEAD}")
         if self.kind == "masked" and not is_plain(workload):
             is_chat = checked_records(workload, self._facts)[0].is_chat
             if is_chat or workload.packing == "padded":
-                raise SpecError("workload.data" if is_chat else "workload.packing", "a script hides words of whole windows "
-                                f"of text, not of {'chats' if is_chat else 'padded samples'}",
-                                f"{'give text' if is_chat else 'use packed'}, {SPEC_INSTEAD}")  # fmt: skip
+                chats, padded = ("data", "chats", "give text"), ("packing", "padded samples", "use packed")
+                field, samples, hint = chats if is_chat else padded
+                reason = f"a script hides words of whole windows of text, not of {samples}"
+                raise SpecError(f"workload.{field}", reason, f"{hint}, {SPEC_INSTEAD}")
         self._base = build_skeleton(config)
         self.model: PreTrainedModel = self._base if workload.lora is None else adapted(config, workload.adapters)
         self._source = open_source(workload, config)
@@ -80,7 +87,7 @@ class Files:
             save_adapters(self.model, adapters, folder / "adapter", str(self.weights or ""))
 
     def _write_samples(self, folder: Path) -> None:
-        """Those that are trained on. Of a masked model they are unmasked; labels that are the ids are left out."""
+        """Writes those that are trained on. A masked model's are unmasked; labels that are the ids are left out."""
         count = self._source.count - held_out_count(self._workload, self._source.count)
         of_ids = np.uint16 if (self._facts.vocab_size or 0) <= 1 << 16 else np.int32
         dtypes: dict[str, Any] = {"labels": np.int32, "attention_mask": np.uint8}
@@ -130,3 +137,47 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> Path:
         reason = f"{target} could not be written: {e.strerror}"
         raise ArgumentError("path", reason, "make room, or name another place") from e
     return target
+
+
+def export_pretrained(saved: Checkpoint, folder: Path, *, force: bool = False) -> Path:
+    """Writes config, weights (fp32, safetensors) and tokenizer atomically; the model must fit the host's memory. Of a model
+    with adapters, these alone, in peft's format.
+
+    The config is the one that was given to the lab, with its dropout and cache. Buffers that differ between ranks, such as
+    BatchNorm's statistics, are those of the first rank.
+
+    Returns the folder's absolute path. Raises ArgumentError of the path, or of a checkpoint that cannot be read.
+    """
+    target = folder.expanduser().absolute()
+    hint = "name a new folder in one that exists and is yours"
+    if not target.parent.is_dir():
+        raise ArgumentError("path", f"{folder} cannot be written: there is no folder {target.parent}", hint)
+    # With `force` an existing folder is replaced, but only one that holds a model.
+    if target.exists() and not (force and any((target / name).is_file() for name in MODEL_FILES)):
+        raise ArgumentError("path", f"{folder} exists already", f"{hint}, or give force (--force) to replace a model")
+    if saved.spec.workload.is_own:
+        reason = f"{saved.path.name} is of a model of your own, which transformers does not know"
+        raise ArgumentError("checkpoint", reason, "read its safetensors with torch.distributed.checkpoint")
+    workload = saved.spec.workload
+    model = adapted(resolve(workload.model), workload.adapters)
+    values = {name: torch.empty(p.shape) for name, p in model.named_parameters()}
+    values.update({name: torch.empty_like(b) for name, b in buffers_in(model)})
+    try:
+        first, parameters = saved.manifest["writers"][0], saved.manifest["parameters"]
+        stored = {name: key(name, PARAM) if name in parameters else buffer_key(first, name) for name in values}
+        chunks = [Chunk(name=stored[name], start=0, values=value.view(-1)) for name, value in values.items()]
+        read_shards(saved.path, chunks, optional=())
+    except (LookupError, OSError) as e:
+        raise ArgumentError("checkpoint", f"{saved.path.name} cannot be read: {e}", "take another one") from e
+
+    def write(part: Path) -> None:
+        if workload.lora is None:
+            model.config = given_config(workload.model)
+            model.save_pretrained(part, state_dict=values)
+        else:
+            begins_with = weights_folder(workload)
+            save_adapters(model, values, part, "" if begins_with is None else str(begins_with.absolute()))
+        if is_language(workload):
+            open_tokenizer(workload).save(part)
+
+    return write_folder(target, write)

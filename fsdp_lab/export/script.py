@@ -1,7 +1,6 @@
 """`script`: a Spec as a torchrun script in plain torch, and the files that it reads.
 
-script.py.jinja has the script's functions. The docstring, and those imports and constants that the functions use, are put
-before them here.
+script.py.jinja has the script's functions. The docstring, and the imports and constants that they use, come from here.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from fsdp_lab.backends.optimizers import check_optimizer
 from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.export.files import SUFFIX, Files
-from fsdp_lab.export.target import SPEC_INSTEAD, WIDTH, gpus, paragraph, peer
-from fsdp_lab.models.freezing import freeze
+from fsdp_lab.export.target import ROUNDING, SPEC_INSTEAD, WIDTH, gpus, paragraph, peer
+from fsdp_lab.models.build import freeze
 from fsdp_lab.models.own import skeleton_of
 from fsdp_lab.models.sources import MASKED_SHARE
 from fsdp_lab.models.tokenizers import open_tokenizer
@@ -60,20 +59,11 @@ def script(spec: Spec) -> tuple[str, Files | None]:
     files, own = (None, own_code(w)) if w.is_own else (Files(w), None)
     skeleton = files.model if files is not None else skeleton_of(w)
     freeze(skeleton, w.freeze)
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True
-    )
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["literal"] = literal
-    body = environment.get_template("script.py.jinja").render(
-        s=spec.strategy,
-        w=w,
-        own=own,
-        **_model(w, files),
-        **_units(spec, skeleton),
-        **_sharding(spec),
-        **_training(spec),
-    )
-
+    values: dict[str, Any] = {"s": spec.strategy, "w": w, "own": own, **_model(w, files), **_units(spec, skeleton)}
+    body = environment.get_template("script.py.jinja").render(values | _sharding(spec) | _training(spec))
     head = _docstring(spec, type(skeleton).__name__, (*exported.remarks, *_inexact(spec)), files)
     constants = _used(_constants(spec, skeleton, files), body)
     standard, others = _used(STANDARD, "\n".join([*constants, body])), _used(OTHERS, body)
@@ -94,36 +84,31 @@ def _used(lines: Iterable[str], body: str) -> list[str]:
 
 
 def _docstring(spec: Spec, model: str, remarks: Sequence[str], files: Files | None) -> str:
-    versions = (
-        f"torch {torch.__version__}, transformers {transformers.__version__} and Python {platform.python_version()}"
-    )
-    reads = (
-        f"It reads samples and initial values from the folder of its own name that ends in {SUFFIX}. " if files else ""
-    )
+    libraries = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    folder = f"the folder of its own name that ends in {SUFFIX}"
+    reads = f"It reads samples and initial values from {folder}. " if files else ""
     about = (
         "Each step prints its mean loss, unrounded. In fp32 on CPUs, with the same number of ranks, versions and processor, "
         "losses equal those of the run bit for bit, unless a note below says otherwise; elsewhere within rounding. "
         f"{reads}It neither evaluates nor writes checkpoints; --save writes what was trained. Written by fsdp_lab "
-        f"{__version__} with {versions}."
+        f"{__version__} with {libraries} and Python {platform.python_version()}."
     )
     notes = ["", "Notes on that run:", *(paragraph(f"- {r}.", "  ") for r in remarks)]
     ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
-    return "\n".join([
-        f'"""Train a {model} under {spec.strategy.traits.title}, {spec.strategy.sharding}, on {ranks}.', "",
-        f"    torchrun --nproc-per-node {spec.world_size} THIS_FILE --steps 100", "",
-        paragraph(about), *(notes if remarks else []), '"""', "",
-    ])  # fmt: skip
+    first = f"Train a {model} under {spec.strategy.traits.title}, {spec.strategy.sharding}, on {ranks}."
+    command = f"    torchrun --nproc-per-node {spec.world_size} THIS_FILE --steps 100"
+    return "\n".join([f'"""{first}', "", command, "", paragraph(about), *(notes if remarks else []), '"""', ""])
 
 
 def _inexact(spec: Spec) -> Iterator[str]:
     """Cases where torch's own backend may give other bits than in the lab."""
     s = spec.strategy
     if s.backend == "fsdp1" and s.is_hybrid and spec.shard_factor > 2:
-        yield ("sharding: FSDP1 accepts no hook under hybrid sharding, so over Gloo it adds within shard groups in "
-               "another order than the run, and losses agree within rounding, not to the bit")  # fmt: skip
+        how = "so over Gloo it adds within shard groups in another order than the run"
+        yield f"sharding: FSDP1 accepts no hook under hybrid sharding, {how}, and {ROUNDING}"
     if s.backend == "fsdp1" and s.dtypes.reduce == "fp16":
-        yield ("precision: FSDP1 divides by a part of the ranks before the sum, in the lab after it, so that in fp16 "
-               "another step may overflow and be skipped")  # fmt: skip
+        how = "FSDP1 divides by a part of the ranks before the sum, in the lab after it"
+        yield f"precision: {how}, so that in fp16 another step may overflow and be skipped"
 
 
 # -- what the template is given --------------------------------------------------------------------------------------
@@ -133,9 +118,11 @@ def _constants(spec: Spec, skeleton: nn.Module, files: Files | None) -> Iterator
     """All that a script may use, as assignments."""
     w, s = spec.workload, spec.strategy
     tokenizer = open_tokenizer(w) if files is not None and files.kind == "masked" else None
-    groups = [{"match": list(g.match), **{n: v for n in ("lr", "weight_decay") if (v := getattr(g, n)) is not None}}
-              for g in w.param_groups or ()]  # fmt: skip
-    found = _unit_names(spec, skeleton) if s.traits.has_units else []
+    groups = [
+        {"match": list(g.match), **{n: v for n in ("lr", "weight_decay") if (v := getattr(g, n)) is not None}}
+        for g in w.param_groups or ()
+    ]
+    unit_names = _unit_names(spec, skeleton) if s.traits.has_units else []
     for name, value, comment in (
         ("WEIGHTS", str(files.weights) if files is not None else "", ""),
         ("MASK", tokenizer and tokenizer.mask_id, "the id that is shown in place of most hidden words"),
@@ -149,7 +136,7 @@ def _constants(spec: Spec, skeleton: nn.Module, files: Files | None) -> Iterator
         ("SYNC", spec.sync_interval, "of them from one reduction of gradients to the next"),
         ("BLOCKS", _names_of(skeleton, blocks(skeleton)), "the repeated layers"),
         ("RECOMPUTE_EVERY", int(s.recompute.partition(":")[2] or 1), "the distance between two that are recomputed"),
-        ("UNITS", found, "modules that are sharded as one unit"),
+        ("UNITS", unit_names, "modules that are sharded as one unit"),
         ("SHARD_SIZE", spec.shard_factor, "ranks that share one replica of the model"),
         ("FORWARD_PREFETCH", s.forward_depth, "units that are gathered ahead"),
         ("BACKWARD_PREFETCH", s.backward_prefetch, "units that are gathered ahead"),
@@ -164,13 +151,8 @@ def _constants(spec: Spec, skeleton: nn.Module, files: Files | None) -> Iterator
         ("DEVICES", gpus(spec), "by rank"),
     ):
         text = f"{name} = {literal(value)}"
-        yield (
-            text
-            if not comment
-            else f"# {comment}\n{text}"
-            if "\n" in text or len(text) > 60
-            else f"{text}  # {comment}"
-        )
+        is_long = "\n" in text or len(text) > 60
+        yield (f"# {comment}\n{text}" if is_long else f"{text}  # {comment}") if comment else text
     yield f'FILES = Path(__file__).with_suffix("{SUFFIX}")'
 
 
@@ -195,7 +177,7 @@ def _names_of(skeleton: nn.Module, modules: Iterable[nn.Module]) -> list[str]:
 
 
 def _unit_names(spec: Spec, skeleton: nn.Module) -> list[Any]:
-    """Of each unit the name of its module, or a list where one has several. Raises SpecError if there are no units."""
+    """Returns the name of each unit's module, or a list where one has several. Raises SpecError if there are no units."""
     groups = [_names_of(skeleton, group) for group in units(skeleton, spec.strategy.wrap)]
     return groups if any(len(group) > 1 for group in groups) else [group[0] for group in groups]
 
@@ -226,23 +208,28 @@ def _sharding(spec: Spec) -> dict[str, Any]:
             options["offload_policy"] = 'fsdp.CPUOffloadPolicy(pin_memory=device.type == "cuda")'
     elif s.backend == "fsdp1":
         hidden = "_" if s.is_hybrid and not s.reshards_after_forward else ""  # torch has no public name for it
-        options |= {"device_mesh": "mesh", "device_id": "device", "use_orig_params": "True",
-                    "sharding_strategy": f"fsdp.ShardingStrategy.{hidden}{s.sharding.upper()}"}  # fmt: skip
-        options |= {name: code for name, code, is_set in (
+        options |= {"device_mesh": "mesh", "device_id": "device", "use_orig_params": "True"}
+        options["sharding_strategy"] = f"fsdp.ShardingStrategy.{hidden}{s.sharding.upper()}"
+        precision = f"fsdp.MixedPrecision({_dtype_arguments({**roles, 'buffer': dtypes.buffer})})"
+        comes_after = s.backward_prefetch > 0 and s.backward_prefetch_point == "after"
+        others = (
             ("auto_wrap_policy", "fsdp.wrap.CustomPolicy(lambda module: module in units)", s.wrap != "whole"),
-            ("mixed_precision", f"fsdp.MixedPrecision({_dtype_arguments({**roles, 'buffer': dtypes.buffer})})",
-             s.precision != "fp32"),
+            ("mixed_precision", precision, s.precision != "fp32"),
             ("cpu_offload", "fsdp.CPUOffload(offload_params=True)", s.offload == "all"),
             ("forward_prefetch", "True", s.forward_depth > 0),
             ("backward_prefetch", "None", s.backward_prefetch == 0),
-            ("backward_prefetch", "fsdp.BackwardPrefetch.BACKWARD_POST",
-             s.backward_prefetch > 0 and s.backward_prefetch_point == "after"),
+            ("backward_prefetch", "fsdp.BackwardPrefetch.BACKWARD_POST", comes_after),
             ("limit_all_gathers", "False", not s.limit_all_gathers),
-        ) if is_set}  # fmt: skip
+        )
+        options |= {name: code for name, code, is_set in others if is_set}
+    # A reduce-scatter of three or more ranks sums in the order of the ranks, as the lab's wire does; that of two has one
+    # order. Over NCCL the lab keeps NCCL's order.
+    on_gpu = spec.devices is not None and spec.devices[0] != "cpu"
+    hookless = s.backend == "fsdp1" and s.is_hybrid
     return {
         "options": options,
         "output_dtype": "" if dtypes.output is None else DTYPES[dtypes.output],
-        "rank_ordered": _is_rank_ordered(spec),
+        "rank_ordered": s.traits.has_units and spec.shard_factor > 2 and not on_gpu and not hookless,
         "sums_then_divides": s.backend == "ddp" and (dtypes.reduce != "fp32" or spec.world_size.bit_count() > 1),
         "sent_as": "" if dtypes.reduce == "fp32" else f".to({DTYPES[dtypes.reduce]})",
         "buffer_dtype": "" if s.backend == "fsdp1" or dtypes.buffer in (None, "fp32") else DTYPES[dtypes.buffer],
@@ -267,14 +254,6 @@ def _training(spec: Spec) -> dict[str, Any]:
         "replicas": spec.world_size // spec.shard_factor,
         "device": device,
     }
-
-
-def _is_rank_ordered(spec: Spec) -> bool:
-    """Whether a reduce-scatter of three or more ranks sums in the order of the ranks, as the lab's wire does; that of two
-    has one order. Over NCCL the lab keeps NCCL's order."""
-    on_gpu = spec.devices is not None and spec.devices[0] != "cpu"
-    hookless = spec.strategy.backend == "fsdp1" and spec.strategy.is_hybrid
-    return spec.strategy.traits.has_units and spec.shard_factor > 2 and not on_gpu and not hookless
 
 
 def _dtype_arguments(roles: Mapping[str, str | None]) -> str:
@@ -328,7 +307,7 @@ def check_names(script: str) -> None:
 
 
 def _defined(node: ast.stmt) -> Iterator[tuple[str, str]]:
-    """(name, definition) of what a statement defines; for an import, the path that it names."""
+    """Yields (name, definition) of what a statement defines; for an import, the path that it names."""
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         home = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
         for alias in node.names:

@@ -15,6 +15,7 @@ from fsdp_lab.base.errors import SpecError
 from fsdp_lab.spec.spec import BACKEND_TRAITS, Spec
 
 WIDTH = 92
+ROUNDING = "losses agree within rounding, not to the bit"
 SPEC_INSTEAD = "or export the Spec itself, which contains it"
 
 
@@ -29,26 +30,21 @@ class Peer:
 def peer(spec: Spec) -> Peer:
     """The Spec to export. Raises SpecError for a field that torch's backends cannot express."""
     if spec.strategy.is_yours:
-        raise refuse("backend", "your own engine needs the lab, which calls it", "use backend fsdp2, or ddp for no_shard",
-                     backend="fsdp2")  # fmt: skip
+        reason = "your own engine needs the lab, which calls it"
+        raise refuse("backend", reason, "use backend fsdp2, or ddp for no_shard", backend="fsdp2")
     if not spec.strategy.is_lab:
         return Peer(spec=spec, remarks=tuple(_without_effect(spec)))
     backend = "ddp" if spec.strategy.is_replicated else "fsdp2"
     changes = {"backend": backend, "gather": "copy"}
     refused = spec.validate(**changes)
     if refused is not None:
-        raise _of_replacement(refused, BACKEND_TRAITS[backend].title)
+        # The lab's engine supports the field. Another way out may be named, backend lab, which the Spec has already.
+        reason = f"{refused.reason}, and outside the lab {BACKEND_TRAITS[backend].title} replaces the lab's engine"
+        raise SpecError(refused.field, reason, f"{refused.first_hint}, {SPEC_INSTEAD}", refused.fix)
     exported = spec.replace(**changes)
     title = exported.strategy.traits.title
     remarks = [f"It was trained by the lab's own engine; {title} does the same work here", *_differs(spec, exported)]
     return Peer(spec=exported, remarks=(*remarks, *_without_effect(exported)))
-
-
-def _of_replacement(refused: SpecError, title: str) -> SpecError:
-    """The error for a field that the lab's engine supports and the backend that replaces it does not. The other way out that
-    it may name is backend lab, which the Spec has already."""
-    reason = f"{refused.reason}, and outside the lab {title} replaces the lab's engine"
-    return SpecError(refused.field, reason, f"{refused.first_hint}, {SPEC_INSTEAD}", refused.fix)
 
 
 def paragraph(text: str, indent: str = "") -> str:
@@ -65,8 +61,8 @@ def gpus(spec: Spec) -> list[str]:
     """The GPUs that a Spec names, by rank; empty if it names none. Raises SpecError if two ranks share one."""
     named = [name for name in spec.devices or () if name != "cpu"]
     if len(set(named)) < len(named):
-        raise SpecError("devices", "two ranks share a GPU, and NCCL supports one rank per GPU",
-                        f"give each rank a GPU of its own, {SPEC_INSTEAD}", {"devices": None})  # fmt: skip
+        reason = "two ranks share a GPU, and NCCL supports one rank per GPU"
+        raise SpecError("devices", reason, f"give each rank a GPU of its own, {SPEC_INSTEAD}", {"devices": None})
     return named
 
 
@@ -76,16 +72,16 @@ def _differs(spec: Spec, exported: Spec) -> Iterator[str]:
     if s.dtypes.param != "fp32" and traits.autocasts:
         yield f"precision: DDP computes in {s.dtypes.param} by autocast, the lab's engine by casting the parameters"
     elif s.precision != "fp32":
-        yield "precision: below fp32 losses agree within rounding, not to the bit"
+        yield f"precision: below fp32 {ROUNDING}"
     if spec.workload.torch_optimizer.is_fused:
-        yield ("optimizer_args: the rounding of a fused update depends on how parameters are sharded, so that losses agree "
-               "within rounding, not to the bit")  # fmt: skip
+        how = "the rounding of a fused update depends on how parameters are sharded"
+        yield f"optimizer_args: {how}, so that {ROUNDING}"
     if s.gather != "copy":
         yield f"gather: {traits.title} copies what it gathers, which takes memory and time that {s.gather} does not"
     replicas = spec.world_size // spec.shard_factor
     if replicas > 2:
-        yield (f"sharding: gradients of {replicas} replicas are summed in pieces of another size, in another order, so "
-               "that losses agree within rounding, not to the bit")  # fmt: skip
+        how = f"gradients of {replicas} replicas are summed in pieces of another size, in another order"
+        yield f"sharding: {how}, so that {ROUNDING}"
 
 
 def _without_effect(spec: Spec) -> Iterator[str]:

@@ -2,19 +2,16 @@
 
 All samples of a run are numbered, over all ranks, micro-batches and epochs. A sample's content depends on (data, seed, its
 number) alone. So every backend, strategy and split over ranks reads the same global batch, and a run can resume from its
-sample count at another world size.
+sample count at another world size. The last samples are held out for evaluation; training never reads them.
 
-The last samples of the data are held out for evaluation; training never reads them.
-
-Note: samples with different numbers of labels (padding, chats). The loss of a step is the mean over all labels of the global
-batch, however it is split. A model's loss is the mean over one micro-batch, the backends take the mean over micro-batches
-and ranks, and both would count a label of a short sample for more. So `Batches` gives each micro-batch the weight
+Note: samples with different numbers of labels (padding, chats). The loss of a step is the mean over all labels of the
+global batch, however it is split. A model's loss is the mean over one micro-batch, of which the backends take the mean,
+which would count a label of a short sample for more. So `Batches` gives each micro-batch the weight
 
     labels of the micro-batch x world_size x accumulate / labels of the global batch
 
-by which its loss is multiplied; the mean over micro-batches and ranks is then the sum over all labels, divided by their
-number. Every rank knows the numbers of all samples' labels, so that nothing is sent. Labels are counted as the loss does: a
-causal model does not predict a row's first token. Where all samples have the same number, all weights are 1.
+by which its loss is multiplied. Every rank knows the numbers of all samples' labels, so that nothing is sent. Labels are
+counted as the loss does: a causal model does not predict a row's first token.
 """
 
 from __future__ import annotations
@@ -44,16 +41,12 @@ from fsdp_lab.models.sources import (
     ImageSource,
     Indices,
     MaskedTokens,
-    Rows,
     Source,
     TokenSource,
 )
 from fsdp_lab.models.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
 from fsdp_lab.models.tokens import bytes_as_tokens, open_tokens
 from fsdp_lab.spec.workload import SAMPLES, Workload
-
-_ROWS = 4096  # that are read at once
-MASK_ID = 2  # ByT5's <unk>, which no byte maps to
 
 
 class Order:
@@ -67,17 +60,14 @@ class Order:
         """Positions of samples, of the same shape."""
         epochs, places = np.divmod(samples, self._count)
         positions = np.empty_like(samples)
-        for epoch in np.unique(epochs):
+        for epoch in map(int, np.unique(epochs)):
+            if epoch not in self._epochs:
+                # A batch is in one epoch or in two consecutive ones.
+                self._epochs = {e: p for e, p in self._epochs.items() if abs(e - epoch) <= 1}
+                self._epochs[epoch] = np.random.default_rng((self._seed, epoch)).permutation(self._count)
             is_in_epoch = epochs == epoch
-            positions[is_in_epoch] = self._permutation(int(epoch))[places[is_in_epoch]]
+            positions[is_in_epoch] = self._epochs[epoch][places[is_in_epoch]]
         return positions
-
-    def _permutation(self, epoch: int) -> Indices:
-        if epoch not in self._epochs:
-            # A batch is in one epoch or in two consecutive ones.
-            self._epochs = {e: p for e, p in self._epochs.items() if abs(e - epoch) <= 1}
-            self._epochs[epoch] = np.random.default_rng((self._seed, epoch)).permutation(self._count)
-        return self._epochs[epoch]
 
 
 SOURCE_FIELDS = (*SAMPLES, "model", "seed")
@@ -105,7 +95,7 @@ class Batches:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Of the workload, to continue texts with. Raises SpecError."""
+        """The workload's tokenizer, to continue texts with. Raises SpecError."""
         return open_tokenizer(self._workload)
 
     def batch(self, samples_before: int, micro: int = 0) -> Batch:
@@ -119,7 +109,7 @@ class Batches:
         return self.source.collate(self._order(samples), samples)
 
     def weight(self, samples_before: int, micro: int = 0) -> float:
-        """By which the mean loss of `batch(samples_before, micro)` is multiplied: see the note. 1 in the mean."""
+        """The factor of the mean loss of `batch(samples_before, micro)`: see the note. It is 1 in the mean."""
         if self.source.labels is None:
             return 1.0
         parts = self._world_size * self._workload.accumulate
@@ -156,15 +146,6 @@ class Batches:
         """The global numbers of the samples of `batch(samples_before, micro)`."""
         first = samples_before + (micro * self._world_size + self._rank) * self._size
         return np.arange(first, first + self._size, dtype=np.int64)
-
-
-def token_rows(workload: Workload, config: Any) -> Iterator[Rows]:
-    """All samples of text in the order of the data, held-out ones last, some at a time: their token ids [n, seq_len], which
-    are no padding, and which are to be predicted. `Order` says which of them a step reads. Raises SpecError."""
-    source = open_source(workload, config)
-    assert isinstance(source, TokenSource)
-    for first in range(0, source.count, _ROWS):
-        yield source.rows(np.arange(first, min(first + _ROWS, source.count), dtype=np.int64))
 
 
 def open_source(workload: Workload, config: Any, progress: Progresses = NO_PROGRESS) -> Source:

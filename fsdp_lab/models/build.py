@@ -1,16 +1,15 @@
-"""Building a model: `build_skeleton` (parameters on meta), and random values of them (`Initializer`).
+"""Building a model: `build_skeleton` (parameters on meta), `freeze`, and random values of parameters (`Initializer`).
 
-Note: initial values depend on (seed, parameter name) alone, so that all backends start equal. One global seed would make
-them depend on the order of construction and on the device; here every parameter has its own generator. transformers'
-`_init_weights` defines the distributions: it runs once with every initialisation function replaced by one that records the
-call, and the calls are replayed on real memory, parameter by parameter. Values that a module computes (Mamba's time steps,
-RWKV's decays) cannot be recorded on meta. For such a parameter its module's initialisation runs again on a real copy of that
-module, from the parameter's generator, which takes the memory of one such module.
+Note: initial values depend on (seed, parameter name) alone, so that all backends start equal: every parameter has its own
+generator. transformers' `_init_weights` defines the distributions: it runs once with every initialisation function
+replaced by one that records the call, and the calls are replayed on real memory, parameter by parameter. Values that a
+module computes (Mamba's time steps, RWKV's decays) cannot be recorded on meta: its initialisation runs again on a real
+copy of that module, from the parameter's generator.
 
-Note: pieces. A rank needs a range of each parameter, and a random generator cannot jump. So values are drawn in pieces up to
-the end of the range, and only the range is kept; what lies behind it is not drawn. Functions that fill element after element
-give the same bits in pieces as at once, if torch's way of drawing normal values is kept in mind: sixteen together, and the
-last sixteen of a tensor anew. Other functions, as those that need the shape, draw the whole parameter.
+Note: pieces. A rank needs a range of each parameter, and a random generator cannot jump. So values are drawn in pieces up
+to the end of the range, and only the range is kept. Functions that fill element after element give the same bits in pieces
+as at once, since torch draws normal values sixteen together, and the last sixteen of a tensor anew. Others draw the whole
+parameter.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +32,7 @@ from transformers.models.auto import modeling_auto
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models.configs import first_line
 from fsdp_lab.models.presets import Kind, facts_of
+from fsdp_lab.spec.param_groups import matches, unmatched
 
 _HEADS: dict[Kind, str] = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -84,21 +84,42 @@ def build_skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     attention = "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
     try:
         with parameters_on_meta():
-            model = model_class._from_config(  # type: ignore[no-untyped-call]
-                config, attn_implementation=attention, dtype=torch.float32
-            )
+            make: Any = model_class._from_config
+            model = make(config, attn_implementation=attention, dtype=torch.float32)
     except Exception as e:  # constructors fail with errors of any class
-        raise SpecError(
-            "workload.model",
-            f"no {config.model_type} can be built from this config: {first_line(e)}",
-            "correct the config, or choose a preset",
-        ) from e
+        reason = f"no {config.model_type} can be built from this config: {first_line(e)}"
+        raise SpecError("workload.model", reason, "correct the config, or choose a preset") from e
     if computed := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         reason = f"{config.model_type} computes its buffer {computed[0]} from parameters, which have no values yet"
         raise SpecError("workload.model", reason, "choose another family")
     if kind == "causal" and getattr(model, "loss_type", "") is None:
         model.loss_type = "ForCausalLM"  # transformers' own default, without its warning
     return cast(PreTrainedModel, model.train())
+
+
+def frozen_names(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
+    """The names of the parameters that the patterns freeze; a tied one goes by its first name.
+
+    Raises:
+        SpecError: a pattern matches nothing, or nothing is left to train.
+    """
+    if patterns is None:
+        return []
+    names = [name for name, _ in model.named_parameters()]
+    if (wrong := unmatched(patterns, names)) is not None:
+        others = [p for p in patterns if p != wrong]
+        hint = f"give a pattern of names such as {names[0]}, {names[-1]}"
+        raise SpecError("workload.freeze", f"{wrong!r} matches no parameter", hint, {"freeze": others or None})
+    frozen = [name for name in names if matches(name, patterns)]
+    if len(frozen) == len(names):
+        raise SpecError("workload.freeze", "nothing is left to train", "leave a pattern out", {"freeze": None})
+    return frozen
+
+
+def freeze(model: nn.Module, patterns: Sequence[str] | None) -> None:
+    """Clear `requires_grad` of these parameters. Raises SpecError as `frozen_names`, before any is changed."""
+    for name in frozen_names(model, patterns):
+        model.get_parameter(name).requires_grad_(False)
 
 
 _DEFAULT_STD = 0.02
@@ -126,7 +147,7 @@ class Draw:
         self.function(target, **self.arguments, **({"generator": generator} if draws else {}))
 
     def range(self, numel: int) -> tuple[int, int] | None:
-        """Which elements of a parameter of `numel` it sets, if one after the other, whatever the shape; None otherwise."""
+        """Returns which elements of a parameter of `numel` it sets, if one after the other, whatever the shape; or None."""
         if self.part is None:
             return (0, numel) if self.function in _ELEMENTWISE else None
         size, stride, offset = self.part
@@ -139,6 +160,18 @@ class Draw:
         return f"{named.rstrip('_')}({given})" + ("" if self.part is None else " on a part")
 
 
+Draws = Mapping[str, Sequence[Draw]]  # by parameter
+
+
+class Values(Protocol):
+    """Values by name: a model's `Initializer`, or its `Pretrained`."""
+
+    buffers: Sequence[str]  # persistent buffers that it has values for
+
+    def read_into(self, name: str, start: int, target: Tensor) -> None:
+        """Set `target` [n], flat, on any device, to elements [start, start + n) of a flattened parameter or buffer."""
+
+
 class Initializer:
     """`Initializer(model, seed)(name)` is the full initial value of one parameter, in fp32 on the CPU.
 
@@ -149,24 +182,18 @@ class Initializer:
 
     buffers: Sequence[str] = ()  # none is drawn: they have the values that the model's constructor computed
 
-    def __init__(self, model: nn.Module, seed: int, check: Callable[[], object] = lambda: None) -> None:
-        """`check` is called before each piece that is drawn; what it raises ends the drawing."""
+    def __init__(
+        self, model: nn.Module, seed: int, check: Callable[[], object] = lambda: None, draws: Draws | None = None
+    ) -> None:
+        """`check` is called before each piece that is drawn; what it raises ends the drawing. `draws`: if they are known."""
         self.seed, self._check = seed, check
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
-        self._draws = _recorded_draws(model)
-
-    @classmethod
-    def of_draws(cls, shapes: Mapping[str, torch.Size], draws: Mapping[str, list[Draw]], seed: int,
-                 check: Callable[[], object]) -> Initializer:  # fmt: skip
-        """Of parameters whose draws are known, by name."""
-        made = cls.__new__(cls)
-        made.seed, made._check, made._shapes, made._draws = seed, check, dict(shapes), dict(draws)
-        return made
+        self._draws: Draws = _recorded_draws(model) if draws is None else draws
 
     def __call__(self, name: str) -> Tensor:
         """The values of one parameter. Raises KeyError for a name that the model does not have."""
         values = torch.empty(self._shapes[name], dtype=torch.float32, device="cpu")
-        generator = torch.Generator().manual_seed(_seed_of(self.seed, name))
+        generator = torch.Generator().manual_seed(seed_of(self.seed, name))
         with torch.no_grad():
             for draw in self._draws[name]:
                 draw.run(values, generator)
@@ -188,14 +215,14 @@ class Initializer:
                 target[first - start : last - start].copy_(piece[first - at : last - at])
 
     def _pieces(self, name: str, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """(where it begins, values) of the pieces of a parameter up to `stop`."""
+        """Yields (where it begins, values) of the pieces of a parameter up to `stop`."""
         numel, draws = self._shapes[name].numel(), self._draws[name]
         ranges = [draw.range(numel) for draw in draws]
         if any(r is None for r in ranges) or ranges[0] != (0, numel) or any(d.part is None for d in draws[1:]):
             self._check()
             yield 0, self(name).reshape(-1)
             return
-        generator = torch.Generator().manual_seed(_seed_of(self.seed, name))
+        generator = torch.Generator().manual_seed(seed_of(self.seed, name))
         at = 0
         while at < stop:
             self._check()
@@ -208,16 +235,12 @@ class Initializer:
             yield at, piece
             at = end
 
-    def draws(self, name: str) -> tuple[Draw, ...]:
-        """The calls that make one parameter's values, in order; all use the same generator."""
-        return tuple(self._draws[name])
-
     def recipe(self, name: str) -> str:
-        """These calls as text: "normal(mean=0, std=0.02)"."""
+        """The calls that make one parameter's values, in order, as text: "normal(mean=0, std=0.02)"."""
         return ", then ".join(map(str, self._draws[name]))
 
 
-def _seed_of(seed: int, name: str) -> int:
+def seed_of(seed: int, name: str) -> int:
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # torch takes 63 bits without a sign
 
@@ -255,21 +278,26 @@ def _recorded_draws(model: nn.Module) -> dict[str, list[Draw]]:
             owner._init_weights(module)  # type: ignore[no-untyped-call]
             own_names = {names[_storage_id(p)]: n for n, p in module.named_parameters()}
             # What was changed in place went past the functions.
-            computed |= {m for m, n in own_names.items() if n in before
-                         and module.get_parameter(n)._version != before[n]}  # fmt: skip
+            computed |= {
+                m for m, n in own_names.items() if n in before and module.get_parameter(n)._version != before[n]
+            }
             kept = copy.deepcopy(module) if computed else module  # the model is wrapped later
             for name in computed:
                 draws[name] = [Draw(partial(_compute_, owner, kept, own_names[name]), {})]
     for name, parameter in model.named_parameters():
-        if not draws[name] or draws[name][0].part is not None:
-            draws[name].insert(0, _default_draw(name, parameter))
+        if not draws[name] or draws[name][0].part is not None:  # not initialised, or not as a whole
+            if name.endswith("bias") or parameter.dim() < 2:
+                default = Draw(nn.init.zeros_ if name.endswith("bias") else nn.init.ones_, {})
+            else:
+                default = Draw(nn.init.normal_, {"mean": 0.0, "std": _DEFAULT_STD})
+            draws[name].insert(0, default)
     return draws
 
 
 def _children_first(
     module: nn.Module, path: str, owner: PreTrainedModel | None
 ) -> Iterator[tuple[str, nn.Module, PreTrainedModel | None]]:
-    """(path with a final dot, module, innermost transformers model that contains it), for all modules."""
+    """Yields (path with a final dot, module, innermost transformers model that contains it), for all modules."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     for name, child in module.named_children():
         yield from _children_first(child, f"{path}{name}.", owner)
@@ -308,12 +336,3 @@ def _compute_(owner: Any, module: nn.Module, name: str, target: Tensor, generato
 
 def _copy_(tensor: Tensor, other: Tensor) -> Tensor:
     return tensor.copy_(other)
-
-
-def _default_draw(name: str, parameter: nn.Parameter) -> Draw:
-    """For parameters that a model does not initialise: zeros for biases, ones for other vectors, else a narrow normal."""
-    if name.endswith("bias"):
-        return Draw(nn.init.zeros_, {})
-    if parameter.dim() < 2:
-        return Draw(nn.init.ones_, {})
-    return Draw(nn.init.normal_, {"mean": 0.0, "std": _DEFAULT_STD})

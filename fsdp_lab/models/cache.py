@@ -26,17 +26,13 @@ _HUB_TIMEOUT_S = 5.0
 Progress = Callable[[], None]
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True, kw_only=True)
 class Progresses:
-    """What to call while a file is made."""
+    """The functions that are called while a file is made."""
 
-    made: Progress = _nothing  # here, after each part
-    awaited: Progress = _nothing  # by another process, after each part of it
-    check: Progress = _nothing  # often, while it is awaited: it raises to give up
+    made: Progress = lambda: None  # here, after each part
+    awaited: Progress = lambda: None  # by another process, after each part of it
+    check: Progress = lambda: None  # often, while it is awaited: it raises to give up
 
 
 NO_PROGRESS = Progresses()
@@ -75,13 +71,13 @@ def cached(name: str, make: Callable[[Path], None], progress: Progresses = NO_PR
                 time.sleep(_POLL_S)
     except OSError as e:
         what = "there is no room" if e.errno in (errno.ENOSPC, errno.EDQUOT) else f"no place ({e.strerror or e})"
-        raise SpecError("workload.data", f"{what} in {root} for its tokens",
-                        f"make room, or name another folder in {VARIABLE} and start again") from e  # fmt: skip
+        hint = f"make room, or name another folder in {VARIABLE} and start again"
+        raise SpecError("workload.data", f"{what} in {root} for its tokens", hint) from e
     return file
 
 
 def is_hub_name(name: object) -> bool:
-    """Whether it is as "org/name", and neither a file nor a folder here."""
+    """Returns whether it is as "org/name", and neither a file nor a folder here."""
     return isinstance(name, str) and bool(_HUB_NAME.fullmatch(name)) and not Path(name).exists()
 
 
@@ -97,17 +93,17 @@ def hub_folder(name: str, field: str, files: Sequence[str] | None = None, *, kin
         from huggingface_hub.errors import RepositoryNotFoundError
 
         try:
-            folder = snapshot_download(
-                name, repo_type=kind, allow_patterns=None if files is None else [*files], etag_timeout=_HUB_TIMEOUT_S
-            )
+            patterns = None if files is None else [*files]
+            folder = snapshot_download(name, repo_type=kind, allow_patterns=patterns, etag_timeout=_HUB_TIMEOUT_S)
         except RepositoryNotFoundError:
-            raise SpecError(field, f"{name} is no file or folder here and no {kind} that the Hugging Face Hub shows you",
-                            "correct the name, or log in: hf auth login") from None  # fmt: skip
+            reason = f"{name} is no file or folder here and no {kind} that the Hugging Face Hub shows you"
+            raise SpecError(field, reason, "correct the name, or log in: hf auth login") from None
         except Exception as e:  # of many classes
             command = f"hf download {name}" + (" --repo-type dataset" if kind == "dataset" else "")
-            raise SpecError(field, f"{name} is no file or folder here, and the Hugging Face Hub cannot be reached "
-                            f"({' '.join(str(e).split())[:100]})", "give a file or folder, such as one that this printed on "
-                            f"a machine with a network: {command}") from None  # fmt: skip
+            said = " ".join(str(e).split())[:100]
+            reason = f"{name} is no file or folder here, and the Hugging Face Hub cannot be reached ({said})"
+            hint = f"give a file or folder, such as one that this printed on a machine with a network: {command}"
+            raise SpecError(field, reason, hint) from None
         path.write_text(folder)
 
     key = hashlib.blake2b(repr((name, kind, files)).encode(), digest_size=8).hexdigest()

@@ -35,8 +35,7 @@ STDLIB = "stdlib"
 
 def check(workload: Workload, *, evaluated: int = 0, begins: bool = True) -> None:
     """Raises SpecError if the workload cannot run: its model, its sequence length, its data, fewer held-out samples than
-    are to be `evaluated`, or its weights, unless it continues a training and `begins` is false. Own code is checked
-    by the ranks, where it runs."""
+    are to be `evaluated`, or, if it `begins` a training, its weights. Own code is checked by the ranks, where it runs."""
     if workload.is_own:
         return
     is_preset = isinstance(workload.model, str) and workload.model in PRESETS
@@ -44,41 +43,23 @@ def check(workload: Workload, *, evaluated: int = 0, begins: bool = True) -> Non
     check_shapes(workload, facts)
     if facts.is_text and not is_plain(workload):
         checked_records(workload, facts)  # the ranks count the samples, when they have the tokens
+    elif facts.is_text:
+        check_held_out(workload, len(checked_text(workload).data) // workload.seq_len, evaluated)
     else:
-        check_held_out(workload, _count(workload, facts), evaluated)
-    _check_adapters(workload)
-    if begins:
-        check_weights(workload)
+        count = SYNTHETIC_COUNT if workload.data == IMAGES else FolderImages(workload.data, facts).count
+        check_held_out(workload, count, evaluated)
+    if workload.lora is not None:
+        from fsdp_lab.models.configs import resolve
+        from fsdp_lab.models.lora import adapted
 
-
-def _count(workload: Workload, facts: Facts) -> int:
-    """Samples of text as bytes, or of images. Raises SpecError if they cannot be read."""
-    if facts.is_text:
-        return len(checked_text(workload).data) // workload.seq_len
-    return SYNTHETIC_COUNT if workload.data == IMAGES else FolderImages(workload.data, facts).count
-
-
-def check_weights(workload: Workload) -> None:
-    """Raises SpecError if its weights cannot be read or do not fit its model. No values are read."""
-    if (folder := _weights_folder(workload)) is not None:
+        adapted(resolve(workload.model), workload.adapters)
+    if begins and (folder := _weights_folder(workload)) is not None:  # no values are read
         from fsdp_lab.models.build import build_skeleton
         from fsdp_lab.models.configs import resolve
         from fsdp_lab.models.pretrained import Pretrained
         from fsdp_lab.models.weights import Weights
 
         Pretrained(build_skeleton(resolve(workload.model)), workload, Weights(folder))
-
-
-def _check_adapters(workload: Workload) -> None:
-    if workload.lora is not None:
-        from fsdp_lab.models.configs import resolve
-        from fsdp_lab.models.lora import adapted
-
-        adapted(resolve(workload.model), workload.adapters)
-
-
-def _has_no_files(model: str | Mapping[str, Any]) -> bool:
-    return isinstance(model, Mapping) or model in PRESETS
 
 
 def model_facts(model: str | Mapping[str, Any]) -> Facts:
@@ -92,7 +73,7 @@ def model_facts(model: str | Mapping[str, Any]) -> Facts:
 
 
 def is_language(workload: Workload) -> bool:
-    """Whether its model is a language model, so that the exponential of its loss is a perplexity."""
+    """Returns whether its model is a language model, so that the exponential of its loss is a perplexity."""
     try:
         return model_facts(workload.model).is_text
     except FieldError:  # the model of a stored run, whose file no longer exists
@@ -107,8 +88,8 @@ def check_shapes(workload: Workload, facts: Facts) -> None:
     for name in (n for n, row in rows_of(Workload).items() if row.of_text):
         usual = getattr(Workload, name)
         if getattr(workload, name) != usual:
-            raise SpecError(f"workload.{name}", f"{facts.model_type} classifies images, which have no tokens",
-                            "leave it out", {name: usual})  # fmt: skip
+            reason = f"{facts.model_type} classifies images, which have no tokens"
+            raise SpecError(f"workload.{name}", reason, "leave it out", {name: usual})
     if workload.data == STDLIB:
         reason = f"{facts.model_type} classifies images, and {STDLIB} is text"
         hint = f'use "{IMAGES}", or a folder with one sub-folder per class'
@@ -122,16 +103,13 @@ def checked_text(workload: Workload) -> Text:
     """The workload's text. Raises SpecError if it is shorter than one sequence."""
     text = open_text(workload.data)
     if len(text.data) < workload.seq_len:
-        raise SpecError(
-            "workload.data",
-            f"{text.description} is shorter than one sequence of {workload.seq_len} bytes",
-            f"give more text, or seq_len {len(text.data)} or less",
-        )
+        reason = f"{text.description} is shorter than one sequence of {workload.seq_len} bytes"
+        raise SpecError("workload.data", reason, f"give more text, or seq_len {len(text.data)} or less")
     return text
 
 
 def is_plain(workload: Workload) -> bool:
-    """Whether windows of its text's bytes are the samples, which need not be made into tokens. Raises SpecError."""
+    """Returns whether windows of its text's bytes are the samples, without tokens to make. Raises SpecError."""
     if workload.packing != "packed" or tokenizer_folder(workload) is not None:
         return False
     if is_hub_name(workload.data):
@@ -142,8 +120,7 @@ def is_plain(workload: Workload) -> bool:
 
 
 def checked_records(workload: Workload, facts: Facts) -> tuple[Records, Tokenizer]:
-    """The workload's samples and its tokenizer, whose ids the model knows, after a look at the first sample. Raises
-    SpecError."""
+    """The workload's samples, after a look at the first, and its tokenizer, whose ids the model knows. Raises SpecError."""
     tokenizer = open_tokenizer(workload)
     if facts.vocab_size is None or tokenizer.vocabulary > facts.vocab_size:
         raise SpecError(
@@ -170,17 +147,17 @@ def _check_ids(workload: Workload, tokenizer: Tokenizer) -> None:
     known, given = FolderTokenizer(folder).ids, tokenizer.ids
     if other := [token for token, id_ in known.items() if given.get(token) != id_]:
         first = min(other, key=known.__getitem__)
-        raise SpecError(
-            "workload.tokenizer",
+        reason = (
             f"{len(other)} of the {len(known)} tokens that the weights in {folder} were trained with have no or another id "
-            f"in {tokenizer.name} ({first!r} is {known[first]} there, and {given.get(first)} here)",
-            "use the tokenizer beside the weights, or random weights",
-            {"tokenizer": str(folder)},
+            f"in {tokenizer.name} ({first!r} is {known[first]} there, and {given.get(first)} here)"
         )
+        hint = "use the tokenizer beside the weights, or random weights"
+        raise SpecError("workload.tokenizer", reason, hint, {"tokenizer": str(folder)})
 
 
 def _weights_folder(workload: Workload) -> Path | None:
-    if workload.weights == RANDOM or (workload.weights is None and _has_no_files(workload.model)):
+    has_no_files = isinstance(workload.model, Mapping) or workload.model in PRESETS
+    if workload.weights == RANDOM or (workload.weights is None and has_no_files):
         return None
     from fsdp_lab.models.pretrained import weights_folder
 
@@ -193,9 +170,11 @@ def notes_on(workload: Workload) -> tuple[str, ...]:
         return ()
     from fsdp_lab.models.configs import given_config, leaves_experts_open
 
-    experts = ('experts compute one after the other, which works in every precision; a config with experts_implementation '
-               '"grouped_mm" has bf16 faster',)  # fmt: skip
-    notes = experts if leaves_experts_open(given_config(workload.model)) else ()
+    experts = (
+        "experts compute one after the other, which works in every precision; a config with experts_implementation "
+        '"grouped_mm" has bf16 faster'
+    )
+    notes = (experts,) if leaves_experts_open(given_config(workload.model)) else ()
     if workload.tokenizer is not None or tokenizer_folder(workload) is not None:
         return notes
     if (folder := _weights_folder(workload)) is None or not model_facts(workload.model).is_text:
@@ -205,29 +184,18 @@ def notes_on(workload: Workload) -> tuple[str, ...]:
 
 def _check_text_model(workload: Workload, facts: Facts) -> None:
     if workload.data == IMAGES:
-        raise SpecError(
-            "workload.data",
-            f"{facts.model_type} reads text, not images",
-            f'use "{STDLIB}" or a text file, or an image model such as vit-1m',
-            {"data": STDLIB},
-        )
+        hint = f'use "{STDLIB}" or a text file, or an image model such as vit-1m'
+        raise SpecError("workload.data", f"{facts.model_type} reads text, not images", hint, {"data": STDLIB})
     if facts.vocab_size is None or (tokenizer_folder(workload) is None and facts.vocab_size < SMALLEST_VOCABULARY):
-        raise SpecError(
-            "workload.model",
-            f"its vocabulary of {facts.vocab_size} is too small for bytes",
-            f"give a config with a vocab_size of {SMALLEST_VOCABULARY} or more",
-        )
+        reason = f"its vocabulary of {facts.vocab_size} is too small for bytes"
+        raise SpecError("workload.model", reason, f"give a config with a vocab_size of {SMALLEST_VOCABULARY} or more")
     longest = facts.max_positions
     if longest is not None and workload.seq_len > longest:
         alike = sorted((p for p in PRESETS.values() if p.kind == facts.kind), key=lambda p: p.parameters)
         takers = [p.name for p in alike if (facts_of(p.config).max_positions or workload.seq_len) >= workload.seq_len]
         instead = f", or a model with more positions ({', '.join(takers[:2])})" if takers else ""
-        raise SpecError(
-            "workload.seq_len",
-            f"{workload.seq_len} is over the model's {longest} positions",
-            f"use {longest} or less{instead}",
-            {"seq_len": longest},
-        )
+        reason = f"{workload.seq_len} is over the model's {longest} positions"
+        raise SpecError("workload.seq_len", reason, f"use {longest} or less{instead}", {"seq_len": longest})
 
 
 def _facts_of_built(workload: Workload) -> Facts:
@@ -258,5 +226,5 @@ def check_held_out(workload: Workload, count: int, evaluated: int) -> None:
     enough = next((share for share in shares if int(share * count) >= evaluated), None)
     ways = [f"use held_out {enough:g}" if enough else "give more data"]
     ways += [f"evaluate {held} samples or fewer"] if held else []
-    raise SpecError("workload.held_out", f"{held} of {count:,} samples are held out, and {evaluated} are to be evaluated",
-                    ", or ".join(ways), {"held_out": enough} if enough else {})  # fmt: skip
+    reason = f"{held} of {count:,} samples are held out, and {evaluated} are to be evaluated"
+    raise SpecError("workload.held_out", reason, ", or ".join(ways), {"held_out": enough} if enough else {})

@@ -40,11 +40,8 @@ def resolve(model: str | Mapping[str, Any] | PreTrainedConfig, *, dropout: str =
     """
     config = given_config(model)
     if getattr(config, "quantization_config", None):
-        raise SpecError(
-            _FIELD,
-            "its config is of quantized weights, which cannot be trained",
-            "remove quantization_config from the config",
-        )
+        reason = "its config is of quantized weights, which cannot be trained"
+        raise SpecError(_FIELD, reason, "remove quantization_config from the config")
     _without_dropout(config, _RANDOM if dropout == "off" else ("layerdrop",))
     for part in filter(None, (config, getattr(config, "text_config", None))):
         part.use_cache = False  # keys and values are cached for generation; wrong when a block is recomputed
@@ -61,8 +58,8 @@ def resolve(model: str | Mapping[str, Any] | PreTrainedConfig, *, dropout: str =
 
 
 def leaves_experts_open(config: PreTrainedConfig) -> bool:
-    """Whether a model has experts, and its config does not say how they compute: transformers would take a grouped product,
-    which takes bf16 alone."""
+    """Returns whether a model has experts, and its config does not say how they compute: transformers would take a grouped
+    product, which takes bf16 alone."""
     has_experts = any("expert" in name and not name.startswith("_") for name in vars(config))
     return has_experts and getattr(config, "_experts_implementation", None) is None
 
@@ -83,24 +80,18 @@ def given_config(model: str | Mapping[str, Any] | PreTrainedConfig) -> PreTraine
     if is_hub_name(model):
         path = hub_folder(model, _FIELD, ("config.json",)) / "config.json"
     if path.is_file():
-        return _from_dict(_read(path))
+        hint = "give a config.json of transformers"
+        try:
+            loaded = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as e:
+            raise SpecError(_FIELD, f"{path} cannot be read as JSON ({e})", hint) from None
+        if not isinstance(loaded, dict):
+            raise SpecError(_FIELD, f"{path} is not a JSON object", hint)
+        return _from_dict(loaded)
     if model in _TYPES:
         return _from_dict({"model_type": model})
-    raise SpecError(
-        _FIELD,
-        f"{model!r} is neither a preset, nor a file or folder, nor a model type of transformers",
-        f"use {' or '.join(closest(model))}, or a folder that save_pretrained has written",
-    )
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise SpecError(_FIELD, f"{path} cannot be read as JSON ({e})", "give a config.json of transformers") from None
-    if not isinstance(loaded, dict):
-        raise SpecError(_FIELD, f"{path} is not a JSON object", "give a config.json of transformers")
-    return loaded
+    reason = f"{model!r} is neither a preset, nor a file or folder, nor a model type of transformers"
+    raise SpecError(_FIELD, reason, f"use {' or '.join(closest(model))}, or a folder that save_pretrained has written")
 
 
 def _from_dict(given: Mapping[str, Any]) -> PreTrainedConfig:

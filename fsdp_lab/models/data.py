@@ -1,11 +1,10 @@
 """What samples are made of: text as token ids (`open_text`), and images to classify (`SyntheticImages`, `FolderImages`).
 
-A token is a byte plus 3, as in transformers' ByT5Tokenizer (whose ids 0, 1 and 2 are padding, end and unknown), so there is
-no vocabulary file and no text outside the vocabulary. That tokenizer would read a literal "</s>" or "<extra_id_0>" in the
-text as one special token; here it stays the bytes it is.
+A token is a byte plus 3, as in transformers' ByT5Tokenizer (whose ids 0, 1 and 2 are padding, end and unknown), so there
+is no vocabulary file. But a literal "</s>" or "<extra_id_0>" in the text stays the bytes it is.
 
 Synthetic images are waves: a class has its own direction, wavelength and colours, a sample its own phase, strength and
-noise. They need no download, are the same everywhere, and a small model learns them in some tens of steps.
+noise. They are the same everywhere, and a small model learns them in some tens of steps.
 
 Neither torch nor transformers is imported.
 """
@@ -49,9 +48,6 @@ _CYCLES = (2, 7)  # waves over the image: fewest, most
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"})
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # of Pillow, by channels
 _CACHE_BYTES = 256 * 2**20
-
-
-# -- text ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -98,15 +94,13 @@ def encode(window: Bytes) -> Ids:
 
 
 def _refusal(data: str, reason: str) -> SpecError:
-    return SpecError(
-        "workload.data", f"{data}: {reason}", 'give a text file or a folder of them, or "stdlib"', {"data": "stdlib"}
-    )
+    hint = 'give a text file or a folder of them, or "stdlib"'
+    return SpecError("workload.data", f"{data}: {reason}", hint, {"data": "stdlib"})
 
 
 def stdlib_files() -> Iterator[Path]:
-    for path in walk(Path(sysconfig.get_paths()["stdlib"]), _NOT_TEXT_OF_STDLIB):
-        if path.suffix == ".py":
-            yield path
+    paths = walk(Path(sysconfig.get_paths()["stdlib"]), _NOT_TEXT_OF_STDLIB)
+    return (path for path in paths if path.suffix == ".py")
 
 
 def text_files(folder: Path) -> Iterator[Path]:
@@ -155,9 +149,6 @@ def _fingerprint(data: Bytes) -> str:
     return hashlib.blake2b(ends.tobytes() + str(len(data)).encode(), digest_size=8).hexdigest()
 
 
-# -- images ----------------------------------------------------------------------------------------------------------
-
-
 class SyntheticImages:
     """`SYNTHETIC_COUNT` images of `facts.classes` classes; image i is of class i modulo their number."""
 
@@ -172,7 +163,7 @@ class SyntheticImages:
         self._columns = (np.arange(width, dtype=np.float32) / width)[None, :]
 
     def image(self, index: int) -> tuple[Pixels, int]:
-        """(channels, height, width) of about unit variance, and the class."""
+        """Returns (channels, height, width) of about unit variance, and the class."""
         label = index % self._facts.classes
         of_class = np.random.default_rng((label, 0))
         of_sample = np.random.default_rng((index, 1))
@@ -209,7 +200,7 @@ class FolderImages:
         self.description = f"{folder} ({self.count} images, {max(label for _, label in self._entries) + 1} classes)"
 
     def image(self, index: int) -> tuple[Pixels, int]:
-        """(channels, height, width) between -1 and 1, and the class. Raises SpecError for a file that cannot be read."""
+        """Returns (channels, height, width) between -1 and 1, and the class. Raises SpecError for an unreadable file."""
         path, label = self._entries[index]
         raw = self._cache.get(index)
         if raw is None:
@@ -258,18 +249,19 @@ def _entries(folder: str, facts: Facts) -> list[tuple[Path, int]]:
             reason = "is a file, and this model needs images" if root.is_file() else "there is no such folder"
             raise SpecError("workload.data", f"{folder}: {reason}", hint, {"data": "images"})
         subfolders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
-        classes = [images for folder in subfolders if (images := sorted(
-            p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file()))]  # fmt: skip
+        files = (sorted(subfolder.rglob("*")) for subfolder in subfolders)
+        images = ([p for p in some if p.suffix.lower() in SUFFIXES and p.is_file()] for some in files)
+        classes = list(filter(None, images))
     except OSError as e:
         raise SpecError("workload.data", f"{folder} cannot be read ({e.strerror or e})", hint) from None
     if not classes:
         raise SpecError("workload.data", f"{folder} has no sub-folder with images", hint, {"data": "images"})
     if len(classes) > facts.classes:
-        raise SpecError("workload.data", f"{folder} has {len(classes)} classes and the model {facts.classes}",
-                        "give a config with a larger num_labels")  # fmt: skip
+        reason = f"{folder} has {len(classes)} classes and the model {facts.classes}"
+        raise SpecError("workload.data", reason, "give a config with a larger num_labels")
     if facts.channels not in _MODES:
-        raise SpecError("workload.data", f"the model has {facts.channels} channels, and images 1, 3 or 4", "use another",
-                        {"data": "images"})  # fmt: skip
-    entries = [(path, label) for label, images in enumerate(classes) for path in images]
+        reason = f"the model has {facts.channels} channels, and images 1, 3 or 4"
+        raise SpecError("workload.data", reason, "use another", {"data": "images"})
+    entries = [(path, label) for label, paths in enumerate(classes) for path in paths]
     shuffled = np.random.default_rng(0).permutation(len(entries))  # the last ones are held out: they have all classes
     return [entries[i] for i in shuffled]

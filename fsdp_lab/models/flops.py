@@ -27,12 +27,13 @@ from transformers import PreTrainedConfig
 
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.hardware import gpu_of_device
+from fsdp_lab.models.build import freeze
 from fsdp_lab.models.configs import first_line
-from fsdp_lab.models.freezing import freeze
 from fsdp_lab.models.lora import adapted
 from fsdp_lab.models.presets import Facts, facts_of
 from fsdp_lab.spec.workload import Lora
 
+Recomputed = Callable[[nn.Module], Sequence[nn.Module]]  # a model -> the modules in it that are checkpointed
 _SAMPLES = 2  # a BatchNorm refuses to normalise a single value
 
 
@@ -50,10 +51,13 @@ def flops_per_sample(config: PreTrainedConfig, seq_len: int) -> int:
 
 
 def count_flops(
-    config: PreTrainedConfig, seq_len: int, recomputed: Callable[[nn.Module], Sequence[nn.Module]] = lambda model: (),
-    frozen: Sequence[str] | None = None, lora: Lora | None = None,
-) -> Flops:  # fmt: skip
-    """FLOPs of the forward and the backward of one sample. `recomputed` gives the modules that are checkpointed; `frozen`:
+    config: PreTrainedConfig,
+    seq_len: int,
+    recomputed: Recomputed = lambda model: (),
+    frozen: Sequence[str] | None = None,
+    lora: Lora | None = None,
+) -> Flops:
+    """FLOPs of the forward and the backward of one sample. `frozen`:
     `Workload.freeze`, for which the backward has fewer; `lora`: adapters in the model.
 
     Takes 0.1 s for small models, 1 to 2 s for the largest. A model whose computation depends on values (mixtures of
@@ -73,7 +77,9 @@ def count_flops(
         batch = empty_batch(facts, _SAMPLES, seq_len, device="meta")
         flops = counted_flops(lambda: model(**batch).loss, chosen)
     except Exception as e:  # a model may fail with any error
-        if not _needs_values(e):
+        # What meta tensors cannot do for want of values: PyTorch's messages name the device. Or the cache is to blame, which
+        # training does not have: one without attention knows no length.
+        if not (isinstance(e, NotImplementedError) or "meta" in str(e).lower() or "Cache" in str(e)):
             reason = f"a {facts.model_type} of this config cannot compute: {first_line(e)}"
             grouped = "mat_a" in str(e)  # the grouped product of experts, which takes bf16 alone
             hint = 'set its experts_implementation to "eager"' if grouped else "correct its sizes, or choose a preset"
@@ -82,16 +88,13 @@ def count_flops(
         warnings.warn(message, stacklevel=2)
         tokens = facts.tokens_per_sample(seq_len)
         weights = 4 * _matrix_weights([model]) + 2 * _matrix_weights([model], trained=True)
-        return Flops(weights * tokens, 2 * _matrix_weights(chosen) * tokens, _experts(model))
+        # A batch may use some of the experts that are modules of their own.
+        kinds = (nn.ModuleDict, nn.ModuleList)
+        lists = [(name, m) for name, m in model.named_modules() if name.endswith("experts") and isinstance(m, kinds)]
+        unused = tuple(f"{name}.{n}" for name, m in lists for n, p in m.named_parameters() if p.requires_grad)
+        return Flops(weights * tokens, 2 * _matrix_weights(chosen) * tokens, unused)
     unused = tuple(n for n, p in model.named_parameters() if p.requires_grad and p.grad is None)
     return Flops(flops.model // _SAMPLES, flops.recompute // _SAMPLES, unused)
-
-
-def _experts(model: nn.Module) -> tuple[str, ...]:
-    """The parameters of experts that are modules of their own, of which a batch may use some."""
-    lists = [(name, m) for name, m in model.named_modules()
-             if name.endswith("experts") and isinstance(m, (nn.ModuleDict, nn.ModuleList))]  # fmt: skip
-    return tuple(f"{name}.{n}" for name, m in lists for n, p in m.named_parameters() if p.requires_grad)
 
 
 def counted_flops(loss: Callable[[], Tensor], recomputed: Sequence[nn.Module]) -> Flops:
@@ -129,12 +132,6 @@ class _RecomputeCounter:
     def _end(self, *_: Any) -> None:
         self._hooks.pop().__exit__()
         self.flops += self._saved - self._begun
-
-
-def _needs_values(error: Exception) -> bool:
-    """Whether a forward failed only because meta tensors have no values: PyTorch's messages for that name the device; or
-    because of the cache, which training does not have: one without attention knows no length."""
-    return isinstance(error, NotImplementedError) or "meta" in str(error).lower() or "Cache" in str(error)
 
 
 def empty_batch(facts: Facts, samples: int, seq_len: int, *, device: str) -> dict[str, Tensor]:
@@ -182,7 +179,6 @@ class BestPeak:
     """
 
     def __init__(self, given: Peak) -> None:
-        """`given`: the result of `device_peak`."""
         self.given = self._best = given
 
     def reach(self, flops_per_s: float) -> Peak:
@@ -202,8 +198,10 @@ def device_peak(device: torch.device | str, dtype: torch.dtype) -> Peak:
     """
     device = torch.device(device)
     if device.type == "cuda":
-        peak = _from_data_sheet(torch.cuda.get_device_name(device), _data_sheet_column(dtype))
-        if peak is not None:
+        column = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "")
+        if column == "fp32" and torch.get_float32_matmul_precision() != "highest":
+            column = "tf32"
+        if (peak := _from_data_sheet(torch.cuda.get_device_name(device), column)) is not None:
             return peak
     return measured_peak(device, dtype)
 
@@ -251,12 +249,6 @@ def _product_times(device: torch.device, dtype: torch.dtype, edge: int, transpos
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _data_sheet_column(dtype: torch.dtype) -> str:
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        return "tf32"
-    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "")
 
 
 def _from_data_sheet(name: str, column: str) -> Peak | None:

@@ -4,8 +4,7 @@ peft puts a layer of its own around each target, inside of the model, whose clas
 called "base_layer" then; `base_name` is the name without that. All parameters but those of adapters are frozen.
 
 Note: initial values. Those of the model are drawn or read as without adapters, so that adding them changes no loss before
-the first update: one of A and B begins with zeros. The other is drawn as peft draws it, from (seed, name) as all random
-values are.
+the first update: one of A and B begins with zeros. The other is drawn as peft draws it, from (seed, name).
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.models.build import Draw, Initializer, build_skeleton, parameters_on_meta
+from fsdp_lab.models.build import Draw, Initializer, Values, build_skeleton, parameters_on_meta
 from fsdp_lab.models.configs import first_line
 from fsdp_lab.spec.workload import LORA_FIELD as FIELD, Lora
 
@@ -36,17 +35,8 @@ _PARTS = re.compile(rf"\.lora_(embedding_)?([AB])\.{_ADAPTER}(?=\.|$)")
 def adapted(config: PreTrainedConfig, lora: Lora | None) -> PreTrainedModel:
     """`build_skeleton`, with adapters if there are to be any. Raises SpecError, also for targets that the model has not."""
     model = build_skeleton(config)
-    if lora is not None:
-        _add(model, lora)
-    return model
-
-
-def base_name(name: str) -> str:
-    """The name of a parameter, buffer or module in the model without adapters."""
-    return name.replace(f"{_BASE}.", ".").removesuffix(_BASE)
-
-
-def _add(model: PreTrainedModel, lora: Lora) -> None:
+    if lora is None:
+        return model
     inject = _peft().inject_adapter_in_model
     try:
         with parameters_on_meta(), warnings.catch_warnings():
@@ -55,8 +45,14 @@ def _add(model: PreTrainedModel, lora: Lora) -> None:
     except ValueError as e:
         names = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if not list(m.children())} - {""})
         linear = [n for n in names if not n.isdecimal()]
-        raise SpecError(FIELD, f"no adapters can be put into this model ({first_line(e)})",
-                        f"give targets, some of {', '.join(linear[:12])}", {"lora": None}) from e  # fmt: skip
+        reason = f"no adapters can be put into this model ({first_line(e)})"
+        raise SpecError(FIELD, reason, f"give targets, some of {', '.join(linear[:12])}", {"lora": None}) from e
+    return model
+
+
+def base_name(name: str) -> str:
+    """The name of a parameter, buffer or module in the model without adapters."""
+    return name.replace(f"{_BASE}.", ".").removesuffix(_BASE)
 
 
 def peft_config(lora: Lora) -> LoraConfig:
@@ -69,30 +65,20 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError:
-        raise SpecError(FIELD, "adapters are peft's, which is not installed", 'install it with "pip install peft", or leave '
-                        "lora out", {"lora": None}) from None  # fmt: skip
+        hint = 'install it with "pip install peft", or leave lora out'
+        raise SpecError(FIELD, "adapters are peft's, which is not installed", hint, {"lora": None}) from None
     return peft
-
-
-# -- initial values --------------------------------------------------------------------------------------------------
-
-
-class _Values(Protocol):
-    buffers: Sequence[str]
-
-    def read_into(self, name: str, start: int, target: Tensor) -> None: ...
 
 
 class AdaptedValues:
     """Initial values of a model with adapters: `base` has those of the model without."""
 
-    def __init__(self, base: _Values, model: nn.Module, seed: int, check: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, base: Values, model: nn.Module, seed: int, check: Callable[[], object] = lambda: None) -> None:
         self._base = base
         names = {base_name(name): name for name, _ in model.named_buffers()}
         self.buffers: Sequence[str] = tuple(names.get(name, name) for name in base.buffers)
-        shapes = {name: p.shape for name, p in model.named_parameters() if is_adapter(name)}
-        self._adapters = Initializer.of_draws(shapes, {name: [_draw(name)] for name in shapes}, seed, check)
-        self._own = frozenset(shapes)
+        draws = {name: [_draw(name)] for name, _ in model.named_parameters() if is_adapter(name)}
+        self._adapters, self._own = Initializer(model, seed, check, draws), frozenset(draws)
 
     def read_into(self, name: str, start: int, target: Tensor) -> None:
         if name in self._own:
@@ -102,37 +88,28 @@ class AdaptedValues:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether it is the name of an adapter's parameter."""
+    """Returns whether it is the name of an adapter's parameter."""
     return _PARTS.search(name) is not None
 
 
 def _draw(name: str) -> Draw:
-    """Of embeddings it is A that begins with zeros, as peft has it."""
-    found = _PARTS.search(name)
-    assert found is not None
-    if found[1]:
-        return Draw(nn.init.zeros_ if found[2] == "A" else nn.init.normal_, {})
-    return Draw(nn.init.kaiming_uniform_, {"a": math.sqrt(5)}) if found[2] == "A" else Draw(nn.init.zeros_, {})
-
-
-# -- in peft's format ------------------------------------------------------------------------------------------------
-
-
-def adapter_tensors(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of adapters by the names that peft gives them in `adapter_model.safetensors`."""
-    named = {
-        _PARTS.sub(lambda part: part[0].removesuffix(f".{_ADAPTER}"), name): name for name in values if is_adapter(name)
-    }
-    return {f"base_model.model.{saved}": values[name] for saved, name in named.items()}
+    """Returns peft's draw. A of an embedding begins with zeros, and B of others."""
+    parts = _PARTS.search(name)
+    assert parts is not None
+    if parts[1]:
+        return Draw(nn.init.zeros_ if parts[2] == "A" else nn.init.normal_, {})
+    return Draw(nn.init.kaiming_uniform_, {"a": math.sqrt(5)}) if parts[2] == "A" else Draw(nn.init.zeros_, {})
 
 
 def save_adapters(model: PreTrainedModel, values: Mapping[str, Tensor], folder: Path, base: str) -> None:
-    """Writes `adapter_config.json` and `adapter_model.safetensors`, for `PeftModel.from_pretrained(model, folder)`. `base`:
-    where the model itself is."""
+    """Writes a folder for `PeftModel.from_pretrained(model, folder)`. `base`: where the model itself is."""
     from safetensors.torch import save_file
 
     config: Any = model.peft_config[_ADAPTER]  # with the targets that peft chose
     config.base_model_name_or_path, config.inference_mode = base, True
     config.save_pretrained(str(folder))
-    save_file({n: t.contiguous() for n, t in adapter_tensors(values).items()}, folder / "adapter_model.safetensors",
-              metadata={"format": "pt"})  # fmt: skip
+    tensors = {}
+    for name in filter(is_adapter, values):
+        saved = _PARTS.sub(lambda part: part[0].removesuffix(f".{_ADAPTER}"), name)
+        tensors[f"base_model.model.{saved}"] = values[name].contiguous()
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -2,14 +2,13 @@
 
 Note: initial values. `build` is called once more for them, on the CPU, with the random generators of torch, numpy and
 Python set from the Spec's seed, and each rank takes its ranges from the result. So the user's own initialisation is
-honoured, and is equal for all backends and world sizes. It takes the memory of a whole model in every rank's process while
-it loads, where models of transformers take that of a piece. The skeleton is built with its parameters on meta; but buffers
-may be random or computed from parameters, so a module that has some is built really each time.
+honoured, and is equal for all backends and world sizes; each rank holds a whole model while it loads. The skeleton is
+built with its parameters on meta; but buffers may be random or computed from parameters, so a module that has some is
+built really.
 
-Note: random numbers. What a dataset draws in `__getitem__` depends on (seed, number of the sample), and what the module and
-the loss draw, as dropout does, on (seed, first sample of the micro-batch). So both are equal for all backends, and for all
-world sizes at the same micro-batch. In an evaluation they depend on (seed, first held-out sample of the batch): its loss
-does not depend on when it is taken.
+Note: random numbers. What a dataset draws in `__getitem__` depends on (seed, number of the sample), and what the module
+and the loss draw, as dropout does, on (seed, first sample of the micro-batch; in an evaluation, of the held-out batch). So
+both are equal for all backends, and for all world sizes at the same micro-batch.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ from torch.utils.data import default_collate
 
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.tensors import map_tensors, tensors_in
-from fsdp_lab.models.build import parameters_on_meta
+from fsdp_lab.models.build import freeze, parameters_on_meta, seed_of
 from fsdp_lab.models.configs import first_line, resolve
-from fsdp_lab.models.flops import Flops, counted_flops
-from fsdp_lab.models.freezing import freeze
+from fsdp_lab.models.flops import Flops, Recomputed, counted_flops
 from fsdp_lab.models.lora import adapted
 from fsdp_lab.models.sources import Batch, Indices, Source
 from fsdp_lab.spec.user_code import code_name, loaded
@@ -65,6 +63,27 @@ def seeded(*of: int | str, device: torch.device | None = None) -> Iterator[None]
             torch.cuda.set_rng_state(of_gpu, device or "cuda")
 
 
+@contextmanager
+def drawing(seed: int, first_sample: int, device: torch.device) -> Iterator[None]:
+    """The context of one forward and backward, with masks of dropout that are the same under every backend. Afterwards the
+    generators of the CPU and of `device` are as before, so that a user's own draws are not disturbed.
+
+    Masks depend on (seed, global number of the micro-batch's first sample, shape of the micro-batch) alone: equal at any
+    number of ranks, after a resume, and in a step that is computed again. A forward that is recomputed has the masks of the
+    first one, since torch's checkpoints restore the generators' states."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], device_type="cuda"):
+        mask_seed = seed_of_masks(seed, first_sample)
+        torch.default_generator.manual_seed(mask_seed)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(mask_seed)
+        yield
+
+
+def seed_of_masks(seed: int, first_sample: int) -> int:
+    return seed_of(seed, f"dropout/{first_sample}")
+
+
 class OwnModel:
     """The code of a Workload, on a process that has it. Raises SpecError if it has not."""
 
@@ -82,7 +101,15 @@ class OwnModel:
             module = None
         if not isinstance(module, nn.Module) or next(module.buffers(), None) is not None:
             module = _on_meta(self.built())
-        self._check(module)
+        parameters = list(module.named_parameters())
+        if not parameters:
+            raise SpecError(_MODEL, f"a {type(module).__name__} has no parameters to train", "return one that has")
+        for name, p in parameters:
+            if isinstance(p, nn.parameter.UninitializedParameter):
+                raise SpecError(_MODEL, f"{name} has no shape before the first forward", "use layers that are not lazy")
+            if p.dtype != torch.float32:
+                reason = f"{name} is {str(p.dtype).removeprefix('torch.')}, and masters are float32"
+                raise SpecError(_MODEL, reason, "build it in float32, and choose a precision")
         return module.train()
 
     def built(self) -> nn.Module:
@@ -98,10 +125,10 @@ class OwnModel:
         return module
 
     def initial(self, skeleton: nn.Module) -> BuiltValues:
-        """Its initial values. Raises SpecError if `build` does not make the module of the skeleton again."""
+        """Returns its initial values. Raises SpecError if `build` does not make the module of the skeleton again."""
         return BuiltValues(self.built(), skeleton, code_name(self._workload.model))
 
-    def cost(self, source: OwnSource, recomputed: Callable[[nn.Module], Sequence[nn.Module]]) -> OwnCost:
+    def cost(self, source: OwnSource, recomputed: Recomputed) -> OwnCost:
         """FLOPs of one micro-batch, counted in a forward and backward on meta, or on the CPU where that needs values.
         Raises SpecError if it fails there, with what was raised."""
         batch = source.first(self._workload.micro_batch)
@@ -112,7 +139,7 @@ class OwnModel:
         except _RAISED:  # it needs values, or is wrong: the CPU tells
             return self._on_cpu(batch, recomputed)
 
-    def _on_cpu(self, batch: Batch, recomputed: Callable[[nn.Module], Sequence[nn.Module]]) -> OwnCost:
+    def _on_cpu(self, batch: Batch, recomputed: Recomputed) -> OwnCost:
         model = self.built()
         try:
             with seeded(self._workload.seed):
@@ -123,22 +150,11 @@ class OwnModel:
             reason = f"{code_name(self._workload.loss)}(model, batch) raised {type(e).__name__}: {first_line(e)}"
             raise SpecError(_LOSS, reason, f"correct the loss or the model; a batch is {described(batch)}") from e
 
-    def _count(self, model: nn.Module, batch: Batch, recomputed: Callable[[nn.Module], Sequence[nn.Module]]) -> OwnCost:
+    def _count(self, model: nn.Module, batch: Batch, recomputed: Recomputed) -> OwnCost:
         freeze(model, self._workload.freeze)
         flops = counted_flops(lambda: self._loss(model, batch), recomputed(model))
         unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
         return OwnCost(flops=flops, unused=tuple(unused))
-
-    def _check(self, module: nn.Module) -> None:
-        parameters = list(module.named_parameters())
-        if not parameters:
-            raise SpecError(_MODEL, f"a {type(module).__name__} has no parameters to train", "return one that has")
-        for name, p in parameters:
-            if isinstance(p, nn.parameter.UninitializedParameter):
-                raise SpecError(_MODEL, f"{name} has no shape before the first forward", "use layers that are not lazy")
-            if p.dtype != torch.float32:
-                raise SpecError(_MODEL, f"{name} is {str(p.dtype).removeprefix('torch.')}, and masters are float32",
-                                "build it in float32, and choose a precision")  # fmt: skip
 
 
 def skeleton_of(workload: Workload) -> nn.Module:
@@ -161,8 +177,8 @@ class BuiltValues:
 
     def __init__(self, built: nn.Module, skeleton: nn.Module, name: str) -> None:
         if signature(built) != signature(skeleton):
-            raise SpecError(_MODEL, f"{name}() returns other parameters each time it is called",
-                            "make their names and shapes depend on nothing random")  # fmt: skip
+            reason = f"{name}() returns other parameters each time it is called"
+            raise SpecError(_MODEL, reason, "make their names and shapes depend on nothing random")
         persistent = built.state_dict().keys()
         buffers = {n: b for n, b in built.named_buffers() if n in persistent}
         self.buffers: Sequence[str] = tuple(buffers)
@@ -174,8 +190,8 @@ class BuiltValues:
 
 def signature(module: nn.Module) -> str:
     """A digest of name, shape, and whether it is trained, of each parameter."""
-    found = [(n, tuple(p.shape), p.requires_grad) for n, p in module.named_parameters()]
-    return hashlib.blake2b(repr(found).encode(), digest_size=8).hexdigest()
+    shapes = [(n, tuple(p.shape), p.requires_grad) for n, p in module.named_parameters()]
+    return hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest()
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
@@ -188,41 +204,29 @@ def _on_meta(module: nn.Module) -> nn.Module:
     return module
 
 
-# -- loss ------------------------------------------------------------------------------------------------------------
-
-
 def objective(workload: Workload) -> Callable[[nn.Module, Any], Tensor]:
-    """(model, batch on its device) -> loss, a scalar with a graph: the user's, or that which a model of transformers
-    returns. Raises SpecError if its code is not here."""
+    """Returns (model, batch on its device) -> loss, a scalar with a graph: the user's, or that which a model of
+    transformers returns. Raises SpecError if its code is not here."""
     if not workload.is_own:
-        return _of_transformers
+        return lambda model, batch: model(**batch)["loss"]
     loss, name = loaded(_LOSS, workload.loss), code_name(workload.loss)
 
     def scalar(model: nn.Module, batch: Any) -> Tensor:
         try:
             value = loss(model, batch)
         except SystemExit as e:  # it would end the rank
-            raise SpecError(
-                _LOSS, f"{name}(model, batch) raised SystemExit: {first_line(e)}", "raise an error"
-            ) from None
+            reason = f"{name}(model, batch) raised SystemExit: {first_line(e)}"
+            raise SpecError(_LOSS, reason, "raise an error") from None
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
             what = f"a tensor, {described(value)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             hint = "return a scalar tensor of floats, such as a mean"
             raise SpecError(_LOSS, f"{name}(model, batch) returned {what}", hint)
         if torch.is_grad_enabled() and not value.requires_grad:
-            raise SpecError(_LOSS, f"{name}(model, batch) does not depend on any parameter",
-                            "compute it from what model(...) returns, without detach")  # fmt: skip
+            reason = f"{name}(model, batch) does not depend on any parameter"
+            raise SpecError(_LOSS, reason, "compute it from what model(...) returns, without detach")
         return value.reshape(())
 
     return scalar
-
-
-def _of_transformers(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    loss: Tensor = model(**batch)["loss"]
-    return loss
-
-
-# -- data ------------------------------------------------------------------------------------------------------------
 
 
 class OwnSource(Source):
@@ -231,9 +235,23 @@ class OwnSource(Source):
     def __init__(self, workload: Workload) -> None:
         self._given = given = loaded(_DATA, workload.data)
         self._seed, self._name = workload.seed, code_name(workload.data)
-        makes = isinstance(given, type) or not hasattr(given, "__getitem__")
-        self._dataset = self._made(given) if makes and callable(given) else given
-        self.count = self._length()
+        self._dataset: Any = given
+        if callable(given) and (isinstance(given, type) or not hasattr(given, "__getitem__")):
+            try:
+                with seeded(self._seed):
+                    self._dataset = given()
+            except _RAISED as e:
+                reason = f"{self._name}() raised {type(e).__name__}: {first_line(e)}"
+                hint = "correct it; it is called without arguments, and returns a dataset"
+                raise SpecError(_DATA, reason, hint) from e
+        try:
+            self.count = len(self._dataset)
+            self._dataset.__getitem__  # noqa: B018
+        except _RAISED as e:
+            hint = "give one with __len__ and __getitem__, or a function that returns one"
+            raise SpecError(_DATA, f"{self._name} is no dataset ({first_line(e)})", hint) from None
+        if self.count < 1:
+            raise SpecError(_DATA, f"{self._name} has no samples", "give a dataset of one sample or more")
         self._collate = getattr(self._dataset, "collate", None) or default_collate
         self.description = f"{self._name}, {self.count:,} samples"
         digest = hashlib.blake2b(repr(self.count).encode(), digest_size=8)
@@ -243,7 +261,7 @@ class OwnSource(Source):
         self.fingerprint = digest.hexdigest()
 
     def is_of(self, workload: Workload) -> bool:
-        """Whether a Workload has the same dataset, which may be another one under the same name."""
+        """Returns whether a Workload has the same dataset, which may be another one under the same name."""
         return self._seed == workload.seed and self._given is loaded(_DATA, workload.data)
 
     def first(self, count: int) -> Batch:
@@ -254,44 +272,25 @@ class OwnSource(Source):
     def collate(self, positions: Indices, samples: Indices) -> Batch:
         """Raises SpecError if a sample cannot be read, or a batch is not of tensors."""
         try:
-            found = [self._sample(int(p), int(s)) for p, s in zip(positions, samples, strict=True)]
+            items = [self._sample(int(p), int(s)) for p, s in zip(positions, samples, strict=True)]
             with seeded(self._seed, int(samples[0])):
-                batch = self._collate(found)
+                batch = self._collate(items)
         except _RAISED as e:
-            raise SpecError(_DATA, f"{self._name} raised {type(e).__name__}: {first_line(e)}",
-                            "correct its __getitem__, or how samples are collated") from e  # fmt: skip
+            reason = f"{self._name} raised {type(e).__name__}: {first_line(e)}"
+            raise SpecError(_DATA, reason, "correct its __getitem__, or how samples are collated") from e
         if not _is_of_tensors(batch):
-            raise SpecError(_DATA, f"a batch of {self._name} is {described(batch)}",
-                            "return a tensor, or a tuple or dict of tensors, for a sample")  # fmt: skip
+            reason = f"a batch of {self._name} is {described(batch)}"
+            raise SpecError(_DATA, reason, "return a tensor, or a tuple or dict of tensors, for a sample")
         return batch
 
     def held_out_batch(self, positions: Indices, counted: int) -> Batch:
-        """Without the samples that do not count, but at least one."""
+        """Returns a batch without the samples that do not count, but with one at least."""
         kept = positions[: max(1, counted)]
         return self.collate(kept, kept)
 
     def _sample(self, position: int, sample: int) -> Any:
         with seeded(self._seed, sample):
             return self._dataset[position]
-
-    def _made(self, make: Callable[[], Any]) -> Any:
-        try:
-            with seeded(self._seed):
-                return make()
-        except _RAISED as e:
-            raise SpecError(_DATA, f"{self._name}() raised {type(e).__name__}: {first_line(e)}",
-                            "correct it; it is called without arguments, and returns a dataset") from e  # fmt: skip
-
-    def _length(self) -> int:
-        try:
-            count = len(self._dataset)
-            self._dataset.__getitem__  # noqa: B018
-        except _RAISED as e:
-            raise SpecError(_DATA, f"{self._name} is no dataset ({first_line(e)})",
-                            "give one with __len__ and __getitem__, or a function that returns one") from None  # fmt: skip
-        if count < 1:
-            raise SpecError(_DATA, f"{self._name} has no samples", "give a dataset of one sample or more")
-        return int(count)
 
 
 def _is_of_tensors(batch: Any) -> bool:

@@ -2,13 +2,10 @@
 
 Neither torch nor transformers is imported, except by `facts_of` for a model type that no preset has.
 
-Small presets are sized for two CPU ranks. Their text vocabulary is the 384 ids of ByT5 (3 special ids, 256 bytes, 125 extra
-ids) and their images are small. Large presets have the shape and vocabulary of a published model, so that measurements
-compare with publications; the bytes of the text use 259 of their ids.
-
-The number of positions is fixed by the preset and does not grow with `Workload.seq_len`: changing the sequence length must
-not change the model, or a live run could not keep its parameters. `fsdp_lab.models.check` refuses a longer sequence and
-names presets that take it.
+Small presets are sized for two CPU ranks, with the 384 ids of ByT5 (3 special ids, 256 bytes, 125 extra ids) and small
+images. Large ones have the shape and vocabulary of a published model; the bytes of the text use 259 of their ids. The
+number of positions does not grow with `Workload.seq_len`: another sequence length must not change the model, or a live run
+could not keep its parameters. `fsdp_lab.models.check` refuses a longer sequence and names presets that take it.
 """
 
 from __future__ import annotations
@@ -52,15 +49,16 @@ def key_of(model: str | Mapping[str, Any]) -> str:
     return model if isinstance(model, str) else json.dumps(model, sort_keys=True, default=dict)
 
 
-# -- one function per family, with the numbers in which its models differ ---------------------------------------------
+# One function per family, with the numbers in which its models differ; then the table of them.
+# fmt: off
 
-
-def gpt2_config(width: int, layers: int, heads: int, positions: int = 1024,
-                vocabulary: int = BYTE_VOCABULARY) -> dict[str, Any]:  # fmt: skip
+def gpt2_config(
+    width: int, layers: int, heads: int, positions: int = 1024, vocabulary: int = BYTE_VOCABULARY
+) -> dict[str, Any]:
     return {
         "model_type": "gpt2", "vocab_size": vocabulary, "n_embd": width, "n_layer": layers, "n_head": heads,
         "n_positions": positions, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": None,
-    }  # fmt: skip
+    }
 
 
 # Width, layers and positions of the models that a calibration trains, on CPUs and on GPUs.
@@ -73,14 +71,14 @@ def timed_config(width: int, layers: int, positions: int) -> dict[str, Any]:
 
 def _llama(width: int, layers: int, heads: int, kv_heads: int, inner: int, *,
            vocabulary: int = BYTE_VOCABULARY, tied: bool = False, positions: int = 4096,
-           theta: float = 10_000.0) -> dict[str, Any]:  # fmt: skip
+           theta: float = 10_000.0) -> dict[str, Any]:
     return {
         "model_type": "llama", "vocab_size": vocabulary, "hidden_size": width, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": inner,
         "tie_word_embeddings": tied, "max_position_embeddings": positions, "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "bos_token_id": None, "eos_token_id": 1, "pad_token_id": None,
-    }  # fmt: skip
+    }
 
 
 def _bert(width: int, layers: int, heads: int, vocabulary: int = BYTE_VOCABULARY) -> dict[str, Any]:
@@ -88,34 +86,37 @@ def _bert(width: int, layers: int, heads: int, vocabulary: int = BYTE_VOCABULARY
         "model_type": "bert", "vocab_size": vocabulary, "hidden_size": width, "num_hidden_layers": layers,
         "num_attention_heads": heads, "intermediate_size": 4 * width, "max_position_embeddings": 512,
         "pad_token_id": 0,
-    }  # fmt: skip
+    }
 
 
-def _t5(width: int, layers: int, heads: int, head_width: int, inner: int,
-        vocabulary: int = BYTE_VOCABULARY) -> dict[str, Any]:  # fmt: skip
+def _t5(
+    width: int, layers: int, heads: int, head_width: int, inner: int, vocabulary: int = BYTE_VOCABULARY
+) -> dict[str, Any]:
     return {
         "model_type": "t5", "vocab_size": vocabulary, "d_model": width, "num_layers": layers,
         "num_decoder_layers": layers, "num_heads": heads, "d_kv": head_width, "d_ff": inner,
         "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0,
-    }  # fmt: skip
+    }
 
 
-def _vit(width: int, layers: int, heads: int, *, inner: int = 0, image: int = 224, patch: int = 16,
-         classes: int = 1000) -> dict[str, Any]:  # fmt: skip
+def _vit(
+    width: int, layers: int, heads: int, *, inner: int = 0, image: int = 224, patch: int = 16, classes: int = 1000
+) -> dict[str, Any]:
     return {
         "model_type": "vit", "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
         "intermediate_size": inner or 4 * width, "image_size": image, "patch_size": patch, "num_channels": 3,
         "num_labels": classes,
-    }  # fmt: skip
+    }
 
 
-def _resnet(layer: str, stem: int, widths: tuple[int, ...], depths: tuple[int, ...], *, image: int = 224,
-            classes: int = 1000) -> dict[str, Any]:  # fmt: skip
+def _resnet(
+    layer: str, stem: int, widths: tuple[int, ...], depths: tuple[int, ...], *, image: int = 224, classes: int = 1000
+) -> dict[str, Any]:
     # image_size is no field of ResNetConfig, but a config keeps unknown fields; images have this size.
     return {
         "model_type": "resnet", "layer_type": layer, "embedding_size": stem, "hidden_sizes": list(widths),
         "depths": list(depths), "image_size": image, "num_channels": 3, "num_labels": classes,
-    }  # fmt: skip
+    }
 
 
 _Row = tuple[str, int, dict[str, Any], str]
@@ -192,14 +193,14 @@ _FAMILIES: tuple[tuple[str, Kind, tuple[_Row, ...]], ...] = (
         ("930m", 936_563_944, _resnet("bottleneck", 256, (1024, 2048, 4096, 8192), (3, 8, 36, 3)),
          "ResNet-152, four times as wide"),
     )),
-)  # fmt: skip
+)
 
 PRESETS: Mapping[str, Preset] = MappingProxyType({
     f"{family}-{size}": Preset(name=f"{family}-{size}", family=family, kind=kind, parameters=parameters,
                                config=MappingProxyType(config), note=note)
     for family, kind, rows in _FAMILIES
     for size, parameters, config, note in rows
-})  # fmt: skip
+})
 
 
 DEFAULT_IMAGE_PIXELS = 224  # for vision configs without a size, such as ResNet's
@@ -207,12 +208,13 @@ DEFAULT_IMAGE_PIXELS = 224  # for vision configs without a size, such as ResNet'
 _KINDS: Mapping[str, Kind] = {
     "gpt2": "causal", "llama": "causal", "bert": "masked", "t5": "seq2seq", "vit": "image", "resnet": "image",
     "convnext": "image",
-}  # fmt: skip
+}
 # Their positions begin behind the padding id, so that pad_token_id + 1 of the config's number have no token.
 _BEHIND_PADDING = frozenset((
     "camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "mpnet", "roberta", "roberta-prelayernorm",
     "xlm-roberta", "xlm-roberta-xl", "xmod",
-))  # fmt: skip
+))
+# fmt: on
 # They keep keys and values in every forward, whatever `use_cache` says: a block that is recomputed adds its own twice.
 CACHE_ALWAYS = frozenset({"flaubert", "xlm"})
 _POSITIONS = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len")
@@ -263,8 +265,8 @@ def facts_of(config: Any) -> Facts:
         positions = next((read(n) for n in _POSITIONS if isinstance(read(n), int) and read(n) > 0), None)
         if positions is not None and model_type in _BEHIND_PADDING:
             positions -= read("pad_token_id", 0) + 1
-        return Facts(model_type=model_type, kind=kind, vocab_size=read("vocab_size"),
-                     max_positions=None if model_type == "t5" else positions)  # fmt: skip
+        most = None if model_type == "t5" else positions
+        return Facts(model_type=model_type, kind=kind, vocab_size=read("vocab_size"), max_positions=most)
     patch = read("patch_size")
     return Facts(
         model_type=model_type,
@@ -296,8 +298,6 @@ def _kind_in_transformers(model_type: str, config: Any) -> Kind:
         # Speech models without an encoder of text are among the encoder-decoders, and predict what they read.
         if model_type in getattr(auto, table) and not {"masked": is_decoder, "seq2seq": not has_encoder}.get(kind):
             return kind
-    raise SpecError(
-        "workload.model",
-        f"transformers has no language model or image classifier of type {model_type!r}",
-        "choose a causal, masked or encoder-decoder language model, or an image classifier",
-    )
+    reason = f"transformers has no language model or image classifier of type {model_type!r}"
+    hint = "choose a causal, masked or encoder-decoder language model, or an image classifier"
+    raise SpecError("workload.model", reason, hint)

@@ -10,8 +10,10 @@ experts that a file has one by one, is refused.
 
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,7 +28,7 @@ from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models.build import Initializer
 from fsdp_lab.models.cache import hub_folder, is_hub_name
 from fsdp_lab.models.presets import PRESETS
-from fsdp_lab.models.weights import INDEX, SAFETENSORS, StoredTensor, Weights, has_weights
+from fsdp_lab.models.weights import INDEX, SAFETENSORS, Weights, has_weights
 from fsdp_lab.models.wrapper_names import WRAPPED_NAMES, unwrapped
 from fsdp_lab.spec.param_groups import matches, unmatched
 from fsdp_lab.spec.workload import OWN, RANDOM, Workload
@@ -36,9 +38,10 @@ _SHOWN = 3  # names of each kind in a message
 _COMPARED = 4 << 20  # elements of tied tensors at once
 
 
-def initial_values(model: nn.Module, workload: Workload, weights: Weights | None,
-                   check: Callable[[], object] = lambda: None) -> Initializer | Pretrained:  # fmt: skip
-    """What a model begins with: random values, or those of `weights`. Raises SpecError if these do not fit.
+def initial_values(
+    model: nn.Module, workload: Workload, weights: Weights | None, check: Callable[[], object] = lambda: None
+) -> Initializer | Pretrained:
+    """Returns what a model begins with: random values, or those of `weights`. Raises SpecError if these do not fit.
 
     `check` is called between two pieces that are drawn or read; what it raises ends it.
     """
@@ -66,8 +69,8 @@ def weights_folder(workload: Workload) -> Path | None:
         return folder if w.weights == OWN or has_weights(folder) else None
     if w.weights == OWN:
         what = f"{w.model} is a name, not a folder" if isinstance(w.model, str) else "a config has no files beside it"
-        raise SpecError(_FIELD, f"the model has no weights of its own: {what}", "name the weights' folder, or use random",
-                        {"weights": RANDOM})  # fmt: skip
+        reason = f"the model has no weights of its own: {what}"
+        raise SpecError(_FIELD, reason, "name the weights' folder, or use random", {"weights": RANDOM})
     return None
 
 
@@ -83,24 +86,22 @@ class Pretrained:
             not have its name.
     """
 
-    def __init__(self, model: nn.Module, workload: Workload, weights: Weights,
-                 check: Callable[[], object] = lambda: None) -> None:  # fmt: skip
+    def __init__(
+        self, model: nn.Module, workload: Workload, weights: Weights, check: Callable[[], object] = lambda: None
+    ) -> None:
         self._weights, self._check = weights, check
-        found = _Match(model, weights)
-        found.refuse(workload.fresh_weights or ())
-        self._sources: dict[str, list[str]] = found.sources  # name in the model -> its names in the folder, one or more
+        match = _Match(model, weights)
+        match.refuse(workload.fresh_weights or ())
+        self._sources: dict[str, list[str]] = match.sources  # name in the model -> its names in the folder, one or more
         self.fresh = tuple(name for name, _ in model.named_parameters() if name not in self._sources)
-        self.buffers: Sequence[str] = tuple(name for name in found.buffers if name in self._sources)
-        self._initializer = (
-            Initializer(model, workload.seed, check) if self.fresh else None
-        )  # before the model is wrapped
-
-    def _stored(self, name: str) -> str:
-        return name if name in self._sources[name] else self._sources[name][0]
+        self.buffers: Sequence[str] = tuple(name for name in match.buffers if name in self._sources)
+        # Before the model is wrapped.
+        self._initializer = Initializer(model, workload.seed, check) if self.fresh else None
 
     def read_into(self, name: str, start: int, target: Tensor) -> None:
         if name in self._sources:
-            self._weights.read_into(self._stored(name), start, target, self._check)
+            stored = name if name in self._sources[name] else self._sources[name][0]
+            self._weights.read_into(stored, start, target, self._check)
         elif self._initializer is not None:
             self._initializer.read_into(name, start, target)
         else:
@@ -112,20 +113,18 @@ class Pretrained:
         for name, (first, *others) in self._sources.items():
             stored = self._weights[first]
             begin, end = (stored.numel * i // parts for i in (part, part + 1))
-            for other in others:
-                for start in range(begin, end, _COMPARED):
-                    stop = min(start + _COMPARED, end)
-                    one, two = (torch.empty(stop - start, dtype=torch.float32) for _ in range(2))
-                    self._weights.read_into(first, start, one, self._check)
-                    self._weights.read_into(other, start, two, self._check)
-                    if not torch.equal(one, two):
-                        raise SpecError(_FIELD, f"{first} and {other} have different values, and are one parameter of this "
-                                        f"model, {name}", "set tie_word_embeddings to false in config.json, or take one of "
-                                        "them out of the file", {"weights": RANDOM})  # fmt: skip
+            for other, start in product(others, range(begin, end, _COMPARED)):
+                one, two = (torch.empty(min(_COMPARED, end - start), dtype=torch.float32) for _ in range(2))
+                self._weights.read_into(first, start, one, self._check)
+                self._weights.read_into(other, start, two, self._check)
+                if not torch.equal(one, two):
+                    reason = f"{first} and {other} have different values, and are one parameter of this model, {name}"
+                    hint = "set tie_word_embeddings to false in config.json, or take one of them out of the file"
+                    raise SpecError(_FIELD, reason, hint, {"weights": RANDOM})
 
 
 class _Match:
-    """What a folder has for a model: `sources`, `missing`, `misshapen` (with both shapes), `extra`."""
+    """The tensors of a folder for a model: `sources`, `missing`, `misshapen` (with both shapes), `extra`."""
 
     def __init__(self, model: nn.Module, weights: Weights) -> None:
         self._folder, self._count = weights.folder, len(weights.names)
@@ -140,12 +139,15 @@ class _Match:
         for stored, name in _renamed(model, weights.names, state).items():
             if name not in canonical:
                 self.extra.append(name)
-            elif not _fits(weights[stored], shapes[canonical[name]]):
-                self.misshapen[canonical[name]] = (
-                    f"{list(weights[stored].shape)} instead of {list(shapes[canonical[name]])}"
-                )
+            elif not weights[stored].fits(shapes[canonical[name]]):
+                wanted = list(shapes[canonical[name]])
+                self.misshapen[canonical[name]] = f"{list(weights[stored].shape)} instead of {wanted}"
             else:
-                _check_dtype(weights, stored, state[name])
+                dtype = weights[stored].dtype
+                if state[name].is_floating_point() and not dtype.is_floating_point:
+                    of = str(dtype).removeprefix("torch.")
+                    reason = f"{stored} in {weights.folder} is of {of}: quantised weights cannot be trained"
+                    raise SpecError(_FIELD, reason, "give those that were quantised", {"weights": RANDOM})
                 self.sources.setdefault(canonical[name], []).append(stored)
         for name in self.misshapen:  # under another of its names it may fit, but which is right is not known
             self.sources.pop(name, None)
@@ -160,9 +162,10 @@ class _Match:
             return [name for name in names if not matches(name, fresh)]
 
         if (wrong := unmatched(fresh, self._names)) is not None:
-            raise SpecError("workload.fresh_weights", f"{wrong!r} matches no tensor of the model or of {self._folder}",
-                            f"give a pattern of names such as {self._names[0]}, {self._names[-1]}, or leave it out",
-                            {"fresh_weights": [p for p in fresh if p != wrong] or None})  # fmt: skip
+            reason = f"{wrong!r} matches no tensor of the model or of {self._folder}"
+            hint = f"give a pattern of names such as {self._names[0]}, {self._names[-1]}, or leave it out"
+            fix = {"fresh_weights": [p for p in fresh if p != wrong] or None}
+            raise SpecError("workload.fresh_weights", reason, hint, fix)
         missing, misshapen, extra = others(self.missing), others(self.misshapen), others(self.extra)
         if not (missing or misshapen or extra):
             return
@@ -174,20 +177,15 @@ class _Match:
             said.append(f"have {len(misshapen)} of another shape ({_listed(shapes)})")
         if extra:
             said.append(f"have {len(extra)} that it has no place for ({_listed(extra)})")
-        if (
-            wrapped := next((n for n in extra if (inner := unwrapped(n)) != n and inner in self._shapes), None)
-        ) is not None:
+        if wrapped := next((n for n in extra if (inner := unwrapped(n)) != n and inner in self._shapes), ""):
             said.append(f"{WRAPPED_NAMES}: {wrapped} is {unwrapped(wrapped)}")
-            raise SpecError(_FIELD, f"the {self._count} tensors in {self._folder} {', and '.join(said)}",
-                            "write them again by fsdp_lab.unwrap_names(folder, to), and give that folder",
-                            {"weights": RANDOM})  # fmt: skip
+            reason = f"the {self._count} tensors in {self._folder} {', and '.join(said)}"
+            hint = "write them again by fsdp_lab.unwrap_names(folder, to), and give that folder"
+            raise SpecError(_FIELD, reason, hint, {"weights": RANDOM})
         patterns = [*fresh, *smallest_patterns({*missing, *misshapen, *extra}, self._names)]
-        raise SpecError(
-            _FIELD,
-            f"the {self._count} tensors in {self._folder} {', and '.join(said)}",
-            f"give this model's weights, or let those begin random: fresh_weights {json.dumps(patterns)}",
-            {"fresh_weights": patterns},
-        )
+        reason = f"the {self._count} tensors in {self._folder} {', and '.join(said)}"
+        hint = f"give this model's weights, or let those begin random: fresh_weights {json.dumps(patterns)}"
+        raise SpecError(_FIELD, reason, hint, {"fresh_weights": patterns})
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -204,23 +202,8 @@ def smallest_patterns(wanted: Iterable[str], names: Iterable[str]) -> list[str]:
         prefixes = (".".join(words[:count]) + "." for count in range(1, len(words)))
         prefix = next((p for p in prefixes if not any(other.startswith(p) for other in others)), None)
         alone = prefix is None or sum(other.startswith(prefix) for other in wanted) == 1
-        patterns[_escaped(name if alone else str(prefix)) + ("" if alone else "*")] = None
+        patterns[glob.escape(name if alone else str(prefix)) + ("" if alone else "*")] = None
     return list(patterns)
-
-
-def _escaped(name: str) -> str:
-    return name.replace("[", "[[]").replace("*", "[*]").replace("?", "[?]")
-
-
-def _fits(stored: StoredTensor, shape: tuple[int, ...]) -> bool:
-    return stored.numel == torch.Size(shape).numel() if stored.flat else stored.shape == shape
-
-
-def _check_dtype(weights: Weights, stored: str, wanted: Tensor) -> None:
-    dtype = weights[stored].dtype
-    if wanted.is_floating_point() and not dtype.is_floating_point:
-        raise SpecError(_FIELD, f"{stored} in {weights.folder} is of {str(dtype).removeprefix('torch.')}: quantised weights "
-                        "cannot be trained", "give those that were quantised", {"weights": RANDOM})  # fmt: skip
 
 
 def _renamed(model: nn.Module, stored: Sequence[str], state: Mapping[str, Any]) -> dict[str, str]:
@@ -237,17 +220,17 @@ def _renamed(model: nn.Module, stored: Sequence[str], state: Mapping[str, Any]) 
         if new not in state and name in state:
             new, converted = rename(name, [], [], model.base_model_prefix, state)
         if converted is not None and new in state:
-            raise SpecError(_FIELD, f"{name} must be merged or split to become {new}, which cannot be read by range",
-                            "open it with from_pretrained, then model.save_pretrained(folder, save_original_format=False)",
-                            {"weights": RANDOM})  # fmt: skip
+            reason = f"{name} must be merged or split to become {new}, which cannot be read by range"
+            hint = "open it with from_pretrained, then model.save_pretrained(folder, save_original_format=False)"
+            raise SpecError(_FIELD, reason, hint, {"weights": RANDOM})
         names[name] = new
     return names
 
 
 def _but_ignored(model: nn.Module, missing: Iterable[str], extra: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Without what the model's class says may be missing or extra, such as position ids in old files."""
-    found = SimpleNamespace(missing_keys=dict.fromkeys(missing), unexpected_keys=dict.fromkeys(extra))
+    """Leaves out what the model's class says may be missing or extra, such as position ids in old files."""
+    names = SimpleNamespace(missing_keys=dict.fromkeys(missing), unexpected_keys=dict.fromkeys(extra))
     if isinstance(model, PreTrainedModel):
-        model._adjust_missing_and_unexpected_keys(cast(Any, found))
-    kept_missing, kept_extra = set(found.missing_keys), set(found.unexpected_keys)
+        model._adjust_missing_and_unexpected_keys(cast(Any, names))
+    kept_missing, kept_extra = set(names.missing_keys), set(names.unexpected_keys)
     return [n for n in missing if n in kept_missing], [n for n in extra if n in kept_extra]

@@ -1,14 +1,14 @@
 """`Records`: the samples that a workload's data contains, as text or as chats, read one after the other.
 
-A text file is one sample, or, by lines, one for each line that is not blank. A file of records (JSON lines, Parquet, Arrow,
-a folder that `datasets` saved, a dataset of the Hugging Face Hub) has a sample in each record, in the column
-`Workload.text_field`; a chat's tools are in the column "tools". A folder is one of records if all its files are, apart from
-those that say something about the data; one with files of records and others is refused. A .json is among either: a folder
-of text may have some. JSON lines are read here, since records may differ in their keys and types, and a message names the
-line; what is in tables is read by `datasets`, which is imported then.
+A text file is one sample, or, by lines, one for each line that is not blank. A file of records (JSON lines, Parquet,
+Arrow, a folder that `datasets` saved, a dataset of the Hugging Face Hub) has a sample in each record, in the column
+`Workload.text_field`; a chat's tools are in the column "tools". A folder is one of records if all its files are, apart
+from those about the data; one with files of records and others is refused. A .json is among either. JSON lines are read
+here, since records may differ in keys and types, and a message names the line; `datasets` reads tables, and is imported
+then.
 
-Note: the digest. It is to be found at once whatever the size of the data, since every rank needs it before it knows whether
-there is anything to do. So it has of each file the name, the size and the time of the last change.
+Note: the digest. Every rank needs it before it knows whether there is anything to do, whatever the size of the data. So it
+has of each file the name, the size and the time of the last change.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ABOUT = ("readme*", "license*", "licence*", "_*", "dataset_info.json", "dataset
 
 
 class Format(Enum):
-    """What a file is."""
+    """The format of a file."""
 
     TEXT = "text"
     JSON = "JSON lines"
@@ -70,9 +70,9 @@ class Records:
 
     name: str
     files: tuple[tuple[Path, Format], ...]
-    field: str
-    is_chat: bool
-    by_lines: bool  # of text
+    field: str = ""
+    is_chat: bool = False
+    by_lines: bool = False  # of text
     most_bytes: int | None = None  # of text, about
 
     def read(self) -> Iterator[Sample]:
@@ -144,8 +144,8 @@ def data_files(data: str) -> tuple[tuple[Path, Format], ...]:
     except OSError as e:
         raise refusal(f"{data}: cannot be read ({e.strerror or e})", "give a file or folder that can be read") from None
     if array := next((path for path, kind in files if kind is Format.ARRAY), None):
-        raise refusal(f"{array}: is one JSON array, and records are objects that have a line each",
-                      f"write it so: jq -c '.[]' {array.name} > {array.stem}.jsonl")  # fmt: skip
+        reason = f"{array}: is one JSON array, and records are objects that have a line each"
+        raise refusal(reason, f"write it so: jq -c '.[]' {array.name} > {array.stem}.jsonl")
     return files
 
 
@@ -155,11 +155,11 @@ def open_records(workload: Workload, files: Sequence[tuple[Path, Format]]) -> Re
         raise refusal(f"{workload.data} contains no text", "give a folder with files of text or of records")
     if all(kind is Format.TEXT for _, kind in files):
         if workload.text_field is not None:
-            raise SpecError("workload.text_field", f"{workload.data} is text, which has no columns", "leave it out",
-                            {"text_field": None})  # fmt: skip
-        return Records(name=workload.data, files=tuple(files), field="", is_chat=False,
-                       by_lines=workload.packing == "padded",
-                       most_bytes=STDLIB_CAP_BYTES if workload.data == "stdlib" else None)  # fmt: skip
+            reason = f"{workload.data} is text, which has no columns"
+            raise SpecError("workload.text_field", reason, "leave it out", {"text_field": None})
+        most_bytes = STDLIB_CAP_BYTES if workload.data == "stdlib" else None
+        by_lines = workload.packing == "padded"
+        return Records(name=workload.data, files=tuple(files), by_lines=by_lines, most_bytes=most_bytes)
     for path, _ in files:
         if path.is_file() and path.stat().st_size == 0:
             raise refusal(f"{path}: the file is empty", "remove that file")
@@ -171,13 +171,13 @@ def open_records(workload: Workload, files: Sequence[tuple[Path, Format]]) -> Re
     field = next((name for name in wanted if name in row), None)
     if field is None:
         missing = " or ".join(map(repr, wanted))
-        raise SpecError("workload.text_field", f"{path} has no column {missing}; its columns are {_names(row)}",
-                        "name the one to train on")  # fmt: skip
+        reason = f"{path} has no column {missing}; its columns are {_names(row)}"
+        raise SpecError("workload.text_field", reason, "name the one to train on")
     is_chat = not isinstance(row[field], str)
     if is_chat and chat_error(row[field]):
         reason = f"the column {field!r} of {path} is {_kind(row[field])}, neither text nor a list of messages"
         raise SpecError("workload.text_field", reason, "name a column of text, or of messages with roles")
-    return Records(name=workload.data, files=tuple(files), field=field, is_chat=is_chat, by_lines=False)
+    return Records(name=workload.data, files=tuple(files), field=field, is_chat=is_chat)
 
 
 def chat_error(value: Any) -> str:
@@ -208,13 +208,13 @@ def _files_of_folder(folder: Path) -> tuple[tuple[Path, Format], ...]:
     if files and other is None:
         return files
     if records := next((path for path in paths if path.suffix.lower() in _SUFFIXES), None):
-        raise refusal(f"{folder} has files of records, such as {records.name}, and others, such as {other}",
-                      "give a folder with files of one kind, or one of the files")  # fmt: skip
+        reason = f"{folder} has files of records, such as {records.name}, and others, such as {other}"
+        raise refusal(reason, "give a folder with files of one kind, or one of the files")
     return tuple((path, Format.TEXT) for path in text_files(folder))
 
 
 def _format(path: Path) -> Format:
-    """By its ending; a .json is what it begins with: an object on a line of its own, or an array of objects."""
+    """Returns it by the ending; a .json is what it begins with: an object on a line of its own, or an array of objects."""
     suffix = path.suffix.lower()
     if suffix != ".json":
         return _SUFFIXES.get(suffix, Format.TEXT)
@@ -276,7 +276,15 @@ def _rows(path: Path, kind: Format, field: str | None) -> Iterator[tuple[int, di
         return
     number = 0
     try:
-        for table in _table(path, kind).with_format("arrow").iter(_BATCH):
+        from datasets import load_dataset, load_from_disk
+
+        if kind is Format.SAVED:
+            data: Any = load_from_disk(str(path))
+        elif kind is Format.HUB:
+            data = load_dataset(str(path), split="train", streaming=True)  # streaming: read in parts
+        else:
+            data = load_dataset(kind.name.lower(), data_files=str(path), split="train", streaming=True)
+        for table in data.with_format("arrow").iter(_BATCH):
             names = table.column_names
             chosen = table.select([n for n in names if n in (field, _TOOLS)]) if field in names else table
             chosen.validate(full=True)  # a broken offset would be read outside of the file, which ends the process
@@ -288,17 +296,6 @@ def _rows(path: Path, kind: Format, field: str | None) -> Iterator[tuple[int, di
             raise
         reason = " ".join(str(e.__cause__ or e).split())[:200]
         raise refusal(f"{path}: is not {kind.value} that can be read ({reason})", "write it again, or remove it") from e
-
-
-def _table(path: Path, kind: Format) -> Any:
-    """What `datasets` makes of it, which is read in parts."""
-    from datasets import load_dataset, load_from_disk
-
-    if kind is Format.SAVED:
-        return load_from_disk(str(path))
-    if kind is Format.HUB:
-        return load_dataset(str(path), split="train", streaming=True)
-    return load_dataset(kind.name.lower(), data_files=str(path), split="train", streaming=True)
 
 
 def _object(path: Path, number: int, line: str) -> dict[str, Any]:

@@ -34,11 +34,9 @@ class Source:
     """Samples by position in the data.
 
     Attributes:
-        is_even: whether all of the data's rows are samples, with the same number of labels.
         labels: how many labels count of each sample, all above 0; None: of every sample the same number.
     """
 
-    is_even = True
     count: int
     description: str
     fingerprint: str
@@ -79,34 +77,47 @@ class Rows(NamedTuple):
 class TokenSource(Source):
     """Rows of tokens that have labels. Raises SpecError if none has any."""
 
-    def __init__(self, tokens: Tokens, tokenizer: Tokenizer, workload: Workload, facts: Facts,
-                 progress: Progress) -> None:  # fmt: skip
+    def __init__(
+        self, tokens: Tokens, tokenizer: Tokenizer, workload: Workload, facts: Facts, progress: Progress
+    ) -> None:
         seq_len, self.is_padded = workload.seq_len, workload.packing == "padded"
         self._tokens, self._tokenizer, self._seq_len, self._seed = tokens, tokenizer, seq_len, workload.seed
         if self.is_padded:
             self._begins, self._ends = np.concatenate([[0], tokens.ends])[:-1], tokens.ends
             lengths = self._ends - self._begins
             if len(over := np.flatnonzero(lengths > seq_len)):
-                first, most = int(over[0]), int(lengths.max())
-                raise _too_long(tokens.place(first), int(lengths[first]), most, seq_len, facts.max_positions)
+                first, most, longest = int(over[0]), int(lengths.max()), facts.max_positions
+                fits = longest is None or most <= longest
+                longer = f"a seq_len of {most}" if fits else f"a model with more than {longest} positions"
+                reason = f"{tokens.place(first)} has {lengths[first]} tokens, more than seq_len {seq_len}"
+                hint = f"use packing packed or {longer}, or shorten it"
+                raise SpecError("workload.seq_len", reason, hint, {"seq_len": most} if fits else {"packing": "packed"})
         else:
             self._begins = np.arange(len(tokens.ids) // seq_len, dtype=np.int64) * seq_len
             self._ends = self._begins + seq_len
             if not len(self._begins):
                 there = len(tokens.ids)
-                raise SpecError("workload.data", f"{workload.data} has {there} tokens, fewer than one sequence of {seq_len}",
-                                "give more text" + (f", or seq_len {there} or less" if there > 1 else ""))  # fmt: skip
-        counts = self._count_all(progress)
+                reason = f"{workload.data} has {there} tokens, fewer than one sequence of {seq_len}"
+                hint = "give more text" + (f", or seq_len {there} or less" if there > 1 else "")
+                raise SpecError("workload.data", reason, hint)
+        rows = np.arange(len(self._begins), dtype=np.int64)
+        if not self.is_padded and tokens.answers is None and (alike := self._labels_of_full()):
+            counts = np.full(len(rows), alike, dtype=np.int64)
+        else:
+            parts = [rows[:0]]
+            for i in range(0, len(rows), _ROWS):
+                parts.append(self._count(self._read(rows[i : i + _ROWS])))
+                progress()  # after each part, since all tokens may be read
+            counts = np.concatenate(parts)
         self._kept = np.flatnonzero(counts)
         self.count = len(self._kept)
         if not self.count:
             raise SpecError("workload.data", f"no sample of {workload.data} has anything to predict", "give other data")
         kept = counts[self._kept]
         self.labels = None if (kept == kept[0]).all() else kept
-        self.is_even = self.labels is None and self.count == len(counts)
         self.fingerprint = tokens.fingerprint
-        rows, without = "rows" if self.is_padded else "windows", len(counts) - self.count
-        left_out = (f"{without:,} {rows} without labels left out",) if without else ()
+        kind, without = "rows" if self.is_padded else "windows", len(counts) - self.count
+        left_out = (f"{without:,} {kind} without labels left out",) if without else ()
         self.description = f"{tokens.name} ({', '.join((*tokens.notes, *left_out))})"
 
     def _read(self, rows: Indices) -> Rows:
@@ -127,19 +138,8 @@ class TokenSource(Source):
         batch = {name: torch.from_numpy(array) for name, array in self._tensors(rows, samples).items()}
         return batch if self.is_padded else {k: t for k, t in batch.items() if k != "attention_mask"}
 
-    def _count_all(self, progress: Progress) -> Indices:
-        """How many labels count of each row. `progress` is called after each part, since all tokens may be read."""
-        rows = np.arange(len(self._begins), dtype=np.int64)
-        if not self.is_padded and self._tokens.answers is None and (alike := self._labels_of_full()):
-            return np.full(len(rows), alike, dtype=np.int64)
-        parts = []
-        for i in range(0, len(rows), _ROWS):
-            parts.append(self._count(self._read(rows[i : i + _ROWS])))
-            progress()
-        return np.concatenate(parts) if parts else rows
-
     def _labels_of_full(self) -> int:
-        """How many labels count of a row without padding all of whose tokens are wanted; 0 where it depends on the row."""
+        """Returns how many labels count of a row of wanted tokens without padding; 0 where it depends on the row."""
         raise NotImplementedError
 
     def _count(self, rows: Rows) -> Indices:
@@ -173,7 +173,7 @@ class HalvedTokens(TokenSource):
         return _counted(self._second(rows) & rows.is_wanted)
 
     def _second(self, rows: Rows) -> Flags:
-        """Whether a token is of the second half; none is where there is only one token."""
+        """Returns whether a token is of the second half; none is where there is only one token."""
         lengths = _counted(rows.is_token)
         halves = np.where(lengths > 1, lengths // 2, self._seq_len)
         return rows.is_token & (np.arange(self._seq_len) >= halves[:, None])
@@ -181,9 +181,8 @@ class HalvedTokens(TokenSource):
     def _tensors(self, rows: Rows, samples: Indices) -> dict[str, Ids]:
         second = self._second(rows)
         first, width = rows.is_token & ~second, self._seq_len // 2
-        places = np.argsort(~second, axis=1, kind="stable")[
-            :, : self._seq_len - width
-        ]  # those of the second half first
+        order = np.argsort(~second, axis=1, kind="stable")  # those of the second half first
+        places = order[:, : self._seq_len - width]
         labels = np.where(second & rows.is_wanted, rows.ids, IGNORED)
         read = np.where(first, rows.ids, self._tokenizer.pad_id)
         return {
@@ -199,11 +198,12 @@ class MaskedTokens(TokenSource):
     The places depend on the sample's number, so they differ between epochs. Their number depends on the row alone.
     """
 
-    def __init__(self, tokens: Tokens, tokenizer: Tokenizer, workload: Workload, facts: Facts,
-                 progress: Progress) -> None:  # fmt: skip
+    def __init__(
+        self, tokens: Tokens, tokenizer: Tokenizer, workload: Workload, facts: Facts, progress: Progress
+    ) -> None:
         if tokenizer.mask_id is None:
-            raise SpecError("workload.tokenizer", f"{tokenizer.name} has no mask token, which a {facts.model_type} needs",
-                            "give one that has, or use bytes", {"tokenizer": "bytes"})  # fmt: skip
+            reason = f"{tokenizer.name} has no mask token, which a {facts.model_type} needs"
+            raise SpecError("workload.tokenizer", reason, "give one that has, or use bytes", {"tokenizer": "bytes"})
         self._is_special = np.zeros(tokenizer.vocabulary, dtype=np.bool_)
         self._is_special[list(tokenizer.special_ids)] = True
         self._ordinary = np.flatnonzero(~self._is_special)
@@ -224,30 +224,17 @@ class MaskedTokens(TokenSource):
     def _tensors(self, rows: Rows, samples: Indices) -> dict[str, Ids]:
         labels = np.full_like(rows.ids, IGNORED)
         counts, can_be_hidden = self._count(rows), self._can_be_hidden(rows)
-        for row, sample in enumerate(samples):
-            self._hide(rows.ids[row], labels[row], np.flatnonzero(can_be_hidden[row]), int(counts[row]), int(sample))
+        for ids, label, places, count, sample in zip(rows.ids, labels, can_be_hidden, counts, samples, strict=True):
+            random = np.random.default_rng((self._seed, int(sample)))
+            chosen = random.permutation(np.flatnonzero(places))[:count]
+            label[chosen] = ids[chosen]
+            draws = random.random(count)
+            ids[chosen[draws < 0.8]] = self._mask_id
+            replaced = chosen[draws >= 0.9]
+            ids[replaced] = self._ordinary[random.integers(0, len(self._ordinary), size=len(replaced))]
         return {"input_ids": rows.ids, "attention_mask": rows.is_token.astype(np.int64), "labels": labels}
-
-    def _hide(self, ids: Ids, labels: Ids, places: Indices, count: int, sample: int) -> None:
-        """Changes one sample's ids and labels, both (seq_len,), in place."""
-        random = np.random.default_rng((self._seed, sample))
-        chosen = random.permutation(places)[:count]
-        labels[chosen] = ids[chosen]
-        draws = random.random(count)
-        ids[chosen[draws < 0.8]] = self._mask_id
-        replaced = chosen[draws >= 0.9]
-        ids[replaced] = self._ordinary[random.integers(0, len(self._ordinary), size=len(replaced))]
 
 
 def _counted(flags: Flags) -> Indices:
-    """How many are set in each row."""
     counts: Indices = flags.sum(axis=1, dtype=np.int64)
     return counts
-
-
-def _too_long(place: str, length: int, most: int, seq_len: int, longest: int | None) -> SpecError:
-    fits = longest is None or most <= longest
-    longer = f"a seq_len of {most}" if fits else f"a model with more than {longest} positions"
-    return SpecError("workload.seq_len", f"{place} has {length} tokens, more than seq_len {seq_len}",
-                     f"use packing packed or {longer}, or shorten it",
-                     {"seq_len": most} if fits else {"packing": "packed"})  # fmt: skip

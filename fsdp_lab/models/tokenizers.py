@@ -26,8 +26,8 @@ FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
 _CLASSIC = ("vocab.json", "merges.txt", "vocab.txt")  # AutoTokenizer makes fast ones of them
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")  # and of these, with that library
 _FIELD = "workload.tokenizer"
-_FILES = (FILE, _CONFIG, *_CLASSIC, *_SENTENCEPIECE, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-          "chat_template.json")  # fmt: skip
+_BESIDE = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json")
+_FILES = (FILE, _CONFIG, *_CLASSIC, *_SENTENCEPIECE, *_BESIDE)
 _MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\b")
 
 
@@ -83,14 +83,32 @@ class FolderTokenizer:
     """The fast tokenizer in a folder. Raises SpecError if it cannot be opened, or has no token that ends a text."""
 
     def __init__(self, folder: Path) -> None:
-        self._tokenizer = _load(folder)
+        import transformers
+        from transformers import AutoTokenizer
+
+        try:
+            loaded: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        except Exception as e:  # of many classes
+            if not (folder / FILE).is_file() and any((folder / name).is_file() for name in _SENTENCEPIECE):
+                said, hint = "it is SentencePiece's", f"install sentencepiece, save it where that is as a {FILE}"
+            else:
+                said, hint = " ".join(str(e).split())[:200], "save it again"
+            raise _refusal(f"the tokenizer in {folder} cannot be opened ({said})", hint) from e
+        if not loaded.is_fast:
+            raise _refusal(f"the tokenizer in {folder} is not a fast one", "give one with a tokenizer.json")
+        self._tokenizer = loaded
         self._backend = self._tokenizer.backend_tokenizer
         self.name = folder.name
-        self.digest = _digest(folder, type(self._tokenizer).__name__)
+        kind = type(self._tokenizer).__name__  # and the library, whose versions may split text in other ways
+        digest = hashlib.blake2b(f"{transformers.__version__} {kind}".encode(), digest_size=16)
+        for path in (folder / name for name in _FILES):
+            if path.is_file():
+                digest.update(path.name.encode() + path.read_bytes())
+        self.digest = digest.hexdigest()
         self.ids: Mapping[str, int] = self._tokenizer.get_vocab()  # by token
         if {*self.ids.values()} <= {*self._tokenizer.all_special_ids}:
-            raise _refusal(f"the tokenizer in {folder} has no tokens of text",
-                           f"copy its files again ({FILE}, or {', '.join(_CLASSIC)})")  # fmt: skip
+            reason = f"the tokenizer in {folder} has no tokens of text"
+            raise _refusal(reason, f"copy its files again ({FILE}, or {', '.join(_CLASSIC)})")
         self.vocabulary = max(self.ids.values()) + 1
         end = self._tokenizer.eos_token_id
         end = self._tokenizer.sep_token_id if end is None else end
@@ -110,8 +128,8 @@ class FolderTokenizer:
         try:
             return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=whole)]
         except Exception as e:  # the library raises Exception itself
-            raise _refusal(f"{self.name} cannot make tokens of a text ({' '.join(str(e).split())[:200]})",
-                           "give it a token for what it does not know") from e  # fmt: skip
+            reason = f"{self.name} cannot make tokens of a text ({' '.join(str(e).split())[:200]})"
+            raise _refusal(reason, "give it a token for what it does not know") from e
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -139,8 +157,8 @@ class FolderTokenizer:
         asked = self._rendered(before, add_generation_prompt=True) if number else []
         answered = self._rendered(after)
         if ids[: len(asked)] != asked or ids[: len(answered)] != answered:
-            raise InexactChat("the template writes the beginning of a chat in another way once more follows, so that the "
-                              "answers have no exact place in it")  # fmt: skip
+            what = "the template writes the beginning of a chat in another way once more follows"
+            raise InexactChat(f"{what}, so that the answers have no exact place in it")
         answer = answered[len(asked) :]
         if self.end_id in answer:
             answer = answer[: len(answer) - answer[::-1].index(self.end_id)]
@@ -183,8 +201,8 @@ def tokenizer_folder(workload: Workload) -> Path | None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether files of a tokenizer are there, readable or not. That of ByT5, whose tokens are bytes, is none: it is what
-    `ByteTokenizer.save` writes."""
+    """Returns whether files of a tokenizer are there, readable or not. That of ByT5, whose tokens are bytes, is none: it is
+    what `ByteTokenizer.save` writes."""
     if any((folder / name).is_file() for name in (FILE, *_CLASSIC, *_SENTENCEPIECE)):
         return True
     return (folder / _CONFIG).is_file() and '"ByT5Tokenizer"' not in (folder / _CONFIG).read_text(errors="replace")
@@ -199,32 +217,5 @@ def _folder_of(model: str | Mapping[str, Any]) -> Path | None:
     return path if path.is_dir() else path.parent if path.is_file() else None
 
 
-def _load(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as e:  # of many classes
-        if not (folder / FILE).is_file() and any((folder / name).is_file() for name in _SENTENCEPIECE):
-            said, hint = "it is SentencePiece's", f"install sentencepiece, save it where that is as a {FILE}"
-        else:
-            said, hint = " ".join(str(e).split())[:200], "save it again"
-        raise _refusal(f"the tokenizer in {folder} cannot be opened ({said})", hint) from e
-    if not loaded.is_fast:
-        raise _refusal(f"the tokenizer in {folder} is not a fast one", "give one with a tokenizer.json")
-    return loaded
-
-
 def _refusal(reason: str, hint: str) -> SpecError:
     return SpecError(_FIELD, reason, f"{hint}, or use bytes", {"tokenizer": BYTES})
-
-
-def _digest(folder: Path, kind: str) -> str:
-    """Of the files, of their class, and of the library, whose versions may split text in other ways."""
-    import transformers
-
-    digest = hashlib.blake2b(f"{transformers.__version__} {kind}".encode(), digest_size=16)
-    for path in (folder / name for name in _FILES):
-        if path.is_file():
-            digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()

@@ -77,10 +77,10 @@ class _Lists:
 
 def bytes_as_tokens(text: Text) -> Tokens:
     """The bytes of a text, which is one sample."""
-    name, _, note = text.description.rpartition(" (")
+    name, _, note = text.description.removesuffix(")").rpartition(" (")
     ends = np.array([len(text.data)], dtype=np.int64)
-    return Tokens(ids=_Bytes(text), ends=ends, has_special=False, name=name, notes=(note.removesuffix(")"),),
-                  fingerprint=text.fingerprint)  # fmt: skip
+    mark = text.fingerprint
+    return Tokens(ids=_Bytes(text), ends=ends, has_special=False, name=name, notes=(note,), fingerprint=mark)
 
 
 def open_tokens(records: Records, tokenizer: Tokenizer, *, whole: bool, progress: Progresses) -> Tokens:
@@ -89,8 +89,8 @@ def open_tokens(records: Records, tokenizer: Tokenizer, *, whole: bool, progress
     import pyarrow
 
     key = repr((_FORMAT, records.digest(), tokenizer.digest, whole)).encode()
-    file = cached(f"tokens-{hashlib.blake2b(key, digest_size=16).hexdigest()}.arrow",
-                   lambda path: _write(path, records, tokenizer, whole, progress.made), progress)  # fmt: skip
+    name = f"tokens-{hashlib.blake2b(key, digest_size=16).hexdigest()}.arrow"
+    file = cached(name, lambda path: _write(path, records, tokenizer, whole, progress.made), progress)
     with pyarrow.memory_map(str(file)) as mapped:
         table = pyarrow.ipc.open_stream(mapped).read_all()
     ids = _Lists(table["ids"])
@@ -109,42 +109,35 @@ def open_tokens(records: Records, tokenizer: Tokenizer, *, whole: bool, progress
         row = int(rows[sample])
         return f"record {table['number'][row]} of {records.files[table['file'][row].as_py()][0]}"
 
-    notes = (f"{len(rows):,} samples", f"{len(ids):,} tokens of {tokenizer.name}")
-    return Tokens(
-        ids=ids,
-        ends=ends[rows],
-        answers=answers,
-        name=records.name,
-        notes=(*notes, f"{left_out:,} without text left out") if left_out else notes,
-        fingerprint=digest.hexdigest(),
-        place=place,
-    )
+    notes: tuple[str, ...] = (f"{len(rows):,} samples", f"{len(ids):,} tokens of {tokenizer.name}")
+    notes = (*notes, f"{left_out:,} without text left out") if left_out else notes
+    mark, last = digest.hexdigest(), ends[rows]
+    return Tokens(ids=ids, ends=last, answers=answers, name=records.name, notes=notes, fingerprint=mark, place=place)
 
 
 def encoded(batch: Sequence[Sample], tokenizer: Tokenizer, *, whole: bool) -> list[tuple[list[int], list[bool]]]:
     """Ids of each record, without the end token, and of chats which of them are answers. Raises SpecError for a chat."""
     if batch and not isinstance(batch[0].value, str):
-        return [_encoded_chat(record, tokenizer) for record in batch]
+        chats: list[tuple[list[int], list[bool]]] = []
+        for record in batch:
+            try:
+                chats.append(tokenizer.encode_chat(cast("dict[str, Any]", record.value)))
+            except InexactChat as e:
+                hint = "correct it, give a tokenizer with a template that marks answers, or name a column of text"
+                raise refusal(f"record {record.number} of {record.file}: {e}", hint) from None
+        return chats
     texts = [cast(str, record.value) for record in batch]
     return [(ids if text else [], []) for ids, text in zip(tokenizer.encode(texts, whole=whole), texts, strict=True)]
-
-
-def _encoded_chat(record: Sample, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    try:
-        ids, answers = tokenizer.encode_chat(cast("dict[str, Any]", record.value))
-    except InexactChat as e:
-        hint = "correct it, give a tokenizer with a template that marks answers, or name a column of text"
-        raise refusal(f"record {record.number} of {record.file}: {e}", hint) from None
-    return ids, answers
 
 
 def _write(path: Path, records: Records, tokenizer: Tokenizer, whole: bool, progress: Progress) -> None:
     import pyarrow
 
     id_type = pyarrow.uint16() if tokenizer.vocabulary <= 1 << 16 else pyarrow.uint32()
-    schema = pyarrow.schema([("ids", pyarrow.list_(id_type)), ("answers", pyarrow.list_(pyarrow.uint8())),
-                             ("file", pyarrow.int32()), ("number", pyarrow.int64()), ("ends", pyarrow.uint8())])  # fmt: skip
-    numbers = {str(path): i for i, (path, _) in enumerate(records.files)}  # the data may be somewhere else next time
+    lists = [("ids", pyarrow.list_(id_type)), ("answers", pyarrow.list_(pyarrow.uint8()))]
+    numbers = [("file", pyarrow.int32()), ("number", pyarrow.int64()), ("ends", pyarrow.uint8())]
+    schema = pyarrow.schema([*lists, *numbers])
+    number_of = {str(path): i for i, (path, _) in enumerate(records.files)}  # the data may be somewhere else next time
     length = 0  # of the sample in progress
     with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, schema) as stream:
         for batch in _batches(records.read()):
@@ -158,7 +151,7 @@ def _write(path: Path, records: Records, tokenizer: Tokenizer, whole: bool, prog
             columns = {
                 "ids": [ids for ids, _ in parts],
                 "answers": [[*map(int, answers)] for _, answers in parts],
-                "file": [numbers[sample.file] for sample in batch],
+                "file": [number_of[sample.file] for sample in batch],
                 "number": [sample.number for sample in batch],
                 "ends": [int(sample.ends) for sample in batch],
             }

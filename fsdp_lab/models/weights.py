@@ -12,25 +12,30 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fsdp_lab.base.errors import ArgumentError, SpecError
+from fsdp_lab.models.wrapper_names import unwrapped
 from fsdp_lab.spec import checkpoint_format
 
 INDEX = ".index.json"
 SAFETENSORS = ".safetensors"
-DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_WHOLE = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+DTYPES: Mapping[str, torch.dtype] = {**_FLOATS, **_WHOLE, "BOOL": torch.bool}
 _FIELD = "workload.weights"
 _PIECE = 1 << 20  # elements copied between two calls of `check`
 _SAVE = "model.save_pretrained(folder)"
@@ -49,7 +54,7 @@ class Box:
     begin_byte: int = 0  # in a file of safetensors
 
     def runs(self, shape: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """(first element of the flattened tensor, first element of the box, count) of its consecutive elements."""
+        """Yields (first element of the flattened tensor, first element of the box, count) of its consecutive elements."""
         inner = len(shape)  # dimensions from here on are whole, but for the first of them
         while inner > 0 and (inner == len(shape) or self.sizes[inner] == shape[inner]):
             inner -= 1
@@ -76,6 +81,9 @@ class StoredTensor:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        return self.numel == math.prod(shape) if self.flat else self.shape == shape
 
 
 class Weights:
@@ -105,12 +113,12 @@ class Weights:
 
     @property
     def files(self) -> list[str]:
-        """Their names."""
+        """The names of the files."""
         return sorted({box.path.name for stored in self._tensors.values() for box in stored.boxes})
 
     @property
     def is_plain(self) -> bool:
-        """Whether every tensor is whole in one file of safetensors, in its shape."""
+        """True if every tensor is whole in one file of safetensors, in its shape."""
         boxes = [box for t in self._tensors.values() for box in t.boxes]
         flat = any(t.flat for t in self._tensors.values())
         beside = all(box.path.parent == self.folder and box.path.suffix == SAFETENSORS for box in boxes)
@@ -158,19 +166,13 @@ class Weights:
             raise OSError(f"{box.path} changed while it was read: it became shorter")
         return torch.from_numpy(values).view(dtype)
 
-    # -- what a folder holds -------------------------------------------------------------------------------------------
-
     def _all(self) -> dict[str, StoredTensor]:
         folder = self.folder
         if not folder.is_dir():
-            raise SpecError(
-                _FIELD, f"there is no folder {folder}", f"give a folder that {_SAVE} wrote", {"weights": None}
-            )
-        _refuse_quantised(folder)
+            hint = f"give a folder that {_SAVE} wrote"
+            raise SpecError(_FIELD, f"there is no folder {folder}", hint, {"weights": None})
         try:
-            if files := _safetensors_of(folder):
-                return self._collected(files)
-            if files := _pickles_of(folder):
+            if files := _safetensors_of(folder) or _pickles_of(folder):
                 return self._collected(files)
             with suppress(ArgumentError):
                 return self._of_checkpoint(checkpoint_format.find(folder))
@@ -189,8 +191,10 @@ class Weights:
                 raise _broken(f"{path} lacks {lacking[0]}, which the index says it has")
             for name, (dtype, box) in entries.items():
                 parts.setdefault(name, (dtype, {}))[1][box.offsets] = box
-        return {name: StoredTensor(dtype=dtype, shape=_extent([*boxes.values()]), boxes=tuple(boxes.values()))
-                for name, (dtype, boxes) in parts.items()}  # fmt: skip
+        tensors = {name: (dtype, tuple(boxes.values())) for name, (dtype, boxes) in parts.items()}
+        return {
+            n: StoredTensor(dtype=dtype, shape=_extent(boxes), boxes=boxes) for n, (dtype, boxes) in tensors.items()
+        }
 
     def _entries_of_pickle(self, path: Path) -> dict[str, tuple[torch.dtype, Box]]:
         try:
@@ -199,26 +203,27 @@ class Weights:
                 held = held[key] if isinstance(held.get(key), Mapping) else held
             held = {name: t for name, t in held.items() if isinstance(t, Tensor)}
         except Exception as e:  # of many classes: no pickle, one of other objects, one of torch before 1.6
-            raise _broken(f"{path} holds other things than tensors, or is not whole ({' '.join(str(e).split())[:150]})",
-                          f"convert it where you trust it: {_SAVE}") from None  # fmt: skip
+            reason = f"{path} holds other things than tensors, or is not whole ({' '.join(str(e).split())[:150]})"
+            raise _broken(reason, f"convert it where you trust it: {_SAVE}") from None
         self._pickles[path] = held
         if strange := next((t.dtype for t in held.values() if t.dtype not in DTYPES.values()), None):
             raise _of_strange_type(path, str(strange).removeprefix("torch."))
-        return {name: (t.dtype, Box(path=path, name=name, offsets=(0,) * t.dim(), sizes=tuple(t.shape)))
-                for name, t in held.items()}  # fmt: skip
+        boxes = {n: Box(path=path, name=n, offsets=(0,) * t.dim(), sizes=tuple(t.shape)) for n, t in held.items()}
+        return {name: (t.dtype, boxes[name]) for name, t in held.items()}
 
     def _of_checkpoint(self, saved: checkpoint_format.Checkpoint) -> dict[str, StoredTensor]:
         """The model of a checkpoint of this lab, whose tensors are flat, and the buffers of its first rank."""
         stored = self._collected({saved.path / file: None for file in saved.manifest["files"]})
         prefixes = (_PARAMETER, f"{_BUFFER}{saved.manifest['writers'][0]}.")
-        return {name.removeprefix(prefix): replace(tensor, flat=True)
-                for name, tensor in stored.items() for prefix in prefixes if name.startswith(prefix)}  # fmt: skip
+        of_model = [(p, name) for name in stored for p in prefixes if name.startswith(p)]
+        return {name.removeprefix(prefix): replace(stored[name], flat=True) for prefix, name in of_model}
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether there are files of weights beside a config, readable or not."""
-    return any(True for pattern in ("*.safetensors", "pytorch_model*.bin", "*.gguf", _TORCH_INDEX)
-               for file in folder.glob(pattern) if not file.name.startswith("adapter_"))  # fmt: skip
+    """Returns whether there are files of weights beside a config, readable or not."""
+    patterns = ("*.safetensors", "pytorch_model*.bin", "*.gguf", _TORCH_INDEX)
+    files = chain.from_iterable(map(folder.glob, patterns))
+    return any(not file.name.startswith("adapter_") for file in files)
 
 
 def _without_weights(folder: Path) -> SpecError:
@@ -226,8 +231,8 @@ def _without_weights(folder: Path) -> SpecError:
     there = sorted(p.name for pattern in ("*.gguf", "*.safetensors") for p in folder.glob(pattern))
     if (folder / _TORCH_INDEX).is_file():
         reason = f"{folder} is a Distributed Checkpoint of torch, whose index is a pickle that can run code"
-        how = ("convert it where you trust it (python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
-               f"{folder} FOLDER/{_PICKLE}) and give FOLDER")  # fmt: skip
+        command = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} FOLDER/{_PICKLE}"
+        how = f"convert it where you trust it ({command}) and give FOLDER"
     elif not there:
         reason, how = f"{folder} has neither model.safetensors nor {_PICKLE}", f"give a folder that {_SAVE} wrote"
     elif there[0].endswith(".gguf"):
@@ -239,21 +244,13 @@ def _without_weights(folder: Path) -> SpecError:
     return _broken(reason, f"{how}, or begin with random")
 
 
-def _refuse_quantised(folder: Path) -> None:
-    with suppress(OSError, ValueError):
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if isinstance(config, dict) and config.get("quantization_config"):
-            raise _broken(f"the weights in {folder} are quantised, which cannot be trained",
-                          f"give those that were quantised, or convert them: dequantize(), then {_SAVE}")  # fmt: skip
-
-
 def _broken(reason: str, hint: str = "copy the folder again") -> SpecError:
     return SpecError(_FIELD, reason, hint, {"weights": "random"})
 
 
 def _of_strange_type(path: Path, dtype: str) -> SpecError:
-    return _broken(f"{path} has values of type {dtype}, which cannot be trained",
-                   f"convert them: {_SAVE} with a dtype such as bfloat16")  # fmt: skip
+    reason = f"{path} has values of type {dtype}, which cannot be trained"
+    return _broken(reason, f"convert them: {_SAVE} with a dtype such as bfloat16")
 
 
 def _safetensors_of(folder: Path) -> dict[Path, set[str] | None]:
@@ -320,3 +317,41 @@ def _extent(boxes: Sequence[Box]) -> tuple[int, ...]:
     """The shape of the tensor that they make up."""
     ends = zip(*([o + s for o, s in zip(b.offsets, b.sizes, strict=True)] for b in boxes), strict=True)
     return tuple(max(end) for end in ends)
+
+
+def unwrap_names(folder: str | os.PathLike[str], to: str | os.PathLike[str]) -> Path:
+    """Writes the safetensors of `folder` into the new folder `to`, without "module.", "_orig_mod." and the like in names.
+    Other files, such as config.json, are copied. One file is in memory at a time. Returns `to`.
+
+    Raises:
+        ArgumentError: there are no safetensors, no name has such a part, two become the same, or `to` exists.
+    """
+    source, target = Path(folder).expanduser(), Path(to).expanduser()
+    files = sorted(source.glob(f"*{SAFETENSORS}"))
+    if not files:
+        raise ArgumentError("folder", f"{source} has no safetensors", "give a folder that save_pretrained wrote")
+    names: dict[Path, list[str]] = {}
+    for file in files:
+        with safe_open(str(file), framework="pt") as tensors:
+            names[file] = list(tensors.keys())
+    stored = [name for some in names.values() for name in some]
+    if all(unwrapped(name) == name for name in stored):
+        raise ArgumentError("folder", f"no name in {source} is of a wrapped model", "use it as it is")
+    twice = [name for name, count in Counter(map(unwrapped, stored)).items() if count > 1]
+    if twice:
+        raise ArgumentError("folder", f"{source} has {twice[0]} with and without a wrapper", "take one of them out")
+    if target.exists():
+        raise ArgumentError("to", f"{target} exists", "give a new folder")
+    target.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.is_file() and file not in names and not file.name.endswith(INDEX):
+            shutil.copy2(file, target)
+    for file in files:
+        with safe_open(str(file), framework="pt") as tensors:
+            renamed = {unwrapped(name): tensors.get_tensor(name) for name in names[file]}
+            save_file(renamed, target / file.name, tensors.metadata())
+    for file in source.glob(f"*{INDEX}"):
+        index = json.loads(file.read_text())
+        index["weight_map"] = {unwrapped(name): where for name, where in index["weight_map"].items()}
+        (target / file.name).write_text(json.dumps(index, indent=2))
+    return target

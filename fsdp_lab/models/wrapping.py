@@ -27,17 +27,24 @@ def units(model: nn.Module, wrap: str) -> list[list[nn.Module]]:
     kind, _, argument = wrap.partition(":")
     if kind == "whole":
         return []
-    if kind == "class":
-        return _of_class(model, argument)
-    if kind == "min_params":
-        return [[m] for m in _by_size(model, int(argument), _uses(model)) if m is not model]
     uses = _uses(model)
-    found = [m for m in blocks(model) if _is_closed(m, uses)]
-    if not found:
-        raise SpecError("strategy.wrap", "no repeated blocks were found in this model", "use min_params:N or whole",
-                        {"wrap": "whole"})  # fmt: skip
+    if kind == "class":
+        alike = [m for m in model.modules() if type(m).__name__ == argument]
+        if not alike:
+            classes = sorted({type(m).__name__ for m in model.modules() if next(m.children(), None) is not None})
+            reason = f"the model has no module of class {argument}"
+            raise SpecError("strategy.wrap", reason, f"use one of {', '.join(classes)}")
+        # Inner ones first.
+        alike.sort(key=lambda m: sum(type(inner).__name__ == argument for inner in m.modules()))
+        return [[m] for m in alike if m is not model and _is_closed(m, uses)]
+    if kind == "min_params":
+        return [[m] for m in _by_size(model, int(argument), uses) if m is not model]
+    closed = [m for m in blocks(model) if _is_closed(m, uses)]
+    if not closed:
+        reason = "no repeated blocks were found in this model"
+        raise SpecError("strategy.wrap", reason, "use min_params:N or whole", {"wrap": "whole"})
     each = int(argument) if kind == "every" else 1
-    return [found[i : i + each] for i in range(0, len(found), each)]
+    return [closed[i : i + each] for i in range(0, len(closed), each)]
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -50,11 +57,11 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     if inside:
         return inside
     named = set(getattr(model, "_no_split_modules", None) or ())
-    found = list(_outermost_of(model, named)) or list(_outermost(model))
+    outer = list(_outermost_of(model, named)) or list(_outermost(model))
     sizes: Counter[type[nn.Module]] = Counter()
-    for module in found:
+    for module in outer:
         sizes[type(module)] += _size(module)
-    return [m for m in found if sizes[type(m)] >= sizes.total() / 4]
+    return [m for m in outer if sizes[type(m)] >= sizes.total() / 4]
 
 
 def block_class_names(model: nn.Module) -> tuple[str, ...]:
@@ -84,36 +91,26 @@ def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _of_class(model: nn.Module, name: str) -> list[list[nn.Module]]:
-    found = [m for m in model.modules() if type(m).__name__ == name]
-    if not found:
-        classes = sorted({type(m).__name__ for m in model.modules() if next(m.children(), None) is not None})
-        raise SpecError("strategy.wrap", f"the model has no module of class {name}", f"use one of {', '.join(classes)}")
-    found.sort(key=lambda m: sum(type(inner).__name__ == name for inner in m.modules()))  # inner ones first
-    uses = _uses(model)
-    return [[m] for m in found if m is not model and _is_closed(m, uses)]
-
-
 def _uses(model: nn.Module) -> dict[int, int]:
-    """How many modules use each parameter, by its id."""
+    """Counts the modules that use each parameter, by its id."""
     return Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
 
 
 def _is_closed(module: nn.Module, uses: dict[int, int]) -> bool:
-    """Whether no parameter in it is tied to a module outside. (A tied one belongs to a unit that contains all its uses.)"""
+    """Returns whether no parameter in it is tied to a module outside: a tied one is of a unit with all its uses."""
     return all(uses[p] == n for p, n in _uses(module).items())
 
 
 def _by_size(module: nn.Module, least: int, uses: dict[int, int]) -> list[nn.Module]:
     """Modules with at least `least` parameters, not counting those of units inside them; innermost first."""
-    found: list[nn.Module] = []
+    chosen: list[nn.Module] = []
 
     def rest_of(m: nn.Module) -> int:
         rest = sum(p.numel() for p in m.parameters(recurse=False)) + sum(rest_of(c) for c in m.children())
         if rest >= least and not isinstance(m, (nn.ModuleList, nn.ModuleDict)) and _is_closed(m, uses):
-            found.append(m)
+            chosen.append(m)
             return 0
         return rest
 
     rest_of(module)
-    return found
+    return chosen

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_lab.backends import Backend, build, fill
-from fsdp_lab.backends.base import drop_slots, update_hyperparameters
+from fsdp_lab.backends.base import drop_slots, return_memory, update_hyperparameters
 from fsdp_lab.backends.state import SuspendedState, gather_json, resume_state, suspend_state, together
-from fsdp_lab.backends.storage import return_memory
 from fsdp_lab.backends.transfer import StateSource, StateTransfer
 from fsdp_lab.base.hang import LongWork
 from fsdp_lab.engine.scaling import Scaler

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab.backends import check
 from fsdp_lab.backends.base import DTYPES
-from fsdp_lab.backends.state import Values, gather_json
+from fsdp_lab.backends.state import gather_json
 from fsdp_lab.backends.wrapping import recomputed
 from fsdp_lab.base.errors import FieldError, SpecError
 from fsdp_lab.base.events import Carrier
@@ -40,6 +40,7 @@ from fsdp_lab.models import (
     weights_folder,
 )
 from fsdp_lab.models.batches import SOURCE_FIELDS
+from fsdp_lab.models.build import Values
 from fsdp_lab.models.cache import Progresses
 from fsdp_lab.models.flops import Peak
 from fsdp_lab.models.lora import AdaptedValues, adapted
@@ -121,12 +122,12 @@ class Preparation:
         _, datas, weights, peaks, modules = zip(*by_rank, strict=True)
         same_files = "give a path with the same files on every machine"
         fixed = "make their names and shapes depend on nothing random and on no file"
-        read = {
-            "data": (datas, f"read different data from {spec.workload.data!r}", same_files),
-            "weights": (weights, "read different files of weights", same_files),
-            "model": (modules, "built modules with other parameters", fixed),
-        }
-        for field, (fingerprints, differ, hint) in read.items():
+        read = (
+            ("data", datas, f"read different data from {spec.workload.data!r}", same_files),
+            ("weights", weights, "read different files of weights", same_files),
+            ("model", modules, "built modules with other parameters", fixed),
+        )
+        for field, fingerprints, differ, hint in read:
             other = next((rank for rank, f in enumerate(fingerprints) if f != fingerprints[0]), None)
             if other is not None:
                 raise SpecError(f"workload.{field}", f"rank {other} and rank 0 {differ}", hint)

@@ -43,8 +43,7 @@ from fsdp_lab.base.tensors import map_tensors
 from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.engine.schedule import Phase
 from fsdp_lab.models import Batches, BestPeak
-from fsdp_lab.models.dropout import drawing
-from fsdp_lab.models.own import seeded
+from fsdp_lab.models.own import drawing, seeded
 from fsdp_lab.models.sources import Batch
 from fsdp_lab.rank.ledger import LedgerResult
 from fsdp_lab.rank.measure import StepMeter, UnreadStep

@@ -27,7 +27,7 @@ from fsdp_lab.base.events import StepEvent, Track
 from fsdp_lab.base.formatting import duration, size
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.lab import Lab
-from fsdp_lab.models.unwrapping import unwrap_names
+from fsdp_lab.models.weights import unwrap_names
 from fsdp_lab.runs import Run, RunState, Step, WatchedRun
 from fsdp_lab.runs.diagnosis import Cause
 from fsdp_lab.spec.spec import Spec

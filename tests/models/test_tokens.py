@@ -24,10 +24,9 @@ from transformers import AutoTokenizer
 
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models import Batches, cache, resolve, tokens
-from fsdp_lab.models.batches import token_rows
 from fsdp_lab.models.cache import Progresses
 from fsdp_lab.models.check import check, notes_on
-from fsdp_lab.models.sources import IGNORED, Batch
+from fsdp_lab.models.sources import IGNORED, Batch, TokenSource
 from fsdp_lab.models.tokenizers import ByteTokenizer, FolderTokenizer
 from fsdp_lab.spec.workload import Workload
 from tests.models import words
@@ -88,7 +87,8 @@ def test_tokens_of_a_text_are_those_of_transformers_alone(tmp_path: Path) -> Non
     alone = AutoTokenizer.from_pretrained(model)
     workload = Workload(model=model, data=str(tmp_path / "said.txt"), seq_len=16, micro_batch=2, held_out=0.0)
     source = batches(workload).source
-    (every,) = token_rows(workload, resolve(model))
+    assert isinstance(source, TokenSource)
+    every = source.rows(np.arange(source.count))
     made = every.ids.reshape(-1).tolist()
     assert every.is_token.all() and every.is_wanted.all() and len(every.ids) == source.count
     whole = [*alone(said, add_special_tokens=False, truncation=False).input_ids, alone.sep_token_id]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fsdp_lab.base.errors import ArgumentError
-from fsdp_lab.models.unwrapping import unwrap_names
+from fsdp_lab.models.weights import unwrap_names
 
 
 def folder(path: Path, *files: dict[str, torch.Tensor]) -> Path:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fsdp_lab.models import resolve
-from fsdp_lab.models.dropout import drawing, seed_of_masks
+from fsdp_lab.models.own import drawing, seed_of_masks
 from fsdp_lab.spec.spec import Spec
 from tests.pool import Place, Pool
 from tests.rank.test_lr_schedule import BACKENDS, outcome, planned, trained

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.backends.storage import storage_id
+from fsdp_lab.backends.base import storage_id
 from fsdp_lab.base.events import Role
 from fsdp_lab.models import build_skeleton, flops, resolve
 from fsdp_lab.models.wrapping import units

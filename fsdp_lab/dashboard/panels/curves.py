@@ -259,7 +259,7 @@ class TflopsPanel(CurvePanel):
         self._frame.overlays.draw(fig, "tflops")
         if self._ranks:
             for r, column in enumerate(self._ranks):
-                look = {"line_color": theme.rank_color(r), "line_dash": theme.RANK_DASHES[r]}
+                look: dict[str, Any] = {"line_color": theme.rank_color(r), "line_dash": theme.RANK_DASHES[r]}
                 fig.line("step", column, source=source, line_width=LINE_PX, **look)
             mean = fig.line("step", "mean", source=source, line_alpha=0)
             named = {f"rank {r}": column for r, column in enumerate(self._ranks)}

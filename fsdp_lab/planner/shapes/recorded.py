@@ -26,8 +26,8 @@ from fsdp_lab.base.errors import FieldError, SpecError
 from fsdp_lab.base.tensors import map_tensors, tensors_in
 from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.engine.schedule import Direction, PointSide
+from fsdp_lab.models.build import freeze
 from fsdp_lab.models.configs import first_line, resolve
-from fsdp_lab.models.freezing import freeze
 from fsdp_lab.models.lora import adapted
 from fsdp_lab.models.own import OwnModel, OwnSource, objective
 from fsdp_lab.models.presets import PRESETS, TIMED, facts_of, key_of, timed_config
