@@ -78,8 +78,8 @@ class FSDP1Memory(HookedMemory):
             elif len(shape) >= 2:
                 decayed += held
             end += size
-        sizes = {"param": BYTES[dtypes.param], "reduce": BYTES[dtypes.reduce], "factor": self.factor}
-        made = UnitBytes.of(n, decayed, n - frozen - decayed, reduced=n if unit.trained_numel else 0, **sizes)
+        widths = {"param": BYTES[dtypes.param], "reduce": BYTES[dtypes.reduce], "factor": self.factor}
+        made = UnitBytes.of(n, decayed, n - frozen - decayed, reduced=n if unit.trained_numel else 0, **widths)
         return dataclasses.replace(made, state=(n - frozen if unit.trained_numel else 0) * MASTER)
 
     def alloc_state(self) -> None:
