@@ -1,4 +1,4 @@
-"""`launch`: runs a task of a bench in a temporary process for each rank; the program is a rank (`rank/children.py`)."""
+"""`launch`: runs a task of a bench in a temporary process for each rank; the program is a rank (`base/children.py`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import asdict
 from queue import SimpleQueue
 from typing import Any
 
+from fsdp_lab.base.children import ChildError, Send, run_child, run_children
 from fsdp_lab.bench.plan import BenchError, BenchPlan
-from fsdp_lab.rank.children import ChildError, Send, run_child, run_children
 
 
 def launch(

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, distributed as dist
 
+from fsdp_lab.base.children import Send
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.bench.interleave import beside, build_forms, interleave
 from fsdp_lab.bench.plan import BenchPlan
 from fsdp_lab.rank import Session
 from fsdp_lab.rank.calibration import HardwareProbe
-from fsdp_lab.rank.children import Send
 from fsdp_lab.rank.rendezvous import RankInfo, close_groups, find_store, host_store, open_groups
 from fsdp_lab.rank.trainer import checksum
 from fsdp_lab.wire import ReductionOrder, Wire, WireContext

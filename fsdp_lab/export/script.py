@@ -106,6 +106,8 @@ def _inexact(spec: Spec) -> Iterator[str]:
     if s.backend == "fsdp1" and s.is_hybrid and spec.shard_factor > 2:
         how = "so over Gloo it adds within shard groups in another order than the run"
         yield f"sharding: FSDP1 accepts no hook under hybrid sharding, {how}, and {ROUNDING}"
+    if s.backend == "ddp" and spec.world_size > 2 and (spec.devices is None or spec.devices[0] == "cpu"):
+        yield f"backend: over Gloo, DDP adds the ranks' gradients in another order than the run, so that {ROUNDING}"
     if s.backend == "fsdp1" and s.dtypes.reduce == "fp16":
         how = "FSDP1 divides by a part of the ranks before the sum, in the lab after it"
         yield f"precision: {how}, so that in fp16 another step may overflow and be skipped"

@@ -22,10 +22,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from fsdp_lab.backends import build, fill
 from fsdp_lab.backends.base import DTYPES
+from fsdp_lab.base.children import run_children
 from fsdp_lab.base.process import ranks_per_host, usable_cores
 from fsdp_lab.engine import collectives
 from fsdp_lab.engine.scaling import Scaler
-from fsdp_lab.rank.children import run_children
 from fsdp_lab.rank.prepare import LONGEST_S, Preparation, is_next_measured, is_over_nccl, seconds_on_device
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset

@@ -13,7 +13,7 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
-from fsdp_lab.rank.children import Send, run_child
+from fsdp_lab.base.children import Send, run_child
 
 WIRES = {"collectives": True, "gloo": False}  # whether over shared memory, if there is any
 

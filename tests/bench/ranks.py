@@ -8,9 +8,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from fsdp_lab.base.children import Send, run_child
 from fsdp_lab.bench.launch import launch
 from fsdp_lab.bench.plan import BenchPlan
-from fsdp_lab.rank.children import Send, run_child
 
 launch_here = partial(launch, module="tests.bench.ranks")
 

@@ -105,7 +105,9 @@ def test_losses_are_the_labs_bit_for_bit_on_two_ranks(pool: Pool, tmp_path: Path
 @pytest.mark.slow
 def test_losses_are_the_labs_where_the_order_of_a_sum_matters(pool: Pool, tmp_path: Path) -> None:
     specs = {"lab": spec(3, clip_norm=0.1), "fsdp1": spec(3, backend="fsdp1"), "ddp": spec(3, **DDP)}
-    assert exported(tmp_path, specs, STEPS) == in_the_lab(pool, specs, STEPS)
+    of_scripts, of_the_lab = exported(tmp_path, specs, STEPS), in_the_lab(pool, specs, STEPS)
+    assert of_scripts.pop("ddp") == pytest.approx(of_the_lab.pop("ddp"), rel=1e-6)  # as its script says
+    assert of_scripts == of_the_lab
 
 
 @pytest.mark.slow
