@@ -14,7 +14,7 @@ It needs torch only. To install it alone, in a clone: `pip install torch && pip 
 End a script by `torch.distributed.destroy_process_group()`: over Gloo, torch may abort a process that ends while a thread of
 Gloo still holds the tensor of a collective. It ends these threads where no `DeviceMesh` of the caller's own keeps the group.
 
-The core is 2,927 lines. Read its files in this order:
+Read the files of its core in this order:
 
     api.py            the entry and its contract; how units are made
     unit.py           `Unit`: the parameters of one module, gathered and freed together; its states
