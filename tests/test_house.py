@@ -68,8 +68,8 @@ LOADED_BY_NAME = {"base/lazy_names.py", "cluster/remote.py", "spec/user_code.py"
 # Budgets: they only fall.
 MOST_PARTS = 17  # packages and modules at the top of fsdp_lab
 MOST_IMPORTS_BETWEEN_PARTS = 70
-MOST_FILES = 271
-MOST_LINES = 60_347
+MOST_FILES = 252
+MOST_LINES = 57_845
 
 TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "environment.yml", "fsdp_lab", "notebooks", "tests", "binder"}
 
