@@ -26,6 +26,7 @@ GROUPS = [
 ]
 
 
+@pytest.mark.slow
 def test_all_backends_have_the_same_groups(outcomes: Outcomes) -> None:
     lab, *others = outcomes.of(*(plan((sharded(b, 2, param_groups=GROUPS), 3)) for b in BACKENDS))
     for other in others:

@@ -69,6 +69,7 @@ def test_its_numbers_are_those_of_the_comparison_and_text_from_runs_does_nothing
     assert kept["records"] == finite(compared.records())
 
 
+@pytest.mark.slow
 def test_its_plots_draw_what_was_measured(opened: Page):
     compared, runs = Comparison.of(sweep()), sweep()
     losses = [[e.mean_loss for e in run.events.since()[0] if e.rank == 0] for run in runs[:4]]  # type: ignore[union-attr]

@@ -165,6 +165,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., StaticPage]]:
     context.close()
 
 
+@pytest.mark.slow
 def test_a_page_without_a_kernel_says_what_its_command_says(
     open_page: Callable[..., StaticPage], file: Path, capsys: pytest.CaptureFixture[str]
 ):

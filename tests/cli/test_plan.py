@@ -53,6 +53,7 @@ def test_a_product_is_a_table_and_what_cannot_be_is_said(capsys: pytest.CaptureF
     assert "refused: strategy.sharding: no_shard is not available with fsdp2" in drawn
 
 
+@pytest.mark.slow
 def test_the_best_strategy_the_largest_model_and_the_fewest_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*SEVEN, "--ranks", "16", "--seq-len", "4096", "--micro-batch", "4"]
     best = said(capsys, *asked, "--find", "strategy")

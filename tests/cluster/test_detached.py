@@ -252,6 +252,7 @@ def test_an_interrupt_while_they_are_waited_for_loses_nothing(temporary: Path):
         assert cluster.assembly.attached_status[0]["step"] == 250
 
 
+@pytest.mark.slow
 def test_the_end_of_jupyterlab_spares_them_and_nobody_else(left: DetachedCluster):
     code = """
 import os, subprocess, sys, time

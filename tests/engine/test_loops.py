@@ -214,6 +214,7 @@ def parts_of_the_outputs(place: Place) -> None:
     alike(training(lambda m, x, y: m(x)[0].square().mean(), TwoHeads), place)
 
 
+@pytest.mark.slow
 @everywhere(
     pytest.param(scripts_with_units_that_stay, marks=pytest.mark.slow),
     what_the_first_gave,

@@ -124,6 +124,7 @@ def test_batchnorm_stays_in_fp32(outcomes: Outcomes) -> None:
         assert_equal(other, fsdp1)
 
 
+@pytest.mark.slow
 def test_precisions_can_be_told_apart(outcomes: Outcomes) -> None:
     """Or the comparisons above would say nothing."""
     precisions = ("fp32", "bf16", PRECISIONS["bf16 sums"], "fp16")

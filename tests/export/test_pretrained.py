@@ -41,6 +41,7 @@ def _trained(place: Place, given: dict[str, Any], root: str) -> dict[str, Tensor
     return values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("changes", "opener"), [({}, AutoModelForCausalLM), (IMAGES, AutoModelForImageClassification)])
 def test_from_pretrained_opens_it(pool: Pool, tmp_path: Path, changes: dict[str, Any], opener: Any) -> None:
     held = pool.run(_trained, 2, spec(**DDP, **changes).to_dict(), str(tmp_path / "saved"), reduction=None)[0]

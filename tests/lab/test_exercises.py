@@ -71,6 +71,7 @@ def test_a_rank_sends_less() -> None:
 N = 973_568  # parameters of gpt2-1m
 
 
+@pytest.mark.slow
 def test_traffic_is_predicted(real_lab: Lab) -> None:
     run = real_lab.run(SPEC, sharding="shard_grad_op", precision="bf16", steps=1).wait(60)
     right = SOLUTIONS.TRAFFIC

@@ -54,6 +54,7 @@ def honest(pool: Pool) -> dict[str, RecordedRun]:
     return recorded(pool, ["lab", "fp16"])
 
 
+@pytest.mark.slow
 def test_another_precision_is_equal_within_its_rounding(honest: dict[str, RecordedRun]) -> None:
     found = parity(honest["lab"], honest["fp16"])
     assert found.verdict is Verdict.WITHIN and found.first_step == 0

@@ -125,6 +125,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(pool: Pool, undisturbed: list[Any]) -
     assert undisturbed[0][0][1] != undisturbed[1][0][1], "each rank has random numbers of its own"
 
 
+@pytest.mark.slow
 def test_it_goes_on_with_other_arguments_of_the_optimizer(pool: Pool, undisturbed: list[Any]) -> None:
     """What both keep is restored; what one keeps alone begins as new, or is left out."""
     plain, momentum, fused = (undisturbed[0][i][2]["path"] for i in (0, 5, 6))

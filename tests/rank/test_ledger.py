@@ -153,6 +153,7 @@ def saved_bytes() -> int:
     return sum(storage.nbytes() for address, storage in saved.items() if address not in own)
 
 
+@pytest.mark.slow
 def test_activations_are_what_autograd_saved_and_alike_in_all_backends(events: dict[str, StepEvent]) -> None:
     """When the root's forward ends: beside what is saved there are the logits that the model gives back."""
     in_blocks = [(f"transformer.h.{i}", m) for i in range(LAYERS) for m in ("begin", "end")]
@@ -202,6 +203,7 @@ def test_every_byte_has_a_class_under_every_strategy(by_strategy: dict[str, Step
         assert event.memory_curve[-1].classes.unsharded_bytes == (4 * ALL if name == "zero1" else 0), name
 
 
+@pytest.mark.slow
 def test_what_is_offloaded_is_not_the_device_s(by_strategy: dict[str, StepEvent]) -> None:
     event = by_strategy["fsdp2, offload of all"]
     assert event.memory.host_bytes == 4 * (4 * ALL // 2)  # parameters, gradients, twice that of state

@@ -79,6 +79,7 @@ def test_memory_is_that_of_theory_and_of_the_plan(of_ranks: list[list[list[dict[
     assert planned.total_bytes == pytest.approx(max(e[-1]["memory"]["peak_bytes"] for e in told), rel=0.05)
 
 
+@pytest.mark.slow
 def test_peft_opens_what_is_exported_and_writes_the_same(pool: Pool, tmp_path: Path) -> None:
     base = build_skeleton(resolve(SMALL))
     drawn = Initializer(base, 3)

@@ -35,6 +35,7 @@ def _life(place: Place, folder: str) -> list[int]:
     return steps
 
 
+@pytest.mark.slow
 def test_ranks_start_switch_save_and_resume_without_a_pickle(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(_life, 2, str(tmp_path), reduction=None) == [[1, 2, 3, 4, 5, 6]] * 2
 

@@ -122,6 +122,7 @@ def _slowed(place: Place) -> list[Any]:
         return answers(s, [apply(spec()), slow, train(1)])
 
 
+@pytest.mark.slow
 def test_a_slow_link_is_refused_and_training_goes_on(pool: Pool, undisturbed: list[float]) -> None:
     for _, said, trained in pool.run(simulated, 2, _slowed, reduction=None):
         assert "refused over NCCL" in said and trained["events"][0]["mean_loss"] == undisturbed[0]

@@ -183,6 +183,7 @@ def test_the_state_of_modules_beside_their_parameters_goes_along(pool: Pool, tmp
         check_same(saved, made.replace(world_size=4, micro_batch=1))
 
 
+@pytest.mark.slow
 def test_state_of_a_class_that_no_checkpoint_holds_goes_along_and_cannot_be_saved(pool: Pool, tmp_path: Path) -> None:
     made = spec(**own(cell(STATE.replace("(1, 2)", "nn.Identity()"), 19)))
     calls = (*turns([made, made]), fails(call("save", str(tmp_path))), apply(made, "steady", fresh=True), steps(4))
@@ -227,6 +228,7 @@ def test_a_step_that_is_stopped_leaves_no_state_behind(pool: Pool, backend: str)
         assert stopped and losses == steady and len(set(losses)) == 4
 
 
+@pytest.mark.slow
 def test_a_checkpoint_continues_at_another_world_size(pool: Pool, tmp_path: Path) -> None:
     """One rank of four samples sees those of two ranks of two, so that losses agree to rounding."""
     made = spec()
@@ -275,6 +277,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_cannot_train_is_refused_in_a_sentence_and_the_ranks_go_on(pool: Pool) -> None:
     good, specs = spec(), []
     for number, (there, changes, instead, _) in enumerate(BAD):
