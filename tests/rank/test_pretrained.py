@@ -7,6 +7,7 @@ import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from fsdp_lab.base.events import StepEvent
 from fsdp_lab.models import Batches, Initializer, build_skeleton, resolve
 from fsdp_lab.planner.memory import loading_bytes
 from fsdp_lab.planner.shapes import shape_for
+from fsdp_lab.rank import lifecycle
+from fsdp_lab.rank.measure import HostPeak
 from fsdp_lab.spec.spec import Spec
 from tests.covering import tiered
 from tests.models.small import filled
@@ -130,16 +133,25 @@ def test_a_misfit_is_refused_by_all_ranks_and_a_checkpoint_needs_no_folder_and_i
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
+class KernelPeak(HostPeak):
+    """Begins the kernel's own peak of resident memory anew, where the rank begins to look."""
+
+    began: list[int] = []  # noqa: RUF012
+
+    def restart(self) -> None:
+        super().restart()
+        Path("/proc/self/clear_refs").write_text("5")
+        self.began.append(_resident("VmRSS"))
+
+
 def _loaded(place: Place, given: dict[str, Any]) -> tuple[int, int, int, int]:
     """(the kernel's peak of resident memory beyond what was held before, what the rank says of it, bytes of its shards,
     bytes of buckets, which no value has touched)."""
     with closing(session(place)) as s:
         s.apply("run", Spec.from_dict(given).replace(model={**DEEP, "n_layer": 1}).to_dict())  # what a process has once
-        s.unload()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        before = _resident("VmRSS")
-        s.apply("run", given)
-        peak = _resident("VmHWM") - before
+        with mock.patch.object(lifecycle, "HostPeak", KernelPeak):
+            s.apply("run", given)
+        peak = _resident("VmHWM") - KernelPeak.began.pop()
         assert s.trainer is not None
         own = sum(p.local.nbytes for p in s.trainer.backend.param_shards())
         event = StepEvent.from_dict(s.train(1)["events"][0])
