@@ -73,12 +73,13 @@ class SuspendedState:
 def suspend_state(backend: Backend) -> SuspendedState:
     """Copy parameters, optimizer state and buffers to the host; collective. The backend may be released afterwards."""
     slots, scalars = optimizer_slots([backend])
-    copies = HostCopies(backend.device)
-    values = {
-        (s.name, slot): copies.queue(slot_values(backend, s, slot))
+    held = {
+        (s.name, slot): slot_values(backend, s, slot)
         for s in backend.param_shards()
         for slot in _kept(backend, s, slots)
     }
+    copies = HostCopies(backend.device)
+    values = {key: copies.queue(value) for key, value in held.items()}
     buffers = tuple(copies.queue(b) for _, b in buffers_in(backend.module))
     modules = module_states(backend)
     copies.wait()
