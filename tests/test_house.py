@@ -69,7 +69,7 @@ LOADED_BY_NAME = {"base/lazy_names.py", "cluster/remote.py", "spec/user_code.py"
 MOST_PARTS = 17  # packages and modules at the top of fsdp_lab
 MOST_IMPORTS_BETWEEN_PARTS = 70
 MOST_FILES = 252
-MOST_LINES = 57_845
+MOST_LINES = 57_849
 
 TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "environment.yml", "fsdp_lab", "notebooks", "tests", "binder"}
 

@@ -56,6 +56,11 @@ class BuiltForm:
         self.backend.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
+    def end_round(self, seconds: float, device: torch.device, *, counted: bool) -> None:
+        if counted:
+            self.seconds.append(seconds)
+            self.peak_bytes = max(self.peak_bytes, _peak(self.backend, device))
+
     def result(self) -> dict[str, Any]:
         figures = {name: getattr(self, name) for name in ("seconds", "squared_norm", "peak_bytes", "is_shared")}
         kernels = None if self.kernels is None else asdict(self.kernels)
@@ -74,9 +79,7 @@ def interleave(
             gc.freeze()  # many models exist now: a collection would be timed as part of some form's step
         for built in forms if i % 2 else forms[::-1]:  # in alternating order: no form always follows the same one
             seconds = step(built, batch, info.device, world, first=i == 0)
-            if i >= plan.warmup:
-                built.seconds.append(seconds)
-                built.peak_bytes = max(built.peak_bytes, _peak(built.backend, info.device))
+            built.end_round(seconds, info.device, counted=i >= plan.warmup)
         on_round(i + 1)
     if info.device.type == "cuda":
         for built in forms:
