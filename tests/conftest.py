@@ -173,3 +173,11 @@ def outcomes(pool: Pool) -> Outcomes:
     from tests.engine.parity import Outcomes  # imports torch, which many tests do without
 
     return Outcomes(pool)
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of the test's own in place of the system's temporary folder, for this process and those that it starts."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return tmp_path

@@ -50,11 +50,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(autouse=True)
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("temporary")
 
 
 def kernel(hours: float, steps: int, how: str) -> str:
