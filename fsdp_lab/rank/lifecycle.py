@@ -167,7 +167,9 @@ class Lifecycle:
     def _finish_replacement(self, done: Replacement, source: StateSource) -> None:
         """When every rank has received everything."""
         drop_slots(done.transfer.new)
-        self._train_with(done.run, done.prepared, done.transfer.new, progress=done.progress, scaler=done.scaler)
+        # Not by `_train_with`, which is collective: after an abort some ranks alone may come here.
+        state = {"progress": done.progress, "scaler": done.scaler}
+        self.trainer = self._trainer(done.run, done.prepared, done.transfer.new, **state)
         self._source = self._replacement = None
         self._replaced += 1
         for backend in source.backends:
@@ -198,9 +200,13 @@ class Lifecycle:
             return backend
 
     def _train_with(self, run: str, p: PreparedTraining, backend: Backend, **state: Any) -> None:
-        """`state`: of the trainer: its progress and scaler, and what it knows of the memory."""
+        """Makes the trainer; collective, as the ranks tell each other what each holds."""
         self._checkpointer.register(backend)
-        self.trainer = Trainer(
+        self.trainer = self._trainer(run, p, backend, **state)
+
+    def _trainer(self, run: str, p: PreparedTraining, backend: Backend, **state: Any) -> Trainer:
+        """`state`: its progress and scaler, and what it knows of the memory. Not collective."""
+        return Trainer(
             run=run,
             spec=p.spec,
             info=self._info,

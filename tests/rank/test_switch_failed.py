@@ -15,7 +15,7 @@ from fsdp_lab.backends import transfer
 from fsdp_lab.backends.transfer import StateTransfer
 from fsdp_lab.engine import known_groups
 from fsdp_lab.models import build_skeleton, resolve
-from fsdp_lab.rank import lifecycle
+from fsdp_lab.rank import checkpointing, lifecycle
 from fsdp_lab.rank.checkpointing import Checkpointer
 from tests.covering import tiered
 from tests.pool import Place, Pool
@@ -28,6 +28,7 @@ PLACES = {  # the function that fails on rank 1: whether before it, or behind it
     "behind a batch": (StateTransfer, "_receive", "after"),
     "when others free": (StateTransfer, "_await_all", "after"),
     "at the end": (Checkpointer, "register", "before"),
+    "when another has finished": (checkpointing, "gather_json", "after"),
 }
 
 
@@ -95,6 +96,17 @@ def test_nothing_is_lost(pool: Pool, one: Any, other: Any, failures: list[tuple[
     for rank, (said, in_old, losses) in enumerate(by_rank):
         assert said == [["RankAborted", "ZeroDivisionError"][rank]] * len(failures)
         assert in_old
+        assert losses == [e.mean_loss for e in steady]
+
+
+@pytest.mark.slow
+def test_what_a_rank_has_finished_the_others_finish(pool: Pool) -> None:
+    """Rank 1 fails in the last collective of a switch, behind which rank 0 has dropped the old model."""
+    failure = [("when another has finished", 1)]
+    by_rank = pool.run(_failed, 2, spec().to_dict(), spec(**DDP).to_dict(), failure, reduction=None)
+    (steady, _), _ = follow(pool, [(spec(), 2), (spec(**DDP), 3)])
+    for rank, (said, in_old, losses) in enumerate(by_rank):
+        assert said == [["RankAborted", "ZeroDivisionError"][rank]] and not in_old
         assert losses == [e.mean_loss for e in steady]
 
 
