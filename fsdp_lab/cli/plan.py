@@ -102,6 +102,9 @@ def spec_of(args: argparse.Namespace, target: Target, combination: dict[str, Any
     from fsdp_lab.planner.questions import on_hosts
 
     spec, samples = on_hosts(Spec.from_dict(combination), target), args.global_batch
+    per_host = target.machine(spec.world_size).per_host
+    if spec.strategy.is_hybrid and spec.strategy.shard_size is None and 1 < per_host < spec.world_size:
+        spec.replace(shard_size=per_host)  # raises: it does not divide the ranks
     if samples is None:
         return spec
     once = spec.workload.micro_batch * spec.world_size

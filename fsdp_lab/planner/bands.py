@@ -73,7 +73,7 @@ class Quantiles:
         return y0 + (y1 - y0) * (level - x0) / (x1 - x0)
 
     def probability_below(self, value: float) -> float:
-        """The probability of a signed error that is as likely above zero as below it."""
+        """The probability that a signed error, as likely above zero as below it, is below `value`."""
         points = ((0.0, 0.0), *zip(LEVELS, self.values, strict=True))
         # Beyond the last level the rest falls exponentially, for want of rows.
         size, share = abs(value), 1.0 - (1.0 - LEVELS[-1]) * math.exp(1.0 - abs(value) / self.values[-1])

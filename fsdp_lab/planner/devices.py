@@ -161,12 +161,12 @@ class Machine:
 
     @property
     def is_measured(self) -> bool:
-        """Returns whether all of it was: the devices, and their network if there are several hosts."""
+        """Whether all of it was measured: the devices, and their network if there are several hosts."""
         return self.device.measured is not None and (self.hosts == 1 or bool(self.collectives))
 
     @property
     def switches_reduce(self) -> bool:
-        """Returns whether NCCL reduces in the switches of the one host. Hosts of four GPUs have none."""
+        """Whether NCCL reduces in the switches of the one host. Hosts of four GPUs have none."""
         newer = self.device.generation in ("hopper", "blackwell")
         return newer and self.device.switched and self.per_host >= 8 and self.hosts == 1
 
@@ -194,7 +194,7 @@ class Machine:
 
 
 # The default network of a host: that of the vendor's reference design or of the usual cloud machine; of A100s, whose
-# networks differ most, the median of the sources in research/data/fsdp_measurements.csv that state theirs.
+# networks differ most, the median of the sources in tests/planner/research/data/fsdp_measurements.csv that state theirs.
 _NETWORKS_GBIT = {"volta": 100.0, "turing": 50.0, "ampere": 800.0, "ada": 400.0, "hopper": 3200.0, "blackwell": 3200.0}
 
 

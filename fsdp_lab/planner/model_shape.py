@@ -102,7 +102,7 @@ class UnitShape:
 
     @cached_property
     def trained_share(self) -> float:
-        """The share of the elements of matrices, which have products for their gradients."""
+        """The trained share of the elements of matrices, which alone have products for their gradients."""
         matrices = {i: n for i, n in enumerate(self.parameters) if not self.shapes or len(self.shapes[i]) >= 2}
         whole = sum(matrices.values())
         return sum(n for i, n in matrices.items() if i not in self.frozen) / whole if whole else 1.0
@@ -293,6 +293,7 @@ def _unit_from_dict(d: Mapping[str, Any]) -> UnitShape:
     products = (MatMul(inputs=i, outputs=o, count=n, share=share) for i, o, n, share in d["products"])
     saved = {k: SavedBytes(per_token_bytes=a, per_pair_bytes=b, fixed_bytes=c) for k, (a, b, c) in d["saved"].items()}
     kernels = {k: tuple(Kernels(count, _size(terms)) for count, terms in v) for k, v in d.get("kernels", {}).items()}
-    read: dict[str, Any] = {name: tuple(d.get(name, ())) for name in ("parameters", "full_precision", "frozen")}
+    read: dict[str, Any] = {name: tuple(d[name]) for name in ("parameters", "full_precision")}
+    read |= {"frozen": tuple(d.get("frozen", ()))}
     read |= {"shapes": tuple(map(tuple, d["shapes"])), "products": tuple(products), "saved": saved, "kernels": kernels}
     return UnitShape(**{**d, **read})

@@ -157,7 +157,8 @@ class StepModel:
         return seconds
 
     def _copied_bytes(self, phase: Phase, elements: int) -> float:
-        """In addition to the collective: all backends copy gradients to one buffer before the reduction."""
+        """Bytes copied beside the collective: of gradients by all backends, before the reduction; of gathered parameters
+        where the backend copies them."""
         copies = phase is Phase.REDUCE or self.spec.strategy.traits.copies_gathered
         payloads = self._collectives(phase, elements) if copies else ()
         return payloads[0][1] if payloads else 0.0
@@ -467,9 +468,8 @@ class Simulation:
             self._copying = begin + self.seconds(action)
             return begin, self._copying
         if action.phase is Phase.UNSHARD:
-            if (
-                self.ahead
-            ):  # until the limiter admits it: `limit` may be in flight or in use, besides what stays gathered
+            # Until the limiter admits it: `limit` may be in flight or in use, besides what stays gathered.
+            if self.ahead:
                 limit = self.schedule.rules.limit
                 needed = self._gathers - limit - len(self.schedule.stays_gathered)
                 ready = self._freed[needed] if limit and 0 <= needed < len(self._freed) else 0.0

@@ -211,9 +211,10 @@ def read(path: Path, *, field: str = "checkpoint") -> Checkpoint:
         for name, nbytes in dict(manifest["files"]).items():
             if not _FILE.fullmatch(name):
                 raise refused(f"names the file {name!r}, which does not lie in it")
-            if not (path / name).exists():
-                raise refused(f"lacks its file {name}")
-            length = (path / name).stat().st_size
+            try:
+                length = (path / name).stat().st_size
+            except OSError:
+                raise refused(f"lacks its file {name}") from None
             if length != nbytes:
                 raise refused(f"is damaged: {name} has {length:,} bytes of {nbytes:,}")
         return _of_manifest(path, manifest)

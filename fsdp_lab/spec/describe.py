@@ -81,9 +81,8 @@ def describe_field(name: str, value: Any) -> str:
 
 def describe_fields(flat: Mapping[str, Any], names: Sequence[str]) -> str:
     """The named fields that are set; all of them if none is."""
-    used = [
-        n for n in names if flat[n] not in (None, {}, UNKNOWN, row_of(n).off) and flat[n] is not False
-    ]  # 0 is a value
+    # 0 is a value.
+    used = [n for n in names if flat[n] not in (None, {}, UNKNOWN, row_of(n).off) and flat[n] is not False]
     if flat.get("backend") != YOURS:
         used = [name for name in used if name != "engine"]  # nobody uses it
     return " ".join(describe_field(name, flat[name]) for name in used or names)

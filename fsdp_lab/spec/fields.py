@@ -15,6 +15,7 @@ from fsdp_lab.base.errors import SpecError, is_number, is_whole
 from fsdp_lab.spec.user_code import UserCode, is_code
 
 AUTO = "auto"
+_WITH_THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+(\.\d+)?")  # commas as people write them, and no decimal ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class FieldRow:
     same_work: bool = False  # with another value the same is trained
     live: bool = False  # the live backend takes a change over
     samples: bool = False  # it decides what the samples are
-    between_ranks: bool = False  # of no use to one rank
+    between_ranks: bool = False  # a plan for one rank keeps its default
     of_text: bool = False  # of no use for images
     of_configs: bool = False  # of no use for a model of the user's own
     code: bool = False  # may be the user's own code
@@ -72,7 +73,7 @@ class FieldRow:
 
     @property
     def is_text(self) -> bool:
-        """Returns whether its control is a line of text."""
+        """Whether its control is a line of text."""
         return not self.choices and self.least is None
 
     def means_none(self, word: str) -> bool:
@@ -81,9 +82,9 @@ class FieldRow:
         return "None" in self.type and word.lower() in words
 
     def read(self, word: str) -> Any:
-        """The value that a word means; the word itself where it means none, which the field then refuses."""
+        """The value that a word means; the word itself if it has no such meaning, which the field then refuses."""
         word = word.strip()
-        plain = word.replace(",", "")
+        plain = word.replace(",", "") if _WITH_THOUSANDS.fullmatch(word) else word
         if self.reads is not None:
             return self.reads(word)
         if "int" in self.type and plain.isdecimal():
@@ -91,15 +92,13 @@ class FieldRow:
         if self.means_none(word):
             return None
         if "tuple" in self.type:
-            return [part.strip() for part in word.split(",") if part.strip()]
+            return [part.strip() for part in word.split(",") if part.strip()] or None
         if "str" in self.type:
             return word
         try:
-            value = json.loads(plain.lower())
-        except json.JSONDecodeError:
+            value = float(plain) if "float" in self.type else json.loads(plain.lower())
+        except ValueError:
             return word
-        if is_number(value) and "float" in self.type:
-            return float(value)
         return value if isinstance(value, int | float) else word
 
     def write(self, value: Any) -> str:

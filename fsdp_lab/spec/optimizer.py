@@ -174,7 +174,7 @@ class TorchOptimizer:
 
     @property
     def is_known(self) -> bool:
-        """Returns whether all of its arguments are known without torch."""
+        """Whether all of its arguments are known without torch."""
         return self.name in _KINDS
 
     @property

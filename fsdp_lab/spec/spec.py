@@ -174,6 +174,7 @@ class Strategy:
     shard_size: int | None = knob(
         None, whole(1), group="Sharding", help="Ranks in one shard group", choices=_group_sizes, between_ranks=True
     )
+    # Ranks that a unit is resharded over after its forward; None: as `sharding` says.
     reshard_size: int | None = knob(
         None, whole(1),
         only(YOURS, (None,), "your engine has one group, that of all ranks"),
@@ -291,12 +292,12 @@ class Strategy:
 
     @property
     def is_lab(self) -> bool:
-        """Returns whether our own engine shards."""
+        """Whether our own engine shards."""
         return self.backend == "lab"
 
     @property
     def is_yours(self) -> bool:
-        """Returns whether the user's own engine shards."""
+        """Whether the user's own engine shards."""
         return self.backend == YOURS
 
     # -- the meaning of `sharding`: use these instead of comparing tokens ------------------------------------------
@@ -548,7 +549,7 @@ def _rule_sharding(spec: Spec) -> None:
         reason = f"{sharding} is not available with {s.backend}: {why}"
         hint = f"use sharding {instead}" + ("" if sharding != "no_shard" else ", or backend ddp")
         raise _invalid("sharding", reason, hint, sharding=traits.shardings[0])
-    whole, factors = 1 if s.is_replicated else world, _divisors(world)
+    whole, factors = 1 if s.is_replicated else world, _divisors(world) if s.is_hybrid else []
     if not s.is_hybrid and size not in (None, whole):
         reason = f"{size} has no meaning with {sharding}: its groups are of {whole}"
         raise _invalid("shard_size", reason, "leave it empty, or choose hybrid_shard", shard_size=None)
@@ -593,8 +594,11 @@ def _rule_sync(spec: Spec) -> None:
 
 
 def _rule_reshard_size(spec: Spec) -> None:
-    s, size, sizes = spec.strategy, spec.strategy.reshard_size, _divisors(spec.world_size)
-    if size is None or (s.sharding == "full_shard" and size in sizes):
+    s, size = spec.strategy, spec.strategy.reshard_size
+    if size is None:
+        return
+    sizes = _divisors(spec.world_size)
+    if s.sharding == "full_shard" and size in sizes:
         return
     if s.sharding != "full_shard":
         reason = f"{s.sharding} does not reshard over all ranks after the forward"
@@ -671,7 +675,8 @@ def changed_dict(base: Spec, changes: Mapping[str, Any]) -> dict[str, Any]:
     """The dict of a Spec with fields replaced by flat name, whether or not it can be run. Raises SpecError for a name."""
     made = base.to_dict()
     for name, value in changes.items():
-        (made[part] if (part := part_of(name)) else made)[name] = value
+        part = part_of(name)
+        (made[part] if part else made)[name] = value
     return made
 
 

@@ -237,7 +237,7 @@ class Workload:
 
     @property
     def is_own(self) -> bool:
-        """Returns whether the model is the user's own code, and the loss and the data with it."""
+        """Whether the model is the user's own code, and the loss and the data with it."""
         return is_code(self.model)
 
     def sent_code(self) -> dict[str, UserCode]:

@@ -79,6 +79,7 @@ def test_the_best_strategy_the_largest_model_and_the_fewest_gpus(capsys: pytest.
         (["--hardware", "h100", "--model", "llama-7c"], "workload.model: 'llama-7c' is neither"),
         (["--hardware", "h100", "--model", "llama-7b", "--ranks", "12", "--hosts", "5"], "use 4"),
         (["--hardware", "h100", "--global-batch", "100"], "global_batch: 100 samples are no multiple of micro_batch"),
+        (["--hardware", "h100", "--ranks", "12", "--sharding", "hybrid_shard"], "8 is not a divisor of 12"),
         (["--hardware", "h100", "--ranks", "1000000"], "world_size: 1,000,000 ranks are refused"),
         (["--hardware", "h100", "--micro-batch", "99999999"], "workload.micro_batch: 99,999,999 samples"),
         (["--hardware", "h100", "--network", "-4"], "network: -4.0 Gb/s is refused"),

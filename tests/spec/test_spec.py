@@ -289,3 +289,14 @@ def test_a_backend_can_be_changed_with_the_default_and_is_refused_with_a_number_
         assert other.replace(backend="lab", sharding="full_shard") == lab
         wrong = [n for n in (None, 0, 1, 2, 3) if other.validate(forward_prefetch=n) is not None]
         assert wrong == [*refused]
+
+
+@pytest.mark.parametrize(("field", "word", "value"), [
+    ("lr", ".0003", 0.0003), ("lr", "+1e-3", 0.001), ("lr", "1,000", 1000.0), ("lr", "3,5", "3,5"), ("lr", "x", "x"),
+    ("clip_norm", "off", None), ("seq_len", "1,024", 1024), ("seq_len", "1,5", "1,5"), ("devices", ",", None),
+    ("devices", "cpu, cpu", ["cpu", "cpu"]), ("compile", "true", True), ("sharding", "zero1", "zero1"),
+])  # fmt: skip
+def test_a_word_is_read_as_people_write_numbers_and_lists(field: str, word: str, value: Any) -> None:
+    """A word that means nothing stays as it is, and the field refuses it."""
+    read = vocabulary.FIELDS[field].read(word)
+    assert read == value and type(read) is type(value)

@@ -1,4 +1,4 @@
-"""torch's FSDP1, after its `_runtime_utils.py`, and FSDP2, after `_fsdp_param_group.py` of torch 2.13.
+"""torch's FSDP1, after its `_runtime_utils.py`, FSDP2, after `_fsdp_param_group.py` of torch 2.13, and DDP.
 
 FSDP1: gradients of a unit's parameters stay separate until autograd concatenates them to one flat gradient, which the unit's
 hook casts, scatters and casts back. Reduced gradients stay until the next forward, since flat parameters hold them after
@@ -7,6 +7,9 @@ hook casts, scatters and casts back. Reduced gradients stay until the next forwa
 FSDP2: an all-gather writes to one buffer, which is copied to the parameters. The buffer is freed at the next unit's copy (in
 the forward) or after its own copy (in the backward). The input of a reduction is freed at the next unit's reduction.
 Gradients of a unit stay separate until its backward is over. The root stays gathered.
+
+DDP: a gradient is copied to its bucket when it is ready. If the reduction has a dtype of its own, a bucket is sent as a
+copy.
 """
 
 from __future__ import annotations
@@ -49,7 +52,22 @@ class HookedMemory(MemoryModel):
         unit = self.shape.call_tree[point.call].unit
         forward, before = point.direction is Direction.FORWARD, point.moment is PointSide.BEFORE
         if point.call == (self._first if forward is before else self._last)[unit]:
-            getattr(self, f"{'pre' if before else 'post'}_{'forward' if forward else 'backward'}")(unit)
+            if forward:
+                (self.pre_forward if before else self.post_forward)(unit)
+            else:
+                (self.pre_backward if before else self.post_backward)(unit)
+
+    def pre_forward(self, unit: int) -> None:
+        raise NotImplementedError
+
+    def post_forward(self, unit: int) -> None:
+        raise NotImplementedError
+
+    def pre_backward(self, unit: int) -> None:
+        raise NotImplementedError
+
+    def post_backward(self, unit: int) -> None:
+        raise NotImplementedError
 
 
 class FSDP1Memory(HookedMemory):
@@ -347,8 +365,6 @@ class FSDP2Memory(HookedMemory):
 
 
 # -- torch's DDP: parameters, gradients in buckets and optimizer state, unsharded on every rank ----------------------
-#
-# A gradient is copied to its bucket when it is ready. If the reduction has a dtype of its own, a bucket is sent as a copy.
 
 
 class DDPMemory(MemoryModel):

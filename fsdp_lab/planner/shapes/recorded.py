@@ -1,4 +1,4 @@
-"""`shape_of`: the `ModelShape` of a config: units, matrix products, and the tapes of a step.
+"""`shape_of`: the `ModelShape` of a config: units, matrix products, and the tapes of a step. `own_shape`: of a user's.
 
 The model is built on meta. If its blocks are equal, a model of five blocks (the first two, a middle one, the last two) is
 recorded and the middle one is repeated, so a model of 126 layers takes as long as one of five.
@@ -281,10 +281,6 @@ def write_shapes(path: Path) -> None:
     path.write_bytes(gzip.compress(json.dumps(jsons).encode(), mtime=0))
 
 
-if __name__ == "__main__":
-    write_shapes(Path(__file__).parents[1] / "data" / "shapes.json.gz")
-
-
 # -- `own_shape`: of a module of the user's own ----------------------------------------------------------------------
 #
 # A sample counts as one token, as an image does in a convolutional network. What grows with samples is told by a prime
@@ -331,3 +327,7 @@ def own_shape(workload: Workload, wrap: str) -> ModelShape:
 
 def _unknown(reason: str) -> SpecError:
     return SpecError("workload.model", f"it cannot be planned: {reason}", "measure it: a run needs no plan")
+
+
+if __name__ == "__main__":
+    write_shapes(Path(__file__).parents[1] / "data" / "shapes.json.gz")

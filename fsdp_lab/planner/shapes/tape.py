@@ -307,8 +307,7 @@ class _Run:
         self.recorder.point(Point(direction, k, moment))
 
     def _current(self) -> tuple[list[list[int]], CallRecord | None]:
-        """The innermost call, which is the root's also before it and after it: what it launches, and in the forward its
-        record."""
+        """The kernels of the innermost call, which is the root's also before and after it, and in the forward its record."""
         call = self._backward_call if self._backward else self._open[-1] if self._open else 0
         if call >= len(self.records):
             return [], None
