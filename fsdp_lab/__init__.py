@@ -98,10 +98,8 @@ _first_use, __dir__ = lazy_names(__name__, _HOMES)
 
 def __getattr__(name: str) -> Any:
     try:
-        value = _first_use(name)
+        return _first_use(name)
     except ModuleNotFoundError as e:
         from fsdp_lab.base.errors import not_installed
 
         raise not_installed(f"{__name__}.{name}", e) from None
-    globals()[name] = value  # the next access does not come here
-    return value

@@ -17,7 +17,9 @@ from fsdp_lab.backends.wrapping import context_of, name_flat_units, prepare
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.events import Role
 from fsdp_lab.engine.flat import FlatBuffer
+from fsdp_lab.engine.memory import free
 from fsdp_lab.engine.parameters import sharded_form
+from fsdp_lab.engine.scaling import upcast_gradients
 from fsdp_lab.engine.state import shard_of
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.spec.param_groups import key_of
@@ -88,17 +90,17 @@ class FlatBackend(FlatTensors, Backend):
         super().__init__(skeleton, shards.of(skeleton), deferred, spec, mesh, device)
         self.optimizer.register_step_pre_hook(lambda optimizer, *_: engine.split_unused(skeleton, optimizer))
         if spec.strategy.dtypes.keep_low_precision_gradients:  # torch's optimizers need the dtype of the shards
-            self.optimizer.register_step_pre_hook(lambda *_: engine.upcast_gradients(skeleton))
+            self.optimizer.register_step_pre_hook(lambda *_: upcast_gradients(skeleton))
 
     def gradient(self, shard: engine.ParamShard) -> Tensor | None:
         p = shard.sharded
         if p is not None and p.grad is not None and p.grad.dtype != p.dtype:
-            engine.upcast_gradients(self.module)  # they would underflow when clipped or unscaled in a lower precision
+            upcast_gradients(self.module)  # they would underflow when clipped or unscaled in a lower precision
         return None if p is None or p.grad is None else local_tensor(p.grad)
 
     def gradients(self) -> list[Tensor]:
         """One for each flat buffer."""
-        engine.upcast_gradients(self.module)
+        upcast_gradients(self.module)
         return [t for t in self._gradients() if t.numel()]
 
     def _gradients(self) -> Iterator[Tensor]:
@@ -116,7 +118,7 @@ class FlatBackend(FlatTensors, Backend):
 
     def release(self, busy: Collection[int] = ()) -> None:
         super().release(busy)
-        engine.free(self.module, busy=busy)
+        free(self.module, busy=busy)
 
 
 class _Shards:

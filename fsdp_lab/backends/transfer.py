@@ -236,11 +236,7 @@ def plan_transfers(
     """The transfers of all ranks, in order. `held`, `wanted`: by rank. Raises ValueError if no rank holds what one wants."""
     plan: list[Transfer] = []
     for name in names:
-        ranges = [layout[name] for layout in held]
-        segments: list[tuple[int, int, list[int]]] = []  # between the ends of all ranges, with the ranks that hold each
-        for left, right in pairwise(sorted({edge for bounds in ranges for edge in bounds})):
-            if holders := [rank for rank, (start, stop) in enumerate(ranges) if start <= left and right <= stop]:
-                segments.append((left, right, holders))
+        segments = list(_segments([layout[name] for layout in held]))
         for target, layout in enumerate(wanted):
             at, stop = layout[name]
             for left, right, holders in segments:
@@ -251,6 +247,13 @@ def plan_transfers(
             if at < stop:
                 raise ValueError(f"no rank holds {name}[{at}:{stop}]")
     return plan
+
+
+def _segments(ranges: Sequence[state.Range]) -> Iterator[tuple[int, int, list[int]]]:
+    """Yields the intervals between the ends of all ranges, in order, each with the ranks that hold it."""
+    for left, right in pairwise(sorted({edge for bounds in ranges for edge in bounds})):
+        if holders := [rank for rank, (start, stop) in enumerate(ranges) if start <= left and right <= stop]:
+            yield left, right, holders
 
 
 def _part(t: Transfer, parts: Parts) -> Tensor:

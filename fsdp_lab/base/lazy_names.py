@@ -14,7 +14,9 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{homes[name]}"), name)
+        value = getattr(import_module(f"{package}.{homes[name]}"), name)
+        vars(sys.modules[package])[name] = value  # the next access does not come here
+        return value
 
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *homes})

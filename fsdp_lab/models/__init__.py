@@ -46,4 +46,5 @@ _HOMES = {
 }
 
 __all__ = sorted(_HOMES)
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+if not TYPE_CHECKING:  # a `__getattr__` would let any name pass
+    __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -44,4 +44,5 @@ _NAMES = {
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_HOMES)
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+if not TYPE_CHECKING:  # a `__getattr__` would let any name pass
+    __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -307,13 +307,23 @@ class WireContext:
         """Like `unit_scope`, until the next call: for callers that cannot tell when all collectives are issued."""
         self._unit = unit
 
-    def record_issue(self, group: str, *, whole_group: bool, **sent: Any) -> Collective:
-        """Number and meter a collective; `whole_group`: all ranks of the group issue it. `sent`: its other fields. Raises
-        RankAborted."""
+    def record_issue(
+        self, group: str, *, whole_group: bool, kind: str, size: int, payload_bytes: int, link_bytes: int, dtype: str
+    ) -> Collective:
+        """Number and meter a collective; `whole_group`: all ranks of the group issue it. Raises RankAborted."""
         self.check()
-        ordinal, issue_s = self._ordinals[group] if whole_group else -1, time.perf_counter()
-        unit, sequence = self._unit, self._sequence
-        issued = Collective(sequence=sequence, group=group, ordinal=ordinal, unit=unit, issue_s=issue_s, **sent)
+        issued = Collective(
+            sequence=self._sequence,
+            group=group,
+            ordinal=self._ordinals[group] if whole_group else -1,
+            unit=self._unit,
+            kind=kind,
+            size=size,
+            payload_bytes=payload_bytes,
+            link_bytes=link_bytes,
+            dtype=dtype,
+            issue_s=time.perf_counter(),
+        )
         self._ordinals[group] += whole_group
         self._sequence += 1
         self.last = issued

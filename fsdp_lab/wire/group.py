@@ -519,16 +519,16 @@ class Wire(dist.ProcessGroup):
         is of a transfer between two ranks."""
         tensors, whole_group, streams = [*inputs, *outputs], direction is LinkDirection.BOTH, self.context.streams
         _check_plain(tensors)
-        # Before the first collective over NCCL, which makes the communicator, all ranks come to a barrier over Gloo: making
-        # it waits for all ranks, and cannot be aborted.
-        nccl = self._carrier(tensors)
-        if nccl is not None and not nccl.met and whole_group and self._size > 1:
-            nccl.met = True
-            self.barrier().wait()
-        sent: dict[str, Any] = {"kind": kind, "size": self._size, "payload_bytes": payload_bytes}
-        sent["link_bytes"] = link_bytes(kind, payload_bytes, self._size) if bytes_ is None else bytes_
-        sent["dtype"] = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
-        issued = self.context.record_issue(self._name_, whole_group=whole_group, **sent)
+        self._meet(whole_group, tensors)
+        issued = self.context.record_issue(
+            self._name_,
+            whole_group=whole_group,
+            kind=kind,
+            size=self._size,
+            payload_bytes=payload_bytes,
+            link_bytes=link_bytes(kind, payload_bytes, self._size) if bytes_ is None else bytes_,
+            dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+        )
         self.context.reserve_link(issued, direction)
         if self.context.on_issue is not None:
             self.context.on_issue([*tensors, *(results or ())])
@@ -566,6 +566,14 @@ class Wire(dist.ProcessGroup):
         if self._together is not None:
             self._together.append(work)
         return work
+
+    def _meet(self, whole_group: bool, tensors: list[Tensor]) -> None:
+        """Before the first collective over NCCL, which makes the communicator, all ranks come to a barrier over Gloo: making
+        it waits for all ranks, and cannot be aborted."""
+        nccl = self._carrier(tensors)
+        if nccl is not None and not nccl.met and whole_group and self._size > 1:
+            nccl.met = True
+            self.barrier().wait()
 
     def _issue(self, call: _InnerCall, group: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
         """Issue an operation of an inner group, out of a profiler's sight where the context says so."""

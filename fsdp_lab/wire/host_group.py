@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from fsdp_lab.wire.arena import Arena, ArenaBlock, Mapping as MappedFile
-from fsdp_lab.wire.shared_memory import Contents, SharedGroup, SharedWork, What
+from fsdp_lab.wire.shared_memory import Check, Contents, Peers, SharedGroup, SharedWork, What
 
 _SETTLE_S = 1e-4  # between two looks at what others have read
 _FIXED, _POPULATE, _NORESERVE, _NO_ACCESS = 0x10, 0x8000, 0x4000, 0  # of mmap, on Linux; the module lacks some
@@ -143,8 +143,10 @@ def _libc() -> Any:
 class HostGroup(SharedGroup):
     """The `SharedGroup` of tensors on the host. Memory for what is sent can be had from it: see the note."""
 
-    def __init__(self, rank: int, size: int, arena: Arena, *rest: Any) -> None:
-        super().__init__(rank, size, arena, *rest)
+    def __init__(
+        self, rank: int, size: int, arena: Arena, peers: Peers, senders: Peers, check: Check, timeout_s: float
+    ) -> None:
+        super().__init__(rank, size, arena, peers, senders, check, timeout_s)
         self._host = arena
         self._mapped: WeakValueDictionary[int, MappedShards] = WeakValueDictionary()  # by the address of the whole
         arena.watch(self.poll)

@@ -405,8 +405,7 @@ class SharedGroup:
         self, what: What, offers: Mapping[int, Tensor], opts: Any, output: Tensor | None, own: Tensor, **how: bool
     ) -> SharedWork:
         """What all ranks give is combined in the output; None: another rank has it."""
-        if opts.reduceOp.op not in _COMBINE:
-            raise RuntimeError(f"{opts.reduceOp.op} is no reduction of this process group")
+        _check_operator(opts)
 
         def finish(contents: Contents) -> None:
             if output is not None:
@@ -416,6 +415,7 @@ class SharedGroup:
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> SharedWork:
         """output: [n], which may be its part of the input: [W * n]"""
+        _check_operator(opts)
         if output.untyped_storage().data_ptr() != input.untyped_storage().data_ptr():
             self._arena.keep_private(output)
         flat = input.detach().reshape(-1)
@@ -546,6 +546,11 @@ def _split(whole: Tensor, splits: Sequence[int], size: int) -> list[Tensor]:
     if not splits:
         return list(rows.view(size, -1)) if rows.numel() else [rows] * size
     return list(torch.split(rows, list(splits)))
+
+
+def _check_operator(opts: Any) -> None:
+    if opts.reduceOp.op not in _COMBINE:
+        raise RuntimeError(f"{opts.reduceOp.op} is no reduction of this process group")
 
 
 def _combine(opts: Any, output: Tensor, own: Tensor, rank: int, contents: Contents) -> None:

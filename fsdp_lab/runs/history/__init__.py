@@ -17,4 +17,5 @@ if TYPE_CHECKING:
 _HOMES = {"History": "history", "HistoryError": "database", "RunList": "stored_run", "StoredRun": "stored_run"}
 
 __all__ = sorted(_HOMES)
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+if not TYPE_CHECKING:  # a `__getattr__` would let any name pass
+    __getattr__, __dir__ = lazy_names(__name__, _HOMES)
