@@ -296,7 +296,7 @@ class StepEvent:
 
     @property
     def counts(self) -> bool:
-        """Returns whether medians include the step's time."""
+        """Whether medians include the step's time."""
         return not (self.first_after_switch or self.ledger or self.inspected or self.slow)
 
     def to_dict(self) -> dict[str, Any]:

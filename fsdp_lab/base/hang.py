@@ -64,7 +64,7 @@ class LoopPlace(enum.StrEnum):
 
     @property
     def inside(self) -> bool:
-        """Returns whether it is in the loop."""
+        """Whether it is in the loop."""
         return self not in (LoopPlace.NONE, LoopPlace.OVER)
 
 
@@ -111,7 +111,7 @@ class Heartbeat:
 
     @property
     def loops(self) -> bool:
-        """Returns whether it is in a watched loop."""
+        """Whether it is in a watched loop."""
         return LoopPlace(self.loop).inside
 
     @property
@@ -336,32 +336,35 @@ def _mismatch(longest: Heartbeat, heartbeats: Heartbeats, waiting: Heartbeats) -
         for one in heartbeat.recent:
             if one.group == group and one.ordinal >= 0:
                 by_ordinal.setdefault(one.ordinal, {})[heartbeat.rank] = one
-    for _, issued in sorted(by_ordinal.items()):
-        alike: dict[tuple[object, ...], list[int]] = {}  # ranks that have issued the same collective
-        for rank, one in sorted(issued.items()):
-            payload = one.payload_bytes if one.kind in _SAME_PAYLOAD else 0
-            alike.setdefault((one.kind, one.unit, payload), []).append(rank)
-        if len(alike) == 1:
-            continue
-        parties = sorted(alike.values(), key=lambda ranks: (-len(ranks), ranks[0]))
-        issues = []
-        for ranks in parties[:_MAX_STACKS]:
-            one = issued[ranks[0]]
-            nbytes = f", {one.payload_bytes:,} bytes" if one.payload_bytes else ""
-            issues.append(f"{_ranks(ranks)} issued {one.label}{nbytes}")
-        named = [rank for ranks in parties[1:] for rank in ranks]
-        differs = f"{' and '.join(issues)}; one was skipped, or their order differs"
-        waits = f"Rank {longest.rank} has waited {longest.pending_s:.1f} s in {longest.pending.label}"
-        return Hang(
-            sentence=f"the ranks disagree about a collective of group {group}: {differs}. {waits}",
-            ranks=tuple(named),
-            absent=tuple(rank for rank in named if rank not in waiting),
-            collective=issued[parties[0][0]],
-            waiting=_waiting_in(longest.pending, waiting),
-            waited_s=longest.pending_s,
-            stacks=_stacks([named[0], parties[0][0]], heartbeats, {}),
-        )
-    return None
+    issued = next((by_rank for _, by_rank in sorted(by_ordinal.items()) if len(_parties(by_rank)) > 1), None)
+    if issued is None:
+        return None
+    parties, issues = _parties(issued), []
+    for ranks in parties[:_MAX_STACKS]:
+        one = issued[ranks[0]]
+        nbytes = f", {one.payload_bytes:,} bytes" if one.payload_bytes else ""
+        issues.append(f"{_ranks(ranks)} issued {one.label}{nbytes}")
+    named = [rank for ranks in parties[1:] for rank in ranks]
+    differs = f"{' and '.join(issues)}; one was skipped, or their order differs"
+    waits = f"Rank {longest.rank} has waited {longest.pending_s:.1f} s in {longest.pending.label}"
+    return Hang(
+        sentence=f"the ranks disagree about a collective of group {group}: {differs}. {waits}",
+        ranks=tuple(named),
+        absent=tuple(rank for rank in named if rank not in waiting),
+        collective=issued[parties[0][0]],
+        waiting=_waiting_in(longest.pending, waiting),
+        waited_s=longest.pending_s,
+        stacks=_stacks([named[0], parties[0][0]], heartbeats, {}),
+    )
+
+
+def _parties(issued: Mapping[int, Issued]) -> list[list[int]]:
+    """Returns the ranks that have issued the same collective, the largest party first."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for rank, one in sorted(issued.items()):
+        payload = one.payload_bytes if one.kind in _SAME_PAYLOAD else 0
+        alike.setdefault((one.kind, one.unit, payload), []).append(rank)
+    return sorted(alike.values(), key=lambda ranks: (-len(ranks), ranks[0]))
 
 
 def _ranks(ranks: Collection[int]) -> str:

@@ -1,8 +1,8 @@
 """Processes of this machine: an `Identity` that survives reuse of the pid, and the processes of a cluster.
 
-Every process that a cluster starts inherits a token in its environment (`MARK`), as do grandchildren, and processes that
-were being started when their owner died. psutil compares creation times before it sends a signal, so no reused pid is
-signalled.
+Every process that a cluster starts inherits a token in its environment (`MARK`). So grandchildren are found too, and
+processes that were being started when their owner died. psutil compares creation times before it sends a signal, so no
+reused pid is signalled.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def host_id() -> str:
 
 
 def ranks_per_host(hosts: Sequence[str]) -> int:
-    """The number of ranks that each of these hosts has, by rank, if all have as many and those of each follow one another;
-    else the number of all."""
+    """How many ranks each host has, if all have as many and those of each follow one another; else the number of all.
+    `hosts`: of each rank, in rank order."""
     n = len(hosts) // max(1, len(set(hosts)))
     alike = all(len(set(hosts[i : i + n])) == 1 for i in range(0, len(hosts), n or 1))
     return n if n * len(set(hosts)) == len(hosts) and alike else len(hosts)

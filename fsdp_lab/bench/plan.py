@@ -163,12 +163,12 @@ class BenchPlan:
 
     @property
     def shares_memory(self) -> bool:
-        """Returns whether the lab's wire is over shared memory, where the machine has it."""
+        """Whether the lab's wire is over shared memory, where the machine has it."""
         return set(self.devices) == {"cpu"} or self.shares_gpu
 
     @property
     def shares_gpu(self) -> bool:
-        """Returns whether several ranks use one GPU; then torch's own groups are Gloo's."""
+        """Whether several ranks use one GPU; then torch's own groups are Gloo's."""
         return self.devices[:1] != ("cpu",) and len(set(self.devices)) < len(self.devices)
 
     @classmethod

@@ -144,7 +144,7 @@ def _tensors(group: Wire, nbytes: int) -> tuple[Tensor, Tensor]:
     """The whole, [W * n], and a rank's part, [n], in fp32."""
     n = nbytes // 4 // group.size()
     pool, numel = group.buffer_pool, group.size() * n
-    whole = torch.empty(numel) if pool is None else pool.empty(numel, torch.float32)
+    whole = torch.empty(numel, dtype=torch.float32) if pool is None else pool.empty(numel, torch.float32)
     return whole.normal_(), torch.randn(n)
 
 

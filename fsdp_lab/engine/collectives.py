@@ -1,4 +1,4 @@
-"""Collectives of flat buffers, and `CommHandle`, which waits for them. See "Note: streams and lifetimes" in streams.py.
+"""Collectives of flat buffers, and `CommHandle`, which waits for them. See "Note: streams and lifetimes" in base/streams.py.
 
 On a CPU there are no streams: Gloo's threads move the bytes while Python goes on, and `wait` blocks until they have arrived.
 What remains to be done then (`then`) runs in the thread that waits; on a GPU it is queued on the stream at once.

@@ -166,8 +166,8 @@ class AbortMonitor:
             self._bounded.call(lambda store: store.compare_set(key, "", entry))  # the first reason wins
 
     def announced(self, epoch: int) -> tuple[str, bool] | None:
-        """Returns why a rank aborted this epoch, and whether in the current call: a rank that entered it first has already
-        left it again then. None: no rank did."""
+        """Returns why a rank aborted this epoch, and whether it did so in the current call, which the ranks that entered it
+        first have then left already. None: no rank aborted it."""
         if not self._store.check([f"abort/{epoch}"]):
             return None
         turn, _, why = self._store.get(f"abort/{epoch}").decode().partition(" ")

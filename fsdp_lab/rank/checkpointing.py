@@ -1,7 +1,8 @@
-"""`Checkpointer`: the checkpoints of one rank. Training stops for a snapshot, and continues while it is written.
+"""`Checkpointer`: the checkpoints of one rank. Training stops for a snapshot, and continues while it is written. `spread`
+brings their files to hosts that lack them.
 
-Note: no collective. A snapshot is the rank's own share, copied to the host; a thread writes it. Ranks report through
-rank 0's store that their file is on disk, and rank 0 commits the files as a checkpoint
+Note: writing needs no collective. A snapshot is the rank's own share, copied to the host; a thread writes it. Ranks
+report through rank 0's store that their file is on disk, and rank 0 commits the files as a checkpoint
 (`fsdp_lab.spec.checkpoint_format`). So writing is not ordered with training, and a rank that dies meanwhile leaves an
 incomplete checkpoint and blocks no other rank."""
 
@@ -208,13 +209,15 @@ class Checkpointer:
                         raise TimeoutError(f"{late} {why}")
                 parts.append(json.loads(self._store.get(_key(partial, rank))))
                 self._store.delete_key(_key(partial, rank))
-            error = "; ".join(f"rank {rank}: {part['error']}" for rank, part in enumerate(parts) if "error" in part)
+        except (TimeoutError, RuntimeError) as e:
+            discard(partial)
+            return {"path": None, "bytes": 0, "error": _message(e)}
+        error = "; ".join(f"rank {rank}: {part['error']}" for rank, part in enumerate(parts) if "error" in part)
+        try:
             if not error:
                 made = finish(partial, parts, kind=kind)
                 prune(partial.parent, made.run, last=last)
                 return {"path": str(made.path), "bytes": made.nbytes, "error": ""}
-        except (TimeoutError, RuntimeError) as e:  # of the reports
-            error = _message(e)
         except (OSError, ValueError) as e:
             error = f"rank 0: {_message(e)}"
         discard(partial)

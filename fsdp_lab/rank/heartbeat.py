@@ -153,7 +153,8 @@ class HeartbeatThread:
             before, state = state, (last.sequence if last else -1, activity.working)
             if progress := state != before:
                 progress_s = now
-            interval_s = PERIOD_S if activity.working != progress else WORKING_S if progress else IDLE_S
+            as_usual = activity.working == progress
+            interval_s = PERIOD_S if not as_usual else WORKING_S if progress else IDLE_S
             if not at_once and now - sent_s < interval_s - 0.1:
                 continue
             still = now - progress_s > STILL_S or not activity.working

@@ -293,7 +293,7 @@ class LinkEmulation:
             groups = {"shards": sharded.shard_group, "replicas": sharded.replicate_group}
             wires = {name: group for name, group in groups.items() if isinstance(group, Wire)}
             if len(wires) == 1:
-                wires = dict(zip(["ranks"], wires.values(), strict=True))
+                wires = {"ranks": next(iter(wires.values()))}
             return tuple(Carrier(between=b, name=w.carrier, bytes_per_s=self.measure(w)) for b, w in wires.items())
 
         return measured

@@ -54,7 +54,7 @@ class Session:
         memory_cap: the fraction of the GPU's memory for this rank, if ranks share a GPU.
         shared_gpu_ranks: how many ranks use this rank's GPU.
         on_event: called with each step event, as a dict, when the step ends.
-        on_loop: called with the messages of a loop that is not ours (watch.py); None: they go nowhere.
+        on_loop: called with the messages of a loop that is not ours (watch/loop.py); None: they go nowhere.
         on_heartbeat: called with each `fsdp_lab.base.hang.Heartbeat`, as a dict, in a separate thread; the caller then
             looks for hangs. None: the ranks do so themselves.
         hang_s: in that case, how long a collective may wait for a rank; None: half of `timeout_s`.
@@ -374,7 +374,7 @@ class Session:
 
     def spread(self, path: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Make every host have the files of a checkpoint that some have; collective. Returns {"bytes"} that this rank wrote.
-        See `spread`."""
+        See `checkpointing.spread`."""
         self._leave_slow_motion()
         with self._protocol.collective_call():
             self._reopen()
@@ -454,8 +454,15 @@ class Session:
     def loop_host(self, publish: Callable[[dict[str, Any]], None] | None = None) -> LoopHost:
         """For a loop of a user's on this rank. `publish`: takes its messages where no kernel does."""
         publish = self._on_loop or publish or (lambda message: None)
-        host = LoopHost(info=self.info, context=self.context, world=self.world, publish=publish, notes=self._notes)
-        return dataclasses.replace(host, guard=self._protocol.loop, progress=self._loop)
+        return LoopHost(
+            info=self.info,
+            context=self.context,
+            world=self.world,
+            publish=publish,
+            notes=self._notes,
+            guard=self._protocol.loop,
+            progress=self._loop,
+        )
 
     @property
     def has_kernel(self) -> bool:
@@ -506,7 +513,8 @@ class Session:
         backend = self.trainer.backend if self.trainer else None
         parts = {"model": "module", "optimizer": "optimizer", "mesh": "mesh"}
         own = {name: getattr(self.info, name) for name in ("rank", "world_size", "device")}
-        return {"session": self, **{name: getattr(backend, part, None) for name, part in parts.items()}, **own}
+        made = {name: getattr(backend, part) if backend else None for name, part in parts.items()}
+        return {"session": self, **made, **own}
 
     def close(self) -> None:
         """Release everything. Other ranks are not needed."""

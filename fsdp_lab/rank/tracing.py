@@ -120,9 +120,9 @@ class StepTrace:
         copied = [(start - begin_s, end - begin_s) for _, start, end in copies]
         changes = [m for i, m in enumerate(self._marks) if not i or m[1:] != self._marks[i - 1][1:]]
         all_spans = list(spans(collectives, begin_s))
+        others = [*stalls, *copied]
         for (start, name, unit), (stop, _, _) in pairwise(changes):
-            interval = (self._seconds(start), self._seconds(stop))
-            parts = _without(interval, [*stalls, *copied]) if name else ()
+            parts = _without((self._seconds(start), self._seconds(stop)), others) if name else ()
             all_spans += [_span(Track.COMPUTE, name, unit, p) for p in parts if p[1] - p[0] >= _SHORTEST_S]
         for (unit, _, _), interval in zip(copies, copied, strict=True):
             all_spans += [_span(Track.HOST_COPY, "host_copy", unit, part) for part in _without(interval, stalls)]

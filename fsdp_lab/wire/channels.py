@@ -239,7 +239,7 @@ class SharedPeer:
 
     @property
     def is_gone(self) -> bool:
-        """Returns whether the other rank has left, or has ended."""
+        """Whether the other rank has left, or has ended."""
         return self._connection.is_gone
 
     def leave(self) -> None:

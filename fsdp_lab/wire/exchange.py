@@ -49,7 +49,7 @@ class PeerConnection:
 
     @property
     def is_gone(self) -> bool:
-        """Returns whether it has closed the connection, or has ended."""
+        """Whether it has closed the connection, or has ended."""
         try:
             return not self.socket.recv(1, MSG_PEEK)
         except BlockingIOError:

@@ -61,7 +61,7 @@ class Nccl:
         nccl: Any = dist.ProcessGroupNCCL  # not in a build for a CPU
         options = nccl.Options()
         options._timeout = timeout
-        options.is_high_priority_stream = True  # as engine/streams.py says of its own
+        options.is_high_priority_stream = True  # as base/streams.py says of its own
         own = {"supports_time_estimate": False}  # of what it estimates it sends nothing, and completes no work
         with _own_settings():
             return type("ProcessGroupNCCL", (nccl,), own)(store, rank, size, options)

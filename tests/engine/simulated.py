@@ -188,7 +188,7 @@ class Work:
 
 
 class SimulatedDevice(TorchDispatchMode):
-    """`Streams` (engine/streams.py), and a mode within which all that is given to them is seen.
+    """`Streams` (base/streams.py), and a mode within which all that is given to them is seen.
 
     Args:
         without: a wait that is left out.

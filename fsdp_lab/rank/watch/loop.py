@@ -432,7 +432,8 @@ class Watch:
 
     def _make_events(self) -> None:
         ended, self._ended = self._ended, []
-        self._waiting += [self._event(one).to_dict() for one in ended]
+        for one in ended:  # if one cannot be read, those before it still go out
+            self._waiting.append(self._event(one).to_dict())
         if time.perf_counter() - self._published_s >= PUBLISH_EVERY_S:
             self._publish({})
 
