@@ -19,7 +19,7 @@ PACKAGE = REPO / "fsdp_lab"
 FEATURES = {
     "watch": r"watch|watched|loops|found|flop_count|torchrun",
     "yours": r"your\w*|engine_check",
-    "checkpoints": r"checkpoint\w*|saving\w*|recovery",
+    "checkpoints": r"checkpoint\w*|saving\w*|recovery|shard_files",
     "what-if": r"what_?if|question|page",
     "slow motion": r"slow_motion|holdings",
 }

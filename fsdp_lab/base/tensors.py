@@ -94,9 +94,6 @@ def view_inputs(value: Any) -> tuple[Any, list[Tensor]]:
     return map_tensors(view, value), views
 
 
-# -- leaves of autograd ------------------------------------------------------------------------------------------------
-
-
 class LeafOfSharded(nn.Parameter):
     """What stands for a sharded parameter while it is gathered, or did. Its gradient is that one's: what autograd leaves
     here is taken at once. Writes to its `.data` count as writes to it."""

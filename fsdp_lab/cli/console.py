@@ -41,9 +41,6 @@ class Failed(Exception):
     """The command was started and failed. `str()` is a sentence. Exit code 1."""
 
 
-# -- arguments -------------------------------------------------------------------------------------------------------
-
-
 def add_command(commands: Any, name: str, help_text: str) -> argparse.ArgumentParser:
     """Adds a command, or an action of one, to what `add_subparsers` returned."""
     about = f"{help_text[0].upper()}{help_text[1:]}."
@@ -66,8 +63,6 @@ def memory_limit(args: argparse.Namespace) -> int | None:
         raise Refused(f"--memory {args.memory:g} is refused; give the GiB of a device, such as 80")
     return int(args.memory * GIB)
 
-
-# -- ranks on other hosts --------------------------------------------------------------------------------------------
 
 COMMON = ("gpus_per_host", "ranks_per_host", "python")
 OF_SLURM = ("time", "partition", "account", "qos")
@@ -108,9 +103,6 @@ def hosts_of(args: argparse.Namespace) -> Hosts | None:
     return ssh_hosts(args.ssh, **common, ssh_args=("-F", args.ssh_config) if args.ssh_config else ())
 
 
-# -- signals ---------------------------------------------------------------------------------------------------------
-
-
 class CommandEnded(KeyboardInterrupt):
     """SIGTERM or SIGHUP (a closed terminal), raised where Ctrl-C would be, so that both clean up alike."""
 
@@ -147,9 +139,6 @@ def _handler(handler: Any, *names: str) -> Iterator[None]:
             signal.signal(number, previous)
 
 
-# -- output ----------------------------------------------------------------------------------------------------------
-
-
 def terminal() -> Console:
     """The terminal. A log or a pipe instead of one gets lines that are wide enough for the tables."""
     from rich.console import Console
@@ -177,9 +166,6 @@ def live(console: Console, *, transient: bool = False) -> Iterator[Callable[[Ren
         return
     with Live(console=console, refresh_per_second=5, transient=transient) as drawn:
         yield drawn.update
-
-
-# -- files of results --------------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
@@ -217,9 +203,6 @@ def check_file(file: Path | None) -> None:
 def write_file(file: Path, content: Mapping[str, Any]) -> None:
     """Writes JSON atomically: a reader never sees half a file."""
     files.write_whole(file, (json.dumps(content, indent=1) + "\n").encode(), field="--json")
-
-
-# -- a lab, and the wait for its runs ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -129,9 +129,6 @@ def report(args: argparse.Namespace) -> int:
     return 0
 
 
-# -- persistent ranks ---------------------------------------------------------------------------------------------------
-
-
 def add_ranks_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     end = "end the ranks with these ids; without an id, all that no kernel uses"

@@ -92,9 +92,6 @@ def shipped_notebooks() -> Path | None:
     return None
 
 
-# -- address and port ------------------------------------------------------------------------------------------------
-
-
 def free_port(ip: str, wanted: int | None) -> int:
     """The wanted port; by default the first free one from 8888 on. Raises Refused: the wanted port is in use or not allowed
     (a free one is named), or the address is not of this machine."""
@@ -139,9 +136,6 @@ def reachable(ip: str) -> str:
 
 def is_root() -> bool:
     return hasattr(os, "geteuid") and os.geteuid() == 0
-
-
-# -- the server ------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -78,9 +78,6 @@ def what_servers_need() -> list[str]:
     return lines
 
 
-# -- extensions and servers --------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Extension:
     """A prebuilt JupyterLab extension: the pip requirement that brings it, and its folder below `labextensions`."""

@@ -174,9 +174,6 @@ def show_plans(plans: Sequence[Plan], scaling: Sequence[Plan], bottleneck: str) 
     say("\n".join([*sentences(plan), *(f"\n{table!r}" for table in tables), "", end]))
 
 
-# -- a page without a kernel --------------------------------------------------------------------------------------------
-
-
 def write_page(args: argparse.Namespace) -> int:
     """Writes the page. Raises Refused and FieldError before anything is predicted."""
     limit_bytes = memory_limit(args)

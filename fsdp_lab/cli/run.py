@@ -235,9 +235,6 @@ def rank_table(latest: Sequence[StepEvent]) -> Table:
     return Table(columns=columns, rows=tuple(rows))
 
 
-# -- a Spec, or a trained model, for other programs ---------------------------------------------------------------------
-
-
 def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("spec", type=Path, help='a file with {"workload": {...}, "strategy": {...}, "world_size": 2}')
     to = "script: for torchrun, with torch's own FSDP2, FSDP1 or DDP; accelerate: for accelerate launch --config_file"

@@ -105,9 +105,6 @@ class Engines(ABC):
         """Ends what we started, in about 5 s at most. Idempotent."""
 
 
-# -- engines of the user ---------------------------------------------------------------------------------------------
-
-
 class ExternalEngines(Engines):
     """The engines of a running ipyparallel cluster, which are never ended. `source`: see `connect`."""
 

@@ -89,9 +89,6 @@ class Placement:
         return cls(seats=tuple(Seat(**seat) for seat in d["seats"]), notes=tuple(d["notes"]))
 
 
-# -- facts -----------------------------------------------------------------------------------------------------------
-
-
 def probe(
     query: Callable[[], GpuReport] = nvml.query,
     *,
@@ -151,9 +148,6 @@ def torch_cuda_version() -> str | None:
         return None
     match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
     return match.group(1) if match else None
-
-
-# -- decisions -------------------------------------------------------------------------------------------------------
 
 
 def place(hosts: Sequence[Host], devices: Sequence[str] | None = None, *, take_busy: bool = False) -> Placement:

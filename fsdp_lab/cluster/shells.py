@@ -116,8 +116,6 @@ def started(command: Sequence[str], sent: bytes, environment: Mapping[str, str] 
     return Command(process, output, error)
 
 
-# -- SSH -------------------------------------------------------------------------------------------------------------
-
 SSH_FAILURES = {  # what ssh says of the host {host} -> what it means and what to do
     r"Permission denied|Too many authentication failures": "{host} refuses the login ({line}): put your key there with "
     "ssh-copy-id {host}, and load it with ssh-add",

@@ -128,8 +128,6 @@ class SlurmEngines(HostEngines):
             raise StartError(f"Slurm granted no job: {said or 'salloc says nothing'}")
         self._job = granted.group(1)
 
-    # -- engines ----------------------------------------------------------------------------------------------------
-
     def _agents(self, counts: Mapping[str, int]) -> dict[str, HostAnswer]:
         running: dict[str, Command] = {}
         for name, n in counts.items():

@@ -177,8 +177,6 @@ class HeartbeatMonitor:
         self._channels: dict[int, str] = {}  # by rank, the id under which the client receives
         self._lock = threading.Lock()
 
-    # -- receiving --------------------------------------------------------------------------------------------------
-
     def open_channels(self, client: Any, ranks: Collection[int]) -> dict[int, dict[str, str]]:
         """Opens a channel for the heartbeats of each rank. Returns by rank the header of that engine's messages.
 
@@ -230,8 +228,6 @@ class HeartbeatMonitor:
         """Drops all heartbeats: earlier ones are no evidence for a new hang."""
         with self._lock:
             self._received = {}
-
-    # -- checking ---------------------------------------------------------------------------------------------------
 
     def find_hang(self, processes: Processes, since_s: float) -> Hang | None:
         """The hang, if any, of the call that began at `since_s` on the monotonic clock."""

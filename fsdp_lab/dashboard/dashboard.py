@@ -225,9 +225,6 @@ class Dashboard:
         return f"<Dashboard of {self.lab!r}: {state}>"
 
 
-# -- `DiagnosisBox`: what is wrong with the run that is shown, and cures ----------------------------------------------
-
-
 LOOK_EVERY_S = 1.0
 LOOK_SHARE = 0.03  # of the time, that looking may take
 MOST_SHOWN = 2  # that are shown at once: the next ones when these are cured

@@ -33,8 +33,8 @@ Beside the core: flat_tensor.py (`FlatDTensor`, a tensor of which each rank hold
 torch's operations do with it), mesh.py (replicas and shards), policy.py (dtypes), state.py (state by parameter names,
 checkpoints, deferred initialisation), buffers.py (whose memory what is gathered and sent is in), scaling.py (gradient norm,
 clipping, loss scaling), memory.py (bytes by class), ties.py (shared parameters), refusals.py (what cannot be sharded),
-../base/tensors.py (tensors inside nested values), unshard_handle.py (parameters that a caller asked for), optimizers.py (what their
-steps may not do), errors.py.
+../base/tensors.py (tensors inside nested values), unshard_handle.py (parameters that a caller asked for), optimizers.py
+(what their steps may not do), errors.py.
 
 Coming from FSDP2
 -----------------

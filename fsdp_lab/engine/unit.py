@@ -48,8 +48,6 @@ class Unit:
     def replace_buffers(self, flats: Sequence[FlatBuffer]) -> None:
         self.flats, self.state, self._handles = tuple(flats), UnitState.SHARDED, []
 
-    # -- parameters -------------------------------------------------------------------------------------------------
-
     def copy_to_device(self, streams: CommStreams) -> None:
         """Under offload: issue the copies from the host with which a gather begins."""
         with streams.to_device.entered():
@@ -109,8 +107,6 @@ class Unit:
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.wait()
-
-    # -- gradients --------------------------------------------------------------------------------------------------
 
     @property
     def has_gradient(self) -> bool:

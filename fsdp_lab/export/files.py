@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from fsdp_lab.backends.shard_files import read_shards
 from fsdp_lab.backends.state import PARAM, Chunk, buffer_key, buffers_in, key
 from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.export.target import SPEC_INSTEAD
@@ -25,6 +24,7 @@ from fsdp_lab.models.lora import AdaptedValues, adapted, is_adapter, save_adapte
 from fsdp_lab.models.presets import facts_of
 from fsdp_lab.models.sources import IGNORED
 from fsdp_lab.models.tokenizers import open_tokenizer
+from fsdp_lab.rank.shard_files import read_shards
 from fsdp_lab.spec.checkpoint_format import Checkpoint
 from fsdp_lab.spec.workload import Workload
 

@@ -156,8 +156,6 @@ def _matrix_weights(modules: Iterable[nn.Module], *, trained: bool = False) -> i
     return sum(p.numel() for p in weights.values() if p.requires_grad or not trained)
 
 
-# -- peak of a device ------------------------------------------------------------------------------------------------
-
 _SLOT_S = 0.02  # for the products of one size and layout
 _EDGES: Mapping[str, tuple[int, ...]] = {"cpu": (128, 256, 512, 1024), "cuda": (2048, 4096, 8192)}
 # Which factors are transposed views, as in a Linear: gradient of the input, forward, gradient of the weight.

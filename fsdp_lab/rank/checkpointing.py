@@ -26,7 +26,6 @@ import torch
 from torch import distributed as dist
 
 from fsdp_lab.backends import Backend
-from fsdp_lab.backends.shard_files import read_shards, write_shard
 from fsdp_lab.backends.state import (
     MODULE,
     Chunk,
@@ -43,6 +42,7 @@ from fsdp_lab.base.errors import ArgumentError, FieldError
 from fsdp_lab.base.process import host_id
 from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.rank.rendezvous import RankInfo
+from fsdp_lab.rank.shard_files import read_shards, write_shard
 from fsdp_lab.rank.trainer import Trainer, TrainingProgress
 from fsdp_lab.spec.checkpoint_format import (
     MANIFEST,

@@ -62,9 +62,6 @@ class RankInfo:
     shares_gpu: bool = False  # then CUDA tensors do not go over NCCL, which needs one GPU per rank
 
 
-# -- the store --------------------------------------------------------------------------------------------------------
-
-
 class FileHost(dist.FileStore):
     """Rank 0's own connection to a store of one machine."""
 
@@ -157,9 +154,6 @@ def _open_file(path: Path) -> dist.FileStore:
         return dist.FileStore(f"/proc/self/fd/{file}")
     os.close(file)
     return dist.FileStore(str(path))
-
-
-# -- the process groups -----------------------------------------------------------------------------------------------
 
 
 def nccl_of(info: RankInfo) -> Nccl | None:

@@ -73,8 +73,6 @@ class StepTrace:
     def _now(self) -> Any:
         return time.perf_counter() if self._streams is None else self._streams.mark()
 
-    # -- hooks ------------------------------------------------------------------------------------------------------
-
     def _install(self, name: str, module: nn.Module) -> None:
         before = torch.compiler.disable(partial(self._before_forward, name))  # type: ignore[no-untyped-call]
         after = torch.compiler.disable(partial(self._after_forward, name))  # type: ignore[no-untyped-call]
@@ -108,8 +106,6 @@ class StepTrace:
             self._open.remove(unit)
             if was_innermost:
                 self.mark(what, self._open[-1] if self._open else ROOT)
-
-    # -- result -------------------------------------------------------------------------------------------------------
 
     def spans(
         self, collectives: Sequence[Collective], copies: Sequence[tuple[str, float, float]], begin_s: float
@@ -160,9 +156,6 @@ def _without(interval: Interval, others: Sequence[Interval]) -> list[Interval]:
     if at < end:
         left.append((at, end))
     return left
-
-
-# -- clocks ----------------------------------------------------------------------------------------------------------
 
 
 class ClockOffset(NamedTuple):

@@ -94,9 +94,6 @@ class Course:
         return (self.place + self.place // theme.MOST_LINES) % len(DASHES)
 
 
-# -- curves ------------------------------------------------------------------------------------------------------------
-
-
 def curves(courses: Sequence[Course], note: str) -> list[Chart]:
     """Loss, step time, throughput and TFLOPS over steps; empty without a step."""
     courses = [c for c in courses if c.steps]
@@ -166,9 +163,6 @@ def _points(c: Course, value: Callable[[Step], float], timed: bool) -> tuple[lis
     stride = -(-len(steps) // MOST_POINTS)
     groups = [steps[i : i + stride] for i in range(0, len(steps), stride)] if steps else []
     return [g[-1].number for g in groups], [statistics.median(map(value, g)) for g in groups], stride
-
-
-# -- bars --------------------------------------------------------------------------------------------------------------
 
 
 def bars(compared: Comparison, note: str) -> list[Chart]:
@@ -243,9 +237,6 @@ def _parts(lengths: Mapping[str, float], text: Callable[[float], str]) -> list[t
     """Token -> length as the parts of a bar."""
     whole = [(token, length) for token, length in lengths.items() if length]
     return [(length, fill_key(token, f"{FILLS[token].label} {text(length)}")) for token, length in whole]
-
-
-# -- timelines ---------------------------------------------------------------------------------------------------------
 
 
 def timeline(place: int, row: Row, run: RunView, note: str) -> Chart | None:

@@ -116,8 +116,6 @@ class Activities:
 
         return prepare
 
-    # -- loops of a user's, in cells -----------------------------------------------------------------------------------
-
     def take_loop(self, message: Mapping[str, Any]) -> WatchedRun | None:
         """A message of a rank, on the client's IO thread. Returns the run that begins with it."""
         run, begun = self._watched.get(message["run"]), None

@@ -65,9 +65,6 @@ class IncompleteCheckpoint:
     reason: str
 
 
-# -- writing ---------------------------------------------------------------------------------------------------------
-
-
 def check_folder(path: str | os.PathLike[str], *, field: str = "save") -> Path:
     """The absolute path of a folder for checkpoints; created if it is missing. Raises ArgumentError."""
     with path_errors(field, f"{path} cannot hold checkpoints", "name a folder that is yours"):
@@ -136,9 +133,6 @@ def _sync(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-# -- reading ---------------------------------------------------------------------------------------------------------
 
 
 def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:

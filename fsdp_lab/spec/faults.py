@@ -138,8 +138,6 @@ def _listed(tokens: type[enum.Enum]) -> str:
     return ", ".join(str(one.value) for one in tokens)
 
 
-# -- drills: faults by name --------------------------------------------------------------------------------------------
-
 # "kill" and "stop" are signals to the process; the others happen in the rank's next step.
 DRILLS = {
     "kill": "ends the rank's process (SIGKILL), as the system does when memory runs out",

@@ -197,8 +197,6 @@ class MemoryModel:
             self.tracker.free(GRADIENTS, sum(self.gradients))
         self.gradients = [0.0] * len(self.units)
 
-    # -- repeated units: `memory` plays the gradients of equal units once ---------------------------------------------
-
     def state_key(self, unit: int) -> tuple[object, ...]:
         """All state that determines what happens to this unit's gradients."""
         return (self.fresh[unit],)

@@ -216,8 +216,6 @@ def _inode(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-# -- events as bytes ------------------------------------------------------------------------------------------------------
-
 ABSENT = object()
 HEAVY = ("spans", "memory_curve")
 LEVEL = 6  # of zlib: 9 saves 1% more and takes twice the time

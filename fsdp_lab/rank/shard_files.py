@@ -1,7 +1,7 @@
 """`write_shard` and `read_shards`: the files of a checkpoint, by torch's Distributed Checkpoint.
 
-They are safetensors in its Hugging Face format. The layout is known beforehand (state.py), so its planners have nothing to
-negotiate and need no process group, and a thread can write while training continues.
+They are safetensors in its Hugging Face format. The layout is known beforehand (backends/state.py), so its planners have
+nothing to negotiate and need no process group, and a thread can write while training continues.
 """
 
 from __future__ import annotations
