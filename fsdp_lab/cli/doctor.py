@@ -167,7 +167,7 @@ ROOT = Path("/")  # this folder, and those above it, are not examined
 
 
 def connection_security() -> list[Finding]:
-    """Connection files of Jupyter's servers and kernels, and of ipyparallel's profiles."""
+    """Tells whether other users can read connection files of Jupyter's servers and kernels, or of ipyparallel's profiles."""
     home = Path(os.environ.get("IPYTHONDIR") or Path.home() / ".ipython")
     files = [*home.glob("profile_*/security/*.json")]
     with contextlib.suppress(ImportError):

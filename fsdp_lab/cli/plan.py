@@ -7,7 +7,6 @@ a page with the answer to each combination of lists (`--page`).
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from fsdp_lab.base.formatting import plural, size
 from fsdp_lab.cli import fields
 from fsdp_lab.cli.console import Refused, memory_limit, say, say_json, terminal
 from fsdp_lab.spec.describe import field_title
+from fsdp_lab.spec.fields import rows_of
 from fsdp_lab.spec.spec import PARTS, Spec
 from fsdp_lab.spec.user_code import is_code
 
@@ -44,7 +44,7 @@ TEACHING = {
 }
 TAUGHT_FIRST = {"model": "llama-7b", "hardware": "h100", "world_size": 64}
 OF_ALL = ("hosts", "network", "memory", "global_batch")  # options with one value for the whole page
-AXES = ("hardware", "ranks", "link", *(field.name for kind in PARTS.values() for field in dataclasses.fields(kind)))
+AXES = ("hardware", "ranks", "link", *(name for kind in PARTS.values() for name in rows_of(kind)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -57,7 +57,7 @@ def count_flops(
     frozen: Sequence[str] | None = None,
     lora: Lora | None = None,
 ) -> Flops:
-    """FLOPs of the forward and the backward of one sample. `frozen`:
+    """FLOPs of the forward and the backward of one sample. `recomputed`: gives the modules that are checkpointed; `frozen`:
     `Workload.freeze`, for which the backward has fewer; `lora`: adapters in the model.
 
     Takes 0.1 s for small models, 1 to 2 s for the largest. A model whose computation depends on values (mixtures of

@@ -103,7 +103,6 @@ class Activities:
         former = [one for one in (self._slow_step, *self.unfinished) if one is not None and one is not but]
 
         def prepare(spec: Spec) -> None:
-
             for one in former:
                 if isinstance(one, SlowStep):
                     one.end(why)

@@ -91,7 +91,7 @@ class RunControl:
         state, reason, error: of the run. ended_unix_s: None until it is over.
         pending: the Spec of the newest `apply`, until it is applied or refused; None: there is none.
         recovery: how a BROKEN run is to recover; None: `recover` was not called yet.
-        switches: the requests for Specs. faults: to be armed. texts: to be continued. All in order.
+        switch_requests: for Specs. faults: to be armed. texts: to be continued. All in order.
         ledger: whether the next step is to be a ledger step.
         paused: whether to hold between two chunks.
         suspending: whether to suspend the run after its chunk. suspended: whether it waits for its turn, with its training
@@ -112,7 +112,7 @@ class RunControl:
         self.faults: list[FaultRequest] = []
         self.texts: list[GenerateRequest] = []
         self.ledger = False
-        self.switches: list[SwitchRequest] = []
+        self.switch_requests: list[SwitchRequest] = []
 
     def set_state(self, state: RunState, reason: str = "") -> None:
         """The one place where the state changes. Hold the lock. Raises RuntimeError where `TRANSITIONS` forbids it."""
@@ -186,8 +186,8 @@ class RunControl:
     def settle(self, spec: Spec, result: Switch | Exception) -> None:
         """Ends the requests for `spec` and for what it replaced."""
         with self.changed:
-            last = max((i for i, r in enumerate(self.switches) if r.spec is spec), default=-1)
-            settled, self.switches = self.switches[: last + 1], self.switches[last + 1 :]
+            last = max((i for i, r in enumerate(self.switch_requests) if r.spec is spec), default=-1)
+            settled, self.switch_requests = self.switch_requests[: last + 1], self.switch_requests[last + 1 :]
         for request in settled:
             request.settle(result)
 
@@ -196,8 +196,8 @@ class RunControl:
         with self.changed:
             self.ended_unix_s = time.time()
             self.pending = None
-            requests: list[Request[Any]] = [*self.switches, *self.faults, *self.texts]
-            self.switches, self.faults, self.texts = [], [], []
+            requests: list[Request[Any]] = [*self.switch_requests, *self.faults, *self.texts]
+            self.switch_requests, self.faults, self.texts = [], [], []
             self.set_state(state, reason)
         for request in requests:
             request.abandon()

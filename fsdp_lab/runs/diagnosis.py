@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
@@ -84,7 +84,7 @@ def diagnose(spec: Trained, events: EventStore, failure: str = "") -> tuple[Diag
     spec_id = spec.id  # a property that is computed at each access
     steps = [s for s in events.last_steps(WINDOW) if s.spec_id == spec_id]
     case = _Case(spec=spec, steps=steps, failure=failure, begun=len(events) > 0)
-    return tuple(d for find in (*_OF_FAILURES, *_OF_STEPS) if (d := find(case)) is not None)
+    return tuple(d for find in _FINDERS if (d := find(case)) is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ class _Case:
 
 
 def _loading(case: _Case) -> Diagnosis | None:
-    """A function that builds the model ran out of memory: later, memory may have run out for another reason."""
+    """The function that builds the model ran out of memory; once steps were trained there may be another reason."""
     if case.begun or not _BUILDING.search(case.failure) or case.spec.world_size < 2:
         return None
     return Diagnosis(
@@ -326,5 +326,7 @@ def _checkpoint(case: _Case) -> Diagnosis | None:
     )
 
 
-_OF_FAILURES = (_loading, _checkpoint, _batches, _generation)
-_OF_STEPS = (_replicas, _accumulation, _adapters, _communication, _offload, _compilation)
+_FINDERS: tuple[Callable[[_Case], Diagnosis | None], ...] = (
+    *(_loading, _checkpoint, _batches, _generation),  # of failures
+    *(_replicas, _accumulation, _adapters, _communication, _offload, _compilation),  # of steps
+)

@@ -263,7 +263,7 @@ class Driver:
         return interrupted
 
     def _add_events(self, events: Any, attempt: int) -> None:
-        """Also on the client's IO thread, with what a rank published; that may arrive after the ranks have begun again."""
+        """Adds what ranks published. Called also on the client's IO thread, perhaps after the ranks have begun again."""
         self.events.add((e for e in events if e["run"] == self.run), self.ranks.notes, attempt=attempt)
 
     def _arm(self, request: FaultRequest) -> None:

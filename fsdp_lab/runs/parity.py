@@ -125,9 +125,11 @@ def _digest(step: Step) -> StepDigest:
     for e in step.events:
         if e.checksum is not None:
             by_replica[e.replica] = (by_replica.get(e.replica, 0) + e.checksum) % (1 << 64)
-    sums, first = [*dict.fromkeys(by_replica.values()), None], step.events[0]
-    loss, norm = first.mean_loss, first.grad_norm
-    return StepDigest(loss=loss, norm=norm, checksum=sums[0], diverged=len(sums) > 2, skipped=first.skipped)
+    sums, first = list(by_replica.values()), step.events[0]
+    checksum, diverged = sums[0] if sums else None, len(set(sums)) > 1
+    return StepDigest(
+        loss=first.mean_loss, norm=first.grad_norm, checksum=checksum, diverged=diverged, skipped=first.skipped
+    )
 
 
 def _incomparable(one: Spec, other: Spec) -> str:

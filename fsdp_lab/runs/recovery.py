@@ -51,7 +51,7 @@ class RecoveryPolicy:
 
     @classmethod
     def of(cls, given: RecoveryPolicy | str | bool | None) -> RecoveryPolicy:
-        """Makes one from its `how`, or from a bool: True is "auto". Raises ArgumentError."""
+        """A policy as it is, one of its `how`, or of a bool: True is "auto". Raises ArgumentError."""
         if isinstance(given, RecoveryPolicy):
             return given
         if given is None or isinstance(given, bool):

@@ -201,7 +201,7 @@ class Run(RunQueries, Awaited["Run"]):
             if not anyway:
                 require_memory(wanted, self._driver.ranks.memory, "lab.current.apply", former=self.spec)
             self._control.pending = wanted
-            self._control.switches.append(request := SwitchRequest(wanted))
+            self._control.switch_requests.append(request := SwitchRequest(wanted))
             return request
 
     def ledger(self) -> None:

@@ -34,7 +34,7 @@ class CheckpointConfig:
 
     @classmethod
     def of(cls, given: CheckpointConfig | str | os.PathLike[str] | None) -> CheckpointConfig | None:
-        """Makes one from a folder. Raises ArgumentError."""
+        """A config as it is, one of a folder; None for None. Raises ArgumentError."""
         return given if given is None or isinstance(given, CheckpointConfig) else cls(folder=given)
 
 

@@ -68,7 +68,8 @@ class Step:
 
     @property
     def mean_loss(self) -> float:
-        """The mean over ranks; of a watched loop, whose ranks do not exchange it, over those whose events are here."""
+        """The mean over ranks; of a watched loop, whose ranks do not exchange it, over those whose events are here; NaN if
+        one gave no loss."""
         mean = self.events[0].mean_loss
         return statistics.fmean(e.loss for e in self.events) if math.isnan(mean) else mean
 
@@ -231,22 +232,25 @@ class EventStore:
 
     def _drop_oldest(self, event: StepEvent) -> None:
         """Drops the oldest spans and memory curves above the limits. Hold the lock; `event` was appended last."""
-        cursor, surplus = self._first + len(self._events) - 1, list[tuple[int, str]]()
+        if not (event.spans or event.memory_curve):
+            return
+        cursor = self._first + len(self._events) - 1
+
+        def clear(cursor: int, **nothing: Any) -> None:
+            if (at := cursor - self._first) >= 0:
+                self._events[at] = dataclasses.replace(self._events[at], **nothing)
+
         if event.spans:
             self._traced.append((cursor, len(event.spans)))
             self._spans += len(event.spans)
             while len(self._traced) > self._traced_steps * len(self._seen) or self._spans > self._span_cap:
                 oldest, spans = self._traced.popleft()
                 self._spans -= spans
-                surplus.append((oldest, "spans"))
+                clear(oldest, spans=())
         if event.memory_curve:
             self._curves.append(cursor)
             while len(self._curves) > CURVE_STEPS * len(self._seen):
-                surplus.append((self._curves.popleft(), "memory_curve"))
-        for oldest, name in surplus:
-            if (at := oldest - self._first) >= 0:
-                nothing: dict[str, Any] = {name: ()}
-                self._events[at] = dataclasses.replace(self._events[at], **nothing)
+                clear(self._curves.popleft(), memory_curve=())
 
     def _made(self, given: Mapping[str, Any] | StepEvent, notes: tuple[str, ...]) -> StepEvent:
         if isinstance(given, StepEvent):

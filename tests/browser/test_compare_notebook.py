@@ -12,13 +12,13 @@ import pytest
 from fsdp_lab import History
 from fsdp_lab.export import text_of
 from tests.browser.jupyter import REPO, JupyterServer, Notebook
-from tests.notebooks.test_notebooks import LONGEST_S
 
 NAME = "04_compare_strategies.ipynb"
+LONGEST_MS = 360_000  # a fault of the notebook ends sooner; a busy machine takes minutes for eight runs
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(500)
 def test_its_table_its_report_and_its_script_are_of_the_same_runs(
     server: JupyterServer, open_notebook: Callable[[str], Notebook], watched, picture: Callable[[str], Path]
 ):
@@ -29,7 +29,7 @@ def test_its_table_its_report_and_its_script_are_of_the_same_runs(
     (server.root / "train.py").write_text("# of an earlier time\n")
     notebook = open_notebook(NAME)
     watched(notebook)
-    notebook.run_all(timeout_ms=LONGEST_S * 1e3)
+    notebook.run_all(timeout_ms=LONGEST_MS)
 
     table = notebook.page.locator(".jp-OutputArea-output table", has_text="parity with").first
     table.scroll_into_view_if_needed()
@@ -48,7 +48,8 @@ def test_its_table_its_report_and_its_script_are_of_the_same_runs(
     runs = {run.id: run for run in History(server.root.parent / "history.sqlite3").runs()}
     assert len(told["records"]) == 8
     assert all(record["last_loss"] == runs[record["run"]].summary()["losses"][-1] for record in told["records"])
-    assert all(record["parity"] is None or record["parity"] in said for record in told["records"])
+    rows = table.locator("tbody tr").all_inner_texts()
+    assert all((record["parity"] or "") in row for record, row in zip(told["records"], rows, strict=True))
 
     script = (server.root / "train.py").read_text()
     assert "fsdp_lab" not in re.sub(r'""".*?"""', "", script, flags=re.S)

@@ -20,7 +20,6 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 NOTEBOOKS = REPO / "notebooks"
 NAMES = sorted(p.name for p in NOTEBOOKS.glob("*.ipynb"))  # each at the place of its number, and the teacher's last
-LONGEST_S = 180  # for a notebook on two ranks of two cores
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ class History:
 
     @classmethod
     def of(cls, where: History | str | os.PathLike[str] | bool) -> History | None:
-        """Makes one from a path, True for the default one, or False for None. Raises ArgumentError."""
+        """A History as it is, one of a path, the default one for True; None for False. Raises ArgumentError."""
         if isinstance(where, bool):
             return cls() if where else None
         if isinstance(where, (str, os.PathLike)):

@@ -12,7 +12,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed as dist, nn
@@ -82,8 +81,17 @@ def watch(
         recorder = LoopRecorder(history)
         host = session.loop_host(recorder.publish) if session is not None else plain_host(model, recorder.publish)
         recorder.serve(host)
-    started = partial(Watch, tokens=tokens, flops=flops, title=title)
-    return started(model, optimizer, host, ledger_every=ledger_every, trace_every=trace_every, hang_s=hang_s)
+    return Watch(
+        model,
+        optimizer,
+        host,
+        tokens=tokens,
+        flops=flops,
+        title=title,
+        ledger_every=ledger_every,
+        trace_every=trace_every,
+        hang_s=hang_s,
+    )
 
 
 class LoopRecorder:

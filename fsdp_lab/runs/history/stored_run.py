@@ -81,7 +81,7 @@ class StoredRun(RunQueries):
 
     @cached_property
     def events(self) -> EventStore:
-        """With the stored spans and memory curves. Raises HistoryError if the run was deleted meanwhile."""
+        """The events with their stored spans and memory curves. Raises HistoryError if the run was deleted meanwhile."""
         events: dict[int, StepEvent] = {}  # by cursor
         collects = gc.isenabled()
         gc.disable()  # its passes over all that is read would take as long as the reading
