@@ -137,20 +137,18 @@ class _Match:
         self.misshapen: dict[str, str] = {}
         self.extra: list[str] = []
         for stored, name in _renamed(model, weights.names, state).items():
-            dtype = weights[stored].dtype
             if name not in canonical:
                 self.extra.append(name)
-            elif (
-                state[name].is_floating_point() and not dtype.is_floating_point
-            ):  # first: packed values have another shape
+                continue
+            dtype, shape = weights[stored].dtype, shapes[canonical[name]]
+            if state[name].is_floating_point() and not dtype.is_floating_point:  # packed, so of another shape, too
                 of = str(dtype).removeprefix("torch.")
                 reason = f"{stored} in {weights.folder} is of {of}: quantised weights cannot be trained"
                 raise SpecError(_FIELD, reason, "give those that were quantised", {"weights": RANDOM})
-            elif not weights[stored].fits(shapes[canonical[name]]):
-                wanted = list(shapes[canonical[name]])
-                self.misshapen[canonical[name]] = f"{list(weights[stored].shape)} instead of {wanted}"
-            else:
+            if weights[stored].fits(shape):
                 self.sources.setdefault(canonical[name], []).append(stored)
+            else:
+                self.misshapen[canonical[name]] = f"{list(weights[stored].shape)} instead of {list(shape)}"
         for name in self.misshapen:  # under another of its names it may fit, but which is right is not known
             self.sources.pop(name, None)
         missing = [name for name in shapes if name not in self.sources and name not in self.misshapen]
