@@ -140,7 +140,7 @@ def fully_shard(
 
 
 def units_of(module: nn.Module) -> list[Unit]:
-    """Its units, the module's own first, then as modules are defined."""
+    """The units of a module: its own first, the others in the order in which modules are defined."""
     hooks = unit_hooks(module)
     if hooks is not None and hooks.runtime is not None and module is hooks.runtime.root.modules[0]:
         return list(hooks.runtime.units)
@@ -154,12 +154,12 @@ def flats_of(module: nn.Module) -> list[FlatBuffer]:
 
 
 def sharded_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """What an optimizer is given: flat shards, [m] each, in the dtype and place of the master copy."""
+    """The flat shards for an optimizer, [m] each, in the dtype and place of the master copy."""
     return [region for _, region in _regions(module)]
 
 
 def parameter_groups(module: nn.Module) -> dict[Hashable, list[nn.Parameter]]:
-    """The same by optimizer group: `[{"params": groups["decay"], "weight_decay": 0.1}, ...]`."""
+    """The flat shards by optimizer group: `[{"params": groups["decay"], "weight_decay": 0.1}, ...]`."""
     groups: dict[Hashable, list[nn.Parameter]] = {}
     for group, region in _regions(module):
         groups.setdefault(group, []).append(region)
@@ -218,7 +218,7 @@ def reshard(module: nn.Module, *, recurse: bool = True) -> None:
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Within it backwards keep gradients of the module's units, and of those inside it, unsharded on this rank.
+    """A context in which backwards keep gradients of the module's units, and of those inside it, unsharded on this rank.
 
     The first backward after it reduces the sum. It is the backward that counts, not the forward.
     """
@@ -256,7 +256,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def _listed(given: Iterable[Any] | None) -> list[Any]:
-    """What is not iterable as one entry, and a parameter too, not its rows."""
+    """A list of what was given: something that is not iterable, or a parameter, is one entry."""
     if given is None:
         return []
     return [given] if isinstance(given, Tensor) or not isinstance(given, Iterable) else list(given)
@@ -293,8 +293,9 @@ def _take(modules: Sequence[nn.Module], ignored: set[int]) -> list[_Taken]:
 
 
 def _mark(modules: Sequence[nn.Module]) -> None:
-    """By these attributes of torch's FSDP libraries know that all ranks must call a module equally often: transformers then
-    lets `generate` go on until the last rank is ready, and calls a layer that was dropped. torch.compile reads them too."""
+    """Sets attributes of torch's FSDP, by which libraries know that all ranks must call a module equally often:
+    transformers then lets `generate` go on until the last rank is ready, and calls a layer that was dropped.
+    torch.compile reads them too."""
     for module in {inner for root in modules for inner in root.modules()}:
         module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
 
@@ -317,7 +318,7 @@ def _inside(modules: Sequence[nn.Module]) -> dict[Unit, UnitHooks]:
 
 
 def _described(taken: Sequence[_Taken], group_of: GroupOf) -> list[str]:
-    """What must be the same on all ranks. Groups are numbered: their names may differ from process to process."""
+    """The facts that must be the same on all ranks. Groups are numbered: their names may differ from process to process."""
     groups = [group_of(t.name, t.value) for t in taken]
     for t, group in zip(taken, groups, strict=True):
         if not isinstance(group, Hashable):

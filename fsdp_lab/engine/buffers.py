@@ -33,7 +33,7 @@ class GatheredBuffer(Protocol):
     def is_held(self) -> bool: ...
 
     def hold(self) -> None:
-        """Its content is undefined afterwards."""
+        """Takes the memory; its content is undefined then."""
 
     def free(self) -> None: ...
 
@@ -46,7 +46,7 @@ class MappedBuffer(GatheredBuffer, Protocol):
 
 
 class BufferPool(Protocol):
-    """What a group's `buffer_pool` is. Of tensors on the host."""
+    """The protocol of a group's `buffer_pool`, for tensors on the host."""
 
     def empty(self, numel: int, dtype: torch.dtype, *, is_private: bool = False) -> Tensor:
         """[numel], with any content; its memory is free when nobody has it. `is_private`: it may be written to at any time,

@@ -90,7 +90,8 @@ def all_reduce(tensor: Tensor, group: Group) -> dist.Work | None:
 
 
 def gather_texts(text: str, group: Group, device: torch.device) -> list[str]:
-    """Those of all ranks of a group, in their order. torch's functions for objects need NumPy, and the engine torch only."""
+    """The texts of all ranks of a group, in rank order. torch's functions for objects need NumPy, and the engine torch
+    only."""
     own = torch.frombuffer(bytearray(text.encode()) + b"\0", dtype=torch.uint8).to(device)  # never empty
     sizes = torch.zeros(group.size(), dtype=torch.int64, device=device)
     sizes[group.rank()] = own.numel()

@@ -61,7 +61,7 @@ def _cut_what_is_written(args: tuple[Any, ...]) -> None:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What `func` writes to, in place or by `out`."""
+    """The arguments that `func` writes to, in place or by `out`."""
     return [t for given in _writable(func, args, kwargs) for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
 
 
@@ -174,7 +174,7 @@ def _on_lists(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _written_beside(func: Any, args: Any, kwargs: Any, alike: Iterable[int]) -> list[Tensor]:
-    """Of the lists that are written to, what stands at the positions of sharded tensors."""
+    """The entries of lists that are written to, at the positions of sharded tensors."""
     lists = [some for some in _writable(func, args, kwargs) if isinstance(some, (list, tuple))]
     return [some[i] for some in lists for i in alike if i < len(some)]
 
@@ -235,7 +235,7 @@ def _foreach_max(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _norms(tensors: Sequence[FlatTensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
-    """Those of the whole tensors; one all-reduce for each shard group."""
+    """The norms of the whole tensors, by one all-reduce for each shard group."""
     by_group: dict[Any, list[int]] = {}
     for i, t in enumerate(tensors):
         by_group.setdefault(t.flat_placement.mesh.shard_group, []).append(i)
@@ -251,8 +251,8 @@ def _norms(tensors: Sequence[FlatTensor], order: float, dtype: torch.dtype | Non
 
 
 class Norms:
-    """Of the parts of a tensor, which are asked for one after the other, as by torch's `clip_grad_norm_`: the first question
-    is answered for all of them, in one all-reduce, until the tensor is written to."""
+    """Norms of the parts of a tensor, which are asked for one after the other, as by torch's `clip_grad_norm_`: the
+    first question is answered for all of them, in one all-reduce, until the tensor is written to."""
 
     def __init__(self, whole: Tensor, parts: Callable[[], Sequence[FlatTensor]]) -> None:
         self.whole, self._parts = weakref.ref(whole), parts
@@ -353,14 +353,14 @@ def _gathered(t: Tensor) -> Tensor:
 
 
 def _has_plain(given: Any) -> bool:
-    """Whether a tensor is among it that may differ between ranks."""
+    """Returns whether one of its tensors may differ between ranks."""
     return any(type(t) is Tensor and t.dim() for t in pytree.tree_leaves(given))
 
 
 class Replica(DTensor):
-    """What has been gathered or reduced: a number, which may be combined with plain tensors; or a copy of what torch would
-    make a view, such as a transposed matrix. What is written to that is written to its source too; a copy that was
-    expanded can only be read."""
+    """A result that was gathered or reduced: a number, which may be combined with plain tensors; or a copy of what
+    torch would make a view, such as a transposed matrix. What is written to that is written to its source too; a copy
+    that was expanded can only be read."""
 
     source: tuple[FlatTensor, list[int]] | None = None  # of what it is a copy, and how to permute it to be as that
 
@@ -436,7 +436,7 @@ class Replica(DTensor):
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """As a plain tensor; differentiable, with the mean of the ranks' gradients."""
+        """The whole as a plain tensor; differentiable, with the mean of the ranks' gradients."""
         plain: Tensor = _Plain.apply(self)  # type: ignore[no-untyped-call]
         return plain
 
@@ -457,7 +457,7 @@ class _Plain(torch.autograd.Function):
 
 
 def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
-    """Another shape of the same elements in the same order, or of elements of another type."""
+    """Gives the same elements, in the same order, another shape or type."""
     t = args[0]
     if func is aten.view.dtype:
         return (
@@ -514,7 +514,7 @@ def _unbind(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_outermost(t: FlatTensor, dim: int) -> bool:
-    """Whether what has one index there is a range of elements."""
+    """Returns whether one index of this dimension is a range of elements."""
     return dim >= 0 and t.shape[:dim].numel() == 1
 
 
@@ -602,7 +602,7 @@ class FlatDTensor(FlatTensor):
 def restored(
     local: Tensor, shape: Sequence[int], requires_grad: bool, ranges: tuple[Range, ...], mesh: DeviceMesh, rank: Range
 ) -> FlatDTensor:
-    """What a rank had saved by `torch.save`.
+    """A tensor that a rank had saved by `torch.save`.
 
     Args:
         rank: which one it was, and of how many.

@@ -39,7 +39,7 @@ class Unanswered(ShardError):
 
 @contextmanager
 def waiting(ranks: Sequence[int], what: str) -> Iterator[None]:
-    """Where other ranks do not come, as after their last batch, say where this one waits: `what`, among `ranks`."""
+    """Says, if other ranks do not come, as after their last batch, what this one waits for: `what`, among `ranks`."""
     try:
         yield
     except Unanswered as e:
@@ -53,7 +53,7 @@ def waiting(ranks: Sequence[int], what: str) -> Iterator[None]:
 
 @contextmanager
 def answered(ranks: Sequence[int], what: str) -> Iterator[None]:
-    """The same around collectives that are waited for at once. Within it there should be nothing else."""
+    """As `waiting`, around collectives that are waited for at once, and nothing else."""
     with waiting(ranks, what), giving_up():
         yield
 
@@ -98,7 +98,7 @@ class AbsentGradient(Tensor):
 
     @classmethod
     def of(cls, parameter: Tensor, name: str) -> Self:
-        """In the parameter's shape, dtype and place, without storage."""
+        """One with the parameter's shape, dtype and place, without storage."""
         made: Self = Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
         made.name_of_parameter = name
         return made
@@ -119,12 +119,12 @@ class AbsentGradient(Tensor):
 def absent_gradients(
     originals: Sequence[nn.Parameter], names: Sequence[str]
 ) -> list[tuple[nn.Parameter, AbsentGradient]]:
-    """What stands in `.grad` of the parameters that modules held before, which are trainable."""
+    """Stands in `.grad` of trainable parameters that modules held before they were sharded."""
     return [(p, AbsentGradient.of(p, name)) for p, name in zip(originals, names, strict=True) if p.requires_grad]
 
 
 class FreedParameter(LeafOfSharded):
-    """What a gathered parameter becomes when it is freed, and until it is gathered again: the same object.
+    """A gathered parameter after it was freed, until it is gathered again: the same object.
 
     A list of parameters that was taken between a forward and its backward has these. They have gradients, and an optimizer
     steps the sharded ones in their place (optimizers.py), but no values. What describes a tensor may be asked,
@@ -191,7 +191,7 @@ def refuse_parts(name: str) -> None:
 
 
 def replaced(name: str) -> ShardError:
-    """Of what an optimizer may have from before."""
+    """The error for parameters that an optimizer has from before the model was sharded."""
     return ShardError(
         f"load_state_dict(assign=True) has put other parameters into the model, and this is {name} from before; make the "
         "optimizer afterwards, or load without assign=True"

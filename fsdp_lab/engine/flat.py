@@ -166,7 +166,7 @@ class FlatBuffer:
         )
 
     def is_unwritten(self, i: int) -> bool:
-        """Whether a parameter was built on meta, and nothing was written to the buffer since."""
+        """Returns whether a parameter was built on meta and nothing was written to the buffer since."""
         return self._built_on_meta[i] and self.master._version == self._made_version
 
     # -- gather and free --------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class FlatBuffer:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the optimizer, or somebody else, has written to the master shard since it was gathered."""
+        """True if the optimizer, or somebody else, has written to the master shard since it was gathered."""
         return not self.is_view_of_master and self._gathered_version != self.master._version
 
     def use_unsharded_views(self) -> None:
@@ -232,7 +232,7 @@ class FlatBuffer:
             self.free_gathered()
 
     def keep_post_forward_shard(self) -> None:
-        """Before `use_sharded_views`: keep this rank's part of what its post-forward group holds together."""
+        """Called before `use_sharded_views`: keeps this rank's part of what its post-forward group holds together."""
         group = self.mesh.post_forward_group
         assert group is not None
         part = self.layout.numel // group.size()
@@ -240,7 +240,7 @@ class FlatBuffer:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether there is memory for the gathered values, other than for shards."""
+        """True if there is memory for the gathered values beside that of the shards."""
         return self.is_view_of_master or self.gathered.is_held
 
     def free_gathered(self, busy: Collection[int] = ()) -> None:
@@ -249,7 +249,8 @@ class FlatBuffer:
             self.gathered.free()
 
     def let_others_read(self) -> None:
-        """Before gathered parameters are written to: until other ranks have what this one sent from the gathered buffer."""
+        """Called before gathered parameters are written to: waits until other ranks have what this one sent from the
+        gathered buffer."""
         if (pool := self.mesh.buffer_pool) is not None:
             pool.settle(self.full)
 
@@ -279,7 +280,7 @@ class FlatBuffer:
                                  "torch.no_grad(), or inside `with unshard(model):`")  # fmt: skip
 
     def _check(self, i: int, p: UnshardedParameter) -> None:
-        """A gathered parameter must be unchanged since it was freed."""
+        """Raises ShardError if a gathered parameter was changed after it was freed."""
         what = ""
         if p.data_ptr() not in (self._nothing[i].data_ptr(), self._views[i].data_ptr()):
             what = "was given other data"
@@ -290,7 +291,8 @@ class FlatBuffer:
                              "the backward, or a forward under no_grad, or inside `with unshard(model):`")  # fmt: skip
 
     def refuse_gradients(self) -> None:
-        """After a backward: let any use of `.grad` raise, of the parameters that modules held before they were sharded."""
+        """Called after a backward: any use of `.grad` of parameters that modules held before they were sharded then
+        raises."""
         if not self._absent_gradients:
             self._absent_gradients = absent_gradients(self.originals, self.names)
         for p, absent in self._absent_gradients:
@@ -304,7 +306,7 @@ class FlatBuffer:
         return self.master[slice(*self.layout.in_shard(self.layout.slots[i], self.mesh.shard_rank))]
 
     def optimizer_parameters(self) -> Iterator[tuple[Tensor, Range]]:
-        """What an optimizer may have been given, regions or parameters, and its range of the master shard."""
+        """Yields what an optimizer may have been given, a region or a parameter, and its range of the master shard."""
         rank = self.mesh.shard_rank
         yield from ((r, self.layout.region_in_shard(group, rank)) for group, r in self.gradients.regions.items())
         yield from ((p, self.layout.in_shard(p.slot, rank)) for p in self.sharded)
@@ -318,7 +320,7 @@ class FlatBuffer:
 
 
 def _bits(t: Tensor) -> Tensor:
-    """As integers: -0.0 is not 0.0, and a NaN equals itself. Of real numbers, to whose dtypes a policy casts."""
+    """The values as integers: -0.0 is not 0.0, and a NaN equals itself. Of real numbers, to whose dtypes a policy casts."""
     return t.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.dtype.itemsize])
 
 
@@ -332,5 +334,5 @@ def _absent(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def is_absent(t: Tensor) -> bool:
-    """Whether a buffer took its values already, as of a parameter to which two units are tied."""
+    """Returns whether a buffer already took its values, as those of a parameter that two units share."""
     return t.storage_offset() == _MARK and t.untyped_storage().nbytes() == (_MARK + 1) * t.itemsize

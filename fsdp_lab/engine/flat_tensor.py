@@ -44,11 +44,11 @@ class FlatPlacement:
         return self.ranges[self.mesh.shard_rank]
 
     def is_as(self, other: FlatPlacement) -> bool:
-        """Whether each rank holds the same elements by both, whatever groups they communicate in."""
+        """Returns whether each rank holds the same elements by both, whatever groups they communicate in."""
         return self is other or (self.ranges == other.ranges and self.mesh.device_mesh == other.mesh.device_mesh)
 
     def part(self, start: int, stop: int) -> FlatPlacement:
-        """That of elements [start, stop), counted from `start`."""
+        """The placement of elements [start, stop), counted from `start`."""
         cut = [(max(a, start) - start, min(b, stop) - start) for a, b in self.ranges]
         return FlatPlacement(mesh=self.mesh, ranges=tuple((a, b) if a < b else (0, 0) for a, b in cut))
 
@@ -100,7 +100,7 @@ class FlatTensor(DTensor):
         return made
 
     def like(self, local: Tensor, shape: Sequence[int] | None = None) -> FlatTensor:
-        """Another one that is cut as this one is."""
+        """A tensor of other values that is cut as this one is."""
         if shape is None and local.dtype == self.dtype:  # an optimizer makes many
             return self.plain()._made(local, self._spec, self.flat_placement, requires_grad=False)
         return self.plain().of(local, self.shape if shape is None else shape, self.flat_placement)
@@ -148,7 +148,7 @@ class FlatTensor(DTensor):
         return whole
 
     def redistribute(self, device_mesh: DeviceMesh | None = None, placements: Any = None, **options: Any) -> DTensor:
-        """As one of torch's DTensors on the same mesh; collective."""
+        """The same values as one of torch's DTensors on the same mesh; collective."""
         whole = replicated(self.full_tensor(), self.device_mesh)
         return whole if placements is None else whole.redistribute(device_mesh, placements, **options)
 
@@ -216,7 +216,7 @@ class FlatTensor(DTensor):
 
 
 class _LocalPart(Tensor):
-    """What `to_local` returns: torch copies whole tensors into the local tensors of replicated DTensors."""
+    """The result of `to_local`: torch copies whole tensors into the local tensors of replicated DTensors."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     range_of: Callable[[Tensor], Tensor]

@@ -96,7 +96,7 @@ class GradientBuffer:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether gradients have come that were not taken yet."""
+        """True if gradients have come that were not taken yet."""
         return self.unsharded is not None or bool(self._pieces)
 
     @property
@@ -186,7 +186,7 @@ class GradientBuffer:
         ]
 
     def has_come(self, i: int) -> None:
-        """Another rank holds a gradient of a parameter of which this one holds no element."""
+        """Called where another rank holds a gradient of a parameter of which this one holds no element."""
         if i not in self._present:
             self._present.add(i)
             if self.reduced is None:
@@ -262,12 +262,12 @@ class GradientBuffer:
         return torch.empty_like(like).copy_(value.detach())  # type: ignore[return-value]
 
     def _view(self, part: Tensor, i: int) -> FlatDTensor:
-        """Of this rank's part as the parameter's."""
+        """A view of this rank's part, as the parameter's gradient."""
         slot = self.layout.slots[i]
         return FlatDTensor.of(part, slot.shape, placement_of(self.layout, self.mesh, slot.offset, slot.stop))
 
     def add(self, i: int, value: Tensor) -> None:
-        """To a parameter's gradient, what did not come through the gathered buffer."""
+        """Adds to a parameter's gradient a value that did not come through the gathered buffer."""
         present = self.gradient(i)
         if present is None:
             self.set_gradient(i, value)
@@ -326,7 +326,7 @@ def tell_each_other(buffers: Sequence[GradientBuffer]) -> None:
 
 
 def _on_device(flags: Sequence[bool], mesh: ShardMesh) -> Tensor:
-    """As bytes, and without waiting for the device."""
+    """The flags as bytes on the device, without waiting for it."""
     on_host = torch.tensor(flags, dtype=torch.uint8)
     if mesh.streams is None:
         return on_host
@@ -334,5 +334,5 @@ def _on_device(flags: Sequence[bool], mesh: ShardMesh) -> Tensor:
 
 
 def placement_of(layout: Layout, mesh: ShardMesh, start: int, stop: int) -> FlatPlacement:
-    """Of elements [start, stop) of a buffer."""
+    """The placement of elements [start, stop) of a buffer."""
     return FlatPlacement(mesh=mesh, ranges=tuple(map(layout.shard, range(layout.factor)))).part(start, stop)

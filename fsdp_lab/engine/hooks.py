@@ -69,7 +69,7 @@ class UnitHooks:
                 module.__dict__.pop(attribute, None)
 
     def _refuse_copy(self, protocol: Any) -> Any:
-        """What a module's deepcopy and pickle ask. Raises ShardError: most of it is on other ranks."""
+        """Called by a module's deepcopy and pickle. Raises ShardError: most of it is on other ranks."""
         name = self.unit.name or type(self.unit.modules[0]).__name__
         raise ShardError(
             f"{name} is sharded, and cannot be copied or pickled; copy it before fully_shard, or take the values from "
@@ -145,7 +145,8 @@ class UnitHooks:
             )
 
     def _watch_gradient(self, p: nn.Parameter) -> Any:
-        """Of a frozen one too: it may be trained later. The garbage collector does not see what a hook holds: nothing."""
+        """Watches a parameter's gradient, also of a frozen one: it may be trained later. The garbage collector does not
+        see what a hook holds: nothing."""
         trained, take = p.requires_grad, weakref.WeakMethod(self._take_gradient)
         watch: Any = p.requires_grad_().register_post_accumulate_grad_hook
         handle = watch(lambda p: (method := take()) is not None and method(p))

@@ -91,7 +91,7 @@ class Layout:
         return (start - slot.offset, stop - slot.offset) if start < stop else (0, 0)
 
     def in_shard(self, slot: Slot, rank: int) -> Range:
-        """The same range, counted from the beginning of the rank's shard."""
+        """The slot's range, counted from the beginning of the rank's shard."""
         start, stop = self.own(slot, rank)
         first = slot.offset - rank * self.shard_numel
         return (first + start, first + stop) if start < stop else (0, 0)

@@ -77,7 +77,7 @@ class MemoryBreakdown:
 
 
 def memory_stats(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryBreakdown:
-    """Of a root, and of the optimizer over its parameters, flat or not. Not collective."""
+    """The memory of a root and of the optimizer over its parameters, flat or not. Not collective."""
     if optimizer is not None:
         check_optimizer(optimizer)
     totals: Counter[str] = Counter()

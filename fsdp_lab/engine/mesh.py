@@ -59,7 +59,7 @@ class GroupField:
 
 @dataclass
 class StepCounter:
-    """Of the training of a model, for errors."""
+    """Counts the steps of a training, for errors."""
 
     step: int = 0
 
@@ -86,11 +86,11 @@ class ShardMesh:
         return self.shard_size * self.replicas
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Within it an error says what this rank waits for, and in which step."""
+        """A context in which an error says what this rank waits for, and in which step."""
         return waiting(self.ranks, f"in step {self.counter.step} ({what})")
 
     def answered(self, what: str) -> AbstractContextManager[None]:
-        """The same around collectives that are waited for at once. Within it there should be nothing else."""
+        """As `waiting`, around collectives that are waited for at once, and nothing else."""
         return answered(self.ranks, f"in step {self.counter.step} ({what})")
 
     @property
@@ -100,7 +100,7 @@ class ShardMesh:
 
     @cached_property
     def streams(self) -> Streams | None:
-        """Of the device; None on a CPU."""
+        """The streams of the device; None on a CPU."""
         return streams_of(self.device)
 
     @cached_property
@@ -111,7 +111,7 @@ class ShardMesh:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, *, post_forward_size: int | None = None) -> ShardMesh:
-        """From a mesh of ("shard",), ("replicate",) or ("replicate", "shard").
+        """Makes one from a mesh of ("shard",), ("replicate",) or ("replicate", "shard").
 
         Args:
             post_forward_size: ranks that share the parameters between forward and backward; making their group is
@@ -162,7 +162,7 @@ class ShardMesh:
     def resolve(
         cls, mesh: DeviceMesh | ShardMesh | None, *, post_forward_size: int | None, holding: Collection[torch.device]
     ) -> ShardMesh:
-        """From what `fully_shard` was given; `holding`: where the parameters are.
+        """Makes one from what `fully_shard` was given; `holding`: where the parameters are.
 
         Raises:
             ShardError: there is no process group, or a `ShardMesh` has groups of another size.
@@ -182,7 +182,8 @@ class ShardMesh:
         return mesh
 
     def _with_post_forward(self, size: int, *, reuse: bool) -> ShardMesh:
-        """With the group of `size` neighbours in each shard group; collective, unless one is there to be used again."""
+        """The same mesh with the group of `size` neighbours in each shard group; collective, unless one is there to be
+        used again."""
         if not isinstance(size, int) or size < 1 or self.shard_size % size:
             raise ShardError(f"{self.shard_size} shards cannot be divided into groups of {size!r}; "
                              f"use a divisor of {self.shard_size}, or True")  # fmt: skip
@@ -199,8 +200,8 @@ class ShardMesh:
 def choose_device(
     backends: Mapping[str, str], holding: Collection[torch.device], current: torch.device | None
 ) -> torch.device:
-    """Where a module is sharded that was given no mesh: on the GPU that holds parameters of it; else on the current one, if
-    the process group has a backend for GPUs apart; else on the CPU.
+    """The device for a module that was given no mesh: the GPU that holds parameters of it; else the current one, if
+    the process group has a backend for GPUs apart; else the CPU.
 
     Args:
         backends: of the default process group, by device type.
@@ -305,7 +306,7 @@ def known_groups() -> list[Group]:
 
 
 def _backends() -> dict[str, str]:
-    """Of the default group: device type -> backend."""
+    """The backends of the default group, by device type."""
     pairs = [pair.partition(":") for pair in dist.get_backend_config().split(",")]
     return {device: backend for device, _, backend in pairs}
 

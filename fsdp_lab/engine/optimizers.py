@@ -27,7 +27,7 @@ Place = tuple[Any, Hashable]  # the `GradientBuffer`, and a group in it
 
 
 def watch_steps(runtime: Runtime) -> None:
-    """From now on, as long as it is alive."""
+    """Watches the steps of optimizers, as long as the runtime is alive."""
     before = partial(_before_step, weakref.ref(runtime))
     for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(_after_step)):
         weakref.finalize(runtime, handle.remove)
@@ -43,7 +43,7 @@ def _before_step(watched: weakref.ref[Runtime], optimizer: Optimizer, args: Any,
 
 
 def _give_sharded(optimizer: Optimizer) -> None:
-    """In place of what modules held when it was made, between a forward and its backward."""
+    """Gives an optimizer that was made between a forward and its backward the shards in place of what modules held then."""
     for options in optimizer.param_groups:
         taken = options["params"]
         for i, p in enumerate(taken):
@@ -87,7 +87,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _given(optimizer: Optimizer) -> Iterator[tuple[Place, type, str]]:
-    """Where its tensors lie, as what it was given them, and the name of one."""
+    """Yields, of each tensor of an optimizer, its place, the class of what was given, and a name."""
     for p in (p for options in optimizer.param_groups for p in options["params"]):
         if isinstance(p, Region):
             yield (p.gradients, p.group), Region, p.gradients.names[0]
@@ -96,7 +96,8 @@ def _given(optimizer: Optimizer) -> Iterator[tuple[Place, type, str]]:
 
 
 def _refuse_names(optimizer: Optimizer) -> None:
-    """Before its state dict is made: not for torch's functions that look for the names of what it was given."""
+    """Called before an optimizer's state dict is made. Raises ShardError if torch's functions ask for it that
+    look for the names of what the optimizer was given."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != BY_NAMES:
         frame = frame.f_back

@@ -88,11 +88,11 @@ class ShardedParameter(FlatDTensor):
         self.detach().copy_(value)
 
     def register_hook(self, hook: Any) -> Any:
-        """It is called with this rank's own gradient, whole and before it is reduced, as under DDP."""
+        """Registers a hook that is called with this rank's own gradient, whole and before it is reduced, as under DDP."""
         return self.flat.parameters[self.number].register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
-        """It is called when the gradient has been reduced."""
+        """Registers a hook that is called when the gradient has been reduced."""
         handle = RemovableHandle(self.flat.reduce_hooks)
         self.flat.reduce_hooks[handle.id] = lambda: (
             hook(self)
@@ -103,7 +103,7 @@ class ShardedParameter(FlatDTensor):
 
     @property
     def fqn(self) -> str:
-        """Its name in the root module."""
+        """The parameter's name in the root module."""
         return str(self.flat.names[self.number])
 
     @property

@@ -18,7 +18,7 @@ from fsdp_lab.engine.schedule import OffloadPolicy, Rules
 
 
 class ModuleKind(Enum):
-    """What mixed precision asks of a module before it chooses the dtype of its parameters."""
+    """The distinctions that mixed precision makes between modules before it chooses the dtype of its parameters."""
 
     PLAIN = "plain"
     NORM = "norm"
@@ -27,7 +27,7 @@ class ModuleKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecisionPolicy:
-    """As torch's, with three fields more. Master shards keep the dtype that parameters had; None keeps a dtype."""
+    """torch's policy with three fields more. Master shards keep the dtype that parameters had; None keeps a dtype."""
 
     param_dtype: torch.dtype | None = None  # gathered parameters, and inputs of the module
     reduce_dtype: torch.dtype | None = None  # gradients while they are reduced; None: that of gathered parameters
@@ -39,7 +39,7 @@ class MixedPrecisionPolicy:
 
     @classmethod
     def of(cls, policy: MixedPrecisionPolicy | fsdp.MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
-        """From what `fully_shard` was given, which may be torch's."""
+        """The policy that `fully_shard` was given, which may be torch's."""
         if policy is None:
             return cls()
         if not isinstance(policy, (cls, fsdp.MixedPrecisionPolicy)):
@@ -55,7 +55,8 @@ class MixedPrecisionPolicy:
 
 
 def offload_of(policy: OffloadPolicy | fsdp.OffloadPolicy | None) -> OffloadPolicy:
-    """From what `fully_shard` was given, which may be torch's: its `CPUOffloadPolicy` keeps parameters on the host too."""
+    """The policy that `fully_shard` was given, which may be torch's: its `CPUOffloadPolicy` keeps parameters on the
+    host too."""
     if policy is None or isinstance(policy, fsdp.OffloadPolicy):
         return OffloadPolicy.ALL if isinstance(policy, fsdp.CPUOffloadPolicy) else OffloadPolicy.NONE
     if not isinstance(policy, OffloadPolicy):
@@ -78,7 +79,7 @@ class ShardPolicy:
         return self.rules.offload
 
     def is_on_host(self, mesh: ShardMesh) -> bool:
-        """Whether master shards lie elsewhere than where they are gathered."""
+        """Returns whether master shards lie elsewhere than where they are gathered."""
         return self.offload != OffloadPolicy.NONE and mesh.streams is not None
 
     def gathered_dtype(self, own: torch.dtype, kind: ModuleKind) -> torch.dtype:
@@ -113,7 +114,7 @@ def cast_around_norms(modules: Iterable[nn.Module], policy: ShardPolicy) -> list
 
 
 def place_buffers(modules: Sequence[nn.Module], device: torch.device, policy: ShardPolicy) -> None:
-    """Buffers stay whole on every rank, on `device`."""
+    """Moves buffers, which stay whole on every rank, to `device`."""
     for module in {m: None for root in modules for m in root.modules()}:
         dtype = None if kind_of(module) is ModuleKind.BATCH_NORM else policy.mp.buffer_dtype
         for b in module.buffers(recurse=False):

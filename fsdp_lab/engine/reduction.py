@@ -55,7 +55,7 @@ class Reduction:
         self._stays = stays and is_queued and (self._is_on_host or self._mesh.replicate_group is not None)
 
     def ends(self, *, last: bool) -> bool:
-        """Whether the next `advance` gives the gradient to the optimizer; `last`: at the end of the backward."""
+        """Returns whether the next `advance` gives the gradient to the optimizer; `last`: at the end of the backward."""
         return not self._unsent and (last or not self._stays)
 
     def advance(self, *, ends: bool) -> None:
@@ -118,7 +118,7 @@ class Reduction:
             return CommHandle(self._streams.all_reduce, all_reduce(shard, group), keeps=(shard,), then=landed)
 
     def _deliver(self) -> CommHandle:
-        """To the host, where the master shard is there."""
+        """Copies the gradient to the host, if the master shard is there."""
         with self._streams.to_host.entered():
             if self._handle is not None:
                 self._handle.order()
@@ -136,7 +136,7 @@ class Reduction:
 
 
 def _divisors(ranks: int) -> tuple[int, float]:
-    """What divides before the sum, and after it: first the smallest power of two not below the square root of `ranks`,
+    """The divisors before the sum and after it: first the smallest power of two not below the square root of `ranks`,
     or that no longer divides it; then the rest."""
     first = 1
     while ranks % first == 0 and ranks / first > first:

@@ -17,7 +17,7 @@ from fsdp_lab.engine.unit import Unit
 
 
 def of_modules(modules: Sequence[object]) -> Iterator[str]:
-    """Of the first argument: what is no module, or has no forward at which its parameters could be gathered."""
+    """Refuses a first argument that is no module, or has no forward at which its parameters could be gathered."""
     if not modules:
         yield "an empty list of modules was given to fully_shard; give it the modules that form one unit"
     for module in modules:
@@ -32,7 +32,7 @@ def of_modules(modules: Sequence[object]) -> Iterator[str]:
 def of_arguments(
     reshard_after_forward: object, prefetch: object, ignored: Iterable[object], group_of: object
 ) -> Iterator[str]:
-    """Of the others, except those that say themselves what they are made of."""
+    """Refuses the other arguments, except those whose own constructors do."""
     if not isinstance(reshard_after_forward, int):
         yield f"reshard_after_forward is {reshard_after_forward!r}; give True, False, or a number of ranks"
     if prefetch is not None and not isinstance(prefetch, PrefetchPolicy):
@@ -107,7 +107,8 @@ def of_root(units: Iterable[Unit]) -> Iterator[str]:
 def of_units(
     modules: Sequence[nn.Module], mesh: ShardMesh, policy: ShardPolicy, inside: Mapping[str, Unit]
 ) -> Iterator[str]:
-    """What must be one for all units of a root, and is not. They may differ in dtypes, offload, and how they shard."""
+    """Refuses units of one root that differ in what must be the same. They may differ in dtypes, offload, and how they
+    shard."""
     outer = type(modules[0]).__name__
     prefetch = {outer: policy} if policy.has_own_prefetch else {}
     for name, unit in inside.items():
@@ -128,7 +129,7 @@ def of_units(
 
 
 def _has_meaning_of_its_own(p: nn.Parameter) -> bool:
-    """Whether it is of a class that computes in a way of its own, or packs numbers into integers."""
+    """Returns whether the parameter is of a class that computes in its own way, or packs numbers into integers."""
     kind = type(p)
     if kind is nn.Parameter:
         return False

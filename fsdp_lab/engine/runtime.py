@@ -79,7 +79,7 @@ class Pass:
         return k
 
     def is_open(self, unit: int) -> bool:
-        """Whether a call of the unit has begun and not ended."""
+        """Returns whether a call of the unit has begun and not ended."""
         return any(self.calls[k].unit == unit for k in self.open)
 
     @property
@@ -186,7 +186,8 @@ class Runtime:
         return current, k
 
     def _begins_anew(self, unit: Unit, current: Pass) -> bool:
-        """Whether an exception has left a pass open: its outermost unit, or the root, is called, and not by itself."""
+        """Returns whether an exception has left a pass open: its outermost unit, or the root, is called, and not by
+        itself."""
         return unit in (current.outermost, self.root) and not self._methods and _calls_under_way(unit) < 2
 
     def ending(self, unit: Unit) -> tuple[Pass, int] | None:
@@ -216,7 +217,7 @@ class Runtime:
 
     @contextmanager
     def inside_method(self) -> Iterator[None]:
-        """Within it a unit's method other than `forward` runs, and may call the unit itself."""
+        """A context in which a unit's method other than `forward` runs, and may call the unit itself."""
         self._methods += 1
         try:
             yield
@@ -244,7 +245,7 @@ class Runtime:
         self._let_shards_change("end of the forward")
 
     def end_without_graph(self) -> None:
-        """After a forward whose outputs have no graph: no backward of a frozen model is to come."""
+        """Called after a forward whose outputs have no graph: no backward of a frozen model is to come."""
         if not any(p.requires_grad for unit in self.units for flat in unit.flats for p in flat.sharded):
             self._free_all()
 
@@ -296,7 +297,8 @@ class Runtime:
         self._begin_backward()  # the root's output had no hook, or it was used inside `unshard`
 
     def _may_be_late(self, unit: Unit) -> bool:
-        """Whether a call of the unit has ended in this backward, and nobody was shown its gradients as all there are."""
+        """Returns whether a call of the unit has ended in this backward, and nobody was shown its gradients as all
+        there are."""
         seen = self.backward is not None and any(
             current.calls[k].unit == self._index[unit] for current in self.backward.passes for k in current.backwards
         )
@@ -322,7 +324,7 @@ class Runtime:
         return current, current.enter(self._index[unit])
 
     def end_backward(self, backward: Backward) -> None:
-        """What is left: units whose inputs need no gradient, late gradients, reductions in flight."""
+        """Finishes what is left: units whose inputs need no gradient, late gradients, reductions in flight."""
         for current in backward.passes:
             for k in current.in_backward():
                 self.after_backward(self.units[current.calls[k].unit], current, k)
@@ -344,7 +346,8 @@ class Runtime:
     # -- what the schedule names ------------------------------------------------------------------------------------
 
     def _issue(self, current: Pass, point: Point) -> None:
-        """What the schedule names at a point; host copies are issued with what they belong to."""
+        """Issues what the schedule names at a point; host copies are issued with the gather or reduction that they
+        belong to."""
         for action in current.schedule.at(point) if current.schedule is not None else ():
             unit = self.units[action.unit]
             if action.phase is Phase.UNSHARD:
@@ -431,7 +434,7 @@ class Runtime:
             yield
 
     def _begin_computing(self, unit: Unit, current: Pass, direction: Direction, k: int) -> None:
-        """Its span ends in another hook, or with the pass."""
+        """Begins a span that ends in another hook, or with the pass."""
         self._report(Phase.COMPUTE, unit, direction)
         if torch.autograd._profiler_enabled():
             current.spans[direction, k] = record_function(_label(Phase.COMPUTE, unit))
@@ -455,11 +458,12 @@ class Runtime:
 
     @property
     def recomputes(self) -> bool:
-        """Whether a forward that begins now is a checkpoint's, inside a backward."""
+        """True if a forward that begins now is a checkpoint's, inside a backward."""
         return torch._C._current_graph_task_id() != -1
 
     def reset(self) -> None:
-        """After an exception in the middle of a step: free everything; of a backward, forget what was not reduced."""
+        """Called after an exception in the middle of a step: frees everything; of a backward, forgets what was not
+        reduced."""
         for unit in self.units if self._backward is not None else ():
             unit.drop_gradient()
         self._forward = self._backward = self._last = None
@@ -469,13 +473,13 @@ class Runtime:
             self._free_all()
 
     def _is_at_work(self, unit: Unit) -> bool:
-        """Whether a call of the unit is under way, in a forward or in a backward."""
+        """Returns whether a call of the unit is under way, in a forward or in a backward."""
         current, backward = self._forward, self.backward
         in_forward = current is not None and current.is_open(self._index[unit])
         return in_forward or (backward is not None and backward.at_work[unit] > 0)
 
     def _release(self) -> None:
-        """What a double backward held: its second part is over, or the optimizer has stepped without one."""
+        """Releases what a double backward held: its second part is over, or the optimizer has stepped without one."""
         for unit in self._held:
             unit.pins -= 1
             unit.reshard()

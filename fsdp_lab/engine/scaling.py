@@ -90,13 +90,13 @@ def clip_gradients(module: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 
 def upcast_gradients(module: nn.Module) -> None:
-    """With `keep_low_precision_gradients`: bring gradients to the masters' dtype, for an optimizer that needs them so."""
+    """Under `keep_low_precision_gradients`, brings gradients to the masters' dtype, for an optimizer that needs them so."""
     for flat in _flats(module):
         flat.gradients.upcast()
 
 
 def _above_zero(name: str, given: object) -> float:
-    """As torch does, from a number or its text."""
+    """The number, from a number or its text, as torch accepts it."""
     try:
         value = float(given)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -107,14 +107,14 @@ def _above_zero(name: str, given: object) -> float:
 
 
 def _flats(module: nn.Module) -> list[FlatBuffer]:
-    """Of a module without units there is nothing to say, and to say 0 would hide a mistake."""
+    """The flat buffers of all units. Raises ShardError for a module without units: to say 0 would hide a mistake."""
     if not units_of(module):
         raise not_sharded(module)
     return flats_of(module)
 
 
 def _gradients(flats: Iterable[FlatBuffer]) -> list[Tensor]:
-    """Those of the flat shards that have one with elements."""
+    """The gradients of the flat shards that have one with elements."""
     shards = [flat.gradients.local() for flat in flats]
     return [g for g in shards if g is not None and g.numel()]
 
@@ -133,7 +133,7 @@ class Scaler:
             self.scale = 2.0**16
 
     def update(self, *, overflowed: bool) -> None:
-        """After each step, with the same answer on every rank."""
+        """Called after each step, with the same answer on every rank."""
         if not self.enabled:
             return
         if overflowed:
@@ -144,7 +144,7 @@ class Scaler:
             self.scale, self.good_steps = min(LARGEST, self.scale * GROWTH), 0
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """What `backward` is called on."""
+        """The scaled loss, on which `backward` is called."""
         return loss * self.scale
 
     def unscale_gradients(self, module: nn.Module) -> bool:

@@ -46,7 +46,7 @@ class PointSide(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Point:
-    """Where in a step: before or after the forward or the backward of one call."""
+    """A point of a step: before or after the forward or the backward of one call."""
 
     direction: Direction
     call: int
@@ -74,7 +74,7 @@ class Action:
 
 
 class OffloadPolicy(enum.StrEnum):
-    """What is stored on the host: with either of the last two, the master shards."""
+    """Names what is stored on the host: with either of the last two, the master shards."""
 
     NONE = "none"
     OPTIMIZER = "optimizer"  # gradients and the optimizer's state; a shard in the gathered dtype stays on the device
@@ -110,7 +110,7 @@ class Rules(PrefetchPolicy):
         return self.forward_prefetch if direction is Direction.FORWARD else self.backward_prefetch
 
     def has_room(self, gathered: int) -> bool:
-        """Whether one more unit may be gathered ahead of time."""
+        """Returns whether one more unit may be gathered ahead of time."""
         return self.limit == 0 or gathered < self.limit + 1
 
 
@@ -137,7 +137,7 @@ class Schedule:
         self.actions: tuple[Action, ...] = tuple(_Builder(self).build())
 
     def rules_of(self, unit: int) -> Rules:
-        """Its own, or the root's."""
+        """The rules of a unit: its own, or the root's."""
         return self._own_rules.get(unit, self.rules)
 
     def at(self, point: Point) -> tuple[Action, ...]:
@@ -185,7 +185,7 @@ class Schedule:
         return places
 
     def following(self, point: Point, depth: int) -> tuple[int, ...]:
-        """At most `depth` units of the calls that begin after a point in its direction, each once.
+        """Returns at most `depth` units of the calls that begin after a point in its direction, each once.
 
         At a point before a call, its own unit is left out.
         """
@@ -306,13 +306,13 @@ class _Builder:
         return unit not in self._schedule.ahead(point, self._gathered - {unit})  # it would be gathered again at once
 
     def _comes_again(self, unit: int, point: Point) -> bool:
-        """Whether another call of the unit begins later in this direction."""
+        """Returns whether another call of the unit begins later in this direction."""
         if point.direction is Direction.FORWARD:
             return self._last[unit] >= self._schedule.begun[point]
         return self._first[unit] != point.call
 
     def _is_next(self, unit: int, point: Point) -> bool:
-        """Whether the next call to begin is one of the same unit."""
+        """Returns whether the next call to begin is one of the same unit."""
         order, i = self._schedule.order[point.direction], self._schedule.begun[point]
         return i < len(order) and self._schedule.calls[order[i]].unit == unit
 

@@ -36,7 +36,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 @dataclass(frozen=True, kw_only=True)
 class ParamShard:
-    """What one rank holds of one parameter: a range of its elements."""
+    """The part of one parameter that one rank holds: a range of its elements."""
 
     name: str  # in the model, without what checkpoint and compile wrappers put into it
     shape: torch.Size  # the whole parameter's
@@ -75,7 +75,7 @@ def local_state(module: nn.Module) -> dict[str, ParamShard]:
 
 
 def full_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, the whole parameter in the master's dtype), one at a time; collective, so go through all of it."""
+    """Yields (name, the whole parameter in the master's dtype), one at a time; collective, so go through all of it."""
     for shard, p in _shards(module):
         yield shard.name, gather_one(p.flat, p.number, p.flat.master)
 
@@ -145,7 +145,7 @@ def broadcast_full_state(module: nn.Module, values: Mapping[str, Tensor] | None)
 
 
 def _scatter(shard: ParamShard, value: Tensor | None, mesh: ShardMesh) -> None:
-    """In one shard group. A function, so that one whole parameter is freed before the next one is made."""
+    """Scatters a value in one shard group. A function, so that one whole parameter is freed before the next one is made."""
     whole = torch.empty(shard.shape, dtype=shard.local.dtype, device=mesh.device)
     if value is not None:
         whole.copy_(value)
@@ -183,7 +183,7 @@ def local_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 def full_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, slot -> the whole tensor in the parameter's shape), one parameter at a time; collective."""
+    """Yields (name, slot -> the whole tensor in the parameter's shape), one parameter at a time; collective."""
     check_optimizer(optimizer)
     for shard, p in _shards(module):
         yield shard.name, {slot: _whole_slot(shard, p, v) for slot, v in shard.slots(optimizer).items()}
@@ -225,8 +225,9 @@ def load_full_optimizer_state(
 
 
 def split_unused(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Before a step of an optimizer over `sharded_parameters(module)`: where some parameters of a region have no gradient,
-    give the optimizer the region's parameters instead, each with its part of the state, so that only the others move."""
+    """Called before a step of an optimizer over `sharded_parameters(module)`: where some parameters of a region have no
+    gradient, gives the optimizer the region's parameters instead, each with its part of the state, so that only the
+    others move."""
     _split(module, optimizer, lambda p: str(p.flat.gradients.has_gradient(p.number)))
 
 

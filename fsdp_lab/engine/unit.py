@@ -63,7 +63,7 @@ class Unit:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the shards have changed since it was gathered."""
+        """True if the shards have changed since the unit was gathered."""
         return self.state is not UnitState.SHARDED and any(flat.is_stale for flat in self.flats)
 
     def unshard(self, streams: CommStreams) -> None:
@@ -100,7 +100,7 @@ class Unit:
 
     @property
     def sent(self) -> list[tuple[FlatBuffer, Tensor]]:
-        """What all-gathers in flight are sending, by buffer."""
+        """The tensors that all-gathers in flight are sending, by buffer."""
         return [(flat, t) for flat, handle in zip(self.flats, self._handles, strict=False) for t in handle.keeps]
 
     def _wait(self) -> None:
@@ -110,7 +110,7 @@ class Unit:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether gradients have come that were not reduced yet."""
+        """True if gradients have come that were not reduced yet."""
         return any(flat.gradients.is_waiting for flat in self.flats)
 
     def reduce(self, streams: CommStreams) -> list[Reduction]:

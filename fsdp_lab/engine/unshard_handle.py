@@ -23,7 +23,7 @@ class UnshardHandle:
             self._issue(unit)
 
     def wait(self) -> None:
-        """Until the parameters may be read."""
+        """Waits until the parameters may be read."""
         try:
             for unit in self._units:
                 self._runtime.make_ready(unit, Direction.FORWARD)

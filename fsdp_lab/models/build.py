@@ -305,13 +305,13 @@ def _children_first(
 
 
 def _storage_id(tensor: Tensor) -> int:
-    """Equal for a parameter and its views; unlike an address, different for parameters on meta."""
+    """A number that is equal for a parameter and its views; unlike an address, different for parameters on meta."""
     return int(tensor.untyped_storage()._cdata)
 
 
 @contextmanager
 def _initialisation_replaced(record: Callable[..., Any]) -> Iterator[None]:
-    """In this context every initialisation function that a model may call is `record(function, ...)`."""
+    """A context in which every initialisation function that a model may call is `record(function, ...)`."""
     table: dict[str, Callable[..., Any]] = hf_init.TORCH_INIT_FUNCTIONS  # type: ignore[assignment]
     functions, copy = dict(table), hf_init.copy_
     table.update({name: partial(record, function) for name, function in functions.items()})

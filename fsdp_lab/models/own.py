@@ -42,7 +42,7 @@ _BUILD_HINT = "correct it; it is called without arguments, and returns an nn.Mod
 
 @contextmanager
 def seeded(*of: int | str, device: torch.device | None = None) -> Iterator[None]:
-    """In this context all generators of random numbers on the host, and that of a GPU, start from `of`; afterwards
+    """A context in which all generators of random numbers on the host, and that of a GPU, start from `of`; afterwards
     they go on as if nothing had been drawn."""
     digest = hashlib.blake2b(repr(of).encode(), digest_size=8).digest()
     seed = int.from_bytes(digest, "little") >> 1

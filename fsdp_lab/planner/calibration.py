@@ -129,7 +129,7 @@ class Calibration:
 
     @classmethod
     def of(cls, each: Sequence[Mapping[str, Any]], **fields: Any) -> Calibration:
-        """From the probes of every rank, and the other fields."""
+        """Makes one from the probes of every rank, and the other fields."""
         probes = _mean(each)
         if fields.get("alone"):  # a step that all wait for takes as long as the slowest
             of_all = {i: zip(*(one["steps"][i] for one in each), strict=True) for i in probes["steps"]}
@@ -305,8 +305,9 @@ class Calibration:
         return {**traffic, "fp16": traffic["bf16"]} if "bf16" in traffic else traffic
 
     def _with_overlap(self, backend: str, rates: Rates) -> Rates:
-        """With the interference or stretch that predicts the step of role "overlap", by bisection (it grows with both).
-        Where the network is so slow that computing hides little of it, interference has no part in that, and stays."""
+        """The rates with the interference or stretch that predicts the step of role "overlap", by bisection (it grows
+        with both). Where the network is so slow that computing hides little of it, interference has no part in that,
+        and stays."""
         steps = [step for step in self._steps if step[0].role == "overlap" and step[0].spec.strategy.backend == backend]
         if not steps:
             return rates

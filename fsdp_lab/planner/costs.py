@@ -176,7 +176,8 @@ def saved_bytes(unit: UnitShape, tokens: int, dtype: str) -> float:
 def traffic_bytes(
     unit: UnitShape, tokens: int, dtype: str, traffic: Bytes | None, *, fused: bool
 ) -> tuple[float, float]:
-    """(Forward, backward) of one sample, from the traffic of a token; None: in proportion to what is saved."""
+    """Bytes of the forward and the backward of one sample, from the traffic of a token; None: in proportion to what is
+    saved."""
     size = unit.share * tokens * BYTES[dtype] / 2
     if traffic is None:
         traffic, size = PER_SAVED, saved_bytes(unit, tokens, dtype)

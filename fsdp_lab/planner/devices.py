@@ -27,7 +27,8 @@ class Curve:
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[float]]) -> Curve:
-        """From rows [size, seconds] in any order; equal sizes are averaged. Raises ValueError if there are none."""
+        """Makes one from rows [size, seconds] in any order; equal sizes are averaged. Raises ValueError if there are
+        none."""
         by_size: dict[float, list[float]] = {}
         for size, seconds in rows:
             by_size.setdefault(size, []).append(max(seconds, 1e-9))
@@ -161,12 +162,12 @@ class Machine:
 
     @property
     def is_measured(self) -> bool:
-        """Whether all of it was measured: the devices, and their network if there are several hosts."""
+        """True if all of it was measured: the devices, and their network if there are several hosts."""
         return self.device.measured is not None and (self.hosts == 1 or bool(self.collectives))
 
     @property
     def switches_reduce(self) -> bool:
-        """Whether NCCL reduces in the switches of the one host. Hosts of four GPUs have none."""
+        """True if NCCL reduces in the switches of the one host. Hosts of four GPUs have none."""
         newer = self.device.generation in ("hopper", "blackwell")
         return newer and self.device.switched and self.per_host >= 8 and self.hosts == 1
 

@@ -88,8 +88,8 @@ def has_scratch(spec: Spec) -> bool:
 
 
 def batch_bytes(spec: Spec, shape: ModelShape) -> float:
-    """On a CPU: ids and images are numpy's memory, which is not counted; labels are torch's copy of the ids. A dataset
-    of the user's own is collated by torch."""
+    """The batch's bytes on a CPU: ids and images are numpy's memory, which is not counted; labels are torch's copy of
+    the ids. A dataset of the user's own is collated by torch."""
     if spec.workload.is_own:
         return shape.batch.bytes_of(spec.workload.micro_batch, 1)
     tokens = spec.workload.micro_batch * shape.tokens(spec.workload.seq_len)

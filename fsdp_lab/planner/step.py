@@ -208,8 +208,9 @@ class StepModel:
         return SEND_KERNELS * each + self.rates.host(self.spec.strategy.backend).send_s
 
     def lags_late(self, blocks: int) -> bool:
-        """Whether the host falls behind the device after more than `SHORT` of so many blocks: it is slower than they, and
-        the root's gather before them, its head, or a forward that is slower than the host gives it a lead to lose."""
+        """Returns whether the host falls behind the device after more than `SHORT` of so many blocks: it is slower than
+        they, and the root's gather before them, its head, or a forward that is slower than the host gives it a lead to
+        lose."""
         block = self.works[-1]
         most_s = max(block.issue_s.values()) + 3 * self._send_issue_s
         if self._on_cpu or most_s < min(block.forward_s, block.backward_s):  # most models are far from it
@@ -509,8 +510,8 @@ class Simulation:
 
 
 def computes(action: Action, schedule: Schedule) -> bool:
-    """Whether this computation of a call has its work: a call that encloses others works after them in the forward and
-    before them in the backward."""
+    """Returns whether this computation of a call has its work: a call that encloses others works after them in the
+    forward and before them in the backward."""
     if not schedule.children[action.point.call]:
         return True
     after = PointSide.AFTER if action.point.direction is Direction.FORWARD else PointSide.BEFORE

@@ -96,7 +96,7 @@ class Fault:
 
     @property
     def where(self) -> str:
-        """For messages: "in the backward of step 12"."""
+        """The place, for messages: "in the backward of step 12"."""
         return f"in the {self.phase.value} of step {'…' if self.at_step is None else self.at_step}"
 
     def to_dict(self) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class FieldRow:
 
     @property
     def is_text(self) -> bool:
-        """Whether its control is a line of text."""
+        """True if its control is a line of text."""
         return not self.choices and self.least is None
 
     def means_none(self, word: str) -> bool:

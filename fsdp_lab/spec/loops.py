@@ -37,7 +37,7 @@ class WatchedLoop:
 
     @property
     def name(self) -> str:
-        """As in `watched: FSDP2 GPT2LMHeadModel`."""
+        """The name, as in `watched: FSDP2 GPT2LMHeadModel`."""
         kind = BACKEND_TRAITS[self.backend].title if self.backend in BACKEND_TRAITS else "plain"
         return self.title or f"watched: {kind} {self.model}"
 

@@ -174,7 +174,7 @@ class TorchOptimizer:
 
     @property
     def is_known(self) -> bool:
-        """Whether all of its arguments are known without torch."""
+        """True if all of its arguments are known without torch."""
         return self.name in _KINDS
 
     @property
@@ -194,7 +194,7 @@ class TorchOptimizer:
 
     @property
     def class_name(self) -> str:
-        """In torch.optim."""
+        """The name of the class in torch.optim."""
         return _KINDS[self.name].class_name if self.is_known else self.name
 
     @property

@@ -33,7 +33,8 @@ def are_patterns(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamGroup:
-    """None: the workload's own. A `weight_decay` given here is that of vectors, too."""
+    """A group of parameters with its own values; None: the workload's. A `weight_decay` given here is that of vectors,
+    too."""
 
     match: tuple[str, ...]
     lr: float | None = None
@@ -55,7 +56,7 @@ def _is_group(value: Any) -> bool:
 
 
 def read_groups(value: Sequence[Any] | None) -> tuple[ParamGroup, ...] | None:
-    """From what `are_groups` accepts."""
+    """The groups, from what `are_groups` accepts."""
     if value is None:
         return None
     return tuple(

@@ -151,7 +151,7 @@ _FSDP1_ONE_AHEAD = "FSDP1 prefetches one unit ahead at most"
 
 
 def _backends(now: Mapping[str, Any]) -> Sequence[str]:
-    """With "yours" where there is an engine of the user's."""
+    """The backends, with "yours" where there is an engine of the user's."""
     return BACKENDS if now.get("engine") is None else (*BACKENDS, YOURS)
 
 
@@ -292,12 +292,12 @@ class Strategy:
 
     @property
     def is_lab(self) -> bool:
-        """Whether our own engine shards."""
+        """True if our own engine shards."""
         return self.backend == "lab"
 
     @property
     def is_yours(self) -> bool:
-        """Whether the user's own engine shards."""
+        """True if the user's own engine shards."""
         return self.backend == YOURS
 
     # -- the meaning of `sharding`: use these instead of comparing tokens ------------------------------------------
@@ -340,7 +340,8 @@ class Strategy:
 
     @property
     def reshards(self) -> bool | int:
-        """Whether parameters are freed after the forward; the ranks that share them until the backward, if not all do."""
+        """Whether parameters are freed after the forward, or the number of ranks that share them until the backward, if
+        not all do."""
         return self.reshard_size or self.reshards_after_forward
 
     @property
@@ -525,7 +526,7 @@ def fields_with(trait: str) -> tuple[str, ...]:
 
 @cache
 def _limits(name: str, part: str) -> tuple[tuple[str, Limit], ...]:
-    """(Field, limit) of a backend, or of a target of an export, in a part."""
+    """Yields (field, limit) of a backend, or of a target of an export, in a part."""
     kind = PARTS.get(part, Precision)
     return tuple((field, one) for field, row in rows_of(kind).items() for one in row.limits if name in one.of)
 

@@ -74,7 +74,7 @@ class UserCode(Mapping[str, Any]):
 
 
 def is_code(value: Any) -> bool:
-    """Whether a field's value is code of a user's: an importable name, or code that was sent, also as plain JSON."""
+    """Returns whether a field's value is code of a user's: an importable name, or code that was sent, also as plain JSON."""
     if isinstance(value, str):
         return _NAME.fullmatch(value) is not None
     return isinstance(value, Mapping) and "code" in value and "model_type" not in value

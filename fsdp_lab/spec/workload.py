@@ -57,7 +57,7 @@ class Lora:
 
     @classmethod
     def of(cls, given: Any) -> Lora | None:
-        """From its fields as a mapping, or None."""
+        """Makes one from its fields as a mapping, or None."""
         if given is None or isinstance(given, cls):
             return given
         names = {f.name for f in fields(cls)}
@@ -112,7 +112,7 @@ def _described(given: Any) -> str:
 @plain_errors
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is trained. A step sees micro_batch x accumulate x world_size samples."""
+    """The model, the data and the optimizer that are trained. A step sees micro_batch x accumulate x world_size samples."""
 
     # fmt: off
     # A preset, a transformers config as a dict, or its folder or file, or its name on the Hugging Face Hub ("org/name"); or
@@ -237,7 +237,7 @@ class Workload:
 
     @property
     def is_own(self) -> bool:
-        """Whether the model is the user's own code, and the loss and the data with it."""
+        """True if the model is the user's own code, and the loss and the data with it."""
         return is_code(self.model)
 
     def sent_code(self) -> dict[str, UserCode]:

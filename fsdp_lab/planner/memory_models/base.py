@@ -76,8 +76,8 @@ class UnitBytes:
     def of(
         cls, numel: int, decayed: int, others: int, *, param: int, reduce: int, factor: int, reduced: int
     ) -> UnitBytes:
-        """From elements of a shard; `param` and `reduce` are bytes of an element in those dtypes. `reduced`: elements of
-        its gradient, all of which have optimizer state."""
+        """Makes one from elements of a shard; `param` and `reduce` are bytes of an element in those dtypes. `reduced`:
+        elements of its gradient, all of which have optimizer state."""
         return cls(
             shard=numel * MASTER,
             cast=numel * param,

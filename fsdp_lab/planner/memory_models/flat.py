@@ -135,7 +135,7 @@ class FlatMemory(MemoryModel):
         self.fresh[unit] += size
 
     def _collect(self, unit: int) -> None:
-        """What came is copied into one tensor, unless an earlier micro-batch left one, to which it is added."""
+        """Copies what came into one tensor, unless an earlier micro-batch left one, to which it is added."""
         if self.fresh[unit] and not self._collected[unit]:
             self._collected[unit] = True
             self.tracker.alloc(GRADIENTS, self._unsharded_gradient(unit))

@@ -202,7 +202,8 @@ def _length(model: nn.Module, facts: Facts) -> int:
     short = [s for s in _LENGTHS if facts.max_positions is None or s <= facts.max_positions] or _LENGTHS[-1:]
 
     def is_distinct(length: int) -> bool:
-        """Its largest prime factors, and those of its half and of the numbers next to them, divide none of the sizes."""
+        """Returns whether its largest prime factors, and those of its half and of the numbers next to them, divide none
+        of the sizes."""
         half = length // 2
         factors = {_largest_prime(n) for n in (half, half - 1, half + 1, length - 1, length + 1)}
         return SAMPLES not in factors and not any(n % factor == 0 for n in sizes for factor in factors)
