@@ -6,7 +6,7 @@
 
 const PING_EVERY_MS = 4000;
 const SILENT_AFTER_MS = 15000;
-const DRAW_AGAIN_MS = 1000; // after a failure; doubled each time
+const DRAW_AGAIN_MS = 1000; // after a failure; doubled each time until it succeeds
 const HIDDEN_FRAME_MS = 1000; // a hidden tab paints no frames; acknowledge all the same
 
 const DEATHS = ["comm_live_update", "comm:close"]; // the widget manager's: the kernel restarted, the comm was closed
@@ -465,6 +465,7 @@ class View {
     if (this.gone) return;
     if (!this.doc || this.scene !== message.scene) await this.build(message);
     if (this.gone) return;
+    this.drawAgainMs = DRAW_AGAIN_MS;
     this.banner.hidden = true;
     this.sources.at.clear();
     for (const card of this.cardOf.values()) card.waiting.clear();

@@ -9,7 +9,8 @@ from playwright.sync_api import Locator, Page, TimeoutError as PageTimeout
 
 from tests.browser.jupyter import Notebook
 
-STEP = """() => { const m = document.querySelector('.fsdp-headline')?.innerText.match(/^step ([\\d,]+)/);
+# Words are read as `textContent`: JupyterLab leaves cells that are far out of sight unrendered, and their `innerText` is "".
+STEP = """() => { const m = document.querySelector('.fsdp-headline')?.textContent.match(/^step ([\\d,]+)/);
                   return m ? Number(m[1].replaceAll(',', '')) : -1 }"""
 
 
@@ -58,23 +59,23 @@ class DashboardPage:
     # -- read -----------------------------------------------------------------------------------------------------
 
     def note(self, label: str) -> str:
-        return self.field(label).locator(".fsdp-note-line").inner_text().strip()
+        return (self.field(label).locator(".fsdp-note-line").text_content() or "").strip()
 
     def state(self) -> str:
-        return self.page.locator(".fsdp-state").first.inner_text()
+        return self.page.locator(".fsdp-state").first.text_content() or ""
 
     def step(self) -> int:
         """The last step that the page shows; -1 before there is one."""
         return int(self.page.evaluate(STEP))
 
     def reading(self, card: str) -> str:
-        return self.page.locator(f".fsdp-card-{card} .fsdp-reading").first.inner_text()
+        return self.page.locator(f".fsdp-card-{card} .fsdp-reading").first.text_content() or ""
 
     def rows(self, source: str) -> int:
         return int(self.page.evaluate(f"() => {model(source)}?.get_length() ?? 0"))
 
     def refusals(self) -> str:
-        return " ".join(self.page.locator(".fsdp-refusal-line:visible").all_inner_texts())
+        return " ".join(self.page.locator(".fsdp-refusal-line:visible").all_text_contents())
 
     # -- wait -----------------------------------------------------------------------------------------------------
 
@@ -123,7 +124,7 @@ class DashboardPage:
 
     def wait_new_reading(self, card: str, old: str) -> str:
         self.page.wait_for_function(
-            "([card, old]) => document.querySelector(`.fsdp-card-${card} .fsdp-reading`).innerText !== old",
+            "([card, old]) => document.querySelector(`.fsdp-card-${card} .fsdp-reading`).textContent !== old",
             arg=[card, old],
         )
         return self.reading(card)
@@ -138,7 +139,7 @@ class DashboardPage:
         if self.state() == "running":
             self.page.wait_for_function(  # or the run has ended meanwhile
                 """(n) => Number(document.querySelector('.fsdp-live').dataset.painted) > n + 4
-                          || document.querySelector('.fsdp-state').innerText !== 'running'""",
+                          || document.querySelector('.fsdp-state').textContent !== 'running'""",
                 arg=painted,
             )
 
@@ -161,7 +162,7 @@ class DashboardPage:
             const over = e.scrollWidth > e.clientWidth + 1 || e.scrollHeight > e.clientHeight + 1;
             if (e.clientWidth && scrolls && over) wrong.push('scrolls: ' + e.className);
             if (e.clientWidth && style.overflowX === 'hidden' && e.scrollWidth > e.clientWidth + 1)
-              wrong.push('cut: ' + e.className + ' ' + e.innerText.slice(0, 40));
+              wrong.push('cut: ' + e.className + ' ' + e.textContent.slice(0, 40));
           }
           const box = document.querySelector('.fsdp-lab').getBoundingClientRect();
           for (const e of document.querySelectorAll('.fsdp-lab .fsdp-card, .fsdp-lab .fsdp-field'))

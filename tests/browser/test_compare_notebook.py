@@ -48,7 +48,7 @@ def test_its_table_its_report_and_its_script_are_of_the_same_runs(
     runs = {run.id: run for run in History(server.root.parent / "history.sqlite3").runs()}
     assert len(told["records"]) == 8
     assert all(record["last_loss"] == runs[record["run"]].summary()["losses"][-1] for record in told["records"])
-    rows = table.locator("tbody tr").all_inner_texts()
+    rows = table.locator("tbody tr").all_text_contents()
     assert all((record["parity"] or "") in row for record, row in zip(told["records"], rows, strict=True))
 
     script = (server.root / "train.py").read_text()

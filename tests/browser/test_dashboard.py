@@ -156,9 +156,10 @@ def test_a_cell_run_again_replaces_its_dashboard_and_two_views_agree(opened):
     assert opened.notebook.execute("print(former.closed, dashboard.closed)").split() == ["True", "False"]
     opened.notebook.write_and_run("dashboard")  # a second view of the same
     page.wait_for_function("() => document.querySelectorAll('.fsdp-live[data-ready]').length === 2")
-    opened.notebook.execute("lab.run(steps=12).wait(30)")
-    page.wait_for_function("""() => [...document.querySelectorAll('.fsdp-headline')].every(
-        (e) => e.innerText.startsWith('step 11'))""")
+    opened.notebook.execute("lab.run(steps=12)")
+    page.wait_for_function("""() => {
+        const said = [...document.querySelectorAll('.fsdp-headline')].map((e) => e.textContent);
+        return said.length === 2 && said.every((text) => text.startsWith('step 11')) }""")
 
 
 def test_a_view_that_bokeh_could_not_embed_builds_itself_again(opened):

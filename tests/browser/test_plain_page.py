@@ -166,7 +166,7 @@ def test_a_second_view_waits_for_a_kernel_that_is_busy(stage: Stage, host: Calla
     stage.open("first")
     assert not stage.view.first
     hosted = host(busy=True)
-    hosted.wait("() => document.querySelector('.fsdp-banner').innerText.startsWith('No answer from the kernel')")
+    hosted.wait("() => document.querySelector('.fsdp-banner').textContent.startsWith('No answer from the kernel')")
     hosted.free()
     hosted.wait(READY)
     hosted.train(4)

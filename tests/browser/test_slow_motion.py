@@ -27,7 +27,7 @@ class SlowPage(DashboardPage):
     def wait_phase(self, least: int) -> None:
         """Until that phase, or a later one, is in the picture."""
         self.page.wait_for_function(
-            """(least) => { const m = document.querySelector('.fsdp-slow .fsdp-headline')?.innerText.match(/phase (\\d+)/);
+            """(least) => { const m = document.querySelector('.fsdp-slow .fsdp-headline')?.textContent.match(/phase (\\d+)/);
                             return m && Number(m[1]) >= least }""", arg=least)  # fmt: skip
 
     def wait_painted(self) -> None:

@@ -26,7 +26,7 @@ class TimelinePage(DashboardPage):
         """Until the shown step `s` is so beside `n`, in JavaScript."""
         self.page.wait_for_function(
             """([condition, n]) => {
-              const said = document.querySelector('.fsdp-card-timeline .fsdp-reading').innerText.match(/step ([\\d,]+):/);
+              const said = document.querySelector('.fsdp-card-timeline .fsdp-reading').textContent.match(/step ([\\d,]+):/);
               return said && Function('s', 'n', `return ${condition}`)(Number(said[1].replaceAll(',', '')), n) }""",
             arg=[condition, arg])  # fmt: skip
 
