@@ -251,7 +251,7 @@ def test_presses_choose_the_baseline_and_take_rows_away(dashboard):
 # -- sweeps ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_sweep_keeps_its_pictures_and_shows_whose_turn_it_is(show):
+def test_a_sweep_keeps_its_pictures_and_shows_whose_turn_it_is(show, monkeypatch):
     """No page is asked to build its plots again; rows and curves of the others stand beside."""
     show.lab.run(steps=3)
     show.until(lambda: len(show.steps()) == 3)
@@ -262,7 +262,9 @@ def test_a_sweep_keeps_its_pictures_and_shows_whose_turn_it_is(show):
         first = ticked
         until(lambda: ticked >= first + 2)
 
-    show.lab.step_s, show.lab.before_step = 0.1, wait_for_two_ticks  # rows are worked out once a second
+    monkeypatch.setattr("fsdp_lab.dashboard.board.EVERY_S", 0.0)  # rows are worked out with every tick
+    monkeypatch.setattr("fsdp_lab.dashboard.board.SHARE", math.inf)
+    show.lab.before_step = wait_for_two_ticks
     remounts = show.live._scenes
     sweep = show.lab.compare(sharding=["full_shard", "no_shard"], backend=["lab", "ddp"], steps=8, rounds=2)
     shown, overlaid = set(), set()
@@ -276,7 +278,7 @@ def test_a_sweep_keeps_its_pictures_and_shows_whose_turn_it_is(show):
 
     show.until(lambda: sweep.done, look)
     assert show.live._scenes == remounts
-    assert {run.id for run in sweep.runs} <= shown and set() < overlaid <= {"1", "2", "3"}
+    assert {run.id for run in sweep.runs} <= shown and overlaid == {"1", "2", "3"}
     show.until(lambda: "The fastest that fits is" in show.card.captions().reading)
     rows = cells(show)[1:]
     assert [row[0].text for row in rows] == list("123"), "what was refused is said below"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import BrowserContext, Frame
@@ -100,6 +99,3 @@ class PlainPage:
                     self._told(content)
             meanwhile()
             self.page.wait_for_timeout(20)  # the page paints meanwhile
-
-    def photograph(self, path: Path) -> None:
-        self.page.screenshot(path=path)
