@@ -59,38 +59,6 @@ def test_start_toggle_refuse_stop(opened):
     ]
 
 
-def test_memory_is_drawn_by_unit_and_class_and_as_predicted_before_a_choice_lands(opened, picture):
-    assert "none measured yet" in opened.reading("ledger")
-    opened.start()
-    opened.wait_reading("ledger", r"rank \d+ in step 10: peak [\d.]+ MiB in forward, h.5")
-    opened.page.locator(".fsdp-card-ledger").first.scroll_into_view_if_needed()  # what is out of sight is not painted
-    opened.wait_rows("ledger.curve", 16)
-    opened.wait_rows("ledger.phases", 4)
-    opened.wait_rows("memory.now", 2)
-    assert "limit 64.0 GiB" in opened.reading("memory")
-    legend = opened.page.locator(".fsdp-card-ledger .fsdp-key").all_inner_texts()
-    assert [text.strip() for text in legend] == [
-        "sharded parameters", "optimizer state", "unsharded parameters", "gradients", "activations", "communication buffers",
-        "other", "total"]  # fmt: skip
-
-    opened.wait_reading("memory", r"predicted [\d.]+ MiB, measured [\d.]+ MiB")
-    opened.button("Pause").click()
-    opened.wait_state("paused")
-    peak = f"() => {model('memory.predicted')}.get_column('peak')[0]"
-    before = opened.page.evaluate(peak)
-    opened.choose("sharding", "no_shard")
-    opened.wait_note("sharding", "pending")
-    opened.wait_reading("memory", r"predicted [\d.]+ MiB with the chosen settings")
-    opened.page.locator(".fsdp-card-memory").first.scroll_into_view_if_needed()
-    opened.page.wait_for_function(f"(before) => ({peak})() > 1.05 * before", arg=before)
-    opened.show(900, "Light")
-    assert opened.clipped() == []
-    opened.photograph(picture("prediction"))
-    opened.button("Resume").click()
-    opened.wait_note("sharding", r"applied at step \d+")
-    opened.wait_reading("memory", r"predicted [\d.]+ MiB, measured")
-
-
 def test_all_that_can_be_pressed_answers_while_a_cell_is_busy(opened):
     opened.notebook.write_and_run("import time\nfor _ in range(6000): time.sleep(0.1)", wait=False)
     busy = opened.page.locator(".jp-InputPrompt", has_text="[*]:")

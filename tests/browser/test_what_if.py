@@ -4,7 +4,6 @@ one without a kernel, opened from disk, offline."""
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
@@ -263,27 +262,15 @@ def test_it_is_used_by_keyboard_and_by_pressing_the_curve(open_page: Callable[..
 
 
 @pytest.mark.slow
-def test_the_page_for_teaching(
-    open_page: Callable[..., StaticPage],
-    tmp_path: Path,
-    picture: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """What `fsdp-lab plan --page FILE` makes by itself, with an eightieth of its combinations: the whole takes minutes of
-    a core that others use too."""
-    file = tmp_path / "teaching.html"
-    whole = math.prod(len(values.split(",")) for values in TEACHING.values())
+def test_the_page_for_teaching(open_page: Callable[..., StaticPage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What `fsdp-lab plan --page FILE` makes by itself, of fewer values: the whole takes minutes of a core."""
     few = {"model": "llama-1b,llama-7b", "ranks": "64,512", "hardware": "l40s,h100", "sharding": "full_shard,no_shard"}
     for name, values in {**few, "micro_batch": "1,2"}.items():
         monkeypatch.setitem(TEACHING, name, values)
-    share = math.prod(len(values.split(",")) for values in TEACHING.values()) / whole
-    assert main(["plan", "--page", str(file)]) == 0
-    page = open_page(file)
+    assert main(["plan", "--page", str(tmp_path / "teaching.html")]) == 0
+    page = open_page(tmp_path / "teaching.html")
     assert page.text("headline").startswith("llama-7b, 6.74 billion parameters · 64 × h100 in 8 hosts")
     assert set(page.chosen()) == {"model", "hardware", "ranks", "sharding", "recompute", "micro batch"}
-    columns = json.loads(page.page.locator("#fsdp-lab-what-if").text_content() or "")["columns"]
-    assert sum(map(len, columns.values())) / share <= 5e6
-    page.page.screenshot(path=picture("what-if-page"), full_page=True)
 
 
 @pytest.mark.slow

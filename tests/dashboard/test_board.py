@@ -91,6 +91,8 @@ def test_a_curve_is_smooth_where_the_plots_are():
 
 def test_pins_are_lettered_to_h_a_ninth_is_refused_and_a_label_tells_rows_apart(show):
     board, run = show.board, run_of(Spec(), 5)
+    with pytest.raises(ArgumentError, match="start a run"):
+        board.pin()
     assert [board.pin(run) for _ in range(8)] == list("ABCDEFGH")
     with pytest.raises(ArgumentError, match=r"8 runs are pinned already; unpin one of A, B, C, D, E, F, G, H first"):
         board.pin(run)
@@ -103,11 +105,6 @@ def test_pins_are_lettered_to_h_a_ninth_is_refused_and_a_label_tells_rows_apart(
     for label in ("  ", "live", "A", "7", "x" * 25, 3):
         with pytest.raises(ArgumentError, match="label"):
             board.pin(run, label=label)
-
-
-def test_before_the_first_step_there_is_nothing_to_pin(show):
-    with pytest.raises(ArgumentError, match="start a run"):
-        show.board.pin()
 
 
 def test_pinned_curves_lie_in_every_time_plot_and_ranges_hold_them(all_panels, show):
@@ -173,38 +170,11 @@ def test_rows_are_what_comparison_says_of_the_same_runs(show):
     assert board.refresh().baseline == "A"
 
 
-def test_two_strategies_of_one_run_are_not_called_equal(show):
-    """They have no step in common, and the card says what to do about it."""
-    run = show.lab.run()
-    show.until(lambda: len(show.steps()) > 12)
-    show.board.pin()
-    run.apply(sharding="no_shard")
-    show.until(lambda: len(run.switches) == 2 and len(run.events.since()[0]) > 2 * (run.switches[1].step + 12))
-    run.stop()
-    show.board.pin()
-    compared = show.board.refresh()
-    assert compared["B"].parity.verdict is Verdict.UNKNOWN
-    assert compared["A"].spec.strategy.sharding == "full_shard" and compared["B"].spec.strategy.sharding == "no_shard"
-    show.until(lambda: len(cells(show)) == 3)  # no live row: it has told nothing since
-    assert "same run under another strategy" in cells(show)[2][2].title
-
-
 # -- the card --------------------------------------------------------------------------------------------------------
 
 
 def cells(show: Show) -> tuple[tuple[Any, ...], ...]:
     return show.card.captions().table
-
-
-def test_the_card_is_hidden_until_there_is_something_to_compare(show):
-    show.feed.tick()
-    assert show.card.captions().hidden
-    show.board.pin(run_of(Spec(), 10))
-    show.feed.tick()
-    assert not show.card.captions().hidden
-    show.board.unpin("A")
-    show.feed.tick()
-    assert show.card.captions().hidden
 
 
 def test_a_row_says_its_figures(show):
