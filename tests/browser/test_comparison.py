@@ -98,12 +98,17 @@ def test_a_comparison_by_its_form(opened: ComparisonPage, picture):
     assert "DDP keeps a whole replica" in said.inner_text() and "About" in said.inner_text()
     opened.page.locator(".fsdp-number", has_text="steps").locator("input").fill("24")
     scene = opened.page.locator(".fsdp-live").first.get_attribute("data-scene")
+    # It waits in its second round, until all has been read that is only there meanwhile.
+    opened.notebook.execute(
+        "import threading\ngo_on = threading.Event()\nlab.before_step = lambda run: run.step < 8 or go_on.wait(300)"
+    )
     opened.ask("Start comparison").click()
     opened.wait_state("comparing")
     opened.page.locator(".fsdp-progress", has_text=re.compile(r"of 72 steps · about \d+ \w+ left · now \d")).wait_for()
     assert opened.field("sharding").locator("select").is_disabled()
     opened.card.locator("tbody tr").nth(2).wait_for()
     assert opened.page.locator(".fsdp-live").first.get_attribute("data-scene") == scene
+    opened.notebook.execute("go_on.set()")
     opened.wait_state("running")
     opened.page.locator(".fsdp-card-comparison .fsdp-reading", has_text="The fastest that fits is").wait_for()
     opened.card.get_by_text(re.compile(r"Refused, so not in the table: 4 ddp full_shard \(")).first.wait_for()

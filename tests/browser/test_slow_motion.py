@@ -70,10 +70,10 @@ def test_next_play_and_stop(show):
     labels = desk.page.evaluate(f"() => [...{model('slow.held')}.data.label]")
     assert labels == ["577,024, 2.55 MiB"] * 2
 
-    desk.page.locator(".fsdp-slow-speed select").select_option("5 phases a second")
+    desk.page.locator(".fsdp-slow-speed select").select_option("0.5 phase a second")  # a busy page must reach Pause
     desk.press("Play")
     desk.wait_said("playing")
-    desk.wait_phase(6)
+    desk.wait_phase(3)
     desk.press("Pause")
     desk.wait_said("halted")
     desk.press("Stop")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from fsdp_lab.base.errors import SpecError
 from fsdp_lab.dashboard.choices import Choices, ChoiceState
 from fsdp_lab.spec.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec
 
@@ -38,15 +37,6 @@ def test_a_combination_can_be_made_in_any_order_and_the_way_out_is_offered():
     fix = choices.notes["backend"].fix
     assert fix == {"sharding": "no_shard"}
     assert choices.choose(backend="ddp", **fix) == values
-
-
-def test_a_refusal_by_the_ranks_is_held_too():
-    choices = Choices(Spec())
-    accepted = choices.choose(offload="all")
-    choices.revert(accepted, Spec(), SpecError("strategy.offload", "no room on the host", "use none"))
-    assert choices.wanted == Spec()
-    assert choices.held == {"offload": "all"}
-    assert "no room on the host" in choices.notes["offload"].text
 
 
 @given(

@@ -253,17 +253,6 @@ def test_a_page_that_drops_buffers_gets_text_beside_one_that_does_not(stage):
     assert buffers == [] and gzip.decompress(base64.b64decode(content["base64"])) == live.BOKEH_JS.read_bytes()
 
 
-def test_data_is_bounded_however_long_it_runs(stage):
-    page = stage.open("page")
-    for _ in range(4):
-        stage.train(400)
-        stage.view.flush()
-        page.acknowledge()
-    assert all(len(rows) <= 1000 for rows in page.rows.values())
-    assert page.rows["loss.steps"][-1][0] == 1599
-    assert stage.holds_all(page)
-
-
 def test_an_acknowledgement_covers_all_messages_up_to_it():
     stamps = Stamps()
     assert "no event" in str(stamps.latency())

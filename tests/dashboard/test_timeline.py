@@ -155,31 +155,21 @@ def test_the_axis_holds_still_while_steps_differ_a_little_and_what_does_not_coun
     watched = Watched()
     watched.show(traced(0))
     end = watched.end
-    for n in range(1, 40):
+    for n in range(1, 10):
         watched.show(traced(n, forward_s=0.010 * (1 + 0.02 * math.sin(n))))
         assert watched.end == end
-    slow = traced(40, forward_s=0.050).events
+    slow = traced(10, forward_s=0.050).events
     watched.show(Step(events=tuple(dataclasses.replace(e, first_after_switch=True) for e in slow)))
     assert watched.end > 3 * end
-    watched.show(traced(41))
+    watched.show(traced(11))
     assert watched.end == end
-    watched.show(traced(42, forward_s=0.030))
+    watched.show(traced(12, forward_s=0.030))
     assert watched.end > end  # what is longer fits at once
-
-
-def test_the_time_axis_follows_steps_that_become_shorter():
-    watched = Watched()
-    for n in range(3):
-        watched.show(traced(n, forward_s=0.016))  # as while something else uses the cores
-    slow = watched.end
-    ends = []
-    for n in range(3, 20):
-        watched.show(traced(n, forward_s=0.012))
+    ends = [watched.end]
+    for n in range(13, 30):  # and what is shorter is followed, not at once, in one go
+        watched.show(traced(n, forward_s=0.0225))
         ends.append(watched.end)
-    longest = 1e3 * max(e.step_time_s for e in traced(19, forward_s=0.012).events)
-    assert slow > 1.2 * longest and ends[0] == slow, "not at once"
-    assert longest <= ends[-1] <= 1.15 * longest
-    assert len(set(ends)) == 2, "in one go"
+    assert ends[0] == ends[1] > ends[-1] and len(set(ends)) == 2
 
 
 def test_another_spec_has_rows_of_its_own():
