@@ -87,7 +87,7 @@ def test_pin_toggle_pin_compare_unpin_and_load_the_page_again(opened: Comparison
 
 
 @pytest.mark.slow
-def test_a_comparison_by_its_form(opened: ComparisonPage, picture):
+def test_a_comparison_by_its_form(opened: ComparisonPage):
     """What can run is said before, its progress while it runs; the page is not built anew for a turn. Then the run that was
     suspended for it goes on."""
     opened.button("Compare…").click()
@@ -117,4 +117,3 @@ def test_a_comparison_by_its_form(opened: ComparisonPage, picture):
     assert opened.notebook.execute(shown).split() == [opened.cell("2", 5), opened.cell("2", 9)]
     opened.show(1920, "Light")
     assert opened.clipped() == []
-    opened.photograph(picture("comparison"))

@@ -1,7 +1,9 @@
-"""Notebook 01 as a person opens it: real ranks in JupyterLab, driven in chromium. It also takes the pictures."""
+"""Notebook 01 as a person opens it: real ranks in JupyterLab, driven in chromium. It also takes the notebook's picture,
+into the folder that FSDP_LAB_SCREENSHOTS names."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +18,7 @@ NOTEBOOK = REPO / "notebooks" / "01_live_dashboard.ipynb"
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_notebook_01(server: JupyterServer, open_notebook: Callable[[str], Notebook], watched,
-                     picture: Callable[[str], Path]):  # fmt: skip
+def test_notebook_01(server: JupyterServer, open_notebook: Callable[[str], Notebook], watched, tmp_path: Path):
     """Run all, Start, change sharding, precision, offload and link while it trains, be refused, save, lose a rank, recover,
     Stop, load the page again."""
     shutil.copy(NOTEBOOK, server.root)
@@ -54,7 +55,7 @@ def test_notebook_01(server: JupyterServer, open_notebook: Callable[[str], Noteb
     for width, theme in ((1920, "Dark"), (1600, "Light")):
         opened.show(width, theme)
         assert opened.clipped() == []
-        opened.photograph(picture("dashboard" if width == 1600 else f"dashboard-{width}-{theme.lower()}"))
+    opened.photograph(Path(os.environ.get("FSDP_LAB_SCREENSHOTS") or tmp_path) / "dashboard.png")
 
     opened.press("Show")
     opened.press("Save now")

@@ -83,7 +83,7 @@ def test_its_plots_draw_what_was_measured(opened: Page):
 
 
 @pytest.mark.slow
-def test_both_colour_schemes_and_paper_and_a_narrow_window(opened: Page, picture):
+def test_both_colour_schemes_and_paper_and_a_narrow_window(opened: Page):
     """Text and its ground are far enough apart (WCAG 2.1: 4.5 to 1) in both, plots follow, and paper is light. Nothing is
     wider than the window but tables, which scroll in their card."""
     seen: dict[str, Any] = {}
@@ -94,7 +94,6 @@ def test_both_colour_schemes_and_paper_and_a_narrow_window(opened: Page, picture
         low = [(text, ratio) for text, ratio in opened.evaluate(CONTRASTS) if ratio < 4.5]
         assert not low, (scheme, media, low[:5])
         seen[f"{scheme} {media}"] = opened.evaluate(INK)
-        opened.screenshot(path=picture(f"report-{scheme}-{media}"), full_page=True)
     assert seen["light screen"] == seen["dark print"] != seen["dark screen"]
     opened.set_viewport_size({"width": 420, "height": 900})
     opened.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth")

@@ -34,7 +34,7 @@ class SafetyPage(DashboardPage):
 
 
 @pytest.mark.slow
-def test_a_lost_rank_is_recovered_and_nothing_jumps(show, picture):
+def test_a_lost_rank_is_recovered_and_nothing_jumps(show):
     desk = show(SafetyPage)
     desk.press("Show")
     desk.card.locator(".fsdp-safety-body").wait_for()
@@ -57,4 +57,3 @@ def test_a_lost_rank_is_recovered_and_nothing_jumps(show, picture):
     assert max(tops) - min(tops) <= 1, tops
     desk.show(800, "Dark")
     assert desk.clipped() == []
-    desk.photograph(picture("safety-incident"))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from playwright.sync_api import Locator
 
@@ -91,7 +88,7 @@ def test_next_play_and_stop(show):
 
 
 @pytest.mark.slow
-def test_how_it_looks_of_sixteen_ranks(show, picture: Callable[[str], Path]):
+def test_how_it_looks_of_sixteen_ranks(show):
     desk = show(SlowPage, lab="16, step_s=0.05")
     go_to(desk, "compute", "transformer.h.2", "backward")
     desk.wait_reading("slow", "backward · compute transformer.h.2")
@@ -101,4 +98,3 @@ def test_how_it_looks_of_sixteen_ranks(show, picture: Callable[[str], Path]):
     for width, theme in ((900, "Dark"), (1500, "Light")):
         desk.show(width, theme)
         assert desk.clipped() == []
-        desk.page.locator(".fsdp-slow").first.screenshot(path=picture(f"slow-motion-{width}-{theme.lower()}"))

@@ -96,7 +96,7 @@ def test_it_follows_the_newest_traced_step_holds_a_pinned_one_and_says_what_a_sp
 
 
 @pytest.mark.slow
-def test_16_ranks_are_named_by_their_hosts_and_three_of_them_have_a_timeline(show, picture):
+def test_16_ranks_are_named_by_their_hosts_and_three_of_them_have_a_timeline(show):
     ranks, hosts = 16, 8
     desk = show(TimelinePage, lab=f"{ranks}, step_s=0.2, hosts={hosts}")
     desk.start()
@@ -117,4 +117,3 @@ def test_16_ranks_are_named_by_their_hosts_and_three_of_them_have_a_timeline(sho
     assert all(rank in said for rank in names("timeline.ranks")) and len(names("timeline.ranks")) == 3
     desk.show(900, "Dark")
     assert desk.clipped() == []
-    desk.photograph(picture("hosts"))

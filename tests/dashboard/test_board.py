@@ -293,18 +293,3 @@ def test_controls_rest_while_a_comparison_suspends_a_run_that_goes_on_afterwards
     form.toggle()
     form.attempt(form.start)
     assert "It would end what has the ranks now: stop that first" in form.message.value and lab.sweep is former
-
-
-def test_a_form_says_what_it_will_take_and_refuses_nothing_to_run(dashboard):
-    form = dashboard._sweep_form
-    form.toggle()
-    assert "The estimate follows after the first turns" in form.message.value
-    form.toggle()
-    dashboard.lab.run(steps=20).wait(10)
-    form.toggle()
-    assert "<b>1 combination</b>: 1 can run. About" in form.message.value
-    for chip in form._chips["backend"]:
-        chip.value = chip.description == "ddp"
-    assert form._start.disabled and "0 can run, 1 cannot" in form.message.value
-    form._chips["sharding"][-1].value = True
-    assert not form._start.disabled

@@ -13,7 +13,7 @@ from fsdp_lab.planner.devices import DEVICES
 from fsdp_lab.planner.questions import Target
 from fsdp_lab.report import WhatIf
 from fsdp_lab.report.what_if import widget
-from fsdp_lab.report.what_if.widget import CUSTOM, CUSTOM_ONLY, FIELDS, Answer, Question
+from fsdp_lab.report.what_if.widget import CUSTOM, FIELDS, Answer, Question
 from fsdp_lab.spec.spec import Spec, Strategy
 
 GIB = 1 << 30
@@ -124,13 +124,6 @@ def test_a_text_of_the_page_is_a_label_or_a_value(page):
         assert page.answer.question.flat()[name] == value, name
     assert field(page, "per_host")["note"] == "3 hosts"
     assert field(page, "world_size")["value"] == "24" and "24" in field(page, "world_size")["options"]
-
-
-def test_the_fields_of_a_custom_device_come_and_go_with_it(page):
-    assert all(field(page, name)["hidden"] for name in CUSTOM_ONLY)
-    page.choose(hardware=CUSTOM, memory_gib=2.0)
-    assert not any(field(page, name)["hidden"] for name in CUSTOM_ONLY)
-    assert not page.answer.plan.fits and page.state["row"]["fits"] == 0
 
 
 def test_what_is_refused_is_said_with_its_field_and_a_way_out_and_the_last_answer_stays(page):
