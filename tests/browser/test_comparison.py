@@ -80,7 +80,7 @@ def test_pin_toggle_pin_compare_unpin_and_load_the_page_again(opened: Comparison
     opened.row("B").wait_for()
     assert opened.visible_overlays("loss") == ["loss.overlay.1"]
     opened.page.locator(".fsdp-card-loss").scroll_into_view_if_needed()
-    opened.wait_rows("loss.steps", last + 1)
+    opened.wait_steps_drawn(last)
     assert opened.step() == last, "the whole history is back"
     opened.start()  # and it is alive: another run begins at step 0
     opened.wait_step(2)

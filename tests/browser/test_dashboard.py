@@ -43,7 +43,7 @@ def test_start_toggle_refuse_stop(opened):
     opened.wait_state("running")
     last = opened.stop()
     opened.page.locator(".fsdp-card-loss").scroll_into_view_if_needed()
-    opened.wait_rows("loss.steps", last + 1)
+    opened.wait_steps_drawn(last)
 
     opened.button("Continue").click()
     opened.wait_state("running")
@@ -107,7 +107,7 @@ def test_plots_out_of_sight_catch_up_and_a_range_that_the_reader_moves_stays_unt
     last = opened.stop()
     assert opened.rows("loss.steps") < last
     opened.page.locator(".fsdp-card-loss").scroll_into_view_if_needed()
-    opened.wait_rows("loss.steps", last + 1)
+    opened.wait_steps_drawn(last)
     assert opened.page.evaluate(f"() => [{model('frame.x')}.start, {model('frame.x')}.end]") == [1, 7]
     opened.page.locator(".fsdp-card-memory .fsdp-plot").dblclick()
     assert opened.page.evaluate(f"() => {model('frame.x')}.end") >= 100
