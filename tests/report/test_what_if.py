@@ -204,5 +204,5 @@ def test_closing_frees_the_page():
     page.choose(world_size=4)  # nothing comes of it
     page.settle(5)
     for thread in set(threading.enumerate()) - threads:
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
