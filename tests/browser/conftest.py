@@ -1,12 +1,11 @@
 """One JupyterLab, one chromium and one page with its kernel for all browser tests, but for those that need their own.
 
 Nothing outside this machine is asked for, and nothing of the user's Jupyter is read or written. A page that says an
-error, or asks the network for anything, fails its test. FSDP_LAB_SCREENSHOTS names a folder for pictures.
+error, or asks the network for anything, fails its test.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -114,14 +113,6 @@ def watched(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable
             print(f"what its cells printed: {notebook.outputs()}")
         else:
             assert wrong == []
-
-
-@pytest.fixture
-def picture(tmp_path: Path) -> Callable[[str], Path]:
-    """Where a picture of this name goes."""
-    folder = Path(os.environ.get("FSDP_LAB_SCREENSHOTS") or tmp_path)
-    folder.mkdir(parents=True, exist_ok=True)
-    return lambda name: folder / f"{name}.png"
 
 
 @pytest.hookimpl(wrapper=True)

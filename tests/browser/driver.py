@@ -7,6 +7,7 @@ from pathlib import Path
 
 from playwright.sync_api import Locator, Page, TimeoutError as PageTimeout
 
+from fsdp_lab.dashboard.panels.axis import STEP_LIMIT
 from tests.browser.jupyter import Notebook
 
 # Words are read as `textContent`: JupyterLab leaves cells that are far out of sight unrendered, and their `innerText` is "".
@@ -116,6 +117,10 @@ class DashboardPage:
 
     def wait_rows(self, source: str, count: int) -> None:
         self.page.wait_for_function(f"(n) => ({model(source)}?.get_length() ?? 0) === n", arg=count)
+
+    def wait_steps_drawn(self, last: int) -> None:
+        """Until the loss of every step is in its plot; on a slow machine a run may have more than a plot keeps."""
+        self.wait_rows("loss.steps", min(last + 1, STEP_LIMIT))
 
     def wait_reading(self, card: str, pattern: str) -> str:
         reading = self.page.locator(f".fsdp-card-{card} .fsdp-reading", has_text=re.compile(pattern))

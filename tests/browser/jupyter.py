@@ -99,7 +99,7 @@ class JupyterServer:
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}", method=method, headers={"Authorization": f"token {self.token}"}
         )
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             body = answer.read()
         return json.loads(body) if body else None
 
@@ -182,7 +182,7 @@ class Notebook:
               if (m.header.msg_type === 'stream') out += m.content.text;
               if (m.header.msg_type === 'error') out += m.content.ename + ': ' + m.content.evalue;
             };
-            const late = new Promise((resolve) => setTimeout(() => resolve('late'), 60000));
+            const late = new Promise((resolve) => setTimeout(() => resolve('late'), 120000));
             if (await Promise.race([future.done, late]) === 'late') throw new Error('the kernel is busy: ' + code);
             return out; }""", code))  # fmt: skip
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -17,12 +16,12 @@ NAME = "04_compare_strategies.ipynb"
 LONGEST_MS = 360_000  # a fault of the notebook ends sooner; a busy machine takes minutes for eight runs
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(500)
 def test_its_table_its_report_and_its_script_are_of_the_same_runs(
-    server: JupyterServer, open_notebook: Callable[[str], Notebook], watched, picture: Callable[[str], Path]
+    server: JupyterServer, open_notebook: Callable[[str], Notebook], watched
 ):
-    """That the script has the losses of its run: tests/export/test_script.py."""
+    """Eight runs, which take minutes. Their parts: tests/lab/test_sweep.py, tests/report, tests/export/test_script.py."""
     text = (REPO / "notebooks" / NAME).read_text(encoding="utf-8")
     assert "steps=30," in text
     (server.root / NAME).write_text(text.replace("steps=30,", "steps=16,"), encoding="utf-8")  # enough for its claims
@@ -32,8 +31,6 @@ def test_its_table_its_report_and_its_script_are_of_the_same_runs(
     notebook.run_all(timeout_ms=LONGEST_MS)
 
     table = notebook.page.locator(".jp-OutputArea-output table", has_text="parity with").first
-    table.scroll_into_view_if_needed()
-    notebook.page.screenshot(path=picture("compare"))
     said = table.text_content() or ""
     assert said.count("equal bit for bit") == 3 and said.count("equal within rounding") == 4
     assert "DIFFERENT" not in said.upper().replace("INDIFFERENT", "")

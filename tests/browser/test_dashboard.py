@@ -43,7 +43,7 @@ def test_start_toggle_refuse_stop(opened):
     opened.wait_state("running")
     last = opened.stop()
     opened.page.locator(".fsdp-card-loss").scroll_into_view_if_needed()
-    opened.wait_rows("loss.steps", last + 1)
+    opened.wait_steps_drawn(last)
 
     opened.button("Continue").click()
     opened.wait_state("running")
@@ -57,39 +57,6 @@ def test_start_toggle_refuse_stop(opened):
         "continued",
         "gpt2-1m",
     ]
-
-
-def test_memory_is_drawn_by_unit_and_class_and_as_predicted_before_a_choice_lands(opened, picture):
-    assert "none measured yet" in opened.reading("ledger")
-    opened.start()
-    opened.wait_reading("ledger", r"rank \d+ in step 10: peak [\d.]+ MiB in forward, h.5")
-    opened.page.locator(".fsdp-card-ledger").first.scroll_into_view_if_needed()  # what is out of sight is not painted
-    opened.wait_rows("ledger.curve", 16)
-    opened.wait_rows("ledger.phases", 4)
-    opened.wait_rows("memory.now", 2)
-    assert "limit 64.0 GiB" in opened.reading("memory")
-    legend = opened.page.locator(".fsdp-card-ledger .fsdp-key").all_inner_texts()
-    assert [text.strip() for text in legend] == [
-        "sharded parameters", "optimizer state", "unsharded parameters", "gradients", "activations", "communication buffers",
-        "other", "total"]  # fmt: skip
-
-    opened.wait_reading("memory", r"predicted [\d.]+ MiB, measured [\d.]+ MiB")
-    opened.button("Pause").click()
-    opened.wait_state("paused")
-    peak = f"() => {model('memory.predicted')}.get_column('peak')[0]"
-    before = opened.page.evaluate(peak)
-    opened.choose("sharding", "no_shard")
-    opened.wait_note("sharding", "pending")
-    opened.wait_reading("memory", r"predicted [\d.]+ MiB with the chosen settings")
-    opened.page.locator(".fsdp-card-memory").first.scroll_into_view_if_needed()
-    opened.page.wait_for_function(f"(before) => ({peak})() > 1.05 * before", arg=before)
-    for width, theme in ((1560, "Dark"), (900, "Light")):
-        opened.show(width, theme)
-        assert opened.clipped() == []
-        opened.photograph(picture(f"prediction_{width}_{theme}"))
-    opened.button("Resume").click()
-    opened.wait_note("sharding", r"applied at step \d+")
-    opened.wait_reading("memory", r"predicted [\d.]+ MiB, measured")
 
 
 def test_all_that_can_be_pressed_answers_while_a_cell_is_busy(opened):
@@ -140,7 +107,7 @@ def test_plots_out_of_sight_catch_up_and_a_range_that_the_reader_moves_stays_unt
     last = opened.stop()
     assert opened.rows("loss.steps") < last
     opened.page.locator(".fsdp-card-loss").scroll_into_view_if_needed()
-    opened.wait_rows("loss.steps", last + 1)
+    opened.wait_steps_drawn(last)
     assert opened.page.evaluate(f"() => [{model('frame.x')}.start, {model('frame.x')}.end]") == [1, 7]
     opened.page.locator(".fsdp-card-memory .fsdp-plot").dblclick()
     assert opened.page.evaluate(f"() => {model('frame.x')}.end") >= 100

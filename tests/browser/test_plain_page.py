@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser
 
-from tests.browser.jupyter import LIMIT_S
 from tests.dashboard.test_live import Stage
 from tests.front_ends.plain_page import PlainPage
 
@@ -17,54 +15,6 @@ pytestmark = pytest.mark.slow
 
 READY = "() => document.querySelector('.fsdp-live[data-ready]') !== null"
 DARK = "background: #1e1e1e; color: #cccccc"
-
-
-def painted(steps: int) -> str:
-    return f"""() => window.Bokeh.documents.flatMap((d) => [...d.all_models])
-        .findLast((m) => m.name === 'loss.steps')?.get_length() === {steps}"""
-
-
-class Hosted:
-    """A view of this process in a page: messages are passed on one by one."""
-
-    def __init__(self, browser: Browser, stage: Stage, first: str = "", *, busy: bool = False, **page: Any) -> None:
-        """first: JavaScript that the page runs before it has the widget; busy: whether the kernel runs a cell meanwhile."""
-        self.stage = stage
-        self.context = browser.new_context(viewport={"width": 1000, "height": 1700})
-        self.context.set_default_timeout(LIMIT_S * 1e3)
-        self.page = PlainPage(self.context, self._told, **page)
-        self._passed = len(stage.sent)
-        self._busy: list[dict[str, Any]] | None = (
-            [] if busy else None
-        )  # what the page has told a kernel that runs a cell
-        if first:
-            self.page.frames[0].evaluate(first)
-        self.page.begin(stage.view.get_state())
-
-    def free(self) -> None:
-        told, self._busy = self._busy or [], None
-        for content in told:
-            self._told(content)
-
-    def _told(self, content: dict[str, Any]) -> None:
-        if self._busy is not None:
-            self._busy.append(content)
-            return
-        self.stage.view._on_message(self.stage.view, content, [])
-        self.pass_on()
-
-    def pass_on(self) -> None:
-        while self._passed < len(self.stage.sent):
-            content, buffers = self.stage.sent[self._passed]
-            self._passed += 1
-            self.page.deliver(content, buffers)
-
-    def wait(self, until: str, meanwhile: Callable[[], object] = lambda: None) -> None:
-        self.page.wait(until, LIMIT_S, meanwhile)
-
-    def train(self, steps: int) -> None:
-        self.stage.train(steps)
-        self.wait(painted(self.stage.step), lambda: (self.stage.view.flush(), self.pass_on()))
 
 
 @pytest.fixture
@@ -76,28 +26,28 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
 
 
 @pytest.fixture
-def host(stage: Stage, browser: Browser) -> Iterator[Callable[..., Hosted]]:
+def host(stage: Stage, browser: Browser) -> Iterator[Callable[..., PlainPage]]:
     """Shows the view in a page, in which nothing may go wrong."""
-    made: list[Hosted] = []
+    made: list[PlainPage] = []
 
-    def host_(first: str = "", **page: Any) -> Hosted:
-        made.append(Hosted(browser, stage, first, **page))
+    def host_(first: str = "", **page: Any) -> PlainPage:
+        made.append(PlainPage(browser, stage, first, **page))
         return made[-1]
 
     yield host_
     for hosted in made:
         hosted.context.close()
-    assert [hosted.page.wrong for hosted in made] == [[]] * len(made)
+    assert [hosted.wrong for hosted in made] == [[]] * len(made)
 
 
-def test_a_page_that_drops_buffers_gets_text(stage: Stage, host: Callable[..., Hosted]):
+def test_a_page_that_drops_buffers_gets_text(stage: Stage, host: Callable[..., PlainPage]):
     hosted = host(how="none")
     hosted.wait(READY)
     hosted.train(4)
     assert all("base64" in content and not buffers for content, buffers in stage.sent if content["kind"] == "tick")
 
 
-def test_two_outputs_in_frames_of_their_own(stage: Stage, host: Callable[..., Hosted]):
+def test_two_outputs_in_frames_of_their_own(stage: Stage, host: Callable[..., PlainPage]):
     """As in Colab: neither sees the other's BokehJS, and both draw all."""
     hosted = host(frames=2, how="memory")
     hosted.wait(READY)
@@ -107,12 +57,11 @@ def test_two_outputs_in_frames_of_their_own(stage: Stage, host: Callable[..., Ho
 
 
 @pytest.mark.parametrize(("name", "style", "how"), [("light", "background: #ffffff", "view"), ("dark", DARK, "bytes")])
-def test_a_page_without_jupyters_colours(name: str, style: str, how: str, host: Callable[..., Hosted],
-                                         picture: Callable[[str], Path]):  # fmt: skip
+def test_a_page_without_jupyters_colours(name: str, style: str, how: str, host: Callable[..., PlainPage]):
     hosted = host(style=style, how=how)
     hosted.wait(READY)
-    hosted.train(30)
-    (frame,) = hosted.page.frames
+    hosted.train(4)
+    (frame,) = hosted.frames
     contrast = frame.evaluate("""() => {
         const light = (c) => { const [r, g, b] = c.match(/[\\d.]+/g).map(Number); return (r + g + b) / 765 };
         const card = document.querySelector('.fsdp-card');
@@ -121,10 +70,9 @@ def test_a_page_without_jupyters_colours(name: str, style: str, how: str, host: 
     assert contrast > 0.6 if name == "dark" else contrast < -0.6
     dark = frame.evaluate("() => document.querySelector('.fsdp-live').classList.contains('fsdp-dark')")
     assert dark == (name == "dark")
-    hosted.page.photograph(picture(f"plain-{name}"))
 
 
-def test_another_scene_comes_while_the_first_picture_is_being_drawn(stage: Stage, host: Callable[..., Hosted]):
+def test_another_scene_comes_while_the_first_picture_is_being_drawn(stage: Stage, host: Callable[..., PlainPage]):
     """The kernel begins a run as soon as the widget is displayed."""
     slow_to_draw = """() => {
         let bokeh, embed;
@@ -140,7 +88,7 @@ def test_another_scene_comes_while_the_first_picture_is_being_drawn(stage: Stage
                 }
                 return loaded.embed.embed_items(...given) } } } }) }"""
     hosted = host(slow_to_draw)
-    (frame,) = hosted.page.frames
+    (frame,) = hosted.frames
     stage.view.show(stage.scene)
     hosted.wait(READY)
     hosted.train(4)
@@ -148,9 +96,9 @@ def test_another_scene_comes_while_the_first_picture_is_being_drawn(stage: Stage
     assert frame.evaluate("() => document.querySelector('.fsdp-live').dataset.scene") == "2"
 
 
-def test_a_first_picture_needs_no_answer_of_a_kernel_that_is_busy(host: Callable[..., Hosted]):
+def test_a_first_picture_needs_no_answer_of_a_kernel_that_is_busy(host: Callable[..., PlainPage]):
     hosted = host(busy=True)
-    (frame,) = hosted.page.frames
+    (frame,) = hosted.frames
     drawn = ".fsdp-live .fsdp-card canvas"
     frame.wait_for_selector(drawn, state="attached")
     canvases = len(frame.query_selector_all(drawn))
@@ -161,7 +109,7 @@ def test_a_first_picture_needs_no_answer_of_a_kernel_that_is_busy(host: Callable
     assert frame.evaluate("() => window.Bokeh.documents.length") == 1
 
 
-def test_a_second_view_waits_for_a_kernel_that_is_busy(stage: Stage, host: Callable[..., Hosted]):
+def test_a_second_view_waits_for_a_kernel_that_is_busy(stage: Stage, host: Callable[..., PlainPage]):
     """It has nothing to draw with, since the first view has taken what came with the widget."""
     stage.open("first")
     assert not stage.view.first
@@ -170,4 +118,4 @@ def test_a_second_view_waits_for_a_kernel_that_is_busy(stage: Stage, host: Calla
     hosted.free()
     hosted.wait(READY)
     hosted.train(4)
-    assert hosted.page.frames[0].evaluate("() => document.querySelector('.fsdp-banner').hidden")
+    assert hosted.frames[0].evaluate("() => document.querySelector('.fsdp-banner').hidden")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from fsdp_lab.runs.comparison import finite, ratio_words
 from tests.browser.jupyter import LIMIT_S
 from tests.lab.events import SPEC
 from tests.lab.past import past
-from tests.report.runs import FAULT, HOSTILE, sweep
+from tests.report.runs import HOSTILE, sweep
 
 WINDOW = {"width": 1360, "height": 900}
 
@@ -83,18 +82,8 @@ def test_its_plots_draw_what_was_measured(opened: Page):
     assert opened.evaluate(painted) == [True] * 12
 
 
-def test_another_result_is_loud(opened: Page):
-    alarm = opened.get_by_role("alert")
-    assert f"Not the same computation: C (fsdp2 full_shard) is different from step {FAULT} on" in alarm.inner_text()
-    badges = opened.locator("#comparison .badge").all_inner_texts()
-    assert badges == ["baseline", "equal bit for bit", f"✗ DIFFERENT from step {FAULT}", "equal bit for bit"]
-    weight = "(e) => getComputedStyle(e).backgroundColor"
-    colours = [badge.evaluate(weight) for badge in opened.locator("#comparison .badge").all()]
-    assert colours[2] == alarm.evaluate(weight) != colours[1]
-
-
 @pytest.mark.slow
-def test_both_colour_schemes_and_paper_and_a_narrow_window(opened: Page, picture):
+def test_both_colour_schemes_and_paper_and_a_narrow_window(opened: Page):
     """Text and its ground are far enough apart (WCAG 2.1: 4.5 to 1) in both, plots follow, and paper is light. Nothing is
     wider than the window but tables, which scroll in their card."""
     seen: dict[str, Any] = {}
@@ -105,7 +94,6 @@ def test_both_colour_schemes_and_paper_and_a_narrow_window(opened: Page, picture
         low = [(text, ratio) for text, ratio in opened.evaluate(CONTRASTS) if ratio < 4.5]
         assert not low, (scheme, media, low[:5])
         seen[f"{scheme} {media}"] = opened.evaluate(INK)
-        opened.screenshot(path=picture(f"report-{scheme}-{media}"), full_page=True)
     assert seen["light screen"] == seen["dark print"] != seen["dark screen"]
     opened.set_viewport_size({"width": 420, "height": 900})
     opened.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth")
@@ -124,15 +112,6 @@ CONTRASTS = """() => {
     .map((e) => { const a = light(rgb(getComputedStyle(e).color)), b = light(ground(e));
       return [e.textContent.slice(0, 40), (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)]; });
 }"""
-
-
-def test_a_spec_unfolds(opened: Page):
-    runs = opened.locator(".runs > details")
-    assert runs.count() == 5 and not runs.nth(3).locator("pre").is_visible()
-    runs.nth(3).locator("summary").first.click()
-    assert re.search(r"offload none → optimizer", runs.nth(3).inner_text())
-    runs.nth(3).locator("summary", has_text="Spec as JSON").click()
-    assert '"offload": "optimizer"' in runs.nth(3).locator("pre").inner_text()
 
 
 @pytest.mark.slow

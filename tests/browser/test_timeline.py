@@ -52,9 +52,9 @@ TIPS = """(words) => {
 
 
 @pytest.mark.slow
-def test_it_follows_the_newest_traced_step_holds_a_pinned_one_and_says_what_a_span_was(show, picture):
+def test_it_follows_the_newest_traced_step_holds_a_pinned_one_and_says_what_a_span_was(show):
     """A person's path: watch, pin, look at others, type a number, hover, let go, pin when the run is over."""
-    opened = show(TimelinePage, lab="2, step_s=0.03")
+    opened = show(TimelinePage)
     opened.start()
     opened.wait_shown("s >= n", 4)
     opened.card.scroll_into_view_if_needed()
@@ -66,6 +66,8 @@ def test_it_follows_the_newest_traced_step_holds_a_pinned_one_and_says_what_a_sp
     opened.wait_step(opened.step() + 25)
     assert opened.shown() == held and opened.lefts() == lefts
     assert opened.hold.inner_text() == "Unpin" and opened.hold.get_attribute("aria-pressed") == "true"
+    opened.button("Pause").click()  # else a slow page would look for steps that are kept no longer
+    opened.wait_state("paused")
 
     opened.card.get_by_role("button", name="before this one").click()
     opened.wait_shown("s === n", held - 5)
@@ -82,12 +84,7 @@ def test_it_follows_the_newest_traced_step_holds_a_pinned_one_and_says_what_a_sp
     opened.page.mouse.move(place["x"], place["y"])
     assert "GB/s bus" in place["says"][2]
     opened.page.wait_for_function(TIPS, arg=["all-gather", *place["says"], "float32, 2 ranks"])
-    for width, theme in ((1280, "Light"), (1920, "Dark")):
-        opened.page.set_viewport_size({"width": width, "height": 1400})
-        opened.notebook.theme(f"JupyterLab {theme}")
-        assert opened.clipped() == []
-        opened.card.scroll_into_view_if_needed()
-        opened.card.screenshot(path=picture(f"timeline-{width}-{theme.lower()}"))
+    assert opened.clipped() == []
 
     opened.hold.click()
     opened.wait_shown("s > n", held)
@@ -99,8 +96,8 @@ def test_it_follows_the_newest_traced_step_holds_a_pinned_one_and_says_what_a_sp
 
 
 @pytest.mark.slow
-def test_64_ranks_are_named_by_their_hosts_and_three_of_them_have_a_timeline(show, picture):
-    ranks, hosts = 64, 8
+def test_16_ranks_are_named_by_their_hosts_and_three_of_them_have_a_timeline(show):
+    ranks, hosts = 16, 8
     desk = show(TimelinePage, lab=f"{ranks}, step_s=0.2, hosts={hosts}")
     desk.start()
     desk.wait_step(8)
@@ -114,11 +111,9 @@ def test_64_ranks_are_named_by_their_hosts_and_three_of_them_have_a_timeline(sho
         assert len(told) <= 12
     assert "% of all" in desk.page.locator(".fsdp-card-communication", has_text="To other hosts").inner_text()
     assert f"{ranks} ranks on {hosts} hosts" in desk.page.locator(".fsdp-lab").first.inner_text()
-    desk.page.locator(".fsdp-card-timeline .fsdp-note", has_text="3 of 64 ranks").wait_for()
+    desk.page.locator(".fsdp-card-timeline .fsdp-note", has_text="3 of 16 ranks").wait_for()
     desk.stop()
     said = desk.card.locator(".fsdp-note").inner_text()
     assert all(rank in said for rank in names("timeline.ranks")) and len(names("timeline.ranks")) == 3
-    for width, theme in ((1280, "Light"), (900, "Dark")):
-        desk.show(width, theme)
-        assert desk.clipped() == []
-        desk.photograph(picture(f"hosts-{ranks}-{width}-{theme.lower()}"))
+    desk.show(900, "Dark")
+    assert desk.clipped() == []

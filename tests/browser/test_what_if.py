@@ -4,7 +4,6 @@ one without a kernel, opened from disk, offline."""
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
@@ -28,9 +27,7 @@ ROOT = ".fsdp-what-if"
 
 
 @pytest.mark.slow
-def test_choose_read_be_refused_search_and_take(
-    warm: Notebook, watched: Callable[[Notebook], None], picture: Callable[[str], Path]
-):
+def test_choose_read_be_refused_search_and_take(warm: Notebook, watched: Callable[[Notebook], None]):
     notebook, page = warm, warm.page
     watched(notebook)
     notebook.show(CELL)
@@ -91,13 +88,9 @@ def test_choose_read_be_refused_search_and_take(
         page.wait_for_function(
             f"(dark) => (document.querySelector('{ROOT}').style.colorScheme === 'dark') === dark", arg=theme == "Dark"
         )
-        assert (
-            page.evaluate(f"""() => [...document.querySelectorAll('{ROOT} *')].filter((e) => !e.closest('.scroll')
-            && e.clientWidth && e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).overflowX !== 'visible')
-            .map((e) => e.className)""")
-            == []
-        )
-        page.locator(ROOT).screenshot(path=picture(f"what_if_{width}_{theme}"))
+        cut = f"""() => [...document.querySelectorAll('{ROOT} *')].filter((e) => !e.closest('.scroll') && e.clientWidth
+            && e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).overflowX !== 'visible').map((e) => e.className)"""
+        assert page.evaluate(cut) == []
 
 
 # -- without a kernel ------------------------------------------------------------------------------------------------
@@ -198,10 +191,8 @@ def test_a_page_without_a_kernel_says_what_its_command_says(
     assert page.text("headline").startswith(
         "llama-70b, 70.6 billion parameters · 512 × h100 in 64 hosts at 800 Gb/s each"
     )
-    assert (
-        page.text("answer .reading")
-        == f"It fits 80.0 GiB, {size(plan['margin_bytes'])} to spare. Bound by {plan['binding']}."
-    )
+    said = f"It fits 80.0 GiB, {size(plan['margin_bytes'])} to spare. Bound by {plan['binding']}."
+    assert page.text("answer .reading") == said
     memory, step = page.legend("memory"), page.legend("step")
     assert f"activations {size(plan['memory_at_peak_bytes']['activations'])}" in memory
     assert f"sharded parameters {size(plan['memory_at_peak_bytes']['parameters'])}" in memory
@@ -263,27 +254,15 @@ def test_it_is_used_by_keyboard_and_by_pressing_the_curve(open_page: Callable[..
 
 
 @pytest.mark.slow
-def test_the_page_for_teaching(
-    open_page: Callable[..., StaticPage],
-    tmp_path: Path,
-    picture: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """What `fsdp-lab plan --page FILE` makes by itself, with an eightieth of its combinations: the whole takes minutes of
-    a core that others use too."""
-    file = tmp_path / "teaching.html"
-    whole = math.prod(len(values.split(",")) for values in TEACHING.values())
+def test_the_page_for_teaching(open_page: Callable[..., StaticPage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What `fsdp-lab plan --page FILE` makes by itself, of fewer values: the whole takes minutes of a core."""
     few = {"model": "llama-1b,llama-7b", "ranks": "64,512", "hardware": "l40s,h100", "sharding": "full_shard,no_shard"}
     for name, values in {**few, "micro_batch": "1,2"}.items():
         monkeypatch.setitem(TEACHING, name, values)
-    share = math.prod(len(values.split(",")) for values in TEACHING.values()) / whole
-    assert main(["plan", "--page", str(file)]) == 0
-    page = open_page(file)
+    assert main(["plan", "--page", str(tmp_path / "teaching.html")]) == 0
+    page = open_page(tmp_path / "teaching.html")
     assert page.text("headline").startswith("llama-7b, 6.74 billion parameters · 64 × h100 in 8 hosts")
     assert set(page.chosen()) == {"model", "hardware", "ranks", "sharding", "recompute", "micro batch"}
-    columns = json.loads(page.page.locator("#fsdp-lab-what-if").text_content() or "")["columns"]
-    assert sum(map(len, columns.values())) / share <= 5e6
-    page.page.screenshot(path=picture("what-if-page"), full_page=True)
 
 
 @pytest.mark.slow

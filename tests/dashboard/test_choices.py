@@ -4,49 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from fsdp_lab.base.errors import SpecError
 from fsdp_lab.dashboard.choices import Choices, ChoiceState
 from fsdp_lab.spec.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec
-
-FSDP2 = Spec().replace(backend="fsdp2")
-
-
-def test_a_choice_is_wanted_or_held_with_its_reason_until_it_is_taken_back():
-    choices = Choices(FSDP2)
-    assert choices.choose(sharding="shard_grad_op") == {"sharding": "shard_grad_op"}
-    assert choices.wanted.strategy.sharding == "shard_grad_op" and choices.held == {}
-    choices = Choices(FSDP2)
-    assert choices.choose(sharding="zero1") == {} and choices.wanted == FSDP2
-    assert choices.value("sharding") == "zero1"
-    assert choices.notes["sharding"].state is ChoiceState.REFUSED
-    assert "FSDP2 always shards the gradients" in choices.notes["sharding"].text
-    assert choices.choose(micro_batch=8) == {"micro_batch": 8}, "an unrelated choice passes a held one"
-    assert choices.held == {"sharding": "zero1"}
-    assert choices.choose(sharding="full_shard") == {} and choices.held == {}
-    assert choices.notes["sharding"].state is ChoiceState.IDLE
-
-
-def test_a_combination_can_be_made_in_any_order_and_the_way_out_is_offered():
-    values = {"backend": "ddp", "sharding": "no_shard"}
-    for first, second in (("backend", "sharding"), ("sharding", "backend")):
-        choices = Choices(FSDP2)
-        assert choices.choose(**{first: values[first]}) == {}
-        assert choices.choose(**{second: values[second]}) == values
-        assert choices.held == {} and choices.wanted.strategy.backend == "ddp"
-    choices = Choices(Spec())
-    choices.choose(backend="ddp")
-    fix = choices.notes["backend"].fix
-    assert fix == {"sharding": "no_shard"}
-    assert choices.choose(backend="ddp", **fix) == values
-
-
-def test_a_refusal_by_the_ranks_is_held_too():
-    choices = Choices(Spec())
-    accepted = choices.choose(offload="all")
-    choices.revert(accepted, Spec(), SpecError("strategy.offload", "no room on the host", "use none"))
-    assert choices.wanted == Spec()
-    assert choices.held == {"offload": "all"}
-    assert "no room on the host" in choices.notes["offload"].text
 
 
 @given(

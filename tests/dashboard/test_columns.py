@@ -22,8 +22,7 @@ def test_rows_come_back_in_columns_with_their_numbers():
 
 
 @given(
-    limit=st.integers(1, 8),
-    batches=st.lists(st.tuples(st.integers(0, 12), st.booleans(), st.booleans()), max_size=40),
+    limit=st.integers(1, 8), batches=st.lists(st.tuples(st.integers(0, 12), st.booleans(), st.booleans()), max_size=40)
 )
 def test_a_reader_that_asks_now_and_then_holds_what_the_table_holds(limit, batches):
     """However rows, clears and reads interleave, following `since` gives the last `limit` rows."""

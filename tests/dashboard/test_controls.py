@@ -92,16 +92,6 @@ def test_what_cannot_fit_is_said_in_a_sentence_and_start_again_starts_it(desk):
     assert given == [(4096, False), (4096, True)] and desk.lab.current.spec.workload.micro_batch == 4096
 
 
-def test_there_is_a_control_for_every_field_that_the_dashboard_promises():
-    assert set(FIELDS) == {
-        "backend", "sharding", "shard_size", "precision", "offload", "wrap", "forward_prefetch", "backward_prefetch",
-        "recompute", "accumulate", "sync", "model", "micro_batch", "seq_len", "world_size", "devices",
-        "link", "data", "weights", "tokenizer", "optimizer", "lr", "lr_schedule", "warmup_steps", "decay_steps", "dropout",
-        "freeze", "lora",
-    }  # fmt: skip
-    assert set(FIELDS) <= set(Spec().flat())
-
-
 def test_choices_wait_for_a_start_and_then_for_a_step(desk):
     desk.choose("precision", "bf16")
     assert desk.note("precision") == "with the next start"
@@ -383,23 +373,6 @@ def test_what_is_gathered_ahead_is_automatic_and_holds_no_backend_back(desk):
     assert (wanted.backend, wanted.forward_prefetch) == ("ddp", None) and desk.validate() == desk.validate(1) == ""
 
 
-def test_sync_is_a_word_or_a_number(desk):
-    sync = desk.controls._controls["sync"]
-    assert [label for label, _ in sync.input.options] == ["every", "every 2", "every 4", "every 8", "last", "other…"]
-    desk.choose("accumulate", 6)
-    desk.choose("sync", 2)
-    desk.controls.start()
-    assert desk.lab.current.spec.strategy.sync == 2
-    desk.choose("sync", "other…")
-    sync.typed.value = " 3 "
-    assert desk.controls.choices.wanted.strategy.sync == 3 and sync.input.label == "every 3"
-    desk.choose("sync", "other…")
-    sync.typed.value = "0"
-    assert desk.note("sync") == "refused, see below" and "a whole number n of 1 or more" in desk.validate(1)
-    desk.choose("sync", "last")
-    assert desk.controls.choices.wanted.strategy.sync == "last" and desk.validate(1) == ""
-
-
 def test_a_handler_that_fails_says_so_below_the_buttons(desk, monkeypatch):
     monkeypatch.setattr(desk.lab, "run", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("no engines")))
     desk.controls._start.click()
@@ -430,11 +403,7 @@ def test_a_hang_is_said_while_it_lasts_and_the_stack_is_there_to_be_unfolded(des
     desk.tick()
     assert "running" in line.value and desk.lab.waiting in line.value and "<details" not in line.value
     run.stop()
-    run.state, run.reason, run.details = (
-        RunState.FAILED,
-        "rank 1 did not join all_gather 17",
-        'File "<cell>", line 3',
-    )
+    run.state, run.reason, run.details = (RunState.FAILED, "rank 1 did not join all_gather 17", 'File "<cell>", line 3')
     desk.tick()
     assert "failed" in line.value and "Rank 1 did not join" in desk.notice() and desk.lab.waiting not in line.value
     assert "<pre>File &quot;&lt;cell&gt;&quot;, line 3</pre></details>" in desk.notice()

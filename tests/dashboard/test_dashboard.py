@@ -6,11 +6,13 @@ import threading
 
 import ipywidgets
 import pytest
+from ipykernel.comm.comm import BaseComm
 
 from course.clinic import Clinic, Pain
 from fsdp_lab.base.hang import FORWARD_ALONE
 from fsdp_lab.dashboard import Dashboard
 from fsdp_lab.dashboard.columns import Columns
+from fsdp_lab.dashboard.forms import answer_while_busy
 from fsdp_lab.dashboard.lab_like import LabLike
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState
@@ -156,3 +158,15 @@ def test_a_tick_that_fails_does_not_end_the_display(lab, dashboard, monkeypatch,
 
 def test_the_real_lab_has_what_the_dashboard_uses():
     assert {name for name in vars(LabLike) if not name.startswith("_")} <= set(dir(Lab))
+
+
+def test_a_widget_answers_on_the_shell_that_the_page_chose():
+    """By the private corner of ipykernel that `answer_while_busy` uses; where ipykernel has none, nothing is touched."""
+    first, second, plain = ipywidgets.Button(), ipywidgets.Button(), ipywidgets.Button()
+    for widget in (first, second):
+        widget.comm = BaseComm(primary=False)
+        widget.comm._reply_subshell_id = "the shell that ran the cell"
+    plain.comm = None
+    assert second.comm._reply_subshell_for({}, "the page's subshell") == "the shell that ran the cell"
+    assert answer_while_busy([first, plain]) == 1
+    assert first.comm._reply_subshell_for({}, "the page's subshell") == "the page's subshell"

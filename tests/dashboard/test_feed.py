@@ -11,10 +11,8 @@ import pytest
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.dashboard.board import Board
 from fsdp_lab.dashboard.comparison_card import ComparisonCard
-from fsdp_lab.dashboard.feed import Feed, describe
+from fsdp_lab.dashboard.feed import Feed
 from fsdp_lab.dashboard.live import LiveView
-from fsdp_lab.runs import Switch
-from fsdp_lab.spec.spec import Spec
 from tests.dashboard.fake_lab import FakeLab, until
 
 
@@ -131,23 +129,6 @@ def test_a_model_of_which_nothing_can_be_predicted_is_trained_all_the_same(all_p
     show.lab.run(steps=20)
     show.until(lambda: len(show.steps()) == 20)
     assert "predicted" not in show.reading("memory")
-
-
-@pytest.mark.parametrize(
-    ("changes", "label", "told"),
-    [
-        ({"precision": "bf16"}, "bf16", "precision fp32 → bf16"),
-        ({"shard_size": 2}, "shard size 2", "shard size auto → 2"),
-        ({"micro_batch": 8, "backend": "fsdp1"}, "8", "micro batch 4 → 8"),
-    ],
-)
-def test_changes_in_words(changes, label, told):
-    before = Spec()
-    switch = Switch(step=1234, before=before, after=before.replace(**changes), seconds=0.5, carried=True)
-    words, sentence = describe(switch)
-    assert label in words
-    assert sentence.startswith("step 1,234: ")
-    assert told in sentence
 
 
 @pytest.mark.parametrize("ranks", ["fewer", "same"])

@@ -112,15 +112,6 @@ def test_what_is_gathered_is_lit_up_and_every_element_is_some_ranks_own():
     assert held[0]["own"] == pytest.approx(0.5) and held[0]["own"] < held[0]["held"] < 1
 
 
-def test_what_is_on_its_way_is_drawn_apart():
-    moment = at("compute", "transformer.h.2", "backward")
-    panel = HoldingsPanel(moment)
-    coming = sum(p.state == "gathering" for p in moment.frames[0].parameters)
-    assert len(drawn(panel, "slow.moving", 0)) == coming == 12
-    reducing = [p for p in moment.frames[0].parameters if p.gradient == "reducing"]
-    assert len(drawn(panel, "slow.moving", 1, strip=True)) == len(reducing) == 12
-
-
 def test_gradients_are_a_strip():
     moment = moments()[-1]
     panel = HoldingsPanel(moment)

@@ -8,8 +8,7 @@ import pytest
 
 from fsdp_lab.cluster.hosts import SlurmHosts, SshHosts
 from fsdp_lab.dashboard.hosts_form import HERE, LOSES, SLURM, HostsForm
-from tests.dashboard.fake_lab import FakeLab
-from tests.lab.test_lab import until
+from tests.dashboard.fake_lab import FakeLab, until
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def form(lab: FakeLab, chosen: list[dict[str, object]]) -> HostsForm:
 def moved(form: HostsForm) -> str:
     """Presses the button, and waits for what is said."""
     form._start.click()
-    until(lambda: not form.moving, 5)
+    until(lambda: not form.moving)
     form.tick()
     return str(form.message.value)
 
@@ -90,11 +89,11 @@ def test_a_queue_is_shown_and_left(lab: FakeLab, form: HostsForm) -> None:
         found = re.search(r"Job 7 is pending \(Resources\): 0 of 2, (\d+) s", form.message.value)
         return int(found[1]) if found else 0
 
-    until(lambda: seconds() >= 1, 5)
+    until(lambda: seconds() >= 1)
     assert form._start.disabled and not form._cancel.disabled
     form._start.click()  # a second press does nothing
     form._cancel.click()
-    until(lambda: not form.moving, 5)
+    until(lambda: not form.moving)
     form.tick()
     assert "cancelled, and ranks are where they were" in form.message.value
     assert not form._start.disabled and len(lab.moves) == 1

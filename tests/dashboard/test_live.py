@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fsdp_lab.dashboard import live
-from fsdp_lab.dashboard.live import LiveView, Scene
+from fsdp_lab.dashboard.live import LiveView, Scene, Stamps
 from fsdp_lab.dashboard.panels import StepAxis
 from tests.dashboard.conftest import FEW
 from tests.dashboard.test_panels import steps
@@ -253,41 +253,31 @@ def test_a_page_that_drops_buffers_gets_text_beside_one_that_does_not(stage):
     assert buffers == [] and gzip.decompress(base64.b64decode(content["base64"])) == live.BOKEH_JS.read_bytes()
 
 
-def test_data_is_bounded_however_long_it_runs(stage):
-    page = stage.open("page")
-    for _ in range(4):
-        stage.train(400)
-        stage.view.flush()
-        page.acknowledge()
-    assert all(len(rows) <= 1000 for rows in page.rows.values())
-    assert page.rows["loss.steps"][-1][0] == 1599
-    assert stage.holds_all(page)
+def test_an_acknowledgement_covers_all_messages_up_to_it():
+    stamps = Stamps()
+    assert "no event" in str(stamps.latency())
+    stamps.wait([10.0])
+    stamps.sent(1)
+    stamps.painted(0, 10.2)
+    assert stamps.latency().events == 0
+    stamps.wait([10.5, 10.6])
+    stamps.sent(2)
+    stamps.painted(2, 11.0)
+    latency = stamps.latency()
+    assert latency.events == 3
+    assert latency.p50_s == pytest.approx(0.5)
+    assert latency.worst_s == pytest.approx(1.0)
+    stamps.painted(2, 20.0)  # another view paints later: not counted again
+    assert stamps.latency() == latency
 
 
-def test_another_scene_asks_the_pages_to_mount_again(stage):
-    page = stage.open("page")
-    stage.view.show(Scene(cards=(), ranks=3))
-    assert stage.sent[-1][0] == {"kind": "remount"}
-    page.say("mount")
-    assert stage.sent[-1][0]["layout"]["rank_count"] == 3
-
-
-def test_the_widget_says_little_of_itself(stage):
-    """What a page could save of it in a notebook stays small: no BokehJS, no document, no data."""
-    stage.view.prepare()
-    stage.open("page")
-    state = stage.view.get_state()
-    assert len(json.dumps({k: v for k, v in state.items() if k not in ("_esm", "_css")}, default=str)) < 5_000
-
-
-def test_latency_is_from_the_event_to_the_paint(stage):
-    page = stage.open("page")
-    stage.train()
-    stage.view.flush([50.0, 50.1])
-    page.acknowledge(50.3)
-    latency = stage.view.latency()
-    assert latency.events == 2
-    assert latency.worst_s == pytest.approx(0.3)
+def test_messages_that_nobody_paints_are_forgotten():
+    stamps = Stamps(keep_messages=4)
+    for seq in range(100):
+        stamps.wait([float(seq)])
+        stamps.sent(seq)
+    stamps.painted(99, 100.0)
+    assert stamps.latency().events == 4
 
 
 def test_a_closed_view_is_silent(stage):

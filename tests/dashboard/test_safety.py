@@ -253,20 +253,14 @@ def incident(step: int, **told: object) -> Incident:
     return Incident(error=lost, step=step, ranks=2, detected_unix_s=100.0, **told)  # type: ignore[arg-type]
 
 
-def test_seconds_are_since_the_failure_or_since_it_was_noticed() -> None:
+def test_incidents_have_their_moments_and_what_was_gone_on_from_and_the_newest_is_open() -> None:
     known = incident(5, failed_unix_s=99.0, freed_unix_s=100.5, resumed_unix_s=103.0)
     assert moments(known) == [("failed", 0.0), ("detected", 1.0), ("freed", 1.5), ("training again", 4.0)]
     assert moments(incident(5, freed_unix_s=100.5)) == [("detected", 0.0), ("freed", 0.5)]
-
-
-def test_the_newest_incident_is_drawn_and_five_others_when_asked_for() -> None:
     shown = incidents_picture([incident(n) for n in range(8)], RunState.BROKEN)
     assert re.findall(r"<b>step (\d+)</b>", shown) == ["7", "6", "5", "4", "3"]
     assert "4 of 7 before" in shown and "was &lt;ended&gt;" in shown
     assert incidents_picture([], RunState.STARTING).startswith('<div class="fsdp-soft">No rank has failed')
-
-
-def test_what_it_went_on_from_is_said() -> None:
     shown = incidents_picture([incident(9, source=REPLICA, resumed_step=9, resumed_ranks=2)], RunState.RUNNING)
     assert "Resumed from a replica · no step trained again · 2 ranks." in shown
     shown = incidents_picture([incident(9, source=CHECKPOINT, resumed_step=8, resumed_ranks=1)], RunState.RUNNING)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -55,42 +54,12 @@ def desk() -> Iterator[Desk]:
     d.lab.close()
 
 
-def test_before_the_first_press_it_says_what_it_is_and_sends_nothing(desk):
-    assert "phase by phase" in desk.box.widget.children[1].value
-    assert "Press <b>Next</b>" in desk.box.widget.children[1].value
-    assert desk.box._stop.disabled and not desk.box._next.disabled and desk.lab.slow is None
-    assert desk.box._worker is None
-
-
-def test_next_goes_one_phase_on_and_draws_it(desk):
-    desk.begin()
-    assert desk.box.widget.children[1] is desk.box._live
-    assert "halted" in desk.said and not desk.box._stop.disabled
-    desk.press("next")
-    desk.until(lambda: desk.index == 1)
-    assert desk.box._panel.captions().reading.startswith("forward · compute root")
-    assert desk.box._headline() == "step 0 · phase 1, about to happen · 2 ranks"
-
-
 def test_presses_are_counted_while_the_ranks_work(desk):
     desk.ranks.phase_s = 0.05
     for _ in range(3):
         desk.press("next")
     desk.until(lambda: desk.index == 2 and not desk.box._presses and not desk.box._busy)
     assert desk.index == 2
-
-
-def test_play_goes_on_by_itself_and_pause_holds(desk):
-    desk.box._speed.value = 5.0
-    desk.press("play")
-    assert desk.box._play.description == "Pause"
-    desk.until(lambda: desk.index >= 2)
-    assert "playing" in desk.said
-    desk.press("play")
-    desk.until(lambda: not desk.box._playing and not desk.box._busy)  # a phase may have been on its way
-    index = desk.index
-    time.sleep(0.25)
-    assert desk.index == index and desk.box._play.description == "Play"
 
 
 def test_play_ends_with_the_step_of_which_the_loss_is_said_and_next_begins_another(desk):
@@ -102,19 +71,6 @@ def test_play_ends_with_the_step_of_which_the_loss_is_said_and_next_begins_anoth
     assert "Step 0 is over, its loss was" in desk.said and desk.box._stop.disabled and not desk.ranks.under_way
     desk.press("next")
     desk.until(lambda: desk.index == 0 and desk.box._drawn.step == 1)
-
-
-def test_a_run_that_is_going_is_stopped_and_a_new_one_ends_it_which_is_said(desk):
-    run = desk.lab.run()
-    desk.begin()
-    assert run.state is RunState.STOPPED and run.reason == "slow motion was started"
-    assert "Continue, at the top, goes on with them" in desk.said
-    desk.press("next")
-    desk.until(lambda: desk.index == 1)
-    assert "lab.run" not in desk.said
-    desk.controls.start()
-    desk.until(lambda: "Slow motion has ended: another run was started." in desk.said)
-    assert desk.box._stop.disabled
 
 
 def test_another_backend_is_refused_and_the_way_out_is_a_button(desk):

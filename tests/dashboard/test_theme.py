@@ -71,20 +71,6 @@ def test_whatever_is_drawn_together_can_be_told_apart(eyes):
             assert apart > 9 or theme.PIN_DASHES[i] != theme.PIN_DASHES[j], (a.label, b.label, apart)
 
 
-def chroma(color: str) -> float:
-    return 100 * float(np.hypot(*oklab(linear(color))[1:]))
-
-
-def test_classes_and_other_runs_are_muted_and_ranks_are_not():
-    """Chroma parts the palettes: what is filled softly is never a rank. The last rank is a slate, and dashed."""
-    softest_rank = min(chroma(c) for c in theme.RANKS[:7])
-    fills = [*theme.MEMORY.values(), *theme.COMMUNICATION.values(), *theme.COMPUTE.values()]
-    assert max(chroma(c) for f in fills for c in (f.light, f.dark)) < softest_rank + 2
-    assert all(chroma(c) < softest_rank for fill in theme.PINS.values() for c in (fill.light, fill.dark))
-    assert not set(theme.PIN_DASHES) & set(theme.RANK_DASHES), "other runs are dashed as no rank is"
-    assert len(theme.PIN_DASHES) == len(theme.PINS) and len(theme.RANK_DASHES) == len(set(theme.RANKS))
-
-
 def test_lines_stand_out_from_both_backgrounds():
     assert all(contrast(color, background) > 2 for color in theme.RANKS for background in (LIGHT, DARK))
     assert all(contrast(f.light, LIGHT) > 3 and contrast(f.dark, DARK) > 3 for f in theme.PINS.values())

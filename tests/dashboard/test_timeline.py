@@ -12,7 +12,7 @@ from fsdp_lab.base.events import Span, Track, Traffic
 from fsdp_lab.dashboard.live import LiveView, Scene
 from fsdp_lab.dashboard.panels import StepAxis, timeline as module
 from fsdp_lab.dashboard.panels.timeline import TimelinePanel
-from fsdp_lab.runs.steps import TRACED_STEPS, Assembler, Step
+from fsdp_lab.runs.steps import TRACED_STEPS, Step
 from tests.lab.events import event
 from tests.lab.test_timeline import off, told
 
@@ -127,17 +127,6 @@ def test_a_step_without_a_rank_is_a_gap_and_a_clock_that_jumps_moves_nothing_els
     assert "The clock of rank 2 must be wrong" in watched.panel.captions().note
 
 
-def test_events_out_of_order_or_twice_draw_each_step_once():
-    watched, assembler = Watched(), Assembler()
-    events = [e for s in (traced(1), plain(2), traced(3)) for e in s.events]
-    for e in (events[5], events[0], events[1], events[1], events[3], events[2], events[0], events[4], events[4]):
-        for step in assembler.add([e]):
-            watched.show(step)
-    assert watched.shown == 3 and watched.panel.captions().pin.kept == 2
-    watched.show(traced(1), traced(3))  # whoever tells them again
-    assert watched.shown == 3 and watched.panel.captions().pin.kept == 2
-
-
 def test_many_ranks_are_three_that_are_named():
     watched = Watched(64)
     step = traced(4, 64)
@@ -166,31 +155,21 @@ def test_the_axis_holds_still_while_steps_differ_a_little_and_what_does_not_coun
     watched = Watched()
     watched.show(traced(0))
     end = watched.end
-    for n in range(1, 40):
+    for n in range(1, 10):
         watched.show(traced(n, forward_s=0.010 * (1 + 0.02 * math.sin(n))))
         assert watched.end == end
-    slow = traced(40, forward_s=0.050).events
+    slow = traced(10, forward_s=0.050).events
     watched.show(Step(events=tuple(dataclasses.replace(e, first_after_switch=True) for e in slow)))
     assert watched.end > 3 * end
-    watched.show(traced(41))
+    watched.show(traced(11))
     assert watched.end == end
-    watched.show(traced(42, forward_s=0.030))
+    watched.show(traced(12, forward_s=0.030))
     assert watched.end > end  # what is longer fits at once
-
-
-def test_the_time_axis_follows_steps_that_become_shorter():
-    watched = Watched()
-    for n in range(3):
-        watched.show(traced(n, forward_s=0.016))  # as while something else uses the cores
-    slow = watched.end
-    ends = []
-    for n in range(3, 20):
-        watched.show(traced(n, forward_s=0.012))
+    ends = [watched.end]
+    for n in range(13, 30):  # and what is shorter is followed, not at once, in one go
+        watched.show(traced(n, forward_s=0.0225))
         ends.append(watched.end)
-    longest = 1e3 * max(e.step_time_s for e in traced(19, forward_s=0.012).events)
-    assert slow > 1.2 * longest and ends[0] == slow, "not at once"
-    assert longest <= ends[-1] <= 1.15 * longest
-    assert len(set(ends)) == 2, "in one go"
+    assert ends[0] == ends[1] > ends[-1] and len(set(ends)) == 2
 
 
 def test_another_spec_has_rows_of_its_own():
@@ -218,20 +197,6 @@ def test_it_follows_the_newest_at_most_so_often():
     watched.show()  # no step comes any more: the last one is drawn all the same
     assert watched.shown == 2
     assert watched.show() == 0
-
-
-def test_a_pinned_step_stays_until_it_is_let_go():
-    watched = Watched()
-    watched.show(traced(5))
-    watched.panel.pin(5)
-    for n in range(6, 12):
-        watched.show(traced(n))
-    pin = watched.panel.captions().pin
-    assert (pin.step, pin.held, pin.oldest, pin.newest, pin.kept) == (5, True, 5, 11, 7)
-    assert watched.panel.captions().reading.startswith("pinned · step 5:")
-    watched.panel.pin(None)
-    watched.show()
-    assert watched.shown == 11 and not watched.panel.captions().pin.held
 
 
 def test_any_kept_step_can_be_chosen_and_presses_that_come_together_all_count():

@@ -110,14 +110,3 @@ def test_tables_comparison_and_report_say_what_is_not_known(tmp_path: Any) -> No
     text = write_report(tmp_path / "report.html", [own, run]).read_text()
     assert compared.rows[1].name in text and "does not tell what it trains" in text
     lab.close()
-
-
-def test_the_rank_that_failed_by_itself_says_why_and_one_that_is_gone_ends_it() -> None:
-    run = watched()
-    run.take(message(0, end={"state": "failed", "reason": "rank 1 failed: ValueError: no", "own": False, "notes": []}))
-    assert run.state is RunState.RUNNING
-    run.take(message(1, end={"state": "failed", "reason": "ValueError: no", "own": True, "notes": []}))
-    assert run.done and run.state is RunState.FAILED and run.reason == "ValueError: no"
-    run = watched()
-    run.lose(1, "rank 1 is gone")
-    assert run.done and run.state is RunState.FAILED and "rank 1 is gone" in repr(run)

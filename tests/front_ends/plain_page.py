@@ -9,12 +9,13 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import BrowserContext, Frame
+from playwright.sync_api import Browser, Frame
 
 from fsdp_lab.dashboard import live
+from tests.browser.jupyter import LIMIT_S
+from tests.dashboard.test_live import Stage
 
 ADDRESS = "http://plain.invalid/"
 POLICY = "default-src 'none'; script-src 'unsafe-inline' blob:; style-src 'unsafe-inline'; img-src data: blob:"
@@ -49,18 +50,23 @@ window.told = () => window.sent.splice(0);
 
 
 class PlainPage:
-    """Frames of one page, each with a view of the same widget.
+    """Frames of one page, each with a view of a widget of this process. Messages are passed on one by one.
 
     Args:
-        told: what the kernel is to be told, when a view says it.
+        first: JavaScript that the first frame runs before it has the widget.
+        busy: whether the kernel runs a cell meanwhile, until `free`.
         how: buffers arrive as a "view" (JupyterLab), "bytes" (Colab's widget manager), "memory", or not at all ("none").
     """
 
-    def __init__(self, context: BrowserContext, told: Callable[[dict[str, Any]], None], *, frames: int = 1,
+    def __init__(self, browser: Browser, stage: Stage, first: str = "", *, busy: bool = False, frames: int = 1,
                  style: str = "", how: str = "view") -> None:  # fmt: skip
         self.wrong: list[str] = []
-        self.how, self._told = how, told
-        self.page = context.new_page()
+        self.stage, self.how = stage, how
+        self._passed = len(stage.sent)
+        self._busy: list[dict[str, Any]] | None = [] if busy else None  # what a kernel was told that runs a cell
+        self.context = browser.new_context(viewport={"width": 1000, "height": 1700})
+        self.context.set_default_timeout(LIMIT_S * 1e3)
+        self.page = self.context.new_page()
         self.page.on("console", lambda m: m.type == "error" and self.wrong.append(f"console: {m.text[:300]}"))
         self.page.on("pageerror", lambda e: self.wrong.append(f"page error: {e}"))
         self.page.on("request", lambda r: r.url == ADDRESS or r.url.startswith(("blob:", "data:", "about:"))
@@ -70,11 +76,14 @@ class PlainPage:
         frame = f'<iframe sandbox="allow-scripts" style="{box}" srcdoc="{document}"></iframe>'
         policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         html = f'<!doctype html>{policy}<body style="margin: 0; display: flex">{frame * frames}'
-        context.route(ADDRESS, lambda route: route.fulfill(body=html, content_type="text/html"))
+        self.context.route(ADDRESS, lambda route: route.fulfill(body=html, content_type="text/html"))
         self.page.goto(ADDRESS)
         self.frames: Sequence[Frame] = self.page.main_frame.child_frames
+        if first:
+            self.frames[0].evaluate(first)
+        self._begin(stage.view.get_state())
 
-    def begin(self, state: Mapping[str, Any]) -> None:
+    def _begin(self, state: Mapping[str, Any]) -> None:
         """Renders the widget in every frame, as it is when a front end gets its state."""
         first = dict(state["first"])
         binary = {k: base64.b64encode(first.pop(k)).decode() for k in ("numbers", "bokehjs") if k in first}
@@ -84,22 +93,43 @@ class PlainPage:
         for frame in self.frames:
             frame.evaluate("(given) => window.begin(given)", given)
 
-    def deliver(self, content: Mapping[str, Any], buffers: Sequence[bytes]) -> None:
-        text = [base64.b64encode(b).decode() for b in buffers]
-        for frame in self.frames:
-            frame.evaluate("([content, buffers, how]) => window.deliver(content, buffers, how)",
-                           [content, text, self.how])  # fmt: skip
+    def free(self) -> None:
+        """The kernel's cell ends."""
+        told, self._busy = self._busy or [], None
+        for content in told:
+            self._told(content)
 
-    def wait(self, until: str, timeout_s: float, meanwhile: Callable[[], object] = lambda: None) -> None:
+    def _told(self, content: dict[str, Any]) -> None:
+        if self._busy is not None:
+            self._busy.append(content)
+            return
+        self.stage.view._on_message(self.stage.view, content, [])
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        """Delivers what the widget has sent since."""
+        while self._passed < len(self.stage.sent):
+            content, buffers = self.stage.sent[self._passed]
+            self._passed += 1
+            text = [base64.b64encode(b).decode() for b in buffers]
+            for frame in self.frames:
+                frame.evaluate("([content, buffers, how]) => window.deliver(content, buffers, how)",
+                               [content, text, self.how])  # fmt: skip
+
+    def wait(self, until: str, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Passes messages on until this is true in all frames."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + LIMIT_S
         while not all(frame.evaluate(until) for frame in self.frames):
-            assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {until}\n{self.wrong}"
+            assert time.monotonic() < deadline, f"not within {LIMIT_S:.0f} s: {until}\n{self.wrong}"
             for frame in self.frames:
                 for content in frame.evaluate("() => window.told()"):
                     self._told(content)
             meanwhile()
             self.page.wait_for_timeout(20)  # the page paints meanwhile
 
-    def photograph(self, path: Path) -> None:
-        self.page.screenshot(path=path)
+    def train(self, steps: int) -> None:
+        """Until they are drawn."""
+        self.stage.train(steps)
+        drawn = f"""() => window.Bokeh.documents.flatMap((d) => [...d.all_models])
+            .findLast((m) => m.name === 'loss.steps')?.get_length() === {self.stage.step}"""
+        self.wait(drawn, lambda: (self.stage.view.flush(), self.pass_on()))

@@ -82,7 +82,7 @@ def front_end(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BareFr
         yield made
     finally:
         made.close()
-    _, left = psutil.wait_procs(started(str(tmp_path)), 15)
+    _, left = psutil.wait_procs(started(str(tmp_path)), 60)
     assert not left
 
 

@@ -48,10 +48,7 @@ def png_of_pictures(page: Page) -> list[bytes]:
 
 def still(notebook: Any, pictures: list[bytes]) -> Any:
     """Without what only a live kernel can show, or what only this run can mean."""
-    notebook.metadata = {
-        "kernelspec": notebook.metadata["kernelspec"],
-        "language_info": {"name": "python"},
-    }
+    notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"], "language_info": {"name": "python"}}
     left = list(pictures)
     for cell in notebook.cells:
         cell.metadata = {}

@@ -13,7 +13,7 @@ from fsdp_lab.planner.devices import DEVICES
 from fsdp_lab.planner.questions import Target
 from fsdp_lab.report import WhatIf
 from fsdp_lab.report.what_if import widget
-from fsdp_lab.report.what_if.widget import CUSTOM, CUSTOM_ONLY, FIELDS, Answer, Question
+from fsdp_lab.report.what_if.widget import CUSTOM, FIELDS, Answer, Question
 from fsdp_lab.spec.spec import Spec, Strategy
 
 GIB = 1 << 30
@@ -126,13 +126,6 @@ def test_a_text_of_the_page_is_a_label_or_a_value(page):
     assert field(page, "world_size")["value"] == "24" and "24" in field(page, "world_size")["options"]
 
 
-def test_the_fields_of_a_custom_device_come_and_go_with_it(page):
-    assert all(field(page, name)["hidden"] for name in CUSTOM_ONLY)
-    page.choose(hardware=CUSTOM, memory_gib=2.0)
-    assert not any(field(page, name)["hidden"] for name in CUSTOM_ONLY)
-    assert not page.answer.plan.fits and page.state["row"]["fits"] == 0
-
-
 def test_what_is_refused_is_said_with_its_field_and_a_way_out_and_the_last_answer_stays(page):
     before = page.answer
     page.choose(seq_len=4096)
@@ -211,5 +204,5 @@ def test_closing_frees_the_page():
     page.choose(world_size=4)  # nothing comes of it
     page.settle(5)
     for thread in set(threading.enumerate()) - threads:
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
