@@ -561,19 +561,25 @@ class View {
 
   pump() {
     if (this.painting || this.mounting || this.gone || this.pending.seq === null) return;
-    this.painting = true;
     const news = this.pending;
     this.resetPending();
     this.seq = Math.max(this.seq, news.seq);
-    const whole = this.write(news.tables.values());
-    this.patch(news.patches);
-    this.caption(news.captions);
+    let whole;
+    try {
+      whole = this.write(news.tables.values());
+      this.patch(news.patches);
+      this.caption(news.captions);
+    } catch (error) {
+      this.mounting = true; // ticks wait for the snapshot that is asked for then
+      return void this.drawAgain(error);
+    }
+    this.painting = true;
     // Bokeh paints in the next frame; in the one after it, that frame is on the screen.
     nextFrame(() => nextFrame(() => {
       this.painting = false;
       if (this.gone) return;
       this.root.dataset.painted = String(news.seq);
-      this.tell("ack", { seq: news.seq, painted_unix_s: Date.now() / 1000 });
+      this.tell("ack", { seq: news.seq, painted_unix_s: Date.now() / 1000, text: this.text });
       if (whole) this.pump();
       else this.mount();
     }));

@@ -282,7 +282,8 @@ class LiveView(anywidget.AnyWidget):
                     self._mount(view, text=bool(content.get("text")))
                 case "ack":
                     seq = int(content["seq"])
-                    known = self._views.setdefault(view, _View(acked=seq, last_message_s=time.monotonic()))
+                    forgotten = _View(acked=seq, last_message_s=time.monotonic(), text=bool(content.get("text")))
+                    known = self._views.setdefault(view, forgotten)
                     known.acked = max(known.acked, seq)
                     self._stamps.painted(seq, float(content["painted_unix_s"]))
                 case "pin" | "press":
