@@ -498,10 +498,7 @@ def _cast(model: Any) -> Any:
 
 DIFFERENCES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "shape": (_wider, r"up.weight \(7, 6\) .* in Block on rank 0 of the mesh, up.weight \(9, 6\) .* in Block on rank"),
-    "dtype": (
-        lambda m: m.blocks[1].down.half(),
-        r"down.weight .*float32.* on rank 0 .* down.weight .*float16",
-    ),
+    "dtype": (lambda m: m.blocks[1].down.half(), r"down.weight .*float32.* on rank 0 .* down.weight .*float16"),
     "a parameter less": (
         lambda m: setattr(m.blocks[1].down, "bias", None),
         r"down.bias \(6,\) .* on rank 0 of the mesh, .* on rank",
@@ -774,12 +771,7 @@ def parameters_taken_while_gathered(place: Place) -> None:
         trains_on(model, place)
 
 
-@everywhere(
-    inner_module_by_itself,
-    inner_unit_asked_first,
-    outputs_that_are_not_found,
-    parameters_taken_while_gathered,
-)
+@everywhere(inner_module_by_itself, inner_unit_asked_first, outputs_that_are_not_found, parameters_taken_while_gathered)
 def test_calls_at_the_wrong_time(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2)
 
@@ -1089,10 +1081,7 @@ def exceptions_that_the_model_catches(place: Place) -> None:
 
 
 @everywhere(
-    exceptions_in_a_step,
-    exceptions_while_accumulating,
-    exceptions_inside_unshard,
-    exceptions_that_the_model_catches,
+    exceptions_in_a_step, exceptions_while_accumulating, exceptions_inside_unshard, exceptions_that_the_model_catches
 )
 def test_exceptions_in_the_middle(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2)

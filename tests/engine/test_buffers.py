@@ -137,9 +137,7 @@ def what_is_gathered_is_entered_alone(place: Place) -> None:
 
 
 @everywhere(
-    zero1_keeps_memory_of_its_own,
-    gathered_parameters_are_written_when_all_have_them,
-    what_is_gathered_is_entered_alone,
+    zero1_keeps_memory_of_its_own, gathered_parameters_are_written_when_all_have_them, what_is_gathered_is_entered_alone
 )
 def test_what_is_gathered_in_shared_memory(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2, shared_memory=True)

@@ -438,9 +438,7 @@ def odd_inputs_and_outputs(place: Place) -> None:
 
 
 @everywhere(
-    without_gradients_inside,
-    a_backward_inside_a_forward,
-    pytest.param(odd_inputs_and_outputs, marks=pytest.mark.slow),
+    without_gradients_inside, a_backward_inside_a_forward, pytest.param(odd_inputs_and_outputs, marks=pytest.mark.slow)
 )
 def test_gradients_on_and_off(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2)

@@ -346,10 +346,7 @@ def made_on_meta(place: Place) -> dict[str, int]:
     two = one + found["largest parameter"]
     ways: dict[str, tuple[Callable[[], Any], int]] = {  # with the most that is allowed
         "broadcast": (lambda: broadcast_full_state(model, values if place.rank == 0 else None), two),
-        "load_ranges": (
-            lambda: load_ranges(model, lambda name, i, j: values[name].view(-1)[i:j].clone()),
-            one,
-        ),
+        "load_ranges": (lambda: load_ranges(model, lambda name, i, j: values[name].view(-1)[i:j].clone()), one),
         "load_full_state": (lambda: load_full_state(model, lambda name: values[name].clone()), one),
         "full_state": (lambda: [None for _ in full_state(model)], two),
     }
