@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed as dist, nn
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.engine import ShardError, full_state, fully_shard, memory_stats, no_sync, unshard
+from fsdp_lab.engine import ShardError, full_state, memory_stats, no_sync, unshard
 from fsdp_lab.engine.api import flats_of
 from fsdp_lab.spec.spec import Precision, Spec, Strategy
 from fsdp_lab.wire import host_group
@@ -222,26 +222,6 @@ def alone(place: Place) -> list[float]:
 def test_one_rank_may_compute_alone_inside_unshard(pool: Pool) -> None:
     mine, theirs = pool.run(alone, 2, shared_memory=True)
     assert mine[0] == mine[1] and mine[2:] == theirs
-
-
-def sent_by_a_user(place: Place, rounds: int) -> int:
-    """How many sums are right of shards that a user sends, and writes to at once; of several pages."""
-    model, right = fully_shard(nn.Linear(64, 96), map_shards=True), 0
-    (weight, _), own = model.parameters(), torch.arange(2048.0)
-    local = weight.to_local()[:2048]
-    for number in range(rounds):
-        with torch.no_grad():
-            local.copy_(own + number + place.rank)
-            summed = torch.empty(1024)
-            dist.reduce_scatter_tensor(summed, local)
-            local.fill_(-1.0)
-        half = own[1024 * place.rank : 1024 * (place.rank + 1)]
-        right += torch.equal(summed, 2 * half + 2 * number + 1)
-    return right
-
-
-def test_a_user_may_send_shards_and_write_to_them(pool: Pool) -> None:
-    assert pool.run(sent_by_a_user, 2, 20, shared_memory=True) == [20, 20]
 
 
 class WritesToItself(Block):

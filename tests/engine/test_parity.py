@@ -204,4 +204,6 @@ def test_compiled_blocks(outcomes: Outcomes) -> None:
     options = {"compile": True, "optimizer": "sgd"}
     for world_size in (1, 2):
         lab = steady("gpt2", world_size, backend="lab", sharding="zero1", offload="optimizer", **options)
-        same(outcomes, reference(outcomes, "gpt2", world_size, **options), lab)
+        wanted = reference(outcomes, "gpt2", world_size, **options)
+        same(outcomes, wanted, lab)
+        assert_learned(wanted, outcomes.of(plan((spec("gpt2", world_size), 0)))[0])

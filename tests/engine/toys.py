@@ -34,9 +34,10 @@ Loss = Callable[[nn.Module, Tensor], Tensor]
 Scenario = Callable[[Place], None]
 
 
-def everywhere(*scenarios: Any) -> Any:
-    """A test for each of these functions (or `pytest.param` of one), which it finds in its argument `scenario`."""
-    return pytest.mark.parametrize("scenario", scenarios, ids=lambda s: s.__name__)
+def everywhere(*scenarios: Scenario, slow: Sequence[Scenario] = ()) -> Any:
+    """A test for each of these functions, which it finds in its argument `scenario`."""
+    marked = [pytest.param(s, marks=pytest.mark.slow) for s in slow]
+    return pytest.mark.parametrize("scenario", [*scenarios, *marked], ids=lambda s: s.__name__)
 
 
 def refused(says: str, kind: type[Exception] = ShardError) -> Any:

@@ -108,18 +108,8 @@ class Engine:
     def fully_shard(self, module: Any, **options: Any) -> Any:
         return module
 
-    def inner(self, model: Any) -> Any:
-        """The model without a wrapper."""
-        return model
-
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def unshard_async(self, module: Any) -> Any:
-        """A handle to `wait` on."""
-        done: torch.futures.Future[None] = torch.futures.Future()
-        done.set_result(None)
-        return done
 
     def end_evaluation(self, model: Any) -> None:
         """Before parameters are read or written after a forward without gradients."""
@@ -153,9 +143,6 @@ class FSDP2(Engine):
         yield
         model.set_requires_gradient_sync(True)
 
-    def unshard_async(self, module: Any) -> Any:
-        return module.unshard(async_op=True)
-
     def end_evaluation(self, model: Any) -> None:
         """FSDP2's root stays gathered until the next backward, and `parameters()` are not the sharded ones."""
         model.reshard()
@@ -177,10 +164,6 @@ class Ours(Engine):
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         return ours.no_sync(model)
 
-    def unshard_async(self, module: Any) -> Any:
-        asked: Any = ours.unshard
-        return asked(module, async_op=True)
-
     def forward_method(self, module: Any, method: str) -> None:
         everything: Any = ours
         everything.register_fsdp_forward_method(module, method)
@@ -197,9 +180,10 @@ class Scenario:
     bits: bool = True  # whether FSDP2 and ours agree bit for bit with two ranks
     bound: float = BOUND  # of any difference otherwise, relative to the larger of 1 and the values compared
     dtype: torch.dtype = torch.float64
+    ranks: int = 2
     not_under: Mapping[Kind, str] = field(default_factory=dict)  # engine -> why the script is not run under it
     quick: bool = False  # whether it is in the quick tier, which has each way in which an engine can go wrong
-    faults: tuple[str, ...] = ()  # beside the general one; see faults.py
+    faults: tuple[str, ...] = ()  # beside one of the general ones; see faults.py
 
     @property
     def name(self) -> str:
