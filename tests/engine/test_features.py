@@ -1,7 +1,4 @@
-"""What the engine does with all kinds of models and calls: each trains beside the plain model, equal bit for bit.
-
-Every function below a test runs in two ranks; `train_beside` does the comparing.
-"""
+"""What the engine does with all kinds of models and calls: each trains beside the plain model, equal bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, distributed as dist, nn
 from torch.distributed import fsdp
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -175,20 +171,6 @@ class Checkpointed(Net):
         return self.last(x)
 
 
-def wrapped_inside(model: Any) -> None:
-    """The checkpoint's wrapper is the unit's module."""
-    for i, block in enumerate(model.blocks):
-        model.blocks[i] = checkpoint_wrapper(block)
-    by_block(model)
-
-
-def wrapped_around(model: Any) -> None:
-    """The unit is inside the checkpoint's wrapper."""
-    for i, block in enumerate(model.blocks):
-        model.blocks[i] = checkpoint_wrapper(fully_shard(block))
-    fully_shard(model)
-
-
 def hooked() -> Any:
     """Users' hooks change what goes into a unit and what comes out of one."""
     model = make()
@@ -208,8 +190,7 @@ ALIKE: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {  # a model, and w
     "two modules in a unit": (lambda: make(depth=4), {"shard": by_lists((0, 1), (2, 3))}),
     "with others between": (lambda: make(depth=4), {"shard": by_lists((0, 3), (1, 2))}),
     "one of two used": (lambda: make(Chosen, depth=4), ONE_OF_TWO),
-    "units in units": (STAGES, {"shard": by_stage(Strategy())}),
-    "units in units, ahead": (STAGES, {"shard": by_stage(AHEAD)}),
+    "units in units": (STAGES, {"shard": by_stage(AHEAD)}),
     "nothing comes out": (lambda: make(Silent), SILENT),
     "no inner unit sees the backward begin": (lambda: make(Silent), {**SILENT, "shard": fully_shard}),
     "inputs by keyword": (lambda: make(ByKeyword), {"loss": by_keyword}),
@@ -217,8 +198,6 @@ ALIKE: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {  # a model, and w
     "hooks that change things": (hooked, {}),
     "mixed dtypes": (lambda: make(block=Mixed), {}),
     "checkpoints around units in units": (lambda: make(Checkpointed, block=Stage), {"shard": by_stage(Strategy())}),
-    "a checkpoint's wrapper is the unit": (make, {"shard": wrapped_inside}),
-    "the unit is inside a checkpoint's wrapper": (make, {"shard": wrapped_around}),
 }
 
 
@@ -293,14 +272,6 @@ def ignored(place: Place) -> None:
     names = [name for name, _ in full_state(model)]
     assert "last.bias" not in names and "blocks.1.norm.weight" not in names
     assert len(names) == len(list(plain.parameters())) - 2
-
-
-def a_unit_that_is_never_used(place: Place) -> None:
-    sharded, _ = train_beside(place, make(Chosen), **in_turn((0, 2), (0, 2)))
-    mean_square(sharded, batch(0, place.rank)).backward()
-    of = {unit.name: flat for unit in units_of(sharded) for flat in unit.flats}
-    assert [p.grad for p in of["blocks.1"].gradients.regions.values()] == [None]
-    assert [p.grad is None for p in of["blocks.0"].gradients.regions.values()] == [False]
 
 
 class PartlyUsed(Block):
@@ -875,7 +846,6 @@ def drawn_after_sharding(place: Place) -> None:
     lora,
     all_frozen_but_the_input,
     ignored,
-    a_unit_that_is_never_used,
     a_parameter_that_is_never_used,
     a_parameter_that_some_ranks_use,
     tied_in_and_between_units,

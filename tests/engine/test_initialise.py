@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.base.errors import SpecError
 from fsdp_lab.engine import (
     ShardError,
     broadcast_full_state,
@@ -127,12 +126,6 @@ def wrong_reader(place: Place) -> None:
 @everywhere(forgotten, trained, wrong_reader)
 def test_models_built_on_meta(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2)
-
-
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    says = r"has neither model.safetensors nor .*give a folder that model.save_pretrained"
-    with pytest.raises(SpecError, match=says):
-        Weights(tmp_path)
 
 
 def wrong_values(place: Place) -> list[str]:

@@ -629,10 +629,8 @@ def unequal(place: Place, where: str) -> str:
 
 WHERE: dict[str, Callable[[Any], Any]] = {
     "3 (unshard root)": lambda model: mean_square(model, batch(2, 0)),
-    "2 (unshard root)": lambda model: unshard(model).wait(),
     "2 (a norm)": lambda model: torch.nn.utils.get_total_norm(list(model.parameters())),
     "2 (gradient_norm)": gradient_norm,
-    "2 (a whole tensor)": lambda model: model.last.weight.full_tensor(),
     "0 (fully_shard)": lambda model: fully_shard(make()),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, distributed as dist, nn
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 
 from fsdp_lab.engine import (
     MemoryBreakdown,
@@ -32,6 +30,7 @@ from fsdp_lab.engine.schedule import Direction, Phase
 from fsdp_lab.engine.unit import UnitState
 from fsdp_lab.spec.spec import Strategy
 from tests.covering import tiered
+from tests.engine.scenarios.meter import allocated
 from tests.engine.toys import options_of
 from tests.pool import Place, Pool
 
@@ -146,9 +145,8 @@ class Auditor:
         copies = self.shards(self.units if self.strategy.offload == "optimizer" else gathering | {unit})
         if self.strategy.reshard_size:  # between forward and backward, a part of each by fewer ranks
             copies += self.shards(self.units) * dist.get_world_size() // self.strategy.reshard_size
-        is_copied = self.gathered != 4 or self.strategy.offload == "all"
         least = self.parameters_bytes * self.gathered // 4 if self.strategy.offload == "optimizer" else 0
-        least += self.own(gathering) if is_copied and self.strategy.sharding != "no_shard" else 0
+        least += self.own(gathering) if self.strategy.offload == "all" else 0
         assert least <= got.copies_bytes <= copies, where
         assert len(reducing) <= self.strategy.limit_reductions, where  # one buffer in each unit here
         assert got.parameters_bytes == self.parameters_bytes, where
@@ -228,11 +226,12 @@ def shares(place: Place, changes: dict[str, Any]) -> tuple[MemoryBreakdown, Memo
 def test_shares_and_bytes_sent_are_what_zero_says(pool: Pool) -> None:
     """s Psi / F, exactly, over a group: parameters, gradients, and AdamW's state twice (ZeRO, section 5), after a backward
     in fp32. ZeRO-1 here has its master shards beside what it gathers. A rank sends (F - 1) / F of 2 Psi, and of 3 Psi where
-    units are gathered twice (section 7): all but the root and the last block."""
+    units are gathered twice (section 7), which the root and the last block are not; and which gradients there are."""
+    once = {"all_gather": BLOCKS + 1, "reduce_scatter": BLOCKS + 1, "all_reduce": 1}
     for world_size, sharding, copies, gathered, counts in (
-        (3, "full_shard", (1, 1), 0, {"all_gather": 2 * BLOCKS, "reduce_scatter": BLOCKS + 1}),
-        (3, "shard_grad_op", (1, 1), 0, {"all_gather": BLOCKS + 1, "reduce_scatter": BLOCKS + 1}),
-        (2, "zero1", (1, 2), 2, {"all_gather": BLOCKS + 1, "reduce_scatter": BLOCKS + 1}),
+        (3, "full_shard", (1, 1), 0, {**once, "all_gather": 2 * BLOCKS}),
+        (3, "shard_grad_op", (1, 1), 0, once),
+        (2, "zero1", (1, 2), 2, once),
         (2, "no_shard", (2, 2), 0, {"all_reduce": BLOCKS + 1}),
     ):
         results = pool.run(shares, world_size, {"sharding": sharding})
@@ -248,7 +247,7 @@ def test_shares_and_bytes_sent_are_what_zero_says(pool: Pool) -> None:
             assert its == sent, "the order of collectives, and their sizes, are the same on all ranks"
         assert Counter(kind for kind, _ in sent) == counts
         times = sum(size for _, size in sent) / (4 * padded * (world_size - 1) / world_size)
-        assert 2 < times < 3 if sharding == "full_shard" else times == pytest.approx(2, rel=1e-3), sharding
+        assert 2 < times < 3 if sharding == "full_shard" else times == pytest.approx(2, rel=0.01), sharding
 
 
 def without_communication(place: Place) -> tuple[list[MemoryBreakdown], int]:
@@ -268,27 +267,9 @@ def test_without_communication_gradients_are_whole(pool: Pool) -> None:
         assert last.unsharded_gradients_bytes == 0 and last.gradients_bytes == last.parameters_bytes
 
 
-# -- what the allocator says -----------------------------------------------------------------------------------------
+# -- deferred initialisation -----------------------------------------------------------------------------------------
 
-
-def allocated(do: Callable[[], Any]) -> int:
-    """The most bytes at once that torch's CPU allocator counted on this thread meanwhile.
-
-    Where Gloo's thread is the last to let go of a tensor, nobody counts that it was freed. So of several tries the one
-    that counted least is the right one; and once one is right on all ranks, no more are needed.
-    """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        do()
-    alive = peak = 0
-    for event in watched.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            alive += event.nbytes()
-            peak = max(peak, alive)
-    return peak
-
-
-TRIES = 20
+TRIES = 20  # Gloo's thread may be the last to let go of a tensor, which nobody counts then: the least is right
 
 
 def right_on_all(is_right: bool) -> bool:
@@ -297,8 +278,6 @@ def right_on_all(is_right: bool) -> bool:
     dist.all_reduce(told, op=dist.ReduceOp.MIN)
     return bool(told)
 
-
-# -- deferred initialisation -----------------------------------------------------------------------------------------
 
 SLACK_BYTES = 16 * 1024  # names that are compared between ranks, and single elements
 
@@ -309,7 +288,9 @@ def made_on_meta(place: Place) -> dict[str, int]:
         model = Model(97, 389)
     found = {"psi": 4 * sum(p.numel() for p in model.parameters())}
     found["largest parameter"] = 4 * max(p.numel() for p in model.parameters())
-    found["building"] = allocated(lambda: sharded(model, Strategy()))
+    with allocated() as peak:
+        sharded(model, Strategy())
+    found["building"] = peak()
     found["largest unit"] = max(4 * flat.layout.numel for unit in units_of(model) for flat in unit.flats)
     found["shards"] = sum(flat.master.nbytes for unit in units_of(model) for flat in unit.flats)
     torch.manual_seed(0)  # the same on all ranks
@@ -328,7 +309,9 @@ def made_on_meta(place: Place) -> dict[str, int]:
             with torch.no_grad():
                 for s in shards_of(model) if way != "full_state" else ():
                     s.local.zero_()
-            peaks.append(allocated(do))
+            with allocated() as peak:
+                do()
+            peaks.append(peak())
             for s in shards_of(model):
                 assert torch.equal(s.local, values[s.name].view(-1)[s.start : s.stop]), way
         found[way] = min(peaks)

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ from fsdp_lab.engine.parameters import sharded_form
 from fsdp_lab.engine.schedule import Phase, PointSide, Schedule, UnitCall
 from fsdp_lab.rank.slow_motion import PhaseStepper, Stop, holdings
 from fsdp_lab.spec.spec import Strategy
-from tests.engine.toys import batch, by_block, make, mean_square
+from tests.engine.toys import Scenario, batch, by_block, everywhere, make, mean_square
 from tests.pool import Place, Pool
 
 Said = tuple[Phase, str, str]  # phase, unit, direction
@@ -148,10 +147,6 @@ def _is_before(stop: Stop, held: list[ParameterHolding]) -> None:
         assert gradients == {"none"}, stop
 
 
-def test_a_slow_step_is_a_step_and_shows_what_is_there(pool: Pool) -> None:
-    pool.run(slow_steps, 2)
-
-
 # -- not to the end ----------------------------------------------------------------------------------------------------
 
 
@@ -217,8 +212,8 @@ def nothing_stays_behind(place: Place) -> None:
     assert runtime_of(training.model).watch is None
 
 
-@pytest.mark.parametrize("scenario", [closed_in_the_middle, trouble_in_the_step, nothing_stays_behind])
-def test_not_to_the_end(pool: Pool, scenario: Callable[[Place], None]) -> None:
+@everywhere(slow_steps, closed_in_the_middle, trouble_in_the_step, nothing_stays_behind)
+def test_a_slow_step_is_a_step(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2)
 
 
