@@ -59,6 +59,7 @@ from tests.engine.toys import (
     is_clean,
     make,
     mean_square,
+    noted,
     plain_step,
     refused,
 )
@@ -133,12 +134,8 @@ def test_a_mesh_that_does_not_fit(pool: Pool) -> None:
 
 def all_refused(model: Any, rows: Iterable[Refused]) -> None:
     for i, (how, says) in enumerate(rows):
-        try:
-            with torch.no_grad(), refused(says):
-                how(model)
-        except BaseException as e:
-            e.add_note(f"row {i}: {says}")
-            raise
+        with noted(f"row {i}: {says}"), torch.no_grad(), refused(says):
+            how(model)
 
 
 def given(**options: Any) -> Callable[[Any], Any]:

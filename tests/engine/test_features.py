@@ -47,6 +47,7 @@ from tests.engine.toys import (
     is_clean,
     make,
     mean_square,
+    noted,
     options_of,
     plain_step,
     refused,
@@ -203,12 +204,9 @@ ALIKE: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {  # a model, and w
 
 def trained_beside(place: Place) -> None:
     for name, (build, options) in ALIKE.items():
-        try:
+        with noted(name):
             sharded, _ = train_beside(place, build(), **{"steps": 2, **options})
             is_clean(sharded)
-        except BaseException as e:
-            e.add_note(name)
-            raise
 
 
 def two_modules_are_gathered_once(place: Place) -> None:

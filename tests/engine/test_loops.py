@@ -7,8 +7,8 @@ the batches of all ranks; units are freed after each forward, and then kept. FSD
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -46,22 +46,13 @@ from tests.engine.toys import (
     is_clean,
     make,
     mean_square,
+    noted,
     refused,
 )
 from tests.pool import Place, Pool
 
 Loop = Callable[[Engine], None]
 STEPS = 2  # the first one, and one after an optimizer has changed what may still be gathered
-
-
-@contextmanager
-def noted(*what: Any) -> Iterator[None]:
-    """What fails says of what it is."""
-    try:
-        yield
-    except BaseException as e:
-        e.add_note(str(what))
-        raise
 
 
 def log_of(loop: Loop, kind: Kind, place: Place, mesh: Any = None, **options: Any) -> Log:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.covering import pairwise, tiered
 from tests.engine.parity import MODELS, Outcome, Outcomes, Plan, assert_equal, assert_learned, plan, spec
+from tests.engine.toys import noted
 
 STEPS = 2
 OPTIMIZERS = ("sgd", "adamw")  # SGD's steps show a wrong scale, AdamW has state that lasts
@@ -25,11 +26,8 @@ def steady(model: str, world_size: int, **changes: Any) -> Plan:
 def same(outcomes: Outcomes, wanted: Outcome, *plans: Plan) -> None:
     """Each has the bits of `wanted`; where one has not, the failure says which."""
     for one, got in zip(plans, outcomes.of(*plans), strict=True):
-        try:
+        with noted(one.key):
             assert_equal(got, wanted)
-        except AssertionError as e:
-            e.add_note(one.key)
-            raise
 
 
 def reference(outcomes: Outcomes, model: str, world_size: int, **changes: Any) -> Outcome:

@@ -38,6 +38,7 @@ from fsdp_lab.engine.unit import UnitState
 from fsdp_lab.spec.spec import Strategy
 from tests.covering import tiered
 from tests.engine.random_models import Case, Part, build, cases, group_of, ignored_names, inputs, shard
+from tests.engine.toys import noted
 from tests.pool import Place, Pool
 
 few = settings(
@@ -60,11 +61,8 @@ def each(place: Place, check: Callable[[Place, Any], None], given: list[Any]) ->
     """Run a check on every case; a failure says on which."""
     warnings.simplefilter("ignore")
     for i, case in enumerate(given):
-        try:
+        with noted(f"case {i}: {case}"):
             check(place, case)
-        except Exception as e:
-            e.add_note(f"case {i}: {case}")
-            raise
 
 
 # -- what the checks need --------------------------------------------------------------------------------------------

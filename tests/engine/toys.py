@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,16 @@ def everywhere(*scenarios: Scenario, slow: Sequence[Scenario] = ()) -> Any:
 
 def refused(says: str, kind: type[Exception] = ShardError) -> Any:
     return pytest.raises(kind, match=says)
+
+
+@contextmanager
+def noted(*what: Any) -> Iterator[None]:
+    """What fails says of what it is."""
+    try:
+        yield
+    except BaseException as e:
+        e.add_note(", ".join(map(str, what)))
+        raise
 
 
 class Block(nn.Module):

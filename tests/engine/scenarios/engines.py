@@ -32,7 +32,6 @@ from torch import Tensor, distributed as dist, nn
 from torch.distributed import fsdp as fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab import engine as ours
 from tests.engine.toys import WIDTH, Net
@@ -44,7 +43,6 @@ Log = Mapping[str, Tensor]
 
 class Kind(enum.Enum):
     ONE = "one"
-    DDP = "ddp"
     FSDP2 = "fsdp2"
     OURS = "ours"
 
@@ -95,7 +93,7 @@ class Engine:
 
     def values(self, model: nn.Module) -> dict[str, Tensor]:
         named = [*model.named_parameters(), *model.named_buffers()]
-        return {n.removeprefix("module."): self.whole(t.detach()).detach().clone() for n, t in named}  # DDP's prefix
+        return {n: self.whole(t.detach()).detach().clone() for n, t in named}
 
     # -- what differs between engines ----------------------------------------------------------------------------------
 
@@ -116,15 +114,6 @@ class Engine:
 
     def forward_method(self, module: Any, method: str) -> None:
         """Let another method than `forward` gather parameters."""
-
-
-class DDP(Engine):
-    """What writes and reads checkpoints beside the sharding engines; no script is for it."""
-
-    kind = Kind.DDP
-
-    def shard(self, model: Any, units: Iterable[Any] = ()) -> Any:
-        return DistributedDataParallel(model, broadcast_buffers=False)
 
 
 class FSDP2(Engine):
@@ -169,7 +158,7 @@ class Ours(Engine):
         everything.register_fsdp_forward_method(module, method)
 
 
-ENGINES = {engine.kind: engine for engine in (Engine, DDP, FSDP2, Ours)}
+ENGINES = {engine.kind: engine for engine in (Engine, FSDP2, Ours)}
 
 
 @dataclass(frozen=True, kw_only=True)

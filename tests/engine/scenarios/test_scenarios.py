@@ -8,10 +8,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from fsdp_lab import engine
-from fsdp_lab.wire import group
 from tests.covering import tiered
 from tests.engine.scenarios import checkpoints, loops, models, optimizers
 from tests.engine.scenarios.engines import BOUND, Kind, Meter, Run, Scenario, agree, differences, run
@@ -60,32 +58,6 @@ def test_every_engine_has_the_numbers_of_one_process(pool: Pool, name: str) -> N
         assert differences(faulty.log, wanted.log, scenario.bound), f"not seen: {fault}"
 
 
-def test_the_meter_counts_what_is_alive_together() -> None:
-    with allocated() as peak:
-        first = torch.empty(1000)
-        second = torch.empty(500)
-        del first
-        third = torch.empty(700)
-    assert peak() == 4 * 1500 and len(second) + len(third) == 1200
-
-
-def _losing_a_rank(place: Place) -> Run:
-    """The sums of the process group have rank 0's summand alone."""
-
-    def first_alone(summands: torch.Tensor, output: torch.Tensor, op: Any, opts: Any) -> None:
-        output.view(-1).copy_(summands[0])
-
-    with patch.object(group, "_sum_in_order", first_alone):
-        return _runs(place, "sgd_momentum", [Kind.OURS], None)[0]
-
-
-def test_a_lost_summand_is_seen(pool: Pool) -> None:
-    """By the parameters, though no rank fails and all ranks agree."""
-    found = agree(pool.run(_losing_a_rank, 2, reduction="rank_ordered"))
-    differ = differences(found.log, run(SCENARIOS["sgd_momentum"], Kind.ONE).log, BOUND)
-    assert {key for key in found.log if key.endswith(".weight")} <= differ.keys()
-
-
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
@@ -101,7 +73,7 @@ SAVED = [
     ("whole", (Kind.OURS, 4), (Kind.ONE, 1)),
     ("whole everywhere", (Kind.ONE, 1), (Kind.OURS, 2)),
     ("by rank", (Kind.OURS, 2), (Kind.OURS, 2)),
-    ("meanwhile", (Kind.OURS, 2), (Kind.DDP, 2)),
+    ("meanwhile", (Kind.OURS, 2), (Kind.FSDP2, 2)),
 ]
 
 
