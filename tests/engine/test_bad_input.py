@@ -36,6 +36,7 @@ from fsdp_lab.engine import (
     gradient_norm,
     load_full_optimizer_state,
     load_full_state,
+    load_ranges,
     local_state,
     no_sync,
     runtime_of,
@@ -214,6 +215,7 @@ NORM, LIMIT = (
     "max_norm .* is refused; give a number above 0",
 )
 PLAIN, NO_MODULE = r"Net is not sharded; call fully_shard\(module\) first", "a list was given where a module is needed"
+BENT = r"last.weight has the shape \(5, 6\), and the value"
 NONE, ON_META = "first.weight was given a NoneType", "what was given for last.weight.* is on meta"
 CASTS: tuple[Refused, ...] = (
     (nn.Module.half, CAST),
@@ -257,7 +259,17 @@ REFUSED: tuple[Refused, ...] = (
     (lambda m: load_full_state(m, None), "a NoneType was given where values are needed"),  # type: ignore[arg-type]
     (lambda m: load_full_state(m, whole(m, first_weight=None)), NONE),
     (lambda m: load_full_state(m, whole(m, last_weight=torch.zeros(5, WIDTH, device="meta"))), ON_META),
-    (lambda m: from_rank_0(m, None), "there is no value for first.weight"),  # and no uninitialised memory instead
+    (lambda m: load_full_state(m, {}), "there is no value for first.weight; give one for every parameter"),
+    (lambda m: load_full_state(m, whole(m, last_weight=torch.zeros(WIDTH, 5))), BENT + r" \(6, 5\)"),
+    (
+        lambda m: load_ranges(m, lambda *_: torch.zeros(1)),
+        r"(first|last).weight: \d+ elements were asked for and 1 came",
+    ),
+    (
+        lambda m: from_rank_0(m, None),
+        "there is no value for first.weight on rank 0",
+    ),  # and no uninitialised memory instead
+    (lambda m: from_rank_0(m, whole(m, last_weight=torch.zeros(WIDTH, 5))), BENT + r" on rank 0 \(6, 5\)"),
     (lambda m: from_rank_0(m, whole(m, first_weight=None)), NONE),
     (lambda m: from_rank_0(m, whole(m, last_weight=torch.zeros(5, WIDTH, device="meta"))), ON_META),
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from fsdp_lab.engine import (
     load_full_state,
     load_ranges,
     memory_stats,
-    no_sync,
     parameter_groups,
     runtime_of,
     shards_of,
@@ -248,23 +246,6 @@ def test_shares_and_bytes_sent_are_what_zero_says(pool: Pool) -> None:
         assert Counter(kind for kind, _ in sent) == counts
         times = sum(size for _, size in sent) / (4 * padded * (world_size - 1) / world_size)
         assert 2 < times < 3 if sharding == "full_shard" else times == pytest.approx(2, rel=0.01), sharding
-
-
-def without_communication(place: Place) -> tuple[list[MemoryBreakdown], int]:
-    model = sharded(Model(), Strategy())
-    seen = []
-    for context in (no_sync(model), no_sync(model), nullcontext()):
-        with context:
-            model(batch(place.rank)).backward()
-        seen.append(memory_stats(model))
-    return seen, sum(p.numel() for p in model.parameters())
-
-
-def test_without_communication_gradients_are_whole(pool: Pool) -> None:
-    for (first, second, last), psi in pool.run(without_communication, 2):
-        assert first == second
-        assert first.unsharded_gradients_bytes == 4 * psi and first.gradients_bytes == 0
-        assert last.unsharded_gradients_bytes == 0 and last.gradients_bytes == last.parameters_bytes
 
 
 # -- deferred initialisation -----------------------------------------------------------------------------------------

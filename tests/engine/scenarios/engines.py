@@ -173,6 +173,7 @@ class Scenario:
     not_under: Mapping[Kind, str] = field(default_factory=dict)  # engine -> why the script is not run under it
     quick: bool = False  # whether it is in the quick tier, which has each way in which an engine can go wrong
     faults: tuple[str, ...] = ()  # beside one of the general ones; see faults.py
+    unseen: tuple[str, ...] = ()  # general faults that its script works around
 
     @property
     def name(self) -> str:
