@@ -60,12 +60,12 @@ Values = dict[str, torch.Tensor]
 
 
 def train(place: Place, name: str, device: SimulatedDevice | None = None) -> tuple[Values, Counter[Wait], Counter[str]]:
-    """Three steps. Returns all parameters, and what the last step asked of the device."""
+    """Two steps. Returns all parameters, and what the second one asked of the device."""
     which = CASES[name]
     model = by_block(make(Net), Strategy(**which.fields))
     held = sharded_parameters(model) if which.flat else list(model.parameters())
     optimizer = torch.optim.SGD(held, lr=0.1, momentum=0.9)
-    for step in range(3):
+    for step in range(2):
         if device is not None:
             device.waits.clear()
             device.counts.clear()
@@ -86,7 +86,7 @@ def _plainly(place: Place, name: str) -> Values:
     return train(place, name)[0]
 
 
-# Of four units, in the last of three steps: collectives (all-gathers, reduce-scatters, all-reduces); copies between host and
+# Of four units, in the second step: collectives (all-gathers, reduce-scatters, all-reduces); copies between host and
 # device; events; how often the compute stream waits for another, and how often the host waits for the device.
 ASKED = {
     #                            gather reduce all-reduce  copies  events  compute waits  host waits
