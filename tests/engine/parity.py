@@ -16,6 +16,7 @@ from fsdp_lab.base.tensors import map_tensors
 from fsdp_lab.models.wrapping import blocks
 from fsdp_lab.spec.spec import Spec
 from tests.backends.train import start, steps, whole
+from tests.engine.toys import noted
 from tests.pool import Place, Pool
 
 _LLAMA = {"model_type": "llama", "hidden_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 259,
@@ -106,11 +107,8 @@ def _run(place: Place, plans: list[Plan]) -> list[Any]:
     """For each plan: losses, digest of the parameters, digest of the buffers, and on rank 0 the parameters' values."""
     said = []
     for p in plans:
-        try:
+        with noted(f"in the plan {p.key}"):
             said.append(_train(place, p))
-        except Exception as e:
-            e.add_note(f"in the plan {p.key}")
-            raise
     return said
 
 

@@ -1,7 +1,4 @@
-"""What the engine does with all kinds of models and calls: each trains beside the plain model, equal bit for bit.
-
-Every function below a test runs in two ranks; `train_beside` does the comparing.
-"""
+"""What the engine does with all kinds of models and calls: each trains beside the plain model, equal bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, distributed as dist, nn
 from torch.distributed import fsdp
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -51,6 +47,7 @@ from tests.engine.toys import (
     is_clean,
     make,
     mean_square,
+    noted,
     options_of,
     plain_step,
     refused,
@@ -175,20 +172,6 @@ class Checkpointed(Net):
         return self.last(x)
 
 
-def wrapped_inside(model: Any) -> None:
-    """The checkpoint's wrapper is the unit's module."""
-    for i, block in enumerate(model.blocks):
-        model.blocks[i] = checkpoint_wrapper(block)
-    by_block(model)
-
-
-def wrapped_around(model: Any) -> None:
-    """The unit is inside the checkpoint's wrapper."""
-    for i, block in enumerate(model.blocks):
-        model.blocks[i] = checkpoint_wrapper(fully_shard(block))
-    fully_shard(model)
-
-
 def hooked() -> Any:
     """Users' hooks change what goes into a unit and what comes out of one."""
     model = make()
@@ -198,21 +181,17 @@ def hooked() -> Any:
 
 
 STAGES = partial(make, depth=2, block=Stage)
-KEPT, AHEAD = Strategy(sharding="shard_grad_op"), Strategy(forward_prefetch=1, backward_prefetch=3)
+AHEAD = Strategy(forward_prefetch=1, backward_prefetch=3)
 SILENT: dict[str, Any] = {"loss": left_in_an_attribute}
 ONE_OF_TWO = {"shard": by_lists((0, 1), (2, 3)), **in_turn((0, 1, 2, 3), (1, 2), (0, 3), (0, 0, 1, 3))}
 ALIKE: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {  # a model, and what `train_beside` is given
-    "frozen first": (lambda: frozen(make(), "first", "blocks.0"), {}),
-    "frozen in the middle": (lambda: frozen(make(), "blocks.1"), {}),
+    "frozen": (lambda: frozen(make(), "first", "blocks.1"), {}),
     "used on some steps": (lambda: make(Chosen), in_turn((0, 1, 2), (0, 2), (2,), (2, 1, 0), (0, 1, 2))),
     "called more than once": (lambda: make(Chosen), in_turn((0, 1, 0, 2, 1), (0, 0, 0), (0, 0, 1, 1, 2, 2))),
     "two modules in a unit": (lambda: make(depth=4), {"shard": by_lists((0, 1), (2, 3))}),
-    "in the other order": (lambda: make(depth=4), {"shard": by_lists((1, 0), (3, 2))}),
     "with others between": (lambda: make(depth=4), {"shard": by_lists((0, 3), (1, 2))}),
     "one of two used": (lambda: make(Chosen, depth=4), ONE_OF_TWO),
-    "units in units": (STAGES, {"shard": by_stage(Strategy())}),
-    "units in units, kept": (STAGES, {"shard": by_stage(KEPT)}),
-    "units in units, ahead": (STAGES, {"shard": by_stage(AHEAD)}),
+    "units in units": (STAGES, {"shard": by_stage(AHEAD)}),
     "nothing comes out": (lambda: make(Silent), SILENT),
     "no inner unit sees the backward begin": (lambda: make(Silent), {**SILENT, "shard": fully_shard}),
     "inputs by keyword": (lambda: make(ByKeyword), {"loss": by_keyword}),
@@ -220,19 +199,14 @@ ALIKE: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {  # a model, and w
     "hooks that change things": (hooked, {}),
     "mixed dtypes": (lambda: make(block=Mixed), {}),
     "checkpoints around units in units": (lambda: make(Checkpointed, block=Stage), {"shard": by_stage(Strategy())}),
-    "a checkpoint's wrapper is the unit": (make, {"shard": wrapped_inside}),
-    "the unit is inside a checkpoint's wrapper": (make, {"shard": wrapped_around}),
 }
 
 
 def trained_beside(place: Place) -> None:
     for name, (build, options) in ALIKE.items():
-        try:
+        with noted(name):
             sharded, _ = train_beside(place, build(), **{"steps": 2, **options})
             is_clean(sharded)
-        except BaseException as e:
-            e.add_note(name)
-            raise
 
 
 def two_modules_are_gathered_once(place: Place) -> None:
@@ -252,12 +226,6 @@ def checkpoints_in_bf16(place: Place) -> None:
     model = by_block(make(Checkpointed, block=Seen), strategy=Strategy(precision=Precision(param="bf16", norm="fp32")))
     mean_square(model, batch(0, place.rank)).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in sharded_parameters(model))
-
-
-@pytest.mark.slow
-@everywhere(trained_beside, two_modules_are_gathered_once, checkpoints_in_bf16)
-def test_a_model_of_any_kind_trains_as_the_plain_one(pool: Pool, scenario: Scenario) -> None:
-    pool.run(scenario, 2)
 
 
 # -- which parameters train, and which are used ------------------------------------------------------------------------
@@ -302,14 +270,6 @@ def ignored(place: Place) -> None:
     names = [name for name, _ in full_state(model)]
     assert "last.bias" not in names and "blocks.1.norm.weight" not in names
     assert len(names) == len(list(plain.parameters())) - 2
-
-
-def a_unit_that_is_never_used(place: Place) -> None:
-    sharded, _ = train_beside(place, make(Chosen), **in_turn((0, 2), (0, 2)))
-    mean_square(sharded, batch(0, place.rank)).backward()
-    of = {unit.name: flat for unit in units_of(sharded) for flat in unit.flats}
-    assert [p.grad for p in of["blocks.1"].gradients.regions.values()] == [None]
-    assert [p.grad is None for p in of["blocks.0"].gradients.regions.values()] == [False]
 
 
 class PartlyUsed(Block):
@@ -391,19 +351,6 @@ def tied_in_and_between_units(place: Place) -> None:
         owners = {p.flat for p in (sharded.blocks[0].up.weight, sharded.blocks[0].norm.bias)}
         assert owners == set(units_of(sharded)[0].flats)  # the lowest unit that contains all their uses: the root
     assert_equal(by_block(tied(*far), strategy=Strategy(precision="bf16")), tied(*far))  # no bit of the masters is lost
-
-
-@everywhere(
-    lora,
-    all_frozen_but_the_input,
-    ignored,
-    a_unit_that_is_never_used,
-    a_parameter_that_is_never_used,
-    a_parameter_that_some_ranks_use,
-    tied_in_and_between_units,
-)
-def test_frozen_unused_and_tied_parameters(pool: Pool, scenario: Scenario) -> None:
-    pool.run(scenario, 2)
 
 
 # -- forwards without a backward, inputs and outputs -------------------------------------------------------------------
@@ -498,17 +445,12 @@ def outputs(place: Place) -> None:
             assert type(out) is type(pack(x))  # noqa: B023
             return unpack(out).square().mean()  # noqa: B023
 
-        sharded, _ = train_beside(place, model, loss=loss, steps=2)
+        sharded, _ = train_beside(place, model, loss=loss, steps=1)
         is_clean(sharded)
         by_block(cast, strategy=Strategy(precision=Precision(output="bf16")))
         out = cast(batch(0, place.rank))
         assert type(out) is type(pack(torch.zeros(3, 1))) and unpack(out).dtype is torch.bfloat16
         unpack(out).float().mean().backward()
-
-
-@everywhere(between_steps, outputs)
-def test_forwards_without_a_backward_inputs_and_outputs(pool: Pool, scenario: Scenario) -> None:
-    pool.run(scenario, 2)
 
 
 # -- backwards of every kind -------------------------------------------------------------------------------------------
@@ -562,16 +504,6 @@ def accumulation_with_units_that_come_and_go(place: Place) -> None:
     model.order = (0, 2)
     (0 * mean_square(model, batches[place.rank])).backward()
     _has_gradients(model, wanted)
-
-
-@everywhere(
-    part_of_the_graph,
-    parameters_in_the_loss,
-    gradients_that_cannot_be_reduced,
-    accumulation_with_units_that_come_and_go,
-)
-def test_backwards(pool: Pool, scenario: Scenario) -> None:
-    pool.run(scenario, 2)
 
 
 # -- clipping and scaling ----------------------------------------------------------------------------------------------
@@ -663,25 +595,6 @@ def overflow_on_one_rank(place: Place) -> bool:
 
 def test_an_overflow_on_one_rank_is_skipped_by_all(pool: Pool) -> None:
     assert sorted(pool.run(overflow_on_one_rank, 2)) == [False, True]
-
-
-def small_gradients_in_fp16(place: Place) -> None:
-    """The scale is what keeps them: they are divided by it in fp32, also where gradients stay in fp16 until then."""
-    for keep in (False, True):
-        precision = Precision(param="fp16", reduce="fp16", keep_low_precision_gradients=keep)
-        model = by_block(make(), strategy=Strategy(precision=precision))
-        scaler = Scaler(enabled=True)
-        scaler.scale_loss(mean_square(model, batch(0, place.rank)) * 1e-6).backward()
-        assert scaler.unscale_gradients(model)
-        wanted = gradients(make(), mean_square, [batch(0, rank) for rank in range(place.world_size)])
-        found = _gradients_of(model)
-        for name, g in wanted.items():  # of fp16, 11 bits: some roundings of the largest
-            assert torch.allclose(found[name], g * 1e-6, rtol=0, atol=1e-6 * float(g.abs().max()) / 64), (keep, name)
-
-
-@everywhere(clipping, norms_of_low_precision, small_gradients_in_fp16)
-def test_clipping_and_scaling(pool: Pool, scenario: Scenario) -> None:
-    pool.run(scenario, 2)
 
 
 # -- precision ---------------------------------------------------------------------------------------------------------
@@ -836,16 +749,17 @@ def compiled(place: Place, when: str) -> None:
 
 def compiled_step(place: Place) -> None:
     torch._dynamo.reset()
-    model, plain = by_block(make(depth=0)), by_block(make(depth=0))
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, plain)]
+    models = [by_block(make(depth=0)) for _ in range(2)]
+    before = {name: t.clone() for name, t in full_state(models[0])}
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in models]
     steps = [torch.compile(optimizers[0].step, backend="eager"), optimizers[1].step]
     for i in range(2):
-        for m, optimizer, step in zip((model, plain), optimizers, steps, strict=True):
+        for m, optimizer, step in zip(models, optimizers, steps, strict=True):
             mean_square(m, batch(i, place.rank)).backward()
             step()
             optimizer.zero_grad()
-    for (name, a), (_, b) in zip(full_state(model), full_state(plain), strict=True):
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6), name
+    for (name, a), (_, b) in zip(*map(full_state, models), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6) and not torch.equal(a, before[name]), name
 
 
 @pytest.mark.slow
@@ -926,6 +840,25 @@ def drawn_after_sharding(place: Place) -> None:
         assert all(torch.equal(part, mine) for part in parts)
 
 
-@everywhere(hooks_of_users, optimizer_groups, drawn_after_sharding)
-def test_hooks_groups_and_values_between_steps(pool: Pool, scenario: Scenario) -> None:
+@everywhere(
+    lora,
+    all_frozen_but_the_input,
+    ignored,
+    a_parameter_that_is_never_used,
+    a_parameter_that_some_ranks_use,
+    tied_in_and_between_units,
+    between_steps,
+    outputs,
+    part_of_the_graph,
+    parameters_in_the_loss,
+    gradients_that_cannot_be_reduced,
+    accumulation_with_units_that_come_and_go,
+    clipping,
+    norms_of_low_precision,
+    hooks_of_users,
+    optimizer_groups,
+    drawn_after_sharding,
+    slow=(trained_beside, two_modules_are_gathered_once, checkpoints_in_bf16),
+)
+def test_on_two_ranks(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2)

@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_lab.base.errors import SpecError
 from fsdp_lab.engine import (
-    ShardError,
     broadcast_full_state,
     full_state,
     load_full_state,
@@ -20,7 +18,6 @@ from fsdp_lab.engine import (
 )
 from fsdp_lab.models import Initializer, Weights, build_skeleton, resolve
 from fsdp_lab.spec.spec import Strategy
-from tests.covering import tiered
 from tests.engine.toys import (
     Net,
     Scenario,
@@ -43,47 +40,49 @@ STRATEGIES = {
 }
 
 
-def on_meta(family: str, strategy: Strategy) -> nn.Module:
-    """Built and sharded without a value."""
-    return by_policy(build_skeleton(resolve(SMALL[family])), strategy.wrap, **options_of(strategy))
+def drawn_by_name(place: Place, model: nn.Module, family: str, folder: str) -> nn.Module:
+    load_full_state(model, Initializer(build_skeleton(resolve(SMALL[family])), seed=3))
+    return filled(SMALL[family], seed=3)
 
 
-def filled_each_way(place: Place, family: str, folder: str) -> None:
-    """Drawn by name, read by range from files, and from rank 0: each time on meta before."""
-    weights = Weights(folder)
-    for strategy in STRATEGIES[place.world_size]:
-        drawn = on_meta(family, strategy)
-        load_full_state(drawn, Initializer(build_skeleton(resolve(SMALL[family])), seed=3))
-        assert_equal(drawn, filled(SMALL[family], seed=3))
+def read_by_range(place: Place, model: nn.Module, family: str, folder: str) -> nn.Module:
+    """From files: its own part of each parameter, and no more."""
+    weights, asked = Weights(folder), list[tuple[str, int]]()
 
-        asked: list[tuple[str, int]] = []
+    def ranges(name: str, start: int, stop: int) -> Tensor:
+        asked.append((name, stop - start))
+        return weights.read(name, start, stop)
 
-        def ranges(name: str, start: int, stop: int) -> Tensor:
-            asked.append((name, stop - start))  # noqa: B023
-            return weights.read(name, start, stop)
+    load_ranges(model, ranges)
+    own = {shard.name: shard.local.numel() for shard in shards_of(model) if shard.local.numel()}
+    assert dict(asked) == own and len(asked) == len(own)
+    return filled(SMALL[family], seed=5)
 
-        read = on_meta(family, strategy)
-        load_ranges(read, ranges)
-        assert_equal(read, filled(SMALL[family], seed=5))
-        own = {shard.name: shard.local.numel() for shard in shards_of(read) if shard.local.numel()}
-        assert dict(asked) == own and len(asked) == len(own)  # its own part of each, and no more
 
-        given, plain = on_meta(family, strategy), filled(SMALL[family], seed=7)
-        values = {name: p.detach() for name, p in plain.named_parameters()}
-        broadcast_full_state(given, values if place.rank == 0 else None)
-        assert_equal(given, plain)
+def from_rank_0(place: Place, model: nn.Module, family: str, folder: str) -> nn.Module:
+    plain = filled(SMALL[family], seed=7)
+    values = {name: p.detach() for name, p in plain.named_parameters()}
+    broadcast_full_state(model, values if place.rank == 0 else None)
+    return plain
+
+
+WAYS = (drawn_by_name, read_by_range, from_rank_0)
+
+
+def filled_by_turns(place: Place, family: str, folder: str) -> None:
+    """By each strategy in another way."""
+    for i, strategy in enumerate(STRATEGIES[place.world_size]):
+        model = by_policy(build_skeleton(resolve(SMALL[family])), strategy.wrap, **options_of(strategy))
+        assert_equal(model, WAYS[(i + place.world_size) % 3](place, model, family, folder))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "world_size"),
-    tiered([("gpt2", 2), ("llama tied", 3), ("t5", 4)], lambda family, world_size: world_size != 4),
-)
+@pytest.mark.parametrize(("family", "world_size"), [("gpt2", 2), ("llama tied", 3), ("t5", 4)])
 def test_a_model_on_meta_gets_the_values_of_an_eager_build(
     pool: Pool, tmp_path: Path, family: str, world_size: int
 ) -> None:
     filled(SMALL[family], seed=5).save_pretrained(tmp_path)  # type: ignore[operator]
-    pool.run(filled_each_way, world_size, family, str(tmp_path))
+    pool.run(filled_by_turns, world_size, family, str(tmp_path))
 
 
 def forgotten(place: Place) -> None:
@@ -118,48 +117,6 @@ def trained(place: Place) -> None:
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(full_state(model), full_state(plain), strict=True))
 
 
-def wrong_reader(place: Place) -> None:
-    with pytest.raises(ShardError, match=r"(first|last)\.weight: \d+ elements were asked for and 1 came"):
-        load_ranges(by_block(make()), lambda name, start, stop: torch.zeros(1))
-
-
-@everywhere(forgotten, trained, wrong_reader)
+@everywhere(forgotten, trained)
 def test_models_built_on_meta(pool: Pool, scenario: Scenario) -> None:
     pool.run(scenario, 2)
-
-
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    says = r"has neither model.safetensors nor .*give a folder that model.save_pretrained"
-    with pytest.raises(SpecError, match=says):
-        Weights(tmp_path)
-
-
-def wrong_values(place: Place) -> list[str]:
-    """What each rank is told; and afterwards all goes on."""
-    told = []
-    for strategy in STRATEGIES[place.world_size]:
-        model = by_block(make(), strategy)
-        values = {name: p.detach() for name, p in make().named_parameters()}
-        before = {name: t.clone() for name, t in full_state(model)}
-        missing = {name: t for name, t in values.items() if name != "blocks.1.up.bias"}
-        bent = {**values, "blocks.0.up.weight": values["blocks.0.up.weight"].T}
-        for wrong in (missing, bent):
-            with pytest.raises(ShardError) as e:
-                broadcast_full_state(model, wrong if place.rank == 0 else None)
-            told.append(str(e.value))
-            with pytest.raises(ShardError) as e:
-                load_full_state(model, wrong)
-            told.append(str(e.value))
-        assert all(torch.equal(t, before[name]) for name, t in full_state(model))  # nothing was changed
-        broadcast_full_state(model, values if place.rank == 0 else None)
-        assert all(torch.equal(t, before[name]) for name, t in full_state(model))
-    return told
-
-
-def test_wrong_values_are_refused_on_every_rank(pool: Pool) -> None:
-    told = pool.run(wrong_values, 2)
-    assert all(other == told[0] for other in told)
-    assert told[0][0].startswith("there is no value for blocks.1.up.bias on rank 0; give one for every parameter")
-    assert told[0][1].startswith("there is no value for blocks.1.up.bias; give one for every parameter")
-    assert told[0][2] == "blocks.0.up.weight has the shape (7, 6), and the value on rank 0 (6, 7)"
-    assert told[0][3] == "blocks.0.up.weight has the shape (7, 6), and the value (6, 7)"

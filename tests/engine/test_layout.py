@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
-from hypothesis import example, given, strategies as st
+from hypothesis import given, strategies as st
 
 from fsdp_lab.engine.layout import ALIGN_BYTES, Layout
 
@@ -81,15 +80,6 @@ def test_regions_hold_one_group_each_in_the_order_of_their_first_parameter(given
             begin = layout.shard(rank)[0]
             found += [begin + x for x in elements(layout.region_in_shard(group, rank))]
         assert found == list(elements(region))
-
-
-@given(SHAPES, st.sampled_from([2, 4, 8]))
-@example([()], 4)
-def test_one_group_keeps_the_order_of_parameters(shapes: list[tuple[int, ...]], itemsize: int) -> None:
-    layout = Layout.of(shapes, ["all"] * len(shapes), 1, itemsize)
-    offsets = [slot.offset for slot in layout.slots]
-    assert offsets == sorted(offsets) and offsets[0] == 0
-    assert [slot.numel for slot in layout.slots] == [math.prod(shape) for shape in shapes]
 
 
 def test_a_layout_by_hand() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.covering import pairwise, tiered
 from tests.engine.parity import MODELS, Outcome, Outcomes, Plan, assert_equal, assert_learned, plan, spec
+from tests.engine.toys import noted
 
 STEPS = 2
 OPTIMIZERS = ("sgd", "adamw")  # SGD's steps show a wrong scale, AdamW has state that lasts
@@ -25,11 +26,8 @@ def steady(model: str, world_size: int, **changes: Any) -> Plan:
 def same(outcomes: Outcomes, wanted: Outcome, *plans: Plan) -> None:
     """Each has the bits of `wanted`; where one has not, the failure says which."""
     for one, got in zip(plans, outcomes.of(*plans), strict=True):
-        try:
+        with noted(one.key):
             assert_equal(got, wanted)
-        except AssertionError as e:
-            e.add_note(one.key)
-            raise
 
 
 def reference(outcomes: Outcomes, model: str, world_size: int, **changes: Any) -> Outcome:
@@ -42,7 +40,7 @@ def of_model(model: str, world_size: int) -> str:
     return OPTIMIZERS[(list(MODELS).index(model) + world_size) % 2]
 
 
-PLACES = [("gpt2", 2), ("resnet", 2), ("gpt2", 3), ("llama", 2), ("llama tied", 1), ("t5", 4), ("bert", 3), ("vit", 2)]
+PLACES = [("gpt2", 2), ("resnet", 2), ("llama tied", 1), ("t5", 2), ("bert", 3), ("vit", 2)]
 
 
 @pytest.mark.parametrize(
@@ -66,37 +64,18 @@ def test_every_model_in_several_world_sizes(outcomes: Outcomes, model: str, worl
 
 def test_on_the_wire_as_users_have_it(outcomes: Outcomes) -> None:
     """By itself the wire orders what is scattered and leaves all-reduce to Gloo: so sharded runs are equal there too."""
-    wanted, *found = outcomes.of(
-        *(
-            steady("llama tied", 3, backend=b, sharding=s)
-            for b, s in (("fsdp2", "full_shard"), ("lab", "shard_grad_op"))
-        ),
-        reduction="auto",
-    )
-    for got in found:
-        assert_equal(got, wanted)
+    fsdp2, lab = steady("llama tied", 3), steady("llama tied", 3, backend="lab", sharding="shard_grad_op")
+    assert_equal(*outcomes.of(lab, fsdp2, reduction="auto"))
 
 
 # -- strategies do not change the result -----------------------------------------------------------------------------
 
-WORLDS = [("shard_grad_op", 1), ("zero1", 2), ("no_shard", 2), ("shard_grad_op", 3), ("zero1", 4)]
-
-
-@pytest.mark.parametrize(("sharding", "world_size"), tiered(WORLDS, lambda sharding, world_size: world_size == 2))
-def test_what_is_sharded_does_not_change_the_result(outcomes: Outcomes, sharding: str, world_size: int) -> None:
-    options = {"optimizer": OPTIMIZERS[world_size % 2]}
-    wanted = reference(outcomes, "gpt2", world_size, **options)
-    same(outcomes, wanted, steady("gpt2", world_size, backend="lab", sharding=sharding, **options))
-
-
 ELSEWHERE = [
     {"offload": "optimizer", "sharding": "zero1"},
-    {"offload": "all", "sharding": "shard_grad_op"},
     {"wrap": "every:2", "forward_prefetch": 2, "backward_prefetch": 2, "offload": "all"},
-    {"wrap": "min_params:100", "forward_prefetch": 3, "limit_all_gathers": 3},
+    {"wrap": "min_params:100", "sharding": "shard_grad_op", "forward_prefetch": 3, "limit_all_gathers": 3},
     {"wrap": "class:LayerNorm", "sharding": "zero1"},
-    {"wrap": "whole", "sharding": "no_shard"},
-    {"recompute": "every:2", "wrap": "every:2", "forward_prefetch": 1, "backward_prefetch": 0},
+    {"recompute": "every:2", "wrap": "whole", "sharding": "no_shard"},
     {"recompute": "full", "wrap": "class:GPT2MLP", "backward_prefetch_point": "after"},
 ]
 
@@ -106,14 +85,19 @@ def test_where_and_how_does_not_change_the_result(outcomes: Outcomes) -> None:
     same(outcomes, reference(outcomes, "gpt2", 3, optimizer="adamw"), *lab)
 
 
-PREFETCHES = pairwise([0, 1, 3], [0, 1, 3], [0, 1, 2], [1, 3], ["before", "after"])
-DEPTHS = ("forward_prefetch", "backward_prefetch", "limit_all_gathers", "limit_reductions", "backward_prefetch_point")
+WHEN = {
+    "sharding": ["full_shard", "shard_grad_op"],
+    "forward_prefetch": [0, 2],
+    "backward_prefetch": [0, 1, 3],
+    "limit_all_gathers": [0, 1, 2],
+    "limit_reductions": [1, 3],
+    "backward_prefetch_point": ["before", "after"],
+}
 
 
-@pytest.mark.parametrize("sharding", tiered(["full_shard", "shard_grad_op"], lambda sharding: sharding == "full_shard"))
-def test_when_it_is_gathered_does_not_change_the_result(outcomes: Outcomes, sharding: str) -> None:
-    rules = [{"sharding": sharding, "optimizer": "sgd", **dict(zip(DEPTHS, row, strict=True))} for row in PREFETCHES]
-    lab = [steady("gpt2", 2, backend="lab", **changes) for changes in rules]
+def test_when_it_is_gathered_does_not_change_the_result(outcomes: Outcomes) -> None:
+    rows = [dict(zip(WHEN, row, strict=True)) for row in pairwise(*WHEN.values())]
+    lab = [steady("gpt2", 2, backend="lab", optimizer="sgd", **changes) for changes in rows]
     same(outcomes, reference(outcomes, "gpt2", 2, optimizer="sgd"), *lab)
 
 
@@ -125,12 +109,14 @@ HARSH = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["llama tied", "t5", "resnet"])
-def test_every_model_under_strategies_that_differ_in_everything(outcomes: Outcomes, model: str) -> None:
-    options = {"optimizer": of_model(model, 3)}
-    for changes in HARSH:
-        wanted = reference(outcomes, model, 3, **options, **what_matters(model, changes))
-        same(outcomes, wanted, steady(model, 3, backend="lab", **options, **changes))
+@pytest.mark.parametrize("model", ["t5", "resnet"])
+def test_a_model_under_strategies_that_differ_in_everything(outcomes: Outcomes, model: str) -> None:
+    options = {"optimizer": of_model(model, 2)}
+    wanted = [reference(outcomes, model, 2, **options, **what_matters(model, changes)) for changes in HARSH]
+    for changes, one in zip(HARSH, wanted, strict=True):
+        same(outcomes, one, steady(model, 2, backend="lab", **options, **changes))
+    if model == "resnet":
+        assert wanted[0].buffers != wanted[2].buffers, "what is recomputed runs twice, as BatchNorm's statistics show"
 
 
 def what_matters(model: str, changes: dict[str, Any]) -> dict[str, Any]:
@@ -150,66 +136,48 @@ HYBRIDS = [
     {"sharding": "hybrid_shard"},
     {"sharding": "hybrid_shard", "shard_size": 2, "offload": "all", "forward_prefetch": 2, "recompute": "full"},
     {"sharding": "hybrid_shard_zero2", "wrap": "every:2", "offload": "optimizer", "backward_prefetch_point": "after"},
-    {"sharding": "hybrid_shard", "wrap": "whole", "backward_prefetch": 0},
 ]
 
 
-HYBRID_ROWS = [*(("gpt2", changes) for changes in HYBRIDS), ("resnet", HYBRIDS[0])]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "changes"), tiered(HYBRID_ROWS, lambda _, changes: changes is HYBRIDS[1]))
-def test_hybrid_is_compared_with_hybrid(outcomes: Outcomes, model: str, changes: dict[str, Any]) -> None:
-    """Means of two, then the mean of those: another order than a sum of four, and FSDP2's too."""
-    options = {"optimizer": "adamw" if model == "gpt2" else "sgd"}
-    wanted = reference(outcomes, model, 4, sharding="hybrid_shard", **options)
-    same(outcomes, wanted, steady(model, 4, backend="lab", **options, **changes))
-
-
-@pytest.mark.slow
-def test_hybrid_is_not_full_sharding(outcomes: Outcomes) -> None:
-    """So the two orders can be told apart. FSDP1 has the bits of FSDP2."""
+def test_hybrid_is_compared_with_hybrid(outcomes: Outcomes) -> None:
+    """Means of two, then the mean of those: another order than a sum of four, and that of FSDP2 and FSDP1 too."""
+    lab = [steady("gpt2", 4, backend="lab", optimizer="adamw", **changes) for changes in HYBRIDS]
+    fsdp1 = steady("gpt2", 4, backend="fsdp1", sharding="hybrid_shard_zero2", optimizer="adamw")
     wanted = reference(outcomes, "gpt2", 4, sharding="hybrid_shard", optimizer="adamw")
-    same(outcomes, wanted, steady("gpt2", 4, backend="fsdp1", sharding="hybrid_shard_zero2", optimizer="adamw"))
+    same(outcomes, wanted, *lab, fsdp1)
     with pytest.raises(AssertionError):
         assert_equal(wanted, reference(outcomes, "gpt2", 4, optimizer="adamw"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt2", "t5"])
-def test_resharding_to_a_smaller_group(outcomes: Outcomes, model: str) -> None:
-    options = {"reshard_size": 2, "optimizer": "adamw"}
-    lab = [
-        steady(model, 4, backend="lab", **options, **changes)
-        for changes in ({}, {"forward_prefetch": 2, "backward_prefetch": 2, "offload": "all"})
-    ]
-    same(outcomes, reference(outcomes, model, 4, optimizer="adamw"), steady(model, 4, **options), *lab)
+def test_resharding_to_a_smaller_group(outcomes: Outcomes) -> None:
+    smaller = {"reshard_size": 2, "optimizer": "adamw"}
+    ahead = {"forward_prefetch": 2, "backward_prefetch": 2, "offload": "all"}
+    lab = [steady("gpt2", 4, backend="lab", **smaller, **changes) for changes in ({}, ahead)]
+    same(outcomes, reference(outcomes, "gpt2", 4, optimizer="adamw"), steady("gpt2", 4, **smaller), *lab)
 
 
 # -- accumulation ----------------------------------------------------------------------------------------------------
 
 
-SYNCS = [("every", 2, 3), ("last", 3, 2), (2, 4, 3)]
+SYNCS = [("every", 2, 3), ("last", 3, 2)]
 
 
 @pytest.mark.parametrize(("sync", "accumulate", "world_size"), tiered(SYNCS, lambda sync, *_: sync == "last"))
-def test_accumulation(outcomes: Outcomes, sync: str | int, accumulate: int, world_size: int) -> None:
+def test_accumulation(outcomes: Outcomes, sync: str, accumulate: int, world_size: int) -> None:
     """The same bits as FSDP2's each way, and as DDP's where the last micro-batch alone communicates."""
     options = {"sync": sync, "accumulate": accumulate, "optimizer": "sgd"}
-    strategies = [{}, {"sharding": "no_shard"}, {"offload": "all", "sharding": "shard_grad_op"}]
-    others = ("fsdp1", "ddp") if sync == "last" else ("fsdp1",)
-    same(
-        outcomes,
-        reference(outcomes, "gpt2", world_size, **options),
-        *(steady("gpt2", world_size, backend=b, **options) for b in others),
-        *(steady("gpt2", world_size, backend="lab", **options, **s) for s in strategies),
-    )
+    others = [{"backend": "fsdp1"}, {"backend": "ddp"}] if sync == "last" else []
+    lab = [{}, {"sharding": "no_shard"}, {"offload": "all", "sharding": "shard_grad_op"}]
+    plans = [steady("gpt2", world_size, **options, **{"backend": "lab", **changes}) for changes in (*others, *lab)]
+    same(outcomes, reference(outcomes, "gpt2", world_size, **options), *plans)
 
 
 @pytest.mark.slow
 def test_accumulation_in_hybrid_sharding(outcomes: Outcomes) -> None:
     options = {"sync": 2, "accumulate": 3, "sharding": "hybrid_shard", "optimizer": "adamw"}
-    same(outcomes, reference(outcomes, "t5", 4, **options), steady("t5", 4, backend="lab", **options))
+    same(outcomes, reference(outcomes, "gpt2", 4, **options), steady("gpt2", 4, backend="lab", **options))
 
 
 # -- compiled blocks -------------------------------------------------------------------------------------------------
@@ -225,4 +193,8 @@ def test_compiled_blocks(outcomes: Outcomes) -> None:
     options = {"compile": True, "optimizer": "sgd"}
     for world_size in (1, 2):
         lab = steady("gpt2", world_size, backend="lab", sharding="zero1", offload="optimizer", **options)
-        same(outcomes, reference(outcomes, "gpt2", world_size, **options), lab)
+        wanted = reference(outcomes, "gpt2", world_size, **options)
+        same(outcomes, wanted, lab)
+        assert_learned(wanted, outcomes.of(plan((spec("gpt2", world_size), 0)))[0])
+        plain = reference(outcomes, "gpt2", world_size, optimizer="sgd")
+        assert wanted.losses == [pytest.approx(losses, rel=1e-4) for losses in plain.losses]

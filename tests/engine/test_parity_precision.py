@@ -39,16 +39,14 @@ def compare(outcomes: Outcomes, model: str, world_size: int, *strategies: dict[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", tiered(["gpt2", "t5", "vit"], lambda model: model == "gpt2"))
+@pytest.mark.parametrize("model", ["gpt2", "t5"])
 def test_every_kind_of_model(outcomes: Outcomes, model: str) -> None:
     """In bf16, whose sums are in fp32 or in bf16, and in fp16."""
     for precision in ("bf16" if model == "gpt2" else "bf16 sums", "fp16"):
         compare(outcomes, model, 3, precision=PRECISIONS[precision], optimizer="sgd")
 
 
-@pytest.mark.parametrize(
-    "precision", tiered(PRECISIONS, lambda precision: precision in ("bf16 sums", "fp32 output", "fp16"))
-)
+@pytest.mark.parametrize("precision", tiered(PRECISIONS, lambda precision: precision in ("bf16 sums", "fp16")))
 def test_every_precision(outcomes: Outcomes, precision: str) -> None:
     """In fp16 the sum of W summands is divided in two parts, before and after, the same for ours and FSDP2."""
     compare(outcomes, "llama", 2, precision=PRECISIONS[precision], optimizer="adamw")
@@ -58,7 +56,6 @@ STRATEGIES = [
     {"sharding": "zero1"},
     {"sharding": "no_shard"},
     {"offload": "all", "forward_prefetch": 2},
-    {"sharding": "zero1", "offload": "optimizer"},
     {"wrap": "every:2", "recompute": "full", "backward_prefetch_point": "after"},
     {"wrap": "min_params:300", "backward_prefetch": 3, "limit_all_gathers": 0},
 ]
@@ -72,18 +69,17 @@ def test_strategies_do_not_change_the_result(outcomes: Outcomes) -> None:
 @pytest.mark.slow
 def test_hybrid_and_smaller_groups(outcomes: Outcomes) -> None:
     common = {"precision": PRECISIONS["bf16 sums"], "optimizer": "sgd"}
-    compare(outcomes, "gpt2", 4, {}, {"offload": "all"}, sharding="hybrid_shard", **common)
+    compare(outcomes, "gpt2", 4, {"offload": "all"}, sharding="hybrid_shard", **common)
     compare(outcomes, "gpt2", 4, reshard_size=2, **common)
 
 
 @pytest.mark.parametrize(
-    ("precision", "sync"),
-    tiered([("bf16", "every"), ("bf16 sums", 2), ("fp16", "last")], lambda p, sync: sync == "every"),
+    ("precision", "sync"), tiered([("bf16", "every"), ("fp16", "last")], lambda precision, sync: sync == "last")
 )
-def test_accumulation(outcomes: Outcomes, precision: str, sync: str | int) -> None:
+def test_accumulation(outcomes: Outcomes, precision: str, sync: str) -> None:
     """Gradients are summed in fp32 where the sum is fp32, over micro-batches as over ranks."""
     common = {"precision": PRECISIONS[precision], "optimizer": "sgd", "accumulate": 3, "sync": sync}
-    compare(outcomes, "gpt2", 2, {}, {"sharding": "zero1"}, {"offload": "optimizer"}, **common)
+    compare(outcomes, "gpt2", 2, {"sharding": "zero1"}, {"offload": "optimizer"}, **common)
 
 
 def test_low_gradients_until_the_step(outcomes: Outcomes) -> None:

@@ -84,43 +84,34 @@ def _follow(place: Place, plan: str, scale: float | None) -> list[Any]:
     return [events, digest(parameters.items()), scaler.scale, parameters if place.rank == 0 else None]
 
 
-@pytest.mark.slow
-def test_gradient_norms(follow: Follow) -> None:
-    """Whatever the gradients are cut into: their squares are summed in fp64, and the norm is rounded."""
-    fsdp2 = follow((spec("t5", 3), 2))
-    for strategy in ({"sharding": "zero1"}, {"offload": "optimizer", "wrap": "every:2"}):
-        assert follow((spec("t5", 3, backend="lab", **strategy), 2)).same(fsdp2)
-
-
 CLIP = {"clip_norm": 0.05, "optimizer": "sgd", "lr": 0.5}
 
 
 @pytest.mark.slow
 def test_clipped_steps_have_the_same_bits_through_switches(follow: Follow) -> None:
-    """Since the norm has."""
+    """Since the norm has: squares of gradients are summed in fp64, however they are cut, and the norm is rounded."""
     fsdp2 = follow((spec("gpt2", 3, **CLIP), 5))
     assert all(norm > CLIP["clip_norm"] for norm in fsdp2.all("grad_norm"))
     around = [({"backend": "lab", "sharding": "no_shard"}, 2), ({"backend": "ddp"}, 1), ({"backend": "fsdp1"}, 1),
-              ({"backend": "lab", "offload": "optimizer", "recompute": "full"}, 1)]  # fmt: skip
+              ({"backend": "lab", "offload": "optimizer", "wrap": "every:2", "recompute": "full"}, 1)]  # fmt: skip
     assert follow(*((spec("gpt2", 3, **CLIP, **s), n) for s, n in around)).same(fsdp2)
 
 
 # -- fp16's scaler ---------------------------------------------------------------------------------------------------
 
 FP16 = {"precision": "fp16", "optimizer": "sgd"}
-OVERFLOWS = 2.0**34  # a scale at which no gradient is finite in fp16; it is halved until they are
+OVERFLOWS = 2.0**26  # a scale at which no gradient is finite in fp16; it is halved until they are
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_overflows_are_skipped_alike(follow: Follow, world_size: int) -> None:
+def test_overflows_are_skipped_alike(follow: Follow) -> None:
     """The same steps are skipped, the same scale is found, and the other steps have the bits of FSDP2's; also where ours is
     left half way down to its scale, and come back to."""
-    fsdp2, lab = (spec("gpt2", world_size, backend=b, **FP16) for b in ("fsdp2", "lab"))
-    wanted = follow((fsdp2, 20), scale=OVERFLOWS)
+    fsdp2, lab = (spec("gpt2", 3, backend=b, **FP16) for b in ("fsdp2", "lab"))
+    wanted = follow((fsdp2, 12), scale=OVERFLOWS)
     assert wanted.all("skipped")[0] and not wanted.all("skipped")[-1] and wanted.scale < OVERFLOWS
     assert wanted.all("grad_norm")[0] == math.inf and wanted.all("grad_norm")[-1] < math.inf
-    around = [(lab, 3), (fsdp2, 4), (lab.replace(sharding="zero1", offload="optimizer"), 5), (lab, 8)]
+    around = [(lab, 2), (fsdp2, 2), (lab.replace(sharding="zero1", offload="optimizer"), 4), (lab, 4)]
     assert follow(*around, scale=OVERFLOWS).same(wanted)
 
 
@@ -145,17 +136,16 @@ def test_a_training_moves_whole(follow: Follow) -> None:
     random numbers.
     """
     turns: list[tuple[dict[str, Any], int]] = [
-        ({}, 2), ({"sharding": "hybrid_shard"}, 2), ({}, 3), ({"precision": "bf16"}, 2),
-        ({"micro_batch": 1, "accumulate": 2}, 1), ({}, 1),
+        ({}, 1), ({"sharding": "hybrid_shard"}, 2), ({}, 3), ({"precision": "bf16"}, 1),
+        ({"micro_batch": 1, "accumulate": 2}, 1),
     ]  # fmt: skip
     fsdp2 = follow(*((spec("llama tied", 4, **s), n) for s, n in turns))
     ours: list[tuple[dict[str, Any], int]] = [
-        ({"backend": "lab"}, 1), ({"backend": "fsdp2"}, 1),
-        ({"backend": "lab", "sharding": "hybrid_shard", "wrap": "every:2"}, 2),
+        ({"backend": "lab"}, 1), ({"backend": "lab", "sharding": "hybrid_shard", "wrap": "every:2"}, 2),
         ({"backend": "ddp"}, 1), ({"backend": "fsdp1"}, 1), ({"backend": "lab", "offload": "all"}, 1),
-        ({"backend": "lab", "precision": "bf16", "sharding": "zero1"}, 2),
-        ({"backend": "lab", "micro_batch": 1, "accumulate": 2}, 1), ({"backend": "lab"}, 1),
+        ({"backend": "lab", "precision": "bf16", "sharding": "zero1"}, 1),
+        ({"backend": "lab", "micro_batch": 1, "accumulate": 2}, 1),
     ]  # fmt: skip
     moved = follow(*((spec("llama tied", 4, **s), n) for s, n in ours))
     assert moved.same(fsdp2)
-    assert moved.all("samples") == [8 * (i + 1) for i in range(11)]
+    assert moved.all("samples") == [8 * (i + 1) for i in range(8)]

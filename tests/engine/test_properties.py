@@ -37,8 +37,8 @@ from fsdp_lab.engine import (
 from fsdp_lab.engine.unit import UnitState
 from fsdp_lab.spec.spec import Strategy
 from tests.covering import tiered
-from tests.engine.naive import Naive
 from tests.engine.random_models import Case, Part, build, cases, group_of, ignored_names, inputs, shard
+from tests.engine.toys import noted
 from tests.pool import Place, Pool
 
 few = settings(
@@ -61,11 +61,8 @@ def each(place: Place, check: Callable[[Place, Any], None], given: list[Any]) ->
     """Run a check on every case; a failure says on which."""
     warnings.simplefilter("ignore")
     for i, case in enumerate(given):
-        try:
+        with noted(f"case {i}: {case}"):
             check(place, case)
-        except Exception as e:
-            e.add_note(f"case {i}: {case}")
-            raise
 
 
 # -- what the checks need --------------------------------------------------------------------------------------------
@@ -183,26 +180,65 @@ def a_lower_precision_changes_nothing_by_itself(place: Place, case: Case) -> Non
     written(model, case, wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("check", "world_size"),
-    tiered(
-        [(state_holds, 3), (state_holds, 4), (state_holds, 1), (a_lower_precision_changes_nothing_by_itself, 2)],
-        lambda check, world_size: world_size in (2, 3),
-    ),
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_state(pool: Pool, world_size: int, check: Callable[[Place, Case], None]) -> None:
-    @few
-    @seed(100 * world_size + len(check.__name__))
-    @given(drawn(world_size))
-    def hold(some: list[Case]) -> None:
-        pool.run(each, world_size, check, some)
-
-    hold()
-
-
 # -- training and the optimizer's state ------------------------------------------------------------------------------
+
+
+class Naive:
+    """A second oracle: sharded data parallelism in twenty lines of torch, with nothing of ours in it.
+
+    Every rank keeps its part of each parameter and no more; a step gathers all of them, computes, gathers all gradients,
+    sums them in the order of ranks, divides, and lets each rank update its part. `factor` F: gradients
+    are averaged over each F neighbours first, then across; W for plain sharding.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
+        factor: int | None = None,
+    ):
+        self.model, self.world, self.factor = model, dist.get_world_size(), factor or dist.get_world_size()
+        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.shards = {name: nn.Parameter(self._mine(p.detach()).clone()) for name, p in self.trained.items()}
+        self.optimizer = make(list(self.shards.items()))
+
+    def _mine(self, whole: Tensor) -> Tensor:
+        """[n]: this rank's part of a flattened tensor, the last ones filled up with zeros."""
+        n = -(-whole.numel() // self.world)
+        padded = torch.zeros(n * self.world, dtype=whole.dtype)
+        padded[: whole.numel()] = whole.reshape(-1)
+        return padded[dist.get_rank() * n : (dist.get_rank() + 1) * n]
+
+    def _everybodys(self, mine: Tensor) -> list[Tensor]:
+        got = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(got, mine.detach().contiguous())
+        return got
+
+    def gather(self) -> None:
+        for name, p in self.trained.items():
+            p.data = torch.cat(self._everybodys(self.shards[name]))[: p.numel()].view(p.shape)
+
+    def step(self, loss: Callable[[nn.Module], Tensor]) -> float:
+        self.gather()
+        value = loss(self.model)
+        value.backward()
+        for name, p in self.trained.items():
+            if p.grad is None:
+                continue
+            grads = self._everybodys(p.grad)
+            near = [grads[i : i + self.factor] for i in range(0, self.world, self.factor)]
+            across = in_order([in_order(group) / self.factor for group in near]) / (self.world // self.factor)
+            self.shards[name].grad, p.grad = self._mine(across), None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return value.item()
+
+
+def in_order(summands: list[Tensor]) -> Tensor:
+    total = summands[0].clone()
+    for s in summands[1:]:
+        total += s
+    return total
 
 
 def adamw(groups: dict[Any, list[nn.Parameter]]) -> torch.optim.Optimizer:
@@ -340,43 +376,47 @@ def goes_on_elsewhere(place: Place, pair: tuple[Case, Case]) -> None:
     assert_same_slots(got[1], wanted[1])
 
 
-@pytest.mark.parametrize("world_size", tiered([2, 4], lambda world_size: world_size == 2))
-def test_training(pool: Pool, world_size: int) -> None:
+CHECKS: list[tuple[Callable[[Place, Any], None], int]] = [
+    (state_holds, 1),
+    (state_holds, 4),
+    (a_lower_precision_changes_nothing_by_itself, 2),
+    (trains_as_the_naive_one, 2),
+    (trains_as_the_naive_one, 4),
+    (goes_on_elsewhere, 4),
+]
+
+
+@pytest.mark.parametrize(
+    ("check", "world_size"),
+    tiered(CHECKS, lambda check, world_size: check is trains_as_the_naive_one and world_size == 2),
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_holds_of_any_model(pool: Pool, check: Callable[[Place, Any], None], world_size: int) -> None:
+    """`goes_on_elsewhere` is given each case with the next one."""
+    trains = check in (trains_as_the_naive_one, goes_on_elsewhere)
+
     @few
-    @seed(world_size)
-    @given(drawn(world_size, ("fp32", "fp64")))
+    @seed(100 * world_size + len(check.__name__))
+    @given(drawn(world_size, ("fp32", "fp64")) if trains else drawn(world_size))
     def hold(some: list[Case]) -> None:
-        pool.run(each, world_size, trains_as_the_naive_one, some, reduction="rank_ordered")
+        those = list(itertools.pairwise(some)) if check is goes_on_elsewhere else some
+        pool.run(each, world_size, check, those, reduction="rank_ordered")
 
     hold()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", tiered([3, 4], lambda world_size: world_size == 3))
-def test_going_on_with_another_strategy(pool: Pool, world_size: int) -> None:
+def test_going_on_in_another_world_size(pool: Pool) -> None:
     @few
-    @seed(world_size)
-    @given(drawn(world_size, ("fp32", "fp64")))
-    def hold(some: list[Case]) -> None:
-        pairs = list(itertools.pairwise(some))
-        pool.run(each, world_size, goes_on_elsewhere, pairs, reduction="rank_ordered")
-
-    hold()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), tiered([(3, 2), (1, 4)], lambda before, after: before == 3))
-def test_going_on_in_another_world_size(pool: Pool, before: int, after: int) -> None:
-    @few
-    @seed(before)
-    @given(drawn(before), drawn(after))
+    @seed(3)
+    @given(drawn(3), drawn(2))
     def hold(some: list[Case], others: list[Case]) -> None:
-        states = pool.run(take, before, some)
+        states = pool.run(take, 3, some)
         for other in states[1:]:
             for (state, slots), (its_state, its_slots) in zip(states[0], other, strict=True):
                 assert_same(its_state, state)
                 assert_same_slots(its_slots, slots)
         cases = [dataclasses.replace(one, strategy=other.strategy) for one, other in zip(some, others, strict=True)]
-        pool.run(give, after, [(case, *state) for case, state in zip(cases, states[0], strict=True)])
+        pool.run(give, 2, [(case, *state) for case, state in zip(cases, states[0], strict=True)])
 
     hold()

@@ -2,19 +2,88 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
+from fsdp_lab.engine import OffloadPolicy
 from fsdp_lab.engine.schedule import Action, Direction, Phase, Point, PointSide, Rules, Schedule, UnitCall
-from fsdp_lab.spec.spec import Strategy
-from tests.engine.trees import call_trees, deepest, enclosing, peak, replay, rules
+
+# -- random trees of calls, and a replay that knows nothing of how a schedule was written ---------------------------------
+
+
+@st.composite
+def call_trees(draw: st.DrawFn, units: int = 6) -> list[UnitCall]:
+    """Nested and repeated calls of up to `units` units below the root; a unit may be called inside itself."""
+    calls = [UnitCall(0)]
+    path = [0]
+    for _ in range(draw(st.integers(0, 14))):
+        del path[draw(st.integers(1, len(path))) :]  # how many of the open calls end first
+        calls.append(UnitCall(draw(st.integers(1, units)), path[-1]))
+        path.append(len(calls) - 1)
+    return calls
+
+
+@st.composite
+def rules(draw: st.DrawFn) -> Rules:
+    return Rules(
+        reshard_after_forward=draw(st.booleans()),
+        forward_prefetch=draw(st.integers(0, 5)),
+        backward_prefetch=draw(st.integers(0, 5)),
+        prefetch_before=draw(st.booleans()),
+        limit=draw(st.integers(0, 6)),
+        offload=draw(st.sampled_from(OffloadPolicy)),
+    )
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An action, and the units gathered before and after it."""
+
+    action: Action
+    before: frozenset[int]
+    after: frozenset[int]
+
+
+def replay(schedule: Schedule) -> Iterator[Moment]:
+    alive: frozenset[int] = frozenset()
+    for action in schedule.actions:
+        before = alive
+        if action.phase is Phase.UNSHARD:
+            alive |= {action.unit}
+        elif action.phase is Phase.RESHARD:
+            alive -= {action.unit}
+        yield Moment(action, before, alive)
+
+
+def peak(schedule: Schedule) -> int:
+    """Units gathered at once."""
+    return max((len(m.after) for m in replay(schedule)), default=0)
+
+
+def enclosing(schedule: Schedule, call: int) -> set[int]:
+    """The units of a call and of those around it: a forward inside them needs them all."""
+    found = set()
+    at: int | None = call
+    while at is not None:
+        found.add(schedule.calls[at].unit)
+        at = schedule.calls[at].parent
+    return found
+
+
+def deepest(schedule: Schedule) -> int:
+    """The most units that any call needs at once."""
+    return max(len(enclosing(schedule, k)) for k in range(len(schedule.calls)))
+
+
+# -- what always holds -------------------------------------------------------------------------------------------------
 
 BLOCKS = [UnitCall(0), *(UnitCall(i, 0) for i in range(1, 5))]  # a root and four blocks, as in a transformer
 
 schedules = st.builds(lambda calls, r, b: Schedule(calls, r, backward=b), call_trees(), rules(), st.booleans())
-some = settings(max_examples=300)
+some = settings(max_examples=100)
 INSIDE_ITSELF = Schedule([UnitCall(0), UnitCall(1, 0), UnitCall(1, 1)], Rules())
 BEYOND_THE_LIMIT = Schedule(
     [UnitCall(0), UnitCall(1, 0), UnitCall(2, 0), UnitCall(3, 2), UnitCall(1, 0)], Rules(forward_prefetch=3, limit=1)
@@ -71,11 +140,11 @@ def gathers(schedule: Schedule) -> int:
 @some
 @example(FIRST_AND_LAST, Rules())
 def test_what_is_kept_for_the_backward_costs_no_peak_and_saves_gathers(calls: list[UnitCall], given: Rules) -> None:
-    r = dataclasses.replace(given, reshard_after_forward=True)
+    r = replace(given, reshard_after_forward=True)
     schedule, without = Schedule(calls, r), _KeepsNothing(calls, r)
     assert peak(schedule) <= peak(without)
     assert gathers(schedule) <= gathers(without)
-    kept = Schedule(calls, dataclasses.replace(given, reshard_after_forward=False))
+    kept = Schedule(calls, replace(given, reshard_after_forward=False))
     assert gathers(kept) == len({call.unit for call in calls})
     for action in kept.actions:
         assert action.phase is not Phase.RESHARD or action.point.direction is Direction.BACKWARD
@@ -139,14 +208,6 @@ def test_every_call_computes_each_way(schedule: Schedule) -> None:
         if moment is PointSide.BEFORE or schedule.children[k]
     ]
     assert sorted(computed, key=str) == sorted(wanted, key=str)
-
-
-def test_rules_say_what_a_strategy_says() -> None:
-    assert Strategy().schedule_rules == Rules() == Strategy(forward_prefetch=1).schedule_rules
-    assert not Strategy(sharding="shard_grad_op").schedule_rules.reshard_after_forward
-    assert not Strategy(sharding="hybrid_shard_zero2").schedule_rules.reshard_after_forward
-    assert Strategy(sharding="hybrid_shard").schedule_rules.reshard_after_forward
-    assert not Strategy(backward_prefetch_point="after").schedule_rules.prefetch_before
 
 
 # -- by hand ---------------------------------------------------------------------------------------------------------

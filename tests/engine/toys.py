@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -34,13 +35,24 @@ Loss = Callable[[nn.Module, Tensor], Tensor]
 Scenario = Callable[[Place], None]
 
 
-def everywhere(*scenarios: Any) -> Any:
-    """A test for each of these functions (or `pytest.param` of one), which it finds in its argument `scenario`."""
-    return pytest.mark.parametrize("scenario", scenarios, ids=lambda s: s.__name__)
+def everywhere(*scenarios: Scenario, slow: Sequence[Scenario] = ()) -> Any:
+    """A test for each of these functions, which it finds in its argument `scenario`."""
+    marked = [pytest.param(s, marks=pytest.mark.slow) for s in slow]
+    return pytest.mark.parametrize("scenario", [*scenarios, *marked], ids=lambda s: s.__name__)
 
 
 def refused(says: str, kind: type[Exception] = ShardError) -> Any:
     return pytest.raises(kind, match=says)
+
+
+@contextmanager
+def noted(*what: Any) -> Iterator[None]:
+    """What fails says of what it is."""
+    try:
+        yield
+    except BaseException as e:
+        e.add_note(", ".join(map(str, what)))
+        raise
 
 
 class Block(nn.Module):

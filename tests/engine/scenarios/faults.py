@@ -5,6 +5,7 @@ Each fault is a context around a script's run. It stands for a way in which a sh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
@@ -41,6 +42,28 @@ def _rank_left_out(e: Engine) -> AbstractContextManager[Any]:
         return rows_of_all(data)[: data.shape[0] // 2]
 
     return patch.object(e, "rows", rows)
+
+
+def _parameter_frozen(e: Engine) -> AbstractContextManager[None]:
+    """The last parameter with a gradient does not move."""
+
+    def freeze(optimizer: Optimizer) -> None:
+        for p in [p for p in _all(optimizer) if p.grad is not None][-1:]:
+            p.grad = None
+
+    return _before_steps(freeze)
+
+
+def _step_skipped(e: Engine) -> AbstractContextManager[None]:
+    """The second step of an optimizer does nothing."""
+    steps = Counter[int]()
+
+    def skip(optimizer: Optimizer) -> None:
+        steps[id(optimizer)] += 1
+        for p in _all(optimizer) if steps[id(optimizer)] == 2 else ():
+            p.grad = None
+
+    return _before_steps(skip)
 
 
 def _zero_for_none(e: Engine) -> AbstractContextManager[None]:
@@ -94,9 +117,13 @@ def _step_anyway(scaler: Any, optimizer: Optimizer) -> None:
     optimizer.step()
 
 
-GENERAL = "a rank is left out"  # which every script must see
+GENERAL: Mapping[str, Seeded] = {  # each script is given one of these, by turns
+    "a rank is left out": _rank_left_out,
+    "a parameter is frozen": _parameter_frozen,
+    "a step is skipped": _step_skipped,
+}
 FAULTS: Mapping[str, Seeded] = {
-    GENERAL: _rank_left_out,
+    **GENERAL,
     "zero where there is no gradient": _zero_for_none,
     "never unfrozen": _never_unfrozen,
     "micro-batches lost": _micro_batches_lost,

@@ -1,51 +1,18 @@
-"""Scripts that differ in their loop: several forwards, several models, inner modules, accumulation, evaluation, averages."""
+"""Scripts that differ in their loop: several forwards, several models, accumulation, penalties, averages."""
 
 from __future__ import annotations
 
 import copy
 import io
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.engine.scenarios.engines import Engine, Kind, Scenario, drawn, inputs, net, square, step, tokens, train
-from tests.engine.toys import WIDTH, Block, Net
-
-VOCABULARY = 11
-
-
-class Decoder(nn.Module):
-    """Tokens to logits, causal by a running mean; its head has the embedding's weight."""
-
-    def __init__(self, depth: int = 2) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(depth)])
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids: [..., t] -> logits [..., t, VOCABULARY]"""
-        x = self.embed(ids)
-        for block in self.blocks:
-            seen = x.cumsum(-2) / torch.arange(1, x.shape[-2] + 1, dtype=x.dtype)[:, None]
-            x = block(x + seen)
-        out: Tensor = self.head(x)
-        return out
-
-    @torch.no_grad()
-    def generate(self, ids: Tensor, new: int) -> Tensor:
-        """Greedy."""
-        for _ in range(new):
-            ids = torch.cat([ids, self.forward(ids)[..., -1, :].argmax(-1, keepdim=True)], -1)
-        return ids
-
-
-def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    return F.cross_entropy(logits[..., :-1, :].flatten(0, -2), ids[..., 1:].flatten())
-
+from tests.engine.scenarios.engines import Engine, Kind, Scenario, inputs, net, square, step, train
+from tests.engine.toys import WIDTH, Net
 
 # -- several forwards before one backward ------------------------------------------------------------------------------
 
@@ -73,17 +40,6 @@ def gan_of_modules(e: Engine) -> None:
     e.record_model(d, "d ")
 
 
-def two_backwards(e: Engine) -> None:
-    """Two losses of one forward, each with a backward of its own; the graph is kept for the second."""
-
-    def loss(e: Engine, model: Any, i: int) -> Tensor:
-        out: Tensor = model(inputs(e, i))
-        out.square().mean().backward(retain_graph=True)
-        return out.abs().mean()
-
-    train(e, net(e), loss=loss)
-
-
 def penalty_on_real_data(e: Engine) -> None:
     """R1: the graph of an input's gradient is made, another batch goes through the model, and one backward is for all."""
 
@@ -94,19 +50,6 @@ def penalty_on_real_data(e: Engine) -> None:
         return square(e, model, 100 + i) - scores.mean() + slope.square().mean()
 
     train(e, net(e), loss=loss)
-
-
-def input_gradients(e: Engine) -> None:
-    """Between the steps, the gradient by the inputs alone, as for a saliency map; parameters are given none."""
-
-    def loss(e: Engine, model: Any, i: int) -> Tensor:
-        x = drawn(2, WIDTH, seed=200).requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).square().mean(), x)
-        e.record("slope", slope)
-        e.record("no gradient", all(p.grad is None for p in model.parameters()))
-        return square(e, model, i)
-
-    train(e, net(e, 2), loss=loss)
 
 
 def adaptive_weight(e: Engine) -> None:
@@ -138,81 +81,22 @@ def penalty_by_loss(e: Engine) -> None:
     train(e, net(e, 2), loss=loss)
 
 
-# -- inner modules by themselves ---------------------------------------------------------------------------------------
-
-
-def inner_training(e: Engine) -> None:
-    """Steps through the whole model and through an inner block by turns, with features of a block between them."""
-
-    def loss(e: Engine, model: Any, i: int) -> Tensor:
-        if i:  # under FSDP2 the whole model must come first
-            with torch.no_grad():
-                e.record("feature", model.blocks[0](drawn(2, WIDTH, seed=200)))
-        return square(e, model if i % 2 == 0 else model.blocks[1], i)
-
-    model = net(e, 2)
-    train(e, model, torch.optim.SGD(model.parameters(), lr=1e-2), loss, steps=4)
-
-
-def generation(e: Engine) -> None:
-    """Greedy decoding between the steps of a language model with a tied head, in a loop and by a method of the model."""
-    model = Decoder()
-    model = e.shard(model, model.blocks)
-    e.forward_method(model, "generate")
-    prompt = tokens(1, 3, seed=300)
-    e.record("parameters", sum(p.numel() for p in model.parameters()))
-
-    def loss(e: Engine, model: Any, i: int) -> Tensor:
-        grown = prompt
-        model.eval()
-        with torch.no_grad():
-            for _ in range(3):
-                grown = torch.cat([grown, model(grown)[..., -1, :].argmax(-1, keepdim=True)], -1)
-        model.train()
-        e.record("by a loop", grown)
-        e.record("by a method", model.generate(prompt, 3))
-        ids = e.rows(tokens(2, 7, seed=i))
-        return next_token_loss(model(ids), ids)
-
-    train(e, model, loss=loss, steps=4)
-
-
-def unshard_ahead(e: Engine) -> None:
-    """The first block is gathered by hand while the batch is read."""
-
-    def loss(e: Engine, model: Any, i: int) -> Tensor:
-        handle = e.unshard_async(model.blocks[0])
-        handle.wait()
-        return square(e, model, i)
-
-    train(e, net(e), loss=loss)
-
-
 # -- accumulation ------------------------------------------------------------------------------------------------------
 
 
-def _accumulate(e: Engine, steps: int, communicates: tuple[bool, ...]) -> None:
+def every_second(e: Engine) -> None:
+    """Five micro-batches a step; the second, the fourth and the last one communicate."""
     model = net(e)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for i in range(steps):
-        for k, does in enumerate(communicates):
-            with torch.enable_grad() if does else e.no_sync(model):
-                loss = square(e, model, 10 * i + k) / len(communicates)
+    for i in range(2):
+        for k, communicates in enumerate((False, True, False, True, True)):
+            with nullcontext() if communicates else e.no_sync(model):
+                loss = square(e, model, 10 * i + k) / 5
                 loss.backward()
             e.record_loss(loss)
         optimizer.step()
         optimizer.zero_grad()
     e.record_model(model)
-
-
-def accumulation(e: Engine) -> None:
-    """Three micro-batches a step; only the last one communicates."""
-    _accumulate(e, 3, (False, False, True))
-
-
-def every_second(e: Engine) -> None:
-    """Five micro-batches a step; the second, the fourth and the last one communicate."""
-    _accumulate(e, 2, (False, True, False, True, True))
 
 
 # -- what is not used, what is not a plain weight ----------------------------------------------------------------------
@@ -293,17 +177,11 @@ _FREED = {Kind.FSDP2: "torch raises in the second backward: a saved weight's sto
 _SHOWS_NONE = {Kind.FSDP2: "between forward and backward the root shows no gradients, so they are not cleared"}
 _OWN = {Kind.FSDP2: "each rank's shard gets that rank's own gradient of a whole tensor, not the mean"}
 SCENARIOS = (
-    Scenario(script=gan_of_modules, quick=True, not_under=_SHOWS_NONE),
-    Scenario(script=two_backwards),
+    Scenario(script=gan_of_modules, not_under=_SHOWS_NONE),
     Scenario(script=penalty_on_real_data, not_under=_FREED),
-    Scenario(script=input_gradients),
     Scenario(script=adaptive_weight),
     Scenario(script=penalty_by_loss, not_under=_OWN),
-    Scenario(script=inner_training),
-    Scenario(script=generation),
-    Scenario(script=unshard_ahead),
-    Scenario(script=accumulation, faults=("micro-batches lost",)),
-    Scenario(script=every_second, faults=("micro-batches lost",)),
+    Scenario(script=every_second, ranks=4, faults=("micro-batches lost",)),
     Scenario(script=early_exit, quick=True, faults=("zero where there is no gradient",)),
     Scenario(script=moving_average),
     Scenario(script=anchored),

@@ -1,4 +1,4 @@
-"""Scripts that differ in their model: what is tied, frozen, uneven, checkpointed, cast, or written by others."""
+"""Scripts that differ in their model: what is frozen, uneven, cast, or written by others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
-from torch.utils.checkpoint import checkpoint
 
 from tests.engine.scenarios.engines import Engine, Kind, Scenario, square, step, tokens, train
 from tests.engine.toys import WIDTH, Block, Net
@@ -102,24 +101,6 @@ def gradual_unfreezing(e: Engine) -> None:
     e.record_model(model)
 
 
-# -- checkpointing of activations -------------------------------------------------------------------------
-
-
-class Recomputing(Net):
-    """Each block inside torch's checkpoint, the reentrant one."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=True)
-        out: Tensor = self.last(x)
-        return out
-
-
-def reentrant_checkpointing(e: Engine) -> None:
-    _by_adam(e, Recomputing())
-
-
 # -- initialisation and precision --------------------------------------------------------------------------------------
 
 
@@ -186,14 +167,6 @@ def _fine_tune(e: Engine, model: Any, units: Any) -> None:
     train(e, model, optimizer, _labelled)
 
 
-def gpt2_recomputed(e: Engine) -> None:
-    """Its head is its embedding; by its own `gradient_checkpointing_enable`."""
-    model = _of_transformers("gpt2", "AutoModelForCausalLM", **_SMALL, n_layer=2, n_embd=18, n_head=2, n_positions=16,
-                             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
-    model.gradient_checkpointing_enable()
-    _fine_tune(e, model, model.transformer.h)
-
-
 def unequal_lengths(e: Engine) -> None:
     """A `generate` that others wrote, and of which each rank wants another length: it calls the model until all are done."""
     model = _of_transformers("llama", "AutoModelForCausalLM", **_LLAMA, tie_word_embeddings=False)
@@ -228,14 +201,12 @@ _BF16_BOUND = 10 * 2.0**-8
 _FP32_INSIDE = 1e-5
 _LATE = {Kind.FSDP2: "it loses gradients that come late"}
 SCENARIOS = (
-    Scenario(script=uneven_shapes, quick=True),
-    Scenario(script=buffers, quick=True),
+    Scenario(script=uneven_shapes),
+    Scenario(script=buffers),
     Scenario(script=parametrized_weights),
     Scenario(script=gradual_unfreezing, quick=True, faults=("never unfrozen",)),
-    Scenario(script=reentrant_checkpointing),
     Scenario(script=meta_init),
     Scenario(script=autocast_around_a_step, quick=True, dtype=torch.float32, bound=_BF16_BOUND, not_under=_LATE),
-    Scenario(script=gpt2_recomputed),
     Scenario(script=unequal_lengths, bound=_FP32_INSIDE),
     Scenario(script=peft_lora, bound=_FP32_INSIDE),
 )
