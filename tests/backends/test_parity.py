@@ -134,19 +134,24 @@ def test_fsdp1_accumulates_where_it_is_not_refused(outcomes: Outcomes, sharding:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", tiered(BACKENDS, lambda backend: backend == "fsdp1"))
-def test_a_number_of_micro_batches_is_between_every_one_and_the_last(outcomes: Outcomes, backend: str) -> None:
-    """1 is every one, and as many as there are, or more, the last; 2 of 3 leaves one for the last communication."""
-    syncs = ("every", 1, "last", 5, 2)
+def test_a_number_of_micro_batches_is_between_every_one_and_the_last(outcomes: Outcomes) -> None:
+    """Of 3, every second one leaves one for the last communication. What has been sent is added up alike."""
     options = {"accumulate": 3, "optimizer": "sgd"}
-    every, one, last, five, two = outcomes.of(*(plan((sharded(backend, 2, sync=sync, **options), 2)) for sync in syncs))
-    assert_equal(one, every)
-    assert_equal(five, last)
-    assert two.losses[0][0] == last.losses[0][0]
-    for other in (every, last):
-        assert any(not torch.equal(two.parameters[name], t) for name, t in other.parameters.items())
-        for name, t in other.parameters.items():
-            torch.testing.assert_close(two.parameters[name], t, rtol=1e-5, atol=1e-6)
+    sent = {
+        sync: [spec(2, sync=sync, **options).communicates(i) for i in range(3)] for sync in ("every", 1, 2, "last", 5)
+    }
+    assert sent["every"] == sent[1] == [True] * 3 and sent["last"] == sent[5] == [False, False, True]
+    assert sent[2] == [False, True, True]
+    by_sync = {}
+    for sync in ("every", "last", 2):
+        lab, *others = outcomes.of(*(plan((sharded(b, 2, sync=sync, **options), 2)) for b in BACKENDS))
+        for other in others:
+            assert_equal(other, lab)
+        by_sync[sync] = lab.parameters
+    two = by_sync.pop(2)
+    for other in by_sync.values():
+        assert any(not torch.equal(two[name], t) for name, t in other.items())
+        torch.testing.assert_close(two, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("precision", tiered(["bf16", "bf16-pure", "fp16"], lambda precision: precision == "bf16"))
