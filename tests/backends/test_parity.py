@@ -146,7 +146,8 @@ def test_a_number_of_micro_batches_is_between_every_one_and_the_last(outcomes: O
     for sync in ("every", "last", 2):
         lab, *others = outcomes.of(*(plan((sharded(b, 2, sync=sync, **options), 2)) for b in BACKENDS))
         for other in others:
-            assert_equal(other, lab)
+            torch.testing.assert_close(other.parameters, lab.parameters, rtol=1e-5, atol=1e-6)
+            assert sync != "last" or other.losses == lab.losses
         by_sync[sync] = lab.parameters
     two = by_sync.pop(2)
     for other in by_sync.values():

@@ -1,4 +1,4 @@
-"""Dropout as a model's config says: the same masks under every backend and strategy, at other world sizes, and again."""
+"""Dropout as a config says: the same masks at other world sizes, and again. Under all backends: test_same_bits.py."""
 
 from __future__ import annotations
 
@@ -6,36 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from fsdp_lab.models import resolve
 from fsdp_lab.models.own import drawing, seed_of_masks
 from fsdp_lab.spec.spec import Spec
 from tests.pool import Place, Pool
-from tests.rank.test_lr_schedule import BACKENDS, outcome, planned, trained
+from tests.rank.test_lr_schedule import outcome, planned, trained
 from tests.rank.test_session import session, spec
 
 ON = {"dropout": "config"}  # 0.1 in GPT-2: of embeddings, attention and residuals
-
-
-@pytest.mark.slow
-def test_masks_are_the_same_under_every_backend_and_in_a_recomputed_forward(pool: Pool) -> None:
-    changes = [*BACKENDS.values(), {"sharding": "zero1", "recompute": "full"}]
-    plans = [planned((spec(**ON, **c), 3)) for c in changes]
-    switched = planned(*((spec(**ON, **b), 1) for b in (BACKENDS["lab"], BACKENDS["ddp"], BACKENDS["fsdp2"])))
-    off = planned((spec(), 3))
-    told = pool.run(trained, 2, [*plans, switched, off], reduction=None)
-    for plan in range(1, len(plans) + 1):
-        assert outcome(told, plan) == outcome(told, 0)
-    assert outcome(told, len(plans) + 1)[0] != outcome(told, 0)[0]
 
 
 def test_what_a_router_draws_whatever_its_config_says_is_the_same_again(pool: Pool) -> None:
     phimoe = {"model_type": "phimoe", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 384,
               "num_key_value_heads": 2, "intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2,
               "max_position_embeddings": 64}  # fmt: skip
-    plans = [planned((spec(model=phimoe, **c), 2)) for c in ({}, BACKENDS["fsdp2"])]
+    plans = [planned((spec(model=phimoe, **c), 2)) for c in ({}, {"backend": "fsdp2"})]
     told = pool.run(trained, 2, plans, reduction=None)
     assert outcome(told, 0) == outcome(told, 1)
 

@@ -1,4 +1,4 @@
-"""The learning rate over steps: alike under all backends, in a run that is switched, changed or resumed, and told."""
+"""The learning rate over steps: in a run that is changed or resumed, and told. Under all backends: test_same_bits.py."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from fsdp_lab.spec.spec import Spec
 from tests.pool import Place, Pool
-from tests.rank.test_session import BACKENDS, DDP, apply, call, play, session, spec, train
+from tests.rank.test_session import DDP, apply, call, play, session, spec, train
 
 COSINE = {"lr_schedule": "cosine", "warmup_steps": 2, "decay_steps": 6, "lr_end": 0.1}
 
@@ -38,21 +36,6 @@ def outcome(by_rank: list[list[list[dict[str, Any]]]], plan: int) -> tuple[list[
 
 def planned(*parts: tuple[Spec, int]) -> list[tuple[dict[str, Any], int]]:
     return [(part.to_dict(), steps) for part, steps in parts]
-
-
-@pytest.mark.slow
-def test_the_rates_of_all_backends_are_equal_and_survive_a_switch(pool: Pool) -> None:
-    steady = [planned((spec(**COSINE, **b), 8)) for b in BACKENDS.values()]
-    switched = planned(*((spec(**COSINE, **b), 2) for b in BACKENDS.values()))
-    plain = planned((spec(), 8))
-    told = pool.run(trained, 2, [*steady, switched, plain], reduction=None)
-    for plan in range(1, 5):
-        assert outcome(told, plan) == outcome(told, 0)
-    assert outcome(told, 5) != outcome(told, 0)
-    rates = spec(**COSINE).workload.rates
-    for plan in range(5):
-        assert [e["lr"] for e in told[1][plan]] == [0.01 * rates.factor(step) for step in range(8)]
-    assert [e["lr"] for e in told[0][5]] == [0.01] * 8 and told[0][5][0]["loss_scale"] is None
 
 
 def test_a_change_of_rates_needs_no_new_backend(pool: Pool) -> None:
