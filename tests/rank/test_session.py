@@ -145,7 +145,7 @@ def test_events_say_what_was_measured(pool: Pool) -> None:
     assert answer["step"] == 0 and not answer["carried"] and answer["parameters"] > 40_000
     for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
         assert (a.rank, b.rank, a.step, b.step) == (0, 1, i, i)
-        assert a.samples == (i + 1) * 4 and a.tokens == 64
+        assert a.samples == (i + 1) * 4 and a.tokens == 64 and a.checksum is None
         assert a.mean_loss == b.mean_loss == (a.loss + b.loss) / 2
         assert a.loss != b.loss  # each reads its own part
         assert a.grad_norm == b.grad_norm > 0
@@ -177,9 +177,13 @@ def test_a_light_change_rebuilds_nothing_and_as_many_reductions_are_made_as_micr
     pool: Pool,
 ) -> None:
     parts = [(spec(accumulate=5, sync=sync), 1) for sync in ("last", "every", 2, 3)]
-    (mine, _), answers = follow(pool, [*parts, (spec(micro_batch=4, lr=0.001, accumulate=2, sync="last"), 1)])
+    of_ddp = [(spec(**DDP, accumulate=3, sync=sync), 1) for sync in ("last", "every")]
+    ((*mine, last, every), _), answers = follow(
+        pool, [*parts, (spec(micro_batch=4, lr=0.001, accumulate=2, sync="last"), 1), *of_ddp]
+    )
     assert all(answer["carried"] for answer in answers[1:])
     calls = [event.comm["reduce_scatter"].calls for event in mine]
+    assert every.comm["all_reduce"].calls == 3 * last.comm["all_reduce"].calls
     assert calls == [times * calls[0] for times in (1, 5, 3, 2, 1)]
     assert mine[-1].tokens == 4 * 2 * 32 and mine[-1].samples - mine[-2].samples == 16
 
@@ -243,14 +247,11 @@ def _stall(s: Session) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "whom"),
-    tiered([("lab", "0"), ("ddp", "1"), ("fsdp1", "all")], lambda name, whom: name != "fsdp1"),
+    ("name", "whom"), tiered([("lab", "0"), ("ddp", "1"), ("fsdp1", "all")], lambda name, whom: name == "lab")
 )
-def test_sigint_frees_ranks_that_wait_and_loses_nothing(pool: Pool, name: str, whom: str) -> None:
-    (steady, _), _ = follow(pool, [(spec(**BACKENDS[name]), 5)])
+def test_sigint_frees_ranks_that_wait_and_loses_nothing(pool: Pool, steady: list[float], name: str, whom: str) -> None:
     for stopped, step, losses, seconds in pool.run(_interrupted, 2, BACKENDS[name], whom, reduction=None):
-        assert stopped and step == 2 and seconds < 10
-        assert losses == [e.mean_loss for e in steady]
+        assert stopped and step == 2 and seconds < 10 and losses == steady[:5]
 
 
 def _interrupted_while_drawing(place: Place) -> Any:
@@ -339,12 +340,11 @@ def _switches_groups(place: Place, plans: list[dict[str, Any]], rounds: int) -> 
 def test_switches_leave_no_group_open(pool: Pool) -> None:
     """Each group has threads and connections of its own."""
     hybrid = {"sharding": "hybrid_shard", "shard_size": 2}
-    plans = [{"backend": b, **hybrid} for b in ("lab", "fsdp2", "fsdp1")]
-    plans += [{"backend": b, "reshard_size": 2} for b in ("lab", "fsdp2")] + [{"backend": "lab"}]
+    plans = [{"backend": b, **hybrid} for b in ("lab", "fsdp2", "fsdp1")] + [{"backend": "lab", "reshard_size": 2}]
     for by_round in pool.run(_switches_groups, 4, [spec(4, **p).to_dict() for p in plans], 2, reduction=None):
         assert [groups for groups, _ in by_round] == [0] * 2
-        # a round makes 22 groups; torch's own threads come and go
-        assert by_round[-1][1] < by_round[0][1] + 20, by_round
+        # a round makes many groups; torch's own threads come and go
+        assert by_round[-1][1] < by_round[0][1] + 12, by_round
 
 
 def _open_and_close(place: Place, given: dict[str, Any]) -> int:
