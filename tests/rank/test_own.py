@@ -17,7 +17,6 @@ from fsdp_lab.base.errors import SpecError
 from fsdp_lab.cluster.sent_code import unpacked
 from fsdp_lab.spec.checkpoint_format import check_same, find
 from fsdp_lab.spec.spec import Spec
-from tests.covering import tiered
 from tests.own import TEXT, cell, own, packed, spec
 from tests.pool import Place, Pool
 from tests.rank.test_session import (
@@ -70,6 +69,7 @@ BATCH_NORM_FROZEN_AND_TIED = (
     TEXT.replace("nn.LayerNorm(WIDTH)", "nn.BatchNorm1d(WIDTH).requires_grad_(False)")
     .replace("nn.Parameter(torch.randn(12, WIDTH) / 4)", "self.embed.weight")
     .replace("nn.Linear(12, WIDTH, bias=False)", "nn.Linear(WIDTH, 12, bias=False)")
+    .replace("self.fc(self.norm(x))", "F.dropout(self.fc(self.norm(x)), 0.2, self.training)")
     .replace("self.embed(torch.cos(x @ self.features))", "torch.cos(x @ self.features) @ self.embed.weight")
 )
 
@@ -77,12 +77,15 @@ BATCH_NORM_FROZEN_AND_TIED = (
 @pytest.mark.slow
 def test_all_backends_train_it_to_equal_bits(pool: Pool) -> None:
     made = spec(**own(cell(BATCH_NORM_FROZEN_AND_TIED, 15), held_out=0.25))
-    found, last = train(pool, [(made.replace(**backend), 3, True) for backend in BACKENDS.values()], evaluated=3)
+    kinds = [*BACKENDS.values(), {"recompute": "full"}]
+    found, last = train(pool, [(made.replace(**backend), 3, True) for backend in kinds], evaluated=3)
     assert found[0:3] == found[3:6] == found[6:9]
     assert len({loss for loss, *_ in found[:3]}) == 3 and all(held for *_, held in found)
-    assert [e["tokens"] for e in last] == [2] * 4, "samples of a rank"
+    assert [e["tokens"] for e in last] == [2] * 5, "samples of a rank"
     assert last[0]["flops"] > 2 * 3 * 2 * 4 * 16 * 16 and last[0]["comm"]["all_gather"]["calls"] >= 3
-    assert [(loss, held) for loss, _, held in found[9:]] == [(loss, held) for loss, _, held in found[:3]], "of DDP"
+    losses = [(loss, held) for loss, _, held in found]
+    assert losses[9:12] == losses[:3], "of DDP"
+    assert [loss for loss, _ in losses[12:]] == [loss for loss, _ in losses[:3]], "recomputed with the same masks"
 
 
 def test_names_that_ranks_can_import_need_nothing_sent(pool: Pool) -> None:
@@ -90,16 +93,6 @@ def test_names_that_ranks_can_import_need_nothing_sent(pool: Pool) -> None:
     found, _ = train(pool, [(made.replace(lr=0.01), 10, True)])
     losses = [loss for loss, *_ in found]
     assert not packed(made) and sum(losses[-3:]) < sum(losses[:3])
-
-
-@pytest.mark.slow
-def test_dropout_is_equal_under_all_backends_and_where_it_is_recomputed(pool: Pool) -> None:
-    names = cell(TEXT.replace("self.fc(self.norm(x))", "F.dropout(self.fc(self.norm(x)), 0.2, self.training)"), 14)
-    made = spec(**own(names, accumulate=2, sync="last"))
-    specs = {str(i): made.replace(**case) for i, case in enumerate([*BACKENDS.values(), {"recompute": "full"}])}
-    found = train_afresh(pool, {**specs, "off": spec(**own(accumulate=2, sync="last"))}, 2)
-    assert found.pop("off") != found["0"]
-    assert all(losses == found["0"] for losses in found.values()) and len(set(found["0"])) == 2
 
 
 def test_an_evaluation_draws_the_same_numbers_whenever_it_is_taken(pool: Pool) -> None:
@@ -219,11 +212,10 @@ def _stopped_in_a_step(place: Place, sent: Any, given: dict[str, Any]) -> tuple[
     return steady, losses, stopped
 
 
-@pytest.mark.parametrize("backend", tiered(["lab", "fsdp1"], lambda name: name == "lab"))
-def test_a_step_that_is_stopped_leaves_no_state_behind(pool: Pool, backend: str) -> None:
+def test_a_step_that_is_stopped_leaves_no_state_behind(pool: Pool) -> None:
     """Statistics of batches, other buffers, `get_extra_state` and generators are as before it, and the step is the same."""
     names = cell(STATE.replace("nn.LayerNorm(WIDTH)", "nn.BatchNorm1d(WIDTH)"), 21)
-    made = spec(**own(names, held_out=0.25, accumulate=2, **BACKENDS[backend]))
+    made = spec(**own(names, held_out=0.25, accumulate=2))
     for steady, losses, stopped in pool.run(_stopped_in_a_step, 2, packed(made), made.to_dict(), reduction=None):
         assert stopped and losses == steady and len(set(losses)) == 4
 
@@ -243,7 +235,6 @@ def test_a_checkpoint_continues_at_another_world_size(pool: Pool, tmp_path: Path
 
 BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("return Net()", {}, "raise OSError('no disk')", r"workload.model: build\(\) raised OSError: no disk"),
-    ("return Net()", {}, "raise SystemExit(3)", r"workload.model: build\(\) raised SystemExit: 3"),
     ("return Net()", {}, "return 3", r"workload.model: build\(\) returned a int; return an nn.Module"),
     ("return Net()", {}, "return nn.ReLU()", "workload.model: a ReLU has no parameters"),
     ("return Net()", {}, "return nn.LazyLinear(3)", "workload.model: weight has no shape before the first forward"),
@@ -267,7 +258,6 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ('"y": i % 12', {}, '"y": str(i)', r"workload.data: a batch of Samples is {x: float32 \(1, 8\), y: list"),
     ("def __len__", {}, "def length", "workload.data: Samples is no dataset"),
     ("return {", {}, "raise ValueError(i)\n        return {", "workload.data: Samples raised ValueError: 0"),
-    ("return {", {}, "raise SystemExit(4)\n        return {", "workload.data: Samples raised SystemExit: 4"),
     ('return F.cross_entropy(model(batch["x"]), batch["y"])', {}, "raise SystemExit(5)",
      r"workload.loss: loss\(model, batch\) raised SystemExit: 5; raise an error"),
     ("torch.ones(1)", {"backend": "fsdp2"}, "torch.tensor(1.0)",
