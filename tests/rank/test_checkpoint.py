@@ -37,11 +37,13 @@ from fsdp_lab.spec.checkpoint_format import (
 from fsdp_lab.spec.spec import Spec
 from tests.pool import Place, Pool
 from tests.rank.test_evaluation import RESNET
+from tests.rank.test_lr_schedule import COSINE
 from tests.rank.test_session import DDP, apply, call, fails, play, session, spec, train
 
 IMAGES: dict[str, Any] = {**DDP, "model": RESNET, "data": "images"}
+PLAIN = {"dropout": "config", **COSINE}  # masks and rates are those of the steps that follow
 KINDS: list[dict[str, Any]] = [
-    {},
+    PLAIN,
     {"precision": "fp16", "offload": "all", "optimizer": "ASGD", "optimizer_args": {"t0": 1}},
     {"backend": "fsdp2", "offload": "all", "optimizer": "NAdam"},
     {"backend": "fsdp1", "precision": "bf16"},
@@ -105,7 +107,9 @@ def resumed(pool: Pool, plan: Sequence[tuple[dict[str, Any], str]]) -> list[Any]
 def _same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
     for a, b in zip(one, other, strict=True):
         assert (a["step"], a["samples"]) == (b["step"], b["samples"])
-        assert (a["loss"], a["grad_norm"], a["checksum"]) == (b["loss"], b["grad_norm"], b["checksum"])
+        assert [a[name] for name in ("lr", "loss", "grad_norm", "checksum")] == [
+            b[name] for name in ("lr", "loss", "grad_norm", "checksum")
+        ]
 
 
 @pytest.mark.slow
@@ -128,7 +132,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(pool: Pool, undisturbed: list[Any]) -
 def test_it_goes_on_with_other_arguments_of_the_optimizer(pool: Pool, undisturbed: list[Any]) -> None:
     """What both keep is restored; what one keeps alone begins as new, or is left out."""
     plain, momentum, fused = (undisturbed[0][i][2]["path"] for i in (0, 4, 5))
-    plan = [({"optimizer_args": {"fused": True, "amsgrad": True}}, plain), ({}, fused),
+    plan = [({**PLAIN, "optimizer_args": {"fused": True, "amsgrad": True}}, plain), ({}, fused),
             ({"optimizer": "sgd", "optimizer_args": {}}, momentum)]  # fmt: skip
     for rank, told in enumerate(resumed(pool, plan)):
         for kind, (_, events, _) in zip((0, 5, 4), told, strict=True):
@@ -151,14 +155,20 @@ def passed_on(pool: Pool, path: str, root: Path, given: Sequence[Spec]) -> str:
 def test_through_other_backends_and_other_numbers_of_ranks_no_bit_is_lost(
     pool: Pool, undisturbed: list[Any], tmp_path: Path
 ) -> None:
-    way = [spec(3, backend="fsdp2"), spec(1, **DDP), spec(4, sharding="hybrid_shard", shard_size=2)]
+    way = [
+        spec(3, backend="fsdp2", **PLAIN),
+        spec(1, **DDP, **PLAIN),
+        spec(4, sharding="hybrid_shard", shard_size=2, **PLAIN),
+    ]
     path = passed_on(pool, undisturbed[0][0][2]["path"], tmp_path, way)
-    again = resumed(pool, [({"backend": "fsdp1"}, path)])
+    again = resumed(pool, [({"backend": "fsdp1", **PLAIN}, path)])
     sums = [0, 0]  # of both ranks: which of them holds what is another backend's choice
     for rank in range(2):
         events, (back, resumed_events, _) = undisturbed[rank][0][0], again[rank][0]
         for one, other in zip(events, resumed_events, strict=True):
-            assert (one["step"], one["samples"], one["loss"]) == (other["step"], other["samples"], other["loss"])
+            assert [one[name] for name in ("step", "samples", "lr", "loss")] == [
+                other[name] for name in ("step", "samples", "lr", "loss")
+            ]
         sums = [sums[0] + events[-1]["checksum"], sums[1] + resumed_events[-1]["checksum"]]
         assert any("random numbers" in note for note in back["notes"])
     assert sums[0] % 2**64 == sums[1] % 2**64
@@ -237,7 +247,7 @@ def test_what_cannot_be_resumed_is_refused_on_all_ranks_alike(
     cut = shutil.copytree(good, tmp_path / good.name)
     file = next(cut.glob("*.safetensors"))
     os.truncate(file, file.stat().st_size // 2)
-    refused = [(spec(), cut), (spec(seed=9), good), (spec(), tmp_path / "no")]
+    refused = [(spec(**PLAIN), cut), (spec(**PLAIN, seed=9), good), (spec(**PLAIN), tmp_path / "no")]
     calls = [fails(call("restore", "run", given.to_dict(), str(path))) for given, path in refused]
     save = fails(call("save", f"{tmp_path}/nothing/not/there"))
     one, other = play(pool, 2, *calls, apply(spec()), save, train(1))

@@ -1,8 +1,8 @@
-"""Dropout as a config says: the same masks at other world sizes, and again. Under all backends: test_same_bits.py."""
+"""Dropout as a config says: the same masks at other world sizes. Under all backends: test_same_bits.py; in a resumed run:
+test_checkpoint.py."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,29 +47,6 @@ def _losses(place: Place, given: dict[str, Any]) -> list[float]:
         trainer.discard()
     s.close()
     return found
-
-
-def _resumed(place: Place, given: dict[str, Any], root: str) -> tuple[list[Any], list[Any], bool]:
-    s = session(place)
-    s.apply("run", given, fresh=True)
-    torch.manual_seed(5)
-    s.train(2)
-    drawn = torch.rand(3)
-    s.save(root)
-    first = s.train(2)["events"]
-    assert not s.saves(30.0)["under_way"]
-    s.restore("again", given, root)
-    again = s.train(2, evaluations={3: 4})["events"]
-    torch.manual_seed(5)
-    own = bool((torch.rand(3) == drawn).all())
-    s.close()
-    return first, again, own
-
-
-def test_a_resumed_run_has_the_same_masks_and_a_users_own_draws_are_left_alone(pool: Pool, tmp_path: Path) -> None:
-    """An evaluation, without masks, changes nothing either."""
-    for first, again, own in pool.run(_resumed, 2, spec(**ON).to_dict(), str(tmp_path), reduction=None):
-        assert [e["loss"] for e in first] == [e["loss"] for e in again] and own
 
 
 def test_compile_is_refused_with_the_reason() -> None:

@@ -1,14 +1,13 @@
-"""The learning rate over steps: in a run that is changed or resumed, and told. Under all backends: test_same_bits.py."""
+"""The learning rate over steps, in a run that is changed. Under all backends: test_same_bits.py; resumed: test_checkpoint.py."""
 
 from __future__ import annotations
 
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from fsdp_lab.spec.spec import Spec
 from tests.pool import Place, Pool
-from tests.rank.test_session import DDP, apply, call, play, session, spec, train
+from tests.rank.test_session import apply, call, play, session, spec, train
 
 COSINE = {"lr_schedule": "cosine", "warmup_steps": 2, "decay_steps": 6, "lr_end": 0.1}
 
@@ -54,14 +53,3 @@ def test_fp16_tells_its_loss_scale_and_a_skipped_step_counts(pool: Pool) -> None
     assert [e["skipped"] for e in told] == [True, False, False, False]
     assert [e["loss_scale"] for e in told] == [2.0**16] + [2.0**15] * 3
     assert [e["lr"] for e in told] == [1e-4 * given.workload.rates.factor(step) for step in range(4)]
-
-
-def test_a_resumed_run_goes_on_where_its_rates_were(pool: Pool, tmp_path: Path) -> None:
-    """Under another backend."""
-    given, root = spec(**COSINE), str(tmp_path)
-    saved = (apply(given), train(3), call("save", root), train(4), call("saves", 30.0))
-    (*_, steady, _), _ = play(pool, 2, *saved)
-    restored = call("restore", "again", given.replace(**DDP).to_dict(), root)
-    (_, again), _ = play(pool, 2, restored, train(4))
-    names = ("step", "lr", "mean_loss")
-    assert [[e[n] for n in names] for e in again["events"]] == [[e[n] for n in names] for e in steady["events"]]
