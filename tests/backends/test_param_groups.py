@@ -46,8 +46,7 @@ def _live(place: Place, plan_: list[dict[str, Any]]) -> tuple[list[Any], int]:
         for given in plan_:
             s.apply("run", given)
             s.train(2)
-        assert s.trainer is not None
-        groups = [(g["lr"], g["weight_decay"]) for g in s.trainer.backend.optimizer.param_groups]
+        groups = [(g["lr"], g["weight_decay"]) for g in sessions.trainer_of(s).backend.optimizer.param_groups]
         s.close()
     return groups, built.call_count
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,9 +38,10 @@ from fsdp_lab.spec.spec import Spec
 from tests.pool import Place, Pool
 from tests.rank.test_evaluation import RESNET
 from tests.rank.test_lr_schedule import COSINE
-from tests.rank.test_session import DDP, apply, call, fails, play, session, spec, train
+from tests.rank.test_session import DDP, apply, call, fails, play, running, session, spec, train
 
 IMAGES: dict[str, Any] = {**DDP, "model": RESNET, "data": "images"}
+HYBRID = {"sharding": "hybrid_shard", "shard_size": 2}
 PLAIN = {"dropout": "config", **COSINE}  # masks and rates are those of the steps that follow
 KINDS: list[dict[str, Any]] = [
     PLAIN,
@@ -155,11 +156,7 @@ def passed_on(pool: Pool, path: str, root: Path, given: Sequence[Spec]) -> str:
 def test_through_other_backends_and_other_numbers_of_ranks_no_bit_is_lost(
     pool: Pool, undisturbed: list[Any], tmp_path: Path
 ) -> None:
-    way = [
-        spec(3, backend="fsdp2", **PLAIN),
-        spec(1, **DDP, **PLAIN),
-        spec(4, sharding="hybrid_shard", shard_size=2, **PLAIN),
-    ]
+    way = [spec(3, backend="fsdp2", **PLAIN), spec(1, **DDP, **PLAIN), spec(4, **HYBRID, **PLAIN)]
     path = passed_on(pool, undisturbed[0][0][2]["path"], tmp_path, way)
     again = resumed(pool, [({"backend": "fsdp1", **PLAIN}, path)])
     sums = [0, 0]  # of both ranks: which of them holds what is another backend's choice
@@ -218,17 +215,14 @@ def _written_once(undisturbed: list[Any], kind: int, changes: dict[str, Any]) ->
 
 
 def _disk_full(place: Place, given: dict[str, Any], root: str) -> tuple[Any, Any, list[Any]]:
-    s = session(place)
-    s.apply("run", given)
-    s.train(1)
-    full = OSError(28, "No space left on device")
-    with mock.patch.object(checkpointing, "write_shard", side_effect=full) if place.rank == 1 else nullcontext():
+    with running(place, given, steps=1) as s:
+        full = OSError(28, "No space left on device")
+        with mock.patch.object(checkpointing, "write_shard", side_effect=full) if place.rank == 1 else nullcontext():
+            s.save(root)
+            failed = _ended(s)
+        events = s.train(1)["events"]
         s.save(root)
-        failed = _ended(s)
-    events = s.train(1)["events"]
-    s.save(root)
-    well = _ended(s)
-    s.close()
+        well = _ended(s)
     return failed, well, events
 
 
@@ -354,9 +348,7 @@ def test_killed_at_any_moment_the_last_good_one_is_usable_and_torn_ones_are_name
 def _layouts(place: Place, given: dict[str, Any], writers: list[list[int]]) -> list[Any]:
     """For each set of writers, the elements of parameters that this rank would write; None: there are not all."""
     told: list[Any] = []
-    with closing(session(place)) as s:
-        s.apply("run", given)
-        s.train(1)
+    with running(place, given, steps=1) as s:
         for among in writers:
             told.append(None)
             if place.rank not in among:
@@ -365,9 +357,6 @@ def _layouts(place: Place, given: dict[str, Any], writers: list[list[int]]) -> l
                 held = snapshot(s._lifecycle.require().backend, s._checkpointer._layouts, place.rank, among)
                 told[-1] = sum(c.values.numel() for c in held if c.name.startswith("parameter."))
     return told
-
-
-HYBRID = {"sharding": "hybrid_shard", "shard_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -389,19 +378,17 @@ def test_survivors_hold_all_of_it_or_say_that_they_do_not(
 
 def _lost_part(place: Place, root: str) -> tuple[list[int], dict[str, Any], dict[str, Any]]:
     """Rank 1 writes its file, and rank 0 never hears of it; the next save is whole."""
-    s = session(place)
-    s.apply("run", spec().to_dict())
-    s._checkpointer._part_s = 0.5
-    store = s._checkpointer._store
-    if place.rank == 1:
-        s._checkpointer._store = mock.Mock()
-    s.save(root)
-    chunk = s.train(2)
-    lost = _ended(s, chunk["saves"])
-    s._checkpointer._store = store
-    s.save(root)
-    whole = _ended(s)
-    s.close()
+    with running(place, spec()) as s:
+        s._checkpointer._part_s = 0.5
+        store = s._checkpointer._store
+        if place.rank == 1:
+            s._checkpointer._store = mock.Mock()
+        s.save(root)
+        chunk = s.train(2)
+        lost = _ended(s, chunk["saves"])
+        s._checkpointer._store = store
+        s.save(root)
+        whole = _ended(s)
     return [e["step"] for e in chunk["events"]], lost, whole
 
 

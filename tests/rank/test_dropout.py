@@ -13,7 +13,7 @@ from fsdp_lab.models.own import drawing, seed_of_masks
 from fsdp_lab.spec.spec import Spec
 from tests.pool import Place, Pool
 from tests.rank.test_lr_schedule import outcome, planned, trained
-from tests.rank.test_session import session, spec
+from tests.rank.test_session import running, spec, trainer_of
 
 ON = {"dropout": "config"}  # 0.1 in GPT-2: of embeddings, attention and residuals
 
@@ -38,14 +38,12 @@ def test_masks_belong_to_the_samples_and_not_to_the_rank(pool: Pool) -> None:
 
 def _losses(place: Place, given: dict[str, Any]) -> list[float]:
     """Of the first four micro-batches, one after the other, at the initial values."""
-    s = session(place)
-    s.apply("run", given, fresh=True)
-    trainer, found = s.trainer, []
-    for i in range(4):
-        trainer.progress.samples = 2 * i
-        found.append(float(trainer._accumulate()))
-        trainer.discard()
-    s.close()
+    with running(place, given) as s:
+        trainer, found = trainer_of(s), []
+        for i in range(4):
+            trainer.progress.samples = 2 * i
+            found.append(float(trainer._accumulate()))
+            trainer.discard()
     return found
 
 

@@ -15,11 +15,10 @@ from fsdp_lab.backends import Backend
 from fsdp_lab.base.events import Role
 from fsdp_lab.models import Batches, build_skeleton, resolve
 from fsdp_lab.rank import Session
-from fsdp_lab.rank.trainer import Trainer
 from fsdp_lab.spec.spec import Spec
 from tests.backends.train import whole
 from tests.pool import Place, Pool
-from tests.rank.test_session import DDP, apply, fails, play, session, spec, train
+from tests.rank.test_session import DDP, apply, fails, play, running, session, spec, train, trainer_of
 
 SAMPLES = 7  # no multiple of what the ranks take at a time
 STEPS = 3  # the third is a ledger step
@@ -43,7 +42,7 @@ def _unsharded_bytes(backend: Backend) -> int:
 
 def _as_it_was(s: Session) -> bool:
     """Another evaluation, of the step that has ended: what it leaves of modes, buffers and gathered parameters."""
-    trainer = _trainer(s)
+    trainer = trainer_of(s)
     module = trainer.backend.module
     next(m for name, m in module.named_modules() if name).training = False  # not all are as the root
 
@@ -56,11 +55,6 @@ def _as_it_was(s: Session) -> bool:
     trainer.evaluated(event, SAMPLES)
     after = look()
     return (modes, held_bytes) == after[:2] and all(torch.equal(a, b) for a, b in zip(buffers, after[2], strict=True))
-
-
-def _trainer(s: Session) -> Trainer:
-    assert s.trainer is not None
-    return s.trainer
 
 
 def _twice(place: Place, given: list[dict[str, Any]]) -> list[Any]:
@@ -102,10 +96,9 @@ def test_evaluation_changes_no_bit_of_training_and_no_byte_of_its_traffic(
 
 def _beside_plain(place: Place, given: dict[str, Any]) -> tuple[float, float]:
     """The evaluation loss after two steps, and that of the whole model in one forward."""
-    with closing(session(place)) as s:
-        s.apply("run", given)
+    with running(place, given) as s:
         event = s.train(2, evaluations={1: SAMPLES})["events"][-1]
-        return event["eval_loss"], _plain(Spec.from_dict(given), whole(_trainer(s).backend))
+        return event["eval_loss"], _plain(Spec.from_dict(given), whole(trainer_of(s).backend))
 
 
 def _plain(given: Spec, parameters: dict[str, torch.Tensor]) -> float:
@@ -124,26 +117,24 @@ def test_the_evaluation_loss_is_that_of_a_plain_forward(pool: Pool) -> None:
 
 def _stopped(place: Place, given: dict[str, Any]) -> Any:
     """Rank 1 stalls in the evaluation after the second step; SIGINT reaches rank 0; then they go on."""
-    s = session(place, reduction="rank_ordered")
-    s.apply("run", given)
-    batches = _trainer(s).batches
-    inner, evaluating = batches.held_out, threading.Event()
+    with running(place, given, reduction="rank_ordered") as s:
+        batches = trainer_of(s).batches
+        inner, evaluating = batches.held_out, threading.Event()
 
-    def stalls(count: int) -> Any:
-        for part in inner(count):
-            evaluating.set()
-            yield part
-            while place.rank == 1 and s.context.aborted is None:
-                threading.Event().wait(0.02)
+        def stalls(count: int) -> Any:
+            for part in inner(count):
+                evaluating.set()
+                yield part
+                while place.rank == 1 and s.context.aborted is None:
+                    threading.Event().wait(0.02)
 
-    batches.held_out = stalls  # type: ignore[method-assign]
-    if place.rank == 0:
-        waiter = threading.Thread(target=lambda: evaluating.wait(20) and os.kill(os.getpid(), signal.SIGINT))
-        waiter.start()
-    stopped = s.train(5, evaluations={1: SAMPLES})
-    batches.held_out = inner  # type: ignore[method-assign]
-    rest = s.train(2, evaluations={2: SAMPLES})
-    s.close()
+        batches.held_out = stalls  # type: ignore[method-assign]
+        if place.rank == 0:
+            waiter = threading.Thread(target=lambda: evaluating.wait(20) and os.kill(os.getpid(), signal.SIGINT))
+            waiter.start()
+        stopped = s.train(5, evaluations={1: SAMPLES})
+        batches.held_out = inner  # type: ignore[method-assign]
+        rest = s.train(2, evaluations={2: SAMPLES})
     return stopped, rest["events"]
 
 

@@ -6,7 +6,6 @@ Those that end or stop a process are in tests/lab/test_faults.py.
 from __future__ import annotations
 
 import re
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from fsdp_lab.spec.faults import Fault, FaultKind
 from fsdp_lab.wire import Link
 from tests.pool import Place, Pool
 from tests.rank.test_not_finite import said_by
-from tests.rank.test_session import DDP, apply, call, fails, play, session, spec, train
+from tests.rank.test_session import DDP, apply, call, fails, play, running, session, spec, train
 
 LIMIT_S = 1.5
 
@@ -98,8 +97,7 @@ def test_a_slow_link_holds_all_ranks_up_and_changes_no_bit(pool: Pool, steady: l
 
 
 def _slower_than_the_wire(place: Place) -> float | None:
-    with closing(session(place)) as s:
-        s.apply("run", spec().to_dict())
+    with running(place, spec()) as s:
         s.arm({"kind": "slow", "ranks": [1], "factor": 50})
         s.train(1)
         return s._faults.link.bytes_per_s if s._faults.link else None

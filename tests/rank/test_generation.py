@@ -17,7 +17,7 @@ from fsdp_lab.rank import Session
 from fsdp_lab.spec.spec import Spec
 from tests.backends.train import whole
 from tests.pool import Place, Pool
-from tests.rank.test_session import apply, call, fails, play, session, spec, train
+from tests.rank.test_session import apply, call, fails, play, session, spec, train, trainer_of
 
 PROMPTS = ["A", "a longer prompt than the first", "def f(", "é, of two bytes", "x" * 20]  # no multiple of the ranks
 TOKENS = 12
@@ -54,8 +54,7 @@ def _by_transformers(given: Spec, parameters: dict[str, torch.Tensor], prompts: 
 
 
 def _gathered_bytes(s: Session) -> int:
-    assert s.trainer is not None
-    transient = s.trainer.backend.transient_tensors()
+    transient = trainer_of(s).backend.transient_tensors()
     return sum(t.untyped_storage().size() for role, t in transient if role is Role.UNSHARDED)
 
 
@@ -70,8 +69,7 @@ def _generated(place: Place, given: list[dict[str, Any]]) -> list[Any]:
             before = _gathered_bytes(s)
             texts = {int(n): text for n, text in s.generate("run", PROMPTS, {"new_tokens": TOKENS})["texts"].items()}
             held = (before, _gathered_bytes(s))
-            assert s.trainer is not None
-            found.append((texts, _by_transformers(Spec.from_dict(one), whole(s.trainer.backend), PROMPTS), held))
+            found.append((texts, _by_transformers(Spec.from_dict(one), whole(trainer_of(s).backend), PROMPTS), held))
             assert len(s.train(1)["events"]) == 1
     return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import closing
 from typing import Any
 from unittest import mock
 
@@ -17,16 +16,14 @@ from fsdp_lab.rank import Session, lifecycle
 from fsdp_lab.rank.heartbeat import STILL_S, LongWorkLog
 from fsdp_lab.wire import WireTimeout
 from tests.pool import Place, Pool
-from tests.rank.test_session import answers, before_batches, fails, session, spec, train
+from tests.rank.test_session import answers, before_batches, fails, running, session, spec, train
 
 LIMIT_S = 1.5  # the reports of a rank have its stack a second after it stands still
 
 
 def _hangs(place: Place, changes: dict[str, Any], whom: int) -> Any:
     """Rank `whom` stalls in its third step until it is told to give up. What each said, and when, and how they went on."""
-    with closing(session(place, hang_s=LIMIT_S)) as s:
-        s.apply("run", spec(place.world_size, **changes).to_dict())
-        s.train(2)
+    with running(place, spec(place.world_size, **changes), steps=2, hang_s=LIMIT_S) as s:
         start_s = time.perf_counter()
         with before_batches(s, lambda: _stall_here(s) if place.rank == whom else None):
             (said,) = answers(s, [fails(train(1))])
@@ -149,11 +146,8 @@ def _beats(place: Place) -> list[dict[str, Any]]:
         while place.rank == 1 and sum(bool(b["stack"]) for b in told[before:] if b["working"]) < 3:
             threading.Event().wait(0.02)
 
-    with closing(session(place, on_heartbeat=tell)) as s:
-        s.apply("run", spec().to_dict())
+    with running(place, spec(), steps=1, on_heartbeat=tell) as s, before_batches(s, stall_for_beats):
         s.train(1)
-        with before_batches(s, stall_for_beats):
-            s.train(1)
     return told
 
 

@@ -16,7 +16,7 @@ from tests.backends.train import whole
 from tests.models.small import filled
 from tests.models.words import chat, json_lines, uneven, word_tokenizer
 from tests.pool import Place, Pool
-from tests.rank.test_session import BACKENDS, answers, call, session, spec, train
+from tests.rank.test_session import BACKENDS, answers, call, session, spec, train, trainer_of
 
 GLOBAL, LR, HELD_OUT = 8, 0.5, 10
 BERT = {"model_type": "bert", "hidden_size": 36, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -44,8 +44,7 @@ def _one_step(place: Place, given: list[dict[str, Any]]) -> list[Any]:
         for one in given:
             s.apply("run", one, fresh=True, evaluated=HELD_OUT)
             (event,) = s.train(1, evaluations={0: HELD_OUT})["events"]
-            assert s.trainer is not None
-            after = {name: p.numpy() for name, p in whole(s.trainer.backend).items()}
+            after = {name: p.numpy() for name, p in whole(trainer_of(s).backend).items()}
             found.append((event["mean_loss"], event["grad_norm"], event["eval_loss"], after))
     return found
 

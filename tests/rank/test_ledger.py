@@ -20,7 +20,7 @@ from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import WireContext
 from tests.models.small import filled
 from tests.pool import Place, Pool
-from tests.rank.test_session import BACKENDS, apply, play, session, train
+from tests.rank.test_session import BACKENDS, apply, play, running, session, train, trainer_of
 
 # Every size is a multiple of 4 elements for each of two ranks: no shard and no slot of a flat buffer is padded.
 WIDTH, HEADS, LAYERS, VOCABULARY, SEQ, BATCH = 32, 4, 3, 384, 16, 2
@@ -59,13 +59,11 @@ def at(event: StepEvent, phase: str, unit: str, moment: str = "end") -> RoleByte
 
 def _shared(place: Place) -> tuple[int, int]:
     """The pool, as it is said after some steps, and this process's share of shared memory, by Linux."""
-    s = session(place)
-    s.apply("run", spec().to_dict())
-    memory = s.train(3)["events"][-1]["memory"]
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    (share,) = [int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Shmem:")]
-    s.train(1)  # until here no rank has gone
-    s.close()
+    with running(place, spec()) as s:
+        memory = s.train(3)["events"][-1]["memory"]
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        (share,) = [int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Shmem:")]
+        s.train(1)  # until here no rank has gone
     return memory["pool_bytes"], share
 
 
@@ -270,13 +268,11 @@ def _hidden_while_recording(place: Place) -> list[Any]:
     """Whether operations are hidden, and how many hooks the model has beyond its own: in a ledger step that is given up, and
     after it."""
     context, seen = WireContext(), []
-    with contextlib.closing(session(place)) as s:
-        s.apply("run", spec().to_dict())
-        assert s.trainer is not None
-        backend = s.trainer.backend
+    with running(place, spec()) as s:
+        backend = trainer_of(s).backend
         before, ledger = hooks_of(backend), Ledger(backend, context, torch.device("cpu"), offloaded=False)
         with contextlib.suppress(InjectedFault), ledger.recording():
-            backend.loss(s.trainer.batches.batch(0, 0)).backward()
+            backend.loss(trainer_of(s).batches.batch(0, 0)).backward()
             seen += [context.hide_from_profiler, hooks_of(backend) > before]
             raise InjectedFault("given up")
         return [*seen, context.hide_from_profiler, hooks_of(backend) > before]

@@ -14,7 +14,7 @@ import pytest
 
 from fsdp_lab.base.events import StepEvent
 from tests.pool import Place, Pool
-from tests.rank.test_session import apply, fails, follow, play, session, spec, train
+from tests.rank.test_session import apply, fails, follow, play, running, session, spec, train
 
 
 def _switched(place: Place, plan: list[tuple[dict[str, Any], int]]) -> tuple[list[dict[str, Any]], list[Any], bool]:
@@ -66,9 +66,7 @@ def test_a_scaled_link_says_what_it_comes_to(pool: Pool) -> None:
 
 def _stopped(place: Place, given: dict[str, Any]) -> tuple[float, bool, list[int]]:
     """SIGINT on rank 0, within a transfer of a minute; seconds until `train` returns. Then on without the link."""
-    with closing(session(place)) as s:
-        s.apply("run", given)
-        s.train(1)
+    with running(place, given, steps=1) as s:
         s.apply("run", {**given, "link": "3 kB/s"})
         start_s = time.perf_counter()
         if place.rank == 0:

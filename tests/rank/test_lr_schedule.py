@@ -1,4 +1,5 @@
-"""The learning rate over steps, in a run that is changed. Under all backends: test_same_bits.py; resumed: test_checkpoint.py."""
+"""The learning rate over steps, in a run that is changed. Under all backends: test_same_bits.py; resumed:
+test_checkpoint.py."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.pool import Place, Pool
-from tests.rank.test_session import DDP, apply, fails, follow, play, session, spec, train
+from tests.rank.test_session import DDP, apply, fails, follow, play, running, spec, train
 
 MAPPED = {"gather": "mapped"}
 
@@ -42,16 +42,13 @@ def test_ranks_without_shared_memory_refuse_it_and_go_on(pool: Pool) -> None:
 
 def _given_back(place: Place, first: dict[str, Any], second: dict[str, Any]) -> tuple[int, int, int]:
     """The pool of shared memory after a switch, after a step then, and after the model was unloaded."""
-    s = session(place)
-    s.apply("run", first)
-    s.train(1)
-    s.apply("run", second)
-    switched = s.context.pool_bytes
-    s.train(1)
-    trained = s.context.pool_bytes
-    s.unload()
-    left = s.context.pool_bytes
-    s.close()
+    with running(place, first, steps=1) as s:
+        s.apply("run", second)
+        switched = s.context.pool_bytes
+        s.train(1)
+        trained = s.context.pool_bytes
+        s.unload()
+        left = s.context.pool_bytes
     return switched, trained, left
 
 

@@ -30,6 +30,7 @@ from tests.rank.test_session import (
     before_batches,
     call,
     fails,
+    running,
     session,
     spec,
     train,
@@ -83,28 +84,26 @@ def test_ranks_that_wait_for_their_device_are_freed_and_told(pool: Pool, steady:
 def _found_by_nccl(place: Place) -> Any:
     """A transfer of a switch never ends, and is aborted: what it has not moved must still be in the old model. Then a
     collective of rank 1 fails in NCCL, and rank 1 comes too late to one. No rank looks for hangs."""
-    s = session(place, timeout_s=5.0, reduction="rank_ordered", on_heartbeat=lambda beat: None)
-    s.apply("run", spec().to_dict())
-    losses = [e["mean_loss"] for e in s.train(2)["events"]]
-    receive = StateTransfer._receive
+    with running(place, spec(), timeout_s=5.0, reduction="rank_ordered", on_heartbeat=lambda beat: None) as s:
+        losses = [e["mean_loss"] for e in s.train(2)["events"]]
+        receive = StateTransfer._receive
 
-    def receives(transfer: StateTransfer, names: Sequence[str]) -> None:
-        receive(transfer, names)
-        if place.rank == 0:
-            s.world.all_gather_single(torch.empty(16), torch.ones(8)).wait()
-            threading.Timer(0.5, s._protocol.monitor.announce, ("stopped",)).start()
+        def receives(transfer: StateTransfer, names: Sequence[str]) -> None:
+            receive(transfer, names)
+            if place.rank == 0:
+                s.world.all_gather_single(torch.empty(16), torch.ones(8)).wait()
+                threading.Timer(0.5, s._protocol.monitor.announce, ("stopped",)).start()
 
-    with mock.patch.object(StateTransfer, "_receive", receives), pytest.raises(RankAborted):
-        s.apply("run", spec(sharding="shard_grad_op").to_dict())
-    losses += [e["mean_loss"] for e in s.train(1)["events"]]
-    if place.rank == 1:
-        s.context.nccl.fail_after(3)  # type: ignore[union-attr]
-    said = [said_by(s)]
-    losses += [e["mean_loss"] for e in s.train(1)["events"]]
-    with _on_rank_1(place, s, lambda: _stall(s)):
-        said.append(said_by(s))
-    losses += [e["mean_loss"] for e in s.train(1)["events"]]
-    s.close()
+        with mock.patch.object(StateTransfer, "_receive", receives), pytest.raises(RankAborted):
+            s.apply("run", spec(sharding="shard_grad_op").to_dict())
+        losses += [e["mean_loss"] for e in s.train(1)["events"]]
+        if place.rank == 1:
+            s.context.nccl.fail_after(3)  # type: ignore[union-attr]
+        said = [said_by(s)]
+        losses += [e["mean_loss"] for e in s.train(1)["events"]]
+        with _on_rank_1(place, s, lambda: _stall(s)):
+            said.append(said_by(s))
+        losses += [e["mean_loss"] for e in s.train(1)["events"]]
     return said, losses
 
 

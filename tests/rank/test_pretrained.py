@@ -26,7 +26,7 @@ from tests.models.small import filled
 from tests.pool import Place, Pool
 from tests.pretrained import MINILM_FRESH
 from tests.rank.test_labels import BERT
-from tests.rank.test_session import BACKENDS, apply, play, session, train
+from tests.rank.test_session import BACKENDS, apply, play, running, session, train, trainer_of
 
 
 def minilm_spec(folder: Path, ranks: int = 2, **changes: Any) -> Spec:
@@ -36,10 +36,8 @@ def minilm_spec(folder: Path, ranks: int = 2, **changes: Any) -> Spec:
 
 def _shards(place: Place, given: dict[str, Any]) -> dict[str, tuple[int, Any]]:
     """This rank's ranges of all parameters."""
-    with closing(session(place)) as s:
-        s.apply("run", given)
-        assert s.trainer is not None
-        shards = s.trainer.backend.param_shards()
+    with running(place, given) as s:
+        shards = trainer_of(s).backend.param_shards()
         return {p.name: (p.start, p.local.clone().numpy()) for p in shards if p.numel}
 
 
@@ -110,7 +108,7 @@ def _life(place: Place, given: dict[str, Any], misfit: dict[str, Any], other: di
 
 
 def _values(s: Any) -> dict[str, torch.Tensor]:
-    return {p.name: p.local.clone() for p in s.trainer.backend.param_shards() if p.numel}
+    return {p.name: p.local.clone() for p in trainer_of(s).backend.param_shards() if p.numel}
 
 
 @pytest.mark.slow
@@ -151,10 +149,9 @@ def _loaded(place: Place, given: dict[str, Any]) -> tuple[int, int, int, int]:
         with mock.patch.object(lifecycle, "HostPeak", KernelPeak):
             s.apply("run", given)
         peak = _resident("VmHWM") - KernelPeak.began.pop()
-        assert s.trainer is not None
-        own = sum(p.local.nbytes for p in s.trainer.backend.param_shards())
+        own = sum(p.local.nbytes for p in trainer_of(s).backend.param_shards())
         event = StepEvent.from_dict(s.train(1)["events"][0])
-        return peak, event.memory.loading_bytes, own, s.trainer.backend.resident_bytes()
+        return peak, event.memory.loading_bytes, own, trainer_of(s).backend.resident_bytes()
 
 
 def _resident(line: str) -> int:

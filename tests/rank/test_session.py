@@ -18,6 +18,7 @@ from fsdp_lab.base.events import StepEvent
 from fsdp_lab.models import build
 from fsdp_lab.models.flops import Peak
 from fsdp_lab.rank import Session, prepare
+from fsdp_lab.rank.trainer import Trainer
 from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import RankAborted
 from tests.covering import tiered
@@ -50,6 +51,21 @@ def session(place: Place, **options: Any) -> Session:
         memory_cap=0.9 / place.sharing,
         **{"timeout_s": 20, **options},
     )
+
+
+@contextmanager
+def running(place: Place, given: Spec | dict[str, Any], *, steps: int = 0, **options: Any) -> Iterator[Session]:
+    """A Session that has applied a Spec and made so many steps of it."""
+    with closing(session(place, **options)) as s:
+        s.apply("run", given.to_dict() if isinstance(given, Spec) else given)
+        if steps:
+            s.train(steps)
+        yield s
+
+
+def trainer_of(s: Session) -> Trainer:
+    assert s.trainer is not None
+    return s.trainer
 
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -212,8 +228,7 @@ def test_a_refusal_leaves_all_as_it_was(pool: Pool) -> None:
 @contextmanager
 def before_batches(s: Session, do: Callable[[], object]) -> Iterator[None]:
     """Whatever a rank does before it takes each batch."""
-    assert s.trainer is not None
-    batches, inner = s.trainer.batches, s.trainer.batches.batch
+    batches, inner = trainer_of(s).batches, trainer_of(s).batches.batch
     batches.batch = lambda *args: (do(), inner(*args))[1]  # type: ignore[method-assign]
     try:
         yield
@@ -223,20 +238,18 @@ def before_batches(s: Session, do: Callable[[], object]) -> Iterator[None]:
 
 def _interrupted(place: Place, changes: dict[str, Any], whom: str) -> Any:
     """Rank 1 stalls in its third step, as a hung rank would; then SIGINT reaches `whom`; then they go on."""
-    s = session(place, reduction="rank_ordered")
-    s.apply("run", spec(**changes).to_dict())
-    losses = [e["mean_loss"] for e in s.train(2)["events"]]
-    signals = threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT))
-    if whom in ("all", str(place.rank)):
-        signals.start()
-    start_s = time.perf_counter()
-    with before_batches(s, lambda: _stall(s) if place.rank == 1 else None):
-        stopped = s.train(50)
-    seconds = time.perf_counter() - start_s - 0.7
-    signals.cancel()  # another rank's may have ended it: ours would end whatever comes next
-    losses += [e["mean_loss"] for e in stopped["events"]]
-    losses += [e["mean_loss"] for e in s.train(3)["events"]]
-    s.close()
+    with running(place, spec(**changes), reduction="rank_ordered") as s:
+        losses = [e["mean_loss"] for e in s.train(2)["events"]]
+        signals = threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT))
+        if whom in ("all", str(place.rank)):
+            signals.start()
+        start_s = time.perf_counter()
+        with before_batches(s, lambda: _stall(s) if place.rank == 1 else None):
+            stopped = s.train(50)
+        seconds = time.perf_counter() - start_s - 0.7
+        signals.cancel()  # another rank's may have ended it: ours would end whatever comes next
+        losses += [e["mean_loss"] for e in stopped["events"]]
+        losses += [e["mean_loss"] for e in s.train(3)["events"]]
     return stopped["stopped"], stopped["step"], losses, seconds
 
 
@@ -288,9 +301,7 @@ def _fails(place: Place, after_s: float = 0.0) -> Any:
             time.sleep(after_s)
             raise ZeroDivisionError("division by zero")
 
-    with closing(session(place)) as s:
-        s.apply("run", spec().to_dict())
-        s.train(2)
+    with running(place, spec(), steps=2) as s:
         with before_batches(s, fail):
             (said,) = answers(s, [fails(train(3))])
         return said, [e["step"] for e in s.train(2)["events"]]
@@ -304,9 +315,7 @@ def test_a_rank_that_raises_frees_and_tells_the_others(pool: Pool) -> None:
 
 
 def _forgets(place: Place) -> Any:
-    with closing(session(place)) as s:
-        s.apply("run", spec(model={**SMALL, "n_embd": 256, "n_layer": 8}).to_dict())
-        s.train(1)
+    with running(place, spec(model={**SMALL, "n_embd": 256, "n_layer": 8}), steps=1) as s:
         names = sorted(name for name, value in s.namespace().items() if value is not None)
         freed = s.unload()["freed_bytes"]
         with pytest.raises(RuntimeError, match="apply a Spec first"):
@@ -348,10 +357,8 @@ def test_switches_leave_no_group_open(pool: Pool) -> None:
 
 
 def _open_and_close(place: Place, given: dict[str, Any]) -> int:
-    s = session(place)
-    s.apply("run", given)
-    s.train(2)
-    s.close()
+    with running(place, given, steps=2):
+        pass
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -364,9 +371,7 @@ def test_a_session_that_is_closed_leaves_no_connection(pool: Pool) -> None:
 
 def _gone_before_the_other_comes(place: Place, given: dict[str, Any]) -> tuple[str, list[Any]]:
     """Rank 1 raises at once in a call that rank 0 comes to later."""
-    with closing(session(place)) as s:
-        s.apply("run", given)
-        s.train(1)
+    with running(place, given, steps=1) as s:
         trainer = s._lifecycle.require()
         with mock.patch.object(trainer, "advance", lambda **_: 1 / 0) if place.rank == 1 else nullcontext():
             while place.rank == 0 and s._protocol.monitor.announced(0) is None:

@@ -11,7 +11,7 @@ import pytest
 from fsdp_lab.rank import lifecycle
 from tests.pool import Place, Pool
 from tests.rank.test_evaluation import RESNET
-from tests.rank.test_session import DDP, apply, call, play, session, spec, train
+from tests.rank.test_session import DDP, apply, call, play, running, spec, train
 
 KINDS: list[dict[str, Any]] = [
     {"precision": "fp16", "offload": "all"},
@@ -54,17 +54,17 @@ def test_what_a_ledger_step_found_is_kept_and_what_is_dropped_is_gone(pool: Pool
 
 def _aborted(place: Place, given: dict[str, Any]) -> Any:
     """Rank 1 fails while the training is resumed; then it is resumed again."""
-    s = session(place, reduction="rank_ordered")
-    s.apply("run", given)
-    losses = [e["mean_loss"] for e in s.train(2)["events"]]
-    s.suspend()
-    failing = mock.patch.object(lifecycle, "build", side_effect=ZeroDivisionError) if place.rank == 1 else nullcontext()
-    with failing, pytest.raises((ZeroDivisionError, RuntimeError)):
-        s.resume("run")
-    step = s.resume("run")["step"]
-    losses += [e["mean_loss"] for e in s.train(2)["events"]]
-    again = s.resume("run")["step"]
-    s.close()
+    with running(place, given, reduction="rank_ordered") as s:
+        losses = [e["mean_loss"] for e in s.train(2)["events"]]
+        s.suspend()
+        failing = (
+            mock.patch.object(lifecycle, "build", side_effect=ZeroDivisionError) if place.rank == 1 else nullcontext()
+        )
+        with failing, pytest.raises((ZeroDivisionError, RuntimeError)):
+            s.resume("run")
+        step = s.resume("run")["step"]
+        losses += [e["mean_loss"] for e in s.train(2)["events"]]
+        again = s.resume("run")["step"]
     return step, again, losses
 
 

@@ -18,7 +18,7 @@ from fsdp_lab.models import build_skeleton, resolve
 from fsdp_lab.rank import checkpointing, lifecycle
 from fsdp_lab.rank.checkpointing import Checkpointer
 from tests.pool import Place, Pool
-from tests.rank.test_session import DDP, SMALL, session, spec
+from tests.rank.test_session import DDP, SMALL, running, session, spec, trainer_of
 
 FSDP1, FSDP2 = {"backend": "fsdp1"}, {"backend": "fsdp2"}
 PLACES = {  # the function that fails on rank 1: whether before it, or behind it
@@ -72,8 +72,7 @@ def _failed(place: Place, first: dict[str, Any], chain: list[tuple[dict[str, Any
         s.apply("run", first)
         losses = [e["mean_loss"] for e in s.train(1)["events"]]
         for other, failures in chain:
-            assert s.trainer is not None
-            before, said = s.trainer.spec, []
+            before, said = trainer_of(s).spec, []
             for where, calls in failures:
                 with failing(where, calls, place.rank):
                     try:
@@ -82,7 +81,7 @@ def _failed(place: Place, first: dict[str, Any], chain: list[tuple[dict[str, Any
                     except Exception as e:
                         said.append(type(e).__name__)
             losses += [e["mean_loss"] for e in s.train(1)["events"]]
-            told.append((said, s.trainer.spec == before))
+            told.append((said, trainer_of(s).spec == before))
             s.apply("run", other)
         losses += [e["mean_loss"] for e in s.train(1)["events"]]
     return told, losses
@@ -100,19 +99,16 @@ def test_nothing_is_lost(pool: Pool, steady: list[float]) -> None:
 
 def _busy(place: Place) -> tuple[list[int], list[int]]:
     """After a switch: how large the old storage is that an operation may use, and the rest."""
-    s = session(place)
-    s.apply("run", spec().to_dict())
-    s.train(1)
-    assert s.trainer is not None
-    storages = {
-        s.local.untyped_storage().data_ptr(): s.local.untyped_storage() for s in s.trainer.backend.param_shards()
-    }
-    used, *rest = storages
-    with mock.patch.object(s.context, "busy_addresses", lambda: {used}):
-        s.apply("run", spec(backend="ddp", sharding="no_shard").to_dict())
-    s.train(1)
-    found = [storages[used].nbytes()], [storages[at].nbytes() for at in rest]
-    s.close()
+    with running(place, spec(), steps=1) as s:
+        storages = {
+            s.local.untyped_storage().data_ptr(): s.local.untyped_storage()
+            for s in trainer_of(s).backend.param_shards()
+        }
+        used, *rest = storages
+        with mock.patch.object(s.context, "busy_addresses", lambda: {used}):
+            s.apply("run", spec(backend="ddp", sharding="no_shard").to_dict())
+        s.train(1)
+        found = [storages[used].nbytes()], [storages[at].nbytes() for at in rest]
     return found
 
 

@@ -16,7 +16,7 @@ from fsdp_lab.rank.trainer import checksum
 from fsdp_lab.spec.spec import Spec
 from tests.engine.scenarios.meter import growths
 from tests.pool import Place, Pool
-from tests.rank.test_session import BACKENDS, session
+from tests.rank.test_session import BACKENDS, session, trainer_of
 
 DEEP = {"model_type": "gpt2", "n_layer": 5, "n_embd": 192, "n_head": 4, "vocab_size": 512, "n_positions": 64}
 OTHERS: dict[str, dict[str, Any]] = {
@@ -34,8 +34,7 @@ def spec(**changes: Any) -> Spec:
 
 def held(s: Session) -> int:
     """Bytes of parameters and optimizer state between steps, and of what the backend keeps beside them."""
-    assert s.trainer is not None
-    backend = s.trainer.backend
+    backend = trainer_of(s).backend
     sizes = {storage_id(t): t.untyped_storage().nbytes() for t in (getattr(t, "_local_tensor", t)
              for role, t in backend.persistent_tensors() if role is not Role.GRADIENTS)}  # fmt: skip
     return sum(sizes.values()) + backend.resident_bytes()
@@ -50,16 +49,15 @@ def walk(place: Place, way: list[dict[str, Any]]) -> list[Any]:
         s.apply("run", way[0])
         s.train(1)
         for given in way[1:]:
-            assert s.trainer is not None
-            old, before, first = s.trainer.backend, held(s), checksum(s.trainer.backend)
+            old, before, first = trainer_of(s).backend, held(s), checksum(trainer_of(s).backend)
             mark()
-            if Spec.from_dict(given) == s.trainer.spec:
+            if Spec.from_dict(given) == trainer_of(s).spec:
                 s._lifecycle.rebuild()
             else:
                 s.apply("run", given)
             mark()
-            assert s.trainer.backend is not old
-            found.append((before, held(s), first, checksum(s.trainer.backend)))
+            assert trainer_of(s).backend is not old
+            found.append((before, held(s), first, checksum(trainer_of(s).backend)))
         s.train(1)
         s.close()
     return [(*one, grew) for one, grew in zip(found, grown(), strict=True)]
