@@ -15,11 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_lab.backends import check
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.models import build_skeleton, resolve
+from fsdp_lab.models import Batches, build_skeleton, resolve
 from fsdp_lab.spec.spec import Spec
 from tests.backends import train
 from tests.covering import tiered
 from tests.engine.parity import Outcome, Outcomes, assert_equal, assert_learned, plan
+from tests.models.small import filled
 from tests.pool import Place, Pool, RankError
 
 SMALL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 36, "n_head": 4, "vocab_size": 384, "n_positions": 32}
@@ -157,9 +158,15 @@ def test_a_number_of_micro_batches_is_between_every_one_and_the_last(outcomes: O
 
 @pytest.mark.parametrize("precision", tiered(["bf16", "bf16-pure", "fp16"], lambda precision: precision == "bf16"))
 def test_low_precision_stays_near_fp32(outcomes: Outcomes, precision: str) -> None:
-    plain = plainly(outcomes, 3)
+    """And begins with the loss of a model that is cast by hand; under DDP, of torch's autocast."""
+    plain, low = plainly(outcomes, 3), torch.float16 if precision == "fp16" else torch.bfloat16
+    model, batch = filled(SMALL), Batches(spec(2).workload, resolve(SMALL), rank=0, world_size=2).batch(0)
+    with torch.no_grad(), torch.autocast("cpu", dtype=low):
+        mixed = model(**batch)["loss"].item()
+    cast = model.to(low)(**batch)["loss"].item()
     plans = (plan((sharded(backend, 2, precision=precision), 3)) for backend in BACKENDS)
-    for other in outcomes.of(*plans, reduction="auto"):
+    for backend, other in zip(BACKENDS, outcomes.of(*plans, reduction="auto"), strict=True):
+        assert other.losses[0][0] == pytest.approx(mixed if backend == "ddp" else cast, rel=1e-4)
         for one, two in zip(plain.losses[0], other.losses[0], strict=True):
             assert one != two  # it did compute in another precision
             assert abs(one - two) < 0.05
