@@ -12,8 +12,8 @@ from fsdp_lab.models import resolve
 from fsdp_lab.models.own import drawing, seed_of_masks
 from fsdp_lab.spec.spec import Spec
 from tests.pool import Place, Pool
-from tests.rank.test_lr_schedule import outcome, planned, trained
-from tests.rank.test_session import running, spec, trainer_of
+from tests.rank.test_same_bits import summed
+from tests.rank.test_session import apply, play, running, spec, train, trainer_of
 
 ON = {"dropout": "config"}  # 0.1 in GPT-2: of embeddings, attention and residuals
 
@@ -22,16 +22,17 @@ def test_what_a_router_draws_whatever_its_config_says_is_the_same_again(pool: Po
     phimoe = {"model_type": "phimoe", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 384,
               "num_key_value_heads": 2, "intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2,
               "max_position_embeddings": 64}  # fmt: skip
-    plans = [planned((spec(model=phimoe, **c), 2)) for c in ({}, {"backend": "fsdp2"})]
-    told = pool.run(trained, 2, plans, reduction=None)
-    assert outcome(told, 0) == outcome(told, 1)
+    calls = [c for changes in ({}, {"backend": "fsdp2"})
+             for c in (apply(spec(model=phimoe, **changes), fresh=True), train(2, checks=range(2)))]  # fmt: skip
+    told = play(pool, 2, *calls, reduction="rank_ordered")
+    assert summed([mine[1]["events"] for mine in told]) == summed([mine[3]["events"] for mine in told])
 
 
 def test_masks_belong_to_the_samples_and_not_to_the_rank(pool: Pool) -> None:
     """Two ranks that accumulate two have the losses of one rank's first four micro-batches."""
-    two = pool.run(trained, 2, [planned((spec(2, accumulate=2, **ON), 1))], reduction=None)
+    two = play(pool, 2, apply(spec(2, accumulate=2, **ON)), train(1))
     one = pool.run(_losses, 1, spec(1, **ON).to_dict(), reduction=None)[0]
-    assert [rank[0][0]["loss"] for rank in two] == [
+    assert [told["events"][0]["loss"] for _, told in two] == [
         float(np.float32(np.float32(one[r]) + np.float32(one[r + 2]))) / 2 for r in range(2)
     ]
 

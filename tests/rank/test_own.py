@@ -42,27 +42,15 @@ def rank_with(place: Place, sent: dict[str, tuple[str, bytes]]) -> Any:
     return s
 
 
-def _train(place: Place, sent: Any, plan: list[tuple[dict[str, Any], int, bool]], evaluated: int = 0) -> Any:
-    """(losses, checksums, held-out losses) of all steps, and the last event, of each entry: a Spec, steps, afresh or not."""
-    s, losses, last = rank_with(place, sent), [], []
-    for given, count, fresh in plan:
-        begun = s.apply("run", given, fresh=fresh, evaluated=evaluated)["step"]
-        numbers = range(begun, begun + count)
-        found = s.train(count, checks=list(numbers), evaluations=dict.fromkeys(numbers, evaluated) if evaluated else {})
-        losses += [(e["mean_loss"], e["checksum"], e["eval_loss"]) for e in found["events"]]
-        last.append(found["events"][-1])
-    s.close()
-    return losses, last
-
-
-def train(pool: Pool, plan: list[tuple[Spec, int, bool]], evaluated: int = 0) -> Any:
-    """As `_train`, of rank 0, with the checksums of all ranks added up."""
-    sent = {k: v for made, *_ in plan for k, v in packed(made).items()}
-    given = [(made.to_dict(), count, fresh) for made, count, fresh in plan]
-    results = pool.run(_train, plan[0][0].world_size, sent, given, evaluated, reduction=None)
-    whole = [sum(r[0][i][1] for r in results) % (1 << 64) for i in range(len(results[0][0]))]
-    by_step = [(loss, total, held) for (loss, _, held), total in zip(results[0][0], whole, strict=True)]
-    return by_step, results[0][1]
+def train(pool: Pool, specs: Sequence[Spec], count: int, evaluated: int = 0) -> tuple[list[Any], list[dict[str, Any]]]:
+    """(loss, checksum of all ranks, held-out loss) of each step of each Spec, trained afresh; and the last event of each."""
+    asked = {"checks": range(count), "evaluations": dict.fromkeys(range(count), evaluated) if evaluated else {}}
+    calls = [c for made in specs for c in (apply(made, fresh=True, evaluated=evaluated), steps(count, **asked))]
+    by_rank = play_own(pool, *calls, specs=specs, world_size=specs[0].world_size)
+    events = [[e for answer in told[1::2] for e in answer["events"]] for told in by_rank]
+    by_step = [(es[0]["mean_loss"], sum(e["checksum"] for e in es) % (1 << 64), es[0]["eval_loss"])
+               for es in zip(*events, strict=True)]  # fmt: skip
+    return by_step, events[0][count - 1 :: count]
 
 
 BATCH_NORM_FROZEN_AND_TIED = (
@@ -78,7 +66,7 @@ BATCH_NORM_FROZEN_AND_TIED = (
 def test_all_backends_train_it_to_equal_bits(pool: Pool) -> None:
     made = spec(**own(cell(BATCH_NORM_FROZEN_AND_TIED, 15), held_out=0.25))
     kinds = [*BACKENDS.values(), {"recompute": "full"}]
-    found, last = train(pool, [(made.replace(**backend), 3, True) for backend in kinds], evaluated=3)
+    found, last = train(pool, [made.replace(**backend) for backend in kinds], 3, evaluated=3)
     assert found[0:3] == found[3:6] == found[6:9]
     assert len({loss for loss, *_ in found[:3]}) == 3 and all(held for *_, held in found)
     assert [e["tokens"] for e in last] == [2] * 5, "samples of a rank"
@@ -90,7 +78,7 @@ def test_all_backends_train_it_to_equal_bits(pool: Pool) -> None:
 
 def test_names_that_ranks_can_import_need_nothing_sent(pool: Pool) -> None:
     made = Spec().replace(model="tests.own_module:Net", loss="tests.own_module:loss", data="tests.own_module:Samples")
-    found, _ = train(pool, [(made.replace(lr=0.01), 10, True)])
+    found, _ = train(pool, [made.replace(lr=0.01)], 10)
     losses = [loss for loss, *_ in found]
     assert not packed(made) and sum(losses[-3:]) < sum(losses[:3])
 
@@ -98,7 +86,7 @@ def test_names_that_ranks_can_import_need_nothing_sent(pool: Pool) -> None:
 def test_an_evaluation_draws_the_same_numbers_whenever_it_is_taken(pool: Pool) -> None:
     names = cell(TEXT.replace("self.fc(self.norm(x))", "self.fc(self.norm(x + torch.randn_like(x)))"), 16)
     made = spec(**own(names, held_out=0.25, lr=1e-30, optimizer="sgd"))
-    found, _ = train(pool, [(made, 2, True), (made.replace(**DDP), 2, True)], evaluated=3)
+    found, _ = train(pool, [made, made.replace(**DDP)], 2, evaluated=3)
     assert len({held for *_, held in found}) == 1 < len({loss for loss, *_ in found})
 
 
@@ -120,7 +108,7 @@ def saved(pool: Pool, made: Spec, folder: Path) -> None:
 
 def train_afresh(pool: Pool, specs: dict[str, Spec], count: int) -> dict[str, list[float]]:
     """The losses of so many steps of each Spec, all of one world size, by its name."""
-    found, _ = train(pool, [(made, count, True) for made in specs.values()])
+    found, _ = train(pool, [*specs.values()], count)
     by_spec = [[loss for loss, *_ in found[i : i + count]] for i in range(0, len(found), count)]
     return dict(zip(specs, by_spec, strict=True))
 
@@ -224,7 +212,7 @@ def test_a_step_that_is_stopped_leaves_no_state_behind(pool: Pool) -> None:
 def test_a_checkpoint_continues_at_another_world_size(pool: Pool, tmp_path: Path) -> None:
     """One rank of four samples sees those of two ranks of two, so that losses agree to rounding."""
     made = spec()
-    steady, _ = train(pool, [(made, 5, True)])
+    steady, _ = train(pool, [made], 5)
     saved(pool, made, tmp_path)
     alone = made.replace(world_size=1, micro_batch=4, backend="fsdp2")
     restore = call("restore", "run", alone.to_dict(), str(tmp_path))
