@@ -23,7 +23,7 @@ from tests.rank.test_session import DDP, apply, fails, play, running, session, s
 SAMPLES = 7  # no multiple of what the ranks take at a time
 STEPS = 3  # the third is a ledger step
 EVALUATIONS = dict.fromkeys((0, 1), SAMPLES)
-RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic",
+RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 1], "layer_type": "basic",
           "num_labels": 10, "num_channels": 3, "image_size": 32}  # fmt: skip
 LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 384,
          "num_key_value_heads": 2, "intermediate_size": 48, "tie_word_embeddings": False,

@@ -39,7 +39,8 @@ def of_ranks(pool: Pool) -> list[list[list[dict[str, Any]]]]:
         calls += [apply(spec(**kind, lora=LORA), fresh=i == 0), train(1, checks=[i])]
     by_rank = play(pool, 2, *calls, apply(spec(), fresh=True), train(2, checks=range(2)), reduction="rank_ordered")
     found = [[a["events"] for a in answers[1::2]] for answers in by_rank]
-    return [[*steady[:STEPS], [e for one in steady[STEPS:-1] for e in one], steady[-1]] for steady in found]
+    n = len(BACKENDS)
+    return [[*told[:n], [e for one in told[n:-1] for e in one], told[-1]] for told in found]
 
 
 def _told(of_ranks: list[list[dict[str, Any]]]) -> list[Any]:
