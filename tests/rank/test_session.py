@@ -216,6 +216,7 @@ def test_a_refusal_leaves_all_as_it_was(pool: Pool) -> None:
         "strategy.offload": spec(backend="fsdp1", offload="all"),
         "workload.data": spec(data="/nowhere/at/all"),
         "workload.seq_len": spec(seq_len=65),
+        "workload.freeze": spec(freeze=["nothing.*"]),
         "strategy.backend": spec(model=EXPERTS, backend="fsdp2"),
         "strategy.recompute": spec(model=CACHES, recompute="full"),
     }
