@@ -24,19 +24,16 @@ LIMIT_S = 1.5
 
 Said = tuple[dict[str, Any], str, str]  # a fault of rank 1, and what ranks 0 and 1 say of it
 CUT = "RankAborted: all ranks joined {} .*the connection between them is stalled"
+RAISE = {"kind": "raise", "at_step": 2}
 RAISED, ELSEWHERE = "InjectedFault: injected in the {} of step 2$", "RankAborted: rank 1 failed: "
 OF_LAB: list[Said] = [
-    (
-        {"kind": "raise", "phase": "backward", "at_step": 2},
-        ELSEWHERE + RAISED.format("backward"),
-        RAISED.format("backward"),
-    ),
+    ({**RAISE, "phase": "backward"}, ELSEWHERE + RAISED.format("backward"), RAISED.format("backward")),
     ({"kind": "oom", "phase": "backward"}, f"{ELSEWHERE}RuntimeError: ", "RuntimeError: "),
     ({"kind": "cut"}, CUT.format("all_gather"), CUT.format("all_gather")),
 ]
 STALLED = "RankAborted: rank 1 did not join all_reduce .*, in _stall\n"  # also when the rank comes to itself
 OF_DDP: list[Said] = [  # what the others had applied is applied on all, and the third step has no event
-    ({"kind": "raise", "phase": "update", "at_step": 2}, ELSEWHERE + RAISED.format("update"), RAISED.format("update")),
+    ({**RAISE, "phase": "update"}, ELSEWHERE + RAISED.format("update"), RAISED.format("update")),
     ({"kind": "stall", "for_s": LIMIT_S + 1.5}, STALLED, STALLED),
     ({"kind": "cut"}, CUT.format("all_reduce"), CUT.format("all_reduce")),
 ]
