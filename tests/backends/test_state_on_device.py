@@ -21,7 +21,7 @@ from tests.wire.simulated_wire import Over, wire_on_device
 
 BATCH = Wait("host", "compute", "transfer._await_all")
 COPIES = Wait("host", "compute", "state._land")
-SPECS = [{}, {"sharding": "no_shard"}, {"offload": "all"}]
+SPECS = [{}, {"sharding": "no_shard"}, {"offload": "all"}, {"sharding": "shard_grad_op"}]
 
 
 def _trained(place: Place, device: SimulatedDevice | None = None) -> list[float]:

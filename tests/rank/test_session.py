@@ -350,7 +350,7 @@ def _switches_groups(place: Place, plans: list[dict[str, Any]], rounds: int) -> 
 def test_switches_leave_no_group_open(pool: Pool) -> None:
     """Each group has threads and connections of its own."""
     hybrid = {"sharding": "hybrid_shard", "shard_size": 2}
-    plans = [{"backend": b, **hybrid} for b in ("lab", "fsdp2", "fsdp1")] + [{"backend": "lab", "reshard_size": 2}]
+    plans = [{"backend": b, **hybrid} for b in ("lab", "fsdp2", "fsdp1")] + [{"reshard_size": 2}, {}]
     for by_round in pool.run(_switches_groups, 4, [spec(4, **p).to_dict() for p in plans], 2, reduction=None):
         assert [groups for groups, _ in by_round] == [0] * 2
         # a round makes many groups; torch's own threads come and go
