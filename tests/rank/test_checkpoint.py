@@ -273,6 +273,7 @@ def test_what_cannot_be_resumed_is_refused_on_all_ranks_alike(
         (lambda p: (p / MANIFEST).write_text("{"), "cannot be read"),
         (lambda p: (p / MANIFEST).write_text('{"format": 99}'), "has format 99"),
         (lambda p: next(p.glob("*.safetensors")).unlink(), "lacks its file"),
+        (lambda p: os.truncate(next(p.glob("*.safetensors")), 100), "is damaged"),
         (lambda p: _rename(p, "../../etc/passwd"), "does not lie in it"),
         (lambda p: p.rename(p.with_name(p.name + PARTIAL)), "was never finished"),
     ],
