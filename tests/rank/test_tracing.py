@@ -84,8 +84,8 @@ def test_tracing_changes_no_bit_and_the_ranks_clocks_agree(by_rank: list[list[li
     each is found on all its ranks by its number."""
     for plain, traced in zip(by_rank[0][::2], by_rank[0][1::2], strict=True):
         assert [(e.loss, e.grad_norm) for e in traced] == [(e.loss, e.grad_norm) for e in plain]
-    for traced in range(1, 2 * len(BACKENDS), 2):
-        for events in zip(*(of_rank[traced] for of_rank in by_rank), strict=True):
+    for run in range(1, 2 * len(BACKENDS), 2):
+        for events in zip(*(of_rank[run] for of_rank in by_rank), strict=True):
             timeline = Timeline.of(events)
             assert timeline.contradicted == () and all(lane.aligned for lane in timeline.lanes)
             met = _meetings({e.rank: e for e in events}, {e.rank: e.spans for e in events})
