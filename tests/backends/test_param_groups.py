@@ -18,7 +18,6 @@ from tests.backends.test_parity import BACKENDS, SMALL, outcome, sharded, spec
 from tests.engine.parity import Outcomes, assert_equal, plan
 from tests.pool import Place, Pool
 from tests.rank import test_session as sessions
-from tests.rank.test_lr_schedule import BACKENDS as STRATEGIES, COSINE, outcome as losses, planned, trained
 
 GROUPS = [
     {"match": ["transformer.h.0.*", "*.wte.*"], "lr": 0.001},
@@ -27,33 +26,17 @@ GROUPS = [
 
 
 @pytest.mark.slow
-def test_all_backends_have_the_same_groups(outcomes: Outcomes) -> None:
-    lab, *others = outcomes.of(*(plan((sharded(b, 2, param_groups=GROUPS), 3)) for b in BACKENDS))
-    for other in others:
-        assert_equal(other, lab)
-    offloaded = spec(2, param_groups=GROUPS, wrap="whole", offload="all", sharding="zero1")
-    assert_equal(outcome(outcomes, (offloaded, 3)), lab)
-    plain = outcome(outcomes, (sharded("lab", 2), 3))
-    assert any(not torch.equal(t, plain.parameters[n]) for n, t in lab.parameters.items())
-
-
-@pytest.mark.slow
-def test_a_switch_carries_them_and_can_change_them(outcomes: Outcomes) -> None:
-    changed = [plan(*((sharded(b, 2, param_groups=g), 2) for g in (None, GROUPS, GROUPS[:1]))) for b in BACKENDS]
-    around = plan(
-        *((sharded(b, 2, param_groups=g), 2) for b, g in zip(BACKENDS, (None, GROUPS, GROUPS[:1]), strict=False))
-    )
-    first, *others = outcomes.of(*changed, around)
+def test_all_backends_have_the_same_groups_and_a_switch_carries_and_changes_them(outcomes: Outcomes) -> None:
+    phases = (GROUPS, None, GROUPS[:1])
+    paths = [plan(*((sharded(b, 2, param_groups=g), 1) for g in phases)) for b in BACKENDS]
+    paths += [plan(*((sharded(b, 2, param_groups=g), 1) for b, g in zip(BACKENDS[1:], phases, strict=True)))]
+    offloaded = {"wrap": "whole", "offload": "all", "sharding": "zero1"}
+    paths += [plan(*((spec(2, param_groups=g, **offloaded), 1) for g in phases))]
+    first, *others = outcomes.of(*paths)
     for other in others:
         assert_equal(other, first)
-
-
-@pytest.mark.slow
-def test_a_schedule_scales_the_rate_of_each_group(pool: Pool) -> None:
-    plans = [planned((sessions.spec(param_groups=GROUPS, **COSINE, **b), 4)) for b in STRATEGIES.values()]
-    told = pool.run(trained, 2, plans, reduction=None)
-    for i in range(1, len(plans)):
-        assert losses(told, i) == losses(told, 0)
+    plain = outcome(outcomes, (sharded("lab", 2), 3))
+    assert any(not torch.equal(t, plain.parameters[n]) for n, t in first.parameters.items())
 
 
 def _live(place: Place, plan_: list[dict[str, Any]]) -> tuple[list[Any], int]:
@@ -63,17 +46,16 @@ def _live(place: Place, plan_: list[dict[str, Any]]) -> tuple[list[Any], int]:
         for given in plan_:
             s.apply("run", given)
             s.train(2)
-        assert s.trainer is not None
-        groups = [(g["lr"], g["weight_decay"]) for g in s.trainer.backend.optimizer.param_groups]
+        groups = [(g["lr"], g["weight_decay"]) for g in sessions.trainer_of(s).backend.optimizer.param_groups]
         s.close()
     return groups, built.call_count
 
 
 def test_rates_change_without_a_new_backend_and_patterns_with_one(pool: Pool) -> None:
     other = [{**GROUPS[0], "lr": 0.5}, {**GROUPS[1], "weight_decay": 0.25}]
-    specs = [sessions.spec(1, param_groups=g).to_dict() for g in (GROUPS, other)]
+    specs = [sessions.spec(1, param_groups=g, weight_decay=d).to_dict() for g, d in ((GROUPS, 0.1), (other, 0.3))]
     [(groups, built)] = pool.run(_live, 1, specs, reduction=None)
-    assert built == 1 and set(groups) == {(0.01, 0.1), (0.5, 0.1), (0.5, 0.0), (0.01, 0.25)}
+    assert built == 1 and set(groups) == {(0.01, 0.3), (0.5, 0.3), (0.5, 0.0), (0.01, 0.25)}
     [(_, built)] = pool.run(_live, 1, [specs[0], sessions.spec(1).to_dict()], reduction=None)
     assert built == 2
 

@@ -15,11 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_lab.backends import check
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.models import build_skeleton, resolve
+from fsdp_lab.models import Batches, build_skeleton, resolve
 from fsdp_lab.spec.spec import Spec
 from tests.backends import train
 from tests.covering import tiered
 from tests.engine.parity import Outcome, Outcomes, assert_equal, assert_learned, plan
+from tests.models.small import filled
 from tests.pool import Place, Pool, RankError
 
 SMALL = {"model_type": "gpt2", "n_layer": 2, "n_embd": 36, "n_head": 4, "vocab_size": 384, "n_positions": 32}
@@ -134,26 +135,38 @@ def test_fsdp1_accumulates_where_it_is_not_refused(outcomes: Outcomes, sharding:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", tiered(BACKENDS, lambda backend: backend == "fsdp1"))
-def test_a_number_of_micro_batches_is_between_every_one_and_the_last(outcomes: Outcomes, backend: str) -> None:
-    """1 is every one, and as many as there are, or more, the last; 2 of 3 leaves one for the last communication."""
-    syncs = ("every", 1, "last", 5, 2)
+def test_a_number_of_micro_batches_is_between_every_one_and_the_last(outcomes: Outcomes) -> None:
+    """Of 3, every second one leaves one for the last communication. What has been sent is added up alike."""
     options = {"accumulate": 3, "optimizer": "sgd"}
-    every, one, last, five, two = outcomes.of(*(plan((sharded(backend, 2, sync=sync, **options), 2)) for sync in syncs))
-    assert_equal(one, every)
-    assert_equal(five, last)
-    assert two.losses[0][0] == last.losses[0][0]
-    for other in (every, last):
-        assert any(not torch.equal(two.parameters[name], t) for name, t in other.parameters.items())
-        for name, t in other.parameters.items():
-            torch.testing.assert_close(two.parameters[name], t, rtol=1e-5, atol=1e-6)
+    sent = {
+        sync: [spec(2, sync=sync, **options).communicates(i) for i in range(3)] for sync in ("every", 1, 2, "last", 5)
+    }
+    assert sent["every"] == sent[1] == [True] * 3 and sent["last"] == sent[5] == [False, False, True]
+    assert sent[2] == [False, True, True]
+    by_sync = {}
+    for sync in ("every", "last", 2):
+        lab, *others = outcomes.of(*(plan((sharded(b, 2, sync=sync, **options), 2)) for b in BACKENDS))
+        for other in others:
+            torch.testing.assert_close(other.parameters, lab.parameters, rtol=1e-5, atol=1e-6)
+            assert sync != "last" or other.losses == lab.losses
+        by_sync[sync] = lab.parameters
+    two = by_sync.pop(2)
+    for other in by_sync.values():
+        assert any(not torch.equal(two[name], t) for name, t in other.items())
+        torch.testing.assert_close(two, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("precision", tiered(["bf16", "bf16-pure", "fp16"], lambda precision: precision == "bf16"))
 def test_low_precision_stays_near_fp32(outcomes: Outcomes, precision: str) -> None:
-    plain = plainly(outcomes, 3)
+    """And begins with the loss of a model that is cast by hand; under DDP, of torch's autocast."""
+    plain, low = plainly(outcomes, 3), torch.float16 if precision == "fp16" else torch.bfloat16
+    model, batch = filled(SMALL), Batches(spec(2).workload, resolve(SMALL), rank=0, world_size=2).batch(0)
+    with torch.no_grad(), torch.autocast("cpu", dtype=low):
+        mixed = model(**batch)["loss"].item()
+    cast = model.to(low)(**batch)["loss"].item()
     plans = (plan((sharded(backend, 2, precision=precision), 3)) for backend in BACKENDS)
-    for other in outcomes.of(*plans, reduction="auto"):
+    for backend, other in zip(BACKENDS, outcomes.of(*plans, reduction="auto"), strict=True):
+        assert other.losses[0][0] == pytest.approx(mixed if backend == "ddp" else cast, rel=1e-4)
         for one, two in zip(plain.losses[0], other.losses[0], strict=True):
             assert one != two  # it did compute in another precision
             assert abs(one - two) < 0.05

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -66,9 +67,9 @@ def _on_device(place: Place, mode: Mode, without: Wait | None = None) -> tuple[l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", Mode, ids=lambda mode: mode.value)
-def test_every_wait_is_there(pool: Pool, mode: Mode) -> None:
-    plain = pool.run(_trained, 2, reduction="native")
-    for rank, (races, arrived, losses) in enumerate(pool.run(_on_device, 2, mode, reduction=None)):
+def test_every_wait_is_there(ran: Callable[..., list[Any]], mode: Mode) -> None:
+    plain = ran(_trained, 2, reduction="native")
+    for rank, (races, arrived, losses) in enumerate(ran(_on_device, 2, mode, reduction=None)):
         assert races == [] and arrived
         assert losses == plain[rank]
 

@@ -13,8 +13,7 @@ from fsdp_lab.rank.calibration import MEASURING_S, HardwareProbe, measured_group
 
 
 @pytest.mark.parametrize(
-    ("hosts", "per_host"),
-    [(("a", "a", "b", "b"), 2), (("a", "b", "a", "b"), 4), (("a", "a", "b"), 3), ((), 4)],
+    ("hosts", "per_host"), [(("a", "a", "b", "b"), 2), (("a", "b", "a", "b"), 4), (("a", "a", "b"), 3), ((), 4)]
 )
 def test_ranks_of_a_host_are_counted_where_hosts_are_alike(hosts: tuple[str, ...], per_host: int) -> None:
     info: Any = SimpleNamespace(device=torch.device("cpu"), world_size=len(hosts) or 4)

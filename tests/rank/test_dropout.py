@@ -1,88 +1,51 @@
-"""Dropout as a model's config says: the same masks under every backend and strategy, at other world sizes, and again."""
+"""Dropout as a config says: the same masks at other world sizes. Under all backends: test_same_bits.py; in a resumed run:
+test_checkpoint.py."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from fsdp_lab.models import resolve
 from fsdp_lab.models.own import drawing, seed_of_masks
 from fsdp_lab.spec.spec import Spec
 from tests.pool import Place, Pool
-from tests.rank.test_lr_schedule import BACKENDS, outcome, planned, trained
-from tests.rank.test_session import session, spec
+from tests.rank.test_same_bits import summed
+from tests.rank.test_session import apply, play, running, spec, train, trainer_of
 
 ON = {"dropout": "config"}  # 0.1 in GPT-2: of embeddings, attention and residuals
-
-
-@pytest.mark.slow
-def test_masks_are_the_same_under_every_backend_and_in_a_recomputed_forward(pool: Pool) -> None:
-    changes = [*BACKENDS.values(), {"sharding": "zero1", "recompute": "full"}]
-    plans = [planned((spec(**ON, **c), 3)) for c in changes]
-    switched = planned(*((spec(**ON, **b), 1) for b in (BACKENDS["lab"], BACKENDS["ddp"], BACKENDS["fsdp2"])))
-    off = planned((spec(), 3))
-    told = pool.run(trained, 2, [*plans, switched, off], reduction=None)
-    for plan in range(1, len(plans) + 1):
-        assert outcome(told, plan) == outcome(told, 0)
-    assert outcome(told, len(plans) + 1)[0] != outcome(told, 0)[0]
 
 
 def test_what_a_router_draws_whatever_its_config_says_is_the_same_again(pool: Pool) -> None:
     phimoe = {"model_type": "phimoe", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 384,
               "num_key_value_heads": 2, "intermediate_size": 48, "num_local_experts": 4, "num_experts_per_tok": 2,
               "max_position_embeddings": 64}  # fmt: skip
-    plans = [planned((spec(model=phimoe, **c), 2)) for c in ({}, BACKENDS["fsdp2"])]
-    told = pool.run(trained, 2, plans, reduction=None)
-    assert outcome(told, 0) == outcome(told, 1)
+    calls = [c for changes in ({}, {"backend": "fsdp2"})
+             for c in (apply(spec(model=phimoe, **changes), fresh=True), train(2, checks=range(2)))]  # fmt: skip
+    told = play(pool, 2, *calls, reduction="rank_ordered")
+    assert summed([mine[1]["events"] for mine in told]) == summed([mine[3]["events"] for mine in told])
 
 
 def test_masks_belong_to_the_samples_and_not_to_the_rank(pool: Pool) -> None:
     """Two ranks that accumulate two have the losses of one rank's first four micro-batches."""
-    two = pool.run(trained, 2, [planned((spec(2, accumulate=2, **ON), 1))], reduction=None)
+    two = play(pool, 2, apply(spec(2, accumulate=2, **ON)), train(1))
     one = pool.run(_losses, 1, spec(1, **ON).to_dict(), reduction=None)[0]
-    assert [rank[0][0]["loss"] for rank in two] == [
+    assert [told["events"][0]["loss"] for _, told in two] == [
         float(np.float32(np.float32(one[r]) + np.float32(one[r + 2]))) / 2 for r in range(2)
     ]
 
 
 def _losses(place: Place, given: dict[str, Any]) -> list[float]:
     """Of the first four micro-batches, one after the other, at the initial values."""
-    s = session(place)
-    s.apply("run", given, fresh=True)
-    trainer, found = s.trainer, []
-    for i in range(4):
-        trainer.progress.samples = 2 * i
-        found.append(float(trainer._accumulate()))
-        trainer.discard()
-    s.close()
+    with running(place, given) as s:
+        trainer, found = trainer_of(s), []
+        for i in range(4):
+            trainer.progress.samples = 2 * i
+            found.append(float(trainer._accumulate()))
+            trainer.discard()
     return found
-
-
-def _resumed(place: Place, given: dict[str, Any], root: str) -> tuple[list[Any], list[Any], bool]:
-    s = session(place)
-    s.apply("run", given, fresh=True)
-    torch.manual_seed(5)
-    s.train(2)
-    drawn = torch.rand(3)
-    s.save(root)
-    first = s.train(2)["events"]
-    assert not s.saves(30.0)["under_way"]
-    s.restore("again", given, root)
-    again = s.train(2, evaluations={3: 4})["events"]
-    torch.manual_seed(5)
-    own = bool((torch.rand(3) == drawn).all())
-    s.close()
-    return first, again, own
-
-
-def test_a_resumed_run_has_the_same_masks_and_a_users_own_draws_are_left_alone(pool: Pool, tmp_path: Path) -> None:
-    """An evaluation, without masks, changes nothing either."""
-    for first, again, own in pool.run(_resumed, 2, spec(**ON).to_dict(), str(tmp_path), reduction=None):
-        assert [e["loss"] for e in first] == [e["loss"] for e in again] and own
 
 
 def test_compile_is_refused_with_the_reason() -> None:

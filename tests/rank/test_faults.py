@@ -5,85 +5,63 @@ Those that end or stop a process are in tests/lab/test_faults.py.
 
 from __future__ import annotations
 
-from contextlib import closing
+import re
 from typing import Any
 
 import pytest
 
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.cluster.remote import memory_short
-from tests.covering import tiered
+from fsdp_lab.rank.faults import slower
+from fsdp_lab.spec.faults import Fault, FaultKind
+from fsdp_lab.wire import Link
 from tests.pool import Place, Pool
 from tests.rank.test_not_finite import said_by
-from tests.rank.test_session import BACKENDS, DDP, apply, call, fails, follow, play, session, spec, train
+from tests.rank.test_session import DDP, apply, call, fails, play, running, session, spec, train
 
 LIMIT_S = 1.5
 
 
-def faulted(pool: Pool, changes: dict[str, Any], fault: dict[str, Any]) -> list[tuple[str, dict[int, float]]]:
-    """By rank: what is said of a fault that is armed for the third step, and all losses by step."""
-    arm = call("arm", {"at_step": 2, **fault})
-    calls = (apply(spec(**changes)), train(2), arm, fails(train(3)), train(3), call("disarm"))
-    told = []
-    by_rank = play(pool, 2, *calls, reduction="rank_ordered", hang_s=LIMIT_S)
-    for rank, (_, before, armed, said, after, disarmed) in enumerate(by_rank):
-        assert armed == {"armed": rank in fault["ranks"]}
+Said = tuple[dict[str, Any], str, str]  # a fault of rank 1, and what ranks 0 and 1 say of it
+CUT = "RankAborted: all ranks joined {} .*the connection between them is stalled"
+RAISE = {"kind": "raise", "at_step": 2}
+RAISED, ELSEWHERE = "InjectedFault: injected in the {} of step 2$", "RankAborted: rank 1 failed: "
+OF_LAB: list[Said] = [
+    ({**RAISE, "phase": "backward"}, ELSEWHERE + RAISED.format("backward"), RAISED.format("backward")),
+    ({"kind": "oom", "phase": "backward"}, f"{ELSEWHERE}RuntimeError: ", "RuntimeError: "),
+    ({"kind": "cut"}, CUT.format("all_gather"), CUT.format("all_gather")),
+]
+STALLED = "RankAborted: rank 1 did not join all_reduce .*, in _stall\n"  # also when the rank comes to itself
+OF_DDP: list[Said] = [  # what the others had applied is applied on all, and the third step has no event
+    ({**RAISE, "phase": "update"}, ELSEWHERE + RAISED.format("update"), RAISED.format("update")),
+    ({"kind": "stall", "for_s": LIMIT_S + 1.5}, STALLED, STALLED),
+    ({"kind": "cut"}, CUT.format("all_reduce"), CUT.format("all_reduce")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "faults", "steps"), [({}, OF_LAB, [0, 1, 2, 3, 4]), (DDP, OF_DDP, [0, 1, 3, 4, 5])], ids=["lab", "ddp"]
+)
+def test_each_fault_is_said_and_training_goes_on_from_the_last_good_step(
+    pool: Pool, steady: list[float], changes: dict[str, Any], faults: list[Said], steps: list[int]
+) -> None:
+    calls = [apply(spec(**changes)), train(2)]
+    for fault, *_ in faults:
+        calls += [call("arm", {**fault, "ranks": [1]}), fails(train(2)), train(1)]
+    by_rank = play(pool, 2, *calls, call("disarm"), reduction="rank_ordered", hang_s=LIMIT_S)
+    for rank, (_, before, *told, disarmed) in enumerate(by_rank):
         assert disarmed == {"disarmed": 0}, "it is armed no longer"
-        told.append((said, {e["step"]: e["mean_loss"] for e in (*before["events"], *after["events"])}))
-    return told
-
-
-def goes_on(pool: Pool, changes: dict[str, Any], losses: list[dict[int, float]]) -> None:
-    """From the last good step, bit for bit, on all ranks at the same one."""
-    (steady, _), _ = follow(pool, [(spec(**changes), 6)])
-    wanted = {e.step: e.mean_loss for e in steady}
-    assert all(one == losses[0] for one in losses) and len(losses[0]) == 5
-    assert losses[0] == {step: wanted[step] for step in losses[0]}
-
-
-@pytest.mark.parametrize(
-    ("backend", "phase"),
-    tiered([("lab", "backward"), ("ddp", "update"), ("fsdp2", "forward")], lambda backend, phase: backend != "fsdp2"),
-)
-def test_what_raises_in_a_step_is_said(pool: Pool, backend: str, phase: str) -> None:
-    changes = {**BACKENDS[backend], "clip_norm": 0.1, "optimizer": "sgd"}
-    fault = {"kind": "raise", "ranks": [1], "phase": phase}
-    (zero, mine), (one, theirs) = faulted(pool, changes, fault)
-    assert one == f"InjectedFault: injected in the {phase} of step 2"
-    assert zero == f"RankAborted: rank 1 failed: {one}"
-    assert (2 in mine) == (phase != "update"), "where the others had applied it, it is applied on all"
-    goes_on(pool, changes, [mine, theirs])
-
-
-@pytest.mark.slow
-def test_memory_that_cannot_be_had_is_said(pool: Pool) -> None:
-    fault = {"kind": "oom", "ranks": [1], "phase": "backward"}
-    (zero, mine), (one, theirs) = faulted(pool, {}, fault)
-    assert "MiB more could not be allocated; give a smaller micro_batch" in memory_short(RuntimeError(one))
-    assert zero.startswith("RankAborted: rank 1 failed: RuntimeError: ")
-    goes_on(pool, {}, [mine, theirs])
-
-
-@pytest.mark.slow
-def test_a_stalled_rank_is_named_and_shown(pool: Pool) -> None:
-    fault = {"kind": "stall", "ranks": [1], "for_s": LIMIT_S + 1.5}
-    (zero, mine), (one, theirs) = faulted(pool, {}, fault)
-    assert zero.startswith("RankAborted: rank 1 did not join all_gather ") and ", in _stall\n" in zero
-    assert one == zero, "when the rank comes to itself"
-    goes_on(pool, {}, [mine, theirs])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "what"), tiered([({}, "all_gather"), (DDP, "all_reduce")], lambda changes, what: not changes)
-)
-def test_a_cut_link_is_found_and_the_collective_is_named(pool: Pool, changes: dict[str, Any], what: str) -> None:
-    fault = {"kind": "cut", "ranks": [1]}
-    told = faulted(pool, changes, fault)
-    for said, _ in told:
-        assert said.startswith(f"RankAborted: all ranks joined {what} "), said
-        assert "the connection between them is stalled" in said
-    goes_on(pool, changes, [losses for _, losses in told])
+        for (fault, *sentences), armed, said in zip(faults, told[::3], told[1::3], strict=True):
+            assert armed == {"armed": rank == 1}
+            assert re.match(sentences[rank], said, re.DOTALL), said
+            assert (
+                fault["kind"] != "oom"
+                or rank == 0
+                or "MiB more could not be allocated; give a smaller micro_batch" in (memory_short(RuntimeError(said)))
+            )
+        losses = {e["step"]: e["mean_loss"] for answer in (before, *told[2::3]) for e in answer["events"]}
+        assert losses == {step: steady[step] for step in steps}
 
 
 def _cut_for_good(place: Place) -> Any:
@@ -107,22 +85,20 @@ def test_a_link_can_be_cut_for_good(pool: Pool) -> None:
 
 
 @pytest.mark.slow
-def test_a_slow_link_holds_all_ranks_up_and_changes_no_bit(pool: Pool) -> None:
+def test_a_slow_link_holds_all_ranks_up_and_changes_no_bit(pool: Pool, steady: list[float]) -> None:
     """From chunk to chunk, until it is taken back."""
     slow = call("arm", {"kind": "slow", "ranks": [1], "link": "1 MB/s"})
     calls = (apply(spec()), train(2), slow, train(1), train(2), call("disarm"), train(2))
-    (steady, _), _ = follow(pool, [(spec(), 7)])
     for _, *answers in play(pool, 2, *calls, reduction="rank_ordered"):
         chunks = [[StepEvent.from_dict(e) for e in a["events"]] for a in answers if "events" in a]
-        assert [e.mean_loss for chunk in chunks for e in chunk] == [e.mean_loss for e in steady]
+        assert [e.mean_loss for chunk in chunks for e in chunk] == steady[:7]
         for e in chunks[2]:
             sent = sum(t.link_bytes for kind, t in e.comm.items() if kind != "control")
             assert e.step_time_s > 0.9 * sent / 1e6 > 0.1
 
 
 def _slower_than_the_wire(place: Place) -> float | None:
-    with closing(session(place)) as s:
-        s.apply("run", spec().to_dict())
+    with running(place, spec()) as s:
         s.arm({"kind": "slow", "ranks": [1], "factor": 50})
         s.train(1)
         return s._faults.link.bytes_per_s if s._faults.link else None
@@ -131,6 +107,10 @@ def _slower_than_the_wire(place: Place) -> float | None:
 def test_where_no_link_is_emulated_the_real_one_is_measured(pool: Pool) -> None:
     zero, one = pool.run(_slower_than_the_wire, 2, reduction=None)
     assert zero is None and one is not None and one > 0
+    fault = Fault(kind=FaultKind.SLOW, ranks=(1,), factor=50)
+    for now, rate_and_latency in ((None, (2.0, 0.0)), (Link(bytes_per_s=50.0, latency_s=1.0), (1.0, 50.0))):
+        link = slower(fault, now, lambda: 100.0)
+        assert (link.bytes_per_s, link.latency_s) == rate_and_latency
 
 
 def test_what_cannot_be_is_refused_on_all_ranks_and_what_is_armed_can_be_taken_back(pool: Pool) -> None:

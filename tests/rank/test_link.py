@@ -12,21 +12,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_lab.base.events import StepEvent
-from tests.covering import tiered
+from fsdp_lab.base.events import Carrier, StepEvent
+from fsdp_lab.wire import exchange
 from tests.pool import Place, Pool
-from tests.rank.test_lr_schedule import outcome, planned, trained
-from tests.rank.test_session import BACKENDS, apply, fails, follow, play, session, spec, train
-
-
-@pytest.mark.slow
-def test_results_do_not_change_by_a_bit_under_any_backend(pool: Pool) -> None:
-    plans = [planned((spec(optimizer="sgd", lr=0.1, link=link, **backend), 3)) for backend in BACKENDS.values()
-             for link in (None, "20 MB/s, 0.2 ms")]  # fmt: skip
-    told = pool.run(trained, 2, plans, reduction=None)
-    for plan in range(0, len(plans), 2):
-        assert outcome(told, plan) == outcome(told, plan + 1)
-        assert [e["grad_norm"] for e in told[0][plan]] == [e["grad_norm"] for e in told[0][plan + 1]]
+from tests.rank.test_session import DDP, Call, _play, apply, fails, follow, play, running, session, spec, train
 
 
 def _switched(place: Place, plan: list[tuple[dict[str, Any], int]]) -> tuple[list[dict[str, Any]], list[Any], bool]:
@@ -40,12 +29,11 @@ def _switched(place: Place, plan: list[tuple[dict[str, Any], int]]) -> tuple[lis
 
 
 @pytest.mark.slow
-def test_it_is_switched_while_training(pool: Pool) -> None:
+def test_it_is_switched_while_training(pool: Pool, steady: list[float]) -> None:
     plan = [(spec(link=link).to_dict(), 2) for link in (None, "2 MB/s", None, "4 MB/s")]
-    (steady, _), _ = follow(pool, [(spec(), 8)])
     for told, answers, nothing_rebuilt in pool.run(_switched, 2, plan, reduction=None):
         events = [StepEvent.from_dict(e) for e in told]
-        assert [e.mean_loss for e in events] == [e.mean_loss for e in steady]
+        assert [e.mean_loss for e in events] == steady[:8]
         assert nothing_rebuilt and [a["carried"] for a in answers] == [False, True, True, True]
         noted = [[n for n in e.notes if "link" in n] for e in events]
         assert noted == [[]] * 2 + [["Emulated link: 2 MB/s."]] * 2 + [[]] * 2 + [["Emulated link: 4 MB/s."]] * 2
@@ -79,9 +67,7 @@ def test_a_scaled_link_says_what_it_comes_to(pool: Pool) -> None:
 
 def _stopped(place: Place, given: dict[str, Any]) -> tuple[float, bool, list[int]]:
     """SIGINT on rank 0, within a transfer of a minute; seconds until `train` returns. Then on without the link."""
-    with closing(session(place)) as s:
-        s.apply("run", given)
-        s.train(1)
+    with running(place, given, steps=1) as s:
         s.apply("run", {**given, "link": "3 kB/s"})
         start_s = time.perf_counter()
         if place.rank == 0:
@@ -92,7 +78,37 @@ def _stopped(place: Place, given: dict[str, Any]) -> tuple[float, bool, list[int
         return freed_s, stopped, [e["step"] for e in s.train(2)["events"]]
 
 
-@pytest.mark.parametrize("backend", tiered(["lab", "ddp"], lambda backend: backend == "lab"))
-def test_a_stop_does_not_wait_for_the_link(pool: Pool, backend: str) -> None:
-    for freed_s, stopped, steps in pool.run(_stopped, 2, spec(**BACKENDS[backend]).to_dict(), reduction=None):
+def test_a_stop_does_not_wait_for_the_link(pool: Pool) -> None:
+    for freed_s, stopped, steps in pool.run(_stopped, 2, spec().to_dict(), reduction=None):
         assert stopped and steps == [1, 2] and freed_s < 20
+
+
+# -- what the collectives of a training go over, told in the first step after a switch ---------------------------------
+
+HYBRID = {"sharding": "hybrid_shard", "shard_size": 2}
+
+
+def test_it_is_measured_once_and_told_after_each_switch(pool: Pool) -> None:
+    (mine, _), _ = follow(pool, [(spec(), 2), (spec(**DDP), 2), (spec(link="0.01 GB/s"), 1)])
+    told = [e.carriers for e in mine]
+    (carrier,) = told[0]
+    assert (carrier.between, carrier.name) == ("ranks", "shared memory") and carrier.bytes_per_s > 1e6
+    assert told == [(carrier,), (), (carrier,), (), ()], "an emulated link has a note of its own"
+
+
+def _on_two_hosts(place: Place, calls: list[Call]) -> list[tuple[Carrier, ...]]:
+    """Of each, as if ranks 0 and 1 were on one host and the others on another."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "host_id", lambda: f"host {place.rank // 2}")
+        events = [answer["events"][0] for answer in _play(place, calls, {})[1::2]]
+    return [StepEvent.from_dict(event).carriers for event in events]
+
+
+@pytest.mark.slow
+def test_hybrid_sharding_has_memory_inside_hosts_and_gloo_between_them(pool: Pool) -> None:
+    plan = [spec(4, **HYBRID), spec(4, **HYBRID, gather="mapped"), spec(4)]
+    calls = [c for given in plan for c in (apply(given, fresh=True), train(1))]
+    for hybrid, mapped, whole in pool.run(_on_two_hosts, 4, calls, reduction=None):
+        for carriers in (hybrid, mapped):
+            assert [(c.between, c.name) for c in carriers] == [("shards", "shared memory"), ("replicas", "Gloo")]
+        assert [(c.between, c.name) for c in whole] == [("ranks", "Gloo")]

@@ -23,19 +23,24 @@ from tests.rank.test_session import DDP, SMALL, apply, play, spec, train
 
 LORA = {"r": 4, "targets": ["c_attn", "c_proj", "wte"]}  # wte is tied to the head
 BACKENDS: tuple[dict[str, Any], ...] = (
-    {}, {"backend": "fsdp2"}, {"backend": "fsdp1"}, DDP,
-    {"sharding": "shard_grad_op", "recompute": "full", "offload": "optimizer"},
+    {"sharding": "shard_grad_op", "recompute": "full", "offload": "optimizer"}, {"backend": "fsdp2"}, {"backend": "fsdp1"},
+    DDP,
 )  # fmt: skip
 STEPS = 4
 
 
 @pytest.fixture(scope="module")
 def of_ranks(pool: Pool) -> list[list[list[dict[str, Any]]]]:
-    """By rank and Spec the events of each backend with adapters, and last those of the model alone."""
-    specs = [*(spec(**kind, lora=LORA) for kind in BACKENDS), spec()]
-    calls = [c for given in specs for c in (apply(given, fresh=True), train(STEPS, checks=range(STEPS)))]
-    found = play(pool, 2, *calls, reduction="rank_ordered")
-    return [[a["events"] for a in answers[1::2]] for answers in found]
+    """By rank the events of each backend with adapters, of a switch through all of them, and last of the model alone."""
+    calls = [
+        c for kind in BACKENDS for c in (apply(spec(**kind, lora=LORA), fresh=True), train(STEPS, checks=range(STEPS)))
+    ]
+    for i, kind in enumerate(BACKENDS):
+        calls += [apply(spec(**kind, lora=LORA), fresh=i == 0), train(1, checks=[i])]
+    by_rank = play(pool, 2, *calls, apply(spec(), fresh=True), train(2, checks=range(2)), reduction="rank_ordered")
+    found = [[a["events"] for a in answers[1::2]] for answers in by_rank]
+    n = len(BACKENDS)
+    return [[*told[:n], [e for one in told[n:-1] for e in one], told[-1]] for told in found]
 
 
 def _told(of_ranks: list[list[dict[str, Any]]]) -> list[Any]:
@@ -45,23 +50,13 @@ def _told(of_ranks: list[list[dict[str, Any]]]) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_all_backends_train_the_same_adapters_and_begin_with_the_loss_of_the_model_alone(
+def test_all_backends_and_a_live_switch_train_the_same_adapters_and_begin_with_the_loss_of_the_model_alone(
     of_ranks: list[list[list[dict[str, Any]]]],
 ) -> None:
     *adapters, plain = [_told(list(one)) for one in zip(*of_ranks, strict=True)]
-    assert adapters == adapters[:1] * len(BACKENDS)
+    assert adapters == adapters[:1] * (len(BACKENDS) + 1)
     assert adapters[0][0][0] == plain[0][0] and adapters[0][1][0] != plain[1][0]
     assert adapters[0][-1][0] < adapters[0][0][0], "they learn"
-
-
-@pytest.mark.slow
-def test_a_live_switch_takes_them_along(pool: Pool, of_ranks: list[list[list[dict[str, Any]]]]) -> None:
-    kinds = BACKENDS[:4]
-    assert len(kinds) == STEPS
-    calls = [c for i, kind in enumerate(kinds) for c in (apply(spec(**kind, lora=LORA)), train(1, checks=[i]))]
-    switched = play(pool, 2, *calls, reduction="rank_ordered")
-    events = [[e for a in answers[1::2] for e in a["events"]] for answers in switched]
-    assert _told(events) == _told([told[0] for told in of_ranks])
 
 
 @pytest.mark.slow

@@ -1,67 +1,20 @@
-"""The learning rate over steps: alike under all backends, in a run that is switched, changed or resumed, and told."""
+"""The learning rate over steps, in a run that is changed. Under all backends: test_same_bits.py; resumed:
+test_checkpoint.py."""
 
 from __future__ import annotations
 
-from contextlib import closing
-from pathlib import Path
-from typing import Any
-
-import pytest
-
-from fsdp_lab.spec.spec import Spec
-from tests.pool import Place, Pool
-from tests.rank.test_session import BACKENDS, DDP, apply, call, play, session, spec, train
+from tests.pool import Pool
+from tests.rank.test_session import apply, call, play, spec, train
 
 COSINE = {"lr_schedule": "cosine", "warmup_steps": 2, "decay_steps": 6, "lr_end": 0.1}
-
-
-def trained(place: Place, plans: list[list[tuple[dict[str, Any], int]]]) -> list[list[dict[str, Any]]]:
-    """The events of each plan, whose Specs follow each other; each last step of a Spec with a checksum."""
-    told = []
-    with closing(session(place, reduction="rank_ordered")) as s:
-        for i, plan in enumerate(plans):
-            events: list[dict[str, Any]] = []
-            for j, (given, steps) in enumerate(plan):
-                s.apply(f"run{i}", given, fresh=j == 0)
-                events += s.train(steps, checks=[len(events) + steps - 1])["events"]
-            told.append(events)
-    return told
-
-
-def outcome(by_rank: list[list[list[dict[str, Any]]]], plan: int) -> tuple[list[float], int]:
-    """The losses, and the checksum of the parameters of one replica at the end."""
-    events = [told[plan] for told in by_rank]
-    last = [e[-1] for e in events]
-    checksum = sum(e["checksum"] for e in last if e["replica"] == 0) % (1 << 64)
-    return [e["mean_loss"] for e in events[0]], checksum
-
-
-def planned(*parts: tuple[Spec, int]) -> list[tuple[dict[str, Any], int]]:
-    return [(part.to_dict(), steps) for part, steps in parts]
-
-
-@pytest.mark.slow
-def test_the_rates_of_all_backends_are_equal_and_survive_a_switch(pool: Pool) -> None:
-    steady = [planned((spec(**COSINE, **b), 8)) for b in BACKENDS.values()]
-    switched = planned(*((spec(**COSINE, **b), 2) for b in BACKENDS.values()))
-    plain = planned((spec(), 8))
-    told = pool.run(trained, 2, [*steady, switched, plain], reduction=None)
-    for plan in range(1, 5):
-        assert outcome(told, plan) == outcome(told, 0)
-    assert outcome(told, 5) != outcome(told, 0)
-    rates = spec(**COSINE).workload.rates
-    for plan in range(5):
-        assert [e["lr"] for e in told[1][plan]] == [0.01 * rates.factor(step) for step in range(8)]
-    assert [e["lr"] for e in told[0][5]] == [0.01] * 8 and told[0][5][0]["loss_scale"] is None
 
 
 def test_a_change_of_rates_needs_no_new_backend(pool: Pool) -> None:
     """And it counts from the run's first step."""
     linear = spec(1, lr=0.02, lr_schedule="linear", decay_steps=10)
-    plan = planned((spec(1), 2), (linear, 2), (spec(1, **COSINE), 2))
-    [told] = pool.run(trained, 1, [plan], reduction=None)
-    factor = spec(**COSINE).workload.rates.factor
-    assert [e["lr"] for e in told[0]] == [0.01, 0.01, 0.02 * 0.8, 0.02 * 0.7, 0.01 * factor(4), 0.01 * factor(5)]
+    [told] = play(pool, 1, *(c for given in (spec(1), linear, spec(1, **COSINE)) for c in (apply(given), train(2))))
+    factor, rates = spec(**COSINE).workload.rates.factor, [e["lr"] for a in told[1::2] for e in a["events"]]
+    assert rates == [0.01, 0.01, 0.02 * 0.8, 0.02 * 0.7, 0.01 * factor(4), 0.01 * factor(5)]
 
 
 def test_fp16_tells_its_loss_scale_and_a_skipped_step_counts(pool: Pool) -> None:
@@ -71,14 +24,3 @@ def test_fp16_tells_its_loss_scale_and_a_skipped_step_counts(pool: Pool) -> None
     assert [e["skipped"] for e in told] == [True, False, False, False]
     assert [e["loss_scale"] for e in told] == [2.0**16] + [2.0**15] * 3
     assert [e["lr"] for e in told] == [1e-4 * given.workload.rates.factor(step) for step in range(4)]
-
-
-def test_a_resumed_run_goes_on_where_its_rates_were(pool: Pool, tmp_path: Path) -> None:
-    """Under another backend."""
-    given, root = spec(**COSINE), str(tmp_path)
-    saved = (apply(given), train(3), call("save", root), train(4), call("saves", 30.0))
-    (*_, steady, _), _ = play(pool, 2, *saved)
-    restored = call("restore", "again", given.replace(**DDP).to_dict(), root)
-    (_, again), _ = play(pool, 2, restored, train(4))
-    names = ("step", "lr", "mean_loss")
-    assert [[e[n] for n in names] for e in again["events"]] == [[e[n] for n in names] for e in steady["events"]]

@@ -26,10 +26,9 @@ def test_it_is_exact_of_a_large_tensor(shape: tuple[int, ...]) -> None:
         assert float(squared_norm([one], CPU)) == pytest.approx(float(one.double().square().sum()), rel=1e-13)
 
 
-@pytest.mark.slow
 def test_it_has_the_same_bits_however_the_elements_are_cut() -> None:
-    t = random(1_000_003)
-    cuts = [[t], list(t.split(7)), list(t.split(40_000)), list(reversed(t.split(12_345)))]
+    t = random(200_003)
+    cuts = [[t], list(t.split(77)), list(t.split(40_000)), list(reversed(t.split(12_345)))]
     assert len({_rounded(math.sqrt(float(squared_norm(cut, CPU)))) for cut in cuts}) == 1
     assert float(squared_norm([], CPU)) == 0.0
 

@@ -18,6 +18,7 @@ from fsdp_lab.base.events import StepEvent
 from fsdp_lab.models import build
 from fsdp_lab.models.flops import Peak
 from fsdp_lab.rank import Session, prepare
+from fsdp_lab.rank.trainer import Trainer
 from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import RankAborted
 from tests.covering import tiered
@@ -50,6 +51,21 @@ def session(place: Place, **options: Any) -> Session:
         memory_cap=0.9 / place.sharing,
         **{"timeout_s": 20, **options},
     )
+
+
+@contextmanager
+def running(place: Place, given: Spec | dict[str, Any], *, steps: int = 0, **options: Any) -> Iterator[Session]:
+    """A Session that has applied a Spec and made so many steps of it."""
+    with closing(session(place, **options)) as s:
+        s.apply("run", given.to_dict() if isinstance(given, Spec) else given)
+        if steps:
+            s.train(steps)
+        yield s
+
+
+def trainer_of(s: Session) -> Trainer:
+    assert s.trainer is not None
+    return s.trainer
 
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -145,7 +161,7 @@ def test_events_say_what_was_measured(pool: Pool) -> None:
     assert answer["step"] == 0 and not answer["carried"] and answer["parameters"] > 40_000
     for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
         assert (a.rank, b.rank, a.step, b.step) == (0, 1, i, i)
-        assert a.samples == (i + 1) * 4 and a.tokens == 64
+        assert a.samples == (i + 1) * 4 and a.tokens == 64 and a.checksum is None
         assert a.mean_loss == b.mean_loss == (a.loss + b.loss) / 2
         assert a.loss != b.loss  # each reads its own part
         assert a.grad_norm == b.grad_norm > 0
@@ -177,9 +193,13 @@ def test_a_light_change_rebuilds_nothing_and_as_many_reductions_are_made_as_micr
     pool: Pool,
 ) -> None:
     parts = [(spec(accumulate=5, sync=sync), 1) for sync in ("last", "every", 2, 3)]
-    (mine, _), answers = follow(pool, [*parts, (spec(micro_batch=4, lr=0.001, accumulate=2, sync="last"), 1)])
+    of_ddp = [(spec(**DDP, accumulate=3, sync=sync), 1) for sync in ("last", "every")]
+    ((*mine, last, every), _), answers = follow(
+        pool, [*parts, (spec(micro_batch=4, lr=0.001, accumulate=2, sync="last"), 1), *of_ddp]
+    )
     assert all(answer["carried"] for answer in answers[1:])
     calls = [event.comm["reduce_scatter"].calls for event in mine]
+    assert every.comm["all_reduce"].calls == 3 * last.comm["all_reduce"].calls
     assert calls == [times * calls[0] for times in (1, 5, 3, 2, 1)]
     assert mine[-1].tokens == 4 * 2 * 32 and mine[-1].samples - mine[-2].samples == 16
 
@@ -196,6 +216,7 @@ def test_a_refusal_leaves_all_as_it_was(pool: Pool) -> None:
         "strategy.offload": spec(backend="fsdp1", offload="all"),
         "workload.data": spec(data="/nowhere/at/all"),
         "workload.seq_len": spec(seq_len=65),
+        "workload.freeze": spec(freeze=["nothing.*"]),
         "strategy.backend": spec(model=EXPERTS, backend="fsdp2"),
         "strategy.recompute": spec(model=CACHES, recompute="full"),
     }
@@ -208,8 +229,7 @@ def test_a_refusal_leaves_all_as_it_was(pool: Pool) -> None:
 @contextmanager
 def before_batches(s: Session, do: Callable[[], object]) -> Iterator[None]:
     """Whatever a rank does before it takes each batch."""
-    assert s.trainer is not None
-    batches, inner = s.trainer.batches, s.trainer.batches.batch
+    batches, inner = trainer_of(s).batches, trainer_of(s).batches.batch
     batches.batch = lambda *args: (do(), inner(*args))[1]  # type: ignore[method-assign]
     try:
         yield
@@ -219,20 +239,18 @@ def before_batches(s: Session, do: Callable[[], object]) -> Iterator[None]:
 
 def _interrupted(place: Place, changes: dict[str, Any], whom: str) -> Any:
     """Rank 1 stalls in its third step, as a hung rank would; then SIGINT reaches `whom`; then they go on."""
-    s = session(place, reduction="rank_ordered")
-    s.apply("run", spec(**changes).to_dict())
-    losses = [e["mean_loss"] for e in s.train(2)["events"]]
-    signals = threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT))
-    if whom in ("all", str(place.rank)):
-        signals.start()
-    start_s = time.perf_counter()
-    with before_batches(s, lambda: _stall(s) if place.rank == 1 else None):
-        stopped = s.train(50)
-    seconds = time.perf_counter() - start_s - 0.7
-    signals.cancel()  # another rank's may have ended it: ours would end whatever comes next
-    losses += [e["mean_loss"] for e in stopped["events"]]
-    losses += [e["mean_loss"] for e in s.train(3)["events"]]
-    s.close()
+    with running(place, spec(**changes), reduction="rank_ordered") as s:
+        losses = [e["mean_loss"] for e in s.train(2)["events"]]
+        signals = threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT))
+        if whom in ("all", str(place.rank)):
+            signals.start()
+        start_s = time.perf_counter()
+        with before_batches(s, lambda: _stall(s) if place.rank == 1 else None):
+            stopped = s.train(50)
+        seconds = time.perf_counter() - start_s - 0.7
+        signals.cancel()  # another rank's may have ended it: ours would end whatever comes next
+        losses += [e["mean_loss"] for e in stopped["events"]]
+        losses += [e["mean_loss"] for e in s.train(3)["events"]]
     return stopped["stopped"], stopped["step"], losses, seconds
 
 
@@ -243,14 +261,11 @@ def _stall(s: Session) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "whom"),
-    tiered([("lab", "0"), ("ddp", "1"), ("fsdp1", "all")], lambda name, whom: name != "fsdp1"),
+    ("name", "whom"), tiered([("lab", "0"), ("ddp", "1"), ("fsdp1", "all")], lambda name, whom: name == "lab")
 )
-def test_sigint_frees_ranks_that_wait_and_loses_nothing(pool: Pool, name: str, whom: str) -> None:
-    (steady, _), _ = follow(pool, [(spec(**BACKENDS[name]), 5)])
+def test_sigint_frees_ranks_that_wait_and_loses_nothing(pool: Pool, steady: list[float], name: str, whom: str) -> None:
     for stopped, step, losses, seconds in pool.run(_interrupted, 2, BACKENDS[name], whom, reduction=None):
-        assert stopped and step == 2 and seconds < 10
-        assert losses == [e.mean_loss for e in steady]
+        assert stopped and step == 2 and seconds < 10 and losses == steady[:5]
 
 
 def _interrupted_while_drawing(place: Place) -> Any:
@@ -287,9 +302,7 @@ def _fails(place: Place, after_s: float = 0.0) -> Any:
             time.sleep(after_s)
             raise ZeroDivisionError("division by zero")
 
-    with closing(session(place)) as s:
-        s.apply("run", spec().to_dict())
-        s.train(2)
+    with running(place, spec(), steps=2) as s:
         with before_batches(s, fail):
             (said,) = answers(s, [fails(train(3))])
         return said, [e["step"] for e in s.train(2)["events"]]
@@ -303,9 +316,7 @@ def test_a_rank_that_raises_frees_and_tells_the_others(pool: Pool) -> None:
 
 
 def _forgets(place: Place) -> Any:
-    with closing(session(place)) as s:
-        s.apply("run", spec(model={**SMALL, "n_embd": 256, "n_layer": 8}).to_dict())
-        s.train(1)
+    with running(place, spec(model={**SMALL, "n_embd": 256, "n_layer": 8}), steps=1) as s:
         names = sorted(name for name, value in s.namespace().items() if value is not None)
         freed = s.unload()["freed_bytes"]
         with pytest.raises(RuntimeError, match="apply a Spec first"):
@@ -339,19 +350,16 @@ def _switches_groups(place: Place, plans: list[dict[str, Any]], rounds: int) -> 
 def test_switches_leave_no_group_open(pool: Pool) -> None:
     """Each group has threads and connections of its own."""
     hybrid = {"sharding": "hybrid_shard", "shard_size": 2}
-    plans = [{"backend": b, **hybrid} for b in ("lab", "fsdp2", "fsdp1")]
-    plans += [{"backend": b, "reshard_size": 2} for b in ("lab", "fsdp2")] + [{"backend": "lab"}]
+    plans = [{"backend": b, **hybrid} for b in ("lab", "fsdp2", "fsdp1")] + [{"reshard_size": 2}, {}]
     for by_round in pool.run(_switches_groups, 4, [spec(4, **p).to_dict() for p in plans], 2, reduction=None):
         assert [groups for groups, _ in by_round] == [0] * 2
-        # a round makes 22 groups; torch's own threads come and go
-        assert by_round[-1][1] < by_round[0][1] + 20, by_round
+        # a round makes many groups; torch's own threads come and go
+        assert by_round[-1][1] < by_round[0][1] + 12, by_round
 
 
 def _open_and_close(place: Place, given: dict[str, Any]) -> int:
-    s = session(place)
-    s.apply("run", given)
-    s.train(2)
-    s.close()
+    with running(place, given, steps=2):
+        pass
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -364,9 +372,7 @@ def test_a_session_that_is_closed_leaves_no_connection(pool: Pool) -> None:
 
 def _gone_before_the_other_comes(place: Place, given: dict[str, Any]) -> tuple[str, list[Any]]:
     """Rank 1 raises at once in a call that rank 0 comes to later."""
-    with closing(session(place)) as s:
-        s.apply("run", given)
-        s.train(1)
+    with running(place, given, steps=1) as s:
         trainer = s._lifecycle.require()
         with mock.patch.object(trainer, "advance", lambda **_: 1 / 0) if place.rank == 1 else nullcontext():
             while place.rank == 0 and s._protocol.monitor.announced(0) is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -17,9 +17,8 @@ from fsdp_lab.engine import known_groups
 from fsdp_lab.models import build_skeleton, resolve
 from fsdp_lab.rank import checkpointing, lifecycle
 from fsdp_lab.rank.checkpointing import Checkpointer
-from tests.covering import tiered
 from tests.pool import Place, Pool
-from tests.rank.test_session import DDP, SMALL, follow, session, spec
+from tests.rank.test_session import DDP, SMALL, running, session, spec, trainer_of
 
 FSDP1, FSDP2 = {"backend": "fsdp1"}, {"backend": "fsdp2"}
 PLACES = {  # the function that fails on rank 1: whether before it, or behind it
@@ -52,79 +51,64 @@ def failing(place: str, calls: int, rank: int) -> Iterator[None]:
         yield
 
 
-def _failed(place: Place, one: dict[str, Any], other: dict[str, Any], failures: list[tuple[str, int]]) -> Any:
-    """Two steps, a switch that fails, perhaps its recovery too, two steps, and a switch that succeeds, with its step."""
-    with mock.patch.object(transfer, "_BATCH_ELEMENTS", (3000, 3000)):
-        s = session(place, reduction="rank_ordered")
-        s.apply("run", one)
-        losses = [e["mean_loss"] for e in s.train(2)["events"]]
-        said = []
-        for where, calls in failures:
-            with failing(where, calls, place.rank):
-                try:
-                    s.apply("run", other)
-                    said.append("nothing")
-                except Exception as e:
-                    said.append(type(e).__name__)
-        losses += [e["mean_loss"] for e in s.train(2)["events"]]
-        assert s.trainer is not None
-        left_in = s.trainer.spec.to_dict()
-        s.apply("run", other)
+CHAIN: list[tuple[dict[str, Any], list[tuple[str, int]]]] = [  # the next Spec, and where the switch to it fails first
+    (DDP, [("behind a batch", 4)]),
+    (FSDP1, [("when others free", 2)]),
+    ({"wrap": "whole"}, [("at the end", 1)]),
+    (FSDP2, [("behind a batch", 5), ("before a batch", 3)]),
+    ({}, [("when another has finished", 1)]),  # behind which rank 0 has dropped the old model
+    ({"freeze": ["transformer.h.*"], "optimizer_args": {"amsgrad": True, "fused": True}},
+     [("before a batch", 5), ("when it is built", 1)]),
+]  # fmt: skip
+
+
+def _failed(place: Place, first: dict[str, Any], chain: list[tuple[dict[str, Any], list[tuple[str, int]]]]) -> Any:
+    """A step, and of each switch: it fails, perhaps its recovery too, a step, it succeeds. And a step."""
+    told = []
+    with (
+        mock.patch.object(transfer, "_BATCH_ELEMENTS", (3000, 3000)),
+        closing(session(place, reduction="rank_ordered")) as s,
+    ):
+        s.apply("run", first)
+        losses = [e["mean_loss"] for e in s.train(1)["events"]]
+        for other, failures in chain:
+            before, said = trainer_of(s).spec, []
+            for where, calls in failures:
+                with failing(where, calls, place.rank):
+                    try:
+                        s.apply("run", other)
+                        said.append("nothing")
+                    except Exception as e:
+                        said.append(type(e).__name__)
+            losses += [e["mean_loss"] for e in s.train(1)["events"]]
+            told.append((said, trainer_of(s).spec == before))
+            s.apply("run", other)
         losses += [e["mean_loss"] for e in s.train(1)["events"]]
-        s.close()
-    return said, left_in == one, losses
+    return told, losses
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("one", "other", "failures"),
-    tiered(
-        [
-            ({}, DDP, [("behind a batch", 4)]),
-            (FSDP2, DDP, [("behind a batch", 5), ("before a batch", 3)]),
-            (DDP, FSDP1, [("when others free", 2)]),
-            (FSDP1, {"wrap": "whole"}, [("at the end", 1)]),
-            ({}, {"optimizer_args": {"amsgrad": True, "fused": True}}, [("before a batch", 4)]),
-            (FSDP2, {"freeze": ["transformer.h.*"]}, [("before a batch", 5), ("when it is built", 1)]),
-        ],
-        lambda one, other, failures: other is DDP,
-    ),
-)
-def test_nothing_is_lost(pool: Pool, one: Any, other: Any, failures: list[tuple[str, int]]) -> None:
-    by_rank = pool.run(_failed, 2, spec(**one).to_dict(), spec(**other).to_dict(), failures, reduction=None)
-    (steady, _), _ = follow(pool, [(spec(**one), 4), (spec(**other), 1)])
-    for rank, (said, in_old, losses) in enumerate(by_rank):
-        assert said == [["RankAborted", "ZeroDivisionError"][rank]] * len(failures)
-        assert in_old
-        assert losses == [e.mean_loss for e in steady]
-
-
-@pytest.mark.slow
-def test_what_a_rank_has_finished_the_others_finish(pool: Pool) -> None:
-    """Rank 1 fails in the last collective of a switch, behind which rank 0 has dropped the old model."""
-    failure = [("when another has finished", 1)]
-    by_rank = pool.run(_failed, 2, spec().to_dict(), spec(**DDP).to_dict(), failure, reduction=None)
-    (steady, _), _ = follow(pool, [(spec(), 2), (spec(**DDP), 3)])
-    for rank, (said, in_old, losses) in enumerate(by_rank):
-        assert said == [["RankAborted", "ZeroDivisionError"][rank]] and not in_old
-        assert losses == [e.mean_loss for e in steady]
+def test_nothing_is_lost(pool: Pool, steady: list[float]) -> None:
+    chain = [(spec(**changes).to_dict(), failures) for changes, failures in CHAIN]
+    for rank, (told, losses) in enumerate(pool.run(_failed, 2, spec().to_dict(), chain, reduction=None)):
+        for (said, in_old), (_, failures) in zip(told, CHAIN, strict=True):
+            assert said == [["RankAborted", "ZeroDivisionError"][rank]] * len(failures), failures
+            assert in_old == (failures[0][0] != "when another has finished"), failures
+        assert losses == steady[: len(CHAIN) + 2]
 
 
 def _busy(place: Place) -> tuple[list[int], list[int]]:
     """After a switch: how large the old storage is that an operation may use, and the rest."""
-    s = session(place)
-    s.apply("run", spec().to_dict())
-    s.train(1)
-    assert s.trainer is not None
-    storages = {
-        s.local.untyped_storage().data_ptr(): s.local.untyped_storage() for s in s.trainer.backend.param_shards()
-    }
-    used, *rest = storages
-    with mock.patch.object(s.context, "busy_addresses", lambda: {used}):
-        s.apply("run", spec(backend="ddp", sharding="no_shard").to_dict())
-    s.train(1)
-    found = [storages[used].nbytes()], [storages[at].nbytes() for at in rest]
-    s.close()
+    with running(place, spec(), steps=1) as s:
+        storages = {
+            s.local.untyped_storage().data_ptr(): s.local.untyped_storage()
+            for s in trainer_of(s).backend.param_shards()
+        }
+        used, *rest = storages
+        with mock.patch.object(s.context, "busy_addresses", lambda: {used}):
+            s.apply("run", spec(backend="ddp", sharding="no_shard").to_dict())
+        s.train(1)
+        found = [storages[used].nbytes()], [storages[at].nbytes() for at in rest]
     return found
 
 
