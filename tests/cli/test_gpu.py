@@ -22,9 +22,9 @@ from fsdp_lab.bench.results import BenchResult
 from fsdp_lab.cli.main import main
 from fsdp_lab.spec.spec import Spec
 from tests.bench.in_pool import launched_in
-from tests.dashboard.fake_lab import until
 from tests.pool import Pool
 from tests.test_house import JUPYTER, REPO, without
+from tests.waiting import until
 
 GIB = 1 << 30
 

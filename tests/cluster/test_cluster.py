@@ -23,7 +23,7 @@ from fsdp_lab.cluster.calls import CLIENT_HISTORY
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.placement import CudaDevice, Host
 from tests.cluster.conftest import FAKE, order
-from tests.lab.test_lab import until
+from tests.waiting import until
 
 
 def test_ranks_know_their_place(cluster: Cluster):

@@ -26,7 +26,7 @@ from fsdp_lab.cluster.detached import FILE, DetachedCluster, detached_clusters, 
 from fsdp_lab.cluster.guardian import MODULE
 from fsdp_lab.cluster.hosts import LauncherHosts
 from tests.cluster.conftest import FAKE
-from tests.lab.test_lab import until
+from tests.waiting import until
 
 KERNEL = """
 import sys, time

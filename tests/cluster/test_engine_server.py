@@ -17,7 +17,7 @@ from fsdp_lab.cluster import engine_server
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.engine_server import MODULE, forks, start_server
 from tests.cluster.conftest import FAKE
-from tests.lab.test_lab import until
+from tests.waiting import until
 
 
 def servers(cluster: Cluster) -> list[psutil.Process]:

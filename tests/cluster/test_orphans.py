@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.base.process import marked
-from tests.lab.test_lab import until
+from tests.waiting import until
 
 OWNER = """
 import os, signal, sys, time

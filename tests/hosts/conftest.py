@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.machines import Machine, Site, eventually, program, site
+from tests.hosts.machines import Machine, Site, program, site
+from tests.waiting import until
 
 
 @pytest.fixture(scope="package")
@@ -30,7 +31,7 @@ class TheirCluster:
             IPP_ENABLE_CURVE="1",
         ))  # fmt: skip
         file = folder / "security" / "ipcontroller-engine.json"
-        eventually(lambda: file.exists() and file.stat().st_size > 0, 30, "the controller's connection file")
+        until(lambda: file.exists() and file.stat().st_size > 0, 30, "the controller's connection file")
         for i, machine in enumerate(engines):
             engine = (
                 "taskset",

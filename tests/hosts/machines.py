@@ -15,13 +15,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import until
 
 RENAMED = 'hostname "$0" && exec "$@"'
 LIMIT_S = 20
@@ -167,7 +168,7 @@ class SshServers:
         hosts = "".join(f"Host {m.name}\nHostName {m.address}\n" for m in made.machines)
         self.config.write_text(f"{hosts}Host *\n{common}")
         for machine in made.machines:
-            eventually(lambda m=machine: self.answers(m), 10, f"sshd on {machine.name}")
+            until(lambda m=machine: self.answers(m), 10, f"sshd on {machine.name}")
 
     def start(self, machine: Machine) -> subprocess.Popen[bytes]:
         settings = {
@@ -193,15 +194,6 @@ class SshServers:
         for server in self.servers.values():
             server.kill()
             server.wait(10)
-
-
-def eventually(condition: object, limit_s: float, what: str) -> None:
-    """Waits until `condition()` is true."""
-    assert callable(condition)
-    end_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {limit_s:g} s: {what}"
-        time.sleep(0.05)
 
 
 def program(name: str) -> str:
@@ -247,7 +239,7 @@ class Slurm:
             (folder / f"spool-{m.name}").mkdir()
             log_ = folder / f"slurmd-{m.name}.log"
             self._started.append(m.start(which("slurmd") or "", "-D", "-N", m.name, log=log_, **self.environment))
-        eventually(lambda: self.states() == ["idle"] * len(made.machines), 30, f"Slurm's nodes are idle ({folder})")
+        until(lambda: self.states() == ["idle"] * len(made.machines), 30, f"Slurm's nodes are idle ({folder})")
 
     def _munge(self) -> None:
         """One serves all namespaces: it is reached by a socket's name."""
@@ -257,7 +249,7 @@ class Slurm:
             self._started.append(
                 subprocess.Popen(munged, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             )
-            eventually(lambda: not subprocess.run(["munge", "-n"], capture_output=True).returncode, 10, "munge")
+            until(lambda: not subprocess.run(["munge", "-n"], capture_output=True).returncode, 10, "munge")
 
     def ask(self, *command: str) -> str:
         done = subprocess.run(

@@ -12,7 +12,8 @@ import pytest
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
 from fsdp_lab.runs.recovery import REPLICA, RecoveryPolicy
-from tests.hosts.machines import Site, SshServers, end, eventually, site
+from tests.hosts.machines import Site, SshServers, end, site
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 WORK = {"model": "gpt2-1m", "seq_len": 32, "micro_batch": 2}
@@ -46,7 +47,7 @@ def test_state_is_carried_to_other_ranks_past_what_heals_and_from_a_host_that_di
         expected = losses(lab.run(**WORK, steps=STEPS, sharding="full_shard").wait(120))
 
         run = lab.run(**WORK, steps=STEPS, sharding="full_shard")
-        eventually(lambda: run.step > 2, 60, "it trains")
+        until(lambda: run.step > 2, 60, "it trains")
         run.pause()
         grown = run.apply(world_size=4, micro_batch=1).wait(90)
         assert [s.host for s in lab.cluster.status()] == ["alpha"] * 2 + ["beta"] * 2
@@ -61,13 +62,13 @@ def test_state_is_carried_to_other_ranks_past_what_heals_and_from_a_host_that_di
         lab.resize(2)
         policy = RecoveryPolicy(how="auto", ranks="fewer")
         run = lab.run(**WORK, steps=STEPS, sharding="no_shard", recover=policy)
-        eventually(lambda: run.step > 2, 60, "it trains")
+        until(lambda: run.step > 2, 60, "it trains")
         servers.servers["beta"].kill()
         beta.cable("down")
         time.sleep(1.0)  # shorter than `cut_s`
         beta.cable("up")
         before = run.step
-        eventually(lambda: run.step > before + 2, 60, "it goes on")
+        until(lambda: run.step > before + 2, 60, "it goes on")
         assert not run.incidents and not run.done and lab.ranks == 2
         beta.cable("down")
         end(beta.pids)

@@ -19,7 +19,8 @@ from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SlurmHosts
 from fsdp_lab.lab import Lab
 from tests.cluster.conftest import FAKE
-from tests.hosts.machines import Site, Slurm, eventually, kept_folders
+from tests.hosts.machines import Site, Slurm, kept_folders
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 LEFT_S = 15.0
@@ -49,8 +50,8 @@ def hosts(two: Site, slurm: Slurm) -> Iterator[Callable[..., SlurmHosts]]:
     """Makes the configuration; afterwards there is no job, and nothing of it runs."""
     before = kept_folders()
     yield lambda **options: SlurmHosts(**{"hosts": 2, "ranks_per_host": 1, **options})
-    eventually(lambda: not slurm.jobs() and not left(two), LEFT_S, "the job is given back")
-    eventually(lambda: kept_folders() <= before, LEFT_S, "no private folder is left")
+    until(lambda: not slurm.jobs() and not left(two), LEFT_S, "the job is given back")
+    until(lambda: kept_folders() <= before, LEFT_S, "no private folder is left")
 
 
 def left(made: Site) -> list[str]:
@@ -104,7 +105,7 @@ def test_a_queue_is_shown_and_can_be_left(slurm: Slurm, hosts) -> None:
         waiting = on(hosts())
         thread = threading.Thread(target=waiting.start)
         thread.start()
-        eventually(lambda: len(slurm.jobs()) == 2, 20, "it waits")
+        until(lambda: len(slurm.jobs()) == 2, 20, "it waits")
         subprocess.run(["scancel", "--name=theirs"], check=True, timeout=20)
         thread.join(30)
         assert waiting.running
@@ -132,7 +133,7 @@ def test_ipyparallel_s_own_launcher_starts_engines_too(two: Site, slurm: Slurm, 
         assert len(slurm.jobs()) == 1 and cluster.client.curve_serverkey
         os.kill(cluster.pids[0], signal.SIGSTOP)
         cluster.dispatcher.end_rank(0, "was ended")
-        eventually(lambda: 0 in cluster.lost, 10, "it is lost")
+        until(lambda: 0 in cluster.lost, 10, "it is lost")
     assert not list(tmp_path.iterdir()) and not Path("slurm_engine.sbatch").exists()
     with pytest.raises(StartError, match="no launcher 'none'"):
         on(LauncherHosts(launcher="none", count=1, address=two.here, folder=str(tmp_path))).start()
@@ -156,21 +157,21 @@ def killed_kernel(persist_h: float) -> list[int]:
 
 def test_a_job_is_given_back_or_stays_for_the_next_kernel(two: Site, slurm: Slurm, hosts) -> None:
     killed_kernel(0)
-    eventually(lambda: not slurm.jobs() and not left(two), LEFT_S, "the job is given back")
+    until(lambda: not slurm.jobs() and not left(two), LEFT_S, "the job is given back")
     pids, job = killed_kernel(1.0), slurm.jobs()
     with on(hosts(cut_s=5.0), persist=1) as cluster:
         assert cluster.attached and cluster.pids == pids and slurm.jobs() == job
         assert [s.host for s in cluster.status()] == ["alpha", "beta"] and cluster.call("ping") == pids
         os.kill(cluster.pids[1], signal.SIGKILL)
-        eventually(lambda: 1 in cluster.lost, 15, "the lost rank")
+        until(lambda: 1 in cluster.lost, 15, "the lost rank")
         assert cluster.lost[1].host == "beta" and "SIGKILL" in cluster.lost[1].reason
         cluster.resize(2)
         assert [s.host for s in cluster.status()] == ["alpha", "beta"]
         subprocess.run(["scancel", *job], check=True, timeout=20)
-        eventually(lambda: len(cluster.lost) == 2, 60, "both ranks are lost")
+        until(lambda: len(cluster.lost) == 2, 60, "both ranks are lost")
         assert all(f"Slurm job {job[0]} (cancelled)" in one.reason for one in cluster.lost.values())
         with pytest.raises(StartError, match=f"job {job[0]} has ended"):
             cluster.resize(2)
     killed_kernel(1 / 3600)
     assert slurm.jobs()
-    eventually(lambda: not slurm.jobs() and not left(two), 1 + LEFT_S, "nobody came, and the job is given back")
+    until(lambda: not slurm.jobs() and not left(two), 1 + LEFT_S, "nobody came, and the job is given back")

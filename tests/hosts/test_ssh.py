@@ -25,7 +25,8 @@ from fsdp_lab.cluster.hosts import SshHosts
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run
 from tests.cluster.conftest import FAKE
-from tests.hosts.machines import Site, SshServers, eventually, kept_folders
+from tests.hosts.machines import Site, SshServers, kept_folders
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 HEADERS = 0.10  # of Ethernet, IP and TCP, their acknowledgements, and the ranks' reports to the kernel
@@ -59,8 +60,8 @@ def hosts(two: Site, ssh: SshServers) -> Iterator[Callable[..., SshHosts]]:
     yield lambda *names, **options: SshHosts(
         names=names or ("alpha", "beta"), ssh_args=("-F", str(ssh.config)), **{"ranks_per_host": 1, **options}
     )
-    eventually(lambda: not left(two, ssh), LEFT_S, "the hosts are clean")
-    eventually(lambda: kept_folders() <= before, LEFT_S, "no private folder is left")
+    until(lambda: not left(two, ssh), LEFT_S, "the hosts are clean")
+    until(lambda: kept_folders() <= before, LEFT_S, "no private folder is left")
 
 
 def left(made: Site, ssh: SshServers) -> dict[str, list[str]]:
@@ -127,7 +128,7 @@ def test_hosts_are_clean_when_the_kernel_and_its_guardian_are_killed(two: Site, 
         for pid in cluster.processes:
             os.kill(pid, signal.SIGKILL)
         os.kill(cluster.membership.engines._guardian.identity.pid, signal.SIGKILL)
-        eventually(lambda: not left(two, ssh), LEFT_S, "the hosts are clean")
+        until(lambda: not left(two, ssh), LEFT_S, "the hosts are clean")
 
 
 def test_an_interrupted_start_leaves_nothing(two: Site, ssh: SshServers, hosts) -> None:
@@ -208,7 +209,7 @@ def test_the_next_kernel_finds_the_ranks_on_their_hosts(two: Site, ssh: SshServe
         assert all(t["carried"] for t in cluster.call("apply", run="again", spec=held, fresh=False))
         assert [t["step"] for t in cluster.call("train", steps=3)] == [8, 8]
         os.kill(cluster.pids[1], signal.SIGKILL)
-        eventually(lambda: 1 in cluster.lost, 15, "the lost rank")
+        until(lambda: 1 in cluster.lost, 15, "the lost rank")
         assert cluster.lost[1].host == "beta" and "SIGKILL" in cluster.lost[1].reason
         cluster.resize(3)
         assert [s.host for s in cluster.status()] == ["alpha", "alpha", "beta"] and cluster.pids[0] == pids[0]
@@ -218,12 +219,12 @@ def test_the_next_kernel_finds_the_ranks_on_their_hosts(two: Site, ssh: SshServe
 def test_ranks_on_hosts_that_nobody_comes_for_end(two: Site, ssh: SshServers, hosts, capsys) -> None:
     kept(ssh, hours=1 / 3600)
     assert left(two, ssh)
-    eventually(lambda: not left(two, ssh), 1 + LEFT_S, "the limit has ended them")
+    until(lambda: not left(two, ssh), 1 + LEFT_S, "the limit has ended them")
     token, _ = kept(ssh)
     assert main(["ranks"]) == 0
     assert f"{token[:8]}  2 ranks on cpu of alpha, beta; no kernel uses them" in capsys.readouterr().out
     assert main(["ranks", "--end", token[:8]]) == 0
-    eventually(lambda: not left(two, ssh), LEFT_S, "they were ended")
+    until(lambda: not left(two, ssh), LEFT_S, "they were ended")
 
 
 def test_ranks_move_to_hosts_and_back(hosts) -> None:
@@ -284,15 +285,15 @@ def test_a_deaf_rank_and_one_beyond_a_cut_cable_are_ended_on_their_host(two: Sit
         pid = cluster.pids[1]
         os.kill(pid, signal.SIGSTOP)
         cluster.dispatcher.end_rank(1, "was ended")
-        eventually(lambda: _words(pid) in ("", "ended"), 10, "its process has ended")
-        eventually(lambda: len(lost) == 1, 10, "it is lost")
+        until(lambda: _words(pid) in ("", "ended"), 10, "its process has ended")
+        until(lambda: len(lost) == 1, 10, "it is lost")
         cluster.resize(2)
         assert [s.host for s in cluster.status()] == ["alpha", "beta"]
         beta.cable("down")
         try:
-            eventually(lambda: len(lost) == 2, 30, "the rank on the other side is lost")
+            until(lambda: len(lost) == 2, 30, "the rank on the other side is lost")
             assert [one.host for one in lost] == ["beta", "beta"]
-            eventually(lambda: set(beta.pids) == {ssh.servers["beta"].pid}, LEFT_S, "its host has ended it")
+            until(lambda: set(beta.pids) == {ssh.servers["beta"].pid}, LEFT_S, "its host has ended it")
             cluster.resize(2)  # on the host that is left
             assert [s.host for s in cluster.status()] == ["alpha", "alpha"]
         finally:

@@ -17,7 +17,7 @@ from fsdp_lab.spec.workload import Workload
 from tests.cluster.fake_rank import EVAL_LOSSES
 from tests.lab.events import SPEC, steps
 from tests.lab.past import past
-from tests.lab.test_lab import until
+from tests.waiting import until
 
 BEST = EVAL_LOSSES.index(min(EVAL_LOSSES[:5]))
 

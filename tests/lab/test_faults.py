@@ -17,7 +17,7 @@ from fsdp_lab.cluster import RankError
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
 from tests.lab.conftest import HANG_S
-from tests.lab.test_lab import until
+from tests.waiting import until
 
 SMALL = {"model": "gpt2-1m", "micro_batch": 1, "seq_len": 64}
 

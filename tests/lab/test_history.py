@@ -28,7 +28,7 @@ from fsdp_lab.spec.describe import describe_strategy
 from fsdp_lab.spec.spec import Spec
 from tests.dashboard.fake_lab import event
 from tests.lab.telling import Telling, ended, plain
-from tests.lab.test_lab import until
+from tests.waiting import until
 
 LONG_S = 20
 

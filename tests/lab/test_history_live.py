@@ -15,7 +15,8 @@ from fsdp_lab.rank.measure import _driver, software
 from fsdp_lab.runs import RunState
 from fsdp_lab.runs.history import History
 from fsdp_lab.runs.view import cpu_model, describe_environment, fingerprint
-from tests.lab.test_lab import going, until
+from tests.lab.test_lab import going
+from tests.waiting import until
 
 
 def test_a_lab_keeps_its_runs_and_lists_those_of_others(lab: Lab):

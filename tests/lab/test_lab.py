@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,7 @@ from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
 from fsdp_lab.spec.spec import Spec
 from tests.cluster.conftest import FAKE
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not join that"
-        time.sleep(0.01)
+from tests.waiting import until
 
 
 def going(lab: Lab, **changes) -> Run:

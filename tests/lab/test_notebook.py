@@ -16,7 +16,7 @@ from fsdp_lab.cluster import ClusterError
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
 from tests.cluster.conftest import FAKE
-from tests.lab.test_lab import until
+from tests.waiting import until
 
 SESSION = f"""
 from IPython.core.interactiveshell import InteractiveShell

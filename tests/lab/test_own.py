@@ -17,9 +17,9 @@ from fsdp_lab.runs import Run, RunState
 from fsdp_lab.runs.evaluation import EvalConfig
 from fsdp_lab.runs.parity import Verdict
 from fsdp_lab.spec.spec import Spec
-from tests.lab.test_lab import until
 from tests.own import TEXT, cell, own
 from tests.rank.test_session import DDP
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.cluster import ClusterError, RankError
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import EvalConfig, Run, RunState
-from tests.lab.test_lab import until
 from tests.rank.test_generation import LLAMA
+from tests.waiting import until
 
 SMALL = {"model": "gpt2-1m", "micro_batch": 1, "seq_len": 64}
 

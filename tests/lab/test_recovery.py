@@ -20,7 +20,7 @@ from fsdp_lab.runs.recovery import BEGINNING, CHECKPOINT, REPLICA, RecoveryPolic
 from fsdp_lab.runs.saving import CheckpointConfig
 from fsdp_lab.spec.checkpoint_format import checkpoints, incomplete_checkpoints
 from fsdp_lab.spec.spec import Spec
-from tests.lab.test_lab import until
+from tests.waiting import until
 
 SMALL = {"model": "gpt2-1m", "micro_batch": 2, "seq_len": 64}
 DDP = {"backend": "ddp", "sharding": "no_shard"}

@@ -14,7 +14,8 @@ from fsdp_lab.cluster import RankError, RankLost
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState, StepMoment
 from tests.frames import Step
-from tests.lab.test_lab import going, until
+from tests.lab.test_lab import going
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ import zmq
 from fsdp_lab.base.process import marked
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
-from tests.lab.test_lab import until
 from tests.lab.test_real_ranks import SMALL, losses
+from tests.waiting import until
 
 STEPS = 30
 ANSWER_S = 0.3

@@ -11,7 +11,7 @@ import pytest
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState, Sweep
-from tests.lab.test_lab import until
+from tests.waiting import until
 
 SHARDINGS = ["full_shard", "shard_grad_op", "zero1"]
 

@@ -15,7 +15,7 @@ from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState, WatchedRun
 from fsdp_lab.runs.history import History
 from fsdp_lab.runs.history.stored_run import StoredRun
-from tests.lab.test_lab import until
+from tests.waiting import until
 
 BUILD = """
     import time, torch, fsdp_lab
