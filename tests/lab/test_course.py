@@ -90,7 +90,7 @@ def test_a_check_passes(real_lab: Lab, sources: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "gap", [pytest.param(g, marks=getattr(pytest.mark, "nightly" if g == GAPS[-1] else "slow")) for g in WRONG]
+    "gap", [pytest.param(gap, marks=pytest.mark.nightly if gap == "Overlapped" else pytest.mark.slow) for gap in WRONG]
 )
 def test_a_limit_that_is_not_kept_is_said(real_lab: Lab, sources: list[str], gap: str) -> None:
     text, said = WRONG[gap]

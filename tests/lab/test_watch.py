@@ -165,8 +165,8 @@ def test_under_torchrun_another_process_reads_it_while_it_runs_and_it_ends_by_it
         (live,) = History(path).runs()
         assert process.poll() is None and live.state is RunState.RUNNING
         assert any(s.is_whole for s in live.events.steps()) and live.table().rows
-        Path(f"{path}.seen").touch()  # for which the ranks wait
     finally:
+        Path(f"{path}.seen").touch()  # for which the ranks wait
         said = ended(process)
     assert process.returncode == 0, said
     ours, torchs = History(path).runs()
