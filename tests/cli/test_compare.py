@@ -5,11 +5,9 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,13 +23,10 @@ from fsdp_lab.cli.main import main, parser
 from fsdp_lab.planner.questions import require_memory
 from fsdp_lab.spec.spec import Spec
 from tests.lab.telling import ended
+from tests.lab.test_comparison import KEYS
+from tests.waiting import until
 
 TINY = ["--model", "gpt2-1m", "--seq-len", "16", "--micro-batch", "1"]
-KEYS = {
-    *("spec", "losses", "step_time_s", "tokens_per_s", "tflops_per_rank", "mfu", "mfu_per_rank", "hfu_per_rank"),
-    *("peak_flops_source", "peak_memory_bytes", "memory_at_peak_bytes", "rss_bytes", "loading_bytes"),
-    *("comm_s_per_step", "comm_bytes_per_step", "exposed_comm_s_per_step"),
-}
 
 
 def dicts(*arguments: str):
@@ -92,18 +87,14 @@ def test_links_are_a_list_whose_latencies_have_commas_too():
     assert [(d["strategy"]["backend"], d["link"]) for d in made] == [(b, x) for b in ("lab", "fsdp2") for x in links]
 
 
-def test_one_device_serves_all_ranks():
-    assert requested("--devices", "cpu", "--ranks", "3")[0][0].devices == ("cpu",) * 3
-    assert requested("--devices", "cuda:0,cuda:2")[0][0].devices == ("cuda:0", "cuda:2")
-
-
-def test_combinations_that_cannot_be_are_listed_with_their_reason():
-    specs, refused = requested("--backend", "fsdp2,ddp,lab", "--sharding", "full_shard,no_shard")
+def test_combinations_that_cannot_be_are_listed_with_their_reason_and_one_device_serves_all_ranks():
+    specs, refused = requested("--backend", "fsdp2,ddp,lab", "--sharding", "full_shard,no_shard", "--devices", "cpu")
     kept = [("fsdp2", "full_shard"), ("ddp", "no_shard"), ("lab", "full_shard"), ("lab", "no_shard")]
     assert [(s.strategy.backend, s.strategy.sharding) for s in specs] == kept
+    assert specs[0].devices == ("cpu", "cpu")
+    assert requested("--devices", "cuda:0,cuda:2")[0][0].devices == ("cuda:0", "cuda:2")
     reasons = {(d["strategy"]["backend"], d["strategy"]["sharding"]): str(error) for d, error in refused}
-    assert len(reasons) == 2
-    assert "strategy.sharding" in reasons["ddp", "full_shard"]
+    assert len(reasons) == 2 and "strategy.sharding" in reasons["ddp", "full_shard"]
 
 
 @pytest.mark.parametrize(
@@ -130,11 +121,7 @@ def test_combinations_that_cannot_be_are_listed_with_their_reason():
     ],
 )
 def test_bad_input_is_a_sentence_and_starts_nothing(
-    arguments: list[str],
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "text.txt").write_text("too short")
     files = {
@@ -157,10 +144,8 @@ def test_results_are_written_whole_and_after_every_run(tmp_path: Path):
     results = Results(file=file)
     results.add_refused({"world_size": 2}, "because")
     results.add_run({"losses": [1.5]})
-    assert json.loads(file.read_text()) == {
-        "runs": [{"losses": [1.5]}],
-        "refused": [{"spec": {"world_size": 2}, "reason": "because"}],
-    }
+    refused = [{"spec": {"world_size": 2}, "reason": "because"}]
+    assert json.loads(file.read_text()) == {"runs": [{"losses": [1.5]}], "refused": refused}
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
 
 
@@ -204,8 +189,7 @@ def test_compare_on_real_ranks(tmp_path: Path):
     assert [r["spec"]["strategy"]["backend"] for r in told["runs"]] == ["fsdp2", "ddp"]
     assert len(told["refused"]) == 2
     for run in told["runs"]:
-        assert set(run) == KEYS
-        assert len(run["losses"]) == 5
+        assert set(run) == {*KEYS} and len(run["losses"]) == 5
         assert run["losses"] == pytest.approx(told["runs"][0]["losses"], rel=1e-4)
         assert 0 < run["step_time_s"]["p10"] <= run["step_time_s"]["median"] <= run["step_time_s"]["p90"]
         assert [len(run[k]) for k in ("tflops_per_rank", "peak_memory_bytes", "rss_bytes")] == [2, 2, 2]
@@ -239,10 +223,7 @@ def test_ctrl_c_ends_a_run_its_ranks_and_keeps_what_was_measured(tmp_path: Path)
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=tmp_path)
     family: list[psutil.Process] = []
     try:
-        deadline = time.monotonic() + 90
-        while "step time" not in log.read_text() and time.monotonic() < deadline:
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.2)
+        until(lambda: "step time" in log.read_text() or process.poll() is not None, 90)
         family = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130, log.read_text()
@@ -251,9 +232,6 @@ def test_ctrl_c_ends_a_run_its_ranks_and_keeps_what_was_measured(tmp_path: Path)
         trace = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
         assert {e["pid"] for e in trace["traceEvents"] if e.get("cat") == "all_gather"} == {0, 1}
     finally:
-        for p in family:
-            if p.is_running():
-                os.kill(p.pid, signal.SIGKILL)
-        if process.poll() is None:
-            process.kill()
+        for p in [*filter(psutil.Process.is_running, family), process]:
+            p.kill()
         process.wait()

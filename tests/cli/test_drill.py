@@ -10,7 +10,7 @@ from fsdp_lab.cli.main import main
 from fsdp_lab.spec.faults import DRILLS
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_drills_are_survived_and_counted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drill, "STEPS", 10)
     monkeypatch.setattr(drill, "EVERY", 3)

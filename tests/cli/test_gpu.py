@@ -41,10 +41,8 @@ def test_without_a_gpu_it_names_the_way_out(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert main(["bench", "gpu"]) == 2
-    assert capsys.readouterr().err == (
-        "fsdp-lab: bench gpu needs a GPU, and torch finds none here; give --device cpu to rehearse the same list with "
-        "small models\n"
-    )
+    said = "bench gpu needs a GPU, and torch finds none here; give --device cpu to rehearse the same list with small models"
+    assert capsys.readouterr().err == f"fsdp-lab: {said}\n"
 
 
 @pytest.mark.parametrize(
@@ -276,6 +274,11 @@ def test_every_part_is_rehearsed_where_there_is_no_jupyter(tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout + done.stderr
     written = figures_in(file)
     assert written["facts"]["fsdp-lab bench gpu"] == "a rehearsal on the CPU"
+    at = {part.name: part.skipped for part in listed(Place.here("cpu"))}
+    assert {each["name"]: each["reason"] for each in written["parts"]} == at, (
+        "all but those that need a GPU have passed"
+    )
     for each in written["parts"]:
-        assert each["outcome"] == "skipped" or (each["outcome"] == "passed" and each["figures"]), each["name"]
+        assert each["outcome"] == ("skipped" if at[each["name"]] else "passed"), each["name"]
+        assert bool(each["figures"]) == (each["outcome"] == "passed")
         assert all(line in done.stdout for line in each["printed"])

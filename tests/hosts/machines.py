@@ -141,6 +141,19 @@ def kept_folders() -> set[str]:
     return set(glob.glob(f"{tempfile.gettempdir()}/fsdp_lab-*/exits.json"))
 
 
+def words_of(pid: int) -> str:
+    """Its command line; "" if it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return ""
+
+
+def left(made: Site, *own: str) -> list[str]:
+    """What runs on the hosts, but for command lines with one of these words."""
+    running = [(m.name, words) for m in made.machines for pid in m.pids if (words := words_of(pid))]
+    return [f"{name}: {words}" for name, words in running if not any(word in words for word in own)]
+
+
 def end(pids: Sequence[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

@@ -15,7 +15,7 @@ from fsdp_lab.runs.recovery import REPLICA, RecoveryPolicy
 from tests.hosts.machines import Site, SshServers, end, site
 from tests.waiting import until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly  # on one host tests/lab/test_recovery.py has it
 WORK = {"model": "gpt2-1m", "seq_len": 32, "micro_batch": 2}
 STEPS = 40
 
