@@ -18,8 +18,8 @@ IDLE = GpuStatus(uuid="GPU-aa", name="NVIDIA H200", total_bytes=143771 * 2**20, 
 SOMEBODY = GpuProcess(pid=4242, name="python3", used_bytes=40000 * 2**20)
 USED = dataclasses.replace(IDLE, uuid="GPU-bb", used_bytes=40960 * 2**20, processes=(SOMEBODY,))
 TWO_H200 = GpuReport(gpus=(IDLE, USED), driver="580.95.05", driver_cuda="13.0", links={"NV18": 1})
-CUDA = TorchFacts(version="2.13.0", cuda_build="13.0", arches=("sm_80", "sm_90", "compute_120"), devices=2, gloo=True,
-                  nccl=True, nccl_version=(2, 30, 1))  # fmt: skip
+BUILD = {"version": "2.13.0", "cuda_build": "13.0", "arches": ("sm_80", "sm_90", "compute_120")}
+CUDA = TorchFacts(devices=2, gloo=True, nccl=True, nccl_version=(2, 30, 1), **BUILD)
 
 
 def by_name(findings: list[Finding]) -> dict[str, Finding]:

@@ -58,15 +58,15 @@ def test_figures_are_those_of_the_summary_with_a_spread():
 
 def test_what_was_not_measured_is_none_and_shown_as_a_dash():
     run = past("a", steps=0)
-    row = Comparison.of([past("z"), run]).rows[1]
-    assert row.figures.step_time_s is None and row.time_ratio is None and row.memory_ratio is None
+    both = Comparison.of([past("z"), run])
+    assert both.rows[1].figures.step_time_s is None and both.rows[1].time_ratio is None is both.rows[1].memory_ratio
+    assert "–" in repr(both)
     run.events.add(steps(0, 1))  # before any ledger step: no peak; exposed communication not known
     record = Comparison.of([run]).records()[0]
     assert record["mfu"] is None and record["peak_memory_bytes"] == 1001
-    assert "–" in repr(Comparison.of([past("z"), past("y", steps=0)]))
 
 
-def test_runs_in_rounds_are_paired_and_drift_falls_out():
+def test_ratios_of_runs_in_rounds_are_paired_and_drift_falls_out_and_those_of_others_are_of_medians():
     """Each turn is 30 % slower than the one before; the ratio of the two is 1.25 throughout."""
     a = past("a", rounds=5, steps=50, drift=0.3)
     b = past("b", GRAD_OP, rounds=5, steps=50, drift=0.3, step_s=0.125, begin_unix_s=1e9 + 50)
@@ -74,19 +74,12 @@ def test_runs_in_rounds_are_paired_and_drift_falls_out():
     assert found is not None and found.pairing is Pairing.ROUNDS and found.n == 5
     assert found.p10 is not None and found.p90 is not None
     assert 1.2 < found.p10 <= found.median <= found.p90 < 1.3 and found.clear
-
-
-def test_runs_one_after_the_other_have_the_ratio_of_their_medians():
-    a, b = past("a"), past("b", step_s=0.11, begin_unix_s=2e9)
-    found = Comparison.of([a, b]).rows[1].time_ratio
+    found = Comparison.of([past("a"), past("b", step_s=0.11, begin_unix_s=2e9)]).rows[1].time_ratio
     assert found is not None and found.pairing is Pairing.MEDIANS
     assert found.median == pytest.approx(1.1, rel=0.03) and found.clear
     assert found.p10 is not None and found.p90 is not None and found.p10 < found.median < found.p90
-
-
-def test_too_few_steps_have_no_interval_and_nothing_is_clear():
     found = ratio([(1.0, 2.0)], [(2.0, 1.0)])
-    assert found is not None and found.median == 2 and found.p10 is None and not found.clear
+    assert found is not None and found.median == 2 and found.p10 is None and not found.clear, "too few steps"
     assert ratio([], [(1.0, 1.0)]) is None and ratio([(0.0, 0.0)], [(1.0, 1.0)]) is None
 
 
@@ -199,15 +192,11 @@ def test_medians_leave_out_first_steps_and_ledger_steps_and_losses_do_not():
     assert len(entry["losses"]) == 5
     assert summary(SPEC, slow[:2])["step_time_s"]["median"] == 9.0, "a run of one step counts it"
     assert summary(SPEC, [])["step_time_s"]["median"] is None
+    other = [*steps(2, 3, spec=GRAD_OP, step_time_s=0.5), *steps(4, 5, 6)]
+    assert summary(SPEC, [*steps(0, 1), *other])["losses"] == [1.0, 0.0, -1.0], "of the Spec applied last"
+    assert summary(GRAD_OP, other[:4])["step_time_s"]["median"] == 0.5
     entry = summary(SPEC, [event(0, 0, step_time_s=0.1), event(1, 0, step_time_s=0.4), event(0, 1)])
     assert entry["step_time_s"]["median"] == 0.4 and entry["tokens_per_s"] == 500, "of the slowest rank of whole steps"
-
-
-def test_figures_are_of_the_spec_applied_last():
-    other = SPEC.replace(sharding="shard_grad_op")
-    events = steps(0, 1) + steps(2, 3, spec=other, step_time_s=0.5) + steps(4, 5, 6)
-    assert summary(SPEC, events)["losses"] == [1.0, 0.0, -1.0]
-    assert summary(other, events[:8])["step_time_s"]["median"] == 0.5
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0, 1))
@@ -254,13 +243,10 @@ def test_a_peak_that_was_raised_later_is_that_of_all_steps():
     at = table.columns.index("MFU")
     assert [row[at] for row in table.rows] == ["50.0%", "100.0%", "100.0%"]
     assert "MFU relative to 0.2 TFLOPS a rank (reached, above measured)" in repr(table)
-
-
-def test_no_utilisation_above_100_percent_is_shown_of_an_older_file():
     old = {"flops": 10**9, "peak_flops_per_s": 1e11, "peak_source": "one slow product"}
-    events = [*steps(0, step_time_s=0.004, **old), *steps(1, 2, step_time_s=0.005, **old)]
-    assert summary(SPEC, events)["mfu_per_rank"] == [0.8, 0.8]
-    assert "250" not in repr(step_table(assemble(events), {}))
+    older = [*steps(0, step_time_s=0.004, **old), *steps(1, 2, step_time_s=0.005, **old)]
+    assert summary(SPEC, older)["mfu_per_rank"] == [0.8, 0.8], "no more than 100 % is shown of an older file"
+    assert "250" not in repr(step_table(assemble(older), {}))
 
 
 def test_figures_for_people():

@@ -42,29 +42,23 @@ def test_a_cancelled_task_does_not_end_it_for_the_others():
     assert asyncio.run(cell()) == 42 and answer.done
 
 
-def test_it_is_waited_for_from_any_loop_and_ended_once():
+def test_it_is_waited_for_from_any_loop_and_ended_once(caplog: pytest.LogCaptureFixture):
+    """A loop that was closed meanwhile is no error."""
     answer = Answer()
     with pytest.raises(TimeoutError, match="was not over after 0 s"):
         answer.wait(0)
-    answer._end()
-    answer._end()
+
+    async def left() -> None:
+        asyncio.create_task(answer._wait_async())  # noqa: RUF006  (cancelled when the loop closes)
+        await asyncio.sleep(0)
 
     async def cell() -> int:
         return await answer
 
-    assert answer.wait() == asyncio.run(cell()) == asyncio.run(cell()) == 42
-
-
-def test_a_loop_that_was_closed_meanwhile_is_no_error(caplog: pytest.LogCaptureFixture):
-    answer = Answer()
-
-    async def cell() -> None:
-        asyncio.create_task(answer._wait_async())  # noqa: RUF006  (cancelled when the loop closes)
-        await asyncio.sleep(0)
-
-    asyncio.run(cell())
+    asyncio.run(left())
     answer._end()
-    assert answer.done and not caplog.records
+    answer._end()
+    assert answer.wait() == asyncio.run(cell()) == asyncio.run(cell()) == 42 and not caplog.records
 
 
 def test_a_transition_that_is_not_in_the_table_is_refused():
