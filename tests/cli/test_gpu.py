@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,10 +28,6 @@ from tests.test_house import JUPYTER, REPO, without
 from tests.waiting import until
 
 GIB = 1 << 30
-
-
-def silent(line: str) -> None:
-    pass
 
 
 # -- refusals, and the list --------------------------------------------------------------------------------------------
@@ -137,20 +134,14 @@ def test_a_part_that_fails_is_told_and_the_rest_still_runs(
     assert [p["outcome"] for p in seen[1]["parts"]] == ["failed", "skipped", "not finished"]
 
 
-def test_a_session_that_is_cut_off_keeps_what_it_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def cut(say: Any, limit_s: float) -> dict[str, Any]:
-        say("so far")
-        raise KeyboardInterrupt
-
-    file = tmp_path / "gpu.txt"
-    some = (part("done", lambda say, limit_s: {"a": 1}), part("cut", cut), part("after", cut))
+def test_a_session_that_is_cut_off_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, cut = tmp_path / "gpu.txt", Mock(side_effect=KeyboardInterrupt)
+    some = (part("done", lambda say, limit_s: say("so far") or {"a": 1}), part("cut", cut), part("after", cut))
     monkeypatch.setattr(gpu, "listed", lambda at: some)
     assert main(["bench", "gpu", "--device", "cpu", "--out", str(file)]) == 130
     kept = figures_in(file)["parts"]
     assert [p["outcome"] for p in kept] == ["passed", "not finished", "not begun"]
-    assert kept[0]["figures"] == {"a": 1} and kept[1]["printed"] == ["so far"]
+    assert kept[0]["figures"] == {"a": 1} and kept[0]["printed"] == ["so far"]
 
 
 def test_what_no_time_is_left_for_is_skipped(tmp_path: Path) -> None:
@@ -161,7 +152,7 @@ def test_what_no_time_is_left_for_is_skipped(tmp_path: Path) -> None:
         return {}
 
     for limit_s in (0.0, 45.0, 24.0):  # a program under torchrun needed more than 24 of its 60 s, and failed for it
-        record = Record(facts={}, file=tmp_path / "gpu.txt", say=silent)
+        record = Record(facts={}, file=tmp_path / "gpu.txt", say=lambda line: None)
         record.run([part("one", measure)], limit_s)
     assert limits == [60, pytest.approx(45, abs=1)]
     assert record.parts[0].said == "skipped: 24 s were left, and it may need 60; give --only one"
@@ -248,7 +239,7 @@ def test_a_program_that_does_not_end_leaves_no_process(tmp_path: Path) -> None:
         "time.sleep(60)"
     )
     with pytest.raises(BenchError, match="did not end within 2 s"):
-        parts.run_program(["-c", code], silent, 2)
+        parts.run_program(["-c", code], print, 2)
     child = int(file.read_text())
     until(lambda: not alive(child))  # a killed process takes a moment to end
 

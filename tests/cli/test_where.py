@@ -16,17 +16,11 @@ def hosts(*words: str):
     return hosts_of(parser.parse_args(words))
 
 
-def test_no_hosts():
+def test_hosts_by_ssh_and_of_slurm():
     assert hosts() is None
-
-
-def test_hosts_by_ssh():
     found = hosts("--ssh", "gpu1, gpu2", "--gpus-per-host", "8", "--ssh-config", "config", "--sync-hosts")
     assert found == SshHosts(names=("gpu1", "gpu2"), gpus_per_host=8, ssh_args=("-F", "config"), sync=True)
     assert found.ranks == 16
-
-
-def test_hosts_of_slurm():
     found = hosts("--slurm", "4", "--ranks-per-host", "2", "--time", "1:00:00", "--partition", "gpu")
     assert found == SlurmHosts(hosts=4, ranks_per_host=2, time="1:00:00", partition="gpu")
     assert found.request == ["--nodes=4", "--ntasks-per-node=2", "--time=1:00:00", "--partition=gpu"]

@@ -127,14 +127,10 @@ def test_an_error_on_one_rank_frees_the_other(cluster: Cluster):
     assert [t["rank"] for t in cluster.call("status")] == [0, 1], "both live"
 
 
-def test_only_listed_methods_of_the_session_can_be_called(cluster: Cluster):
+def test_only_listed_methods_can_be_called_and_a_failed_step_holds_nothing_on_the_rank(cluster: Cluster):
     for method in ("close", "namespace", "_renew", "__init__"):
         with pytest.raises(RankError, match=f"{method} is no method of Session"):
             cluster.call(method)
-    assert [t["rank"] for t in cluster.call("status")] == [0, 1]
-
-
-def test_a_failed_step_holds_nothing_on_the_rank(cluster: Cluster):
     order(cluster, "raise-all")
     with pytest.raises(SpecError):
         cluster.call("train", steps=10)
@@ -174,13 +170,7 @@ def test_a_rank_whose_gpu_failed_is_lost_and_replaced(cluster: Cluster):
     assert [t["rank"] for t in cluster.call("status")] == [0, 1]
 
 
-def test_an_idle_rank_that_dies_is_noticed_too(cluster: Cluster):
-    os.kill(cluster.pids[0], signal.SIGTERM)
-    until(lambda: cluster.lost)
-    assert cluster.lost[0].doing == "nothing" and not cluster.status()[0].alive
-
-
-def test_another_number_of_ranks(cluster: Cluster):
+def test_another_number_of_ranks_and_an_idle_one_that_dies_is_noticed_too(cluster: Cluster):
     kept = cluster.pids
     cluster.resize(3)
     assert cluster.pids[:2] == kept and [t["rank"] for t in cluster.call("status")] == [0, 1, 2]
@@ -188,6 +178,9 @@ def test_another_number_of_ranks(cluster: Cluster):
     assert cluster.pids == kept[:1]
     until(lambda: not psutil.pid_exists(kept[1]))
     assert cluster.lost == {}, "an end that is meant is no loss"
+    os.kill(cluster.pids[0], signal.SIGTERM)
+    until(lambda: cluster.lost)
+    assert cluster.lost[0].doing == "nothing" and not cluster.status()[0].alive
 
 
 @pytest.mark.slow

@@ -8,7 +8,9 @@ import pytest
 
 from fsdp_lab.cluster import RankError, StartError
 from fsdp_lab.lab import Lab
+from fsdp_lab.runs import RunState
 from tests.cluster.conftest import FAKE
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,9 @@ def test_a_given_cluster_is_used_and_left_running(theirs, by: str):
         if by == "cluster":
             with pytest.raises(StartError, match="3 ranks were asked for|more engine"):
                 lab.run(world_size=3).wait(20)
+        left = lab.run()
+        until(lambda: left.step > 1)
+    assert left.state is RunState.STOPPED and left.reason == "the lab was closed"
     assert all(psutil.pid_exists(pid) for pid in pids)
     assert client[:].apply_sync(int) == [0, 0], "they answer their owner"
 

@@ -50,6 +50,11 @@ def test_the_environment_says_what_the_ranks_are_and_nothing_private(lab: Lab):
 
 
 def test_what_is_wrong_with_the_history_is_said_in_the_status_and_stops_no_run(lab: Lab, tmp_path: Path):
+    assert History.of(False) is None
+    with pytest.raises(
+        ArgumentError, match="history: 7 is refused; give True, False, the path of a file, or a History"
+    ):
+        Lab(1, history=7)  # type: ignore[arg-type]
     (tmp_path / "file").write_text("no folder")
     before, lab.history = lab.history, History(tmp_path / "file" / "runs.sqlite3")
     try:
@@ -60,23 +65,12 @@ def test_what_is_wrong_with_the_history_is_said_in_the_status_and_stops_no_run(l
         lab.history = before
 
 
-def test_a_lab_without_a_history_and_a_wrong_one():
-    assert History.of(False) is None
-    refusal = "history: 7 is refused; give True, False, the path of a file, or a History"
-    with pytest.raises(ArgumentError, match=refusal):
-        Lab(1, history=7)  # type: ignore[arg-type]
-
-
-def test_a_processor_is_called_as_its_maker_does(tmp_path: Path):
-    told = tmp_path / "cpuinfo"
+def test_a_processor_and_a_driver_are_called_as_their_makers_do(tmp_path: Path):
+    told = tmp_path / "told"
     told.write_text("processor\t: 0\nmodel name\t: AMD EPYC 7B13\nprocessor\t: 1\nmodel name\t: AMD EPYC 7B13\n")
     assert cpu_model(told) == "AMD EPYC 7B13"
     told.write_text("processor\t: 0\nCPU implementer\t: 0x41\n")
     assert cpu_model(told) == cpu_model(tmp_path / "none") != ""
-
-
-def test_the_driver_is_read_from_the_kernel_module(tmp_path: Path):
-    told = tmp_path / "version"
     for line, version in (
         ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023", "535.104.05"),
         ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65  Release Build  (root@box)", "580.65"),

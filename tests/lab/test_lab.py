@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from fsdp_lab.base.errors import ArgumentError, SpecError
+from fsdp_lab.base.process import marked
 from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
@@ -53,19 +54,21 @@ def test_a_run_that_nobody_holds_is_let_go(lab: Lab):
 
 
 def test_await_leaves_the_loop_alive(lab: Lab):
-    async def awaiting(run: Run) -> Run:
+    run, ticks = lab.run(steps=15), 0
+
+    async def awaiting() -> Run:
         return await run
 
-    async def cell() -> tuple[Run, int]:
-        task, ticks = asyncio.create_task(awaiting(lab.run(steps=15))), 0
+    async def cell() -> Run:
+        nonlocal ticks
+        task = asyncio.create_task(awaiting())
         while not task.done():
             await asyncio.sleep(0.01)
             ticks += 1
-        return task.result(), ticks
+        return task.result()
 
-    run, ticks = asyncio.run(cell())
-    assert run.state is RunState.FINISHED and ticks > 2
-    assert asyncio.run(awaiting(run)) is run, "what is over can be awaited again, in another loop"
+    assert asyncio.run(cell()).state is RunState.FINISHED and ticks > 2
+    assert asyncio.run(awaiting()) is run, "what is over can be awaited again, in another loop"
 
 
 def test_another_spec_is_applied_behind_the_chunk_and_the_curve_goes_on(lab: Lab):
@@ -87,27 +90,25 @@ def test_another_spec_is_applied_behind_the_chunk_and_the_curve_goes_on(lab: Lab
     until(lambda: [e.step for e in run.events.since()[0] if e.spec_id == run.spec.id][:1] == [0])
 
 
-def test_what_the_ranks_refuse_leaves_the_run_as_it_was(lab: Lab):
+def test_what_is_refused_leaves_the_run_as_it_was(lab: Lab):
+    """By the ranks, or before anything is sent."""
     run = going(lab)
     with pytest.raises(SpecError, match="refused here"):
         run.apply(data="refuse").wait(10)
-    assert isinstance(run.refused, SpecError) and run.pending is None and run.spec == Spec()
-    step = run.step
-    until(lambda: run.step > step + 2)
-    assert run.state is RunState.RUNNING
-
-
-def test_what_cannot_be_is_refused_before_anything_is_sent(lab: Lab):
-    run = going(lab)
+    assert isinstance(run.refused, SpecError)
     with pytest.raises(SpecError, match="strategy.sharding"):
         run.apply(backend="fsdp1", sharding="zero1")
     with pytest.raises(ArgumentError, match="steps"):
         lab.run(steps=0)
-    refusal = "ledger_every: .* is refused; give a whole number of 1 or more, or None"
     for wrong in (0, 2.5, True):
-        with pytest.raises(ArgumentError, match=refusal):
+        with pytest.raises(
+            ArgumentError, match="ledger_every: .* is refused; give a whole number of 1 or more, or None"
+        ):
             lab.run(ledger_every=wrong)  # type: ignore[arg-type]
-    assert run.state is RunState.RUNNING and run.pending is None
+    assert run.pending is None and run.spec == Spec()
+    step = run.step
+    until(lambda: run.step > step + 2)
+    assert run.state is RunState.RUNNING
 
 
 def test_what_cannot_fit_is_refused_with_its_figures_and_started_anyway(lab: Lab):
@@ -163,50 +164,37 @@ def test_stop_keeps_what_was_trained_and_reaches_ranks_that_are_still_building(l
         run.apply(micro_batch=2)
     more = lab.run(steps=3, fresh=False).wait(10)
     assert more.step == run.step + 3 and more.switches[0].carried
-    assert lab.run(steps=3).wait(10).step == 3, "fresh by default"
-
-
-def test_a_new_run_replaces_the_one_that_goes_on(lab: Lab):
     former = going(lab)
-    run = lab.run(steps=3).wait(10)
+    assert lab.run(steps=3).wait(10).step == 3, "fresh by default"
     assert former.state is RunState.STOPPED and former.reason == "another run was started"
-    assert run.state is RunState.FINISHED and run.step == 3
 
 
-def test_ctrl_c_in_a_wait_stops_the_run_and_is_passed_on(lab: Lab):
-    run = going(lab)
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        run.wait()
-    assert run.state is RunState.STOPPED and run.reason == "interrupted"
-    assert lab.run(steps=2).wait(10).step == 2
+def test_what_interrupts_stops_the_run(lab: Lab):
+    """Ctrl-C in a wait, which is passed on; a cell that is cancelled; the ranks' own."""
 
-
-def test_a_cancelled_await_stops_the_run(lab: Lab):
     async def cell() -> Run:
         run = lab.run()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(run, 0.5)
         return await run
 
+    interrupted = going(lab)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.wait()
     assert asyncio.run(cell()).state is RunState.STOPPED
-
-
-def test_an_interrupt_of_the_ranks_stops_the_run(lab: Lab):
     run = going(lab)
     lab.interrupt()
-    assert run.state is RunState.STOPPED and run.reason == "interrupted"
+    for one in (interrupted, run):
+        assert one.state is RunState.STOPPED and one.reason == "interrupted"
+    assert lab.run(steps=2).wait(10).step == 2
 
 
-def test_a_failure_on_a_rank_is_the_runs_and_the_next_one_works(lab: Lab):
+def test_a_failure_and_a_lost_rank_fail_the_run_and_the_next_one_works(lab: Lab):
     run = lab.run(data="raise:1")
     with pytest.raises(ClusterError, match="rank 1 failed in train .*told to fail"):
         run.wait(20)
     assert run.state is RunState.FAILED and "told to fail" in run.reason and "failed" in repr(run)
-    assert lab.run(steps=2).wait(10).step == 2
-
-
-def test_a_lost_rank_fails_the_run_and_the_next_one_replaces_it(lab: Lab):
     run = going(lab)
     os.kill(lab.cluster.pids[0], signal.SIGKILL)
     with pytest.raises(RankLost, match="rank 0 is gone"):
@@ -229,8 +217,6 @@ print([p.stage for p in said][-1], lab.cluster.token, flush=True)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     stage, token = done.stdout.split()
-    from fsdp_lab.base.process import marked
-
     assert stage == "ready" and marked(token) == []
 
 

@@ -89,14 +89,11 @@ def test_of_what_is_not_told_apart_in_time_the_smallest_is_recommended(peak_mib:
     assert "≈: not told apart in time from A." in compared.notes()
 
 
-def test_what_computes_something_else_is_never_recommended_nor_judged_by(four):
+def test_what_is_another_work_or_result_or_was_not_measured_is_not_recommended_nor_judged_by(four):
     wrong = turned("w", 4, 0.01, 10, {"backend": "fsdp2"}, loss_off=2.0)
     found = recommend([*four, wrong])
     assert found.fastest == "C" and "Not recommended, E: it does not compute the same" in str(found)
     assert all("E" not in (p.taken, p.instead) for t in found.toggles for p in t.pairs)
-
-
-def test_what_is_another_work_or_was_not_measured_is_not_recommended(four):
     other = turned("o", 4, 0.001, 10, {"model": "gpt2-1m"})
     linked = turned("l", 5, 0.001, 10, {"link": "10 GB/s"})
     unmeasured = turned("u", 6, 0.001, 0, {"wrap": "whole"})
@@ -115,8 +112,8 @@ def test_what_is_another_work_or_was_not_measured_is_not_recommended(four):
 
 
 def test_it_says_what_the_figures_are_worth_and_escapes_what_it_shows():
-    found = recommend(Comparison.of([past("a", SPEC.replace(data="/tmp/<b>"), notes=("a <shared> GPU",))]))
+    strange = past("a", SPEC.replace(data="/tmp/<b>"), notes=("a <shared> GPU",))
+    found, html = recommend(Comparison.of([strange])), recommend([strange, past("b")])._repr_html_()
     assert "a <shared> GPU" in str(found) and "CPU and Gloo" in str(found)
-    html = recommend([past("a", SPEC.replace(data="/tmp/<b>"), notes=("a <shared> GPU",)), past("b")])._repr_html_()
     assert "&lt;shared&gt;" in html and "<b>The fastest" in html and "/tmp/<b>" not in html
     assert recommend([]).fastest is None
