@@ -130,13 +130,9 @@ class OutOfMemoryError(RuntimeError):
     """torch's for a GPU, as far as it is read."""
 
 
-ALLOCATOR = (
-    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
-)
-HOST = RuntimeError(f"{ALLOCATOR}134217728 bytes. Error code 12 (Cannot allocate memory)")
-GPU = OutOfMemoryError(
-    "CUDA out of memory. Tried to allocate 2.34 GiB. GPU 0 has a total capacity of 79.10 GiB of which ..."
-)
+WHY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 134217728 bytes"
+HOST = RuntimeError(f"[enforce fail at alloc_cpu.cpp:127] err == 0. {WHY}. Error code 12 (Cannot allocate memory)")
+GPU = OutOfMemoryError("CUDA out of memory. Tried to allocate 2.34 GiB. GPU 0 has a total capacity of 79.10 GiB.")
 
 
 @pytest.mark.parametrize(

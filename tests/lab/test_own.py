@@ -34,8 +34,8 @@ def losses(run: Run) -> list[float]:
 
 
 def test_a_cells_code_trains_and_its_source_is_stored(lab: Lab) -> None:
-    run = lab.run(**own(), steps=6, evaluate=EvalConfig(every=3, samples=2)).wait(90)
-    assert run.state is RunState.FINISHED and len(losses(run)) == 6, run.reason
+    run = lab.run(**own(), steps=4, evaluate=EvalConfig(every=3, samples=2)).wait(90)
+    assert run.state is RunState.FINISHED and len(losses(run)) == 4, run.reason
     entry = run.summary()
     assert entry["memory_at_peak_bytes"] and entry["comm_bytes_per_step"]["all_gather"] > 0
     assert "loss" in str(run.table())
@@ -43,7 +43,7 @@ def test_a_cells_code_trains_and_its_source_is_stored(lab: Lab) -> None:
     lab.history.flush()
     stored = lab.runs()[0]
     assert stored.spec == run.spec and "class Block(nn.Module)" in stored.spec.workload.model["source"]
-    again = lab.run(stored.spec, steps=6).wait(90)
+    again = lab.run(stored.spec, steps=4).wait(90)
     assert losses(again) == losses(run), "the lab remembers what it has sent"
 
 
@@ -70,7 +70,7 @@ def test_backends_agree_and_the_strategy_is_switched_live(lab: Lab) -> None:
 def test_a_killed_rank_is_replaced_and_gets_the_code_again(lab: Lab, tmp_path: Path) -> None:
     steady = lab.run(**own(), steps=15).wait(90)
     run = lab.run(**own(), steps=15, save=str(tmp_path), recover=True)
-    until(lambda: run.step > 2 or run.done, 60)
+    until(lambda: run.step > 2 or run.done)
     lab.drill("kill", rank=1)
     run.wait(120)
     assert run.state is RunState.FINISHED, run.reason
@@ -108,23 +108,18 @@ def test_what_cannot_be_sent_or_used_is_refused_and_the_lab_goes_on(lab: Lab, tm
 
 MODULE = """
 import torch
-from torch import nn
-
 import net_parts
 
-
-class Net(nn.Module):
+class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.fc = nn.Linear(8, 8)
+        self.fc = torch.nn.Linear(8, 8)
 
     def forward(self, x):
         return net_parts.act(self.fc(x)) * 1.0
 
-
 def loss(model, batch):
     return (model(batch) - 1).square().mean()
-
 
 class Samples:
     def __len__(self):

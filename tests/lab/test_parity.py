@@ -98,7 +98,6 @@ def _one_rank_does_not_update(s: Any, place: Place) -> None:
 FAULTS: dict[str, tuple[dict[str, Any], Callable[[Any, Place], None]]] = {
     "no division": ({"backend": "fsdp2"}, _no_division),
     "a replica stands still": (DDP, _one_rank_does_not_update),
-    "a shard stands still": ({}, _one_rank_does_not_update),
 }
 
 
@@ -122,7 +121,6 @@ def _at_fault(place: Place, given: dict[str, Any], fault: str) -> list[Any]:
 @pytest.mark.parametrize(("fault", "step", "what"), [
     ("no division", 3, "gradient norm"),
     ("a replica stands still", 3, "replicas"),
-    ("a shard stands still", 4, "gradient norm"),
 ])  # fmt: skip
 def test_a_fault_is_found_as_soon_as_it_shows(
     pool: Pool, honest: dict[str, RecordedRun], fault: str, step: int, what: str
