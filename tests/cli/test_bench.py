@@ -27,24 +27,6 @@ TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--vocab", "64", "--se
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--ranks", "0"], "--ranks 0 is refused"),
-        (["--seq-len", "1"], "--seq-len 1 is refused; give a whole number of 2 or more"),
-        (["--width", "500"], "--heads 8 does not divide --width 500"),
-        (["--model", "gpt2-2m"], "--model gpt2-2m is refused; give one of gpt2-1m, "),
-        (["--model", "gpt2-1m", "--seq-len", "2000"], "--seq-len 2000 is refused; gpt2-1m takes 1024 or fewer"),
-        (["--only", "fsdp2,fsdp3"], "--only: there is no form fsdp3; choose from lab"),
-        (["--only", ","], "--only names no form"),
-        (["--json", "/nowhere/at/all.json"], "cannot be written"),
-    ],
-)
-def test_bad_options_are_refused_by_name(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "step", "--device", "cpu", *arguments]) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert place(2, None) == ("cpu", "cpu")

@@ -17,9 +17,8 @@ import psutil
 import pytest
 from rich.console import Console
 
-from fsdp_lab.base.errors import SpecError
 from fsdp_lab.cli import compare, fields
-from fsdp_lab.cli.console import Refused, Results, add_hosts, hosts_of
+from fsdp_lab.cli.console import Results, add_hosts, hosts_of
 from fsdp_lab.cli.main import main, parser
 from fsdp_lab.cluster.hosts import SlurmHosts, SshHosts
 from fsdp_lab.planner.questions import require_memory
@@ -67,22 +66,6 @@ def test_values_are_read_as_their_fields_types(arguments: str, part: str, values
     assert [made[section][name] for made in dicts(*arguments.split())] == values
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--clip-norm auto", "--clip-norm 'auto' is refused"),
-        ("--optimizer-args fused", "give JSON: arguments of its class"),
-        ("--optimizer-args 3", "arguments of its class by name"),
-        ("--freeze a", r"--freeze 'a' is refused; give JSON: patterns of parameter names such as \["),
-        ("--sync 0", "strategy.sync: 0 is refused"),
-        ("--sync=-2", "strategy.sync: '-2' is refused"),
-    ],
-)
-def test_values_that_cannot_be_read_are_refused(arguments: str, said: str):
-    with pytest.raises((Refused, SpecError), match=said):
-        dicts(*arguments.split())
-
-
 def test_links_are_a_list_whose_latencies_have_commas_too():
     made = dicts("--link", "none, 0.25GB/s, 50us,nvlink of h100", "--backend", "lab,fsdp2")
     links = [None, "0.25 GB/s, 50 us", "nvlink of h100"]
@@ -97,48 +80,6 @@ def test_combinations_that_cannot_be_are_listed_with_their_reason_and_one_device
     assert requested("--devices", "cuda:0,cuda:2")[0][0].devices == ("cuda:0", "cuda:2")
     reasons = {(d["strategy"]["backend"], d["strategy"]["sharding"]): str(error) for d, error in refused}
     assert len(reasons) == 2 and "strategy.sharding" in reasons["ddp", "full_shard"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["compare", "--backend", "fsdp9"], "strategy.backend"),
-        (["compare", "--micro-batch", "four"], "--micro-batch"),
-        (["compare", "--steps", "0"], "--steps"),
-        (["compare", "--rounds", "0"], "--rounds"),
-        (["compare", "--report", "report.pdf"], "--report"),
-        (["compare", "--json", "/no/such/folder/file.json"], "--json"),
-        (["compare", "--backend", "ddp", "--sharding", "full_shard"], "every combination is refused"),
-        (["run", "{good}", "--link", "0.25 GB/s, soon"], "link: 'soon' is no latency"),
-        (["run", "/no/such/spec.json"], "cannot read"),
-        (["run", "{broken}"], "is not JSON"),
-        (["run", "{unknown}"], "workload.modle"),
-        (["run", "{short}"], "workload.data"),
-        (["run", "{good}", "--steps", "0"], "--steps"),
-        (["run", "{good}", "--evaluate-every", "0"], "evaluate.every: 0 is refused"),
-        (["run", "{good}", "--patience", "3"], "give --evaluate-every too"),
-        (["run", "{good}", "--evaluate-every", "5", "--evaluate-samples", "1000000"], "workload.held_out: "),
-        (["run", "{good}", "--trace", "/no/such/folder/trace.json"], "--trace: /no/such/folder/trace.json cannot be"),
-        (["run", "{good}", "--trace", "trace.txt"], "--trace: trace.txt does not end in .json or .json.gz"),
-    ],
-)
-def test_bad_input_is_a_sentence_and_starts_nothing(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    (tmp_path / "text.txt").write_text("too short")
-    files = {
-        "{broken}": "{",
-        "{unknown}": '{"workload": {"modle": "gpt2-1m"}}',
-        "{short}": json.dumps({"workload": {"model": "gpt2-1m", "data": str(tmp_path / "text.txt")}}),
-        "{good}": Spec().to_json(),
-    }
-    for name, text in files.items():
-        (tmp_path / name.strip("{}")).write_text(text)
-    monkeypatch.setattr("fsdp_lab.lab.Lab", None)
-    assert main([str(tmp_path / a.strip("{}")) if a in files else a for a in arguments]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert "Traceback" not in error
 
 
 def test_results_are_written_whole_and_after_every_run(tmp_path: Path):
@@ -256,17 +197,3 @@ def test_hosts_by_ssh_and_of_slurm():
     found = hosts("--slurm", "4", "--ranks-per-host", "2", "--time", "1:00:00", "--partition", "gpu")
     assert found == SlurmHosts(hosts=4, ranks_per_host=2, time="1:00:00", partition="gpu")
     assert found.request == ["--nodes=4", "--ntasks-per-node=2", "--time=1:00:00", "--partition=gpu"]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--ssh", "a", "--slurm", "1", "--ranks-per-host", "1"), "choose one"),
-        (("--ssh", "a"), "give --gpus-per-host N or --ranks-per-host N"),
-        (("--ranks-per-host", "2"), "options for hosts are given and no hosts"),
-        (("--ssh", "a", "--ranks-per-host", "1", "--time", "10"), "--time is of a Slurm job"),
-    ],
-)
-def test_what_is_refused(words: tuple[str, ...], said: str):
-    with pytest.raises(Refused, match=said):
-        hosts(*words)

@@ -42,20 +42,6 @@ def test_without_a_gpu_it_names_the_way_out(
     assert capsys.readouterr().err == f"fsdp-lab: {said}\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--only", "step,stop"], "--only: there is no part 'stop'; choose from tests, strategies, step-"),
-        (["--only", ","], "--only: there is no part ','"),
-        (["--minutes", "-1"], "--minutes -1 is refused"),
-        (["--out", "/nowhere/at/all.txt"], "--out: /nowhere/at/all.txt cannot be written"),
-    ],
-)
-def test_bad_options_are_refused_by_name(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "gpu", "--device", "cpu", *arguments]) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_what_this_machine_cannot_run_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def skips(gpus: int, gib: float) -> dict[str, str]:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
