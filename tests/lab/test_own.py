@@ -15,10 +15,8 @@ from fsdp_lab.cluster import code_delivery
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
 from fsdp_lab.runs.evaluation import EvalConfig
-from fsdp_lab.runs.parity import Verdict
 from fsdp_lab.spec.spec import Spec
 from tests.own import TEXT, cell, own
-from tests.rank.test_session import DDP
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -53,18 +51,6 @@ def test_ranks_keep_the_newest_code_alone(lab: Lab, monkeypatch: pytest.MonkeyPa
     newest = {code.digest for code in specs[1].workload.sent_code().values()}
     assert [set(status["code"]) for status in lab.cluster.call("status")] == [newest] * 2
     assert lab.run(specs[0], steps=1).wait(60).state is RunState.FINISHED, "it is sent again"
-
-
-def test_backends_agree_and_the_strategy_is_switched_live(lab: Lab) -> None:
-    sweep = lab.compare(steps=4, rounds=2, **{**own(), "data": [own()["data"]]}, backend=["lab", "fsdp1"]).wait(180)
-    assert sweep.comparison().rows[1].parity.verdict is Verdict.EQUAL
-    run = lab.run(**own(), steps=400, save=None)
-    run.apply(**DDP).wait(60)
-    run.apply(backend="fsdp2", sharding="full_shard").wait(60)
-    assert [s.carried for s in run.switches] == [False, True, True]
-    until(lambda: run.step > 6 or run.done, 60)
-    run.stop(20)
-    assert losses(sweep.runs[0]) == losses(run)[:4]
 
 
 def test_a_killed_rank_is_replaced_and_gets_the_code_again(lab: Lab, tmp_path: Path) -> None:
