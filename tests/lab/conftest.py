@@ -1,5 +1,5 @@
-"""The labs of this folder, each started once: of two ranks without torch (see `tests.cluster.fake_rank`), of two that train,
-and of two that train and may wait 2 s for each other."""
+"""The labs of this folder, each started once: of two ranks without torch (see `tests.cluster.fake_rank`), and of two that
+train."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def real_lab(resident_real: Lab) -> Iterator[Lab]:
         resident_real.current.stop(10)
 
 
-@pytest.fixture(scope="package")
-def impatient_lab() -> Iterator[Lab]:
-    """A rank for which another one waits longer than HANG_S hangs."""
-    with Lab(2, hang_s=HANG_S, reduction="rank_ordered") as lab:
-        yield lab
+@pytest.fixture
+def impatient_lab(real_lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    """The same: a rank for which another one waits longer than HANG_S hangs, which the kernel alone decides."""
+    monkeypatch.setattr(real_lab.cluster.supervisor.monitor, "_limit_s", HANG_S)
+    return real_lab

@@ -17,7 +17,7 @@ from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
 from fsdp_lab.runs.parity import Verdict, parity
 from fsdp_lab.runs.recovery import BEGINNING, CHECKPOINT, REPLICA, RecoveryPolicy, refitted
-from fsdp_lab.runs.saving import CheckpointConfig
+from fsdp_lab.runs.saving import CheckpointConfig, CheckpointSchedule
 from fsdp_lab.spec.checkpoint_format import checkpoints, incomplete_checkpoints
 from fsdp_lab.spec.spec import Spec
 from tests.waiting import until
@@ -238,6 +238,19 @@ def test_nothing_to_recover_and_bad_words_are_refused(lab: Lab, tmp_path: Path) 
     with pytest.raises(ArgumentError, match="no folder for checkpoints"):
         run.save()
     assert lab.current is run
+
+
+def test_a_checkpoint_that_was_given_up_and_is_written_after_all_holds_up_no_later_one(tmp_path: Path) -> None:
+    """As where a step fails meanwhile, and the ranks go on."""
+    schedule = CheckpointSchedule(CheckpointConfig(folder=tmp_path), "run", start=0)
+    for step in (5, 10):
+        with schedule.taking("step", step) as record:
+            record([{"step": step, "seconds": 0.1, "waited_s": 0.0}])
+        if step == 5:
+            schedule.give_up("meanwhile a step failed")
+    end = {"path": "", "bytes": 0, "seconds": 0.1, "error": "no room"}
+    schedule.written([{**end, "step": 5}, {**end, "step": 10}])
+    assert not schedule.pending and [s.error for s in schedule.taken] == ["meanwhile a step failed", "no room"]
 
 
 def test_another_number_of_ranks_keeps_the_global_batch_where_it_can() -> None:
