@@ -27,11 +27,10 @@ from tests.traces import traced
 
 def told(ranks: int = 2, step: int = 7, *, error_s: float | None = 1e-4, **more: Any) -> list[StepEvent]:
     """The events of a traced step."""
-    spec, ranks_traced = Spec(world_size=ranks), enumerate(traced(ranks, **more))
-    known = {"clock_error_s": error_s}
+    spec = Spec(world_size=ranks)
     return [
-        event(rank, step, spec, begin_s=t.begin_s, step_time_s=t.step_time_s, spans=t.spans, **known)
-        for rank, t in ranks_traced
+        event(rank, step, spec, begin_s=t.begin_s, step_time_s=t.step_time_s, spans=t.spans, clock_error_s=error_s)
+        for rank, t in enumerate(traced(ranks, **more))
     ]
 
 
