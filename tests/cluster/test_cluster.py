@@ -119,14 +119,6 @@ def test_an_interrupt_ends_the_chunk_on_all_ranks_alike_and_a_call_that_waits_be
     assert [r["step"] for r in cluster.call("train", steps=3)] == [step + 3] * 2, "they go on from there"
 
 
-def test_an_error_on_one_rank_frees_the_other(cluster: Cluster):
-    order(cluster, "raise:1")
-    with pytest.raises(RankError, match="rank 1 failed in train .*ValueError: rank 1 was told to fail") as e:
-        cluster.call("train", steps=10)
-    assert "told to fail" in e.value.trace and 0 in e.value.others
-    assert [t["rank"] for t in cluster.call("status")] == [0, 1], "both live"
-
-
 def test_only_listed_methods_can_be_called_and_a_failed_step_holds_nothing_on_the_rank(cluster: Cluster):
     for method in ("close", "namespace", "_renew", "__init__"):
         with pytest.raises(RankError, match=f"{method} is no method of Session"):

@@ -28,6 +28,7 @@ from fsdp_lab.runs import Run, RunState
 from fsdp_lab.runs.recovery import REPLICA, RecoveryPolicy
 from tests.cluster.conftest import FAKE
 from tests.hosts.machines import Site, SshServers, end, kept_folders, left, site, words_of
+from tests.lab.events import losses
 from tests.waiting import until
 
 HEADERS = 0.10  # of Ethernet, IP and TCP, their acknowledgements, and the ranks' reports to the kernel
@@ -316,10 +317,6 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Sit
         yield made, servers
         servers.close()
     assert list(temporary.iterdir()) == []
-
-
-def losses(run: Run) -> dict[int, float]:
-    return {step.number: step.mean_loss for step in run.events.steps()}
 
 
 @pytest.mark.nightly

@@ -18,8 +18,6 @@ from tests.cluster.conftest import FAKE
 from tests.hosts.machines import Machine, Site, ip, program, site
 from tests.waiting import until
 
-pytestmark = pytest.mark.slow
-
 
 class TheirCluster:
     """A controller on one host and an engine on each of `engines`, started by hand."""
@@ -80,6 +78,7 @@ def _address() -> str:
     return str(session().address)
 
 
+@pytest.mark.slow
 def test_losses_are_equal_bit_for_bit_to_those_of_one_host(two: Site, theirs) -> None:
     alpha, beta = two.machines
     given = theirs(alpha, [alpha, beta])
@@ -95,6 +94,7 @@ def test_losses_are_equal_bit_for_bit_to_those_of_one_host(two: Site, theirs) ->
     assert apart.summary()["losses"] == together.summary()["losses"] != []
 
 
+@pytest.mark.slow
 def test_the_faster_of_two_networks_is_taken(theirs) -> None:
     with site(["alpha", "beta"], 1) as made:
         made.connect_also("10.232.9.", 24)
@@ -104,6 +104,7 @@ def test_the_faster_of_two_networks_is_taken(theirs) -> None:
             assert sorted(cluster.client[cluster.engine_ids].apply_sync(_address)) == ["10.232.9.1", "10.232.9.2"]
 
 
+@pytest.mark.nightly
 def test_hosts_train_over_the_interface_that_the_user_names_by_ipv6_alone(theirs) -> None:
     with site(["alpha", "beta"], 3) as made:
         made.connect_also("fd00:231::", 64)
@@ -122,6 +123,7 @@ def _variables() -> tuple[str | None, ...]:
     return tuple(os.environ.get(n) for n in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"))
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_meet_are_said(theirs) -> None:
     """Each host reaches the controller's, which is this one, but not the other host."""
     with site(["alpha", "beta"], 5) as made:

@@ -59,8 +59,8 @@ def test_figures_are_those_of_the_summary_with_a_spread():
 def test_what_was_not_measured_is_none_and_shown_as_a_dash():
     run = past("a", steps=0)
     both = Comparison.of([past("z"), run])
-    assert both.rows[1].figures.step_time_s is None and both.rows[1].time_ratio is None is both.rows[1].memory_ratio
-    assert "–" in repr(both)
+    row = both.rows[1]
+    assert (row.figures.step_time_s, row.time_ratio, row.memory_ratio) == (None,) * 3 and "–" in repr(both)
     run.events.add(steps(0, 1))  # before any ledger step: no peak; exposed communication not known
     record = Comparison.of([run]).records()[0]
     assert record["mfu"] is None and record["peak_memory_bytes"] == 1001

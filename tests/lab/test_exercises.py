@@ -274,7 +274,7 @@ HEALTHY: list[dict[str, Any]] = [
 
 
 # The dear ones, whose causes tests/lab/test_diagnosis.py finds on both sides of each limit; a patient below has two of them.
-DEAR = (Cause.LOADING, Cause.OFFLOAD, Cause.COMPILATION, Cause.COMMUNICATION, Cause.ACCUMULATION)
+DEAR = (Cause.LOADING, Cause.ADAPTERS, Cause.ACCUMULATION, Cause.COMMUNICATION, Cause.OFFLOAD, Cause.COMPILATION)
 
 
 @pytest.mark.parametrize(

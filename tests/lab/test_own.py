@@ -13,9 +13,10 @@ import pytest
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.cluster import code_delivery
 from fsdp_lab.lab import Lab
-from fsdp_lab.runs import Run, RunState
+from fsdp_lab.runs import RunState
 from fsdp_lab.runs.evaluation import EvalConfig
 from fsdp_lab.spec.spec import Spec
+from tests.lab.events import losses
 from tests.own import TEXT, cell, own
 from tests.waiting import until
 
@@ -25,10 +26,6 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def lab(real_lab: Lab) -> Lab:
     return real_lab
-
-
-def losses(run: Run) -> list[float]:
-    return [e.mean_loss for e in run.events.since()[0] if e.rank == 0]
 
 
 def test_a_cells_code_trains_and_its_source_is_stored(lab: Lab) -> None:
@@ -60,7 +57,7 @@ def test_a_killed_rank_is_replaced_and_gets_the_code_again(lab: Lab, tmp_path: P
     lab.drill("kill", rank=1)
     run.wait(120)
     assert run.state is RunState.FINISHED, run.reason
-    assert len(run.incidents) == 1 and losses(run)[-1] == losses(steady)[-1]
+    assert len(run.incidents) == 1 and losses(run)[14] == losses(steady)[14]
     alone = lab.resume(tmp_path, world_size=1, micro_batch=4, steps=2).wait(120)
     assert alone.state is RunState.FINISHED, alone.reason
     assert [e.step for e in alone.events.since()[0]] == [15, 16]
@@ -136,7 +133,7 @@ def test_ranks_use_a_module_as_the_kernel_has_imported_it(
         run = lab.run(model=model, loss=loss, data=data, wrap="whole", micro_batch=2, steps=3).wait(90)
         assert run.state is RunState.FINISHED, run.reason
         notes[:] = [note for note in run.notes if "this kernel" in note]
-        return losses(run)
+        return [*losses(run).values()]
 
     from_cell = cell("from net_module import Net\n\ndef build():\n    return Net()\n", 11)["build"]
     first = trained()

@@ -11,6 +11,7 @@ from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import EvalConfig, Run, RunState
+from tests.lab.events import losses
 from tests.rank.test_generation import LLAMA
 from tests.waiting import until
 
@@ -27,10 +28,6 @@ def going(lab: Lab, **changes) -> Run:
     until(lambda: run.step > 1 or run.done)
     assert not run.done, run
     return run
-
-
-def losses(run: Run) -> dict[int, float]:
-    return {e.step: e.mean_loss for e in run.events.since()[0] if e.rank == 0}
 
 
 def test_a_run_trains_and_tells_all(lab: Lab):

@@ -20,6 +20,7 @@ from fsdp_lab.runs.recovery import BEGINNING, CHECKPOINT, REPLICA, RecoveryPolic
 from fsdp_lab.runs.saving import CheckpointConfig, CheckpointSchedule
 from fsdp_lab.spec.checkpoint_format import checkpoints, incomplete_checkpoints
 from fsdp_lab.spec.spec import Spec
+from tests.lab.events import losses
 from tests.waiting import until
 
 SMALL = {"model": "gpt2-1m", "micro_batch": 2, "seq_len": 64}
@@ -41,11 +42,6 @@ def undisturbed_run(resident_real: Lab) -> Run:
 def undisturbed(undisturbed_run: Run) -> dict[int, float]:
     """step -> loss."""
     return losses(undisturbed_run)
-
-
-def losses(run: Run) -> dict[int, float]:
-    """All ranks report the same, and one may die before it does."""
-    return {step.number: step.mean_loss for step in run.events.steps()}
 
 
 def kill(lab: Lab, rank: int) -> float:

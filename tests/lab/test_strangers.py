@@ -16,7 +16,8 @@ import zmq
 from fsdp_lab.base.process import marked
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState
-from tests.lab.test_real_ranks import SMALL, losses
+from tests.lab.events import losses
+from tests.lab.test_real_ranks import SMALL
 from tests.waiting import until
 
 STEPS = 30
