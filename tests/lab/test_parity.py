@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -32,12 +33,11 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def _honest(place: Place, plan: list[dict[str, Any]]) -> list[list[Any]]:
-    s = session(place)
     found = []
-    for given in plan:
-        s.apply("run", given, fresh=True)
-        found.append(s.train(STEPS, checks=CHECKS)["events"])
-    s.close()
+    with closing(session(place)) as s:
+        for given in plan:
+            s.apply("run", given, fresh=True)
+            found.append(s.train(STEPS, checks=CHECKS)["events"])
     return found
 
 
@@ -73,63 +73,37 @@ def test_backends_are_equal_bit_for_bit_in_fp32_and_a_fused_optimizer_within_rou
 # -- faults ----------------------------------------------------------------------------------------------------------
 
 
-SPELLINGS = ("reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter_tensor")
-
-
-def _no_division(s: Any, place: Place) -> None:
-    """Gradients are summed over ranks, not averaged. AdamW hides that from the losses."""
+def _at_fault(place: Place, given: dict[str, Any], summed: bool) -> list[Any]:
+    """From the fourth step on gradients are `summed` over ranks, not averaged, which AdamW hides from the losses; or rank 1
+    does not update."""
     from fsdp_lab.wire import Wire
 
     inner = Wire.reduce_scatter_single
 
-    def summed(self: Any, output: Any, input: Any, opts: Any = None) -> Any:
+    def sums(self: Any, output: Any, input: Any, opts: Any = None) -> Any:
         work = inner(self, output, input, opts)
         return work.followed_by(lambda: output.mul_(self.size()), [output])
 
-    for name in SPELLINGS:
-        setattr(Wire, name, summed)
-
-
-def _one_rank_does_not_update(s: Any, place: Place) -> None:
-    if place.rank == 1:
-        s.trainer.backend.optimizer.step = lambda *a, **k: None
-
-
-FAULTS: dict[str, tuple[dict[str, Any], Callable[[Any, Place], None]]] = {
-    "no division": ({"backend": "fsdp2"}, _no_division),
-    "a replica stands still": (DDP, _one_rank_does_not_update),
-}
-
-
-def _at_fault(place: Place, given: dict[str, Any], fault: str) -> list[Any]:
-    """Seeded before the fourth step."""
-    from fsdp_lab.wire import Wire
-
-    kept = Wire.reduce_scatter_single
-    s = session(place)
-    try:
+    with closing(session(place)) as s, pytest.MonkeyPatch.context() as patch:
         s.apply("run", given)
         events = s.train(3, checks=CHECKS)["events"]
-        FAULTS[fault][1](s, place)
+        if summed:
+            for name in ("reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter_tensor"):
+                patch.setattr(Wire, name, sums)
+        elif place.rank == 1:
+            s.trainer.backend.optimizer.step = lambda *a, **k: None
         return [*events, *s.train(STEPS - 3, checks=CHECKS)["events"]]
-    finally:
-        for name in SPELLINGS:
-            setattr(Wire, name, kept)
-        s.close()
 
 
-@pytest.mark.parametrize(("fault", "step", "what"), [
-    ("no division", 3, "gradient norm"),
-    ("a replica stands still", 3, "replicas"),
-])  # fmt: skip
+@pytest.mark.parametrize(("changes", "what"), [({"backend": "fsdp2"}, "gradient norm"), (DDP, "replicas")])
 def test_a_fault_is_found_as_soon_as_it_shows(
-    pool: Pool, honest: dict[str, RecordedRun], fault: str, step: int, what: str
+    pool: Pool, honest: dict[str, RecordedRun], changes: dict[str, Any], what: str
 ) -> None:
-    wrong = spec(seed=SEED, **FAULTS[fault][0])
-    by_rank = pool.run(_at_fault, 2, wrong.to_dict(), fault, reduction=None)
+    wrong = spec(seed=SEED, **changes)
+    by_rank = pool.run(_at_fault, 2, wrong.to_dict(), what == "gradient norm", reduction=None)
     found = parity(honest["lab"], told(wrong, [e for events in by_rank for e in events]))
-    assert (found.verdict, found.first_step, found.what) == (Verdict.DIFFERENT, step, what)
-    assert re.match(rf"different:? from step {step} on:? (its {what} hold different parameters|{what})", found.sentence)
+    assert (found.verdict, found.first_step, found.what) == (Verdict.DIFFERENT, 3, what)
+    assert re.match(rf"different:? from step 3 on:? (its {what} hold different parameters|{what})", found.sentence)
 
 
 # -- the rule, on changed copies -----------------------------------------------------------------------------------

@@ -102,7 +102,8 @@ def test_a_phase_that_lasts_is_interrupted_by_ctrl_c_and_with_the_ranks(lab: Lab
         threading.Thread(target=interrupt).start()
         with pytest.raises(KeyboardInterrupt if ctrl_c else StopIteration):
             next(slow)
-        assert slow.closed and slow.reason == "interrupted" and slow.event is None
+        until(lambda slow=slow: slow.closed)
+        assert slow.reason == "interrupted" and slow.event is None
     assert lab.run(steps=2).wait(20).step == 2
 
 
