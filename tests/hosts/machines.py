@@ -50,9 +50,6 @@ class Machine:
         inside = ["nsenter", f"--net=/run/netns/{self.space}", "unshare", "--uts", "sh", "-c", RENAMED, self.name]
         return [*inside, *argv]
 
-    def run(self, *argv: str, **options: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(self.command(*argv), capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload,no-any-return]
-
     def start(self, *argv: str, log: Path, **environment: str) -> subprocess.Popen[bytes]:
         with log.open("wb") as output:
             return subprocess.Popen(

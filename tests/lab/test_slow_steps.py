@@ -18,13 +18,6 @@ from tests.lab.test_lab import going
 from tests.waiting import until
 
 
-@pytest.fixture(autouse=True)
-def no_slow_motion_is_left(lab: Lab):
-    yield
-    if lab.slow is not None:
-        lab.slow.close()
-
-
 def under_way(lab: Lab) -> list[bool]:
     """Whether each rank is in the middle of a step."""
     return [s["slow"] for s in lab.cluster.call("status")]
