@@ -29,7 +29,6 @@ def cell(code):
 
 FIRST = "from fsdp_lab.lab import Lab\\nlab = Lab(2, rank_module={FAKE!r})\\nrun = lab.run(steps=3).wait()"
 cell(FIRST)
-cell("from fsdp_lab.cluster.detached import detached_clusters")
 cell("%px square = rank ** 2")
 cell("assert lab.client[lab.cluster.engine_ids]['square'] == [0, 1]")
 cell("%%px\\nassert model is session.model and world_size == 2")
@@ -38,13 +37,6 @@ cell(FIRST)
 cell("assert former.closed and not lab.closed and pids != lab.cluster.pids")
 cell("%px cube = rank ** 3")
 cell("assert lab.client[lab.cluster.engine_ids]['cube'] == [0, 1]")
-PERSISTENT = FIRST.replace("rank_module", "persist=True, rank_module")
-cell(PERSISTENT)
-cell("former, pids = lab, lab.cluster.pids")
-cell(PERSISTENT)
-cell("assert former.closed and lab.attached and lab.cluster.pids == pids")
-cell(PERSISTENT.replace("Lab(2", "Lab(1"))
-cell("assert not lab.attached and [c.pids for c in detached_clusters()] == [tuple(lab.cluster.pids)]")
 cell("lab.close()")
 print("all well")
 """
@@ -87,6 +79,11 @@ def test_a_kernel_shows_how_far_it_is_and_a_restarted_one_finds_its_ranks_by_the
             assert cell(f"{make}\n{print_ranks}")[0] == pids.replace("False", "True")
         again = "run = lab.run(lab.spec, fresh=False, steps=1).wait()\nprint(run.switches[0].carried, run.step > 3)"
         assert cell(again)[0] == "True True\n"
+        closed = "former = lab\n{}\nprint(former.closed)"
+        assert cell(closed.format(make))[0] == "True\n" and cell(print_ranks)[0] == pids.replace("False", "True")
+        one = f"from fsdp_lab.cluster.detached import detached_clusters\n{make.replace('Lab(2', 'Lab(1')}"
+        left = "print(lab.attached, [c.pids for c in detached_clusters()] == [tuple(lab.cluster.pids)])"
+        assert cell(f"{one}\n{left}")[0] == "False True\n", "the two were ended"
         assert cell("lab.close()") == ("", []) and list(tmp_path.glob("fsdp_lab-*")) == []
     finally:
         client.stop_channels()
