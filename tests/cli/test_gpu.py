@@ -18,8 +18,7 @@ import torch
 from fsdp_lab.base.process import alive
 from fsdp_lab.bench import gpu, parts
 from fsdp_lab.bench.gpu import FIGURES, BenchPart, Place, Record, chosen, listed
-from fsdp_lab.bench.plan import BenchError, BenchPlan
-from fsdp_lab.bench.results import BenchResult
+from fsdp_lab.bench.plan import BenchError
 from fsdp_lab.cli.main import main
 from fsdp_lab.spec.spec import Spec
 from tests.bench.in_pool import launched_in
@@ -185,27 +184,6 @@ def test_ranks_that_do_not_agree_are_an_error() -> None:
 
 
 # -- programs and limits -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("lab_bytes", "said"), [(29 * GIB, "is met"), (31 * GIB, "is not met")])
-def test_the_goal_is_printed_beside_time_and_memory(lab_bytes: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = BenchPlan(preset="gpt2-1m", forms=("lab", "fsdp2-raw"), ranks=1, devices=("cpu",))
-    result = BenchResult(
-        kernels={form: {"count": 870, "busy_s": 0.5} for form in ("lab", "fsdp2-raw")},
-        seconds={"lab": [1.1], "fsdp2-raw": [1.0]},
-        losses={"lab": [5.0], "fsdp2-raw": [5.0]},
-        gradient_norms={"lab": 1.0, "fsdp2-raw": 1.0},
-        peak_bytes={"lab": lab_bytes, "fsdp2-raw": 30 * GIB},
-    )
-    limits: list[float] = []
-    monkeypatch.setattr(parts, "measure", lambda given: limits.append(given.limit_s) or result)
-    lines: list[str] = []
-    parts.step(plan, lines.append, 50)
-    assert limits == [50]
-    assert [line.split()[7:] for line in lines[1].splitlines()[1:]] == [["870", "50%", "50%"], ["870", "45%", "55%"]]
-    assert "lab/fsdp2 in time: 1.100; the goal, 1.00 or less, is not met" in lines
-    assert f"lab/fsdp2 in peak memory: {lab_bytes / GIB / 30:.3f}; the goal, 1.00 or less, {said}" in lines
-    assert f"  peak allocated memory of lab: {lab_bytes / GIB:.3f} GiB" in lines
 
 
 def test_a_program_s_lines_are_read_and_its_failure_is_told() -> None:
