@@ -129,7 +129,7 @@ def test_it_waits_for_a_word_and_goes_on_with_fewer(lab: Lab, undisturbed: dict[
     until(lambda: run.state is RunState.BROKEN)
     assert "rank 1 is gone" in run.reason and not run.done
     assert lab.recover("fewer") is run
-    until(lambda: run.done or (len(run.incidents) > 1 and run.state is RunState.BROKEN))  # which waits for a word again
+    until(lambda: run.done or (len(run.incidents) > 1 and run.state is RunState.BROKEN), 120)  # again: nobody answers
     as_undisturbed(run, undisturbed)
     (incident,) = run.incidents
     assert (incident.ranks, incident.resumed_ranks) == (2, 1) and lab.ranks == 1
