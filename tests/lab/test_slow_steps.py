@@ -13,7 +13,6 @@ from fsdp_lab.base.errors import SpecError
 from fsdp_lab.cluster import RankError, RankLost
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState, StepMoment
-from fsdp_lab.runs.slow_motion import SlowStep
 from tests.frames import Step
 from tests.lab.test_lab import going
 from tests.waiting import until
@@ -83,8 +82,8 @@ def test_a_new_slow_motion_and_a_new_run_end_the_one_before(lab: Lab):
     assert run.step == step + 3 and next(second, None) is None
 
 
-def test_a_phase_that_lasts_is_interrupted_by_ctrl_c_and_with_the_ranks(lab: Lab, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(SlowStep.end, "__defaults__", (0.1,))  # seconds for the step to run to its end
+@pytest.mark.slow
+def test_a_phase_that_lasts_is_interrupted_by_ctrl_c_and_with_the_ranks(lab: Lab):
     for ctrl_c in (False, True):
         slow = lab.slow_motion(data="slow-phase")
         for _ in range(3):
