@@ -146,13 +146,15 @@ class CheckpointSchedule:
             self.taken = (*self.taken, failed)
 
     def written(self, ended: Collection[Mapping[str, Any]]) -> None:
-        """Takes what the ranks have finished writing (`Checkpointer.ended` of rank 0), in the order of `taken`."""
+        """Takes what the ranks have finished writing (`Checkpointer.ended` of rank 0), in the order of `taken`. What was
+        given up may be among it."""
         results = list(ended)
 
         def updated(saved: SavedCheckpoint) -> SavedCheckpoint:
-            if not results or results[0]["step"] != saved.step:
+            end = next((result for result in results if result["step"] == saved.step), None)
+            if end is None:
                 return saved
-            end = results.pop(0)
+            results.remove(end)
             path = Path(end["path"]) if end["path"] else None
             return replace(saved, path=path, nbytes=end["bytes"], seconds=end["seconds"], error=end["error"])
 

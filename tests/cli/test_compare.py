@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,20 +17,17 @@ import psutil
 import pytest
 from rich.console import Console
 
-from fsdp_lab.base.errors import SpecError
 from fsdp_lab.cli import compare, fields
-from fsdp_lab.cli.console import Refused, Results
+from fsdp_lab.cli.console import Results, add_hosts, hosts_of
 from fsdp_lab.cli.main import main, parser
+from fsdp_lab.cluster.hosts import SlurmHosts, SshHosts
 from fsdp_lab.planner.questions import require_memory
 from fsdp_lab.spec.spec import Spec
 from tests.lab.telling import ended
+from tests.lab.test_comparison import KEYS
+from tests.waiting import until
 
 TINY = ["--model", "gpt2-1m", "--seq-len", "16", "--micro-batch", "1"]
-KEYS = {
-    *("spec", "losses", "step_time_s", "tokens_per_s", "tflops_per_rank", "mfu", "mfu_per_rank", "hfu_per_rank"),
-    *("peak_flops_source", "peak_memory_bytes", "memory_at_peak_bytes", "rss_bytes", "loading_bytes"),
-    *("comm_s_per_step", "comm_bytes_per_step", "exposed_comm_s_per_step"),
-}
 
 
 def dicts(*arguments: str):
@@ -70,86 +66,20 @@ def test_values_are_read_as_their_fields_types(arguments: str, part: str, values
     assert [made[section][name] for made in dicts(*arguments.split())] == values
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--clip-norm auto", "--clip-norm 'auto' is refused"),
-        ("--optimizer-args fused", "give JSON: arguments of its class"),
-        ("--optimizer-args 3", "arguments of its class by name"),
-        ("--freeze a", r"--freeze 'a' is refused; give JSON: patterns of parameter names such as \["),
-        ("--sync 0", "strategy.sync: 0 is refused"),
-        ("--sync=-2", "strategy.sync: '-2' is refused"),
-    ],
-)
-def test_values_that_cannot_be_read_are_refused(arguments: str, said: str):
-    with pytest.raises((Refused, SpecError), match=said):
-        dicts(*arguments.split())
-
-
 def test_links_are_a_list_whose_latencies_have_commas_too():
     made = dicts("--link", "none, 0.25GB/s, 50us,nvlink of h100", "--backend", "lab,fsdp2")
     links = [None, "0.25 GB/s, 50 us", "nvlink of h100"]
     assert [(d["strategy"]["backend"], d["link"]) for d in made] == [(b, x) for b in ("lab", "fsdp2") for x in links]
 
 
-def test_one_device_serves_all_ranks():
-    assert requested("--devices", "cpu", "--ranks", "3")[0][0].devices == ("cpu",) * 3
-    assert requested("--devices", "cuda:0,cuda:2")[0][0].devices == ("cuda:0", "cuda:2")
-
-
-def test_combinations_that_cannot_be_are_listed_with_their_reason():
-    specs, refused = requested("--backend", "fsdp2,ddp,lab", "--sharding", "full_shard,no_shard")
+def test_combinations_that_cannot_be_are_listed_with_their_reason_and_one_device_serves_all_ranks():
+    specs, refused = requested("--backend", "fsdp2,ddp,lab", "--sharding", "full_shard,no_shard", "--devices", "cpu")
     kept = [("fsdp2", "full_shard"), ("ddp", "no_shard"), ("lab", "full_shard"), ("lab", "no_shard")]
     assert [(s.strategy.backend, s.strategy.sharding) for s in specs] == kept
+    assert specs[0].devices == ("cpu", "cpu")
+    assert requested("--devices", "cuda:0,cuda:2")[0][0].devices == ("cuda:0", "cuda:2")
     reasons = {(d["strategy"]["backend"], d["strategy"]["sharding"]): str(error) for d, error in refused}
-    assert len(reasons) == 2
-    assert "strategy.sharding" in reasons["ddp", "full_shard"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["compare", "--backend", "fsdp9"], "strategy.backend"),
-        (["compare", "--micro-batch", "four"], "--micro-batch"),
-        (["compare", "--steps", "0"], "--steps"),
-        (["compare", "--rounds", "0"], "--rounds"),
-        (["compare", "--report", "report.pdf"], "--report"),
-        (["compare", "--json", "/no/such/folder/file.json"], "--json"),
-        (["compare", "--backend", "ddp", "--sharding", "full_shard"], "every combination is refused"),
-        (["run", "{good}", "--link", "0.25 GB/s, soon"], "link: 'soon' is no latency"),
-        (["run", "/no/such/spec.json"], "cannot read"),
-        (["run", "{broken}"], "is not JSON"),
-        (["run", "{unknown}"], "workload.modle"),
-        (["run", "{short}"], "workload.data"),
-        (["run", "{good}", "--steps", "0"], "--steps"),
-        (["run", "{good}", "--evaluate-every", "0"], "evaluate.every: 0 is refused"),
-        (["run", "{good}", "--patience", "3"], "give --evaluate-every too"),
-        (["run", "{good}", "--evaluate-every", "5", "--evaluate-samples", "1000000"], "workload.held_out: "),
-        (["run", "{good}", "--trace", "/no/such/folder/trace.json"], "--trace: /no/such/folder/trace.json cannot be"),
-        (["run", "{good}", "--trace", "trace.txt"], "--trace: trace.txt does not end in .json or .json.gz"),
-    ],
-)
-def test_bad_input_is_a_sentence_and_starts_nothing(
-    arguments: list[str],
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    (tmp_path / "text.txt").write_text("too short")
-    files = {
-        "{broken}": "{",
-        "{unknown}": '{"workload": {"modle": "gpt2-1m"}}',
-        "{short}": json.dumps({"workload": {"model": "gpt2-1m", "data": str(tmp_path / "text.txt")}}),
-        "{good}": Spec().to_json(),
-    }
-    for name, text in files.items():
-        (tmp_path / name.strip("{}")).write_text(text)
-    monkeypatch.setattr("fsdp_lab.lab.Lab", None)
-    assert main([str(tmp_path / a.strip("{}")) if a in files else a for a in arguments]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert "Traceback" not in error
+    assert len(reasons) == 2 and "strategy.sharding" in reasons["ddp", "full_shard"]
 
 
 def test_results_are_written_whole_and_after_every_run(tmp_path: Path):
@@ -157,10 +87,8 @@ def test_results_are_written_whole_and_after_every_run(tmp_path: Path):
     results = Results(file=file)
     results.add_refused({"world_size": 2}, "because")
     results.add_run({"losses": [1.5]})
-    assert json.loads(file.read_text()) == {
-        "runs": [{"losses": [1.5]}],
-        "refused": [{"spec": {"world_size": 2}, "reason": "because"}],
-    }
+    refused = [{"spec": {"world_size": 2}, "reason": "because"}]
+    assert json.loads(file.read_text()) == {"runs": [{"losses": [1.5]}], "refused": refused}
     assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
 
 
@@ -204,8 +132,7 @@ def test_compare_on_real_ranks(tmp_path: Path):
     assert [r["spec"]["strategy"]["backend"] for r in told["runs"]] == ["fsdp2", "ddp"]
     assert len(told["refused"]) == 2
     for run in told["runs"]:
-        assert set(run) == KEYS
-        assert len(run["losses"]) == 5
+        assert set(run) == {*KEYS} and len(run["losses"]) == 5
         assert run["losses"] == pytest.approx(told["runs"][0]["losses"], rel=1e-4)
         assert 0 < run["step_time_s"]["p10"] <= run["step_time_s"]["median"] <= run["step_time_s"]["p90"]
         assert [len(run[k]) for k in ("tflops_per_rank", "peak_memory_bytes", "rss_bytes")] == [2, 2, 2]
@@ -239,10 +166,7 @@ def test_ctrl_c_ends_a_run_its_ranks_and_keeps_what_was_measured(tmp_path: Path)
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=tmp_path)
     family: list[psutil.Process] = []
     try:
-        deadline = time.monotonic() + 90
-        while "step time" not in log.read_text() and time.monotonic() < deadline:
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.2)
+        until(lambda: "step time" in log.read_text() or process.poll() is not None, 90)
         family = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130, log.read_text()
@@ -251,9 +175,25 @@ def test_ctrl_c_ends_a_run_its_ranks_and_keeps_what_was_measured(tmp_path: Path)
         trace = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
         assert {e["pid"] for e in trace["traceEvents"] if e.get("cat") == "all_gather"} == {0, 1}
     finally:
-        for p in family:
-            if p.is_running():
-                os.kill(p.pid, signal.SIGKILL)
-        if process.poll() is None:
-            process.kill()
+        for p in [*filter(psutil.Process.is_running, family), process]:
+            p.kill()
         process.wait()
+
+
+# -- `--ssh` and `--slurm`: what they become, and what is refused before anything starts --------------------------
+
+
+def hosts(*words: str):
+    parser = argparse.ArgumentParser()
+    add_hosts(parser)
+    return hosts_of(parser.parse_args(words))
+
+
+def test_hosts_by_ssh_and_of_slurm():
+    assert hosts() is None
+    found = hosts("--ssh", "gpu1, gpu2", "--gpus-per-host", "8", "--ssh-config", "config", "--sync-hosts")
+    assert found == SshHosts(names=("gpu1", "gpu2"), gpus_per_host=8, ssh_args=("-F", "config"), sync=True)
+    assert found.ranks == 16
+    found = hosts("--slurm", "4", "--ranks-per-host", "2", "--time", "1:00:00", "--partition", "gpu")
+    assert found == SlurmHosts(hosts=4, ranks_per_host=2, time="1:00:00", partition="gpu")
+    assert found.request == ["--nodes=4", "--ntasks-per-node=2", "--time=1:00:00", "--partition=gpu"]

@@ -20,8 +20,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdp_lab.cli import jupyter
+from fsdp_lab.cli import jupyter, kernel
 from fsdp_lab.cli.console import Refused
+from fsdp_lab.cli.kernel import NEEDED, Server, missing
 from fsdp_lab.cli.main import main
 
 
@@ -44,12 +45,6 @@ def test_a_port_in_use_is_refused_with_a_free_one_and_the_default_moves_on(
     monkeypatch.setattr(jupyter, "DEFAULT_PORT", taken)
     assert jupyter.free_port("127.0.0.1", None) > taken
     assert f"Port {taken} is in use" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("arguments", [["--port", "70000"], ["--ip", "203.0.113.9"], ["--ip", "not an address"]])
-def test_what_cannot_be_listened_on_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]):
-    assert main(["lab", *arguments]) == 2
-    assert arguments[1] in capsys.readouterr().err
 
 
 def test_notebooks_are_copied_where_asked_and_changed_ones_stay(tmp_path: Path):
@@ -139,3 +134,27 @@ def ask(url: str, data: dict[str, str] | None = None):
     request = urllib.request.Request(url, data=body, method="GET" if data is None else "POST")
     with urllib.request.urlopen(request, timeout=30) as reply:
         return json.loads(reply.read())
+
+
+# -- `fsdp-lab kernel install`: what it describes, and what other servers are told to install ---------------------
+
+
+def test_the_kernel_runs_this_interpreter(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["kernel", "install", "--prefix", str(tmp_path)]) == 0
+    described = json.loads((tmp_path / "share/jupyter/kernels/fsdp-lab/kernel.json").read_text())
+    assert described["argv"][0] == sys.executable
+    assert described["display_name"].startswith("fsdp_lab (Python ")
+    assert "fsdp-lab" in capsys.readouterr().out
+
+
+def test_a_server_of_another_environment_is_told_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "share/jupyter/labextensions/anywidget").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert missing(tmp_path) == [NEEDED[1]]
+    server = Server(pid=1, port=8890, python="/opt/jupyter/bin/python", prefix=tmp_path)
+    monkeypatch.setattr(kernel, "running_servers", lambda: [server])
+    said = "\n".join(kernel.what_servers_need())
+    assert "port 8890" in said and "/opt/jupyter/bin/python -m pip install 'jupyterlab_widgets>=3'" in said
+    monkeypatch.setattr(kernel, "running_servers", list)
+    said = "\n".join(kernel.what_servers_need())
+    assert "anywidget" in said and "jupyterlab_widgets" in said, "where no server runs"

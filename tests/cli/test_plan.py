@@ -17,7 +17,6 @@ import pytest
 
 from fsdp_lab.base.events import Role
 from fsdp_lab.cli.main import main
-from fsdp_lab.planner import questions
 
 SEVEN = ["plan", "--model", "llama-7b", "--hardware", "a100-80", "--precision", "bf16"]
 
@@ -71,34 +70,6 @@ def test_the_best_strategy_the_largest_model_and_the_fewest_gpus(capsys: pytest.
     assert "None of " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--hardware", "h1000"], "hardware: 'h1000' is not known; use one of h100"),
-        ([], "no hardware is named; give --hardware"),
-        (["--hardware", "h100", "--model", "llama-7c"], "workload.model: 'llama-7c' is neither"),
-        (["--hardware", "h100", "--model", "llama-7b", "--ranks", "12", "--hosts", "5"], "use 4"),
-        (["--hardware", "h100", "--global-batch", "100"], "global_batch: 100 samples are no multiple of micro_batch"),
-        (["--hardware", "h100", "--ranks", "12", "--sharding", "hybrid_shard"], "8 is not a divisor of 12"),
-        (["--hardware", "h100", "--ranks", "1000000"], "world_size: 1,000,000 ranks are refused"),
-        (["--hardware", "h100", "--micro-batch", "99999999"], "workload.micro_batch: 99,999,999 samples"),
-        (["--hardware", "h100", "--network", "-4"], "network: -4.0 Gb/s is refused"),
-        (["--hardware", "h100", "--memory", "0"], "--memory 0 is refused"),
-        (["--hardware", "t4", "--precision", "bf16"], "a t4 has no matrix products in bf16"),
-        (["--hardware", "h100,h200"], "--hardware h100,h200 is a list, which only --page takes; name one GPU"),
-        (["--hardware", "h100", "--link", "1 GB/s"], "--link emulates a network while training"),
-        (["--hardware", "h100", "--find", "largest", "--ranks", "8,16"], "--find largest takes one value"),
-        (["--hardware", "h100", "--seq-len", "4096", "--model", "gpt2-124m"], "over the model's 1024 positions"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_planned_is_refused(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", *arguments]) == 2
-    told = capsys.readouterr().err
-    assert words in told and "Traceback" not in told
-
-
 def test_a_preset_is_planned_without_torch() -> None:
     code = "import sys; from fsdp_lab.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, *SEVEN], capture_output=True, text=True, timeout=120, check=True)
@@ -107,7 +78,6 @@ def test_a_preset_is_planned_without_torch() -> None:
 
 # -- a page (tests/browser/test_what_if.py opens it) -------------------------------------------------------------------
 
-TOO_MANY = ["--micro-batch", ",".join(map(str, range(1, 143))), "--seq-len", ",".join(map(str, range(2, 143)))]
 LISTS = ["--hardware", "t4,h100", "--ranks", "1,16", "--micro-batch", "2", "--precision", "fp16,bf16"]
 
 
@@ -147,34 +117,6 @@ def test_a_page_has_the_plan_of_each_combination(tmp_path: Path, capsys: pytest.
         assert columns["global_batch"][cell] == 64 and refusal is None
     assert {len(column) for column in columns.values()} == {8}
     assert found["options"] == "--memory 24.0 --global-batch 64"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["page.txt"], "--page: page.txt does not end in .html or .htm"),
-        (["nowhere/page.html"], "--page: nowhere/page.html cannot be written: there is no folder"),
-        (["page.html", "--json"], "--page and --json are different results; give one of them"),
-        (["page.html", "--find", "fewest"], "--page and --find are different results"),
-        (["page.html", "--hardware", "h100,h1000"], "hardware: 'h1000' is not known; use one of h100"),
-        (["page.html", "--hardware", "h100", "--model", "llama-7b,llama-7c"], "workload.model: 'llama-7c' is neither"),
-        (["page.html", "--hardware", "h100", "--recompute", "none,some"], "strategy.recompute: "),
-        (["page.html", "--hardware", "h100", "--ranks", "8,x"], "--ranks '8,x' is refused"),
-        (["page.html", "--hardware", "h100", "--ranks", "8", *TOO_MANY],
-         "page: 20,022 combinations are more than the 20,000 of a page; shorten a list, such as --micro-batch with"),
-    ],
-)  # fmt: skip
-def test_a_page_is_refused_before_anything_is_predicted(
-    arguments: list[str],
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(questions, "planned", lambda *_: pytest.fail("it was predicted"))
-    assert main(["plan", "--page", *arguments]) == 2
-    assert words in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
 def test_a_page_without_any_answer_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

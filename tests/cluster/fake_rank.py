@@ -129,13 +129,8 @@ class Session:
         if not carried:
             self.step, self.samples, self.model = 0, 0, SimpleNamespace(name=spec.workload.model)
         self.spec, self.run, self.fresh = spec, run, True
-        return {
-            "step": self.step,
-            "seconds": time.perf_counter() - began,
-            "carried": carried,
-            "parameters": 10,
-            "notes": [],
-        }
+        seconds = time.perf_counter() - began
+        return {"step": self.step, "seconds": seconds, "carried": carried, "parameters": 10, "notes": []}
 
     def train(self, steps, ledgers=(), checks=(), evaluations=()):
         events, stopped, self.flag = [], False, b"\0"

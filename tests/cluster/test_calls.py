@@ -75,15 +75,12 @@ def test_an_error_on_one_rank_frees_the_others_and_is_the_one_that_is_raised(lad
     assert e.value.rank == 1 and set(e.value.others) == {0, 2}
 
 
-def test_a_refusal_stays_a_spec_error(ladder):
+def test_a_refusal_stays_a_spec_error_and_a_lost_rank_is_the_cause_whatever_its_peers_said_first(ladder):
     call, _ = ladder(1)
     call.finish(0, error("SpecError", "x", refusal=["workload.data", "is short", "give more"], fix={"data": "stdlib"}))
     with pytest.raises(SpecError, match="workload.data: is short; give more") as e:
         call.results(1)
     assert e.value.fix == {"data": "stdlib"}
-
-
-def test_a_lost_rank_is_the_cause_whatever_its_peers_said_first(ladder):
     call, _ = ladder(2)
     call.finish(0, error("RuntimeError", "connection closed by peer"))
     call.lose(1, lost(1))
@@ -106,18 +103,13 @@ def test_the_ladder_ends_a_rank_that_answers_nothing(ladder):
     assert "end 0" not in steps.rungs
 
 
-def hang(rank: int) -> RankHung:
-    collective = Issued(sequence=1, kind="all_gather", group="0", size=2, ordinal=1)
-    return RankHung(
-        Hang(sentence="hangs", ranks=(rank,), absent=(rank,), collective=collective, waiting=(0,), waited_s=3.0)
-    )
-
-
 def test_a_rank_that_answers_while_it_is_ended_is_not_waited_for_again(ladder):
     """Its death is no longer among the outcomes then, since it has answered."""
     call, steps = ladder(2, deaf=True)
     steps.last_words = Outcome(interrupted=True)
-    call.hang(hang(1))
+    collective = Issued(sequence=1, kind="all_gather", group="0", size=2, ordinal=1)
+    hang = Hang(sentence="hangs", ranks=(1,), absent=(1,), collective=collective, waiting=(0,), waited_s=3.0)
+    call.hang(RankHung(hang))
     with pytest.raises(RankHung):
         call.results(1)
     assert steps.rungs == ["signal [0, 1]", "end 1"]
@@ -138,18 +130,15 @@ class OutOfMemoryError(RuntimeError):
     """torch's for a GPU, as far as it is read."""
 
 
-ERRORS = {
-    "host": (RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you "
-                          "tried to allocate 134217728 bytes. Error code 12 (Cannot allocate memory)"), "128.0 MiB"),
-    "gpu": (OutOfMemoryError("CUDA out of memory. Tried to allocate 2.34 GiB. GPU 0 has a total capacity of 79.10 GiB of "
-                             "which 1.20 GiB is free."), "2.34 GiB"),
-    "python": (MemoryError(), "what it asked for"),
-}  # fmt: skip
+WHY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 134217728 bytes"
+HOST = RuntimeError(f"[enforce fail at alloc_cpu.cpp:127] err == 0. {WHY}. Error code 12 (Cannot allocate memory)")
+GPU = OutOfMemoryError("CUDA out of memory. Tried to allocate 2.34 GiB. GPU 0 has a total capacity of 79.10 GiB.")
 
 
-@pytest.mark.parametrize("where", ERRORS)
-def test_what_could_not_be_had_is_said(where: str) -> None:
-    error, size = ERRORS[where]
+@pytest.mark.parametrize(
+    ("error", "size"), [(HOST, "128.0 MiB"), (GPU, "2.34 GiB"), (MemoryError(), "what it asked for")], ids=type
+)
+def test_what_could_not_be_had_is_said(error: Exception, size: str) -> None:
     told = described(error)
     assert told["kind"] == "OutOfMemory"
     assert told["reason"].startswith(f"{size} more could not be allocated; give a smaller micro_batch")
@@ -157,10 +146,7 @@ def test_what_could_not_be_had_is_said(where: str) -> None:
 
 def test_other_errors_keep_their_words() -> None:
     """What another rank could not have is not this one's."""
-
-    class RankAborted(RuntimeError):
-        pass
-
-    assert described(RankAborted(f"rank 1 failed: RuntimeError: {ERRORS['host'][0]}"))["kind"] == "RankAborted"
+    aborted = type("RankAborted", (RuntimeError,), {})
+    assert described(aborted(f"rank 1 failed: RuntimeError: {HOST}"))["kind"] == "RankAborted"
     told = described(ValueError("a  memory\nof it"))
     assert (told["kind"], told["reason"], memory_short(ValueError("x"))) == ("ValueError", "a memory of it", "")

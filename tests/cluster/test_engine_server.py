@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from fsdp_lab.cluster import engine_server
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.engine_server import MODULE, forks, start_server
 from tests.cluster.conftest import FAKE
-from tests.lab.test_lab import until
+from tests.waiting import until
 
 
 def servers(cluster: Cluster) -> list[psutil.Process]:
@@ -79,20 +77,3 @@ def test_where_no_socket_can_be_made_engines_are_started_one_by_one(
 def test_code_that_cannot_be_imported_is_said_by_the_rank() -> None:
     with pytest.raises(Exception, match="no_such_module"), Cluster(1, rank_module="tests.no_such_module"):
         pass
-
-
-@pytest.mark.slow
-def test_nothing_is_left_of_a_start_that_is_interrupted_while_it_imports(tmp_path: Path) -> None:
-    """The kernel is killed while the server imports."""
-    code = """
-from fsdp_lab.cluster.cluster import Cluster
-cluster = Cluster(2, rank_module="tests.cluster.slow_import")
-print(cluster.token, flush=True)
-cluster.start()
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as kernel:
-        assert kernel.stdout is not None
-        token = kernel.stdout.readline().strip()
-        until(lambda: any(MODULE in p.cmdline() for p in marked(token)), 20)
-        kernel.kill()
-    until(lambda: not marked(token), 15)

@@ -88,13 +88,8 @@ def test_beyond_what_hosts_were_to_have_they_take_turns_unless_there_are_gpus():
 def test_slurm_is_asked_for_what_was_wanted():
     hosts = SlurmHosts(hosts=4, gpus_per_host=8, time="1:00:00", options=("--constraint=h100",))
     assert hosts.ranks == 32
-    assert hosts.request == [
-        "--nodes=4",
-        "--ntasks-per-node=8",
-        "--gpus-per-node=8",
-        "--time=1:00:00",
-        "--constraint=h100",
-    ]
+    wanted = "--nodes=4 --ntasks-per-node=8 --gpus-per-node=8 --time=1:00:00 --constraint=h100"
+    assert hosts.request == wanted.split()
 
 
 # -- which engine becomes which rank, and the names and addresses of hosts
@@ -104,40 +99,19 @@ def endpoint(address: str, interface: str = "eth0"):
     return Endpoint(address=address, port=4000, interface=interface)
 
 
-def test_ranks_of_one_host_stand_together():
-    reports = {i: {"id": host} for i, host in enumerate("abab")}
-    assert rank_order(reports) == [0, 2, 1, 3]
-
-
-def test_an_address_is_good_where_all_others_reach_it():
-    endpoints = {
-        "a": [endpoint("10.0.0.1"), endpoint("10.1.0.1")],
-        "b": [endpoint("10.0.0.2")],
-        "c": [endpoint("10.0.0.3")],
-    }
+def test_an_address_is_good_where_all_others_reach_it_and_a_host_that_another_does_not_reach_is_named():
+    """And the ranks of one host stand together."""
+    assert rank_order({i: {"id": host} for i, host in enumerate("abab")}) == [0, 2, 1, 3]
+    a, b = [endpoint("10.0.0.1"), endpoint("10.1.0.1", "eth1")], [endpoint("10.0.0.2")]
+    endpoints = {"a": a, "b": b, "c": [endpoint("10.0.0.3")]}
     tried = {(x, y): [""] * len(endpoints[y]) for x in endpoints for y in endpoints if x != y}
     tried["c", "a"] = ["no answer", ""]
     found = reached_by_all(endpoints, tried)
-    assert found["a"] == [endpoint("10.1.0.1")] and found["b"] == endpoints["b"]
-
-
-def test_a_host_that_another_does_not_reach_is_named_with_address_and_port():
-    endpoints = {"a": [endpoint("10.0.0.1"), endpoint("10.1.0.1", "eth1")], "b": [endpoint("10.0.0.2")]}
-    tried = {("a", "b"): [""], ("b", "a"): ["no answer", "Connection refused"]}
+    assert found["a"] == a[1:] and found["b"] == b
     with pytest.raises(StartError) as refused:
-        reached_by_all(endpoints, tried)
-    assert str(refused.value).startswith(
-        "b does not reach a: 10.0.0.1 port 4000 (eth0): no answer, 10.1.0.1 port 4000 (eth1): Connection refused; open"
-    )
-
-
-def test_hosts_without_one_network_in_common_are_said():
-    endpoints = {
-        "a": [endpoint("10.0.0.1"), endpoint("10.1.0.1")],
-        "b": [endpoint("10.0.0.2")],
-        "c": [endpoint("10.1.0.3")],
-    }
-    tried = {(x, y): [""] * len(endpoints[y]) for x in endpoints for y in endpoints if x != y}
+        reached_by_all({"a": a, "b": b}, {("a", "b"): [""], ("b", "a"): ["no answer", "Connection refused"]})
+    why = "10.0.0.1 port 4000 (eth0): no answer, 10.1.0.1 port 4000 (eth1): Connection refused; open"
+    assert str(refused.value).startswith(f"b does not reach a: {why}")
     tried["b", "a"], tried["c", "a"] = ["", "no answer"], ["no answer", ""]
     with pytest.raises(StartError, match="no address of a .*b reaches 10.0.0.1; c reaches 10.1.0.1.*one network"):
         reached_by_all(endpoints, tried)

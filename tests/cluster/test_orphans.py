@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.base.process import marked
-from tests.lab.test_lab import until
+from fsdp_lab.cluster.engine_server import MODULE
+from tests.waiting import until
 
 OWNER = """
 import os, signal, sys, time
@@ -20,7 +21,8 @@ from fsdp_lab.spec.spec import Spec
 
 if __name__ == "__main__":
     when = sys.argv[1]
-    cluster = Cluster(2, rank_module="tests.cluster.fake_rank")
+    slow = when == "importing"  # for a minute
+    cluster = Cluster(2, rank_module="tests.cluster.slow_import" if slow else "tests.cluster.fake_rank")
     print(cluster.token, flush=True)
     cluster.start()
     if when == "busy":
@@ -40,6 +42,7 @@ if __name__ == "__main__":
     [
         ("busy", signal.SIGTERM),
         pytest.param("starting", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("importing", signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param("resizing", signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
@@ -49,10 +52,13 @@ def test_a_kernel_that_ends_takes_its_engines_with_it(when: str, number: signal.
     try:
         assert owner.stdout is not None
         token = owner.stdout.readline().strip()
-        if when != "starting":
+        if when == "importing":
+            until(lambda: any(MODULE in p.cmdline() for p in marked(token)))
+        elif when == "starting":
+            until(lambda: marked(token))
+        else:
             assert owner.stdout.readline() == "ready\n"
-        expected = 1 if when == "starting" else 5  # a controller, two engines, their nannies
-        until(lambda: len(marked(token)) >= expected, 30)
+            assert len(marked(token)) >= 5, "a controller, two engines, their nannies"
     finally:
         owner.send_signal(number)
         owner.wait(10)

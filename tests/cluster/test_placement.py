@@ -37,44 +37,39 @@ def two_gpus(*processes: GpuProcess) -> GpuReport:
     )
 
 
+IN_USE = host(gpu(0, (SOMEBODY,)), gpu(1))
+TWO = [host(gpu(0), gpu(1), name="a")] * 2 + [host(gpu(0), gpu(1), name="b")] * 2
+ONE_WITHOUT = [host(gpu(0), name="a"), host(name="b")]
+
 # Hosts of the ranks, devices asked for -> devices of the ranks, and what the note says; "": none.
-PLACED: dict[str, tuple[list[Host], list[str] | None, tuple[str, ...], list[str]]] = {
-    "cores are shared": ([host(cores=2)] * 2, None, ("cpu", "cpu"), []),
-    "more ranks than cores": ([host(cores=2)] * 3, None, ("cpu",) * 3, ["3 ranks on 2 cores", "not affected"]),
-    "a GPU each": ([host(gpu(0), gpu(1), gpu(2))] * 2, None, ("cuda:0", "cuda:1"), []),
-    "GPUs are shared": (
-        [host(gpu(0), gpu(1))] * 4, None, ("cuda:0", "cuda:0", "cuda:1", "cuda:1"), ["2 ranks on cuda:0", "take turns"]
-    ),
-    "a GPU in use is left alone": (
-        [host(gpu(0, (SOMEBODY,)), gpu(1))], None, ("cuda:1",), ["cuda:0", "process 77 (python, of bob, 40.0 GiB)"]
-    ),
-    "all in use": (
-        [host(gpu(0, used=30 * GIB))] * 2, None, ("cpu", "cpu"), ["cannot be seen from here", "it is not used"]
-    ),
-    "the CPU beside GPUs": ([host(gpu(0))], ["cpu"], ("cpu",), []),
-    "torch of a CPU": ([host(gpu(0), cuda=None)], None, ("cpu",), ["built for CPUs"]),
-    "two machines": (
-        [host(gpu(0), gpu(1), name="a")] * 2 + [host(gpu(0), gpu(1), name="b")] * 2, None,
-        ("cuda:0", "cuda:1", "cuda:0", "cuda:1"), [],
-    ),
-    "a machine without GPUs": (
-        [host(gpu(0), name="a"), host(name="b")], None, ("cpu", "cpu"), ["because b has no free GPU"]
-    ),
-}  # fmt: skip
+PLACED: dict[str, tuple[list[Host], list[str] | None, str, list[str]]] = {
+    "cores are shared": ([host(cores=2)] * 2, None, "cpu cpu", []),
+    "more ranks than cores": ([host(cores=2)] * 3, None, "cpu cpu cpu", ["3 ranks on 2 cores", "not affected"]),
+    "a GPU each": ([host(gpu(0), gpu(1), gpu(2))] * 2, None, "cuda:0 cuda:1", []),
+    "GPUs are shared": ([host(gpu(0))] * 2, None, "cuda:0 cuda:0", ["2 ranks on cuda:0", "take turns"]),
+    "a GPU in use is left alone": ([IN_USE], None, "cuda:1", ["cuda:0", "process 77 (python, of bob, 40.0 GiB)"]),
+    "all in use": ([host(gpu(0, used=30 * GIB))], None, "cpu", ["cannot be seen from here", "it is not used"]),
+    "the CPU beside GPUs": ([host(gpu(0))], ["cpu"], "cpu", []),
+    "torch of a CPU": ([host(gpu(0), cuda=None)], None, "cpu", ["built for CPUs"]),
+    "two machines": (TWO, None, "cuda:0 cuda:1 cuda:0 cuda:1", []),
+    "a machine without GPUs": (ONE_WITHOUT, None, "cpu cpu", ["because b has no free GPU"]),
+}
 
 
 @pytest.mark.parametrize("case", PLACED)
 def test_ranks_are_put_where_there_is_room_and_what_is_unusual_is_said(case: str):
     hosts, asked, devices, said = PLACED[case]
     placed = place(hosts, asked)
-    assert placed.devices == devices and bool(placed.notes) == bool(said)
+    assert " ".join(placed.devices) == devices and bool(placed.notes) == bool(said)
     assert all(words in placed.notes[0] for words in said)
     shared = case == "GPUs are shared"
     assert {s.memory_cap for s in placed.seats} == {0.46 if shared else None}
     assert "cpu" in devices or {s.shared_gpu_ranks for s in placed.seats} == {2 if shared else 1}
 
 
-def test_uneven_sharing_makes_all_ranks_talk_over_gloo():
+def test_cores_are_divided_and_uneven_sharing_of_gpus_makes_all_ranks_talk_over_gloo():
+    for cores, threads in ((8, 4), (2, 1), (1, 1)):
+        assert {s.threads for s in place([host(cores=cores)] * 2).seats} == {threads}
     placed = place([host(gpu(0), gpu(1))] * 3)
     assert placed.devices == ("cuda:0", "cuda:0", "cuda:1")
     assert [s.memory_cap for s in placed.seats] == [0.46, 0.46, None]
@@ -89,18 +84,15 @@ def test_a_gpu_in_use_is_refused_by_name_and_can_be_taken_on_purpose():
     assert taken.devices == ("cuda:0",) and "not this run's alone" in taken.notes[0]
 
 
-@pytest.mark.parametrize(
-    ("machine", "devices", "says"),
-    [
+def test_devices_that_cannot_be_had():
+    for machine, devices, says in (
         (host(gpu(0)), ["cuda:3"], "no cuda:3 .it has cuda:0"),
         (host(), ["cuda:0"], "it has no GPU"),
         (host(gpu(0), cuda=None), ["cuda:0"], "built for CPUs"),
         (host(gpu(0)), ["cuda:0", "cuda:0"], "2 are named for 1 ranks"),
-    ],
-)
-def test_devices_that_cannot_be_had(machine: Host, devices: list[str], says: str):
-    with pytest.raises(SpecError, match=says):
-        place([machine], devices)
+    ):
+        with pytest.raises(SpecError, match=says):
+            place([machine], devices)
 
 
 # -- facts ---------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from fsdp_lab.runs.saving import CheckpointConfig, SavedCheckpoint
 from fsdp_lab.runs.slow_motion import SlowStep
 from fsdp_lab.runs.sweep import combine
 from fsdp_lab.spec.spec import Spec
+from tests import waiting
 from tests.frames import Model, Step
 from tests.traces import traced
 
@@ -41,12 +42,7 @@ BLOCKS = {"gpt2-1m": 4, "gpt2-10m": 12, "gpt2-124m": 12}
 
 
 def until(what: Callable[[], Any], meanwhile: Callable[[], object] = lambda: None) -> None:
-    """Waits, which on a busy machine may take a while."""
-    deadline_s = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < deadline_s, "waited in vain"
-        meanwhile()
-        time.sleep(0.002)
+    waiting.until(what, meanwhile=meanwhile)
 
 
 def event(spec: Spec, run: str, rank: int, step: int, *, first: bool = False, seed: int = 0) -> StepEvent:

@@ -15,13 +15,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import until
 
 RENAMED = 'hostname "$0" && exec "$@"'
 LIMIT_S = 20
@@ -48,9 +49,6 @@ class Machine:
         """Runs on this host, under its name. (`ip netns exec` would hide the control groups.)"""
         inside = ["nsenter", f"--net=/run/netns/{self.space}", "unshare", "--uts", "sh", "-c", RENAMED, self.name]
         return [*inside, *argv]
-
-    def run(self, *argv: str, **options: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(self.command(*argv), capture_output=True, text=True, timeout=60, **options)  # type: ignore[call-overload,no-any-return]
 
     def start(self, *argv: str, log: Path, **environment: str) -> subprocess.Popen[bytes]:
         with log.open("wb") as output:
@@ -140,6 +138,19 @@ def kept_folders() -> set[str]:
     return set(glob.glob(f"{tempfile.gettempdir()}/fsdp_lab-*/exits.json"))
 
 
+def words_of(pid: int) -> str:
+    """Its command line; "" if it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return ""
+
+
+def left(made: Site, *own: str) -> list[str]:
+    """What runs on the hosts, but for command lines with one of these words."""
+    running = [(m.name, words) for m in made.machines for pid in m.pids if (words := words_of(pid))]
+    return [f"{name}: {words}" for name, words in running if not any(word in words for word in own)]
+
+
 def end(pids: Sequence[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -167,7 +178,7 @@ class SshServers:
         hosts = "".join(f"Host {m.name}\nHostName {m.address}\n" for m in made.machines)
         self.config.write_text(f"{hosts}Host *\n{common}")
         for machine in made.machines:
-            eventually(lambda m=machine: self.answers(m), 10, f"sshd on {machine.name}")
+            until(lambda m=machine: self.answers(m), 10, f"sshd on {machine.name}")
 
     def start(self, machine: Machine) -> subprocess.Popen[bytes]:
         settings = {
@@ -193,15 +204,6 @@ class SshServers:
         for server in self.servers.values():
             server.kill()
             server.wait(10)
-
-
-def eventually(condition: object, limit_s: float, what: str) -> None:
-    """Waits until `condition()` is true."""
-    assert callable(condition)
-    end_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {limit_s:g} s: {what}"
-        time.sleep(0.05)
 
 
 def program(name: str) -> str:
@@ -247,7 +249,7 @@ class Slurm:
             (folder / f"spool-{m.name}").mkdir()
             log_ = folder / f"slurmd-{m.name}.log"
             self._started.append(m.start(which("slurmd") or "", "-D", "-N", m.name, log=log_, **self.environment))
-        eventually(lambda: self.states() == ["idle"] * len(made.machines), 30, f"Slurm's nodes are idle ({folder})")
+        until(lambda: self.states() == ["idle"] * len(made.machines), 30, f"Slurm's nodes are idle ({folder})")
 
     def _munge(self) -> None:
         """One serves all namespaces: it is reached by a socket's name."""
@@ -257,7 +259,7 @@ class Slurm:
             self._started.append(
                 subprocess.Popen(munged, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             )
-            eventually(lambda: not subprocess.run(["munge", "-n"], capture_output=True).returncode, 10, "munge")
+            until(lambda: not subprocess.run(["munge", "-n"], capture_output=True).returncode, 10, "munge")
 
     def ask(self, *command: str) -> str:
         done = subprocess.run(

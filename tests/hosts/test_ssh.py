@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
@@ -23,12 +24,15 @@ from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.detached import detached_clusters
 from fsdp_lab.cluster.hosts import SshHosts
 from fsdp_lab.lab import Lab
-from fsdp_lab.runs import Run
+from fsdp_lab.runs import Run, RunState
+from fsdp_lab.runs.recovery import REPLICA, RecoveryPolicy
 from tests.cluster.conftest import FAKE
-from tests.hosts.machines import Site, SshServers, eventually, kept_folders
+from tests.hosts.machines import Site, SshServers, end, kept_folders, left, site, words_of
+from tests.lab.events import losses
+from tests.waiting import until
 
-pytestmark = pytest.mark.slow
 HEADERS = 0.10  # of Ethernet, IP and TCP, their acknowledgements, and the ranks' reports to the kernel
+OWN = "/sshd-"  # its configuration
 LEFT_S = 15.0  # for hosts to be clean after the kernel was killed
 KEPT = """
 import sys, time
@@ -59,21 +63,8 @@ def hosts(two: Site, ssh: SshServers) -> Iterator[Callable[..., SshHosts]]:
     yield lambda *names, **options: SshHosts(
         names=names or ("alpha", "beta"), ssh_args=("-F", str(ssh.config)), **{"ranks_per_host": 1, **options}
     )
-    eventually(lambda: not left(two, ssh), LEFT_S, "the hosts are clean")
-    eventually(lambda: kept_folders() <= before, LEFT_S, "no private folder is left")
-
-
-def left(made: Site, ssh: SshServers) -> dict[str, list[str]]:
-    """What runs on each host besides its sshd, and the folders that a lab has left."""
-    found = {m.name: [_words(pid) for pid in m.pids if pid != ssh.servers[m.name].pid] for m in made.machines}
-    return {name: words for name, words in found.items() if words}
-
-
-def _words(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return "ended"
+    until(lambda: not left(two, OWN), LEFT_S, "the hosts are clean")
+    until(lambda: kept_folders() <= before, LEFT_S, "no private folder is left")
 
 
 def on(hosts: SshHosts) -> Cluster:
@@ -91,6 +82,7 @@ def sent(run: Run) -> list[tuple[int, int]]:
     ]
 
 
+@pytest.mark.slow
 def test_ranks_train_on_both_hosts_what_crosses_the_cable_is_as_theory_says_and_nothing_is_left(
     two: Site, ssh: SshServers
 ):
@@ -109,11 +101,11 @@ def test_ranks_train_on_both_hosts_what_crosses_the_cable_is_as_theory_says_and_
             counted[sharding], told[sharding] = alpha.counted("tx") - before, sent(run)
         assert [s.host for s in lab.cluster.status()] == ["alpha"] * 2 + ["beta"] * 2
         assert "looking at hosts" in [p.stage for p in stages]
-        words = [_words(pid) for m in two.machines for pid in m.pids]
+        words = [words_of(pid) for m in two.machines for pid in m.pids]
         keys = [lab.client.curve_serverkey.decode(), lab.client.session.key.decode()]
         assert not any(key in line for key in keys for line in words), "no key is on a command line"
         assert not any("IPP_ENABLE_CURVE" in note for note in lab.notes) and lab.client.curve_serverkey
-    assert not left(two, ssh) and not lab.cluster.processes
+    assert not left(two, OWN) and not lab.cluster.processes
     for sharding, steps in told.items():
         assert counted[sharding] == pytest.approx(sum(across for across, _ in steps), rel=HEADERS), sharding
     across, inside = (median(figures) for figures in zip(*told["hybrid_shard"], strict=True))
@@ -121,15 +113,17 @@ def test_ranks_train_on_both_hosts_what_crosses_the_cable_is_as_theory_says_and_
     assert across < 0.5 * median(full for full, _ in told["full_shard"])  # in a ring its gathers send less
 
 
+@pytest.mark.slow
 def test_hosts_are_clean_when_the_kernel_and_its_guardian_are_killed(two: Site, ssh: SshServers, hosts) -> None:
     """As when the kernel's host loses its power, but that its controller is killed too: no more is heard of it."""
     with on(hosts()) as cluster:
         for pid in cluster.processes:
             os.kill(pid, signal.SIGKILL)
         os.kill(cluster.membership.engines._guardian.identity.pid, signal.SIGKILL)
-        eventually(lambda: not left(two, ssh), LEFT_S, "the hosts are clean")
+        until(lambda: not left(two, OWN), LEFT_S, "the hosts are clean")
 
 
+@pytest.mark.slow
 def test_an_interrupted_start_leaves_nothing(two: Site, ssh: SshServers, hosts) -> None:
     stage = threading.Event()
 
@@ -145,6 +139,7 @@ def test_an_interrupted_start_leaves_nothing(two: Site, ssh: SshServers, hosts) 
 # -- what cannot work is said ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_host_that_cannot_be_reached_or_used_is_said(two: Site, ssh: SshServers, hosts) -> None:
     alpha, other = two.machines[0], ssh.folder / "other"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)], check=True)
@@ -196,6 +191,7 @@ def kept(ssh: SshServers, *, tunnel: bool = False, hours: float = 1.0) -> tuple[
     return token, [int(pid) for pid in pids]
 
 
+@pytest.mark.slow
 def test_the_next_kernel_finds_the_ranks_on_their_hosts(two: Site, ssh: SshServers, hosts) -> None:
     token, pids = kept(ssh, tunnel=True)
     with Cluster(hosts=hosts(tunnel=True), rank_module=FAKE, persist=1) as cluster:
@@ -208,24 +204,26 @@ def test_the_next_kernel_finds_the_ranks_on_their_hosts(two: Site, ssh: SshServe
         assert all(t["carried"] for t in cluster.call("apply", run="again", spec=held, fresh=False))
         assert [t["step"] for t in cluster.call("train", steps=3)] == [8, 8]
         os.kill(cluster.pids[1], signal.SIGKILL)
-        eventually(lambda: 1 in cluster.lost, 15, "the lost rank")
+        until(lambda: 1 in cluster.lost, 15, "the lost rank")
         assert cluster.lost[1].host == "beta" and "SIGKILL" in cluster.lost[1].reason
         cluster.resize(3)
         assert [s.host for s in cluster.status()] == ["alpha", "alpha", "beta"] and cluster.pids[0] == pids[0]
         assert detached_clusters()[0].pids == tuple(cluster.pids)
 
 
+@pytest.mark.nightly
 def test_ranks_on_hosts_that_nobody_comes_for_end(two: Site, ssh: SshServers, hosts, capsys) -> None:
     kept(ssh, hours=1 / 3600)
-    assert left(two, ssh)
-    eventually(lambda: not left(two, ssh), 1 + LEFT_S, "the limit has ended them")
+    assert left(two, OWN)
+    until(lambda: not left(two, OWN), 1 + LEFT_S, "the limit has ended them")
     token, _ = kept(ssh)
     assert main(["ranks"]) == 0
     assert f"{token[:8]}  2 ranks on cpu of alpha, beta; no kernel uses them" in capsys.readouterr().out
     assert main(["ranks", "--end", token[:8]]) == 0
-    eventually(lambda: not left(two, ssh), LEFT_S, "they were ended")
+    until(lambda: not left(two, OWN), LEFT_S, "they were ended")
 
 
+@pytest.mark.slow
 def test_ranks_move_to_hosts_and_back(hosts) -> None:
     """A host that is not found costs nothing; where a start fails there are as many ranks as before, where they were."""
     with Cluster(2, rank_module=FAKE) as cluster:
@@ -247,6 +245,7 @@ def test_ranks_move_to_hosts_and_back(hosts) -> None:
 # -- software ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_host_without_this_package_is_said_or_sent_it(hosts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its Python has this environment's packages but for fsdp_lab."""
     folder = tmp_path / "bare"
@@ -276,6 +275,7 @@ def _package_file() -> str:
 # -- ranks that end ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_deaf_rank_and_one_beyond_a_cut_cable_are_ended_on_their_host(two: Site, ssh: SshServers, hosts) -> None:
     lost: list[RankLost] = []
     beta = two.machines[1]
@@ -284,16 +284,79 @@ def test_a_deaf_rank_and_one_beyond_a_cut_cable_are_ended_on_their_host(two: Sit
         pid = cluster.pids[1]
         os.kill(pid, signal.SIGSTOP)
         cluster.dispatcher.end_rank(1, "was ended")
-        eventually(lambda: _words(pid) in ("", "ended"), 10, "its process has ended")
-        eventually(lambda: len(lost) == 1, 10, "it is lost")
+        until(lambda: not words_of(pid), 10, "its process has ended")
+        until(lambda: len(lost) == 1, 10, "it is lost")
         cluster.resize(2)
         assert [s.host for s in cluster.status()] == ["alpha", "beta"]
         beta.cable("down")
         try:
-            eventually(lambda: len(lost) == 2, 30, "the rank on the other side is lost")
+            until(lambda: len(lost) == 2, 30, "the rank on the other side is lost")
             assert [one.host for one in lost] == ["beta", "beta"]
-            eventually(lambda: set(beta.pids) == {ssh.servers["beta"].pid}, LEFT_S, "its host has ended it")
+            until(lambda: set(beta.pids) == {ssh.servers["beta"].pid}, LEFT_S, "its host has ended it")
             cluster.resize(2)  # on the host that is left
             assert [s.host for s in cluster.status()] == ["alpha", "alpha"]
         finally:
             beta.cable("up")
+
+
+# -- hosts that share no folder: state is carried, and a run outlives what heals ----------------------------------
+
+
+WORK = {"model": "gpt2-1m", "seq_len": 32, "micro_batch": 2}
+STEPS = 40
+
+
+@pytest.fixture
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Site, SshServers]]:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    (tmp_path / "ssh").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    with site(["alpha", "beta"], 10) as made:
+        servers = SshServers(made, tmp_path / "ssh", pinned=True, temporary=temporary)
+        yield made, servers
+        servers.close()
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.nightly
+def test_state_is_carried_to_other_ranks_past_what_heals_and_from_a_host_that_dies(
+    apart: tuple[Site, SshServers],
+) -> None:
+    made, servers = apart
+    beta = made.machines[1]
+    with Lab.ssh("alpha,beta", ranks_per_host=1, ssh_args=["-F", str(servers.config)], history=False, progress=False,
+                 cut_s=4.0) as lab:  # fmt: skip
+        expected = losses(lab.run(**WORK, steps=STEPS, sharding="full_shard").wait(120))
+
+        run = lab.run(**WORK, steps=STEPS, sharding="full_shard")
+        until(lambda: run.step > 2, 60, "it trains")
+        run.pause()
+        grown = run.apply(world_size=4, micro_batch=1).wait(90)
+        assert [s.host for s in lab.cluster.status()] == ["alpha"] * 2 + ["beta"] * 2
+        shrunk = run.apply(world_size=1, micro_batch=4, sharding="no_shard").wait(90)
+        assert grown.carried and shrunk.carried and [s.host for s in lab.cluster.status()] == ["alpha"]
+        run.resume()
+        run.wait(120)
+        told = losses(run)
+        assert told.keys() == expected.keys()
+        assert all(told[step] == pytest.approx(loss, rel=1e-4) for step, loss in expected.items())
+
+        lab.resize(2)
+        policy = RecoveryPolicy(how="auto", ranks="fewer")
+        run = lab.run(**WORK, steps=STEPS, sharding="no_shard", recover=policy)
+        until(lambda: run.step > 2, 60, "it trains")
+        servers.servers["beta"].kill()
+        beta.cable("down")
+        time.sleep(1.0)  # shorter than `cut_s`
+        beta.cable("up")
+        before = run.step
+        until(lambda: run.step > before + 2, 60, "it goes on")
+        assert not run.incidents and not run.done and lab.ranks == 2
+        beta.cable("down")
+        end(beta.pids)
+        run.wait(120)
+        assert run.state is RunState.FINISHED and run.incidents[0].source == REPLICA
+        assert "beta" in run.incidents[0].sentence
+        assert all(losses(run)[step] == pytest.approx(loss, rel=1e-4) for step, loss in expected.items())
+        beta.cable("up")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +15,35 @@ from fsdp_lab.cluster import StartError
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.lab import Lab
 from tests.cluster.conftest import FAKE
-from tests.hosts.conftest import TheirCluster
-from tests.hosts.machines import Machine, Site, ip, site
+from tests.hosts.machines import Machine, Site, ip, program, site
+from tests.waiting import until
 
-pytestmark = pytest.mark.slow
+
+class TheirCluster:
+    """A controller on one host and an engine on each of `engines`, started by hand."""
+
+    def __init__(self, folder: Path, controller: Machine, engines: list[Machine], **environment: str) -> None:
+        self.folder, self._started = folder, []
+        ip_ = f"--ip={controller.address}"
+        self._started.append(controller.start(
+            program("ipcontroller"), f"--profile-dir={folder}", ip_, "--HeartMonitor.period=200", log=folder / "c.log",
+            IPP_ENABLE_CURVE="1",
+        ))  # fmt: skip
+        file = folder / "security" / "ipcontroller-engine.json"
+        until(lambda: file.exists() and file.stat().st_size > 0, 30, "the controller's connection file")
+        for i, machine in enumerate(engines):  # each has one core
+            engine = ("taskset", "-c", str(i % (os.cpu_count() or 1)), program("ipengine"), f"--profile-dir={folder}")
+            self._started.append(machine.start(*engine, log=folder / f"e{i}.log", **environment))
+
+    @property
+    def client_file(self) -> str:
+        return str(self.folder / "security" / "ipcontroller-client.json")
+
+    def close(self) -> None:
+        for process in self._started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its schedulers as well
+            process.wait(10)
 
 
 @pytest.fixture
@@ -43,17 +71,14 @@ def waited(given: str, n: int) -> Cluster:
     return Cluster(given=given, rank_module=FAKE)
 
 
-def address_of(cluster: Cluster) -> list[str]:
-    """Where each rank listens for the others."""
-    return list(cluster.client[cluster.engine_ids].apply_sync(_address))
-
-
 def _address() -> str:
+    """Where a rank listens for the others."""
     from fsdp_lab.cluster.remote import session
 
     return str(session().address)
 
 
+@pytest.mark.slow
 def test_losses_are_equal_bit_for_bit_to_those_of_one_host(two: Site, theirs) -> None:
     alpha, beta = two.machines
     given = theirs(alpha, [alpha, beta])
@@ -69,19 +94,21 @@ def test_losses_are_equal_bit_for_bit_to_those_of_one_host(two: Site, theirs) ->
     assert apart.summary()["losses"] == together.summary()["losses"] != []
 
 
+@pytest.mark.slow
 def test_the_faster_of_two_networks_is_taken(theirs) -> None:
     with site(["alpha", "beta"], 1) as made:
         made.connect_also("10.232.9.", 24)
         for machine in made.machines:
             machine.shape("50mbit")
-        with waited(theirs(*_all(made)), 2) as cluster:
-            assert sorted(address_of(cluster)) == ["10.232.9.1", "10.232.9.2"]
+        with waited(theirs(made.machines[0], made.machines), 2) as cluster:
+            assert sorted(cluster.client[cluster.engine_ids].apply_sync(_address)) == ["10.232.9.1", "10.232.9.2"]
 
 
+@pytest.mark.nightly
 def test_hosts_train_over_the_interface_that_the_user_names_by_ipv6_alone(theirs) -> None:
     with site(["alpha", "beta"], 3) as made:
         made.connect_also("fd00:231::", 64)
-        given = theirs(*_all(made), GLOO_SOCKET_IFNAME="extra")
+        given = theirs(made.machines[0], made.machines, GLOO_SOCKET_IFNAME="extra")
         waited(given, 2)
         with Lab(2, cluster=given, progress=False, history=False) as lab:
             run = lab.run(model="gpt2-1m", seq_len=32, steps=2).wait(120)
@@ -96,6 +123,7 @@ def _variables() -> tuple[str | None, ...]:
     return tuple(os.environ.get(n) for n in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"))
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_meet_are_said(theirs) -> None:
     """Each host reaches the controller's, which is this one, but not the other host."""
     with site(["alpha", "beta"], 5) as made:
@@ -110,7 +138,3 @@ def test_ranks_that_cannot_meet_are_said(theirs) -> None:
         assert re.match(r"(alpha does not reach beta|beta does not reach alpha): 10\.\d+\.\d+\.\d+ port \d+ \(cable\): ",
                         str(refused.value))  # fmt: skip
         assert "\n" not in str(refused.value)
-
-
-def _all(made: Site) -> tuple[Machine, list[Machine]]:
-    return made.machines[0], made.machines

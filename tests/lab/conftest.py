@@ -1,5 +1,5 @@
-"""The labs of this folder, each started once: of two ranks without torch (see `tests.cluster.fake_rank`), of two that train,
-and of two that train and may wait 2 s for each other."""
+"""The labs of this folder, each started once: of two ranks without torch (see `tests.cluster.fake_rank`), and of two that
+train."""
 
 from __future__ import annotations
 
@@ -19,38 +19,36 @@ def resident() -> Iterator[Lab]:
         yield lab
 
 
-@pytest.fixture
-def lab(resident: Lab) -> Iterator[Lab]:
-    """Two healthy ranks and no run that goes on."""
-    if resident.ranks != 2 or resident.lost:
-        resident.resize(2)
-    yield resident
-    if resident.sweep is not None:
-        resident.sweep.stop(10)
-    if resident.current is not None:
-        resident.current.stop(10)
-
-
 @pytest.fixture(scope="package")
 def resident_real() -> Iterator[Lab]:
     with Lab(2, reduction="rank_ordered") as lab:
         yield lab
 
 
+def healthy(lab: Lab) -> Iterator[Lab]:
+    """Two healthy ranks; nothing goes on afterwards."""
+    if lab.ranks != 2 or lab.lost:
+        lab.resize(2)
+    yield lab
+    if lab.slow is not None:
+        lab.slow.close()
+    for one in (lab.sweep, lab.current):
+        if one is not None:
+            one.stop(10)
+
+
+@pytest.fixture
+def lab(resident: Lab) -> Iterator[Lab]:
+    yield from healthy(resident)
+
+
 @pytest.fixture
 def real_lab(resident_real: Lab) -> Iterator[Lab]:
-    """The same of ranks that train: two healthy ones and no run that goes on."""
-    if resident_real.ranks != 2 or resident_real.lost:
-        resident_real.resize(2)
-    yield resident_real
-    if resident_real.slow is not None:
-        resident_real.slow.close()
-    if resident_real.current is not None:
-        resident_real.current.stop(10)
+    yield from healthy(resident_real)
 
 
-@pytest.fixture(scope="package")
-def impatient_lab() -> Iterator[Lab]:
-    """A rank for which another one waits longer than HANG_S hangs."""
-    with Lab(2, hang_s=HANG_S, reduction="rank_ordered") as lab:
-        yield lab
+@pytest.fixture
+def impatient_lab(real_lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    """A rank for which another one waits longer than HANG_S hangs, which the kernel alone decides."""
+    monkeypatch.setattr(real_lab.cluster.supervisor.monitor, "_limit_s", HANG_S)
+    return real_lab

@@ -22,3 +22,8 @@ def event(rank: int, step: int, spec: Spec = SPEC, **more: Any) -> StepEvent:
 
 def steps(*numbers: int, spec: Spec = SPEC, **more: Any) -> list[StepEvent]:
     return [event(rank, step, spec, **more) for step in numbers for rank in range(spec.world_size)]
+
+
+def losses(run: Any) -> dict[int, float]:
+    """By step. All ranks report the same, and one may die before it does."""
+    return {step.number: step.mean_loss for step in run.events.steps()}

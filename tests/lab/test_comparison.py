@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.events import Role, StepEvent
 from fsdp_lab.base.formatting import duration, size
-from fsdp_lab.runs import Comparison, Refusal, RunState
+from fsdp_lab.runs import Comparison, Refusal, RunState, recommend
 from fsdp_lab.runs.steps import assemble
 from fsdp_lab.runs.summary import Pairing, figures, quantile, ratio, step_table, summarize
 from fsdp_lab.spec.spec import Spec
@@ -58,15 +58,15 @@ def test_figures_are_those_of_the_summary_with_a_spread():
 
 def test_what_was_not_measured_is_none_and_shown_as_a_dash():
     run = past("a", steps=0)
-    row = Comparison.of([past("z"), run]).rows[1]
-    assert row.figures.step_time_s is None and row.time_ratio is None and row.memory_ratio is None
+    both = Comparison.of([past("z"), run])
+    row = both.rows[1]
+    assert (row.figures.step_time_s, row.time_ratio, row.memory_ratio) == (None,) * 3 and "–" in repr(both)
     run.events.add(steps(0, 1))  # before any ledger step: no peak; exposed communication not known
     record = Comparison.of([run]).records()[0]
     assert record["mfu"] is None and record["peak_memory_bytes"] == 1001
-    assert "–" in repr(Comparison.of([past("z"), past("y", steps=0)]))
 
 
-def test_runs_in_rounds_are_paired_and_drift_falls_out():
+def test_ratios_of_runs_in_rounds_are_paired_and_drift_falls_out_and_those_of_others_are_of_medians():
     """Each turn is 30 % slower than the one before; the ratio of the two is 1.25 throughout."""
     a = past("a", rounds=5, steps=50, drift=0.3)
     b = past("b", GRAD_OP, rounds=5, steps=50, drift=0.3, step_s=0.125, begin_unix_s=1e9 + 50)
@@ -74,19 +74,12 @@ def test_runs_in_rounds_are_paired_and_drift_falls_out():
     assert found is not None and found.pairing is Pairing.ROUNDS and found.n == 5
     assert found.p10 is not None and found.p90 is not None
     assert 1.2 < found.p10 <= found.median <= found.p90 < 1.3 and found.clear
-
-
-def test_runs_one_after_the_other_have_the_ratio_of_their_medians():
-    a, b = past("a"), past("b", step_s=0.11, begin_unix_s=2e9)
-    found = Comparison.of([a, b]).rows[1].time_ratio
+    found = Comparison.of([past("a"), past("b", step_s=0.11, begin_unix_s=2e9)]).rows[1].time_ratio
     assert found is not None and found.pairing is Pairing.MEDIANS
     assert found.median == pytest.approx(1.1, rel=0.03) and found.clear
     assert found.p10 is not None and found.p90 is not None and found.p10 < found.median < found.p90
-
-
-def test_too_few_steps_have_no_interval_and_nothing_is_clear():
     found = ratio([(1.0, 2.0)], [(2.0, 1.0)])
-    assert found is not None and found.median == 2 and found.p10 is None and not found.clear
+    assert found is not None and found.median == 2 and found.p10 is None and not found.clear, "too few steps"
     assert ratio([], [(1.0, 1.0)]) is None and ratio([(0.0, 0.0)], [(1.0, 1.0)]) is None
 
 
@@ -199,15 +192,11 @@ def test_medians_leave_out_first_steps_and_ledger_steps_and_losses_do_not():
     assert len(entry["losses"]) == 5
     assert summary(SPEC, slow[:2])["step_time_s"]["median"] == 9.0, "a run of one step counts it"
     assert summary(SPEC, [])["step_time_s"]["median"] is None
+    other = [*steps(2, 3, spec=GRAD_OP, step_time_s=0.5), *steps(4, 5, 6)]
+    assert summary(SPEC, [*steps(0, 1), *other])["losses"] == [1.0, 0.0, -1.0], "of the Spec applied last"
+    assert summary(GRAD_OP, other[:4])["step_time_s"]["median"] == 0.5
     entry = summary(SPEC, [event(0, 0, step_time_s=0.1), event(1, 0, step_time_s=0.4), event(0, 1)])
     assert entry["step_time_s"]["median"] == 0.4 and entry["tokens_per_s"] == 500, "of the slowest rank of whole steps"
-
-
-def test_figures_are_of_the_spec_applied_last():
-    other = SPEC.replace(sharding="shard_grad_op")
-    events = steps(0, 1) + steps(2, 3, spec=other, step_time_s=0.5) + steps(4, 5, 6)
-    assert summary(SPEC, events)["losses"] == [1.0, 0.0, -1.0]
-    assert summary(other, events[:8])["step_time_s"]["median"] == 0.5
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0, 1))
@@ -254,15 +243,128 @@ def test_a_peak_that_was_raised_later_is_that_of_all_steps():
     at = table.columns.index("MFU")
     assert [row[at] for row in table.rows] == ["50.0%", "100.0%", "100.0%"]
     assert "MFU relative to 0.2 TFLOPS a rank (reached, above measured)" in repr(table)
-
-
-def test_no_utilisation_above_100_percent_is_shown_of_an_older_file():
     old = {"flops": 10**9, "peak_flops_per_s": 1e11, "peak_source": "one slow product"}
-    events = [*steps(0, step_time_s=0.004, **old), *steps(1, 2, step_time_s=0.005, **old)]
-    assert summary(SPEC, events)["mfu_per_rank"] == [0.8, 0.8]
-    assert "250" not in repr(step_table(assemble(events), {}))
+    older = [*steps(0, step_time_s=0.004, **old), *steps(1, 2, step_time_s=0.005, **old)]
+    assert summary(SPEC, older)["mfu_per_rank"] == [0.8, 0.8], "no more than 100 % is shown of an older file"
+    assert "250" not in repr(step_table(assemble(older), {}))
 
 
 def test_figures_for_people():
     assert [size(x) for x in (None, 12, 2048, 3.5 * 2**20, 2**33)] == ["–", "12 B", "2.00 KiB", "3.50 MiB", "8.00 GiB"]
     assert [duration(x) for x in (0.0032, 0.25, 1.5)] == ["3.20 ms", "250 ms", "1.50 s"]
+
+
+# -- which run to take, and what each toggle bought ---------------------------------------------------------------
+
+
+KEEPS_GATHERED = {"sharding": "shard_grad_op"}
+BF16 = {"precision": "bf16"}
+
+
+def turned(
+    run: str, place: int, step_s: float, peak_mib: int, changes: dict[str, object], **more: object
+) -> RecordedRun:
+    """The `place`-th of a sweep of five rounds."""
+    spec = SPEC.replace(**changes)
+    return past(run, spec, steps=50, rounds=5, step_s=step_s, peak_mib=peak_mib, begin_unix_s=1e9 + 10 * place,
+                **{"noise": 0.005, **more})  # fmt: skip
+
+
+@pytest.fixture
+def four() -> list[RecordedRun]:
+    return [
+        turned("a", 0, 0.100, 200, KEEPS_GATHERED),
+        turned("b", 1, 0.112, 78, {}),
+        turned("c", 2, 0.070, 120, {**KEEPS_GATHERED, **BF16}),
+        turned("d", 3, 0.0756, 60, BF16),
+    ]
+
+
+def test_the_fastest_and_the_smallest_near_it(four):
+    found = recommend(four)
+    assert (found.fastest, found.smallest) == ("C", "D")
+    assert found.sentences[0].startswith("The fastest that fits is C (shard_grad_op bf16): 2,8")
+    assert "The smallest within 10% of its time is D (full_shard bf16)" in found.sentences[1] and "61.0 MiB" in str(
+        found
+    )
+
+
+def test_a_limit_leaves_out_what_does_not_fit(four):
+    found = recommend(four, limit_bytes=100 * MIB)
+    assert found.fastest == found.smallest == "D" and "also the smallest" in str(found)
+    assert found.excluded["C"] == "it needs 121 MiB of 100 MiB a rank" and "Not recommended, C: it needs" in str(found)
+    nothing = recommend(four, limit_bytes=MIB)
+    assert nothing.fastest is None and "None of these runs can be recommended." in str(nothing)
+    for limit in (0, 1.5, "80 GiB", True):
+        with pytest.raises(ArgumentError, match="limit_bytes: .*; give a whole number of bytes, or nothing"):
+            recommend(four, limit_bytes=limit)  # type: ignore[arg-type]
+
+
+def test_what_a_toggle_bought_from_every_pair_that_differs_in_it_alone(four):
+    sharding, precision = recommend(four).toggles
+    assert (sharding.taken, sharding.instead, len(sharding.pairs)) == ("full_shard", "shard_grad_op", 2)
+    assert sharding.sentence == ("full_shard instead of shard_grad_op saved 55% memory (50 to 61%) for 10% time (8 to 12%) "
+                                 "(median and range of 2 pairs).")  # fmt: skip
+    assert precision.sentence.startswith("bf16 instead of fp32 saved 31% memory (23 to 40%) and 31% time (30 to 32%)")
+    one = recommend(four[:2]).toggles[0].sentence
+    assert one.startswith("full_shard instead of shard_grad_op saved 61% memory for 12% time (B and A)")
+
+
+def test_noise_is_called_noise():
+    same = recommend([turned("a", 0, 0.1, 200, KEEPS_GATHERED), turned("b", 1, 0.1004, 100, {})]).toggles[0].sentence
+    assert "saved 50% memory; within noise in time (" in same
+    nothing = [turned("a", 0, 0.1, 100, {}), turned("b", 1, 0.1, 100, {"forward_prefetch": 1})]
+    assert "bought nothing: within noise in time" in recommend(nothing).toggles[0].sentence
+    faster = [
+        turned(label, i, s, 100, {"forward_prefetch": i}) for i, (label, s) in enumerate((("a", 0.1), ("b", 0.08)))
+    ]
+    said = recommend(faster).toggles[0].sentence
+    assert said.startswith("forward prefetch 1 instead of forward prefetch 0 saved 20% time, the same memory")
+
+
+@pytest.mark.parametrize("peak_mib", [100, 60])
+def test_of_what_is_not_told_apart_in_time_the_smallest_is_recommended(peak_mib: int):
+    runs = [
+        turned("a", 0, 0.1, 100, {}),
+        turned("b", 1, 0.1003, peak_mib, KEEPS_GATHERED),
+        turned("c", 2, 0.2, 50, BF16),
+    ]
+    found = recommend(runs)
+    taken, other = ("A", "B") if peak_mib == 100 else ("B", "A")
+    assert found.fastest == found.smallest == taken
+    assert found.fastest_run is found.smallest_run is runs["AB".index(taken)]
+    assert f"Not told apart from it in time: {other}; it is the smallest of them." in found.sentences[0]
+    compared = Comparison.of(runs)
+    b, c = compared.table()._repr_html_().split("<tr>")[3:]
+    assert "opacity" in b and "≈ 1.0" in b and "opacity" not in c and "≈" not in c.split("<p>")[0]
+    assert "≈: not told apart in time from A." in compared.notes()
+
+
+def test_what_is_another_work_or_result_or_was_not_measured_is_not_recommended_nor_judged_by(four):
+    wrong = turned("w", 4, 0.01, 10, {"backend": "fsdp2"}, loss_off=2.0)
+    found = recommend([*four, wrong])
+    assert found.fastest == "C" and "Not recommended, E: it does not compute the same" in str(found)
+    assert all("E" not in (p.taken, p.instead) for t in found.toggles for p in t.pairs)
+    other = turned("o", 4, 0.001, 10, {"model": "gpt2-1m"})
+    linked = turned("l", 5, 0.001, 10, {"link": "10 GB/s"})
+    unmeasured = turned("u", 6, 0.001, 0, {"wrap": "whole"})
+    unmeasured.events = type(unmeasured.events)()
+    refused = Refusal(SPEC.replace(backend="ddp", sharding="no_shard"), "no GPU is free")
+    found = recommend([*four, other, linked, unmeasured, refused])
+    assert found.fastest == "C"
+    twice = recommend([*four, refused, refused])
+    assert "Not recommended, E, F: refused before a step was measured (no GPU is free)." in str(twice)
+    assert found.excluded == {
+        "E": "its model is not A's",
+        "F": "its link is not A's",
+        "G": "finished before a step was measured",
+        "H": "refused before a step was measured (no GPU is free)",
+    }
+
+
+def test_it_says_what_the_figures_are_worth_and_escapes_what_it_shows():
+    strange = past("a", SPEC.replace(data="/tmp/<b>"), notes=("a <shared> GPU",))
+    found, html = recommend(Comparison.of([strange])), recommend([strange, past("b")])._repr_html_()
+    assert "a <shared> GPU" in str(found) and "CPU and Gloo" in str(found)
+    assert "&lt;shared&gt;" in html and "<b>The fastest" in html and "/tmp/<b>" not in html
+    assert recommend([]).fastest is None

@@ -51,20 +51,6 @@ def peak(**roles: int) -> Memory:
     return replace(SHARDS, at_peak=at_peak, peak_bytes=at_peak.total_bytes)
 
 
-@pytest.mark.parametrize(("share", "sent", "named"), [(0.7, 30 * MIB, 1), (0.5, 30 * MIB, 0), (0.7, 20 * MIB, 0)])
-def test_communication_is_named_where_computing_waits_long_and_replicas_would_send_less(
-    share: float, sent: int, named: int
-) -> None:
-    assert causes(Spec(), steps(Spec(), comm=waiting(share, sent))) == [Cause.COMMUNICATION] * named
-
-
-@pytest.mark.parametrize(("changes", "sent", "named"), [({}, 2, 1), ({}, 0.5, 0), ({"precision": "bf16-pure"}, 1.5, 1)])
-def test_of_a_part_that_is_trained_a_replica_sends_less_than_of_all(changes, sent: float, named: int) -> None:
-    spec = Spec().replace(freeze=["transformer.h.*"], **changes)
-    found_causes = causes(spec, steps(spec, comm=waiting(0.7, int(sent * MIB))))
-    assert found_causes == [Cause.COMMUNICATION] * named
-
-
 def test_too_few_steps_and_replicas_are_not_judged_by_their_times() -> None:
     replica = Spec().replace(sharding="no_shard")
     assert not found(Spec(), steps(Spec(), 4, comm=waiting(0.9)))
@@ -86,57 +72,69 @@ def test_a_replica_is_advised_where_it_fits() -> None:
     assert d.changes == {}, "a loop has no fields"
 
 
-@pytest.mark.parametrize(
-    ("changes", "gradients", "named"),
-    [
-        ({"accumulate": 4, "sync": "last"}, 20, 1),
-        ({"accumulate": 4, "sync": "last"}, 15, 0),
-        ({"sync": "last"}, 20, 0),  # of one micro-batch
-        ({"accumulate": 4, "sync": "last", "sharding": "zero1"}, 20, 0),  # whole by design
-    ],
-)
-def test_whole_gradients_are_named_where_they_need_not_be(changes: dict[str, Any], gradients: int, named: int) -> None:
-    spec = Spec().replace(**changes)
-    events = steps(spec, memory=peak(gradients=gradients * MIB, parameters=10 * MIB))
-    assert causes(spec, events) == [Cause.ACCUMULATION] * named
+# Cause -> fields of a Spec, what it has told, and whether the cause is named: on both sides of each limit.
+Case = tuple[Cause, dict[str, Any], dict[str, Any], int]
 
 
-@pytest.mark.parametrize(
-    ("changes", "activations", "named"),
-    [({}, 200, 1), ({}, 20, 0), ({"recompute": "full"}, 200, 0), ({"lora": None}, 200, 0)],
-)
-def test_adapters_that_save_little_are_named(changes: dict[str, Any], activations: int, named: int) -> None:
-    spec = Spec().replace(**{"lora": {"r": 4}, **changes})
-    memory = replace(peak(activations=activations * MIB, parameters=10 * MIB), gradients_bytes=0, optimizer_bytes=0)
-    assert causes(spec, steps(spec, memory=memory)) == [Cause.ADAPTERS] * named
+def communication(changes: dict[str, Any], share: float, sent_mib: float, named: int) -> Case:
+    return Cause.COMMUNICATION, changes, {"comm": waiting(share, int(sent_mib * MIB))}, named
 
 
-@pytest.mark.parametrize(("host_s", "limit", "named"), [(0.05, 1000, 1), (0.01, 1000, 0), (0.05, 50, 0)])
-def test_offload_is_named_where_it_costs_time_and_there_is_room(host_s: float, limit: int, named: int) -> None:
-    spec = Spec().replace(offload="all")
+def gradients(changes: dict[str, Any], mib: int, named: int) -> Case:
+    return Cause.ACCUMULATION, changes, {"memory": peak(gradients=mib * MIB, parameters=10 * MIB)}, named
+
+
+def activations(changes: dict[str, Any], mib: int, named: int) -> Case:
+    held = replace(peak(activations=mib * MIB, parameters=10 * MIB), gradients_bytes=0, optimizer_bytes=0)
+    return Cause.ADAPTERS, changes, {"memory": held}, named
+
+
+def offload(host_s: float, limit_mib: int, named: int) -> Case:
     spans = (Span(track=Track.COMPUTE, name="optimizer", unit="", start_s=0, end_s=host_s),)
-    memory = replace(SHARDS, peak_bytes=5 * MIB, host_bytes=40 * MIB, limit_bytes=limit * MIB)
-    assert causes(spec, steps(spec, spans=spans, memory=memory)) == [Cause.OFFLOAD] * named
+    held = replace(SHARDS, peak_bytes=5 * MIB, host_bytes=40 * MIB, limit_bytes=limit_mib * MIB)
+    return Cause.OFFLOAD, {"offload": "all"}, {"spans": spans, "memory": held}, named
 
 
-@pytest.mark.parametrize(("again", "named"), [((1, 2, 3), 1), ((1, 2), 0)])
-def test_compiling_again_and_again_is_named_with_the_guard(again: Sequence[int], named: int) -> None:
-    spec = Spec().replace(compile=True)
-    events = [replace(e, recompiled=("x is 3",) if e.step in again else ()) for e in steps(spec)]
-    assert causes(spec, events) == [Cause.COMPILATION] * named
-    if named:
-        (d,) = found(spec, events)
-        assert "3 steps, last in step 3" in d.sentence and "x is 3" in d.sentence and d.changes == {"compile": False}
-
-
-@pytest.mark.parametrize(
-    ("size", "kind", "named"), [(1, "all_gather", 1), (1, "all_reduce", 0), (1, "send", 0), (2, "all_gather", 0)]
+PART, LORA = {"freeze": ["transformer.h.*"]}, {"lora": {"r": 4}}
+CASES: tuple[Case, ...] = (
+    *(communication({}, *case) for case in ((0.7, 30, 1), (0.5, 30, 0), (0.7, 20, 0))),
+    *(communication(PART, 0.7, *case) for case in ((2, 1), (0.5, 0))),  # a replica sends the part that is trained
+    communication({**PART, "precision": "bf16-pure"}, 0.7, 1.5, 1),
+    gradients({"accumulate": 4, "sync": "last"}, 20, 1),
+    gradients({"accumulate": 4, "sync": "last"}, 15, 0),
+    gradients({"sync": "last"}, 20, 0),  # of one micro-batch
+    gradients({"accumulate": 4, "sync": "last", "sharding": "zero1"}, 20, 0),  # whole by design
+    *(activations(LORA, *case) for case in ((200, 1), (20, 0))),
+    activations({**LORA, "recompute": "full"}, 200, 0),
+    activations({}, 200, 0),
+    *(offload(*case) for case in ((0.05, 1000, 1), (0.01, 1000, 0), (0.05, 50, 0))),
 )
-def test_replicas_that_exchange_nothing_are_named(size: int, kind: str, named: int) -> None:
-    loop = replace(LOOP, shard_size=size)
-    events = steps(loop, comm={kind: Traffic(calls=1, link_bytes=64, exposed_seconds=0.0)})
-    assert causes(loop, events) == [Cause.REPLICAS] * named
-    assert not found(loop, [replace(e, skipped=True) for e in events]), "nothing was updated"
+
+
+@pytest.mark.parametrize(("cause", "changes", "told", "named"), CASES)
+def test_a_cause_is_named_beyond_its_limit(
+    cause: Cause, changes: dict[str, Any], told: dict[str, Any], named: int
+) -> None:
+    spec = Spec().replace(**changes)
+    assert causes(spec, steps(spec, **told)) == [cause] * named
+
+
+def test_compiling_again_and_again_is_named_with_the_guard() -> None:
+    spec = Spec().replace(compile=True)
+    twice, thrice = (
+        [replace(e, recompiled=("x is 3",) if 0 < e.step < n else ()) for e in steps(spec)] for n in (3, 4)
+    )
+    (d,) = found(spec, thrice)
+    assert d.cause is Cause.COMPILATION and not found(spec, twice)
+    assert "3 steps, last in step 3" in d.sentence and "x is 3" in d.sentence and d.changes == {"compile": False}
+
+
+def test_replicas_that_exchange_nothing_are_named() -> None:
+    for size, kind, named in ((1, "all_gather", 1), (1, "all_reduce", 0), (1, "send", 0), (2, "all_gather", 0)):
+        loop = replace(LOOP, shard_size=size)
+        events = steps(loop, comm={kind: Traffic(calls=1, link_bytes=64, exposed_seconds=0.0)})
+        assert causes(loop, events) == [Cause.REPLICAS] * named, (size, kind)
+        assert not found(loop, [replace(e, skipped=True) for e in events]), "nothing was updated"
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
 from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError
 from fsdp_lab.lab import Lab
-from fsdp_lab.runs import EvalConfig, Evaluation, Run, RunState, summarize
+from fsdp_lab.runs import EvalConfig, Evaluation, RunState, summarize
 from fsdp_lab.runs.evaluation import EarlyStopping, in_words
 from fsdp_lab.runs.steps import assemble
 from fsdp_lab.spec.spec import Spec
@@ -17,7 +16,7 @@ from fsdp_lab.spec.workload import Workload
 from tests.cluster.fake_rank import EVAL_LOSSES
 from tests.lab.events import SPEC, steps
 from tests.lab.past import past
-from tests.lab.test_lab import until
+from tests.waiting import until
 
 BEST = EVAL_LOSSES.index(min(EVAL_LOSSES[:5]))
 
@@ -83,11 +82,8 @@ def test_a_run_stops_when_its_patience_is_out_and_says_why(lab: Lab):
     kept = lab.runs()[run.id]
     assert kept.best == run.best and kept.table().notes == run.table().notes and kept.reason == run.reason
     assert kept.evaluations[:6] == run.evaluations[:6] and math.isnan(kept.evaluations[6].loss)
-
-
-def test_it_evaluates_every_so_many_steps_and_after_the_last(lab: Lab):
     run = lab.run(steps=11, evaluate=4).wait(20)
-    assert run.state is RunState.FINISHED and [e.step for e in run.evaluations] == [3, 7, 10]
+    assert run.state is RunState.FINISHED and [e.step for e in run.evaluations] == [3, 7, 10], "and after the last"
     assert {e.step for e in run.events.since()[0] if e.eval_loss is not None} == {3, 7, 10}
     plain = lab.run(steps=2).wait(20)
     assert plain.evaluations == () and plain.best is None and "evaluations" not in plain.summary()
@@ -96,15 +92,11 @@ def test_it_evaluates_every_so_many_steps_and_after_the_last(lab: Lab):
 def test_the_best_is_told_while_the_ranks_are_at_its_step(lab: Lab):
     run = lab.run(evaluate=2)
     seen: list[tuple[Evaluation, list[int]]] = []
-    run.on_best.append(lambda best: seen.append((best, [s["step"] for s in _status(run)])))
+    run.on_best.append(lambda best: seen.append((best, [s["step"] for s in run._driver.call("status")])))
     until(lambda: run.step > 9)
     run.stop(10)
     assert [best.step for best, _ in seen] == [1, 3, 5, 7][-len(seen) :] and len(seen) >= 2
     assert all(ranks == [best.step + 1] * 2 for best, ranks in seen)
-
-
-def _status(run: Run) -> list[Any]:
-    return run._driver.call("status")
 
 
 def test_what_is_gone_back_behind_is_forgotten_live_and_on_disk(lab: Lab):

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
 import sqlite3
+import struct
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from fsdp_lab.base.errors import ArgumentError, SpecError
+from fsdp_lab.base.events import Carrier, Memory, MemorySample, RoleBytes, Span, StepEvent, Track, Traffic
+from fsdp_lab.base.generation import Completion
 from fsdp_lab.base.process import Identity
 from fsdp_lab.runs import RunState
 from fsdp_lab.runs.history import History, HistoryError, StoredRun, database as database_module, writer as writer_module
-from fsdp_lab.runs.history.database import HistoryDB
+from fsdp_lab.runs.history.database import HistoryDB, pack, unpack
 from fsdp_lab.runs.history.stored_run import kernel_alive
 from fsdp_lab.runs.history.writer import CURVES_KEPT, SPANS_KEPT
 from fsdp_lab.spec.describe import describe_strategy
 from fsdp_lab.spec.spec import Spec
 from tests.dashboard.fake_lab import event
 from tests.lab.telling import Telling, ended, plain
-from tests.lab.test_lab import until
+from tests.waiting import until
 
 LONG_S = 20
+LOST_S = 5.0  # of what was told before a kernel was killed
 
 
 @pytest.fixture
@@ -58,14 +65,11 @@ def kept(history: History, *runs: Telling) -> None:
 def test_a_past_run_is_the_run_that_was(history: History):
     run = Telling(Spec(world_size=2))
     history.record(run)
-    run.tell(7)
-    history.flush(LONG_S)
-    run.tell(300)
-    run.switch(sharding="shard_grad_op")
-    run.tell(20)
-    history.flush(LONG_S)
-    run.switch(seed=3)
-    run.tell(30)
+    for steps, changes in ((7, {}), (300, {"sharding": "shard_grad_op"}), (20, {"seed": 3}), (30, {})):
+        run.tell(steps)
+        if changes:
+            run.switch(**changes)
+        history.flush(LONG_S)
     run.end(RunState.STOPPED, "enough")
     history.flush(LONG_S)
 
@@ -128,28 +132,28 @@ def test_a_run_that_is_listed_while_it_goes_on(history: History):
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> History:
-    """Six ended runs, from 2026-01-01 on, a day apart."""
+    """A failed run and six ended ones, from 2025-12-31 on, a day apart."""
     history = History(tmp_path_factory.mktemp("shelf") / "runs.sqlite3")
     day_s = datetime(2026, 1, 1).timestamp()
-    for i, changes in enumerate(
-        [{}, {"backend": "fsdp2"}, {"backend": "ddp", "sharding": "no_shard"}, {"precision": "bf16"},
-         {"backend": "fsdp2", "model": "gpt2-1m"}, {"micro_batch": 8}]
-    ):  # fmt: skip
-        kept(history, ended(Spec().replace(**changes), started_unix_s=day_s + i * 86_400))
+    kinds: list[dict[str, Any]] = [{}, {"backend": "fsdp2"}, {"backend": "ddp", "sharding": "no_shard"}]
+    kinds += [{"precision": "bf16"}, {"backend": "fsdp2", "model": "gpt2-1m"}, {"micro_batch": 8}]
     failed = Telling(started_unix_s=day_s - 86_400)
     failed.end(RunState.FAILED, "rank 1 is gone")
     kept(history, failed)
+    for i, changes in enumerate(kinds):
+        kept(history, ended(Spec().replace(**changes), started_unix_s=day_s + i * 86_400))
     return history
 
 
 def test_runs_are_listed_newest_first_with_what_they_were(shelf: History):
     runs = shelf.runs()
     assert len(runs) == 7 and [r.started_unix_s for r in runs] == sorted((r.started_unix_s for r in runs), reverse=True)
-    row = dict(zip(runs.table().columns, runs.table().rows[1], strict=True))
+    table = runs.table()
+    row, last = (dict(zip(table.columns, table.rows[i], strict=True)) for i in (1, -1))
     assert row["id"] == runs[1].id and row["model"] == "gpt2-1m" and row["how"] == describe_strategy(runs[1].spec)
     assert row["when"] == "2026-01-05 00:00" and row["steps"] == "3" and row["state"] == "finished"
     assert "torch" in row["machine"] and float(row["loss"]) > 0 and row["tokens/s"] != "–"
-    assert dict(zip(runs.table().columns, runs.table().rows[-1], strict=True))["loss"] == "–", "it told nothing"
+    assert last["loss"] == "–", "it told nothing"
     assert "<table>" in runs._repr_html_() and runs[1].id in runs._repr_html_()
     assert runs[:2][1] is runs[1] and list(runs)[-1].state is RunState.FAILED
 
@@ -160,9 +164,7 @@ def test_runs_are_filtered_by_the_fields_of_their_spec(shelf: History):
     assert len(shelf.runs(micro_batch=8, world_size=2)) == 1 and len(shelf.runs(precision="fp16")) == 0
     assert len(shelf.runs(since="2026-01-05")) == 2 and len(shelf.runs(since=datetime(2026, 1, 6))) == 1
     assert len(shelf.runs(since=shelf.runs()[2].started_unix_s)) == 3
-    assert len(shelf.runs(state="failed")) == 1 == len(shelf.runs(state=RunState.FAILED)) and not shelf.runs(
-        state="lost"
-    )
+    assert [len(shelf.runs(state=state)) for state in ("failed", RunState.FAILED, "lost")] == [1, 1, 0]
     assert "3 of 7 runs" in repr(shelf.runs(backend=["fsdp2", "ddp"]))
 
     for filters, words in (
@@ -297,7 +299,7 @@ def test_a_disk_that_fills_up_or_cannot_be_written_stops_nothing_and_loses_nothi
     assert len(run.events) == 8 * 220
     broken.clear()
     run.end()
-    until(lambda: history.flush(LONG_S), LONG_S)
+    until(lambda: history.flush(LONG_S))
     assert history.problem == "" and plain(history.runs()[0].events.since()[0]) == plain(run.events.since()[0])
 
 
@@ -314,44 +316,27 @@ def test_a_lock_that_somebody_holds_is_waited_for(history: History, monkeypatch:
     assert len(history.runs()) == 1, "readers do not wait"
     other.execute("COMMIT")
     other.close()
-    until(lambda: history.flush(LONG_S), LONG_S)
+    until(lambda: history.flush(LONG_S))
     assert history.problem == "" and len(history.runs()[run.id].events) == 6
 
 
-def at_rest(history: History) -> None:
-    """The log is folded into the file: from it SQLite would mend the pages that a test breaks."""
-    until(lambda: not Path(f"{history.path}-wal").exists())
-
-
-def damage_header(path: Path) -> None:
-    path.write_bytes(b"these are not the bytes of a database" * 400)
-
-
-def damage_pages(path: Path) -> None:
-    with sqlite3.connect(path) as db:
-        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    content = bytearray(path.read_bytes())
-    content[4096:] = b"\x5a" * (len(content) - 4096)
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("damage", [damage_header, damage_pages])
-def test_a_damaged_file_is_moved_aside_and_a_new_one_begun(history: History, damage: Callable[[Path], None]):
+@pytest.mark.parametrize("damaged", ["header", "pages"])
+def test_a_damaged_file_is_moved_aside_and_a_new_one_begun(history: History, damaged: str):
     kept(history, ended(steps=200))
-    at_rest(history)
-    damage(history.path)
-    wrong = history.path.read_bytes()
-    if damage is damage_header:  # found out by who only lists it
+    until(lambda: not Path(f"{history.path}-wal").exists())  # from the log SQLite would mend the pages
+    content = history.path.read_bytes()
+    sound = content[:4096] if damaged == "pages" else b""
+    history.path.write_bytes(wrong := sound + b"\x5a" * (len(content) - len(sound)))
+    if damaged == "header":  # found out by who only lists it
         runs = history.runs()
         assert len(runs) == 0 and "was damaged: it is now" in repr(runs)
-    run = ended()
-    kept_by = History(history.path)
+    run, kept_by = ended(), History(history.path)
     kept_by.record(run)
-    until(lambda: kept_by.flush(LONG_S), LONG_S)
+    until(lambda: kept_by.flush(LONG_S))
     assert [r.id for r in kept_by.runs()] == [run.id]
     left = [p for p in history.path.parent.iterdir() if "damaged" in p.name]
     [aside] = [p for p in left if not p.name.endswith(("-wal", "-shm"))]
-    assert damage is damage_header or str(aside) in kept_by.problem
+    assert damaged == "header" or str(aside) in kept_by.problem
     assert aside.read_bytes()[:4096] == wrong[:4096], "and not destroyed"
 
 
@@ -364,7 +349,7 @@ def test_a_file_that_is_deleted_under_way_is_begun_again(history: History):
         file.unlink()
     run.tell(5)
     run.end()
-    until(lambda: history.flush(LONG_S) and bool(history.runs()), LONG_S)
+    until(lambda: history.flush(LONG_S) and bool(history.runs()))
     assert plain(history.runs()[0].events.since()[0]) == plain(run.events.since()[0])
 
 
@@ -427,29 +412,30 @@ WRITER = """
 
 @pytest.mark.slow
 def test_two_kernels_write_at_once_and_their_death_loses_no_more_than_the_last_moment(tmp_path: Path):
-    path = tmp_path / "runs.sqlite3"
+    path, told = tmp_path / "runs.sqlite3", dict[str, str]()
     command = [sys.executable, "-c", textwrap.dedent(WRITER), str(path)]
     kernels = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    told: dict[str, str] = {}
-    for kernel in kernels:
-        assert kernel.stdout is not None
-        told.update(kernel.stdout.readline().split() for _ in range(2))  # type: ignore[misc]
-    until(lambda: len(unfinished(path)) == 4 and all(len(run.events) > 40 for run in unfinished(path)), LONG_S)
-    for kernel in kernels:
-        kernel.kill()
-        kernel.communicate()
+    try:
+        for kernel in kernels:
+            assert kernel.stdout is not None
+            told.update(kernel.stdout.readline().split() for _ in range(2))  # type: ignore[misc]
+        until(lambda: [len(r.events) > 40 for r in History(path).runs() if not r.state.over] == [True] * 4)
+    finally:
+        killed_unix_s = time.time()
+        for kernel in kernels:
+            kernel.kill()
+            kernel.communicate()
     with HistoryDB(path) as archive:
         assert archive.rows("PRAGMA integrity_check") == [{"integrity_check": "ok"}]
         assert archive.rows("PRAGMA foreign_key_check") == []
     runs = {run.id: run for run in History(path).runs()}
     assert {id: str(len(runs[id].events)) for id in told} == told and len(runs) == 2 * len(told) == 8
     for id, run in runs.items():
+        steps = run.events.steps()
         assert run.state is (RunState.FINISHED if id in told else RunState.LOST)
-        assert [s.number for s in run.events.steps()] == list(range(run.step)) and run.table().rows
-
-
-def unfinished(path: Path) -> list[StoredRun]:
-    return [run for run in History(path).runs() if not run.state.over]
+        assert [s.number for s in steps] == list(range(run.step)) and run.table().rows
+        moment_s = killed_unix_s - steps[-1].events[0].end_unix_s
+        assert id in told or moment_s < LOST_S, "they write every half second, and more than that where disks are slow"
 
 
 def test_a_run_whose_kernel_is_gone_is_lost(history: History, monkeypatch: pytest.MonkeyPatch):
@@ -480,3 +466,58 @@ def test_a_spec_of_another_version_is_listed_as_it_was(history: History):
     assert "lab" in repr(history.runs()) and past.spec_fields == fields
     with pytest.raises(SpecError, match="gone_by_now"):
         past.spec  # noqa: B018
+
+
+# -- events as bytes and back, bit for bit ------------------------------------------------------------------------
+
+
+FLOATS = st.floats() | st.sampled_from([0.0, -0.0, float("nan"), float("inf"), 5e-324, 0.1])
+COUNTS = st.integers(0, 2**70)
+WORDS = st.text(max_size=6)
+
+
+def made(kind: type, **more: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Any value of a dataclass, its scalars by their types."""
+    by_type = {"float": FLOATS, "int": COUNTS, "str": WORDS, "bool": st.booleans(), "int | None": st.none() | COUNTS,
+               "float | None": st.none() | FLOATS, "tuple[str, ...]": st.lists(WORDS, max_size=2).map(tuple)}  # fmt: skip
+    fields = {f.name: more[f.name] if f.name in more else by_type[str(f.type)] for f in dataclasses.fields(kind)}
+    return st.builds(kind, **fields)
+
+
+SPANS = made(Span, track=st.sampled_from(Track))
+SAMPLES = made(MemorySample, classes=made(RoleBytes))
+EVENTS = made(
+    StepEvent,
+    memory=made(Memory, at_peak=made(RoleBytes)),
+    memory_curve=st.lists(SAMPLES, max_size=2).map(tuple),
+    comm=st.dictionaries(st.sampled_from(["all_gather", "control", "ünbekannt"]), made(Traffic)),
+    spans=st.lists(SPANS, max_size=2).map(tuple),
+    completions=st.lists(made(Completion), max_size=2).map(tuple),
+    carriers=st.lists(made(Carrier), max_size=2).map(tuple),
+)
+ROWS = st.lists(EVENTS, max_size=5).flatmap(
+    lambda events: st.lists(st.integers(0, 10**9), min_size=len(events), max_size=len(events), unique=True).map(
+        lambda cursors: list(zip(sorted(cursors), events, strict=True))
+    )
+)
+
+
+def bits(value: Any) -> Any:
+    """So that equality is that of bits: NaN equals itself, 0.0 is not -0.0, 1 is not 1.0."""
+    if isinstance(value, float):
+        return struct.pack("<d", value) if value == value else "nan"
+    if isinstance(value, dict):
+        return {key: bits(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [bits(v) for v in value]
+    return (type(value).__name__, value)
+
+
+@pytest.mark.slow
+@settings(max_examples=25)
+@given(ROWS)
+def test_any_events_come_back_bit_for_bit(rows: list[tuple[int, StepEvent]]):
+    back = unpack(pack(rows, heavy=True))
+    assert [(c, bits(e.to_dict())) for c, e in back.items()] == [(c, bits(e.to_dict())) for c, e in rows]
+    light = [(c, dataclasses.replace(e, spans=(), memory_curve=())) for c, e in rows]
+    assert [(c, bits(e.to_dict())) for c, e in unpack(pack(rows)).items()] == [(c, bits(e.to_dict())) for c, e in light]

@@ -12,25 +12,26 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ipyparallel as ipp
+import psutil
 import pytest
+import torch
 
 from fsdp_lab.base.errors import ArgumentError, SpecError
-from fsdp_lab.cluster import ClusterError, RankLost
+from fsdp_lab.base.process import marked
+from fsdp_lab.cluster import ClusterError, RankError, RankLost, StartError
 from fsdp_lab.lab import Lab
+from fsdp_lab.rank.measure import _driver, software
 from fsdp_lab.runs import Run, RunState
+from fsdp_lab.runs.control import RunControl
+from fsdp_lab.runs.history import History
+from fsdp_lab.runs.view import Awaited, cpu_model, describe_environment, fingerprint
 from fsdp_lab.spec.spec import Spec
 from tests.cluster.conftest import FAKE
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not join that"
-        time.sleep(0.01)
+from tests.waiting import until
 
 
 def going(lab: Lab, **changes) -> Run:
@@ -60,19 +61,21 @@ def test_a_run_that_nobody_holds_is_let_go(lab: Lab):
 
 
 def test_await_leaves_the_loop_alive(lab: Lab):
-    async def awaiting(run: Run) -> Run:
+    run, ticks = lab.run(steps=15), 0
+
+    async def awaiting() -> Run:
         return await run
 
-    async def cell() -> tuple[Run, int]:
-        task, ticks = asyncio.create_task(awaiting(lab.run(steps=15))), 0
+    async def cell() -> Run:
+        nonlocal ticks
+        task = asyncio.create_task(awaiting())
         while not task.done():
             await asyncio.sleep(0.01)
             ticks += 1
-        return task.result(), ticks
+        return task.result()
 
-    run, ticks = asyncio.run(cell())
-    assert run.state is RunState.FINISHED and ticks > 2
-    assert asyncio.run(awaiting(run)) is run, "what is over can be awaited again, in another loop"
+    assert asyncio.run(cell()).state is RunState.FINISHED and ticks > 2
+    assert asyncio.run(awaiting()) is run, "what is over can be awaited again, in another loop"
 
 
 def test_another_spec_is_applied_behind_the_chunk_and_the_curve_goes_on(lab: Lab):
@@ -94,27 +97,25 @@ def test_another_spec_is_applied_behind_the_chunk_and_the_curve_goes_on(lab: Lab
     until(lambda: [e.step for e in run.events.since()[0] if e.spec_id == run.spec.id][:1] == [0])
 
 
-def test_what_the_ranks_refuse_leaves_the_run_as_it_was(lab: Lab):
+def test_what_is_refused_leaves_the_run_as_it_was(lab: Lab):
+    """By the ranks, or before anything is sent."""
     run = going(lab)
     with pytest.raises(SpecError, match="refused here"):
         run.apply(data="refuse").wait(10)
-    assert isinstance(run.refused, SpecError) and run.pending is None and run.spec == Spec()
-    step = run.step
-    until(lambda: run.step > step + 2)
-    assert run.state is RunState.RUNNING
-
-
-def test_what_cannot_be_is_refused_before_anything_is_sent(lab: Lab):
-    run = going(lab)
+    assert isinstance(run.refused, SpecError)
     with pytest.raises(SpecError, match="strategy.sharding"):
         run.apply(backend="fsdp1", sharding="zero1")
     with pytest.raises(ArgumentError, match="steps"):
         lab.run(steps=0)
-    refusal = "ledger_every: .* is refused; give a whole number of 1 or more, or None"
     for wrong in (0, 2.5, True):
-        with pytest.raises(ArgumentError, match=refusal):
+        with pytest.raises(
+            ArgumentError, match="ledger_every: .* is refused; give a whole number of 1 or more, or None"
+        ):
             lab.run(ledger_every=wrong)  # type: ignore[arg-type]
-    assert run.state is RunState.RUNNING and run.pending is None
+    assert run.pending is None and run.spec == Spec()
+    step = run.step
+    until(lambda: run.step > step + 2)
+    assert run.state is RunState.RUNNING
 
 
 def test_what_cannot_fit_is_refused_with_its_figures_and_started_anyway(lab: Lab):
@@ -170,50 +171,37 @@ def test_stop_keeps_what_was_trained_and_reaches_ranks_that_are_still_building(l
         run.apply(micro_batch=2)
     more = lab.run(steps=3, fresh=False).wait(10)
     assert more.step == run.step + 3 and more.switches[0].carried
-    assert lab.run(steps=3).wait(10).step == 3, "fresh by default"
-
-
-def test_a_new_run_replaces_the_one_that_goes_on(lab: Lab):
     former = going(lab)
-    run = lab.run(steps=3).wait(10)
+    assert lab.run(steps=3).wait(10).step == 3, "fresh by default"
     assert former.state is RunState.STOPPED and former.reason == "another run was started"
-    assert run.state is RunState.FINISHED and run.step == 3
 
 
-def test_ctrl_c_in_a_wait_stops_the_run_and_is_passed_on(lab: Lab):
-    run = going(lab)
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        run.wait()
-    assert run.state is RunState.STOPPED and run.reason == "interrupted"
-    assert lab.run(steps=2).wait(10).step == 2
+def test_what_interrupts_stops_the_run(lab: Lab):
+    """Ctrl-C in a wait, which is passed on; a cell that is cancelled; the ranks' own."""
 
-
-def test_a_cancelled_await_stops_the_run(lab: Lab):
     async def cell() -> Run:
         run = lab.run()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(run, 0.5)
         return await run
 
+    interrupted = going(lab)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.wait()
     assert asyncio.run(cell()).state is RunState.STOPPED
-
-
-def test_an_interrupt_of_the_ranks_stops_the_run(lab: Lab):
     run = going(lab)
     lab.interrupt()
-    assert run.state is RunState.STOPPED and run.reason == "interrupted"
+    for one in (interrupted, run):
+        assert one.state is RunState.STOPPED and one.reason == "interrupted"
+    assert lab.run(steps=2).wait(10).step == 2
 
 
-def test_a_failure_on_a_rank_is_the_runs_and_the_next_one_works(lab: Lab):
+def test_a_failure_and_a_lost_rank_fail_the_run_and_the_next_one_works(lab: Lab):
     run = lab.run(data="raise:1")
     with pytest.raises(ClusterError, match="rank 1 failed in train .*told to fail"):
         run.wait(20)
     assert run.state is RunState.FAILED and "told to fail" in run.reason and "failed" in repr(run)
-    assert lab.run(steps=2).wait(10).step == 2
-
-
-def test_a_lost_rank_fails_the_run_and_the_next_one_replaces_it(lab: Lab):
     run = going(lab)
     os.kill(lab.cluster.pids[0], signal.SIGKILL)
     with pytest.raises(RankLost, match="rank 0 is gone"):
@@ -236,8 +224,6 @@ print([p.stage for p in said][-1], lab.cluster.token, flush=True)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     stage, token = done.stdout.split()
-    from fsdp_lab.base.process import marked
-
     assert stage == "ready" and marked(token) == []
 
 
@@ -295,3 +281,195 @@ def test_what_cannot_be_calibrated_is_refused(lab: Lab) -> None:
     for arguments, said in refused:
         with pytest.raises(ArgumentError, match=said):
             lab.calibrate(**arguments)
+
+
+# -- the user's own ipyparallel cluster: used as it is, never ended -----------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """Two engines that somebody started in a profile of theirs, and IPython's folder with it."""
+    home = tmp_path_factory.mktemp("ipython")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IPYTHONDIR", str(home))
+        cluster = ipp.Cluster(
+            n=2, profile_dir=str(home / "profile_theirs"), cluster_id="mine", log_level=40, delay=0, load_profile=False,
+            controller_args=["--HeartMonitor.period=200"],
+        )  # fmt: skip
+        client = cluster.start_and_connect_sync(activate=False)
+        yield cluster, client
+        client.close()
+        cluster.stop_cluster_sync()
+
+
+@pytest.mark.parametrize("by", ["cluster", "client", "profile"])
+def test_a_given_cluster_is_used_and_left_running(theirs, by: str):
+    cluster, client = theirs
+    given = {"cluster": cluster, "client": client, "profile": "theirs"}[by]
+    with Lab(cluster=given, rank_module=FAKE, progress=False) as lab:
+        assert lab.ranks == 2 and not lab.cluster.owned
+        assert lab.run(steps=3).wait(20).step == 3
+        pids = lab.cluster.pids
+        if by == "cluster":
+            with pytest.raises(StartError, match="3 ranks were asked for|more engine"):
+                lab.run(world_size=3).wait(20)
+        left = lab.run()
+        until(lambda: left.step > 1)
+    assert left.state is RunState.STOPPED and left.reason == "the lab was closed"
+    assert all(psutil.pid_exists(pid) for pid in pids)
+    assert client[:].apply_sync(int) == [0, 0], "they answer their owner"
+
+
+def test_a_second_lab_takes_over_and_the_first_is_told(theirs):
+    first = Lab(cluster=theirs[0], rank_module=FAKE)
+    with Lab(cluster=theirs[0], rank_module=FAKE) as second:
+        with pytest.raises(RankError, match="another lab has taken these ranks over"):
+            first.run(steps=1).wait(10)
+        first.close()
+        assert second.run(steps=2).wait(10).step == 2
+
+
+def test_fewer_ranks_than_engines_are_taken_and_more_are_refused(theirs):
+    with Lab(1, cluster="mine", rank_module=FAKE) as lab:
+        assert (lab.ranks, lab.most_ranks) == (1, 2) and lab.run(steps=2).wait(20).events.ranks == (0,)
+    with pytest.raises(StartError, match="3 ranks were asked for and the given cluster has 2 engines"):
+        Lab(3, cluster=theirs[0], rank_module=FAKE)
+    with pytest.raises(StartError, match="neither a running profile nor a cluster id 'nowhere'"):
+        Lab(cluster="nowhere")
+    with pytest.raises(StartError, match="not running"):
+        Lab(cluster=ipp.Cluster(n=1, log_level=40))
+
+
+# -- the history of a lab's runs ----------------------------------------------------------------------------------
+
+
+def test_a_lab_keeps_its_runs_and_lists_those_of_others(lab: Lab):
+    assert lab.history is not None and lab.history.path == Path(os.environ["FSDP_LAB_HISTORY"])
+    run = lab.run(steps=12, sharding="shard_grad_op").wait(20)
+    past = lab.runs()[run.id]
+    assert past.events.since()[0] == run.events.since()[0] and past.summary() == run.summary()
+    assert past.table().rows == run.table().rows and list(past.switches) == run.switches
+    assert past.state is RunState.FINISHED and past.environment == run.environment
+    now = going(lab)
+    assert lab.runs()[0].id == now.id and lab.runs(state="running")[0].id == now.id
+    now.apply(precision="bf16").wait(10)
+    now.stop(10)
+    assert lab.runs()[0].spec.strategy.precision == "bf16" and len(lab.runs()[0].switches) == 2
+    assert run.id in [r.id for r in History().runs(sharding="shard_grad_op")], "without a lab too"
+    assert lab.runs()[0].state is RunState.STOPPED
+
+
+def test_the_environment_says_what_the_ranks_are_and_nothing_private(lab: Lab):
+    run = lab.run(steps=1).wait(20)
+    found = run.environment
+    assert found["devices"] == ["cpu", "cpu"] and found["torch"] and found["python"] and found["cores"] >= 1
+    assert json.loads(json.dumps(found)) == found
+    told = json.dumps(found)
+    private = {os.environ.get("USER", ""), str(Path.home()), os.environ["FSDP_LAB_HISTORY"]} - {"", "/", "root"}
+    assert not [word for word in private if word in told]
+    software = {"torch": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.30.3", "driver": "580.65"}
+    gpu = fingerprint([{"device_name": "NVIDIA H100", "software": software}] * 4)
+    said = f"{gpu['host']}: 4 x NVIDIA H100, torch 2.13.0+cu130, cuda 13.0, nccl 2.30.3, driver 580.65"
+    assert describe_environment(gpu) == said
+
+
+def test_what_is_wrong_with_the_history_is_said_in_the_status_and_stops_no_run(lab: Lab, tmp_path: Path):
+    assert History.of(False) is None
+    with pytest.raises(
+        ArgumentError, match="history: 7 is refused; give True, False, the path of a file, or a History"
+    ):
+        Lab(1, history=7)  # type: ignore[arg-type]
+    (tmp_path / "file").write_text("no folder")
+    before, lab.history = lab.history, History(tmp_path / "file" / "runs.sqlite3")
+    try:
+        run = lab.run(steps=8).wait(20)
+        assert run.state is RunState.FINISHED
+        until(lambda: "its folder is a file" in repr(lab.status()))
+    finally:
+        lab.history = before
+
+
+def test_a_processor_and_a_driver_are_called_as_their_makers_do(tmp_path: Path):
+    told = tmp_path / "told"
+    told.write_text("processor\t: 0\nmodel name\t: AMD EPYC 7B13\nprocessor\t: 1\nmodel name\t: AMD EPYC 7B13\n")
+    assert cpu_model(told) == "AMD EPYC 7B13"
+    told.write_text("processor\t: 0\nCPU implementer\t: 0x41\n")
+    assert cpu_model(told) == cpu_model(tmp_path / "none") != ""
+    for line, version in (
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65  Release Build  (root@box)", "580.65"),
+        ("something else 1.2", ""),
+    ):
+        told.write_text(line + "\nGCC version:  gcc version 12.2.0\n")
+        assert _driver(told) == version
+    assert _driver(tmp_path / "none") == ""
+    cpu = {"host": "box", "cpu": "AMD EPYC", "cores": 2, "torch": "2.13.0", "devices": ["CPU", "CPU"], "cuda": ""}
+    assert describe_environment(cpu) == "box: 2 x CPU (AMD EPYC, 2 cores), torch 2.13.0"
+    assert software(torch.device("cpu")) == {"torch": str(torch.__version__), "cuda": "", "nccl": "", "driver": ""}
+
+
+# -- what a thread sets once, waited for from cells, tasks and loops; and the states of a run ---------------------
+
+
+class Answer(Awaited[int]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.given_up: list[bool] = []
+
+    def _outcome(self) -> int:
+        return 42
+
+    def _given_up(self, blocking: bool) -> None:
+        self.given_up.append(blocking)
+
+
+def test_a_cancelled_task_does_not_end_it_for_the_others():
+    answer = Answer()
+
+    async def cell() -> int:
+        async def waiting() -> int:
+            return await answer
+
+        first, second = asyncio.create_task(waiting()), asyncio.create_task(waiting())
+        await asyncio.sleep(0)  # both wait
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert not answer.done and answer.given_up == [False]
+        threading.Thread(target=answer._end).start()
+        return await second
+
+    assert asyncio.run(cell()) == 42 and answer.done
+
+
+def test_it_is_waited_for_from_any_loop_and_ended_once(caplog: pytest.LogCaptureFixture):
+    """A loop that was closed meanwhile is no error."""
+    answer = Answer()
+    with pytest.raises(TimeoutError, match="was not over after 0 s"):
+        answer.wait(0)
+
+    async def left() -> None:
+        asyncio.create_task(answer._wait_async())  # noqa: RUF006  (cancelled when the loop closes)
+        await asyncio.sleep(0)
+
+    async def cell() -> int:
+        return await answer
+
+    asyncio.run(left())
+    answer._end()
+    answer._end()
+    assert answer.wait() == asyncio.run(cell()) == asyncio.run(cell()) == 42 and not caplog.records
+
+
+def test_a_transition_that_is_not_in_the_table_is_refused():
+    control = RunControl()
+    control.request_stop("enough")
+    control.request_stop("again")
+    assert (control.state, control.reason, control.ending) == (RunState.STOPPING, "enough", True)
+    with pytest.raises(RuntimeError, match="cannot change from STOPPING to RUNNING"):
+        control.set_state(RunState.RUNNING)
+    control.finish(RunState.STOPPED, "enough")
+    control.request_stop("too late")
+    with pytest.raises(RuntimeError, match="from STOPPED to RECOVERING"):
+        control.set_state(RunState.RECOVERING)
+    assert (control.state, control.reason) == (RunState.STOPPED, "enough")

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ from fsdp_lab.cluster import ClusterError
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import Run, RunState
 from tests.cluster.conftest import FAKE
-from tests.lab.test_lab import until
+from tests.waiting import until
 
 SESSION = f"""
 from IPython.core.interactiveshell import InteractiveShell
@@ -28,7 +29,6 @@ def cell(code):
 
 FIRST = "from fsdp_lab.lab import Lab\\nlab = Lab(2, rank_module={FAKE!r})\\nrun = lab.run(steps=3).wait()"
 cell(FIRST)
-cell("from fsdp_lab.cluster.detached import detached_clusters")
 cell("%px square = rank ** 2")
 cell("assert lab.client[lab.cluster.engine_ids]['square'] == [0, 1]")
 cell("%%px\\nassert model is session.model and world_size == 2")
@@ -37,13 +37,6 @@ cell(FIRST)
 cell("assert former.closed and not lab.closed and pids != lab.cluster.pids")
 cell("%px cube = rank ** 3")
 cell("assert lab.client[lab.cluster.engine_ids]['cube'] == [0, 1]")
-PERSISTENT = FIRST.replace("rank_module", "persist=True, rank_module")
-cell(PERSISTENT)
-cell("former, pids = lab, lab.cluster.pids")
-cell(PERSISTENT)
-cell("assert former.closed and lab.attached and lab.cluster.pids == pids")
-cell(PERSISTENT.replace("Lab(2", "Lab(1"))
-cell("assert not lab.attached and [c.pids for c in detached_clusters()] == [tuple(lab.cluster.pids)]")
 cell("lab.close()")
 print("all well")
 """
@@ -57,67 +50,41 @@ def test_cells_of_a_notebook(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_kernel_that_is_restarted_finds_its_ranks_by_the_same_cell(tmp_path: Path):
-    env = {
-        **os.environ,
-        "TMPDIR": str(tmp_path),
-        "JPY_SESSION_NAME": "mine.ipynb",
-        "IPYTHONDIR": str(tmp_path / "ipython"),
-    }
-    manager, client = start_new_kernel(env=env, kernel_name="python3")
+def test_a_kernel_shows_how_far_it_is_and_a_restarted_one_finds_its_ranks_by_the_same_cell(tmp_path: Path):
+    own = {"TMPDIR": str(tmp_path), "JPY_SESSION_NAME": "mine.ipynb", "IPYTHONDIR": str(tmp_path / "ipython")}
+    manager, client = start_new_kernel(env={**os.environ, **own}, kernel_name="python3")
 
-    def cell(code: str) -> str:
-        said: list[str] = []
-        reply = client.execute_interactive(
-            code, timeout=60, output_hook=lambda m: said.append(m["content"].get("text", ""))
-        )
-        assert reply["content"]["status"] == "ok", reply["content"]
-        return "".join(said)
-
-    def restart(now: bool) -> None:
-        manager.restart_kernel(now=now)
-        client.wait_for_ready(60)
+    def cell(code: str) -> tuple[str, list[str]]:
+        """What the cell printed, and what it displayed as HTML, each state of it."""
+        told: list[dict[str, Any]] = []
+        client.execute_interactive(code, timeout=60, output_hook=lambda m: told.append(m["content"]))
+        html = (content.get("data", {}).get("text/html", "") for content in told)
+        return "".join(content.get("text", "") for content in told), [text for text in html if "<span>" in text]
 
     try:
-        make = f"from fsdp_lab.lab import Lab\nlab = Lab(2, persist=True, rank_module={FAKE!r}, progress=False)"
-        pids = cell(f"{make}\nrun = lab.run()\nwhile run.step < 3: pass\nprint(lab.attached, lab.cluster.pids)")
-        for now in (False, True):
-            restart(now)
-            assert cell(f"{make}\nprint(lab.attached, lab.cluster.pids)") == pids.replace("False", "True")
-        steps = cell(
-            "run = lab.run(lab.spec, fresh=False, steps=1).wait()\nprint(run.switches[0].carried, run.step > 3)"
-        )
-        assert steps == "True True\n"
-        cell("lab.close()")
-        assert list(tmp_path.glob("fsdp_lab-*")) == []
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
-
-
-@pytest.mark.slow
-def test_a_comparison_that_is_awaited_shows_how_far_it_is(tmp_path: Path):
-    manager, client = start_new_kernel(env={**os.environ, "TMPDIR": str(tmp_path)}, kernel_name="python3")
-
-    def bars(code: str) -> list[str]:
-        """What the cell displayed, as HTML, each state of it."""
-        told: list[str] = []
-        client.execute_interactive(
-            code, timeout=60, output_hook=lambda m: told.append(m["content"].get("data", {}).get("text/html", ""))
-        )
-        return [html for html in told if "<span>" in html]
-
-    try:
-        make = f"from fsdp_lab.lab import Lab\nlab = Lab(2, history=False, rank_module={FAKE!r}, progress="
-        compare = 'sweep = await lab.compare(sharding=["full_shard", "no_shard"], steps=60)'
-        started = bars(f"{make}True)")
+        make = f"from fsdp_lab.lab import Lab\nlab = Lab(2, persist=True, rank_module={FAKE!r})"
+        print_ranks = "print(lab.attached, lab.cluster.pids)"
+        pids, started = cell(f"{make}\n{print_ranks}")
         assert "<progress" in started[0] and "✓" in started[-1] and "ready (2 of 2)" in started[-1]
-        *on_the_way, end = bars(compare)
+        _, (*on_the_way, end) = cell('await lab.compare(sharding=["full_shard", "no_shard"], steps=60)')
         assert on_the_way and all('<progress max="120" value=' in html for html in on_the_way)
         assert "✓" in end and "120 of 120 steps" in end and "left" not in end
-        begun, failed = bars("from fsdp_lab.runs.notebook import progress_bar\nwith progress_bar('measuring'): 1 / 0")
+        measuring = "from fsdp_lab.runs.notebook import progress_bar\nwith progress_bar('measuring'): 1 / 0"
+        _, (begun, failed) = cell(measuring)
         assert "<progress>" in begun and "measuring: not ended" in failed
-        assert bars("lab.close()") == []
+        cell("run = lab.run()\nwhile run.step < 3: pass")
+        for now in (False, True):
+            manager.restart_kernel(now=now)
+            client.wait_for_ready(60)
+            assert cell(f"{make}\n{print_ranks}")[0] == pids.replace("False", "True")
+        again = "run = lab.run(lab.spec, fresh=False, steps=1).wait()\nprint(run.switches[0].carried, run.step > 3)"
+        assert cell(again)[0] == "True True\n"
+        closed = "former = lab\n{}\nprint(former.closed)"
+        assert cell(closed.format(make))[0] == "True\n" and cell(print_ranks)[0] == pids.replace("False", "True")
+        one = f"from fsdp_lab.cluster.detached import detached_clusters\n{make.replace('Lab(2', 'Lab(1')}"
+        left = "print(lab.attached, [c.pids for c in detached_clusters()] == [tuple(lab.cluster.pids)])"
+        assert cell(f"{one}\n{left}")[0] == "False True\n", "the two were ended"
+        assert cell("lab.close()") == ("", []) and list(tmp_path.glob("fsdp_lab-*")) == []
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
@@ -149,7 +116,7 @@ def told(run: Run) -> dict[int, tuple[float, int | None]]:
     return {e.step: (e.mean_loss, e.checksum) for e in run.events.since()[0] if e.rank == 0}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_new_kernel_goes_on_with_the_ranks_of_one_that_was_killed(temporary: Path):
     former = subprocess.Popen([sys.executable, "-c", KERNEL], stdout=subprocess.PIPE, text=True)
     assert former.stdout is not None

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-import time
 
 import pytest
 
 from fsdp_lab.base.errors import ArgumentError
-from fsdp_lab.cluster import ClusterError, RankError
+from fsdp_lab.cluster import ClusterError
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import EvalConfig, Run, RunState
-from tests.lab.test_lab import until
+from tests.lab.events import losses
 from tests.rank.test_generation import LLAMA
+from tests.waiting import until
 
 SMALL = {"model": "gpt2-1m", "micro_batch": 1, "seq_len": 64}
 
@@ -26,13 +25,9 @@ def lab(real_lab: Lab) -> Lab:
 
 def going(lab: Lab, **changes) -> Run:
     run = lab.run(**{**SMALL, **changes})
-    until(lambda: run.step > 1 or run.done, 60)
+    until(lambda: run.step > 1 or run.done)
     assert not run.done, run
     return run
-
-
-def losses(run: Run) -> dict[int, float]:
-    return {e.step: e.mean_loss for e in run.events.since()[0] if e.rank == 0}
 
 
 def test_a_run_trains_and_tells_all(lab: Lab):
@@ -42,7 +37,7 @@ def test_a_run_trains_and_tells_all(lab: Lab):
     assert entry["step_time_s"]["median"] > 0 and len(entry["tflops_per_rank"]) == 2 and entry["tokens_per_s"] > 0
     assert entry["comm_bytes_per_step"]["all_gather"] > 0 and all(p > 0 for p in entry["peak_memory_bytes"])
     assert all("CPU" in note for e in run.events.latest().values() for note in e.notes)
-    until(lambda: [s.step for s in lab.rank_status()] == [12, 12], 10)  # heartbeats come on their own
+    until(lambda: [s.step for s in lab.rank_status()] == [12, 12])  # heartbeats come on their own
 
 
 @pytest.mark.slow
@@ -55,64 +50,22 @@ def test_ledger_steps_every_n_steps_and_on_demand(lab: Lab):
     with pytest.raises(ClusterError, match="finished"):
         run.ledger()
     run = going(lab)
-    until(lambda: any(e.ledger for e in run.events.since()[0]), 60)
+    until(lambda: any(e.ledger for e in run.events.since()[0]))
     asked_at = run.step
     run.ledger()
-    until(lambda: any(e.ledger and e.step >= asked_at for e in run.events.since()[0]), 60)
+    until(lambda: any(e.ledger and e.step >= asked_at for e in run.events.since()[0]))
     run.stop(10)
     late = {e.step for e in run.events.since()[0] if e.ledger and e.step > 2}
     assert len(late) == 1  # once, on all ranks alike
 
 
-@pytest.mark.slow
-def test_strategies_change_under_way_and_the_losses_are_those_of_a_run_that_never_changed(lab: Lab):
-    plain = lab.run(**SMALL, optimizer="sgd", lr=0.05, steps=16).wait(90)
-
-    async def cell() -> Run:
-        run = lab.run(**SMALL, optimizer="sgd", lr=0.05, steps=16)
-        for changes in (
-            {"sharding": "shard_grad_op"},
-            {"backend": "ddp", "sharding": "no_shard"},
-            {"backend": "fsdp1"},
-        ):
-            switch = await run.apply(**changes)
-            assert switch.carried
-        return await run
-
-    run = asyncio.run(cell())
-    assert run.state is RunState.FINISHED and len(run.switches) == 4
-    assert losses(run) == losses(plain), "bit for bit: the wire sums in rank order"
-
-
 def test_stop_frees_ranks_in_any_collective_and_they_go_on(lab: Lab):
     run = going(lab)
-    for wait_s in (0.05, 0.21):
-        time.sleep(wait_s)
-        began = time.monotonic()
-        assert run.stop() and time.monotonic() - began < 2
-        step = run.step
-        run = lab.run(run.spec, fresh=False)
-        until(lambda run=run, step=step: run.step > step + 2 or run.done, 30)
-        assert run.state is RunState.RUNNING and all(math.isfinite(x) for x in losses(run).values())
-
-
-def test_cells_on_the_ranks_see_the_sharded_model(lab: Lab):
-    run = lab.run(**SMALL, steps=2).wait(60)
-    view = lab.client[lab.cluster.engine_ids]
-    code = "seen = (rank, type(mesh).__name__, sum(p.numel() for p in model.parameters()), len(optimizer.state))"
-    view.execute(code).get(20)
-    (r0, mesh, n, states), (r1, *_) = view.pull("seen", block=True)
-    assert (r0, r1, mesh) == (0, 1, "DeviceMesh") and n > 500_000 and states > 0 and run.done
-
-
-def test_an_error_in_a_step_on_one_rank_is_said_and_the_next_run_works(lab: Lab):
-    run = going(lab)
-    lab.client[[lab.cluster.engine_ids[1]]].execute(
-        "def broken(*a, **k): raise ValueError('broken by a cell')\noptimizer.step = broken"
-    ).get(20)
-    with pytest.raises(RankError, match="rank 1 failed in train .*broken by a cell"):
-        run.wait(30)
-    assert lab.run(**SMALL, steps=2).wait(60).step == 2
+    assert run.stop()
+    step = run.step
+    run = lab.run(run.spec, fresh=False)
+    until(lambda: run.step > step + 2 or run.done)
+    assert run.state is RunState.RUNNING and all(math.isfinite(x) for x in losses(run).values())
 
 
 @pytest.mark.slow

@@ -14,14 +14,8 @@ from fsdp_lab.cluster import RankError, RankLost
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState, StepMoment
 from tests.frames import Step
-from tests.lab.test_lab import going, until
-
-
-@pytest.fixture(autouse=True)
-def no_slow_motion_is_left(lab: Lab):
-    yield
-    if lab.slow is not None:
-        lab.slow.close()
+from tests.lab.test_lab import going
+from tests.waiting import until
 
 
 def under_way(lab: Lab) -> list[bool]:
@@ -42,16 +36,6 @@ def test_every_phase_of_a_step_with_what_all_ranks_hold(lab: Lab):
     assert (first.phase, first.unit, first.direction, first.step) == ("unshard", "root", "forward", 3)
     run = lab.run(lab.spec, steps=2, fresh=False).wait(20)
     assert run.step == 6, "a run goes on where slow motion ended"
-
-
-def test_nothing_is_sent_before_the_first_moment_is_asked_for(lab: Lab):
-    run = going(lab)
-    lab.slow_motion().close()
-    slow = lab.slow_motion()
-    assert not run.done and "not begun" in repr(slow)
-    moment = next(slow)
-    assert run.state is RunState.STOPPED and run.reason == "slow motion was started"
-    assert moment.step == run.step and lab.slow is slow
 
 
 def test_another_spec_is_applied_and_takes_the_parameters_along(lab: Lab):
@@ -84,41 +68,47 @@ def test_ended_early_it_lets_the_step_run_to_its_end(lab: Lab):
 
 
 def test_a_new_slow_motion_and_a_new_run_end_the_one_before(lab: Lab):
-    lab.run(steps=2).wait(20)
+    """When their first moment is asked for: nothing is sent before."""
+    run = going(lab)
+    lab.slow_motion().close()
     first, second = lab.slow_motion(), lab.slow_motion()
-    next(first)
-    assert next(second).step == 3 and first.closed and first.reason == "slow motion was started"
+    assert not run.done and "not begun" in repr(first)
+    assert next(first).step == run.step
+    assert run.state is RunState.STOPPED and run.reason == "slow motion was started"
+    step = next(second).step
+    assert step == run.step + 1 and lab.slow is second and first.closed and first.reason == "slow motion was started"
     run = lab.run(lab.spec, steps=2, fresh=False).wait(20)
     assert second.closed and second.reason == "another run was started" and second.event is not None
-    assert run.step == 6 and next(second, None) is None
+    assert run.step == step + 3 and next(second, None) is None
 
 
-def test_a_phase_that_lasts_is_interrupted_when_somebody_must_go_on(lab: Lab):
-    slow = lab.slow_motion(data="slow-phase")
-    for _ in range(3):
-        next(slow)
-    ended: list[object] = []
-    waiting = threading.Thread(target=lambda: ended.append(next(slow, "over")))
-    waiting.start()
-    until(lambda: any(s.state == "slow_next" for s in lab.rank_status()))
-    lab._activities.end_slow_step("somebody must go on", 0.1)
-    waiting.join(10)
-    assert ended == ["over"]
-    assert slow.closed and slow.reason == "somebody must go on" and slow.event is None
+@pytest.mark.slow
+def test_a_phase_that_lasts_is_interrupted_by_ctrl_c_and_with_the_ranks(lab: Lab):
+    for ctrl_c in (False, True):
+        slow = lab.slow_motion(data="slow-phase")
+        for _ in range(3):
+            next(slow)
+
+        def interrupt(ctrl_c: bool = ctrl_c) -> None:
+            until(lambda: any(s.state == "slow_next" for s in lab.rank_status()))
+            os.kill(os.getpid(), signal.SIGINT) if ctrl_c else lab.interrupt()
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt if ctrl_c else StopIteration):
+            next(slow)
+        thread.join(30)  # else it might end the next one
+        assert slow.closed and slow.reason == "interrupted" and slow.event is None
     assert lab.run(steps=2).wait(20).step == 2
 
 
-def test_an_error_of_a_rank_is_raised_and_the_next_run_works(lab: Lab):
+def test_an_error_of_a_rank_and_a_lost_one_are_said_and_the_lab_goes_on(lab: Lab):
     slow = lab.slow_motion(data="raise:1")
     with pytest.raises(RankError, match=r"rank 1 failed in slow_next .*told to fail"):
         list(slow)
     assert slow.closed and "told to fail" in slow.reason
     slow.close()
-    assert lab.run(steps=2).wait(20).step == 2
-
-
-def test_a_lost_rank_is_said_and_replaced(lab: Lab):
-    slow = lab.slow_motion()
+    slow = lab.slow_motion(data="stdlib")
     next(slow)
     os.kill(lab.cluster.pids[1], signal.SIGKILL)
     until(lambda: bool(lab.lost))

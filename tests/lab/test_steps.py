@@ -20,7 +20,7 @@ from fsdp_lab.dashboard.comparison_card import ComparisonCard
 from fsdp_lab.dashboard.feed import Feed
 from fsdp_lab.dashboard.live import LiveView
 from fsdp_lab.report.charts import Course, curves, timeline
-from fsdp_lab.runs import Comparison, EventStore, Switch
+from fsdp_lab.runs import Comparison, Switch
 from fsdp_lab.runs.history import History
 from fsdp_lab.runs.parity import Verdict, parity
 from fsdp_lab.runs.steps import Assembler, assemble, assemble_all
@@ -91,6 +91,8 @@ def results(run: Any) -> dict[str, str]:
     course = Course.of(0, compared.rows[0], run)
     still = timeline(0, compared.rows[0], run, "")
     pinned = Pinned.of(run)
+    renderers = [chart.root.renderers for chart in curves([course], "")]
+    drawn = [[{k: list(v) for k, v in r.data_source.data.items()} for r in some] for some in renderers]
     found = {
         "summary": run.summary(),
         "table": run.table(20).rows,
@@ -100,17 +102,9 @@ def results(run: Any) -> dict[str, str]:
         "comparison": compared.records(),
         "pin": pinned.curve.tolist(),
         "pin's figures": Comparison.of([pinned]).records(),
-        "report": [_drawn(chart.root) for chart in curves([course], "")],
-        "report's switches": course.switches,
-        "report's timeline": still and still.reading,
+        "report": [drawn, course.switches, still and still.reading],
     }
     return {name: text(shown) for name, shown in found.items()}
-
-
-def _drawn(figure: Any) -> list[Any]:
-    return [
-        {k: list(v) for k, v in r.data_source.data.items()} for r in figure.renderers if "value" in r.data_source.data
-    ]
 
 
 # -- results ---------------------------------------------------------------------------------------------------------
@@ -176,20 +170,6 @@ def test_switches_that_the_ranks_went_back_behind_are_not_in_force():
     assert switches_in_force([first, a, anew]) == [replace(anew, before=None)]
 
 
-# -- the store and files ---------------------------------------------------------------------------------------------
-
-
-def test_the_store_counts_attempts():
-    store = EventStore()
-    store.restart(5)  # a run that goes on from a checkpoint: nothing was done before
-    store.add(measured(5))
-    store.restart(5)
-    assert store.add(measured(6), attempt=0) == 0, "a message that arrives after the restart is dropped"
-    store.add([e.to_dict() for e in measured(5)])
-    assert [e.attempt for e in store.since()[0]] == [0, 0, 1, 1] and store.attempt == 1
-    assert [(s.number, s.attempt) for s in store.steps()] == [(5, 1)]
-
-
 # -- assembling ------------------------------------------------------------------------------------------------------
 
 
@@ -223,23 +203,18 @@ class Plots:
         self.live = LiveView()
         self.feed = Feed(self.lab, self.live, Board(self.lab), ComparisonCard(lambda word, about: None))  # type: ignore
 
-    def tick(self) -> None:
-        self.feed.tick()
-
     def columns(self) -> dict[str, str]:
         tables = {s.name: s.all() for s in self.live._scene.sources if not s.name.startswith("frame")}
         return {name: text([block.numbers.tolist(), block.texts]) for name, block in tables.items()}
 
-    def table(self, name: str) -> Any:
-        return next(s for s in self.live._scene.sources if s.name == name)
-
-    def steps(self) -> list[int]:
-        return [int(n) for n in self.table("loss.steps").column("step")]
+    def steps_of(self, name: str) -> list[int]:
+        table = next(s for s in self.live._scene.sources if s.name == name)
+        return [int(n) for n in table.column("step")]
 
 
-@pytest.fixture
-def calm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is drawn by a clock, and nothing predicted beside it."""
+@pytest.mark.slow
+def test_plots_show_the_steps_that_count_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
+    """Nothing is drawn by a clock meanwhile, and nothing predicted beside it."""
 
     def refused(spec: Spec, *, device: str) -> None:
         raise SpecError("workload.model", "nothing is known of it", "use another")
@@ -247,17 +222,12 @@ def calm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdp_lab.dashboard.feed.planned_memory", refused)
     monkeypatch.setattr("fsdp_lab.dashboard.panels.timeline.REDRAW_S", -1.0)
     monkeypatch.setattr("fsdp_lab.dashboard.panels.communication.BARS_EVERY_S", -1.0)
-
-
-@pytest.mark.slow
-def test_plots_show_the_steps_that_count_and_nothing_else(calm: None):
     run = Recorded()
     plots, other = Plots(run), Plots(undisturbed(20))
-    other.tick()
+    other.feed.tick()
     for happens in disturbed(0, 20, failures=2):
         happens(run)
-        plots.tick()
-        assert plots.steps() == [s.number for s in run.events.steps() if s.is_whole]
+        plots.feed.tick()
+        assert plots.steps_of("loss.steps") == [s.number for s in run.events.steps() if s.is_whole]
     assert plots.columns() == other.columns()
-    marks = plots.table("frame.markers").column("step").tolist()
-    assert marks == [s.step for s in switches_in_force(run.switches)[1:]]
+    assert plots.steps_of("frame.markers") == [s.step for s in switches_in_force(run.switches)[1:]]

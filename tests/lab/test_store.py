@@ -11,20 +11,14 @@ from fsdp_lab.runs.steps import CURVE_STEPS, EventStore
 from tests.lab.events import event, steps
 
 
-def test_each_step_of_each_rank_is_kept_once():
+def test_each_step_of_each_rank_is_kept_once_and_what_was_lost_on_the_way_is_added():
+    """A chunk's return value brings all its steps again."""
     store = EventStore()
     assert store.add([e.to_dict() for e in steps(0, 1)]) == 4
-    assert store.add([e.to_dict() for e in steps(0, 1, 2)]) == 2, (
-        "the chunk's return value heals and adds nothing twice"
-    )
-    assert len(store) == 6
-
-
-def test_a_lost_message_heals_from_the_return_value():
-    store = EventStore()
-    store.add([event(0, 0), event(0, 2), event(0, 3)])
-    store.add([event(0, s) for s in range(4)])
-    assert sorted(e.step for e in store.since()[0]) == [0, 1, 2, 3]
+    assert store.add([e.to_dict() for e in steps(0, 1, 2)]) == 2 and len(store) == 6
+    store.add([event(0, 4), event(0, 5)])
+    store.add([event(0, s) for s in range(6)])
+    assert sorted(e.step for e in store.since()[0] if e.rank == 0) == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_reader_gets_what_is_new():
@@ -59,11 +53,16 @@ def test_memory_is_bounded_and_cursors_stay_true():
     assert store.since(0)[0][-1].step == 499
 
 
-def test_a_run_that_goes_on_from_another_begins_where_it_does():
+def test_a_run_that_goes_on_from_another_begins_where_it_does_and_attempts_are_counted():
     store = EventStore()
-    store.restart(40)
+    store.restart(40)  # nothing was done before
     assert store.add(steps(40, 41)) == 4 and store.add(steps(40, 41)) == 0
     assert all(not seen.above for seen in store._seen.values()), "what is remembered of it does not grow"
+    store.restart(41)
+    assert store.add(steps(42), attempt=0) == 0, "a message that arrives after the restart is dropped"
+    store.add([e.to_dict() for e in steps(41)])
+    assert [e.attempt for e in store.since()[0]] == [0, 0, 0, 0, 1, 1] and store.attempt == 1
+    assert [(s.number, s.attempt) for s in store.steps()] == [(40, 0), (41, 1)]
 
 
 def test_notes_of_the_placement_stand_in_front_once():

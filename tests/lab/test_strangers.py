@@ -8,7 +8,6 @@ import os
 import random
 import socket
 import struct
-from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -16,9 +15,10 @@ import zmq
 
 from fsdp_lab.base.process import marked
 from fsdp_lab.lab import Lab
-from fsdp_lab.runs import Run, RunState
-from tests.lab.test_lab import until
-from tests.lab.test_real_ranks import SMALL, losses
+from fsdp_lab.runs import RunState
+from tests.lab.events import losses
+from tests.lab.test_real_ranks import SMALL
+from tests.waiting import until
 
 STEPS = 30
 ANSWER_S = 0.3
@@ -50,18 +50,9 @@ def is_zeromq(port: int) -> bool:
 def messages(rng: random.Random) -> list[bytes]:
     """Garbage, and what the listeners expect from those they know."""
     garbage = [rng.randbytes(size) for size in (1, 7, 8, 9, 64, 4096, 1 << 20)]
-    numbers = [struct.pack("<q", number) for number in (0, 1, 2, 3, -1, 1 << 62)]
-    return [
-        b"",
-        *garbage,
-        *numbers,  # how a pair of Gloo begins
-        numbers[1] + rng.randbytes(64),
-        STORE + PING,
-        STORE + SET,
-        GREETING,
-        GREETING + READY + b"\x00\x05hello",
-        GREETING + rng.randbytes(256),
-    ]
+    numbers = [struct.pack("<q", number) for number in (0, 1, 2, 3, -1, 1 << 62)]  # how a pair of Gloo begins
+    zeromq = [GREETING, GREETING + READY + b"\x00\x05hello", GREETING + rng.randbytes(256)]
+    return [b"", *garbage, *numbers, numbers[1] + rng.randbytes(64), STORE + PING, STORE + SET, *zeromq]
 
 
 def request(kind: str) -> list[bytes]:
@@ -94,36 +85,27 @@ def attack(ports: list[int], opened: list[socket.socket]) -> None:
                             s.send_multipart(request(what))
 
 
-@pytest.fixture(scope="module")
-def lab() -> Iterator[Lab]:
-    """Of its own: connections of strangers stay until its groups are closed."""
-    with Lab(2, reduction="rank_ordered") as lab:
-        yield lab
-
-
-@pytest.fixture(scope="module")
-def undisturbed(lab: Lab) -> Run:
-    return lab.run(**SMALL, steps=STEPS).wait(120)
-
-
 @pytest.mark.slow
-def test_a_lab_listens_on_loopback_and_all_its_ports_are_zeromq_s(lab: Lab, undisturbed: Run) -> None:
-    found = listeners(lab)
+def test_a_lab_listens_on_loopback_and_all_its_ports_are_zeromq_s(real_lab: Lab) -> None:
+    real_lab.run(**SMALL, steps=1).wait(60)
+    found = listeners(real_lab)
     assert found and {address for _, address, _ in found} == {"127.0.0.1"}
     assert all(is_zeromq(port) for _, _, port in found), "ranks of one host open neither a store's port nor Gloo's"
 
 
-@pytest.mark.slow
-def test_a_stranger_changes_no_result_and_ends_no_run(lab: Lab, undisturbed: Run) -> None:
-    pids, ports, opened = lab.cluster.pids, sorted({port for _, _, port in listeners(lab)}), list[socket.socket]()
-    run = lab.run(**SMALL)
-    until(lambda: run.step > 1, 60)
-    attack(ports, opened)
-    until(lambda: run.step > STEPS or run.done, 60)
-    assert ports and run.stop(20) and run.state is RunState.STOPPED
-    expected = losses(undisturbed)
-    assert {step: loss for step, loss in losses(run).items() if step in expected} == expected
-    again = lab.run(**SMALL, sharding="shard_grad_op", steps=3).wait(60)  # other groups, while connections are open
-    for s in opened:
-        s.close()
-    assert again.state is RunState.FINISHED and lab.cluster.pids == pids and not lab.cluster.lost
+@pytest.mark.nightly
+def test_a_stranger_changes_no_result_and_ends_no_run() -> None:
+    """On a lab of its own: connections of strangers stay until its groups are closed."""
+    with Lab(2, reduction="rank_ordered") as lab:
+        expected = losses(lab.run(**SMALL, steps=STEPS).wait(120))
+        pids, ports, opened = lab.cluster.pids, sorted({port for _, _, port in listeners(lab)}), list[socket.socket]()
+        run = lab.run(**SMALL)
+        until(lambda: run.step > 1)
+        attack(ports, opened)
+        until(lambda: run.step > STEPS or run.done)
+        assert ports and run.stop(20) and run.state is RunState.STOPPED
+        assert {step: loss for step, loss in losses(run).items() if step in expected} == expected
+        again = lab.run(**SMALL, sharding="shard_grad_op", steps=3).wait(60)  # other groups, while connections are open
+        for s in opened:
+            s.close()
+        assert again.state is RunState.FINISHED and lab.cluster.pids == pids and not lab.cluster.lost

@@ -14,8 +14,7 @@ import pytest
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState, WatchedRun
 from fsdp_lab.runs.history import History
-from fsdp_lab.runs.history.stored_run import StoredRun
-from tests.lab.test_lab import until
+from tests.waiting import until
 
 BUILD = """
     import time, torch, fsdp_lab
@@ -76,18 +75,18 @@ def test_a_loop_in_a_cell_has_everything_that_a_run_has(real_lab: Lab) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by", ["stop", "another run"])
-def test_what_ends_it_interrupts_the_cell_and_the_ranks_go_on(real_lab: Lab, by: str) -> None:
-    before = real_lab.current
-    wait = cell(real_lab, CELL.format(steps=100_000, then=""))
-    run = watched(real_lab, before)
-    if by == "stop":
-        assert run.stop(20, "enough")
-    else:
-        assert real_lab.run(model="gpt2-1m", seq_len=64, steps=3).wait(60).state is RunState.FINISHED
-    assert run.state is RunState.STOPPED
-    with pytest.raises(Exception, match="Interrupt|interrupted"):
-        wait()
+def test_what_ends_it_interrupts_the_cell_and_the_ranks_go_on(real_lab: Lab) -> None:
+    run: object = real_lab.current
+    for by in ("stop", "another run"):
+        wait = cell(real_lab, CELL.format(steps=100_000, then=""))
+        run = watched(real_lab, run)
+        if by == "stop":
+            assert run.stop(20, "enough")
+        else:
+            assert real_lab.run(model="gpt2-1m", seq_len=64, steps=3).wait(60).state is RunState.FINISHED
+        assert run.state is RunState.STOPPED
+        with pytest.raises(Exception, match="Interrupt|interrupted"):
+            wait()
     # its first line opens the process groups again, and the same cell runs
     cell(real_lab, CELL.format(steps=6, then=""))()
     assert watched(real_lab, run).wait(10).state is RunState.FINISHED
@@ -112,60 +111,78 @@ import os, sys, time
 import torch.distributed as dist
 import fsdp_lab
 
-path, group = sys.argv[1:]
-if group == "lab":
-    fsdp_lab.init_process_group()
-else:
-    dist.init_process_group("gloo")
-{textwrap.dedent(BUILD)}
-with fsdp_lab.watch(net, adam, history=path) as watch:
-    for i in range(30):
-        with watch.step(tokens=4):
-            loss = net(torch.ones(4, 32)).square().mean()
-            loss.backward()
-            adam.step()
-            adam.zero_grad()
-            watch.loss(loss)
-        while i == 10 and not os.path.exists(path + ".seen"):
-            time.sleep(0.01)
-        if group == "lab" and i == 20 and dist.get_rank() == 0:
-            raise ValueError("no more of this")
-dist.destroy_process_group()
-os._exit(0)  # at Python's end Gloo's threads may abort the process: see `fsdp_lab.rank.rendezvous.end_process`
+path, fails = sys.argv[1:]
+for group in ("lab",) if fails else ("torch", "lab"):
+    if group == "lab":
+        fsdp_lab.init_process_group()
+    else:
+        dist.init_process_group("gloo")
+{textwrap.indent(textwrap.dedent(BUILD), "    ")}
+    with fsdp_lab.watch(net, adam, history=path) as watch:
+        for i in range(30):
+            with watch.step(tokens=4):
+                loss = net(torch.ones(4, 32)).square().mean()
+                loss.backward()
+                adam.step()
+                adam.zero_grad()
+                watch.loss(loss)
+            while i == 10 and not os.path.exists(path + ".seen"):
+                time.sleep(0.01)
+            if fails and i == 20 and dist.get_rank() == 0:
+                raise ValueError("no more of this")
+    if group == "torch":
+        dist.destroy_process_group()
 """
 
 
-def stored(path: Path) -> StoredRun | None:
-    return next(iter(History(path).runs()), None) if path.exists() else None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("group", ["lab", "torch"])
-def test_under_torchrun_another_process_reads_it_while_it_runs(tmp_path: Path, group: str) -> None:
-    """In the lab's groups a rank raises; in those of torch, communication is not measured."""
-    path, script = tmp_path / "runs.sqlite3", tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
+def script(folder: Path, *, fails: bool) -> tuple[subprocess.Popen[str], Path]:
+    """Starts it, and returns the file of its history as well."""
+    path, file = folder / "runs.sqlite3", folder / "train.py"
+    file.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(file)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*command, str(path), group], env=env, stderr=subprocess.PIPE, text=True)
+    given = [*command, str(path), "fails" if fails else ""]
+    return subprocess.Popen(given, env=env, stderr=subprocess.PIPE, text=True), path
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """Waits until it ends by itself, and returns what it said."""
     try:
-        until(lambda: (run := stored(path)) is not None and run.step > 5, 90)
-        live = stored(path)
-        assert live is not None and process.poll() is None and live.state is RunState.RUNNING
-        assert any(s.is_whole for s in live.events.steps()) and live.table().rows
-        Path(f"{path}.seen").touch()  # for which the ranks wait
-        _, err = process.communicate(timeout=120)
+        return process.communicate(timeout=120)[1]
     finally:
         process.kill()
         process.wait(10)
-    past = stored(path)
-    assert past is not None
-    steps = past.events.steps()
-    assert ("Communication is not measured" in " ".join(past.notes)) == (group == "torch")
-    assert ("all_gather" in steps[-1].events[0].comm) == (group == "lab")
-    if group == "lab":
-        assert process.returncode != 0 and "no more of this" in err and "SIGABRT" not in err
-        assert past.step >= 20 and past.state is RunState.FAILED
-    else:
-        assert process.returncode == 0 and past.state is RunState.FINISHED
-        assert [s.number for s in steps] == list(range(30)) and all(s.is_whole for s in steps)
+
+
+@pytest.mark.slow
+def test_under_torchrun_another_process_reads_it_while_it_runs_and_it_ends_by_itself(tmp_path: Path) -> None:
+    """In groups of torch, communication is not measured; in those of the lab it is."""
+    process, path = script(tmp_path, fails=False)
+    try:
+        until(
+            lambda: process.poll() is not None or (path.exists() and any(r.step > 5 for r in History(path).runs())), 90
+        )
+        (live,) = History(path).runs()
+        assert process.poll() is None and live.state is RunState.RUNNING
+        assert any(s.is_whole for s in live.events.steps()) and live.table().rows
+    finally:
+        Path(f"{path}.seen").touch()  # for which the ranks wait
+        said = ended(process)
+    assert process.returncode == 0, said
+    ours, torchs = History(path).runs()
+    for run, measured in ((torchs, False), (ours, True)):
+        steps = run.events.steps()
+        assert run.state is RunState.FINISHED and all(s.is_whole for s in steps)
+        assert [s.number for s in steps] == list(range(30))
+        assert ("Communication is not measured" in " ".join(run.notes)) != measured
+        assert ("all_gather" in steps[-1].events[0].comm) == measured
+
+
+@pytest.mark.nightly
+def test_under_torchrun_a_rank_that_raises_ends_all_without_a_crash(tmp_path: Path) -> None:
+    process, path = script(tmp_path, fails=True)
+    Path(f"{path}.seen").touch()
+    said = ended(process)
+    assert process.returncode != 0 and "no more of this" in said and "SIGABRT" not in said
+    (past,) = History(path).runs()
+    assert past.step >= 20 and past.state is RunState.FAILED

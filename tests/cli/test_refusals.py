@@ -1,0 +1,121 @@
+"""What each command refuses: one sentence, code 2, nothing started and nothing written."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fsdp_lab.cli.main import main
+from fsdp_lab.planner import questions
+from fsdp_lab.spec.spec import Spec
+
+SHORT = json.dumps({"workload": {"model": "gpt2-1m", "data": "short.txt"}})
+UNKNOWN = '{"workload": {"modle": "gpt2-1m"}}'
+FILES = {"good": Spec().to_json(), "broken": "{", "unknown": UNKNOWN, "short": SHORT, "short.txt": "too short"}
+MANY = f"--micro-batch {','.join(map(str, range(1, 143)))} --seq-len {','.join(map(str, range(2, 143)))}"
+PLAN = "plan --hardware h100"
+PAGE = "plan --page page.html --hardware h100"
+
+REFUSED = [
+    ("bench step --device cpu --ranks 0", "--ranks 0 is refused"),
+    ("bench step --device cpu --seq-len 1", "--seq-len 1 is refused; give a whole number of 2 or more"),
+    ("bench step --device cpu --width 500", "--heads 8 does not divide --width 500"),
+    ("bench step --device cpu --model gpt2-2m", "--model gpt2-2m is refused; give one of gpt2-1m, "),
+    (
+        "bench step --device cpu --model gpt2-1m --seq-len 2000",
+        "--seq-len 2000 is refused; gpt2-1m takes 1024 or fewer",
+    ),
+    ("bench step --device cpu --only fsdp2,fsdp3", "--only: there is no form fsdp3; choose from lab"),
+    ("bench step --device cpu --only ,", "--only names no form"),
+    ("bench step --device cpu --json /nowhere/at/all.json", "cannot be written"),
+    (
+        "bench gpu --device cpu --only step,stop",
+        "--only: there is no part 'stop'; choose from tests, strategies, step-",
+    ),
+    ("bench gpu --device cpu --only ,", "--only: there is no part ','"),
+    ("bench gpu --device cpu --minutes -1", "--minutes -1 is refused"),
+    ("bench gpu --device cpu --out /nowhere/at/all.txt", "--out: /nowhere/at/all.txt cannot be written"),
+    ("drill --count 0", "--count 0 is refused"),
+    ("drill --ranks 1", "--ranks 1 is refused"),
+    ("drill --model gpt5", "workload.model: 'gpt5'"),
+    ("drill --kinds earthquake", "'earthquake' is refused; choose from kill"),
+    ("lab --port 70000", "70000"),
+    ("lab --ip 203.0.113.9", "203.0.113.9"),
+    ("lab --ip 'not an address'", "not an address"),
+    ("kernel install --prefix /dev/null", "--prefix"),
+    ("kernel install --name a/b", "--name"),
+    ("compare --backend fsdp9", "strategy.backend"),
+    ("compare --micro-batch four", "--micro-batch"),
+    ("compare --steps 0", "--steps"),
+    ("compare --rounds 0", "--rounds"),
+    ("compare --report report.pdf", "--report"),
+    ("compare --json /no/such/folder/file.json", "--json"),
+    ("compare --backend ddp --sharding full_shard", "every combination is refused"),
+    ("compare --clip-norm auto", "--clip-norm 'auto' is refused"),
+    ("compare --optimizer-args fused", "give JSON: arguments of its class"),
+    ("compare --optimizer-args 3", "arguments of its class by name"),
+    ("compare --freeze a", "--freeze 'a' is refused; give JSON: patterns of parameter names such as ["),
+    ("compare --sync 0", "strategy.sync: 0 is refused"),
+    ("compare --sync=-2", "strategy.sync: '-2' is refused"),
+    ("compare --ssh a --slurm 1 --ranks-per-host 1", "choose one"),
+    ("compare --ssh a", "give --gpus-per-host N or --ranks-per-host N"),
+    ("compare --ranks-per-host 2", "options for hosts are given and no hosts"),
+    ("compare --ssh a --ranks-per-host 1 --time 10", "--time is of a Slurm job"),
+    ("run good --link '0.25 GB/s, soon'", "link: 'soon' is no latency"),
+    ("run /no/such/spec.json", "cannot read"),
+    ("run broken", "is not JSON"),
+    ("run unknown", "workload.modle"),
+    ("run short", "workload.data"),
+    ("run good --steps 0", "--steps"),
+    ("run good --evaluate-every 0", "evaluate.every: 0 is refused"),
+    ("run good --patience 3", "give --evaluate-every too"),
+    ("run good --evaluate-every 5 --evaluate-samples 1000000", "workload.held_out: "),
+    ("run good --trace /no/such/folder/trace.json", "--trace: /no/such/folder/trace.json cannot be"),
+    ("run good --trace trace.txt", "--trace: trace.txt does not end in .json or .json.gz"),
+    ("plan --hardware h1000", "hardware: 'h1000' is not known; use one of h100"),
+    ("plan", "no hardware is named; give --hardware"),
+    (f"{PLAN} --model llama-7c", "workload.model: 'llama-7c' is neither"),
+    (f"{PLAN} --model llama-7b --ranks 12 --hosts 5", "use 4"),
+    (f"{PLAN} --global-batch 100", "global_batch: 100 samples are no multiple of micro_batch"),
+    (f"{PLAN} --ranks 12 --sharding hybrid_shard", "8 is not a divisor of 12"),
+    (f"{PLAN} --ranks 1000000", "world_size: 1,000,000 ranks are refused"),
+    (f"{PLAN} --micro-batch 99999999", "workload.micro_batch: 99,999,999 samples"),
+    (f"{PLAN} --network -4", "network: -4.0 Gb/s is refused"),
+    (f"{PLAN} --memory 0", "--memory 0 is refused"),
+    ("plan --hardware t4 --precision bf16", "a t4 has no matrix products in bf16"),
+    (f"{PLAN},h200", "--hardware h100,h200 is a list, which only --page takes; name one GPU"),
+    (f"{PLAN} --link '1 GB/s'", "--link emulates a network while training"),
+    (f"{PLAN} --find largest --ranks 8,16", "--find largest takes one value"),
+    (f"{PLAN} --seq-len 4096 --model gpt2-124m", "over the model's 1024 positions"),
+    ("plan --page page.txt", "--page: page.txt does not end in .html or .htm"),
+    ("plan --page nowhere/page.html", "--page: nowhere/page.html cannot be written: there is no folder"),
+    ("plan --page page.html --json", "--page and --json are different results; give one of them"),
+    ("plan --page page.html --find fewest", "--page and --find are different results"),
+    (f"{PAGE},h1000", "hardware: 'h1000' is not known; use one of h100"),
+    (f"{PAGE} --model llama-7b,llama-7c", "workload.model: 'llama-7c' is neither"),
+    (f"{PAGE} --recompute none,some", "strategy.recompute: "),
+    (f"{PAGE} --ranks 8,x", "--ranks '8,x' is refused"),
+    (
+        f"{PAGE} --ranks 8 {MANY}",
+        "page: 20,022 combinations are more than the 20,000 of a page; shorten a list, such as",
+    ),
+]
+
+
+@pytest.mark.parametrize(("command", "said"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_is_a_sentence(
+    command: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        Path(name).write_text(text)
+    monkeypatch.setattr("fsdp_lab.lab.Lab", None)
+    if "--page" in command:
+        monkeypatch.setattr(questions, "planned", lambda *_: pytest.fail("it was predicted"))
+    assert main(shlex.split(command)) == 2
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error
+    assert {file.name for file in tmp_path.iterdir()} == set(FILES)
