@@ -23,7 +23,7 @@ from hypothesis import settings
 
 from tests import changed
 from tests.pool import Pool
-from tests.pretrained import minilm_folder, smollm2_folder
+from tests.pretrained import minilm_folder
 from tests.turns import turn
 
 if TYPE_CHECKING:
@@ -159,12 +159,6 @@ def ran(pool: Pool) -> Callable[..., list[Any]]:
 def minilm() -> Path:
     """The folder of a trained BERT of 22M parameters."""
     return minilm_folder()
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """The folder of SmolLM2-135M with its tokenizer; for slow tests, since it takes half a minute to make."""
-    return smollm2_folder(Path(os.environ["FSDP_LAB_TEST_TURNS"]))
 
 
 @pytest.fixture(scope="session")

@@ -100,7 +100,7 @@ def test_a_family_of_transformers_is_tried_under_every_backend(pool: Pool) -> No
 GIB = 1 << 30
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("ranks")
 def test_switches_and_the_tour_are_rehearsed_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ["--width", "64", "--layers", "3", "--vocab", "384"]

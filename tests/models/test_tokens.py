@@ -32,7 +32,7 @@ from fsdp_lab.spec.workload import Workload
 from tests.models import words
 from tests.models.words import ASSISTANT, END, MASK, PAD, USER, chat, ids, json_lines, text, uneven, word_tokenizer
 from tests.pool import Place, Pool
-from tests.pretrained import minilm_folder
+from tests.pretrained import minilm_folder, smollm2_tokenizer
 
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 384, "n_positions": 64}
 BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -643,8 +643,8 @@ SAID = [
 
 
 @pytest.mark.slow
-def test_answers_alone_are_learned(tmp_path: Path, smollm2: Path) -> None:
-    folder = str(smollm2)
+def test_answers_alone_are_learned(tmp_path: Path) -> None:
+    folder = str(smollm2_tokenizer(tmp_path / "tokenizer"))
     alone = AutoTokenizer.from_pretrained(folder)
     data = json_lines(tmp_path / "chats.jsonl", [SAID, SAID[:3]], field="messages")
     model = {**GPT2, "vocab_size": len(alone), "n_positions": 256}

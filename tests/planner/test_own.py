@@ -18,7 +18,7 @@ from tests.rank.test_own import rank_with
 from tests.rank.test_session import DDP
 
 WIDE = TEXT.replace("WIDTH = 16", "WIDTH = 96").replace("randn(8", "randn(24")
-CASES: list[dict[str, Any]] = [{"backend": "fsdp2"}, DDP, {"recompute": "full"}, {"precision": "bf16-pure"}]
+CASES: list[dict[str, Any]] = [DDP, {"recompute": "full"}, {"precision": "bf16-pure"}]
 
 
 def _peaks(place: Place, sent: Any, plan: list[dict[str, Any]]) -> list[Any]:
