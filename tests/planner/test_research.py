@@ -7,17 +7,14 @@ import dataclasses
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fsdp_lab.planner.bands import MEMORY_ERRORS, PUBLISHED_ERRORS
-from fsdp_lab.planner.costs import GATE, RESIDUAL, RMS_NORM, ROTARY, memory_traffic, padding
-from fsdp_lab.planner.devices import DEVICES, PUBLISHED
-from fsdp_lab.planner.memory import memory, needed_bytes, under_pressure
-from fsdp_lab.planner.shapes import shape_for
+from fsdp_lab.planner.costs import GATE, RESIDUAL, RMS_NORM, ROTARY, memory_traffic
+from fsdp_lab.planner.devices import PUBLISHED
+from fsdp_lab.planner.memory import needed_bytes, under_pressure
 from fsdp_lab.planner.step import StepModel
-from fsdp_lab.spec.spec import Spec
 from tests.planner.research import __main__, validate
 from tests.planner.research.fitting import (
     Responses,
@@ -28,10 +25,9 @@ from tests.planner.research.fitting import (
     memory_quantiles,
     with_quantiles,
 )
-from tests.planner.research.models import gpt_model, named_model, shape_of
+from tests.planner.research.models import named_model, shape_of
 from tests.planner.research.published import case, published
-from tests.planner.research.software import SoftwareComputing, planned_memory
-from tests.planner.research.tape import Attention, Software
+from tests.planner.research.software import SoftwareComputing
 from tests.planner.research.validate import (
     CHECKS,
     STRESS,
@@ -54,26 +50,6 @@ SEVEN = shape_of(named_model("Llama-2 7B"))  # type: ignore[arg-type]
 GB = 1e9
 
 # -- a row -------------------------------------------------------------------------------------------------------------
-
-ROW = {
-    "id": "x-1", "model": "Llama-2 7B", "n_layers": "32", "hidden": "4096", "n_heads": "32", "seq_len": "4096",
-    "gpu": "A100", "gpu_mem_gb": "80", "n_gpus": "32", "micro_batch": "2", "precision": "bf16 mixed",
-    "strategy": "FULL_SHARD", "framework": "FSDP2 torchtitan", "act_ckpt": "full",
-    "interconnect": "400 Gb/s RDMA per GPU", "source": "here", "tokens_per_s_per_gpu": "3000",
-}  # fmt: skip
-
-
-def test_a_row_is_read_as_it_is_meant() -> None:
-    one = case(ROW)
-    s, w = one.spec.strategy, one.spec.workload
-    assert (s.backend, s.sharding, s.precision, s.recompute) == ("fsdp2", "full_shard", "bf16", "full")
-    assert (one.spec.world_size, w.micro_batch, w.accumulate, w.seq_len) == (32, 2, 1, 4096)
-    assert (one.machine.device.name, one.machine.hosts) == ("a100-80", 4)
-    assert one.machine.network_bytes_per_s == 400e9
-    assert one.shape.parameters == pytest.approx(6.738e9, rel=0.001), "Llama 2 7B"
-    assert one.measured_s == pytest.approx(2 * 4096 / 3000)
-    assert one.software.attention is Attention.FLASH2
-    assert one.assumed["grad_accum"] == 1 and "hosts" not in one.assumed
 
 
 @pytest.mark.slow
@@ -171,24 +147,8 @@ def test_blocks_move_what_their_kernels_do_and_a_head_its_logits() -> None:
     assert llama is not None and gpt is not None and root is not None
     assert llama[0] == pytest.approx(by_hand) and llama[2] < llama[0] / 3, "a compiler fuses them"
     assert 3 < llama[0] / gpt[0] < 5 and root[0] == 32000 * 14
-
-
-def attention_s(unit: Any, **software: Any) -> float:
-    spec = Spec(world_size=1).replace(precision="bf16", micro_batch=1)
-    computing = SoftwareComputing(spec=spec, tokens=2048, device=DEVICES["a100-80"], rates=PUBLISHED,
-                                  software=Software(**software))  # fmt: skip
-    return computing.attention_s(unit)[0]
-
-
-def test_attention_takes_whole_widths_and_a_fused_softmax_moves_less() -> None:
-    """FlashAttention's kernels of 80 wide heads are those of 96, and it has no scores to move."""
-    narrow, whole, unit = (shape_of(gpt_model(4, hidden, 32)).units[-1] for hidden in (2560, 3072, 4096))
-    assert padding(narrow) == pytest.approx(96 / 80) and padding(whole) == 1.0
-    assert attention_s(narrow) == pytest.approx(attention_s(whole))
-    plain, fused = (attention_s(unit, attention=Attention.PLAIN, fused_softmax=f) for f in (False, True))
-    moved = 4 * 32 * 2048**2
-    assert plain - fused == pytest.approx(moved / (DEVICES["a100-80"].memory_bytes_per_s * PUBLISHED.memory))
-    assert attention_s(unit, fused_softmax=True) == attention_s(unit)
+    narrow, whole = (shape_of(gpt_model(4, hidden, 32)).units[-1] for hidden in (2560, 3072))
+    assert padding(narrow) == pytest.approx(96 / 80) and padding(whole) == 1.0, "kernels of 80 wide heads are those of 96"
 
 
 # -- what was fitted ---------------------------------------------------------------------------------------------------
@@ -255,22 +215,3 @@ def test_slopes_between_rows_are_those_of_the_state(peaks: dict[str, MemoryRow])
     parameters = case(TABLE["dlrover-7B-16"]).shape.parameters * (1 / 16 - 1 / 32)
     assert (few.measured_bytes - many.measured_bytes) / parameters == pytest.approx(12, abs=0.01)
     assert (few.predicted_bytes - many.predicted_bytes) / parameters == pytest.approx(12, abs=0.3)
-
-
-# -- memory of software that the planner does not assume -----------------------------------------------------------------
-
-
-def wide(ranks: int, **changes: Any) -> Spec:
-    fields = {"seq_len": 4096, "micro_batch": 4, "recompute": "full", "precision": "bf16", "backend": "fsdp2"}
-    return Spec(world_size=ranks).replace(held_out=0.0, **{**fields, **changes})
-
-
-@pytest.mark.parametrize(("backend", "recompute", "precision"), [("lab", "none", "bf16"), ("fsdp2", "full", "fp32")])
-def test_a_model_of_which_only_sizes_are_known_is_as_one_that_was_recorded(
-    backend: str, recompute: str, precision: str
-) -> None:
-    spec = wide(64, backend=backend, recompute=recompute, precision=precision, seq_len=1024)
-    recorded = memory(spec, shape_for("llama-7b"), device="cuda")
-    known = planned_memory(spec, SEVEN, Software())
-    assert known.peak_bytes == pytest.approx(recorded.peak_bytes, rel=0.02)
-    assert known.at_peak.activations_bytes == pytest.approx(recorded.at_peak.activations_bytes, rel=0.06)
