@@ -66,6 +66,13 @@ def test_values_that_a_module_computes_are_those_of_the_model_itself(name: str) 
     )
 
 
+def test_a_parameter_that_is_scaled_in_place_begins_scaled_whatever_dtype_the_config_names() -> None:
+    scaled = {**COMPUTED["mamba"], "num_hidden_layers": 4, "rescale_prenorm_residual": True, "dtype": "bfloat16"}
+    values = Initializer(build_skeleton(resolve(scaled)), 0)("backbone.layers.0.mixer.out_proj.weight")
+    bound = (2 * SIZES["hidden_size"]) ** -0.5  # of its uniform distribution
+    assert values.dtype == torch.float32 and 0.9 * bound < 2 * values.abs().max() <= bound
+
+
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "vit", "convnext"])
 def test_values_are_distributed_as_the_model_itself_draws_them(name: str) -> None:
     config = resolve(SMALL[name])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.planner.bands import MEMORY_ERRORS, PUBLISHED_ERRORS
-from fsdp_lab.planner.costs import GATE, RESIDUAL, RMS_NORM, ROTARY, memory_traffic
+from fsdp_lab.planner.costs import GATE, RESIDUAL, RMS_NORM, ROTARY, memory_traffic, padding
 from fsdp_lab.planner.devices import PUBLISHED
 from fsdp_lab.planner.memory import needed_bytes, under_pressure
 from fsdp_lab.planner.step import StepModel
@@ -25,7 +25,7 @@ from tests.planner.research.fitting import (
     memory_quantiles,
     with_quantiles,
 )
-from tests.planner.research.models import named_model, shape_of
+from tests.planner.research.models import gpt_model, named_model, shape_of
 from tests.planner.research.published import case, published
 from tests.planner.research.software import SoftwareComputing
 from tests.planner.research.validate import (
@@ -148,7 +148,7 @@ def test_blocks_move_what_their_kernels_do_and_a_head_its_logits() -> None:
     assert llama[0] == pytest.approx(by_hand) and llama[2] < llama[0] / 3, "a compiler fuses them"
     assert 3 < llama[0] / gpt[0] < 5 and root[0] == 32000 * 14
     narrow, whole = (shape_of(gpt_model(4, hidden, 32)).units[-1] for hidden in (2560, 3072))
-    assert padding(narrow) == pytest.approx(96 / 80) and padding(whole) == 1.0, "kernels of 80 wide heads are those of 96"
+    assert padding(narrow) == pytest.approx(96 / 80) and padding(whole) == 1.0  # 80 wide heads are computed as 96
 
 
 # -- what was fitted ---------------------------------------------------------------------------------------------------

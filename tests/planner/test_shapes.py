@@ -18,13 +18,17 @@ from fsdp_lab.planner.shapes.recorded import shape_of
 from fsdp_lab.planner.shapes.tape import size_of
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_s_shape_has_its_parameters_and_a_tape_ends_with_nothing_but_the_loss(name: str) -> None:
+def test_a_preset_s_shape_has_its_parameters() -> None:
+    assert {name: shape_for(name).parameters for name in PRESETS} == {n: p.parameters for n, p in PRESETS.items()}
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.endswith(("-1m", "-7b"))])
+def test_a_tape_ends_with_nothing_but_the_loss(name: str) -> None:
     """A gradient is as large as its parameter, whatever the numbers of samples and tokens: no size of a model is taken for
     one that grows with them."""
     shape = shape_for(name)
-    for wrap in ("block", "every:3", "whole"):
-        assert shape_for(name, wrap).parameters == PRESETS[name].parameters
+    for wrap in ("every:3", "whole"):
+        assert shape_for(name, wrap).parameters == shape.parameters
     for tape in shape.tapes.values():
         made = arrived = left = 0
         for segment in tape:
