@@ -15,21 +15,15 @@ from fsdp_lab.spec.optimizer import OPTIMIZERS
 from fsdp_lab.spec.spec import PRECISIONS, Precision, Spec, Strategy
 from fsdp_lab.spec.workload import Workload
 
-precisions = st.one_of(
-    st.sampled_from(sorted(PRECISIONS)),
-    st.builds(
-        Precision,
-        param=st.sampled_from(vocabulary.DTYPES),
-        reduce=st.sampled_from(vocabulary.DTYPES),
-        output=st.sampled_from([None, *vocabulary.DTYPES]),
-        buffer=st.sampled_from([None, *vocabulary.DTYPES]),
-        norm=st.sampled_from([None, *vocabulary.DTYPES]),
-        keep_low_precision_gradients=st.booleans(),
-    ),
+dtypes = st.sampled_from(vocabulary.DTYPES)
+roles = {"param": dtypes, "reduce": dtypes, **dict.fromkeys(("output", "buffer", "norm"), st.none() | dtypes)}
+precisions = st.sampled_from(sorted(PRECISIONS)) | st.builds(
+    Precision, keep_low_precision_gradients=st.booleans(), **roles
 )
 # Values that fields take, alone or beside others.
 GOOD: dict[str, list[Any]] = {
-    "backend": [*vocabulary.BACKENDS], "sharding": [*vocabulary.SHARDINGS], "precision": [*PRECISIONS], "offload": [*vocabulary.OFFLOADS],
+    "backend": [*vocabulary.BACKENDS], "sharding": [*vocabulary.SHARDINGS], "precision": [*PRECISIONS],
+    "offload": [*vocabulary.OFFLOADS],
     "wrap": ["block", "every:2", "min_params:100", "class:GPT2Block", "whole"], "shard_size": [None, 1, 2, 4],
     "forward_prefetch": [None, 0, 1], "backward_prefetch": [0, 1, 2], "limit_all_gathers": [0, 1, 2],
     "limit_reductions": [1, 2], "gather": ["copy", "mapped"],
@@ -46,11 +40,7 @@ GOOD: dict[str, list[Any]] = {
 }  # fmt: skip
 
 drawable = {name: st.sampled_from(GOOD[name]) for name in Strategy.__dataclass_fields__ if name in GOOD}
-drawable |= {
-    "precision": precisions,
-    "shard_size": st.none() | st.integers(1, 8),
-    "reshard_size": st.none() | st.integers(1, 8),
-}
+drawable |= {"precision": precisions, **dict.fromkeys(("shard_size", "reshard_size"), st.none() | st.integers(1, 8))}
 drawable |= {"backward_prefetch_point": st.sampled_from(vocabulary.PREFETCH_POINTS), "compile": st.booleans()}
 strategies = st.builds(Strategy, **drawable)
 workloads = st.builds(
