@@ -44,7 +44,7 @@ def ranges(requirements: Iterable[str]) -> dict[str, str]:
 
 def imported(targets: Iterable[str]) -> set[str]:
     heads = {target.partition(".")[0] for target in targets}
-    heads -= {*sys.stdlib_module_names, "fsdp_lab", "tests", "course", "<a computed name>", ""}
+    heads -= {*sys.stdlib_module_names, "fsdp_lab", "tests", "course", "net_parts", "<a computed name>", ""}
     return {normalized(DISTRIBUTIONS.get(head, head)) for head in heads}
 
 
