@@ -25,12 +25,8 @@ from tests.pretrained import minilm_folder
 if TYPE_CHECKING:
     from tests.engine.parity import Outcomes
 
-SHARED = (
-    "tests/browser",
-    "tests/cluster",
-    "tests/hosts",
-    "tests/lab",
-)  # folders whose files share what takes seconds to start
+# Folders whose files share what takes seconds to start.
+SHARED = ("tests/browser", "tests/cluster", "tests/hosts", "tests/lab")
 LONGEST = ("tests/browser", "tests/lab", "tests/cli", "tests/export", "tests/notebooks", "tests/engine",
            "tests/engine/scenarios", "tests/rank", "tests/hosts")  # fmt: skip
 

@@ -139,22 +139,20 @@ def test_engine_wire_and_schedule_need_torch_alone():
 INSTALL = f"{sys.executable} -m pip install"
 
 
+LACKING = "which is not installed"
+
+
 @pytest.mark.parametrize(
     ("missing", "code", "said"),
     [
-        (
-            {"bokeh"},
-            "import fsdp_lab.report",
-            f"fsdp_lab.report needs bokeh, which is not installed: {INSTALL} bokeh\n",
-        ),
+        ({"bokeh"}, "import fsdp_lab.report", f"fsdp_lab.report needs bokeh, {LACKING}: {INSTALL} bokeh\n"),
         (
             {"anywidget"},
             "from fsdp_lab import Dashboard",
-            f"fsdp_lab.Dashboard needs anywidget, which is not installed: {INSTALL} anywidget\n",
+            f"Dashboard needs anywidget, {LACKING}: {INSTALL} anywidget\n",
         ),
         ({"jupyterlab"}, "lab", "JupyterLab is not installed"),
-        (JUPYTER, "compare", "this command needs ipyparallel, which is not installed"),
-        ({"rich"}, "compare", "this command needs rich, which is not installed"),
+        (JUPYTER, "compare", f"this command needs ipyparallel, {LACKING}"),
     ],
 )
 def test_a_missing_package_is_named_with_how_to_install_it(missing: set[str], code: str, said: str):

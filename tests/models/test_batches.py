@@ -218,14 +218,7 @@ def held_out(workload: Workload, world: int, count: int, source: Source) -> list
 
 
 @settings(max_examples=30)
-@given(
-    count=st.integers(1, 60),
-    share=st.floats(0, 0.5),
-    micro_batch=st.integers(1, 4),
-    world=st.integers(1, 3),
-    seed=st.integers(0, 3),
-    data=st.data(),
-)
+@given(st.integers(1, 60), st.floats(0, 0.5), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3), st.data())
 def test_what_is_held_out_is_never_trained_on_and_the_same_for_any_split(
     count: int, share: float, micro_batch: int, world: int, seed: int, data: st.DataObject
 ) -> None:

@@ -19,7 +19,7 @@ from fsdp_lab.models.presets import facts_of
 from fsdp_lab.spec.spec import Strategy
 from fsdp_lab.spec.workload import Workload
 from tests.covering import tiered
-from tests.models.small import filled
+from tests.models.small import SIZES, filled
 
 
 @pytest.mark.parametrize(("name", "seq_len"), [("gpt2-1m", 64), ("llama-10m", 256)])
@@ -77,13 +77,6 @@ def test_sizes_that_do_not_fit_together_are_refused() -> None:
 
 HEADS = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
 BART = {"model_type": "bart", "d_model": 32, "vocab_size": 300, "encoder_layers": 1, "decoder_layers": 1, **HEADS}
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "vocab_size": 300,
-}
 OF_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 4}
 BAMBA = {"model_type": "bamba", **SIZES, "num_key_value_heads": 2, **OF_MAMBA}
 
@@ -135,8 +128,7 @@ def test_a_product_of_experts_that_fp32_lacks_has_its_way_out() -> None:
 
 def test_parameters_that_no_batch_uses_are_known_before_ranks_do_anything() -> None:
     """DDP would fail in its second step."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
-    dinov2 = {"model_type": "dinov2", "image_size": 32, "num_labels": 4, "patch_size": 8, **sizes}
+    dinov2 = {"model_type": "dinov2", "image_size": 32, "num_labels": 4, "patch_size": 8, **SIZES}
     assert count_flops(resolve(dinov2), 1).unused == ("dinov2.embeddings.mask_token",)
     assert count_flops(resolve("gpt2-1m"), 16).unused == ()
     switch = {"model_type": "switch_transformers", "d_model": 32, "num_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 48,

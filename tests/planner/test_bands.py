@@ -31,9 +31,7 @@ def test_a_band_holds_its_prediction_and_a_wider_one_the_narrower() -> None:
     half, most = found.step_time_band_s(0.5), found.step_time_band_s(0.8)
     assert most.low < half.low < found.step_time_s < half.high < most.high
     tokens = found.tokens_per_s_band()
-    assert tokens.low == pytest.approx(found.tokens / most.high) and tokens.high == pytest.approx(
-        found.tokens / most.low
-    )
+    assert (tokens.low, tokens.high) == pytest.approx((found.tokens / most.high, found.tokens / most.low))
 
 
 def test_a_network_that_is_assumed_is_less_sure_where_communication_binds() -> None:
@@ -60,9 +58,8 @@ def test_a_kind_that_is_worse_makes_no_step_faster(kind: RateKind) -> None:
     shape = shape_for("llama-7b")
     seconds = [plan(SEVEN, shape, where, rates=worse(PUBLISHED, kind, by)).step_time_s for by in (-0.4, 0.0, 0.4)]
     assert seconds == sorted(seconds)
-    assert seconds[0] < seconds[2] or kind in (RateKind.LINK, RateKind.HOST, RateKind.EAGER), (
-        "which the network hides here"
-    )
+    hidden = kind in (RateKind.LINK, RateKind.HOST, RateKind.EAGER)  # by the network, here
+    assert seconds[0] < seconds[2] or hidden
 
 
 # Of one rank in bf16, as one H100 behind a slow host printed them (tests/results/h100.txt): seconds of a step of the lab's
@@ -135,10 +132,8 @@ def test_a_search_ranks_by_speed_and_probability_and_says_what_cannot_be_told_ap
 
 def test_what_two_predictions_share_does_not_make_their_order_uncertain() -> None:
     both = {RateKind.NETWORK: 0.5, RateKind.COMPUTING: 0.1}
-    one, other = (
-        ErrorScale(below=0.5, above=0.5, causes=both),
-        ErrorScale(below=0.5, above=0.5, causes={**both, RateKind.NETWORK: 0.2}),
-    )
+    less = {**both, RateKind.NETWORK: 0.2}
+    one, other = (ErrorScale(below=0.5, above=0.5, causes=causes) for causes in (both, less))
     assert one.apart(one, 0.03, 1.3) == pytest.approx(0.03)
     assert one.apart(other, 0.04, 1.0) == pytest.approx(0.3027, abs=1e-3)
     assert one.apart(other, 0.04, 2.0) == pytest.approx(0.6013, abs=1e-3)

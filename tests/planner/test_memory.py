@@ -100,15 +100,10 @@ def test_what_saves_memory_saves_it() -> None:
     shape = shape_for("llama-7b")
 
     def peak(ranks: int = 64, **changes: Any) -> int:
-        fields = {
-            "seq_len": 4096,
-            "micro_batch": 4,
-            "recompute": "full",
-            "precision": "bf16",
-            "held_out": 0.0,
-            **changes,
-        }
-        return memory(Spec(world_size=ranks).replace(**fields), shape, device="cuda").peak_bytes
+        spec = Spec(world_size=ranks).replace(
+            seq_len=4096, micro_batch=4, recompute="full", precision="bf16", held_out=0.0
+        )
+        return memory(spec.replace(**changes), shape, device="cuda").peak_bytes
 
     assert peak() > peak(128) > peak(128, offload="optimizer") > peak(128, offload="all")
     assert peak(recompute="none") > peak(recompute="every:2") > peak()

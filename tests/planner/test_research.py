@@ -15,33 +15,12 @@ from fsdp_lab.planner.costs import GATE, RESIDUAL, RMS_NORM, ROTARY, memory_traf
 from fsdp_lab.planner.devices import PUBLISHED
 from fsdp_lab.planner.memory import needed_bytes, under_pressure
 from fsdp_lab.planner.step import StepModel
-from tests.planner.research import __main__, validate
-from tests.planner.research.fitting import (
-    Responses,
-    coverage,
-    fit_errors,
-    fit_rates,
-    leave_out,
-    memory_quantiles,
-    with_quantiles,
-)
+from tests.planner.research import __main__, fitting, validate
+from tests.planner.research.fitting import Responses, coverage, fit_errors, fit_rates, leave_out
 from tests.planner.research.models import gpt_model, named_model, shape_of
 from tests.planner.research.published import case, published
 from tests.planner.research.software import SoftwareComputing
-from tests.planner.research.validate import (
-    CHECKS,
-    STRESS,
-    UNEXPLAINED,
-    MemoryRow,
-    by_constant,
-    checks,
-    fold,
-    log_memory_errors,
-    mape,
-    memory_rows,
-    summary,
-    usable,
-)
+from tests.planner.research.validate import CHECKS, STRESS, UNEXPLAINED, MemoryRow, fold, mape, memory_rows, usable
 
 ROWS = published()
 TABLE = {row["id"]: row for row in ROWS}
@@ -90,12 +69,12 @@ def test_every_row_is_met_or_refused_with_a_reason() -> None:
     by_source = [[abs(errors[one.id]) for one in CASES if one.source == source] for source in {c.source for c in CASES}]
     assert sum(map(abs, errors.values())) / len(errors) < 0.065
     assert sum(sum(each) / len(each) for each in by_source) / len(by_source) < 0.065
-    constant = summary(by_constant(CASES))
+    constant = validate.summary(validate.by_constant(CASES))
     assert constant["by_row_mape"] > 0.08 and constant["by_source_mape"] > 0.1, "one MFU a GPU is far worse"
 
 
 def test_ratios_are_those_that_are_published() -> None:
-    found = checks(ROWS)
+    found = validate.checks(ROWS)
     assert len(found) == len(CHECKS) and sum(check.kind == "scaling" for check in found) == 6
     for check in found:
         near = 0.03 if check.kind == "scaling" else 0.06 if "prefetch" in check.name else 0.1
@@ -170,7 +149,7 @@ def test_the_bands_in_the_package_are_what_the_procedure_finds_and_they_hold() -
     assert dict(errors.sizes) == dict(PUBLISHED_ERRORS.sizes) and errors.floor == PUBLISHED_ERRORS.floor
     assert errors.quantiles.values == pytest.approx(PUBLISHED_ERRORS.quantiles.values, rel=0.02)
     assert errors.between == pytest.approx(PUBLISHED_ERRORS.between, abs=2e-3)
-    assert with_quantiles(rows, errors).quantiles == errors.quantiles
+    assert fitting.with_quantiles(rows, errors).quantiles == errors.quantiles
     held = coverage(rows)
     assert 0.75 <= held.share() <= 0.85 and held.width <= 1.5 * held.constant_width
     names = {one.machine.device.name for one in CASES}
@@ -186,7 +165,7 @@ def peaks() -> dict[str, MemoryRow]:
 
 
 def test_the_memory_bands_in_the_package_are_those_of_the_rows(peaks: dict[str, MemoryRow]) -> None:
-    found = memory_quantiles(*log_memory_errors(list(peaks.values())))
+    found = fitting.memory_quantiles(*validate.log_memory_errors(list(peaks.values())))
     assert found.values == pytest.approx(MEMORY_ERRORS["cuda"].values, abs=2e-4)
 
 

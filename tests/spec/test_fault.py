@@ -49,12 +49,8 @@ def test_a_word_in_the_place_of_a_kind_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", FaultKind)
 def test_every_kind_goes_to_plain_values_and_back(kind: FaultKind) -> None:
-    more: dict[str, Any] = {
-        FaultKind.SLOW: {"factor": 3.0},
-        FaultKind.STALL: {"for_s": 2.0},
-        FaultKind.CUT: {"heals": False},
-    }.get(kind, {})
-    fault = Fault(kind=kind, ranks=(0, 2), at_step=7, phase=FaultPhase.BACKWARD, **more)
+    of_kind: dict[str, Any] = {"slow": {"factor": 3.0}, "stall": {"for_s": 2.0}, "cut": {"heals": False}}
+    fault = Fault(kind=kind, ranks=(0, 2), at_step=7, phase=FaultPhase.BACKWARD, **of_kind.get(kind.value, {}))
     assert Fault.from_dict(json.loads(json.dumps(fault.to_dict()))) == fault
     assert fault.where == "in the backward of step 7"
 
