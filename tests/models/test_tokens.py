@@ -508,8 +508,7 @@ def test_the_models_own_tokenizer_is_the_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("b.jsonl", b"", "b.jsonl: the file is empty"),
-        ("b.jsonl", b"\n\n", "b.jsonl: has no records"),
+        ("b.jsonl", b"", "b.jsonl: the file is empty"), ("b.jsonl", b"\n\n", "b.jsonl: has no records"),
         ("b.jsonl", b'{"text": "w1"}\n{"text": ', "b.jsonl: record 2 is not JSON"),
         ("b.jsonl", b'[1]\n', "b.jsonl: record 1 is of type list, not an object"),
         ("b.jsonl", b'{"text": "w1"}\n{"text": "w1 \\ud83d"}\n', "b.jsonl: record 2 'text' has half of a surrogate pair"),

@@ -106,8 +106,7 @@ def test_collectives_of_the_sizes_that_fsdp_sends_take_what_is_published(timings
 @pytest.mark.parametrize(("ranks", "options", "said"), [
     (8, {"hardware": "a101"}, "hardware: 'a101' is not known; use one of a10"),
     (12, {"hosts": 5}, "hosts: 12 ranks cannot be divided among 5 hosts; use 4"),
-    (8, {"network_gbit_per_s": -1}, "network: -1 Gb/s is refused"),
-    (0, {}, "ranks: 0 is refused"),
+    (8, {"network_gbit_per_s": -1}, "network: -1 Gb/s is refused"), (0, {}, "ranks: 0 is refused"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_with_the_nearest_that_can(ranks: int, options: dict[str, object], said: str) -> None:
     with pytest.raises(ArgumentError) as refused:
