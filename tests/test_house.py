@@ -28,20 +28,25 @@ LAZY_NAMES = PACKAGE / "base" / "lazy_names.py"
 # It imports only what stands above it in this list, so two of one floor are in order too.
 TORCH = frozenset({"torch", "numpy"})
 RANKS = TORCH | {"transformers"}
-KERNEL = (
-    RANKS | {"psutil", "ipyparallel", "zmq", "IPython", "ipykernel", "tornado", "traitlets"} | {"platformdirs", "yaml"}
-)
+MODELS = RANKS | {"PIL", "safetensors", "platformdirs", "pyarrow", "datasets", "filelock", "huggingface_hub", "peft"}
+KERNEL = RANKS | {
+    "psutil",
+    "ipyparallel",
+    "zmq",
+    "IPython",
+    "ipykernel",
+    "tornado",
+    "traitlets",
+    "platformdirs",
+    "yaml",
+}
 SCREEN = KERNEL | {"bokeh", "ipywidgets", "anywidget", "rich", "jupyter_core", "packaging"}
 FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
     (0, "base", frozenset({"psutil"})),
     (1, "engine", frozenset({"torch"})),
     (1, "spec", frozenset()),
     (1, "wire", frozenset({"torch"})),
-    (
-        1,
-        "models",
-        RANKS | {"PIL", "safetensors", "platformdirs", "pyarrow", "datasets", "filelock", "huggingface_hub", "peft"},
-    ),
+    (1, "models", MODELS),
     (1, "planner", frozenset({"numpy"})),
     (2, "backends", RANKS),
     (3, "rank", RANKS | {"psutil"}),
@@ -367,18 +372,9 @@ def test_no_module_keeps_hidden_state():
 
 # Files that name sharding tokens as values: the definition, choices and presets, tables from tokens to torch's names, and
 # what a user's own wrapper is in these terms.
-NAME_TOKENS = {
-    "spec/spec.py",
-    "backends/fsdp1.py",
-    "bench/parts.py",
-    "bench/plan.py",
-    "cli/drill.py",
-    "export/accelerate.py",
-    "planner/calibration.py",
-    "planner/search.py",
-    "rank/watch/found.py",
-    "runs/diagnosis.py",
-}
+NAME_TOKENS = {"spec/spec.py", "backends/fsdp1.py", "bench/parts.py", "bench/plan.py", "cli/drill.py"}
+NAME_TOKENS |= {"planner/calibration.py", "planner/search.py", "rank/watch/found.py", "runs/diagnosis.py"}
+NAME_TOKENS |= {"export/accelerate.py"}
 
 
 def sharding_tokens(nodes: Iterable[ast.AST]) -> set[str]:
