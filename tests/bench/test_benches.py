@@ -58,7 +58,7 @@ def test_a_bench_on_a_lab_writes_what_it_measured(arguments: list[str], key: str
         assert row["lab/fsdp2"] <= 1.0 and row["lab/plan"] <= 1.02 and row["lab/theory"] <= 1.02
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("ranks")
 def test_metering_measures_beside_nothing_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "metering.json"

@@ -140,13 +140,13 @@ MLP = ["transformer.h.*.mlp.*"]
 
 @pytest.mark.slow
 def test_flops_are_those_that_torch_counts_and_blocks_that_are_frozen_alike_are_recorded_once() -> None:
-    for patterns in (EARLY, MLP):
-        shape = shape_for("gpt2-10m", frozen=tuple(patterns))
-        counted, whole = (count_flops(resolve("gpt2-10m"), 128, frozen=f).model for f in (patterns, None))
+    shapes = [shape_for(name, frozen=tuple(patterns)) for name, patterns in (("gpt2-1m", EARLY), ("gpt2-10m", MLP))]
+    for shape, name, patterns in zip(shapes, ("gpt2-1m", "gpt2-10m"), (EARLY, MLP), strict=True):
+        counted, whole = (count_flops(resolve(name), 128, frozen=f).model for f in (patterns, None))
         assert shape.step_flops(128) == pytest.approx(counted, rel=0.05)
         assert counted < 0.95 * whole
         assert ModelShape.from_dict(shape.to_dict()) == shape
-    early, mlp = (shape_for("gpt2-10m", frozen=tuple(patterns)).units for patterns in (EARLY, MLP))
+    early, mlp = (shape.units for shape in shapes)
     assert len(set(map(id, mlp))) <= 5 < len(mlp) and [len(u.frozen) for u in mlp] == [0] + [4] * (len(mlp) - 1)
     assert [bool(u.frozen) for u in early] == [True] * 3 + [False] * (len(early) - 3)
 
