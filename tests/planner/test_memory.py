@@ -140,15 +140,16 @@ MLP = ["transformer.h.*.mlp.*"]
 
 @pytest.mark.slow
 def test_flops_are_those_that_torch_counts_and_blocks_that_are_frozen_alike_are_recorded_once() -> None:
-    shapes = [shape_for(name, frozen=tuple(patterns)) for name, patterns in (("gpt2-1m", EARLY), ("gpt2-10m", MLP))]
-    for shape, name, patterns in zip(shapes, ("gpt2-1m", "gpt2-10m"), (EARLY, MLP), strict=True):
+    cases = (("gpt2-1m", EARLY), ("gpt2-10m", MLP))
+    early, mlp = (shape_for(name, frozen=tuple(patterns)) for name, patterns in cases)
+    for shape, (name, patterns) in zip((early, mlp), cases, strict=True):
         counted, whole = (count_flops(resolve(name), 128, frozen=f).model for f in (patterns, None))
         assert shape.step_flops(128) == pytest.approx(counted, rel=0.05)
         assert counted < 0.95 * whole
         assert ModelShape.from_dict(shape.to_dict()) == shape
-    early, mlp = (shape.units for shape in shapes)
-    assert len(set(map(id, mlp))) <= 5 < len(mlp) and [len(u.frozen) for u in mlp] == [0] + [4] * (len(mlp) - 1)
-    assert [bool(u.frozen) for u in early] == [True] * 3 + [False] * (len(early) - 3)
+    assert len(set(map(id, mlp.units))) <= 5 < len(mlp.units)
+    assert [len(u.frozen) for u in mlp.units] == [0] + [4] * (len(mlp.units) - 1)
+    assert [bool(u.frozen) for u in early.units] == [True] * 3 + [False] * (len(early.units) - 3)
 
 
 @pytest.mark.slow
