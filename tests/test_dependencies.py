@@ -86,9 +86,6 @@ def test_the_hooks_use_the_same_ruff_as_the_tests():
     assert SpecifierSet(TEST_EXTRA["ruff"]).contains(version.removeprefix("=="))
 
 
-# -- with fewer packages -------------------------------------------------------------------------------------------------
-
-
 def required_by(package: str, seen: set[str] | None = None) -> set[str]:
     """The distribution and all that it requires here, extras left out."""
     seen = set() if seen is None else seen

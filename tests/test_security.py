@@ -16,8 +16,6 @@ from fsdp_lab.cli.main import main, parser
 from fsdp_lab.cluster.engines import exposure_notes
 from tests.test_house import PACKAGE, REPO, Module, modules
 
-# -- no code comes out of files -----------------------------------------------------------------------------------------
-
 # The user's own code goes from the kernel to the ranks, on the channel that runs what the kernel sends anyway.
 SENDS_CODE = PACKAGE / "cluster" / "sent_code.py"
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
@@ -48,9 +46,6 @@ def test_nothing_that_a_file_says_is_run():
     assert not wrong, "\n".join(wrong)
     calling = {m.file for m in modules() if "unpacked(" in m.text}
     assert calling == {"cluster/sent_code.py", "cluster/remote.py"}
-
-
-# -- no door is open ----------------------------------------------------------------------------------------------------
 
 
 def test_no_option_of_ours_turns_jupyters_token_off(capsys: pytest.CaptureFixture[str]):
@@ -124,9 +119,6 @@ def test_versions_with_known_holes_are_not_installed():
 
 def numbers(version: str) -> list[int]:
     return [int(part) for part in version.split(".")]
-
-
-# -- no name leads elsewhere --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["..", "../x", "/etc", "", "-x", ".hidden"])

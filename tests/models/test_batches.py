@@ -190,9 +190,6 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path: Path, save: Callable[[P
         FolderImages(str(tmp_path), facts_of(resolve("vit-1m"))).image(0)
 
 
-# -- what is held out ------------------------------------------------------------------------------------------------
-
-
 class Numbered(Source):
     """A sample is its position."""
 

@@ -35,9 +35,6 @@ def test_a_decoder_costs_6n_and_12lhs_a_token(name: str, seq_len: int) -> None:
     assert flops_per_sample(config, seq_len) == per_token * seq_len
 
 
-# -- recompute -------------------------------------------------------------------------------------------------------
-
-
 def counted_while_training(name: str, seq_len: int, recompute: str) -> int:
     """FLOPs of a real forward and backward of one sample on the CPU, under the checkpoints that backends put in."""
     model = filled(name)

@@ -23,9 +23,6 @@ def plan_of(ranks: int = 64, hardware: str = "a100-80", network: float | None = 
     return planned(SEVEN.replace(world_size=ranks, **changes), Target(hardware=hardware, network_gbit_per_s=network))
 
 
-# -- what widens a band ------------------------------------------------------------------------------------------------
-
-
 def test_a_band_holds_its_prediction_and_a_wider_one_the_narrower() -> None:
     found = plan_of()
     half, most = found.step_time_band_s(0.5), found.step_time_band_s(0.8)
@@ -86,9 +83,6 @@ def test_a_host_that_issues_slowly_is_seen_in_the_quick_sum_as_in_the_whole_simu
         assert step_seconds(spec, shape, where, rates) == pytest.approx(whole, rel=1e-6)
 
 
-# -- fits --------------------------------------------------------------------------------------------------------------
-
-
 def test_what_just_fits_fits_in_half_of_all_cases() -> None:
     found = plan_of()
     needed = found.machine.device.memory_bytes - found.margin_bytes
@@ -111,9 +105,6 @@ def test_quantiles_and_probabilities_are_each_other_s_inverse(values: list[float
         assert found.at(level) == pytest.approx(value)
         assert found.probability_below(value) == pytest.approx(0.5 + level / 2)
     assert 0.5 <= found.probability_below(at) <= found.probability_below(at + 0.1) <= 1.0
-
-
-# -- searches and tables -----------------------------------------------------------------------------------------------
 
 
 def search_of(memory_bytes: int | None = None) -> Search:

@@ -25,8 +25,6 @@ pytestmark = pytest.mark.timeout(600)  # a fixture trains all Specs, within the 
 EARLY = ["transformer.wte.*", "transformer.wpe.*", "transformer.h.[01].*"]  # patterns of what is frozen
 INSIDE = ["transformer.h.*.attn.*", "transformer.ln_f.*"]
 
-# -- beside real ranks -----------------------------------------------------------------------------------------------
-
 ZERO2 = {"sharding": "shard_grad_op", "precision": "bf16"}
 # Every backend, offload, sharding, precision, optimizer, wrap and kind of model is in one of them: not every pair.
 FIELDS: dict[str, dict[str, Any]] = {
@@ -85,9 +83,6 @@ def test_the_peak_and_its_classes_are_the_ledger_s_within_2_percent(events: dict
         assert there.total_bytes == pytest.approx(theory, rel=0.02)
 
 
-# -- beside closed forms ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("model", "ranks"), [("gpt2-1m", 4), ("t5-1m", 2), ("vit-1m", 2), ("resnet-1m", 4)])
 def test_the_schedule_s_peak_is_the_closed_form_s(model: str, ranks: int) -> None:
     data = {"data": "images"} if model.startswith(("vit", "resnet")) else {}
@@ -118,9 +113,6 @@ def test_masks_of_dropout_take_memory() -> None:
     assert masked.at_peak.activations_bytes > 1.05 * without.at_peak.activations_bytes
 
 
-# -- loading: beside real ranks in tests/rank/test_pretrained.py --------------------------------------------------------
-
-
 def test_loading_takes_what_a_rank_keeps_without_optimizer_state() -> None:
     shape, spec = shape_for("gpt2-10m"), Spec(world_size=4).replace(model="gpt2-10m")
     values = 4 * shape.parameters
@@ -130,9 +122,6 @@ def test_loading_takes_what_a_rank_keeps_without_optimizer_state() -> None:
         assert loading_bytes(ddp, shape, device=device) == pytest.approx(2 * values, rel=0.01), "with buckets"
     told = plan(spec, shape, machine("h100", 4)).to_dict()["loading_memory_bytes"]
     assert told == pytest.approx(values / 4, rel=0.01)
-
-
-# -- models that are frozen in part ------------------------------------------------------------------------------------
 
 
 MLP = ["transformer.h.*.mlp.*"]

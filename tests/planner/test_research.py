@@ -28,8 +28,6 @@ CASES, REFUSED_ROWS = usable(ROWS)
 SEVEN = shape_of(named_model("Llama-2 7B"))  # type: ignore[arg-type]
 GB = 1e9
 
-# -- a row -------------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.slow
 def test_a_table_is_filled_in_row_by_row_and_a_validation_says_itself(
@@ -56,9 +54,6 @@ def test_a_table_is_filled_in_row_by_row_and_a_validation_says_itself(
     assert __main__.main(["validate"]) == 0
     text = capsys.readouterr().out
     assert "each predicted without its own fold" in text and UNEXPLAINED["kempner-01"] in text
-
-
-# -- step times --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -115,9 +110,6 @@ def test_where_memory_is_nearly_full_fsdp1_does_not_overlap() -> None:
     assert needed_bytes(full.spec.replace(micro_batch=2), full.shape) > needed_bytes(full.spec, full.shape)
 
 
-# -- costs -------------------------------------------------------------------------------------------------------------
-
-
 def test_blocks_move_what_their_kernels_do_and_a_head_its_logits() -> None:
     h, inner = 4096, 11008
     by_hand = 2 * h * (RESIDUAL[0] + RMS_NORM[0]) + 2 * h * ROTARY[0] + inner * GATE[0]
@@ -128,9 +120,6 @@ def test_blocks_move_what_their_kernels_do_and_a_head_its_logits() -> None:
     assert 3 < llama[0] / gpt[0] < 5 and root[0] == 32000 * 14
     narrow, whole = (shape_of(gpt_model(4, hidden, 32)).units[-1] for hidden in (2560, 3072))
     assert padding(narrow) == pytest.approx(96 / 80) and padding(whole) == 1.0  # 80 wide heads are computed as 96
-
-
-# -- what was fitted ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.nightly
@@ -154,9 +143,6 @@ def test_the_bands_in_the_package_are_what_the_procedure_finds_and_they_hold() -
     assert 0.75 <= held.share() <= 0.85 and held.width <= 1.5 * held.constant_width
     names = {one.machine.device.name for one in CASES}
     assert names <= PUBLISHED_ERRORS.devices and max(one.machine.ranks for one in CASES) == PUBLISHED_ERRORS.ranks
-
-
-# -- peaks of memory ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

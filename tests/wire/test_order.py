@@ -191,9 +191,6 @@ def test_every_wait_is_there(pool: Pool, over: str, mode: Mode) -> None:
         assert found == {}
 
 
-# -- DDP's hook --------------------------------------------------------------------------------------------------------
-
-
 class Bucket:
     """Of DDP's reducer."""
 
@@ -235,8 +232,6 @@ def test_ddp_s_buckets(pool: Pool, over: str, mode: Mode) -> None:
     for dtype in (None, torch.bfloat16):
         assert pool.run(_buckets, 2, over, dtype, mode, reduction=None) == [[wanted]] * 2
 
-
-# -- something is left out ---------------------------------------------------------------------------------------------
 
 NOT_FOR_ORDER = "group.unstage"  # the host waits, so that the time of a wait has the copy in it
 
