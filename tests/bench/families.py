@@ -1,10 +1,9 @@
 """`python -m tests.bench families`: all families of transformers that the lab takes, as small as they can be built.
 
-Note: what is tried. Each family on two ranks, which are ended at a limit of time: three steps of the lab's engine, with what
-its config draws (dropout, noise of routers), the same again, resumed after the first, and under each backend. It *trains* if
-no number differs: losses and values bit for bit, under FSDP1 and DDP losses to 1e-5. It is *refused* where the lab says why.
-It has *no small config* where transformers alone does not compute it either: the fault is this file's, or the family takes
-more than text or an image. All else has *failed*.
+Note: each family trains three steps on two ranks with what its config draws: by the lab's engine, again, resumed after the
+first step, and under each backend. It *trains* if no number differs: losses and values bit for bit, under FSDP1 and DDP
+losses to 1e-5. It is *refused* where the lab says why. It has *no small config* where transformers alone does not compute it
+either. All else has *failed*.
 """
 
 from __future__ import annotations
