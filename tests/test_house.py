@@ -153,7 +153,7 @@ def imports(module: Module) -> Iterator[Import]:
         elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__", "lazy_names"):
             if module.path != LAZY_NAMES:
                 yield Import(module, node.lineno, string_argument(node))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "fsdp_lab." in node.value:
             for name in re.findall(r"^fsdp_lab(?:\.\w+)+$|(?:import|from) (fsdp_lab(?:\.\w+)+)", node.value):
                 yield Import(module, node.lineno, name or node.value)
 

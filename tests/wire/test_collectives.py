@@ -221,9 +221,9 @@ def _never_comes(place: Place) -> str:
     return str(late.value)
 
 
-def test_a_collective_that_a_rank_does_not_join_ends_in_time(over: Run) -> None:
+def test_a_collective_that_a_rank_does_not_join_ends_in_time(pool: Pool) -> None:
     told = "collective 0 (all_gather in group 0 of 2) did not complete in 1 s: a rank did not join it"
-    assert over(_never_comes, 2)[0] == told
+    assert pool.run(_never_comes, 2)[0] == told
 
 
 def _not_here(place: Place) -> list[str]:
