@@ -2,8 +2,6 @@
 
 A run of the whole tier uses pytest-xdist; one that names files or folders runs in one process (`-n 2` overrides that). Files
 that share a lab, a cluster or a browser form one group, and a group stays in one process. Each process has its own pool.
-A test that measures time is marked `alone`: while it runs, the other processes wait between two tests. Such tests of a file
-run one after the other and wait once for the rest.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,18 +20,13 @@ from hypothesis import settings
 
 from tests import changed
 from tests.pool import Pool
-from tests.pretrained import minilm_folder, smollm2_folder
-from tests.turns import turn
+from tests.pretrained import minilm_folder
 
 if TYPE_CHECKING:
     from tests.engine.parity import Outcomes
 
-SHARED = (
-    "tests/browser",
-    "tests/cluster",
-    "tests/hosts",
-    "tests/lab",
-)  # folders whose files share what takes seconds to start
+# Folders whose files share what takes seconds to start.
+SHARED = ("tests/browser", "tests/cluster", "tests/hosts", "tests/lab")
 LONGEST = ("tests/browser", "tests/lab", "tests/cli", "tests/export", "tests/notebooks", "tests/engine",
            "tests/engine/scenarios", "tests/rank", "tests/hosts")  # fmt: skip
 
@@ -52,40 +44,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest groups first: processes take groups in this order. Within a file, tests that run alone come last."""
+    """The longest groups first: processes take groups in this order."""
     folders = {folder: i for i, folder in enumerate(LONGEST)}
     files = {file: i for i, file in enumerate(dict.fromkeys(item.path for item in items))}
 
-    def place(item: pytest.Item) -> tuple[int, int, bool]:
+    def place(item: pytest.Item) -> tuple[int, int]:
         folder = item.nodeid.partition("::")[0].rpartition("/")[0]
-        return folders.get(folder, len(folders)), files[item.path], runs_alone(item)
+        return folders.get(folder, len(folders)), files[item.path]
 
     items.sort(key=place)
     changed.select(config, items)
-
-
-def runs_alone(item: pytest.Item) -> bool:
-    return item.get_closest_marker("alone") is not None
-
-
-TURN = pytest.StashKey[ExitStack]()  # of tests that run alone, from the first to the last of them in a row
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Around the time limit of a test: to wait for one's turn is no part of it."""
-    if not hasattr(item.config, "workerinput"):
-        return (yield)
-    alone, stash = runs_alone(item), item.config.stash
-    if TURN not in stash:
-        stash[TURN] = ExitStack()
-        stash[TURN].enter_context(turn(Path(os.environ["FSDP_LAB_TEST_TURNS"]), alone=alone))
-    try:
-        return (yield)
-    finally:
-        if not (alone and nextitem is not None and runs_alone(nextitem)):
-            stash[TURN].close()
-            del stash[TURN]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -130,7 +98,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["FSDP_LAB_HISTORY"] = os.path.join(folder, "history.sqlite3")
     os.environ["FSDP_LAB_CACHE"] = os.path.join(folder, "cache")
     if not hasattr(config, "workerinput"):
-        os.environ["FSDP_LAB_TEST_TURNS"] = folder  # of all processes of this run
         config.pluginmanager.register(FailuresAtOnce(config))
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     # Threads of OpenMP spin where several processes share the cores: one test took 70 s of CPU in place of 13.
@@ -159,12 +126,6 @@ def ran(pool: Pool) -> Callable[..., list[Any]]:
 def minilm() -> Path:
     """The folder of a trained BERT of 22M parameters."""
     return minilm_folder()
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """The folder of SmolLM2-135M with its tokenizer; for slow tests, since it takes half a minute to make."""
-    return smollm2_folder(Path(os.environ["FSDP_LAB_TEST_TURNS"]))
 
 
 @pytest.fixture(scope="session")

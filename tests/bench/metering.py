@@ -1,14 +1,12 @@
 """`metering`: the overhead in a step of all that a lab does beyond a plain one (vote, norm, measuring, events).
 
 Note: several launches. The memory layout of a form's tensors is random, and constant within a launch: one form can be 1 to
-2% faster than its equal for as long as the processes live. So the processes are started several times, with the forms built
-in another order each time, and the error is computed from the differences between launches.
+2% faster than its equal. So the processes are started several times, with the forms built in another order each time, and
+the error is computed from the differences between launches.
 
-Note: parts. Each rank times what it does beyond a plain step by its clock. The vote counts as long as on the rank that comes
-last to it, as the others wait for the slowest one with a vote or without. On a GPU the norm's time contains the one wait for
-the device. What is left of the difference to the bare form is the rest: the wire, and what differs between two builds of one
-form. The only ledger step is a form's third step, as in a lab; it is not among the counted steps, and its additional time is
-spread over `LEDGER_STEPS` steps.
+Note: parts. Each rank times what it does beyond a plain step. The vote counts as long as on the rank that comes last to it;
+on a GPU the norm's time contains the one wait for the device. The rest is the wire, and what differs between two builds of
+one form. The only ledger step is a form's third, which is not counted; its time is spread over `LEDGER_STEPS` steps.
 """
 
 from __future__ import annotations
@@ -147,11 +145,7 @@ def figures(launches: Sequence[Launch], peer: str, environment: Mapping[str, Any
 
 
 def summarize(launches: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Of ratios, rounds by launch; the standard error is that of the launches' medians.
-
-    Rounds of one launch share the memory layout of its processes. More rounds do not reduce that part of the error; only
-    further launches show its size.
-    """
+    """Of ratios, rounds by launch; the standard error is that of the launches' medians, as rounds of one share a layout."""
     medians = [statistics.median(rounds) for rounds in launches]
     error = statistics.stdev(medians) / math.sqrt(len(medians))
     pooled = asdict(spread([ratio for rounds in launches for ratio in rounds]))
@@ -197,16 +191,13 @@ def on_rank(rank: BenchRank, job: Mapping[str, Any]) -> dict[str, dict[str, Any]
 
 
 class MeteredForm(BuiltForm):
-    """Trains, measures and publishes every step of a form as a lab's rank does, by its `Trainer`; all of it is timed.
-
-    Only two things differ: batches are given; and events go as JSON through the pipe to the launcher, where a rank of a lab
-    publishes them over ZMQ.
-    """
+    """Trains, measures and publishes every step of a form as a lab's rank does, by its `Trainer`; all of it is timed. But
+    batches are given, and events go as JSON to the launcher, where a rank of a lab publishes them over ZMQ."""
 
     def __init__(self, built: BuiltForm, plan: Plan, info: RankInfo, world: Wire, rank: BenchRank) -> None:
         super().__init__(form=built.form, backend=built.backend)
         self._rank, self._world = rank, world
-        self._batches, self._times = _GivenBatch(), PartTimes()
+        self._batches, self._times, peak = _GivenBatch(), PartTimes(), BestPeak(Peak(None, "not measured"))
         self._trainer = Trainer(
             run="bench",
             spec=plan.spec(built.form),
@@ -214,12 +205,7 @@ class MeteredForm(BuiltForm):
             backend=built.backend,
             batches=cast(Batches, self._batches),
             world=world,
-            cost=StepCost(
-                flops=0,
-                recompute_flops=0,
-                tokens=plan.micro_batch * plan.seq_len,
-                peak=BestPeak(Peak(None, "not measured")),
-            ),
+            cost=StepCost(flops=0, recompute_flops=0, tokens=plan.micro_batch * plan.seq_len, peak=peak),
             progress=TrainingProgress(),
             scaler=Scaler(enabled=False),
             notes=(),

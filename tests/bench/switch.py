@@ -71,9 +71,6 @@ def switch(args: argparse.Namespace) -> dict[str, Any]:
     return {**told, "environment": {"devices": plan.devices}}
 
 
-# -- in a rank -----------------------------------------------------------------------------------------------------------
-
-
 def on_rank(rank: BenchRank, job: Mapping[str, Any]) -> dict[str, Any]:
     """Trains a step under each Spec and switches to the next.
 

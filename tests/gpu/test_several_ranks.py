@@ -14,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed import distributed_c10d
 
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.rank.ledger import KernelTimes
@@ -201,27 +200,6 @@ def test_exposed_communication_is_what_the_trace_shows(pool: Pool, devices: Sequ
 def test_over_nccl_the_host_waits_only_to_read_the_loss(pool: Pool, devices: Sequence[str], name: str) -> None:
     given = as_spec(2, **BACKENDS[name], accumulate=2, clip_norm=1.0).to_dict()
     assert pool.run(waits_only_to_read, 2, given, devices=devices, reduction=None) == [[3, 4, 5]] * 2
-
-
-def _refused(place: Place) -> list[str]:
-    """What torch says of memory that groups share, and of estimates; then a collective."""
-    s, on_gpu = session(place), torch.ones(4, device=place.info.device)
-    said = []
-    for call in (lambda: torch.distributed._symmetric_memory.rendezvous(on_gpu, s.world),
-                 lambda: distributed_c10d._time_estimator(s.world, on_gpu.device).__enter__()):  # fmt: skip
-        with pytest.raises(NotImplementedError) as e:
-            call()
-        said.append(str(e.value))
-    torch.distributed.all_reduce(on_gpu)
-    assert on_gpu.clone().tolist() == [place.world_size] * 4
-    s.close()
-    return said
-
-
-@BOTH
-def test_symmetric_memory_and_estimates_of_time_are_refused(pool: Pool, devices: Sequence[str]) -> None:
-    for shared, estimated in pool.run(_refused, 2, devices=devices, reduction=None):
-        assert "has no symmetric memory" in shared and "time estimator is not supported" in estimated
 
 
 def test_the_number_of_ranks_changes_while_a_lab_trains() -> None:

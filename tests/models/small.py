@@ -24,6 +24,16 @@ SMALL: Mapping[str, Any] = {
 }  # fmt: skip
 
 
+# Of a transformer that is as small as it can be.
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 300,
+}
+
+
 def filled(model: str | Mapping[str, Any], seed: int = 0) -> nn.Module:
     """A real model on the CPU with its initial values, ties kept."""
     skeleton = build_skeleton(resolve(model))

@@ -81,6 +81,7 @@ def test_an_epoch_reads_everything_once_in_an_order_of_its_own(count: int, seed:
         assert not np.array_equal(epochs[0], epochs[1])
 
 
+@settings(max_examples=25)
 @given(text=st.text(max_size=200).filter(lambda t: "<" not in t))
 def test_ids_are_those_of_byt5(text: str) -> None:
     ours = encode(np.frombuffer(text.encode(), dtype=np.uint8))
@@ -189,9 +190,6 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path: Path, save: Callable[[P
         FolderImages(str(tmp_path), facts_of(resolve("vit-1m"))).image(0)
 
 
-# -- what is held out ------------------------------------------------------------------------------------------------
-
-
 class Numbered(Source):
     """A sample is its position."""
 
@@ -217,14 +215,7 @@ def held_out(workload: Workload, world: int, count: int, source: Source) -> list
 
 
 @settings(max_examples=30)
-@given(
-    count=st.integers(1, 60),
-    share=st.floats(0, 0.5),
-    micro_batch=st.integers(1, 4),
-    world=st.integers(1, 3),
-    seed=st.integers(0, 3),
-    data=st.data(),
-)
+@given(st.integers(1, 60), st.floats(0, 0.5), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3), st.data())
 def test_what_is_held_out_is_never_trained_on_and_the_same_for_any_split(
     count: int, share: float, micro_batch: int, world: int, seed: int, data: st.DataObject
 ) -> None:

@@ -13,7 +13,7 @@ from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models import build_skeleton, resolve
 from fsdp_lab.models.build import parameters_on_meta
 from fsdp_lab.models.wrapping import block_class_names, blocks
-from tests.models.small import SMALL
+from tests.models.small import SIZES, SMALL
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -47,13 +47,6 @@ LAYERS = {"encoder_layers": 2, "decoder_layers": 2}
 BART = {"model_type": "bart", "d_model": 32, "vocab_size": 300, **HEADS, **LAYERS}
 WIDTHS = {"d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48}
 FUNNEL = {"model_type": "funnel", "vocab_size": 300, "block_sizes": [2, 2], "num_decoder_layers": 1, **WIDTHS}
-OF_BERT = {
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "vocab_size": 300,
-}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +88,7 @@ def test_the_door_to_meta_is_shut_again_after_an_error() -> None:
     ("config", "said"),
     [
         ({"model_type": "gpt2", "n_embd": 30, "n_head": 4}, "workload.model"),
-        ({"model_type": "ibert", **OF_BERT}, "ibert computes its buffer .*weight_integer from parameters"),
+        ({"model_type": "ibert", **SIZES}, "ibert computes its buffer .*weight_integer from parameters"),
     ],
 )
 def test_a_model_that_cannot_be_is_refused(config: dict[str, Any], said: str) -> None:

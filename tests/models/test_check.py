@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from fsdp_lab.base.errors import SpecError
+from fsdp_lab.base.errors import ArgumentError, SpecError
+from fsdp_lab.base.generation import Sampling
 from fsdp_lab.models import Batches, resolve
 from fsdp_lab.models.check import check
+from fsdp_lab.rank.generation import encoded
+from fsdp_lab.spec.spec import Spec
 from fsdp_lab.spec.workload import Workload
 
 TINY = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 300, "n_positions": 64}
@@ -99,6 +102,14 @@ def test_folders_of_images_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     check(workload)
     with pytest.raises(SpecError, match="cannot be read as an image"):
         Batches(workload, resolve("vit-1m"), rank=0, world_size=1).batch(0)
+
+
+def test_a_model_of_images_continues_no_text() -> None:
+    given, no_batches = Spec().replace(model="vit-1m", data="images"), cast(Batches, None)
+    with pytest.raises(
+        ArgumentError, match="prompts: vit classifies images and does not continue a text; train a causal"
+    ):
+        encoded(given, no_batches, ["a"], Sampling())
 
 
 def test_a_refused_length_comes_with_the_value_that_fits() -> None:

@@ -10,10 +10,11 @@ import pytest
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.models import PRESETS, build_skeleton, resolve
 from fsdp_lab.models.presets import closest, facts_of
-from tests.covering import tiered
+
+FEW = [name for name in PRESETS if name.endswith(("-1m", "-124m", "-7b"))]
 
 
-@pytest.mark.parametrize("name", tiered(PRESETS, lambda name: name.endswith(("-1m", "-124m", "-7b"))))
+@pytest.mark.parametrize("name", [*FEW, *(pytest.param(n, marks=pytest.mark.nightly) for n in PRESETS if n not in FEW)])
 def test_a_preset_has_the_parameters_it_says(name: str) -> None:
     model = build_skeleton(resolve(name))
     assert sum(p.numel() for p in model.parameters()) == PRESETS[name].parameters

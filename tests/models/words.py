@@ -32,12 +32,8 @@ def word_tokenizer(folder: Path, template: str = PLAIN_TEMPLATE, *, mask: bool =
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
     }  # fmt: skip
-    named = {
-        "eos_token": "<end>",
-        "pad_token": "<pad>",
-        "unk_token": "<unk>",
-        **({"mask_token": "<mask>"} if mask else {}),
-    }
+    named = {f"{name}_token": f"<{word}>" for name, word in (("eos", "end"), ("pad", "pad"), ("unk", "unk"))}
+    named |= {"mask_token": "<mask>"} if mask else {}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, **named}
     (folder / "tokenizer.json").write_text(json.dumps(whole))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

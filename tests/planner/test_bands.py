@@ -23,17 +23,12 @@ def plan_of(ranks: int = 64, hardware: str = "a100-80", network: float | None = 
     return planned(SEVEN.replace(world_size=ranks, **changes), Target(hardware=hardware, network_gbit_per_s=network))
 
 
-# -- what widens a band ------------------------------------------------------------------------------------------------
-
-
 def test_a_band_holds_its_prediction_and_a_wider_one_the_narrower() -> None:
     found = plan_of()
     half, most = found.step_time_band_s(0.5), found.step_time_band_s(0.8)
     assert most.low < half.low < found.step_time_s < half.high < most.high
     tokens = found.tokens_per_s_band()
-    assert tokens.low == pytest.approx(found.tokens / most.high) and tokens.high == pytest.approx(
-        found.tokens / most.low
-    )
+    assert (tokens.low, tokens.high) == pytest.approx((found.tokens / most.high, found.tokens / most.low))
 
 
 def test_a_network_that_is_assumed_is_less_sure_where_communication_binds() -> None:
@@ -60,9 +55,8 @@ def test_a_kind_that_is_worse_makes_no_step_faster(kind: RateKind) -> None:
     shape = shape_for("llama-7b")
     seconds = [plan(SEVEN, shape, where, rates=worse(PUBLISHED, kind, by)).step_time_s for by in (-0.4, 0.0, 0.4)]
     assert seconds == sorted(seconds)
-    assert seconds[0] < seconds[2] or kind in (RateKind.LINK, RateKind.HOST, RateKind.EAGER), (
-        "which the network hides here"
-    )
+    hidden = kind in (RateKind.LINK, RateKind.HOST, RateKind.EAGER)  # by the network, here
+    assert seconds[0] < seconds[2] or hidden
 
 
 # Of one rank in bf16, as one H100 behind a slow host printed them (tests/results/h100.txt): seconds of a step of the lab's
@@ -89,9 +83,6 @@ def test_a_host_that_issues_slowly_is_seen_in_the_quick_sum_as_in_the_whole_simu
         assert step_seconds(spec, shape, where, rates) == pytest.approx(whole, rel=1e-6)
 
 
-# -- fits --------------------------------------------------------------------------------------------------------------
-
-
 def test_what_just_fits_fits_in_half_of_all_cases() -> None:
     found = plan_of()
     needed = found.machine.device.memory_bytes - found.margin_bytes
@@ -116,9 +107,6 @@ def test_quantiles_and_probabilities_are_each_other_s_inverse(values: list[float
     assert 0.5 <= found.probability_below(at) <= found.probability_below(at + 0.1) <= 1.0
 
 
-# -- searches and tables -----------------------------------------------------------------------------------------------
-
-
 def search_of(memory_bytes: int | None = None) -> Search:
     return searched(SEVEN.replace(world_size=8, micro_batch=2), Target(hardware="a100-80"), limit_bytes=memory_bytes)
 
@@ -135,10 +123,8 @@ def test_a_search_ranks_by_speed_and_probability_and_says_what_cannot_be_told_ap
 
 def test_what_two_predictions_share_does_not_make_their_order_uncertain() -> None:
     both = {RateKind.NETWORK: 0.5, RateKind.COMPUTING: 0.1}
-    one, other = (
-        ErrorScale(below=0.5, above=0.5, causes=both),
-        ErrorScale(below=0.5, above=0.5, causes={**both, RateKind.NETWORK: 0.2}),
-    )
+    less = {**both, RateKind.NETWORK: 0.2}
+    one, other = (ErrorScale(below=0.5, above=0.5, causes=causes) for causes in (both, less))
     assert one.apart(one, 0.03, 1.3) == pytest.approx(0.03)
     assert one.apart(other, 0.04, 1.0) == pytest.approx(0.3027, abs=1e-3)
     assert one.apart(other, 0.04, 2.0) == pytest.approx(0.6013, abs=1e-3)

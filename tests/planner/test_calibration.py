@@ -104,9 +104,7 @@ def test_one_host_is_measured_and_more_like_it_are_planned_with_a_stated_network
     sent = slow.link_bytes["all_gather"] / 125e6 / TCP_SHARE
     assert slow.comm_s["all_gather"] == pytest.approx(sent, rel=0.2)
     hybrid = on(4, 1.0, sharding="hybrid_shard", shard_size=RANKS)
-    assert hybrid.comm_s["all_gather"] == pytest.approx(alone.comm_s["all_gather"]), (
-        "inside hosts, where it was measured"
-    )
+    assert hybrid.comm_s["all_gather"] == pytest.approx(alone.comm_s["all_gather"])  # inside hosts, as it was measured
     band, sure = slow.step_time_band_s(), alone.step_time_band_s()
     assert band.width > 1.3 * sure.width and set(slow.scale.causes) >= {RateKind.NETWORK}
     assert slow.scale.causes[RateKind.COMPUTING] == slow.scale.causes[RateKind.TRAFFIC] == 0.0
@@ -324,15 +322,11 @@ def test_one_gpu_is_planned_as_one_of_many_over_the_links_of_its_data_sheet() ->
 
     one, host, two, slow = on(1), on(8), on(16, 2), on(16, 2, 10.0)
     assert one.step.computing_s == host.step.computing_s == two.step.computing_s
-    assert (
-        sum(one.comm_s.values()) == 0 < sum(host.comm_s.values()) < sum(two.comm_s.values()) < sum(slow.comm_s.values())
-    )
+    alone, near, far, farther = (sum(found.comm_s.values()) for found in (one, host, two, slow))
+    assert alone == 0 < near < far < farther
     assert host.machine.device.link_bytes_per_s == machine("h100", 8).device.link_bytes_per_s
-    assert (
-        (two.machine.hosts, two.machine.per_host) == (2, 8)
-        and "network" in two.assumed
-        and "network" not in slow.assumed
-    )
+    assert (two.machine.hosts, two.machine.per_host) == (2, 8)
+    assert "network" in two.assumed and "network" not in slow.assumed
     with pytest.raises(SpecError, match="1 rank was calibrated, and the Spec has 9"):
         on(9, 2)
     with pytest.raises(

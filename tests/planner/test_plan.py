@@ -26,9 +26,7 @@ def test_figures_hang_together() -> None:
     assert found.model_flops == pytest.approx(by_rule)
     assert 0.3 < found.mfu < 0.6 and found.binding == "computing"
     gathered = 2 * SEVEN.parameters * 63 / 64
-    assert found.link_bytes["all_gather"] == pytest.approx(2 * gathered, rel=0.05), (
-        "forward and backward, but what is kept"
-    )
+    assert found.link_bytes["all_gather"] == pytest.approx(2 * gathered, rel=0.05)  # twice, but what is kept
     assert found.link_bytes["reduce_scatter"] == pytest.approx(2 * gathered, rel=0.001), "once, in fp32"
     assert found.assumed["network"] == "800 Gb/s a host" and found.assumed["attention"] == "flash2"
 

@@ -7,73 +7,26 @@ import dataclasses
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fsdp_lab.planner.bands import MEMORY_ERRORS, PUBLISHED_ERRORS
 from fsdp_lab.planner.costs import GATE, RESIDUAL, RMS_NORM, ROTARY, memory_traffic, padding
-from fsdp_lab.planner.devices import DEVICES, PUBLISHED
-from fsdp_lab.planner.memory import memory, needed_bytes, under_pressure
-from fsdp_lab.planner.shapes import shape_for
+from fsdp_lab.planner.devices import PUBLISHED
+from fsdp_lab.planner.memory import needed_bytes, under_pressure
 from fsdp_lab.planner.step import StepModel
-from fsdp_lab.spec.spec import Spec
 from tests.planner.research import __main__, fitting, validate
-from tests.planner.research.fitting import (
-    Responses,
-    coverage,
-    fit_errors,
-    fit_rates,
-    leave_out,
-    memory_quantiles,
-    with_quantiles,
-)
+from tests.planner.research.fitting import Responses, coverage, fit_errors, fit_rates, leave_out
 from tests.planner.research.models import gpt_model, named_model, shape_of
 from tests.planner.research.published import case, published
-from tests.planner.research.software import SoftwareComputing, planned_memory
-from tests.planner.research.tape import Attention, Software
-from tests.planner.research.validate import (
-    CHECKS,
-    STRESS,
-    UNEXPLAINED,
-    MemoryRow,
-    by_constant,
-    checks,
-    fold,
-    log_memory_errors,
-    mape,
-    memory_rows,
-    summary,
-    usable,
-)
+from tests.planner.research.software import SoftwareComputing
+from tests.planner.research.validate import CHECKS, STRESS, UNEXPLAINED, MemoryRow, fold, mape, memory_rows, usable
 
 ROWS = published()
 TABLE = {row["id"]: row for row in ROWS}
 CASES, REFUSED_ROWS = usable(ROWS)
 SEVEN = shape_of(named_model("Llama-2 7B"))  # type: ignore[arg-type]
 GB = 1e9
-
-# -- a row -------------------------------------------------------------------------------------------------------------
-
-ROW = {
-    "id": "x-1", "model": "Llama-2 7B", "n_layers": "32", "hidden": "4096", "n_heads": "32", "seq_len": "4096",
-    "gpu": "A100", "gpu_mem_gb": "80", "n_gpus": "32", "micro_batch": "2", "precision": "bf16 mixed",
-    "strategy": "FULL_SHARD", "framework": "FSDP2 torchtitan", "act_ckpt": "full",
-    "interconnect": "400 Gb/s RDMA per GPU", "source": "here", "tokens_per_s_per_gpu": "3000",
-}  # fmt: skip
-
-
-def test_a_row_is_read_as_it_is_meant() -> None:
-    one = case(ROW)
-    s, w = one.spec.strategy, one.spec.workload
-    assert (s.backend, s.sharding, s.precision, s.recompute) == ("fsdp2", "full_shard", "bf16", "full")
-    assert (one.spec.world_size, w.micro_batch, w.accumulate, w.seq_len) == (32, 2, 1, 4096)
-    assert (one.machine.device.name, one.machine.hosts) == ("a100-80", 4)
-    assert one.machine.network_bytes_per_s == 400e9
-    assert one.shape.parameters == pytest.approx(6.738e9, rel=0.001), "Llama 2 7B"
-    assert one.measured_s == pytest.approx(2 * 4096 / 3000)
-    assert one.software.attention is Attention.FLASH2
-    assert one.assumed["grad_accum"] == 1 and "hosts" not in one.assumed
 
 
 @pytest.mark.slow
@@ -103,9 +56,6 @@ def test_a_table_is_filled_in_row_by_row_and_a_validation_says_itself(
     assert "each predicted without its own fold" in text and UNEXPLAINED["kempner-01"] in text
 
 
-# -- step times --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_every_row_is_met_or_refused_with_a_reason() -> None:
     assert len(CASES) + len(REFUSED_ROWS) == 728 and len(CASES) == 552 and all(reason for _, reason in REFUSED_ROWS)
@@ -114,12 +64,12 @@ def test_every_row_is_met_or_refused_with_a_reason() -> None:
     by_source = [[abs(errors[one.id]) for one in CASES if one.source == source] for source in {c.source for c in CASES}]
     assert sum(map(abs, errors.values())) / len(errors) < 0.065
     assert sum(sum(each) / len(each) for each in by_source) / len(by_source) < 0.065
-    constant = summary(by_constant(CASES))
+    constant = validate.summary(validate.by_constant(CASES))
     assert constant["by_row_mape"] > 0.08 and constant["by_source_mape"] > 0.1, "one MFU a GPU is far worse"
 
 
 def test_ratios_are_those_that_are_published() -> None:
-    found = checks(ROWS)
+    found = validate.checks(ROWS)
     assert len(found) == len(CHECKS) and sum(check.kind == "scaling" for check in found) == 6
     for check in found:
         near = 0.03 if check.kind == "scaling" else 0.06 if "prefetch" in check.name else 0.1
@@ -160,9 +110,6 @@ def test_where_memory_is_nearly_full_fsdp1_does_not_overlap() -> None:
     assert needed_bytes(full.spec.replace(micro_batch=2), full.shape) > needed_bytes(full.spec, full.shape)
 
 
-# -- costs -------------------------------------------------------------------------------------------------------------
-
-
 def test_blocks_move_what_their_kernels_do_and_a_head_its_logits() -> None:
     h, inner = 4096, 11008
     by_hand = 2 * h * (RESIDUAL[0] + RMS_NORM[0]) + 2 * h * ROTARY[0] + inner * GATE[0]
@@ -171,35 +118,8 @@ def test_blocks_move_what_their_kernels_do_and_a_head_its_logits() -> None:
     assert llama is not None and gpt is not None and root is not None
     assert llama[0] == pytest.approx(by_hand) and llama[2] < llama[0] / 3, "a compiler fuses them"
     assert 3 < llama[0] / gpt[0] < 5 and root[0] == 32000 * 14
-
-
-def attention_s(unit: Any, **software: Any) -> float:
-    spec = Spec(world_size=1).replace(precision="bf16", micro_batch=1)
-    computing = SoftwareComputing(spec=spec, tokens=2048, device=DEVICES["a100-80"], rates=PUBLISHED,
-                                  software=Software(**software))  # fmt: skip
-    return computing.attention_s(unit)[0]
-
-
-def test_attention_takes_whole_widths_and_a_fused_softmax_moves_less() -> None:
-    """FlashAttention's kernels of 80 wide heads are those of 96, and it has no scores to move."""
-    narrow, whole, unit = (shape_of(gpt_model(4, hidden, 32)).units[-1] for hidden in (2560, 3072, 4096))
-    assert padding(narrow) == pytest.approx(96 / 80) and padding(whole) == 1.0
-    assert attention_s(narrow) == pytest.approx(attention_s(whole))
-    plain, fused = (attention_s(unit, attention=Attention.PLAIN, fused_softmax=f) for f in (False, True))
-    moved = 4 * 32 * 2048**2
-    assert plain - fused == pytest.approx(moved / (DEVICES["a100-80"].memory_bytes_per_s * PUBLISHED.memory))
-    assert attention_s(unit, fused_softmax=True) == attention_s(unit)
-
-
-# -- what was fitted ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_one_more_step_of_the_procedure_leaves_the_rates_in_the_package_as_they_are() -> None:
-    kept = fitting._logarithms(PUBLISHED)
-    residuals = fitting._residuals(CASES, fitting._rates(kept))
-    jacobian = fitting._jacobian(CASES, kept, residuals)
-    assert fitting._gauss_newton(kept, residuals, jacobian, fitting._weights(CASES)) == pytest.approx(kept, abs=3e-3)
+    narrow, whole = (shape_of(gpt_model(4, hidden, 32)).units[-1] for hidden in (2560, 3072))
+    assert padding(narrow) == pytest.approx(96 / 80) and padding(whole) == 1.0  # 80 wide heads are computed as 96
 
 
 @pytest.mark.nightly
@@ -218,14 +138,11 @@ def test_the_bands_in_the_package_are_what_the_procedure_finds_and_they_hold() -
     assert dict(errors.sizes) == dict(PUBLISHED_ERRORS.sizes) and errors.floor == PUBLISHED_ERRORS.floor
     assert errors.quantiles.values == pytest.approx(PUBLISHED_ERRORS.quantiles.values, rel=0.02)
     assert errors.between == pytest.approx(PUBLISHED_ERRORS.between, abs=2e-3)
-    assert with_quantiles(rows, errors).quantiles == errors.quantiles
+    assert fitting.with_quantiles(rows, errors).quantiles == errors.quantiles
     held = coverage(rows)
     assert 0.75 <= held.share() <= 0.85 and held.width <= 1.5 * held.constant_width
     names = {one.machine.device.name for one in CASES}
     assert names <= PUBLISHED_ERRORS.devices and max(one.machine.ranks for one in CASES) == PUBLISHED_ERRORS.ranks
-
-
-# -- peaks of memory ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +151,7 @@ def peaks() -> dict[str, MemoryRow]:
 
 
 def test_the_memory_bands_in_the_package_are_those_of_the_rows(peaks: dict[str, MemoryRow]) -> None:
-    found = memory_quantiles(*log_memory_errors(list(peaks.values())))
+    found = fitting.memory_quantiles(*validate.log_memory_errors(list(peaks.values())))
     assert found.values == pytest.approx(MEMORY_ERRORS["cuda"].values, abs=2e-4)
 
 
@@ -263,22 +180,3 @@ def test_slopes_between_rows_are_those_of_the_state(peaks: dict[str, MemoryRow])
     parameters = case(TABLE["dlrover-7B-16"]).shape.parameters * (1 / 16 - 1 / 32)
     assert (few.measured_bytes - many.measured_bytes) / parameters == pytest.approx(12, abs=0.01)
     assert (few.predicted_bytes - many.predicted_bytes) / parameters == pytest.approx(12, abs=0.3)
-
-
-# -- memory of software that the planner does not assume -----------------------------------------------------------------
-
-
-def wide(ranks: int, **changes: Any) -> Spec:
-    fields = {"seq_len": 4096, "micro_batch": 4, "recompute": "full", "precision": "bf16", "backend": "fsdp2"}
-    return Spec(world_size=ranks).replace(held_out=0.0, **{**fields, **changes})
-
-
-@pytest.mark.parametrize(("backend", "recompute", "precision"), [("lab", "none", "bf16"), ("fsdp2", "full", "fp32")])
-def test_a_model_of_which_only_sizes_are_known_is_as_one_that_was_recorded(
-    backend: str, recompute: str, precision: str
-) -> None:
-    spec = wide(64, backend=backend, recompute=recompute, precision=precision, seq_len=1024)
-    recorded = memory(spec, shape_for("llama-7b"), device="cuda")
-    known = planned_memory(spec, SEVEN, Software())
-    assert known.peak_bytes == pytest.approx(recorded.peak_bytes, rel=0.02)
-    assert known.at_peak.activations_bytes == pytest.approx(recorded.at_peak.activations_bytes, rel=0.06)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,10 +17,6 @@ from fsdp_lab.cluster import RankLost
 from fsdp_lab.cluster.calls import Outcome, verdict
 from fsdp_lab.cluster.remote import described
 from fsdp_lab.runs.view import Awaited
-from fsdp_lab.spec.spec import Spec
-from tests.test_house import modules
-
-FIELDS = {*Spec().to_dict(), "spec"} - {"workload", "strategy"}  # "spec": the text of one as a whole
 
 
 @pytest.mark.parametrize("kind", [ArgumentError, SpecError])
@@ -31,27 +25,6 @@ def test_an_error_keeps_its_parts_across_processes_and_is_the_same_in_the_kernel
     for again in (pickle.loads(pickle.dumps(error)), verdict("it", {0: Outcome(error=described(error))})):
         assert type(again) is kind and str(again) == "a: is wrong; mend it" and isinstance(again, ValueError)
         assert (again.field, again.reason, again.hint, again.fix) == ("a", "is wrong", "mend it", {"b": 1})
-
-
-def raised(name: str) -> Iterator[tuple[str, str]]:
-    """(place, field) of each call of that error whose field is written there, or begins there."""
-    for module in (m for m in modules() if f"{name}(" in m.text):
-        for node in module.nodes:
-            if isinstance(node, ast.Call) and node.args and getattr(node.func, "id", "") == name:
-                first = node.args[0]
-                first = first.values[0] if isinstance(first, ast.JoinedStr) else first
-                if isinstance(first, ast.Constant):
-                    yield f"{module.file}:{node.lineno}", str(first.value)
-
-
-def of_a_spec(field: str) -> bool:
-    return field in FIELDS or field.startswith(("workload.", "strategy."))
-
-
-def test_spec_errors_name_fields_of_a_spec_and_argument_errors_do_not():
-    assert not [place for place, field in raised("SpecError") if not of_a_spec(field)]
-    arguments = list(raised("ArgumentError"))
-    assert len(arguments) > 30 and not [place for place, field in arguments if of_a_spec(field)]
 
 
 LOST = "RankLost(rank=1, engine=1, pid=2, host='here', reason='was killed', unix_s=0.0)"

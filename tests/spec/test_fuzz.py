@@ -11,31 +11,16 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.spec.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec, Strategy
+from fsdp_lab.spec.spec import Spec, Strategy
 from fsdp_lab.spec.workload import Workload
 from tests.pool import Place, Pool
 from tests.rank.test_session import SMALL, session
+from tests.spec.test_spec import GOOD
 
 NAMES = [f.name for part in (Workload, Strategy) for f in dataclasses.fields(part)] + ["world_size", "devices", "link"]
 JUNK: list[Any] = [None, "", "none", "every:0", "every:2", "min_params:x", "class:", True, False, -1, 0, 1, 2, 3, 1 << 70,
                    0.0, -0.5, 1e-3, math.nan, math.inf, [], {}, "cpu", ["cpu"], {"param": "fp32"}, "µ\n", b"x", "a.b:c",
                    {"code": "b"}]  # fmt: skip
-GOOD: dict[str, list[Any]] = {
-    "backend": [*BACKENDS], "sharding": [*SHARDINGS], "precision": [*PRECISIONS], "offload": [*OFFLOADS],
-    "wrap": ["block", "every:2", "min_params:100", "class:GPT2Block", "whole"], "shard_size": [None, 1, 2, 4],
-    "forward_prefetch": [None, 0, 1], "backward_prefetch": [0, 1, 2], "limit_all_gathers": [0, 1, 2],
-    "limit_reductions": [1, 2], "gather": ["copy", "mapped"],
-    "recompute": ["none", "full", "every:2"], "sync": ["every", "last", 2], "world_size": [1, 2, 3, 4],
-    "optimizer": ["adamw", "sgd", "RMSprop", "NAdam", "Muon"],
-    "optimizer_args": [{}, {"fused": True}, {"momentum": 0.9}, {"amsgrad": True}],
-    "lr_schedule": ["linear", "cosine"], "decay_steps": [9], "warmup_steps": [2], "lr_end": [0.5],
-    "tokenizer": [None, "bytes"], "packing": ["packed"],
-    "dropout": ["off", "config"],
-    "param_groups": [[{"match": ["*.bias"], "lr": 0.1}], [{"match": ["*"], "weight_decay": 0}]],
-    "freeze": [None, ["*.bias"], ["transformer.h.0.*", "transformer.w?e.*"]],
-    "weights": [None, "random"], "fresh_weights": [None, ["x.*"]], "lora": [None, {"r": 2}],
-    "accumulate": [1, 2, 3], "micro_batch": [1, 2], "clip_norm": [None, 1.0],
-}  # fmt: skip
 
 
 @settings(max_examples=10)
@@ -75,7 +60,7 @@ def _trained(place: Place, given: list[dict[str, Any]]) -> list[str]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_is_not_refused_trains(pool: Pool, ranks: int) -> None:
     chance, good = random.Random(ranks), list[dict[str, Any]]()
-    while len(good) < 16:
+    while len(good) < 8:
         fields = {name: chance.choice(GOOD[name]) for name in chance.sample(list(GOOD), 6)}
         try:
             spec = Spec(world_size=ranks).replace(model=SMALL, seq_len=32, **{**fields, "world_size": ranks})
@@ -84,4 +69,4 @@ def test_what_is_not_refused_trains(pool: Pool, ranks: int) -> None:
         good.append(spec.to_dict())
     told = pool.run(_trained, ranks, good, reduction=None)
     assert all(each == told[0] for each in told), "refused on all ranks alike"
-    assert told[0].count("trained") >= 12
+    assert told[0].count("trained") >= 4

@@ -20,13 +20,8 @@ def issued(ordinal: int, kind: str = "all_gather", unit: str = "h.3", group: str
 
 def beat(rank: int, pending: Issued | None = None, waited_s: float = 9.0, **more: Any) -> Heartbeat:
     """A rank that waits in `pending` with all four, or, without one, one that has issued 16 and is elsewhere."""
-    fields: dict[str, Any] = {
-        "rank": rank,
-        "number": 0,
-        "working": True,
-        "last": pending or issued(15),
-        "stack": f"s{rank}",
-    }
+    fields: dict[str, Any] = {"rank": rank, "number": 0, "working": True, "stack": f"s{rank}"}
+    fields["last"] = pending or issued(15)
     if pending is not None:
         fields |= {"pending": pending, "pending_s": waited_s, "peers": (0, 1, 2, 3)}
     return Heartbeat(**{**fields, "counts": {"world": 16 if pending is None else pending.ordinal + 1}, **more})

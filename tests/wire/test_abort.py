@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 
 from fsdp_lab.backends import base
 from tests.pool import Place, Pool
+from tests.wire.test_nccl import _comes
 
 
 def _given_up(place: Place) -> None:
@@ -31,13 +31,6 @@ def _given_up(place: Place) -> None:
     assert [t.untyped_storage().size() for t in (*held[0], whole)] == [512, 256, 0]
     place.store.set("looked", "")
     assert _comes(lambda: not context.busy_addresses(), context.timeout_s - 5)  # rank 1 has closed its end
-
-
-def _comes(true: Callable[[], bool], within_s: float) -> bool:
-    end = time.monotonic() + within_s
-    while not true() and time.monotonic() < end:
-        time.sleep(0.05)
-    return true()
 
 
 def _ends_late(place: Place) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,24 +13,17 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from fsdp_lab.wire import traffic
+from fsdp_lab.wire import WireTimeout, traffic
 from fsdp_lab.wire.context import GlooExchange
 from tests.pool import Place, Pool
 
-
-class Over:
-    """The pool, with groups over Gloo or over shared memory."""
-
-    def __init__(self, pool: Pool, *, shared_memory: bool) -> None:
-        self._pool, self._shared_memory = pool, shared_memory
-
-    def run(self, *args: Any, **options: Any) -> list[Any]:
-        return self._pool.run(*args, shared_memory=self._shared_memory, **options)
+Run = Callable[..., list[Any]]
 
 
-@pytest.fixture(params=["gloo", "shared_memory"])
-def over(pool: Pool, request: pytest.FixtureRequest) -> Over:
-    return Over(pool, shared_memory=request.param == "shared_memory")
+@pytest.fixture(params=[False, True], ids=["gloo", "shared_memory"])
+def over(pool: Pool, request: pytest.FixtureRequest) -> Run:
+    """The pool's `run`, with groups over Gloo or over shared memory."""
+    return functools.partial(pool.run, shared_memory=request.param)
 
 
 def _values(rank: int, n: int) -> torch.Tensor:
@@ -71,13 +65,11 @@ def _expected(world_size: int, n: int, op: str) -> torch.Tensor:
 OPERATIONS = ["SUM", "AVG", "PREMUL_SUM"]
 
 
-@pytest.mark.parametrize(
-    ("reduction", "world_size"), [("rank_ordered", 3), ("rank_ordered", 4), ("native", 2), ("auto", 3)]
-)
-def test_sums(over: Over, world_size: int, reduction: str) -> None:
+@pytest.mark.parametrize(("reduction", "world_size"), [("rank_ordered", 4), ("native", 2), ("auto", 3)])
+def test_sums(over: Run, world_size: int, reduction: str) -> None:
     n = 1001
     same = torch.equal if reduction == "rank_ordered" else functools.partial(torch.allclose, atol=1e-6)
-    by_rank = over.run(_sums, world_size, n, OPERATIONS, reduction=reduction)
+    by_rank = over(_sums, world_size, n, OPERATIONS, reduction=reduction)
     for op in OPERATIONS:
         reduced, parts = zip(*(found[op] for found in by_rank), strict=True)
         assert all(same(got, _expected(world_size, n, op)) for got in reduced), op
@@ -94,11 +86,11 @@ def _in_place(place: Place, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return summed[first:last].clone(), gathered
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_in_place(over: Over, world_size: int) -> None:
+def test_in_place(over: Run) -> None:
     """Each part comes to where another was sent from, and none is overwritten before it was sent or added."""
+    world_size = 3
     for n in (0, 1, 70_001):
-        parts, gathered = zip(*over.run(_in_place, world_size, n, reduction="rank_ordered"), strict=True)
+        parts, gathered = zip(*over(_in_place, world_size, n, reduction="rank_ordered"), strict=True)
         assert torch.equal(torch.cat(parts), _expected(world_size, n * world_size, "SUM"))
         assert all(torch.equal(got, torch.cat([_values(r, n) for r in range(world_size)])) for got in gathered)
 
@@ -148,8 +140,8 @@ def _every_kind(place: Place) -> dict[str, object]:
     }  # fmt: skip
 
 
-def test_every_kind_arrives_and_is_counted(over: Over) -> None:
-    for r, got in enumerate(over.run(_every_kind, 3)):
+def test_every_kind_arrives_and_is_counted(over: Run) -> None:
+    for r, got in enumerate(over(_every_kind, 3)):
         totals, sequence = got.pop("totals"), got.pop("sequence")
         assert totals["all_to_all"] == (1, 8, True)  # 3 floats, of which 2 leave
         assert totals["broadcast"][:2] == (1, 16)
@@ -183,9 +175,9 @@ def _passes_on(place: Place, late_s: float) -> list[float]:
     return t.tolist()
 
 
-def test_a_rank_that_sends_late_is_waited_for(over: Over) -> None:
+def test_a_rank_that_sends_late_is_waited_for(over: Run) -> None:
     """Gloo closes the connection where a wait for it times out, so it must not be waited for in slices."""
-    assert over.run(_passes_on, 3, 0.2) == [[2.0] * 3, [1.0] * 3, [2.0] * 3]
+    assert over(_passes_on, 3, 0.2) == [[2.0] * 3, [1.0] * 3, [2.0] * 3]
 
 
 def _exchanged(place: Place, n: int, exchange: GlooExchange) -> list[torch.Tensor]:
@@ -217,6 +209,23 @@ def test_all_ranks_choose_alike_how_they_exchange(pool: Pool) -> None:
     assert chosen.piece_bytes in (0, 128 << 10)
 
 
+def _never_comes(place: Place) -> str:
+    """What rank 0 is told of a collective that rank 1 does not join."""
+    if place.rank == 1:
+        place.store.wait(["told"])
+        return ""
+    with pytest.raises(WireTimeout) as late:
+        place.world.all_gather_single(torch.empty(2), torch.empty(1)).wait(timedelta(seconds=1))
+    place.context.abort("the end")  # the group may be closed only so
+    place.store.set("told", "")
+    return str(late.value)
+
+
+def test_a_collective_that_a_rank_does_not_join_ends_in_time(pool: Pool) -> None:
+    told = "collective 0 (all_gather in group 0 of 2) did not complete in 1 s: a rank did not join it"
+    assert pool.run(_never_comes, 2)[0] == told
+
+
 def _not_here(place: Place) -> list[str]:
     """What torch says of each."""
     symmetric, plain = torch.distributed._symmetric_memory, torch.ones(4)
@@ -233,7 +242,7 @@ def _not_here(place: Place) -> list[str]:
     return said
 
 
-def test_symmetric_memory_and_estimates_of_time_are_refused(over: Over) -> None:
-    for *shared, estimated in over.run(_not_here, 2):
+def test_symmetric_memory_and_estimates_of_time_are_refused(over: Run) -> None:
+    for *shared, estimated in over(_not_here, 2):
         assert set(shared) == {"a group of fsdp_lab has no symmetric memory; leave out set_symm_mem_for_comm"}
         assert "time estimator is not supported" in estimated

@@ -14,7 +14,7 @@ from tests.engine.simulated import Mode, SimulatedDevice
 from tests.pool import Place, Pool
 from tests.wire.simulated_wire import ExportedMemory, Over, wire_on_device
 
-STEPS = 8
+STEPS = 4
 
 
 def _gathered(place: Place, sizes: list[int], mode: Mode) -> tuple[list[bool], list[int]]:

@@ -16,8 +16,6 @@ from tests.pool import Place, Pool
 
 MIB = 1 << 20
 
-# -- the formula -----------------------------------------------------------------------------------------------------
-
 
 def test_a_link_is_one_queue_a_direction() -> None:
     link = Link(bytes_per_s=100.0, latency_s=0.5)
@@ -70,9 +68,6 @@ def test_an_alarm_calls_in_order_and_forgets() -> None:
     assert not alarm._due
     assert [name for name, _ in called] == ["early", "late"]
     assert called[0][1] >= 0.1 and called[1][1] >= 0.2
-
-
-# -- real collectives ------------------------------------------------------------------------------------------------
 
 
 def _issue(place: Place, kind: str, payload_bytes: int) -> Callable[[], Any]:
@@ -147,9 +142,6 @@ def _end_times(place: Place) -> tuple[float, float, bool]:
 def test_what_the_meter_says_is_the_emulated_end(pool: Pool) -> None:
     for took_s, exposed_s, too_early in pool.run(_end_times, 2):
         assert took_s >= 0.999 * MIB / 10e6 and exposed_s < took_s and not too_early
-
-
-# -- abort -----------------------------------------------------------------------------------------------------------
 
 
 def _aborted(place: Place, by_future: bool) -> tuple[float, str, bool]:

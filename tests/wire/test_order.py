@@ -17,7 +17,7 @@ from torch import Tensor, distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fsdp_lab.backends import ddp
-from fsdp_lab.wire import ReductionOrder, Wire, group as wire_group
+from fsdp_lab.wire import ReductionOrder, Wire
 from fsdp_lab.wire.work import WireWork
 from tests.covering import tiered
 from tests.engine.simulated import Mode, SimulatedDevice, Stream, Wait
@@ -191,9 +191,6 @@ def test_every_wait_is_there(pool: Pool, over: str, mode: Mode) -> None:
         assert found == {}
 
 
-# -- DDP's hook --------------------------------------------------------------------------------------------------------
-
-
 class Bucket:
     """Of DDP's reducer."""
 
@@ -236,8 +233,6 @@ def test_ddp_s_buckets(pool: Pool, over: str, mode: Mode) -> None:
         assert pool.run(_buckets, 2, over, dtype, mode, reduction=None) == [[wanted]] * 2
 
 
-# -- something is left out ---------------------------------------------------------------------------------------------
-
 NOT_FOR_ORDER = "group.unstage"  # the host waits, so that the time of a wait has the copy in it
 
 
@@ -260,37 +255,6 @@ def test_a_wait_that_is_left_out_is_found(pool: Pool, over: str, least: int) -> 
     found = pool.run(_without_each, W, over, reduction=None)[0]
     assert {wait for wait, wrong in found.items() if not wrong} == {w for w in found if w.at == NOT_FOR_ORDER}
     assert sum(map(bool, found.values())) >= least
-
-
-def hasty(streams: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
-    """The copies to the host are queued."""
-    with patch.object(Tensor, "copy_", lambda t, source: copy(t, source, non_blocking=True)):
-        return stage(streams, inputs, outputs)
-
-
-copy, stage = Tensor.copy_, wire_group.stage
-
-SEEDS: dict[str, tuple[str, Any, str]] = {
-    # what is left out: over what, the patch, and what is found
-    "the allocator is told": (Over.NCCL, (WireWork, "_keep_memory", lambda work: None), "memory that was freed"),
-    "a sum in a thread of Gloo's is on the caller's stream": (
-        Over.HOST, (WireWork, "_on_stream", lambda work: nullcontext()), "does not wait for"),
-    "another stream that waits is ordered": (Over.HOST, (WireWork, "_order_again", lambda work: None), "does not wait for"),
-    "and over NCCL": (Over.NCCL, (WireWork, "_order_again", lambda work: None), "does not wait for"),
-    "inputs are copied before Gloo reads them": (Over.HOST, (wire_group, "stage", hasty), "does not wait for"),
-}  # fmt: skip
-
-
-def _seeded(place: Place, over: str, seed: str) -> list[str]:
-    with patch.object(*SEEDS[seed][1]), wire_on_device(place, over) as wire:
-        return [_wrong(place, wire, case, SimulatedDevice()) for case in CASES]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_left_out_is_found(pool: Pool, seed: str) -> None:
-    over, _, says = SEEDS[seed]
-    assert any(says in wrong for wrong in pool.run(_seeded, W, over, seed, reduction=None)[0])
 
 
 def _dropped(place: Place, told: bool) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ FLOATS = 5 * PAGE  # 20 pages
 
 
 @pytest.fixture
-def arena() -> Arena:
-    return Arena(1 << 26)
+def arena() -> Iterator[Arena]:
+    gc.freeze()  # what other tests have left is most of what the collections below would walk
+    yield Arena(1 << 26)
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -78,9 +78,9 @@ def _end(issued: tuple[Any, Tensor, Tensor], own: random.Random) -> None:
     assert torch.equal(output, wanted)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_waits_may_come_in_any_order(pool: Pool, world_size: int) -> None:
-    for seed in range(3):
+    for seed in range(2):
         pool.run(_in_any_order, world_size, seed, 60, shared_memory=True)
 
 

@@ -204,15 +204,10 @@ def _model_of_sizes(reader: _Reader, layers: int, hidden: int, **others: Any) ->
 # -- the Spec, the software and the machine of a row -----------------------------------------------------------------
 
 # (column, pattern, reason, hint) of rows that are not FSDP by itself, or of a dtype that no Spec has.
-_OUT = "leave the row out"
+_OUT, _IN_A_HOST = "leave the row out", "shards the optimizer's state inside a host, which no Spec does"
 _REFUSED = (
     ("strategy", r"x ?TP|\+ ?TP|PP|CP\d", "is more than sharded data parallelism", _OUT),
-    (
-        "strategy",
-        r"over the \d+ ranks of a host",
-        "shards the optimizer's state inside a host, which no Spec does",
-        _OUT,
-    ),
+    ("strategy", r"over the \d+ ranks of a host", _IN_A_HOST, _OUT),
     ("model", "(?i)lora", "trains adapters beside frozen weights", _OUT),
     ("strategy", "(?i)offload", "copies over PCI Express, which is not calibrated", _OUT),
     ("precision", "(?i)float8|fp8", "is not one of the lab's", "use bf16, fp16 or fp32"),
@@ -270,14 +265,9 @@ def _precision(reader: _Reader) -> str:
 def _software(reader: _Reader) -> tuple[Software, str]:
     """The software, and the Spec's `recompute`.
 
-    The FSDP paper's peaks of T5 (figure 8c) are taken to be of the first step. Between 8 GPUs and 512 they differ by 7 GB of
-    11.3e9 parameters, some 4 bytes each within the rounding to GB: fp32 values, and neither gradients nor Adam's moments,
-    which would be 12 more. 2.5 GB a sample are the keys and values of 24 decoder blocks (1.6 GB), biases (0.4 GB) and the
-    scores of one attention (0.3 GB): the end of the forward. (A small T5 of transformers 4.26 under FSDP1 on CPUs has biases
-    in fp32, returns the keys and values, and has a peak in its forward 3 % above the planned one a sample.) The authors'
-    trainer of GPT prints a peak after each phase of a step, and resets it (github.com/mrshenli/ptd_benchmark, trainer.py).
-    The paper does not say when it measured. Peaks of GPT-175B in the same figure differ by 16 bytes a parameter: they are of
-    a later step.
+    The FSDP paper does not say when it measured. Its peaks of T5 (figure 8c) are taken to be of the first step: between 8
+    GPUs and 512 they differ by 4 bytes a parameter, fp32 values without gradients and moments, and 2.5 GB a sample are keys
+    and values, biases and scores at the end of the forward. Those of GPT-175B differ by 16 bytes: they are of a later step.
     """
     framework, checkpoints, said = reader.text("framework"), reader.text("act_ckpt"), reader.text("kernels")
     is_t5, is_paper = "t5" in reader.text("model").lower(), "2304.11277" in reader.text("source")

@@ -92,9 +92,6 @@ class SoftwareComputing(Computing):
         return super().optimizer_s(elements) / (2 if self.software.half_state else 1)
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
 class KeepingFSDP1(FSDP1Memory):
     """FSDP1 whose gradients are filled with zeros, and so stay."""
 
@@ -151,9 +148,6 @@ def peak_of_kind(planned: MemoryPlan, kind: str, capacity_bytes: float) -> float
     context = CONTEXT_BYTES if kind == "used" else 0
     reserved = min(SPARE * planned.peak_bytes, FULL * capacity_bytes - context)
     return max(reserved, planned.reserved_bytes) + context
-
-
-# -- plans -----------------------------------------------------------------------------------------------------------
 
 
 def planned(spec: Spec, shape: ModelShape, machine: Machine, software: Software) -> Plan:

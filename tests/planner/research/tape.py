@@ -14,7 +14,7 @@ compiled.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -121,15 +121,9 @@ class _Run:
     holds: dict[str, int]  # how many operators' backwards still need a tensor
     changes: list[TapeChange] = field(default_factory=list)
 
-    def forward(
-        self, *, saving: bool, exists: frozenset[str] = frozenset(), keeping: frozenset[str] = frozenset()
-    ) -> None:
-        """Runs the forward.
-
-        Args:
-            saving: for a backward; otherwise only the input and the tensors in `keeping` stay.
-            exists: tensors that need not be recomputed.
-        """
+    def forward(self, *, saving: bool, exists: Set[str] = frozenset(), keeping: Set[str] = frozenset()) -> None:
+        """Runs the forward: `saving` for a backward; otherwise only the input and the tensors in `keeping` stay. `exists`:
+        tensors that need not be recomputed."""
         last = {name: i for i, op in enumerate(self.operators) for name in (*op.inputs, *op.names)}
         for i, op in enumerate(self.operators):
             if op.output not in exists:
