@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from fsdp_lab.cluster.errors import StartError
+from fsdp_lab.cluster import StartError
 from fsdp_lab.cluster.host_script import TRY_S, connected, digest_of, exactly, try_to_connect
 
 MEASURED_S, MEASURED_BYTES = 0.2, 4 << 20  # at most, of the transfer to one address

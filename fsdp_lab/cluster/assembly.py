@@ -18,21 +18,19 @@ import psutil
 from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import ArgumentError, FieldError
 from fsdp_lab.base.process import alive, host_id
+from fsdp_lab.cluster import ClusterError, StartError
 from fsdp_lab.cluster.addresses import Endpoint, fastest, new_token, reached_by_all, unique_names
+from fsdp_lab.cluster.batch_engines import LauncherEngines, SlurmEngines
 from fsdp_lab.cluster.calls import SECOND_INTERRUPT_S, Dispatcher
-from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters
+from fsdp_lab.cluster.detached import Claimed, DetachedCluster, claim, detached_clusters
 from fsdp_lab.cluster.engine_server import forks
 from fsdp_lab.cluster.engines import Engines, ExternalEngines, exposure_notes
-from fsdp_lab.cluster.errors import ClusterError, StartError
-from fsdp_lab.cluster.guardian import Guardian
-from fsdp_lab.cluster.host_engines import HostEngines, Report, SshEngines
+from fsdp_lab.cluster.host_engines import Report, SshEngines
 from fsdp_lab.cluster.host_script import TRY_S
-from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SshHosts
-from fsdp_lab.cluster.launcher_engines import LauncherEngines
-from fsdp_lab.cluster.local_engines import LOOPBACK, DetachedEngines, LocalEngines, OnEnd, claim, engine_environment
+from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SlurmHosts, SshHosts
+from fsdp_lab.cluster.local_engines import LOOPBACK, LocalEngines, engine_environment
 from fsdp_lab.cluster.membership import Member
 from fsdp_lab.cluster.placement import Host, Placement, free_gpus, place, probe, without_ours
-from fsdp_lab.cluster.slurm_engines import SlurmEngines
 from fsdp_lab.cluster.supervisor import Supervisor
 
 ATTACHED_S = 1.0  # for all ranks to answer once the first has
@@ -110,7 +108,7 @@ class Assembly:
     @property
     def attached(self) -> bool:
         """Whether the ranks were started by a former kernel."""
-        return isinstance(self._membership.engines, DetachedEngines)
+        return self._membership.engines is not None and self._membership.engines.attached
 
     @property
     def _engines(self) -> Engines:
@@ -200,13 +198,8 @@ class Assembly:
             membership.token, membership.engines = looked_at
         elif config.given is not None:
             membership.engines = ExternalEngines(config.given, config.timeout_s)
-        elif config.hosts is not None:
-            membership.engines = self._engines_on(config.hosts, membership.token, self._report)
         else:
-            forked = forks(len(self._this_host().gpus))
-            given = (membership.token, self._environment, self._supervisor.process_ended, config.timeout_s)
-            membership.engines = LocalEngines(*given, forked=forked, rank_module=config.rank_module)
-            membership.engines.default_ranks = config.ranks or self._default_ranks
+            membership.engines = self._engines_on(config.hosts, membership.token, self._report)
         membership.leaving = frozenset()  # another controller counts engines from 0 again
         membership.engines.sending = self._dispatcher.sending
         if membership.closed:  # meanwhile, by another thread
@@ -214,17 +207,24 @@ class Assembly:
             raise ClusterError("the ranks were closed while they started")
         self._supervisor.watch(membership.engines.client)
 
-    def _engines_on(self, hosts: Hosts, token: str, report: Callable[[str, int, int], None]) -> Engines:
-        """Raises StartError."""
-        given = (token, self.config.environment, self._supervisor.process_ended, self.config.timeout_s)
+    def _engines_on(
+        self, hosts: Hosts | None, token: str, report: Report, former: Claimed | None = None
+    ) -> LocalEngines:
+        """Engines on these hosts or on this one, which start when they are added; or `former` ones. Raises StartError."""
+        config, on_end = self.config, self._supervisor.process_ended
+        if hosts is None:
+            ranks = config.ranks or self._default_ranks
+            environment = engine_environment(token, ranks, config.environment)
+            forked = former is None and forks(len(self._this_host().gpus))
+            how = (environment, on_end, config.timeout_s, former)
+            engines = LocalEngines(token, *how, forked=forked, rank_module=config.rank_module)
+            engines.default_ranks = ranks
+            return engines
         if isinstance(hosts, LauncherHosts):
-            return LauncherEngines(*given, hosts, report)
-        return (SshEngines if isinstance(hosts, SshHosts) else SlurmEngines)(*given, hosts, report)
-
-    @property
-    def _environment(self) -> dict[str, str]:
-        ranks = self.config.ranks or self._default_ranks
-        return engine_environment(self._membership.token, ranks, self.config.environment)
+            return LauncherEngines(token, config.environment, on_end, config.timeout_s, hosts, report)
+        assert isinstance(hosts, (SshHosts, SlurmHosts))
+        kind = SshEngines if isinstance(hosts, SshHosts) else SlurmEngines
+        return kind(token, config.environment, on_end, config.timeout_s, former, hosts, report)
 
     def _report(self, stage: str, done: int, total: int) -> None:
         seconds = time.monotonic() - self._began_s
@@ -350,17 +350,12 @@ class Assembly:
 
     def _attach(self, limit_s: float) -> bool:
         """Takes over detached ranks, and ends those that do not answer. Returns whether it has taken over any."""
-        hosts, on_end = self.config.hosts, self._supervisor.process_ended
         while (claimed := claim(self.config.identity, limit_s)) is not None:
-            record, guardian = claimed
+            record, _ = claimed
             self._membership.token = record.token
-            if hosts is None:
-                engines = DetachedEngines(record, guardian, self._environment, on_end)
-            else:
-                kind = DetachedSshEngines if isinstance(hosts, SshHosts) else DetachedSlurmEngines
-                engines = kind(record, guardian, self.config.environment, on_end, hosts, self._report)
+            engines = self._engines_on(self.config.hosts, record.token, self._report, claimed)
             try:
-                engines.open()
+                engines.reach()
                 self._membership.engines = engines
                 self._supervisor.watch(engines.client)
                 self._adopt_ranks(record)
@@ -413,32 +408,6 @@ def rank_order(
     for engine in sorted(reports):
         first.setdefault(reports[engine]["id"], engine)
     return sorted(reports, key=lambda engine: (place_of(host := reports[engine]["id"]), first[host], engine))
-
-
-class DetachedHostEngines(DetachedEngines, HostEngines):
-    """Engines on the hosts of a former kernel's record. While no kernel uses them, the controller here, the agents on the
-    hosts, a Slurm job with its steps and the tunnels go on, and the guardian here ends all of them if no kernel comes."""
-
-    def __init__(
-        self,
-        record: DetachedCluster,
-        guardian: Guardian,
-        environment: Mapping[str, str],
-        on_end: OnEnd,
-        hosts: Hosts,
-        report: Report,
-    ) -> None:
-        self._configure(hosts, environment, report)
-        super().__init__(record, guardian, engine_environment(record.token, 1, environment), on_end)
-        self._take_over(record.where)
-
-
-class DetachedSshEngines(DetachedHostEngines, SshEngines):
-    """The former kernel's tunnels are used as long as they stay open."""
-
-
-class DetachedSlurmEngines(DetachedHostEngines, SlurmEngines):
-    """Their steps are no children of this process: how an engine ended is asked of its host."""
 
 
 # -- where the ranks of several hosts listen ---------------------------------------------------------------------------

@@ -23,8 +23,7 @@ import psutil
 
 from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.base.process import alive
-from fsdp_lab.cluster import remote
-from fsdp_lab.cluster.errors import Interrupted, RankError, RankHung, RankLost, RankStuck
+from fsdp_lab.cluster import Interrupted, RankError, RankHung, RankLost, RankStuck, remote
 from fsdp_lab.cluster.membership import Member, Membership
 
 LOST_S = 0.4  # the error of a lost rank waits this long for the other ranks, which settle by themselves

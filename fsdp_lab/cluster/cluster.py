@@ -28,11 +28,11 @@ import psutil
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.hang import limit
 from fsdp_lab.base.process import marked
+from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.cluster.assembly import Assembly, ClusterConfig, RestoredError, StartProgress
 from fsdp_lab.cluster.calls import Call, Dispatcher, OnData
 from fsdp_lab.cluster.code_delivery import Delivery
 from fsdp_lab.cluster.detached import persist_limit_s
-from fsdp_lab.cluster.errors import ClusterError, RankLost
 from fsdp_lab.cluster.hosts import Hosts, LauncherHosts
 from fsdp_lab.cluster.membership import ClusterState, Membership, RankStatus
 from fsdp_lab.cluster.supervisor import Supervisor

@@ -20,7 +20,7 @@ import ipyparallel as ipp
 from IPython.paths import get_ipython_dir
 
 from fsdp_lab.base.process import host_id
-from fsdp_lab.cluster.errors import ClusterError, StartError
+from fsdp_lab.cluster import ClusterError, StartError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,7 @@ class Engines(ABC):
 
     owned = False  # whether we started them, and therefore may end them
     local = False  # whether all of them are on this host
+    attached = False  # whether they were started by a former kernel
     forked = False  # whether they are forked from a process that has imported torch
     notes: tuple[str, ...] = ()  # on how they were started
     sending: AbstractContextManager[Any] = nullcontext()  # held while the client sends: it does not count atomically
@@ -86,15 +87,17 @@ class Engines(ABC):
         """The last lines that an engine wrote."""
         return ""
 
-    def end(self, processes: Sequence[EngineProcess], term_s: float) -> None:  # noqa: B027
+    def end(self, processes: Sequence[EngineProcess], term_s: float) -> None:
         """Ends engines. Does nothing if they are not ours."""
+        return
 
     def persist(self, **fields: Any) -> None:
         """Lets the engines outlive this kernel; `fields` are those of `DetachedCluster` not known here."""
         raise ClusterError("the engines of a given cluster are yours, and stay anyway")
 
-    def unpersist(self) -> None:  # noqa: B027
+    def unpersist(self) -> None:
         """The engines end with this kernel again."""
+        return
 
     def detach(self) -> None:
         """Leaves the engines running for another kernel. Raises ClusterError: they are not persistent."""

@@ -1,5 +1,4 @@
-"""Engines on this machine: started by this kernel (`LocalEngines`), or by a former one (`DetachedEngines`); and how
-ipyparallel's launchers are run."""
+"""`LocalEngines`: engines on this machine, started by this kernel or a former one; and how ipyparallel's launchers run."""
 
 from __future__ import annotations
 
@@ -22,11 +21,17 @@ import zmq
 from traitlets.config import Config
 
 from fsdp_lab.base.process import HOST_MEMORY, MARK, Identity, end, machine, marked, sweep, usable_cores
-from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters, private_folder, remove_private
+from fsdp_lab.cluster import ClusterError, StartError
+from fsdp_lab.cluster.detached import (
+    Claimed,
+    DetachedCluster,
+    Guardian,
+    package_path,
+    private_folder,
+    remove_private,
+)
 from fsdp_lab.cluster.engine_server import SOCKET, ForkedEngineSetLauncher, start_server
 from fsdp_lab.cluster.engines import EngineProcess, Engines
-from fsdp_lab.cluster.errors import ClusterError, StartError
-from fsdp_lab.cluster.guardian import Guardian, package_path
 
 ATTACH_S = 10.0  # for the client to reach running engines
 # The client remembers the signatures of its messages against replays, by default of 65,536.
@@ -65,10 +70,7 @@ class LocalEngines(Engines):
 
     owned = local = True
     default_ranks = 2
-    _guardian: Guardian | None
     _connection: Mapping[str, Any]  # with which an engine reaches the controller
-    _record: DetachedCluster | None  # while the engines may outlive this kernel
-    _server: subprocess.Popen[bytes] | None  # that forks engines
 
     def __init__(
         self,
@@ -76,12 +78,26 @@ class LocalEngines(Engines):
         environment: Mapping[str, str],
         on_end: OnEnd,
         timeout_s: float = 60,
+        former: Claimed | None = None,
         *,
         forked: bool = False,
         rank_module: str | None = None,
     ) -> None:
-        """`forked`: a server that imports `rank_module`, or the package's own code, forks the engines; else each imports."""
-        self._prepare(token, environment, on_end)
+        """`former`: what a former kernel left; before `reach` it can only be detached or closed. `forked`: a server that
+        imports `rank_module`, or the package's own code, forks the engines; else each imports."""
+        self._token, self._environment, self._on_end = token, dict(environment), on_end
+        self._exit_codes: dict[int, int | None] = {}
+        self._launchers: dict[int, Any] = {}  # pid -> ipyparallel's launcher of one engine
+        self._cluster: Any = None
+        self.client = self._user_client = None
+        self._server: subprocess.Popen[bytes] | None = None  # that forks engines
+        self._record: DetachedCluster | None = None  # while the engines may outlive this kernel
+        self._guardian: Guardian | None = None
+        self._closed, self.attached = False, former is not None
+        if former is not None:
+            self._record, self._guardian = former
+            self._folder, self._loop = self._record.folder, LauncherLoop()
+            return
         try:
             self._folder = self._make_folder()
         except OSError as e:
@@ -101,14 +117,6 @@ class LocalEngines(Engines):
                 raise start_error("ipyparallel's controller did not start", e, log, timeout_s) from None
             raise
 
-    def _prepare(self, token: str, environment: Mapping[str, str], on_end: OnEnd) -> None:
-        self._token, self._environment, self._on_end = token, dict(environment), on_end
-        self._exit_codes: dict[int, int | None] = {}
-        self._launchers: dict[int, Any] = {}  # pid -> ipyparallel's launcher of one engine
-        self._cluster: Any = None
-        self.client = self._user_client = self._guardian = self._record = self._server = None
-        self._closed = False
-
     def _make_folder(self) -> Path:
         """Makes the private folder. Raises OSError."""
         return private_folder()
@@ -123,6 +131,29 @@ class LocalEngines(Engines):
     @property
     def _controller_args(self) -> list[str]:
         return controller_args()
+
+    def reach(self) -> None:
+        """Reaches the engines of a former kernel. Raises StartError: they cannot be reached, or some are gone."""
+        assert self._record is not None
+        try:
+            self.client = self._loop.run(self._reopen(), ATTACH_S)
+        except Exception as e:
+            raise start_error("the engines cannot be reached", e, "", ATTACH_S) from None
+        if missing := set(self._record.engines) - set(self.client.ids):
+            raise StartError(f"{len(missing)} of {len(self._record.engines)} engines have ended")
+
+    async def _reopen(self) -> Any:
+        self._write_config()
+        (file,) = (self._folder / "security").glob("cluster-*.json")  # ipyparallel keeps it up to date
+        self._cluster = ipp.Cluster.from_file(str(file), **cluster_options())
+        if (self._folder / SOCKET).exists():
+            self._cluster.engine_launcher_class = ForkedEngineSetLauncher
+        ours = {p.pid for p in marked(self._token)}  # a pid in the file may be another process's by now
+        if self.controller_pid not in ours:
+            raise StartError("ipyparallel's controller has ended")
+        for engine_set in self._cluster.engines.values():
+            self._follow(x for x in engine_set.launchers.values() if x.pid in ours)
+        return await self._connect()
 
     def _write_config(self) -> None:
         config = self._folder / "ipcontroller_config.py"
@@ -339,51 +370,6 @@ class LocalEngines(Engines):
         self._guardian.detach()
 
 
-class DetachedEngines(LocalEngines):
-    """Engines that a former kernel left and this one has claimed. Before `open` they can only be detached or closed."""
-
-    def __init__(
-        self, record: DetachedCluster, guardian: Guardian, environment: Mapping[str, str], on_end: OnEnd
-    ) -> None:
-        self._prepare(record.token, environment, on_end)
-        self._folder, self._record, self._guardian = record.folder, record, guardian
-        self._loop = LauncherLoop()
-
-    def open(self) -> None:
-        """Raises StartError: they cannot be reached, or some are gone."""
-        assert self._record is not None
-        try:
-            self.client = self._loop.run(self._open(), ATTACH_S)
-        except Exception as e:
-            raise start_error("the engines cannot be reached", e, "", ATTACH_S) from None
-        if missing := set(self._record.engines) - set(self.client.ids):
-            raise StartError(f"{len(missing)} of {len(self._record.engines)} engines have ended")
-
-    async def _open(self) -> Any:
-        self._write_config()
-        (file,) = (self._folder / "security").glob("cluster-*.json")  # ipyparallel keeps it up to date
-        self._cluster = ipp.Cluster.from_file(str(file), **cluster_options())
-        if (self._folder / SOCKET).exists():
-            self._cluster.engine_launcher_class = ForkedEngineSetLauncher
-        ours = {p.pid for p in marked(self._token)}  # a pid in the file may be another process's by now
-        if self.controller_pid not in ours:
-            raise StartError("ipyparallel's controller has ended")
-        for engine_set in self._cluster.engines.values():
-            self._follow(x for x in engine_set.launchers.values() if x.pid in ours)
-        return await self._connect()
-
-
-def claim(asked: Mapping[str, Any], limit_s: float) -> tuple[DetachedCluster, Guardian] | None:
-    """Claims the newest detached cluster that was made with the same arguments; None if there is none."""
-    for cluster in detached_clusters():
-        if cluster.free and cluster.asked == asked:
-            guardian = Guardian(cluster.token, cluster.folder)
-            if (claimed := cluster.claim(guardian.identity, limit_s)) is not None:
-                return claimed, guardian
-            guardian.release()
-    return None
-
-
 # -- ipyparallel's launchers -----------------------------------------------------------------------------------------
 
 
@@ -429,7 +415,7 @@ def cluster_options() -> dict[str, Any]:
 
 
 def controller_args(engine_ip: str = LOOPBACK, lost_s: float = LOST_S) -> list[str]:
-    """Of ipcontroller, which engines reach at an address, and which gives up those that it does not hear for `lost_s`."""
+    """Returns options of ipcontroller: engines reach it at `engine_ip`, and are given up after `lost_s` of silence."""
     return [
         # explicit, because a file in /etc/ipython may set other addresses
         *(f"--IPController.{whom}_ip={LOOPBACK}" for whom in ("client", "monitor")),

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 
 from fsdp_lab.base.hang import Heartbeat
+from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.cluster.engines import EngineProcess, Engines
-from fsdp_lab.cluster.errors import ClusterError, RankLost
 from fsdp_lab.cluster.placement import Placement
 
 

@@ -16,8 +16,8 @@ import psutil
 
 from fsdp_lab.base.hang import Hang, Heartbeat, diagnose, shortest_limit
 from fsdp_lab.base.process import alive, describe_exit
+from fsdp_lab.cluster import RankHung, RankLost
 from fsdp_lab.cluster.calls import Dispatcher, Sink
-from fsdp_lab.cluster.errors import RankHung, RankLost
 from fsdp_lab.cluster.membership import Member, ReceivedHeartbeat
 
 CHECK_S = 0.25  # between two checks for hangs

@@ -41,8 +41,7 @@ from torch import distributed as dist
 
 from fsdp_lab.base.streams import Streams
 from fsdp_lab.wire.arena import Arena
-from fsdp_lab.wire.channels import Channel
-from fsdp_lab.wire.exchange import NotShared
+from fsdp_lab.wire.channels import Channel, NotShared
 from fsdp_lab.wire.gpu_memory import DeviceMemory, GpuArena, GpuGroup
 from fsdp_lab.wire.host_group import HostGroup
 from fsdp_lab.wire.link import Alarm, DroppedWork, Link, LinkDirection, pause_until

@@ -24,8 +24,8 @@ from torch.distributed import _symmetric_memory as symm_mem, distributed_c10d as
 from torch.distributed.tensor import DTensor
 
 from fsdp_lab.base.streams import Streams
+from fsdp_lab.wire.channels import SEVERAL_HOSTS
 from fsdp_lab.wire.context import GPU_MEMORY, SHARED_MEMORY, GlooExchange, ReductionOrder, WireContext
-from fsdp_lab.wire.exchange import SEVERAL_HOSTS
 from fsdp_lab.wire.gpu_memory import DeviceMemory
 from fsdp_lab.wire.host_group import HostGroup
 from fsdp_lab.wire.link import LinkDirection

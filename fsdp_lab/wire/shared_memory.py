@@ -44,11 +44,12 @@ from fsdp_lab.wire.channels import (
     BlockReference,
     Channel,
     NotYet,
+    PeerConnection,
     PeerGone,
     Semaphores,
     SharedPeer,
+    exchange_descriptors,
 )
-from fsdp_lab.wire.exchange import PeerConnection, exchange_descriptors
 
 _SLICE_S = 0.05  # the longest wait in C, hence how late an abort is seen
 _CHUNK_BYTES = 256 << 10  # of a sum: stays in a core's cache

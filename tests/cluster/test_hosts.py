@@ -11,11 +11,10 @@ from fsdp_lab.base.process import MARK
 from fsdp_lab.cluster import StartError, host_script
 from fsdp_lab.cluster.addresses import Endpoint, fastest, reached_by_all, unique_names
 from fsdp_lab.cluster.assembly import rank_order
+from fsdp_lab.cluster.batch_engines import SlurmShell
 from fsdp_lab.cluster.detached import PREFIX
-from fsdp_lab.cluster.host_engines import HostEngines, RankHost
+from fsdp_lab.cluster.host_engines import Command, HostAnswer, HostEngines, RankHost
 from fsdp_lab.cluster.hosts import SlurmHosts, SshHosts
-from fsdp_lab.cluster.shells import Command, HostAnswer
-from fsdp_lab.cluster.slurm_engines import SlurmShell
 
 
 def printed(value: dict) -> str:
@@ -69,6 +68,9 @@ class Shares(HostEngines):
 
     def _agents(self, counts):
         return {}
+
+    def _end_commands(self):
+        return []
 
 
 def test_an_engine_is_replaced_on_the_host_that_lacks_it():

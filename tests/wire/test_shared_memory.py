@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed as dist
 
 from fsdp_lab.rank.rendezvous import close_groups, open_groups
-from fsdp_lab.wire import RankAborted, WireContext, exchange, shared_memory as shared
+from fsdp_lab.wire import RankAborted, WireContext, channels, shared_memory as shared
 from fsdp_lab.wire.arena import Arena, class_bytes
 from tests.pool import Place, Pool
 
@@ -308,7 +308,7 @@ def _no_memory(*_: Any, **__: Any) -> Any:
 
 
 FAULTS = {
-    "another host": (exchange, "host_id", lambda: "elsewhere", "its ranks are on several hosts"),
+    "another host": (channels, "host_id", lambda: "elsewhere", "its ranks are on several hosts"),
     "no file": (shared, "MemoryFile", _no_memory, "Cannot allocate memory"),
     "no mapping": (shared, "MappedFile", _no_memory, "rank 1 could not map the memory of the others"),
     "another user": (os, "geteuid", lambda: 12345, "its ranks are of several users"),
