@@ -1,8 +1,7 @@
 """GPUs by name: peak compute, memory and link bandwidth from data sheets. The planner's devices are made from this table.
 
-Floor 0: no torch. Compute rates are dense, in FLOP/s; a link's rate is of one GPU in one direction, in bytes/s. Data sheets
-often print figures with 2:4 sparsity, which are twice these, and both directions of a link together.
-"""
+Floor 0: no torch. Compute rates are dense, in FLOP/s; a link's rate is of one GPU in one direction, in bytes/s. Data
+sheets often print figures with 2:4 sparsity, which are twice these, and both directions of a link together."""
 
 from __future__ import annotations
 

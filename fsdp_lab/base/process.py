@@ -2,8 +2,7 @@
 
 Every process that a cluster starts inherits a token in its environment (`MARK`). So grandchildren are found too, and
 processes that were being started when their owner died. psutil compares creation times before it sends a signal, so no
-reused pid is signalled.
-"""
+reused pid is signalled."""
 
 from __future__ import annotations
 

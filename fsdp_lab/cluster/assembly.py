@@ -268,7 +268,8 @@ class Assembly:
             )
 
     def _enough_engines(self, n: int) -> list[int]:
-        """Returns the ids of at least `n` engines: those of at most `n` healthy ranks, and new ones. Ends the others."""
+        """Returns the ids of `n` engines: those of healthy ranks, and new ones. Ends the others. Engines of a given cluster
+        are all returned, which may be more."""
         before, healthy = self._membership.members, self._membership.present
         unresponsive = self._dispatcher.dismiss(healthy) if healthy else []
         reused = [m for m in healthy if m not in unresponsive][:n]

@@ -1,12 +1,11 @@
-"""`Dispatcher`: sends calls and signals to the ranks' engines. `Call`: one call on many ranks, which fails as soon as it has
-failed on one of them.
+"""`Dispatcher`: sends calls and signals to the ranks' engines. `Call`: one call on many ranks, which fails as soon as it
+has failed on one of them.
 
 When a rank dies or raises, the others wait for it in a collective until its timeout. So a failed call frees them, in
 steps: an interrupt (SIGINT, which the wire turns into an abort), a second interrupt with a ping, and then, for engines
 that are ours, the end of the process. The caller gets one exception, of the rank that failed first.
 
-If a rank hangs (supervisor.py), the grace period has already elapsed: it is interrupted once with all others, then ended.
-"""
+If a rank hangs (supervisor.py), the grace period has already elapsed: it is interrupted once with all others, then ended."""
 
 from __future__ import annotations
 
@@ -379,7 +378,7 @@ class Dispatcher:
     # -- signals ----------------------------------------------------------------------------------------------------
 
     def signal(self, ranks: Collection[int]) -> None:
-        """Sends SIGINT: to a process of this machine itself, elsewhere by the engine's nanny, which answers at any time.
+        """Sends SIGINT to ranks: directly on this machine, elsewhere through the engine's nanny, which answers at any time.
         Returns when all are delivered, or after a second. The kernel's own interrupt does not reach engines."""
         if self.membership.engines is None:
             return

@@ -86,7 +86,8 @@ class DetachedCluster:
 
     @property
     def dead(self) -> bool:
-        """Nobody uses them and they have ended, or no kernel came within the limit, and no guardian is left to end them."""
+        """Whether nobody uses them, and they have ended, or neither a kernel came in time nor a guardian is left to end
+        them."""
         waited_s = 0.0 if self.free_unix_s is None else time.time() - self.free_unix_s
         abandoned = waited_s > self.limit_s and not self.guardian.alive
         return self.free and (abandoned or not marked(self.token))
@@ -101,7 +102,8 @@ class DetachedCluster:
         try:
             fields = json.loads((folder / FILE).read_text(encoding="utf-8"))
             fields |= {name: tuple(fields[name]) for name in ("engines", "pids", "host_ids")}
-            fields |= {name: fields[name] and Identity(**fields[name]) for name in ("guardian", "owner")}
+            fields["guardian"] = Identity(**fields["guardian"])
+            fields["owner"] = None if fields["owner"] is None else Identity(**fields["owner"])
             cluster = cls(folder=folder, **fields)
         except (OSError, ValueError, TypeError, KeyError):
             return None  # just removed, or written by another version
@@ -125,8 +127,8 @@ class DetachedCluster:
 
     def claim(self, guardian: Identity, limit_s: float) -> DetachedCluster | None:
         """Makes this process the owner, with the given guardian; None if another process was faster."""
-        fields = {"owner": Identity.this(), "guardian": guardian, "limit_s": limit_s, "free_unix_s": None}
-        return self._change(lambda now: now.free, **fields)
+        owner = Identity.this()
+        return self._change(lambda now: now.free, owner=owner, guardian=guardian, limit_s=limit_s, free_unix_s=None)
 
     def release(self) -> DetachedCluster | None:
         """Leaves the ranks without an owner; None if they have another guardian by now."""
@@ -264,11 +266,14 @@ class Guardian:
     """The kernel's side: starts the process, and releases it after an orderly end."""
 
     def __init__(self, token: str, folder: Path) -> None:
-        command = [sys.executable, "-m", MODULE, token, str(os.getpid()), str(folder)]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        environment = {**os.environ, "PYTHONPATH": package_path()}
-        # In a session of its own: signals to the kernel's process group do not reach it.
-        self._process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", MODULE, token, str(os.getpid()), str(folder)],
+            env={**os.environ, "PYTHONPATH": package_path()},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # signals to the kernel's process group do not reach it
+        )
 
     @property
     def identity(self) -> Identity:
@@ -332,15 +337,16 @@ def handed_over(token: str, folder: Path) -> bool:
     if cluster is None or cluster.guardian.pid != os.getpid():
         return cluster is not None or is_guarded(token)
     began_s, cluster = time.monotonic(), cluster.release()  # monotonic: a laptop's sleep does not count
-    while cluster is not None and time.monotonic() - began_s < cluster.limit_s:
-        # Nothing can be resumed without the ranks, or the controller here of those on other hosts.
-        if not all(map(alive, [cluster.where["controller"]] if cluster.where else cluster.pids)):
-            break
+    if cluster is None:
+        return True
+    # Nothing can be resumed without the ranks, or the controller here of those on other hosts.
+    needed = [cluster.where["controller"]] if cluster.where else cluster.pids
+    while all(map(alive, needed)) and time.monotonic() - began_s < cluster.limit_s:
         time.sleep(CHECK_S)
         now = DetachedCluster.read(folder)
         if now is None or now.guardian != cluster.guardian:
             return now is not None or is_guarded(token)
-    return cluster is None or not cluster.remove()
+    return not cluster.remove()
 
 
 def is_guarded(token: str) -> bool:

@@ -150,10 +150,11 @@ def started(command: Sequence[str], sent: bytes, environment: Mapping[str, str] 
     with tempfile.TemporaryFile() as input_:
         input_.write(sent)
         input_.seek(0)
-        pipes: dict[str, Any] = {"stdin": input_, "stdout": output, "stderr": error}
+        own = {**os.environ, **(environment or {})}
         try:
-            own = {**os.environ, **(environment or {})}
-            process = subprocess.Popen(command, **pipes, start_new_session=True, env=own)
+            process = subprocess.Popen(
+                command, stdin=input_, stdout=output, stderr=error, start_new_session=True, env=own
+            )
         except FileNotFoundError:
             why = f"there is no {command[0]} on this machine: install it, or start the kernel where it is"
             raise StartError(why) from None

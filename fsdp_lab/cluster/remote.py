@@ -159,7 +159,7 @@ class HeartbeatPublisher:
         self._publisher.set_parent(dict(header))
 
     def publish(self, kind: str, message: dict[str, Any]) -> None:
-        """`kind`: "beat"; "loop" for a loop that is watched in a cell, whose messages belong to no call of the kernel's."""
+        """Sends a message of a kind: "beat", or "loop" of a loop that is watched in a cell, outside any call."""
         self._publisher.publish_data({kind: message})
 
 

@@ -47,7 +47,9 @@ class Supervisor:
         self.monitor = HeartbeatMonitor(hang_s)
         self.on_loop_hung: Callable[[RankHung], None] = lambda hung: None  # called on this thread
         self._ended: queue.SimpleQueue[RankExit | None] = queue.SimpleQueue()
-        self._callbacks: list[Callable[[RankLost], None]] = []
+        self.on_lost: list[
+            Callable[[RankLost], None]
+        ] = []  # called on this thread for each rank that ends unexpectedly
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="fsdp_lab-supervisor", daemon=True).start()
@@ -58,10 +60,6 @@ class Supervisor:
                 self._membership.engines.client._registration_callbacks.remove(self._hub_event)
         self._ended.put(None)
         self.monitor.close_channels()
-
-    def on_lost(self, callback: Callable[[RankLost], None]) -> None:
-        """`callback(lost)` on the supervisor's thread, for each rank that ends unexpectedly."""
-        self._callbacks.append(callback)
 
     def watch(self, client: Any) -> None:
         """Notices engines that the hub unregisters. `wait_for_engines` uses the same list; there is no public interface."""
@@ -134,13 +132,21 @@ class Supervisor:
         with contextlib.suppress(Exception):  # it is lost, whether or not its host can be asked
             reason = self._reason(member, exit_code)
             log = engines.log(member.engine_process) if engines is not None else ""
-        which = {name: getattr(member, name) for name in ("rank", "engine", "pid", "host")}
-        lost = RankLost(**which, reason=reason, doing=doing, unix_s=unix_s, log=log)
+        lost = RankLost(
+            rank=member.rank,
+            engine=member.engine,
+            pid=member.pid,
+            host=member.host,
+            reason=reason,
+            doing=doing,
+            unix_s=unix_s,
+            log=log,
+        )
         with self._membership.lock:
             member.lost = lost
             member.set_doing("gone")
         self._dispatcher.lose(member.rank, lost)
-        for callback in list(self._callbacks):
+        for callback in list(self.on_lost):
             with contextlib.suppress(Exception):
                 callback(lost)
 

@@ -2,15 +2,14 @@
 
 Note: shared memory. An arena is a memory file (`memfd_create`) without a name: it is gone with the last process that has
 it, however that ends, and /dev/shm and its limit have no part in it. The file is as large as the machine's memory and
-nearly all hole: a block takes memory when it is allocated, at once, so that a shortage is met there. The file cannot shrink
-(a seal), so that no rank can take pages from under another; and it is in no core dump, which would fill the holes.
+nearly all hole: a block takes memory when it is allocated, at once, so that a shortage is met there. The file cannot
+shrink (a seal), so that no rank can take pages from under another; and it is in no core dump, which would fill the holes.
 
 Each rank writes to its own arena only; others map it for reading. Blocks keep their addresses and pages, so a step that
 allocates what the one before has freed has no page faults.
 
 A block may have several users: the tensor that is in it (`Arena.tensor`, host_group.py), and what other ranks have yet to
-read there (channels.py). It is free when the last one gives it back.
-"""
+read there (channels.py). It is free when the last one gives it back."""
 
 from __future__ import annotations
 

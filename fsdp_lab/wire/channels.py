@@ -28,11 +28,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from socket import MSG_PEEK, SHUT_WR
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from torch import Tensor, distributed as dist
+from torch import distributed as dist
 
-from fsdp_lab.wire.arena import ArenaBlock, Mapping as MappedFile
+from fsdp_lab.wire.arena import Arena, ArenaBlock, Mapping as MappedFile
+from fsdp_lab.wire.gpu_memory import GpuArena, PeerGpuMemory
 
 SEVERAL_HOSTS = "its ranks are on several hosts"
 _PEER = struct.Struct("3i")  # SO_PEERCRED: pid, uid, gid
@@ -226,8 +227,7 @@ class Semaphores:
     """POSIX semaphores in memory that processes share, by ctypes: the functions, each of a semaphore at an address.
 
     A semaphore is a counter that one process raises and another lowers, waiting in the kernel while it is zero. It has no
-    owner, so a process that dies holds none; and it orders memory: what was written before `post` is read after `take`.
-    """
+    owner, so a process that dies holds none; and it orders memory: what was written before `post` is read after `take`."""
 
     def __init__(self, spin_s: float = 0.0) -> None:
         """`spin_s`: how long a wait first looks again and again. Raises OSError where the system has no semaphores that
@@ -295,40 +295,8 @@ class PeerGone(RuntimeError):
     """A rank that is waited for has left the group."""
 
 
-class PeerMemory(Protocol):
-    """Another rank's memory, as this one sees it."""
-
-    def bytes_at(self, offset: int, nbytes: int) -> Tensor:
-        """uint8 [nbytes]"""
-
-    def close(self) -> None:
-        """This rank will not read it any more."""
-
-
-class BlockMemory(Protocol):
-    """A rank's own memory in which others read: see `Arena`."""
-
-    @property
-    def descriptors(self) -> Sequence[int]: ...
-
-    def peer(self, rank: int, descriptors: Sequence[int]) -> PeerMemory: ...
-
-    def allocate(self, nbytes: int) -> ArenaBlock: ...
-
-    def share(self, block: ArenaBlock) -> None: ...
-
-    def free(self, block: ArenaBlock) -> None: ...
-
-    def bytes_at(self, offset: int, nbytes: int) -> Tensor: ...
-
-    def find(self, tensor: Tensor) -> tuple[ArenaBlock, int] | None: ...
-
-    def keep_private(self, tensor: Tensor) -> None: ...
-
-    def trim(self) -> None: ...
-
-    def synchronize(self) -> None:
-        """Let the host wait for what was queued on the current stream, if this is memory of a device."""
+BlockMemory = Arena | GpuArena  # a rank's own, in which others read
+PeerMemory = MappedFile | PeerGpuMemory  # another rank's, as this one sees it
 
 
 class BlockReference:

@@ -42,12 +42,12 @@ from torch import distributed as dist
 from fsdp_lab.base.streams import Streams
 from fsdp_lab.wire.arena import Arena
 from fsdp_lab.wire.channels import Channel, NotShared
-from fsdp_lab.wire.gpu_memory import DeviceMemory, GpuArena, GpuGroup
+from fsdp_lab.wire.gpu_memory import DeviceMemory, GpuArena
 from fsdp_lab.wire.host_group import HostGroup
 from fsdp_lab.wire.link import Alarm, DroppedWork, Link, LinkDirection, pause_until
 from fsdp_lab.wire.meter import Collective, Meter
 from fsdp_lab.wire.nccl import Nccl, NcclGroup, NcclOutcome
-from fsdp_lab.wire.shared_memory import Receipt, SharedGroup, SharedWork, open_shared
+from fsdp_lab.wire.shared_memory import GpuGroup, Receipt, SharedGroup, SharedWork, open_shared
 
 _RECENT = 64  # collectives remembered for a diagnosis: more than ranks run ahead of each other
 _MANY = 4096  # in flight: then it is time to look which have ended
@@ -71,8 +71,7 @@ class RankAborted(RuntimeError):
     """The step in progress was given up; the message says why, and because of which rank.
 
     Attributes:
-        others_know: every rank leaves the step for this reason, and the rank at fault announces it.
-    """
+        others_know: every rank leaves the step for this reason, and the rank at fault announces it."""
 
     def __init__(self, why: str, *, others_know: bool = False) -> None:
         super().__init__(why)

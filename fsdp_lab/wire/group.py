@@ -3,9 +3,8 @@
 It takes the place of torch's `ProcessGroup` and passes each collective to Gloo or NCCL, by the tensor's device. It
 numbers and meters each one, and decides the order of sums (`ReductionOrder`). Read context.py first.
 
-Names: torch 2.13 renamed the tensor collectives; C++ and Python callers of 2.11 to 2.13 use either spelling, so both
-are defined, as one function. torch's stubs and trampolines differ in their signatures; these follow the trampolines.
-"""
+Names: torch 2.13 renamed the tensor collectives; C++ and Python callers of 2.11 to 2.13 use either spelling, so both are
+defined, as one function. torch's stubs and trampolines differ in their signatures; these follow the trampolines."""
 
 # mypy: disable-error-code="override,attr-defined,assignment"
 
@@ -83,8 +82,8 @@ class Wire(dist.ProcessGroup):
         self._name_, self._desc = str(options.group_id), ""
         store = dist.PrefixStore("memory", options.store)
         ranks = options.global_ranks_in_group or range(self._size)  # torch passes none for the world
-        self._ranks = frozenset(ranks)
-        self._shared = context.open_shared(store, self._rank, self._ranks, self._name_)
+        self.ranks = frozenset(ranks)  # by their number in the world
+        self._shared = context.open_shared(store, self._rank, self.ranks, self._name_)
         self._gloo: Any = None
         if self._shared is None:
             store = dist.PrefixStore("gloo", options.store)
@@ -96,7 +95,7 @@ class Wire(dist.ProcessGroup):
                 context.between_hosts = self._fastest_exchange()
             self._gloo_exchange = context.between_hosts
         store = dist.PrefixStore("gpu", options.store)
-        self._on_gpu = context.open_on_gpu(store, self._rank, self._ranks, self._name_)
+        self._on_gpu = context.open_on_gpu(store, self._rank, self.ranks, self._name_)
         store = dist.PrefixStore("nccl", options.store)
         self._nccl: NcclGroup | None = context.open_nccl(store, self._rank, self._size)
         self._issued = 0
@@ -136,11 +135,6 @@ class Wire(dist.ProcessGroup):
     @property
     def group_desc(self) -> str:
         return self._desc
-
-    @property
-    def ranks(self) -> frozenset[int]:
-        """Its ranks, by their number in the world."""
-        return self._ranks
 
     @property
     def carrier(self) -> str:
@@ -198,7 +192,7 @@ class Wire(dist.ProcessGroup):
         return self._shared
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Torch's FSDP2 asks for such memory by it, and torch's own functions for a group with timeouts."""
+        """torch's FSDP2 asks what this returns for such memory, and torch's functions ask it for a timeout."""
         if device.type == "cuda" and self._nccl is not None:
             return self._nccl.inner
         return self._gloo if self._shared is None else self
@@ -247,7 +241,7 @@ class Wire(dist.ProcessGroup):
         nccl, inner = self._nccl, [self._gloo, self._nccl]
         for shared in (self._shared, self._on_gpu):
             if shared is not None:
-                self.context.close_shared(shared, self._ranks)
+                self.context.close_shared(shared, self.ranks)
         self._gloo = self._nccl = self._shared = self._on_gpu = None
         if nccl is not None:
             self.context.close_nccl(nccl, self._name_)
@@ -390,16 +384,16 @@ class Wire(dist.ProcessGroup):
         return self._send("other", inputs[0].nbytes * self._size, inputs, outputs[0] if outputs else [], call)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> WireWork:
-        return self._point_to_point(tensors, tensors, lambda g, i, o: g.send(i, dst, tag), LinkDirection.OUT)
+        nbytes, out = tensors[0].nbytes, LinkDirection.OUT
+        return self._send(
+            "other", nbytes, tensors, tensors, lambda g, i, o: g.send(i, dst, tag), bytes_=nbytes, direction=out
+        )
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> WireWork:
-        return self._point_to_point([], tensors, lambda g, i, o: g.recv(o, src, tag), LinkDirection.IN)
-
-    def _point_to_point(
-        self, inputs: list[Tensor], outputs: list[Tensor], call: _InnerCall, direction: LinkDirection
-    ) -> WireWork:
-        nbytes = outputs[0].nbytes
-        return self._send("other", nbytes, inputs, outputs, call, bytes_=nbytes, direction=direction)
+        nbytes, into = tensors[0].nbytes, LinkDirection.IN
+        return self._send(
+            "other", nbytes, [], tensors, lambda g, i, o: g.recv(o, src, tag), bytes_=nbytes, direction=into
+        )
 
     def barrier(self, opts: Any = None) -> WireWork:
         return self._send("barrier", 0, [], [], lambda g, i, o: g.barrier(c10d.BarrierOptions()))

@@ -55,6 +55,7 @@ _SLICE_S = 0.05  # the longest wait in C, hence how late an abort is seen
 _CHUNK_BYTES = 256 << 10  # of a sum: stays in a core's cache
 _DEVICE_CHUNK_BYTES = 64 << 20  # on a device each is some kernels
 _CLOSE_S = 1.0  # for others to read what was published, when a group is closed
+_PART_S, _LOOK_S = 1.0, 0.005  # for others to close what this rank has exported, and between two looks
 _CLOSED = "the process group is closed"
 
 _Op: Any = dist.ReduceOp.RedOpType
@@ -481,6 +482,19 @@ class SharedGroup:
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         """Waits have the limit of who waits."""
+
+
+class GpuGroup(SharedGroup):
+    """The `SharedGroup` of tensors on a GPU. Its memory is to be freed when no other rank has it open: the driver asks for
+    that."""
+
+    def _part(self) -> None:
+        self.synchronize()
+        super()._part()
+        end_s = time.monotonic() + _PART_S
+        while not (all_gone := all(peer.is_gone for peer in self.peers.values())) and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
+        self.all_parted = all_gone
 
 
 def open_shared(
