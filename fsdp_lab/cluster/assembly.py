@@ -28,7 +28,7 @@ from fsdp_lab.cluster.engines import Engines, ExternalEngines, exposure_notes
 from fsdp_lab.cluster.host_engines import Report, SshEngines
 from fsdp_lab.cluster.host_script import TRY_S
 from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SlurmHosts, SshHosts
-from fsdp_lab.cluster.local_engines import LOOPBACK, LocalEngines, engine_environment
+from fsdp_lab.cluster.local_engines import LOOPBACK, EngineOrder, LocalEngines
 from fsdp_lab.cluster.membership import Member
 from fsdp_lab.cluster.placement import Host, Placement, free_gpus, place, probe, without_ours
 from fsdp_lab.cluster.supervisor import Supervisor
@@ -212,19 +212,18 @@ class Assembly:
     ) -> LocalEngines:
         """Engines on these hosts or on this one, which start when they are added; or `former` ones. Raises StartError."""
         config, on_end = self.config, self._supervisor.process_ended
+        environment, timeout_s = config.environment, config.timeout_s
+        order = EngineOrder(token=token, environment=environment, on_end=on_end, timeout_s=timeout_s, former=former)
         if hosts is None:
             ranks = config.ranks or self._default_ranks
-            environment = engine_environment(token, ranks, config.environment)
             forked = former is None and forks(len(self._this_host().gpus))
-            how = (environment, on_end, config.timeout_s, former)
-            engines = LocalEngines(token, *how, forked=forked, rank_module=config.rank_module)
+            engines = LocalEngines(order, ranks, forked=forked, rank_module=config.rank_module)
             engines.default_ranks = ranks
             return engines
         if isinstance(hosts, LauncherHosts):
-            return LauncherEngines(token, config.environment, on_end, config.timeout_s, hosts, report)
+            return LauncherEngines(order, hosts, report)
         assert isinstance(hosts, (SshHosts, SlurmHosts))
-        kind = SshEngines if isinstance(hosts, SshHosts) else SlurmEngines
-        return kind(token, config.environment, on_end, config.timeout_s, former, hosts, report)
+        return (SshEngines if isinstance(hosts, SshHosts) else SlurmEngines)(order, hosts, report)
 
     def _report(self, stage: str, done: int, total: int) -> None:
         seconds = time.monotonic() - self._began_s

@@ -29,7 +29,7 @@ from fsdp_lab.cluster.detached import PREFIX, EndCommand, package_path, write_en
 from fsdp_lab.cluster.engines import EngineProcess
 from fsdp_lab.cluster.host_engines import END_S, START_S, Command, HostAnswer, HostEngines, Report, Shell, started
 from fsdp_lab.cluster.hosts import LauncherHosts, SlurmHosts
-from fsdp_lab.cluster.local_engines import ENVIRONMENT, LocalEngines, OnEnd, controller_args, engine_environment
+from fsdp_lab.cluster.local_engines import ENVIRONMENT, EngineOrder, LocalEngines, controller_args
 
 ASK_S = 20.0  # for Slurm to answer
 LOOK_AGAIN_S = 1.0  # between two looks at the queue
@@ -224,21 +224,14 @@ class LauncherEngines(LocalEngines):
 
     local = False
 
-    def __init__(
-        self,
-        token: str,
-        environment: Mapping[str, str],
-        on_end: OnEnd,
-        timeout_s: float,
-        hosts: LauncherHosts,
-        report: Report,
-    ) -> None:
+    def __init__(self, order: EngineOrder, hosts: LauncherHosts, report: Report) -> None:
         self._asked, self._report_stage = hosts, report
-        self._variables = {**ENVIRONMENT, "PYTHONPATH": package_path(), MARK: token, **environment}  # of the engines
+        own = {"PYTHONPATH": package_path(), MARK: order.token}
+        self._variables = {**ENVIRONMENT, **own, **order.environment}  # of the engines
         self._address = hosts.address or next((a for _, a in own_addresses() if ":" not in a), "")
         if not self._address:
             raise StartError("this machine has no address that other hosts could reach: give address=")
-        super().__init__(token, engine_environment(token, hosts.count, environment), on_end, timeout_s)
+        super().__init__(order, hosts.count)
 
     def _make_folder(self) -> Path:
         where = Path(self._asked.folder).expanduser() if self._asked.folder else Path.home()

@@ -40,16 +40,15 @@ from fsdp_lab.base import __version__
 from fsdp_lab.base.process import MARK, Identity
 from fsdp_lab.cluster import StartError, host_script
 from fsdp_lab.cluster.addresses import Endpoint, Endpoints, new_token
-from fsdp_lab.cluster.detached import Claimed, EndCommand, package_path, write_end_commands
+from fsdp_lab.cluster.detached import EndCommand, package_path, write_end_commands
 from fsdp_lab.cluster.engines import EngineProcess
 from fsdp_lab.cluster.hosts import Hosts, SshHosts
 from fsdp_lab.cluster.local_engines import (
     ENVIRONMENT,
     LOOPBACK,
+    EngineOrder,
     LocalEngines,
-    OnEnd,
     controller_args,
-    engine_environment,
 )
 
 LOOK_S, START_S, STATUS_S, END_S = 30.0, 60.0, 5.0, 4.0  # how long hosts may take to answer
@@ -191,28 +190,18 @@ class HostEngines(LocalEngines):
     local = False
     shell: Shell
 
-    def __init__(
-        self,
-        token: str,
-        environment: Mapping[str, str],
-        on_end: OnEnd,
-        timeout_s: float,
-        former: Claimed | None,
-        hosts: Hosts,
-        report: Report,
-    ) -> None:
-        """`former`: meanwhile the controller here, the agents, a Slurm job with its steps and the tunnels went on."""
-        self._asked, self._report_stage, self._variables = hosts, report, dict(environment)
+    def __init__(self, order: EngineOrder, hosts: Hosts, report: Report) -> None:
+        """`former` engines: meanwhile the controller here, the agents, a Slurm job with its steps and the tunnels went
+        on."""
+        self._asked, self._report_stage, self._variables = hosts, report, dict(order.environment)
         self._hosts: dict[str, RankHost] = {}
         self._exits: dict[tuple[str, int], int] = {}  # exit codes, by the host's id and the pid
         self._logs: dict[tuple[str, int], str] = {}
         self._endpoint: Endpoint | None = None  # of the controller, as the hosts reach it; None: through tunnels
         self.notes: tuple[str, ...] = ()
-        super().__init__(
-            token, engine_environment(token, 1, environment), on_end, timeout_s, former
-        )  # of the controller
-        if former is not None:
-            self._take_over(former[0].where)
+        super().__init__(order, 1)
+        if order.former is not None:
+            self._take_over(order.former[0].where)
 
     @property
     def _where(self) -> dict[str, Any]:

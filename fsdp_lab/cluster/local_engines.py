@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -64,6 +65,17 @@ class OnEnd(Protocol):
     def __call__(self, pid: int, exit_code: int | None, *, host_id: str | None = None) -> None: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineOrder:
+    """What all kinds of engines are given."""
+
+    token: str
+    environment: Mapping[str, str]  # the user's
+    on_end: OnEnd
+    timeout_s: float  # for the controller
+    former: Claimed | None = None  # what a former kernel left; before `reach` it can only be detached or closed
+
+
 class LocalEngines(Engines):
     """A private controller and engines on this machine: on loopback, with a private folder, ended with this kernel. The
     constructor and `add` raise StartError, with the last lines of the log, and leave nothing behind."""
@@ -72,20 +84,11 @@ class LocalEngines(Engines):
     default_ranks = 2
     _connection: Mapping[str, Any]  # with which an engine reaches the controller
 
-    def __init__(
-        self,
-        token: str,
-        environment: Mapping[str, str],
-        on_end: OnEnd,
-        timeout_s: float = 60,
-        former: Claimed | None = None,
-        *,
-        forked: bool = False,
-        rank_module: str | None = None,
-    ) -> None:
-        """`former`: what a former kernel left; before `reach` it can only be detached or closed. `forked`: a server that
-        imports `rank_module`, or the package's own code, forks the engines; else each imports."""
-        self._token, self._environment, self._on_end = token, dict(environment), on_end
+    def __init__(self, order: EngineOrder, ranks: int, *, forked: bool = False, rank_module: str | None = None) -> None:
+        """`ranks`: that share this host. `forked`: a server that imports `rank_module`, or the package's own code, forks the
+        engines; else each imports."""
+        self._token, self._on_end, former = order.token, order.on_end, order.former
+        self._environment = engine_environment(order.token, ranks, order.environment)
         self._exit_codes: dict[int, int | None] = {}
         self._launchers: dict[int, Any] = {}  # pid -> ipyparallel's launcher of one engine
         self._cluster: Any = None
@@ -105,16 +108,16 @@ class LocalEngines(Engines):
             raise StartError(f"{why}; set TMPDIR to a folder that you may write to") from None
         self._loop = LauncherLoop()
         try:
-            self._guardian = Guardian(token, self._folder)
+            self._guardian = Guardian(order.token, self._folder)
             if forked:
                 self._server = start_server(self._folder, self._environment, rank_module)
             self._before_controller()
-            self.client = self._loop.run(self._open(), timeout_s)
+            self.client = self._loop.run(self._open(), order.timeout_s)
         except BaseException as e:
             log = "" if self._controller is None else last_lines(self._controller.get_output())
             self.close()
             if isinstance(e, Exception):
-                raise start_error("ipyparallel's controller did not start", e, log, timeout_s) from None
+                raise start_error("ipyparallel's controller did not start", e, log, order.timeout_s) from None
             raise
 
     def _make_folder(self) -> Path:

@@ -103,7 +103,7 @@ class MappedShards(ReservedBuffer):
         """At the place of this rank. Raises MemoryError."""
         place = self._arena.find(self.shard)
         assert place is not None
-        self.show(self._rank, self._arena.file.mapping, place[1])
+        self.show(self._rank, self._arena.file, place[1])
 
     def show(self, rank: int, mapping: MappedFile, offset: int) -> None:
         """What a rank has there in its arena is at its place from now on. Raises MemoryError."""

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, distributed as dist
 from torch.autograd.profiler import record_function
 
-from fsdp_lab.wire.arena import ALIGN, Mapping as MappedFile, MemoryFile
+from fsdp_lab.wire.arena import ALIGN, Mapping as MappedFile, memory_file
 from fsdp_lab.wire.channels import (
     CHANNEL_BYTES,
     RING,
@@ -511,20 +511,20 @@ def open_shared(
     """Collective. `group` makes the group, `arena` this rank's memory, or returns what it has. `most_ranks`: of any group,
     by which waits spin or not. Raises NotShared on all ranks."""
 
-    def offer() -> tuple[tuple[Semaphores, MemoryFile, Memory], list[int]]:
+    def offer() -> tuple[tuple[Semaphores, MappedFile, Memory], list[int]]:
         spin_s = SPIN_S if most_ranks <= len(os.sched_getaffinity(0)) else 0.0
-        semaphores, control, own = Semaphores(spin_s), MemoryFile(2 * size * CHANNEL_BYTES), arena()
+        semaphores, control, own = Semaphores(spin_s), memory_file(2 * size * CHANNEL_BYTES), arena()
         for r in range(size):
-            for channel in _channels(semaphores, control.mapping, r):
+            for channel in _channels(semaphores, control, r):
                 channel.make()
         return (semaphores, control, own), [control.descriptor, *own.descriptors]
 
-    def use(made: tuple[Semaphores, MemoryFile, Memory], theirs: Mapping[int, PeerConnection]) -> G:
+    def use(made: tuple[Semaphores, MappedFile, Memory], theirs: Mapping[int, PeerConnection]) -> G:
         (semaphores, control, own), peers, senders = made, dict[int, SharedPeer](), dict[int, SharedPeer]()
         for r in sorted(theirs, key=lambda r: (r - rank) % size):  # not all ranks read the same one first
             its_control, *its_memory = theirs[r].descriptors
             its, memory = MappedFile(its_control, writes=True), own.peer(r, its_memory)
-            ends = zip(_channels(semaphores, control.mapping, r), _channels(semaphores, its, rank), strict=True)
+            ends = zip(_channels(semaphores, control, r), _channels(semaphores, its, rank), strict=True)
             peers[r], senders[r] = (SharedPeer(f"rank {r} of the group", memory, *pair, theirs[r]) for pair in ends)
         return group(rank, size, own, peers, senders, check, timeout.total_seconds())
 
@@ -535,7 +535,7 @@ def unavailable() -> str:
     """Why this machine has no memory that ranks can share; "" if it has."""
     try:
         Semaphores()
-        MemoryFile(CHANNEL_BYTES)
+        memory_file(CHANNEL_BYTES)
     except (OSError, AttributeError) as e:
         return getattr(e, "strerror", None) or str(e)
     return ""
