@@ -24,7 +24,7 @@ from fsdp_lab.cluster.batch_engines import LauncherEngines, SlurmEngines
 from fsdp_lab.cluster.calls import SECOND_INTERRUPT_S, Dispatcher
 from fsdp_lab.cluster.detached import Claimed, DetachedCluster, claim, detached_clusters
 from fsdp_lab.cluster.engine_server import forks
-from fsdp_lab.cluster.engines import Engines, ExternalEngines, exposure_notes
+from fsdp_lab.cluster.engines import Engines, exposure_notes
 from fsdp_lab.cluster.host_engines import Report, SshEngines
 from fsdp_lab.cluster.host_script import TRY_S
 from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SlurmHosts, SshHosts
@@ -153,8 +153,8 @@ class Assembly:
         def say(stage: str, done: int, total: int) -> None:
             if self._membership.closed:
                 raise ClusterError("the ranks were closed meanwhile")
-            progress = StartProgress(stage=stage, done=done, total=total, seconds=time.monotonic() - began_s)
-            (report or self._on_progress)(progress)
+            seconds = time.monotonic() - began_s
+            (report or self._on_progress)(StartProgress(stage=stage, done=done, total=total, seconds=seconds))
 
         return token, self._engines_on(hosts, token, say)
 
@@ -197,7 +197,7 @@ class Assembly:
         if looked_at is not None:
             membership.token, membership.engines = looked_at
         elif config.given is not None:
-            membership.engines = ExternalEngines(config.given, config.timeout_s)
+            membership.engines = Engines(config.given, config.timeout_s)
         else:
             membership.engines = self._engines_on(config.hosts, membership.token, self._report)
         membership.leaving = frozenset()  # another controller counts engines from 0 again
@@ -413,37 +413,20 @@ def rank_order(
 # -- where the ranks of several hosts listen ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostAddress:
-    """Where the ranks of one host listen for other ranks."""
-
-    address: str = LOOPBACK
-    interface: str = ""  # "" for loopback
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """Variables of the environment, for the groups that users open in cells, and for NCCL."""
-        if not self.interface:
-            return {}
-        family = "AF_INET6" if ":" in self.address else "AF_INET"
-        nccl = {"NCCL_SOCKET_IFNAME": f"={self.interface}", "NCCL_SOCKET_FAMILY": family}
-        return {"GLOO_SOCKET_IFNAME": self.interface, **nccl}
-
-
-def meet(dispatcher: Dispatcher, hosts: Sequence[str]) -> dict[str, HostAddress]:
-    """One rank of each host tries the addresses of the other hosts. Returns the address of each host, by its name; `hosts`
-    are those of the ranks, in rank order. Raises StartError: which host does not reach which other one, at which ports."""
+def meet(dispatcher: Dispatcher, hosts: Sequence[str]) -> dict[str, Endpoint]:
+    """One rank of each host tries the addresses of the other hosts. Returns where each host's ranks listen for others, by
+    its name; `hosts` are those of the ranks, in rank order. Raises StartError: which host does not reach which other one, at
+    which ports."""
     leaders = {host: hosts.index(host) for host in dict.fromkeys(hosts)}
     if len(leaders) == 1:
-        return {host: HostAddress() for host in leaders}
+        return {host: Endpoint(address=LOOPBACK) for host in leaders}
     token = new_token()
     try:
         opened = dispatcher.ask("open_endpoints", {rank: {"token": token} for rank in leaders.values()}, ROUND_S)
-        chosen = _choose(dispatcher, leaders, {host: opened[rank] for host, rank in leaders.items()}, token)
+        return _choose(dispatcher, leaders, {host: opened[rank] for host, rank in leaders.items()}, token)
     finally:
         with contextlib.suppress(ClusterError):  # the first error counts
             dispatcher.ask("close_endpoints", {rank: {} for rank in leaders.values()}, ROUND_S)
-    return {host: HostAddress(address=e.address, interface=e.interface) for host, e in chosen.items()}
 
 
 def _choose(

@@ -266,9 +266,7 @@ class LauncherEngines(LocalEngines):
         except Exception as e:
             why = " ".join(str(e).split())
             raise StartError(f"ipyparallel's launcher could not start the engines: {why}") from None
-        launchers = [
-            x for x in self._cluster.engines.values() if getattr(x, "job_id", "")
-        ]  # those that can take jobs back
+        launchers = [x for x in self._cluster.engines.values() if getattr(x, "job_id", "")]  # they can take jobs back
         commands = [EndCommand(argv=(*x.delete_command, x.job_id)) for x in launchers if x.delete_command]
         write_end_commands(self._folder, commands)
 

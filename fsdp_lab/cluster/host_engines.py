@@ -181,10 +181,9 @@ class RankHost:
     sent: bool = False  # whether it was sent
     id: str = ""
     pids: set[int] = field(default_factory=set)  # of engines that were started
-    unreached_s: float = -math.inf  # when it did not answer, on the monotonic clock
 
 
-class HostEngines(LocalEngines):
+class HostEngines(LocalEngines, ABC):
     """Engines on other hosts, whose `_allocate` says which they are."""
 
     local = False
@@ -195,6 +194,7 @@ class HostEngines(LocalEngines):
         on."""
         self._asked, self._report_stage, self._variables = hosts, report, dict(order.environment)
         self._hosts: dict[str, RankHost] = {}
+        self._unreached_s: dict[str, float] = {}  # by host, when it did not answer, on the monotonic clock
         self._exits: dict[tuple[str, int], int] = {}  # exit codes, by the host's id and the pid
         self._logs: dict[tuple[str, int], str] = {}
         self._endpoint: Endpoint | None = None  # of the controller, as the hosts reach it; None: through tunnels
@@ -206,8 +206,6 @@ class HostEngines(LocalEngines):
     @property
     def _where(self) -> dict[str, Any]:
         hosts = [{**asdict(host), "pids": sorted(host.pids)} for host in self._hosts.values()]
-        for host in hosts:
-            del host["unreached_s"]
         endpoint = self._endpoint and asdict(self._endpoint)
         return {"hosts": hosts, "endpoint": endpoint, "controller": self.controller_pid}
 
@@ -404,8 +402,12 @@ class HostEngines(LocalEngines):
 
     def why_gone(self, process: EngineProcess) -> str:
         host = self._host_of(process)
-        unreached = host is not None and time.monotonic() - host.unreached_s < UNREACHED_S
+        unreached = host is not None and self._has_not_answered(host)
         return f"is out of reach, as is its host {host.name}," if host is not None and unreached else ""
+
+    def _has_not_answered(self, host: RankHost) -> bool:
+        """Whether it has just been asked in vain."""
+        return time.monotonic() - self._unreached_s.get(host.name, -math.inf) < UNREACHED_S
 
     def log(self, process: EngineProcess) -> str:
         self._read_end(process)
@@ -414,12 +416,12 @@ class HostEngines(LocalEngines):
     def _read_end(self, process: EngineProcess) -> None:
         """Asks its host how an engine has ended, unless that is known, or the host has just not answered."""
         host, key = self._host_of(process), (process.host_id, process.pid)
-        if host is None or key in self._exits or time.monotonic() - host.unreached_s < UNREACHED_S:
+        if host is None or key in self._exits or self._has_not_answered(host):
             return
         for _ in range(2):  # the agent may learn of it a moment later
             said = self.shell.script([host.name], "status", POST_MORTEM_S, token=self._token)[host.name]
             if said.failure:
-                host.unreached_s = time.monotonic()
+                self._unreached_s[host.name] = time.monotonic()
                 return
             self._exits |= {(host.id, int(pid)): code for pid, code in said.value["exits"].items()}
             self._logs |= {(host.id, int(pid)): log for pid, log in said.value["logs"].items()}

@@ -195,6 +195,10 @@ class LocalEngines(Engines):
             self._user_client = ipp.Client(info["client"], cluster=None)
         return self._user_client
 
+    @property
+    def most_ranks(self) -> int | None:
+        return None
+
     def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
         before = set(self.client.ids)
         if self._server is not None:

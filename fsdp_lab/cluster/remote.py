@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.base.process import host_id
-from fsdp_lab.cluster.addresses import Endpoint, Endpoints, measure_endpoint, own_addresses, try_endpoints
+from fsdp_lab.cluster.addresses import Endpoint, Endpoints, measure, own_addresses, reach
 from fsdp_lab.cluster.placement import Host, probe
 
 KEY = "_fsdp_lab"
@@ -293,16 +293,6 @@ def close_endpoints() -> None:
     if own.endpoints is not None:
         own.endpoints.close()
         own.endpoints = None
-
-
-def reach(endpoints: Sequence[Endpoint], token: str) -> list[str]:
-    """Returns why this host does not reach each of these endpoints; "" where it does."""
-    return try_endpoints(endpoints, token)
-
-
-def measure(endpoints: Sequence[Endpoint], token: str) -> list[float]:
-    """Returns bytes/s from here to each of these endpoints."""
-    return [measure_endpoint(endpoint, token) for endpoint in endpoints]
 
 
 def host(module: str | None, address: str | None) -> str:

@@ -125,27 +125,20 @@ class Supervisor:
         for rank in self.monitor.find_stopped(processes):
             self._dispatcher.end_rank(rank, "was stopped (SIGSTOP), did not continue, and was ended")
 
-    def _mark_lost(self, member: Member, exit_code: int | None) -> None:
+    def _mark_lost(self, m: Member, exit_code: int | None) -> None:
         """Reports a rank that is gone: to its calls, its status and the callbacks."""
-        unix_s, doing, engines = time.time(), member.doing, self._membership.engines
+        unix_s, doing, engines = time.time(), m.doing, self._membership.engines
         reason, log = describe_exit(exit_code), ""
         with contextlib.suppress(Exception):  # it is lost, whether or not its host can be asked
-            reason = self._reason(member, exit_code)
-            log = engines.log(member.engine_process) if engines is not None else ""
+            reason = self._reason(m, exit_code)
+            log = engines.log(m.engine_process) if engines is not None else ""
         lost = RankLost(
-            rank=member.rank,
-            engine=member.engine,
-            pid=member.pid,
-            host=member.host,
-            reason=reason,
-            doing=doing,
-            unix_s=unix_s,
-            log=log,
+            rank=m.rank, engine=m.engine, pid=m.pid, host=m.host, reason=reason, doing=doing, unix_s=unix_s, log=log
         )
         with self._membership.lock:
-            member.lost = lost
-            member.set_doing("gone")
-        self._dispatcher.lose(member.rank, lost)
+            m.lost = lost
+            m.set_doing("gone")
+        self._dispatcher.lose(m.rank, lost)
         for callback in list(self.on_lost):
             with contextlib.suppress(Exception):
                 callback(lost)

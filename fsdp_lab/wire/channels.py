@@ -376,36 +376,27 @@ class SharedPeer:
     """Another rank of a group on this host: its arena, the channels to and from it, and whether it is still there."""
 
     def __init__(self, name: str, arena: PeerMemory, to: Channel, from_: Channel, connection: PeerConnection) -> None:
-        self.name, self.to, self._from, self.arena, self._connection = name, to, from_, arena, connection
+        self.name, self.to, self.from_, self.arena, self.connection = name, to, from_, arena, connection
 
     def take(self, end_s: float) -> tuple[int, int, int]:
         """Its next entry: what it is, and where its bytes begin in its memory, and how many there are. Raises NotYet, and
         PeerGone if there will be none."""
         try:
-            what, begin, nbytes = self._from.take(end_s)
+            return self.from_.take(end_s)
         except NotYet:
-            if not self.is_gone:
+            if not self.connection.is_gone:
                 raise
             try:
-                what, begin, nbytes = self._from.take(0.0)  # published before it left
+                return self.from_.take(0.0)  # published before it left
             except NotYet:
                 raise PeerGone(f"{self.name} has left or ended") from None
-        return what, begin, nbytes
-
-    def acknowledge(self) -> None:
-        self._from.acknowledge()
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the other rank has left, or has ended."""
-        return self._connection.is_gone
 
     def leave(self) -> None:
         """The other rank sees it, and this one still sees whether that has left."""
         self.arena.close()
         with contextlib.suppress(OSError):  # it has ended
-            self._connection.socket.shutdown(SHUT_WR)
+            self.connection.socket.shutdown(SHUT_WR)
 
     def end(self) -> None:
         """Called when it does not matter any more whether the other rank has left."""
-        self._connection.socket.close()
+        self.connection.socket.close()

@@ -330,14 +330,10 @@ class WireContext:
         return issued
 
     def track(self, issued: Collective, tensors: Sequence[torch.Tensor], inner: Any) -> None:
-        """Remember an operation that Gloo has started on these tensors."""
-        self._running[issued.sequence] = Running(issued, tuple(t.untyped_storage() for t in tensors), inner)
-
-    def track_nccl(self, issued: Collective, work: Any) -> None:
-        """Remember a collective that NCCL was given, but not its work, which holds its outputs."""
+        """Remember an operation that has been started, and the tensors that Gloo uses."""
         if len(self._running) > _MANY:
             self._in_flight()
-        self._running[issued.sequence] = Running(issued, (), NcclOutcome(work))
+        self._running[issued.sequence] = Running(issued, tuple(t.untyped_storage() for t in tensors), inner)
 
     def untrack(self, issued: Collective) -> None:
         """Forget an operation that has completed or failed, or was forgotten before."""

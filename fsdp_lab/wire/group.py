@@ -29,7 +29,7 @@ from fsdp_lab.wire.gpu_memory import DeviceMemory
 from fsdp_lab.wire.host_group import HostGroup
 from fsdp_lab.wire.link import LinkDirection
 from fsdp_lab.wire.meter import link_bytes
-from fsdp_lab.wire.nccl import Nccl, NcclGroup
+from fsdp_lab.wire.nccl import Nccl, NcclGroup, NcclOutcome
 from fsdp_lab.wire.shared_memory import SharedGroup
 from fsdp_lab.wire.work import WireWork, in_order
 
@@ -162,7 +162,8 @@ class Wire(dist.ProcessGroup):
         part = torch.zeros(2 * _TRIED_BYTES // 4 // self._size)
         whole = torch.empty(part.numel() * self._size)
         calls = {
-            ring: self._gather_over_gloo(GlooExchange(ring=ring, piece_bytes=piece_bytes)) for ring in (False, True)
+            ring: _gather(self._rank, self._size, GlooExchange(ring=ring, piece_bytes=piece_bytes))
+            for ring in (False, True)
         }
         ring = self._fastest({ring: partial(call, self._gloo, [part], [whole]) for ring, call in calls.items()})
         return GlooExchange(piece_bytes=piece_bytes, ring=ring)
@@ -177,12 +178,6 @@ class Wire(dist.ProcessGroup):
             seconds[i] += time.perf_counter() - begin_s
         self._gloo.allreduce([seconds], options).wait()
         return list(ways)[int(seconds.argmin())]
-
-    def _gather_over_gloo(self, exchange: GlooExchange) -> _InnerCall:
-        """An all-gather over Gloo."""
-        if exchange.ring:
-            return _gather_in_ring(self._rank, self._size, exchange.piece_bytes)
-        return _gather_in_place(self._rank, self._size, exchange.piece_bytes)
 
     # -- memory for what is sent ----------------------------------------------------------------------------------
 
@@ -314,7 +309,7 @@ class Wire(dist.ProcessGroup):
         if self._shared is not None and self._shared.mapped(output, input) is not None:  # it has no memory of its own
             return self._send("all_gather", output.nbytes, [input], [], lambda g, i, _: call(g, i, [output]), bytes_=0)
         if self._is_over_gloo(output):
-            call = self._gather_over_gloo(self._gloo_exchange)
+            call = _gather(self._rank, self._size, self._gloo_exchange)
         return self._send("all_gather", output.nbytes, [input], [output], call)
 
     _allgather_base = all_gather_single
@@ -488,7 +483,7 @@ class Wire(dist.ProcessGroup):
             _sum_in_order(summands.view(size, -1).unbind(), flat, op, opts)
             tensor.copy_(flat.view_as(tensor))
 
-        call = self._gather_over_gloo(self._gloo_exchange)
+        call = _gather(self._rank, self._size, self._gloo_exchange)
         if not self._is_over_gloo(tensor):
             call = _call("_allgather_base", c10d.AllgatherOptions())
         sent = tensor.nbytes * (size - 1)
@@ -542,7 +537,7 @@ class Wire(dist.ProcessGroup):
         if inner is not None and blocking:
             self.context.track(issued, [*ins, *outs], inner)
         elif inner is not None:
-            self.context.track_nccl(issued, inner)
+            self.context.track(issued, (), NcclOutcome(inner))  # NCCL's work would keep its outputs
 
         def finish() -> None:
             if unstage is not None:
@@ -652,29 +647,23 @@ def _round(group: Any, size: int, sent: Tensor, to: int, received: Tensor, sourc
     return works
 
 
-def _gather_in_place(rank: int, size: int, piece_bytes: int) -> _InnerCall:
-    def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
-        shard, own, rounds = ins[0].reshape(-1), _part(outs[0], rank, size), list[Any]()
-        for to, source in _partners(rank, size):
-            rounds += _round(group, size, shard, to, _part(outs[0], source, size), source, piece_bytes)
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
-        return in_order(rounds)
-
-    return call
-
-
-def _gather_in_ring(rank: int, size: int, piece_bytes: int) -> _InnerCall:
-    """In a ring, in the order of ranks."""
+def _gather(rank: int, size: int, exchange: GlooExchange) -> _InnerCall:
+    """An all-gather over Gloo, from place to place: each rank with all others, or in a ring, in the order of ranks."""
 
     def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
         shard, parts, rounds = ins[0].reshape(-1), [_part(outs[0], r, size) for r in range(size)], list[Any]()
+        sent = shard
+        for to, source in _partners(rank, size):
+            received = parts[source]
+            if exchange.ring:
+                rounds += _round(
+                    group, size, sent, (rank + 1) % size, received, (rank - 1) % size, exchange.piece_bytes
+                )
+                sent = received  # what came in one round is sent in the next one
+            else:
+                rounds += _round(group, size, shard, to, received, source, exchange.piece_bytes)
         if parts[rank].data_ptr() != shard.data_ptr():
             parts[rank].copy_(shard)
-        following, before = (rank + 1) % size, (rank - 1) % size
-        for i in range(size - 1):  # what came in the round before is sent in this one
-            sent, received = parts[(rank - i) % size], parts[(rank - i - 1) % size]
-            rounds += _round(group, size, sent, following, received, before, piece_bytes)
         return in_order(rounds)
 
     return call

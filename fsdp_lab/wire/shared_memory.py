@@ -186,12 +186,12 @@ class SharedWork:
                 with torch.no_grad(), record_function("wire"):
                     peers = self._group.peers
                     self._finish({r: peers[r].arena.bytes_at(*where) for r, where in self._taken.items()})
-                    self._group.synchronize()
+                    self._group.arena.synchronize()  # what was read has been read then
         except Exception as e:
             self._failed = str(e) or type(e).__name__
         finally:
             for r in self._taken:
-                self._group.peers[r].acknowledge()
+                self._group.peers[r].from_.acknowledge()
             self._done, self._finish, self._taken = True, _nothing, {}
             if self.on_read is not None:
                 self.on_read()
@@ -223,7 +223,7 @@ class Inbox:
     def _keep(self, end_s: float) -> None:
         tag, *where = self.peer.take(end_s)
         self._early.setdefault(tag, deque()).append(self.peer.arena.bytes_at(*where).clone())
-        self.peer.acknowledge()
+        self.peer.from_.acknowledge()
 
 
 class Receipt:
@@ -267,7 +267,7 @@ class SharedGroup:
         self, rank: int, size: int, arena: BlockMemory, peers: Peers, senders: Peers, check: Check, timeout_s: float
     ) -> None:
         """`peers`, `senders`: the other ranks, for collectives and for transfers. `check` raises after an abort."""
-        self.peers, self._rank, self._size, self._arena, self._check = peers, rank, size, arena, check
+        self.peers, self._rank, self._size, self.arena, self._check = peers, rank, size, arena, check
         self._timeout_s = timeout_s
         self.all_parted = True  # whether, once it is closed, no other rank may still have its memory open
         self._to = {r: peer.to for r, peer in senders.items()}
@@ -289,10 +289,6 @@ class SharedGroup:
         with contextlib.suppress(NotYet, Unusable), self._reading.held(0.0):
             for work in list(self._issued):
                 work.take(0.0)
-
-    def synchronize(self) -> None:
-        """When this returns, what was read has been read."""
-        self._arena.synchronize()
 
     def poll(self) -> None:
         """Take back the memory of what others have read, unless another thread is issuing."""
@@ -327,7 +323,7 @@ class SharedGroup:
         self._part()
         for peer in self.peers.values():
             peer.end()
-        self._arena.trim()
+        self.arena.trim()
         return [channel for channel in channels if channel.unread]
 
     def _part(self) -> None:
@@ -346,7 +342,7 @@ class SharedGroup:
                 self._make_room(peer.to)
             places, reference = self._lend(offers, len(self.peers), in_place=in_place)
             if places:
-                self._arena.synchronize()
+                self.arena.synchronize()
             self._issued.append(work)
             for r, peer in self.peers.items():
                 peer.to.publish(what, *places.get(r, (0, 0)), reference)
@@ -356,22 +352,22 @@ class SharedGroup:
         self, offers: Mapping[int, Tensor], readers: int, *, in_place: bool = False
     ) -> tuple[dict[int, tuple[int, int]], BlockReference]:
         """Where each rank finds its bytes, and how many. `in_place`: offers are contiguous parts of one tensor."""
-        place = next((self._arena.find(t) for t in offers.values()), None) if in_place and readers else None
+        place = next((self.arena.find(t) for t in offers.values()), None) if in_place and readers else None
         if place is not None:
             shared, first = place
-            self._arena.share(shared)
+            self.arena.share(shared)
             begin = next(iter(offers.values())).data_ptr()
             places = {r: (first + t.data_ptr() - begin, t.nbytes) for r, t in offers.items()}
-            return places, BlockReference(self._arena, shared, readers)
+            return places, BlockReference(self.arena, shared, readers)
         distinct = {id(t): t for t in offers.values()}
         ends = list(itertools.accumulate((-(-t.nbytes // ALIGN) * ALIGN for t in distinct.values()), initial=0))
-        block = self._arena.allocate(ends[-1]) if ends[-1] and readers else None
+        block = self.arena.allocate(ends[-1]) if ends[-1] and readers else None
         if block is None:
-            return {}, BlockReference(self._arena, None, readers)
+            return {}, BlockReference(self.arena, None, readers)
         begins = dict(zip(distinct, (block.offset + begin for begin in ends), strict=False))
         for key, t in distinct.items():
-            self._arena.bytes_at(begins[key], t.nbytes).view(t.dtype).view(t.shape).copy_(t.detach())
-        return {r: (begins[id(t)], t.nbytes) for r, t in offers.items()}, BlockReference(self._arena, block, readers)
+            self.arena.bytes_at(begins[key], t.nbytes).view(t.dtype).view(t.shape).copy_(t.detach())
+        return {r: (begins[id(t)], t.nbytes) for r, t in offers.items()}, BlockReference(self.arena, block, readers)
 
     def _others(self, tensor: Tensor) -> dict[int, Tensor]:
         return dict.fromkeys(self.peers, tensor)
@@ -388,7 +384,7 @@ class SharedGroup:
         place = parts[self._rank]
         if place.data_ptr() != own.data_ptr():
             place.detach().copy_(own.detach().reshape(place.shape))
-        offered = place.detach() if place.is_contiguous() and self._arena.find(place) else own
+        offered = place.detach() if place.is_contiguous() and self.arena.find(place) else own
         in_place, places = offered is not own, {r: parts[r] for r in self.peers}
         return self._move(What.ALL_GATHER, self._others(offered), places, in_place=in_place)
 
@@ -419,10 +415,10 @@ class SharedGroup:
         """output: [n], which may be its part of the input: [W * n]"""
         _check_operator(opts)
         if output.untyped_storage().data_ptr() != input.untyped_storage().data_ptr():
-            self._arena.keep_private(output)
+            self.arena.keep_private(output)
         flat = input.detach().reshape(-1)
         parts = list(flat.chunk(self._size)) if flat.numel() else [flat] * self._size
-        place, offers = self._arena.find(flat), {r: parts[r] for r in self.peers}
+        place, offers = self.arena.find(flat), {r: parts[r] for r in self.peers}
         in_place = place is not None and not place[0].is_mapped  # else a user sends what is gathered
         return self._reduce(What.REDUCE_SCATTER, offers, opts, output, parts[self._rank], in_place=in_place)
 
@@ -489,10 +485,12 @@ class GpuGroup(SharedGroup):
     that."""
 
     def _part(self) -> None:
-        self.synchronize()
+        self.arena.synchronize()
         super()._part()
         end_s = time.monotonic() + _PART_S
-        while not (all_gone := all(peer.is_gone for peer in self.peers.values())) and time.monotonic() < end_s:
+        while (
+            not (all_gone := all(peer.connection.is_gone for peer in self.peers.values())) and time.monotonic() < end_s
+        ):
             time.sleep(_LOOK_S)
         self.all_parted = all_gone
 

@@ -24,7 +24,7 @@ def _gathered(place: Place, sizes: list[int], mode: Mode) -> tuple[list[bool], l
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_memory, "_PIECE_BYTES", 4096)
         with wire_on_device(place, Over.GPU) as wire, wire.on(device):
-            arena: Any = wire.world._on_gpu._arena
+            arena: Any = wire.world._on_gpu.arena
             stream = device.new("gather")
             for number, n in enumerate([*sizes, 1]):
                 part, whole = torch.full((n,), float(number + place.rank)), torch.empty(n * place.world_size)
