@@ -259,8 +259,8 @@ class LauncherEngines(LocalEngines):
     def default_ranks(self) -> int:  # type: ignore[override]
         return self._asked.count
 
-    def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
-        before, begin_s = set(self.client.ids), time.monotonic()
+    def _launch(self, n: int, timeout_s: float) -> Callable[[int], None]:
+        begin_s = time.monotonic()
         try:
             self._loop.run(self._cluster.start_engines(n, environment=self._variables), timeout_s)
         except Exception as e:
@@ -276,7 +276,7 @@ class LauncherEngines(LocalEngines):
                 late = f"{missing} of {n} engines did not reach {self._address} within {limit_s:g} s"
                 raise StartError(f"{late}: look at the job, or give another address=")
 
-        return self._await_engines(n, before, ready, check)
+        return check
 
     def _end_all(self) -> bool:
         for name in list(self._cluster.engines) if self._cluster is not None else ():

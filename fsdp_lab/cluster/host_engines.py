@@ -319,9 +319,8 @@ class HostEngines(LocalEngines, ABC):
     def default_ranks(self) -> int:  # type: ignore[override]
         return sum(host.ranks for host in self._hosts.values())
 
-    def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
+    def _launch(self, n: int, timeout_s: float) -> Callable[[int], None]:
         """Starts engines on hosts that answer: first on those that lack ranks, then beyond that in turns."""
-        before = set(self.client.ids)
         counts = self._shares(n)
         pids: dict[str, set[int]] = {}  # of new engines, by host
         for name, s in self._agents(counts).items():
@@ -342,7 +341,7 @@ class HostEngines(LocalEngines, ABC):
                 late = f"{missing} of {n} engines did not reach this machine within {timeout_s:.0f} s"
                 raise StartError(f"{late}: open the ports between it and {', '.join(counts)}")
 
-        return self._await_engines(n, before, ready, check)
+        return check
 
     def _shares(self, n: int) -> dict[str, int]:
         """Returns how many of n engines each host is to start. Raises StartError if no host answers."""

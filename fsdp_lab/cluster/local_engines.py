@@ -11,7 +11,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -200,7 +200,20 @@ class LocalEngines(Engines):
         return None
 
     def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
-        before = set(self.client.ids)
+        before, reported = set(self.client.ids), -1
+        check = self._launch(n, timeout_s)
+        while True:
+            new = sorted(set(self.client.ids) - before)
+            if len(new) != reported:
+                reported = len(new)
+                ready(reported)
+            if len(new) >= n:
+                return new
+            check(n - len(new))
+            time.sleep(0.03)
+
+    def _launch(self, n: int, timeout_s: float) -> Callable[[int], None]:
+        """Starts `n` engines. Returns what is told again and again how many are not there yet. Both raise StartError."""
         if self._server is not None:
             timeout_s *= 3  # the server imports first; engines that do it later have twice as long for that
         try:
@@ -217,22 +230,7 @@ class LocalEngines(Engines):
                 late = f"{missing} of {n} engines were not ready after {timeout_s:.0f} s; a busy machine is slow"
                 raise StartError(late, self._log(started[0]))
 
-        return self._await_engines(n, before, ready, check)
-
-    def _await_engines(
-        self, n: int, before: Collection[int], ready: Callable[[int], None], check: Callable[[int], None]
-    ) -> list[int]:
-        """Returns the ids of `n` engines that were not there `before`. `check` is told how many lack, and may raise."""
-        reported = -1
-        while True:
-            new = sorted(set(self.client.ids) - set(before))
-            if len(new) != reported:
-                reported = len(new)
-                ready(reported)
-            if len(new) >= n:
-                return new
-            check(n - len(new))
-            time.sleep(0.03)
+        return check
 
     async def _start(self, n: int) -> list[int]:
         """Starts n engine processes; returns their pids."""
