@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_lab.wire import gpu_memory
+from fsdp_lab.wire import gpu_memory, shared_memory
 from fsdp_lab.wire.gpu_memory import GpuArena
 from tests.engine.simulated import Mode, SimulatedDevice
 from tests.pool import Place, Pool
@@ -60,7 +60,7 @@ def _parts(place: Place, patience_s: float) -> tuple[bool, float, int]:
     """Of a rank that closes its groups at once, before the other one: whether the other has closed its memory by then, how
     long it took, and how many groups are kept."""
     with pytest.MonkeyPatch.context() as patch, wire_on_device(place, Over.GPU) as wire:
-        patch.setattr(gpu_memory, "_PART_S", patience_s)
+        patch.setattr(shared_memory, "_PART_S", patience_s)
         group: Any = wire.world._on_gpu
         wire.world.barrier().wait()
         time.sleep(0.2 * place.rank)
