@@ -47,6 +47,9 @@ class StartProgress:
     seconds: float  # since the start began
 
 
+OnProgress = Callable[[StartProgress], None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """The arguments of `Cluster` that concern its ranks."""
@@ -92,11 +95,7 @@ class Assembly:
         attached_status: `Session.status` of each rank when it was taken over, empty if it was started here."""
 
     def __init__(
-        self,
-        config: ClusterConfig,
-        dispatcher: Dispatcher,
-        supervisor: Supervisor,
-        report: Callable[[StartProgress], None],
+        self, config: ClusterConfig, dispatcher: Dispatcher, supervisor: Supervisor, report: OnProgress
     ) -> None:
         self.config, self._dispatcher, self._supervisor = config, dispatcher, supervisor
         self._membership, self._monitor, self._on_progress = dispatcher.membership, supervisor.monitor, report
@@ -146,9 +145,9 @@ class Assembly:
             self._assemble(len(seats), [seat.device for seat in seats])
             raise RestoredError(e) from None
 
-    def look_at(self, hosts: Hosts, report: Callable[[StartProgress], None] | None) -> tuple[str, Engines]:
-        """Looks at hosts, or waits in a queue, and ends nothing. Returns a token and its engines. Raises StartError."""
-        began_s, token = time.monotonic(), secrets.token_hex(8)
+    def look_at(self, hosts: Hosts, report: OnProgress | None) -> LocalEngines:
+        """Looks at hosts, or waits in a queue, and ends nothing. Returns what is to add engines. Raises StartError."""
+        began_s = time.monotonic()
 
         def say(stage: str, done: int, total: int) -> None:
             if self._membership.closed:
@@ -156,14 +155,10 @@ class Assembly:
             seconds = time.monotonic() - began_s
             (report or self._on_progress)(StartProgress(stage=stage, done=done, total=total, seconds=seconds))
 
-        return token, self._engines_on(hosts, token, say)
+        return self._engines_on(hosts, secrets.token_hex(8), say)
 
     def move(
-        self,
-        hosts: Hosts | None,
-        ranks: int | None,
-        report: Callable[[StartProgress], None] | None,
-        looked_at: tuple[str, Engines] | None,
+        self, hosts: Hosts | None, ranks: int | None, report: OnProgress | None, looked_at: LocalEngines | None
     ) -> None:
         """Ends the engines and starts those of `look_at`, or others here. Raises RestoredError if that fails or is
         interrupted."""
@@ -192,10 +187,10 @@ class Assembly:
         self._membership.token = secrets.token_hex(8)
         self.notes = ()
 
-    def _connect(self, looked_at: tuple[str, Engines] | None = None) -> None:
+    def _connect(self, looked_at: LocalEngines | None = None) -> None:
         config, membership = self.config, self._membership
         if looked_at is not None:
-            membership.token, membership.engines = looked_at
+            membership.token, membership.engines = looked_at.token, looked_at
         elif config.given is not None:
             membership.engines = Engines(config.given, config.timeout_s)
         else:

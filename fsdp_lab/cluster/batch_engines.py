@@ -85,7 +85,7 @@ class SlurmEngines(HostEngines):
         write_end_commands(self._folder, self._end_commands())  # before there is a job
         self._report_stage("asking Slurm for hosts", 0, self._asked.hosts)
         command = ["salloc", "--no-shell", f"--job-name={self._job_name}", *self._asked.request]
-        asked = started(command, b"", {MARK: self._token})
+        asked = started(command, b"", {MARK: self.token})
         try:
             self._wait_in_queue(asked)
         finally:
@@ -107,7 +107,7 @@ class SlurmEngines(HostEngines):
 
     @property
     def _job_name(self) -> str:
-        return f"fsdp_lab-{self._token}"
+        return f"fsdp_lab-{self.token}"
 
     def _wait_in_queue(self, asked: Command) -> None:
         """Raises StartError: Slurm refuses the job, or it has waited too long."""

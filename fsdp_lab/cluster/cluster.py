@@ -26,7 +26,7 @@ from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.hang import limit
 from fsdp_lab.base.process import marked
 from fsdp_lab.cluster import ClusterError, RankLost
-from fsdp_lab.cluster.assembly import Assembly, ClusterConfig, RestoredError, StartProgress
+from fsdp_lab.cluster.assembly import Assembly, ClusterConfig, OnProgress, RestoredError
 from fsdp_lab.cluster.calls import Call, Dispatcher, OnData
 from fsdp_lab.cluster.code_delivery import Delivery
 from fsdp_lab.cluster.detached import persist_limit_s
@@ -70,7 +70,7 @@ class Cluster:
         timeout_s: float = 60,
         hang_s: float | None = None,
         persist: bool | float = False,
-        report: Callable[[StartProgress], None] | None = None,
+        report: OnProgress | None = None,
     ) -> None:
         hang_s = limit(hang_s, timeout_s)
         check_persistence(hosts, persist=persist is not False)
@@ -117,7 +117,7 @@ class Cluster:
         self,
         hosts: Hosts | None,
         ranks: int | None = None,
-        report: Callable[[StartProgress], None] | None = None,
+        report: OnProgress | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> None:
         """Ends the ranks and starts others on these hosts, or on this one. What they had trained is lost. `report`: as in
@@ -136,7 +136,7 @@ class Cluster:
                 self._assemble(lambda: self.assembly.move(hosts, ranks, report, looked_at))
         except BaseException:
             if looked_at is not None:
-                looked_at[1].close()
+                looked_at.close()
             raise
 
     def check_devices(self, ranks: int, devices: Sequence[str] | None) -> None:

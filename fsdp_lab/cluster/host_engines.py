@@ -345,7 +345,7 @@ class HostEngines(LocalEngines, ABC):
 
     def _shares(self, n: int) -> dict[str, int]:
         """Returns how many of n engines each host is to start. Raises StartError if no host answers."""
-        said = self.shell.script(list(self._hosts), "status", STATUS_S, token=self._token)
+        said = self.shell.script(list(self._hosts), "status", STATUS_S, token=self.token)
         answered = [name for name, s in said.items() if not s.failure]
         if not answered:
             raise StartError(next(s.failure for s in said.values()))
@@ -369,19 +369,14 @@ class HostEngines(LocalEngines, ABC):
         host = self._hosts[name]
         command = ["env", f"PYTHONPATH={host.code}", self.shell.python, "-P", "-m", "fsdp_lab.cluster.host_agent"]
         gone_s = self._asked.cut_s if self._endpoint is None else CONTROLLER_GONE_S  # a tunnel that is cut refuses too
-        environment = {**ENVIRONMENT, **self._variables}
-        orders: dict[str, Any] = {
-            "token": self._token,
-            "environment": environment,
-            "connection": self._connection,
-            "cwd": os.getcwd(),
-        }
-        orders |= {"count": count, "cut_s": self._asked.cut_s, "gone_s": gone_s, "stay": stay, "sent": host.sent}
+        where = {"token": self.token, "connection": self._connection, "cwd": os.getcwd(), "sent": host.sent}
+        how = {"count": count, "cut_s": self._asked.cut_s, "gone_s": gone_s, "stay": stay}
+        orders = {**where, **how, "environment": {**ENVIRONMENT, **self._variables}}
         return self.shell.start([name], command, json.dumps(orders).encode() + b"\n")
 
     def _check_started(self, pids: Mapping[str, set[int]]) -> None:
         """Raises StartError if an engine that was started has ended."""
-        for name, s in self.shell.script(list(pids), "status", STATUS_S, token=self._token).items():
+        for name, s in self.shell.script(list(pids), "status", STATUS_S, token=self.token).items():
             for pid in map(str, () if s.failure else pids[name]):
                 if (code := s.value["exits"].get(pid)) is not None:
                     log = s.value["logs"].get(pid, "")
@@ -418,7 +413,7 @@ class HostEngines(LocalEngines, ABC):
         if host is None or key in self._exits or self._has_not_answered(host):
             return
         for _ in range(2):  # the agent may learn of it a moment later
-            said = self.shell.script([host.name], "status", POST_MORTEM_S, token=self._token)[host.name]
+            said = self.shell.script([host.name], "status", POST_MORTEM_S, token=self.token)[host.name]
             if said.failure:
                 self._unreached_s[host.name] = time.monotonic()
                 return
@@ -429,7 +424,7 @@ class HostEngines(LocalEngines, ABC):
 
     def _end_all(self) -> bool:
         if self._hosts:  # on one that does not answer the agent ends them
-            self.shell.script(list(self._hosts), "end", END_S, token=self._token)
+            self.shell.script(list(self._hosts), "end", END_S, token=self.token)
         return True
 
     @abstractmethod
@@ -556,7 +551,7 @@ class SshEngines(HostEngines):
             own, former = self._tunnels.get(name), self._former_tunnels.get(name)
             if not (own.process.poll() is None if own is not None else former is not None and former.alive):
                 new.append(name)
-        opened = {name: self.shell.tunnel(name, ports, {MARK: self._token}, self._asked.cut_s) for name in new}
+        opened = {name: self.shell.tunnel(name, ports, {MARK: self.token}, self._asked.cut_s) for name in new}
         self._tunnels = {**self._tunnels, **opened}
         deadline = time.monotonic() + TUNNEL_S
         while new and time.monotonic() < deadline:
@@ -573,6 +568,6 @@ class SshEngines(HostEngines):
         return ended
 
     def _end_commands(self) -> list[EndCommand]:
-        sent = host_script.request("end", token=self._token).decode()
+        sent = host_script.request("end", token=self.token).decode()
         command = [self.shell.python, "-"]
         return [EndCommand(argv=tuple(self.shell.command(name, command)), sent=sent) for name in self._hosts]

@@ -87,7 +87,7 @@ class LocalEngines(Engines):
     def __init__(self, order: EngineOrder, ranks: int, *, forked: bool = False, rank_module: str | None = None) -> None:
         """`ranks`: that share this host. `forked`: a server that imports `rank_module`, or the package's own code, forks the
         engines; else each imports."""
-        self._token, self._on_end, former = order.token, order.on_end, order.former
+        self.token, self._on_end, former = order.token, order.on_end, order.former
         self._environment = engine_environment(order.token, ranks, order.environment)
         self._exit_codes: dict[int, int | None] = {}
         self._launchers: dict[int, Any] = {}  # pid -> ipyparallel's launcher of one engine
@@ -151,7 +151,7 @@ class LocalEngines(Engines):
         self._cluster = ipp.Cluster.from_file(str(file), **cluster_options())
         if (self._folder / SOCKET).exists():
             self._cluster.engine_launcher_class = ForkedEngineSetLauncher
-        ours = {p.pid for p in marked(self._token)}  # a pid in the file may be another process's by now
+        ours = {p.pid for p in marked(self.token)}  # a pid in the file may be another process's by now
         if self.controller_pid not in ours:
             raise StartError("ipyparallel's controller has ended")
         for engine_set in self._cluster.engines.values():
@@ -310,7 +310,7 @@ class LocalEngines(Engines):
         controller = self._controller
         if controller is not None and controller.process is not None:
             end([controller.process], term_s=1.0)
-        left = sweep(self._token)
+        left = sweep(self.token)
         if self._server is not None:
             self._server.wait()
         # The loop stops when ipyparallel's waiting threads have reported to it, which they do at once.
@@ -339,7 +339,7 @@ class LocalEngines(Engines):
         assert self._guardian is not None
         self._record = DetachedCluster(
             folder=self._folder,
-            token=self._token,
+            token=self.token,
             machine=machine(),
             guardian=self._guardian.identity,
             owner=Identity.this(),

@@ -1,25 +1,22 @@
 """`WireContext`: the state that all process groups of one rank share: meter, reduction order, emulated link, abort.
 
-Note: abort. A Python exception does not reach a rank that is blocked in C++, in Gloo's `wait` or in DDP's reducer at
-the end of the backward. So a wait in C++ is cut into short slices (`WireWork.wait`), and every future that C++ may wait
-for is our own, so that `abort` can complete it from any thread. The content of such a future is invalid: the step that
-sees it must be discarded, which `check` enforces at the next call to the wire.
+Note: abort. A Python exception does not reach a rank that is blocked in C++, in Gloo's `wait` or in DDP's reducer. So a
+wait in C++ is cut into short slices (`WireWork.wait`), and every future that C++ may wait for is our own, so that `abort`
+can complete it from any thread. Its content is invalid then: the step that sees it must be discarded, which `check`
+enforces at the next call to the wire.
 
-Gloo's operation itself cannot be cancelled, and destroying its group waits for it. So the group is destroyed in a
-separate thread (`destroy_async`), and the session continues with new groups. A rank that did not join the operation
-closes its end of the connections, which ends the operation on the others; otherwise their timeout does (with torch
-2.13, a process in which several had timed out crashed seconds later in the destructor of Gloo's exception). Until then
-the operation may still read and write its tensors, even if it has not started, since Gloo's threads take operations
-from a queue. So their storage must not be freed by force (`busy_addresses`), and a cancelled work is never finished
-afterwards (`Cancellable.cancel`). Callbacks in Gloo's threads must not hold a group: if theirs were the last reference,
-a thread of the group would destroy the group and join itself.
+Gloo's operation cannot be cancelled, and destroying its group waits for it: a separate thread does (`destroy_async`), and
+the session continues with new groups. A rank that did not join the operation closes its end of the connections, which ends
+it on the others; otherwise their timeout does (with torch 2.13, a process in which several had timed out crashed seconds
+later). Until then Gloo may read and write its tensors, even if it has not begun. So their storage must not be freed by
+force (`busy_addresses`), and a cancelled work is never finished afterwards (`Cancellable.cancel`). Callbacks in Gloo's
+threads must not hold a group: if theirs were the last reference, a thread of the group would destroy it and join itself.
 
 Over NCCL the main thread is not blocked in a wait of ours but in the device, until NCCL is aborted: see nccl.py.
 
-Note: a profiler and an abort. torch's profiler records a Gloo operation from its issue to its end, and the end is
-written by Gloo's thread into memory that the profiler frees when it stops. In a step that is given up an operation may
-end later than that, and the write corrupts the heap: the process dies at some later allocation. So a profiler that is
-stopped while operations may still be running must not record them (`hide_from_profiler`)."""
+Note: a profiler and an abort. The end of a Gloo operation is written by Gloo's thread into memory of torch's profiler, which
+is freed when the profiler stops. In a step that is given up the operation may end later and corrupt the heap. So a profiler
+that is stopped while operations may still be running must not record them (`hide_from_profiler`)."""
 
 from __future__ import annotations
 

@@ -1,18 +1,14 @@
-"""`GpuArena`: memory of a GPU in which other ranks on the same GPU read, for a `SharedGroup` of its tensors.
+"""`GpuArena`: memory of a GPU in which other ranks on the same GPU read, for a `GpuGroup` of its tensors.
 
-Note: ranks that share a GPU. NCCL takes one rank a GPU, so the tensors of such ranks were copied to the host, over Gloo,
-and back. They are in one memory all the same: a rank allocates pieces of it that the driver exports (CUDA IPC), and
-others open them. A collective is then that of shared_memory.py, with copies and sums on the GPU. What ranks tell each
-other goes through the host. So the host waits for the GPU in two places: before a rank says that its bytes are there, and
-before it says that it has read those of others. Nothing else depends on streams: whoever goes on after a wait finds
-results that are complete, and what was freed meanwhile has been read.
+Note: ranks that share a GPU. NCCL takes one rank a GPU, and over Gloo tensors are copied to the host and back. But such
+ranks are in one memory: each allocates pieces of it that the driver exports (CUDA IPC), and others open them. A collective
+is then that of shared_memory.py, with copies and sums on the GPU. What ranks tell each other goes through the host, which
+waits for the GPU in two places: before a rank says that its bytes are there, and before it says that it has read those of
+others. Nothing else depends on streams: after a wait results are complete, and what was freed meanwhile has been read.
 
-The pieces are not of torch's allocator: they are allocated by the driver, since torch's own way to share tensors leaves
-named files behind when a process is killed. There are as many as collectives in flight need, and they are freed with
-their group.
-
-When a group is opened each rank reads a pattern from each other one: where a driver, a container or a build of torch does
-not share memory, all ranks together go on through the host."""
+The driver allocates the pieces, since torch's own way to share tensors leaves named files behind when a process is killed.
+There are as many as collectives in flight need, and they are freed with their group. When a group is opened each rank reads
+a pattern from each other one: where memory is not shared, all ranks together go on through the host."""
 
 from __future__ import annotations
 

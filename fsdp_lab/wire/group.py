@@ -426,11 +426,8 @@ class Wire(dist.ProcessGroup):
 
     def _ordered_reduce_scatter(self, output: Tensor, input: Tensor, op: Any, opts: Any) -> WireWork:
         input = input.contiguous()
-        if (
-            not self._is_on_device(input)
-            and self._is_over_gloo(input)
-            and output.data_ptr() == _part(input, self._rank, self._size).data_ptr()
-        ):
+        in_place = output.data_ptr() == _part(input, self._rank, self._size).data_ptr()
+        if in_place and self._is_over_gloo(input) and not self._is_on_device(input):
             return self._ordered_reduce_scatter_in_place(output, input, op, opts)
         summands = torch.empty_like(input)  # [W * n]: every rank's r-th part, in the order of ranks
         rank, size = self._rank, self._size  # do not capture self: see the note on abort

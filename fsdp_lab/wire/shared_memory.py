@@ -2,20 +2,18 @@
 group that `Wire` calls.
 
 Note: a collective through shared memory. A rank that issues one puts what others need into its arena, unless it is there
-already, publishes to each of them where that is (channels.py), and goes on. Nothing else happens until it waits: then it
-takes the entries of the others and reads their arenas. Whoever waits for one reads the earlier ones of the group first, in
-the order of issue, which is the same on all ranks. So issuing waits for nobody, and a wait waits for the others to issue,
-not for their waits: what does not deadlock over Gloo does not here. (Only who is RING collectives ahead waits for others to
-read.)
+already, publishes to each of them where that is (channels.py), and goes on. When it waits, it takes the entries of the
+others and reads their arenas, of all earlier collectives of the group first, in the order of issue, which is the same on
+all ranks. So issuing waits for nobody, and a wait waits for the others to issue, not for their waits: what does not
+deadlock over Gloo does not here. (Only who is RING collectives ahead waits for others to read.)
 
-Sums are added in the order of ranks, by each rank for itself: the same bits everywhere, and in an all-reduce.
+Sums are added in the order of ranks, by each rank for itself: the same bits everywhere, and in an all-reduce. No thread
+of ours runs beside the ranks: where there are as many as cores, it would take the time of one. A future, which DDP asks
+for, is completed in a thread that waits (`WireWork`).
 
-No thread of ours runs beside the ranks: where there are as many as cores, it would take the time of one. A future, which DDP
-asks for, is completed in a thread that waits (`WireWork`).
-
-A group that is opened after an abort has new control files, so a late rank that still writes to the old ones does no harm.
-What a closed group has published stays until all its ranks have left it (`WireContext.close_shared`), for late readers.
-"""
+A group that is opened after an abort has new control files, so a late rank that still writes to the old ones does no
+harm. What a closed group has published stays until all its ranks have left it (`WireContext.close_shared`), for late
+readers."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Shares(HostEngines):
     def __init__(self, running: dict[str, list[int]], **asked: int) -> None:
         self._asked = SshHosts(names=("a", "b", "c"), **{"ranks_per_host": 2, **asked})  # type: ignore[arg-type]
         self._hosts = {n: RankHost(name=n, ranks=2, pids=set(range(10))) for n in ("a", "b", "c")}
-        self._token = "token"
+        self.token = "token"
         answers = {
             n: HostAnswer(value={"running": running[n]}) if n in running else HostAnswer(failure=f"{n}: no")
             for n in "abc"
