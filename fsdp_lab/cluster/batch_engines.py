@@ -153,7 +153,7 @@ class SlurmEngines(HostEngines):
         """Reports the engines of a step that has ended, as when the job ends. Runs in a thread of its own."""
         step.process.wait()
         for pid in pids if not self._closed else ():
-            self._on_end(pid, None, host_id=host_id)
+            self._on_end(pid, None, host_id)
 
     def _read_end(self, process: EngineProcess) -> None:
         if self._job_state() == RUNNING:  # otherwise no host can be asked

@@ -274,6 +274,8 @@ class Guardian:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # signals to the kernel's process group do not reach it
         )
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin
 
     @property
     def identity(self) -> Identity:
@@ -281,16 +283,14 @@ class Guardian:
 
     def detach(self) -> None:
         """The kernel no longer uses the ranks: the guardian acts as if it had ended."""
-        assert self._process.stdin is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
+            self._pipe.close()
 
     def release(self) -> None:
         """All processes have ended: the guardian has nothing left to do."""
-        assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(b"release\n")
-            self._process.stdin.close()
+            self._pipe.write(b"release\n")
+            self._pipe.close()
         try:
             self._process.wait(2)
         except subprocess.TimeoutExpired:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import ipyparallel as ipp
 import psutil
@@ -59,10 +59,8 @@ c.Session.key = {key!r}
 T = TypeVar("T")
 
 
-class OnEnd(Protocol):
-    """Called on the launcher thread, or on a thread that waits for a process."""
-
-    def __call__(self, pid: int, exit_code: int | None, *, host_id: str | None = None) -> None: ...
+# pid, exit code, id of the host if it is not this one; called on the launcher thread, or on one that waits for a process
+OnEnd = Callable[[int, int | None, str | None], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +248,7 @@ class LocalEngines(Engines):
         """Called on the launcher thread, for an engine or the controller."""
         pid, code = int(data["pid"]), data.get("exit_code")
         self._exit_codes[pid] = code if code is None else int(code)
-        self._on_end(pid, self._exit_codes[pid])
+        self._on_end(pid, self._exit_codes[pid], None)
 
     @property
     def _controller(self) -> Any:

@@ -70,7 +70,7 @@ class Supervisor:
         if event.get("event") == "unregister":
             self._ended.put(RankExit(engine=int(event["id"])))
 
-    def process_ended(self, pid: int, exit_code: int | None, *, host_id: str | None = None) -> None:
+    def process_ended(self, pid: int, exit_code: int | None, host_id: str | None) -> None:
         """Called on the launcher thread: a process that we started has ended."""
         self._ended.put(RankExit(pid=pid, exit_code=exit_code, host_id=host_id))
 
