@@ -95,7 +95,6 @@ def exchange_descriptors(
         except (OSError, AttributeError) as e:
             facts["why"] = getattr(e, "strerror", None) or str(e)
         everyone = _share_facts(store, "has", rank, size, facts, timeout_s)
-        _check(everyone)
         for what, why in (("host", SEVERAL_HOSTS), ("user", "its ranks are of several users")):
             if len({f[what] for f in everyone}) > 1:
                 raise NotShared(why)
@@ -106,7 +105,7 @@ def exchange_descriptors(
                 made = use(own, connections.opened())
             except (OSError, ValueError) as e:
                 why = f"rank {rank} could not map the memory of the others ({e})"
-            _check(_share_facts(store, "uses", rank, size, {"why": why}, timeout_s))
+            _share_facts(store, "uses", rank, size, {"why": why}, timeout_s)
             assert made is not None
             return made
 
@@ -198,19 +197,17 @@ def _close(descriptors: Sequence[int]) -> None:
         os.close(d)
 
 
-def _check(everyone: Everyone) -> None:
-    if why := next((facts["why"] for facts in everyone if facts["why"]), None):
-        raise NotShared(why)
-
-
 def _share_facts(
     store: dist.Store, what: str, rank: int, size: int, facts: Mapping[str, str], timeout_s: float
-) -> list[dict[str, str]]:
-    """The facts of all ranks, in their order, through the store."""
+) -> Everyone:
+    """The facts of all ranks, in their order, through the store. Raises NotShared for the first reason in them."""
     keys = [f"{what}/{r}" for r in range(size)]
     store.set(keys[rank], json.dumps(facts))
     store.wait(keys, timedelta(seconds=timeout_s))
-    return [json.loads(store.get(key)) for key in keys]
+    everyone = [json.loads(store.get(key)) for key in keys]
+    if why := next((each["why"] for each in everyone if each["why"]), ""):
+        raise NotShared(why)
+    return everyone
 
 
 # -- channels ----------------------------------------------------------------------------------------------------------
