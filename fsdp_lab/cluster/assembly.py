@@ -270,7 +270,7 @@ class Assembly:
         others = [m for m in before if m not in reused]
         self._membership.leaving |= {m.engine for m in others}  # their end is no loss
         self._membership.replace([])
-        self._engines.end([m.engine_process for m in others], term_s=0.7)
+        self._engines.end(others, term_s=0.7)
         self._monitor.close_channels()
         if not self._engines.owned:
             ids = list(self._engines.client.ids)

@@ -412,7 +412,7 @@ class Dispatcher:
             return False
         member = self.membership.members[rank]
         member.end_reason = reason
-        engines.end([member.engine_process], term_s=0.2)
+        engines.end([member], term_s=0.2)
         return True
 
     def may_be_dying(self, ranks: Sequence[int]) -> bool:

@@ -22,13 +22,13 @@ from fsdp_lab.base.process import host_id
 from fsdp_lab.cluster import ClusterError, StartError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class EngineProcess:
     """An engine, by its id and by its process: a pid is of one host only."""
 
     engine: int
-    pid: int
-    host_id: str  # see `fsdp_lab.base.process.host_id`
+    pid: int = -1
+    host_id: str = ""  # see `fsdp_lab.base.process.host_id`
 
 
 class Engines:

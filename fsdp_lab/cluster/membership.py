@@ -69,15 +69,12 @@ class RankStatus:
 
 
 @dataclass(kw_only=True)
-class Member:
+class Member(EngineProcess):
     """One rank's engine. Changed by the supervisor and by the thread that sends; read by all."""
 
     rank: int
-    engine: int
     view: Any  # ipyparallel's DirectView of the engine
-    pid: int = -1
     host: str = ""
-    host_id: str = ""
     device: str = "cpu"
     process: psutil.Process | None = None  # None on another machine
     doing: str = ""  # the call it works on
@@ -87,10 +84,6 @@ class Member:
     end_reason: str = ""  # why we end it
     code: set[str] = field(default_factory=set)  # digests of the user's code that it has
     limits_bytes: tuple[int, int] | None = None  # of its device's memory for it, and of its host's; None: not known
-
-    @property
-    def engine_process(self) -> EngineProcess:
-        return EngineProcess(engine=self.engine, pid=self.pid, host_id=self.host_id)
 
     def set_doing(self, doing: str) -> None:
         self.doing, self.since_unix_s = doing, time.time()

@@ -131,7 +131,7 @@ class Supervisor:
         reason, log = describe_exit(exit_code), ""
         with contextlib.suppress(Exception):  # it is lost, whether or not its host can be asked
             reason = self._reason(m, exit_code)
-            log = engines.log(m.engine_process) if engines is not None else ""
+            log = engines.log(m) if engines is not None else ""
         lost = RankLost(
             rank=m.rank, engine=m.engine, pid=m.pid, host=m.host, reason=reason, doing=doing, unix_s=unix_s, log=log
         )
@@ -149,12 +149,12 @@ class Supervisor:
         assert engines is not None
         deadline = time.monotonic() + EXIT_CODE_S
         while engines.owned and exit_code is None and not member.end_reason and time.monotonic() < deadline:
-            exit_code = engines.exit_code(member.engine_process)
+            exit_code = engines.exit_code(member)
             time.sleep(0.01)
         if exit_code is None and not member.end_reason and member.process is not None and alive(member.process):
-            engines.end([member.engine_process], term_s=0.1)
+            engines.end([member], term_s=0.1)
             return "no longer answers (stopped, or its machine hangs), so it is left out"
-        unknown = engines.why_gone(member.engine_process) if exit_code is None and not member.end_reason else ""
+        unknown = engines.why_gone(member) if exit_code is None and not member.end_reason else ""
         return member.end_reason or unknown or describe_exit(exit_code)
 
 
