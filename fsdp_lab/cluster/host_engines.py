@@ -190,8 +190,7 @@ class HostEngines(LocalEngines, ABC):
     shell: Shell
 
     def __init__(self, order: EngineOrder, hosts: Hosts, report: Report) -> None:
-        """`former` engines: meanwhile the controller here, the agents, a Slurm job with its steps and the tunnels went
-        on."""
+        """Of a former kernel, the controller here, the agents, a Slurm job with its steps and the tunnels have gone on."""
         self._asked, self._report_stage, self._variables = hosts, report, dict(order.environment)
         self._hosts: dict[str, RankHost] = {}
         self._unreached_s: dict[str, float] = {}  # by host, when it did not answer, on the monotonic clock
