@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.base import __version__ as __version__
-from fsdp_lab.base.lazy_names import lazy_names
+from fsdp_lab.base import __version__ as __version__, lazy_names
 
 if TYPE_CHECKING:
     from fsdp_lab.base.errors import ArgumentError, SpecError

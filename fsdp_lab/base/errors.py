@@ -65,9 +65,8 @@ def plain_errors(of: type[T]) -> type[T]:
 class FieldError(SentenceError, ValueError):
     """An invalid value of a `field`, by its dotted name such as "strategy.sharding". `str()` is "field: reason; hint".
 
-    `fix`: flat field values for `Spec.replace` that follow the hint; empty if there is no single solution. `first_hint`: the
-    hint without `other`, which is another way out, such as "use backend lab".
-    """
+    `fix`: flat field values for `Spec.replace` that follow the hint; empty if there is no single solution. `first_hint`:
+    the hint without `other`, which is another way out, such as "use backend lab"."""
 
     def __init__(
         self, field: str, reason: str, hint: str, fix: Mapping[str, Any] | None = None, *, other: str = ""

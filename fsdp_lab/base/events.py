@@ -39,8 +39,7 @@ class Span:
     """An interval of one rank's step, in seconds since its begin (`StepEvent.begin_s`) on the rank's own clock.
 
     `name`: "forward", "backward" or "optimizer" for computation, otherwise the kind of the collective. The fields from
-    `sequence` on are set for collectives and for waits.
-    """
+    `sequence` on are set for collectives and for waits."""
 
     track: Track
     name: str
@@ -96,9 +95,8 @@ class Traffic:
     """Collectives of one kind in one step of one rank.
 
     `link_bytes`: sent by this rank over its link, (W-1)/W of the payload, twice that for an all-reduce. `seconds`: from
-    issue to completion, summed, also over collectives that overlap. `exposed_seconds`: the time that computation waited for
-    them, counting each instant once (`fsdp_lab.wire.meter.exposed`); NaN if not measured.
-    """
+    issue to completion, summed, also over collectives that overlap. `exposed_seconds`: the time that computation waited
+    for them, counting each instant once (`fsdp_lab.wire.meter.exposed`); NaN if not measured."""
 
     calls: int = 0
     link_bytes: int = 0
@@ -140,8 +138,7 @@ class RoleBytes:
     """Bytes on the compute device at one moment, by `Role`; without those that offload moved to the host.
 
     `activations_bytes`: everything that forward and backward allocate and that has no other role: tensors that autograd
-    saves for the backward, intermediate results, gradients with respect to them, and temporaries.
-    """
+    saves for the backward, intermediate results, gradients with respect to them, and temporaries."""
 
     parameters_bytes: int = 0
     unsharded_bytes: int = 0
@@ -189,10 +186,9 @@ class Memory:
     """Bytes of one rank.
 
     The first three: this rank's shards of parameters, gradients and optimizer state on the compute device, once they all
-    exist, without padding; `host_bytes` is what offload moved. `peak_bytes`: the most that was allocated at once, on a GPU
-    in this step, from the allocator; on a CPU in the last ledger step (`fsdp_lab.rank.ledger`), 0 before the first.
-    `at_peak`: its composition by role in the last ledger step; the total is the peak.
-    """
+    exist, without padding; `host_bytes` is what offload moved. `peak_bytes`: the most that was allocated at once, on a
+    GPU in this step, from the allocator; on a CPU in the last ledger step (`fsdp_lab.rank.ledger`), 0 before the first.
+    `at_peak`: its composition by role in the last ledger step; the total is the peak."""
 
     parameters_bytes: int = 0
     gradients_bytes: int = 0

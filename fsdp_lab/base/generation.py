@@ -16,10 +16,9 @@ from fsdp_lab.base.errors import ArgumentError, check_whole, is_number, is_whole
 class Sampling:
     """How many tokens, and how each is chosen. Raises ArgumentError.
 
-    `temperature` 0 takes the likeliest token; above, one is drawn by the probabilities, whose logits are divided by it, from
-    the `top_k` likeliest, and from the likeliest that together have a probability of `top_p`; None: from all. What is drawn
-    depends on `seed`, the number of the prompt and the parameters, and not on the ranks.
-    """
+    `temperature` 0 takes the likeliest token; above, one is drawn by the probabilities, whose logits are divided by it,
+    from the `top_k` likeliest, and from the likeliest that together have a probability of `top_p`; None: from all. What
+    is drawn depends on `seed`, the number of the prompt and the parameters, and not on the ranks."""
 
     new_tokens: int = 48
     temperature: float = 0.0

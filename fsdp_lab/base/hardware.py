@@ -1,15 +1,13 @@
 """GPUs by name: peak compute, memory and link bandwidth from data sheets. The planner's devices are made from this table.
 
-Floor 0: no torch. Compute rates are dense, in FLOP/s; a link's rate is of one GPU in one direction, in bytes/s. Data sheets
-often print figures with 2:4 sparsity, which are twice these, and both directions of a link together.
-"""
+Floor 0: no torch. Compute rates are dense, in FLOP/s; a link's rate is of one GPU in one direction, in bytes/s. Data
+sheets often print figures with 2:4 sparsity, which are twice these, and both directions of a link together."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from fsdp_lab.base.formatting import GIB
 
@@ -45,14 +43,37 @@ class Gpu:
         return None if tflops is None else tflops * 1e12
 
 
-def _gpu(device_name: str, bf16: float | None, tf32: float | None, fp32: float, source: str, **more: Any) -> Gpu:
+def _gpu(
+    device_name: str,
+    bf16: float | None,
+    tf32: float | None,
+    fp32: float,
+    source: str,
+    *,
+    fp16: float | None = None,
+    nvlink: float | None = None,
+    memory: tuple[float, float] = (0, 0),
+    measured: float | None = None,
+    generation: str = "",
+    pcie_bytes_per_s: float = PCIE4_BYTES_PER_S,
+    remark: str = "",
+) -> Gpu:
     """nvlink: GB/s, one direction. memory: GiB and TB/s. measured: TFLOP/s of large bf16 matrix products. Others: fields."""
-    nvlink, (gib, tb_per_s) = more.pop("nvlink", None), more.pop("memory", (0, 0))
-    more["fp16"], measured = more.get("fp16") or bf16, more.pop("measured", None)
-    more["nvlink_bytes_per_s"] = None if nvlink is None else nvlink * 1e9
-    more |= {"memory_bytes": int(gib * GIB), "memory_bytes_per_s": tb_per_s * 1e12}
-    more["matrix_share"] = measured / bf16 if measured and bf16 else None
-    return Gpu(device_name=device_name, bf16=bf16, tf32=tf32, fp32=fp32, source=source, **more)
+    return Gpu(
+        device_name=device_name,
+        bf16=bf16,
+        fp16=fp16 or bf16,
+        tf32=tf32,
+        fp32=fp32,
+        source=source,
+        nvlink_bytes_per_s=None if nvlink is None else nvlink * 1e9,
+        memory_bytes=int(memory[0] * GIB),
+        memory_bytes_per_s=memory[1] * 1e12,
+        matrix_share=measured / bf16 if measured and bf16 else None,
+        generation=generation,
+        pcie_bytes_per_s=pcie_bytes_per_s,
+        remark=remark,
+    )
 
 
 # By common name; `gpu_of_device` takes the first row whose `device_name` fits. The bf16 column agrees with

@@ -2,8 +2,7 @@
 
 Every process that a cluster starts inherits a token in its environment (`MARK`). So grandchildren are found too, and
 processes that were being started when their owner died. psutil compares creation times before it sends a signal, so no
-reused pid is signalled.
-"""
+reused pid is signalled."""
 
 from __future__ import annotations
 
@@ -108,9 +107,9 @@ def marked(token: str) -> list[psutil.Process]:
     return running
 
 
-def end(processes: Iterable[psutil.Process], *, term_s: float, kill_s: float = 1.0) -> list[psutil.Process]:
-    """SIGTERM, then SIGKILL after `term_s`; returns the processes that still run `kill_s` after that. An engine that
-    computes ignores SIGTERM until its task returns, hence SIGKILL."""
+def end(processes: Iterable[psutil.Process], *, term_s: float) -> list[psutil.Process]:
+    """SIGTERM, then SIGKILL after `term_s`, because an engine that computes ignores SIGTERM until its task returns. Returns
+    the processes that still run a second after that."""
     left = [p for p in processes if alive(p)]
     for p in left:
         with contextlib.suppress(psutil.Error):
@@ -119,7 +118,7 @@ def end(processes: Iterable[psutil.Process], *, term_s: float, kill_s: float = 1
     for p in left:
         with contextlib.suppress(psutil.Error):
             p.kill()
-    return still_alive(left, kill_s)
+    return still_alive(left, 1.0)
 
 
 def still_alive(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
@@ -139,9 +138,9 @@ def alive(process: psutil.Process | int) -> bool:
         return False
 
 
-def sweep(token: str, *, rounds: int = 3) -> list[int]:
+def sweep(token: str) -> list[int]:
     """Ends all processes that carry the token, until none is left. Returns the pids that could not be ended."""
-    for _ in range(rounds):
+    for _ in range(3):
         left = marked(token)
         if not left:
             return []

@@ -1,17 +1,15 @@
 """Streams of a device, behind one small interface: `Streams`. The wire uses it too, and a test puts a simulated device in
 the place of a GPU's.
 
-Note: streams and lifetimes. On a GPU each kind of communication has a CUDA stream of its own, a `CommStream`. It first waits
-for what the compute stream has been given so far, so whatever it reads is written and whatever memory it allocates is free.
-A buffer that a communication stream allocates is freed from the compute stream; its memory goes back to the pool of the
-communication stream, whose next use of it waits for the compute stream as always. So nothing needs `record_stream`, and a
-gather cannot run further ahead than the points at which the schedule issues it. In the other direction the compute stream
-waits for the event that a `CommHandle` records, not for the whole stream. A buffer that one stream allocated and another
-reads (an unsharded gradient, a copy from the host) is referenced by the handle until the compute stream has waited for it.
-
-What does not depend on each other has streams of its own: gathers, reductions, all-reduces between replicas, copies to the
-device and to the host. All have high priority, as NCCL's has over the wire: products that fill the GPU would hold them up.
-"""
+Note: streams and lifetimes. On a GPU each kind of communication has a CUDA stream of its own, a `CommStream`: gathers,
+reductions, all-reduces between replicas, copies to the device and to the host. All have high priority, as NCCL's has over
+the wire: products that fill the GPU would hold them up. A stream first waits for what the compute stream has been given
+so far, so whatever it reads is written and whatever memory it allocates is free. A buffer that it allocates is freed from
+the compute stream; its memory goes back to the pool of the communication stream, whose next use of it waits for the
+compute stream as always. So nothing needs `record_stream`, and a gather cannot run further ahead than the points at which
+the schedule issues it. In the other direction the compute stream waits for the event that a `CommHandle` records, not for
+the whole stream. A buffer that one stream allocated and another reads (an unsharded gradient, a copy from the host) is
+referenced by the handle until the compute stream has waited for it."""
 
 from __future__ import annotations
 

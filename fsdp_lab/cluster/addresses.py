@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from fsdp_lab.cluster.errors import StartError
+from fsdp_lab.cluster import StartError
 from fsdp_lab.cluster.host_script import TRY_S, connected, digest_of, exactly, try_to_connect
 
 MEASURED_S, MEASURED_BYTES = 0.2, 4 << 20  # at most, of the transfer to one address
@@ -37,8 +37,17 @@ class Endpoint:
     """A port where a host listens."""
 
     address: str
-    port: int
-    interface: str
+    port: int = 0  # 0: of whoever listens
+    interface: str = ""  # "" for loopback
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Variables of the environment, for the groups that users open in cells, and for NCCL."""
+        if not self.interface:
+            return {}
+        family = "AF_INET6" if ":" in self.address else "AF_INET"
+        nccl = {"NCCL_SOCKET_IFNAME": f"={self.interface}", "NCCL_SOCKET_FAMILY": family}
+        return {"GLOO_SOCKET_IFNAME": self.interface, **nccl}
 
     def __str__(self) -> str:
         return f"{self.address} port {self.port} ({self.interface})"
@@ -109,8 +118,12 @@ def new_token() -> str:
     return secrets.token_hex(_TOKEN_BYTES)
 
 
-def measure_endpoint(endpoint: Endpoint, token: str) -> float:
-    """Returns bytes/s to an endpoint, by a short transfer, from its start to its receipt; 0.0 if that fails."""
+def measure(endpoints: Sequence[Endpoint], token: str) -> list[float]:
+    """Returns bytes/s from here to each endpoint, by a short transfer, from its start to its receipt; 0.0 if that fails."""
+    return [_measure(endpoint, token) for endpoint in endpoints]
+
+
+def _measure(endpoint: Endpoint, token: str) -> float:
     try:
         with connected(endpoint.address, endpoint.port, token) as connection:
             part, sent, begin_s = bytes(1 << 16), 0, time.perf_counter()
@@ -124,7 +137,7 @@ def measure_endpoint(endpoint: Endpoint, token: str) -> float:
         return 0.0
 
 
-def try_endpoints(endpoints: Sequence[Endpoint], token: str) -> list[str]:
+def reach(endpoints: Sequence[Endpoint], token: str) -> list[str]:
     """Returns why this host does not reach each endpoint; "" where it does."""
     with ThreadPoolExecutor(min(256, len(endpoints) or 1)) as pool:
         return list(pool.map(lambda endpoint: try_to_connect(endpoint.address, endpoint.port, token), endpoints))

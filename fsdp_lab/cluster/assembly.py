@@ -18,21 +18,19 @@ import psutil
 from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import ArgumentError, FieldError
 from fsdp_lab.base.process import alive, host_id
+from fsdp_lab.cluster import ClusterError, StartError
 from fsdp_lab.cluster.addresses import Endpoint, fastest, new_token, reached_by_all, unique_names
+from fsdp_lab.cluster.batch_engines import LauncherEngines, SlurmEngines
 from fsdp_lab.cluster.calls import SECOND_INTERRUPT_S, Dispatcher
-from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters
+from fsdp_lab.cluster.detached import Claimed, DetachedCluster, claim, detached_clusters
 from fsdp_lab.cluster.engine_server import forks
-from fsdp_lab.cluster.engines import Engines, ExternalEngines, exposure_notes
-from fsdp_lab.cluster.errors import ClusterError, StartError
-from fsdp_lab.cluster.guardian import Guardian
-from fsdp_lab.cluster.host_engines import HostEngines, Report, SshEngines
+from fsdp_lab.cluster.engines import Engines, exposure_notes
+from fsdp_lab.cluster.host_engines import Report, SshEngines
 from fsdp_lab.cluster.host_script import TRY_S
-from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SshHosts
-from fsdp_lab.cluster.launcher_engines import LauncherEngines
-from fsdp_lab.cluster.local_engines import LOOPBACK, DetachedEngines, LocalEngines, OnEnd, claim, engine_environment
+from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SlurmHosts, SshHosts
+from fsdp_lab.cluster.local_engines import LOOPBACK, EngineOrder, LocalEngines
 from fsdp_lab.cluster.membership import Member
 from fsdp_lab.cluster.placement import Host, Placement, free_gpus, place, probe, without_ours
-from fsdp_lab.cluster.slurm_engines import SlurmEngines
 from fsdp_lab.cluster.supervisor import Supervisor
 
 ATTACHED_S = 1.0  # for all ranks to answer once the first has
@@ -47,6 +45,9 @@ class StartProgress:
     done: int
     total: int
     seconds: float  # since the start began
+
+
+OnProgress = Callable[[StartProgress], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +95,7 @@ class Assembly:
         attached_status: `Session.status` of each rank when it was taken over, empty if it was started here."""
 
     def __init__(
-        self,
-        config: ClusterConfig,
-        dispatcher: Dispatcher,
-        supervisor: Supervisor,
-        report: Callable[[StartProgress], None],
+        self, config: ClusterConfig, dispatcher: Dispatcher, supervisor: Supervisor, report: OnProgress
     ) -> None:
         self.config, self._dispatcher, self._supervisor = config, dispatcher, supervisor
         self._membership, self._monitor, self._on_progress = dispatcher.membership, supervisor.monitor, report
@@ -110,7 +107,7 @@ class Assembly:
     @property
     def attached(self) -> bool:
         """Whether the ranks were started by a former kernel."""
-        return isinstance(self._membership.engines, DetachedEngines)
+        return self._membership.engines is not None and self._membership.engines.attached
 
     @property
     def _engines(self) -> Engines:
@@ -148,24 +145,20 @@ class Assembly:
             self._assemble(len(seats), [seat.device for seat in seats])
             raise RestoredError(e) from None
 
-    def look_at(self, hosts: Hosts, report: Callable[[StartProgress], None] | None) -> tuple[str, Engines]:
-        """Looks at hosts, or waits in a queue, and ends nothing. Returns a token and its engines. Raises StartError."""
-        began_s, token = time.monotonic(), secrets.token_hex(8)
+    def look_at(self, hosts: Hosts, report: OnProgress | None) -> LocalEngines:
+        """Looks at hosts, or waits in a queue, and ends nothing. Returns what is to add engines. Raises StartError."""
+        began_s = time.monotonic()
 
         def say(stage: str, done: int, total: int) -> None:
             if self._membership.closed:
                 raise ClusterError("the ranks were closed meanwhile")
-            progress = StartProgress(stage=stage, done=done, total=total, seconds=time.monotonic() - began_s)
-            (report or self._on_progress)(progress)
+            seconds = time.monotonic() - began_s
+            (report or self._on_progress)(StartProgress(stage=stage, done=done, total=total, seconds=seconds))
 
-        return token, self._engines_on(hosts, token, say)
+        return self._engines_on(hosts, secrets.token_hex(8), say)
 
     def move(
-        self,
-        hosts: Hosts | None,
-        ranks: int | None,
-        report: Callable[[StartProgress], None] | None,
-        looked_at: tuple[str, Engines] | None,
+        self, hosts: Hosts | None, ranks: int | None, report: OnProgress | None, looked_at: LocalEngines | None
     ) -> None:
         """Ends the engines and starts those of `look_at`, or others here. Raises RestoredError if that fails or is
         interrupted."""
@@ -194,19 +187,14 @@ class Assembly:
         self._membership.token = secrets.token_hex(8)
         self.notes = ()
 
-    def _connect(self, looked_at: tuple[str, Engines] | None = None) -> None:
+    def _connect(self, looked_at: LocalEngines | None = None) -> None:
         config, membership = self.config, self._membership
         if looked_at is not None:
-            membership.token, membership.engines = looked_at
+            membership.token, membership.engines = looked_at.token, looked_at
         elif config.given is not None:
-            membership.engines = ExternalEngines(config.given, config.timeout_s)
-        elif config.hosts is not None:
-            membership.engines = self._engines_on(config.hosts, membership.token, self._report)
+            membership.engines = Engines(config.given, config.timeout_s)
         else:
-            forked = forks(len(self._this_host().gpus))
-            given = (membership.token, self._environment, self._supervisor.process_ended, config.timeout_s)
-            membership.engines = LocalEngines(*given, forked=forked, rank_module=config.rank_module)
-            membership.engines.default_ranks = config.ranks or self._default_ranks
+            membership.engines = self._engines_on(config.hosts, membership.token, self._report)
         membership.leaving = frozenset()  # another controller counts engines from 0 again
         membership.engines.sending = self._dispatcher.sending
         if membership.closed:  # meanwhile, by another thread
@@ -214,17 +202,23 @@ class Assembly:
             raise ClusterError("the ranks were closed while they started")
         self._supervisor.watch(membership.engines.client)
 
-    def _engines_on(self, hosts: Hosts, token: str, report: Callable[[str, int, int], None]) -> Engines:
-        """Raises StartError."""
-        given = (token, self.config.environment, self._supervisor.process_ended, self.config.timeout_s)
+    def _engines_on(
+        self, hosts: Hosts | None, token: str, report: Report, former: Claimed | None = None
+    ) -> LocalEngines:
+        """Engines on these hosts or on this one, which start when they are added; or `former` ones. Raises StartError."""
+        config, on_end = self.config, self._supervisor.process_ended
+        environment, timeout_s = config.environment, config.timeout_s
+        order = EngineOrder(token=token, environment=environment, on_end=on_end, timeout_s=timeout_s, former=former)
+        if hosts is None:
+            ranks = config.ranks or self._default_ranks
+            forked = former is None and forks(len(self._this_host().gpus))
+            engines = LocalEngines(order, ranks, forked=forked, rank_module=config.rank_module)
+            engines.default_ranks = ranks
+            return engines
         if isinstance(hosts, LauncherHosts):
-            return LauncherEngines(*given, hosts, report)
-        return (SshEngines if isinstance(hosts, SshHosts) else SlurmEngines)(*given, hosts, report)
-
-    @property
-    def _environment(self) -> dict[str, str]:
-        ranks = self.config.ranks or self._default_ranks
-        return engine_environment(self._membership.token, ranks, self.config.environment)
+            return LauncherEngines(order, hosts, report)
+        assert isinstance(hosts, (SshHosts, SlurmHosts))
+        return (SshEngines if isinstance(hosts, SshHosts) else SlurmEngines)(order, hosts, report)
 
     def _report(self, stage: str, done: int, total: int) -> None:
         seconds = time.monotonic() - self._began_s
@@ -268,14 +262,15 @@ class Assembly:
             )
 
     def _enough_engines(self, n: int) -> list[int]:
-        """Returns the ids of at least `n` engines: those of at most `n` healthy ranks, and new ones. Ends the others."""
+        """Returns the ids of `n` engines: those of healthy ranks, and new ones. Ends the others. Engines of a given cluster
+        are all returned, which may be more."""
         before, healthy = self._membership.members, self._membership.present
         unresponsive = self._dispatcher.dismiss(healthy) if healthy else []
         reused = [m for m in healthy if m not in unresponsive][:n]
         others = [m for m in before if m not in reused]
         self._membership.leaving |= {m.engine for m in others}  # their end is no loss
         self._membership.replace([])
-        self._engines.end([m.engine_process for m in others], term_s=0.7)
+        self._engines.end(others, term_s=0.7)
         self._monitor.close_channels()
         if not self._engines.owned:
             ids = list(self._engines.client.ids)
@@ -350,17 +345,12 @@ class Assembly:
 
     def _attach(self, limit_s: float) -> bool:
         """Takes over detached ranks, and ends those that do not answer. Returns whether it has taken over any."""
-        hosts, on_end = self.config.hosts, self._supervisor.process_ended
         while (claimed := claim(self.config.identity, limit_s)) is not None:
-            record, guardian = claimed
+            record, _ = claimed
             self._membership.token = record.token
-            if hosts is None:
-                engines = DetachedEngines(record, guardian, self._environment, on_end)
-            else:
-                kind = DetachedSshEngines if isinstance(hosts, SshHosts) else DetachedSlurmEngines
-                engines = kind(record, guardian, self.config.environment, on_end, hosts, self._report)
+            engines = self._engines_on(self.config.hosts, record.token, self._report, claimed)
             try:
-                engines.open()
+                engines.reach()
                 self._membership.engines = engines
                 self._supervisor.watch(engines.client)
                 self._adopt_ranks(record)
@@ -415,66 +405,23 @@ def rank_order(
     return sorted(reports, key=lambda engine: (place_of(host := reports[engine]["id"]), first[host], engine))
 
 
-class DetachedHostEngines(DetachedEngines, HostEngines):
-    """Engines on the hosts of a former kernel's record. While no kernel uses them, the controller here, the agents on the
-    hosts, a Slurm job with its steps and the tunnels go on, and the guardian here ends all of them if no kernel comes."""
-
-    def __init__(
-        self,
-        record: DetachedCluster,
-        guardian: Guardian,
-        environment: Mapping[str, str],
-        on_end: OnEnd,
-        hosts: Hosts,
-        report: Report,
-    ) -> None:
-        self._configure(hosts, environment, report)
-        super().__init__(record, guardian, engine_environment(record.token, 1, environment), on_end)
-        self._take_over(record.where)
-
-
-class DetachedSshEngines(DetachedHostEngines, SshEngines):
-    """The former kernel's tunnels are used as long as they stay open."""
-
-
-class DetachedSlurmEngines(DetachedHostEngines, SlurmEngines):
-    """Their steps are no children of this process: how an engine ended is asked of its host."""
-
-
 # -- where the ranks of several hosts listen ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostAddress:
-    """Where the ranks of one host listen for other ranks."""
-
-    address: str = LOOPBACK
-    interface: str = ""  # "" for loopback
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """Variables of the environment, for the groups that users open in cells, and for NCCL."""
-        if not self.interface:
-            return {}
-        family = "AF_INET6" if ":" in self.address else "AF_INET"
-        nccl = {"NCCL_SOCKET_IFNAME": f"={self.interface}", "NCCL_SOCKET_FAMILY": family}
-        return {"GLOO_SOCKET_IFNAME": self.interface, **nccl}
-
-
-def meet(dispatcher: Dispatcher, hosts: Sequence[str]) -> dict[str, HostAddress]:
-    """One rank of each host tries the addresses of the other hosts. Returns the address of each host, by its name; `hosts`
-    are those of the ranks, in rank order. Raises StartError: which host does not reach which other one, at which ports."""
+def meet(dispatcher: Dispatcher, hosts: Sequence[str]) -> dict[str, Endpoint]:
+    """One rank of each host tries the addresses of the other hosts. Returns where each host's ranks listen for others, by
+    its name; `hosts` are those of the ranks, in rank order. Raises StartError: which host does not reach which other one, at
+    which ports."""
     leaders = {host: hosts.index(host) for host in dict.fromkeys(hosts)}
     if len(leaders) == 1:
-        return {host: HostAddress() for host in leaders}
+        return {host: Endpoint(address=LOOPBACK) for host in leaders}
     token = new_token()
     try:
         opened = dispatcher.ask("open_endpoints", {rank: {"token": token} for rank in leaders.values()}, ROUND_S)
-        chosen = _choose(dispatcher, leaders, {host: opened[rank] for host, rank in leaders.items()}, token)
+        return _choose(dispatcher, leaders, {host: opened[rank] for host, rank in leaders.items()}, token)
     finally:
         with contextlib.suppress(ClusterError):  # the first error counts
             dispatcher.ask("close_endpoints", {rank: {} for rank in leaders.values()}, ROUND_S)
-    return {host: HostAddress(address=e.address, interface=e.interface) for host, e in chosen.items()}
 
 
 def _choose(

@@ -1,12 +1,11 @@
-"""`Dispatcher`: sends calls and signals to the ranks' engines. `Call`: one call on many ranks, which fails as soon as it has
-failed on one of them.
+"""`Dispatcher`: sends calls and signals to the ranks' engines. `Call`: one call on many ranks, which fails as soon as it
+has failed on one of them.
 
 When a rank dies or raises, the others wait for it in a collective until its timeout. So a failed call frees them, in
 steps: an interrupt (SIGINT, which the wire turns into an abort), a second interrupt with a ping, and then, for engines
 that are ours, the end of the process. The caller gets one exception, of the rank that failed first.
 
-If a rank hangs (supervisor.py), the grace period has already elapsed: it is interrupted once with all others, then ended.
-"""
+If a rank hangs (supervisor.py), the grace period has already elapsed: it is interrupted once with all others, then ended."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ import psutil
 
 from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.base.process import alive
-from fsdp_lab.cluster import remote
-from fsdp_lab.cluster.errors import Interrupted, RankError, RankHung, RankLost, RankStuck
+from fsdp_lab.cluster import Interrupted, RankError, RankHung, RankLost, RankStuck, remote
 from fsdp_lab.cluster.membership import Member, Membership
 
 LOST_S = 0.4  # the error of a lost rank waits this long for the other ranks, which settle by themselves
@@ -380,7 +378,7 @@ class Dispatcher:
     # -- signals ----------------------------------------------------------------------------------------------------
 
     def signal(self, ranks: Collection[int]) -> None:
-        """Sends SIGINT: to a process of this machine itself, elsewhere by the engine's nanny, which answers at any time.
+        """Sends SIGINT to ranks: directly on this machine, elsewhere through the engine's nanny, which answers at any time.
         Returns when all are delivered, or after a second. The kernel's own interrupt does not reach engines."""
         if self.membership.engines is None:
             return
@@ -414,7 +412,7 @@ class Dispatcher:
             return False
         member = self.membership.members[rank]
         member.end_reason = reason
-        engines.end([member.engine_process], term_s=0.2)
+        engines.end([member], term_s=0.2)
         return True
 
     def may_be_dying(self, ranks: Sequence[int]) -> bool:

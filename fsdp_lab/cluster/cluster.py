@@ -1,7 +1,5 @@
-"""`Cluster`: ipyparallel engines that are ranks. Started or taken, joined, called, supervised, ended.
-
-The parts, which are attributes of it: `Membership` (which engine is which rank), `Assembly` (start, join, replace),
-`Dispatcher` (calls and signals), `Supervisor` (deaths and hangs), `Delivery` (the user's code).
+"""`Cluster`: ipyparallel engines that are ranks. Its parts: `Membership` (which engine is which rank), `Assembly` (start,
+join, replace), `Dispatcher` (calls and signals), `Supervisor` (deaths and hangs), `Delivery` (the user's code).
 
 Note: threads. There are four kinds here and in the packages above; each datum belongs to one of them, or has a lock.
 
@@ -12,8 +10,7 @@ Note: threads. There are four kinds here and in the packages above; each datum b
 - The *client's IO thread* of ipyparallel receives replies and step events. It appends to the event store, wakes waiters, and
   returns: what it calls never blocks, never calls ipyparallel, never touches a widget.
 - The *supervisor*, one per cluster, learns of deaths from the client's IO thread and from the *launcher thread* by a queue,
-  ends the calls that wait for a lost rank, and calls the callbacks given to `on_lost`. It also looks for ranks that hang.
-"""
+  ends the calls that wait for a lost rank, and calls the callbacks given to `on_lost`. It also looks for ranks that hang."""
 
 from __future__ import annotations
 
@@ -28,11 +25,11 @@ import psutil
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.hang import limit
 from fsdp_lab.base.process import marked
-from fsdp_lab.cluster.assembly import Assembly, ClusterConfig, RestoredError, StartProgress
+from fsdp_lab.cluster import ClusterError, RankLost
+from fsdp_lab.cluster.assembly import Assembly, ClusterConfig, OnProgress, RestoredError
 from fsdp_lab.cluster.calls import Call, Dispatcher, OnData
 from fsdp_lab.cluster.code_delivery import Delivery
 from fsdp_lab.cluster.detached import persist_limit_s
-from fsdp_lab.cluster.errors import ClusterError, RankLost
 from fsdp_lab.cluster.hosts import Hosts, LauncherHosts
 from fsdp_lab.cluster.membership import ClusterState, Membership, RankStatus
 from fsdp_lab.cluster.supervisor import Supervisor
@@ -73,7 +70,7 @@ class Cluster:
         timeout_s: float = 60,
         hang_s: float | None = None,
         persist: bool | float = False,
-        report: Callable[[StartProgress], None] | None = None,
+        report: OnProgress | None = None,
     ) -> None:
         hang_s = limit(hang_s, timeout_s)
         check_persistence(hosts, persist=persist is not False)
@@ -120,7 +117,7 @@ class Cluster:
         self,
         hosts: Hosts | None,
         ranks: int | None = None,
-        report: Callable[[StartProgress], None] | None = None,
+        report: OnProgress | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> None:
         """Ends the ranks and starts others on these hosts, or on this one. What they had trained is lost. `report`: as in
@@ -139,7 +136,7 @@ class Cluster:
                 self._assemble(lambda: self.assembly.move(hosts, ranks, report, looked_at))
         except BaseException:
             if looked_at is not None:
-                looked_at[1].close()
+                looked_at.close()
             raise
 
     def check_devices(self, ranks: int, devices: Sequence[str] | None) -> None:
@@ -178,13 +175,14 @@ class Cluster:
         if self.membership.closed:
             return
         self.membership.enter(ClusterState.CLOSED)
-        if self.membership.engines is not None:
+        engines = self.membership.engines
+        if engines is not None:
             with contextlib.suppress(Exception):
                 self.dispatcher.dismiss(self.membership.present)
         self.supervisor.stop()
         self.dispatcher.abandon()
-        if self.membership.engines is not None:
-            self.membership.engines.close()
+        if engines is not None:
+            engines.close()
 
     def __enter__(self) -> Cluster:
         return self.start()
@@ -231,7 +229,7 @@ class Cluster:
 
     def on_lost(self, callback: Callable[[RankLost], None]) -> None:
         """`callback(lost)` on the supervisor's thread when a rank's process ends unexpectedly."""
-        self.supervisor.on_lost(callback)
+        self.supervisor.on_lost.append(callback)
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -251,7 +249,7 @@ class Cluster:
 
     @property
     def memory(self) -> list[tuple[str, str, int, int]]:
-        """Of each rank, where it is known: its host, its device, and its `Member.limits_bytes`."""
+        """The host, the device and the `Member.limits_bytes` of each rank that has told them."""
         return [(one.host, one.device, *one.limits_bytes) for one in self.membership.members if one.limits_bytes]
 
     @property

@@ -1,9 +1,17 @@
-"""`DetachedCluster`: ranks that may outlive their kernel, described by a file in their private folder.
+"""`Guardian`: a small process that ends a cluster when its kernel is gone: by exit, restart, crash or SIGKILL.
+`DetachedCluster`: ranks that may outlive their kernel, described by a file in their private folder.
 
-The file, `kept.json` beside the cluster's connection files, is written when the ranks are ready and removed with the folder.
-It names two processes, by pid and creation time: the owner, which is the kernel that uses the ranks, and the guardian, which
-ends the ranks if no kernel takes them over. Changes are made under a lock on the folder, so two kernels never take the same
-ranks."""
+`python -m fsdp_lab.cluster.detached TOKEN OWNER_PID FOLDER` reads a pipe to which only the kernel can write. At end of file,
+or when the owner's process is gone (a forked child of the kernel could keep the pipe open), it ends every process that has
+TOKEN in its environment, also engines that were just being started, and their children; busy ones ignore SIGTERM and are
+ended by SIGKILL a moment later. Then it runs the commands in FOLDER's end.json, which end what is left on other hosts, and
+removes FOLDER, the cluster's private files. The line "release" on the pipe makes it exit without doing anything.
+
+For ranks that may outlive their kernel it first waits until another kernel, with another guardian, has taken them over,
+until the time limit is reached, or until a rank has died, since then nothing can be resumed. Their file, `kept.json` beside
+the connection files, is written when the ranks are ready and removed with the folder. It names two processes, by pid and
+creation time: the owner, which is the kernel that uses the ranks, and the guardian. Changes are made under a lock on the
+folder, so two kernels never take the same ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +21,12 @@ import fcntl
 import json
 import math
 import os
+import select
 import shutil
+import signal
 import stat
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,14 +34,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.base.errors import ArgumentError, is_number
-from fsdp_lab.base.process import Identity, end, machine, marked, sweep
+import psutil
 
+from fsdp_lab.base.errors import ArgumentError, is_number
+from fsdp_lab.base.process import Identity, alive, end, machine, marked, sweep
+
+MODULE = "fsdp_lab.cluster.detached"
 FILE = "kept.json"
 END_FILE = "end.json"
 END_COMMANDS_S = 15.0  # at most, for all of them
 PREFIX = "fsdp_lab-"  # of private folders; nothing else is ever removed
 DEFAULT_LIMIT_S = 24 * 3600.0  # how long ranks wait for a kernel, unless a number of hours is given
+CHECK_S = 0.5  # between two checks of detached ranks
 REMOVAL_S = 2.0  # how long a folder may be in use that is to be removed
 
 
@@ -71,7 +86,8 @@ class DetachedCluster:
 
     @property
     def dead(self) -> bool:
-        """Nobody uses them and they have ended, or no kernel came within the limit, and no guardian is left to end them."""
+        """Whether nobody uses them, and they have ended, or neither a kernel came in time nor a guardian is left to end
+        them."""
         waited_s = 0.0 if self.free_unix_s is None else time.time() - self.free_unix_s
         abandoned = waited_s > self.limit_s and not self.guardian.alive
         return self.free and (abandoned or not marked(self.token))
@@ -86,7 +102,8 @@ class DetachedCluster:
         try:
             fields = json.loads((folder / FILE).read_text(encoding="utf-8"))
             fields |= {name: tuple(fields[name]) for name in ("engines", "pids", "host_ids")}
-            fields |= {name: fields[name] and Identity(**fields[name]) for name in ("guardian", "owner")}
+            fields["guardian"] = Identity(**fields["guardian"])
+            fields["owner"] = None if fields["owner"] is None else Identity(**fields["owner"])
             cluster = cls(folder=folder, **fields)
         except (OSError, ValueError, TypeError, KeyError):
             return None  # just removed, or written by another version
@@ -110,8 +127,8 @@ class DetachedCluster:
 
     def claim(self, guardian: Identity, limit_s: float) -> DetachedCluster | None:
         """Makes this process the owner, with the given guardian; None if another process was faster."""
-        fields = {"owner": Identity.this(), "guardian": guardian, "limit_s": limit_s, "free_unix_s": None}
-        return self._change(lambda now: now.free, **fields)
+        owner = Identity.this()
+        return self._change(lambda now: now.free, owner=owner, guardian=guardian, limit_s=limit_s, free_unix_s=None)
 
     def release(self) -> DetachedCluster | None:
         """Leaves the ranks without an owner; None if they have another guardian by now."""
@@ -240,3 +257,116 @@ def remove_private(folder: Path) -> None:
     while folder.name.lstrip(".").startswith(PREFIX) and folder.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)
         time.sleep(0.02)  # ipyparallel's thread may have written to it meanwhile
+
+
+# -- the guardian ----------------------------------------------------------------------------------------------------
+
+
+class Guardian:
+    """The kernel's side: starts the process, and releases it after an orderly end."""
+
+    def __init__(self, token: str, folder: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", MODULE, token, str(os.getpid()), str(folder)],
+            env={**os.environ, "PYTHONPATH": package_path()},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # signals to the kernel's process group do not reach it
+        )
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin
+
+    @property
+    def identity(self) -> Identity:
+        return Identity.of(self._process.pid)
+
+    def detach(self) -> None:
+        """The kernel no longer uses the ranks: the guardian acts as if it had ended."""
+        with contextlib.suppress(OSError):
+            self._pipe.close()
+
+    def release(self) -> None:
+        """All processes have ended: the guardian has nothing left to do."""
+        with contextlib.suppress(OSError, ValueError):
+            self._pipe.write(b"release\n")
+            self._pipe.close()
+        try:
+            self._process.wait(2)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(2)
+
+
+Claimed = tuple[DetachedCluster, Guardian]  # engines of a former kernel that this one has taken over
+
+
+def claim(asked: Mapping[str, Any], limit_s: float) -> Claimed | None:
+    """Claims the newest detached cluster that was made with the same arguments; None if there is none."""
+    for cluster in detached_clusters():
+        if cluster.free and cluster.asked == asked:
+            guardian = Guardian(cluster.token, cluster.folder)
+            if (claimed := cluster.claim(guardian.identity, limit_s)) is not None:
+                return claimed, guardian
+            guardian.release()
+    return None
+
+
+def package_path() -> str:
+    """PYTHONPATH, starting with the folder that this package was imported from: it need not be installed."""
+    root = str(Path(__file__).resolve().parents[2])
+    others = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != root]
+    return os.pathsep.join([root, *others])
+
+
+def watch(owner_pid: int) -> bool:
+    """Waits until the owner ends. Returns whether it released the guardian."""
+    try:
+        owner = psutil.Process(owner_pid)
+    except psutil.Error:
+        return False
+    while not select.select([sys.stdin], [], [], 1.0)[0]:
+        if not alive(owner):
+            return False
+    return sys.stdin.readline().strip() == "release"
+
+
+def handed_over(token: str, folder: Path) -> bool:
+    """Waits for another kernel if the ranks may outlive theirs. Returns False if they must be ended."""
+    cluster = DetachedCluster.read(folder)
+    if cluster is None or cluster.guardian.pid != os.getpid():
+        return cluster is not None or is_guarded(token)
+    began_s, cluster = time.monotonic(), cluster.release()  # monotonic: a laptop's sleep does not count
+    if cluster is None:
+        return True
+    # Nothing can be resumed without the ranks, or the controller here of those on other hosts.
+    needed = [cluster.where["controller"]] if cluster.where else cluster.pids
+    while all(map(alive, needed)) and time.monotonic() - began_s < cluster.limit_s:
+        time.sleep(CHECK_S)
+        now = DetachedCluster.read(folder)
+        if now is None or now.guardian != cluster.guardian:
+            return now is not None or is_guarded(token)
+    return not cluster.remove()
+
+
+def is_guarded(token: str) -> bool:
+    """Whether another guardian has these ranks. Its kernel may have removed the file already, as for a change of ranks."""
+    others = (p for p in psutil.process_iter(["cmdline"]) if p.pid != os.getpid())
+    return any({MODULE, token} <= {*(p.info["cmdline"] or ())} for p in others)
+
+
+def main(token: str, owner_pid: int, folder: Path) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it outlives the signals that end its owner
+    if watch(owner_pid) or handed_over(token, folder):
+        return
+    end(marked(token), term_s=1.0)
+    deadline = time.monotonic() + 10
+    while sweep(token) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    run_end_commands(folder)
+    remove_private(folder)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

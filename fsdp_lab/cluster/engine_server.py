@@ -46,10 +46,16 @@ def start_server(folder: Path, environment: Mapping[str, str], module: str | Non
         listener.bind(str(folder / SOCKET))
         listener.listen(1024)
         command = [sys.executable, "-m", MODULE, str(listener.fileno()), *([module] if module else [])]
-        own: dict[str, Any] = {"env": {**os.environ, **environment}, "pass_fds": [listener.fileno()]}
-        own |= {"start_new_session": True, "stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with open(folder / LOG, "wb") as log:
-            return subprocess.Popen(command, stdout=log, **own)
+            return subprocess.Popen(
+                command,
+                env={**os.environ, **environment},
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
     return None
 
 

@@ -1,5 +1,5 @@
-"""`Engines`: the interface to engines, wherever they come from. `ExternalEngines`: those that the user started with any
-launcher (MPI, Slurm, SSH). Engines started here or by a former kernel are in local_engines.py.
+"""`Engines`: those that the user started with any launcher (MPI, Slurm, SSH). Engines started here or by a former kernel
+(local_engines.py and what builds on it) have the same methods, and do more.
 
 All provide engine ids and a connected `ipyparallel.Client`; which engine is which rank is decided in assembly.py. Only
 `fsdp_lab.cluster` uses undocumented parts of ipyparallel 8.8 and 9, each with a comment that gives the reason."""
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,32 +19,39 @@ import ipyparallel as ipp
 from IPython.paths import get_ipython_dir
 
 from fsdp_lab.base.process import host_id
-from fsdp_lab.cluster.errors import ClusterError, StartError
+from fsdp_lab.cluster import ClusterError, StartError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class EngineProcess:
     """An engine, by its id and by its process: a pid is of one host only."""
 
     engine: int
-    pid: int
-    host_id: str  # see `fsdp_lab.base.process.host_id`
+    pid: int = -1
+    host_id: str = ""  # see `fsdp_lab.base.process.host_id`
 
 
-class Engines(ABC):
-    """Engines that a cluster can use. The defaults are for engines that another program started."""
+class Engines:
+    """The engines of a running ipyparallel cluster that another program has started, which are never ended."""
 
     owned = False  # whether we started them, and therefore may end them
     local = False  # whether all of them are on this host
+    attached = False  # whether they were started by a former kernel
     forked = False  # whether they are forked from a process that has imported torch
     notes: tuple[str, ...] = ()  # on how they were started
     sending: AbstractContextManager[Any] = nullcontext()  # held while the client sends: it does not count atomically
     client: Any  # the `ipyparallel.Client` for our calls
 
-    @property
-    def user_client(self) -> Any:
-        """The `ipyparallel.Client` for the user's %px cells."""
-        return self.client
+    def __init__(self, source: Any, timeout_s: float) -> None:
+        """`source`: see `connect`."""
+        self._own_client = not isinstance(source, ipp.Client)
+        try:
+            self.client = connect(source, timeout_s)
+        except (OSError, TimeoutError, RuntimeError, ValueError, ipp.error.TimeoutError) as e:
+            raise StartError(f"the given ipyparallel cluster ({source!r}) cannot be reached: {e}") from None
+        deadline = time.monotonic() + min(10.0, timeout_s)
+        while not self.client.ids and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     @property
     def controller_pid(self) -> int:
@@ -57,19 +63,25 @@ class Engines(ABC):
         """Whether the controller is gone, without which no engine can be reached."""
         return False
 
-    @abstractmethod
-    def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
-        """Starts `n` more engines and returns their ids; `ready(k)` is called as they arrive. Raises StartError."""
+    @property
+    def user_client(self) -> Any:
+        """The `ipyparallel.Client` for the user's %px cells."""
+        return self.client
 
     @property
-    @abstractmethod
     def default_ranks(self) -> int:
         """How many ranks to make if nobody says."""
+        return len(self.client.ids)
 
     @property
     def most_ranks(self) -> int | None:
         """How many ranks there can be; None: as many as one likes."""
-        return None
+        return len(self.client.ids)
+
+    def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
+        """Starts `n` more engines and returns their ids; `ready(k)` is called as they arrive. Raises StartError."""
+        needed = f"{n} more engine{'s are' if n > 1 else ' is'} needed and this cluster is yours"
+        raise StartError(f"{needed}: start them with its launcher, then try again")
 
     def place_of(self, host_id: str) -> int:
         """Where a host is in the order in which the user named them."""
@@ -86,51 +98,22 @@ class Engines(ABC):
         """The last lines that an engine wrote."""
         return ""
 
-    def end(self, processes: Sequence[EngineProcess], term_s: float) -> None:  # noqa: B027
-        """Ends engines. Does nothing if they are not ours."""
+    def end(self, processes: Sequence[EngineProcess], term_s: float) -> None:
+        """Ends engines, if they are ours."""
 
     def persist(self, **fields: Any) -> None:
         """Lets the engines outlive this kernel; `fields` are those of `DetachedCluster` not known here."""
         raise ClusterError("the engines of a given cluster are yours, and stay anyway")
 
-    def unpersist(self) -> None:  # noqa: B027
+    def unpersist(self) -> None:
         """The engines end with this kernel again."""
 
     def detach(self) -> None:
         """Leaves the engines running for another kernel. Raises ClusterError: they are not persistent."""
         raise ClusterError("the engines of a given cluster are yours, and stay anyway")
 
-    @abstractmethod
     def close(self) -> None:
         """Ends what we started, in about 5 s at most. Idempotent."""
-
-
-class ExternalEngines(Engines):
-    """The engines of a running ipyparallel cluster, which are never ended. `source`: see `connect`."""
-
-    def __init__(self, source: Any, timeout_s: float = 60) -> None:
-        self._own_client = not isinstance(source, ipp.Client)
-        try:
-            self.client = connect(source, timeout_s)
-        except (OSError, TimeoutError, RuntimeError, ValueError, ipp.error.TimeoutError) as e:
-            raise StartError(f"the given ipyparallel cluster ({source!r}) cannot be reached: {e}") from None
-        deadline = time.monotonic() + min(10.0, timeout_s)
-        while not self.client.ids and time.monotonic() < deadline:
-            time.sleep(0.05)
-
-    @property
-    def default_ranks(self) -> int:
-        return len(self.client.ids)
-
-    @property
-    def most_ranks(self) -> int | None:
-        return len(self.client.ids)
-
-    def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
-        needed = f"{n} more engine{'s are' if n > 1 else ' is'} needed and this cluster is yours"
-        raise StartError(f"{needed}: start them with its launcher, then try again")
-
-    def close(self) -> None:
         if self._own_client:
             with contextlib.suppress(Exception):
                 self.client.close(linger=0)

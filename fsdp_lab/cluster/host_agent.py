@@ -1,4 +1,4 @@
-"""Starts the engines of one host and outlives them: the guardian there, as guardian.py is on the kernel's host.
+"""Starts the engines of one host and outlives them: as the guardian does on the kernel's host (detached.py).
 
 `python -m fsdp_lab.cluster.host_agent` reads its orders as JSON from standard input, starts the engines, says on standard
 output which processes these are, and goes on by itself; with `stay` in the foreground, for a batch system that ends what

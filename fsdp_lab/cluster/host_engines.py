@@ -1,5 +1,5 @@
 """`HostEngines`: engines on other hosts, started from here; the controller is on this kernel's host. `SshEngines`: on hosts
-that are reached by SSH, by one connection for each command and host (slurm_engines.py: on those of a job of Slurm's).
+that are reached by SSH, by one connection for each command and host (batch_engines.py: on those of a job of Slurm's).
 
 Note: how engines on other hosts live and end. A host is asked what it has and which address of the controller's host it
 reaches before anything is started there (`look` in host_script.py). Then one command a host starts an agent (host_agent.py)
@@ -22,34 +22,34 @@ import io
 import json
 import math
 import os
+import re
+import shlex
+import subprocess
 import sys
 import tarfile
+import tempfile
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fsdp_lab.base import __version__
 from fsdp_lab.base.process import MARK, Identity
-from fsdp_lab.cluster import host_script
+from fsdp_lab.cluster import StartError, host_script
 from fsdp_lab.cluster.addresses import Endpoint, Endpoints, new_token
-from fsdp_lab.cluster.detached import EndCommand, write_end_commands
+from fsdp_lab.cluster.detached import EndCommand, package_path, write_end_commands
 from fsdp_lab.cluster.engines import EngineProcess
-from fsdp_lab.cluster.errors import StartError
-from fsdp_lab.cluster.guardian import package_path
 from fsdp_lab.cluster.hosts import Hosts, SshHosts
 from fsdp_lab.cluster.local_engines import (
     ENVIRONMENT,
     LOOPBACK,
+    EngineOrder,
     LocalEngines,
-    OnEnd,
     controller_args,
-    engine_environment,
 )
-from fsdp_lab.cluster.shells import Command, HostAnswer, Shell, SshShell
 
 LOOK_S, START_S, STATUS_S, END_S = 30.0, 60.0, 5.0, 4.0  # how long hosts may take to answer
 POST_MORTEM_S = 3.0  # for a host whose engine has ended, to say how
@@ -61,7 +61,114 @@ CONTROLLER_GONE_S = 2.0  # how long it may refuse connections before the agents 
 PACKAGES = ("torch", "ipyparallel", "pyzmq", "cloudpickle", "psutil", "numpy", "transformers", "safetensors")
 SAME = ("torch", "ipyparallel", "cloudpickle", "transformers")
 SENT_FOLDER = "~/.cache/fsdp_lab/code"
+POLL_S = 0.02
 Report = Callable[[str, int, int], None]  # stage, done, total
+
+
+# -- commands on hosts: input goes by pipes, never on a command line, where others could read it; nothing asks a question
+
+
+@dataclass
+class Command:
+    """A command on one host, or on all hosts of a job."""
+
+    process: subprocess.Popen[bytes]
+    output: IO[bytes]
+    error: IO[bytes]
+
+    @property
+    def text(self) -> str:
+        self.output.seek(0)
+        return self.output.read().decode(errors="replace")
+
+    @property
+    def error_text(self) -> str:
+        self.error.seek(0)
+        return self.error.read().decode(errors="replace").strip()
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostAnswer:
+    """What one host answered, or why it did not."""
+
+    value: Any = None
+    failure: str = ""
+
+
+class Shell(ABC):
+    """Runs `command` with `sent` on its standard input, on hosts that are known by name."""
+
+    python: str
+
+    @abstractmethod
+    def start(self, hosts: Sequence[str], command: Sequence[str], sent: bytes) -> dict[str, Command]:
+        """By host, or for several at once under the names joined by commas."""
+
+    @abstractmethod
+    def why(self, host: str, running: Command) -> str:
+        """Why a command failed, as a sentence that names the host and the way out."""
+
+    def wait(self, running: Mapping[str, Command], limit_s: float, *, stay: bool = False) -> dict[str, HostAnswer]:
+        """Replies by host. Waits `limit_s` at most, and can be interrupted. What still runs then is ended, unless it is to
+        `stay` after its reply."""
+        kept = False
+        try:
+            end_s = time.monotonic() + limit_s
+            while time.monotonic() < end_s and not all(
+                c.process.poll() is not None or (stay and _replied(c.text)) for c in running.values()
+            ):
+                time.sleep(POLL_S)
+            said = {name: s for names, c in running.items() for name, s in self._answers(names, c, limit_s).items()}
+            kept = stay
+            return said
+        finally:
+            for c in running.values() if not kept else ():
+                c.end()
+
+    def _answers(self, host: str, running: Command, limit_s: float) -> dict[str, HostAnswer]:
+        if running.process.poll() is None:
+            return {host: HostAnswer(failure=f"{host} did not answer within {limit_s:.0f} s")}
+        try:
+            return {host: HostAnswer(value=host_script.answer(running.text))}
+        except ValueError:
+            return {host: HostAnswer(failure=self.why(host, running))}
+
+    def script(self, hosts: Sequence[str], what: str, limit_s: float, **arguments: Any) -> dict[str, HostAnswer]:
+        """A function of host_script.py on each host."""
+        return self.wait(self.start(hosts, [self.python, "-"], host_script.request(what, **arguments)), limit_s)
+
+
+def started(command: Sequence[str], sent: bytes, environment: Mapping[str, str] | None = None) -> Command:
+    """Raises StartError: there is no such program."""
+    output, error = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (read when it has ended)
+    with tempfile.TemporaryFile() as input_:
+        input_.write(sent)
+        input_.seek(0)
+        own = {**os.environ, **(environment or {})}
+        try:
+            process = subprocess.Popen(
+                command, stdin=input_, stdout=output, stderr=error, start_new_session=True, env=own
+            )
+        except FileNotFoundError:
+            why = f"there is no {command[0]} on this machine: install it, or start the kernel where it is"
+            raise StartError(why) from None
+    return Command(process, output, error)
+
+
+def _replied(output: str) -> bool:
+    try:
+        host_script.answer(output)
+    except ValueError:
+        return False
+    return True
+
+
+# -- engines on hosts -------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -74,34 +181,30 @@ class RankHost:
     sent: bool = False  # whether it was sent
     id: str = ""
     pids: set[int] = field(default_factory=set)  # of engines that were started
-    unreached_s: float = -math.inf  # when it did not answer, on the monotonic clock
 
 
-class HostEngines(LocalEngines):
+class HostEngines(LocalEngines, ABC):
     """Engines on other hosts, whose `_allocate` says which they are."""
 
     local = False
     shell: Shell
 
-    def __init__(
-        self, token: str, environment: Mapping[str, str], on_end: OnEnd, timeout_s: float, hosts: Hosts, report: Report
-    ) -> None:
-        self._configure(hosts, environment, report)
-        super().__init__(token, engine_environment(token, 1, environment), on_end, timeout_s)  # of the controller
-
-    def _configure(self, hosts: Hosts, environment: Mapping[str, str], report: Report) -> None:
-        self._asked, self._report_stage, self._variables = hosts, report, dict(environment)
+    def __init__(self, order: EngineOrder, hosts: Hosts, report: Report) -> None:
+        """Of a former kernel, the controller here, the agents, a Slurm job with its steps and the tunnels have gone on."""
+        self._asked, self._report_stage, self._variables = hosts, report, dict(order.environment)
         self._hosts: dict[str, RankHost] = {}
+        self._unreached_s: dict[str, float] = {}  # by host, when it did not answer, on the monotonic clock
         self._exits: dict[tuple[str, int], int] = {}  # exit codes, by the host's id and the pid
         self._logs: dict[tuple[str, int], str] = {}
         self._endpoint: Endpoint | None = None  # of the controller, as the hosts reach it; None: through tunnels
         self.notes: tuple[str, ...] = ()
+        super().__init__(order, 1)
+        if order.former is not None:
+            self._take_over(order.former[0].where)
 
     @property
     def _where(self) -> dict[str, Any]:
         hosts = [{**asdict(host), "pids": sorted(host.pids)} for host in self._hosts.values()]
-        for host in hosts:
-            del host["unreached_s"]
         endpoint = self._endpoint and asdict(self._endpoint)
         return {"hosts": hosts, "endpoint": endpoint, "controller": self.controller_pid}
 
@@ -215,9 +318,8 @@ class HostEngines(LocalEngines):
     def default_ranks(self) -> int:  # type: ignore[override]
         return sum(host.ranks for host in self._hosts.values())
 
-    def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
+    def _launch(self, n: int, timeout_s: float) -> Callable[[int], None]:
         """Starts engines on hosts that answer: first on those that lack ranks, then beyond that in turns."""
-        before = set(self.client.ids)
         counts = self._shares(n)
         pids: dict[str, set[int]] = {}  # of new engines, by host
         for name, s in self._agents(counts).items():
@@ -238,11 +340,11 @@ class HostEngines(LocalEngines):
                 late = f"{missing} of {n} engines did not reach this machine within {timeout_s:.0f} s"
                 raise StartError(f"{late}: open the ports between it and {', '.join(counts)}")
 
-        return self._await_engines(n, before, ready, check)
+        return check
 
     def _shares(self, n: int) -> dict[str, int]:
         """Returns how many of n engines each host is to start. Raises StartError if no host answers."""
-        said = self.shell.script(list(self._hosts), "status", STATUS_S, token=self._token)
+        said = self.shell.script(list(self._hosts), "status", STATUS_S, token=self.token)
         answered = [name for name, s in said.items() if not s.failure]
         if not answered:
             raise StartError(next(s.failure for s in said.values()))
@@ -266,19 +368,14 @@ class HostEngines(LocalEngines):
         host = self._hosts[name]
         command = ["env", f"PYTHONPATH={host.code}", self.shell.python, "-P", "-m", "fsdp_lab.cluster.host_agent"]
         gone_s = self._asked.cut_s if self._endpoint is None else CONTROLLER_GONE_S  # a tunnel that is cut refuses too
-        environment = {**ENVIRONMENT, **self._variables}
-        orders: dict[str, Any] = {
-            "token": self._token,
-            "environment": environment,
-            "connection": self._connection,
-            "cwd": os.getcwd(),
-        }
-        orders |= {"count": count, "cut_s": self._asked.cut_s, "gone_s": gone_s, "stay": stay, "sent": host.sent}
+        where = {"token": self.token, "connection": self._connection, "cwd": os.getcwd(), "sent": host.sent}
+        how = {"count": count, "cut_s": self._asked.cut_s, "gone_s": gone_s, "stay": stay}
+        orders = {**where, **how, "environment": {**ENVIRONMENT, **self._variables}}
         return self.shell.start([name], command, json.dumps(orders).encode() + b"\n")
 
     def _check_started(self, pids: Mapping[str, set[int]]) -> None:
         """Raises StartError if an engine that was started has ended."""
-        for name, s in self.shell.script(list(pids), "status", STATUS_S, token=self._token).items():
+        for name, s in self.shell.script(list(pids), "status", STATUS_S, token=self.token).items():
             for pid in map(str, () if s.failure else pids[name]):
                 if (code := s.value["exits"].get(pid)) is not None:
                     log = s.value["logs"].get(pid, "")
@@ -298,8 +395,12 @@ class HostEngines(LocalEngines):
 
     def why_gone(self, process: EngineProcess) -> str:
         host = self._host_of(process)
-        unreached = host is not None and time.monotonic() - host.unreached_s < UNREACHED_S
+        unreached = host is not None and self._has_not_answered(host)
         return f"is out of reach, as is its host {host.name}," if host is not None and unreached else ""
+
+    def _has_not_answered(self, host: RankHost) -> bool:
+        """Whether it has just been asked in vain."""
+        return time.monotonic() - self._unreached_s.get(host.name, -math.inf) < UNREACHED_S
 
     def log(self, process: EngineProcess) -> str:
         self._read_end(process)
@@ -308,12 +409,12 @@ class HostEngines(LocalEngines):
     def _read_end(self, process: EngineProcess) -> None:
         """Asks its host how an engine has ended, unless that is known, or the host has just not answered."""
         host, key = self._host_of(process), (process.host_id, process.pid)
-        if host is None or key in self._exits or time.monotonic() - host.unreached_s < UNREACHED_S:
+        if host is None or key in self._exits or self._has_not_answered(host):
             return
         for _ in range(2):  # the agent may learn of it a moment later
-            said = self.shell.script([host.name], "status", POST_MORTEM_S, token=self._token)[host.name]
+            said = self.shell.script([host.name], "status", POST_MORTEM_S, token=self.token)[host.name]
             if said.failure:
-                host.unreached_s = time.monotonic()
+                self._unreached_s[host.name] = time.monotonic()
                 return
             self._exits |= {(host.id, int(pid)): code for pid, code in said.value["exits"].items()}
             self._logs |= {(host.id, int(pid)): log for pid, log in said.value["logs"].items()}
@@ -322,12 +423,12 @@ class HostEngines(LocalEngines):
 
     def _end_all(self) -> bool:
         if self._hosts:  # on one that does not answer the agent ends them
-            self.shell.script(list(self._hosts), "end", END_S, token=self._token)
+            self.shell.script(list(self._hosts), "end", END_S, token=self.token)
         return True
 
+    @abstractmethod
     def _end_commands(self) -> list[EndCommand]:
         """Returns what the guardian runs if this kernel cannot."""
-        raise NotImplementedError
 
 
 def packed_code() -> str:
@@ -342,7 +443,58 @@ def packed_code() -> str:
 
 # -- by SSH ----------------------------------------------------------------------------------------------------------
 
+CONNECT_S = 8  # for ssh to reach a host
+ALIVE_S, SILENT_S = 5, 15  # between two questions whether a host is there; how long it may not answer
 TUNNEL_S = 1.0  # for ssh to refuse a forwarded port
+SSH_FAILURES = {  # what ssh says of the host {host} -> what it means and what to do
+    r"Permission denied|Too many authentication failures": "{host} refuses the login ({line}): put your key there with "
+    "ssh-copy-id {host}, and load it with ssh-add",
+    r"Could not resolve hostname": "the name {host} does not resolve ({line}): give an address, or a Host entry in "
+    "~/.ssh/config",
+    r"Host key verification failed|REMOTE HOST IDENTIFICATION": "the host key of {host} is not known, or has changed "
+    "({line}): log in once by hand, ssh {host}",
+    r"Connection (timed out|refused|closed|reset)|No route to host|Network is unreachable|timed out": "{host} cannot be "
+    "reached by SSH ({line}): is it up, and is its port right? Ports belong in ~/.ssh/config",
+}
+
+
+class SshShell(Shell):
+    """By ssh, one connection for each command and host. `args`: for ssh, such as ["-F", "config"]."""
+
+    def __init__(self, python: str, args: Sequence[str] = ()) -> None:
+        self.python = python
+        self._args = list(args)
+
+    def _ssh(self, silent_s: float) -> list[str]:
+        """`silent_s`: after which a connection is given up."""
+        most = max(1, math.ceil(silent_s / ALIVE_S))
+        options = f"-o BatchMode=yes -o ConnectTimeout={CONNECT_S} -o ServerAliveInterval={ALIVE_S}"
+        return ["ssh", "-T", *self._args, *options.split(), "-o", f"ServerAliveCountMax={most}"]
+
+    def command(self, host: str, command: Sequence[str]) -> list[str]:
+        return [*self._ssh(SILENT_S), host, "--", shlex.join(command)]
+
+    def start(self, hosts: Sequence[str], command: Sequence[str], sent: bytes) -> dict[str, Command]:
+        return {host: started(self.command(host, command), sent) for host in hosts}
+
+    def tunnel(self, host: str, ports: Sequence[int], environment: Mapping[str, str], silent_s: float) -> Command:
+        """Makes ports of this machine's loopback appear on a host's; runs until it is ended."""
+        forwards = [word for port in ports for word in ("-R", f"127.0.0.1:{port}:127.0.0.1:{port}")]
+        command = [*self._ssh(silent_s), "-N", "-o", "ExitOnForwardFailure=yes", *forwards, host]
+        return started(command, b"", environment)
+
+    def why(self, host: str, running: Command) -> str:
+        code, lines = running.process.returncode, running.error_text.splitlines()
+        line = next((text for text in reversed(lines) if text.strip()), f"exit code {code}").strip()
+        if code == 255:
+            for pattern, sentence in SSH_FAILURES.items():
+                if matching := next((text.strip() for text in lines if re.search(pattern, text)), ""):
+                    return sentence.format(host=host, line=matching)
+            return f"ssh to {host} failed: {line}"
+        if code in (126, 127):
+            hint = "give python=, the path there of a Python in whose environment fsdp_lab or at least its requirements"
+            return f"{host} has no {self.python} ({line}): {hint} are installed"
+        return f"{host} failed: {line}"
 
 
 class SshEngines(HostEngines):
@@ -398,7 +550,7 @@ class SshEngines(HostEngines):
             own, former = self._tunnels.get(name), self._former_tunnels.get(name)
             if not (own.process.poll() is None if own is not None else former is not None and former.alive):
                 new.append(name)
-        opened = {name: self.shell.tunnel(name, ports, {MARK: self._token}, self._asked.cut_s) for name in new}
+        opened = {name: self.shell.tunnel(name, ports, {MARK: self.token}, self._asked.cut_s) for name in new}
         self._tunnels = {**self._tunnels, **opened}
         deadline = time.monotonic() + TUNNEL_S
         while new and time.monotonic() < deadline:
@@ -415,6 +567,6 @@ class SshEngines(HostEngines):
         return ended
 
     def _end_commands(self) -> list[EndCommand]:
-        sent = host_script.request("end", token=self._token).decode()
+        sent = host_script.request("end", token=self.token).decode()
         command = [self.shell.python, "-"]
         return [EndCommand(argv=tuple(self.shell.command(name, command)), sent=sent) for name in self._hosts]

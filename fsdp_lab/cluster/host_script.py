@@ -69,7 +69,8 @@ def reply(value: dict[str, Any], file: TextIO | None = None) -> None:
 def host_mark(token: str) -> str:
     """The token that marks a cluster's engines on this host."""
     space = "/proc/self/ns/net"
-    return f"{token}.{os.readlink(space).strip('net:[]') if os.path.exists(space) else ''}"
+    network = os.readlink(space).strip("net:[]") if os.path.exists(space) else ""
+    return f"{token}.{network}"
 
 
 def look(packages: Sequence[str], endpoints: Sequence[Sequence[Any]], token: str, code: str) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def look(packages: Sequence[str], endpoints: Sequence[Sequence[Any]], token: str
 
 
 def version(package: str) -> str:
-    """Of an installed package; else empty."""
+    """Returns that of an installed package; "" for others."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -101,7 +102,7 @@ def version(package: str) -> str:
 
 
 def code_digest() -> str:
-    """Of the source of fsdp_lab, by names and content; "" if there is none."""
+    """Returns the digest of fsdp_lab's source on this host, of names and content; "" if there is none."""
     for folder in sys.path:
         root = os.path.join(folder, "fsdp_lab")
         if os.path.isfile(os.path.join(root, "__init__.py")):
@@ -210,7 +211,8 @@ def end(token: str) -> dict[str, Any]:
     for agent in [k["agent"] for _, k in kept]:
         try:
             with open(f"/proc/{agent}/cmdline", "rb") as file:
-                kill([agent] if b"host_agent" in file.read() else [])
+                if b"host_agent" in file.read():
+                    kill([agent])
         except OSError:
             continue
     while (left := list(marked(wanted))) and time.monotonic() < deadline:

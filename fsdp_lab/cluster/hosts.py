@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp_lab.base.errors import ArgumentError, is_number, is_whole
+from fsdp_lab.base.errors import ArgumentError, check_whole, is_number
 
 CUT_S = 20.0  # less than a collective waits for a rank: so it is the host that is named
 
@@ -35,9 +35,8 @@ class Hosts:
         if not is_number(self.cut_s) or not 0 < self.cut_s < math.inf:
             raise ArgumentError("cut_s", f"{self.cut_s!r} is refused", "give a number of seconds above 0")
         for name in ("gpus_per_host", "ranks_per_host"):
-            value = getattr(self, name)
-            if value is not None and not is_whole(value):
-                raise ArgumentError(name, f"{value!r} is refused", "give a whole number of 1 or more")
+            if (value := getattr(self, name)) is not None:
+                check_whole(name, value)
         if self.gpus_per_host is not None and self.ranks_per_host is not None:
             beside = "it is given beside gpus_per_host, which has a rank for each GPU"
             raise ArgumentError("ranks_per_host", beside, "give one of them")
@@ -111,8 +110,7 @@ class SlurmHosts(Hosts):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not is_whole(self.hosts):
-            raise ArgumentError("hosts", f"{self.hosts!r} is refused", "give a whole number of 1 or more")
+        check_whole("hosts", self.hosts)
         if bad := next((o for o in self.options if not str(o).startswith("-")), None):
             raise ArgumentError("options", f"{bad!r} is no option", 'give options of salloc, such as ("--exclusive",)')
 
@@ -151,8 +149,7 @@ class LauncherHosts(Hosts):
         super().__post_init__()
         if not self.launcher or not isinstance(self.launcher, str):
             raise ArgumentError("launcher", f"{self.launcher!r} is no name of a launcher", 'give one such as "pbs"')
-        if not is_whole(self.count):
-            raise ArgumentError("ranks", f"{self.count!r} is refused", "give a whole number of 1 or more")
+        check_whole("ranks", self.count)
 
     @property
     def ranks(self) -> int | None:

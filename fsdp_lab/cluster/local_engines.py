@@ -1,5 +1,4 @@
-"""Engines on this machine: started by this kernel (`LocalEngines`), or by a former one (`DetachedEngines`); and how
-ipyparallel's launchers are run."""
+"""`LocalEngines`: engines on this machine, started by this kernel or a former one; and how ipyparallel's launchers run."""
 
 from __future__ import annotations
 
@@ -12,9 +11,10 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import ipyparallel as ipp
 import psutil
@@ -22,11 +22,17 @@ import zmq
 from traitlets.config import Config
 
 from fsdp_lab.base.process import HOST_MEMORY, MARK, Identity, end, machine, marked, sweep, usable_cores
-from fsdp_lab.cluster.detached import DetachedCluster, detached_clusters, private_folder, remove_private
+from fsdp_lab.cluster import ClusterError, StartError
+from fsdp_lab.cluster.detached import (
+    Claimed,
+    DetachedCluster,
+    Guardian,
+    package_path,
+    private_folder,
+    remove_private,
+)
 from fsdp_lab.cluster.engine_server import SOCKET, ForkedEngineSetLauncher, start_server
 from fsdp_lab.cluster.engines import EngineProcess, Engines
-from fsdp_lab.cluster.errors import ClusterError, StartError
-from fsdp_lab.cluster.guardian import Guardian, package_path
 
 ATTACH_S = 10.0  # for the client to reach running engines
 # The client remembers the signatures of its messages against replays, by default of 65,536.
@@ -53,10 +59,19 @@ c.Session.key = {key!r}
 T = TypeVar("T")
 
 
-class OnEnd(Protocol):
-    """Called on the launcher thread, or on a thread that waits for a process."""
+# pid, exit code, id of the host if it is not this one; called on the launcher thread, or on one that waits for a process
+OnEnd = Callable[[int, int | None, str | None], None]
 
-    def __call__(self, pid: int, exit_code: int | None, *, host_id: str | None = None) -> None: ...
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOrder:
+    """What all kinds of engines are given."""
+
+    token: str
+    environment: Mapping[str, str]  # the user's
+    on_end: OnEnd
+    timeout_s: float  # for the controller
+    former: Claimed | None = None  # what a former kernel left; before `reach` it can only be detached or closed
 
 
 class LocalEngines(Engines):
@@ -65,23 +80,25 @@ class LocalEngines(Engines):
 
     owned = local = True
     default_ranks = 2
-    _guardian: Guardian | None
     _connection: Mapping[str, Any]  # with which an engine reaches the controller
-    _record: DetachedCluster | None  # while the engines may outlive this kernel
-    _server: subprocess.Popen[bytes] | None  # that forks engines
 
-    def __init__(
-        self,
-        token: str,
-        environment: Mapping[str, str],
-        on_end: OnEnd,
-        timeout_s: float = 60,
-        *,
-        forked: bool = False,
-        rank_module: str | None = None,
-    ) -> None:
-        """`forked`: a server that imports `rank_module`, or the package's own code, forks the engines; else each imports."""
-        self._prepare(token, environment, on_end)
+    def __init__(self, order: EngineOrder, ranks: int, *, forked: bool = False, rank_module: str | None = None) -> None:
+        """`ranks`: that share this host. `forked`: a server that imports `rank_module`, or the package's own code, forks the
+        engines; else each imports."""
+        self.token, self._on_end, former = order.token, order.on_end, order.former
+        self._environment = engine_environment(order.token, ranks, order.environment)
+        self._exit_codes: dict[int, int | None] = {}
+        self._launchers: dict[int, Any] = {}  # pid -> ipyparallel's launcher of one engine
+        self._cluster: Any = None
+        self.client = self._user_client = None
+        self._server: subprocess.Popen[bytes] | None = None  # that forks engines
+        self._record: DetachedCluster | None = None  # while the engines may outlive this kernel
+        self._guardian: Guardian | None = None
+        self._closed, self.attached = False, former is not None
+        if former is not None:
+            self._record, self._guardian = former
+            self._folder, self._loop = self._record.folder, LauncherLoop()
+            return
         try:
             self._folder = self._make_folder()
         except OSError as e:
@@ -89,25 +106,17 @@ class LocalEngines(Engines):
             raise StartError(f"{why}; set TMPDIR to a folder that you may write to") from None
         self._loop = LauncherLoop()
         try:
-            self._guardian = Guardian(token, self._folder)
+            self._guardian = Guardian(order.token, self._folder)
             if forked:
                 self._server = start_server(self._folder, self._environment, rank_module)
             self._before_controller()
-            self.client = self._loop.run(self._open(), timeout_s)
+            self.client = self._loop.run(self._open(), order.timeout_s)
         except BaseException as e:
             log = "" if self._controller is None else last_lines(self._controller.get_output())
             self.close()
             if isinstance(e, Exception):
-                raise start_error("ipyparallel's controller did not start", e, log, timeout_s) from None
+                raise start_error("ipyparallel's controller did not start", e, log, order.timeout_s) from None
             raise
-
-    def _prepare(self, token: str, environment: Mapping[str, str], on_end: OnEnd) -> None:
-        self._token, self._environment, self._on_end = token, dict(environment), on_end
-        self._exit_codes: dict[int, int | None] = {}
-        self._launchers: dict[int, Any] = {}  # pid -> ipyparallel's launcher of one engine
-        self._cluster: Any = None
-        self.client = self._user_client = self._guardian = self._record = self._server = None
-        self._closed = False
 
     def _make_folder(self) -> Path:
         """Makes the private folder. Raises OSError."""
@@ -123,6 +132,29 @@ class LocalEngines(Engines):
     @property
     def _controller_args(self) -> list[str]:
         return controller_args()
+
+    def reach(self) -> None:
+        """Reaches the engines of a former kernel. Raises StartError: they cannot be reached, or some are gone."""
+        assert self._record is not None
+        try:
+            self.client = self._loop.run(self._reopen(), ATTACH_S)
+        except Exception as e:
+            raise start_error("the engines cannot be reached", e, "", ATTACH_S) from None
+        if missing := set(self._record.engines) - set(self.client.ids):
+            raise StartError(f"{len(missing)} of {len(self._record.engines)} engines have ended")
+
+    async def _reopen(self) -> Any:
+        self._write_config()
+        (file,) = (self._folder / "security").glob("cluster-*.json")  # ipyparallel keeps it up to date
+        self._cluster = ipp.Cluster.from_file(str(file), **cluster_options())
+        if (self._folder / SOCKET).exists():
+            self._cluster.engine_launcher_class = ForkedEngineSetLauncher
+        ours = {p.pid for p in marked(self.token)}  # a pid in the file may be another process's by now
+        if self.controller_pid not in ours:
+            raise StartError("ipyparallel's controller has ended")
+        for engine_set in self._cluster.engines.values():
+            self._follow(x for x in engine_set.launchers.values() if x.pid in ours)
+        return await self._connect()
 
     def _write_config(self) -> None:
         config = self._folder / "ipcontroller_config.py"
@@ -161,8 +193,25 @@ class LocalEngines(Engines):
             self._user_client = ipp.Client(info["client"], cluster=None)
         return self._user_client
 
+    @property
+    def most_ranks(self) -> int | None:
+        return None
+
     def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
-        before = set(self.client.ids)
+        before, reported = set(self.client.ids), -1
+        check = self._launch(n, timeout_s)
+        while True:
+            new = sorted(set(self.client.ids) - before)
+            if len(new) != reported:
+                reported = len(new)
+                ready(reported)
+            if len(new) >= n:
+                return new
+            check(n - len(new))
+            time.sleep(0.03)
+
+    def _launch(self, n: int, timeout_s: float) -> Callable[[int], None]:
+        """Starts `n` engines. Returns what is told again and again how many are not there yet. Both raise StartError."""
         if self._server is not None:
             timeout_s *= 3  # the server imports first; engines that do it later have twice as long for that
         try:
@@ -179,22 +228,7 @@ class LocalEngines(Engines):
                 late = f"{missing} of {n} engines were not ready after {timeout_s:.0f} s; a busy machine is slow"
                 raise StartError(late, self._log(started[0]))
 
-        return self._await_engines(n, before, ready, check)
-
-    def _await_engines(
-        self, n: int, before: Collection[int], ready: Callable[[int], None], check: Callable[[int], None]
-    ) -> list[int]:
-        """Returns the ids of `n` engines that were not there `before`. `check` is told how many lack, and may raise."""
-        reported = -1
-        while True:
-            new = sorted(set(self.client.ids) - set(before))
-            if len(new) != reported:
-                reported = len(new)
-                ready(reported)
-            if len(new) >= n:
-                return new
-            check(n - len(new))
-            time.sleep(0.03)
+        return check
 
     async def _start(self, n: int) -> list[int]:
         """Starts n engine processes; returns their pids."""
@@ -214,7 +248,7 @@ class LocalEngines(Engines):
         """Called on the launcher thread, for an engine or the controller."""
         pid, code = int(data["pid"]), data.get("exit_code")
         self._exit_codes[pid] = code if code is None else int(code)
-        self._on_end(pid, self._exit_codes[pid])
+        self._on_end(pid, self._exit_codes[pid], None)
 
     @property
     def _controller(self) -> Any:
@@ -274,7 +308,7 @@ class LocalEngines(Engines):
         controller = self._controller
         if controller is not None and controller.process is not None:
             end([controller.process], term_s=1.0)
-        left = sweep(self._token)
+        left = sweep(self.token)
         if self._server is not None:
             self._server.wait()
         # The loop stops when ipyparallel's waiting threads have reported to it, which they do at once.
@@ -303,7 +337,7 @@ class LocalEngines(Engines):
         assert self._guardian is not None
         self._record = DetachedCluster(
             folder=self._folder,
-            token=self._token,
+            token=self.token,
             machine=machine(),
             guardian=self._guardian.identity,
             owner=Identity.this(),
@@ -337,51 +371,6 @@ class LocalEngines(Engines):
             self._cluster.cluster_file = ""  # from now on their owner writes it
         self._record.release()
         self._guardian.detach()
-
-
-class DetachedEngines(LocalEngines):
-    """Engines that a former kernel left and this one has claimed. Before `open` they can only be detached or closed."""
-
-    def __init__(
-        self, record: DetachedCluster, guardian: Guardian, environment: Mapping[str, str], on_end: OnEnd
-    ) -> None:
-        self._prepare(record.token, environment, on_end)
-        self._folder, self._record, self._guardian = record.folder, record, guardian
-        self._loop = LauncherLoop()
-
-    def open(self) -> None:
-        """Raises StartError: they cannot be reached, or some are gone."""
-        assert self._record is not None
-        try:
-            self.client = self._loop.run(self._open(), ATTACH_S)
-        except Exception as e:
-            raise start_error("the engines cannot be reached", e, "", ATTACH_S) from None
-        if missing := set(self._record.engines) - set(self.client.ids):
-            raise StartError(f"{len(missing)} of {len(self._record.engines)} engines have ended")
-
-    async def _open(self) -> Any:
-        self._write_config()
-        (file,) = (self._folder / "security").glob("cluster-*.json")  # ipyparallel keeps it up to date
-        self._cluster = ipp.Cluster.from_file(str(file), **cluster_options())
-        if (self._folder / SOCKET).exists():
-            self._cluster.engine_launcher_class = ForkedEngineSetLauncher
-        ours = {p.pid for p in marked(self._token)}  # a pid in the file may be another process's by now
-        if self.controller_pid not in ours:
-            raise StartError("ipyparallel's controller has ended")
-        for engine_set in self._cluster.engines.values():
-            self._follow(x for x in engine_set.launchers.values() if x.pid in ours)
-        return await self._connect()
-
-
-def claim(asked: Mapping[str, Any], limit_s: float) -> tuple[DetachedCluster, Guardian] | None:
-    """Claims the newest detached cluster that was made with the same arguments; None if there is none."""
-    for cluster in detached_clusters():
-        if cluster.free and cluster.asked == asked:
-            guardian = Guardian(cluster.token, cluster.folder)
-            if (claimed := cluster.claim(guardian.identity, limit_s)) is not None:
-                return claimed, guardian
-            guardian.release()
-    return None
 
 
 # -- ipyparallel's launchers -----------------------------------------------------------------------------------------
@@ -429,7 +418,7 @@ def cluster_options() -> dict[str, Any]:
 
 
 def controller_args(engine_ip: str = LOOPBACK, lost_s: float = LOST_S) -> list[str]:
-    """Of ipcontroller, which engines reach at an address, and which gives up those that it does not hear for `lost_s`."""
+    """Returns options of ipcontroller: engines reach it at `engine_ip`, and are given up after `lost_s` of silence."""
     return [
         # explicit, because a file in /etc/ipython may set other addresses
         *(f"--IPController.{whom}_ip={LOOPBACK}" for whom in ("client", "monitor")),

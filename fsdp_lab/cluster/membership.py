@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 
 from fsdp_lab.base.hang import Heartbeat
+from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.cluster.engines import EngineProcess, Engines
-from fsdp_lab.cluster.errors import ClusterError, RankLost
 from fsdp_lab.cluster.placement import Placement
 
 
@@ -24,14 +24,6 @@ class ClusterState(enum.Enum):
     ASSEMBLING = "assembling"  # engines are started and joined, by `start` or `resize`
     RUNNING = "running"
     CLOSED = "closed"  # the ranks are ended, or left to another kernel
-
-
-TRANSITIONS = {
-    ClusterState.NEW: (ClusterState.ASSEMBLING, ClusterState.CLOSED),
-    ClusterState.ASSEMBLING: (ClusterState.RUNNING, ClusterState.CLOSED),
-    ClusterState.RUNNING: (ClusterState.ASSEMBLING, ClusterState.CLOSED),
-    ClusterState.CLOSED: (),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +69,12 @@ class RankStatus:
 
 
 @dataclass(kw_only=True)
-class Member:
+class Member(EngineProcess):
     """One rank's engine. Changed by the supervisor and by the thread that sends; read by all."""
 
     rank: int
-    engine: int
     view: Any  # ipyparallel's DirectView of the engine
-    pid: int = -1
     host: str = ""
-    host_id: str = ""
     device: str = "cpu"
     process: psutil.Process | None = None  # None on another machine
     doing: str = ""  # the call it works on
@@ -95,10 +84,6 @@ class Member:
     end_reason: str = ""  # why we end it
     code: set[str] = field(default_factory=set)  # digests of the user's code that it has
     limits_bytes: tuple[int, int] | None = None  # of its device's memory for it, and of its host's; None: not known
-
-    @property
-    def engine_process(self) -> EngineProcess:
-        return EngineProcess(engine=self.engine, pid=self.pid, host_id=self.host_id)
 
     def set_doing(self, doing: str) -> None:
         self.doing, self.since_unix_s = doing, time.time()
@@ -135,7 +120,7 @@ class Membership:
 
     def enter(self, state: ClusterState) -> None:
         with self.lock:
-            if state not in TRANSITIONS[self.state]:
+            if self.closed:  # by another thread
                 raise ClusterError(f"a cluster that is {self.state.value} cannot become {state.value}")
             self.state = state
 

@@ -151,10 +151,9 @@ def torch_cuda_version() -> str | None:
 
 
 def place(hosts: Sequence[Host], devices: Sequence[str] | None = None, *, take_busy: bool = False) -> Placement:
-    """Returns seats for ranks, whose `hosts` are given in rank order; ranks of one machine are consecutive. `devices`: of
-    each rank, or None: one GPU a rank where free GPUs are enough, shared GPUs where there are fewer, CPU where there are
-    none. `take_busy`: take GPUs that another process uses, too. Raises SpecError for one that does not exist, or is not
-    free."""
+    """Returns the seats of ranks, whose `hosts` are given in rank order; ranks of one machine are consecutive. `devices`:
+    one for each rank. None: a GPU each where enough are free, shared GPUs where there are fewer, CPUs where there are
+    none. `take_busy`: also GPUs that another process uses. Raises SpecError for a device that is not there, or not free."""
     if devices is None:
         chosen, notes = _choose(hosts, take_busy)
     else:
@@ -166,8 +165,8 @@ def place(hosts: Sequence[Host], devices: Sequence[str] | None = None, *, take_b
     for rank, (host, device) in enumerate(zip(hosts, chosen, strict=True)):
         share, threads = load[(host.name, device)], max(1, host.cores // ranks_on[host.name])
         cap = round(SHARED_GPU_BYTES_FRACTION / share, 4) if share > 1 else None
-        placed: dict[str, Any] = {"host": host.name, "device": device, "threads": threads, "memory_cap": cap}
-        seats.append(Seat(rank=rank, **placed, shared_gpu_ranks=fullest))
+        seat = Seat(rank=rank, host=host.name, device=device, threads=threads, memory_cap=cap, shared_gpu_ranks=fullest)
+        seats.append(seat)
     return Placement(seats=tuple(seats), notes=(*notes, *_fidelity(hosts, seats, load)))
 
 

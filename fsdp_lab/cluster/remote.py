@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.base.process import host_id
-from fsdp_lab.cluster.addresses import Endpoint, Endpoints, measure_endpoint, own_addresses, try_endpoints
+from fsdp_lab.cluster.addresses import Endpoint, Endpoints, measure, own_addresses, reach
 from fsdp_lab.cluster.placement import Host, probe
 
 KEY = "_fsdp_lab"
@@ -159,7 +159,7 @@ class HeartbeatPublisher:
         self._publisher.set_parent(dict(header))
 
     def publish(self, kind: str, message: dict[str, Any]) -> None:
-        """`kind`: "beat"; "loop" for a loop that is watched in a cell, whose messages belong to no call of the kernel's."""
+        """Sends a message of a kind: "beat", or "loop" of a loop that is watched in a cell, outside any call."""
         self._publisher.publish_data({kind: message})
 
 
@@ -293,16 +293,6 @@ def close_endpoints() -> None:
     if own.endpoints is not None:
         own.endpoints.close()
         own.endpoints = None
-
-
-def reach(endpoints: Sequence[Endpoint], token: str) -> list[str]:
-    """Returns why this host does not reach each of these endpoints; "" where it does."""
-    return try_endpoints(endpoints, token)
-
-
-def measure(endpoints: Sequence[Endpoint], token: str) -> list[float]:
-    """Returns bytes/s from here to each of these endpoints."""
-    return [measure_endpoint(endpoint, token) for endpoint in endpoints]
 
 
 def host(module: str | None, address: str | None) -> str:

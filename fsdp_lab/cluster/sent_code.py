@@ -167,7 +167,7 @@ class SourceText:
         return "\n\n\n".join(filter(None, ["\n".join(imports), *self._parts]))
 
     def _add(self, name: str, value: Any) -> None:
-        """What defines a name."""
+        """Adds what defines a name."""
         if name in self._seen:
             if self._seen[name] is not value:
                 self.missing[name] = value  # another object of the same name, in another scope

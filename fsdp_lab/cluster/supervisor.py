@@ -16,8 +16,8 @@ import psutil
 
 from fsdp_lab.base.hang import Hang, Heartbeat, diagnose, shortest_limit
 from fsdp_lab.base.process import alive, describe_exit
+from fsdp_lab.cluster import RankHung, RankLost
 from fsdp_lab.cluster.calls import Dispatcher, Sink
-from fsdp_lab.cluster.errors import RankHung, RankLost
 from fsdp_lab.cluster.membership import Member, ReceivedHeartbeat
 
 CHECK_S = 0.25  # between two checks for hangs
@@ -47,7 +47,9 @@ class Supervisor:
         self.monitor = HeartbeatMonitor(hang_s)
         self.on_loop_hung: Callable[[RankHung], None] = lambda hung: None  # called on this thread
         self._ended: queue.SimpleQueue[RankExit | None] = queue.SimpleQueue()
-        self._callbacks: list[Callable[[RankLost], None]] = []
+        self.on_lost: list[
+            Callable[[RankLost], None]
+        ] = []  # called on this thread for each rank that ends unexpectedly
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="fsdp_lab-supervisor", daemon=True).start()
@@ -59,10 +61,6 @@ class Supervisor:
         self._ended.put(None)
         self.monitor.close_channels()
 
-    def on_lost(self, callback: Callable[[RankLost], None]) -> None:
-        """`callback(lost)` on the supervisor's thread, for each rank that ends unexpectedly."""
-        self._callbacks.append(callback)
-
     def watch(self, client: Any) -> None:
         """Notices engines that the hub unregisters. `wait_for_engines` uses the same list; there is no public interface."""
         client._registration_callbacks.append(self._hub_event)
@@ -72,7 +70,7 @@ class Supervisor:
         if event.get("event") == "unregister":
             self._ended.put(RankExit(engine=int(event["id"])))
 
-    def process_ended(self, pid: int, exit_code: int | None, *, host_id: str | None = None) -> None:
+    def process_ended(self, pid: int, exit_code: int | None, host_id: str | None) -> None:
         """Called on the launcher thread: a process that we started has ended."""
         self._ended.put(RankExit(pid=pid, exit_code=exit_code, host_id=host_id))
 
@@ -127,20 +125,21 @@ class Supervisor:
         for rank in self.monitor.find_stopped(processes):
             self._dispatcher.end_rank(rank, "was stopped (SIGSTOP), did not continue, and was ended")
 
-    def _mark_lost(self, member: Member, exit_code: int | None) -> None:
+    def _mark_lost(self, m: Member, exit_code: int | None) -> None:
         """Reports a rank that is gone: to its calls, its status and the callbacks."""
-        unix_s, doing, engines = time.time(), member.doing, self._membership.engines
+        unix_s, doing, engines = time.time(), m.doing, self._membership.engines
         reason, log = describe_exit(exit_code), ""
         with contextlib.suppress(Exception):  # it is lost, whether or not its host can be asked
-            reason = self._reason(member, exit_code)
-            log = engines.log(member.engine_process) if engines is not None else ""
-        which = {name: getattr(member, name) for name in ("rank", "engine", "pid", "host")}
-        lost = RankLost(**which, reason=reason, doing=doing, unix_s=unix_s, log=log)
+            reason = self._reason(m, exit_code)
+            log = engines.log(m) if engines is not None else ""
+        lost = RankLost(
+            rank=m.rank, engine=m.engine, pid=m.pid, host=m.host, reason=reason, doing=doing, unix_s=unix_s, log=log
+        )
         with self._membership.lock:
-            member.lost = lost
-            member.set_doing("gone")
-        self._dispatcher.lose(member.rank, lost)
-        for callback in list(self._callbacks):
+            m.lost = lost
+            m.set_doing("gone")
+        self._dispatcher.lose(m.rank, lost)
+        for callback in list(self.on_lost):
             with contextlib.suppress(Exception):
                 callback(lost)
 
@@ -150,12 +149,12 @@ class Supervisor:
         assert engines is not None
         deadline = time.monotonic() + EXIT_CODE_S
         while engines.owned and exit_code is None and not member.end_reason and time.monotonic() < deadline:
-            exit_code = engines.exit_code(member.engine_process)
+            exit_code = engines.exit_code(member)
             time.sleep(0.01)
         if exit_code is None and not member.end_reason and member.process is not None and alive(member.process):
-            engines.end([member.engine_process], term_s=0.1)
+            engines.end([member], term_s=0.1)
             return "no longer answers (stopped, or its machine hangs), so it is left out"
-        unknown = engines.why_gone(member.engine_process) if exit_code is None and not member.end_reason else ""
+        unknown = engines.why_gone(member) if exit_code is None and not member.end_reason else ""
         return member.end_reason or unknown or describe_exit(exit_code)
 
 

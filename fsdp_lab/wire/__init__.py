@@ -1,8 +1,7 @@
 """The wire: one instrumented process group that all bytes between ranks cross.
 
 Read context.py, work.py, group.py, in this order; link.py and nccl.py are independent, and so is shared memory: arena.py,
-channels.py, exchange.py, shared_memory.py, host_group.py, gpu_memory.py.
-"""
+channels.py, shared_memory.py, host_group.py, gpu_memory.py."""
 
 from fsdp_lab.wire.arena import REPORT as ARENA_REPORT
 from fsdp_lab.wire.context import SHARED_MEMORY, RankAborted, ReductionOrder, WireContext, WireTimeout

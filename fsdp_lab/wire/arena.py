@@ -2,15 +2,14 @@
 
 Note: shared memory. An arena is a memory file (`memfd_create`) without a name: it is gone with the last process that has
 it, however that ends, and /dev/shm and its limit have no part in it. The file is as large as the machine's memory and
-nearly all hole: a block takes memory when it is allocated, at once, so that a shortage is met there. The file cannot shrink
-(a seal), so that no rank can take pages from under another; and it is in no core dump, which would fill the holes.
+nearly all hole: a block takes memory when it is allocated, at once, so that a shortage is met there. The file cannot
+shrink (a seal), so that no rank can take pages from under another; and it is in no core dump, which would fill the holes.
 
 Each rank writes to its own arena only; others map it for reading. Blocks keep their addresses and pages, so a step that
 allocates what the one before has freed has no page faults.
 
 A block may have several users: the tensor that is in it (`Arena.tensor`, host_group.py), and what other ranks have yet to
-read there (channels.py). It is free when the last one gives it back.
-"""
+read there (channels.py). It is free when the last one gives it back."""
 
 from __future__ import annotations
 
@@ -68,22 +67,17 @@ class Mapping:
         """Other groups may use it."""
 
 
-class MemoryFile:
-    """An unnamed file in memory that cannot shrink, mapped for writing. Its descriptor is closed with it."""
-
-    def __init__(self, nbytes: int) -> None:
-        """Raises OSError."""
-        self.descriptor = -1
-        if not hasattr(os, "memfd_create"):
-            raise OSError(errno.ENOSYS, "this system has no files in memory without a name")
-        self.descriptor = os.memfd_create("fsdp_lab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.descriptor, nbytes)
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-        self.mapping = Mapping(self.descriptor, writes=True)
-
-    def __del__(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
+def memory_file(nbytes: int) -> Mapping:
+    """An unnamed file in memory that cannot shrink, mapped for writing. Raises OSError."""
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, "this system has no files in memory without a name")
+    descriptor = os.memfd_create("fsdp_lab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        return Mapping(descriptor, writes=True)
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -103,7 +97,7 @@ class Arena:
         """`cgroup`: the container's. Raises OSError where the system has no such files."""
         if capacity_bytes is None:
             capacity_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self.file = MemoryFile(capacity_bytes)
+        self.file = memory_file(capacity_bytes)
         self._capacity, self._end, self._cgroup = capacity_bytes, 0, cgroup
         self._free: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)  # offsets by size and `is_mapped`
         self._users: Counter[int] = Counter()  # how many a block has, by offset
@@ -216,7 +210,7 @@ class Arena:
         """Give back these pages, from a whole one to a whole one."""
         with contextlib.suppress(OSError):  # it is locked in memory, and stays
             if end > begin:
-                self.file.mapping.memory.madvise(mmap.MADV_REMOVE, begin, end - begin)
+                self.file.memory.madvise(mmap.MADV_REMOVE, begin, end - begin)
             return True
         return False
 
@@ -224,7 +218,7 @@ class Arena:
         """[numel], not 0, with any content. Its block is free when its storage is. `is_private`: `find` does not find it.
         `is_mapped`: as of its block. Raises MemoryError."""
         block = self.allocate(numel * dtype.itemsize, is_mapped=is_mapped)
-        address = self.file.mapping.address + block.offset
+        address = self.file.address + block.offset
         memory = (ctypes.c_ubyte * (numel * dtype.itemsize)).from_address(address)
         self.lend(address, block, len(memory))
         if is_private:
@@ -287,7 +281,7 @@ class Arena:
 
     def bytes_at(self, offset: int, nbytes: int) -> Tensor:
         """uint8 [nbytes]"""
-        return self.file.mapping.bytes_at(offset, nbytes)
+        return self.file.bytes_at(offset, nbytes)
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,25 +1,22 @@
 """`WireContext`: the state that all process groups of one rank share: meter, reduction order, emulated link, abort.
 
-Note: abort. A Python exception does not reach a rank that is blocked in C++, in Gloo's `wait` or in DDP's reducer at
-the end of the backward. So a wait in C++ is cut into short slices (`WireWork.wait`), and every future that C++ may wait
-for is our own, so that `abort` can complete it from any thread. The content of such a future is invalid: the step that
-sees it must be discarded, which `check` enforces at the next call to the wire.
+Note: abort. A Python exception does not reach a rank that is blocked in C++, in Gloo's `wait` or in DDP's reducer. So a
+wait in C++ is cut into short slices (`WireWork.wait`), and every future that C++ may wait for is our own, so that `abort`
+can complete it from any thread. Its content is invalid then: the step that sees it must be discarded, which `check`
+enforces at the next call to the wire.
 
-Gloo's operation itself cannot be cancelled, and destroying its group waits for it. So the group is destroyed in a
-separate thread (`destroy_async`), and the session continues with new groups. A rank that did not join the operation
-closes its end of the connections, which ends the operation on the others; otherwise their timeout does (with torch
-2.13, a process in which several had timed out crashed seconds later in the destructor of Gloo's exception). Until then
-the operation may still read and write its tensors, even if it has not started, since Gloo's threads take operations
-from a queue. So their storage must not be freed by force (`busy_addresses`), and a cancelled work is never finished
-afterwards (`Cancellable.cancel`). Callbacks in Gloo's threads must not hold a group: if theirs were the last reference,
-a thread of the group would destroy the group and join itself.
+Gloo's operation cannot be cancelled, and destroying its group waits for it: a separate thread does (`destroy_async`), and
+the session continues with new groups. A rank that did not join the operation closes its end of the connections, which ends
+it on the others; otherwise their timeout does (with torch 2.13, a process in which several had timed out crashed seconds
+later). Until then Gloo may read and write its tensors, even if it has not begun. So their storage must not be freed by
+force (`busy_addresses`), and a cancelled work is never finished afterwards (`Cancellable.cancel`). Callbacks in Gloo's
+threads must not hold a group: if theirs were the last reference, a thread of the group would destroy it and join itself.
 
 Over NCCL the main thread is not blocked in a wait of ours but in the device, until NCCL is aborted: see nccl.py.
 
-Note: a profiler and an abort. torch's profiler records a Gloo operation from its issue to its end, and the end is
-written by Gloo's thread into memory that the profiler frees when it stops. In a step that is given up an operation may
-end later than that, and the write corrupts the heap: the process dies at some later allocation. So a profiler that is
-stopped while operations may still be running must not record them (`hide_from_profiler`)."""
+Note: a profiler and an abort. The end of a Gloo operation is written by Gloo's thread into memory of torch's profiler, which
+is freed when the profiler stops. In a step that is given up the operation may end later and corrupt the heap. So a profiler
+that is stopped while operations may still be running must not record them (`hide_from_profiler`)."""
 
 from __future__ import annotations
 
@@ -41,14 +38,13 @@ from torch import distributed as dist
 
 from fsdp_lab.base.streams import Streams
 from fsdp_lab.wire.arena import Arena
-from fsdp_lab.wire.channels import Channel
-from fsdp_lab.wire.exchange import NotShared
-from fsdp_lab.wire.gpu_memory import DeviceMemory, GpuArena, GpuGroup
+from fsdp_lab.wire.channels import Channel, NotShared
+from fsdp_lab.wire.gpu_memory import DeviceMemory, GpuArena
 from fsdp_lab.wire.host_group import HostGroup
 from fsdp_lab.wire.link import Alarm, DroppedWork, Link, LinkDirection, pause_until
 from fsdp_lab.wire.meter import Collective, Meter
 from fsdp_lab.wire.nccl import Nccl, NcclGroup, NcclOutcome
-from fsdp_lab.wire.shared_memory import Receipt, SharedGroup, SharedWork, open_shared
+from fsdp_lab.wire.shared_memory import GpuGroup, Receipt, SharedGroup, SharedWork, open_shared
 
 _RECENT = 64  # collectives remembered for a diagnosis: more than ranks run ahead of each other
 _MANY = 4096  # in flight: then it is time to look which have ended
@@ -72,8 +68,7 @@ class RankAborted(RuntimeError):
     """The step in progress was given up; the message says why, and because of which rank.
 
     Attributes:
-        others_know: every rank leaves the step for this reason, and the rank at fault announces it.
-    """
+        others_know: every rank leaves the step for this reason, and the rank at fault announces it."""
 
     def __init__(self, why: str, *, others_know: bool = False) -> None:
         super().__init__(why)
@@ -332,14 +327,10 @@ class WireContext:
         return issued
 
     def track(self, issued: Collective, tensors: Sequence[torch.Tensor], inner: Any) -> None:
-        """Remember an operation that Gloo has started on these tensors."""
-        self._running[issued.sequence] = Running(issued, tuple(t.untyped_storage() for t in tensors), inner)
-
-    def track_nccl(self, issued: Collective, work: Any) -> None:
-        """Remember a collective that NCCL was given, but not its work, which holds its outputs."""
+        """Remember an operation that has been started, and the tensors that Gloo uses."""
         if len(self._running) > _MANY:
             self._in_flight()
-        self._running[issued.sequence] = Running(issued, (), NcclOutcome(work))
+        self._running[issued.sequence] = Running(issued, tuple(t.untyped_storage() for t in tensors), inner)
 
     def untrack(self, issued: Collective) -> None:
         """Forget an operation that has completed or failed, or was forgotten before."""

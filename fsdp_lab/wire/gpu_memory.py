@@ -1,24 +1,18 @@
-"""`GpuArena`: memory of a GPU in which other ranks on the same GPU read, for a `SharedGroup` of its tensors.
+"""`GpuArena`: memory of a GPU in which other ranks on the same GPU read, for a `GpuGroup` of its tensors.
 
-Note: ranks that share a GPU. NCCL takes one rank a GPU, so the tensors of such ranks were copied to the host, over Gloo, and
-back. They are in one memory all the same: a rank allocates pieces of it that the driver exports (CUDA IPC), and others open
-them. A collective is then that of shared_memory.py, with copies and sums on the GPU. What ranks tell each other goes through
-the host. So the host waits for the GPU in two places: before a rank says that its bytes are there, and before it says that
-it has read those of others. Nothing else depends on streams: whoever goes on after a wait finds results that are complete,
-and what was freed meanwhile has been read.
+Note: ranks that share a GPU. NCCL takes one rank a GPU, and over Gloo tensors are copied to the host and back. But such
+ranks are in one memory: each allocates pieces of it that the driver exports (CUDA IPC), and others open them. A collective
+is then that of shared_memory.py, with copies and sums on the GPU. What ranks tell each other goes through the host, which
+waits for the GPU in two places: before a rank says that its bytes are there, and before it says that it has read those of
+others. Nothing else depends on streams: after a wait results are complete, and what was freed meanwhile has been read.
 
-The pieces are not of torch's allocator: they are allocated by the driver, since torch's own way to share tensors leaves
-named files behind when a process is killed. There are as many as collectives in flight need, and they are freed with their
-group.
-
-When a group is opened each rank reads a pattern from each other one: where a driver, a container or a build of torch does
-not share memory, all ranks together go on through the host.
-"""
+The driver allocates the pieces, since torch's own way to share tensors leaves named files behind when a process is killed.
+There are as many as collectives in flight need, and they are freed with their group. When a group is opened each rank reads
+a pattern from each other one: where memory is not shared, all ranks together go on through the host."""
 
 from __future__ import annotations
 
 import ctypes
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -28,13 +22,11 @@ import torch
 from torch import Tensor, distributed as dist
 
 from fsdp_lab.wire.arena import ArenaBlock, class_bytes
-from fsdp_lab.wire.shared_memory import SharedGroup
 
 _PIECE_BYTES = 32 << 20  # at least, of what is allocated at once
 _PIECE_BITS = 40  # of an offset: below them the place in a piece, above them which piece
 _PATTERN_BYTES = 1 << 10  # at the beginning of a rank's first piece, while a group is opened
 _HANDLE_BYTES = 64  # of the driver's
-_PART_S, _LOOK_S = 1.0, 0.005  # for others to close what this rank has exported, and between two looks
 _PEER_ACCESS = 1  # a flag of `cuIpcOpenMemHandle`, the only one there is
 
 
@@ -116,8 +108,9 @@ class GpuArena:
         begin = offset & ((1 << _PIECE_BITS) - 1)
         return self._pieces[offset >> _PIECE_BITS][begin : begin + nbytes]
 
-    def find(self, tensor: Tensor) -> None:
+    def find(self, tensor: Tensor) -> tuple[ArenaBlock, int] | None:
         """No tensor of others is in it."""
+        return None
 
     def keep_private(self, tensor: Tensor) -> None:
         return
@@ -143,19 +136,6 @@ class PeerGpuMemory:
 
     def close(self) -> None:
         self._pieces = {}
-
-
-class GpuGroup(SharedGroup):
-    """The `SharedGroup` of tensors on a GPU. Its memory is to be freed when no other rank has it open: the driver asks for
-    that."""
-
-    def _part(self) -> None:
-        self.synchronize()
-        super()._part()
-        end_s = time.monotonic() + _PART_S
-        while not (all_gone := all(peer.is_gone for peer in self.peers.values())) and time.monotonic() < end_s:
-            time.sleep(_LOOK_S)
-        self.all_parted = all_gone
 
 
 def _key(rank: int, number: int) -> str:

@@ -3,9 +3,8 @@
 It takes the place of torch's `ProcessGroup` and passes each collective to Gloo or NCCL, by the tensor's device. It
 numbers and meters each one, and decides the order of sums (`ReductionOrder`). Read context.py first.
 
-Names: torch 2.13 renamed the tensor collectives; C++ and Python callers of 2.11 to 2.13 use either spelling, so both
-are defined, as one function. torch's stubs and trampolines differ in their signatures; these follow the trampolines.
-"""
+Names: torch 2.13 renamed the tensor collectives; C++ and Python callers of 2.11 to 2.13 use either spelling, so both are
+defined, as one function. torch's stubs and trampolines differ in their signatures; these follow the trampolines."""
 
 # mypy: disable-error-code="override,attr-defined,assignment"
 
@@ -24,13 +23,13 @@ from torch.distributed import _symmetric_memory as symm_mem, distributed_c10d as
 from torch.distributed.tensor import DTensor
 
 from fsdp_lab.base.streams import Streams
+from fsdp_lab.wire.channels import SEVERAL_HOSTS
 from fsdp_lab.wire.context import GPU_MEMORY, SHARED_MEMORY, GlooExchange, ReductionOrder, WireContext
-from fsdp_lab.wire.exchange import SEVERAL_HOSTS
 from fsdp_lab.wire.gpu_memory import DeviceMemory
 from fsdp_lab.wire.host_group import HostGroup
 from fsdp_lab.wire.link import LinkDirection
 from fsdp_lab.wire.meter import link_bytes
-from fsdp_lab.wire.nccl import Nccl, NcclGroup
+from fsdp_lab.wire.nccl import Nccl, NcclGroup, NcclOutcome
 from fsdp_lab.wire.shared_memory import SharedGroup
 from fsdp_lab.wire.work import WireWork, in_order
 
@@ -83,8 +82,8 @@ class Wire(dist.ProcessGroup):
         self._name_, self._desc = str(options.group_id), ""
         store = dist.PrefixStore("memory", options.store)
         ranks = options.global_ranks_in_group or range(self._size)  # torch passes none for the world
-        self._ranks = frozenset(ranks)
-        self._shared = context.open_shared(store, self._rank, self._ranks, self._name_)
+        self.ranks = frozenset(ranks)  # by their number in the world
+        self._shared = context.open_shared(store, self._rank, self.ranks, self._name_)
         self._gloo: Any = None
         if self._shared is None:
             store = dist.PrefixStore("gloo", options.store)
@@ -96,7 +95,7 @@ class Wire(dist.ProcessGroup):
                 context.between_hosts = self._fastest_exchange()
             self._gloo_exchange = context.between_hosts
         store = dist.PrefixStore("gpu", options.store)
-        self._on_gpu = context.open_on_gpu(store, self._rank, self._ranks, self._name_)
+        self._on_gpu = context.open_on_gpu(store, self._rank, self.ranks, self._name_)
         store = dist.PrefixStore("nccl", options.store)
         self._nccl: NcclGroup | None = context.open_nccl(store, self._rank, self._size)
         self._issued = 0
@@ -138,11 +137,6 @@ class Wire(dist.ProcessGroup):
         return self._desc
 
     @property
-    def ranks(self) -> frozenset[int]:
-        """Its ranks, by their number in the world."""
-        return self._ranks
-
-    @property
     def carrier(self) -> str:
         """The carrier of the tensors of a training: of GPUs, where there is NCCL."""
         if self._nccl is not None:
@@ -168,7 +162,8 @@ class Wire(dist.ProcessGroup):
         part = torch.zeros(2 * _TRIED_BYTES // 4 // self._size)
         whole = torch.empty(part.numel() * self._size)
         calls = {
-            ring: self._gather_over_gloo(GlooExchange(ring=ring, piece_bytes=piece_bytes)) for ring in (False, True)
+            ring: _gather(self._rank, self._size, GlooExchange(ring=ring, piece_bytes=piece_bytes))
+            for ring in (False, True)
         }
         ring = self._fastest({ring: partial(call, self._gloo, [part], [whole]) for ring, call in calls.items()})
         return GlooExchange(piece_bytes=piece_bytes, ring=ring)
@@ -184,12 +179,6 @@ class Wire(dist.ProcessGroup):
         self._gloo.allreduce([seconds], options).wait()
         return list(ways)[int(seconds.argmin())]
 
-    def _gather_over_gloo(self, exchange: GlooExchange) -> _InnerCall:
-        """An all-gather over Gloo."""
-        if exchange.ring:
-            return _gather_in_ring(self._rank, self._size, exchange.piece_bytes)
-        return _gather_in_place(self._rank, self._size, exchange.piece_bytes)
-
     # -- memory for what is sent ----------------------------------------------------------------------------------
 
     @property
@@ -198,7 +187,7 @@ class Wire(dist.ProcessGroup):
         return self._shared
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Torch's FSDP2 asks for such memory by it, and torch's own functions for a group with timeouts."""
+        """torch's FSDP2 asks what this returns for such memory, and torch's functions ask it for a timeout."""
         if device.type == "cuda" and self._nccl is not None:
             return self._nccl.inner
         return self._gloo if self._shared is None else self
@@ -247,7 +236,7 @@ class Wire(dist.ProcessGroup):
         nccl, inner = self._nccl, [self._gloo, self._nccl]
         for shared in (self._shared, self._on_gpu):
             if shared is not None:
-                self.context.close_shared(shared, self._ranks)
+                self.context.close_shared(shared, self.ranks)
         self._gloo = self._nccl = self._shared = self._on_gpu = None
         if nccl is not None:
             self.context.close_nccl(nccl, self._name_)
@@ -320,7 +309,7 @@ class Wire(dist.ProcessGroup):
         if self._shared is not None and self._shared.mapped(output, input) is not None:  # it has no memory of its own
             return self._send("all_gather", output.nbytes, [input], [], lambda g, i, _: call(g, i, [output]), bytes_=0)
         if self._is_over_gloo(output):
-            call = self._gather_over_gloo(self._gloo_exchange)
+            call = _gather(self._rank, self._size, self._gloo_exchange)
         return self._send("all_gather", output.nbytes, [input], [output], call)
 
     _allgather_base = all_gather_single
@@ -390,16 +379,16 @@ class Wire(dist.ProcessGroup):
         return self._send("other", inputs[0].nbytes * self._size, inputs, outputs[0] if outputs else [], call)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> WireWork:
-        return self._point_to_point(tensors, tensors, lambda g, i, o: g.send(i, dst, tag), LinkDirection.OUT)
+        nbytes, out = tensors[0].nbytes, LinkDirection.OUT
+        return self._send(
+            "other", nbytes, tensors, tensors, lambda g, i, o: g.send(i, dst, tag), bytes_=nbytes, direction=out
+        )
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> WireWork:
-        return self._point_to_point([], tensors, lambda g, i, o: g.recv(o, src, tag), LinkDirection.IN)
-
-    def _point_to_point(
-        self, inputs: list[Tensor], outputs: list[Tensor], call: _InnerCall, direction: LinkDirection
-    ) -> WireWork:
-        nbytes = outputs[0].nbytes
-        return self._send("other", nbytes, inputs, outputs, call, bytes_=nbytes, direction=direction)
+        nbytes, into = tensors[0].nbytes, LinkDirection.IN
+        return self._send(
+            "other", nbytes, [], tensors, lambda g, i, o: g.recv(o, src, tag), bytes_=nbytes, direction=into
+        )
 
     def barrier(self, opts: Any = None) -> WireWork:
         return self._send("barrier", 0, [], [], lambda g, i, o: g.barrier(c10d.BarrierOptions()))
@@ -437,11 +426,8 @@ class Wire(dist.ProcessGroup):
 
     def _ordered_reduce_scatter(self, output: Tensor, input: Tensor, op: Any, opts: Any) -> WireWork:
         input = input.contiguous()
-        if (
-            not self._is_on_device(input)
-            and self._is_over_gloo(input)
-            and output.data_ptr() == _part(input, self._rank, self._size).data_ptr()
-        ):
+        in_place = output.data_ptr() == _part(input, self._rank, self._size).data_ptr()
+        if in_place and self._is_over_gloo(input) and not self._is_on_device(input):
             return self._ordered_reduce_scatter_in_place(output, input, op, opts)
         summands = torch.empty_like(input)  # [W * n]: every rank's r-th part, in the order of ranks
         rank, size = self._rank, self._size  # do not capture self: see the note on abort
@@ -494,7 +480,7 @@ class Wire(dist.ProcessGroup):
             _sum_in_order(summands.view(size, -1).unbind(), flat, op, opts)
             tensor.copy_(flat.view_as(tensor))
 
-        call = self._gather_over_gloo(self._gloo_exchange)
+        call = _gather(self._rank, self._size, self._gloo_exchange)
         if not self._is_over_gloo(tensor):
             call = _call("_allgather_base", c10d.AllgatherOptions())
         sent = tensor.nbytes * (size - 1)
@@ -548,7 +534,7 @@ class Wire(dist.ProcessGroup):
         if inner is not None and blocking:
             self.context.track(issued, [*ins, *outs], inner)
         elif inner is not None:
-            self.context.track_nccl(issued, inner)
+            self.context.track(issued, (), NcclOutcome(inner))  # NCCL's work would keep its outputs
 
         def finish() -> None:
             if unstage is not None:
@@ -658,29 +644,23 @@ def _round(group: Any, size: int, sent: Tensor, to: int, received: Tensor, sourc
     return works
 
 
-def _gather_in_place(rank: int, size: int, piece_bytes: int) -> _InnerCall:
-    def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
-        shard, own, rounds = ins[0].reshape(-1), _part(outs[0], rank, size), list[Any]()
-        for to, source in _partners(rank, size):
-            rounds += _round(group, size, shard, to, _part(outs[0], source, size), source, piece_bytes)
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
-        return in_order(rounds)
-
-    return call
-
-
-def _gather_in_ring(rank: int, size: int, piece_bytes: int) -> _InnerCall:
-    """In a ring, in the order of ranks."""
+def _gather(rank: int, size: int, exchange: GlooExchange) -> _InnerCall:
+    """An all-gather over Gloo, from place to place: each rank with all others, or in a ring, in the order of ranks."""
 
     def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
         shard, parts, rounds = ins[0].reshape(-1), [_part(outs[0], r, size) for r in range(size)], list[Any]()
+        sent = shard
+        for to, source in _partners(rank, size):
+            received = parts[source]
+            if exchange.ring:
+                rounds += _round(
+                    group, size, sent, (rank + 1) % size, received, (rank - 1) % size, exchange.piece_bytes
+                )
+                sent = received  # what came in one round is sent in the next one
+            else:
+                rounds += _round(group, size, shard, to, received, source, exchange.piece_bytes)
         if parts[rank].data_ptr() != shard.data_ptr():
             parts[rank].copy_(shard)
-        following, before = (rank + 1) % size, (rank - 1) % size
-        for i in range(size - 1):  # what came in the round before is sent in this one
-            sent, received = parts[(rank - i) % size], parts[(rank - i - 1) % size]
-            rounds += _round(group, size, sent, following, received, before, piece_bytes)
         return in_order(rounds)
 
     return call

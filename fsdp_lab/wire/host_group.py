@@ -1,27 +1,23 @@
 """`HostGroup`: the `SharedGroup` of tensors on the host, which also gives memory for what is sent. `ReservedBuffer`: a
-tensor that keeps its address, with memory only while it is held. `MappedShards`: one that can show the shards of all ranks
-where they are.
+tensor that keeps its address, with memory only while it is held. `MappedShards`: one that can show the shards of all
+ranks where they are.
 
 Note: what is not copied. Tensors of `HostGroup.empty` and `reserve` are in the arena: of an input of a reduce-scatter
-from the one, and of this rank's part of an output of an all-gather from either, the others read the original. Nobody must
-write to it after the collective was issued, also when that has completed here: another rank may read it later (`settle`).
-It may be freed. The result of a reduce-scatter is private: it becomes a user's gradient, who may send it and write to it.
-An all-gather from `MappedShards.shard` to its tensor copies nothing at all: it ends when all ranks have issued it.
+from the one, and of this rank's part of an output of an all-gather from either, the others read the original. It may be
+freed, but nobody must write to it after the collective was issued, also when that has completed here: another rank may
+read it later (`settle`). The result of a reduce-scatter is private: it becomes a user's gradient, who may send it and
+write to it.
 
-Note: addresses that stay. Autograd saves views of gathered parameters, as `F.linear` saves `weight.t()`, and a view knows
-its address. A unit that came back somewhere else would give wrong gradients without an error. So each buffer has addresses
-of its own, at which the pages of a block appear. When it is held again it is given the block of before, if that is free:
-then nothing is mapped, and no page is touched for the first time. Units that are never gathered at the same time so share a
-block, whose pages are mapped at the addresses of each. Otherwise another block is mapped, which takes about as long as a
-copy.
+Note: addresses that stay. Autograd saves views of gathered parameters, which know their address: a unit that came back
+somewhere else would give wrong gradients without an error. So each buffer has addresses of its own, at which the pages of
+a block appear. When it is held again it is given the block of before, if that is free: then nothing is mapped. Units that
+are never gathered at the same time so share a block. Otherwise another block is mapped, which takes about as long as a
+copy. What is read at the addresses while the buffer is not held is another unit's.
 
-What is read at the addresses while the buffer is not held is another unit's.
-
-Note: shards that are mapped. A whole buffer is the shards of all ranks, one after the other, and each lies in the arena of
-its rank. So their pages can appear at the addresses of the buffer, where an all-gather then has nothing to copy. The pages
-are mapped for this process alone: what is written to them becomes a copy of the page, which no other rank sees, and which
-would hide what its rank writes there later. So the engine refuses it, and who is to write is given copies: `hold`.
-"""
+Note: shards that are mapped. A whole buffer is the shards of all ranks, one after the other, each in the arena of its
+rank. So their pages can appear at the addresses of the buffer, and an all-gather ends when all ranks have issued it. The
+pages are mapped for this process alone: what is written to them becomes a copy of the page, which no other rank sees, and
+which would hide what its rank writes there later. So the engine refuses it, and who is to write is given copies: `hold`."""
 
 from __future__ import annotations
 
@@ -104,7 +100,7 @@ class MappedShards(ReservedBuffer):
         """At the place of this rank. Raises MemoryError."""
         place = self._arena.find(self.shard)
         assert place is not None
-        self.show(self._rank, self._arena.file.mapping, place[1])
+        self.show(self._rank, self._arena.file, place[1])
 
     def show(self, rank: int, mapping: MappedFile, offset: int) -> None:
         """What a rank has there in its arena is at its place from now on. Raises MemoryError."""

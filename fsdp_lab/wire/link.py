@@ -36,8 +36,7 @@ class Link:
         finish = max(now, link_free) + latency + link_bytes / bandwidth
 
     `bytes_per_s` is of one direction; `latency_s` of each collective, whatever its size. Raises ValueError without
-    bandwidth, or for a negative latency.
-    """
+    bandwidth, or for a negative latency."""
 
     def __init__(self, *, bytes_per_s: float, latency_s: float = 0.0) -> None:
         if not bytes_per_s > 0 or not latency_s >= 0:
@@ -66,8 +65,7 @@ class DroppedWork:
     """Replaces an operation whose bytes never pass, because this rank's link was cut (`WireContext.cut_link`).
 
     It has the part of Gloo's `Work` that a `WireWork` uses. Nothing is sent, and nothing writes to its tensors. An abort
-    sets `abort_event`, which ends all waits.
-    """
+    sets `abort_event`, which ends all waits."""
 
     def __init__(self, abort_event: threading.Event) -> None:
         self._abort_event = abort_event

@@ -1,18 +1,17 @@
 """`Nccl`: opens NCCL's groups of one rank, and has the streams and events of its GPU. `NcclGroup`: one of the groups.
 
-Note: waiting for a GPU. A collective over NCCL is a kernel, and `wait` of its work only orders the current stream behind
-it. The host waits where it reads a result: in `.item()`, `.tolist()`, `synchronize`. It waits in C, where no Python
-exception reaches it, and for ever if a rank does not join. Only an abort of NCCL's communicator from another thread ends
-the kernels, and with them the wait. What was read is invalid then. So `WireContext.abort` sets its reason before it aborts
-NCCL, and whoever has waited for the device calls `WireContext.check` before the values are used.
+Note: waiting for a GPU. `wait` of a collective over NCCL only orders the current stream behind it. The host waits where it
+reads a result: in `.item()`, `.tolist()`, `synchronize`, in C, where no Python exception reaches it, and for ever if a rank
+does not join. Only an abort of NCCL's communicator from another thread ends that, and what was read is invalid. So
+`WireContext.abort` sets its reason before it aborts NCCL, and whoever has waited for the device calls `WireContext.check`.
 
-Note: NCCL's own error handling. torch's watchdog ends the process by default when a collective fails or times out: one
-lost rank would end all. It can also abort the communicators by itself, but then the host would go on with invalid values
-without knowing. So for our groups it is switched off (`_SETTINGS`). The watchdog still finds timeouts and errors and says
-so in `Work.get_future_result`, some tenths of a second late; the abort monitor reads that (`WireContext.failure`). torch
-reads the settings when a group is opened. They are set for that moment only, so that groups of others keep the user's.
+Note: NCCL's own error handling. By default torch's watchdog ends the process when a collective fails or times out, or aborts
+the communicators, and the host would go on with invalid values without knowing. So for our groups it is switched off
+(`_SETTINGS`). The watchdog still finds timeouts and errors, and says so in `Work.get_future_result`, some tenths of a second
+late; the abort monitor reads that (`WireContext.failure`). torch reads the settings when a group is opened: they are set for
+that moment only, so that groups of others keep the user's.
 
-Note: memory. NCCL's work holds its outputs, so nothing that outlives a collective may hold its work. The meter keeps two
+Note: memory. NCCL's work holds its outputs, so nothing that outlives a collective may hold its work: the meter keeps two
 events, and an observer the `NcclOutcome`. A future is completed on a side stream, so that the stream that computes does not
 wait (`WireWork`, which also says how long memory lives then)."""
 

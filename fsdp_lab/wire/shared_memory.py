@@ -2,20 +2,18 @@
 group that `Wire` calls.
 
 Note: a collective through shared memory. A rank that issues one puts what others need into its arena, unless it is there
-already, publishes to each of them where that is (channels.py), and goes on. Nothing else happens until it waits: then it
-takes the entries of the others and reads their arenas. Whoever waits for one reads the earlier ones of the group first, in
-the order of issue, which is the same on all ranks. So issuing waits for nobody, and a wait waits for the others to issue,
-not for their waits: what does not deadlock over Gloo does not here. (Only who is RING collectives ahead waits for others to
-read.)
+already, publishes to each of them where that is (channels.py), and goes on. When it waits, it takes the entries of the
+others and reads their arenas, of all earlier collectives of the group first, in the order of issue, which is the same on
+all ranks. So issuing waits for nobody, and a wait waits for the others to issue, not for their waits: what does not
+deadlock over Gloo does not here. (Only who is RING collectives ahead waits for others to read.)
 
-Sums are added in the order of ranks, by each rank for itself: the same bits everywhere, and in an all-reduce.
+Sums are added in the order of ranks, by each rank for itself: the same bits everywhere, and in an all-reduce. No thread
+of ours runs beside the ranks: where there are as many as cores, it would take the time of one. A future, which DDP asks
+for, is completed in a thread that waits (`WireWork`).
 
-No thread of ours runs beside the ranks: where there are as many as cores, it would take the time of one. A future, which DDP
-asks for, is completed in a thread that waits (`WireWork`).
-
-A group that is opened after an abort has new control files, so a late rank that still writes to the old ones does no harm.
-What a closed group has published stays until all its ranks have left it (`WireContext.close_shared`), for late readers.
-"""
+A group that is opened after an abort has new control files, so a late rank that still writes to the old ones does no
+harm. What a closed group has published stays until all its ranks have left it (`WireContext.close_shared`), for late
+readers."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ import torch
 from torch import Tensor, distributed as dist
 from torch.autograd.profiler import record_function
 
-from fsdp_lab.wire.arena import ALIGN, Mapping as MappedFile, MemoryFile
+from fsdp_lab.wire.arena import ALIGN, Mapping as MappedFile, memory_file
 from fsdp_lab.wire.channels import (
     CHANNEL_BYTES,
     RING,
@@ -44,16 +42,18 @@ from fsdp_lab.wire.channels import (
     BlockReference,
     Channel,
     NotYet,
+    PeerConnection,
     PeerGone,
     Semaphores,
     SharedPeer,
+    exchange_descriptors,
 )
-from fsdp_lab.wire.exchange import PeerConnection, exchange_descriptors
 
 _SLICE_S = 0.05  # the longest wait in C, hence how late an abort is seen
 _CHUNK_BYTES = 256 << 10  # of a sum: stays in a core's cache
 _DEVICE_CHUNK_BYTES = 64 << 20  # on a device each is some kernels
 _CLOSE_S = 1.0  # for others to read what was published, when a group is closed
+_PART_S, _LOOK_S = 1.0, 0.005  # for others to close what this rank has exported, and between two looks
 _CLOSED = "the process group is closed"
 
 _Op: Any = dist.ReduceOp.RedOpType
@@ -184,12 +184,12 @@ class SharedWork:
                 with torch.no_grad(), record_function("wire"):
                     peers = self._group.peers
                     self._finish({r: peers[r].arena.bytes_at(*where) for r, where in self._taken.items()})
-                    self._group.synchronize()
+                    self._group.arena.synchronize()  # what was read has been read then
         except Exception as e:
             self._failed = str(e) or type(e).__name__
         finally:
             for r in self._taken:
-                self._group.peers[r].acknowledge()
+                self._group.peers[r].from_.acknowledge()
             self._done, self._finish, self._taken = True, _nothing, {}
             if self.on_read is not None:
                 self.on_read()
@@ -221,7 +221,7 @@ class Inbox:
     def _keep(self, end_s: float) -> None:
         tag, *where = self.peer.take(end_s)
         self._early.setdefault(tag, deque()).append(self.peer.arena.bytes_at(*where).clone())
-        self.peer.acknowledge()
+        self.peer.from_.acknowledge()
 
 
 class Receipt:
@@ -265,7 +265,7 @@ class SharedGroup:
         self, rank: int, size: int, arena: BlockMemory, peers: Peers, senders: Peers, check: Check, timeout_s: float
     ) -> None:
         """`peers`, `senders`: the other ranks, for collectives and for transfers. `check` raises after an abort."""
-        self.peers, self._rank, self._size, self._arena, self._check = peers, rank, size, arena, check
+        self.peers, self._rank, self._size, self.arena, self._check = peers, rank, size, arena, check
         self._timeout_s = timeout_s
         self.all_parted = True  # whether, once it is closed, no other rank may still have its memory open
         self._to = {r: peer.to for r, peer in senders.items()}
@@ -287,10 +287,6 @@ class SharedGroup:
         with contextlib.suppress(NotYet, Unusable), self._reading.held(0.0):
             for work in list(self._issued):
                 work.take(0.0)
-
-    def synchronize(self) -> None:
-        """When this returns, what was read has been read."""
-        self._arena.synchronize()
 
     def poll(self) -> None:
         """Take back the memory of what others have read, unless another thread is issuing."""
@@ -325,7 +321,7 @@ class SharedGroup:
         self._part()
         for peer in self.peers.values():
             peer.end()
-        self._arena.trim()
+        self.arena.trim()
         return [channel for channel in channels if channel.unread]
 
     def _part(self) -> None:
@@ -344,7 +340,7 @@ class SharedGroup:
                 self._make_room(peer.to)
             places, reference = self._lend(offers, len(self.peers), in_place=in_place)
             if places:
-                self._arena.synchronize()
+                self.arena.synchronize()
             self._issued.append(work)
             for r, peer in self.peers.items():
                 peer.to.publish(what, *places.get(r, (0, 0)), reference)
@@ -354,22 +350,22 @@ class SharedGroup:
         self, offers: Mapping[int, Tensor], readers: int, *, in_place: bool = False
     ) -> tuple[dict[int, tuple[int, int]], BlockReference]:
         """Where each rank finds its bytes, and how many. `in_place`: offers are contiguous parts of one tensor."""
-        place = next((self._arena.find(t) for t in offers.values()), None) if in_place and readers else None
+        place = next((self.arena.find(t) for t in offers.values()), None) if in_place and readers else None
         if place is not None:
             shared, first = place
-            self._arena.share(shared)
+            self.arena.share(shared)
             begin = next(iter(offers.values())).data_ptr()
             places = {r: (first + t.data_ptr() - begin, t.nbytes) for r, t in offers.items()}
-            return places, BlockReference(self._arena, shared, readers)
+            return places, BlockReference(self.arena, shared, readers)
         distinct = {id(t): t for t in offers.values()}
         ends = list(itertools.accumulate((-(-t.nbytes // ALIGN) * ALIGN for t in distinct.values()), initial=0))
-        block = self._arena.allocate(ends[-1]) if ends[-1] and readers else None
+        block = self.arena.allocate(ends[-1]) if ends[-1] and readers else None
         if block is None:
-            return {}, BlockReference(self._arena, None, readers)
+            return {}, BlockReference(self.arena, None, readers)
         begins = dict(zip(distinct, (block.offset + begin for begin in ends), strict=False))
         for key, t in distinct.items():
-            self._arena.bytes_at(begins[key], t.nbytes).view(t.dtype).view(t.shape).copy_(t.detach())
-        return {r: (begins[id(t)], t.nbytes) for r, t in offers.items()}, BlockReference(self._arena, block, readers)
+            self.arena.bytes_at(begins[key], t.nbytes).view(t.dtype).view(t.shape).copy_(t.detach())
+        return {r: (begins[id(t)], t.nbytes) for r, t in offers.items()}, BlockReference(self.arena, block, readers)
 
     def _others(self, tensor: Tensor) -> dict[int, Tensor]:
         return dict.fromkeys(self.peers, tensor)
@@ -386,7 +382,7 @@ class SharedGroup:
         place = parts[self._rank]
         if place.data_ptr() != own.data_ptr():
             place.detach().copy_(own.detach().reshape(place.shape))
-        offered = place.detach() if place.is_contiguous() and self._arena.find(place) else own
+        offered = place.detach() if place.is_contiguous() and self.arena.find(place) else own
         in_place, places = offered is not own, {r: parts[r] for r in self.peers}
         return self._move(What.ALL_GATHER, self._others(offered), places, in_place=in_place)
 
@@ -417,10 +413,10 @@ class SharedGroup:
         """output: [n], which may be its part of the input: [W * n]"""
         _check_operator(opts)
         if output.untyped_storage().data_ptr() != input.untyped_storage().data_ptr():
-            self._arena.keep_private(output)
+            self.arena.keep_private(output)
         flat = input.detach().reshape(-1)
         parts = list(flat.chunk(self._size)) if flat.numel() else [flat] * self._size
-        place, offers = self._arena.find(flat), {r: parts[r] for r in self.peers}
+        place, offers = self.arena.find(flat), {r: parts[r] for r in self.peers}
         in_place = place is not None and not place[0].is_mapped  # else a user sends what is gathered
         return self._reduce(What.REDUCE_SCATTER, offers, opts, output, parts[self._rank], in_place=in_place)
 
@@ -482,6 +478,21 @@ class SharedGroup:
         """Waits have the limit of who waits."""
 
 
+class GpuGroup(SharedGroup):
+    """The `SharedGroup` of tensors on a GPU. Its memory is to be freed when no other rank has it open: the driver asks for
+    that."""
+
+    def _part(self) -> None:
+        self.arena.synchronize()
+        super()._part()
+        end_s = time.monotonic() + _PART_S
+        while (
+            not (all_gone := all(peer.connection.is_gone for peer in self.peers.values())) and time.monotonic() < end_s
+        ):
+            time.sleep(_LOOK_S)
+        self.all_parted = all_gone
+
+
 def open_shared(
     store: dist.Store,
     rank: int,
@@ -496,20 +507,20 @@ def open_shared(
     """Collective. `group` makes the group, `arena` this rank's memory, or returns what it has. `most_ranks`: of any group,
     by which waits spin or not. Raises NotShared on all ranks."""
 
-    def offer() -> tuple[tuple[Semaphores, MemoryFile, Memory], list[int]]:
+    def offer() -> tuple[tuple[Semaphores, MappedFile, Memory], list[int]]:
         spin_s = SPIN_S if most_ranks <= len(os.sched_getaffinity(0)) else 0.0
-        semaphores, control, own = Semaphores(spin_s), MemoryFile(2 * size * CHANNEL_BYTES), arena()
+        semaphores, control, own = Semaphores(spin_s), memory_file(2 * size * CHANNEL_BYTES), arena()
         for r in range(size):
-            for channel in _channels(semaphores, control.mapping, r):
+            for channel in _channels(semaphores, control, r):
                 channel.make()
         return (semaphores, control, own), [control.descriptor, *own.descriptors]
 
-    def use(made: tuple[Semaphores, MemoryFile, Memory], theirs: Mapping[int, PeerConnection]) -> G:
+    def use(made: tuple[Semaphores, MappedFile, Memory], theirs: Mapping[int, PeerConnection]) -> G:
         (semaphores, control, own), peers, senders = made, dict[int, SharedPeer](), dict[int, SharedPeer]()
         for r in sorted(theirs, key=lambda r: (r - rank) % size):  # not all ranks read the same one first
             its_control, *its_memory = theirs[r].descriptors
             its, memory = MappedFile(its_control, writes=True), own.peer(r, its_memory)
-            ends = zip(_channels(semaphores, control.mapping, r), _channels(semaphores, its, rank), strict=True)
+            ends = zip(_channels(semaphores, control, r), _channels(semaphores, its, rank), strict=True)
             peers[r], senders[r] = (SharedPeer(f"rank {r} of the group", memory, *pair, theirs[r]) for pair in ends)
         return group(rank, size, own, peers, senders, check, timeout.total_seconds())
 
@@ -520,7 +531,7 @@ def unavailable() -> str:
     """Why this machine has no memory that ranks can share; "" if it has."""
     try:
         Semaphores()
-        MemoryFile(CHANNEL_BYTES)
+        memory_file(CHANNEL_BYTES)
     except (OSError, AttributeError) as e:
         return getattr(e, "strerror", None) or str(e)
     return ""

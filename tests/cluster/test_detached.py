@@ -22,8 +22,7 @@ from fsdp_lab.cli import jupyter
 from fsdp_lab.cli.main import main
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.cluster.detached import FILE, DetachedCluster, detached_clusters, detached_pids, private_folder
-from fsdp_lab.cluster.guardian import MODULE
+from fsdp_lab.cluster.detached import FILE, MODULE, DetachedCluster, detached_clusters, detached_pids, private_folder
 from fsdp_lab.cluster.hosts import LauncherHosts
 from tests.cluster.conftest import FAKE
 from tests.waiting import until

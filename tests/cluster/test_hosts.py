@@ -11,11 +11,10 @@ from fsdp_lab.base.process import MARK
 from fsdp_lab.cluster import StartError, host_script
 from fsdp_lab.cluster.addresses import Endpoint, fastest, reached_by_all, unique_names
 from fsdp_lab.cluster.assembly import rank_order
+from fsdp_lab.cluster.batch_engines import SlurmShell
 from fsdp_lab.cluster.detached import PREFIX
-from fsdp_lab.cluster.host_engines import HostEngines, RankHost
+from fsdp_lab.cluster.host_engines import Command, HostAnswer, HostEngines, RankHost
 from fsdp_lab.cluster.hosts import SlurmHosts, SshHosts
-from fsdp_lab.cluster.shells import Command, HostAnswer
-from fsdp_lab.cluster.slurm_engines import SlurmShell
 
 
 def printed(value: dict) -> str:
@@ -57,7 +56,7 @@ class Shares(HostEngines):
     def __init__(self, running: dict[str, list[int]], **asked: int) -> None:
         self._asked = SshHosts(names=("a", "b", "c"), **{"ranks_per_host": 2, **asked})  # type: ignore[arg-type]
         self._hosts = {n: RankHost(name=n, ranks=2, pids=set(range(10))) for n in ("a", "b", "c")}
-        self._token = "token"
+        self.token = "token"
         answers = {
             n: HostAnswer(value={"running": running[n]}) if n in running else HostAnswer(failure=f"{n}: no")
             for n in "abc"
@@ -69,6 +68,9 @@ class Shares(HostEngines):
 
     def _agents(self, counts):
         return {}
+
+    def _end_commands(self):
+        return []
 
 
 def test_an_engine_is_replaced_on_the_host_that_lacks_it():

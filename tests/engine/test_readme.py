@@ -28,7 +28,7 @@ import glob  # a thread of Gloo's that is left may need the interpreter when it 
 threads = [open(path).read() for path in glob.glob("/proc/self/task/*/comm")]
 assert not any("gloo" in name for name in threads), threads
 outside = {n for n in sys.modules if n.startswith("fsdp_lab.") and not n.startswith("fsdp_lab.engine")}
-assert outside == {"fsdp_lab.base", *(f"fsdp_lab.base.{name}" for name in ("lazy_names", "streams", "tensors"))}
+assert outside == {"fsdp_lab.base", *(f"fsdp_lab.base.{name}" for name in ("streams", "tensors"))}
 assert len(whole) == 8 and all(t.isfinite().all() for t in whole.values())
 torch.manual_seed(0)  # the same numbers again, without shards: all ranks had one batch
 plain = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))

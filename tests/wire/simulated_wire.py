@@ -18,7 +18,7 @@ from fsdp_lab.engine import mesh
 from fsdp_lab.rank import rendezvous
 from fsdp_lab.rank.rendezvous import close_groups, open_groups
 from fsdp_lab.wire import Link, Nccl, Wire, group as wire_group
-from fsdp_lab.wire.arena import Mapping, MemoryFile
+from fsdp_lab.wire.arena import Mapping, memory_file
 from fsdp_lab.wire.work import WireWork
 from tests.engine.simulated import SimulatedDevice, Work, tensors_in
 from tests.pool import Place
@@ -34,11 +34,11 @@ class ExportedMemory:
     """`DeviceMemory` on the host."""
 
     def __init__(self) -> None:
-        self._files: list[MemoryFile] = []
+        self._files: list[Mapping] = []
 
     def allocate(self, nbytes: int) -> tuple[Tensor, bytes]:
-        self._files.append(file := MemoryFile(nbytes))
-        return file.mapping.data, f"/proc/{os.getpid()}/fd/{file.descriptor}".encode()
+        self._files.append(file := memory_file(nbytes))
+        return file.data, f"/proc/{os.getpid()}/fd/{file.descriptor}".encode()
 
     def open(self, handle: bytes, nbytes: int) -> Tensor:
         descriptor = os.open(handle, os.O_RDWR)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_lab.wire import gpu_memory
+from fsdp_lab.wire import gpu_memory, shared_memory
 from fsdp_lab.wire.gpu_memory import GpuArena
 from tests.engine.simulated import Mode, SimulatedDevice
 from tests.pool import Place, Pool
@@ -24,7 +24,7 @@ def _gathered(place: Place, sizes: list[int], mode: Mode) -> tuple[list[bool], l
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_memory, "_PIECE_BYTES", 4096)
         with wire_on_device(place, Over.GPU) as wire, wire.on(device):
-            arena: Any = wire.world._on_gpu._arena
+            arena: Any = wire.world._on_gpu.arena
             stream = device.new("gather")
             for number, n in enumerate([*sizes, 1]):
                 part, whole = torch.full((n,), float(number + place.rank)), torch.empty(n * place.world_size)
@@ -60,7 +60,7 @@ def _parts(place: Place, patience_s: float) -> tuple[bool, float, int]:
     """Of a rank that closes its groups at once, before the other one: whether the other has closed its memory by then, how
     long it took, and how many groups are kept."""
     with pytest.MonkeyPatch.context() as patch, wire_on_device(place, Over.GPU) as wire:
-        patch.setattr(gpu_memory, "_PART_S", patience_s)
+        patch.setattr(shared_memory, "_PART_S", patience_s)
         group: Any = wire.world._on_gpu
         wire.world.barrier().wait()
         time.sleep(0.2 * place.rank)

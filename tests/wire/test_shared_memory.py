@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed as dist
 
 from fsdp_lab.rank.rendezvous import close_groups, open_groups
-from fsdp_lab.wire import RankAborted, WireContext, exchange, shared_memory as shared
+from fsdp_lab.wire import RankAborted, WireContext, channels, shared_memory as shared
 from fsdp_lab.wire.arena import Arena, class_bytes
 from tests.pool import Place, Pool
 
@@ -308,8 +308,8 @@ def _no_memory(*_: Any, **__: Any) -> Any:
 
 
 FAULTS = {
-    "another host": (exchange, "host_id", lambda: "elsewhere", "its ranks are on several hosts"),
-    "no file": (shared, "MemoryFile", _no_memory, "Cannot allocate memory"),
+    "another host": (channels, "host_id", lambda: "elsewhere", "its ranks are on several hosts"),
+    "no file": (shared, "memory_file", _no_memory, "Cannot allocate memory"),
     "no mapping": (shared, "MappedFile", _no_memory, "rank 1 could not map the memory of the others"),
     "another user": (os, "geteuid", lambda: 12345, "its ranks are of several users"),
 }
@@ -413,7 +413,7 @@ def test_a_memory_limit_is_named_before_it_is_hit(tmp_path: Path, files: dict[st
 
 def test_no_core_dump_has_an_arena_in_it() -> None:
     arena, maps = Arena(1 << 24), Path("/proc/self/smaps").read_text()
-    of_ours = maps[maps.index(f"{arena.file.mapping.address:x}-") :]
+    of_ours = maps[maps.index(f"{arena.file.address:x}-") :]
     assert " dd" in of_ours[: of_ours.index("\n", of_ours.index("VmFlags"))]
 
 

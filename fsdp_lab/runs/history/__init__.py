@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fsdp_lab.base.lazy_names import lazy_names
+from fsdp_lab.base import lazy_names
 
 if TYPE_CHECKING:
     from fsdp_lab.runs.history.database import HistoryError as HistoryError
