@@ -389,7 +389,7 @@ def test_no_module_keeps_hidden_state():
 NAME_TOKENS = {
     "spec/spec.py",
     "backends/fsdp1.py",
-    "bench/parts.py",
+    "bench/gpu.py",
     "bench/plan.py",
     "cli/drill.py",
     "export/accelerate.py",

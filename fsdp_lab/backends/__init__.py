@@ -11,12 +11,11 @@ import torch
 from torch import distributed as dist, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_lab.backends.base import Backend, destroy
+from fsdp_lab.backends.base import Backend, check_optimizer, destroy
 from fsdp_lab.backends.ddp import DDP
 from fsdp_lab.backends.flat import FlatBackend
 from fsdp_lab.backends.fsdp1 import FSDP1
 from fsdp_lab.backends.fsdp2 import FSDP2
-from fsdp_lab.backends.optimizers import check_optimizer
 from fsdp_lab.backends.state import buffers_in, fill
 from fsdp_lab.backends.transfer import transfer_state
 from fsdp_lab.backends.yours import Yours

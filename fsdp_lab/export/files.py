@@ -24,7 +24,7 @@ from fsdp_lab.models.lora import AdaptedValues, adapted, is_adapter, save_adapte
 from fsdp_lab.models.presets import facts_of
 from fsdp_lab.models.sources import IGNORED
 from fsdp_lab.models.tokenizers import open_tokenizer
-from fsdp_lab.rank.shard_files import read_shards
+from fsdp_lab.rank.checkpointing import read_shards
 from fsdp_lab.spec.checkpoint_format import Checkpoint
 from fsdp_lab.spec.workload import Workload
 

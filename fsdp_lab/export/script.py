@@ -18,7 +18,7 @@ import transformers
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from torch import nn
 
-from fsdp_lab.backends.optimizers import check_optimizer
+from fsdp_lab.backends.base import check_optimizer
 from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.export.files import SUFFIX, Files

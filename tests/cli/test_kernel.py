@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.cli import kernel
-from fsdp_lab.cli.kernel import NEEDED, Server, missing
+from fsdp_lab.cli import jupyter
+from fsdp_lab.cli.jupyter import NEEDED, Server, missing
 from fsdp_lab.cli.main import main
 
 
@@ -32,14 +32,14 @@ def test_a_server_of_another_environment_is_told_what_it_lacks(tmp_path: Path, m
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert missing(tmp_path) == [NEEDED[1]]
     server = Server(pid=1, port=8890, python="/opt/jupyter/bin/python", prefix=tmp_path)
-    monkeypatch.setattr(kernel, "running_servers", lambda: [server])
-    said = "\n".join(kernel.what_servers_need())
+    monkeypatch.setattr(jupyter, "running_servers", lambda: [server])
+    said = "\n".join(jupyter.what_servers_need())
     assert "port 8890" in said
     assert "/opt/jupyter/bin/python -m pip install 'jupyterlab_widgets>=3'" in said
 
 
 def test_where_no_server_runs_both_packages_are_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kernel, "running_servers", list)
-    said = "\n".join(kernel.what_servers_need())
+    monkeypatch.setattr(jupyter, "running_servers", list)
+    said = "\n".join(jupyter.what_servers_need())
     assert "anywidget" in said
     assert "jupyterlab_widgets" in said

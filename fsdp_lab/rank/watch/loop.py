@@ -39,8 +39,7 @@ from fsdp_lab.rank.abort import INTERRUPTED, first_line
 from fsdp_lab.rank.measure import StepMeter, UnreadStep, device_name, fidelity_notes, software
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset, compare_clocks
-from fsdp_lab.rank.watch.flop_count import FlopCount, can_count
-from fsdp_lab.rank.watch.found import find
+from fsdp_lab.rank.watch.found import FlopCount, can_count, find
 from fsdp_lab.wire import RankAborted, Wire, WireContext
 
 PUBLISH_EVERY_S = 0.04
