@@ -99,7 +99,8 @@ class YourEngine:
                 raise SpecError(ENGINE_FIELD, reason, f"define {method}(self, unit)")
 
     def call(self, method: str, unit: YourUnit, during: str = "", function: Callable[[], Any] | None = None) -> Any:
-        """Returns what a method, or the `function` it returned, returns. Raises SpecError for what it raises, but aborts."""
+        """Returns what the method returns, or what `function` does, which an earlier call returned. What it raises becomes a
+        SpecError, but for aborts."""
         self.in_progress = self._title(method, unit, during), time.monotonic()
         try:
             with torch.no_grad(), _Guard(unit) if self.guards else nullcontext():
@@ -217,8 +218,8 @@ def layout_of_ranks(
     """Returns what the ranks keep of each parameter, by rank. `by_rank`: how many tensors each keeps, and its parts, as
     JSON. Raises SpecError, the same on every rank, unless each element is on one rank, or, if `replicated`, on all.
 
-    What is empty on a rank lies in the tensor that it has on another one: the order in which a transfer goes through
-    storages is then the same on all ranks.
+    What is empty on a rank lies in the tensor that it has on another one, so that a transfer goes through storages in one
+    order on all ranks.
     """
     wrong = partial(engine.mistake, "shard", unit, "")
     counts = [count for count, _ in by_rank]

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
     evaluate = eval_config(args)
     from fsdp_lab.models.check import check
-    from fsdp_lab.planner.questions import LESS, DoesNotFit
+    from fsdp_lab.planner.questions import DoesNotFit
 
     check(spec.workload, evaluated=evaluate.samples if evaluate else 0, begins=start is None)
     from fsdp_lab.runs.recovery import RecoveryPolicy
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         train(terminal(), spec, options, results, args.trace, start, hosts)
     except DoesNotFit as e:
-        raise DoesNotFit(e.field, e.reason, f"give {LESS}; or --anyway") from e
+        raise e.with_way_out("--anyway") from e
     return 0
 
 

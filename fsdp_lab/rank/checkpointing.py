@@ -261,13 +261,11 @@ class Checkpointer:
         return self._writing is None
 
     def wait_for_earlier(self, check: Callable[[], None]) -> None:
-        """Waits for the checkpoint before, at most `earlier_s`, calling `check` meanwhile."""
+        """Waits for the checkpoint before, at most `earlier_s`, calling `check` meanwhile. Collective. Raises ArgumentError
+        on every rank unless it is written on all."""
         deadline_s = time.monotonic() + self._earlier_s
         while not self.wait(0.05) and time.monotonic() < deadline_s:
             check()
-
-    def require_written(self) -> None:
-        """Raises ArgumentError on every rank unless the checkpoint before is written on all; collective."""
         by_rank = gather_json((self._writing is None, self._own_written))
         if not all(done for done, _ in by_rank):
             busy = [str(rank) for rank, (_, own) in enumerate(by_rank) if not own] or ["0"]

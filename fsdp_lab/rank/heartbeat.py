@@ -1,9 +1,9 @@
 """`HeartbeatThread`: reports where a rank is while its main thread may be blocked. `HangWatchdog`: finds hangs from these
 reports without a kernel.
 
-The thread is not the abort monitor's (abort.py), which asks rank 0's store and may wait for it. It reads
-only what the wire context has anyway, and does nothing in the path of a step. It needs the interpreter: a rank whose
-process is stopped, or whose native code holds the GIL, sends nothing, which is how that is detected."""
+The thread reads only what the wire context has anyway; it is not the abort monitor's, which may wait for rank 0's store. It
+needs the interpreter: a rank whose process is stopped, or whose native code holds the GIL, sends nothing, which is how that
+is detected."""
 
 from __future__ import annotations
 
@@ -188,9 +188,8 @@ class HangWatchdog:
     """Finds hangs from the ranks themselves, where no kernel receives their heartbeats: under torchrun.
 
     Each rank writes its heartbeats to rank 0's store. A rank that has waited for longer than `limit_s` reads all of them,
-    names the missing rank, and aborts the step on all ranks with that diagnosis, by calling `abort`. If the store does
-    not answer, since rank 0 is stopped or the connection is cut, the rank aborts with what it is waiting for. `store` is
-    a separate connection."""
+    and aborts the step on all ranks with the name of the missing one, by calling `abort`; if the store does not answer, with
+    what it is waiting for. `store` is a separate connection."""
 
     def __init__(self, store: dist.Store, world_size: int, limit_s: float, abort: Callable[[str], None]) -> None:
         self._store, self._world_size = BoundedStore(store, _ANSWER_S), world_size

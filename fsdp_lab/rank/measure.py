@@ -1,15 +1,14 @@
-"""`StepMeter`: time, memory, traffic and spans of a step, for the trainer and for the metering benchmark. Below it, the
-software, device and memory of this process.
+"""`StepMeter`: time, memory, traffic and spans of a step, for the trainer, a watched loop and the metering benchmark. Below
+it, the software, device and memory of this process.
 
 Note: when a GPU is read. Nothing here waits for the device in a step. The trainer does so once, at the vote (trainer.py),
 and says it (`synchronised`): all marks on the device's stream up to there can be read then, and a mark made there is known
 on both clocks. So the marks of a step, whose update comes after its vote, are read at the next step's vote, or when
-`pause` waits, at the end of a chunk of steps. A step's time is that of the device, from its first mark to its last
-one. Bytes are known to the host when the step is issued, and are read then.
+`pause` waits, at the end of a chunk of steps. Bytes are known to the host when the step is issued, and are read then.
 
 Note: memory. Sizes do not change between two switches, so most of them are found once and repeated: bytes of shards,
 gradients and optimizer state when they first exist, and the peak and its composition in a ledger step (ledger.py). An
-ordinary step adds what the allocator, the driver and the system report, in some microseconds."""
+ordinary step adds what the allocator, the driver and the system report."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""`Session`: one rank, from the first rendezvous to the end, over all its trainings.
-
-The kernel, or `python -m fsdp_lab.rank` under torchrun, calls the same few methods on every rank: `apply` a Spec,
-`train` some steps, `unload`. They return plain values. Between calls a session keeps the process groups (abort.py) and
-at most one live training (lifecycle.py)."""
+"""`Session`: one rank, from the first rendezvous to the end, over all its trainings. The kernel, or `python -m fsdp_lab.rank`
+under torchrun, calls the same methods on every rank, which return plain values."""
 
 from __future__ import annotations
 
@@ -46,22 +43,16 @@ class Session:
     """One rank.
 
     Args:
-        rank, world_size, device: this rank, and where it computes: "cpu" or "cuda:N".
-        place: of rank 0's store (`host_store`); rank 0 passes `store` instead.
-        reduction: the wire's order of sums, a `ReductionOrder`.
-        timeout_s: timeout of a collective.
+        device: "cpu" or "cuda:N". place: of rank 0's store (`host_store`); rank 0 passes `store` instead.
+        reduction: the wire's order of sums, a `ReductionOrder`. timeout_s: of a collective.
         threads: torch's threads in this process; None leaves them.
-        memory_cap: the fraction of the GPU's memory for this rank, if ranks share a GPU.
-        shared_gpu_ranks: how many ranks use this rank's GPU.
-        on_event: called with each step event, as a dict, when the step ends.
-        on_loop: called with the messages of a loop that is not ours (watch/loop.py); None: they go nowhere.
-        on_heartbeat: called with each `fsdp_lab.base.hang.Heartbeat`, as a dict, in a separate thread; the caller then
-            looks for hangs. None: the ranks do so themselves.
+        shared_gpu_ranks: how many ranks use this rank's GPU. memory_cap: the fraction of its memory for this rank.
+        on_event: called with each step event, as a dict, when the step ends. on_loop: the same with the messages of a loop
+            of the user's (watch/loop.py). on_heartbeat: the same with each `Heartbeat`, in a separate thread; the caller
+            then looks for hangs. None: the ranks do so themselves.
         hang_s: in that case, how long a collective may wait for a rank; None: half of `timeout_s`.
-        shared_memory: whether CPU ranks of one host, and ranks that share a GPU, send through memory that they share; False:
-            over Gloo.
-        address: of this host, where Gloo listens for the other ranks; "": see `WireContext`.
-        hosts: of all ranks, by name; (): unknown.
+        shared_memory: whether CPU ranks of one host, and ranks that share a GPU, send through memory that they share.
+        address, hosts: see `WireContext`.
 
     Raises ArgumentError for `hang_s`, ConnectionError if rank 0 was not found, RuntimeError if a rank did not join in time.
     """
@@ -164,13 +155,9 @@ class Session:
         sampling: Mapping[str, Any] = {},
     ) -> dict[str, Any]:
         """Make `spec` the training of the next `train`; collective. Refused unless `evaluated` samples are held out and its
-        model can continue `prompts`, so that no evaluation fails for that.
-
-        Live parameters and optimizer state are transferred into the new layout, unless `fresh`, or the model, its
-        weights, the seed or the optimizer differ: then training starts at step 0 from initial values. A refusal changes
-        nothing.
-
-        Returns: {"step", "seconds", "carried", "parameters", "notes"}."""
+        model can continue `prompts`; a refusal changes nothing. Live parameters and optimizer state are transferred into the
+        new layout, unless `fresh`, or the model, its weights, the seed or the optimizer differ: then training starts at
+        step 0. Returns {"step", "seconds", "carried", "parameters", "notes"}."""
         start_s = time.perf_counter()
         wanted, require = self._spec(spec), _evaluable(evaluated, prompts, sampling)
         with self._exclusive():
@@ -188,20 +175,14 @@ class Session:
     ) -> dict[str, Any]:
         """Train so many steps, the last of them traced; collective. SIGINT on any rank ends the step in progress on all.
 
-        `ledgers`: step numbers of additional ledger steps (see ledger.py); the third step after a switch always is one.
-        `checks`: step numbers whose events get a checksum of the parameters, outside the step's time. `evaluations`:
-        step number -> how many held-out samples to evaluate after it; the event gets their mean loss, and how this rank's
-        part of `prompts` goes on (see `generate`). If an evaluation is aborted, the step remains, without them.
+        `ledgers`: numbers of additional ledger steps (see ledger.py). `checks`: of steps whose events get a checksum of the
+        parameters, outside the step's time. `evaluations`: step number -> how many held-out samples to evaluate after it;
+        the event gets their mean loss, and how this rank's part of `prompts` goes on (see `generate`). If an evaluation is
+        aborted, the step remains, without them.
 
         Returns: {"events", "stopped": whether it was interrupted, "step": the next one, "saves": see
-        `Checkpointer.ended`}.
-
-        Raises:
-            FieldError: too few samples are held out, or of `prompts`.
-            RankAborted: another rank failed; the message says which and why.
-            WireTimeout: a collective did not complete.
-            NotFinite: the loss or a gradient of this rank is not finite; the step is not applied.
-            what the step raised, on the rank where it did."""
+        `Checkpointer.ended`}. Raises FieldError: too few samples are held out, or of `prompts`; and as a step does (see
+        `Trainer.advance`)."""
         trainer = self._lifecycle.require()
         trainer.batches.check_held_out(max(evaluations.values(), default=0))
         wanted = Sampling(**sampling)
@@ -256,10 +237,8 @@ class Session:
             self._on_event(events[-1])
 
     def generate(self, run: str, prompts: Sequence[str], sampling: Mapping[str, Any]) -> dict[str, Any]:
-        """How the language model of this run continues texts; collective. No rank holds more parameters than in a step.
-
-        Returns {"texts": {number of the prompt: text}}: this rank's, those of all ranks together are all. Raises FieldError,
-        on every rank, if these ranks train another run, or the model does not continue texts, or no text as long."""
+        """How the language model of this run continues texts; collective. Returns {"texts": {number of the prompt: text}} of
+        this rank. Raises FieldError, on every rank, if these ranks train another run, or the model continues no such text."""
         trainer, wanted = self._lifecycle.require(), Sampling(**sampling)
         if trainer.run != run:
             raise ArgumentError("run", f"these ranks have left run {run}", "start it again, or ask the newest run")
@@ -297,9 +276,8 @@ class Session:
     # -- faults ---------------------------------------------------------------------------------------------------
 
     def arm(self, fault: Mapping[str, Any]) -> dict[str, Any]:
-        """Inject a fault, once, on the ranks that it names: a `Fault` as a dict. Called on every rank, so that all refuse an
-        invalid one. Collective for a slower link, which may be measured. Returns {"armed"}: whether it is for this rank.
-        Raises FieldError for an invalid field or a step in the past."""
+        """Inject a `Fault`, once, on the ranks that it names; called on every rank, so that all refuse an invalid one, and
+        collective for a slower link, which may be measured. Returns {"armed"}: whether it is for this rank."""
         wanted, link = Fault.from_dict(fault), None
         wanted.check(self.info.world_size, self.trainer.progress.step if self.trainer else 0)
         if wanted.kind is FaultKind.SLOW:
@@ -347,14 +325,12 @@ class Session:
         """Take a checkpoint of the training, in a new folder below `root`; collective. It is written while training goes
         on; a previous one that is still being written is waited for. The newest `last` of the run are kept. Returns
         {"step", "seconds": how long training stopped, "waited_s": for the previous one, "bytes" of this rank}. Raises
-        ArgumentError if nothing can be written to `root`, or a rank is still writing the previous one after some
-        minutes."""
+        ArgumentError if nothing can be written to `root`, or a rank is still writing the previous one after some minutes."""
         start_s = time.perf_counter()
         with self._exclusive():
             trainer = self._lifecycle.require()
             with self._work.during(LongWork.EARLIER_CHECKPOINT):
                 self._checkpointer.wait_for_earlier(self.context.check)
-            self._checkpointer.require_written()
             waited_s = time.perf_counter() - start_s
             partial = self._checkpointer.begin(root, trainer.progress.step)
             nbytes = self._checkpointer.save(trainer, partial, kind=kind, last=last)
@@ -394,10 +370,8 @@ class Session:
         prompts: Sequence[str] = (),
         sampling: Mapping[str, Any] = {},
     ) -> dict[str, Any]:
-        """Make `spec` the training of the next `train`, with the values of the checkpoint at `path`, which may be of
-        another backend, sharding and number of ranks; collective. The rest, and what it returns, is as for `apply`.
-
-        Raises FieldError if it is incomplete, or of another training; the live training may be dropped then."""
+        """As `apply`, with the values of the checkpoint at `path`, which may be of another backend, sharding and number of
+        ranks. Raises FieldError if it is incomplete, or of another training; the live training may be dropped then."""
         start_s = time.perf_counter()
         wanted, require = self._spec(spec), _evaluable(evaluated, prompts, sampling)
         with self._exclusive():
@@ -407,11 +381,9 @@ class Session:
     # -- slow motion ----------------------------------------------------------------------------------------------
 
     def slow_next(self) -> dict[str, Any]:
-        """Run a training step to its next phase, or begin one if none is in progress; collective.
-
-        Returns {"frame": the `PhaseSnapshot` as a dict, "event": None}, or at the end of the step {"frame": None,
-        "event": its `StepEvent` as a dict}. Raises as `train`, SpecError unless the backend is our own engine, and
-        KeyboardInterrupt if the step was interrupted."""
+        """Run a training step to its next phase, or begin one if none is in progress; collective. Returns {"frame": the
+        `PhaseSnapshot` as a dict, "event": None}, or at the end of the step {"frame": None, "event": its `StepEvent` as a
+        dict}. Raises as `train`, SpecError unless the backend is our own engine, KeyboardInterrupt if it was interrupted."""
         return self._slowly(lambda slow: slow.next())
 
     def slow_end(self) -> dict[str, Any]:
@@ -453,12 +425,11 @@ class Session:
 
     def loop_host(self, publish: Callable[[dict[str, Any]], None] | None = None) -> LoopHost:
         """For a loop of a user's on this rank. `publish`: takes its messages where no kernel does."""
-        publish = self._on_loop or publish or (lambda message: None)
         return LoopHost(
             info=self.info,
             context=self.context,
             world=self.world,
-            publish=publish,
+            publish=self._on_loop or publish or (lambda message: None),
             notes=self._notes,
             guard=self._protocol.loop,
             progress=self._loop,
@@ -511,10 +482,9 @@ class Session:
     def namespace(self) -> dict[str, Any]:
         """The names that cells on the ranks can use."""
         backend = self.trainer.backend if self.trainer else None
+        names = {"session": self, **{name: getattr(self.info, name) for name in ("rank", "world_size", "device")}}
         parts = {"model": "module", "optimizer": "optimizer", "mesh": "mesh"}
-        own = {name: getattr(self.info, name) for name in ("rank", "world_size", "device")}
-        made = {name: getattr(backend, part) if backend else None for name, part in parts.items()}
-        return {"session": self, **made, **own}
+        return names | {name: getattr(backend, part, None) for name, part in parts.items()}
 
     def close(self) -> None:
         """Release everything. Other ranks are not needed."""
@@ -563,8 +533,9 @@ class Session:
         trainer = self.trainer
         work, since_work_s = self._work.read()
         user_call, since_s = (trainer.backend.user_call if trainer else None) or ("", time.monotonic())
-        has_user_code = trainer is not None and trainer.backend.has_user_code
-        hang_s = OWN_ENGINE_S if has_user_code else None  # None: the lab's limit
+        hang_s = (
+            OWN_ENGINE_S if trainer is not None and trainer.backend.has_user_code else None
+        )  # None: the lab's limit
         return RankActivity(
             working=self._protocol.monitor.working,
             step=trainer.progress.step if trainer else None,

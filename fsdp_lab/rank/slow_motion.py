@@ -1,8 +1,6 @@
-"""`PhaseStepper`: a training step of our engine that stops before each phase until `next` is called. `SlowMotionStep`: such
-a step of a `Trainer`, as `PhaseSnapshot`s.
-
-It is the real step, on a separate thread. Between two phases nothing computes on this rank, so its shards and buffers can
-be inspected (`holdings`). Phases contain collectives, so all ranks must be stepped alike."""
+"""`PhaseStepper`: a training step of our engine, on a separate thread, that stops before each phase until `next` is called.
+Between two phases nothing computes on this rank, so its shards and buffers can be inspected (`holdings`). Phases contain
+collectives, so all ranks must be stepped alike. `SlowMotionStep`: such a step of a `Trainer`, as `PhaseSnapshot`s."""
 
 from __future__ import annotations
 
