@@ -22,8 +22,7 @@ place of the gradient, which returns it and is called at the end of the backward
 backward. Whole gradients that it leaves in p.grad are dropped after the optimizer's step. In micro-batches that do not
 communicate, autograd adds to p.grad, and `reduce` is not called.
 
-The first two steps are inspected (`Inspector`).
-"""
+The first two steps are inspected (`Inspector`)."""
 
 from __future__ import annotations
 
@@ -53,13 +52,9 @@ _INSPECTED = 2  # steps: what is stale shows in the second
 
 
 class _Unit:
-    """A unit on this rank, with what the lab knows of it, and not the engine.
-
-    Attributes:
-        flats: the tensors that this rank keeps. layout: by parameter, what each rank keeps of it.
-        trained: what the optimizer is given, and where it lies in `flats`.
-        calls: in a forward, whose backward is not over. has_reduced: in this backward.
-    """
+    """A unit on this rank, with what the lab knows of it, and not the engine: the tensors that the rank keeps (`flats`), by
+    parameter what each rank keeps of it (`layout`), and what the optimizer is given with its place in `flats` (`trained`).
+    `calls`: in a forward, whose backward is not over. `has_reduced`: in this backward."""
 
     def __init__(self, unit: YourUnit, modules: Sequence[nn.Module]) -> None:
         self.unit, self.modules = unit, modules
@@ -334,7 +329,7 @@ class Yours(Backend):
 # -- `Inspector`: names the mistake in a user's engine ---------------------------------------------------------------
 #
 # A unit is whole if it equals the shards of all ranks, as the optimizer left them; a gradient is reduced if it equals the
-# mean of what autograd gave on each rank. Both take collectives of the lab's own, so these steps are slower, and do not count.
+# mean of what autograd gave on each rank. Both take collectives, so these steps are slower, and do not count.
 
 
 def storages(unit: YourUnit) -> dict[int, tuple[str, torch.UntypedStorage]]:

@@ -16,13 +16,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 from torch import distributed as dist
 
-from fsdp_lab.base.hang import IDLE_S, WORKING_S, Heartbeat, Issued, LongWork, LoopPlace, diagnose
+from fsdp_lab.base.hang import IDLE_S, WORKING_S, Heartbeat, Issued, LongWork, diagnose
 from fsdp_lab.rank.abort import BoundedStore
 from fsdp_lab.wire import Collective, WireContext
 
@@ -35,27 +34,9 @@ _HOSTS = frozenset({"ipykernel", "ipyparallel", "IPython", "asyncio", "tornado",
 _BETWEEN = ("torch/nn/modules/module.py",)  # the same three frames between any two modules
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankActivity:
-    """Whether a session is in a call that all ranks make, and in which step."""
-
-    working: bool
-    step: int | None
-    work: str = ""  # see `Heartbeat`
-    since_work_s: float | None = None
-    hang_s: float | None = None
-    user_call: str = ""
-    user_call_s: float = 0.0
-    loop: str = LoopPlace.NONE
-    loop_steps: int = 0
-
-
 class LongWorkLog:
-    """Whether a rank is at long work (`fsdp_lab.base.hang.LongWork`), and since when not. Thread-safe.
-
-    Attributes:
-        changed: set when work begins or ends, so that a heartbeat says it at once: of a rank at long work, others accept
-            that it is silent."""
+    """Whether a rank is at long work (`LongWork`), and since when not. Thread-safe. `changed` is set when work begins or
+    ends, so that a heartbeat says it at once: of a rank at long work, others accept that it is silent."""
 
     def __init__(self) -> None:
         self.changed = threading.Event()
@@ -121,18 +102,17 @@ class LongWorkLog:
 
 
 class HeartbeatThread:
-    """Calls `activity`, and `send` with a heartbeat as a dict, in a thread until `close`; at once when `changed` is set.
-    What `send` raises is ignored."""
+    """Calls `send` with a heartbeat as a dict, in a thread until `close`; at once when `changed` is set. What `send` raises
+    is ignored. `activity`: returns what the session knows of the heartbeat."""
 
     def __init__(
         self,
         context: WireContext,
-        rank: int,
-        activity: Callable[[], RankActivity],
+        activity: Callable[[], Heartbeat],
         send: Callable[[dict[str, Any]], None],
         changed: threading.Event,
     ) -> None:
-        self._context, self._rank, self._activity, self._send = context, rank, activity, send
+        self._context, self._activity, self._send = context, activity, send
         self._changed, self._closed = changed, threading.Event()
         self._thread = threading.Thread(target=self._run, name="fsdp-lab-heartbeat", daemon=True)
         self._thread.start()
@@ -163,13 +143,12 @@ class HeartbeatThread:
             with contextlib.suppress(Exception):  # no caller to raise to, and the next one may arrive
                 self._send(heartbeat.to_dict())
 
-    def _read(self, number: int, activity: RankActivity, *, progress: bool, still: bool) -> Heartbeat:
+    def _read(self, number: int, activity: Heartbeat, *, progress: bool, still: bool) -> Heartbeat:
         last = self._context.last
         pending = None if progress else self._context.pending()  # not asked for while there is progress
-        return Heartbeat(
-            rank=self._rank,
+        return dataclasses.replace(
+            activity,
             number=number,
-            **vars(activity),
             last=_issued(last) if last else None,
             pending=_issued(pending) if pending else None,
             pending_s=time.perf_counter() - pending.issue_s if pending else 0.0,

@@ -1,5 +1,5 @@
-"""`Session`: one rank, from the first rendezvous to the end, over all its trainings. The kernel, or `python -m fsdp_lab.rank`
-under torchrun, calls the same methods on every rank, which return plain values."""
+"""`Session`: one rank, from the first rendezvous to the end, over all its trainings. The kernel, or
+`python -m fsdp_lab.rank` under torchrun, calls the same methods on every rank, which return plain values."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from fsdp_lab.backends.base import DTYPES
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.events import PhaseSnapshot, StepEvent
 from fsdp_lab.base.generation import Sampling
-from fsdp_lab.base.hang import LONGEST_WORK_S, OWN_ENGINE_S, LongWork, limit
+from fsdp_lab.base.hang import LONGEST_WORK_S, OWN_ENGINE_S, Heartbeat, LongWork, limit
 from fsdp_lab.models import Batches
 from fsdp_lab.rank.abort import AbortProtocol
 from fsdp_lab.rank.calibration import HardwareProbe, calibration_trainers, measure_crowd
 from fsdp_lab.rank.checkpointing import Checkpointer, drop, on_this_host, spread
 from fsdp_lab.rank.faults import FaultInjector, slower
 from fsdp_lab.rank.generation import completions, encoded
-from fsdp_lab.rank.heartbeat import HangWatchdog, HeartbeatThread, LongWorkLog, RankActivity
+from fsdp_lab.rank.heartbeat import HangWatchdog, HeartbeatThread, LongWorkLog
 from fsdp_lab.rank.lifecycle import Lifecycle
 from fsdp_lab.rank.measure import device_name, fidelity_notes, limit_bytes, software
 from fsdp_lab.rank.prepare import Require
@@ -112,7 +112,7 @@ class Session:
         self._faults = FaultInjector(self.info, self.context)
         announce = self._protocol.monitor.announce
         send = on_heartbeat or HangWatchdog(own_connection(store), world_size, hang_s, announce).receive
-        self._heartbeat = HeartbeatThread(self.context, rank, self._activity, send, self._work.changed)
+        self._heartbeat = HeartbeatThread(self.context, self._activity, send, self._work.changed)
         self._joined_unix_s = time.time()
         self.context.session = self
 
@@ -238,7 +238,7 @@ class Session:
 
     def generate(self, run: str, prompts: Sequence[str], sampling: Mapping[str, Any]) -> dict[str, Any]:
         """How the language model of this run continues texts; collective. Returns {"texts": {number of the prompt: text}} of
-        this rank. Raises FieldError, on every rank, if these ranks train another run, or the model continues no such text."""
+        this rank. Raises FieldError, on every rank, if these ranks train another run, or no such text is continued."""
         trainer, wanted = self._lifecycle.require(), Sampling(**sampling)
         if trainer.run != run:
             raise ArgumentError("run", f"these ranks have left run {run}", "start it again, or ask the newest run")
@@ -528,15 +528,17 @@ class Session:
             "notes": [*self._lifecycle.notes_of(trainer.spec), *notes],
         }
 
-    def _activity(self) -> RankActivity:
-        """Called in the thread of the heartbeats."""
+    def _activity(self) -> Heartbeat:
+        """What a session knows of a heartbeat. Called in the thread of the heartbeats."""
         trainer = self.trainer
         work, since_work_s = self._work.read()
         user_call, since_s = (trainer.backend.user_call if trainer else None) or ("", time.monotonic())
         hang_s = (
             OWN_ENGINE_S if trainer is not None and trainer.backend.has_user_code else None
         )  # None: the lab's limit
-        return RankActivity(
+        return Heartbeat(
+            rank=self.info.rank,
+            number=0,
             working=self._protocol.monitor.working,
             step=trainer.progress.step if trainer else None,
             work=work,

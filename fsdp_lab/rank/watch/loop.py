@@ -1,16 +1,13 @@
 """`Watch`: measures a training loop that is not the lab's, by the probes that measure the lab's own. `fsdp_lab.watch` makes
 one, and shows its use.
 
-Note: where a step's parts begin. The loop calls nothing between its parts. The forward begins with the step; the backward
-where a gradient first reaches an output of the model, so the loss's own backward, if it is computed outside of the model,
-still counts as forward; the optimizer's part at its pre-step hook. These hooks do nothing but note the time.
+Note: where a step's parts begin. The forward begins with the step; the backward where a gradient first reaches an output
+of the model, so the loss's own backward, outside of the model, still counts as forward; the optimizer's part at its
+pre-step hook. These hooks do nothing but note the time.
 
 Note: what is exchanged. On entry the ranks agree on the run's name and compare their clocks. After that a watched loop
 sends nothing: which steps are traced follows from their numbers, and the mean loss is taken over the events of all ranks
-(`Step.mean_loss`).
-
-Note: when a GPU is read. As the trainer does at its vote, but at most every half second: at the end of a step the host waits
-for the device, and the steps since are read."""
+(`Step.mean_loss`). A GPU is read as the trainer does at its vote, but at most every half second."""
 
 from __future__ import annotations
 
@@ -59,7 +56,8 @@ Publish = Callable[[dict[str, Any]], None]
 
 @dataclass(kw_only=True)
 class LoopProgress:
-    """Where a rank is in its newest watched loop; read by the thread of the heartbeats."""
+    """Where a rank is in its newest watched loop; read by the thread of the heartbeats. `hang_s`: how long a collective may
+    wait for it; None: the lab's own limit."""
 
     place: LoopPlace = LoopPlace.NONE
     steps: int = 0  # begun
@@ -68,14 +66,9 @@ class LoopProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopHost:
-    """What a loop is watched from: a rank of the lab's, or a process of its own.
-
-    Attributes:
-        world: the default group; None where it is none of the lab's, or there is none.
-        publish: takes messages for the lab's kernel or for the history.
-        guard: the context of the whole loop, in which a failure of one rank frees the others.
-        progress: told where this rank is; also the seconds that a collective may wait for it, None for the lab's own.
-    """
+    """What a loop is watched from: a rank of the lab's, or a process of its own. `world`: the default group; None where it
+    is none of the lab's, or there is none. `publish`: takes messages for the lab's kernel or for the history. `guard`: the
+    context of the whole loop, in which a failure of one rank frees the others. `progress`: is told where this rank is."""
 
     info: RankInfo
     context: WireContext
@@ -108,20 +101,8 @@ class _Given:
     updated: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Ended:
-    """A step whose event is not made yet."""
-
-    unread: UnreadStep
-    given: _Given
-    fields: dict[str, Any]
-
-
 class Watch:
-    """See the module. Made by `fsdp_lab.watch`.
-
-    Attributes:
-        run: the run's id. steps: how many were recorded."""
+    """See the module. Made by `fsdp_lab.watch`. `run`: the run's id. `steps`: how many were recorded."""
 
     def __init__(
         self,
@@ -157,7 +138,7 @@ class Watch:
         self.run, self.steps = "", 0
         self._open = self._used = False
         self._given: _Given | None = None  # of the step in progress
-        self._ended: list[_Ended] = []
+        self._ended: list[tuple[UnreadStep, _Given, dict[str, Any]]] = []  # whose events are not made yet
         self._waiting: list[dict[str, Any]] = []
         self._published_s = self._read_s = 0.0
         self._handles: list[Any] = []
@@ -413,7 +394,7 @@ class Watch:
                 self._peak = BestPeak(device_peak(self._info.device, dtype))
         if given.tokens == self._counted_tokens:  # as many in the step that was counted: else they are not known
             fields |= {"flops": self._count.model or 0, "recompute_flops": self._count.recompute}
-        self._ended.append(_Ended(unread=unread, given=given, fields=fields))
+        self._ended.append((unread, given, fields))
         self.steps += 1
         self._ledger_due = self._ledger_due and not ledger
         if not self._meter.runs_behind:
@@ -432,16 +413,16 @@ class Watch:
     def _make_events(self) -> None:
         ended, self._ended = self._ended, []
         for one in ended:  # if one cannot be read, those before it still go out
-            self._waiting.append(self._event(one).to_dict())
+            self._waiting.append(self._event(*one).to_dict())
         if time.perf_counter() - self._published_s >= PUBLISH_EVERY_S:
             self._publish({})
 
-    def _event(self, ended: _Ended) -> StepEvent:
-        metrics = self._meter.read(ended.unread)
+    def _event(self, unread: UnreadStep, given: _Given, fields: dict[str, Any]) -> StepEvent:
+        metrics = self._meter.read(unread)
         comm = UNKNOWN_TRAFFIC if self._world is None and self._info.world_size > 1 else metrics.comm
         metrics = dataclasses.replace(metrics, begin_s=metrics.begin_s + self._clock.offset_s, comm=comm)
-        losses = [float(loss) for loss in ended.given.losses]
-        executed = ended.fields.get("flops", 0) + ended.fields.get("recompute_flops", 0)
+        losses = [float(loss) for loss in given.losses]
+        executed = fields.get("flops", 0) + fields.get("recompute_flops", 0)
         peak = None if self._peak is None else self._peak.reach(executed / metrics.step_time_s)
         return StepEvent(
             run=self.run,
@@ -449,14 +430,14 @@ class Watch:
             rank=self._info.rank,
             world_size=self._info.world_size,
             samples=0,
-            tokens=ended.given.tokens,
+            tokens=given.tokens,
             loss=math.fsum(losses) / len(losses) if losses else math.nan,
             mean_loss=math.nan,
-            grad_norm=float(ended.given.grad_norm),
+            grad_norm=float(given.grad_norm),
             peak_flops_per_s=None if peak is None else peak.flops_per_s,
             peak_source="" if peak is None else peak.source,
             clock_error_s=self._clock.error_s,
-            **{"flops": 0, **ended.fields},
+            **{"flops": 0, **fields},
             **vars(metrics),
         )
 
