@@ -1,13 +1,12 @@
 """`bench gpu`: all that only a GPU can show, as a list of parts, and the file of results. What a part does is a
 function: it prints what it finds and returns it, or raises BenchError with what is wrong.
 
-On a CPU the same list is rehearsed with small models: it shows that each part works, and its times say nothing about a
-GPU. Each part starts processes of its own, so that a crash of one, or memory that it does not give back, touches no other.
+On a CPU the same list is rehearsed with small models. Each part starts processes of its own, so that a crash of one,
+or memory that it does not give back, touches no other.
 
 The file is text for a reader; after the line `FIGURES` it is JSON: {"facts": {...}, "parts": [{"name", "title", "outcome",
 "reason", "begun", "seconds", "printed", "figures"}, ...]}. It is written anew with each line that is printed, so that a
-session that is cut off leaves what it had; the part that was in progress then is "not finished".
-"""
+session that is cut off leaves what it had."""
 
 from __future__ import annotations
 
@@ -193,8 +192,7 @@ def bench(arguments: Sequence[str], say: Say, limit_s: float) -> dict[str, Any]:
 
 def run_program(arguments: Sequence[str], say: Say, limit_s: float, folder: Path | None = None) -> None:
     """`python ARGUMENTS`; `say` is called with each line of its output and its errors. Raises BenchError if it fails or does
-    not end in time. However this ends, the processes that it has started are ended, by the token in their environment.
-    """
+    not end in time. Processes that it has started are ended, by the token in their environment."""
     token, last, late = uuid.uuid4().hex, "", threading.Event()
     own = {MARK: token, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}

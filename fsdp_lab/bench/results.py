@@ -1,8 +1,7 @@
 """`bench step` and `bench wire`: measurements of ranks, ratios with a control, as text and JSON; and how any bench reports.
 
 A bench prints each figure once it is known and returns the content of its `--json` file: "ratios" and "control" (a
-ratio of equals), each with median, p10, p90 and n; what else was measured; in "environment" what it was measured with.
-"""
+ratio of equals), each with median, p10, p90 and n; what else was measured; its "environment"."""
 
 from __future__ import annotations
 

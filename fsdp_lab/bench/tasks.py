@@ -1,10 +1,9 @@
 """What a rank of a bench does: `TASKS`, functions of its `BenchRank` and the job that return plain values.
 
-Note: what is timed of collectives. A barrier, then collectives of 4 MiB in all, one after the other, or a larger one, each
-from its issue to the end of its wait, through `Wire` either way. Each round does all forms of a size one after the other,
-every second round in the opposite order. The whole tensor is in memory of the group's own where it has any, as our engine's
-are and FSDP2's.
-"""
+Of collectives is timed, after a barrier, 4 MiB in all, one after the other, or a larger one, each from its issue to
+the end of its wait, through `Wire` either way. Each round does all forms of a size one after the other, every second
+round in the opposite order. The whole tensor is in memory of the group's own where it has any, as our engine's and
+FSDP2's are."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""`fsdp-lab run spec.json`: one Spec in a terminal, for `--steps` or until Ctrl-C; and `export`, `checkpoints`: a Spec or a
-trained model in a form that other programs use.
-"""
+"""`fsdp-lab run`: one Spec in a terminal, for `--steps` or until Ctrl-C; and `export`, `checkpoints`: a Spec or a trained
+model in a form that other programs use."""
 
 from __future__ import annotations
 
@@ -95,21 +94,20 @@ def run(args: argparse.Namespace) -> int:
 
 def spec_and_checkpoint(file: Path | None, resume: Path | None) -> tuple[Spec, Checkpoint | None]:
     """The Spec to train, and the checkpoint to resume from. Raises Refused, FieldError."""
-    if resume is None:
-        if file is None:
-            raise Refused("no Spec is given; name a JSON file, or a folder of checkpoints with --resume")
-        return read_spec(file), None
-    start = find(resume, field="--resume")
-    spec = start.spec if file is None else read_spec(file)
-    check_same(start, spec)
+    if resume is None and file is None:
+        raise Refused("no Spec is given; name a JSON file, or a folder of checkpoints with --resume")
+    start = None if resume is None else find(resume, field="--resume")
+    spec = read_spec(file) if file is not None or start is None else start.spec
+    if start is not None:
+        check_same(start, spec)
     return spec, start
 
 
 def checkpoint_config(args: argparse.Namespace) -> CheckpointConfig | None:
     """The config of `--save` and its options. Raises FieldError, Refused."""
+    if args.save is None and args.save_every is not None:
+        raise Refused("--save-every is given and no folder; name it with --save")
     if args.save is None:
-        if args.save_every is not None:
-            raise Refused("--save-every is given and no folder; name it with --save")
         return None
     from fsdp_lab.runs.saving import LAST, CheckpointConfig
 
