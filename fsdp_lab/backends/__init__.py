@@ -1,7 +1,4 @@
-"""Ways to train a model, behind one interface (base.py): our engine ("lab"), FSDP2, FSDP1, DDP, and the user's ("yours").
-
-`build` makes the backend of a Spec; `check` refuses what depends on the model, the device or torch.
-"""
+"""Ways to train a model, behind one interface (base.py): our engine ("lab"), FSDP2, FSDP1, DDP, and the user's ("yours")."""
 
 from __future__ import annotations
 
@@ -54,9 +51,7 @@ def check(skeleton: nn.Module, spec: Spec, device: torch.device) -> None:
 
 def build(skeleton: nn.Module, spec: Spec, device: torch.device, *, mesh: DeviceMesh | None = None) -> Backend:
     """Wraps a skeleton; collective. It holds no parameters yet: use `fill` or `transfer_state`. A failure leaves no groups.
-
-    `mesh`: by default of the default group, the Wire. Benchmarks pass one of a plain torch group.
-    """
+    `mesh`: by default of the default group, the Wire. Benchmarks pass one of a plain torch group."""
     if not all(p.is_meta for p in skeleton.parameters()):
         raise ValueError("a backend is built from a skeleton: fsdp_lab.models.build_skeleton")
     check(skeleton, spec, device)

@@ -47,15 +47,10 @@ _NOT_BY_ELEMENTS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class KeptState:
-    """The state that an optimizer keeps of each parameter, once it has stepped.
-
-    A rank updates ranges of parameters, cut anywhere, and a switch cuts them elsewhere. So only classes that update each
-    element by itself are taken: their state is slots, and scalars that are equal for all parameters.
-
-    Attributes:
-        slots: name -> the value that all its elements begin with; of tensors of the parameter's shape.
-        scalars: name -> (dtype, whether it is on the parameter's device): of tensors without dimensions.
-    """
+    """The state that an optimizer keeps of each parameter, once it has stepped. A rank updates ranges of parameters, cut
+    anywhere, and a switch cuts them elsewhere: so only classes are taken whose state is slots, by the value that all
+    elements begin with, and scalars that are equal for all parameters, by (dtype, whether it is on the parameter's
+    device)."""
 
     slots: Mapping[str, float]
     scalars: Mapping[str, tuple[torch.dtype, bool]]
@@ -117,11 +112,8 @@ RoleTensor = tuple[Role, Tensor]  # a tensor, and what its storage is used for
 
 
 class Measured(ABC):
-    """A model whose steps are measured: a `Backend`'s, or one that a user has set up (rank/watch/found.py).
-
-    Attributes:
-        module: the one that is called, and that a user sees as `model`.
-    """
+    """A model whose steps are measured: a `Backend`'s, or one that a user has set up (rank/watch/found.py). `module`:
+    the one that is called, and that a user sees as `model`."""
 
     module: nn.Module
 
@@ -168,12 +160,10 @@ class Backend(Measured):
         replicas: how many ranks hold the same gradient shard.
         constants: of a user's module: copies on the host of its buffers that are not persistent, as they were built.
         groups: process groups created for this backend, which `release` destroys.
-        parked: optimizer state that came with a transfer, of parameters that are frozen here, by name and slot;
-            `drop_slots` frees it.
-        has_user_code: whether its sharding is the user's code, which may hang or fail.
+        parked: optimizer state that came with a transfer, of parameters that are frozen here, by name and slot.
     """
 
-    has_user_code = False
+    has_user_code = False  # its sharding is the user's, and may hang or fail
 
     @classmethod
     def check(cls, spec: Spec, device: torch.device) -> None:
@@ -274,9 +264,7 @@ class Backend(Measured):
 
     def release(self, busy: Collection[int] = ()) -> None:
         """Free all storage and destroy the groups now; torch's wrappers may outlive their last reference (see `free`).
-
-        `busy`: addresses of storage that an aborted operation may still use; it is freed with its last reference.
-        """
+        `busy`: addresses of storage that an aborted operation may still use; it is freed with its last reference."""
         held: list[Tensor] = [*self.module.parameters(), *self.module.buffers(), *self._gradients()]
         held += [shard.local for shard in self.param_shards()]
         held += [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
@@ -400,9 +388,7 @@ def materialiser(
     device: torch.device, then: Callable[[nn.Parameter], None] = lambda p: None
 ) -> Callable[[nn.Module], None]:
     """Returns a function that gives a module's own parameters uninitialised storage on `device`, and calls `then` with each.
-
-    Buffers keep their values, and ties stay tied, which `nn.Module.to_empty` does not guarantee.
-    """
+    Buffers keep their values, and ties stay tied, which `nn.Module.to_empty` does not guarantee."""
     made: dict[int, nn.Parameter] = {}
 
     def make(module: nn.Module) -> None:
@@ -433,17 +419,12 @@ def original_name(name: str) -> str:
 
 
 class DeferredStorage:
-    """What a new backend will hold, not yet allocated.
+    """What a new backend will hold, not yet allocated: a backend is built unit by unit, and the storage of each is freed as
+    soon as the unit exists (`defer`). It is allocated again, with zeros, when values come: all of it (`fill`), or a few
+    parameters at a time (transfer.py). A tensor whose storage is freed keeps its shape, and what views it later sees the new
+    allocation. But torch makes no new slice of it, so slices are made before; and reading it reads address 0.
 
-    A backend is built unit by unit, and the storage of each unit is freed as soon as the unit exists (`defer`). So building
-    one takes the memory of one unit, also beside a live one. It is allocated again, at its size and with zeros, when values
-    come: all of it (`fill`), or a few parameters at a time (transfer.py). A tensor whose storage is freed keeps its shape,
-    and what views it later sees the new allocation. But torch makes no new slice of it, so slices are made before; and
-    reading it reads address 0.
-
-    Shards that other ranks map (`gather="mapped"`) are not torch's to free: they exist from the build on, until nobody has
-    them. So a switch from or to them holds both.
-    """
+    Shards that other ranks map (`gather="mapped"`) are not torch's to free: a switch from or to them holds both."""
 
     def __init__(self) -> None:
         # By the identity of the first storage: sizes.
@@ -477,10 +458,8 @@ def return_memory(device: torch.device) -> None:
 
 
 def free(tensors: Iterable[Tensor], busy: Collection[int] = ()) -> None:
-    """Return storage to the allocator now, even if it is still referenced, unless its address is in `busy`.
-
-    Dropping a wrapped model does not free it: FSDP1 leaks about 18 MiB for each build of a 3.3M-parameter GPT-2.
-    """
+    """Return storage to the allocator now, even if it is still referenced, unless its address is in `busy`: dropping a
+    wrapped model does not free it (FSDP1 leaks about 18 MiB for each build of a 3.3M-parameter GPT-2)."""
     for t in tensors:
         storage = _storage(t)
         if storage.nbytes() and storage.resizable() and storage.data_ptr() not in busy:

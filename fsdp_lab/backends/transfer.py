@@ -94,12 +94,8 @@ class StateTransfer:
         self.completed = 0
 
     def run(self, busy: Busy = frozenset, complete: Callable[[], None] = lambda: None) -> None:
-        """Move everything. After an error: `settle`.
-
-        Args:
-            complete: waits for the device's collectives. Raises where they were aborted: what they wrote is invalid then,
-                and the batch does not count.
-        """
+        """Move everything. After an error: `settle`. `complete`: waits for the device's collectives. Raises where they were
+        aborted: what they wrote is invalid then, and the batch does not count."""
         old = self._source.buffers
         pairs = zip(state.buffers_in(old.module), state.buffers_in(self.new.module), strict=True)
         for (_, source), (_, target) in pairs:

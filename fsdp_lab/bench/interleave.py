@@ -1,6 +1,5 @@
 """The loop of one rank: builds every form, then does one step of each in turn, round after round. The barrier before
-each step
-is not timed; forward, backward, update and zeroing the gradients are, until the device has finished them."""
+each step is not timed; forward, backward, update and zeroing the gradients are, until the device has finished them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The parts that commands share: refusals and failures, signals, output, files of results, and a lab for one command.
-Imports rich and the lab when
-they are needed."""
+Imports rich and the lab when they are needed."""
 
 from __future__ import annotations
 

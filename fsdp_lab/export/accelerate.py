@@ -1,9 +1,8 @@
 """`config`: a Spec as a config file of Hugging Face Accelerate, for `accelerate launch --config_file`.
 
-The file determines how to shard, not what to train, which is the user's own script. Comments at the top of the file list the
-run's workload, and what that script must do to repeat the run. Keys are those of Accelerate 1.x
-(`accelerate.utils.FullyShardedDataParallelPlugin`, `accelerate.commands.launch`).
-"""
+The file determines how to shard, not what to train, which is the user's own script: comments at the top list the
+workload, and what that script must do to repeat the run. Keys are those of Accelerate 1.x
+(`FullyShardedDataParallelPlugin`)."""
 
 from __future__ import annotations
 

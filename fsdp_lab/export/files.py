@@ -35,13 +35,10 @@ _PLAIN = ("model.safetensors", "model.safetensors.index.json")  # what `from_pre
 
 
 class Files:
-    """The files for a Workload of transformers. Raises SpecError for a model or data that a script cannot train.
-
-    Attributes:
-        model: a skeleton, with adapters if there are some.
-        weights: the user's own folder, if all values of the model are in it and `from_pretrained` opens it.
-        weighs: whether samples have different numbers of labels, which are then among the files.
-    """
+    """The files for a Workload of transformers. Raises SpecError for a model or data that a script cannot train. `model`: a
+    skeleton, with adapters if there are some. `weights`: the user's own folder, if all values of the model are in it and
+    `from_pretrained` opens it. `weighs`: whether samples have different numbers of labels, which are then among the
+    files."""
 
     def __init__(self, workload: Workload) -> None:
         config = resolve(workload.model, dropout=workload.dropout)
@@ -141,13 +138,8 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> Path:
 
 def export_pretrained(saved: Checkpoint, folder: Path, *, force: bool = False) -> Path:
     """Writes config, weights (fp32, safetensors) and tokenizer atomically; the model must fit the host's memory. Of a model
-    with adapters, these alone, in peft's format.
-
-    The config is the one that was given to the lab, with its dropout and cache. Buffers that differ between ranks, such as
-    BatchNorm's statistics, are those of the first rank.
-
-    Returns the folder's absolute path. Raises ArgumentError of the path, or of a checkpoint that cannot be read.
-    """
+    with adapters, these alone, in peft's format. The config is the one that was given to the lab. Buffers that differ
+    between ranks are those of the first rank. Returns the folder's absolute path. Raises ArgumentError."""
     target = folder.expanduser().absolute()
     hint = "name a new folder in one that exists and is yours"
     if not target.parent.is_dir():

@@ -1,7 +1,5 @@
-"""`script`: a Spec as a torchrun script in plain torch, and the files that it reads.
-
-script.py.jinja has the script's functions. The docstring, and the imports and constants that they use, come from here.
-"""
+"""`script`: a Spec as a torchrun script in plain torch, and the files that it reads. script.py.jinja has its functions; the
+docstring, and the imports and constants that they use, come from here."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""The backend of torch that a Spec is exported to, and remarks on what differs there.
-
-The lab's own engine is not exported: `peer` replaces it by FSDP2, or by DDP if nothing is sharded. What they cannot do is
-refused by the rules of `Spec` itself, field by field. A field that has no effect under a backend, and a difference to the
-run under the same Spec, is a remark; both targets write the remarks at the top of their file.
-"""
+"""The backend of torch that a Spec is exported to, and remarks on what differs there. The lab's own engine is replaced by
+FSDP2, or by DDP if nothing is sharded (`peer`). What they cannot do is refused by the rules of `Spec` itself. A field
+that has no effect under a backend, and a difference to the run, is a remark at the top of the file."""
 
 from __future__ import annotations
 
