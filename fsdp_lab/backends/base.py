@@ -86,8 +86,7 @@ def check_optimizer(workload: Workload) -> None:
 
 @lru_cache(maxsize=64)
 def kept_state(optimizer: TorchOptimizer, device: str) -> KeptState:
-    """Returns what a step on a tiny parameter shows. Raises SpecError for a class that keeps anything else than slots and
-    scalars, and what torch raises for arguments."""
+    """Returns what a step on a tiny parameter shows. Raises SpecError, and what torch raises for arguments."""
     p = nn.Parameter(torch.zeros(2, 3, device=device))
     p.grad = torch.zeros_like(p)
     made = torch_class(optimizer)([p], lr=1e-3, **optimizer.keywords)  # type: ignore[call-arg]
@@ -355,8 +354,7 @@ def scalars_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 def seed_state(
     backend: Backend, slots: Collection[str], scalars: Mapping[str, float], shards: Iterable[ParamShard]
 ) -> None:
-    """Create the optimizer's state of these shards, where there is none: with these scalars, `slots`, to be overwritten, and
-    what else the optimizer keeps, as it begins. Without slots it begins as a new one."""
+    """Creates the optimizer's state of these shards, where there is none. Without slots it begins as a new one."""
     optimizer, kept = backend.optimizer, backend.kept
     params = dict.fromkeys(s.param for s in shards if s.param is not None and s.param not in optimizer.state)
     for p in params if slots else ():

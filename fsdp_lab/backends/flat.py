@@ -141,8 +141,7 @@ class _Shards:
 
 
 def engine_options(strategy: Strategy, mesh: DeviceMesh) -> dict[str, Any]:
-    """Returns the arguments of `engine.fully_shard` for the root, whose outputs `precision.output` means; collective where
-    the strategy reshards to a smaller group."""
+    """The arguments of `engine.fully_shard` for the root; collective where the strategy has a `reshard_size`."""
     rules, d = strategy.schedule_rules, strategy.dtypes
     param = None if d.param == "fp32" else DTYPES[d.param]
     return {

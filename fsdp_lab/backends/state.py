@@ -319,8 +319,7 @@ def slots_of(backend: Backend) -> dict[str, object]:
 
 
 def snapshot(backend: Backend, layouts: Sequence[Layout], rank: int, writers: Collection[int]) -> list[Chunk]:
-    """A CPU copy of the share that this rank writes, when the ranks `writers` write together. Not collective. Raises
-    LookupError, on each writer, if they do not hold all of the model."""
+    """A CPU copy of the share that this rank writes with the ranks `writers`. Raises LookupError, on each of them."""
     copies = HostCopies(backend.device)
     ranges = dict(_shares(layouts, rank, sorted(writers), shapes_of(backend)))
     slots = sorted(_own_slots(backend))

@@ -42,8 +42,7 @@ Busy = Callable[[], Collection[int]]  # addresses of storage that an aborted ope
 
 
 def transfer_state(old: Backend, new: Backend) -> None:
-    """Move parameters, optimizer state and buffers into a new backend, bit for bit; collective over all ranks. `old` has
-    no parameters afterwards, and is to be released."""
+    """Move parameters, optimizer state and buffers into a new backend, bit for bit; collective."""
     StateTransfer(StateSource.of(old), new).run()
     drop_slots(new)
 

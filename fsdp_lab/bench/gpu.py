@@ -79,8 +79,7 @@ def tests(say: Say, limit_s: float) -> dict[str, Any]:
 def strategies(
     named: Mapping[str, Mapping[str, Any]], precisions: Sequence[str], devices: Sequence[str], say: Say, limit_s: float
 ) -> dict[str, Any]:
-    """Four steps of each from the same values on the same batches; the time is of those that are neither the first nor
-    profiled. Fails where losses are not those of FSDP2."""
+    """Four steps of each from the same values on the same batches. Fails where losses are not those of FSDP2."""
     base = Spec(world_size=len(devices)).replace(model="gpt2-1m", seq_len=64, micro_batch=2, lr=0.01)
     specs = {(name, p): base.replace(**changes, precision=p) for p in precisions for name, changes in named.items()}
     by_spec = dict(zip(specs, trained(list(specs.values()), 4, devices, limit_s), strict=True))
@@ -336,8 +335,7 @@ class BenchPart:
 
 
 def listed(at: Place) -> tuple[BenchPart, ...]:
-    """In the order in which they are run: what several GPUs show first, where there are several. Limits are what each may
-    take; an H100 takes about nine minutes for all."""
+    """In the order in which they are run: what several GPUs show first. An H100 takes about nine minutes for all."""
     over_nccl, others = list(_over_nccl(at)), list(_on_one(at))
     if at.gpus >= 2:
         return (*over_nccl, *others)

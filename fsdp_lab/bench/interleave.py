@@ -67,8 +67,7 @@ class BuiltForm:
 def interleave(
     plan: BenchPlan, forms: Sequence[BuiltForm], info: RankInfo, world: Wire, on_round: Callable[[int], None]
 ) -> dict[str, dict[str, Any]]:
-    """Trains every form in turn and returns `BuiltForm.result` by form. Collective. `on_round` is called with the
-    number of each finished round, warm-up included."""
+    """Trains every form in turn and returns `BuiltForm.result` by form. Collective."""
     batches = list(batches_of(plan, info))
     for i, batch in enumerate(batches):
         if i == plan.warmup:
@@ -174,8 +173,7 @@ def step(built: BuiltForm, batch: Batch, device: torch.device, world: Wire, *, f
 
 
 def _peak(backend: Backend, device: torch.device) -> int:
-    """Peak bytes of the last step, without the memory of other forms, which is allocated as well. The step has freed
-    all that it allocated, so the current allocation equals that before it."""
+    """Peak bytes of the last step, without the memory of other forms. All that the step allocated is free."""
     if device.type != "cuda":
         return 0
     slots = [state_slots(backend.optimizer, p) for p in backend.param_shards()]

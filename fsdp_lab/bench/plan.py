@@ -73,8 +73,7 @@ def forms_named(names: str) -> tuple[str, ...]:
 
 
 def place(ranks: int, device: str | None) -> tuple[str, ...]:
-    """Returns a device per rank. None: GPUs if there is one for each rank, else CPUs. With "cuda" and fewer GPUs than
-    ranks, ranks share them. Raises PlanError if there is no GPU."""
+    """A device per rank. None: GPUs if there is one for each rank, else CPUs. Raises PlanError if there is no GPU."""
     if device == "cpu":
         return ("cpu",) * ranks
     import torch

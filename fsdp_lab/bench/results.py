@@ -65,8 +65,7 @@ BUSY = ("kernels", "GPU busy", "host-bound")  # columns
 
 
 def busy_cells(kernels: Mapping[str, Any] | None, step_s: float) -> tuple[str, ...]:
-    """Cells of `BUSY`: the share of a step in which kernels run; in the rest the GPU waits for the host, which issues them.
-    () on a CPU. `kernels`: `KernelTimes` of a profiled step."""
+    """Cells of `BUSY`, by the share of a profiled step in which kernels run. () on a CPU."""
     if not kernels:
         return ()
     share = min(1.0, kernels["busy_s"] / step_s)

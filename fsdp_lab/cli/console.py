@@ -207,8 +207,7 @@ def write_file(file: Path, content: Mapping[str, Any]) -> None:
 def open_lab(
     console: Console, ranks: int, devices: Sequence[str] | None, *, history: bool = True, hosts: Hosts | None = None
 ) -> Iterator[Lab]:
-    """A lab for the duration of a command, with its start on the terminal. Raises Refused, Failed: the ranks cannot start
-    or join."""
+    """A lab for the duration of a command. Raises Refused, Failed: the ranks cannot start or join."""
     from fsdp_lab.cluster import ClusterError, StartError
     from fsdp_lab.lab import Lab
 

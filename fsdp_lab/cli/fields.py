@@ -45,8 +45,7 @@ def format_value(name: str, value: Any) -> str:
 
 
 def parse_lists(args: argparse.Namespace) -> dict[str, list[Any]]:
-    """Flat field name -> its values, for the options that were given. Raises Refused: a value of the wrong type. SpecError:
-    a value that its field refuses in any combination."""
+    """Flat field name -> its values, for the options that were given. Raises Refused, SpecError."""
     lists: dict[str, list[Any]] = {}
     for name, row in (rows_of(Workload) | rows_of(Strategy)).items():
         if (text := getattr(args, name)) is not None:
@@ -88,8 +87,7 @@ def parse_value(row: FieldRow, word: str) -> Any:
 def requested(
     args: argparse.Namespace, prepare: Callable[[dict[str, Any]], Spec]
 ) -> tuple[list[Spec], list[tuple[dict[str, Any], FieldError]]]:
-    """The Specs that `prepare` makes from the combinations of the options, and the combinations that it refuses. Raises
-    Refused and SpecError as `parse_lists`."""
+    """The Specs that `prepare` makes from the combinations of the options, and the combinations that it refuses."""
     specs, refused = list[Spec](), list[tuple[dict[str, Any], FieldError]]()
     for combination in combinations(args):
         try:

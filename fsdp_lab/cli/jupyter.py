@@ -68,8 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def notebooks_folder(wanted: Path | None) -> Path:
-    """The folder that JupyterLab opens: the repository's notebooks, or copies of them in a writable folder. Raises Refused:
-    there are no notebooks, or the folder cannot be written."""
+    """The repository's notebooks, or copies of them in a writable folder. Raises Refused."""
     source = shipped_notebooks()
     if source is None:
         raise Refused("the notebooks are neither beside the package nor in its installation; install fsdp-lab again")
@@ -102,8 +101,7 @@ def shipped_notebooks() -> Path | None:
 
 
 def free_port(ip: str, wanted: int | None) -> int:
-    """The wanted port; by default the first free one from 8888 on. Raises Refused: the wanted port is in use or not allowed
-    (a free one is named), or the address is not of this machine."""
+    """The wanted port; by default the first free one from 8888 on. Raises Refused."""
     if wanted is not None and not 0 < wanted < 65536:
         raise Refused(f"--port {wanted} is not a port; give one between 1 and 65535")
     first = wanted or DEFAULT_PORT

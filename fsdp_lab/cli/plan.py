@@ -199,8 +199,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def product_of(args: argparse.Namespace) -> Product:
-    """The axes of the options, or of `TEACHING`; completes `args` with the latter. Raises Refused: an option that
-    does not go with --page, or no hardware. FieldError: a refused value, more combinations than a page holds."""
+    """The axes of the options, or of `TEACHING`; completes `args` with the latter. Raises Refused, FieldError."""
     from fsdp_lab.report.what_if import Product, check_size
 
     if others := [name for name in ("find", "json") if getattr(args, name)]:

@@ -147,8 +147,7 @@ def train(
     start: Checkpoint | None = None,
     hosts: Hosts | None = None,
 ) -> None:
-    """Trains with live output; at the end, also after Ctrl-C, prints and writes the summary and the trace. `options`: of
-    `Lab.run`. `start`: the checkpoint to resume from, under this Spec."""
+    """Trains with live output; at the end, also after Ctrl-C, prints and writes the summary and the trace."""
     with open_lab(console, spec.world_size, spec.devices, hosts=hosts) as lab:
         if start is None:
             run = lab.run(spec, **options)

@@ -66,8 +66,7 @@ class Files:
                 self.weights = folder.absolute()
 
     def write(self, folder: Path) -> None:
-        """Writes all into an empty folder. The values of the model, which are written unless the user's folder has them,
-        and adapters must fit the memory."""
+        """Writes all into an empty folder. The values that are written must fit the memory."""
         self._write_samples(folder)
         seed, base = self._workload.seed, self._base
         values = self._given or Initializer(base, seed)

@@ -49,8 +49,7 @@ OTHERS = (
 
 
 def script(spec: Spec) -> tuple[str, Files | None]:
-    """The text of the script, and what it reads, which is nothing with code of the user's own. Raises SpecError for a field
-    that torch's own backends or a script cannot express."""
+    """The text of the script, and what it reads, which is nothing with code of the user's own. Raises SpecError."""
     check_optimizer(spec.workload)
     exported = peer(spec)
     spec, w = exported.spec, exported.spec.workload
@@ -274,8 +273,7 @@ def literal(value: Any) -> str:
 
 
 def own_code(workload: Workload) -> str:
-    """The code of a Workload, which ends by naming its three parts; what several of its sources contain is there once.
-    Raises SpecError for a source that is not whole."""
+    """The user's code, each statement once, which ends by naming its three parts. Raises SpecError."""
     imports: dict[str, None] = {}
     parts: dict[str, None] = {}
     names: dict[str, str] = {}

@@ -82,8 +82,7 @@ class BoundedStore:
 
 
 class Peers:
-    """The processes of the other ranks on this machine, which each publishes in the store, so that no rank waits for the
-    answer of a process that has ended."""
+    """The processes of the other ranks on this machine, so that no rank waits for the answer of one that has ended."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store = store
@@ -149,8 +148,7 @@ class AbortMonitor:
         return self._epoch is not None
 
     def next_epoch(self, epoch: int) -> None:
-        """Stay active under a new epoch. Call it before the wire's context is reset, so that a late abort of the old epoch
-        is ignored."""
+        """Call it before the wire's context is reset, so that a late abort of the old epoch is ignored."""
         with self._lock:
             self._epoch = epoch
 

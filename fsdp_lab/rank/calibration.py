@@ -173,8 +173,7 @@ class HardwareProbe:
         return {kind: list(self._sent(kind, group)) for kind in KINDS if group.size() > 1}
 
     def _sent(self, kind: str, group: dist.ProcessGroup) -> Iterator[list[float]]:
-        """[payload bytes, seconds]: over NCCL by the device's clock, else from issue to the end of the wait, behind a
-        computation as in a step."""
+        """[payload bytes, seconds] over NCCL by the device's clock, else behind a computation as in a step."""
         if is_over_nccl(self._world, self._device):
             yield from self._sent_over_nccl(kind, group)
             return

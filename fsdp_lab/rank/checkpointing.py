@@ -208,8 +208,7 @@ class Checkpointer:
     # -- saving ---------------------------------------------------------------------------------------------------
 
     def begin(self, root: str, step: int) -> Path:
-        """Create the folder for the files of all ranks, on rank 0; collective. If it fails, every rank raises
-        ArgumentError."""
+        """Creates the folder for the files of all ranks; collective. Raises ArgumentError on every rank."""
         folder, failed = "", ""
         if self._info.rank == 0:
             try:
@@ -261,8 +260,7 @@ class Checkpointer:
         return self._writing is None
 
     def wait_for_earlier(self, check: Callable[[], None]) -> None:
-        """Waits for the checkpoint before, at most `earlier_s`, calling `check` meanwhile. Collective. Raises ArgumentError
-        on every rank unless it is written on all."""
+        """Waits for the checkpoint before; collective. Raises ArgumentError on every rank if it is late."""
         deadline_s = time.monotonic() + self._earlier_s
         while not self.wait(0.05) and time.monotonic() < deadline_s:
             check()
@@ -477,8 +475,7 @@ def _agree(error: str) -> None:
 
 
 def _send(path: Path, nbytes: int, owner: int, rank: int, *, writes: bool) -> str:
-    """Sends one file, from its owner to all ranks, of which some write it beside its place; collective, also after an error,
-    which is returned."""
+    """Sends one file, of which some ranks write a copy beside its place; collective. Returns the error, or ""."""
     error = ""
     file: Any = None
     with contextlib.ExitStack() as stack:

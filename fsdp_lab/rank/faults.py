@@ -141,8 +141,7 @@ def slower(fault: Fault, now: Link | None, real_bytes_per_s: Callable[[], float]
 
 
 def _candidates(model: nn.Module) -> list[nn.Module]:
-    """The second half of the leaf modules, without compiled ones, where later hooks are not called. Several, since a
-    model need not call each of its modules."""
+    """Of the second half of the leaf modules those that are not compiled, where later hooks are not called."""
     compiled = {id(inner) for m in model.modules() if m._compiled_call_impl is not None for inner in m.modules()}
     leaves = [m for m in model.modules() if id(m) not in compiled and not any(m.children())]
     return leaves[len(leaves) // 2 :]

@@ -207,8 +207,7 @@ class HangWatchdog:
 
 
 def main_stack() -> str:
-    """The stack of the main thread as Python prints it, newest call last; also of native threads that currently run
-    Python, such as autograd's for a GPU."""
+    """The stacks of the main thread, newest call last, and of native threads that now run Python, as autograd's."""
     frames = sys._current_frames()
     python_threads = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
     main = threading.main_thread().ident

@@ -89,8 +89,7 @@ class Lifecycle:
         self._replaced = 0  # how many are complete
 
     def notes_of(self, spec: Spec) -> tuple[str, ...]:
-        """On how representative timings are, because of this rank's device, its precision and its emulated link, and on the
-        tokens."""
+        """Notes on how representative timings are here and under this Spec, and on its tokens."""
         precision = precision_notes(device_name(self._info.device), spec.strategy.dtypes.param)
         return (*self._notes, *precision, *self.emulated.notes, *notes_on(spec.workload))
 
@@ -127,8 +126,7 @@ class Lifecycle:
         return continues
 
     def _start(self, run: str, p: PreparedTraining) -> None:
-        """Train from initial values. The old model is dropped first, so that two need not fit. An abort ends the drawing
-        or reading of values between two pieces."""
+        """Train from initial values. The old model is dropped first. An abort ends this between two pieces of them."""
         host = HostPeak(self._context.check)
         work = LongWork.DRAW if p.weights is None else LongWork.LOAD
         with self._work.during(work):

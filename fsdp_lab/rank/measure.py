@@ -79,8 +79,7 @@ class DeviceClock:
 
 
 class Recompilations:
-    """What torch.compile compiled again in the context of `during`, and why; `take` forgets it. It does nothing where nobody
-    has imported the compiler."""
+    """What torch.compile compiled again in the context of `during`, and why; `take` forgets it."""
 
     def __init__(self) -> None:
         self._ids: list[str] = []

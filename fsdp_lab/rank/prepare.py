@@ -341,8 +341,7 @@ def is_over_nccl(world: Wire, device: torch.device) -> bool:
 
 
 def seconds_on_device(world: Wire, issue: Callable[[], Any], times: int) -> float:
-    """Seconds of one of some collectives over NCCL, by the device's clock and back to back, so that what the host takes to
-    issue and to wake up is in none of a size that matters. Collective."""
+    """Seconds of a collective over NCCL, by the device's clock and back to back. Collective."""
     nccl = world.context.nccl
     assert nccl is not None
     issue().wait()  # opens connections

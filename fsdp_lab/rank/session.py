@@ -268,8 +268,7 @@ class Session:
     def crowd(
         self, ranks: int, specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str], passes: int
     ) -> dict[str, Any]:
-        """Measure what this rank would find as one of several on its host, besides the live training. Of one rank.
-        Returns {"each"}: what `measure_crowd` does."""
+        """Measure what this rank would find as one of several on its host. Returns {"each"}: see `measure_crowd`."""
         with self._exclusive():
             return {"each": measure_crowd(ranks, specs, dtypes, passes)}
 
@@ -297,16 +296,14 @@ class Session:
     # -- suspending -----------------------------------------------------------------------------------------------
 
     def suspend(self) -> dict[str, Any]:
-        """Move the training to host memory, so that another can use the device; collective. `resume` continues it.
-        Returns {"suspended_bytes"} of this rank."""
+        """Move the training to host memory, until `resume`; collective. Returns {"suspended_bytes"} of this rank."""
         with self._exclusive():
             nbytes = self._lifecycle.suspend()
         self._lifecycle.release()
         return {"suspended_bytes": nbytes}
 
     def resume(self, run: str) -> dict[str, Any]:
-        """Continue the suspended training of this run; collective. The live one is dropped. Returns {"step"}: None if
-        no such training is suspended, as on new ranks. If it is aborted, the training is still suspended."""
+        """Continue a suspended training; collective. Returns {"step"}: None if it is not suspended, as on new ranks."""
         training = self._lifecycle.suspended.get(run)
         if training is None:
             return {"step": None}
@@ -338,19 +335,16 @@ class Session:
         return {"step": trainer.progress.step, "seconds": seconds, "waited_s": waited_s, "bytes": nbytes}
 
     def saves(self, wait_s: float = 0.0) -> dict[str, Any]:
-        """Wait at most `wait_s` for a checkpoint. Returns {"ended": see `Checkpointer.ended`, "under_way": whether one
-        is still being written}."""
+        """Wait at most `wait_s` for a checkpoint. Returns {"ended": see `Checkpointer.ended`, "under_way"}."""
         under_way = not self._checkpointer.wait(wait_s)
         return {"ended": self._checkpointer.ended(), "under_way": under_way}
 
     def rescue(self, partial: str, writers: Collection[int]) -> dict[str, Any]:
-        """Write the training into an existing folder when other ranks are lost; called on all `writers`, not
-        collective. See `Checkpointer.rescue`."""
+        """Called on all `writers` when other ranks are lost, not collective. See `Checkpointer.rescue`."""
         return self._checkpointer.rescue(self._lifecycle.require(), on_this_host(partial), writers)
 
     def spread(self, path: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Make every host have the files of a checkpoint that some have; collective. Returns {"bytes"} that this rank wrote.
-        See `checkpointing.spread`."""
+        """Give every host the files of a checkpoint; collective. Returns {"bytes"} that this rank wrote."""
         self._leave_slow_motion()
         with self._protocol.collective_call():
             self._reopen()
@@ -384,13 +378,13 @@ class Session:
         """Run a training step to its next phase, or begin one if none is in progress; collective. Returns {"frame": the
         `PhaseSnapshot` as a dict, "event": None}, or at the end of the step {"frame": None, "event": its `StepEvent` as a
         dict}. Raises as `train`, SpecError unless the backend is our own engine, KeyboardInterrupt if it was interrupted."""
-        return self._slowly(lambda slow: slow.next())
+        return self._slowly(SlowMotionStep.snapshot)
 
     def slow_end(self) -> dict[str, Any]:
         """Run the step of `slow_next` to its end; collective. Returns the same; "event" is None if there was no step."""
         if self._slow is None:
             return {"frame": None, "event": None}
-        return self._slowly(lambda slow: slow.end())
+        return self._slowly(SlowMotionStep.close)
 
     def _slowly(self, advance: Callable[[SlowMotionStep], PhaseSnapshot | None]) -> dict[str, Any]:
         trainer = self._lifecycle.require()
@@ -398,22 +392,21 @@ class Session:
             if self._slow is None:
                 self._reopen()
                 trainer = self._lifecycle.require()
-                self._slow = SlowMotionStep(trainer, self.info)
-            slow = self._slow
+                self._slow = SlowMotionStep(trainer)
+            slow, self._slow = self._slow, None
             try:
                 with self.context.emulating(self._lifecycle.emulated.link):
                     frame = advance(slow)
             except BaseException as e:
-                self._slow = None
-                slow.remove_hooks()
+                slow.hook.remove()
                 self._protocol.abort_step(trainer, e)
                 raise KeyboardInterrupt from None
             if frame is not None:
+                self._slow = slow
                 return {"frame": frame.to_dict(), "event": None}
-            self._slow = None
-            slow.remove_hooks()
+            slow.hook.remove()
             self._protocol.record(trainer, settled=False)
-        event = slow.event.to_dict()
+        event = slow.result.to_dict()
         self._on_event(event)
         return {"frame": None, "event": event}
 
@@ -491,7 +484,7 @@ class Session:
         if self._slow is not None:
             self.context.abort("the session is closed")  # the step in progress cannot rely on the other ranks
             with contextlib.suppress(RankAborted):
-                self._slow.end()
+                self._slow.close()
             self._slow = None
         self.unload()
         self._lifecycle.suspended.clear()

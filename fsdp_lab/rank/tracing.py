@@ -107,8 +107,7 @@ class StepTrace:
     def spans(
         self, collectives: Sequence[Collective], copies: Sequence[tuple[str, float, float]], begin_s: float
     ) -> tuple[Span, ...]:
-        """The spans of the step, when it is over on the device too: computing without waits, waits, communication and host
-        copies. `begin_s`: when the first mark was reached."""
+        """The spans of the step, when it is over on the device too. `begin_s`: when the first mark was reached."""
         stalls = [(start - begin_s, end - begin_s) for start, end, _ in waits(collectives)]
         copied = [(start - begin_s, end - begin_s) for _, start, end in copies]
         changes = [m for i, m in enumerate(self._marks) if not i or m[1:] != self._marks[i - 1][1:]]

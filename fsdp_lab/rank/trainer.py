@@ -262,8 +262,7 @@ class Trainer:
         return seeded(w.seed, first, device=device) if w.is_own else drawing(w.seed, first, device)
 
     def _vote_and_update(self, total: Tensor) -> tuple[float, tuple[float, float, bool]]:
-        """Returns this rank's mean loss; and the mean loss over ranks, the gradient norm, and whether fp16 overflow
-        skipped the update."""
+        """Returns this rank's mean loss; and what `commit` does."""
         self.meter.part("optimizer")
         loss, squared = self._loss_and_norm(total)
         self.meter.synchronised()

@@ -328,10 +328,8 @@ class Watch:
     @contextmanager
     def step(self, *, tokens: int | None = None) -> Iterator[None]:
         """The context of one optimizer step, with as many forwards and backwards as it has. `tokens`: of this rank in it;
-        None: as given to `watch`.
-
-        A step in which nothing is updated is recorded as skipped if it had a backward, as with a loss scaler after an
-        overflow, else not at all. One that raises is not recorded."""
+        None: as given to `watch`. A step in which nothing is updated is recorded as skipped if it had a backward, as with a
+        loss scaler after an overflow, else not at all. One that raises is not recorded."""
         if not self._open:
             raise ArgumentError("step", "the watch is not open", "call it inside `with fsdp_lab.watch(...) as watch:`")
         if self._given is not None:
