@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -26,7 +26,7 @@ from fsdp_lab.base.children import run_children
 from fsdp_lab.base.process import ranks_per_host, usable_cores
 from fsdp_lab.engine import collectives
 from fsdp_lab.engine.scaling import Scaler
-from fsdp_lab.rank.prepare import LONGEST_S, Preparation, is_next_measured, is_over_nccl, seconds_on_device
+from fsdp_lab.rank.prepare import LONGEST_S, Preparation, is_over_nccl, timed_on_device
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset
 from fsdp_lab.rank.trainer import Trainer, TrainingProgress, squared_norm
@@ -175,7 +175,9 @@ class HardwareProbe:
     def _sent(self, kind: str, group: dist.ProcessGroup) -> Iterator[list[float]]:
         """[payload bytes, seconds] over NCCL by the device's clock, else behind a computation as in a step."""
         if is_over_nccl(self._world, self._device):
-            yield from self._sent_over_nccl(kind, group)
+            issued = partial(self._issue, kind, group=group)
+            timed = timed_on_device(self._world, self._device, _SENT_OVER_NCCL, issued, _BACK_TO_BACK)
+            yield from ([float(size), seconds] for size, seconds in timed)
             return
         compute, other = self._work(COMPUTING_S), torch.ones(OTHER_BYTES // 4, device=self._device)
         for size, times in _SENT.items():
@@ -195,13 +197,6 @@ class HardwareProbe:
                 self._finish()
                 seconds.append(time.perf_counter() - begun_s)
             yield [float(size), median(seconds)]
-
-    def _sent_over_nccl(self, kind: str, group: dist.ProcessGroup) -> Iterator[list[float]]:
-        for size, larger in pairwise((*_SENT_OVER_NCCL, 2 * _SENT_OVER_NCCL[-1])):
-            seconds = seconds_on_device(self._world, self._issue(kind, size, group), _BACK_TO_BACK)
-            yield [float(size), seconds]
-            if not is_next_measured(self._world, self._device, seconds, size, larger // size):
-                return
 
     def lateness(self) -> Iterator[list[float]]:
         """[computing s, s]: by how much a round of computing and a small collective takes longer than both alone. Ranks

@@ -182,13 +182,11 @@ CLOSE_S = 1.0  # for a file to be finished when its rank closes
 
 
 class Checkpointer:
-    """One per rank. `store`: a separate connection to rank 0's store. `part_s`, `earlier_s`: see `PART_S`, `EARLIER_S`."""
+    """One per rank. `store`: a separate connection to rank 0's store."""
 
-    def __init__(
-        self, info: RankInfo, store: dist.Store, *, part_s: float = PART_S, earlier_s: float = EARLIER_S
-    ) -> None:
+    def __init__(self, info: RankInfo, store: dist.Store) -> None:
         self._info, self._store = info, store
-        self._part_s, self._earlier_s = part_s, earlier_s
+        self._part_s, self._earlier_s = PART_S, EARLIER_S
         self._backend: Backend | None = None
         self._layouts: Sequence[Layout] = ()  # by rank
         self._writing: threading.Thread | None = None
@@ -207,23 +205,20 @@ class Checkpointer:
 
     # -- saving ---------------------------------------------------------------------------------------------------
 
-    def begin(self, root: str, step: int) -> Path:
-        """Creates the folder for the files of all ranks; collective. Raises ArgumentError on every rank."""
+    def save(self, trainer: Trainer, root: str, *, kind: str, last: int) -> int:
+        """Take a snapshot and write it in a thread to a new folder below `root`; collective. Returns its bytes on this rank.
+        Call `wait_for_earlier` before. `last`: how many of the run are kept. Raises ArgumentError on every rank."""
         folder, failed = "", ""
         if self._info.rank == 0:
             try:
-                folder = str(begin(Path(root), step))
+                folder = str(begin(Path(root), trainer.progress.step))
             except OSError as e:
                 failed = str(e.strerror)
         folder, failed = gather_json((folder, failed))[0]
         if failed:
             reason = f"no checkpoint can be written to {root}: {failed}"
             raise ArgumentError("save", reason, "make room, or name another folder")
-        return Path(folder)
-
-    def save(self, trainer: Trainer, partial: Path, *, kind: str, last: int) -> int:
-        """Take a snapshot and write it in a thread; returns its bytes on this rank. Not collective. Call `wait` before,
-        since one is written at a time. `last`: how many of the run are kept."""
+        partial = Path(folder)
         chunks, state = self._take(trainer, range(self._info.world_size))
         begin_s, step = time.perf_counter(), trainer.progress.step
 

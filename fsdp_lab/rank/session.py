@@ -194,7 +194,7 @@ class Session:
             try:
                 self._reopen()
                 trainer = self._lifecycle.require()
-                with self.context.emulating(self._faults.link or self._lifecycle.emulated.link):
+                with self.context.emulating(self._faults.link or self._lifecycle.emulation.link):
                     for i in range(steps):
                         at = trainer.progress.step
                         with self._faults.during(trainer), self._patient_step(trainer):
@@ -285,7 +285,7 @@ class Session:
                 raise ArgumentError("fault.kind", reason, "use another kind, such as cut or stall")
             with self._protocol.collective_call():
                 self._reopen()
-                now = self._lifecycle.emulated.link
+                now = self._lifecycle.emulation.link
                 link = slower(wanted, now, lambda: self._lifecycle.emulation.measure(self.world))
         return {"armed": self._faults.arm(wanted, link)}
 
@@ -329,8 +329,7 @@ class Session:
             with self._work.during(LongWork.EARLIER_CHECKPOINT):
                 self._checkpointer.wait_for_earlier(self.context.check)
             waited_s = time.perf_counter() - start_s
-            partial = self._checkpointer.begin(root, trainer.progress.step)
-            nbytes = self._checkpointer.save(trainer, partial, kind=kind, last=last)
+            nbytes = self._checkpointer.save(trainer, root, kind=kind, last=last)
         seconds = time.perf_counter() - start_s
         return {"step": trainer.progress.step, "seconds": seconds, "waited_s": waited_s, "bytes": nbytes}
 
@@ -395,7 +394,7 @@ class Session:
                 self._slow = SlowMotionStep(trainer)
             slow, self._slow = self._slow, None
             try:
-                with self.context.emulating(self._lifecycle.emulated.link):
+                with self.context.emulating(self._lifecycle.emulation.link):
                     frame = advance(slow)
             except BaseException as e:
                 slow.hook.remove()
