@@ -206,13 +206,14 @@ class Watch:
 
     def _begin(self) -> None:
         host, device = self._host, self._found.device
-        on_host = self._found.offload != "none" or device.type == "meta"
+        offload = self._found.setup().offload
+        on_host = offload != "none" or device.type == "meta"
         self._info = host.info if on_host else dataclasses.replace(host.info, device=device)
         self.run = self._agree()
         if self._world is not None:
             self._clock = compare_clocks(self._world)
             self._unname = self._found.name_units(self._context)
-        self._meter = StepMeter(self._found, self._context, self._info, offload=self._found.offload)
+        self._meter = StepMeter(self._found, self._context, self._info, offload=offload)
         self._loop = self._found.describe(host.info.world_size, self._title)
         self._install()
         device = self._info.device
@@ -245,7 +246,7 @@ class Watch:
     def _notes(self) -> Iterator[str]:
         """What cannot be known, and how far to trust the times."""
         yield from self._host.notes
-        if self._world is not None and not all(isinstance(group, Wire) for group in self._found.groups):
+        if self._world is not None and not all(isinstance(group, Wire) for group in self._found.setup().groups):
             yield _OTHER_GROUP
         if self._compiled:
             yield _COMPILED
@@ -388,7 +389,7 @@ class Watch:
             self._counted_tokens = given.tokens
             if self._count.model:  # the device's peak in the dtype of the products: 0.3 s where it is measured
                 own = next((p.dtype for p in self._found.module.parameters() if p.is_floating_point()), torch.float32)
-                dtype = self._count.dtype or self._found.dtypes()[0] or own
+                dtype = self._count.dtype or self._found.setup().compute or own
                 self._peak = BestPeak(device_peak(self._info.device, dtype))
         if given.tokens == self._counted_tokens:  # as many in the step that was counted: else they are not known
             fields |= {"flops": self._count.model or 0, "recompute_flops": self._count.recompute}
