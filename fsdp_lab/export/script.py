@@ -51,8 +51,8 @@ OTHERS = (
 def script(spec: Spec) -> tuple[str, Files | None]:
     """The text of the script, and what it reads, which is nothing with code of the user's own. Raises SpecError."""
     check_optimizer(spec.workload)
-    exported = peer(spec)
-    spec, w = exported.spec, exported.spec.workload
+    spec, remarks = peer(spec)
+    w = spec.workload
     files, own = (None, own_code(w)) if w.is_own else (Files(w), None)
     skeleton = files.model if files is not None else skeleton_of(w)
     freeze(skeleton, w.freeze)
@@ -61,7 +61,7 @@ def script(spec: Spec) -> tuple[str, Files | None]:
     environment.filters["literal"] = literal
     values: dict[str, Any] = {"s": spec.strategy, "w": w, "own": own, **_model(w, files), **_units(spec, skeleton)}
     body = environment.get_template("script.py.jinja").render(values | _sharding(spec) | _training(spec))
-    head = _docstring(spec, type(skeleton).__name__, (*exported.remarks, *_inexact(spec)), files)
+    head = _docstring(spec, type(skeleton).__name__, (*remarks, *_inexact(spec)), files)
     constants = _used(_constants(spec, skeleton, files), body)
     standard, others = _used(STANDARD, "\n".join([*constants, body])), _used(OTHERS, body)
     if own is None:

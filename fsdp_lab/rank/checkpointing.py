@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,9 @@ from fsdp_lab.backends.state import (
     slots_of,
     snapshot,
     targets,
+    together,
 )
-from fsdp_lab.base.errors import ArgumentError, FieldError
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.process import host_id
 from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.rank.rendezvous import RankInfo
@@ -337,16 +338,13 @@ class Checkpointer:
     def find(self, path: str, spec: Spec) -> Checkpoint:
         """Returns the checkpoint at `path`, for a training under `spec`; collective. Raises FieldError on every rank, even
         if only one cannot find it, for example in a folder of one machine."""
-        saved, error = None, None
-        try:
+
+        def look() -> Checkpoint:
             saved = find(path)
             check_same(saved, spec)
-        except FieldError as e:
-            error = e
-        if first := next((e for e in gather_json(error and error.to_dict()) if e is not None), None):
-            raise FieldError.from_dict(first)
-        assert saved is not None
-        return saved
+            return saved
+
+        return together(look)
 
     def load(self, saved: Checkpoint, backend: Backend) -> tuple[TrainingProgress, Scaler, list[str]]:
         """Fill a new backend. Not collective. Returns notes, too, on what could not be restored. Raises ArgumentError if
@@ -471,32 +469,34 @@ def _agree(error: str) -> None:
 
 def _send(path: Path, nbytes: int, owner: int, rank: int, *, writes: bool) -> str:
     """Sends one file, of which some ranks write a copy beside its place; collective. Returns the error, or ""."""
-    error = ""
+    errors: list[str] = []
     file: Any = None
-    with contextlib.ExitStack() as stack:
+
+    @contextlib.contextmanager
+    def noting() -> Iterator[None]:
         try:
+            yield
+        except OSError as e:
+            errors.append(f"{path}: {e.strerror or e}")
+
+    with contextlib.ExitStack() as stack:
+        with noting():
             if writes:
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 file = stack.enter_context(path.with_name(path.name + RECEIVED).open("wb"))
             elif rank == owner:
                 file = stack.enter_context(path.open("rb"))
-        except OSError as e:
-            error = f"{path}: {e.strerror or e}"
         for at in range(0, nbytes, PIECE_BYTES):
             piece = torch.zeros(min(PIECE_BYTES, nbytes - at), dtype=torch.uint8)
-            try:
-                if rank == owner and not error:
+            with noting():
+                if rank == owner and not errors:
                     data = file.read(piece.numel())
                     if len(data) == piece.numel():
                         piece = torch.frombuffer(bytearray(data), dtype=torch.uint8)
                     else:
-                        error = f"{path} is shorter than it was"
-            except OSError as e:
-                error = f"{path}: {e.strerror or e}"
+                        errors.append(f"{path} is shorter than it was")
             dist.broadcast(piece, src=owner)
-            try:
-                if writes and not error:
+            with noting():
+                if writes and not errors:
                     file.write(piece.numpy().tobytes())
-            except OSError as e:
-                error = f"{path}: {e.strerror or e}"
-    return error
+    return errors[0] if errors else ""
