@@ -44,8 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     at_least(args, "steps", 1)
     at_least(args, "rounds", 1)
-    results = Results(file=args.json)
-    results.check()
+    results = Results.to(args.json)
     if (hosts := hosts_of(args)) is not None:
         args.ranks = str(hosts.ranks)
     if args.report is not None:

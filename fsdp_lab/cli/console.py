@@ -175,9 +175,11 @@ class Results:
     refused: list[dict[str, Any]] = field(default_factory=list)
     comparison: dict[str, Any] | None = None
 
-    def check(self) -> None:
-        """Raises ArgumentError if the file cannot be written; to be called before anything is started."""
-        check_file(self.file)
+    @classmethod
+    def to(cls, file: Path | None) -> Results:
+        """Raises ArgumentError if the file cannot be written."""
+        check_file(file)
+        return cls(file=file)
 
     def add_run(self, summary: Mapping[str, Any]) -> None:
         self.runs.append(dict(summary))

@@ -60,8 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     at_least(args, "steps", 1)
-    results = Results(file=args.json)
-    results.check()
+    results = Results.to(args.json)
     if args.trace is not None:
         from fsdp_lab.runs.timeline import check_trace_path
 
@@ -94,13 +93,14 @@ def run(args: argparse.Namespace) -> int:
 
 def spec_and_checkpoint(file: Path | None, resume: Path | None) -> tuple[Spec, Checkpoint | None]:
     """The Spec to train, and the checkpoint to resume from. Raises Refused, FieldError."""
-    if resume is None and file is None:
-        raise Refused("no Spec is given; name a JSON file, or a folder of checkpoints with --resume")
-    start = None if resume is None else find(resume, field="--resume")
-    spec = read_spec(file) if file is not None or start is None else start.spec
-    if start is not None:
-        check_same(start, spec)
-    return spec, start
+    given = None if file is None else read_spec(file)
+    if resume is None:
+        if given is None:
+            raise Refused("no Spec is given; name a JSON file, or a folder of checkpoints with --resume")
+        return given, None
+    start = find(resume, field="--resume")
+    check_same(start, given or start.spec)
+    return given or start.spec, start
 
 
 def checkpoint_config(args: argparse.Namespace) -> CheckpointConfig | None:

@@ -18,7 +18,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ import psutil
 import torch
 
 from fsdp_lab.backends.base import Measured
-from fsdp_lab.base.events import Memory, MemorySample, RoleBytes, Span, Traffic
+from fsdp_lab.base.events import Memory, MemorySample, RoleBytes, Traffic
 from fsdp_lab.base.hardware import gpu_of_device
 from fsdp_lab.base.streams import Streams, streams_of
 from fsdp_lab.rank.ledger import Ledger, LedgerResult
@@ -39,23 +39,6 @@ from fsdp_lab.wire import Collective, WireContext, across, exposed, traffic
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _MOST_REASONS = 8  # of one step; torch itself gives up after as many compilations of a function
 _LONGEST_REASON = 200  # characters
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepMetrics:
-    """Measurements of one step, by the fields of its `StepEvent`."""
-
-    begin_s: float  # the origin of spans, on this rank's clock
-    end_unix_s: float
-    step_time_s: float
-    memory: Memory
-    memory_curve: tuple[MemorySample, ...]
-    comm: Mapping[str, Traffic]
-    spans: tuple[Span, ...]
-    host: str
-    across_bytes: int
-    across_s: float
-    recompiled: tuple[str, ...]
 
 
 class DeviceClock:
@@ -262,9 +245,9 @@ class StepMeter:
             recompiled=self._recompiled.take(),
         )
 
-    def read(self, step: UnreadStep) -> StepMetrics:
-        """The measurements of a step, after `synchronised` or `pause`. Where the device has not ended it, its time is the
-        host's, and it has no spans."""
+    def read(self, step: UnreadStep) -> dict[str, Any]:
+        """The measurements of a step, after `synchronised` or `pause`, by the fields of its `StepEvent`; `begin_s` is on this
+        rank's clock. Where the device has not ended it, its time is the host's, and it has no spans."""
         begin_s, seconds, trace = step.begin_s, step.end_s - step.begin_s, step.trace
         if self._clock is not None:
             if step.anchor is not None and self._clock.has_reached(step.end):
@@ -275,16 +258,16 @@ class StepMeter:
         elif trace is not None:
             begin_s = trace.begin_s
         across_bytes, across_s = across(step.collectives, self._context.share_across)
-        return StepMetrics(
+        return {
             **{name: getattr(step, name) for name in ("end_unix_s", "memory", "memory_curve", "recompiled")},
-            begin_s=begin_s,
-            step_time_s=seconds,
-            comm=self._traffic(step.collectives),
-            spans=trace.spans(step.collectives, step.copies, begin_s) if trace else (),
-            host=self._context.host,
-            across_bytes=across_bytes,
-            across_s=across_s,
-        )
+            "begin_s": begin_s,
+            "step_time_s": seconds,
+            "comm": self._traffic(step.collectives),
+            "spans": trace.spans(step.collectives, step.copies, begin_s) if trace else (),
+            "host": self._context.host,
+            "across_bytes": across_bytes,
+            "across_s": across_s,
+        }
 
     def _traffic(self, collectives: Sequence[Collective]) -> dict[str, Traffic]:
         """Over NCCL, exposed communication is taken from the last ledger step. It is unknown before the first, and where the

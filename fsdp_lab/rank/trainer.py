@@ -193,8 +193,8 @@ class Trainer:
             return
         unread, fields = ended
         metrics = self.meter.read(unread)
-        metrics = dataclasses.replace(metrics, begin_s=metrics.begin_s + self.clock.offset_s)
-        peak = self.cost.peak.reach((self.cost.flops + self.cost.recompute_flops) / metrics.step_time_s)
+        metrics["begin_s"] += self.clock.offset_s
+        peak = self.cost.peak.reach((self.cost.flops + self.cost.recompute_flops) / metrics["step_time_s"])
         cost = {name: getattr(self.cost, name) for name in ("flops", "recompute_flops", "tokens")}
         event = StepEvent(
             run=self.run,
@@ -205,7 +205,7 @@ class Trainer:
             peak_source=peak.source,
             clock_error_s=self.clock.error_s,
             notes=self.notes,
-            **{**cost, **fields, **vars(metrics)},
+            **{**cost, **fields, **metrics},
         )
         self._complete_events.append(event)
 

@@ -418,11 +418,12 @@ class Watch:
 
     def _event(self, unread: UnreadStep, given: _Given, fields: dict[str, Any]) -> StepEvent:
         metrics = self._meter.read(unread)
-        comm = UNKNOWN_TRAFFIC if self._world is None and self._info.world_size > 1 else metrics.comm
-        metrics = dataclasses.replace(metrics, begin_s=metrics.begin_s + self._clock.offset_s, comm=comm)
+        metrics["begin_s"] += self._clock.offset_s
+        if self._world is None and self._info.world_size > 1:
+            metrics["comm"] = UNKNOWN_TRAFFIC
         losses = [float(loss) for loss in given.losses]
         executed = fields.get("flops", 0) + fields.get("recompute_flops", 0)
-        peak = None if self._peak is None else self._peak.reach(executed / metrics.step_time_s)
+        peak = None if self._peak is None else self._peak.reach(executed / metrics["step_time_s"])
         return StepEvent(
             run=self.run,
             spec_id=self._loop.id,
@@ -437,7 +438,7 @@ class Watch:
             peak_source="" if peak is None else peak.source,
             clock_error_s=self._clock.error_s,
             **{"flops": 0, **fields},
-            **vars(metrics),
+            **metrics,
         )
 
     def _publish(self, what: dict[str, Any]) -> None:
