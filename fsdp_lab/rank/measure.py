@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,27 +102,12 @@ def _guard(reason: str) -> str:
     return re.sub(r"^\d+/\d+: ", "", " ".join(line.split()))[:_LONGEST_REASON]
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnreadStep:
-    """A step that has ended on the host. `begin` and `end` are marks of the device's clock, None on a CPU."""
-
-    begin_s: float
-    end_s: float
-    end_unix_s: float
-    begin: Any
-    end: Any
-    anchor: tuple[Any, float] | None  # a mark that the device had reached at a known time
-    collectives: Sequence[Collective]
-    copies: Sequence[tuple[str, float, float]]
-    trace: StepTrace | None
-    memory: Memory
-    memory_curve: tuple[MemorySample, ...]
-    recompiled: tuple[str, ...]
+Unread = Callable[[], dict[str, Any]]  # returns the measurements of a step, by the fields of its `StepEvent`
 
 
 class StepMeter:
     """Meters the steps of one model: `step` is the context of a step, and `part`, `before_update` and `after_update` are
-    called inside; then `end`, and `read` when the device has ended the step too. `ledger` is the result of the last ledger
+    called inside; then `end`, whose result is called when the device has ended the step. `ledger`: that of the last ledger
     step."""
 
     def __init__(
@@ -226,48 +210,41 @@ class StepMeter:
         """Call it when there will be more state than `after_update` found."""
         self._optimizer = 0
 
-    def end(self) -> UnreadStep:
-        """Call it after the context of a step; does not wait for the device."""
+    def end(self) -> Unread:
+        """Call it after the context of a step; does not wait for the device. What it returns is called after `synchronised`
+        or `pause`; `begin_s` is on this rank's clock. Where the device has not ended the step, its time is the host's, and
+        it has no spans."""
         if self._clock is None:
             self._context.read_timing()
-        return UnreadStep(
-            begin_s=self._start_s,
-            end_s=time.perf_counter(),
-            end_unix_s=time.time(),
-            begin=self._start,
-            end=None if self._clock is None else self._clock.mark(),
-            anchor=self._anchor,
-            collectives=self._context.meter.take(),
-            copies=self._context.meter.take_copies(),
-            trace=self._trace,
-            memory=self._memory(),
-            memory_curve=self._curve,
-            recompiled=self._recompiled.take(),
-        )
+        start_s, end_s, begin, anchor = self._start_s, time.perf_counter(), self._start, self._anchor
+        end = None if self._clock is None else self._clock.mark()
+        collectives, copies = self._context.meter.take(), self._context.meter.take_copies()
+        measured: dict[str, Any] = {"end_unix_s": time.time(), "memory": self._memory(), "memory_curve": self._curve}
+        measured |= {"recompiled": self._recompiled.take()}
+        trace_of_step = self._trace
 
-    def read(self, step: UnreadStep) -> dict[str, Any]:
-        """The measurements of a step, after `synchronised` or `pause`, by the fields of its `StepEvent`; `begin_s` is on this
-        rank's clock. Where the device has not ended it, its time is the host's, and it has no spans."""
-        begin_s, seconds, trace = step.begin_s, step.end_s - step.begin_s, step.trace
-        if self._clock is not None:
-            if step.anchor is not None and self._clock.has_reached(step.end):
-                begin_s = step.anchor[1] - self._clock.seconds(step.begin, step.anchor[0])
-                seconds = self._clock.seconds(step.begin, step.end)
-            else:
-                trace = None
-        elif trace is not None:
-            begin_s = trace.begin_s
-        across_bytes, across_s = across(step.collectives, self._context.share_across)
-        return {
-            **{name: getattr(step, name) for name in ("end_unix_s", "memory", "memory_curve", "recompiled")},
-            "begin_s": begin_s,
-            "step_time_s": seconds,
-            "comm": self._traffic(step.collectives),
-            "spans": trace.spans(step.collectives, step.copies, begin_s) if trace else (),
-            "host": self._context.host,
-            "across_bytes": across_bytes,
-            "across_s": across_s,
-        }
+        def read() -> dict[str, Any]:
+            begin_s, seconds, trace = start_s, end_s - start_s, trace_of_step
+            if self._clock is not None:
+                if anchor is not None and self._clock.has_reached(end):
+                    begin_s = anchor[1] - self._clock.seconds(begin, anchor[0])  # which was reached at a known time
+                    seconds = self._clock.seconds(begin, end)
+                else:
+                    trace = None
+            elif trace is not None:
+                begin_s = trace.begin_s
+            across_bytes, across_s = across(collectives, self._context.share_across)
+            return measured | {
+                "begin_s": begin_s,
+                "step_time_s": seconds,
+                "comm": self._traffic(collectives),
+                "spans": trace.spans(collectives, copies, begin_s) if trace else (),
+                "host": self._context.host,
+                "across_bytes": across_bytes,
+                "across_s": across_s,
+            }
+
+        return read
 
     def _traffic(self, collectives: Sequence[Collective]) -> dict[str, Traffic]:
         """Over NCCL, exposed communication is taken from the last ledger step. It is unknown before the first, and where the

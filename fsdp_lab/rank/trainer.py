@@ -44,7 +44,7 @@ from fsdp_lab.models import Batches, BestPeak
 from fsdp_lab.models.own import drawing, seeded
 from fsdp_lab.models.sources import Batch
 from fsdp_lab.rank.ledger import LedgerResult
-from fsdp_lab.rank.measure import StepMeter, UnreadStep
+from fsdp_lab.rank.measure import StepMeter, Unread
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset
 from fsdp_lab.spec.spec import Spec
@@ -122,7 +122,7 @@ class Trainer:
         self.state = StepState.IDLE
         self._forward_state = ForwardState(self.backend)
         # A committed step without its event, and what the host knows of it: the device may still be at its update.
-        self._ended: tuple[UnreadStep, dict[str, Any]] | None = None
+        self._ended: tuple[Unread, dict[str, Any]] | None = None
         self._complete_events: list[StepEvent] = []  # that were not returned
         self._steps_here = 0
         self._ledger_due = ledger is None
@@ -192,7 +192,7 @@ class Trainer:
         if ended is None:
             return
         unread, fields = ended
-        metrics = self.meter.read(unread)
+        metrics = unread()
         metrics["begin_s"] += self.clock.offset_s
         peak = self.cost.peak.reach((self.cost.flops + self.cost.recompute_flops) / metrics["step_time_s"])
         cost = {name: getattr(self.cost, name) for name in ("flops", "recompute_flops", "tokens")}

@@ -33,7 +33,7 @@ from fsdp_lab.base.hang import LoopPlace
 from fsdp_lab.base.tensors import tensors_in
 from fsdp_lab.models import BestPeak, device_peak
 from fsdp_lab.rank.abort import INTERRUPTED, first_line
-from fsdp_lab.rank.measure import StepMeter, UnreadStep, device_name, fidelity_notes, software
+from fsdp_lab.rank.measure import StepMeter, Unread, device_name, fidelity_notes, software
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset, compare_clocks
 from fsdp_lab.rank.watch.found import FlopCount, can_count, find
@@ -138,7 +138,7 @@ class Watch:
         self.run, self.steps = "", 0
         self._open = self._used = False
         self._given: _Given | None = None  # of the step in progress
-        self._ended: list[tuple[UnreadStep, _Given, dict[str, Any]]] = []  # whose events are not made yet
+        self._ended: list[tuple[Unread, _Given, dict[str, Any]]] = []  # whose events are not made yet
         self._waiting: list[dict[str, Any]] = []
         self._published_s = self._read_s = 0.0
         self._handles: list[Any] = []
@@ -416,8 +416,8 @@ class Watch:
         if time.perf_counter() - self._published_s >= PUBLISH_EVERY_S:
             self._publish({})
 
-    def _event(self, unread: UnreadStep, given: _Given, fields: dict[str, Any]) -> StepEvent:
-        metrics = self._meter.read(unread)
+    def _event(self, unread: Unread, given: _Given, fields: dict[str, Any]) -> StepEvent:
+        metrics = unread()
         metrics["begin_s"] += self._clock.offset_s
         if self._world is None and self._info.world_size > 1:
             metrics["comm"] = UNKNOWN_TRAFFIC
