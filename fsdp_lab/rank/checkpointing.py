@@ -41,36 +41,15 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from fsdp_lab.backends import Backend
-from fsdp_lab.backends.state import (
-    MODULE,
-    Chunk,
-    Layout,
-    gather_json,
-    layout_of,
-    set_modules,
-    shapes_of,
-    slots_of,
-    snapshot,
-    targets,
-    together,
-)
+from fsdp_lab.backends import Backend, state
+from fsdp_lab.backends.state import Chunk, Layout
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.process import host_id
 from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.trainer import Trainer, TrainingProgress
-from fsdp_lab.spec.checkpoint_format import (
-    MANIFEST,
-    PARTIAL,
-    Checkpoint,
-    begin,
-    check_same,
-    discard,
-    find,
-    finish,
-    prune,
-)
+from fsdp_lab.spec import checkpoint_format
+from fsdp_lab.spec.checkpoint_format import MANIFEST, PARTIAL, Checkpoint
 from fsdp_lab.spec.spec import Spec
 
 
@@ -198,7 +177,7 @@ class Checkpointer:
     def register(self, backend: Backend) -> None:
         """Gather the layouts of a new backend, so that saving needs no communication; collective, once per backend."""
         if backend is not self._backend:
-            self._backend, self._layouts = backend, gather_json(layout_of(backend.param_shards()))
+            self._backend, self._layouts = backend, state.gather_json(state.layout_of(backend.param_shards()))
 
     def unregister(self) -> None:
         """Forget a backend that is released."""
@@ -212,19 +191,19 @@ class Checkpointer:
         folder, failed = "", ""
         if self._info.rank == 0:
             try:
-                folder = str(begin(Path(root), trainer.progress.step))
+                folder = str(checkpoint_format.begin(Path(root), trainer.progress.step))
             except OSError as e:
                 failed = str(e.strerror)
-        folder, failed = gather_json((folder, failed))[0]
+        folder, failed = state.gather_json((folder, failed))[0]
         if failed:
             reason = f"no checkpoint can be written to {root}: {failed}"
             raise ArgumentError("save", reason, "make room, or name another folder")
         partial = Path(folder)
-        chunks, state = self._take(trainer, range(self._info.world_size))
+        chunks, part_state = self._take(trainer, range(self._info.world_size))
         begin_s, step = time.perf_counter(), trainer.progress.step
 
         def write() -> None:
-            part = _written(partial, self._info.rank, chunks, state)
+            part = _written(partial, self._info.rank, chunks, part_state)
             self._own_written = True
             with contextlib.suppress(RuntimeError):  # rank 0 and its store are gone: the checkpoint stays incomplete
                 self._store.set(_key(partial, self._info.rank), json.dumps(part))
@@ -240,9 +219,9 @@ class Checkpointer:
     def rescue(self, trainer: Trainer, partial: Path, writers: Collection[int]) -> dict[str, Any]:
         """Write this rank's share when other ranks are lost, to a folder of this host. Not collective. Returns its part for
         `checkpoint_format.finish`. Raises OSError, or LookupError if the writers do not hold all of the model."""
-        chunks, state = self._take(trainer, writers)
+        chunks, part_state = self._take(trainer, writers)
         partial.mkdir(parents=True, exist_ok=True, mode=0o700)  # the kernel's folder may be on another host
-        part = _written(partial, self._info.rank, chunks, state)
+        part = _written(partial, self._info.rank, chunks, part_state)
         if "error" in part:
             raise OSError(part["error"])
         return part
@@ -260,7 +239,7 @@ class Checkpointer:
         deadline_s = time.monotonic() + self._earlier_s
         while not self.wait(0.05) and time.monotonic() < deadline_s:
             check()
-        by_rank = gather_json((self._writing is None, self._own_written))
+        by_rank = state.gather_json((self._writing is None, self._own_written))
         if not all(done for done, _ in by_rank):
             busy = [str(rank) for rank, (_, own) in enumerate(by_rank) if not own] or ["0"]
             ranks = f"rank{'s' * (len(busy) > 1)} {', '.join(busy)}"
@@ -281,29 +260,29 @@ class Checkpointer:
         if trainer.backend is not self._backend:
             raise LookupError("a switch was interrupted, and the state is in two layouts; nothing was saved")
         rank = self._info.rank
-        chunks = snapshot(trainer.backend, self._layouts, rank, writers) + self._random_states()
-        modules = {c.name: c.values for c in chunks if c.name.startswith(MODULE)}
+        chunks = state.snapshot(trainer.backend, self._layouts, rank, writers) + self._random_states()
+        modules = {c.name: c.values for c in chunks if c.name.startswith(state.MODULE)}
         digests = {name: hashlib.sha256(t.numpy().tobytes()).hexdigest() for name, t in modules.items()}
-        state = {
+        part_state = {
             "run": trainer.run,
             "spec": trainer.spec.to_dict(),
             "step": trainer.progress.step,
             "samples": trainer.progress.samples,
             "scaler": asdict(trainer.scaler),
-            "optimizer": slots_of(trainer.backend),
-            "parameters": shapes_of(trainer.backend),
+            "optimizer": state.slots_of(trainer.backend),
+            "parameters": state.shapes_of(trainer.backend),
             "modules": {name: (t.numel(), digests[name]) for name, t in modules.items()},
             "writers": sorted(writers),
             "torch": str(torch.__version__),
         }
-        return chunks, state
+        return chunks, part_state
 
     def _random_states(self) -> list[Chunk]:
         rank, device = self._info.rank, self._info.device
         states = {"cpu": torch.get_rng_state()}
         if device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(device)
-        return [Chunk(name=f"random.{rank}.{of}", start=0, values=state) for of, state in states.items()]
+        return [Chunk(name=f"random.{rank}.{of}", start=0, values=numbers) for of, numbers in states.items()]
 
     def _commit(self, partial: Path, kind: str, last: int) -> dict[str, Any]:
         """On rank 0: commit the checkpoint when all ranks have written their files, or discard it."""
@@ -320,17 +299,17 @@ class Checkpointer:
                 parts.append(json.loads(self._store.get(_key(partial, rank))))
                 self._store.delete_key(_key(partial, rank))
         except (TimeoutError, RuntimeError) as e:
-            discard(partial)
+            checkpoint_format.discard(partial)
             return {"path": None, "bytes": 0, "error": _message(e)}
         error = "; ".join(f"rank {rank}: {part['error']}" for rank, part in enumerate(parts) if "error" in part)
         try:
             if not error:
-                made = finish(partial, parts, kind=kind)
-                prune(partial.parent, made.run, last=last)
+                made = checkpoint_format.finish(partial, parts, kind=kind)
+                checkpoint_format.prune(partial.parent, made.run, last=last)
                 return {"path": str(made.path), "bytes": made.nbytes, "error": ""}
         except (OSError, ValueError) as e:
             error = f"rank 0: {_message(e)}"
-        discard(partial)
+        checkpoint_format.discard(partial)
         return {"path": None, "bytes": 0, "error": error}
 
     # -- loading --------------------------------------------------------------------------------------------------
@@ -340,17 +319,17 @@ class Checkpointer:
         if only one cannot find it, for example in a folder of one machine."""
 
         def look() -> Checkpoint:
-            saved = find(path)
-            check_same(saved, spec)
+            saved = checkpoint_format.find(path)
+            checkpoint_format.check_same(saved, spec)
             return saved
 
-        return together(look)
+        return state.together(look)
 
     def load(self, saved: Checkpoint, backend: Backend) -> tuple[TrainingProgress, Scaler, list[str]]:
         """Fill a new backend. Not collective. Returns notes, too, on what could not be restored. Raises ArgumentError if
         it is of another model; LookupError or OSError if its files cannot be read."""
         m, rank = saved.manifest, self._info.rank
-        shapes = shapes_of(backend)
+        shapes = state.shapes_of(backend)
         if shapes != m["parameters"]:
             other = min(n for n in {*shapes, *m["parameters"]} if shapes.get(n) != m["parameters"].get(n))
             reason = f"{saved.path.name} is of another model: {other} differs"
@@ -358,12 +337,12 @@ class Checkpointer:
         writers, kept = m["writers"], m["optimizer"]
         buffers_of = writers[rank % len(writers)]
         modules = {name: n for name, (n, _) in m["modules"][rank % len(writers)].items()}
-        wanted = targets(backend, kept["slots"], kept["scalars"], buffers_of, modules)
+        wanted = state.targets(backend, kept["slots"], kept["scalars"], buffers_of, modules)
         same_rank = saved.spec.world_size == self._info.world_size and rank in writers
         random = self._random_states() if same_rank else []
         with torch.no_grad():
             read_shards(saved.path, [*wanted, *random], optional=("optimizer.", "random."))
-            set_modules(backend, wanted)
+            state.set_modules(backend, wanted)
         for chunk in random:
             if chunk.name.endswith(".cuda"):
                 torch.cuda.set_rng_state(chunk.values, self._info.device)
@@ -376,11 +355,11 @@ class Checkpointer:
         return progress, Scaler(**m["scaler"]), [] if same_rank else lost
 
 
-def _written(partial: Path, rank: int, chunks: Sequence[Chunk], state: Mapping[str, Any]) -> dict[str, Any]:
+def _written(partial: Path, rank: int, chunks: Sequence[Chunk], part_state: Mapping[str, Any]) -> dict[str, Any]:
     """Writes this rank's file. Returns its part for `finish`, or {"error"}."""
     try:
         file, nbytes = write_shard(partial, rank, chunks)
-        return {"file": file, "bytes": nbytes, "state": state}
+        return {"file": file, "bytes": nbytes, "state": part_state}
     except Exception as e:
         return {"error": _message(e)}
 
@@ -433,7 +412,7 @@ def spread(folder: Path, manifest: Mapping[str, Any], rank: int) -> int:
         if not folder.exists():
             folder.with_name(folder.name + PARTIAL).rename(folder)
     own = {file.name: file.stat().st_size for file in folder.glob("*")} if folder.is_dir() else {}
-    everyone: list[dict[str, Any]] = gather_json({"host": host_id(), "files": own})
+    everyone: list[dict[str, Any]] = state.gather_json({"host": host_id(), "files": own})
     first: dict[str, int] = {}  # the rank of each host that writes there
     for r, one in enumerate(everyone):
         first.setdefault(one["host"], r)
@@ -463,7 +442,7 @@ def spread(folder: Path, manifest: Mapping[str, Any], rank: int) -> int:
 
 def _agree(error: str) -> None:
     """Raises ArgumentError on every rank for an error of any; collective."""
-    if failed := next((f"rank {r}: {e}" for r, e in enumerate(gather_json(error)) if e), ""):
+    if failed := next((f"rank {r}: {e}" for r, e in enumerate(state.gather_json(error)) if e), ""):
         raise ArgumentError("checkpoint", f"its files could not be sent to all hosts ({failed})", "make room there")
 
 
