@@ -30,9 +30,10 @@ from fsdp_lab.backends.base import Measured
 from fsdp_lab.base.events import Memory, MemorySample, RoleBytes, Traffic
 from fsdp_lab.base.hardware import gpu_of_device
 from fsdp_lab.base.streams import Streams, streams_of
+from fsdp_lab.models import BestPeak
 from fsdp_lab.rank.ledger import Ledger, LedgerResult
 from fsdp_lab.rank.rendezvous import RankInfo
-from fsdp_lab.rank.tracing import StepTrace
+from fsdp_lab.rank.tracing import ClockOffset, StepTrace
 from fsdp_lab.wire import Collective, WireContext, across, exposed, traffic
 
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -245,6 +246,20 @@ class StepMeter:
             }
 
         return read
+
+    def event(self, unread: Unread, clock: ClockOffset, peak: BestPeak | None, fields: Mapping[str, Any]) -> StepEvent:
+        """The event of a step: its measurements, and what else is known of it, which takes precedence."""
+        known = {**unread(), **fields}
+        executed = known["flops"] + known["recompute_flops"]
+        best = None if peak is None else peak.reach(executed / known["step_time_s"])
+        return StepEvent(
+            rank=self._info.rank,
+            world_size=self._info.world_size,
+            peak_flops_per_s=None if best is None else best.flops_per_s,
+            peak_source="" if best is None else best.source,
+            clock_error_s=clock.error_s,
+            **{**known, "begin_s": known["begin_s"] + clock.offset_s},
+        )
 
     def _traffic(self, collectives: Sequence[Collective]) -> dict[str, Traffic]:
         """Over NCCL, exposed communication is taken from the last ledger step. It is unknown before the first, and where the

@@ -189,25 +189,11 @@ class Trainer:
     def _complete(self) -> None:
         """Make the event of the step that has ended, if that was not done."""
         ended, self._ended = self._ended, None
-        if ended is None:
-            return
-        unread, fields = ended
-        metrics = unread()
-        metrics["begin_s"] += self.clock.offset_s
-        peak = self.cost.peak.reach((self.cost.flops + self.cost.recompute_flops) / metrics["step_time_s"])
-        cost = {name: getattr(self.cost, name) for name in ("flops", "recompute_flops", "tokens")}
-        event = StepEvent(
-            run=self.run,
-            spec_id=self.spec.id,
-            rank=self.info.rank,
-            world_size=self.info.world_size,
-            peak_flops_per_s=peak.flops_per_s,
-            peak_source=peak.source,
-            clock_error_s=self.clock.error_s,
-            notes=self.notes,
-            **{**cost, **fields, **metrics},
-        )
-        self._complete_events.append(event)
+        if ended is not None:
+            unread, fields = ended
+            fields |= {name: getattr(self.cost, name) for name in ("flops", "recompute_flops", "tokens")}
+            fields |= {"run": self.run, "spec_id": self.spec.id, "notes": self.notes}
+            self._complete_events.append(self.meter.event(unread, self.clock, self.cost.peak, fields))
 
     def checked(self, event: StepEvent) -> StepEvent:
         """The event of the step that has just ended, with a checksum of the parameters."""

@@ -417,29 +417,20 @@ class Watch:
             self._publish({})
 
     def _event(self, unread: Unread, given: _Given, fields: dict[str, Any]) -> StepEvent:
-        metrics = unread()
-        metrics["begin_s"] += self._clock.offset_s
-        if self._world is None and self._info.world_size > 1:
-            metrics["comm"] = UNKNOWN_TRAFFIC
         losses = [float(loss) for loss in given.losses]
-        executed = fields.get("flops", 0) + fields.get("recompute_flops", 0)
-        peak = None if self._peak is None else self._peak.reach(executed / metrics["step_time_s"])
-        return StepEvent(
-            run=self.run,
-            spec_id=self._loop.id,
-            rank=self._info.rank,
-            world_size=self._info.world_size,
-            samples=0,
-            tokens=given.tokens,
-            loss=math.fsum(losses) / len(losses) if losses else math.nan,
-            mean_loss=math.nan,
-            grad_norm=float(given.grad_norm),
-            peak_flops_per_s=None if peak is None else peak.flops_per_s,
-            peak_source="" if peak is None else peak.source,
-            clock_error_s=self._clock.error_s,
-            **{"flops": 0, **fields},
-            **metrics,
-        )
+        fields = {
+            "run": self.run,
+            "spec_id": self._loop.id,
+            "samples": 0,
+            "tokens": given.tokens,
+            "loss": math.fsum(losses) / len(losses) if losses else math.nan,
+            "mean_loss": math.nan,
+            "grad_norm": float(given.grad_norm),
+            **{"flops": 0, "recompute_flops": 0, **fields},
+        }
+        if self._world is None and self._info.world_size > 1:
+            fields["comm"] = UNKNOWN_TRAFFIC
+        return self._meter.event(unread, self._clock, self._peak, fields)
 
     def _publish(self, what: dict[str, Any]) -> None:
         events, self._waiting = self._waiting, []
