@@ -18,7 +18,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import psutil
 import torch
 
 from fsdp_lab.backends.base import Measured
-from fsdp_lab.base.events import Memory, MemorySample, RoleBytes, Traffic
+from fsdp_lab.base.events import Memory, MemorySample, RoleBytes, StepEvent, Traffic
 from fsdp_lab.base.hardware import gpu_of_device
 from fsdp_lab.base.streams import Streams, streams_of
 from fsdp_lab.models import BestPeak
