@@ -79,14 +79,12 @@ class HardwareProbe:
         self._kind = "cuda" if info.device.type == "cuda" else "cpu"
 
     def all(self, trainers: Sequence[Trainer], dtypes: Sequence[str], passes: int) -> dict[str, Any]:
-        """All measurements, as plain values: seconds of this rank.
-
-        `trainers`: their steps are timed, alternating with everything else.
+        """All measurements, as plain values: seconds of this rank, by pass a row of each size. Steps of the
+        `trainers` are timed, alternating with everything else.
 
         Returns: {"products": {dtype: [[FLOPs, s]]}, "scores": {dtype: [[scores, FLOPs, s]]}, "copies": [[bytes, s]],
         "updates": {optimizer: [[elements, s]]}, "collectives": {kind: [[payload bytes, s]]}, the same for "pairs", "inside"
-        and "across" (see `measured_groups`), "steps": [[s, ...]] by trainer, "memory_bytes", "per_host": ranks}. Each size
-        has one row per pass."""
+        and "across" (see `measured_groups`), "steps": [[s, ...]] by trainer, "memory_bytes", "per_host": ranks}."""
         for trainer in trainers:
             for _ in range(WARMUP_STEPS):
                 trainer.step()

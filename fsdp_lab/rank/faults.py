@@ -1,8 +1,6 @@
-"""`FaultInjector`: injects faults (`fsdp_lab.spec.faults`) into this rank.
-
-A fault uses hooks that exist for one step only: on a leaf module in the middle of the model (so that the backends' own
-hooks have run), on the gradient of its output, or on the optimizer. Without armed faults a step has no overhead. Faults
-of the link belong to the wire (`WireContext.cut_link`, `WireContext.link`)."""
+"""`FaultInjector`: injects faults (`fsdp_lab.spec.faults`) into this rank, by hooks that exist for one step only: on a leaf
+module in the middle of the model (so that the backends' own hooks have run), on the gradient of its output, or on the
+optimizer. Faults of the link belong to the wire (`WireContext.cut_link`, `WireContext.link`)."""
 
 from __future__ import annotations
 

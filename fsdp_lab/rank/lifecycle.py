@@ -1,13 +1,11 @@
-"""`Lifecycle`: builds, switches, rebuilds, suspends, resumes, restores and drops the training of a rank.
+"""`Lifecycle`: builds, switches, rebuilds, suspends, resumes, restores and drops the training of a rank. Every method is
+called inside `AbortProtocol.collective_call`, and most are collective.
 
-At most one backend is live. A switch of strategy builds a new backend without storage and moves the state into it, unit
-by unit, so that two models need not fit (backends/transfer.py). Every method is called inside
-`AbortProtocol.collective_call`, and most are collective.
-
-Note: a switch that fails. Until every rank has all of the new backend, the training is the old one: nothing of its state
-is freed that is not on all ranks in the new one. After an abort the ranks compare how far each has come (`_settle`) and
-rebuild the old Spec from where its state is. If some rank had finished, all had received everything, and the others
-finish too. Meanwhile no checkpoint can be taken, since no layout has all of the state."""
+Note: a switch that fails. At most one backend is live: a switch of strategy builds a new one without storage and moves the
+state into it, unit by unit (backends/transfer.py). Until every rank has all of it, the training is the old one: nothing of
+its state is freed that is not on all ranks in the new one. After an abort the ranks compare how far each has come
+(`_settle`) and rebuild the old Spec from where its state is. If some rank had finished, all had received everything,
+and the others finish too. Meanwhile no checkpoint can be taken, since no layout has all of the state."""
 
 from __future__ import annotations
 

@@ -41,17 +41,14 @@ def _store(rank: int) -> dist.Store:
 
 def init_process_group(*, timeout_s: float = TIMEOUT_S, reduction: str = "auto") -> None:
     """Makes the default process group one that the lab measures, in place of `torch.distributed.init_process_group()`:
-    over Gloo for CPU tensors and NCCL for CUDA tensors. Collective.
-
-    Under torchrun, or in a single process. On a rank of a lab's there is one already; it is opened again if it was given up
-    after a failure, and models must be built again then.
+    over Gloo for CPU tensors and NCCL for CUDA tensors. Under torchrun, or in a single process. On a rank of a lab's it is
+    opened again if it was given up after a failure, and models must be built again then. Collective.
 
     Args:
         timeout_s: of a collective. A rank that waits for half of it is told which rank is missing.
         reduction: the order of sums: "auto", "rank_ordered" (equal bits for every backend), or "native".
 
-    Raises:
-        ArgumentError: there is a process group of torch's already. ConnectionError: rank 0 was not found."""
+    Raises ArgumentError: there is a process group of torch's already. ConnectionError: rank 0 was not found."""
     if not dist.is_initialized():
         atexit.register(_close_at_exit, join(timeout_s=timeout_s, reduction=reduction))
         return
