@@ -6,8 +6,8 @@ sending. No exchange is larger than a bounded number of elements on any rank.
 
 Note: memory. The new backend has no storage yet. Parameters move in batches, and what shares storage, such as the flat
 buffer of a unit, in consecutive ones. A batch first allocates what it fills; a storage of the old backend, with its
-optimizer state, is freed once all of its parameters have arrived on every rank. So the peak is about one unit above
-both layouts.
+optimizer state, is freed once all of its parameters have arrived on every rank. So the peak is that of the larger
+layout, and about one unit.
 
 Note: other arguments of the optimizer. All state goes with the parameters, also what the new optimizer does not keep, which
 an abort may give back, and that of parameters that are frozen now (`Backend.parked`); `drop_slots` frees it at the end. What

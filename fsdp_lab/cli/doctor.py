@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
 import socket
 import stat
@@ -418,10 +419,6 @@ def shared_memory(gpus: int) -> Finding:
 
 
 def open_files() -> Finding:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return Finding("open files", "no limit here")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     value = f"{soft} (may be raised to {hard})" if hard > soft else str(soft)
     few = soft != resource.RLIM_INFINITY and soft < 1024
@@ -431,11 +428,8 @@ def open_files() -> Finding:
 def processes() -> Finding:
     """The limit on processes, in which threads count: a rank has dozens."""
     limits = [int(text) for text in [read_text(CGROUP / "pids.max")] if text.isdigit()]
-    with contextlib.suppress(ImportError, AttributeError):  # Windows; a system without this limit
-        import resource
-
-        soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-        limits += [soft] if soft >= 0 and soft != resource.RLIM_INFINITY else []
+    soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    limits += [soft] if soft >= 0 and soft != resource.RLIM_INFINITY else []
     if not limits:
         return Finding("processes", "no limit")
     low = "a rank has dozens of threads; raise it: ulimit -u, or the container's --pids-limit"
