@@ -288,25 +288,23 @@ class Checkpointer:
         """On rank 0: commit the checkpoint when all ranks have written their files, or discard it."""
         parts, deadline_s = [], time.monotonic() + self._part_s  # what each rank reports of its file
         try:
-            for rank in range(self._info.world_size):
-                while not self._store.check([_key(partial, rank)]):
+            for key in (_key(partial, rank) for rank in range(self._info.world_size)):
+                while not self._store.check([key]):
                     if self._closed.wait(POLL_S):
                         raise RuntimeError("the ranks were closed before it was written")
                     if time.monotonic() > deadline_s:
-                        late = f"rank {rank} did not report its file within {self._part_s:g} s"
+                        late = f"rank {len(parts)} did not report its file within {self._part_s:g} s"
                         why = "after rank 0 had written its own, so the checkpoint was given up"
                         raise TimeoutError(f"{late} {why}")
-                parts.append(json.loads(self._store.get(_key(partial, rank))))
-                self._store.delete_key(_key(partial, rank))
-        except (TimeoutError, RuntimeError) as e:
-            checkpoint_format.discard(partial)
-            return {"path": None, "bytes": 0, "error": _message(e)}
-        error = "; ".join(f"rank {rank}: {part['error']}" for rank, part in enumerate(parts) if "error" in part)
-        try:
+                parts.append(json.loads(self._store.get(key)))
+                self._store.delete_key(key)
+            error = "; ".join(f"rank {rank}: {part['error']}" for rank, part in enumerate(parts) if "error" in part)
             if not error:
                 made = checkpoint_format.finish(partial, parts, kind=kind)
                 checkpoint_format.prune(partial.parent, made.run, last=last)
                 return {"path": str(made.path), "bytes": made.nbytes, "error": ""}
+        except (TimeoutError, RuntimeError) as e:
+            error = _message(e)
         except (OSError, ValueError) as e:
             error = f"rank 0: {_message(e)}"
         checkpoint_format.discard(partial)
