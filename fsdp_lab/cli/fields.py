@@ -58,30 +58,27 @@ def parse_lists(args: argparse.Namespace) -> dict[str, list[Any]]:
 
 
 def parse_values(row: FieldRow, text: str) -> list[Any]:
-    """The values of an option. Raises Refused."""
+    """The values of an option, of the type of its field. Raises Refused."""
     if text.strip() and row.means_none(text.strip()):
         return [None]
-    if not row.json:
-        return [parse_value(row, word.strip()) for word in text.split(",")]
-    try:
-        return list(json.loads(f"[{text}]"))
-    except json.JSONDecodeError:
-        wanted = f"give JSON: {row.wanted}, or several with commas"
-        raise Refused(f"{option(row.name)} {text!r} is refused; {wanted}") from None
+    if row.json:
+        try:
+            return list(json.loads(f"[{text}]"))
+        except json.JSONDecodeError:
+            wanted = f"give JSON: {row.wanted}, or several with commas"
+            raise Refused(f"{option(row.name)} {text!r} is refused; {wanted}") from None
+    values: list[Any] = []
+    for word in map(str.strip, text.split(",")):
+        values.append(row.read(word) if word else word)
+        if isinstance(values[-1], str) and (not word or "str" not in row.type):
+            wanted = {"int": "a whole number", "bool": "true or false"}.get(row.type.partition(" ")[0], "a number")
+            raise Refused(f"{option(row.name)} {word!r} is refused; give {wanted}")
+    return values
 
 
 def parse_link(text: str) -> str | None:
     """One value of --link. Raises SpecError."""
     return None if text.lower() in ("none", "null") else Spec(link=text).link
-
-
-def parse_value(row: FieldRow, word: str) -> Any:
-    """The word converted to the type of its field. Raises Refused."""
-    value = row.read(word) if word else word
-    if isinstance(value, str) and (not word or "str" not in row.type):
-        wanted = {"int": "a whole number", "bool": "true or false"}.get(row.type.partition(" ")[0], "a number")
-        raise Refused(f"{option(row.name)} {word!r} is refused; give {wanted}")
-    return value
 
 
 def requested(
