@@ -286,7 +286,8 @@ class Checkpointer:
 
     def _commit(self, partial: Path, kind: str, last: int) -> dict[str, Any]:
         """On rank 0: commit the checkpoint when all ranks have written their files, or discard it."""
-        parts, deadline_s = [], time.monotonic() + self._part_s  # what each rank reports of its file
+        parts: list[dict[str, Any]] = []  # what each rank reports of its file
+        deadline_s = time.monotonic() + self._part_s
         try:
             for key in (_key(partial, rank) for rank in range(self._info.world_size)):
                 while not self._store.check([key]):
