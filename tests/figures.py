@@ -17,9 +17,9 @@ PACKAGE = REPO / "fsdp_lab"
 
 # Feature -> names of the modules that it is made of. Its folders are those that hold one of them.
 FEATURES = {
-    "watch": r"watch|watched|loops|found|flop_count|torchrun",
+    "watch": r"watch|watched|loops|found|torchrun",
     "yours": r"your\w*|engine_check",
-    "checkpoints": r"checkpoint\w*|saving\w*|recovery|shard_files",
+    "checkpoints": r"checkpoint\w*|saving\w*|recovery",
     "what-if": r"what_?if|question|page",
     "slow motion": r"slow_motion|holdings",
 }

@@ -372,9 +372,18 @@ def test_no_module_keeps_hidden_state():
 
 # Files that name sharding tokens as values: the definition, choices and presets, tables from tokens to torch's names, and
 # what a user's own wrapper is in these terms.
-NAME_TOKENS = {"spec/spec.py", "backends/fsdp1.py", "bench/parts.py", "bench/plan.py", "cli/drill.py"}
-NAME_TOKENS |= {"planner/calibration.py", "planner/search.py", "rank/watch/found.py", "runs/diagnosis.py"}
-NAME_TOKENS |= {"export/accelerate.py"}
+NAME_TOKENS = {
+    "spec/spec.py",
+    "backends/fsdp1.py",
+    "bench/gpu.py",
+    "bench/plan.py",
+    "cli/drill.py",
+    "export/accelerate.py",
+    "planner/calibration.py",
+    "planner/search.py",
+    "rank/watch/found.py",
+    "runs/diagnosis.py",
+}
 
 
 def sharding_tokens(nodes: Iterable[ast.AST]) -> set[str]:

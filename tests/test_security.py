@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.cli import doctor, kernel as kernel_command
-from fsdp_lab.cli.machine import State
+from fsdp_lab.cli import doctor, jupyter
+from fsdp_lab.cli.doctor import State
 from fsdp_lab.cli.main import main, parser
 from fsdp_lab.cluster.engines import exposure_notes
 from tests.test_house import PACKAGE, REPO, Module, modules
@@ -124,6 +124,6 @@ def numbers(version: str) -> list[int]:
 @pytest.mark.parametrize("name", ["..", "../x", "/etc", "", "-x", ".hidden"])
 def test_a_kernels_name_is_no_path(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """Jupyter would replace the folder that the name leads to."""
-    monkeypatch.setattr(kernel_command, "register", lambda *_: pytest.fail("it was registered"))
+    monkeypatch.setattr(jupyter, "register", lambda *_: pytest.fail("it was registered"))
     assert main(["kernel", "install", f"--name={name}"]) == 2
     assert "is not a kernel's name" in capsys.readouterr().err

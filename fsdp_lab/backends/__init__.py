@@ -1,7 +1,4 @@
-"""Ways to train a model, behind one interface (base.py): our engine ("lab"), FSDP2, FSDP1, DDP, and the user's ("yours").
-
-`build` makes the backend of a Spec; `check` refuses what depends on the model, the device or torch.
-"""
+"""Ways to train a model, behind one interface (base.py): our engine ("lab"), FSDP2, FSDP1, DDP, and the user's ("yours")."""
 
 from __future__ import annotations
 
@@ -11,12 +8,11 @@ import torch
 from torch import distributed as dist, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_lab.backends.base import Backend, destroy
+from fsdp_lab.backends.base import Backend, check_optimizer, destroy
 from fsdp_lab.backends.ddp import DDP
 from fsdp_lab.backends.flat import FlatBackend
 from fsdp_lab.backends.fsdp1 import FSDP1
 from fsdp_lab.backends.fsdp2 import FSDP2
-from fsdp_lab.backends.optimizers import check_optimizer
 from fsdp_lab.backends.state import buffers_in, fill
 from fsdp_lab.backends.transfer import transfer_state
 from fsdp_lab.backends.yours import Yours
@@ -55,9 +51,7 @@ def check(skeleton: nn.Module, spec: Spec, device: torch.device) -> None:
 
 def build(skeleton: nn.Module, spec: Spec, device: torch.device, *, mesh: DeviceMesh | None = None) -> Backend:
     """Wraps a skeleton; collective. It holds no parameters yet: use `fill` or `transfer_state`. A failure leaves no groups.
-
-    `mesh`: by default of the default group, the Wire. Benchmarks pass one of a plain torch group.
-    """
+    `mesh`: by default of the default group, the Wire. Benchmarks pass one of a plain torch group."""
     if not all(p.is_meta for p in skeleton.parameters()):
         raise ValueError("a backend is built from a skeleton: fsdp_lab.models.build_skeleton")
     check(skeleton, spec, device)

@@ -10,9 +10,13 @@ A new backend holds no parameters yet: their storage is allocated when it is fil
 from __future__ import annotations
 
 import ctypes
+import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,27 +24,95 @@ from torch import Tensor, distributed as dist, nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_lab.backends.optimizers import kept_state, torch_class
+from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.events import Role
 from fsdp_lab.base.tensors import move
 from fsdp_lab.engine import ParamShard
 from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.models.own import objective
 from fsdp_lab.models.sources import Batch
+from fsdp_lab.spec.optimizer import FIELD, TorchOptimizer
 from fsdp_lab.spec.param_groups import GroupKey, key_of
 from fsdp_lab.spec.spec import Precision, Spec
 from fsdp_lab.spec.workload import Workload
+
+_INSTEAD: Mapping[str, Any] = {"optimizer": "adamw", FIELD: {}}
+_NOT_BY_ELEMENTS: Mapping[str, str] = {
+    "LBFGS": "computes the loss several times in a step",
+    "Adafactor": "keeps sums over the rows and columns of whole matrices",
+    "Muon": "orthogonalises whole matrices",
+    "SparseAdam": "takes sparse gradients, which cannot be reduced",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptState:
+    """The state that an optimizer keeps of each parameter, once it has stepped. A rank updates ranges of parameters, cut
+    anywhere, and a switch cuts them elsewhere: so only classes are taken whose state is slots, by the value that all
+    elements begin with, and scalars that are equal for all parameters, by (dtype, whether it is on the parameter's
+    device)."""
+
+    slots: Mapping[str, float]
+    scalars: Mapping[str, tuple[torch.dtype, bool]]
+
+
+def torch_class(optimizer: TorchOptimizer) -> type[torch.optim.Optimizer]:
+    """Raises SpecError for a class that torch.optim has not, or that updates no elements by themselves."""
+    kind = getattr(torch.optim, optimizer.class_name, None)
+    if not (inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)) or kind is torch.optim.Optimizer:
+        hint = "give adamw, sgd, or another class of torch.optim such as RMSprop"
+        raise SpecError("workload.optimizer", f"torch.optim has no optimizer {optimizer.class_name!r}", hint, _INSTEAD)
+    if why := _NOT_BY_ELEMENTS.get(optimizer.class_name):
+        raise _by_elements(optimizer, why)
+    return kind
+
+
+def check_optimizer(workload: Workload) -> None:
+    """Raises SpecError for a class or an argument that torch refuses, and for a class that cannot be applied to shards."""
+    optimizer = workload.torch_optimizer
+    known = inspect.signature(torch_class(optimizer)).parameters
+    if (other := next((name for name in optimizer.args if name not in known), None)) is not None:
+        named = ", ".join(name for name in known if not optimizer.is_given_elsewhere(name))
+        reason = f"{optimizer.class_name} has no argument {other!r}"
+        raise SpecError(f"workload.{FIELD}", reason, f"its arguments are {named}", optimizer.without(other))
+    try:
+        kept_state(optimizer, "cpu")
+    except SpecError:
+        raise
+    except Exception as e:  # of many classes; the message names the argument
+        reason = f"{optimizer.class_name} refuses its arguments: {' '.join(str(e).split())}"
+        raise SpecError(f"workload.{FIELD}", reason, "correct that one, or leave it out", {FIELD: {}}) from None
+
+
+@lru_cache(maxsize=64)
+def kept_state(optimizer: TorchOptimizer, device: str) -> KeptState:
+    """Returns what a step on a tiny parameter shows. Raises SpecError, and what torch raises for arguments."""
+    p = nn.Parameter(torch.zeros(2, 3, device=device))
+    p.grad = torch.zeros_like(p)
+    made = torch_class(optimizer)([p], lr=1e-3, **optimizer.keywords)  # type: ignore[call-arg]
+    made.step()
+    state = {name: t for name, t in made.state[p].items() if t is not None}
+    if other := next((n for n, t in state.items() if not isinstance(t, Tensor) or t.shape not in ((), p.shape)), None):
+        raise _by_elements(optimizer, f"keeps {other!r}, which is neither of the parameter's shape nor one number")
+    first = {name: float(t.flatten()[0]) for name, t in state.items() if t.dim()}
+    slots = {name: value if math.isfinite(value) else 0.0 for name, value in first.items()}
+    scalars = {name: (t.dtype, t.device.type != "cpu") for name, t in state.items() if not t.dim()}
+    return KeptState(slots=slots, scalars=scalars)
+
+
+def _by_elements(optimizer: TorchOptimizer, why: str) -> SpecError:
+    reason = f"{optimizer.class_name} {why}, and a rank has parts of them, cut anywhere"
+    hint = "use adamw, or a class that updates each element by itself"
+    return SpecError("workload.optimizer", reason, hint, _INSTEAD)
+
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RoleTensor = tuple[Role, Tensor]  # a tensor, and what its storage is used for
 
 
 class Measured(ABC):
-    """A model whose steps are measured: a `Backend`'s, or one that a user has set up (rank/watch/found.py).
-
-    Attributes:
-        module: the one that is called, and that a user sees as `model`.
-    """
+    """A model whose steps are measured: a `Backend`'s, or one that a user has set up (rank/watch/found.py). `module`:
+    the one that is called, and that a user sees as `model`."""
 
     module: nn.Module
 
@@ -87,12 +159,10 @@ class Backend(Measured):
         replicas: how many ranks hold the same gradient shard.
         constants: of a user's module: copies on the host of its buffers that are not persistent, as they were built.
         groups: process groups created for this backend, which `release` destroys.
-        parked: optimizer state that came with a transfer, of parameters that are frozen here, by name and slot;
-            `drop_slots` frees it.
-        has_user_code: whether its sharding is the user's code, which may hang or fail.
+        parked: optimizer state that came with a transfer, of parameters that are frozen here, by name and slot.
     """
 
-    has_user_code = False
+    has_user_code = False  # its sharding is the user's, and may hang or fail
 
     @classmethod
     def check(cls, spec: Spec, device: torch.device) -> None:
@@ -193,9 +263,7 @@ class Backend(Measured):
 
     def release(self, busy: Collection[int] = ()) -> None:
         """Free all storage and destroy the groups now; torch's wrappers may outlive their last reference (see `free`).
-
-        `busy`: addresses of storage that an aborted operation may still use; it is freed with its last reference.
-        """
+        `busy`: addresses of storage that an aborted operation may still use; it is freed with its last reference."""
         held: list[Tensor] = [*self.module.parameters(), *self.module.buffers(), *self._gradients()]
         held += [shard.local for shard in self.param_shards()]
         held += [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
@@ -286,8 +354,7 @@ def scalars_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 def seed_state(
     backend: Backend, slots: Collection[str], scalars: Mapping[str, float], shards: Iterable[ParamShard]
 ) -> None:
-    """Create the optimizer's state of these shards, where there is none: with these scalars, `slots`, to be overwritten, and
-    what else the optimizer keeps, as it begins. Without slots it begins as a new one."""
+    """Creates the optimizer's state of these shards, where there is none. Without slots it begins as a new one."""
     optimizer, kept = backend.optimizer, backend.kept
     params = dict.fromkeys(s.param for s in shards if s.param is not None and s.param not in optimizer.state)
     for p in params if slots else ():
@@ -319,9 +386,7 @@ def materialiser(
     device: torch.device, then: Callable[[nn.Parameter], None] = lambda p: None
 ) -> Callable[[nn.Module], None]:
     """Returns a function that gives a module's own parameters uninitialised storage on `device`, and calls `then` with each.
-
-    Buffers keep their values, and ties stay tied, which `nn.Module.to_empty` does not guarantee.
-    """
+    Buffers keep their values, and ties stay tied, which `nn.Module.to_empty` does not guarantee."""
     made: dict[int, nn.Parameter] = {}
 
     def make(module: nn.Module) -> None:
@@ -352,17 +417,12 @@ def original_name(name: str) -> str:
 
 
 class DeferredStorage:
-    """What a new backend will hold, not yet allocated.
+    """What a new backend will hold, not yet allocated: a backend is built unit by unit, and the storage of each is freed as
+    soon as the unit exists (`defer`). It is allocated again, with zeros, when values come: all of it (`fill`), or a few
+    parameters at a time (transfer.py). A tensor whose storage is freed keeps its shape, and what views it later sees the new
+    allocation. But torch makes no new slice of it, so slices are made before; and reading it reads address 0.
 
-    A backend is built unit by unit, and the storage of each unit is freed as soon as the unit exists (`defer`). So building
-    one takes the memory of one unit, also beside a live one. It is allocated again, at its size and with zeros, when values
-    come: all of it (`fill`), or a few parameters at a time (transfer.py). A tensor whose storage is freed keeps its shape,
-    and what views it later sees the new allocation. But torch makes no new slice of it, so slices are made before; and
-    reading it reads address 0.
-
-    Shards that other ranks map (`gather="mapped"`) are not torch's to free: they exist from the build on, until nobody has
-    them. So a switch from or to them holds both.
-    """
+    Shards that other ranks map (`gather="mapped"`) are not torch's to free: a switch from or to them holds both."""
 
     def __init__(self) -> None:
         # By the identity of the first storage: sizes.
@@ -396,10 +456,8 @@ def return_memory(device: torch.device) -> None:
 
 
 def free(tensors: Iterable[Tensor], busy: Collection[int] = ()) -> None:
-    """Return storage to the allocator now, even if it is still referenced, unless its address is in `busy`.
-
-    Dropping a wrapped model does not free it: FSDP1 leaks about 18 MiB for each build of a 3.3M-parameter GPT-2.
-    """
+    """Return storage to the allocator now, even if it is still referenced, unless its address is in `busy`: dropping a
+    wrapped model does not free it (FSDP1 leaks about 18 MiB for each build of a 3.3M-parameter GPT-2)."""
     for t in tensors:
         storage = _storage(t)
         if storage.nbytes() and storage.resizable() and storage.data_ptr() not in busy:

@@ -1,10 +1,6 @@
-"""torch's DistributedDataParallel: a replica on every rank, gradients all-reduced in buckets.
-
-Buffers are not broadcast (`broadcast_buffers=False`): each rank keeps the running statistics of its own batches, as
-with FSDP. Mixed precision is autocast over fp32 parameters, as is usual with DDP.
-
-On the Wire, gradients are summed, then divided, as in the other backends; on a plain torch group (in benchmarks) DDP's
-own reduction is used."""
+"""torch's DistributedDataParallel: a replica on every rank, gradients all-reduced in buckets. Buffers are not broadcast, as
+with FSDP; mixed precision is autocast over fp32 parameters. On the Wire, gradients are summed, then divided, as in the other
+backends; on a plain torch group (in benchmarks) DDP's own reduction is used."""
 
 from __future__ import annotations
 

@@ -78,16 +78,26 @@ class FlatBackend(FlatTensors, Backend):
         keys = {id(p): key_of(groups, name, p.dim()) for name, p in skeleton.named_parameters()}
         inside = units(skeleton, spec.strategy.wrap)
         outer = prepare(skeleton, spec.strategy)
-        deferred, shards = DeferredStorage(), _Shards()
+        deferred, taken = DeferredStorage(), dict[FlatBuffer, list[engine.ParamShard]]()
+
+        def take() -> None:
+            """The shards of the units that are new, before their storage is freed."""
+            for flat in engine.flats_of(skeleton):
+                if flat not in taken:
+                    taken[flat] = [shard_of("", p) for p in flat.sharded]
+                    deferred.defer(flat.master, *(t for t in (flat.device_shard,) if t is not None))
+
         options = {**engine_options(spec.strategy, mesh), "group_of": lambda name, p: keys[id(p)]}
         inner = {**options, "mp_policy": dataclasses.replace(options["mp_policy"], output_dtype=None)}
         for group in inside:
             engine.fully_shard([outer(m) for m in group], **inner)
-            shards.defer(skeleton, deferred)
+            take()
         engine.fully_shard(skeleton, **options)
-        shards.defer(skeleton, deferred)
+        take()
         name_flat_units(skeleton, context_of(mesh))
-        super().__init__(skeleton, shards.of(skeleton), deferred, spec, mesh, device)
+        named = ((original_name(name), sharded_form(p)) for name, p in skeleton.named_parameters())
+        shards = [dataclasses.replace(taken[p.flat][p.number], name=name) for name, p in named if p is not None]
+        super().__init__(skeleton, shards, deferred, spec, mesh, device)
         self.optimizer.register_step_pre_hook(lambda optimizer, *_: engine.split_unused(skeleton, optimizer))
         if spec.strategy.dtypes.keep_low_precision_gradients:  # torch's optimizers need the dtype of the shards
             self.optimizer.register_step_pre_hook(lambda *_: upcast_gradients(skeleton))
@@ -121,28 +131,8 @@ class FlatBackend(FlatTensors, Backend):
         free(self.module, busy=busy)
 
 
-class _Shards:
-    """The shards of a model that is sharded unit by unit, each taken before its storage is freed."""
-
-    def __init__(self) -> None:
-        self._taken: dict[FlatBuffer, list[engine.ParamShard]] = {}
-
-    def defer(self, skeleton: nn.Module, deferred: DeferredStorage) -> None:
-        """Take those of the units that are new, and defer their storage."""
-        for flat in engine.flats_of(skeleton):
-            if flat not in self._taken:
-                self._taken[flat] = [shard_of("", p) for p in flat.sharded]
-                deferred.defer(flat.master, *(t for t in (flat.device_shard,) if t is not None))
-
-    def of(self, root: nn.Module) -> list[engine.ParamShard]:
-        """The shards by the parameters' names in the root, in its order."""
-        named = ((original_name(name), sharded_form(p)) for name, p in root.named_parameters())
-        return [dataclasses.replace(self._taken[p.flat][p.number], name=name) for name, p in named if p is not None]
-
-
 def engine_options(strategy: Strategy, mesh: DeviceMesh) -> dict[str, Any]:
-    """Returns the arguments of `engine.fully_shard` for the root, whose outputs `precision.output` means; collective where
-    the strategy reshards to a smaller group."""
+    """The arguments of `engine.fully_shard` for the root; collective where the strategy has a `reshard_size`."""
     rules, d = strategy.schedule_rules, strategy.dtypes
     param = None if d.param == "fp32" else DTYPES[d.param]
     return {

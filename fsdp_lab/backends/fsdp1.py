@@ -1,7 +1,4 @@
-"""torch's FSDP1 (`FullyShardedDataParallel`).
-
-It reads torch's private FlatParameter, which alone has the location of a parameter's shard.
-"""
+"""torch's FSDP1 (`FullyShardedDataParallel`), whose private FlatParameter alone has the location of a parameter's shard."""
 
 from __future__ import annotations
 
@@ -110,11 +107,9 @@ class FSDP1(FSDP1Tensors, Backend):
 
 
 class _Shards:
-    """The shards of a model that is wrapped unit by unit, each taken before its storage is freed.
-
-    torch flattens a unit by a copy of all its parameters, and then takes this rank's part: for a moment two whole units and
-    that part. The C library would keep what is freed between such parts, and with it 1/W of the model.
-    """
+    """The shards of a model that is wrapped unit by unit, each taken before its storage is freed. torch flattens a unit by a
+    copy of all its parameters, and then takes this rank's part; the C library would keep what is freed between such parts,
+    and with it 1/W of the model."""
 
     def __init__(self, device: torch.device) -> None:
         self.deferred, self._device = DeferredStorage(), device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -148,22 +148,15 @@ def _shard(model: nn.Module, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def _order_communication(wrapped: list[nn.Module], root: nn.Module, strategy: Strategy) -> None:
+def _order_communication(wrapped: Sequence[Any], root: Any, strategy: Strategy) -> None:
     """Sets prefetch depths and a limit of reductions. On a CPU a prefetch runs ahead only if the unshard is asynchronous."""
     for i, module in enumerate(wrapped):
-        assert isinstance(module, FSDPModule)
         if strategy.forward_depth:
-            module.set_modules_to_forward_prefetch(_fsdp(wrapped[i + 1 : i + 1 + strategy.forward_depth]))
+            module.set_modules_to_forward_prefetch(wrapped[i + 1 : i + 1 + strategy.forward_depth])
         if strategy.backward_prefetch > 1:
-            module.set_modules_to_backward_prefetch(_fsdp(wrapped[max(0, i - strategy.backward_prefetch) : i][::-1]))
-    assert isinstance(root, FSDPModule)
+            module.set_modules_to_backward_prefetch(wrapped[max(0, i - strategy.backward_prefetch) : i][::-1])
     if strategy.limit_reductions > 1:
         root.set_reduce_scatter_max_input_buffers(strategy.limit_reductions)
     if strategy.forward_depth or strategy.backward_prefetch > 1:
         for module in [*wrapped, root]:
-            assert isinstance(module, FSDPModule)
             module._set_unshard_async_op(True)
-
-
-def _fsdp(modules: list[nn.Module]) -> list[FSDPModule]:
-    return [m for m in modules if isinstance(m, FSDPModule)]

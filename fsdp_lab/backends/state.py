@@ -3,9 +3,8 @@ initial values (`fill`), host memory (`suspend_state`, `resume_state`), and the 
 `targets`). To the next backend: transfer.py. Values are copied bit for bit.
 
 Note: shares of a checkpoint. Ranks that hold the same range of a parameter divide it evenly, so that nothing is written
-twice and replicas share the writing: with DDP on four ranks each writes a quarter. Every rank has all layouts, gathered
-when the backend is built, so each computes its share without communication, also when some ranks are lost.
-"""
+twice. Every rank has all layouts, gathered when the backend is built, so each computes its share without communication, also
+when some ranks are lost."""
 
 from __future__ import annotations
 
@@ -320,8 +319,7 @@ def slots_of(backend: Backend) -> dict[str, object]:
 
 
 def snapshot(backend: Backend, layouts: Sequence[Layout], rank: int, writers: Collection[int]) -> list[Chunk]:
-    """A CPU copy of the share that this rank writes, when the ranks `writers` write together. Not collective. Raises
-    LookupError, on each writer, if they do not hold all of the model."""
+    """A CPU copy of the share that this rank writes with the ranks `writers`. Raises LookupError, on each of them."""
     copies = HostCopies(backend.device)
     ranges = dict(_shares(layouts, rank, sorted(writers), shapes_of(backend)))
     slots = sorted(_own_slots(backend))
@@ -344,12 +342,8 @@ def targets(
     backend: Backend, slots: Sequence[str], scalars: Mapping[str, float], buffers_of: int, modules: Mapping[str, int]
 ) -> list[Chunk]:
     """Allocates a new backend's parameters and optimizer state, and returns what a checkpoint is to fill. Not collective.
-
-    Args:
-        slots, scalars: of the saved optimizer; those that the new one does not keep are left out.
-        buffers_of: the rank whose saved buffers this one takes.
-        modules: the names of its other chunks of modules, for `set_modules`, and their sizes.
-    """
+    `slots`, `scalars`: of the saved optimizer; those that the new one does not keep are left out. `buffers_of`: the rank
+    whose saved buffers this one takes. `modules`: the names of its other chunks, for `set_modules`, and their sizes."""
     backend.allocate()
     slots = [slot for slot in slots if slot in backend.kept.slots]
     seed_state(backend, slots, scalars, backend.param_shards())

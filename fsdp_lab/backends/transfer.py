@@ -5,19 +5,18 @@ takes what it holds from itself, and the rest from the next rank (cyclically) th
 sending. No exchange is larger than a bounded number of elements on any rank.
 
 Note: memory. The new backend has no storage yet. Parameters move in batches, and what shares storage, such as the flat
-buffer of a unit, in consecutive ones. A batch first allocates what it fills. A storage of the old backend, with its
-optimizer state, is freed once all of its parameters have arrived on every rank. So the peak is the larger one of both
-layouts and what is in both at once: about one unit and its optimizer state, where the units are the same.
+buffer of a unit, in consecutive ones. A batch first allocates what it fills; a storage of the old backend, with its
+optimizer state, is freed once all of its parameters have arrived on every rank. So the peak is that of the larger
+layout, and about one unit.
 
-Note: other arguments of the optimizer. All state goes with the parameters, also what the new optimizer does not keep,
-which an abort may give back, and that of parameters that are frozen now (`Backend.parked`); `drop_slots` frees it at the
-end. What is new, or of a parameter that was frozen before, begins as in a new optimizer. The number of steps goes on.
+Note: other arguments of the optimizer. All state goes with the parameters, also what the new optimizer does not keep, which
+an abort may give back, and that of parameters that are frozen now (`Backend.parked`); `drop_slots` frees it at the end. What
+is new, or of a parameter that was frozen before, begins as in a new optimizer. The number of steps goes on.
 
-Note: an abort. A rank leaves a transfer wherever it is, perhaps one batch behind another. The old values are freed only
-after a barrier behind their batch, so a batch that one rank lacks is on all ranks in the old backend. Afterwards the ranks
-compare how many batches each has completed: those that all have are in the new backend, the rest in the old one
-(`settle`), and the next transfer takes the state from both. Storage that an aborted operation may still use is left to its
-last reference; exchanges use buffers of the transfer's, so that an operation that ends late writes to no backend."""
+Note: an abort. The old values are freed only after a barrier behind their batch, so a batch that one rank lacks is on all
+ranks in the old backend. Afterwards the ranks compare how many batches each has completed: those that all have are in the
+new backend, the rest in the old one (`settle`), and the next transfer takes the state from both. Exchanges use
+buffers of the transfer's, so that an operation that ends late writes to no backend."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ Busy = Callable[[], Collection[int]]  # addresses of storage that an aborted ope
 
 
 def transfer_state(old: Backend, new: Backend) -> None:
-    """Move parameters, optimizer state and buffers into a new backend, bit for bit; collective over all ranks. `old` has
-    no parameters afterwards, and is to be released."""
+    """Move parameters, optimizer state and buffers into a new backend, bit for bit; collective."""
     StateTransfer(StateSource.of(old), new).run()
     drop_slots(new)
 
@@ -94,12 +92,8 @@ class StateTransfer:
         self.completed = 0
 
     def run(self, busy: Busy = frozenset, complete: Callable[[], None] = lambda: None) -> None:
-        """Move everything. After an error: `settle`.
-
-        Args:
-            complete: waits for the device's collectives. Raises where they were aborted: what they wrote is invalid then,
-                and the batch does not count.
-        """
+        """Move everything. After an error: `settle`. `complete`: waits for the device's collectives. Raises where they were
+        aborted: what they wrote is invalid then, and the batch does not count."""
         old = self._source.buffers
         pairs = zip(state.buffers_in(old.module), state.buffers_in(self.new.module), strict=True)
         for (_, source), (_, target) in pairs:

@@ -1,8 +1,7 @@
 """What happens to a model around its wrapping: recompute and compile before, unit names for the wire after.
 
-Our engine names its units itself. torch's wrappers are identified by their own objects, one per unit: the methods that
-issue its collectives are wrapped, on that object only, so that the wire knows the unit. These methods are private to
-torch; if a release renames them, units stay nameless and nothing else changes."""
+Our engine names its units itself. torch's wrappers are identified by their own objects, one per unit: the methods that issue
+its collectives are wrapped, on that object only. If a release renames these private methods, units stay nameless."""
 
 from __future__ import annotations
 
@@ -24,10 +23,8 @@ from fsdp_lab.wire import Wire, WireContext
 
 
 def prepare(model: nn.Module, strategy: Strategy) -> Callable[[nn.Module], nn.Module]:
-    """Apply `Strategy.recompute` and `Strategy.compile`, block by block, before a backend wraps the model.
-
-    Returns: module -> the module in its place: its checkpoint wrapper, or itself.
-    """
+    """Apply `Strategy.recompute` and `Strategy.compile`, block by block, before a backend wraps the model. Returns:
+    module -> the module in its place: its checkpoint wrapper, or itself."""
     if strategy.compile:
         for block in blocks(model):
             block.compile()

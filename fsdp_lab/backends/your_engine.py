@@ -1,8 +1,6 @@
-"""`YourEngine`: an engine of the user's, whose methods the lab calls. `YourUnit`: what they are given. `take_shard`: what is
-where in the tensors that a rank keeps.
-
-Whatever a method raises is told in the user's terms: the method, the unit, the step and the line.
-"""
+"""`YourEngine`: an engine of the user's, whose methods the lab calls. Whatever they raise is told in the user's terms: the
+method, the unit, the step and the line. `YourUnit`: what they are given. `take_shard`: what is where in what a rank
+keeps."""
 
 from __future__ import annotations
 
@@ -70,14 +68,9 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class YourEngine:
-    """One object of the user's class.
-
-    Attributes:
-        step: the one in progress, for errors. guards: whether freed memory is guarded.
-        in_progress: the call, as text, and since when, of `time.monotonic`.
-
-    Raises SpecError for what is no engine, or lacks one of the methods that are `needed`.
-    """
+    """One object of the user's class. `step`: the one in progress, for errors. `guards`: whether freed memory is guarded.
+    `in_progress`: the call, as text, and since when, of `time.monotonic`. Raises SpecError for what is no engine, or lacks
+    one of the methods that are `needed`."""
 
     def __init__(self, strategy: Strategy, needed: Sequence[str]) -> None:
         self._code, self.name = strategy.engine, code_name(strategy.engine)
@@ -99,7 +92,8 @@ class YourEngine:
                 raise SpecError(ENGINE_FIELD, reason, f"define {method}(self, unit)")
 
     def call(self, method: str, unit: YourUnit, during: str = "", function: Callable[[], Any] | None = None) -> Any:
-        """Returns what a method, or the `function` it returned, returns. Raises SpecError for what it raises, but aborts."""
+        """Returns what the method returns, or what `function` does, which an earlier call returned. What it raises becomes a
+        SpecError, but for aborts."""
         self.in_progress = self._title(method, unit, during), time.monotonic()
         try:
             with torch.no_grad(), _Guard(unit) if self.guards else nullcontext():
@@ -170,12 +164,9 @@ def told(returned: Any) -> str:
 
 
 def take_shard(engine: YourEngine, unit: YourUnit) -> tuple[list[Tensor], list[KeptPart]]:
-    """Lets the engine shard a unit whose parameters exist. Returns the tensors, flat, and what is in them of each
-    parameter. Raises SpecError.
-
-    The parameters hold the numbers of their elements, as bits, from 1 on, and the tensors are searched for these. So an
-    engine may lay its part out as it likes, as long as it keeps one range of each parameter; 0 is what it pads with.
-    """
+    """Lets the engine shard a unit whose parameters exist. Returns the tensors, flat, and what is in them of each parameter.
+    Raises SpecError. The parameters hold the numbers of their elements, as bits, from 1 on, and the tensors are searched for
+    these. So an engine may lay its part out as it likes, with one range of each parameter; 0 is what it pads with."""
     wrong = partial(engine.mistake, "shard", unit, "")
     firsts = [1]
     for p in unit.params:
@@ -214,12 +205,10 @@ def take_shard(engine: YourEngine, unit: YourUnit) -> tuple[list[Tensor], list[K
 def layout_of_ranks(
     engine: YourEngine, unit: YourUnit, by_rank: Sequence[Any], *, replicated: bool
 ) -> list[list[KeptPart]]:
-    """Returns what the ranks keep of each parameter, by rank. `by_rank`: how many tensors each keeps, and its parts, as
-    JSON. Raises SpecError, the same on every rank, unless each element is on one rank, or, if `replicated`, on all.
-
-    What is empty on a rank lies in the tensor that it has on another one: the order in which a transfer goes through
-    storages is then the same on all ranks.
-    """
+    """Returns what the ranks keep of each parameter, by rank. `by_rank`: how many tensors each keeps, and its parts,
+    as JSON. Raises SpecError, the same on every rank, unless each element is on one rank, or, if `replicated`, on
+    all. What is empty on a rank lies in the tensor that it has on another one: a transfer goes through storages in
+    one order on all ranks."""
     wrong = partial(engine.mistake, "shard", unit, "")
     counts = [count for count, _ in by_rank]
     if other := next((rank for rank, count in enumerate(counts) if count != counts[0]), None):

@@ -22,12 +22,11 @@ place of the gradient, which returns it and is called at the end of the backward
 backward. Whole gradients that it leaves in p.grad are dropped after the optimizer's step. In micro-batches that do not
 communicate, autograd adds to p.grad, and `reduce` is not called.
 
-The first two steps are inspected (`Inspector`).
-"""
+The first two steps are inspected (`Inspector`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -53,13 +52,9 @@ _INSPECTED = 2  # steps: what is stale shows in the second
 
 
 class _Unit:
-    """A unit on this rank, with what the lab knows of it, and not the engine.
-
-    Attributes:
-        flats: the tensors that this rank keeps. layout: by parameter, what each rank keeps of it.
-        trained: what the optimizer is given, and where it lies in `flats`.
-        calls: in a forward, whose backward is not over. has_reduced: in this backward.
-    """
+    """A unit on this rank, with what the lab knows of it, and not the engine: the tensors that the rank keeps (`flats`), by
+    parameter what each rank keeps of it (`layout`), and what the optimizer is given with its place in `flats` (`trained`).
+    `calls`: in a forward, whose backward is not over. `has_reduced`: in this backward."""
 
     def __init__(self, unit: YourUnit, modules: Sequence[nn.Module]) -> None:
         self.unit, self.modules = unit, modules
@@ -121,7 +116,7 @@ class Yours(Backend):
             named = {base.original_name(n): p for n, p in skeleton.named_parameters() if id(p) in new}
             one = _Unit(YourUnit(name, named), [outer(m) for m in modules])
             if named:
-                one.flats, parts = together(partial(self._shard, one))
+                parts = together(partial(self._shard, one))
                 by_rank = gather_json([len(one.flats), parts])
                 one.layout = layout_of_ranks(self._engine, one.unit, by_rank, replicated=self._is_replicated)
                 yield from one.shards()
@@ -132,16 +127,15 @@ class Yours(Backend):
             if named or name == ROOT:
                 self._units.append(one)
 
-    def _shard(self, one: _Unit) -> tuple[list[Tensor], list[KeptPart]]:
-        flats, parts = take_shard(self._engine, one.unit)
-        whole = storages(one.unit)
-        if self._is_replicated and not whole.keys() <= {storage_id(t) for t in flats}:
+    def _shard(self, one: _Unit) -> list[KeptPart]:
+        one.flats, parts = take_shard(self._engine, one.unit)
+        if self._is_replicated and not storages(one.unit).keys() <= {storage_id(t) for t in one.flats}:
             what = "returned other memory than that of unit.params, which no_shard never gathers"
             raise self._engine.mistake("shard", one.unit, "", what, "return unit.params")
         if self._frees:
-            self._engine.call("free", one.unit)
-            self._inspector.check_freed(one.unit, flats, "", whole)
-        return flats, parts
+            with self._inspector.freeing(one, ""):
+                self._engine.call("free", one.unit)
+        return parts
 
     def _hooks_of(self, one: _Unit) -> Iterator[Any]:
         """Yields the handles of a unit's hooks. See "Note: hooks and autograd" in fsdp_lab/engine/hooks.py."""
@@ -253,12 +247,9 @@ class Yours(Backend):
     def _gather(self, one: _Unit, during: str) -> None:
         if self._is_replicated or one.is_whole or not one.unit.params:
             return
-        of_unit = one.unit, one.layout, one.flats
-        values = self._inspector.before_gather(*of_unit) if self._inspects else None
-        self._call("gather", one, during)
-        one.is_whole, one.is_asked_for = True, False
-        if values is not None:
-            self._inspector.check_gathered(*of_unit, during, *values)
+        with self._inspector.gathering(one, during) if self._inspects else nullcontext():
+            self._call("gather", one, during)
+            one.is_whole, one.is_asked_for = True, False
 
     def _prefetch(self, one: _Unit, order: Sequence[_Unit], during: str) -> None:
         following = order[order.index(one) + 1 :] if one in order else order
@@ -271,11 +262,9 @@ class Yours(Backend):
 
     def _free(self, one: _Unit, during: str) -> None:
         if one.is_whole and one.unit.params:
-            before = storages(one.unit)
-            self._call("free", one, during)
-            one.is_whole = False
-            if self._inspects:
-                self._inspector.check_freed(one.unit, one.flats, during, before)
+            with self._inspector.freeing(one, during) if self._inspects else nullcontext():
+                self._call("free", one, during)
+                one.is_whole = False
 
     def _free_all(self, during: str) -> None:
         """Free what nobody uses now; what was asked for and not used is gathered before."""
@@ -303,7 +292,7 @@ class Yours(Backend):
             raise self._engine.mistake("reduce", one.unit, "backward", what, hint)
         flats = [t.contiguous().view(-1) for t in tensors]
         if by_rank is not None:
-            self._inspector.check_reduced(one.unit, one.layout, flats, by_rank)
+            self._inspector.check_reduced(one, flats, by_rank)
         for part, trained in one.trained:
             gradient = part.of(flats)
             if trained.grad is None:
@@ -339,18 +328,12 @@ class Yours(Backend):
 
 # -- `Inspector`: names the mistake in a user's engine ---------------------------------------------------------------
 #
-# What is right comes from the shards: a unit is whole if it equals the shards of all ranks, as the optimizer left them, and
-# a gradient is reduced if it equals the mean of what autograd gave on each rank. Both take collectives of the lab's own, so
-# the steps that are inspected are slower, and do not count.
+# A unit is whole if it equals the shards of all ranks, as the optimizer left them; a gradient is reduced if it equals the
+# mean of what autograd gave on each rank. Both take collectives, so these steps are slower, and do not count.
 
 
-Flats = Sequence[Tensor]  # flat ones
-Layout = Sequence[Sequence[KeptPart]]  # by parameter, then by rank
-Storages = Mapping[int, tuple[str, torch.UntypedStorage]]  # by identity: the first parameter in it, and itself
-
-
-def storages(unit: YourUnit) -> Storages:
-    """Returns the storages of the whole parameters, before `free`."""
+def storages(unit: YourUnit) -> dict[int, tuple[str, torch.UntypedStorage]]:
+    """The storages of the whole parameters, by identity: the first parameter in each, and itself."""
     stored: dict[int, tuple[str, torch.UntypedStorage]] = {}
     for name, p in zip(unit.names, unit.params, strict=True):
         stored.setdefault(storage_id(p), (name, p.untyped_storage()))
@@ -363,35 +346,31 @@ class Inspector:
     def __init__(self, engine: YourEngine, context: WireContext | None) -> None:
         self._mistake, self._context = engine.mistake, context
 
-    # -- gather -----------------------------------------------------------------------------------------------------
-
-    def before_gather(self, unit: YourUnit, layout: Layout, flats: Flats) -> tuple[list[Tensor], list[Tensor]]:
-        """The unit's parameters as the shards of all ranks have them, and as they are, if whole; flat. Collective."""
-        sizes = [p.numel() for p in unit.params]
-        right = torch.zeros(sum(sizes), device=unit.params[0].device)
-        for parts, target in zip(layout, torch.split(right, sizes), strict=True):
-            mine = parts[unit.rank]
-            target[mine.start : mine.stop] = mine.of(flats)
-        dist.all_reduce(right)  # zeros are added: exact
-        are_whole = all(_has_memory(p) for p in unit.params)
-        return list(torch.split(right, sizes)), [p.detach().reshape(-1).clone() for p in unit.params if are_whole]
-
-    def check_gathered(
-        self, unit: YourUnit, layout: Layout, flats: Flats, during: str, right: Flats, before: Flats
-    ) -> None:
-        """Called after `gather`; `right` and `before` are what `before_gather` returned."""
+    @contextmanager
+    def gathering(self, one: _Unit, during: str) -> Iterator[None]:
+        """The context of a call of `gather`. Collective."""
+        unit = one.unit
         wrong = partial(self._mistake, "gather", unit, during)
-        for i, (name, p, parts) in enumerate(zip(unit.names, unit.params, layout, strict=True)):
-            part = parts[unit.rank]
+        sizes = [p.numel() for p in unit.params]
+        right = torch.zeros(sum(sizes), device=unit.params[0].device)  # as the shards of all ranks have them
+        for parts, target in zip(one.layout, torch.split(right, sizes), strict=True):
+            mine = parts[unit.rank]
+            target[mine.start : mine.stop] = mine.of(one.flats)
+        dist.all_reduce(right)  # zeros are added: exact
+        were_whole = all(_has_memory(p) for p in unit.params)
+        before = [p.detach().reshape(-1).clone() for p in unit.params if were_whole]
+        yield
+        for i, (name, p, parts) in enumerate(zip(unit.names, unit.params, one.layout, strict=True)):
+            part, whole = parts[unit.rank], torch.split(right, sizes)[i]
             if not _has_memory(p):
                 hint = "give its storage its size back, and copy the gathered values into it"
                 raise wrong(f"leaves {name} without memory", hint)
-            if not torch.equal(part.of(flats), right[i][part.start : part.stop]):
+            if not torch.equal(part.of(one.flats), whole[part.start : part.stop]):
                 raise wrong(f"changes this rank's shard of {name}", "gather into other memory than the shard's")
             values = p.detach().reshape(-1)
-            if torch.equal(values, right[i]):
+            if torch.equal(values, whole):
                 continue
-            at = int(torch.nonzero(values != right[i])[0])
+            at = int(torch.nonzero(values != whole)[0])
             rank = next(r for r, of_rank in enumerate(parts) if of_rank.start <= at < of_rank.stop)
             hint = "copy the parts of all ranks into it, in the order of ranks, without padding"
             if kind := self._in_flight(unit):
@@ -412,14 +391,14 @@ class Inspector:
         own = (c for c in reversed(recent) if c.unit == unit.name and "gather" in c.kind)
         return next((c.kind for c in own if not c.waits and not c.by_future), "")
 
-    # -- free -------------------------------------------------------------------------------------------------------
-
-    def check_freed(self, unit: YourUnit, flats: Flats, during: str, before: Storages) -> None:
-        """Called after `free`; `before` is what `storages` returned."""
-        wrong = partial(self._mistake, "free", unit, during)
-        if any(t.numel() and not t.untyped_storage().nbytes() for t in flats):
+    @contextmanager
+    def freeing(self, one: _Unit, during: str) -> Iterator[None]:
+        """The context of a call of `free`."""
+        before = storages(one.unit)
+        yield
+        wrong, now = partial(self._mistake, "free", one.unit, during), storages(one.unit)
+        if any(t.numel() and not t.untyped_storage().nbytes() for t in one.flats):
             raise wrong("frees this rank's shard too", "let shard return a copy (clone) of its part")
-        now = {storage_id(p) for p in unit.params}
         for key, (name, storage) in before.items():
             held = size(storage.nbytes())
             if key not in now:
@@ -430,35 +409,33 @@ class Inspector:
                 hint = "empty its storage: p.untyped_storage().resize_(0)"
                 raise wrong(f"never frees {name}: its {held} are still there", hint)
 
-    # -- reduce -----------------------------------------------------------------------------------------------------
-
-    def before_reduce(self, unit: YourUnit) -> list[list[Tensor]]:
-        """Returns what autograd gave on each rank for each parameter, flat. Collective."""
+    def before_reduce(self, unit: YourUnit) -> list[Sequence[Tensor]]:
+        """What autograd gave on each rank for each parameter, flat. Collective."""
         mine = torch.cat([torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1) for p in unit.params])
         of_ranks = [torch.empty_like(mine) for _ in range(unit.world_size)]
         dist.all_gather(of_ranks, mine)
-        return [list(torch.split(t, [p.numel() for p in unit.params])) for t in of_ranks]
+        return [torch.split(t, [p.numel() for p in unit.params]) for t in of_ranks]
 
-    def check_reduced(self, unit: YourUnit, layout: Layout, gradients: Flats, by_rank: Sequence[Flats]) -> None:
-        """Called after `reduce`. `gradients`: laid out as the kept tensors. `by_rank`: what `before_reduce` returned."""
-        n = unit.world_size
-        for name, parts, of_ranks in zip(unit.names, layout, zip(*by_rank, strict=True), strict=True):
-            part, mean = parts[unit.rank], torch.stack(of_ranks).sum(0) / n
-            kept = slice(part.start, part.stop)
-            values, right, own = part.of(gradients), mean[kept], of_ranks[unit.rank][kept]
+    def check_reduced(self, one: _Unit, gradients: Sequence[Tensor], by_rank: Sequence[Sequence[Tensor]]) -> None:
+        """Called with what `reduce` returned, laid out as the kept tensors, and with what `before_reduce` did."""
+        n, rank = one.unit.world_size, one.unit.rank
+        for name, parts, of_ranks in zip(one.unit.names, one.layout, zip(*by_rank, strict=True), strict=True):
+            mean, kept = torch.stack(of_ranks).sum(0) / n, slice(parts[rank].start, parts[rank].stop)
+            values, right, own = parts[rank].of(gradients), mean[kept], of_ranks[rank][kept]
             off = 1e-5 * float(mean.abs().max()) if mean.numel() else 0.0
-            known = (
-                (right, "", ""),
+            if torch.allclose(values, right, 1e-4, off, equal_nan=True):
+                continue
+            mistakes = (
                 (right * n, "is the sum over ranks, not the mean", "divide it by unit.world_size"),
                 (own, "is this rank's own, unreduced", "sum it over all ranks, and divide by unit.world_size"),
                 (right / n, "is divided twice", "divide the sum over ranks by unit.world_size once"),
                 (own / n, "is this rank's own, divided and not summed", "sum it over all ranks first"),
                 (right * 0, "is zero", "return the gradient of what shard returned"),
-                (values, "is not the mean over ranks", "sum p.grad, divide by unit.world_size, and keep your part"),
             )
-            what, hint = next((w, h) for t, w, h in known if torch.allclose(values, t, 1e-4, off, equal_nan=True))
-            if what:
-                raise self._mistake("reduce", unit, "backward", f"gives {name} a gradient that {what}", hint)
+            unknown = "is not the mean over ranks", "sum p.grad, divide by unit.world_size, and keep your part"
+            known = ((w, h) for t, w, h in mistakes if torch.allclose(values, t, 1e-4, off, equal_nan=True))
+            what, hint = next(known, unknown)
+            raise self._mistake("reduce", one.unit, "backward", f"gives {name} a gradient that {what}", hint)
 
     def check_dropped(self, unit: YourUnit) -> None:
         """Called after `reduce` and `free`, where nothing whole may stay."""

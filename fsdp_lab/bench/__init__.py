@@ -1,6 +1,3 @@
-"""`fsdp-lab bench`: backends compared in one launch, one step of each in turn; collectives; and what needs a GPU.
-
-Read plan.py (what is compared, on which work), interleave.py (the loop in a rank), results.py (ratios with a control, as
-text and JSON), and gpu.py (`bench gpu`, a list of parts). launch.py starts the ranks, tasks.py has what they do. The parent
-needs torch only to count GPUs, the ranks need no Jupyter. Benches for developers are in tests/bench.
-"""
+"""`fsdp-lab bench`. Read plan.py (what is compared, on which work), interleave.py (the loop in a rank), results.py (ratios
+with a control, as text and JSON), and gpu.py (`bench gpu`, a list of parts). launch.py starts the ranks, tasks.py has what
+they do. The parent needs torch only to count GPUs, the ranks need no Jupyter."""

@@ -1,8 +1,5 @@
-"""The loop of one rank: builds every form, then does one step of each in turn, round after round.
-
-Note: what is timed. The barrier before each step is not; forward, backward, update and zeroing the gradients are, until the
-device has finished them. Noise in one round affects all of its forms alike.
-"""
+"""The loop of one rank: builds every form, then does one step of each in turn, round after round. The barrier before
+each step is not timed; forward, backward, update and zeroing the gradients are, until the device has finished them."""
 
 from __future__ import annotations
 
@@ -70,8 +67,7 @@ class BuiltForm:
 def interleave(
     plan: BenchPlan, forms: Sequence[BuiltForm], info: RankInfo, world: Wire, on_round: Callable[[int], None]
 ) -> dict[str, dict[str, Any]]:
-    """Trains every form in turn and returns `BuiltForm.result` by form. Collective. `on_round` is called with the
-    number of each finished round, warm-up included."""
+    """Trains every form in turn and returns `BuiltForm.result` by form. Collective."""
     batches = list(batches_of(plan, info))
     for i, batch in enumerate(batches):
         if i == plan.warmup:
@@ -177,8 +173,7 @@ def step(built: BuiltForm, batch: Batch, device: torch.device, world: Wire, *, f
 
 
 def _peak(backend: Backend, device: torch.device) -> int:
-    """Peak bytes of the last step, without the memory of other forms, which is allocated as well. The step has freed
-    all that it allocated, so the current allocation equals that before it."""
+    """Peak bytes of the last step, without the memory of other forms. All that the step allocated is free."""
     if device.type != "cuda":
         return 0
     slots = [state_slots(backend.optimizer, p) for p in backend.param_shards()]

@@ -21,10 +21,9 @@ def launch(
     on_message: Callable[[str, Any], None] = lambda kind, value: None,
     **arguments: Any,
 ) -> list[Any]:
-    """Runs a task in new processes and returns the result of each rank. On a terminal it counts finished rounds.
-    `task`: one of TASKS in tasks.py, or of those that `module` has, the program of a rank. `on_message` is called with
-    what ranks send beside rounds. Raises BenchError with the first error of a rank or its exit code, or after
-    `plan.limit_s`."""
+    """Runs a task, one of TASKS in tasks.py, or of those of `module`, the program of a rank, in new processes. Returns the
+    result of each rank. On a terminal it counts rounds; `on_message` is called with what else ranks send. Raises BenchError
+    with the first error of a rank or its exit code, or after `plan.limit_s`."""
     rounds = plan.warmup + plan.steps
 
     def receive(rank: int, kind: str, value: Any) -> None:

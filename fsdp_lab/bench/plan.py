@@ -1,7 +1,5 @@
-"""What is compared on which work: a `Form` is one way to train, a `BenchPlan` the work that all forms do.
-
-A peer has several forms, because ratios are computed against its fastest one.
-"""
+"""What is compared on which work: a `Form` is one way to train, a `BenchPlan` the work that all forms do. A peer has several
+forms, because ratios are computed against its fastest one."""
 
 from __future__ import annotations
 
@@ -75,8 +73,7 @@ def forms_named(names: str) -> tuple[str, ...]:
 
 
 def place(ranks: int, device: str | None) -> tuple[str, ...]:
-    """Returns a device per rank. None: GPUs if there is one for each rank, else CPUs. With "cuda" and fewer GPUs than
-    ranks, ranks share them. Raises PlanError if there is no GPU."""
+    """A device per rank. None: GPUs if there is one for each rank, else CPUs. Raises PlanError if there is no GPU."""
     if device == "cpu":
         return ("cpu",) * ranks
     import torch

@@ -1,8 +1,7 @@
 """`bench step` and `bench wire`: measurements of ranks, ratios with a control, as text and JSON; and how any bench reports.
 
 A bench prints each figure once it is known and returns the content of its `--json` file: "ratios" and "control" (a
-ratio of equals), each with median, p10, p90 and n; what else was measured; in "environment" what it was measured with.
-"""
+ratio of equals), each with median, p10, p90 and n; what else was measured; its "environment"."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ BUSY = ("kernels", "GPU busy", "host-bound")  # columns
 
 
 def busy_cells(kernels: Mapping[str, Any] | None, step_s: float) -> tuple[str, ...]:
-    """Cells of `BUSY`: the share of a step in which kernels run; in the rest the GPU waits for the host, which issues them.
-    () on a CPU. `kernels`: `KernelTimes` of a profiled step."""
+    """Cells of `BUSY`, by the share of a profiled step in which kernels run. () on a CPU."""
     if not kernels:
         return ()
     share = min(1.0, kernels["busy_s"] / step_s)

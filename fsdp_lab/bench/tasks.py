@@ -1,10 +1,9 @@
 """What a rank of a bench does: `TASKS`, functions of its `BenchRank` and the job that return plain values.
 
-Note: what is timed of collectives. A barrier, then collectives of 4 MiB in all, one after the other, or a larger one, each
-from its issue to the end of its wait, through `Wire` either way. Each round does all forms of a size one after the other,
-every second round in the opposite order. The whole tensor is in memory of the group's own where it has any, as our engine's
-are and FSDP2's.
-"""
+Of collectives is timed, after a barrier, 4 MiB in all, one after the other, or a larger one, each from its issue to
+the end of its wait, through `Wire` either way. Each round does all forms of a size one after the other, every second
+round in the opposite order. The whole tensor is in memory of the group's own where it has any, as our engine's and
+FSDP2's are."""
 
 from __future__ import annotations
 
@@ -111,8 +110,7 @@ def wire(rank: BenchRank, job: Job) -> dict[str, Any]:
 
 
 def time_collectives(world: Wire, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of this rank by "kind/bytes" and form, one per round, after one to warm up. Collective. Raises BenchError if
-    the ranks share no memory."""
+    """Seconds of this rank by "kind/bytes" and form, one per round, after one to warm up. Collective."""
     shared, gloo = (beside(world, shared_memory=on) for on in (True, False))
     seconds: dict[str, dict[str, list[float]]] = {}
     tensors = {group: {nbytes: _tensors(group, nbytes) for nbytes in SIZES_BYTES} for group in (shared, gloo)}
@@ -129,8 +127,7 @@ def time_collectives(world: Wire, rounds: int) -> dict[str, dict[str, list[float
 
 
 def time_a_wait(world: Wire) -> float:
-    """The share of a core that rank 0 takes while it waits for another rank's collective, for `WAIT_S`. Collective. 0 on
-    other ranks. Raises BenchError if the ranks share no memory."""
+    """The share of a core that rank 0 takes while it waits for another rank's collective. Collective."""
     shared = beside(world, shared_memory=True)
     shared.barrier().wait()
     if shared.rank():

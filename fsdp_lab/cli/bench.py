@@ -1,7 +1,5 @@
-"""`fsdp-lab bench`: `step`, `wire` and `gpu`, and what all benches share: refusals, the environment, the file.
-
-Benches for developers are in tests/bench, which runs them as these are.
-"""
+"""`fsdp-lab bench`: `step`, `wire` and `gpu`, and what these and the benches for developers (tests/bench) share: refusals,
+the environment, the file."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """`fsdp-lab compare`: trains the same workload under every combination of the given lists, in turns on the same ranks.
 
-Options are the fields of Workload and Strategy, `--ranks`, `--steps` and `--rounds`. Invalid combinations are listed with
-their reason, as are runs that fail; with these the exit code is 1. Recommends one of the strategies at the end.
-"""
+Invalid combinations are listed with their reason, as are runs that fail; with these the exit code is 1."""
 
 from __future__ import annotations
 
@@ -46,8 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     at_least(args, "steps", 1)
     at_least(args, "rounds", 1)
-    results = Results(file=args.json)
-    results.check()
+    results = Results.to(args.json)
     if (hosts := hosts_of(args)) is not None:
         args.ranks = str(hosts.ranks)
     if args.report is not None:

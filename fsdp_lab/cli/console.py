@@ -1,8 +1,5 @@
 """The parts that commands share: refusals and failures, signals, output, files of results, and a lab for one command.
-
-The file of `run` and `compare`: {"runs": [a summary, ...], "refused": [{"spec", "reason"}, ...]}; that of compare has a
-"comparison" as well: {"baseline", "records", "recommendation"}. Imports rich and the lab when they are needed.
-"""
+Imports rich and the lab when they are needed."""
 
 from __future__ import annotations
 
@@ -170,16 +167,19 @@ def live(console: Console, *, transient: bool = False) -> Iterator[Callable[[Ren
 
 @dataclass(kw_only=True)
 class Results:
-    """Summaries of runs and refused combinations; written after every run, so that Ctrl-C loses none."""
+    """The file of `run` and `compare`, written after every run, so that Ctrl-C loses none: {"runs": [a summary, ...],
+    "refused": [{"spec", "reason"}, ...]}; that of compare has a "comparison" as well."""
 
     file: Path | None = None
     runs: list[dict[str, Any]] = field(default_factory=list)
     refused: list[dict[str, Any]] = field(default_factory=list)
     comparison: dict[str, Any] | None = None
 
-    def check(self) -> None:
-        """Raises ArgumentError if the file cannot be written; to be called before anything is started."""
-        check_file(self.file)
+    @classmethod
+    def to(cls, file: Path | None) -> Results:
+        """Raises ArgumentError if the file cannot be written."""
+        check_file(file)
+        return cls(file=file)
 
     def add_run(self, summary: Mapping[str, Any]) -> None:
         self.runs.append(dict(summary))
@@ -209,8 +209,7 @@ def write_file(file: Path, content: Mapping[str, Any]) -> None:
 def open_lab(
     console: Console, ranks: int, devices: Sequence[str] | None, *, history: bool = True, hosts: Hosts | None = None
 ) -> Iterator[Lab]:
-    """A lab for the duration of a command, with its start on the terminal. `history`: whether its runs are stored. `hosts`:
-    other hosts, where the ranks are. Raises Refused, Failed: the ranks cannot start or join."""
+    """A lab for the duration of a command. Raises Refused, Failed: the ranks cannot start or join."""
     from fsdp_lab.cluster import ClusterError, StartError
     from fsdp_lab.lab import Lab
 
@@ -238,8 +237,8 @@ def open_lab(
 
 
 def watch(run: Run | Sweep, show: Callable[[], None]) -> None:
-    """Waits for the end, calling `show` about five times a second and once more at the end. Raises: the error of a run that
-    failed. Ctrl-C stops the run and is raised again."""
+    """Waits for the end, calling `show` about five times a second and at the end. Raises the error of a run that failed;
+    Ctrl-C stops the run first."""
     try:
         while True:
             show()

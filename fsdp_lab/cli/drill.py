@@ -1,8 +1,6 @@
-"""`fsdp-lab drill`: injects faults at random moments into small runs, and checks that each run recovers completely.
-
-A drill is survived if its run did all its steps with the losses of an undisturbed run, bit for bit, if no additional process
-is left, and if the ranks hold no more memory than after an undisturbed run that was saved and resumed.
-"""
+"""`fsdp-lab drill`: injects faults at random moments into small runs, and checks that each run recovers completely: it does
+all its steps with the losses of an undisturbed run, bit for bit, no additional process is left, and the ranks hold no more
+memory than after an undisturbed run that was saved and resumed."""
 
 from __future__ import annotations
 

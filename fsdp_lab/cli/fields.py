@@ -45,8 +45,7 @@ def format_value(name: str, value: Any) -> str:
 
 
 def parse_lists(args: argparse.Namespace) -> dict[str, list[Any]]:
-    """Flat field name -> its values, for the options that were given. Raises Refused: a value of the wrong type. SpecError:
-    a value that its field refuses in any combination."""
+    """Flat field name -> its values, for the options that were given. Raises Refused, SpecError."""
     lists: dict[str, list[Any]] = {}
     for name, row in (rows_of(Workload) | rows_of(Strategy)).items():
         if (text := getattr(args, name)) is not None:
@@ -59,16 +58,22 @@ def parse_lists(args: argparse.Namespace) -> dict[str, list[Any]]:
 
 
 def parse_values(row: FieldRow, text: str) -> list[Any]:
-    """The values of an option. Raises Refused."""
+    """The values of an option, of the type of its field. Raises Refused."""
     if text.strip() and row.means_none(text.strip()):
         return [None]
-    if not row.json:
-        return [parse_value(row, word.strip()) for word in text.split(",")]
-    try:
-        return list(json.loads(f"[{text}]"))
-    except json.JSONDecodeError:
-        wanted = f"give JSON: {row.wanted}, or several with commas"
-        raise Refused(f"{option(row.name)} {text!r} is refused; {wanted}") from None
+    if row.json:
+        try:
+            return list(json.loads(f"[{text}]"))
+        except json.JSONDecodeError:
+            wanted = f"give JSON: {row.wanted}, or several with commas"
+            raise Refused(f"{option(row.name)} {text!r} is refused; {wanted}") from None
+    values: list[Any] = []
+    for word in map(str.strip, text.split(",")):
+        values.append(row.read(word) if word else word)
+        if isinstance(values[-1], str) and (not word or "str" not in row.type):
+            wanted = {"int": "a whole number", "bool": "true or false"}.get(row.type.partition(" ")[0], "a number")
+            raise Refused(f"{option(row.name)} {word!r} is refused; give {wanted}")
+    return values
 
 
 def parse_link(text: str) -> str | None:
@@ -76,20 +81,10 @@ def parse_link(text: str) -> str | None:
     return None if text.lower() in ("none", "null") else Spec(link=text).link
 
 
-def parse_value(row: FieldRow, word: str) -> Any:
-    """The word converted to the type of its field. Raises Refused."""
-    value = row.read(word) if word else word
-    if isinstance(value, str) and (not word or "str" not in row.type):
-        wanted = {"int": "a whole number", "bool": "true or false"}.get(row.type.partition(" ")[0], "a number")
-        raise Refused(f"{option(row.name)} {word!r} is refused; give {wanted}")
-    return value
-
-
 def requested(
     args: argparse.Namespace, prepare: Callable[[dict[str, Any]], Spec]
 ) -> tuple[list[Spec], list[tuple[dict[str, Any], FieldError]]]:
-    """The Specs that `prepare` makes from the combinations of the options, and the combinations that it refuses. Raises
-    Refused and SpecError as `parse_lists`."""
+    """The Specs that `prepare` makes from the combinations of the options, and the combinations that it refuses."""
     specs, refused = list[Spec](), list[tuple[dict[str, Any], FieldError]]()
     for combination in combinations(args):
         try:

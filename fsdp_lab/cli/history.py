@@ -189,10 +189,9 @@ def cluster_record(cluster: DetachedCluster) -> dict[str, Any]:
 def cluster_line(cluster: DetachedCluster) -> str:
     """A cluster as one line, with the kernel that uses it or the hours until it ends."""
     d = cluster_record(cluster)
-    devices, hosts = sorted(set(d["devices"])), d["hosts"]
-    what = f"{d['id']}  {plural(d['ranks'], 'rank')} on {', '.join(devices)}{' of ' * bool(hosts)}{', '.join(hosts)}"
-    memory = "" if hosts else f", {size(d['rss_bytes'])}"
+    where = ", ".join(sorted(set(d["devices"]))) + (f" of {', '.join(d['hosts'])}" if d["hosts"] else "")
+    memory = "" if d["hosts"] else f", {size(d['rss_bytes'])}"
     waited_s = max(0.0, time.time() - (cluster.free_unix_s or time.time()))
     left = f"no kernel uses them; they end in {(cluster.limit_s - waited_s) / 3600:.1f} h"
     user = left if d["kernel_pid"] is None else f"process {d['kernel_pid']} uses them"
-    return "; ".join(filter(None, (f"{what}{memory}", user, d["notebook"])))
+    return "; ".join(filter(None, (f"{d['id']}  {plural(d['ranks'], 'rank')} on {where}{memory}", user, d["notebook"])))

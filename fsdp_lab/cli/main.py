@@ -1,7 +1,5 @@
-"""`fsdp-lab`: parses the command line, runs one command, and turns exceptions into a sentence and an exit code.
-
-Exit codes: 0 done; 1 the command ran and failed, or reports a failure; 2 refused, nothing was started; 130 Ctrl-C.
-"""
+"""`fsdp-lab`: parses the command line, runs one command, and turns exceptions into a sentence and an exit code: 0 done;
+1 the command failed, or reports a failure; 2 refused, nothing was started; 130 Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from collections.abc import Sequence
 
 from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import FieldError, not_installed
-from fsdp_lab.cli import bench, compare, doctor, drill, history, jupyter, kernel, plan, run
+from fsdp_lab.cli import bench, compare, doctor, drill, history, jupyter, plan, run
 from fsdp_lab.cli.console import CommandEnded, Failed, Refused, add_command, signals_raise
 
 CHECKPOINTS = "list the checkpoints in a folder, or export a model for transformers"
@@ -29,7 +27,7 @@ COMMANDS = (
     ("export", run.add_export, run.export_spec, "write a Spec as a torchrun script, an Accelerate config, or JSON"),
     ("drill", drill.add_arguments, drill.run, "inject random faults into small runs and count the recoveries"),
     ("bench", bench.add_arguments, bench.run, "run a benchmark"),
-    ("kernel", kernel.add_arguments, kernel.run, "register this environment as a Jupyter kernel"),
+    ("kernel", jupyter.add_kernel_arguments, jupyter.install_kernel, "register this environment as a Jupyter kernel"),
     ("doctor", doctor.add_arguments, doctor.run, "check this machine and suggest fixes"),
 )
 

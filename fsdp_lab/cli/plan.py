@@ -1,8 +1,5 @@
-"""`fsdp-lab plan`: predicts memory and step time of a Spec on any hardware.
-
-Options are the fields of Workload and Strategy, as for `compare`, and the hardware. Besides plans: searches (`--find`), and
-a page with the answer to each combination of lists (`--page`).
-"""
+"""`fsdp-lab plan`: predicts memory and step time of a Spec on any hardware; searches (`--find`); and a page with the answer
+to each combination of lists (`--page`)."""
 
 from __future__ import annotations
 
@@ -202,11 +199,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def product_of(args: argparse.Namespace) -> Product:
-    """The axes of the options, or of `TEACHING`; completes `args` with the latter.
-
-    Raises Refused: an option that does not go with --page, or no hardware. FieldError: an unknown model or GPU, a value
-    that its field refuses, more combinations than a page holds.
-    """
+    """The axes of the options, or of `TEACHING`; completes `args` with the latter. Raises Refused, FieldError."""
     from fsdp_lab.report.what_if import Product, check_size
 
     if others := [name for name in ("find", "json") if getattr(args, name)]:

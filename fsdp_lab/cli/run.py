@@ -1,6 +1,5 @@
-"""`fsdp-lab run spec.json`: one Spec in a terminal, for `--steps` or until Ctrl-C; and `export`, `checkpoints`: a Spec or a
-trained model in a form that other programs use.
-"""
+"""`fsdp-lab run`: one Spec in a terminal, for `--steps` or until Ctrl-C; and `export`, `checkpoints`: a Spec or a trained
+model in a form that other programs use."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     at_least(args, "steps", 1)
-    results = Results(file=args.json)
-    results.check()
+    results = Results.to(args.json)
     if args.trace is not None:
         from fsdp_lab.runs.timeline import check_trace_path
 
@@ -78,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
     evaluate = eval_config(args)
     from fsdp_lab.models.check import check
-    from fsdp_lab.planner.questions import LESS, DoesNotFit
+    from fsdp_lab.planner.questions import DoesNotFit
 
     check(spec.workload, evaluated=evaluate.samples if evaluate else 0, begins=start is None)
     from fsdp_lab.runs.recovery import RecoveryPolicy
@@ -89,27 +87,27 @@ def run(args: argparse.Namespace) -> int:
     try:
         train(terminal(), spec, options, results, args.trace, start, hosts)
     except DoesNotFit as e:
-        raise DoesNotFit(e.field, e.reason, f"give {LESS}; or --anyway") from e
+        raise e.with_way_out("--anyway") from e
     return 0
 
 
 def spec_and_checkpoint(file: Path | None, resume: Path | None) -> tuple[Spec, Checkpoint | None]:
     """The Spec to train, and the checkpoint to resume from. Raises Refused, FieldError."""
+    given = None if file is None else read_spec(file)
     if resume is None:
-        if file is None:
+        if given is None:
             raise Refused("no Spec is given; name a JSON file, or a folder of checkpoints with --resume")
-        return read_spec(file), None
+        return given, None
     start = find(resume, field="--resume")
-    spec = start.spec if file is None else read_spec(file)
-    check_same(start, spec)
-    return spec, start
+    check_same(start, given or start.spec)
+    return given or start.spec, start
 
 
 def checkpoint_config(args: argparse.Namespace) -> CheckpointConfig | None:
     """The config of `--save` and its options. Raises FieldError, Refused."""
+    if args.save is None and args.save_every is not None:
+        raise Refused("--save-every is given and no folder; name it with --save")
     if args.save is None:
-        if args.save_every is not None:
-            raise Refused("--save-every is given and no folder; name it with --save")
         return None
     from fsdp_lab.runs.saving import LAST, CheckpointConfig
 
@@ -149,8 +147,7 @@ def train(
     start: Checkpoint | None = None,
     hosts: Hosts | None = None,
 ) -> None:
-    """Trains with live output; at the end, also after Ctrl-C, prints and writes the summary and the trace. `options`: of
-    `Lab.run`. `start`: the checkpoint to resume from, under this Spec."""
+    """Trains with live output; at the end, also after Ctrl-C, prints and writes the summary and the trace."""
     with open_lab(console, spec.world_size, spec.devices, hosts=hosts) as lab:
         if start is None:
             run = lab.run(spec, **options)

@@ -15,7 +15,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from fsdp_lab.base.errors import FieldError, SpecError
+from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.dashboard.choices import Choices, ChoiceState, Note
 from fsdp_lab.dashboard.fields import (
@@ -31,7 +31,7 @@ from fsdp_lab.dashboard.fields import (
 from fsdp_lab.dashboard.forms import HIDDEN, InputForm, prose, put, styled
 from fsdp_lab.dashboard.lab_like import LabLike, active_loop, active_run, active_sweep, held_step, shown_run
 from fsdp_lab.models.check import check
-from fsdp_lab.planner.questions import LESS, DoesNotFit
+from fsdp_lab.planner.questions import DoesNotFit
 from fsdp_lab.runs import Run, RunState, SwitchRequest, WatchedRun
 from fsdp_lab.spec.describe import field_title
 from fsdp_lab.spec.spec import Spec
@@ -210,8 +210,7 @@ class Controls(InputForm):
             run = self._lab.run(wanted, fresh=fresh, **self._options(), **again)
         except DoesNotFit as e:
             self._too_large = wanted
-            way_out = f"give {LESS}; or press Start again to start it all the same"
-            raise SpecError(e.field, e.reason, way_out) from e
+            raise e.with_way_out("press Start again to start it all the same") from e
         self._sent.clear()
         self._await(waiting, wanted, run, None)
 

@@ -1,13 +1,7 @@
 """A Spec for other programs: as a torchrun script, an Accelerate config, or JSON; and a checkpoint's model.
 
-    export_script(spec, "train.py")            # torchrun --nproc-per-node 2 train.py
-    export_accelerate(spec, "fsdp.yaml")       # accelerate launch --config_file fsdp.yaml your_script.py
-    export_spec(spec, "spec.json")             # fsdp-lab run spec.json
-    export_model("checkpoints", "my-model")    # transformers' from_pretrained("my-model")
-
 What a target cannot express raises a `SpecError` that names the field. What has no effect there, or belongs into the user's
-own script, is listed at the top of the file. No field is dropped silently. Read target.py first.
-"""
+own script, is listed at the top of the file. No field is dropped silently. Read target.py first."""
 
 from __future__ import annotations
 
@@ -28,23 +22,15 @@ StrPath = str | os.PathLike[str]
 
 
 def export_script(spec: Spec, path: StrPath, *, force: bool = False) -> Path:
-    """Writes a script for torchrun that trains `spec` with torch's own FSDP2, FSDP1 or DDP and does not import the lab.
+    """Writes a script for torchrun that trains `spec` with torch's own FSDP2, FSDP1 or DDP and does not import the
+    lab. Returns its absolute path.
 
     The samples and the model's initial values, which take as much room as they have, are put into a folder beside it:
     train.files of train.py. In fp32 on CPUs, with the same number of ranks, its losses equal those of the run bit for bit;
-    the script's docstring lists the exceptions.
+    the script's docstring lists the exceptions. `force`: whether to replace an existing file, and its folder.
 
-    Args:
-        path: of the new file.
-        force: whether to replace an existing file, and its folder.
-
-    Returns:
-        The file's absolute path.
-
-    Raises:
-        ArgumentError: the files cannot be written.
-        SpecError: torch's own backends or the script cannot express a field.
-    """
+    Raises ArgumentError: the files cannot be written. SpecError: torch's own backends or the script cannot express a
+    field."""
     return export(spec, "script", path, force=force)
 
 
@@ -59,10 +45,8 @@ def export_spec(spec: Spec, path: StrPath, *, force: bool = False) -> Path:
 
 
 def export_model(checkpoint: Checkpoint | StrPath, path: StrPath, *, force: bool = False) -> Path:
-    """Writes the model of a checkpoint, or of the newest one in a folder, as a folder for `from_pretrained`.
-
-    Raises ArgumentError: there is no complete checkpoint, or the folder cannot be written.
-    """
+    """Writes the model of a checkpoint, or of the newest one in a folder, as a folder for `from_pretrained`. Raises
+    ArgumentError: there is no complete checkpoint, or the folder cannot be written."""
     from fsdp_lab.export.files import export_pretrained
     from fsdp_lab.spec.checkpoint_format import Checkpoint, find
 

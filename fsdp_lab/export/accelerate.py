@@ -1,22 +1,21 @@
 """`config`: a Spec as a config file of Hugging Face Accelerate, for `accelerate launch --config_file`.
 
-The file determines how to shard, not what to train, which is the user's own script. Comments at the top of the file list the
-run's workload, and what that script must do to repeat the run. Keys are those of Accelerate 1.x
-(`accelerate.utils.FullyShardedDataParallelPlugin`, `accelerate.commands.launch`).
-"""
+The file determines how to shard, not what to train, which is the user's own script: comments at the top list the
+workload, and what that script must do to repeat the run. Keys are those of Accelerate 1.x
+(`FullyShardedDataParallelPlugin`)."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import yaml
 
 from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.export.target import SPEC_INSTEAD, Peer, gpus, paragraph, peer, refuse
+from fsdp_lab.export.target import SPEC_INSTEAD, gpus, paragraph, peer, refuse
 from fsdp_lab.models import weights_folder
 from fsdp_lab.models.check import check
 from fsdp_lab.models.own import skeleton_of
@@ -29,20 +28,20 @@ Values = dict[str, Any]
 
 def config(spec: Spec) -> str:
     """The text of the file. Raises SpecError for a field that it cannot express."""
-    exported = peer(spec)
+    exported, remarks = peer(spec)
     if spec.sync_interval not in (1, spec.workload.accumulate):
         reason = "Accelerate communicates gradients at every micro-batch or at the last"
         raise refuse("sync", reason, "use every or last", sync="last")
-    backend = exported.spec.strategy.backend
-    if (e := exported.spec.refused_by(f"accelerate/{backend}")) is not None:
+    backend = exported.strategy.backend
+    if (e := exported.refused_by(f"accelerate/{backend}")) is not None:
         raise SpecError(e.field, e.reason, f"{e.first_hint}, {SPEC_INSTEAD}", e.fix)
-    values = {"ddp": _ddp, "fsdp1": _fsdp1, "fsdp2": _fsdp2}[backend](exported.spec)
+    values = {"ddp": _ddp, "fsdp1": _fsdp1, "fsdp2": _fsdp2}[backend](exported)
     common = {"compute_environment": "LOCAL_MACHINE", "num_machines": 1, "num_processes": spec.world_size}
     inductor = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
-    compiled: Values = {"dynamo_config": inductor} if exported.spec.strategy.compile else {}
-    values = common | _devices(exported.spec) | compiled | values
+    compiled: Values = {"dynamo_config": inductor} if exported.strategy.compile else {}
+    values = common | _devices(exported) | compiled | values
     check(spec.workload)  # last: it may build the model and run it on meta
-    return f"{_head(exported, spec)}{yaml.safe_dump(values, sort_keys=False)}"
+    return f"{_head(exported, spec, (*_for_the_script(exported), *remarks))}{yaml.safe_dump(values, sort_keys=False)}"
 
 
 def _fsdp2(spec: Spec) -> Values:
@@ -151,8 +150,8 @@ def _devices(spec: Spec) -> Values:
     return {"gpu_ids": ",".join(name.removeprefix("cuda:") for name in gpus(spec))}
 
 
-def _head(exported: Peer, spec: Spec) -> str:
-    s, sent, given = exported.spec.strategy, spec.workload.sent_code(), spec.to_dict()["workload"].items()
+def _head(exported: Spec, spec: Spec, remarks: Sequence[str]) -> str:
+    s, sent, given = exported.strategy, spec.workload.sent_code(), spec.to_dict()["workload"].items()
     # Its fields; of code that was sent, the name.
     workload = {n: sent[n].name if n in sent else v for n, v in given if n != "loss" or v is not None}
     blocks = [
@@ -160,7 +159,7 @@ def _head(exported: Peer, spec: Spec) -> str:
         "    accelerate launch --config_file THIS_FILE your_script.py",
         f"Written by fsdp_lab {__version__}. Your script determines what is trained; the run's workload was:",
         *(f"    {name}: {json.dumps(value)}" for name, value in workload.items()),
-        *(f"- {text}." for text in (*_for_the_script(exported.spec), *exported.remarks)),
+        *(f"- {text}." for text in remarks),
     ]
     lines = [line for block in blocks for line in (paragraph(block) if block[0] == "-" else block).splitlines()]
     return "".join(f"# {line}\n" for line in lines)

@@ -24,7 +24,7 @@ from fsdp_lab.models.lora import AdaptedValues, adapted, is_adapter, save_adapte
 from fsdp_lab.models.presets import facts_of
 from fsdp_lab.models.sources import IGNORED
 from fsdp_lab.models.tokenizers import open_tokenizer
-from fsdp_lab.rank.shard_files import read_shards
+from fsdp_lab.rank.checkpointing import read_shards
 from fsdp_lab.spec.checkpoint_format import Checkpoint
 from fsdp_lab.spec.workload import Workload
 
@@ -35,13 +35,10 @@ _PLAIN = ("model.safetensors", "model.safetensors.index.json")  # what `from_pre
 
 
 class Files:
-    """The files for a Workload of transformers. Raises SpecError for a model or data that a script cannot train.
-
-    Attributes:
-        model: a skeleton, with adapters if there are some.
-        weights: the user's own folder, if all values of the model are in it and `from_pretrained` opens it.
-        weighs: whether samples have different numbers of labels, which are then among the files.
-    """
+    """The files for a Workload of transformers. Raises SpecError for a model or data that a script cannot train. `model`: a
+    skeleton, with adapters if there are some. `weights`: the user's own folder, if all values of the model are in it and
+    `from_pretrained` opens it. `weighs`: whether samples have different numbers of labels, which are then among the
+    files."""
 
     def __init__(self, workload: Workload) -> None:
         config = resolve(workload.model, dropout=workload.dropout)
@@ -69,8 +66,7 @@ class Files:
                 self.weights = folder.absolute()
 
     def write(self, folder: Path) -> None:
-        """Writes all into an empty folder. The values of the model, which are written unless the user's folder has them,
-        and adapters must fit the memory."""
+        """Writes all into an empty folder. The values that are written must fit the memory."""
         self._write_samples(folder)
         seed, base = self._workload.seed, self._base
         values = self._given or Initializer(base, seed)
@@ -141,13 +137,8 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> Path:
 
 def export_pretrained(saved: Checkpoint, folder: Path, *, force: bool = False) -> Path:
     """Writes config, weights (fp32, safetensors) and tokenizer atomically; the model must fit the host's memory. Of a model
-    with adapters, these alone, in peft's format.
-
-    The config is the one that was given to the lab, with its dropout and cache. Buffers that differ between ranks, such as
-    BatchNorm's statistics, are those of the first rank.
-
-    Returns the folder's absolute path. Raises ArgumentError of the path, or of a checkpoint that cannot be read.
-    """
+    with adapters, these alone, in peft's format. The config is the one that was given to the lab. Buffers that differ
+    between ranks are those of the first rank. Returns the folder's absolute path. Raises ArgumentError."""
     target = folder.expanduser().absolute()
     hint = "name a new folder in one that exists and is yours"
     if not target.parent.is_dir():

@@ -1,7 +1,5 @@
-"""`script`: a Spec as a torchrun script in plain torch, and the files that it reads.
-
-script.py.jinja has the script's functions. The docstring, and the imports and constants that they use, come from here.
-"""
+"""`script`: a Spec as a torchrun script in plain torch, and the files that it reads. script.py.jinja has its functions; the
+docstring, and the imports and constants that they use, come from here."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ import transformers
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from torch import nn
 
-from fsdp_lab.backends.optimizers import check_optimizer
+from fsdp_lab.backends.base import check_optimizer
 from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.export.files import SUFFIX, Files
@@ -51,11 +49,10 @@ OTHERS = (
 
 
 def script(spec: Spec) -> tuple[str, Files | None]:
-    """The text of the script, and what it reads, which is nothing with code of the user's own. Raises SpecError for a field
-    that torch's own backends or a script cannot express."""
+    """The text of the script, and what it reads, which is nothing with code of the user's own. Raises SpecError."""
     check_optimizer(spec.workload)
-    exported = peer(spec)
-    spec, w = exported.spec, exported.spec.workload
+    spec, remarks = peer(spec)
+    w = spec.workload
     files, own = (None, own_code(w)) if w.is_own else (Files(w), None)
     skeleton = files.model if files is not None else skeleton_of(w)
     freeze(skeleton, w.freeze)
@@ -64,7 +61,7 @@ def script(spec: Spec) -> tuple[str, Files | None]:
     environment.filters["literal"] = literal
     values: dict[str, Any] = {"s": spec.strategy, "w": w, "own": own, **_model(w, files), **_units(spec, skeleton)}
     body = environment.get_template("script.py.jinja").render(values | _sharding(spec) | _training(spec))
-    head = _docstring(spec, type(skeleton).__name__, (*exported.remarks, *_inexact(spec)), files)
+    head = _docstring(spec, type(skeleton).__name__, (*remarks, *_inexact(spec)), files)
     constants = _used(_constants(spec, skeleton, files), body)
     standard, others = _used(STANDARD, "\n".join([*constants, body])), _used(OTHERS, body)
     if own is None:
@@ -276,8 +273,7 @@ def literal(value: Any) -> str:
 
 
 def own_code(workload: Workload) -> str:
-    """The code of a Workload, which ends by naming its three parts; what several of its sources contain is there once.
-    Raises SpecError for a source that is not whole."""
+    """The user's code, each statement once, which ends by naming its three parts. Raises SpecError."""
     imports: dict[str, None] = {}
     parts: dict[str, None] = {}
     names: dict[str, str] = {}

@@ -1,15 +1,11 @@
-"""The backend of torch that a Spec is exported to, and remarks on what differs there.
-
-The lab's own engine is not exported: `peer` replaces it by FSDP2, or by DDP if nothing is sharded. What they cannot do is
-refused by the rules of `Spec` itself, field by field. A field that has no effect under a backend, and a difference to the
-run under the same Spec, is a remark; both targets write the remarks at the top of their file.
-"""
+"""The backend of torch that a Spec is exported to, and remarks on what differs there. The lab's own engine is replaced by
+FSDP2, or by DDP if nothing is sharded (`peer`). What they cannot do is refused by the rules of `Spec` itself. A field
+that has no effect under a backend, and a difference to the run, is a remark at the top of the file."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.spec.spec import BACKEND_TRAITS, Spec
@@ -19,21 +15,14 @@ ROUNDING = "losses agree within rounding, not to the bit"
 SPEC_INSTEAD = "or export the Spec itself, which contains it"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Peer:
-    """A Spec with one of torch's backends. The remarks are sentences without a full stop."""
-
-    spec: Spec
-    remarks: tuple[str, ...]
-
-
-def peer(spec: Spec) -> Peer:
-    """The Spec to export. Raises SpecError for a field that torch's backends cannot express."""
+def peer(spec: Spec) -> tuple[Spec, tuple[str, ...]]:
+    """The Spec to export, with one of torch's backends, and remarks, sentences without a full stop. Raises SpecError for a
+    field that torch's backends cannot express."""
     if spec.strategy.is_yours:
         reason = "your own engine needs the lab, which calls it"
         raise refuse("backend", reason, "use backend fsdp2, or ddp for no_shard", backend="fsdp2")
     if not spec.strategy.is_lab:
-        return Peer(spec=spec, remarks=tuple(_without_effect(spec)))
+        return spec, tuple(_without_effect(spec))
     backend = "ddp" if spec.strategy.is_replicated else "fsdp2"
     changes = {"backend": backend, "gather": "copy"}
     refused = spec.validate(**changes)
@@ -44,7 +33,7 @@ def peer(spec: Spec) -> Peer:
     exported = spec.replace(**changes)
     title = exported.strategy.traits.title
     remarks = [f"It was trained by the lab's own engine; {title} does the same work here", *_differs(spec, exported)]
-    return Peer(spec=exported, remarks=(*remarks, *_without_effect(exported)))
+    return exported, (*remarks, *_without_effect(exported))
 
 
 def paragraph(text: str, indent: str = "") -> str:

@@ -100,6 +100,10 @@ def planned_memory(spec: Spec, *, device: str) -> MemoryPlan:
 class DoesNotFit(SpecError):
     """A Spec that surely needs more memory than there is."""
 
+    def with_way_out(self, way: str = "") -> DoesNotFit:
+        """The same error, which names a way to start it all the same, if there is one."""
+        return DoesNotFit(self.field, self.reason, f"give {LESS}" + (f"; or {way}" if way else ""))
+
 
 def require_memory(
     spec: Spec, ranks: Sequence[tuple[str, str, int, int]], call: str = "", former: Spec | None = None
@@ -128,8 +132,8 @@ def require_memory(
         if low * needed > room:
             share = f"its share of the {where}'s memory is {size(int(room))}"
             reason = f"a rank needs {size(int(low * needed))} or more, and {share}"
-            way_out = f"give {LESS}" + (f"; or call {call}(..., anyway=True)" if call else "")
-            raise DoesNotFit("workload.micro_batch", reason, way_out)
+            way = f"call {call}(..., anyway=True)" if call else ""
+            raise DoesNotFit("workload.micro_batch", reason, "").with_way_out(way)
 
 
 def curve(spec: Spec, target: Target) -> tuple[list[Plan], str]:

@@ -1,17 +1,16 @@
 """How ranks leave a step together: `AbortMonitor` wakes this rank and informs the others, `AbortProtocol` settles the step.
 
-Note: aborting a step. A rank is stopped by SIGINT, or reads in the store that another rank aborted. Both must
-work while the main thread is blocked in C++, where no Python signal handler runs. But the interpreter's C handler
-writes a byte to the wakeup descriptor at once, and the monitor's thread reads it. It aborts the wire (see the notes in
-wire/context.py and wire/nccl.py: the main thread may be waiting for its GPU) and writes the reason to the store, where the
-monitors of the other ranks find it. The exception is raised by the wire at the next collective, so that no code of ours is
-interrupted in the middle.
+Note: aborting a step. A rank is stopped by SIGINT, or reads in the store that another rank aborted. Both must work while
+the main thread is blocked in C++, where no Python signal handler runs. But the interpreter's C handler writes a byte to the
+wakeup descriptor at once, and the monitor's thread reads it. It aborts the wire (see wire/context.py and wire/nccl.py: the
+main thread may be waiting for its GPU) and writes the reason to the store, where the monitors of the other ranks find it.
+The wire raises the exception at the next collective, so that no code of ours is interrupted in the middle.
 
-Note: after an abort. First the ranks agree on the last committed step (`settle`): a rank that was waiting for a vote's
+Note: after an abort. First the ranks agree on the last committed step (`_settle`): a rank that was waiting for a vote's
 result when a peer already had it takes the result from the peer's record and commits too; all others discard the step.
-On the next call from the kernel, all ranks see that this epoch was aborted and open new process groups under the next
-epoch (`reopen`); then each rebuilds its backend from its own master shards, since a wrapper that was left in the middle
-of a backward cannot be used again (`Lifecycle.rebuild`)."""
+On the next call all ranks see that this epoch was aborted and open new process groups under the next one (`reopen`); then
+each rebuilds its backend from its own master shards, since a wrapper that was left in the middle of a backward cannot be
+used again (`Lifecycle.rebuild`)."""
 
 from __future__ import annotations
 
@@ -83,8 +82,7 @@ class BoundedStore:
 
 
 class Peers:
-    """The processes of the other ranks on this machine, which each publishes in the store, so that no rank waits for the
-    answer of a process that has ended."""
+    """The processes of the other ranks on this machine, so that no rank waits for the answer of one that has ended."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store = store
@@ -150,8 +148,7 @@ class AbortMonitor:
         return self._epoch is not None
 
     def next_epoch(self, epoch: int) -> None:
-        """Stay active under a new epoch. Call it before the wire's context is reset, so that a late abort of the old epoch
-        is ignored."""
+        """Call it before the wire's context is reset, so that a late abort of the old epoch is ignored."""
         with self._lock:
             self._epoch = epoch
 

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -26,7 +26,7 @@ from fsdp_lab.base.children import run_children
 from fsdp_lab.base.process import ranks_per_host, usable_cores
 from fsdp_lab.engine import collectives
 from fsdp_lab.engine.scaling import Scaler
-from fsdp_lab.rank.prepare import LONGEST_S, Preparation, is_next_measured, is_over_nccl, seconds_on_device
+from fsdp_lab.rank.prepare import LONGEST_S, Preparation, is_over_nccl, timed_on_device
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset
 from fsdp_lab.rank.trainer import Trainer, TrainingProgress, squared_norm
@@ -79,14 +79,12 @@ class HardwareProbe:
         self._kind = "cuda" if info.device.type == "cuda" else "cpu"
 
     def all(self, trainers: Sequence[Trainer], dtypes: Sequence[str], passes: int) -> dict[str, Any]:
-        """All measurements, as plain values: seconds of this rank.
-
-        `trainers`: their steps are timed, alternating with everything else.
+        """All measurements, as plain values: seconds of this rank, by pass a row of each size. Steps of the
+        `trainers` are timed, alternating with everything else.
 
         Returns: {"products": {dtype: [[FLOPs, s]]}, "scores": {dtype: [[scores, FLOPs, s]]}, "copies": [[bytes, s]],
         "updates": {optimizer: [[elements, s]]}, "collectives": {kind: [[payload bytes, s]]}, the same for "pairs", "inside"
-        and "across" (see `measured_groups`), "steps": [[s, ...]] by trainer, "memory_bytes", "per_host": ranks}. Each size
-        has one row per pass."""
+        and "across" (see `measured_groups`), "steps": [[s, ...]] by trainer, "memory_bytes", "per_host": ranks}."""
         for trainer in trainers:
             for _ in range(WARMUP_STEPS):
                 trainer.step()
@@ -173,10 +171,11 @@ class HardwareProbe:
         return {kind: list(self._sent(kind, group)) for kind in KINDS if group.size() > 1}
 
     def _sent(self, kind: str, group: dist.ProcessGroup) -> Iterator[list[float]]:
-        """[payload bytes, seconds]: over NCCL by the device's clock, else from issue to the end of the wait, behind a
-        computation as in a step."""
+        """[payload bytes, seconds] over NCCL by the device's clock, else behind a computation as in a step."""
         if is_over_nccl(self._world, self._device):
-            yield from self._sent_over_nccl(kind, group)
+            issued = partial(self._issue, kind, group=group)
+            timed = timed_on_device(self._world, self._device, _SENT_OVER_NCCL, issued, _BACK_TO_BACK)
+            yield from ([float(size), seconds] for size, seconds in timed)
             return
         compute, other = self._work(COMPUTING_S), torch.ones(OTHER_BYTES // 4, device=self._device)
         for size, times in _SENT.items():
@@ -196,13 +195,6 @@ class HardwareProbe:
                 self._finish()
                 seconds.append(time.perf_counter() - begun_s)
             yield [float(size), median(seconds)]
-
-    def _sent_over_nccl(self, kind: str, group: dist.ProcessGroup) -> Iterator[list[float]]:
-        for size, larger in pairwise((*_SENT_OVER_NCCL, 2 * _SENT_OVER_NCCL[-1])):
-            seconds = seconds_on_device(self._world, self._issue(kind, size, group), _BACK_TO_BACK)
-            yield [float(size), seconds]
-            if not is_next_measured(self._world, self._device, seconds, size, larger // size):
-                return
 
     def lateness(self) -> Iterator[list[float]]:
         """[computing s, s]: by how much a round of computing and a small collective takes longer than both alone. Ranks

@@ -4,11 +4,14 @@ brings their files to hosts that lack them.
 Note: writing needs no collective. A snapshot is the rank's own share, copied to the host; a thread writes it. Ranks
 report through rank 0's store that their file is on disk, and rank 0 commits the files as a checkpoint
 (`fsdp_lab.spec.checkpoint_format`). So writing is not ordered with training, and a rank that dies meanwhile leaves an
-incomplete checkpoint and blocks no other rank."""
+incomplete checkpoint and blocks no other rank. The files are safetensors in the Hugging Face format of torch's
+Distributed Checkpoint (`write_shard`, `read_shards`). The layout is known beforehand (backends/state.py), so its
+planners have nothing to negotiate and need no process group."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -17,45 +20,140 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed as dist
-
-from fsdp_lab.backends import Backend
-from fsdp_lab.backends.state import (
-    MODULE,
-    Chunk,
-    Layout,
-    gather_json,
-    layout_of,
-    set_modules,
-    shapes_of,
-    slots_of,
-    snapshot,
-    targets,
+from torch import Tensor, distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
 )
-from fsdp_lab.base.errors import ArgumentError, FieldError
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from fsdp_lab.backends import Backend, state
+from fsdp_lab.backends.state import Chunk, Layout
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.process import host_id
 from fsdp_lab.engine.scaling import Scaler
 from fsdp_lab.rank.rendezvous import RankInfo
-from fsdp_lab.rank.shard_files import read_shards, write_shard
 from fsdp_lab.rank.trainer import Trainer, TrainingProgress
-from fsdp_lab.spec.checkpoint_format import (
-    MANIFEST,
-    PARTIAL,
-    Checkpoint,
-    begin,
-    check_same,
-    discard,
-    find,
-    finish,
-    prune,
-)
+from fsdp_lab.spec import checkpoint_format
+from fsdp_lab.spec.checkpoint_format import MANIFEST, PARTIAL, Checkpoint
 from fsdp_lab.spec.spec import Spec
+
+
+def write_shard(folder: Path, rank: int, chunks: Sequence[Chunk]) -> tuple[str | None, int]:
+    """Writes this rank's file; returns its name and size in bytes, or None and 0 without chunks. Not collective. Each
+    name occurs at most once. Raises OSError."""
+    if not chunks:
+        return None, 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no process group is used
+        try:
+            dcp.save({}, storage_writer=_Writer(folder, rank), planner=_SavePlanner(chunks), no_dist=True)
+        except dcp.api.CheckpointException as e:
+            raise next(iter(e.failures.values()))[0] from None
+    file = next(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))
+    return file.name, file.stat().st_size
+
+
+def read_shards(folder: Path, targets: Sequence[Chunk], optional: tuple[str, ...]) -> None:
+    """Fills the targets from the files of all ranks that saved. Not collective.
+
+    `optional`: prefixes of names that may be missing; such a target, or the missing part of it, is left unchanged.
+
+    Raises LookupError if the files do not have all of a target, OSError if one cannot be read.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            reader, planner = HuggingFaceStorageReader(str(folder)), _LoadPlanner(targets, optional)
+            dcp.load({}, storage_reader=reader, planner=planner, no_dist=True)
+        except dcp.api.CheckpointException as e:
+            raise next(iter(e.failures.values()))[0] from None
+
+
+class _Writer(HuggingFaceStorageWriter):
+    def __init__(self, folder: Path, rank: int) -> None:
+        super().__init__(str(folder), save_distributed=True)
+        self._rank = rank
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Puts the rank into the file's name; each rank plans by itself."""
+        return [dataclasses.replace(plan, storage_data={"shard_index": self._rank + 1}) for plan in plans]
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        super().__init__()
+        self._chunks = {c.name: c for c in chunks}
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan([_item(c) for c in self._chunks.values()])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return all_plans, Metadata(state_dict_metadata={})  # the files have it
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._chunks[index.fqn].values
+
+
+def _item(c: Chunk) -> WriteItem:
+    return WriteItem(
+        index=MetadataIndex(c.name, torch.Size([c.start])),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=_extent(c),
+            properties=TensorProperties.create_from_tensor(c.values),
+            size=c.values.shape,  # of this part: the whole is known when all files are read
+        ),
+    )
+
+
+def _extent(c: Chunk) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size([c.start]), sizes=c.values.shape)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self, targets: Sequence[Chunk], optional: tuple[str, ...]) -> None:
+        super().__init__()
+        self._targets = {c.name: c for c in targets}
+        self._optional = optional
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan([item for c in self._targets.values() for item in self._items(c)])
+
+    def _items(self, c: Chunk) -> list[ReadItem]:
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata.get(c.name)
+        if not isinstance(saved, TensorStorageMetadata):
+            if c.name.startswith(self._optional):
+                return []
+            raise LookupError(f"it has no {c.name}")
+        if saved.properties.dtype != c.values.dtype:
+            raise LookupError(f"its {c.name} is {saved.properties.dtype}, not {c.values.dtype}")
+        items = create_read_items_for_chunk_list(c.name, saved, [_extent(c)])
+        if sum(item.lengths.numel() for item in items) != c.values.numel() and not c.name.startswith(self._optional):
+            raise LookupError(f"it lacks a part of {c.name}[{c.start}:{c.stop}]")
+        return items
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._targets[index.fqn].values
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        raise TypeError("a checkpoint has only tensors")
+
 
 POLL_S = 0.02
 PART_S = 300.0  # for the other ranks to report their files, from when rank 0 has written its own
@@ -64,13 +162,11 @@ CLOSE_S = 1.0  # for a file to be finished when its rank closes
 
 
 class Checkpointer:
-    """One per rank. `store`: a separate connection to rank 0's store. `part_s`, `earlier_s`: see `PART_S`, `EARLIER_S`."""
+    """One per rank. `store`: a separate connection to rank 0's store."""
 
-    def __init__(
-        self, info: RankInfo, store: dist.Store, *, part_s: float = PART_S, earlier_s: float = EARLIER_S
-    ) -> None:
+    def __init__(self, info: RankInfo, store: dist.Store) -> None:
         self._info, self._store = info, store
-        self._part_s, self._earlier_s = part_s, earlier_s
+        self._part_s, self._earlier_s = PART_S, EARLIER_S
         self._backend: Backend | None = None
         self._layouts: Sequence[Layout] = ()  # by rank
         self._writing: threading.Thread | None = None
@@ -81,7 +177,7 @@ class Checkpointer:
     def register(self, backend: Backend) -> None:
         """Gather the layouts of a new backend, so that saving needs no communication; collective, once per backend."""
         if backend is not self._backend:
-            self._backend, self._layouts = backend, gather_json(layout_of(backend.param_shards()))
+            self._backend, self._layouts = backend, state.gather_json(state.layout_of(backend.param_shards()))
 
     def unregister(self) -> None:
         """Forget a backend that is released."""
@@ -89,29 +185,25 @@ class Checkpointer:
 
     # -- saving ---------------------------------------------------------------------------------------------------
 
-    def begin(self, root: str, step: int) -> Path:
-        """Create the folder for the files of all ranks, on rank 0; collective. If it fails, every rank raises
-        ArgumentError."""
+    def save(self, trainer: Trainer, root: str, *, kind: str, last: int) -> int:
+        """Take a snapshot and write it in a thread to a new folder below `root`; collective. Returns its bytes on this rank.
+        Call `wait_for_earlier` before. `last`: how many of the run are kept. Raises ArgumentError on every rank."""
         folder, failed = "", ""
         if self._info.rank == 0:
             try:
-                folder = str(begin(Path(root), step))
+                folder = str(checkpoint_format.begin(Path(root), trainer.progress.step))
             except OSError as e:
                 failed = str(e.strerror)
-        folder, failed = gather_json((folder, failed))[0]
+        folder, failed = state.gather_json((folder, failed))[0]
         if failed:
             reason = f"no checkpoint can be written to {root}: {failed}"
             raise ArgumentError("save", reason, "make room, or name another folder")
-        return Path(folder)
-
-    def save(self, trainer: Trainer, partial: Path, *, kind: str, last: int) -> int:
-        """Take a snapshot and write it in a thread; returns its bytes on this rank. Not collective. Call `wait` before,
-        since one is written at a time. `last`: how many of the run are kept."""
-        chunks, state = self._take(trainer, range(self._info.world_size))
+        partial = Path(folder)
+        chunks, part_state = self._take(trainer, range(self._info.world_size))
         begin_s, step = time.perf_counter(), trainer.progress.step
 
         def write() -> None:
-            part = _written(partial, self._info.rank, chunks, state)
+            part = _written(partial, self._info.rank, chunks, part_state)
             self._own_written = True
             with contextlib.suppress(RuntimeError):  # rank 0 and its store are gone: the checkpoint stays incomplete
                 self._store.set(_key(partial, self._info.rank), json.dumps(part))
@@ -127,9 +219,9 @@ class Checkpointer:
     def rescue(self, trainer: Trainer, partial: Path, writers: Collection[int]) -> dict[str, Any]:
         """Write this rank's share when other ranks are lost, to a folder of this host. Not collective. Returns its part for
         `checkpoint_format.finish`. Raises OSError, or LookupError if the writers do not hold all of the model."""
-        chunks, state = self._take(trainer, writers)
+        chunks, part_state = self._take(trainer, writers)
         partial.mkdir(parents=True, exist_ok=True, mode=0o700)  # the kernel's folder may be on another host
-        part = _written(partial, self._info.rank, chunks, state)
+        part = _written(partial, self._info.rank, chunks, part_state)
         if "error" in part:
             raise OSError(part["error"])
         return part
@@ -143,14 +235,11 @@ class Checkpointer:
         return self._writing is None
 
     def wait_for_earlier(self, check: Callable[[], None]) -> None:
-        """Waits for the checkpoint before, at most `earlier_s`, calling `check` meanwhile."""
+        """Waits for the checkpoint before; collective. Raises ArgumentError on every rank if it is late."""
         deadline_s = time.monotonic() + self._earlier_s
         while not self.wait(0.05) and time.monotonic() < deadline_s:
             check()
-
-    def require_written(self) -> None:
-        """Raises ArgumentError on every rank unless the checkpoint before is written on all; collective."""
-        by_rank = gather_json((self._writing is None, self._own_written))
+        by_rank = state.gather_json((self._writing is None, self._own_written))
         if not all(done for done, _ in by_rank):
             busy = [str(rank) for rank, (_, own) in enumerate(by_rank) if not own] or ["0"]
             ranks = f"rank{'s' * (len(busy) > 1)} {', '.join(busy)}"
@@ -171,56 +260,55 @@ class Checkpointer:
         if trainer.backend is not self._backend:
             raise LookupError("a switch was interrupted, and the state is in two layouts; nothing was saved")
         rank = self._info.rank
-        chunks = snapshot(trainer.backend, self._layouts, rank, writers) + self._random_states()
-        modules = {c.name: c.values for c in chunks if c.name.startswith(MODULE)}
+        chunks = state.snapshot(trainer.backend, self._layouts, rank, writers) + self._random_states()
+        modules = {c.name: c.values for c in chunks if c.name.startswith(state.MODULE)}
         digests = {name: hashlib.sha256(t.numpy().tobytes()).hexdigest() for name, t in modules.items()}
-        state = {
+        part_state = {
             "run": trainer.run,
             "spec": trainer.spec.to_dict(),
             "step": trainer.progress.step,
             "samples": trainer.progress.samples,
             "scaler": asdict(trainer.scaler),
-            "optimizer": slots_of(trainer.backend),
-            "parameters": shapes_of(trainer.backend),
+            "optimizer": state.slots_of(trainer.backend),
+            "parameters": state.shapes_of(trainer.backend),
             "modules": {name: (t.numel(), digests[name]) for name, t in modules.items()},
             "writers": sorted(writers),
             "torch": str(torch.__version__),
         }
-        return chunks, state
+        return chunks, part_state
 
     def _random_states(self) -> list[Chunk]:
         rank, device = self._info.rank, self._info.device
         states = {"cpu": torch.get_rng_state()}
         if device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(device)
-        return [Chunk(name=f"random.{rank}.{of}", start=0, values=state) for of, state in states.items()]
+        return [Chunk(name=f"random.{rank}.{of}", start=0, values=numbers) for of, numbers in states.items()]
 
     def _commit(self, partial: Path, kind: str, last: int) -> dict[str, Any]:
         """On rank 0: commit the checkpoint when all ranks have written their files, or discard it."""
-        parts, deadline_s = [], time.monotonic() + self._part_s  # what each rank reports of its file
+        parts: list[dict[str, Any]] = []  # what each rank reports of its file
+        deadline_s = time.monotonic() + self._part_s
         try:
-            for rank in range(self._info.world_size):
-                while not self._store.check([_key(partial, rank)]):
+            for key in (_key(partial, rank) for rank in range(self._info.world_size)):
+                while not self._store.check([key]):
                     if self._closed.wait(POLL_S):
                         raise RuntimeError("the ranks were closed before it was written")
                     if time.monotonic() > deadline_s:
-                        late = f"rank {rank} did not report its file within {self._part_s:g} s"
+                        late = f"rank {len(parts)} did not report its file within {self._part_s:g} s"
                         why = "after rank 0 had written its own, so the checkpoint was given up"
                         raise TimeoutError(f"{late} {why}")
-                parts.append(json.loads(self._store.get(_key(partial, rank))))
-                self._store.delete_key(_key(partial, rank))
-        except (TimeoutError, RuntimeError) as e:
-            discard(partial)
-            return {"path": None, "bytes": 0, "error": _message(e)}
-        error = "; ".join(f"rank {rank}: {part['error']}" for rank, part in enumerate(parts) if "error" in part)
-        try:
+                parts.append(json.loads(self._store.get(key)))
+                self._store.delete_key(key)
+            error = "; ".join(f"rank {rank}: {part['error']}" for rank, part in enumerate(parts) if "error" in part)
             if not error:
-                made = finish(partial, parts, kind=kind)
-                prune(partial.parent, made.run, last=last)
+                made = checkpoint_format.finish(partial, parts, kind=kind)
+                checkpoint_format.prune(partial.parent, made.run, last=last)
                 return {"path": str(made.path), "bytes": made.nbytes, "error": ""}
+        except (TimeoutError, RuntimeError) as e:
+            error = _message(e)
         except (OSError, ValueError) as e:
             error = f"rank 0: {_message(e)}"
-        discard(partial)
+        checkpoint_format.discard(partial)
         return {"path": None, "bytes": 0, "error": error}
 
     # -- loading --------------------------------------------------------------------------------------------------
@@ -228,22 +316,19 @@ class Checkpointer:
     def find(self, path: str, spec: Spec) -> Checkpoint:
         """Returns the checkpoint at `path`, for a training under `spec`; collective. Raises FieldError on every rank, even
         if only one cannot find it, for example in a folder of one machine."""
-        saved, error = None, None
-        try:
-            saved = find(path)
-            check_same(saved, spec)
-        except FieldError as e:
-            error = e
-        if first := next((e for e in gather_json(error and error.to_dict()) if e is not None), None):
-            raise FieldError.from_dict(first)
-        assert saved is not None
-        return saved
+
+        def look() -> Checkpoint:
+            saved = checkpoint_format.find(path)
+            checkpoint_format.check_same(saved, spec)
+            return saved
+
+        return state.together(look)
 
     def load(self, saved: Checkpoint, backend: Backend) -> tuple[TrainingProgress, Scaler, list[str]]:
         """Fill a new backend. Not collective. Returns notes, too, on what could not be restored. Raises ArgumentError if
         it is of another model; LookupError or OSError if its files cannot be read."""
         m, rank = saved.manifest, self._info.rank
-        shapes = shapes_of(backend)
+        shapes = state.shapes_of(backend)
         if shapes != m["parameters"]:
             other = min(n for n in {*shapes, *m["parameters"]} if shapes.get(n) != m["parameters"].get(n))
             reason = f"{saved.path.name} is of another model: {other} differs"
@@ -251,12 +336,12 @@ class Checkpointer:
         writers, kept = m["writers"], m["optimizer"]
         buffers_of = writers[rank % len(writers)]
         modules = {name: n for name, (n, _) in m["modules"][rank % len(writers)].items()}
-        wanted = targets(backend, kept["slots"], kept["scalars"], buffers_of, modules)
+        wanted = state.targets(backend, kept["slots"], kept["scalars"], buffers_of, modules)
         same_rank = saved.spec.world_size == self._info.world_size and rank in writers
         random = self._random_states() if same_rank else []
         with torch.no_grad():
             read_shards(saved.path, [*wanted, *random], optional=("optimizer.", "random."))
-            set_modules(backend, wanted)
+            state.set_modules(backend, wanted)
         for chunk in random:
             if chunk.name.endswith(".cuda"):
                 torch.cuda.set_rng_state(chunk.values, self._info.device)
@@ -269,11 +354,11 @@ class Checkpointer:
         return progress, Scaler(**m["scaler"]), [] if same_rank else lost
 
 
-def _written(partial: Path, rank: int, chunks: Sequence[Chunk], state: Mapping[str, Any]) -> dict[str, Any]:
+def _written(partial: Path, rank: int, chunks: Sequence[Chunk], part_state: Mapping[str, Any]) -> dict[str, Any]:
     """Writes this rank's file. Returns its part for `finish`, or {"error"}."""
     try:
         file, nbytes = write_shard(partial, rank, chunks)
-        return {"file": file, "bytes": nbytes, "state": state}
+        return {"file": file, "bytes": nbytes, "state": part_state}
     except Exception as e:
         return {"error": _message(e)}
 
@@ -326,7 +411,7 @@ def spread(folder: Path, manifest: Mapping[str, Any], rank: int) -> int:
         if not folder.exists():
             folder.with_name(folder.name + PARTIAL).rename(folder)
     own = {file.name: file.stat().st_size for file in folder.glob("*")} if folder.is_dir() else {}
-    everyone: list[dict[str, Any]] = gather_json({"host": host_id(), "files": own})
+    everyone: list[dict[str, Any]] = state.gather_json({"host": host_id(), "files": own})
     first: dict[str, int] = {}  # the rank of each host that writes there
     for r, one in enumerate(everyone):
         first.setdefault(one["host"], r)
@@ -356,39 +441,40 @@ def spread(folder: Path, manifest: Mapping[str, Any], rank: int) -> int:
 
 def _agree(error: str) -> None:
     """Raises ArgumentError on every rank for an error of any; collective."""
-    if failed := next((f"rank {r}: {e}" for r, e in enumerate(gather_json(error)) if e), ""):
+    if failed := next((f"rank {r}: {e}" for r, e in enumerate(state.gather_json(error)) if e), ""):
         raise ArgumentError("checkpoint", f"its files could not be sent to all hosts ({failed})", "make room there")
 
 
 def _send(path: Path, nbytes: int, owner: int, rank: int, *, writes: bool) -> str:
-    """Sends one file, from its owner to all ranks, of which some write it beside its place; collective, also after an error,
-    which is returned."""
-    error = ""
+    """Sends one file, of which some ranks write a copy beside its place; collective. Returns the error, or ""."""
+    errors: list[str] = []
     file: Any = None
-    with contextlib.ExitStack() as stack:
+
+    @contextlib.contextmanager
+    def noting() -> Iterator[None]:
         try:
+            yield
+        except OSError as e:
+            errors.append(f"{path}: {e.strerror or e}")
+
+    with contextlib.ExitStack() as stack:
+        with noting():
             if writes:
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 file = stack.enter_context(path.with_name(path.name + RECEIVED).open("wb"))
             elif rank == owner:
                 file = stack.enter_context(path.open("rb"))
-        except OSError as e:
-            error = f"{path}: {e.strerror or e}"
         for at in range(0, nbytes, PIECE_BYTES):
             piece = torch.zeros(min(PIECE_BYTES, nbytes - at), dtype=torch.uint8)
-            try:
-                if rank == owner and not error:
+            with noting():
+                if rank == owner and not errors:
                     data = file.read(piece.numel())
                     if len(data) == piece.numel():
                         piece = torch.frombuffer(bytearray(data), dtype=torch.uint8)
                     else:
-                        error = f"{path} is shorter than it was"
-            except OSError as e:
-                error = f"{path}: {e.strerror or e}"
+                        errors.append(f"{path} is shorter than it was")
             dist.broadcast(piece, src=owner)
-            try:
-                if writes and not error:
+            with noting():
+                if writes and not errors:
                     file.write(piece.numpy().tobytes())
-            except OSError as e:
-                error = f"{path}: {e.strerror or e}"
-    return error
+    return errors[0] if errors else ""

@@ -1,9 +1,7 @@
 """One process of a crowd: what a rank would find if others shared its host's cores (`measure_crowd`); `main` is the process.
 
-A CPU is shared by its ranks, so one rank alone says little of four. As many processes as there would be ranks measure the
-speed of computing, each with its share of the threads, all at the same time; and steps, which each makes by itself, without
-communication. Then they time collectives among them, over shared memory and over Gloo. No step of several ranks is measured:
-those are predicted (`fsdp_lab.planner.calibration`)."""
+As many processes as there would be ranks measure the speed of computing, each with its share of the threads, all at the same
+time; and steps, which each makes by itself. Then they time collectives among them, over shared memory and over Gloo."""
 
 from __future__ import annotations
 

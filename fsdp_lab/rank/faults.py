@@ -1,8 +1,6 @@
-"""`FaultInjector`: injects faults (`fsdp_lab.spec.faults`) into this rank.
-
-A fault uses hooks that exist for one step only: on a leaf module in the middle of the model (so that the backends' own
-hooks have run), on the gradient of its output, or on the optimizer. Without armed faults a step has no overhead. Faults
-of the link belong to the wire (`WireContext.cut_link`, `WireContext.link`)."""
+"""`FaultInjector`: injects faults (`fsdp_lab.spec.faults`) into this rank, by hooks that exist for one step only: on a leaf
+module in the middle of the model (so that the backends' own hooks have run), on the gradient of its output, or on the
+optimizer. Faults of the link belong to the wire (`WireContext.cut_link`, `WireContext.link`)."""
 
 from __future__ import annotations
 
@@ -141,8 +139,7 @@ def slower(fault: Fault, now: Link | None, real_bytes_per_s: Callable[[], float]
 
 
 def _candidates(model: nn.Module) -> list[nn.Module]:
-    """The second half of the leaf modules, without compiled ones, where later hooks are not called. Several, since a
-    model need not call each of its modules."""
+    """Of the second half of the leaf modules those that are not compiled, where later hooks are not called."""
     compiled = {id(inner) for m in model.modules() if m._compiled_call_impl is not None for inner in m.modules()}
     leaves = [m for m in model.modules() if id(m) not in compiled and not any(m.children())]
     return leaves[len(leaves) // 2 :]

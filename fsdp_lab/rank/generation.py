@@ -1,14 +1,12 @@
 """`completions`: the training's language model continues texts, on all ranks together, between two steps.
 
 Prompt i is that of rank i modulo the world size. All ranks compute equally many forwards, since each gathers parameters of
-all: a rank whose text is at its end, or that has no prompt, goes on until all are at their ends, and drops those tokens. So
-prompts may have any lengths. No rank holds more parameters at once than in the forward of a step.
+all: a rank whose text is at its end goes on until all are, and drops those tokens. No rank holds more parameters at
+once than in the forward of a step.
 
-Note: why not `generate` of transformers. It calls parts of a model by themselves (an encoder), and the model inside of its
-wrapper. Under FSDP the forward of the root module alone gathers what it needs. The loop here calls that alone, with the
-keys and values of earlier tokens in transformers' cache, or with all tokens again where a model has no such cache;
-sampling uses transformers' classes.
-`tests/rank/test_generation.py` compares its tokens with those of `generate`."""
+Note: why not `generate` of transformers. It calls parts of a model by themselves, and the model inside of its wrapper. Under
+FSDP the forward of the root module alone gathers what it needs, so the loop here calls that alone, with transformers'
+cache of keys and values where the model has one, and transformers' classes for sampling."""
 
 from __future__ import annotations
 

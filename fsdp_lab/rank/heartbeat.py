@@ -1,9 +1,9 @@
 """`HeartbeatThread`: reports where a rank is while its main thread may be blocked. `HangWatchdog`: finds hangs from these
 reports without a kernel.
 
-The thread is not the abort monitor's (abort.py), which asks rank 0's store and may wait for it. It reads
-only what the wire context has anyway, and does nothing in the path of a step. It needs the interpreter: a rank whose
-process is stopped, or whose native code holds the GIL, sends nothing, which is how that is detected."""
+The thread reads only what the wire context has anyway; it is not the abort monitor's, which may wait for rank 0's store. It
+needs the interpreter: a rank whose process is stopped, or whose native code holds the GIL, sends nothing, which is how that
+is detected."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 from torch import distributed as dist
 
-from fsdp_lab.base.hang import IDLE_S, WORKING_S, Heartbeat, Issued, LongWork, LoopPlace, diagnose
+from fsdp_lab.base.hang import IDLE_S, WORKING_S, Heartbeat, Issued, LongWork, diagnose
 from fsdp_lab.rank.abort import BoundedStore
 from fsdp_lab.wire import Collective, WireContext
 
@@ -35,27 +34,9 @@ _HOSTS = frozenset({"ipykernel", "ipyparallel", "IPython", "asyncio", "tornado",
 _BETWEEN = ("torch/nn/modules/module.py",)  # the same three frames between any two modules
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankActivity:
-    """Whether a session is in a call that all ranks make, and in which step."""
-
-    working: bool
-    step: int | None
-    work: str = ""  # see `Heartbeat`
-    since_work_s: float | None = None
-    hang_s: float | None = None
-    user_call: str = ""
-    user_call_s: float = 0.0
-    loop: str = LoopPlace.NONE
-    loop_steps: int = 0
-
-
 class LongWorkLog:
-    """Whether a rank is at long work (`fsdp_lab.base.hang.LongWork`), and since when not. Thread-safe.
-
-    Attributes:
-        changed: set when work begins or ends, so that a heartbeat says it at once: of a rank at long work, others accept
-            that it is silent."""
+    """Whether a rank is at long work (`LongWork`), and since when not. Thread-safe. `changed` is set when work begins or
+    ends, so that a heartbeat says it at once: of a rank at long work, others accept that it is silent."""
 
     def __init__(self) -> None:
         self.changed = threading.Event()
@@ -121,18 +102,17 @@ class LongWorkLog:
 
 
 class HeartbeatThread:
-    """Calls `activity`, and `send` with a heartbeat as a dict, in a thread until `close`; at once when `changed` is set.
-    What `send` raises is ignored."""
+    """Calls `send` with a heartbeat as a dict, in a thread until `close`; at once when `changed` is set. What `send` raises
+    is ignored. `activity`: returns what the session knows of the heartbeat."""
 
     def __init__(
         self,
         context: WireContext,
-        rank: int,
-        activity: Callable[[], RankActivity],
+        activity: Callable[[], Heartbeat],
         send: Callable[[dict[str, Any]], None],
         changed: threading.Event,
     ) -> None:
-        self._context, self._rank, self._activity, self._send = context, rank, activity, send
+        self._context, self._activity, self._send = context, activity, send
         self._changed, self._closed = changed, threading.Event()
         self._thread = threading.Thread(target=self._run, name="fsdp-lab-heartbeat", daemon=True)
         self._thread.start()
@@ -163,13 +143,12 @@ class HeartbeatThread:
             with contextlib.suppress(Exception):  # no caller to raise to, and the next one may arrive
                 self._send(heartbeat.to_dict())
 
-    def _read(self, number: int, activity: RankActivity, *, progress: bool, still: bool) -> Heartbeat:
+    def _read(self, number: int, activity: Heartbeat, *, progress: bool, still: bool) -> Heartbeat:
         last = self._context.last
         pending = None if progress else self._context.pending()  # not asked for while there is progress
-        return Heartbeat(
-            rank=self._rank,
+        return dataclasses.replace(
+            activity,
             number=number,
-            **vars(activity),
             last=_issued(last) if last else None,
             pending=_issued(pending) if pending else None,
             pending_s=time.perf_counter() - pending.issue_s if pending else 0.0,
@@ -188,9 +167,8 @@ class HangWatchdog:
     """Finds hangs from the ranks themselves, where no kernel receives their heartbeats: under torchrun.
 
     Each rank writes its heartbeats to rank 0's store. A rank that has waited for longer than `limit_s` reads all of them,
-    names the missing rank, and aborts the step on all ranks with that diagnosis, by calling `abort`. If the store does
-    not answer, since rank 0 is stopped or the connection is cut, the rank aborts with what it is waiting for. `store` is
-    a separate connection."""
+    and aborts the step on all ranks with the name of the missing one, by calling `abort`; if the store does not answer, with
+    what it is waiting for. `store` is a separate connection."""
 
     def __init__(self, store: dist.Store, world_size: int, limit_s: float, abort: Callable[[str], None]) -> None:
         self._store, self._world_size = BoundedStore(store, _ANSWER_S), world_size
@@ -229,8 +207,7 @@ class HangWatchdog:
 
 
 def main_stack() -> str:
-    """The stack of the main thread as Python prints it, newest call last; also of native threads that currently run
-    Python, such as autograd's for a GPU."""
+    """The stacks of the main thread, newest call last, and of native threads that now run Python, as autograd's."""
     frames = sys._current_frames()
     python_threads = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)}
     main = threading.main_thread().ident

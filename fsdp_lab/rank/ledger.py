@@ -1,24 +1,23 @@
 """`Ledger`: the memory of one step: every block of device memory, its lifetime, and what it was used for.
 
-torch's profiler reports each allocation and each free, on a CPU as on a GPU; nothing is sampled. The role of a block is
-found by its address while it is alive: the backend lists its storages (`Backend.persistent_tensors`,
-`Backend.transient_tensors`), the wire those that collectives move, and a hook on each parameter its gradient. This
-happens at marks: at every begin and end of a unit, at every collective and at every gradient. A block that nothing
-lists is classified by where it was allocated: in communication, in a forward or a backward, in the optimizer; only the
-rest is "other". On a GPU that is also what the allocator holds at a mark beyond all known blocks, such as what threads
-allocate that the profiler does not see. So the classes add up to the allocated memory at every mark.
+torch's profiler reports each allocation and each free, on a CPU as on a GPU. The role of a block is found by its address
+while it is alive: the backend lists its storages (`Backend.persistent_tensors`, `Backend.transient_tensors`), the wire those
+that collectives move, and a hook on each parameter its gradient. This happens at marks: at every begin and end of a unit, at
+every collective and at every gradient. A block that nothing lists is classified by where it was allocated; only the rest is
+"other", on a GPU also what the allocator holds at a mark beyond all known blocks, such as what threads allocate that the
+profiler does not see. So the classes add up to the allocated memory at every mark.
 
-Note: frees that are not reported. The profiler sees the threads of the step, but a thread of Gloo's may release a
-tensor last; and on a CPU it does not see frees of blocks that existed before. So weak references follow the storages
-that the wire moves, and those of the backend at the begin of the step; their end is assigned to the next mark.
+Note: frees that are not reported. A thread of Gloo's may release a tensor last; and on a CPU the profiler does not see frees
+of blocks that existed before. So weak references follow the storages that the wire moves, and those of the backend at the
+begin of the step; their end is assigned to the next mark.
 
 Note: what is counted. On a GPU, the blocks of the caching allocator, with its sizes. On a CPU, torch's allocator, and
-tensors in the pool that ranks share (wire/arena.py reports them): what the step allocates, what the backend holds, and
-what the step frees of what existed before. Other tensors, such as a dataset's, are not counted.
+tensors in the pool that ranks share (wire/arena.py reports them): what the step allocates, what the backend holds,
+and what the step frees of what existed before. Other tensors, such as a dataset's, are not counted.
 
 Note: exposed communication on a GPU. Over NCCL streams wait, not threads, and torch's wrappers order their streams
-themselves, so the wire's clocks do not see it. The profiler does: exposed communication is the duration of all kernels
-minus that of the computing ones, as in Holistic Trace Analysis. Copies are neither."""
+themselves, so the wire's clocks do not see it. The profiler does: it is the duration of all kernels minus that of the
+computing ones, as in Holistic Trace Analysis. Copies are neither."""
 
 from __future__ import annotations
 

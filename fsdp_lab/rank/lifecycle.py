@@ -1,19 +1,18 @@
-"""`Lifecycle`: builds, switches, rebuilds, suspends, resumes, restores and drops the training of a rank.
+"""`Lifecycle`: builds, switches, rebuilds, suspends, resumes, restores and drops the training of a rank. Every method is
+called inside `AbortProtocol.collective_call`, and most are collective.
 
-At most one backend is live. A switch of strategy builds a new backend without storage and moves the state into it, unit
-by unit, so that two models need not fit (backends/transfer.py). Every method is called inside
-`AbortProtocol.collective_call`, and most are collective.
-
-Note: a switch that fails. Until every rank has all of the new backend, the training is the old one: nothing of its state
-is freed that is not on all ranks in the new one. After an abort the ranks compare how far each has come (`_settle`) and
-rebuild the old Spec from where its state is. If some rank had finished, all had received everything, and the others
-finish too. Meanwhile no checkpoint can be taken, since no layout has all of the state."""
+Note: a switch that fails. At most one backend is live: a switch of strategy builds a new one without storage and moves the
+state into it, unit by unit (backends/transfer.py). Until every rank has all of it, the training is the old one: nothing of
+its state is freed that is not on all ranks in the new one. After an abort the ranks compare how far each has come
+(`_settle`) and rebuild the old Spec from where its state is. If some rank had finished, all had received everything,
+and the others finish too. Meanwhile no checkpoint can be taken, since no layout has all of the state."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fsdp_lab.backends import Backend, build, fill
@@ -30,7 +29,7 @@ from fsdp_lab.rank.checkpointing import Checkpointer
 from fsdp_lab.rank.heartbeat import LongWorkLog
 from fsdp_lab.rank.ledger import LedgerResult
 from fsdp_lab.rank.measure import HostPeak, device_name, held_bytes, precision_notes
-from fsdp_lab.rank.prepare import EmulatedLink, LinkEmulation, Preparation, PreparedTraining, Require
+from fsdp_lab.rank.prepare import LinkEmulation, Preparation, PreparedTraining, Require
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset, compare_clocks
 from fsdp_lab.rank.trainer import StepCost, Trainer, TrainingProgress
@@ -38,6 +37,7 @@ from fsdp_lab.spec.spec import Spec, fields_with
 from fsdp_lab.spec.workload import LINEAGE
 from fsdp_lab.wire import WireContext
 
+Replacement = tuple[Callable[[], Trainer], StateTransfer]  # makes the trainer that takes the live one's place
 _NO_REBUILD = set(fields_with("live"))  # what the live backend can take over
 
 
@@ -52,17 +52,6 @@ class SuspendedTraining:
     scaler: Scaler
     ledger: LedgerResult | None  # of its ledger step, which need not be repeated
     state: SuspendedState
-
-
-@dataclass(frozen=True, kw_only=True)
-class Replacement:
-    """A backend that takes the place of the live one, and the training that continues in it."""
-
-    run: str
-    prepared: PreparedTraining
-    progress: TrainingProgress
-    scaler: Scaler
-    transfer: StateTransfer
 
 
 class Lifecycle:
@@ -81,7 +70,7 @@ class Lifecycle:
         self._work, self._notes = work, notes
         self.trainer: Trainer | None = None
         self.preparation = Preparation(info, work, context.check)
-        self.emulation, self.emulated = LinkEmulation(info), EmulatedLink()
+        self.emulation = LinkEmulation(info)
         self.suspended: dict[str, SuspendedTraining] = {}  # by run
         self._clock = ClockOffset()
         self._source: StateSource | None = None  # None: the trainer's backend has the state
@@ -89,10 +78,9 @@ class Lifecycle:
         self._replaced = 0  # how many are complete
 
     def notes_of(self, spec: Spec) -> tuple[str, ...]:
-        """On how representative timings are, because of this rank's device, its precision and its emulated link, and on the
-        tokens."""
+        """Notes on how representative timings are here and under this Spec, and on its tokens."""
         precision = precision_notes(device_name(self._info.device), spec.strategy.dtypes.param)
-        return (*self._notes, *precision, *self.emulated.notes, *notes_on(spec.workload))
+        return (*self._notes, *precision, *self.emulation.notes, *notes_on(spec.workload))
 
     def require(self) -> Trainer:
         if self.trainer is None:
@@ -127,8 +115,7 @@ class Lifecycle:
         return continues
 
     def _start(self, run: str, p: PreparedTraining) -> None:
-        """Train from initial values. The old model is dropped first, so that two need not fit. An abort ends the drawing
-        or reading of values between two pieces."""
+        """Train from initial values. The old model is dropped first. An abort ends this between two pieces of them."""
         host = HostPeak(self._context.check)
         work = LongWork.DRAW if p.weights is None else LongWork.LOAD
         with self._work.during(work):
@@ -144,7 +131,7 @@ class Lifecycle:
 
     def rebuild(self) -> None:
         """Rebuild the live training on new process groups, after an abort."""
-        self.emulation = LinkEmulation(self._info)  # some ranks may have measured the link before, and others not
+        self.emulation.forget()
         self._settle()
         if (old := self.trainer) is not None:
             self._replace_backend(old.run, old, _prepared(old.spec, old.batches, old.cost))
@@ -157,19 +144,18 @@ class Lifecycle:
         for backend in source.backends:
             backend.retire(self._context.busy_addresses())
         self._return_memory()
-        scaler = _scaler_for(p.spec, old.scaler)
         transfer = StateTransfer(source, self._build(p))
-        self._replacement = Replacement(run=run, prepared=p, progress=old.progress, scaler=scaler, transfer=transfer)
+        scaler = _scaler_for(p.spec, old.scaler)
+        make = partial(self._trainer, run, p, transfer.new, progress=old.progress, scaler=scaler)
+        self._replacement = make, transfer
         transfer.run(self._context.busy_addresses, self._context.complete)
         self._checkpointer.register(transfer.new)
-        self._finish_replacement(self._replacement, source)
+        self._finish_replacement(*self._replacement, source)
 
-    def _finish_replacement(self, done: Replacement, source: StateSource) -> None:
-        """When every rank has received everything."""
-        drop_slots(done.transfer.new)
-        # Not by `_train_with`, which is collective: after an abort some ranks alone may come here.
-        state = {"progress": done.progress, "scaler": done.scaler}
-        self.trainer = self._trainer(done.run, done.prepared, done.transfer.new, **state)
+    def _finish_replacement(self, make: Callable[[], Trainer], transfer: StateTransfer, source: StateSource) -> None:
+        """When every rank has received everything. Not collective: after an abort some ranks alone may come here."""
+        drop_slots(transfer.new)
+        self.trainer = make()
         self._source = self._replacement = None
         self._replaced += 1
         for backend in source.backends:
@@ -179,16 +165,17 @@ class Lifecycle:
     def _settle(self) -> None:
         """After an abort: agree with the other ranks on where the state is."""
         mine, source = self._replacement, self._source
-        come = gather_json((self._replaced, mine.transfer.completed if mine is not None else 0))
+        come = gather_json((self._replaced, mine[1].completed if mine is not None else 0))
         if mine is None or source is None:
             return
+        make, transfer = mine
         if max(replaced for replaced, _ in come) > self._replaced:
-            self._finish_replacement(mine, source)
+            self._finish_replacement(make, transfer, source)
         else:
-            self._source = mine.transfer.settle(min(completed for _, completed in come))
+            self._source = transfer.settle(min(completed for _, completed in come))
             self._replacement = None
             self._source.free_rest(self._context.busy_addresses())
-            for backend in (*source.backends, mine.transfer.new):
+            for backend in (*source.backends, transfer.new):
                 if backend not in self._source.backends:
                     backend.release(self._context.busy_addresses())
 
@@ -221,7 +208,7 @@ class Lifecycle:
         )
 
     def _emulate(self, p: PreparedTraining) -> None:
-        self.emulated = self.emulation.of(p.spec, p.cost.peak_flops_per_s, self._groups.world)
+        self.emulation.emulate(p.spec, p.cost.peak_flops_per_s, self._groups.world)
 
     # -- from host memory and from a checkpoint -------------------------------------------------------------------
 
@@ -280,7 +267,7 @@ class Lifecycle:
     def _release_backends(self) -> None:
         """A method of its own, after which nothing holds them."""
         backends = [self.trainer.backend] if self.trainer is not None else []
-        backends += [self._replacement.transfer.new] if self._replacement is not None else []
+        backends += [self._replacement[1].new] if self._replacement is not None else []
         for backend in dict.fromkeys([*backends, *(self._source.backends if self._source is not None else ())]):
             backend.release(self._context.busy_addresses())
         self.trainer = self._source = self._replacement = None

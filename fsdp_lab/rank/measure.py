@@ -1,15 +1,14 @@
-"""`StepMeter`: time, memory, traffic and spans of a step, for the trainer and for the metering benchmark. Below it, the
-software, device and memory of this process.
+"""`StepMeter`: time, memory, traffic and spans of a step, for the trainer, a watched loop and the metering benchmark. Below
+it, the software, device and memory of this process.
 
 Note: when a GPU is read. Nothing here waits for the device in a step. The trainer does so once, at the vote (trainer.py),
 and says it (`synchronised`): all marks on the device's stream up to there can be read then, and a mark made there is known
 on both clocks. So the marks of a step, whose update comes after its vote, are read at the next step's vote, or when
-`pause` waits, at the end of a chunk of steps. A step's time is that of the device, from its first mark to its last
-one. Bytes are known to the host when the step is issued, and are read then.
+`pause` waits, at the end of a chunk of steps. Bytes are known to the host when the step is issued, and are read then.
 
 Note: memory. Sizes do not change between two switches, so most of them are found once and repeated: bytes of shards,
 gradients and optimizer state when they first exist, and the peak and its composition in a ledger step (ledger.py). An
-ordinary step adds what the allocator, the driver and the system report, in some microseconds."""
+ordinary step adds what the allocator, the driver and the system report."""
 
 from __future__ import annotations
 
@@ -21,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,34 +27,18 @@ import psutil
 import torch
 
 from fsdp_lab.backends.base import Measured
-from fsdp_lab.base.events import Memory, MemorySample, RoleBytes, Span, Traffic
+from fsdp_lab.base.events import Memory, MemorySample, RoleBytes, StepEvent, Traffic
 from fsdp_lab.base.hardware import gpu_of_device
 from fsdp_lab.base.streams import Streams, streams_of
+from fsdp_lab.models import BestPeak
 from fsdp_lab.rank.ledger import Ledger, LedgerResult
 from fsdp_lab.rank.rendezvous import RankInfo
-from fsdp_lab.rank.tracing import StepTrace
+from fsdp_lab.rank.tracing import ClockOffset, StepTrace
 from fsdp_lab.wire import Collective, WireContext, across, exposed, traffic
 
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _MOST_REASONS = 8  # of one step; torch itself gives up after as many compilations of a function
 _LONGEST_REASON = 200  # characters
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepMetrics:
-    """Measurements of one step, by the fields of its `StepEvent`."""
-
-    begin_s: float  # the origin of spans, on this rank's clock
-    end_unix_s: float
-    step_time_s: float
-    memory: Memory
-    memory_curve: tuple[MemorySample, ...]
-    comm: Mapping[str, Traffic]
-    spans: tuple[Span, ...]
-    host: str
-    across_bytes: int
-    across_s: float
-    recompiled: tuple[str, ...]
 
 
 class DeviceClock:
@@ -80,8 +62,7 @@ class DeviceClock:
 
 
 class Recompilations:
-    """What torch.compile compiled again in the context of `during`, and why; `take` forgets it. It does nothing where nobody
-    has imported the compiler."""
+    """What torch.compile compiled again in the context of `during`, and why; `take` forgets it."""
 
     def __init__(self) -> None:
         self._ids: list[str] = []
@@ -122,27 +103,12 @@ def _guard(reason: str) -> str:
     return re.sub(r"^\d+/\d+: ", "", " ".join(line.split()))[:_LONGEST_REASON]
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnreadStep:
-    """A step that has ended on the host. `begin` and `end` are marks of the device's clock, None on a CPU."""
-
-    begin_s: float
-    end_s: float
-    end_unix_s: float
-    begin: Any
-    end: Any
-    anchor: tuple[Any, float] | None  # a mark that the device had reached at a known time
-    collectives: Sequence[Collective]
-    copies: Sequence[tuple[str, float, float]]
-    trace: StepTrace | None
-    memory: Memory
-    memory_curve: tuple[MemorySample, ...]
-    recompiled: tuple[str, ...]
+Unread = Callable[[], dict[str, Any]]  # returns the measurements of a step, by the fields of its `StepEvent`
 
 
 class StepMeter:
     """Meters the steps of one model: `step` is the context of a step, and `part`, `before_update` and `after_update` are
-    called inside; then `end`, and `read` when the device has ended the step too. `ledger` is the result of the last ledger
+    called inside; then `end`, whose result is called when the device has ended the step. `ledger`: that of the last ledger
     step."""
 
     def __init__(
@@ -245,47 +211,54 @@ class StepMeter:
         """Call it when there will be more state than `after_update` found."""
         self._optimizer = 0
 
-    def end(self) -> UnreadStep:
-        """Call it after the context of a step; does not wait for the device."""
+    def end(self) -> Unread:
+        """Call it after the context of a step; does not wait for the device. What it returns is called after `synchronised`
+        or `pause`; `begin_s` is on this rank's clock. Where the device has not ended the step, its time is the host's, and
+        it has no spans."""
         if self._clock is None:
             self._context.read_timing()
-        return UnreadStep(
-            begin_s=self._start_s,
-            end_s=time.perf_counter(),
-            end_unix_s=time.time(),
-            begin=self._start,
-            end=None if self._clock is None else self._clock.mark(),
-            anchor=self._anchor,
-            collectives=self._context.meter.take(),
-            copies=self._context.meter.take_copies(),
-            trace=self._trace,
-            memory=self._memory(),
-            memory_curve=self._curve,
-            recompiled=self._recompiled.take(),
-        )
+        start_s, end_s, begin, anchor = self._start_s, time.perf_counter(), self._start, self._anchor
+        end = None if self._clock is None else self._clock.mark()
+        collectives, copies = self._context.meter.take(), self._context.meter.take_copies()
+        measured: dict[str, Any] = {"end_unix_s": time.time(), "memory": self._memory(), "memory_curve": self._curve}
+        measured |= {"recompiled": self._recompiled.take()}
+        trace_of_step = self._trace
 
-    def read(self, step: UnreadStep) -> StepMetrics:
-        """The measurements of a step, after `synchronised` or `pause`. Where the device has not ended it, its time is the
-        host's, and it has no spans."""
-        begin_s, seconds, trace = step.begin_s, step.end_s - step.begin_s, step.trace
-        if self._clock is not None:
-            if step.anchor is not None and self._clock.has_reached(step.end):
-                begin_s = step.anchor[1] - self._clock.seconds(step.begin, step.anchor[0])
-                seconds = self._clock.seconds(step.begin, step.end)
-            else:
-                trace = None
-        elif trace is not None:
-            begin_s = trace.begin_s
-        across_bytes, across_s = across(step.collectives, self._context.share_across)
-        return StepMetrics(
-            **{name: getattr(step, name) for name in ("end_unix_s", "memory", "memory_curve", "recompiled")},
-            begin_s=begin_s,
-            step_time_s=seconds,
-            comm=self._traffic(step.collectives),
-            spans=trace.spans(step.collectives, step.copies, begin_s) if trace else (),
-            host=self._context.host,
-            across_bytes=across_bytes,
-            across_s=across_s,
+        def read() -> dict[str, Any]:
+            begin_s, seconds, trace = start_s, end_s - start_s, trace_of_step
+            if self._clock is not None:
+                if anchor is not None and self._clock.has_reached(end):
+                    begin_s = anchor[1] - self._clock.seconds(begin, anchor[0])  # which was reached at a known time
+                    seconds = self._clock.seconds(begin, end)
+                else:
+                    trace = None
+            elif trace is not None:
+                begin_s = trace.begin_s
+            across_bytes, across_s = across(collectives, self._context.share_across)
+            return measured | {
+                "begin_s": begin_s,
+                "step_time_s": seconds,
+                "comm": self._traffic(collectives),
+                "spans": trace.spans(collectives, copies, begin_s) if trace else (),
+                "host": self._context.host,
+                "across_bytes": across_bytes,
+                "across_s": across_s,
+            }
+
+        return read
+
+    def event(self, unread: Unread, clock: ClockOffset, peak: BestPeak | None, fields: Mapping[str, Any]) -> StepEvent:
+        """The event of a step: its measurements, and what else is known of it, which takes precedence."""
+        known = {**unread(), **fields}
+        executed = known["flops"] + known["recompute_flops"]
+        best = None if peak is None else peak.reach(executed / known["step_time_s"])
+        return StepEvent(
+            rank=self._info.rank,
+            world_size=self._info.world_size,
+            peak_flops_per_s=None if best is None else best.flops_per_s,
+            peak_source="" if best is None else best.source,
+            clock_error_s=clock.error_s,
+            **{**known, "begin_s": known["begin_s"] + clock.offset_s},
         )
 
     def _traffic(self, collectives: Sequence[Collective]) -> dict[str, Traffic]:

@@ -9,9 +9,10 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -237,27 +238,29 @@ LONGEST_S = 0.3  # of a collective: on a slow network no larger one is measured,
 _INSTEAD = "100 Gb/s of h100"  # proposed instead of a link that is too fast
 
 
-@dataclass(frozen=True, kw_only=True)
-class EmulatedLink:
-    """The link of collectives in training steps, which is the real one if `link` is None."""
-
-    link: Link | None = None
-    notes: tuple[str, ...] = ()  # on the effect on timings
-
-
 class LinkEmulation:
-    """Scales links, and caches the speed of the real wire, which is measured once between the same ranks."""
+    """Scales links, and caches the speed of the real wire, which is measured once between the same ranks.
+
+    Attributes:
+        link: of collectives in training steps; None: the real one. notes: on its effect on timings."""
 
     def __init__(self, info: RankInfo) -> None:
         self._info = info
+        self.link: Link | None = None
+        self.notes: tuple[str, ...] = ()
         self._bytes_per_s: dict[frozenset[int], float] = {}
 
-    def of(self, spec: Spec, peak_flops_per_s: float | None, world: Wire) -> EmulatedLink:
-        """The emulated link of a Spec; collective. Raises SpecError on every rank for a link that is faster than the wire,
-        or cannot be scaled here, and over NCCL. `peak_flops_per_s`: of this rank in the Spec's compute dtype, None if
-        unknown."""
+    def forget(self) -> None:
+        """Measure anew: after an abort some ranks may have measured the link, and others not."""
+        self._bytes_per_s.clear()
+
+    def emulate(self, spec: Spec, peak_flops_per_s: float | None, world: Wire) -> None:
+        """Make the link of a Spec that of training steps; collective. Raises SpecError on every rank for a link that
+        is faster than the wire, or cannot be scaled here, and over NCCL. `peak_flops_per_s`: of this rank in the
+        Spec's compute dtype, None if unknown."""
         if spec.link is None:
-            return EmulatedLink()
+            self.link, self.notes = None, ()
+            return
         if world.context.nccl is not None:
             streams = "these collectives go over NCCL, on the GPUs' own streams"
             effect = "a link that the host emulates would hold the host up, and what overlaps without it would not"
@@ -275,9 +278,9 @@ class LinkEmulation:
         bytes_per_s = wanted.bytes_per_s * scale
         if bytes_per_s > wire:
             raise _too_fast(wanted, bytes_per_s, wire)
-        link = Link(bytes_per_s=bytes_per_s, latency_s=wanted.latency_s)
+        self.link = Link(bytes_per_s=bytes_per_s, latency_s=wanted.latency_s)
         real = (f"The wire: {world.context.host_carrier}, {format_rate(wire)} a rank.",) if world.size() > 1 else ()
-        return EmulatedLink(link=link, notes=(*real, _note(wanted, link, scale, dtype)))
+        self.notes = (*real, _note(wanted, self.link, scale, dtype))
 
     def measure(self, world: Wire) -> float:
         """Bytes/s of this rank's link, measured at the first call, which is collective; infinite for one rank."""
@@ -320,16 +323,16 @@ def measured_speed(world: Wire, device: torch.device) -> float:
 
 def measured_bandwidths(world: Wire, device: torch.device) -> dict[int, float]:
     """Bus bandwidth of all-gathers over NCCL by the bytes of their output: (W-1)/W of these over the time, in bytes/s (as
-    nccl-tests, doc/PERFORMANCE.md). Sizes end where one takes long, or much of the memory that any rank has. Collective."""
-    bandwidths: dict[int, float] = {}
-    for nbytes in _ON_DEVICE_BYTES:
+    nccl-tests, doc/PERFORMANCE.md). Collective."""
+
+    def issue(nbytes: int) -> Callable[[], Any]:
         part = torch.zeros(nbytes // 4 // world.size(), device=device)
         whole = torch.empty(part.numel() * world.size(), device=device)
-        seconds = seconds_on_device(world, partial(world.all_gather_single, whole, part), _BACK_TO_BACK)
-        bandwidths[nbytes] = (whole.nbytes - part.nbytes) / seconds
-        del part, whole
-        if not is_next_measured(world, device, seconds, nbytes, _ON_DEVICE_BYTES[1] // _ON_DEVICE_BYTES[0]):
-            break
+        return partial(world.all_gather_single, whole, part)
+
+    timed = timed_on_device(world, device, _ON_DEVICE_BYTES, issue, _BACK_TO_BACK)
+    sent_bytes = {nbytes: nbytes // 4 // world.size() * 4 * (world.size() - 1) for nbytes in _ON_DEVICE_BYTES}
+    bandwidths = {nbytes: sent_bytes[nbytes] / seconds for nbytes, seconds in timed}
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the largest took much
     return bandwidths
@@ -340,26 +343,31 @@ def is_over_nccl(world: Wire, device: torch.device) -> bool:
     return nccl is not None and nccl.carries(torch.empty(1, device=device))
 
 
-def seconds_on_device(world: Wire, issue: Callable[[], Any], times: int) -> float:
-    """Seconds of one of some collectives over NCCL, by the device's clock and back to back, so that what the host takes to
-    issue and to wake up is in none of a size that matters. Collective."""
+def timed_on_device(
+    world: Wire, device: torch.device, sizes: Sequence[int], issue: Callable[[int], Callable[[], Any]], times: int
+) -> Iterator[tuple[int, float]]:
+    """Yields (bytes, seconds) of a collective over NCCL, by the device's clock and some back to back, so that what the host
+    takes to issue and to wake up is in none of a size that matters. Sizes end where one takes long, or much of the memory
+    that any rank has. Collective."""
     nccl = world.context.nccl
     assert nccl is not None
-    issue().wait()  # opens connections
-    before = nccl.record()
-    for _ in range(times):
-        issue().wait()
-    after = nccl.record()
-    nccl.synchronize()
-    return float(before.elapsed_time(after)) / 1e3 / times
-
-
-def is_next_measured(world: Wire, device: torch.device, seconds: float, nbytes: int, times: int) -> bool:
-    """Whether a collective `times` as large as the last one is measured: the same on all ranks. Collective."""
-    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
-    votes = torch.tensor([times * seconds > LONGEST_S or 4 * times * nbytes > free_bytes], dtype=torch.float64)
-    world.control(votes)
-    return not votes.item()
+    for nbytes, larger in pairwise((*sizes, 2 * sizes[-1])):
+        call = issue(nbytes)
+        call().wait()  # opens connections
+        before = nccl.record()
+        for _ in range(times):
+            call().wait()
+        after = nccl.record()
+        nccl.synchronize()
+        seconds = float(before.elapsed_time(after)) / 1e3 / times
+        del call  # what it sends
+        yield nbytes, seconds
+        free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
+        is_last = larger // nbytes * seconds > LONGEST_S or 4 * larger > free_bytes
+        votes = torch.tensor([is_last], dtype=torch.float64)
+        world.control(votes)
+        if votes.item():
+            return
 
 
 def _too_fast(wanted: LinkSpec, bytes_per_s: float, wire: float) -> SpecError:

@@ -1,27 +1,22 @@
 """How ranks find each other: rank 0's store, and the process groups that are opened through it, again after each abort.
 
 In the store ranks also publish what concerns all. `host_store` opens it, `find_store` connects another rank,
-`own_connection` another thread. Its `place` is what a rank needs to find it: "file:PATH" where all ranks are on one machine,
-else "tcp://HOST:PORT".
+`own_connection` another thread. Its `place` is "file:PATH" where all ranks are on one machine, else "tcp://HOST:PORT".
 
 Note: the store of one machine. It is torch's FileStore: nothing listens, and no other user can open the file. On Linux the
 file is in memory. Its only name is that of an open descriptor of rank 0's process, in /proc; a rank that joins opens it
-there once, and then uses its own descriptor. So nothing is left of it when these processes have ended, however they do. A
-file on a disk does harm when the disk is full: FileStore then writes a part of an entry, on which every reader spins for
-ever, and ranks report through the store that a checkpoint could not be written. Where there is no such memory (macOS) it
-is a file in a private folder, which rank 0 removes at its regular end.
+there once, and then uses its own descriptor. So nothing is left of it when these processes have ended, however they do. (A
+file on a full disk does harm: FileStore writes a part of an entry, on which every reader spins for ever.) Where there is no
+such memory (macOS) it is a file in a private folder, which rank 0 removes at its regular end.
 
 - The descriptor is never closed: FileStore opens its path at each request, also in destructors that torch calls late, and
   would write to the file that has taken the number over.
-- The store outlives rank 0. That a rank has ended is seen by broken connections, by `Peers` (abort.py) and by the
+- The store outlives rank 0. That a rank has ended is seen by broken connections, by `_await_record` (abort.py) and by the
   kernel, alike for all ranks; and a rank 0 that is stopped keeps nobody from the store.
-- A request opens, locks, reads and closes the file, in 10 to 20 us. One that waits for a key looks every 10 ms, so a group
-  takes about 8 ms longer to open than over TCP.
-- The file only grows: each rank adds its record (abort.py) twice a second while a run trains, 15 MB in a day, and its part
-  of each checkpoint. It takes the memory until the ranks' processes end.
-- A rank that is stopped or killed within the microseconds of a request can leave the lock taken, or a part of an entry.
-  Then the others wait as they do for a stopped rank 0 over TCP: `BoundedStore` gives up, and what waits without it the
-  kernel finds to hang."""
+- A request takes 10 to 20 us. One that waits for a key looks every 10 ms, so a group opens about 8 ms later than over TCP.
+- The file only grows: 15 MB in a day of records (abort.py), and the ranks' parts of each checkpoint.
+- A rank that is stopped or killed within a request can leave the lock taken, or a part of an entry. Then the others wait
+  as they do for a stopped rank 0 over TCP: `BoundedStore` gives up, and what waits without it the kernel finds to hang."""
 
 from __future__ import annotations
 

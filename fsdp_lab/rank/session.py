@@ -1,8 +1,5 @@
-"""`Session`: one rank, from the first rendezvous to the end, over all its trainings.
-
-The kernel, or `python -m fsdp_lab.rank` under torchrun, calls the same few methods on every rank: `apply` a Spec,
-`train` some steps, `unload`. They return plain values. Between calls a session keeps the process groups (abort.py) and
-at most one live training (lifecycle.py)."""
+"""`Session`: one rank, from the first rendezvous to the end, over all its trainings. The kernel, or
+`python -m fsdp_lab.rank` under torchrun, calls the same methods on every rank, which return plain values."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ from fsdp_lab.backends.base import DTYPES
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.events import PhaseSnapshot, StepEvent
 from fsdp_lab.base.generation import Sampling
-from fsdp_lab.base.hang import LONGEST_WORK_S, OWN_ENGINE_S, LongWork, limit
+from fsdp_lab.base.hang import LONGEST_WORK_S, OWN_ENGINE_S, Heartbeat, LongWork, limit
 from fsdp_lab.models import Batches
 from fsdp_lab.rank.abort import AbortProtocol
 from fsdp_lab.rank.calibration import HardwareProbe, calibration_trainers, measure_crowd
 from fsdp_lab.rank.checkpointing import Checkpointer, drop, on_this_host, spread
 from fsdp_lab.rank.faults import FaultInjector, slower
 from fsdp_lab.rank.generation import completions, encoded
-from fsdp_lab.rank.heartbeat import HangWatchdog, HeartbeatThread, LongWorkLog, RankActivity
+from fsdp_lab.rank.heartbeat import HangWatchdog, HeartbeatThread, LongWorkLog
 from fsdp_lab.rank.lifecycle import Lifecycle
 from fsdp_lab.rank.measure import device_name, fidelity_notes, limit_bytes, software
 from fsdp_lab.rank.prepare import Require
@@ -46,22 +43,16 @@ class Session:
     """One rank.
 
     Args:
-        rank, world_size, device: this rank, and where it computes: "cpu" or "cuda:N".
-        place: of rank 0's store (`host_store`); rank 0 passes `store` instead.
-        reduction: the wire's order of sums, a `ReductionOrder`.
-        timeout_s: timeout of a collective.
+        device: "cpu" or "cuda:N". place: of rank 0's store (`host_store`); rank 0 passes `store` instead.
+        reduction: the wire's order of sums, a `ReductionOrder`. timeout_s: of a collective.
         threads: torch's threads in this process; None leaves them.
-        memory_cap: the fraction of the GPU's memory for this rank, if ranks share a GPU.
-        shared_gpu_ranks: how many ranks use this rank's GPU.
-        on_event: called with each step event, as a dict, when the step ends.
-        on_loop: called with the messages of a loop that is not ours (watch/loop.py); None: they go nowhere.
-        on_heartbeat: called with each `fsdp_lab.base.hang.Heartbeat`, as a dict, in a separate thread; the caller then
-            looks for hangs. None: the ranks do so themselves.
+        shared_gpu_ranks: how many ranks use this rank's GPU. memory_cap: the fraction of its memory for this rank.
+        on_event: called with each step event, as a dict, when the step ends. on_loop: the same with the messages of a loop
+            of the user's (watch/loop.py). on_heartbeat: the same with each `Heartbeat`, in a separate thread; the caller
+            then looks for hangs. None: the ranks do so themselves.
         hang_s: in that case, how long a collective may wait for a rank; None: half of `timeout_s`.
-        shared_memory: whether CPU ranks of one host, and ranks that share a GPU, send through memory that they share; False:
-            over Gloo.
-        address: of this host, where Gloo listens for the other ranks; "": see `WireContext`.
-        hosts: of all ranks, by name; (): unknown.
+        shared_memory: whether CPU ranks of one host, and ranks that share a GPU, send through memory that they share.
+        address, hosts: see `WireContext`.
 
     Raises ArgumentError for `hang_s`, ConnectionError if rank 0 was not found, RuntimeError if a rank did not join in time.
     """
@@ -121,7 +112,7 @@ class Session:
         self._faults = FaultInjector(self.info, self.context)
         announce = self._protocol.monitor.announce
         send = on_heartbeat or HangWatchdog(own_connection(store), world_size, hang_s, announce).receive
-        self._heartbeat = HeartbeatThread(self.context, rank, self._activity, send, self._work.changed)
+        self._heartbeat = HeartbeatThread(self.context, self._activity, send, self._work.changed)
         self._joined_unix_s = time.time()
         self.context.session = self
 
@@ -164,13 +155,9 @@ class Session:
         sampling: Mapping[str, Any] = {},
     ) -> dict[str, Any]:
         """Make `spec` the training of the next `train`; collective. Refused unless `evaluated` samples are held out and its
-        model can continue `prompts`, so that no evaluation fails for that.
-
-        Live parameters and optimizer state are transferred into the new layout, unless `fresh`, or the model, its
-        weights, the seed or the optimizer differ: then training starts at step 0 from initial values. A refusal changes
-        nothing.
-
-        Returns: {"step", "seconds", "carried", "parameters", "notes"}."""
+        model can continue `prompts`; a refusal changes nothing. Live parameters and optimizer state are transferred into the
+        new layout, unless `fresh`, or the model, its weights, the seed or the optimizer differ: then training starts at
+        step 0. Returns {"step", "seconds", "carried", "parameters", "notes"}."""
         start_s = time.perf_counter()
         wanted, require = self._spec(spec), _evaluable(evaluated, prompts, sampling)
         with self._exclusive():
@@ -188,20 +175,14 @@ class Session:
     ) -> dict[str, Any]:
         """Train so many steps, the last of them traced; collective. SIGINT on any rank ends the step in progress on all.
 
-        `ledgers`: step numbers of additional ledger steps (see ledger.py); the third step after a switch always is one.
-        `checks`: step numbers whose events get a checksum of the parameters, outside the step's time. `evaluations`:
-        step number -> how many held-out samples to evaluate after it; the event gets their mean loss, and how this rank's
-        part of `prompts` goes on (see `generate`). If an evaluation is aborted, the step remains, without them.
+        `ledgers`: numbers of additional ledger steps (see ledger.py). `checks`: of steps whose events get a checksum of the
+        parameters, outside the step's time. `evaluations`: step number -> how many held-out samples to evaluate after it;
+        the event gets their mean loss, and how this rank's part of `prompts` goes on (see `generate`). If an evaluation is
+        aborted, the step remains, without them.
 
         Returns: {"events", "stopped": whether it was interrupted, "step": the next one, "saves": see
-        `Checkpointer.ended`}.
-
-        Raises:
-            FieldError: too few samples are held out, or of `prompts`.
-            RankAborted: another rank failed; the message says which and why.
-            WireTimeout: a collective did not complete.
-            NotFinite: the loss or a gradient of this rank is not finite; the step is not applied.
-            what the step raised, on the rank where it did."""
+        `Checkpointer.ended`}. Raises FieldError: too few samples are held out, or of `prompts`; and as a step does (see
+        `Trainer.advance`)."""
         trainer = self._lifecycle.require()
         trainer.batches.check_held_out(max(evaluations.values(), default=0))
         wanted = Sampling(**sampling)
@@ -213,7 +194,7 @@ class Session:
             try:
                 self._reopen()
                 trainer = self._lifecycle.require()
-                with self.context.emulating(self._faults.link or self._lifecycle.emulated.link):
+                with self.context.emulating(self._faults.link or self._lifecycle.emulation.link):
                     for i in range(steps):
                         at = trainer.progress.step
                         with self._faults.during(trainer), self._patient_step(trainer):
@@ -256,10 +237,8 @@ class Session:
             self._on_event(events[-1])
 
     def generate(self, run: str, prompts: Sequence[str], sampling: Mapping[str, Any]) -> dict[str, Any]:
-        """How the language model of this run continues texts; collective. No rank holds more parameters than in a step.
-
-        Returns {"texts": {number of the prompt: text}}: this rank's, those of all ranks together are all. Raises FieldError,
-        on every rank, if these ranks train another run, or the model does not continue texts, or no text as long."""
+        """How the language model of this run continues texts; collective. Returns {"texts": {number of the prompt: text}} of
+        this rank. Raises FieldError, on every rank, if these ranks train another run, or no such text is continued."""
         trainer, wanted = self._lifecycle.require(), Sampling(**sampling)
         if trainer.run != run:
             raise ArgumentError("run", f"these ranks have left run {run}", "start it again, or ask the newest run")
@@ -289,17 +268,15 @@ class Session:
     def crowd(
         self, ranks: int, specs: Sequence[Mapping[str, Any]], dtypes: Sequence[str], passes: int
     ) -> dict[str, Any]:
-        """Measure what this rank would find as one of several on its host, besides the live training. Of one rank.
-        Returns {"each"}: what `measure_crowd` does."""
+        """Measure what this rank would find as one of several on its host. Returns {"each"}: see `measure_crowd`."""
         with self._exclusive():
             return {"each": measure_crowd(ranks, specs, dtypes, passes)}
 
     # -- faults ---------------------------------------------------------------------------------------------------
 
     def arm(self, fault: Mapping[str, Any]) -> dict[str, Any]:
-        """Inject a fault, once, on the ranks that it names: a `Fault` as a dict. Called on every rank, so that all refuse an
-        invalid one. Collective for a slower link, which may be measured. Returns {"armed"}: whether it is for this rank.
-        Raises FieldError for an invalid field or a step in the past."""
+        """Inject a `Fault`, once, on the ranks that it names; called on every rank, so that all refuse an invalid one, and
+        collective for a slower link, which may be measured. Returns {"armed"}: whether it is for this rank."""
         wanted, link = Fault.from_dict(fault), None
         wanted.check(self.info.world_size, self.trainer.progress.step if self.trainer else 0)
         if wanted.kind is FaultKind.SLOW:
@@ -308,7 +285,7 @@ class Session:
                 raise ArgumentError("fault.kind", reason, "use another kind, such as cut or stall")
             with self._protocol.collective_call():
                 self._reopen()
-                now = self._lifecycle.emulated.link
+                now = self._lifecycle.emulation.link
                 link = slower(wanted, now, lambda: self._lifecycle.emulation.measure(self.world))
         return {"armed": self._faults.arm(wanted, link)}
 
@@ -319,16 +296,14 @@ class Session:
     # -- suspending -----------------------------------------------------------------------------------------------
 
     def suspend(self) -> dict[str, Any]:
-        """Move the training to host memory, so that another can use the device; collective. `resume` continues it.
-        Returns {"suspended_bytes"} of this rank."""
+        """Move the training to host memory, until `resume`; collective. Returns {"suspended_bytes"} of this rank."""
         with self._exclusive():
             nbytes = self._lifecycle.suspend()
         self._lifecycle.release()
         return {"suspended_bytes": nbytes}
 
     def resume(self, run: str) -> dict[str, Any]:
-        """Continue the suspended training of this run; collective. The live one is dropped. Returns {"step"}: None if
-        no such training is suspended, as on new ranks. If it is aborted, the training is still suspended."""
+        """Continue a suspended training; collective. Returns {"step"}: None if it is not suspended, as on new ranks."""
         training = self._lifecycle.suspended.get(run)
         if training is None:
             return {"step": None}
@@ -347,34 +322,28 @@ class Session:
         """Take a checkpoint of the training, in a new folder below `root`; collective. It is written while training goes
         on; a previous one that is still being written is waited for. The newest `last` of the run are kept. Returns
         {"step", "seconds": how long training stopped, "waited_s": for the previous one, "bytes" of this rank}. Raises
-        ArgumentError if nothing can be written to `root`, or a rank is still writing the previous one after some
-        minutes."""
+        ArgumentError if nothing can be written to `root`, or a rank is still writing the previous one after some minutes."""
         start_s = time.perf_counter()
         with self._exclusive():
             trainer = self._lifecycle.require()
             with self._work.during(LongWork.EARLIER_CHECKPOINT):
                 self._checkpointer.wait_for_earlier(self.context.check)
-            self._checkpointer.require_written()
             waited_s = time.perf_counter() - start_s
-            partial = self._checkpointer.begin(root, trainer.progress.step)
-            nbytes = self._checkpointer.save(trainer, partial, kind=kind, last=last)
+            nbytes = self._checkpointer.save(trainer, root, kind=kind, last=last)
         seconds = time.perf_counter() - start_s
         return {"step": trainer.progress.step, "seconds": seconds, "waited_s": waited_s, "bytes": nbytes}
 
     def saves(self, wait_s: float = 0.0) -> dict[str, Any]:
-        """Wait at most `wait_s` for a checkpoint. Returns {"ended": see `Checkpointer.ended`, "under_way": whether one
-        is still being written}."""
+        """Wait at most `wait_s` for a checkpoint. Returns {"ended": see `Checkpointer.ended`, "under_way"}."""
         under_way = not self._checkpointer.wait(wait_s)
         return {"ended": self._checkpointer.ended(), "under_way": under_way}
 
     def rescue(self, partial: str, writers: Collection[int]) -> dict[str, Any]:
-        """Write the training into an existing folder when other ranks are lost; called on all `writers`, not
-        collective. See `Checkpointer.rescue`."""
+        """Called on all `writers` when other ranks are lost, not collective. See `Checkpointer.rescue`."""
         return self._checkpointer.rescue(self._lifecycle.require(), on_this_host(partial), writers)
 
     def spread(self, path: str, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Make every host have the files of a checkpoint that some have; collective. Returns {"bytes"} that this rank wrote.
-        See `checkpointing.spread`."""
+        """Give every host the files of a checkpoint; collective. Returns {"bytes"} that this rank wrote."""
         self._leave_slow_motion()
         with self._protocol.collective_call():
             self._reopen()
@@ -394,10 +363,8 @@ class Session:
         prompts: Sequence[str] = (),
         sampling: Mapping[str, Any] = {},
     ) -> dict[str, Any]:
-        """Make `spec` the training of the next `train`, with the values of the checkpoint at `path`, which may be of
-        another backend, sharding and number of ranks; collective. The rest, and what it returns, is as for `apply`.
-
-        Raises FieldError if it is incomplete, or of another training; the live training may be dropped then."""
+        """As `apply`, with the values of the checkpoint at `path`, which may be of another backend, sharding and number of
+        ranks. Raises FieldError if it is incomplete, or of another training; the live training may be dropped then."""
         start_s = time.perf_counter()
         wanted, require = self._spec(spec), _evaluable(evaluated, prompts, sampling)
         with self._exclusive():
@@ -407,18 +374,16 @@ class Session:
     # -- slow motion ----------------------------------------------------------------------------------------------
 
     def slow_next(self) -> dict[str, Any]:
-        """Run a training step to its next phase, or begin one if none is in progress; collective.
-
-        Returns {"frame": the `PhaseSnapshot` as a dict, "event": None}, or at the end of the step {"frame": None,
-        "event": its `StepEvent` as a dict}. Raises as `train`, SpecError unless the backend is our own engine, and
-        KeyboardInterrupt if the step was interrupted."""
-        return self._slowly(lambda slow: slow.next())
+        """Run a training step to its next phase, or begin one if none is in progress; collective. Returns {"frame": the
+        `PhaseSnapshot` as a dict, "event": None}, or at the end of the step {"frame": None, "event": its `StepEvent` as a
+        dict}. Raises as `train`, SpecError unless the backend is our own engine, KeyboardInterrupt if it was interrupted."""
+        return self._slowly(SlowMotionStep.snapshot)
 
     def slow_end(self) -> dict[str, Any]:
         """Run the step of `slow_next` to its end; collective. Returns the same; "event" is None if there was no step."""
         if self._slow is None:
             return {"frame": None, "event": None}
-        return self._slowly(lambda slow: slow.end())
+        return self._slowly(SlowMotionStep.close)
 
     def _slowly(self, advance: Callable[[SlowMotionStep], PhaseSnapshot | None]) -> dict[str, Any]:
         trainer = self._lifecycle.require()
@@ -426,22 +391,21 @@ class Session:
             if self._slow is None:
                 self._reopen()
                 trainer = self._lifecycle.require()
-                self._slow = SlowMotionStep(trainer, self.info)
-            slow = self._slow
+                self._slow = SlowMotionStep(trainer)
+            slow, self._slow = self._slow, None
             try:
-                with self.context.emulating(self._lifecycle.emulated.link):
+                with self.context.emulating(self._lifecycle.emulation.link):
                     frame = advance(slow)
             except BaseException as e:
-                self._slow = None
-                slow.remove_hooks()
+                slow.hook.remove()
                 self._protocol.abort_step(trainer, e)
                 raise KeyboardInterrupt from None
             if frame is not None:
+                self._slow = slow
                 return {"frame": frame.to_dict(), "event": None}
-            self._slow = None
-            slow.remove_hooks()
+            slow.hook.remove()
             self._protocol.record(trainer, settled=False)
-        event = slow.event.to_dict()
+        event = slow.result.to_dict()
         self._on_event(event)
         return {"frame": None, "event": event}
 
@@ -453,12 +417,11 @@ class Session:
 
     def loop_host(self, publish: Callable[[dict[str, Any]], None] | None = None) -> LoopHost:
         """For a loop of a user's on this rank. `publish`: takes its messages where no kernel does."""
-        publish = self._on_loop or publish or (lambda message: None)
         return LoopHost(
             info=self.info,
             context=self.context,
             world=self.world,
-            publish=publish,
+            publish=self._on_loop or publish or (lambda message: None),
             notes=self._notes,
             guard=self._protocol.loop,
             progress=self._loop,
@@ -511,17 +474,16 @@ class Session:
     def namespace(self) -> dict[str, Any]:
         """The names that cells on the ranks can use."""
         backend = self.trainer.backend if self.trainer else None
+        names = {"session": self, **{name: getattr(self.info, name) for name in ("rank", "world_size", "device")}}
         parts = {"model": "module", "optimizer": "optimizer", "mesh": "mesh"}
-        own = {name: getattr(self.info, name) for name in ("rank", "world_size", "device")}
-        made = {name: getattr(backend, part) if backend else None for name, part in parts.items()}
-        return {"session": self, **made, **own}
+        return names | {name: getattr(backend, part, None) for name, part in parts.items()}
 
     def close(self) -> None:
         """Release everything. Other ranks are not needed."""
         if self._slow is not None:
             self.context.abort("the session is closed")  # the step in progress cannot rely on the other ranks
             with contextlib.suppress(RankAborted):
-                self._slow.end()
+                self._slow.close()
             self._slow = None
         self.unload()
         self._lifecycle.suspended.clear()
@@ -558,14 +520,17 @@ class Session:
             "notes": [*self._lifecycle.notes_of(trainer.spec), *notes],
         }
 
-    def _activity(self) -> RankActivity:
-        """Called in the thread of the heartbeats."""
+    def _activity(self) -> Heartbeat:
+        """What a session knows of a heartbeat. Called in the thread of the heartbeats."""
         trainer = self.trainer
         work, since_work_s = self._work.read()
         user_call, since_s = (trainer.backend.user_call if trainer else None) or ("", time.monotonic())
-        has_user_code = trainer is not None and trainer.backend.has_user_code
-        hang_s = OWN_ENGINE_S if has_user_code else None  # None: the lab's limit
-        return RankActivity(
+        hang_s = (
+            OWN_ENGINE_S if trainer is not None and trainer.backend.has_user_code else None
+        )  # None: the lab's limit
+        return Heartbeat(
+            rank=self.info.rank,
+            number=0,
             working=self._protocol.monitor.working,
             step=trainer.progress.step if trainer else None,
             work=work,

@@ -1,8 +1,6 @@
-"""`PhaseStepper`: a training step of our engine that stops before each phase until `next` is called. `SlowMotionStep`: such
-a step of a `Trainer`, as `PhaseSnapshot`s.
-
-It is the real step, on a separate thread. Between two phases nothing computes on this rank, so its shards and buffers can
-be inspected (`holdings`). Phases contain collectives, so all ranks must be stepped alike."""
+"""`PhaseStepper`: a training step of our engine, on a separate thread, that stops before each phase until `next` is called.
+Between two phases nothing computes on this rank, so its shards and buffers can be inspected (`holdings`). Phases contain
+collectives, so all ranks must be stepped alike. `SlowMotionStep`: such a step of a `Trainer`, as `PhaseSnapshot`s."""
 
 from __future__ import annotations
 
@@ -18,7 +16,6 @@ from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.events import ROOT, ParameterHolding, PhaseSnapshot, StepEvent
 from fsdp_lab.engine import FlatBuffer, UnitState, original_parameters, runtime_of, shards_of, units_of
 from fsdp_lab.engine.schedule import Direction, Phase
-from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.trainer import Trainer
 
 T = TypeVar("T")
@@ -147,42 +144,26 @@ def _gradient(flat: FlatBuffer, number: int, reducing: set[int]) -> str:
     return "sharded" if flat.gradients.has_gradient(number) else "none"
 
 
-class SlowMotionStep:
+class SlowMotionStep(PhaseStepper[StepEvent]):
     """One step of a trainer with our own engine. Raises SpecError for another backend, whose phases cannot be stopped."""
 
-    def __init__(self, trainer: Trainer, info: RankInfo) -> None:
-        backend = trainer.backend
+    def __init__(self, trainer: Trainer) -> None:
         if not (strategy := trainer.spec.strategy).is_lab:
             reason = f"slow motion stops the phases of our own engine, not those of {strategy.backend}"
             raise SpecError("strategy.backend", reason, "use backend lab", {"backend": "lab"})
-        self._trainer, self._info, self._step = trainer, info, trainer.progress.step
-        self._stepper = stepper = PhaseStepper(backend.module, lambda: trainer.step(slow=True))
+        super().__init__(trainer.backend.module, lambda: trainer.step(slow=True))
+        self._trainer, self._number = trainer, trainer.progress.step
         update = (Phase.OPTIM, "", Direction.UPDATE)
-        self._handle = backend.optimizer.register_step_pre_hook(lambda *_: stepper.at(*update))
+        self.hook = trainer.backend.optimizer.register_step_pre_hook(lambda *_: self.at(*update))
 
-    def next(self) -> PhaseSnapshot | None:
-        """Run to the next phase; None when the step is over. Raises what the step raised."""
-        stop = next(self._stepper, None)
-        return None if stop is None else self._snapshot(stop)
-
-    def end(self) -> None:
-        """Run the step to its end without stops. Raises what the step raised."""
-        self._stepper.close()
-
-    @property
-    def event(self) -> StepEvent:
-        """The event of the step, when it is over."""
-        return self._stepper.result
-
-    def remove_hooks(self) -> None:
-        """Call it when the step is over."""
-        self._handle.remove()
-
-    def _snapshot(self, stop: Stop) -> PhaseSnapshot:
+    def snapshot(self) -> PhaseSnapshot | None:
+        """Runs to the next phase; None when the step is over. Raises what the step raised."""
+        if (stop := next(self, None)) is None:
+            return None
         return PhaseSnapshot(
-            rank=self._info.rank,
-            world_size=self._info.world_size,
-            step=self._step,
+            rank=self._trainer.info.rank,
+            world_size=self._trainer.info.world_size,
+            step=self._number,
             index=stop.index,
             phase=stop.phase.value,
             unit=stop.unit or ROOT,

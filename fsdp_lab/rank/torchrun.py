@@ -1,17 +1,23 @@
-"""This process as a rank, by the variables that torchrun sets; and `init_process_group` for scripts of one's own."""
+"""This process as a rank, by the variables that torchrun sets: `main` trains a Spec, `init_process_group` is for scripts of
+one's own."""
 
 from __future__ import annotations
 
+import argparse
 import atexit
+import json
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
-from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError
 from fsdp_lab.rank.rendezvous import end_process, find_store
 from fsdp_lab.rank.session import Session
+from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import Wire
 
 CLOSE_S = 5.0
@@ -41,17 +47,14 @@ def _store(rank: int) -> dist.Store:
 
 def init_process_group(*, timeout_s: float = TIMEOUT_S, reduction: str = "auto") -> None:
     """Makes the default process group one that the lab measures, in place of `torch.distributed.init_process_group()`:
-    over Gloo for CPU tensors and NCCL for CUDA tensors. Collective.
-
-    Under torchrun, or in a single process. On a rank of a lab's there is one already; it is opened again if it was given up
-    after a failure, and models must be built again then.
+    over Gloo for CPU tensors and NCCL for CUDA tensors. Under torchrun, or in a single process. On a rank of a lab's it is
+    opened again if it was given up after a failure, and models must be built again then. Collective.
 
     Args:
         timeout_s: of a collective. A rank that waits for half of it is told which rank is missing.
         reduction: the order of sums: "auto", "rank_ordered" (equal bits for every backend), or "native".
 
-    Raises:
-        ArgumentError: there is a process group of torch's already. ConnectionError: rank 0 was not found."""
+    Raises ArgumentError: there is a process group of torch's already. ConnectionError: rank 0 was not found."""
     if not dist.is_initialized():
         atexit.register(_close_at_exit, join(timeout_s=timeout_s, reduction=reduction))
         return
@@ -66,3 +69,37 @@ def _close_at_exit(session: Session) -> None:
     session.close()
     if not session.context.destroyed(CLOSE_S):
         end_process(1)  # after a failure an operation still runs, with which Python's own shutdown would race
+
+
+def main() -> int:
+    """Trains a Spec without a notebook or a cluster. Rank 0 prints its event of each step as one line of JSON."""
+    parser = argparse.ArgumentParser(prog="python -m fsdp_lab.rank", description=main.__doc__)
+    parser.add_argument("spec", type=Path, help="a Spec as JSON")
+    parser.add_argument("--steps", type=int, default=10)
+    limit = "how long a collective may wait for a rank (default: half a minute)"
+    parser.add_argument("--hang-s", type=float, help=limit)
+    arguments = parser.parse_args()
+
+    def show(event: dict[str, Any]) -> None:
+        if event["rank"] == 0:
+            print(json.dumps(event), flush=True)
+
+    try:
+        spec = Spec.from_json(arguments.spec.read_text())
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        if world_size != spec.world_size:
+            reason = f"the Spec needs {spec.world_size} ranks and torchrun started {world_size}"
+            raise SpecError("world_size", reason, f"give torchrun --nproc-per-node {spec.world_size}")
+        session = join(spec.devices, on_event=show, hang_s=arguments.hang_s)
+    except (FieldError, OSError, ConnectionError) as e:
+        sys.stderr.write(f"{e}\n")
+        return 2
+    try:
+        session.apply("torchrun", spec.to_dict(), fresh=True)
+        stopped = session.train(arguments.steps)["stopped"]
+    except FieldError as e:
+        sys.stderr.write(f"{e}\n")
+        return 2
+    finally:
+        session.close()
+    return 130 if stopped else 0

@@ -1,17 +1,14 @@
 """`StepTrace`: when a rank computed what in one step, unit by unit, for every backend. `compare_clocks`: offsets
 between ranks.
 
-Note: marks. A thread does one thing at a time, so a mark says what it computes from now on. A unit's forward is marked
-by hooks before and after its modules, its backward by hooks on their output tensors (it begins when gradients arrive)
-and input tensors (it has ended). The hooks exist for the traced step only; they change no value and add nothing to the
-graph. Recomputation is part of the unit's backward. On a GPU the thread only launches work, so marks are CUDA events on
-the computing stream.
+Note: marks. A thread does one thing at a time, so a mark says what it computes from now on. A unit's forward is marked by
+hooks before and after its modules, its backward by hooks on their output tensors (it begins when gradients arrive) and input
+tensors (it has ended). The hooks exist for the traced step only, and change no value. Recomputation is part of the unit's
+backward. On a GPU the thread only launches work, so marks are CUDA events on the computing stream.
 
-Note: clocks. A few all-gathers of the ranks' own times bound the offset of each clock to rank 0's from both sides: no
-rank has the result before rank 0 gave its part, and rank 0 not before this rank gave its own. The offset is the middle
-of the two closest bounds, as in Marzullo's intersection of intervals (1984), and half their distance is the error. All
-ranks are compared at once. Processes of one machine share `time.perf_counter` on Linux, where the offset is within the
-duration of an exchange."""
+Note: clocks. A few all-gathers of the ranks' own times bound the offset of each clock to rank 0's from both sides: no rank
+has the result before rank 0 gave its part, and rank 0 not before this rank gave its own. The offset is the middle of the two
+closest bounds, as in Marzullo's intersection of intervals (1984), and half their distance is the error."""
 
 from __future__ import annotations
 
@@ -110,8 +107,7 @@ class StepTrace:
     def spans(
         self, collectives: Sequence[Collective], copies: Sequence[tuple[str, float, float]], begin_s: float
     ) -> tuple[Span, ...]:
-        """The spans of the step, when it is over on the device too: computing without waits, waits, communication and host
-        copies. `begin_s`: when the first mark was reached."""
+        """The spans of the step, when it is over on the device too. `begin_s`: when the first mark was reached."""
         stalls = [(start - begin_s, end - begin_s) for start, end, _ in waits(collectives)]
         copied = [(start - begin_s, end - begin_s) for _, start, end in copies]
         changes = [m for i, m in enumerate(self._marks) if not i or m[1:] != self._marks[i - 1][1:]]

@@ -7,25 +7,23 @@ every rank has all its gradients. If a step is aborted before the vote, all rank
 waits for the result, the others decide: a rank that has the result has committed, and passes it on (abort.py). No rank
 applies a result that is not finite, unless fp16's loss scale can still be lowered.
 
-Note: one synchronisation a step. Loss and norm are read from the device together (`_read`), right before the vote: the
-only point of a step at which the host waits for a GPU. What the device does afterwards, the update, is timed by marks on
-its stream that are read at the next step's vote, so the event of a step is complete one step later (`advance`), or when
-`finish` waits for the device. On a CPU it is complete at once.
+Note: one synchronisation a step. Loss and norm are read from the device together, right before the vote: the only point of
+a step at which the host waits for a GPU. The update is timed by marks on the device's stream that are read at the next
+step's vote, so the event of a step is complete one step later (`advance`), or when `finish` waits for the device.
 
 Note: bits of the norm. Squares are summed in float64, where a square of an fp32 number is exact, and the norm is rounded
-to fp32's precision. So it does not depend on how backends cut gradients into tensors and shards (but for a sum that lies
-within 1e-15 of the middle between two fp32 numbers), and neither do clipped gradients.
+to fp32's precision. So neither it nor clipped gradients depend on how backends cut gradients into tensors and shards.
 
-Note: where a NaN began (`not_finite`). A loss belongs to one rank. A gradient shard does not: it is a sum over ranks,
-so that a NaN of one rank is in all shards. So if the losses are finite, the step, which no rank has applied, is
-computed again, and each rank checks its own summands."""
+Note: where a NaN began (`not_finite`). A loss belongs to one rank; a gradient shard is a sum over ranks, so that a NaN of
+one rank is in all shards. So if the losses are finite, the step, which no rank has applied, is computed again, and each
+rank checks its own summands."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass
 from enum import Enum
@@ -46,7 +44,7 @@ from fsdp_lab.models import Batches, BestPeak
 from fsdp_lab.models.own import drawing, seeded
 from fsdp_lab.models.sources import Batch
 from fsdp_lab.rank.ledger import LedgerResult
-from fsdp_lab.rank.measure import StepMeter, UnreadStep
+from fsdp_lab.rank.measure import StepMeter, Unread
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset
 from fsdp_lab.spec.spec import Spec
@@ -99,14 +97,6 @@ class TrainingProgress:
     vote: tuple[float, ...] = ()  # the result of the last committed step's vote
 
 
-@dataclass(frozen=True, kw_only=True)
-class EndedStep:
-    """A committed step without its event: the device may still be at its update."""
-
-    unread: UnreadStep
-    fields: Mapping[str, Any]  # of its event: what the host knows
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class Trainer:
     """Trains under one Spec. The trainer of the next Spec is given `progress` and `scaler`."""
@@ -131,7 +121,8 @@ class Trainer:
         self.meter = StepMeter(self.backend, self.world.context, self.info, ledger=ledger, **options)
         self.state = StepState.IDLE
         self._forward_state = ForwardState(self.backend)
-        self._ended: EndedStep | None = None
+        # A committed step without its event, and what the host knows of it: the device may still be at its update.
+        self._ended: tuple[Unread, dict[str, Any]] | None = None
         self._complete_events: list[StepEvent] = []  # that were not returned
         self._steps_here = 0
         self._ledger_due = ledger is None
@@ -157,24 +148,22 @@ class Trainer:
             scale, rate = self.scaler.scale, self._rate_factor()
             total = self._accumulate()
             loss, (mean_loss, norm, skipped) = self._vote_and_update(total)
-        self._ended = EndedStep(
-            unread=self.meter.end(),
-            fields={
-                "step": self.progress.step - 1,
-                "samples": self.progress.samples,
-                "loss": loss,
-                "mean_loss": mean_loss,
-                "grad_norm": norm,
-                "lr": self.spec.workload.lr * rate,
-                "loss_scale": scale if self.scaler.enabled else None,
-                "skipped": skipped,
-                "first_after_switch": self.is_first,
-                "carriers": carriers,
-                "ledger": ledger,
-                "inspected": inspected,
-                "slow": slow,
-            },
-        )
+        fields = {
+            "step": self.progress.step - 1,
+            "samples": self.progress.samples,
+            "loss": loss,
+            "mean_loss": mean_loss,
+            "grad_norm": norm,
+            "lr": self.spec.workload.lr * rate,
+            "loss_scale": scale if self.scaler.enabled else None,
+            "skipped": skipped,
+            "first_after_switch": self.is_first,
+            "carriers": carriers,
+            "ledger": ledger,
+            "inspected": inspected,
+            "slow": slow,
+        }
+        self._ended = self.meter.end(), fields
         self._steps_here += 1
         self._ledger_due = self._ledger_due and not ledger
         if not self.meter.runs_behind:
@@ -200,24 +189,11 @@ class Trainer:
     def _complete(self) -> None:
         """Make the event of the step that has ended, if that was not done."""
         ended, self._ended = self._ended, None
-        if ended is None:
-            return
-        metrics = self.meter.read(ended.unread)
-        metrics = dataclasses.replace(metrics, begin_s=metrics.begin_s + self.clock.offset_s)
-        peak = self.cost.peak.reach((self.cost.flops + self.cost.recompute_flops) / metrics.step_time_s)
-        cost = {name: getattr(self.cost, name) for name in ("flops", "recompute_flops", "tokens")}
-        event = StepEvent(
-            run=self.run,
-            spec_id=self.spec.id,
-            rank=self.info.rank,
-            world_size=self.info.world_size,
-            peak_flops_per_s=peak.flops_per_s,
-            peak_source=peak.source,
-            clock_error_s=self.clock.error_s,
-            notes=self.notes,
-            **{**cost, **ended.fields, **vars(metrics)},
-        )
-        self._complete_events.append(event)
+        if ended is not None:
+            unread, fields = ended
+            fields |= {name: getattr(self.cost, name) for name in ("flops", "recompute_flops", "tokens")}
+            fields |= {"run": self.run, "spec_id": self.spec.id, "notes": self.notes}
+            self._complete_events.append(self.meter.event(unread, self.clock, self.cost.peak, fields))
 
     def checked(self, event: StepEvent) -> StepEvent:
         """The event of the step that has just ended, with a checksum of the parameters."""
@@ -272,8 +248,7 @@ class Trainer:
         return seeded(w.seed, first, device=device) if w.is_own else drawing(w.seed, first, device)
 
     def _vote_and_update(self, total: Tensor) -> tuple[float, tuple[float, float, bool]]:
-        """Returns this rank's mean loss; and the mean loss over ranks, the gradient norm, and whether fp16 overflow
-        skipped the update."""
+        """Returns this rank's mean loss; and what `commit` does."""
         self.meter.part("optimizer")
         loss, squared = self._loss_and_norm(total)
         self.meter.synchronised()

@@ -3,7 +3,7 @@
 
 AdamW and SGD are known without torch, so that a Spec is validated, and its memory and time are planned, where torch is not
 installed. Of other classes only the state is known here (`_SLOTS`); whether torch has one and takes its arguments is checked
-where torch is (`backends/optimizers.py`). `tests/backends/test_optimizers.py` compares `_KINDS` and `_SLOTS` with torch's.
+where torch is (`backends/base.py`). `tests/backends/test_optimizers.py` compares `_KINDS` and `_SLOTS` with torch's.
 
 Note: bits. With `foreach` and without it, the rounding of an update does not depend on where an element lies. A fused
 kernel computes the end of a tensor in another way than the rest, so that its bits depend on how parameters are sharded.

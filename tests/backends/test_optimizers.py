@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_lab.backends.base import local_tensor
-from fsdp_lab.backends.optimizers import check_optimizer, kept_state
+from fsdp_lab.backends.base import check_optimizer, kept_state, local_tensor
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.spec.optimizer import _ELSEWHERE, _KINDS, _SLOTS, KERNELS, OPTIMIZERS, TorchOptimizer
 from fsdp_lab.spec.spec import Spec

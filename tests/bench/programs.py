@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.base.formatting import duration
-from fsdp_lab.bench.parts import ALLOWED, relative_difference, run_program, trained
+from fsdp_lab.bench.gpu import ALLOWED, relative_difference, run_program, trained
 from fsdp_lab.bench.plan import BenchError, place
 from fsdp_lab.cli.bench import say
 from fsdp_lab.spec.spec import Spec

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fsdp_lab.base.formatting import Table, duration, size
-from fsdp_lab.bench.parts import STRATEGIES
+from fsdp_lab.bench.gpu import STRATEGIES
 from fsdp_lab.bench.plan import BenchError, BenchPlan, place
 from fsdp_lab.bench.tasks import BenchRank
 from fsdp_lab.cli.bench import say

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_lab.cli import doctor, machine
-from fsdp_lab.cli.kernel import NEEDED
-from fsdp_lab.cli.machine import Finding, State, TorchFacts, gpu_findings
+from fsdp_lab.cli import doctor
+from fsdp_lab.cli.doctor import Finding, State, TorchFacts, gpu_findings
+from fsdp_lab.cli.jupyter import NEEDED
 from fsdp_lab.cli.main import main
 from fsdp_lab.cluster.nvml import GpuProcess, GpuReport, GpuStatus
 
@@ -58,10 +58,10 @@ def test_gpus_their_users_their_driver_and_their_links(
 
 def test_little_shared_memory_matters_between_gpus_only(monkeypatch: pytest.MonkeyPatch):
     usage = type("Usage", (), {"total": 64 * 2**20, "free": 64 * 2**20})
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
-    assert machine.shared_memory(gpus=8).state is State.WARN
-    assert "--shm-size" in machine.shared_memory(gpus=8).advice
-    assert machine.shared_memory(gpus=0).state is State.OK
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+    assert doctor.shared_memory(gpus=8).state is State.WARN
+    assert "--shm-size" in doctor.shared_memory(gpus=8).advice
+    assert doctor.shared_memory(gpus=0).state is State.OK
 
 
 def test_a_containers_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -69,10 +69,10 @@ def test_a_containers_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "memory.max").write_text(str(2**30))
     (tmp_path / "memory.current").write_text(str(2**29))
     (tmp_path / "pids.max").write_text("64\n")
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
-    assert machine.cores() == 0.5
-    assert machine.memory().value == "512 MiB free of 1.00 GiB"
-    assert [f.state for f in (machine.processor(), machine.memory(), machine.processes())] == [State.WARN] * 3
+    monkeypatch.setattr(doctor, "CGROUP", tmp_path)
+    assert doctor.cores() == 0.5
+    assert doctor.memory().value == "512 MiB free of 1.00 GiB"
+    assert [f.state for f in (doctor.processor(), doctor.memory(), doctor.processes())] == [State.WARN] * 3
 
 
 def test_a_package_that_is_missing_or_of_the_wrong_release_is_named_and_a_newer_torch_stays(

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from fsdp_lab.base.process import alive
-from fsdp_lab.bench import gpu, parts
+from fsdp_lab.bench import gpu
 from fsdp_lab.bench.gpu import FIGURES, BenchPart, Place, Record, chosen, listed
-from fsdp_lab.bench.plan import BenchError
+from fsdp_lab.bench.plan import BenchError, BenchPlan
+from fsdp_lab.bench.results import BenchResult
 from fsdp_lab.cli.main import main
 from fsdp_lab.spec.spec import Spec
 from tests.bench.in_pool import launched_in
@@ -162,12 +163,12 @@ def trained(losses: Sequence[float] = (6.0, 5.0), total: int = 7) -> dict[str, A
 def test_a_strategy_that_trains_something_else_fails(
     other: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    named = {name: parts.STRATEGIES[name] for name in ("fsdp2", "lab", "ddp")}
+    named = {name: gpu.STRATEGIES[name] for name in ("fsdp2", "lab", "ddp")}
     found = [trained(), other, trained([6.0, 5.0], 8)]
-    monkeypatch.setattr(parts, "trained", lambda *given: found)
+    monkeypatch.setattr(gpu, "trained", lambda *given: found)
     lines: list[str] = []
     with pytest.raises(BenchError, match="1 of 3 are wrong") as raised:
-        parts.strategies(named, ["fp32"], ["cuda:0"], lines.append, 60)
+        gpu.strategies(named, ["fp32"], ["cuda:0"], lines.append, 60)
     assert said in str(raised.value)
     rows = lines[0].splitlines()
     assert rows[1].split()[5:9] == ["1.00", "GiB", "1,493", "25%"], "beside its time, who had the GPU"
@@ -178,19 +179,40 @@ def test_a_strategy_that_trains_something_else_fails(
 
 def test_ranks_that_do_not_agree_are_an_error() -> None:
     spec = Spec(world_size=2)
-    assert parts._joined(spec, [trained(total=1 << 63), trained(total=1 << 63)])["checksum"] == 0
-    assert parts._joined(spec.replace(backend="ddp", sharding="no_shard"), [trained(), trained()])["checksum"] == 7
-    assert "do not agree" in parts._joined(spec, [trained(), trained([6.0, 5.5])])["error"]
+    assert gpu._joined(spec, [trained(total=1 << 63), trained(total=1 << 63)])["checksum"] == 0
+    assert gpu._joined(spec.replace(backend="ddp", sharding="no_shard"), [trained(), trained()])["checksum"] == 7
+    assert "do not agree" in gpu._joined(spec, [trained(), trained([6.0, 5.5])])["error"]
 
 
 # -- programs and limits -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("lab_bytes", "said"), [(29 * GIB, "is met"), (31 * GIB, "is not met")])
+def test_the_goal_is_printed_beside_time_and_memory(lab_bytes: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = BenchPlan(preset="gpt2-1m", forms=("lab", "fsdp2-raw"), ranks=1, devices=("cpu",))
+    result = BenchResult(
+        kernels={form: {"count": 870, "busy_s": 0.5} for form in ("lab", "fsdp2-raw")},
+        seconds={"lab": [1.1], "fsdp2-raw": [1.0]},
+        losses={"lab": [5.0], "fsdp2-raw": [5.0]},
+        gradient_norms={"lab": 1.0, "fsdp2-raw": 1.0},
+        peak_bytes={"lab": lab_bytes, "fsdp2-raw": 30 * GIB},
+    )
+    limits: list[float] = []
+    monkeypatch.setattr(gpu, "measure", lambda given: limits.append(given.limit_s) or result)
+    lines: list[str] = []
+    gpu.step(plan, lines.append, 50)
+    assert limits == [50]
+    assert [line.split()[7:] for line in lines[1].splitlines()[1:]] == [["870", "50%", "50%"], ["870", "45%", "55%"]]
+    assert "lab/fsdp2 in time: 1.100; the goal, 1.00 or less, is not met" in lines
+    assert f"lab/fsdp2 in peak memory: {lab_bytes / GIB / 30:.3f}; the goal, 1.00 or less, {said}" in lines
+    assert f"  peak allocated memory of lab: {lab_bytes / GIB:.3f} GiB" in lines
 
 
 def test_a_program_s_lines_are_read_and_its_failure_is_told() -> None:
     lines: list[str] = []
     with pytest.raises(BenchError, match=r"it ended with code 3: to stderr"):
         code = "import sys; print('one'); print('to stderr', file=sys.stderr); sys.exit(3)"
-        parts.run_program(["-c", code], lines.append, 30)
+        gpu.run_program(["-c", code], lines.append, 30)
     assert lines == ["one", "to stderr"]
 
 
@@ -203,7 +225,7 @@ def test_a_program_that_does_not_end_leaves_no_process(tmp_path: Path) -> None:
         "time.sleep(60)"
     )
     with pytest.raises(BenchError, match="did not end within 2 s"):
-        parts.run_program(["-c", code], print, 2)
+        gpu.run_program(["-c", code], print, 2)
     child = int(file.read_text())
     until(lambda: not alive(child))  # a killed process takes a moment to end
 
@@ -211,10 +233,10 @@ def test_a_program_that_does_not_end_leaves_no_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_spec_that_fails_hides_no_other(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP1 refuses this without a GPU, on both ranks; the next Spec trains."""
-    monkeypatch.setattr(parts, "launch", launched_in(pool))
+    monkeypatch.setattr(gpu, "launch", launched_in(pool))
     base = Spec(world_size=2).replace(model="gpt2-1m", seq_len=16, micro_batch=1)
     wanted = [base.replace(backend="fsdp1", offload="all"), base, base.replace(backend="fsdp2")]
-    refused, ours, theirs = parts.trained(wanted, 2, ("cpu", "cpu"), 100)
+    refused, ours, theirs = gpu.trained(wanted, 2, ("cpu", "cpu"), 100)
     assert refused["error"].startswith("rank 0: SpecError: strategy.offload")
     assert ours["losses"] == theirs["losses"] and ours["checksum"] == theirs["checksum"] and len(ours["losses"]) == 2
 

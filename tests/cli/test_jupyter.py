@@ -20,9 +20,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdp_lab.cli import jupyter, kernel
+from fsdp_lab.cli import jupyter
 from fsdp_lab.cli.console import Refused
-from fsdp_lab.cli.kernel import NEEDED, Server, missing
+from fsdp_lab.cli.jupyter import NEEDED, Server, missing
 from fsdp_lab.cli.main import main
 
 
@@ -152,9 +152,9 @@ def test_a_server_of_another_environment_is_told_what_it_lacks(tmp_path: Path, m
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert missing(tmp_path) == [NEEDED[1]]
     server = Server(pid=1, port=8890, python="/opt/jupyter/bin/python", prefix=tmp_path)
-    monkeypatch.setattr(kernel, "running_servers", lambda: [server])
-    said = "\n".join(kernel.what_servers_need())
+    monkeypatch.setattr(jupyter, "running_servers", lambda: [server])
+    said = "\n".join(jupyter.what_servers_need())
     assert "port 8890" in said and "/opt/jupyter/bin/python -m pip install 'jupyterlab_widgets>=3'" in said
-    monkeypatch.setattr(kernel, "running_servers", list)
-    said = "\n".join(kernel.what_servers_need())
+    monkeypatch.setattr(jupyter, "running_servers", list)
+    said = "\n".join(jupyter.what_servers_need())
     assert "anywidget" in said and "jupyterlab_widgets" in said, "where no server runs"

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from fsdp_lab.backends.state import Chunk, snapshot
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.rank import checkpointing
-from fsdp_lab.rank.shard_files import read_shards, write_shard
+from fsdp_lab.rank.checkpointing import read_shards, write_shard
 from fsdp_lab.spec.checkpoint_format import (
     MANIFEST,
     PARTIAL,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fsdp_lab.base.events import Carrier, StepEvent
-from fsdp_lab.wire import exchange
+from fsdp_lab.wire import channels
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, Call, _play, apply, fails, follow, play, running, session, spec, train
 
@@ -99,7 +99,7 @@ def test_it_is_measured_once_and_told_after_each_switch(pool: Pool) -> None:
 def _on_two_hosts(place: Place, calls: list[Call]) -> list[tuple[Carrier, ...]]:
     """Of each, as if ranks 0 and 1 were on one host and the others on another."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange, "host_id", lambda: f"host {place.rank // 2}")
+        patch.setattr(channels, "host_id", lambda: f"host {place.rank // 2}")
         events = [answer["events"][0] for answer in _play(place, calls, {})[1::2]]
     return [StepEvent.from_dict(event).carriers for event in events]
 

@@ -5,13 +5,18 @@ for a backend of the lab's."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, distributed as dist, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
+from torch.nn.modules import module as modules
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from fsdp_lab import engine
 from fsdp_lab.backends import fsdp1, fsdp2
@@ -31,11 +36,22 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FSDP1_SHARDINGS = {strategy: name for name, strategy in fsdp1._SHARDING.items()}
 
 
-class PlainModel(Measured):
-    """A module that nobody has wrapped; the base of the others.
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How a model was set up. `sharding`, `offload`: as in a `Strategy`. `groups`: those that it communicates in. `compute`,
+    `reduce`: dtypes of computing and of the reduction; None: as the parameters are."""
 
-    Attributes:
-        optimizers: those whose state is counted; more may come while it is watched."""
+    sharding: str
+    shard_size: int = 1  # ranks in one shard group
+    offload: str = "none"
+    groups: Sequence[dist.ProcessGroup] = ()
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+
+class PlainModel(Measured):
+    """A module that nobody has wrapped; the base of the others. `optimizers`: those whose state is counted; more may
+    come."""
 
     backend = "module"
 
@@ -84,24 +100,8 @@ class PlainModel(Measured):
         """Where its parameters are; a CPU if it has none."""
         return next((p.device for p in self.module.parameters()), torch.device("cpu"))
 
-    @property
-    def offload(self) -> str:
-        """As in a `Strategy`."""
-        return "none"
-
-    @property
-    def sharding(self) -> tuple[str, int]:
-        """As in a `Strategy`, and the ranks in one shard group."""
-        return ("no_shard" if dist.is_initialized() and dist.get_world_size() > 1 else "", 1)
-
-    @property
-    def groups(self) -> list[dist.ProcessGroup]:
-        """Those that it communicates in."""
-        return []
-
-    def dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
-        """Of computing and of the reduction; None: as the parameters are."""
-        return None, None
+    def setup(self) -> Setup:
+        return Setup(sharding="no_shard" if dist.is_initialized() and dist.get_world_size() > 1 else "")
 
     def whole_parameters(self) -> int:
         """Elements of the whole model."""
@@ -116,22 +116,22 @@ class PlainModel(Measured):
         return lambda: None
 
     def describe(self, world_size: int, title: str = "") -> WatchedLoop:
-        sharding, shard_size = self.sharding
+        setup = self.setup()
         wrapped = isinstance(self.module, (DistributedDataParallel, FullyShardedDataParallel))
         inner: Any = self.module.module if wrapped else self.module
         own = next((p.dtype for p in self.module.parameters()), torch.float32)
-        compute, reduce = (dtype or own for dtype in self.dtypes())
+        compute, reduce = (dtype or own for dtype in (setup.compute, setup.reduce))
         precision = [_NAMES.get(dtype, str(dtype).removeprefix("torch.")) for dtype in dict.fromkeys((compute, reduce))]
         return WatchedLoop(
             model=_class_name(inner),
             backend=self.backend,
-            sharding=sharding,
-            shard_size=shard_size,
+            sharding=setup.sharding,
+            shard_size=setup.shard_size,
             parameters=self.whole_parameters(),
             units=len(self.unit_modules()),
             optimizer=" + ".join(dict.fromkeys(type(o).__name__ for o in self.optimizers)),
             precision="/".join(precision),
-            offload=self.offload,
+            offload=setup.offload,
             world_size=world_size,
             device=self.device.type,
             title=title,
@@ -145,9 +145,9 @@ class FoundDDP(PlainModel):
         model: nn.Module = self.module.module  # type: ignore[assignment]
         return model
 
-    @property
-    def groups(self) -> list[dist.ProcessGroup]:
-        return [self.module.process_group]  # type: ignore[list-item]
+    def setup(self) -> Setup:
+        group: Any = self.module.process_group
+        return dataclasses.replace(super().setup(), groups=[group])
 
     def resident_bytes(self) -> int:
         """The buckets."""
@@ -160,29 +160,24 @@ class FoundFSDP2(FSDP2Tensors, PlainModel):
     def _param_groups(self) -> list[Any]:
         return list(fsdp2._param_groups(self.module))
 
-    @property
-    def offload(self) -> str:
-        return "all" if any(isinstance(g.offload_policy, CPUOffloadPolicy) for g in self._param_groups()) else "none"
-
-    @property
-    def sharding(self) -> tuple[str, int]:
+    def setup(self) -> Setup:
         groups = self._param_groups()
         inner = [g for m in self.module.modules() if m is not self.module for g in fsdp2._own_groups(m)] or groups
         hybrid = any(g.mesh_info.replicate_mesh_dim is not None for g in groups)
         reshards = any(g.post_forward_mesh_info is not None for g in inner)
-        names = ("hybrid_shard_zero2", "hybrid_shard") if hybrid else ("shard_grad_op", "full_shard")
-        return names[reshards], max((g.mesh_info.shard_mesh_size for g in groups), default=1)
-
-    @property
-    def groups(self) -> list[dist.ProcessGroup]:
-        infos = [group.mesh_info for group in self._param_groups()]
-        groups = [info.shard_process_group for info in infos]
-        groups += [info.replicate_process_group for info in infos if info.replicate_mesh_dim is not None]
-        return list(dict.fromkeys(groups))
-
-    def dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
-        policy = next((g.mp_policy for g in self._param_groups()), None)
-        return (None, None) if policy is None else (policy.param_dtype, policy.reduce_dtype or policy.param_dtype)
+        infos = [group.mesh_info for group in groups]
+        between = [info.shard_process_group for info in infos]
+        between += [info.replicate_process_group for info in infos if info.replicate_mesh_dim is not None]
+        mp = next((g.mp_policy for g in groups), None)
+        offloads = any(isinstance(g.offload_policy, CPUOffloadPolicy) for g in groups)
+        return Setup(
+            sharding=_sharding(hybrid=hybrid, reshards=reshards),
+            shard_size=max((info.shard_mesh_size for info in infos), default=1),
+            offload="all" if offloads else "none",
+            groups=list(dict.fromkeys(between)),
+            compute=mp and mp.param_dtype,
+            reduce=mp and (mp.reduce_dtype or mp.param_dtype),
+        )
 
     def name_units(self, context: WireContext) -> Callable[[], None]:
         named = [(original_name(n) or ROOT, fsdp2._own_groups(m)) for n, m in self.module.named_modules()]
@@ -198,9 +193,6 @@ class FoundFSDP1(FSDP1Tensors, PlainModel):
     def _handles(self) -> list[Any]:
         return fsdp1._handles(self.module)
 
-    def _root(self) -> FullyShardedDataParallel:
-        return next(m for m in self.module.modules() if isinstance(m, FullyShardedDataParallel))
-
     def _masters(self) -> Iterator[Tensor]:
         flats = [h.flat_param for h in self._handles()]
         yield from (getattr(flat, "_local_shard", flat) for flat in flats)
@@ -210,23 +202,18 @@ class FoundFSDP1(FSDP1Tensors, PlainModel):
         padded = [h.flat_param for h in self._handles() if not h._use_orig_params]
         return super().parameter_bytes() - sum(int(flat._shard_numel_padded * flat.itemsize) for flat in padded)
 
-    @property
-    def offload(self) -> str:
-        return "all" if any(h._offload_params for h in self._handles()) else "none"
-
-    @property
-    def sharding(self) -> tuple[str, int]:
-        root: Any = self._root()
-        return _FSDP1_SHARDINGS.get(root.sharding_strategy, ""), int(root.process_group.size())
-
-    @property
-    def groups(self) -> list[dist.ProcessGroup]:
+    def setup(self) -> Setup:
+        root: Any = next(m for m in self.module.modules() if isinstance(m, FullyShardedDataParallel))
         units: list[Any] = FullyShardedDataParallel.fsdp_modules(self.module)
-        return list(dict.fromkeys(unit.process_group for unit in units))
-
-    def dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
-        mixed: Any = self._root().mixed_precision
-        return mixed.param_dtype, mixed.reduce_dtype or mixed.param_dtype
+        mixed = root.mixed_precision
+        return Setup(
+            sharding=_FSDP1_SHARDINGS.get(root.sharding_strategy, ""),
+            shard_size=int(root.process_group.size()),
+            offload="all" if any(h._offload_params for h in self._handles()) else "none",
+            groups=list(dict.fromkeys(unit.process_group for unit in units)),
+            compute=mixed.param_dtype,
+            reduce=mixed.reduce_dtype or mixed.param_dtype,
+        )
 
     def whole_parameters(self) -> int:
         flat = {id(p) for h in self._handles() for p in (h.flat_param, *(h.flat_param._params or ()))}
@@ -283,29 +270,25 @@ class FoundFlat(FlatTensors, PlainModel):
     def _sharded_ids(self) -> set[int]:
         return {id(p) for s in engine.shards_of(self.module) for p in (s.param, s.sharded)}
 
-    @property
-    def offload(self) -> str:
-        return str(next((flat.policy.offload.value for flat in engine.flats_of(self.module)), "none"))
-
-    @property
-    def sharding(self) -> tuple[str, int]:
+    def setup(self) -> Setup:
         units = engine.units_of(self.module)
-        inner = [u for u in units if self.module not in u.modules] or units
+        inner, root = [u for u in units if self.module not in u.modules] or units, units[0]
+        sharding = _sharding(
+            hybrid=root.mesh.replicas > 1, reshards=any(u.policy.rules.reshard_after_forward for u in inner)
+        )
         if any(u.policy.shard_optimizer_only for u in units):
-            return "zero1", units[0].mesh.shard_size
-        if units[0].mesh.shard_size == 1:
-            return "no_shard", 1
-        reshards, hybrid = any(u.policy.rules.reshard_after_forward for u in inner), units[0].mesh.replicas > 1
-        names = ("hybrid_shard_zero2", "hybrid_shard") if hybrid else ("shard_grad_op", "full_shard")
-        return names[reshards], units[0].mesh.shard_size
-
-    @property
-    def groups(self) -> list[dist.ProcessGroup]:
-        return list(engine.units_of(self.module)[0].mesh.device_mesh.get_all_groups())
-
-    def dtypes(self) -> tuple[torch.dtype | None, torch.dtype | None]:
-        mp = engine.units_of(self.module)[0].policy.mp
-        return mp.param_dtype, mp.reduce_dtype or mp.param_dtype
+            sharding = "zero1"
+        elif root.mesh.shard_size == 1:
+            sharding = "no_shard"
+        mp = root.policy.mp
+        return Setup(
+            sharding=sharding,
+            shard_size=root.mesh.shard_size,
+            offload=str(next((flat.policy.offload.value for flat in engine.flats_of(self.module)), "none")),
+            groups=root.mesh.device_mesh.get_all_groups(),
+            compute=mp.param_dtype,
+            reduce=mp.reduce_dtype or mp.param_dtype,
+        )
 
     def whole_parameters(self) -> int:
         return sum(s.shape.numel() for s in engine.shards_of(self.module)) + sum(p.numel() for p in self._others())
@@ -347,6 +330,11 @@ def find(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Plain
     return (those[0] if those else PlainModel)(model, optimizers)
 
 
+def _sharding(*, hybrid: bool, reshards: bool) -> str:
+    names = ("hybrid_shard_zero2", "hybrid_shard") if hybrid else ("shard_grad_op", "full_shard")
+    return names[reshards]
+
+
 def _class_name(module: nn.Module) -> str:
     """FSDP2 derives a class "FSDPGPT2LMHeadModel" from the model's, and compile wraps it."""
     module = getattr(module, "_orig_mod", module)
@@ -366,3 +354,81 @@ def _restoring(owners: Sequence[Any], methods: Sequence[str]) -> Callable[[], No
                 setattr(owner, method, own)
 
     return restore
+
+
+# -- the FLOPs of a step ----------------------------------------------------------------------------------------------
+
+
+_FUSED = (
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+_Shape = tuple[int, ...]
+
+
+class FlopCount:
+    """Counts the FLOPs of one step of a user's loop, in the context `counting`, by the rule of `fsdp_lab.models.flops`.
+    torch's counter charges the backward of the fused attention of GPUs with what the kernel recomputes, and does not know a
+    CPU's: here the backward is twice the forward for each of them.
+
+    Attributes:
+        model, recompute: FLOPs of this rank; None before.
+        dtype: in which the model computed, if that was autocast's."""
+
+    def __init__(self) -> None:
+        self.model: int | None = None
+        self.recompute = 0
+        self.dtype: torch.dtype | None = None
+        self._depth = 0  # of forwards inside a backward
+        self._begun = 0
+
+    @contextmanager
+    def counting(self, device: torch.device) -> Iterator[None]:
+        counter = FlopCounterMode(display=False, custom_mapping=_attention())
+        self.recompute = self._depth = 0  # of a step that raised
+
+        def before(_: nn.Module, __: Any) -> None:
+            if torch.is_autocast_enabled(device.type):
+                self.dtype = torch.get_autocast_dtype(device.type)
+            if torch._C._current_graph_task_id() != -1:
+                if not self._depth:
+                    self._begun = counter.get_total_flops()
+                self._depth += 1
+
+        def after(*_: Any) -> None:
+            if torch._C._current_graph_task_id() != -1 and self._depth:
+                self._depth -= 1
+                if not self._depth:
+                    self.recompute += counter.get_total_flops() - self._begun
+
+        handles = [
+            modules.register_module_forward_pre_hook(before),
+            modules.register_module_forward_hook(after, always_call=True),  # a checkpoint leaves it by an exception
+        ]
+        try:
+            with counter:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.model = int(counter.get_total_flops()) - self.recompute
+
+
+def can_count(model: nn.Module) -> bool:
+    """Whether its operations are seen: those of a compiled model are not."""
+    return not any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
+
+
+def _attention() -> dict[Any, Any]:
+    counts = dict.fromkeys(_FUSED, _forward) | {f"{name}_backward": _backward for name in _FUSED}
+    return {getattr(torch.ops.aten, name): count for name, count in counts.items() if hasattr(torch.ops.aten, name)}
+
+
+def _forward(query: _Shape, key: _Shape, value: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+
+
+def _backward(_: _Shape, query: _Shape, key: _Shape, value: _Shape, *__: Any, out_shape: Any = None, **___: Any) -> int:
+    return 2 * int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]

@@ -1,16 +1,13 @@
 """`Watch`: measures a training loop that is not the lab's, by the probes that measure the lab's own. `fsdp_lab.watch` makes
 one, and shows its use.
 
-Note: where a step's parts begin. The loop calls nothing between its parts. The forward begins with the step; the backward
-where a gradient first reaches an output of the model, so the loss's own backward, if it is computed outside of the model,
-still counts as forward; the optimizer's part at its pre-step hook. These hooks do nothing but note the time.
+Note: where a step's parts begin. The forward begins with the step; the backward where a gradient first reaches an output
+of the model, so the loss's own backward, outside of the model, still counts as forward; the optimizer's part at its
+pre-step hook. These hooks do nothing but note the time.
 
 Note: what is exchanged. On entry the ranks agree on the run's name and compare their clocks. After that a watched loop
 sends nothing: which steps are traced follows from their numbers, and the mean loss is taken over the events of all ranks
-(`Step.mean_loss`).
-
-Note: when a GPU is read. As the trainer does at its vote, but at most every half second: at the end of a step the host waits
-for the device, and the steps since are read."""
+(`Step.mean_loss`). A GPU is read as the trainer does at its vote, but at most every half second."""
 
 from __future__ import annotations
 
@@ -36,11 +33,10 @@ from fsdp_lab.base.hang import LoopPlace
 from fsdp_lab.base.tensors import tensors_in
 from fsdp_lab.models import BestPeak, device_peak
 from fsdp_lab.rank.abort import INTERRUPTED, first_line
-from fsdp_lab.rank.measure import StepMeter, UnreadStep, device_name, fidelity_notes, software
+from fsdp_lab.rank.measure import StepMeter, Unread, device_name, fidelity_notes, software
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset, compare_clocks
-from fsdp_lab.rank.watch.flop_count import FlopCount, can_count
-from fsdp_lab.rank.watch.found import find
+from fsdp_lab.rank.watch.found import FlopCount, can_count, find
 from fsdp_lab.wire import RankAborted, Wire, WireContext
 
 PUBLISH_EVERY_S = 0.04
@@ -60,7 +56,8 @@ Publish = Callable[[dict[str, Any]], None]
 
 @dataclass(kw_only=True)
 class LoopProgress:
-    """Where a rank is in its newest watched loop; read by the thread of the heartbeats."""
+    """Where a rank is in its newest watched loop; read by the thread of the heartbeats. `hang_s`: how long a collective may
+    wait for it; None: the lab's own limit."""
 
     place: LoopPlace = LoopPlace.NONE
     steps: int = 0  # begun
@@ -69,14 +66,9 @@ class LoopProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopHost:
-    """What a loop is watched from: a rank of the lab's, or a process of its own.
-
-    Attributes:
-        world: the default group; None where it is none of the lab's, or there is none.
-        publish: takes messages for the lab's kernel or for the history.
-        guard: the context of the whole loop, in which a failure of one rank frees the others.
-        progress: told where this rank is; also the seconds that a collective may wait for it, None for the lab's own.
-    """
+    """What a loop is watched from: a rank of the lab's, or a process of its own. `world`: the default group; None where it
+    is none of the lab's, or there is none. `publish`: takes messages for the lab's kernel or for the history. `guard`: the
+    context of the whole loop, in which a failure of one rank frees the others. `progress`: is told where this rank is."""
 
     info: RankInfo
     context: WireContext
@@ -109,20 +101,8 @@ class _Given:
     updated: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Ended:
-    """A step whose event is not made yet."""
-
-    unread: UnreadStep
-    given: _Given
-    fields: dict[str, Any]
-
-
 class Watch:
-    """See the module. Made by `fsdp_lab.watch`.
-
-    Attributes:
-        run: the run's id. steps: how many were recorded."""
+    """See the module. Made by `fsdp_lab.watch`. `run`: the run's id. `steps`: how many were recorded."""
 
     def __init__(
         self,
@@ -158,7 +138,7 @@ class Watch:
         self.run, self.steps = "", 0
         self._open = self._used = False
         self._given: _Given | None = None  # of the step in progress
-        self._ended: list[_Ended] = []
+        self._ended: list[tuple[Unread, _Given, dict[str, Any]]] = []  # whose events are not made yet
         self._waiting: list[dict[str, Any]] = []
         self._published_s = self._read_s = 0.0
         self._handles: list[Any] = []
@@ -226,13 +206,14 @@ class Watch:
 
     def _begin(self) -> None:
         host, device = self._host, self._found.device
-        on_host = self._found.offload != "none" or device.type == "meta"
+        offload = self._found.setup().offload
+        on_host = offload != "none" or device.type == "meta"
         self._info = host.info if on_host else dataclasses.replace(host.info, device=device)
         self.run = self._agree()
         if self._world is not None:
             self._clock = compare_clocks(self._world)
             self._unname = self._found.name_units(self._context)
-        self._meter = StepMeter(self._found, self._context, self._info, offload=self._found.offload)
+        self._meter = StepMeter(self._found, self._context, self._info, offload=offload)
         self._loop = self._found.describe(host.info.world_size, self._title)
         self._install()
         device = self._info.device
@@ -265,7 +246,7 @@ class Watch:
     def _notes(self) -> Iterator[str]:
         """What cannot be known, and how far to trust the times."""
         yield from self._host.notes
-        if self._world is not None and not all(isinstance(group, Wire) for group in self._found.groups):
+        if self._world is not None and not all(isinstance(group, Wire) for group in self._found.setup().groups):
             yield _OTHER_GROUP
         if self._compiled:
             yield _COMPILED
@@ -348,10 +329,8 @@ class Watch:
     @contextmanager
     def step(self, *, tokens: int | None = None) -> Iterator[None]:
         """The context of one optimizer step, with as many forwards and backwards as it has. `tokens`: of this rank in it;
-        None: as given to `watch`.
-
-        A step in which nothing is updated is recorded as skipped if it had a backward, as with a loss scaler after an
-        overflow, else not at all. One that raises is not recorded."""
+        None: as given to `watch`. A step in which nothing is updated is recorded as skipped if it had a backward, as with a
+        loss scaler after an overflow, else not at all. One that raises is not recorded."""
         if not self._open:
             raise ArgumentError("step", "the watch is not open", "call it inside `with fsdp_lab.watch(...) as watch:`")
         if self._given is not None:
@@ -410,11 +389,11 @@ class Watch:
             self._counted_tokens = given.tokens
             if self._count.model:  # the device's peak in the dtype of the products: 0.3 s where it is measured
                 own = next((p.dtype for p in self._found.module.parameters() if p.is_floating_point()), torch.float32)
-                dtype = self._count.dtype or self._found.dtypes()[0] or own
+                dtype = self._count.dtype or self._found.setup().compute or own
                 self._peak = BestPeak(device_peak(self._info.device, dtype))
         if given.tokens == self._counted_tokens:  # as many in the step that was counted: else they are not known
             fields |= {"flops": self._count.model or 0, "recompute_flops": self._count.recompute}
-        self._ended.append(_Ended(unread=unread, given=given, fields=fields))
+        self._ended.append((unread, given, fields))
         self.steps += 1
         self._ledger_due = self._ledger_due and not ledger
         if not self._meter.runs_behind:
@@ -433,33 +412,25 @@ class Watch:
     def _make_events(self) -> None:
         ended, self._ended = self._ended, []
         for one in ended:  # if one cannot be read, those before it still go out
-            self._waiting.append(self._event(one).to_dict())
+            self._waiting.append(self._event(*one).to_dict())
         if time.perf_counter() - self._published_s >= PUBLISH_EVERY_S:
             self._publish({})
 
-    def _event(self, ended: _Ended) -> StepEvent:
-        metrics = self._meter.read(ended.unread)
-        comm = UNKNOWN_TRAFFIC if self._world is None and self._info.world_size > 1 else metrics.comm
-        metrics = dataclasses.replace(metrics, begin_s=metrics.begin_s + self._clock.offset_s, comm=comm)
-        losses = [float(loss) for loss in ended.given.losses]
-        executed = ended.fields.get("flops", 0) + ended.fields.get("recompute_flops", 0)
-        peak = None if self._peak is None else self._peak.reach(executed / metrics.step_time_s)
-        return StepEvent(
-            run=self.run,
-            spec_id=self._loop.id,
-            rank=self._info.rank,
-            world_size=self._info.world_size,
-            samples=0,
-            tokens=ended.given.tokens,
-            loss=math.fsum(losses) / len(losses) if losses else math.nan,
-            mean_loss=math.nan,
-            grad_norm=float(ended.given.grad_norm),
-            peak_flops_per_s=None if peak is None else peak.flops_per_s,
-            peak_source="" if peak is None else peak.source,
-            clock_error_s=self._clock.error_s,
-            **{"flops": 0, **ended.fields},
-            **vars(metrics),
-        )
+    def _event(self, unread: Unread, given: _Given, fields: dict[str, Any]) -> StepEvent:
+        losses = [float(loss) for loss in given.losses]
+        fields = {
+            "run": self.run,
+            "spec_id": self._loop.id,
+            "samples": 0,
+            "tokens": given.tokens,
+            "loss": math.fsum(losses) / len(losses) if losses else math.nan,
+            "mean_loss": math.nan,
+            "grad_norm": float(given.grad_norm),
+            **{"flops": 0, "recompute_flops": 0, **fields},
+        }
+        if self._world is None and self._info.world_size > 1:
+            fields["comm"] = UNKNOWN_TRAFFIC
+        return self._meter.event(unread, self._clock, self._peak, fields)
 
     def _publish(self, what: dict[str, Any]) -> None:
         events, self._waiting = self._waiting, []
