@@ -29,8 +29,7 @@ from fsdp_lab.runs.activities import Activities
 from fsdp_lab.runs.comparison import Refusal
 from fsdp_lab.runs.engine_check import LEAST_STEPS, SMALL_MODEL, EngineCheck, check_engine
 from fsdp_lab.runs.evaluation import EvalConfig, generated
-from fsdp_lab.runs.history.history import History
-from fsdp_lab.runs.history.stored_run import RunList
+from fsdp_lab.runs.history.history import History, RunList
 from fsdp_lab.runs.notebook import ProgressBar, exit_handler, progress_bar, rank_table, replace_former
 from fsdp_lab.runs.recovery import RecoveryPolicy
 from fsdp_lab.runs.run import Drill, Run

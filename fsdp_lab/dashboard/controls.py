@@ -17,15 +17,17 @@ import ipywidgets as widgets
 
 from fsdp_lab.base.errors import FieldError, SpecError
 from fsdp_lab.base.events import StepEvent
-from fsdp_lab.dashboard.choices import Choices, ChoiceState, Note
 from fsdp_lab.dashboard.fields import (
     FIRST_MODEL_ON_CPUS,
     FOLDED,
     GROUPS,
     RANK_FIELDS,
+    Choices,
+    ChoiceState,
     Control,
     FoldedGroup,
     Group,
+    Note,
     Offer,
 )
 from fsdp_lab.dashboard.forms import HIDDEN, InputForm, prose, put, styled

@@ -16,9 +16,7 @@ import ipywidgets as widgets
 
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.formatting import plural
-from fsdp_lab.dashboard.asking_forms import WritingForm
-from fsdp_lab.dashboard.board import Board
-from fsdp_lab.dashboard.comparison_card import ComparisonCard
+from fsdp_lab.dashboard.board import Board, ComparisonCard
 from fsdp_lab.dashboard.controls import Controls
 from fsdp_lab.dashboard.feed import Feed
 from fsdp_lab.dashboard.forms import (
@@ -32,12 +30,11 @@ from fsdp_lab.dashboard.forms import (
     put,
     styled,
 )
-from fsdp_lab.dashboard.hosts_form import HostsForm
 from fsdp_lab.dashboard.lab_like import LabLike
 from fsdp_lab.dashboard.live import Latency, LiveView
+from fsdp_lab.dashboard.opened_forms import HostsForm, SweepForm, WritingForm
 from fsdp_lab.dashboard.safety import SafetyBox
 from fsdp_lab.dashboard.slow_motion import SlowMotionBox
-from fsdp_lab.dashboard.sweep_form import SweepForm
 from fsdp_lab.runs import Comparison, Run, WatchedRun
 from fsdp_lab.runs.diagnosis import Diagnosis
 from fsdp_lab.runs.view import RunView
@@ -185,7 +182,7 @@ class Dashboard:
             close_all(widget)
 
     def _tick_until_closed(self) -> None:
-        """Ticks ten times a second. A failing tick is logged, once in a row, and does not end the display."""
+        """Ticks at most ten times a second. A failing tick is logged, once in a row, and does not end the display."""
         failing = False
         while not self._halt.wait(TICK_S) and not self.lab.closed:
             began_s = time.thread_time()

@@ -16,8 +16,7 @@ from typing import Any
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.base.formatting import duration
-from fsdp_lab.dashboard.board import Board, BoardView, Kind
-from fsdp_lab.dashboard.comparison_card import ComparisonCard
+from fsdp_lab.dashboard.board import Board, BoardView, ComparisonCard, Kind
 from fsdp_lab.dashboard.fields import short_value
 from fsdp_lab.dashboard.lab_like import LabLike, active_sweep, shown_run
 from fsdp_lab.dashboard.live import LiveView, Scene

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any, TypeVar
@@ -10,6 +11,8 @@ from typing import Any, TypeVar
 import ipywidgets as widgets
 
 from fsdp_lab.base.errors import FieldError
+from fsdp_lab.dashboard.lab_like import LabLike
+from fsdp_lab.runs.control import Request
 
 Styled = TypeVar("Styled", bound=widgets.Widget)
 HIDDEN = "none"  # a value of Layout.display
@@ -61,6 +64,31 @@ class InputForm:
         for widget in self.inputs:
             if widget.has_trait("disabled"):
                 widget.disabled = True
+
+
+class AskingForm(InputForm):
+    """Asks the active run, which answers between steps, or else what the ranks hold."""
+
+    def __init__(self, lab: LabLike) -> None:
+        super().__init__()
+        self._lab = lab
+        self._request: Request[Any] | None = None  # of the run
+        self._asker: threading.Thread | None = None  # asks what the ranks hold
+
+    @property
+    def is_asking(self) -> bool:
+        return self._request is not None or (self._asker is not None and self._asker.is_alive())
+
+    def ask_held(self, ask: Callable[[], Any]) -> None:
+        """Asks in a thread of its own; an error is shown."""
+        self._asker = threading.Thread(target=self.attempt, args=(ask,), name="fsdp-lab-ask", daemon=True)
+        self._asker.start()
+
+    def take_answer(self, show: Callable[[Any], None]) -> None:
+        """Shows what the run answered, or its error, once."""
+        if (request := self._request) is not None and request.done:
+            self._request = None
+            self.attempt(lambda: show(request.wait(0)))
 
 
 def put(widget: Any, name: str, value: Any) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.dashboard.asking_forms import WritingForm
 from fsdp_lab.dashboard.controls import Controls
 from fsdp_lab.dashboard.fields import GROUPS, OTHER
+from fsdp_lab.dashboard.opened_forms import WritingForm
 from fsdp_lab.planner.questions import LESS, DoesNotFit
 from fsdp_lab.runs import RunState
 from fsdp_lab.spec.spec import Precision, Spec

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from fsdp_lab.cluster.hosts import SlurmHosts, SshHosts
-from fsdp_lab.dashboard.hosts_form import HERE, LOSES, SLURM, HostsForm
+from fsdp_lab.dashboard.opened_forms import HERE, LOSES, SLURM, HostsForm
 from tests.dashboard.fake_lab import FakeLab
 from tests.lab.test_lab import until
 

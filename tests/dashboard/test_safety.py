@@ -12,9 +12,8 @@ import pytest
 
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.cluster import RankLost
-from fsdp_lab.dashboard.asking_forms import EVERY, OFF, saves_table
 from fsdp_lab.dashboard.controls import Controls
-from fsdp_lab.dashboard.safety import SafetyBox, incidents_picture, moments
+from fsdp_lab.dashboard.safety import EVERY, OFF, SafetyBox, incidents_picture, moments, saves_table
 from fsdp_lab.runs import RunState
 from fsdp_lab.runs.recovery import CHECKPOINT, REPLICA, Incident
 from fsdp_lab.runs.saving import SavedCheckpoint

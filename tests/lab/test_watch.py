@@ -14,7 +14,7 @@ import pytest
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState, WatchedRun
 from fsdp_lab.runs.history import History
-from fsdp_lab.runs.history.stored_run import StoredRun
+from fsdp_lab.runs.history.history import StoredRun
 from tests.lab.test_lab import until
 
 BUILD = """

@@ -13,8 +13,7 @@ from bokeh.models import AdaptiveTicker, HoverTool, PanTool, Range1d, WheelZoomT
 from bokeh.plotting import figure
 
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.columns import Columns, Numbers
-from fsdp_lab.dashboard.panels.base import Key, Patches
+from fsdp_lab.dashboard.panels.base import Columns, Key, Numbers, Patches
 from fsdp_lab.dashboard.panels.drawing import draw_changes, draw_line, plain_figure, tint, twin, write_labels
 from fsdp_lab.runs.steps import Step
 

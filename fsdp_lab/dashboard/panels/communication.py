@@ -16,9 +16,8 @@ from bokeh.plotting import figure
 from fsdp_lab.base.events import Carrier, Traffic
 from fsdp_lab.base.formatting import duration, median_known, traffic
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.columns import Columns
 from fsdp_lab.dashboard.panels.axis import STEP_LIMIT, StepAxis, ZeroRange
-from fsdp_lab.dashboard.panels.base import Captions, Key, Panel, Patches
+from fsdp_lab.dashboard.panels.base import Captions, Columns, Key, Panel, Patches
 from fsdp_lab.dashboard.panels.drawing import (
     BAR,
     LINE_PX,
@@ -169,7 +168,7 @@ class CommunicationPanel(Panel):
         part = f", {duration(exposed)} of it exposed ({share:.0f} % of the step)" if math.isfinite(exposed) else ""
         legend = [fill_key(token) for kind, token in zip(KINDS, TOKENS, strict=True) if kind in self._seen]
         waited = Key(label="exposed: computing waits", token="ink.mean", hatch="line")
-        # `Between ranks over shared memory, 3.9 GB/s a rank. `
+        # Such as "Between ranks over shared memory, 3.9 GB/s a rank."
         ways = [f"between {c.between} over {c.name}, {format_rate(c.bytes_per_s)} a rank" for c in self._carriers]
         told = "; ".join(ways) + ". " if ways else ""
         return Captions(
@@ -179,7 +178,7 @@ class CommunicationPanel(Panel):
         )
 
     def _between_hosts(self, recent: Sequence[Step]) -> str:
-        """`To other hosts 1.2 MB a rank and step, 5 % of all, 0.08 GB/s. Shard groups of 12 ranks span hosts of 8. `"""
+        """Such as "To other hosts 1.2 MB a rank and step, 5 % of all. Shard groups of 12 ranks span hosts of 8." """
         if not self._ranks.several:
             return ""
         events = [e for s in recent for e in s.events]

@@ -17,9 +17,18 @@ from bokeh.plotting import figure
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.base.formatting import count, duration, figures, known_or_dash, size
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.columns import Columns, Numbers
 from fsdp_lab.dashboard.panels.axis import SMOOTH_STEPS, STEP_LIMIT, SpanRange, StepAxis, ZeroRange
-from fsdp_lab.dashboard.panels.base import Captions, Cell, Key, Panel, Patches, Prediction, with_prediction
+from fsdp_lab.dashboard.panels.base import (
+    Captions,
+    Cell,
+    Columns,
+    Key,
+    Numbers,
+    Panel,
+    Patches,
+    Prediction,
+    with_prediction,
+)
 from fsdp_lab.dashboard.panels.drawing import LINE_PX, draw_line, hover, limit_line, simplify_axis, tint, twin
 from fsdp_lab.runs.evaluation import in_words
 from fsdp_lab.runs.steps import Step
@@ -134,7 +143,7 @@ class LossPanel(CurvePanel):
 
     @property
     def _rate_varies(self) -> bool:
-        """Says whether it differs among the steps that are kept."""
+        """Tells whether the learning rate differs among the steps that are kept."""
         known = self._table.column("lr")
         known = known[np.isfinite(known)]
         return known.size > 0 and bool(known.min() < known.max())
@@ -251,6 +260,7 @@ class TflopsPanel(CurvePanel):
         self._recent: deque[float] = deque(maxlen=SMOOTH_STEPS)
         self._peaks = Peaks()
         self._peak: tuple[float, str] | None = None
+        self._has_scale = False  # whether one axis of utilisation serves all steps that are kept
         self._hardware = 1.0  # hardware FLOPs over model FLOPs, of the last step
         columns = ["mean", "least", "most", "mfu_percent", "hfu_percent", *self._ranks]
         super().__init__(frame, "model TFLOPS per rank", columns)
@@ -287,7 +297,12 @@ class TflopsPanel(CurvePanel):
         self._peak = (fmean(rates), peaks[0][1]) if is_common else None
         last = steps[-1].events[0]
         self._hardware = last.hardware_flops / last.flops if last.flops else 1.0
-        return self._table.append([self._row(s) for s in steps])
+        written = self._table.append([self._row(s) for s in steps])
+        # One axis does not serve steps on both sides of a switch to a precision with another peak.
+        tflops, share = self._table.column("mean"), self._table.column("mfu_percent")
+        kept = tflops[share > 0] / share[share > 0]
+        self._has_scale = self._peak is not None and (not kept.size or bool(kept.max() <= ALIKE * kept.min()))
+        return written
 
     def _row(self, s: Step) -> list[float]:
         by_rank = {e.rank: e.tflops for e in s.events}
@@ -325,13 +340,9 @@ class TflopsPanel(CurvePanel):
         return Captions(reading=reading, legend=legend, note=note)
 
     def patches(self) -> Patches:
-        changes: dict[str, Mapping[str, Any]] = {**super().patches(), "tflops.mfu_axis": {"visible": False}}
-        tflops, share = self._table.column("mean"), self._table.column("mfu_percent")
-        peaks = tflops[share > 0] / share[share > 0]
-        # One axis does not serve steps on both sides of a switch to a precision with another peak.
-        if self._peak is not None and (not peaks.size or peaks.max() <= ALIKE * peaks.min()):
+        changes: dict[str, Mapping[str, Any]] = {**super().patches(), "tflops.mfu_axis": {"visible": self._has_scale}}
+        if self._has_scale and self._peak is not None:
             changes["tflops.mfu"] = {"start": 0.0, "end": 100 * self._range.end * 1e12 / self._peak[0]}
-            changes["tflops.mfu_axis"] = {"visible": True}
         return changes
 
 

@@ -20,8 +20,7 @@ from bokeh.plotting import figure
 from fsdp_lab.base.events import Role, StepEvent
 from fsdp_lab.base.process import ranks_per_host
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.columns import Columns
-from fsdp_lab.dashboard.panels.base import Key
+from fsdp_lab.dashboard.panels.base import Columns, Key
 
 HEIGHT_PX = 204
 LINE_PX = 2

@@ -14,8 +14,7 @@ from bokeh.plotting import figure
 from fsdp_lab.base.events import ROOT, ParameterHolding, PhaseSnapshot
 from fsdp_lab.base.formatting import count, size
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.columns import Columns
-from fsdp_lab.dashboard.panels.base import BaseCard, Captions, Key
+from fsdp_lab.dashboard.panels.base import BaseCard, Captions, Columns, Key
 from fsdp_lab.dashboard.panels.drawing import NEUTRAL, draw_quads, hover, plain_figure, tint, twin, write_labels
 from fsdp_lab.runs import StepMoment
 

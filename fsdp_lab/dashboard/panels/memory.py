@@ -18,9 +18,18 @@ from bokeh.plotting import figure
 from fsdp_lab.base.events import Memory, MemorySample, Role, StepEvent
 from fsdp_lab.base.formatting import GIB, MIB, duration, size
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.columns import Columns, Numbers
 from fsdp_lab.dashboard.panels.axis import STEP_LIMIT, StepAxis, ZeroRange, round_up
-from fsdp_lab.dashboard.panels.base import HOLLOW, Captions, Key, Panel, Patches, Prediction, with_prediction
+from fsdp_lab.dashboard.panels.base import (
+    HOLLOW,
+    Captions,
+    Columns,
+    Key,
+    Numbers,
+    Panel,
+    Patches,
+    Prediction,
+    with_prediction,
+)
 from fsdp_lab.dashboard.panels.drawing import (
     BAR,
     CLASS_TOKENS,

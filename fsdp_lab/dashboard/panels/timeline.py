@@ -16,9 +16,8 @@ from bokeh.plotting import figure
 from fsdp_lab.base.events import Span, Track, exposed_by_unit
 from fsdp_lab.base.formatting import duration, figures, traffic
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.columns import Columns
 from fsdp_lab.dashboard.panels.axis import FINE, StepAxis, ZeroRange
-from fsdp_lab.dashboard.panels.base import Captions, Panel, Patches, Pin
+from fsdp_lab.dashboard.panels.base import Captions, Columns, Panel, Patches, Pin
 from fsdp_lab.dashboard.panels.drawing import (
     FILLS,
     NEUTRAL,

@@ -26,8 +26,8 @@ from fsdp_lab.dashboard import theme
 from fsdp_lab.report.report import FOLDER, SUFFIXES, embedded
 from fsdp_lab.spec.describe import describe_value
 
-SCRIPT = FOLDER / "what_if" / "what_if.js"
-STYLES = (FOLDER / "page.css", FOLDER / "what_if" / "what_if.css")
+SCRIPT = FOLDER / "what_if.js"
+STYLES = (FOLDER / "page.css", FOLDER / "what_if.css")
 MOST_COMBINATIONS = 20_000  # about a minute, and 5 MB
 RANKS = "world_size"
 
