@@ -30,14 +30,14 @@ from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.lab_like import LabLike, shown_run
 from fsdp_lab.dashboard.panels.axis import CURVE, MOST_ROWS, SMOOTH_STEPS, STEP_LIMIT, Overlay
 from fsdp_lab.dashboard.panels.base import BaseCard, Captions, Cell, Key, Numbers, Part
-from fsdp_lab.dashboard.panels.drawing import ON_DEVICE, class_keys
+from fsdp_lab.dashboard.panels.draw import ON_DEVICE, class_keys
 from fsdp_lab.runs import EventStore, Refusal, RunState, Step, Sweep, Switch
 from fsdp_lab.runs.comparison import NONE, Comparison, Row, ratio_words, split_spread
 from fsdp_lab.runs.parity import Verdict
 from fsdp_lab.runs.recommendation import recommend
 from fsdp_lab.runs.steps import last_stretch
 from fsdp_lab.runs.summary import RULE
-from fsdp_lab.runs.view import RunView
+from fsdp_lab.runs.view import RunQueries, RunView
 from fsdp_lab.spec.describe import DEFAULT_FIELDS, describe_fields, differing_fields
 from fsdp_lab.spec.loops import Trained
 
@@ -52,13 +52,10 @@ Version = tuple[object, ...]  # equal for equal data
 
 
 @dataclass(kw_only=True, eq=False)
-class Pinned:
-    """A `RunView` that does not change any more.
-
-    Its figures are one strategy's: `events` are those under the Spec that was applied last, since it was applied. Its
-    `curve` is of the whole run, changes included, because a loss is read from its beginning. Of a run of more than
-    2,000 steps both keep the first thousand and the last.
-    """
+class Pinned(RunQueries):
+    """A `RunView` that does not change any more. Its figures are one strategy's: `events` are those under the Spec that
+    was applied last, since it was applied. Its `curve` is of the whole run, changes included, because a loss is read
+    from its beginning. Of a run of more than 2,000 steps both keep the first thousand and the last."""
 
     id: str
     spec: Trained

@@ -123,8 +123,7 @@ class Dashboard:
         Args:
             run: a live or a stored one; None: the one that is shown.
 
-        Raises:
-            ArgumentError: there is nothing to pin, eight are pinned already, or the label is taken.
+        Raises ArgumentError: there is nothing to pin, eight are pinned already, or the label is taken.
         """
         return self._board.pin(run, label)
 

@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import ipywidgets as widgets
 
 from fsdp_lab.base.errors import FieldError
-from fsdp_lab.dashboard.forms import HIDDEN, put, styled
+from fsdp_lab.dashboard.forms import HIDDEN, put, styled, unfold
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.spec.describe import describe_value, row_of
 from fsdp_lab.spec.fields import AUTO, FieldRow, rows_of
@@ -325,26 +325,21 @@ class FoldedGroup(Group):
     def __init__(self, title: str, controls: Sequence[Control], accept: Callable[[Mapping[str, Any]], None]) -> None:
         super().__init__(title, controls, accept)
         self.fold = styled(widgets.Button(tooltip=f"Show or hide: {title}"), "fsdp-fold")
-        self.fold.on_click(lambda _: self._unfold(self.row.layout.display == HIDDEN))
+        self.fold.on_click(lambda _: unfold(self.row, self.fold, self.row.layout.display == HIDDEN))
         self.buttons.append(self.fold)
         self.summary = styled(widgets.HTML(), "fsdp-state-line", "fsdp-soft")
         head, *rest = self.box.children
         self.box.children = [head, styled(widgets.Box([self.fold, self.summary]), "fsdp-fold-line"), *rest]
         styled(self.box, "fsdp-folds")
-        self._unfold(False)
+        unfold(self.row, self.fold, False)
 
     def explain(self, choices: Choices[Any], offer: Callable[[Mapping[str, Any]], Offer] = lambda fix: Offer()) -> None:
         super().explain(choices, offer)
         if any(name in choices.held for name in self.names):
-            self._unfold(True)
+            unfold(self.row, self.fold, True)
         now, usual = choices.wanted.flat(), Spec().flat()
         told = [n for n in self.names if n in ALWAYS_TOLD or now[n] != usual[n]]
         put(self.summary, "value", escape(" · ".join(value_text(CONTROLS[n], now[n]) for n in told)))
-
-    def _unfold(self, shown: bool) -> None:
-        put(self.row.layout, "display", "" if shown else HIDDEN)
-        put(self.fold, "description", "Hide" if shown else "Show")
-        put(self.fold, "icon", "angle-up" if shown else "angle-down")
 
 
 def _key(value: Any) -> Any:

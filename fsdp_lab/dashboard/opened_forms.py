@@ -76,7 +76,7 @@ class WritingForm(AskingForm):
         if (run := active_run(self._lab)) is not None:
             self._asked, self._request = prompt, run.generate(prompt, new_tokens=tokens)
         else:
-            self.ask_held(lambda: self._show(prompt, self._lab.generate(prompt, new_tokens=tokens)))
+            self.ask_lab(lambda: self._show(prompt, self._lab.generate(prompt, new_tokens=tokens)))
 
     def _show(self, prompt: str, texts: Sequence[str]) -> None:
         put(self.message, "value", f'<span role="status"><b>{escape(prompt)}</b>{escape(texts[0])}</span>')
@@ -253,15 +253,14 @@ def _rough(seconds: float) -> str:
     return f"{math.ceil(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-class HostsForm(InputForm):
+class HostsForm(AskingForm):
     """`toggle` opens and closes it; `choose` takes field values of a Spec that follow from a move: the number of ranks."""
 
     css = "fsdp-sweep"
 
     def __init__(self, lab: LabLike, choose: Callable[[Mapping[str, Any]], None]) -> None:
-        super().__init__()
-        self._lab, self._choose = lab, choose
-        self._mover: threading.Thread | None = None
+        super().__init__(lab)
+        self._choose = choose
         self._cancelled = threading.Event()
         self._progress: tuple[StartProgress, float] | None = None  # the newest, and when the start began, monotonic
         self._where = self.dropdown("ranks on", (HERE, SSH, SLURM), SSH, "Where the ranks are to be")
@@ -307,20 +306,14 @@ class HostsForm(InputForm):
         for field in {widget for fields in self._fields.values() for widget in fields}:
             put(field.layout, "display", "" if field in self._fields[self._where.value] else HIDDEN)
 
-    @property
-    def moving(self) -> bool:
-        return self._mover is not None and self._mover.is_alive()
-
     def start(self) -> None:
         """Starts ranks there, on a thread. Raises ArgumentError for a field that is wrong."""
-        if self.moving:
+        if self.is_asking:
             return
         hosts, ranks = self._hosts(), self._ranks.value if self._where.value == HERE else None
         self._cancelled.clear()
         self.say("The hosts are looked for; until they are found, the run goes on.")
-        move = (partial(self._move, hosts, ranks),)
-        self._mover = threading.Thread(target=self.attempt, args=move, name="fsdp-lab-move", daemon=True)
-        self._mover.start()
+        self.ask_lab(partial(self._move, hosts, ranks))
         self.tick()
 
     def _hosts(self) -> Hosts | None:
@@ -357,8 +350,8 @@ class HostsForm(InputForm):
         if (progress := self._progress) is not None:
             p, began_s = progress
             self.say(f"{p.stage[0].upper()}{p.stage[1:]}: {p.done} of {p.total}, {time.monotonic() - began_s:.0f} s")
-        put(self._start, "disabled", self.moving or self._lab.closed)
-        put(self._cancel, "disabled", not self.moving)
+        put(self._start, "disabled", self.is_asking or self._lab.closed)
+        put(self._cancel, "disabled", not self.is_asking)
 
 
 def listed(names: Sequence[str]) -> str:

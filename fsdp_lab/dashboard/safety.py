@@ -16,6 +16,7 @@ from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.formatting import duration, size
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.dashboard.forms import (
+    HIDDEN,
     AskingForm,
     InputForm,
     error_text,
@@ -27,6 +28,7 @@ from fsdp_lab.dashboard.forms import (
     status,
     styled,
     text_line,
+    unfold,
 )
 from fsdp_lab.dashboard.lab_like import LabLike, active_run
 from fsdp_lab.runs import EvalConfig, Incident, RecoveryPolicy, Run, RunState, WatchedRun
@@ -42,7 +44,6 @@ OFF, ASKED, EVERY = "off", "on demand and at the end", "every n steps"
 SHOWN = 3  # saves in the table
 HEADS = ("step", "size", "training paused", "write time", "")
 NOTHING = "No checkpoint yet. These settings take effect at Start, which creates the folder."
-FOLDED = "none"
 LATER = "Takes effect at the next start"
 EVAL_EVERY_STEPS = 50
 NEVER = 0
@@ -83,7 +84,7 @@ class SafetyBox(InputForm):
         bar = styled(widgets.Box([head, self._fold, self.message, *self._recovery.buttons]), "fsdp-bar")
         beside = widgets.VBox([self._evaluation.widget, self._recovery.widget, self._drill.widget])
         forms = styled(widgets.Box([self._saving.widget, beside]), "fsdp-safety-forms")
-        hidden = widgets.Layout(display=FOLDED)
+        hidden = widgets.Layout(display=HIDDEN)
         self._body = styled(widgets.VBox([forms, self._recovery.incidents], layout=hidden), "fsdp-safety-body")
         self.widget = styled(widgets.VBox([bar, self._body]), "fsdp-safety")
         self.inputs += [widget for form in self._forms for widget in form.inputs]
@@ -95,10 +96,7 @@ class SafetyBox(InputForm):
         return {"save": save, "recover": recover, "evaluate": self._evaluation.config()}
 
     def toggle(self) -> None:
-        folded = self._body.layout.display == FOLDED
-        put(self._body.layout, "display", "" if folded else FOLDED)
-        put(self._fold, "description", "Hide" if folded else "Show")
-        put(self._fold, "icon", "angle-up" if folded else "angle-down")
+        unfold(self._body, self._fold, self._body.layout.display == HIDDEN)
 
     def _complain(self, text: str) -> None:
         self._complaint = text
@@ -175,7 +173,7 @@ class SavingForm(AskingForm):
         elif not self.is_asking:
             self.say("Saving what the ranks hold.")
             folder = self._folder.value
-            self.ask_held(lambda: self._say_saved(self._lab.save(folder)))
+            self.ask_lab(lambda: self._say_saved(self._lab.save(folder)))
 
     def _say_saved(self, checkpoint: Checkpoint) -> None:
         self.say(f"Step {checkpoint.step:,} is saved in {checkpoint.path.parent.name}.")
@@ -360,10 +358,8 @@ class DrillForm(InputForm):
 
 
 def incidents_picture(incidents: Sequence[Incident], state: RunState) -> str:
-    """The newest incident as a small timeline, and up to four earlier ones, folded.
-
-    A bar of stretches on one scale shows what took longest; the seconds are written below it.
-    """
+    """The newest incident as a small timeline, and up to four earlier ones, folded. A bar of stretches on one scale
+    shows what took longest; the seconds are written below it."""
     if not incidents:
         return f'<div class="fsdp-soft">{NO_INCIDENT}</div>'
     newest, *others = list(incidents)[: -MOST_INCIDENTS - 1 : -1]

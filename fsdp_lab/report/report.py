@@ -28,9 +28,9 @@ from fsdp_lab.base.files import check_file, write_whole
 from fsdp_lab.base.formatting import duration, size
 from fsdp_lab.dashboard import theme
 from fsdp_lab.dashboard.live import BOKEH_JS
+from fsdp_lab.dashboard.panels import draw
 from fsdp_lab.dashboard.panels.axis import FINE, SpanRange, StepAxis, ZeroRange
 from fsdp_lab.dashboard.panels.base import Key, Panel
-from fsdp_lab.dashboard.panels.drawing import FILLS, ON_DEVICE, class_keys, draw_changes, fill_key, hover, plain_figure
 from fsdp_lab.dashboard.panels.memory import LIMIT_REACH
 from fsdp_lab.dashboard.panels.timeline import TimelinePanel
 from fsdp_lab.runs.comparison import Comparison, Refusal, Row, finite, ratio_words, split_spread
@@ -66,8 +66,7 @@ def write_report(
         baseline, names: as for `Comparison.of`.
         limit_bytes: the memory of the target device, as for `recommend`.
 
-    Raises:
-        ArgumentError: the path cannot be written, there are no runs, or there is no such baseline. It is raised first.
+    Raises ArgumentError: the path cannot be written, there are no runs, or there is no such baseline. It is raised first.
     """
     file = check_file(path, SUFFIXES)
     if not runs:
@@ -110,11 +109,8 @@ def render(compared: Comparison, runs: Sequence[RunView | Refusal], recommended:
         "smallest": recommended.smallest,
         "sentences": list(recommended.lines()),
     }
-    blocks: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True}
-    jinja = Environment(loader=FileSystemLoader(FOLDER), undefined=StrictUndefined, autoescape=True, **blocks)
-    jinja.filters.update(spread=split_spread, color=theme.rank_color, duration=duration, embedded=embedded)
-    jinja.filters.update(field=_field, change=_change, spec_json=_spec_json, leaves=_leaves)
-    return jinja.get_template("page.html.jinja").render(
+    return filled(
+        "page.html.jinja",
         title=title,
         compared=compared,
         places={row.label: i for i, row in enumerate(compared.rows)},
@@ -132,6 +128,15 @@ def render(compared: Comparison, runs: Sequence[RunView | Refusal], recommended:
         # Id of a script element -> the value embedded in it as JSON.
         data={"fsdp-lab-records": records, "fsdp-lab-theme": theme.tokens(), "fsdp-lab-plots": plots},
     )
+
+
+def filled(template: str, **values: Any) -> str:
+    """A template of this folder with its values; their texts are escaped."""
+    blocks: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True}
+    jinja = Environment(loader=FileSystemLoader(FOLDER), undefined=StrictUndefined, autoescape=True, **blocks)
+    jinja.filters.update(spread=split_spread, color=theme.rank_color, duration=duration, embedded=embedded)
+    jinja.filters.update(field=_field, change=_change, spec_json=_spec_json, leaves=_leaves)
+    return jinja.get_template(template).render(**values)
 
 
 def embedded(value: Any) -> str:
@@ -265,7 +270,7 @@ def _curve(kind: Kind, courses: Sequence[Course], x_range: Range1d, note: str) -
     series = [_points(c, value, timed) for c in courses]
     every = np.array([y for _, ys, _ in series for y in ys] or [math.nan])
     start, end = (0.0, ZeroRange(steps=FINE, headroom=1.06).cover(every)) if timed else SpanRange().cover(every)
-    fig = plain_figure(name, y_label, x_range=x_range, y_range=Range1d(start=start, end=end))
+    fig = draw.plain_figure(name, y_label, x_range=x_range, y_range=Range1d(start=start, end=end))
     fig.height = CURVE_PX
     fig.xaxis.axis_label = "optimizer step"
     fig.xgrid.visible = False
@@ -279,11 +284,11 @@ def _curve(kind: Kind, courses: Sequence[Course], x_range: Range1d, note: str) -
         if c.band:
             look = {"line_width": 6, "line_alpha": 0.55}
         lines.append(fig.line("step", "value", source=source, name=named, line_color=c.color, **look))
-    hover(fig, lines, [("run", "$name"), ("step", "@step"), (title, "@value{0,0.0000}")])
+    draw.hover(fig, lines, [("run", "$name"), ("step", "@step"), (title, "@value{0,0.0000}")])
     switches = [(step, f"{c.row.label} from step {step} on: {what}") for c in courses for step, what in c.switches]
     if switches:
         changes = ColumnDataSource({"step": [step for step, _ in switches], "what": [what for _, what in switches]})
-        fig.add_tools(HoverTool(renderers=[draw_changes(fig, changes, "step")], tooltips="@what"))
+        fig.add_tools(HoverTool(renderers=[draw.changes(fig, changes, "step")], tooltips="@what"))
     keys = [
         Key(label=f"{c.row.label} {c.row.name}", color=c.color, hatch="band" if c.band else HATCHES[c.dash])
         for c in courses
@@ -351,14 +356,14 @@ def _memory(rows: Sequence[Row], note: str) -> Chart:
     for row in rows:
         if peak := row.figures.peak_memory_bytes:
             host = f" + {size(row.figures.host_bytes)} on the host" if row.figures.host_bytes else ""
-            classes = {name: row.figures.at_peak.of_role(Role(name)) for name in ON_DEVICE}
+            classes = {name: row.figures.at_peak.of_role(Role(name)) for name in draw.ON_DEVICE}
             parts = _parts({f"memory.{name}": number for name, number in classes.items()}, size)
             shown.append(Bar(row=row, text=f"{size(peak)}{host}", parts=parts))
     limit = min((row.figures.limit_bytes for row in rows if row.figures.limit_bytes), default=0)
     rule = limit if shown and limit <= LIMIT_REACH * max(bar.end for bar in shown) else 0
     of_rule = [Key(label=f"limit {size(rule)}", token="ink.marker", hatch="dashes")] if rule else []
     headroom = 1.6 if any(row.figures.host_bytes for row in rows) else 1.25
-    legend, reading = [*class_keys(ON_DEVICE), *of_rule], "of the fullest rank, at its peak"
+    legend, reading = [*draw.class_keys(draw.ON_DEVICE), *of_rule], "of the fullest rank, at its peak"
     return _bars("memory", "Memory", shown, headroom=headroom, rule=rule, legend=legend, note=note, reading=reading)
 
 
@@ -372,7 +377,7 @@ def _communication(rows: Sequence[Row], note: str) -> Chart:
             shown.append(Bar(row=row, text=text, parts=parts, thin=exposed.median if exposed else 0.0))
     used = {key.token for bar in shown for _, key in bar.parts}
     kinds = [token for kind in theme.COMMUNICATION if (token := f"communication.{kind}") in used]
-    keys = [*map(fill_key, kinds), Key(label="exposed: computing waited", token="timeline.waiting")]
+    keys = [*map(draw.fill_key, kinds), Key(label="exposed: computing waited", token="timeline.waiting")]
     note = f"Issue to completion, by kind; collectives that overlap count each. {note}".strip()
     reading = "a step, mean over ranks"
     return _bars("communication", "Communication", shown, headroom=1.65, legend=keys, note=note, reading=reading)
@@ -381,7 +386,7 @@ def _communication(rows: Sequence[Row], note: str) -> Chart:
 def _parts(lengths: Mapping[str, float], text: Callable[[float], str]) -> list[tuple[float, Key]]:
     """Token -> length as the parts of a bar."""
     whole = [(token, length) for token, length in lengths.items() if length]
-    return [(length, fill_key(token, f"{FILLS[token].label} {text(length)}")) for token, length in whole]
+    return [(length, draw.fill_key(token, f"{draw.FILLS[token].label} {text(length)}")) for token, length in whole]
 
 
 def timeline(place: int, row: Row, run: RunView, note: str) -> Chart | None:

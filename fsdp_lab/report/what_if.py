@@ -182,8 +182,7 @@ class WhatIf(anywidget.AnyWidget):
         per_host: GPUs of a host; None: eight.
         network: Gb/s of all network cards of a host; None: the usual rate.
 
-    Raises:
-        SpecError: unknown hardware, a number of GPUs that is no multiple of a host's, an unknown model.
+    Raises SpecError: unknown hardware, a number of GPUs that is no multiple of a host's, an unknown model.
     """
 
     _esm = SCRIPT

@@ -75,12 +75,9 @@ class SavedCheckpoint:
 
 
 class CheckpointSchedule:
-    """The checkpoints of one run: when one is due, which requests wait for it, and whether it was written.
-
-    `request` is called with the run's lock held, all else by its driver; `taken` may be read by any thread.
-
-    `config`: None where the run takes no checkpoints. `taken`: oldest first.
-    """
+    """The checkpoints of one run: when one is due, which requests wait for it, and whether it was written. `request` is
+    called with the run's lock held, all else by its driver; `taken` may be read by any thread. `config`: None where the
+    run takes no checkpoints. `taken`: oldest first."""
 
     def __init__(self, config: CheckpointConfig | None, run: str, start: int) -> None:
         """`start`: the step of the checkpoint that the run starts or continues from, which is not saved again."""

@@ -16,13 +16,9 @@ STOP_S = 2.0
 
 
 class WatchedRun(RunQueries, Awaited["WatchedRun"]):
-    """Made when the first message of a loop arrives. It is over when every rank has left the loop.
-
-    `take` is called on the thread that receives; everything else from any thread.
-
-    `spec`: what is known of the loop. `events`: as of a `Run`. `switches`: none. `environment`: of the process that
-    receives, and the ranks' devices.
-    """
+    """Made when the first message of a loop arrives. It is over when every rank has left the loop. `take` is called on
+    the thread that receives; everything else from any thread. `spec`: what is known of the loop. `events`: as of a
+    `Run`. `switches`: none. `environment`: of the process that receives, and the ranks' devices."""
 
     switches: Sequence[Switch] = ()
 

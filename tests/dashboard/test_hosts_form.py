@@ -30,7 +30,7 @@ def form(lab: FakeLab, chosen: list[dict[str, object]]) -> HostsForm:
 def moved(form: HostsForm) -> str:
     """Presses the button, and waits for what is said."""
     form._start.click()
-    until(lambda: not form.moving, 5)
+    until(lambda: not form.is_asking, 5)
     form.tick()
     return str(form.message.value)
 
@@ -94,7 +94,7 @@ def test_a_queue_is_shown_and_left(lab: FakeLab, form: HostsForm) -> None:
     assert form._start.disabled and not form._cancel.disabled
     form._start.click()  # a second press does nothing
     form._cancel.click()
-    until(lambda: not form.moving, 5)
+    until(lambda: not form.is_asking, 5)
     form.tick()
     assert "cancelled, and ranks are where they were" in form.message.value
     assert not form._start.disabled and len(lab.moves) == 1

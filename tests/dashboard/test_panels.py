@@ -20,7 +20,7 @@ from fsdp_lab.dashboard.panels import PANELS, StepAxis
 from fsdp_lab.dashboard.panels.base import Prediction
 from fsdp_lab.dashboard.panels.communication import CommunicationPanel
 from fsdp_lab.dashboard.panels.curves import CompletionsPanel, LossPanel, StepsPanel, TflopsPanel, ThroughputPanel
-from fsdp_lab.dashboard.panels.drawing import ON_DEVICE
+from fsdp_lab.dashboard.panels.draw import ON_DEVICE
 from fsdp_lab.dashboard.panels.memory import LedgerPanel, MemoryPanel
 from fsdp_lab.runs.steps import Assembler, Step
 from fsdp_lab.spec.spec import Spec

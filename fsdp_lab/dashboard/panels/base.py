@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +23,8 @@ Numbers = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Consecutive rows of a table.
-
-    `first` is the number of the first row, counted from the table's last `clear`; `generation` counts the clears.
-    `numbers` has one row for each column, so that a column is contiguous.
-    """
+    """Consecutive rows of a table. `first` is the number of the first row, counted from the table's last `clear`;
+    `generation` counts the clears. `numbers` has one row for each column, so that a column is contiguous."""
 
     generation: int
     first: int
@@ -44,11 +41,9 @@ class Block:
 
 
 class Columns:
-    """A table with columns of float64 and, optionally, of text; only its last `limit` rows are kept.
-
-    Rows are numbered from the last `clear`, so that a reader who remembers (generation, next row) can request what is
-    new, and recognise a block received twice. Not synchronised: one thread writes and reads.
-    """
+    """A table with columns of float64 and, optionally, of text; only its last `limit` rows are kept. Rows are numbered
+    from the last `clear`, so that a reader who remembers (generation, next row) can request what is new, and recognise
+    a block received twice. Not synchronised: one thread writes and reads."""
 
     def __init__(self, name: str, numbers: Sequence[str], *, texts: Sequence[str] = (), limit: int = 1000) -> None:
         self.name = name
@@ -151,11 +146,9 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A cell of a table that is more than text.
-
-    `parts` is a stacked bar below the text, and `whisker` the ends of its spread, as shares of the longest bar. `press`
-    makes the cell a button: the card's `press` is called with this word and the cell's `about`.
-    """
+    """A cell of a table that is more than text. `parts` is a stacked bar below the text, and `whisker` the ends of its
+    spread, as shares of the longest bar. `press` makes the cell a button: the card's `press` is called with this word
+    and the cell's `about`."""
 
     text: str
     title: str = ""  # the tooltip
@@ -177,7 +170,7 @@ class Captions:
     note: str = ""
     table: tuple[tuple[str | Cell, ...], ...] = ()  # heads, then rows
     hidden: bool = False  # the card has nothing to show
-    pin: Pin | None = None  # of a `Pinnable` card
+    pin: Pin | None = None  # of a card that shows one step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +217,10 @@ class BaseCard:
     def press(self, word: str, about: str) -> None:
         """Tells that a cell was pressed. May be called from any thread; it only records the request."""
 
+    def pin(self, step: int | None, by: int = 0) -> None:
+        """For a card of one step: holds the kept step nearest to `step`, or the one `by` places after the one shown; without
+        either, releases it. May be called from any thread: it only records the request for the next `update`."""
+
 
 class Panel(BaseCard, ABC):
     """A card that shows a run."""
@@ -238,14 +235,3 @@ class Panel(BaseCard, ABC):
 
     def cover(self) -> None:
         """Fits the ranges again, after the curves of other runs have changed."""
-
-
-@runtime_checkable
-class Pinnable(Protocol):
-    """A panel of one step, which a reader may choose and hold."""
-
-    def pin(self, step: int | None, by: int = 0) -> None:
-        """Holds the kept step nearest to `step`, or the one `by` places after the one shown; without either, releases it.
-        May be called from any thread: it only records the request for the next `update`, with steps or without."""
-
-    def update(self, steps: Sequence[Step]) -> int: ...

@@ -17,6 +17,7 @@ from bokeh.plotting import figure
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.base.formatting import count, duration, figures, known_or_dash, size
 from fsdp_lab.dashboard import theme
+from fsdp_lab.dashboard.panels import draw
 from fsdp_lab.dashboard.panels.axis import SMOOTH_STEPS, STEP_LIMIT, SpanRange, StepAxis, ZeroRange
 from fsdp_lab.dashboard.panels.base import (
     Captions,
@@ -29,7 +30,6 @@ from fsdp_lab.dashboard.panels.base import (
     Prediction,
     with_prediction,
 )
-from fsdp_lab.dashboard.panels.drawing import LINE_PX, draw_line, hover, limit_line, simplify_axis, tint, twin
 from fsdp_lab.runs.evaluation import in_words
 from fsdp_lab.runs.steps import Step
 from fsdp_lab.runs.summary import Peaks
@@ -58,7 +58,7 @@ class CurvePanel(Panel):
         self.sources = (self._table,)
         self.root: figure = frame.plot(self.name, y_label)
         self.root.yaxis.name = f"{self.name}.axis"
-        self._draw(self.root, twin(self._table))
+        self._draw(self.root, draw.twin(self._table))
         frame.label_markers(self.root)
 
     @abstractmethod
@@ -104,17 +104,19 @@ class LossPanel(CurvePanel):
 
     def _draw(self, fig: figure, source: ColumnDataSource) -> None:
         self._frame.overlays.draw(fig, "loss")
-        line = draw_line(fig, source, "loss", "ink.mean", line_width=LINE_PX)
+        line = draw.line(fig, source, "loss", "ink.mean", line_width=draw.LINE_PX)
         rows = [("loss", "@loss{0.0000}"), ("gradient norm", "@grad_norm{0.000}"), ("learning rate", "@rate")]
-        hover(fig, line, [("step", "@step"), *rows])
-        points = fig.scatter("step", "eval_loss", source=source, marker="circle", size=POINT_PX, line_width=LINE_PX)
-        tint(points.glyph, line_color="ink.peak", fill_color="ink.gap")
-        hover(fig, points, [("step", "@step"), ("held-out loss", "@evaluation")])
+        draw.hover(fig, line, [("step", "@step"), *rows])
+        points = fig.scatter(
+            "step", "eval_loss", source=source, marker="circle", size=POINT_PX, line_width=draw.LINE_PX
+        )
+        draw.tint(points.glyph, line_color="ink.peak", fill_color="ink.gap")
+        draw.hover(fig, points, [("step", "@step"), ("held-out loss", "@evaluation")])
         fig.extra_y_ranges = {"lr": Range1d(start=0, end=1, name="loss.lr")}
         hidden: dict[str, Any] = {"y_range_name": "lr", "name": "loss.lr_line", "visible": False}
-        draw_line(fig, source, "lr", "ink.faint", line_width=1, **hidden)
+        draw.line(fig, source, "lr", "ink.faint", line_width=1, **hidden)
         axis = LinearAxis(y_range_name="lr", name="loss.lr_axis", axis_label="learning rate", visible=False)
-        simplify_axis(axis, PrintfTickFormatter(format="%.3g"))  # 0.0002, 2e-7
+        draw.simplify_axis(axis, PrintfTickFormatter(format="%.3g"))  # 0.0002, 2e-7
         fig.add_layout(axis, "right")
 
     def _write(self, steps: Sequence[Step]) -> int:
@@ -175,12 +177,12 @@ class ThroughputPanel(CurvePanel):
         self._spec_id = ""  # of the last step
 
     def _draw(self, fig: figure, source: ColumnDataSource) -> None:
-        each = draw_line(fig, source, "tokens_per_s", "ink.faint", line_width=1)
+        each = draw.line(fig, source, "tokens_per_s", "ink.faint", line_width=1)
         self._frame.overlays.draw(fig, "tokens_per_s")
-        draw_line(fig, source, "median_tokens_per_s", "ink.mean", line_width=LINE_PX)
+        draw.line(fig, source, "median_tokens_per_s", "ink.mean", line_width=draw.LINE_PX)
         rates = [("a second", "@tokens_per_s{0,0}"), ("median of 9", "@median_tokens_per_s{0,0}")]
-        hover(fig, each, [("step", "@step"), *rates, ("step time", "@step_ms{0,0.0} ms")])
-        fig.add_layout(limit_line("throughput.predicted", "width", dash="3 3"))
+        draw.hover(fig, each, [("step", "@step"), *rates, ("step time", "@step_ms{0,0.0} ms")])
+        fig.add_layout(draw.limit_line("throughput.predicted", "width", dash="3 3"))
 
     def _write(self, steps: Sequence[Step]) -> int:
         rows = []
@@ -243,12 +245,9 @@ class ThroughputPanel(CurvePanel):
 
 
 class TflopsPanel(CurvePanel):
-    """Model TFLOPS of every rank: a line a rank in its colour, or above `theme.MOST_LINES` ranks the mean in a band from
-    least to most.
-
-    The axis on the right is the model FLOPs utilisation (MFU) of the device's peak. The hardware FLOPs utilisation (HFU),
-    in captions and tooltips, counts recompute too.
-    """
+    """Model TFLOPS of every rank: a line a rank in its colour, or above `theme.MOST_LINES` ranks the mean in a band
+    from least to most. The axis on the right is the model FLOPs utilisation (MFU) of the device's peak. The hardware
+    FLOPs utilisation (HFU), in captions and tooltips, counts recompute too."""
 
     name = measure = "tflops"
     title = "Compute"
@@ -270,21 +269,21 @@ class TflopsPanel(CurvePanel):
         if self._ranks:
             for r, column in enumerate(self._ranks):
                 look: dict[str, Any] = {"line_color": theme.rank_color(r), "line_dash": theme.RANK_DASHES[r]}
-                fig.line("step", column, source=source, line_width=LINE_PX, **look)
+                fig.line("step", column, source=source, line_width=draw.LINE_PX, **look)
             mean = fig.line("step", "mean", source=source, line_alpha=0)
             named = {f"rank {r}": column for r, column in enumerate(self._ranks)}
         else:
             band = fig.varea(x="step", y1="least", y2="most", source=source, fill_alpha=0.5)
-            tint(band.glyph, fill_color="ink.band")
-            mean = draw_line(fig, source, "mean", "ink.mean", line_width=LINE_PX)
+            draw.tint(band.glyph, fill_color="ink.band")
+            mean = draw.line(fig, source, "mean", "ink.mean", line_width=draw.LINE_PX)
             named = {name: name for name in ("mean", "least", "most")}
         rows = [(label, f"@{column}{{0.0000}}") for label, column in named.items()]
         shares = [("MFU, mean", "@mfu_percent{0.0} %"), ("HFU, mean", "@hfu_percent{0.0} %")]
-        hover(fig, mean, [("step", "@step"), *rows, *shares])
+        draw.hover(fig, mean, [("step", "@step"), *rows, *shares])
         fig.extra_y_ranges = {"mfu": Range1d(start=0, end=1, name="tflops.mfu")}
         axis = LinearAxis(y_range_name="mfu", name="tflops.mfu_axis", axis_label="MFU (%)", visible=False)
         axis.bounds = (0, 100)  # the plot has headroom above the peak, which is no utilisation
-        simplify_axis(axis, "0,0.[000]")
+        draw.simplify_axis(axis, "0,0.[000]")
         fig.add_layout(axis, "right")
 
     def _write(self, steps: Sequence[Step]) -> int:

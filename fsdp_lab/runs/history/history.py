@@ -316,9 +316,7 @@ class History:
             name: as given by `rename`.
             fields: flat fields of the Spec applied last; a list matches any of its values.
 
-        Raises:
-            ArgumentError: an unknown field or state.
-            HistoryError: the file cannot be read.
+        Raises ArgumentError: an unknown field or state. HistoryError: the file cannot be read.
         """
         values, since_s = _field_values(fields), _unix_s(since)
         wanted_state = None if state is None else _run_state(state)

@@ -71,8 +71,7 @@ def watch(
             cause where it is a known one; None: as long as the lab's, `Lab(hang_s=...)`.
         history: where events are stored outside of a lab: True in the default file, a path, or False.
 
-    Raises:
-        ArgumentError: for what cannot be watched, in a sentence.
+    Raises ArgumentError: for what cannot be watched, in a sentence.
     """
     session = resident_session()
     if session is not None and session.has_kernel:
