@@ -63,10 +63,10 @@ class Columns:
     def __len__(self) -> int:
         return self.next - self.first
 
-    def append(self, rows: Sequence[Sequence[float]], texts: Mapping[str, Sequence[str]] | None = None) -> int:
-        """Adds rows, each in the order of `numbers`; returns how many."""
+    def append(self, rows: Sequence[Sequence[float]], texts: Mapping[str, Sequence[str]] | None = None) -> None:
+        """Adds rows, each in the order of `numbers`."""
         if not rows:
-            return 0
+            return
         new = np.asarray(rows, dtype=np.float64).T[:, -self.limit :]
         if self._end + new.shape[1] > self._ring.shape[1]:
             kept = self._ring[:, max(0, self._end - self.limit) : self._end].copy()
@@ -77,7 +77,6 @@ class Columns:
         self.next += len(rows)
         for name in self.texts:
             self._texts[name].extend((texts or {})[name])
-        return len(rows)
 
     def clear(self) -> None:
         """Removes all rows; readers start again."""
@@ -86,9 +85,9 @@ class Columns:
         for text in self._texts.values():
             text.clear()
 
-    def replace(self, rows: Sequence[Sequence[float]], texts: Mapping[str, Sequence[str]] | None = None) -> int:
+    def replace(self, rows: Sequence[Sequence[float]], texts: Mapping[str, Sequence[str]] | None = None) -> None:
         self.clear()
-        return self.append(rows, texts)
+        self.append(rows, texts)
 
     def column(self, name: str) -> Numbers:
         """The kept rows of one column, oldest first: a view, valid until the next append."""
@@ -226,8 +225,8 @@ class Panel(BaseCard, ABC):
     """A card that shows a run."""
 
     @abstractmethod
-    def update(self, steps: Sequence[Step]) -> int:
-        """Writes new steps to the sources; returns the number of rows written."""
+    def update(self, steps: Sequence[Step]) -> None:
+        """Writes new steps to the sources."""
 
     def predict(self, prediction: Prediction | None) -> None:
         """Draws what is predicted for the chosen Spec, applied or not, until there is another prediction. None: of that Spec

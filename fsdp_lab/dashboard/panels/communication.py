@@ -90,9 +90,9 @@ class CommunicationPanel(Panel):
         draw.hover(fig, total, [("step", "@step"), *rows, *times])
         return fig
 
-    def update(self, steps: Sequence[Step]) -> int:
+    def update(self, steps: Sequence[Step]) -> None:
         if not steps:
-            return 0
+            return
         for s in steps:
             if s.events[0].first_after_switch:
                 self._recent.clear()
@@ -105,21 +105,20 @@ class CommunicationPanel(Panel):
             kinds = [fmean(_of(e.comm, k).seconds for e in s.events) * 1e3 for k in KINDS]
             exposed = fmean(e.exposed_comm_s for e in s.events) * 1e3
             rows.append([s.number, *kinds, exposed, sum(kinds), s.step_time_s * 1e3])
-        written = self._over.append(rows)
+        self._over.append(rows)
         now_s = steps[-1].events[0].end_unix_s
         if now_s - self._drawn_s >= BARS_EVERY_S or len(self._recent) < RECENT_STEPS:
             self._drawn_s = now_s
-            written += self._write_now()
+            self._write_now()
         self._ordinary.extend(r[-2] for r, s in zip(rows, steps, strict=True) if s.counts)
         self.cover()
         self._captions = self._describe()
-        return written
 
     def cover(self) -> None:
         # The first step after a change may be outside the range.
         self._over_range.cover(np.concatenate([np.array(self._ordinary), self._frame.others("exposed_ms")]))
 
-    def _write_now(self) -> int:
+    def _write_now(self) -> None:
         rows = []
         self._ranks.follow(self._recent[-1].events)
         ranks = [e.rank for e in self._recent[-1].events]
@@ -129,7 +128,7 @@ class CommunicationPanel(Panel):
             mb = [median(_of(e.comm, k).link_bytes for e in own) / 1e6 for k in KINDS]
             rows.append([rank, *ms, *mb, median_known(e.exposed_comm_s for e in own) * 1e3, sum(ms)])
         texts = {"label": [duration(row[-1] / 1e3) for row in rows], "color": [*map(theme.rank_color, ranks)]}
-        written = self._now.replace(rows, {**texts, "place": [*map(self._ranks.place, ranks)]})
+        self._now.replace(rows, {**texts, "place": [*map(self._ranks.place, ranks)]})
         self._now_range.cover(self._now.column("total"))
         n, end = self._group_size, self._now_range.end
         starts = range(0, self.world_size, n) if n else range(0)
@@ -137,7 +136,7 @@ class CommunicationPanel(Panel):
         labels = [
             f"shard group {first} to {first + n - 1}" if len(starts) <= draw.MOST_NAMED else "" for first in starts
         ]
-        return written + self._groups.replace(groups, {"label": labels})
+        self._groups.replace(groups, {"label": labels})
 
     @property
     def _group_size(self) -> int:

@@ -44,7 +44,7 @@ ALIKE = 1.25  # most of a peak over another that share an axis
 
 class CurvePanel(Panel):
     """A time plot of one measure, over the same measure of other runs. A subclass draws its curves and tooltips, writes a
-    row for each step (and returns how many), describes it after the last step, and says what the y range must hold."""
+    row for each step, describes it after the last step, and says what the y range must hold."""
 
     measure: str  # the column of `axis.CURVE`
     others: str = ""  # what the curves of other runs are, in the legend
@@ -64,19 +64,17 @@ class CurvePanel(Panel):
     @abstractmethod
     def _draw(self, fig: figure, source: ColumnDataSource) -> None: ...
     @abstractmethod
-    def _write(self, steps: Sequence[Step]) -> int: ...
+    def _write(self, steps: Sequence[Step]) -> None: ...
     @abstractmethod
     def _describe(self, last: Step) -> Captions: ...
     @abstractmethod
     def _shown(self) -> Sequence[Numbers]: ...
 
-    def update(self, steps: Sequence[Step]) -> int:
-        if not steps:
-            return 0
-        written = self._write(steps)
-        self.cover()
-        self._captions = self._describe(steps[-1])
-        return written
+    def update(self, steps: Sequence[Step]) -> None:
+        if steps:
+            self._write(steps)
+            self.cover()
+            self._captions = self._describe(steps[-1])
 
     def cover(self) -> None:
         self._range.cover(np.concatenate([*self._shown(), self._frame.others(self.measure)]))
@@ -119,7 +117,7 @@ class LossPanel(CurvePanel):
         draw.simplify_axis(axis, PrintfTickFormatter(format="%.3g"))  # 0.0002, 2e-7
         fig.add_layout(axis, "right")
 
-    def _write(self, steps: Sequence[Step]) -> int:
+    def _write(self, steps: Sequence[Step]) -> None:
         rows, evaluations = [], list[str]()
         for s in steps:
             e, loss = s.events[0], s.eval_loss
@@ -128,7 +126,7 @@ class LossPanel(CurvePanel):
             rows.append([s.number, s.mean_loss, e.grad_norm, *known])
             if loss is not None:
                 self._evaluated = f"Held-out loss {evaluations[-1]} at step {s.number:,}. "
-        return self._table.append(rows, {"evaluation": evaluations, "rate": [_rate(s.events[0]) for s in steps]})
+        self._table.append(rows, {"evaluation": evaluations, "rate": [_rate(s.events[0]) for s in steps]})
 
     def _describe(self, last: Step) -> Captions:
         loss = "not finite" if math.isinf(last.mean_loss) else _loss(last.mean_loss)
@@ -184,7 +182,7 @@ class ThroughputPanel(CurvePanel):
         draw.hover(fig, each, [("step", "@step"), *rates, ("step time", "@step_ms{0,0.0} ms")])
         fig.add_layout(draw.limit_line("throughput.predicted", "width", dash="3 3"))
 
-    def _write(self, steps: Sequence[Step]) -> int:
+    def _write(self, steps: Sequence[Step]) -> None:
         rows = []
         for s in steps:
             if s.events[0].first_after_switch:
@@ -193,7 +191,7 @@ class ThroughputPanel(CurvePanel):
                 self._recent.append((s.tokens_per_s, s.step_time_s))
             rows.append([s.number, s.tokens_per_s, self._medians[0], s.step_time_s * 1e3])
         self._spec_id = steps[-1].spec_id
-        return self._table.append(rows)
+        self._table.append(rows)
 
     @property
     def _medians(self) -> tuple[float, float]:
@@ -286,7 +284,7 @@ class TflopsPanel(CurvePanel):
         draw.simplify_axis(axis, "0,0.[000]")
         fig.add_layout(axis, "right")
 
-    def _write(self, steps: Sequence[Step]) -> int:
+    def _write(self, steps: Sequence[Step]) -> None:
         for step in steps:
             self._peaks.add(step)
         # The peak that all ranks share, in FLOP/s, and its source; None where one axis cannot serve all.
@@ -296,12 +294,11 @@ class TflopsPanel(CurvePanel):
         self._peak = (fmean(rates), peaks[0][1]) if is_common else None
         last = steps[-1].events[0]
         self._hardware = last.hardware_flops / last.flops if last.flops else 1.0
-        written = self._table.append([self._row(s) for s in steps])
+        self._table.append([self._row(s) for s in steps])
         # One axis does not serve steps on both sides of a switch to a precision with another peak.
         tflops, share = self._table.column("mean"), self._table.column("mfu_percent")
         kept = tflops[share > 0] / share[share > 0]
         self._has_scale = self._peak is not None and (not kept.size or bool(kept.max() <= ALIKE * kept.min()))
-        return written
 
     def _row(self, s: Step) -> list[float]:
         by_rank = {e.rank: e.tflops for e in s.events}
@@ -374,9 +371,8 @@ class StepsPanel(Panel):
         self._frame = frame
         self._recent: deque[Step] = deque(maxlen=TABLE_STEPS)
 
-    def update(self, steps: Sequence[Step]) -> int:
+    def update(self, steps: Sequence[Step]) -> None:
         self._recent.extend(steps)
-        return len(steps)
 
     def captions(self) -> Captions:
         rates = (f"{self._frame.counted}/s", "TFLOPS per rank")
@@ -418,7 +414,7 @@ class CompletionsPanel(Panel):
         self._frame = frame
         self._shown: deque[Step] = deque(maxlen=MOST_EVALUATIONS)
 
-    def update(self, steps: Sequence[Step]) -> int:
+    def update(self, steps: Sequence[Step]) -> None:
         evaluated = [s for s in steps if s.completions]
         self._shown.extend(evaluated)
         if evaluated:
@@ -432,7 +428,6 @@ class CompletionsPanel(Panel):
                 note=f"{left} more in run.completions." if left else "",
                 table=(heads, *(self._row(s, prompts) for s in reversed(self._shown))),
             )
-        return len(evaluated)
 
     def _row(self, step: Step, prompts: Sequence[str]) -> tuple[str | Cell, ...]:
         texts = {c.prompt: c.text for c in step.completions}

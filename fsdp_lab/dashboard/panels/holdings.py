@@ -178,25 +178,26 @@ class HoldingsPanel(BaseCard):
             fig.quad(left=left, right=right, fill_color=color, fill_alpha=alpha, **look)
         draw.labels(fig, source, "ink.peak", x=0, y="text", text_baseline="middle")
 
-    def update(self, moment: StepMoment) -> int:
-        """Draws a moment; returns the rows written."""
+    def update(self, moment: StepMoment) -> None:
+        """Draws a moment."""
         frames = moment.frames[: self.ranks]
         units = self._axis.units
         left, right = (0.0, 1.0) if moment.direction == "update" else units.get(moment.unit, (0.0, 0.0))
-        written = self._now.replace([[left - 0.003, right + 0.003 - min(SPLIT, (right - left) / 4)]])
+        self._now.replace([[left - 0.003, right + 0.003 - min(SPLIT, (right - left) / 4)]])
         self._captions = self._describe(moment)
         drawn = tuple(f.parameters for f in frames)
         if drawn == self._drawn:
-            return written  # a phase of computing does not change the holdings
+            return  # a phase of computing does not change the holdings
         self._drawn = drawn
         shown = [(f.rank, self._axis.bars[p.name], p) for f in frames for p in f.parameters]
         top, bottom = BAR
         rows = [[r, bar.left, bar.right, r + top, r + bottom, p.numel, p.start, p.stop] for r, bar, p in shown]
         texts = {name: [getattr(p, name) for _, _, p in shown] for name in self._bars.texts}
-        written += self._bars.replace(rows, texts)
-        return written + self._write_states(frames) + self._write_held(moment)
+        self._bars.replace(rows, texts)
+        self._write_states(frames)
+        self._write_held(moment)
 
-    def _write_states(self, frames: Sequence[PhaseSnapshot]) -> int:
+    def _write_states(self, frames: Sequence[PhaseSnapshot]) -> None:
         """Draws parameters in the bar, gradients in the strip. A shard of a parameter is always held."""
         quads: dict[Columns, list[list[float]]] = {self._light: [], self._moving: [], self._own: []}
         colors: dict[Columns, list[str]] = {columns: [] for columns in quads}
@@ -210,9 +211,10 @@ class HoldingsPanel(BaseCard):
                 for columns, place in drawn:
                     quads[columns].append([*place, rank + top, rank + bottom])
                     colors[columns].append(theme.rank_color(rank))
-        return sum(columns.replace(rows, {"color": colors[columns]}) for columns, rows in quads.items())
+        for columns, rows in quads.items():
+            columns.replace(rows, {"color": colors[columns]})
 
-    def _write_held(self, moment: StepMoment) -> int:
+    def _write_held(self, moment: StepMoment) -> None:
         rows, labels = [], []
         for f in moment.frames[: self.ranks]:
             total = max(1, sum(p.numel for p in f.parameters))
@@ -220,7 +222,7 @@ class HoldingsPanel(BaseCard):
             rows.append([f.rank, f.rank - 0.11, f.rank + STRIP[0], f.rank + STRIP[1], own / total, held / total])
             labels.append(f"{count(held)}, {size(moment.held_bytes(f.rank))}")
         colors = [theme.rank_color(f.rank) for f in moment.frames[: self.ranks]]
-        return self._held.replace(rows, {"label": labels, "color": colors})
+        self._held.replace(rows, {"label": labels, "color": colors})
 
     def _describe(self, moment: StepMoment) -> Captions:
         color = theme.rank_color(0)

@@ -122,14 +122,15 @@ class MemoryPanel(Panel):
         rows = [("rank", "@rank"), *rows, ("predicted peak", "@peak{0,0.0}")]
         draw.hover_bars(fig, source, rows, right="peak", y="bar", height=PREDICTED_BAR)
 
-    def update(self, steps: Sequence[Step]) -> int:
+    def update(self, steps: Sequence[Step]) -> None:
         measured = [s for s in steps if any(e.memory.peak_bytes for e in s.events)]  # none before the first ledger step
         if measured:
             limits = [e.memory.limit_bytes for e in measured[-1].events if e.memory.limit_bytes]
             peak = max(e.memory.peak_bytes for e in measured[-1].events)
             self._limit = min(limits) if limits and min(limits) <= LIMIT_REACH * peak else None
         unit = self._unit
-        written = self._over.write(steps, self._limit) if steps else 0
+        if steps:
+            self._over.write(steps, self._limit)
         for step in steps:
             self._loading |= {e.rank: e.memory.loading_bytes for e in step.events if e.memory.loading_bytes}
             if any(e.ledger for e in step.events):
@@ -137,12 +138,11 @@ class MemoryPanel(Panel):
         if measured:
             self._measured = measured[-1]
             self._peak = max(e.memory.peak_bytes for e in self._measured.events)
-            written += self._write_now(self._measured)
+            self._write_now(self._measured)
             if self._unit != unit:
                 self._write_predicted()
             self._cover_now()
             self._captions = self._describe(self._measured)
-        return written
 
     def predict(self, prediction: Prediction | None) -> None:
         self._prediction = prediction
@@ -173,13 +173,13 @@ class MemoryPanel(Panel):
         rows = [[rank, rank + 0.25, *scaled] for rank in range(self.world_size)]
         self._predicted.replace(rows, {"label": [size(p.peak_bytes)] * self.world_size})
 
-    def _write_now(self, step: Step) -> int:
+    def _write_now(self, step: Step) -> None:
         hosted = any(e.memory.host_bytes for e in step.events)
         shift = 0.1 if hosted or self._prediction is not None else 0.0
         below = 0.08 if self._prediction is not None else 0.0  # the prediction's place
         drawn = (self._over.unit, shift, below, [sizes(e.memory) for e in step.events], dict(self._loading))
         if drawn == self._drawn:
-            return 0  # between two measurements memory does not change: nothing to paint
+            return  # between two measurements memory does not change: nothing to paint
         self._drawn = drawn
         rows = []
         for e in step.events:
@@ -193,7 +193,7 @@ class MemoryPanel(Panel):
         self._ranks.follow(step.events)
         ranks, labels = [e.rank for e in step.events], [size(e.memory.peak_bytes) for e in step.events]
         texts = {"label": labels, "color": [*map(theme.rank_color, ranks)], "place": [*map(self._ranks.place, ranks)]}
-        return self._now.replace(rows, texts)
+        self._now.replace(rows, texts)
 
     def _describe(self, step: Step) -> Captions:
         memories = [e.memory for e in step.events]
@@ -300,20 +300,19 @@ class MemoryLanes:
         parts = [(i, share) for i in range(self._lanes) for share in (0.0, 0.5, 1.0)]
         return [(i + LANE_BOTTOM - share * LANE, f"{share * self._range.end:,g}") for i, share in parts]
 
-    def write(self, steps: Sequence[Step], limit_bytes: int | None) -> int:
-        """Adds new steps, in order; returns the rows written. A limit that is None is not drawn."""
+    def write(self, steps: Sequence[Step], limit_bytes: int | None) -> None:
+        """Adds new steps, in order. A limit that is None is not drawn."""
         new = np.array([[s.number, *self._row(s)] for s in steps], dtype=np.float64)
         self._bytes = np.vstack([self._bytes, new])[-self.columns.limit :]
         peaks = self._bytes[:, self._places("peak")]
         if np.isnan(peaks).all():
-            return 0
+            return
         unit = unit_for(np.nanmax(peaks), self.unit)
         whole = unit != self.unit or not len(self.columns)
         self.unit = unit
-        written = self.columns.replace(self._scaled(self._bytes)) if whole else self.columns.append(self._scaled(new))
+        self.columns.replace(self._scaled(self._bytes)) if whole else self.columns.append(self._scaled(new))
         self._limit_bytes = limit_bytes
         self.cover()
-        return written
 
     def cover(self) -> None:
         """Fits the common scale to what is drawn in any lane."""
@@ -404,12 +403,12 @@ class LedgerPanel(Panel):
         draw.hover(fig, total, [("at", "@ms{0.0} ms"), ("in", "@phase @unit"), *rows, ("total", "@total{0,0.00}")])
         return fig
 
-    def update(self, steps: Sequence[Step]) -> int:
+    def update(self, steps: Sequence[Step]) -> None:
         step = next((s for s in reversed(steps) if any(e.memory_curve for e in s.events)), None)
         if step is None:
-            return 0
+            return
         fullest = max((e for e in step.events if e.memory_curve), key=lambda e: e.memory.peak_bytes)
-        written = self._write(fullest.memory_curve)
+        self._write(fullest.memory_curve)
         top = max(fullest.memory_curve, key=lambda s: s.classes.total_bytes)
         where = f"peak {size(top.classes.total_bytes)} in {top.phase}, {top.unit}"
         long = duration(fullest.step_time_s)
@@ -418,9 +417,8 @@ class LedgerPanel(Panel):
             legend=(*draw.class_keys(draw.ON_DEVICE), Key(label="total", token="ink.peak", hatch="line")),
             note=f"Measuring made this step {long} long; its allocations are those of any other step.",
         )
-        return written
 
-    def _write(self, curve: Sequence[MemorySample]) -> int:
+    def _write(self, curve: Sequence[MemorySample]) -> None:
         totals = [s.classes.total_bytes for s in curve]
         self._unit = unit_for(max(totals), self._unit)
         self._end_ms = round_up(max(1.07e3 * curve[-1].at_s, 1e-3))  # with room for the last label
@@ -432,13 +430,12 @@ class LedgerPanel(Panel):
         firsts = [next(samples) for _, samples in groupby(curve, key=lambda s: s.phase)]
         begins = [(s.at_s, s.phase) for s in firsts][:8]  # micro-batches repeat them
         top = totals.index(max(totals))
-        written = self._curve.replace(rows, texts)
+        self._curve.replace(rows, texts)
         room_s = LABEL_ROOM * self._end_ms / 1e3
         labels = [phase if end - at > room_s else "" for (at, phase), (end, _) in pairwise([*begins, (math.inf, "")])]
-        written += self._phases.replace([[1e3 * at] for at, _ in begins], {"label": labels})
-        written += self._peak.replace([[rows[top][0], rows[top][-1]]], {"label": [size(totals[top])]})
+        self._phases.replace([[1e3 * at] for at, _ in begins], {"label": labels})
+        self._peak.replace([[rows[top][0], rows[top][-1]]], {"label": [size(totals[top])]})
         self._range.cover(np.array([totals[top] / self._unit]))
-        return written
 
     def patches(self) -> Patches:
         return {

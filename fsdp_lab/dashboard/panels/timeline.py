@@ -118,19 +118,17 @@ class TimelinePanel(Panel):
         with self._lock:
             self._requests.append((step, by))
 
-    def update(self, steps: Sequence[Step]) -> int:
+    def update(self, steps: Sequence[Step]) -> None:
         changed = self._apply_pins() + self._add(steps)  # in this order: a pin was chosen among the former steps
         wanted = self._pinned or (self._traced[-1] if self._traced else None)
         if wanted is None:
-            return 0
-        written = 0
+            return
         due = self._pinned is not None or self._clock() - self._drawn_s >= REDRAW_S
-        if wanted is not self._shown and due:
+        if is_new := wanted is not self._shown and due:
             self._drawn_s, self._shown, self._timeline = self._clock(), wanted, Timeline.of(wanted.events)
-            written = self._draw(self._timeline)
-        if changed or written:
+            self._draw(self._timeline)
+        if changed or is_new:
             self._describe()
-        return written
 
     def _add(self, steps: Sequence[Step]) -> int:
         """Keeps the traced ones among new steps, and drops the oldest; returns how many are traced."""
@@ -166,7 +164,7 @@ class TimelinePanel(Panel):
             self._pinned = self._traced[min(max(0, away.index(min(away)) + by), len(away) - 1)]
         return len(requests)
 
-    def _draw(self, timeline: Timeline) -> int:
+    def _draw(self, timeline: Timeline) -> None:
         lanes = {lane.rank: lane for lane in timeline.lanes if lane.rank < self.lanes}
         if not self._all:  # those that wait least, median and most, from the top
             ordered = sorted(timeline.lanes, key=lambda lane: (sum(exposed_by_unit(lane.spans).values()), lane.rank))
@@ -182,9 +180,10 @@ class TimelinePanel(Panel):
         rows = [[1e3 * a.begin_s, 1e3 * a.end_s, at - half, at + half, a.rank] for at, a in lanes.items()]
         colors = [theme.rank_color(lane.rank) if self._all else draw.NEUTRAL for lane in lanes.values()]
         labels = [f"rank {lane.rank}" for lane in lanes.values()]
-        return self._lanes.replace(rows, {"color": colors, "label": labels}) + self._write_spans(lanes)
+        self._lanes.replace(rows, {"color": colors, "label": labels})
+        self._write_spans(lanes)
 
-    def _write_spans(self, lanes: Mapping[int, RankLane]) -> int:
+    def _write_spans(self, lanes: Mapping[int, RankLane]) -> None:
         placed = [(place, lane, s, row, rows) for place, lane in lanes.items() for s, row, rows in _in_rows(lane.spans)]
         placed = sorted(placed, key=lambda p: -p[2].seconds)[:MOST_SPANS]
         present = [t for t in TRACK_TOKENS if t in self._tracks]
@@ -198,7 +197,7 @@ class TimelinePanel(Panel):
         told = [_span_texts(s) for _, _, s, _, _ in placed]
         texts = {name: [words[i] for words in told] for i, name in enumerate(self._spans.texts)}
         self._tokens.update(texts["fill"])
-        return self._spans.replace(numbers, texts)
+        self._spans.replace(numbers, texts)
 
     def _describe(self) -> None:
         shown, timeline = self._shown, self._timeline
