@@ -12,7 +12,6 @@ import ipywidgets as widgets
 
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.dashboard.lab_like import LabLike
-from fsdp_lab.runs.control import Request
 
 Styled = TypeVar("Styled", bound=widgets.Widget)
 HIDDEN = "none"  # a value of Layout.display
@@ -65,28 +64,21 @@ class InputForm:
 
 
 class AskingForm(InputForm):
-    """Asks the active run, which answers between steps, or else the lab, which may take long."""
+    """Asks the lab, whose active run answers between steps, and without one its ranks."""
 
     def __init__(self, lab: LabLike) -> None:
         super().__init__()
         self._lab = lab
-        self._request: Request[Any] | None = None  # of the run
-        self._asker: threading.Thread | None = None  # asks the lab
+        self._asker: threading.Thread | None = None
 
     @property
     def is_asking(self) -> bool:
-        return self._request is not None or (self._asker is not None and self._asker.is_alive())
+        return self._asker is not None and self._asker.is_alive()
 
     def ask_lab(self, ask: Callable[[], Any]) -> None:
         """Asks in a thread of its own; an error is shown."""
         self._asker = threading.Thread(target=self.attempt, args=(ask,), name="fsdp-lab-ask", daemon=True)
         self._asker.start()
-
-    def take_answer(self, show: Callable[[Any], None]) -> None:
-        """Shows what the run answered, or its error, once."""
-        if (request := self._request) is not None and request.done:
-            self._request = None
-            self.attempt(lambda: show(request.wait(0)))
 
 
 def put(widget: Any, name: str, value: Any) -> None:

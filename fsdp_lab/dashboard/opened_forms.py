@@ -54,7 +54,6 @@ class WritingForm(AskingForm):
 
     def __init__(self, lab: LabLike) -> None:
         super().__init__(lab)
-        self._asked = ""  # the prompt of the request
         self._prompt = self.add(widgets.Text(placeholder="Once upon a time", description="prompt"))
         self._tokens = self.number("new tokens", Sampling.new_tokens, 1, MOST_TOKENS, "Length of the text")
         styled(self._tokens, "fsdp-number")
@@ -73,17 +72,13 @@ class WritingForm(AskingForm):
         if not prompt.strip():
             raise ValueError("Type a prompt first: the text that the model is to continue.")
         self.say("The model writes after the steps in progress.")
-        if (run := active_run(self._lab)) is not None:
-            self._asked, self._request = prompt, run.generate(prompt, new_tokens=tokens)
-        else:
-            self.ask_lab(lambda: self._show(prompt, self._lab.generate(prompt, new_tokens=tokens)))
+        self.ask_lab(lambda: self._show(prompt, self._lab.generate(prompt, new_tokens=tokens)))
 
     def _show(self, prompt: str, texts: Sequence[str]) -> None:
         put(self.message, "value", f'<span role="status"><b>{escape(prompt)}</b>{escape(texts[0])}</span>')
 
     def tick(self) -> None:
-        """Shows the text when it is there; a text can be asked for where the ranks hold a model and are not compared."""
-        self.take_answer(lambda texts: self._show(self._asked, texts))
+        """A text can be asked for where the ranks hold a model and are not compared."""
         held = self._lab.current is not None and active_sweep(self._lab) is None and active_loop(self._lab) is None
         put(self._write, "disabled", self.is_asking or not held)
 

@@ -166,13 +166,11 @@ class SavingForm(AskingForm):
             raise
 
     def save(self) -> None:
-        """Requests a checkpoint of the active run; without one, saves what the ranks hold."""
-        if (run := active_run(self._lab)) is not None:
-            self._request = run.save(self._folder.value)
-            self.say("A checkpoint is written after the steps in progress, and one of the last step at the run's end.")
-        elif not self.is_asking:
-            self.say("Saving what the ranks hold.")
-            folder = self._folder.value
+        """Requests a checkpoint of the active run; without one, of what the ranks hold."""
+        folder, active = self._folder.value, active_run(self._lab) is not None
+        if active or not self.is_asking:
+            end = "A checkpoint is written after the steps in progress, and one of the last step at the run's end."
+            self.say(end if active else "Saving what the ranks hold.")
             self.ask_lab(lambda: self._say_saved(self._lab.save(folder)))
 
     def _say_saved(self, checkpoint: Checkpoint) -> None:
@@ -184,7 +182,6 @@ class SavingForm(AskingForm):
 
     def tick(self, run: Run | None) -> None:
         """Shows the saves of `run`, the one that is shown."""
-        self.take_answer(self._say_saved)
         active = active_run(self._lab)
         busy = active is not None and active.state in (RunState.BROKEN, RunState.RECOVERING, RunState.STOPPING)
         put(self._every, "disabled", self._when.value != EVERY)

@@ -22,6 +22,7 @@ from fsdp_lab.base.events import Memory, MemorySample, RoleBytes, StepEvent, Tra
 from fsdp_lab.base.generation import Sampling
 from fsdp_lab.cluster import ClusterError, RankLost, StartError
 from fsdp_lab.cluster.assembly import StartProgress
+from fsdp_lab.dashboard.lab_like import active_run
 from fsdp_lab.runs import EventStore, Refusal, RunState, SlowMotion, Sweep, Switch, SwitchRequest
 from fsdp_lab.runs.control import Request
 from fsdp_lab.runs.diagnosis import Diagnosis
@@ -497,11 +498,15 @@ class FakeLab:
         return self.run(save=save, recover=recover, evaluate=evaluate, **changes)
 
     def generate(self, prompts: str, **sampling: Any) -> list[str]:
+        if (run := active_run(self)) is not None:
+            return run.generate(prompts, **sampling).wait(10)
         if prompts == "unknown":
             raise ArgumentError("prompts", "vit classifies images", "ask a causal language model")
         return [f" of {sampling['new_tokens']} tokens"]
 
     def save(self, folder: str) -> Any:
+        if (run := active_run(self)) is not None:
+            return run.save(folder).wait()
         self.save_gate.wait(10)
         if folder == "full":
             raise ClusterError("the checkpoint could not be written: No space left on device")

@@ -465,10 +465,12 @@ def test_a_text_is_asked_for_while_the_run_trains_and_when_it_is_over():
     form._write.click()
     form.tick()
     assert said() == "The model writes after the steps in progress." and form._write.disabled
+    until(lambda: bool(run.texts))
     assert run.texts[0].prompts == ("<Once>",) and run.texts[0].sampling.new_tokens == 48
     run.texts[0].settle([" upon a <time>"])
     until_said("<Once> upon a <time>")
     form._write.click()
+    until(lambda: len(run.texts) == 2)
     run.texts[1].settle(SpecError("prompts", "bert does not continue texts", "use a causal model"))
     until_said("Bert does not continue texts: use a causal model.")
 
