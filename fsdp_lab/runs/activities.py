@@ -16,7 +16,7 @@ from fsdp_lab.runs.comparison import Refusal
 from fsdp_lab.runs.run import Drill, Run
 from fsdp_lab.runs.slow_motion import SlowMotion, SlowStep
 from fsdp_lab.runs.sweep import Sweep
-from fsdp_lab.runs.view import RunState, fingerprint
+from fsdp_lab.runs.view import RunState
 from fsdp_lab.runs.watched import WatchedRun
 from fsdp_lab.spec.faults import SIGNALS, fault_of
 from fsdp_lab.spec.spec import Spec
@@ -125,9 +125,7 @@ class Activities:
         if run is None:
             if "begin" not in message or message["run"] in self._ended_loops:
                 return  # of a run that is over: it has all that counts
-            device = {name: message["begin"][name] for name in ("device_name", "software")}
-            size = int(message["begin"]["loop"]["watched"]["world_size"])
-            run = WatchedRun(message, fingerprint([device] * size), self._cluster.interrupt_cells)
+            run = WatchedRun(message, self._cluster.interrupt_cells)
             self._watched[run.id] = self._newest = run
         run.take(message)
         self._drop_if_over(run)

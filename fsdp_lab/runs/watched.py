@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp_lab.base.hang import LoopPlace, LoopRank, cause_in_loop
 from fsdp_lab.runs.steps import EventStore
-from fsdp_lab.runs.view import Awaited, RunQueries, RunState, Switch
+from fsdp_lab.runs.view import Awaited, RunQueries, RunState, Switch, fingerprint
 from fsdp_lab.spec.loops import WatchedLoop
 
 STOP_S = 2.0
@@ -22,9 +22,7 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
 
     switches: Sequence[Switch] = ()
 
-    def __init__(
-        self, begins: Mapping[str, Any], environment: Mapping[str, Any], interrupt: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, begins: Mapping[str, Any], interrupt: Callable[[], None] = lambda: None) -> None:
         """`begins`: a message with a "begin". `interrupt`: interrupts the ranks' loop."""
         super().__init__()
         begin = begins["begin"]
@@ -33,7 +31,8 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         self.started_unix_s = float(begin["started_unix_s"])
         self.ended_unix_s: float | None = None
         self.events = EventStore()
-        self.environment = environment
+        device = {name: begin[name] for name in ("device_name", "software")}
+        self.environment: Mapping[str, Any] = fingerprint([device] * self.spec.world_size)
         self.notes: tuple[str, ...] = tuple(begin["notes"])
         self._interrupt = interrupt
         self._lock = threading.Lock()

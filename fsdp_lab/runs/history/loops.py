@@ -169,11 +169,9 @@ class LoopRecorder:
     def _record(self, message: dict[str, Any]) -> None:
         if self._take is None:
             from fsdp_lab.runs.history.history import History
-            from fsdp_lab.runs.view import fingerprint
             from fsdp_lab.runs.watched import WatchedRun
 
-            device = {"device_name": message["begin"]["device_name"], "software": message["begin"]["software"]}
-            run = WatchedRun(message, fingerprint([device] * self._world_size))
+            run = WatchedRun(message)
             history = History.of(self._history_given)
             assert history is not None
             history.record(run)
