@@ -1,4 +1,5 @@
-"""The forms that a button of the bar opens and closes: `WritingForm`, `SweepForm` for a comparison, and `HostsForm`.
+"""The forms that a button of the bar opens and closes: `WritingForm`, `SweepForm` for a comparison, and `HostsForm`; and
+`DiagnosisBox`, which a trouble opens.
 
 Nothing here waits for a rank on the thread of a handler or of the tick: what takes longer has a thread of its own.
 """
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from html import escape
+from itertools import zip_longest
 from statistics import median
 from typing import Any
 
@@ -24,12 +26,13 @@ from fsdp_lab.base.generation import Sampling
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.hosts import Hosts, SlurmHosts, ssh_hosts
-from fsdp_lab.dashboard.forms import HIDDEN, AskingForm, InputForm, put, status, styled
+from fsdp_lab.dashboard.forms import HIDDEN, AskingForm, InputForm, prose, put, status, styled
 from fsdp_lab.dashboard.lab_like import LabLike, active_loop, active_run, active_sweep, shown_run
-from fsdp_lab.runs import Refusal, RunState, Sweep
+from fsdp_lab.runs import Refusal, Run, RunState, Sweep, WatchedRun
 from fsdp_lab.runs.comparison import labels_by
+from fsdp_lab.runs.diagnosis import Diagnosis
 from fsdp_lab.runs.sweep import ROUNDS, combine
-from fsdp_lab.spec.describe import describe_fields, describe_strategy, field_title, flat_fields
+from fsdp_lab.spec.describe import describe_field, describe_fields, describe_strategy, field_title, flat_fields
 from fsdp_lab.spec.spec import FIELDS, Spec
 
 COMBINED: Mapping[str, Sequence[Any]] = {
@@ -45,6 +48,9 @@ LOSES = (
     "The hosts are looked at first. When all can be used, the ranks here end and lose what they have trained: save it "
     "before, in a folder that the hosts have too, and resume there."
 )
+LOOK_EVERY_S = 1.0
+LOOK_SHARE = 0.03  # of the time, that looking may take
+MOST_SHOWN = 2  # that are shown at once: the next ones when these are cured
 
 
 class WritingForm(AskingForm):
@@ -353,3 +359,54 @@ def listed(names: Sequence[str]) -> str:
     """`gpu1, gpu2 and gpu3`; of more than five names four, and the number of the others."""
     shown = [*names[:4], f"{len(names) - 4} more"] if len(names) > 5 else [*names]
     return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else "".join(shown)
+
+
+class DiagnosisBox(InputForm):
+    """Shown where something is wrong; `choose` takes field values as if a person had set them. The diagnoses of `elsewhere`
+    are shown in another part of the page."""
+
+    css = "fsdp-sweep"
+
+    def __init__(self, choose: Callable[[Mapping[str, Any]], None]) -> None:
+        super().__init__()
+        self._choose = choose
+        self.elsewhere: Run | WatchedRun | None = None
+        self._due_s = 0.0
+        self._seen: tuple[object, ...] = ()  # the version of the run that was looked at
+        self._rows = [self._row(place) for place in range(MOST_SHOWN)]
+        self.diagnoses: Sequence[Diagnosis] = ()
+        self.message = styled(widgets.HTML(), "fsdp-sweep-said")
+        rows = [*(box for box, _, _ in self._rows), self.message]
+        self.widget = styled(widgets.VBox(rows, layout=widgets.Layout(display=HIDDEN)), "fsdp-sweep", "fsdp-diagnosis")
+
+    def _row(self, place: int) -> tuple[widgets.Box, widgets.HTML, widgets.Button]:
+        text = styled(widgets.HTML(), "fsdp-sweep-said")
+        cure = self.button("Apply", "medkit", "Change the run so", partial(self._apply, place))
+        return styled(widgets.Box([text, cure]), "fsdp-sweep-row"), text, cure
+
+    def _apply(self, place: int) -> None:
+        if place < len(self.diagnoses):  # else the page is out of date
+            self._choose(self.diagnoses[place].changes)
+
+    def tick(self, run: Run | WatchedRun | None) -> None:
+        """Looks at the run, if it has anything new, at most once a second."""
+        now_s = time.monotonic()
+        if run is None or now_s < self._due_s:
+            return
+        version = (run.id, len(run.events), run.state, run.spec.id, run is self.elsewhere)
+        if version != self._seen:
+            began_s = time.thread_time()
+            self.show(() if run is self.elsewhere else run.diagnoses)
+            self._seen, spent_s = version, time.thread_time() - began_s
+            self._due_s = now_s + max(LOOK_EVERY_S, spent_s / LOOK_SHARE)
+
+    def show(self, diagnoses: Sequence[Diagnosis]) -> None:
+        """The failure itself is in the row below the buttons."""
+        self.diagnoses = diagnoses[:MOST_SHOWN]
+        for (box, text, cure), d in zip_longest(self._rows, self.diagnoses):
+            put(box.layout, "display", HIDDEN if d is None else "")
+            if d is not None:
+                put(text, "value", f'<span role="status"><b>{prose(d.meaning)}</b> {prose(d.cure)}</span>')
+                put(cure, "description", ", ".join(describe_field(n, v) for n, v in d.changes.items()) or "Apply")
+                put(cure.layout, "display", "" if d.changes else HIDDEN)
+        put(self.widget.layout, "display", "" if diagnoses else HIDDEN)
