@@ -17,19 +17,7 @@ import ipywidgets as widgets
 
 from fsdp_lab.base.errors import FieldError, SpecError
 from fsdp_lab.base.events import StepEvent
-from fsdp_lab.dashboard.fields import (
-    FIRST_MODEL_ON_CPUS,
-    FOLDED,
-    GROUPS,
-    RANK_FIELDS,
-    Choices,
-    ChoiceState,
-    Control,
-    FoldedGroup,
-    Group,
-    Note,
-    Offer,
-)
+from fsdp_lab.dashboard.fields import FIRST_MODEL_ON_CPUS, RANK_FIELDS, Choices, ChoiceState, Note, Offer, groups_of
 from fsdp_lab.dashboard.forms import HIDDEN, InputForm, prose, put, styled
 from fsdp_lab.dashboard.lab_like import LabLike, active_loop, active_run, active_sweep, held_step, shown_run
 from fsdp_lab.models.check import check
@@ -95,12 +83,8 @@ class Controls(InputForm):
             self.button("Keep the run", "undo", "Leave what it trains as it is", self._keep),
         ]
         self._notice = styled(widgets.Box([self.message, *self._answers]), "fsdp-notice")
-        rows = [f for _, fields in GROUPS for f in fields]
-        self._controls = {f.name: Control(f, first, lambda name, value: self.accept({name: value})) for f in rows}
-        self._groups = [
-            (FoldedGroup if title == FOLDED else Group)(title, [self._controls[f.name] for f in fields], self.accept)
-            for title, fields in GROUPS
-        ]
+        self._groups = groups_of(first, self.accept)
+        self._controls = {name: control for group in self._groups for name, control in group.controls.items()}
         self._fields = [widget for control in self._controls.values() for widget in control.inputs]
         self.inputs += [*(button for group in self._groups for button in group.buttons), *self._fields]
         groups = styled(widgets.Box([group.box for group in self._groups]), "fsdp-groups")

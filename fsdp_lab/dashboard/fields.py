@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -182,7 +182,6 @@ def controls_of(title: str, *, planned: bool = False) -> tuple[FieldRow, ...]:
     )
 
 
-GROUPS = tuple((title, controls_of(title)) for title in TITLES)
 ALWAYS_TOLD = ("optimizer", "lr")  # of the group that is folded
 FOLDED = "Training"  # the group that is one line until it is unfolded
 
@@ -286,11 +285,12 @@ class Offer:
 class Group:
     """A titled row of controls, and below it why a choice is refused, with a button that fixes it."""
 
-    def __init__(self, title: str, controls: Sequence[Control], accept: Callable[[Mapping[str, Any]], None]) -> None:
-        self.names = [c.field.name for c in controls]
+    def __init__(self, title: str, now: Chosen, accept: Callable[[Mapping[str, Any]], None]) -> None:
+        rows = controls_of(title)
+        self.controls = {row.name: Control(row, now, lambda name, value: accept({name: value})) for row in rows}
         self._fix: dict[str, Any] = {}
         head = styled(widgets.HTML(f"<h4>{escape(title)}</h4>"), "fsdp-group-head")
-        self.row = styled(widgets.Box([c.box for c in controls]), "fsdp-group-row")
+        self.row = styled(widgets.Box([c.box for c in self.controls.values()]), "fsdp-group-row")
         self._words = styled(widgets.HTML(), "fsdp-refusal")
         self.button = styled(widgets.Button(description="", layout=widgets.Layout(display="none")), "fsdp-fix")
         self.button.on_click(lambda _: accept(self._fix))
@@ -301,7 +301,7 @@ class Group:
 
     def explain(self, choices: Choices[Any], offer: Callable[[Mapping[str, Any]], Offer] = lambda fix: Offer()) -> None:
         """Shows the reasons of this group's refusals, and the fix if there is one. `offer` tells what that does."""
-        refused = [(n, choices.notes[n]) for n in self.names if n in choices.held and n in choices.notes]
+        refused = [(n, choices.notes[n]) for n in self.controls if n in choices.held and n in choices.notes]
         self._fix = {}
         for name, note in refused:
             if note.fix:
@@ -322,8 +322,8 @@ class Group:
 class FoldedGroup(Group):
     """One line that says what is not as it is by default, with a button that shows the controls; so does a refusal."""
 
-    def __init__(self, title: str, controls: Sequence[Control], accept: Callable[[Mapping[str, Any]], None]) -> None:
-        super().__init__(title, controls, accept)
+    def __init__(self, title: str, now: Chosen, accept: Callable[[Mapping[str, Any]], None]) -> None:
+        super().__init__(title, now, accept)
         self.fold = styled(widgets.Button(tooltip=f"Show or hide: {title}"), "fsdp-fold")
         self.fold.on_click(lambda _: unfold(self.row, self.fold, self.row.layout.display == HIDDEN))
         self.buttons.append(self.fold)
@@ -335,11 +335,16 @@ class FoldedGroup(Group):
 
     def explain(self, choices: Choices[Any], offer: Callable[[Mapping[str, Any]], Offer] = lambda fix: Offer()) -> None:
         super().explain(choices, offer)
-        if any(name in choices.held for name in self.names):
+        if any(name in choices.held for name in self.controls):
             unfold(self.row, self.fold, True)
         now, usual = choices.wanted.flat(), Spec().flat()
-        told = [n for n in self.names if n in ALWAYS_TOLD or now[n] != usual[n]]
+        told = [n for n in self.controls if n in ALWAYS_TOLD or now[n] != usual[n]]
         put(self.summary, "value", escape(" · ".join(value_text(CONTROLS[n], now[n]) for n in told)))
+
+
+def groups_of(now: Chosen, accept: Callable[[Mapping[str, Any]], None]) -> list[Group]:
+    """All controls of a lab."""
+    return [(FoldedGroup if title == FOLDED else Group)(title, now, accept) for title in TITLES]
 
 
 def _key(value: Any) -> Any:

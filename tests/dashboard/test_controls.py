@@ -12,14 +12,14 @@ import pytest
 
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.dashboard.controls import Controls
-from fsdp_lab.dashboard.fields import GROUPS, OTHER
+from fsdp_lab.dashboard.fields import OTHER, TITLES, controls_of
 from fsdp_lab.dashboard.opened_forms import WritingForm
 from fsdp_lab.planner.questions import LESS, DoesNotFit
 from fsdp_lab.runs import RunState
 from fsdp_lab.spec.spec import Precision, Spec
 from tests.dashboard.fake_lab import FakeLab, until
 
-FIELDS = [f.name for _, fields in GROUPS for f in fields]
+FIELDS = [f.name for title in TITLES for f in controls_of(title)]
 
 
 class Desk:
@@ -297,7 +297,7 @@ def test_another_value_can_be_typed(desk, name, typed, value):
 
 
 def test_adapters_are_as_in_a_spec():
-    (lora,) = (f for _, fields in GROUPS for f in fields if f.name == "lora")
+    (lora,) = (f for f in controls_of("Training") if f.name == "lora")
     for value in (*lora.choices, lora.read("32")):
         assert Spec().replace(lora=value).flat()["lora"] == value
 
