@@ -274,12 +274,7 @@ class Control:
         self._choose(self.field.name, value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Offer:
-    """The effect of a fix on a run, or why it cannot be applied."""
-
-    effect: str = ""
-    blocked: str = ""
+Offer = Callable[[Mapping[str, Any]], tuple[str, bool]]  # tells what a fix does to a run, and whether it can be applied
 
 
 class Group:
@@ -299,8 +294,8 @@ class Group:
         self._line = styled(widgets.Box([self._words, self.button], layout=hidden), "fsdp-refusal-line")
         self.box = styled(widgets.VBox([head, self.row, self._line]), "fsdp-group")
 
-    def explain(self, choices: Choices[Any], offer: Callable[[Mapping[str, Any]], Offer] = lambda fix: Offer()) -> None:
-        """Shows the reasons of this group's refusals, and the fix if there is one. `offer` tells what that does."""
+    def explain(self, choices: Choices[Any], offer: Offer) -> None:
+        """Shows the reasons of this group's refusals, and the fix if there is one."""
         refused = [(n, choices.notes[n]) for n in self.controls if n in choices.held and n in choices.notes]
         self._fix = {}
         for name, note in refused:
@@ -308,13 +303,13 @@ class Group:
                 self._fix = {name: choices.held[name], **note.fix}
         more = {n: v for n, v in self._fix.items() if n not in choices.held or v != choices.held[n]}
         label = fix_text(more, choices.held)
-        effect = offer(more) if more else Offer()
+        effect, possible = offer(more) if more else ("", True)
         reasons = "<br>".join(escape(note.why) for _, note in refused)
-        text = " ".join(filter(None, [reasons, escape(effect.blocked or effect.effect)]))
+        text = " ".join(filter(None, [reasons, escape(effect)]))
         put(self._words, "value", text)
         put(self.button, "description", label)
-        put(self.button, "disabled", bool(effect.blocked))
-        put(self.button, "tooltip", effect.blocked or effect.effect)
+        put(self.button, "disabled", not possible)
+        put(self.button, "tooltip", effect)
         put(self.button.layout, "display", "" if label else "none")
         put(self._line.layout, "display", "" if text else "none")
 
@@ -333,7 +328,7 @@ class FoldedGroup(Group):
         styled(self.box, "fsdp-folds")
         unfold(self.row, self.fold, False)
 
-    def explain(self, choices: Choices[Any], offer: Callable[[Mapping[str, Any]], Offer] = lambda fix: Offer()) -> None:
+    def explain(self, choices: Choices[Any], offer: Offer) -> None:
         super().explain(choices, offer)
         if any(name in choices.held for name in self.controls):
             unfold(self.row, self.fold, True)
