@@ -396,10 +396,13 @@ class Driver:
         """Takes a checkpoint, which the ranks write while training continues, also where it cannot be written."""
         config = self.checkpoints.config
         assert config is not None
-        with self.checkpoints.taking(kind, self.progress.step) as record:
+
+        def save() -> list[Any]:
             call = self.ranks.submit("save", root=str(config.folder), kind=kind, last=config.last)
             # The last one is taken after a stop, which must not interrupt it.
-            record(call.results(SAVES_S) if kind == "last" else self._results(call))
+            return call.results(SAVES_S) if kind == "last" else self._results(call)
+
+        self.checkpoints.take(kind, self.progress.step, save)
 
     def _save_last_step(self) -> None:
         """Saves the last step, and waits until all checkpoints are written."""

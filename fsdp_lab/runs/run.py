@@ -63,7 +63,6 @@ class Run(RunQueries, Awaited["Run"]):
         evaluate: EvalConfig | int | None = None,
         share: int | None = None,
         prepare: Callable[[Spec], None] = lambda spec: None,
-        run_id: str | None = None,
         saving: CheckpointConfig | None = None,
         recovering: RecoveryPolicy | None = None,
         start: Checkpoint | None = None,
@@ -76,7 +75,7 @@ class Run(RunQueries, Awaited["Run"]):
         for name, value, none in (("steps", steps, "no end"), ("ledger_every", ledger_every, "only requested ones")):
             if value is not None:
                 check_whole(name, value, wanted=f"a whole number of 1 or more, or None for {none}")
-        self.id = run_id or secrets.token_hex(4)
+        self.id = secrets.token_hex(4)
         self.steps, self.ledger_every = steps, ledger_every
         self.evaluate = EvalConfig.of(evaluate)
         self.saving, self.recovering = saving, recovering or RecoveryPolicy()
