@@ -115,7 +115,7 @@ def test_save_now_saves_into_the_folder_of_the_field_whatever_was_chosen_at_the_
     desk.start()
     desk.saving._save.click()
     desk.until(lambda: "is saved in checkpoints" in desk.saving.message.value)
-    assert "13.0 MiB" in desk.saving._list.value and "12.0 ms" in desk.saving._list.value
+    desk.until(lambda: "13.0 MiB" in desk.saving._list.value and "12.0 ms" in desk.saving._list.value)
     desk.saving._folder.value = "other"
     desk.saving._save.click()
     desk.until(lambda: "is saved in other" in desk.saving.message.value)
