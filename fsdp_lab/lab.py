@@ -29,9 +29,8 @@ from fsdp_lab.runs.activities import Activities
 from fsdp_lab.runs.comparison import Refusal
 from fsdp_lab.runs.engine_check import LEAST_STEPS, SMALL_MODEL, EngineCheck, check_engine
 from fsdp_lab.runs.evaluation import EvalConfig, generated
-from fsdp_lab.runs.history.history import History
-from fsdp_lab.runs.history.stored_run import RunList
-from fsdp_lab.runs.notebook import ProgressBar, exit_handler, progress_bar, rank_table, replace_former
+from fsdp_lab.runs.history.history import History, RunList
+from fsdp_lab.runs.notebook import ProgressBar, progress_bar, rank_table
 from fsdp_lab.runs.recovery import RecoveryPolicy
 from fsdp_lab.runs.run import Drill, Run
 from fsdp_lab.runs.saving import CheckpointConfig
@@ -45,6 +44,7 @@ from fsdp_lab.spec.user_code import code_name
 if TYPE_CHECKING:
     from fsdp_lab.dashboard import Dashboard
 
+KEY = "_fsdp_lab_open"  # of the open lab, in the notebook's namespace
 PASSES = 6  # measurements of each figure by `calibrate`
 SAVE_S = 600.0  # limit for a checkpoint that the caller waits for
 WAITING_S = 2.0  # a rank that waits longer than this for a collective is reported
@@ -86,8 +86,7 @@ class Lab:
     Attributes:
         cluster: the ranks. history: where runs are stored; None: nowhere.
 
-    Raises:
-        StartError, FieldError: one sentence; nothing is left running.
+    Raises StartError, FieldError: one sentence; nothing is left running.
     """
 
     def __init__(
@@ -125,12 +124,12 @@ class Lab:
             **options,
         )
         self._activities = Activities(self.cluster, self._place_ranks, self._record)
-        self.cluster.supervisor.monitor.on_loop = self._take_loop
+        self.cluster.supervisor.monitor.on_loop = self._activities.take_loop
         self.cluster.supervisor.on_loop_hung = self._activities.end_hung_loops
         self.cluster.on_lost(self._activities.lose_rank)
         self._at_exit = exit_handler(weakref.ref(self))
         if not alongside:
-            replace_former(self)
+            self._replace_former()
         self.cluster.start()
         self._activate()
         atexit.register(self._at_exit)
@@ -168,13 +167,18 @@ class Lab:
             cut_s: how long ranks wait when this machine cannot be reached, as while a cable is cut.
             options: as for `Lab`.
 
-        Raises:
-            StartError: one sentence that names the host. ArgumentError, FieldError.
+        Raises StartError: one sentence that names the host. ArgumentError, FieldError.
         """
         where = ssh_hosts(
-            hosts, gpus_per_host=gpus_per_host, ranks_per_host=ranks_per_host, python=python, ssh_args=ssh_args, sync=sync,
-            tunnel=tunnel, cut_s=cut_s,
-        )  # fmt: skip
+            hosts,
+            gpus_per_host=gpus_per_host,
+            ranks_per_host=ranks_per_host,
+            python=python,
+            ssh_args=ssh_args,
+            sync=sync,
+            tunnel=tunnel,
+            cut_s=cut_s,
+        )
         return cls(where.ranks, hosts=where, **options)
 
     @classmethod
@@ -208,13 +212,22 @@ class Lab:
             queue_s: how long to wait in the queue; None: until it is interrupted.
             the others: as for `ssh`.
 
-        Raises:
-            StartError: one sentence. ArgumentError, FieldError.
+        Raises StartError: one sentence. ArgumentError, FieldError.
         """
         where = SlurmHosts(
-            hosts=hosts, gpus_per_host=gpus_per_host, ranks_per_host=ranks_per_host, time=time, partition=partition,
-            account=account, qos=qos, options=tuple(slurm_options), queue_s=queue_s, python=python, sync=sync, cut_s=cut_s,
-        )  # fmt: skip
+            hosts=hosts,
+            gpus_per_host=gpus_per_host,
+            ranks_per_host=ranks_per_host,
+            time=time,
+            partition=partition,
+            account=account,
+            qos=qos,
+            options=tuple(slurm_options),
+            queue_s=queue_s,
+            python=python,
+            sync=sync,
+            cut_s=cut_s,
+        )
         return cls(where.ranks, hosts=where, **options)
 
     @classmethod
@@ -241,8 +254,7 @@ class Lab:
             queue_s: how long to wait for the engines; None: until it is interrupted.
             options: as for `Lab`.
 
-        Raises:
-            StartError: one sentence. ArgumentError, FieldError.
+        Raises StartError: one sentence. ArgumentError, FieldError.
         """
         path, traits = None if folder is None else os.fspath(folder), tuple(launcher_options.items())
         where = LauncherHosts(
@@ -288,12 +300,17 @@ class Lab:
                 which every rank holds a whole model in host memory while it starts. Tokens count as samples. `engine`, a
                 class, shards in place of a backend: see `check_engine`.
 
-        Raises:
-            SpecError: an invalid field or combination, or code that cannot be sent.
+        Raises SpecError: an invalid field or combination, or code that cannot be sent.
         """
-        begin = partial(self._activities.begin_run, steps=steps, ledger_every=ledger_every, evaluate=evaluate)
-        wanted = self._wanted(spec, changes, "lab.run", anyway=anyway)
-        return begin(wanted, fresh=fresh, saving=CheckpointConfig.of(save), recovering=RecoveryPolicy.of(recover))
+        return self._activities.begin_run(
+            self._wanted(spec, changes, "lab.run", anyway=anyway),
+            steps=steps,
+            fresh=fresh,
+            ledger_every=ledger_every,
+            saving=CheckpointConfig.of(save),
+            recovering=RecoveryPolicy.of(recover),
+            evaluate=evaluate,
+        )
 
     def resume(
         self,
@@ -320,14 +337,20 @@ class Lab:
                 the optimizer.
             the others: as in `run`.
 
-        Raises:
-            FieldError: there is no complete checkpoint, or an invalid field or combination.
+        Raises FieldError: there is no complete checkpoint, or an invalid field or combination.
         """
         saved = checkpoint if isinstance(checkpoint, Checkpoint) else find(checkpoint)
         wanted = self._wanted(saved.spec, changes, "lab.resume", anyway=anyway)
         check_same(saved, wanted)
-        begin = partial(self._activities.begin_run, steps=steps, ledger_every=ledger_every, evaluate=evaluate)
-        return begin(wanted, start=saved, saving=CheckpointConfig.of(save), recovering=RecoveryPolicy.of(recover))
+        return self._activities.begin_run(
+            wanted,
+            start=saved,
+            steps=steps,
+            ledger_every=ledger_every,
+            saving=CheckpointConfig.of(save),
+            recovering=RecoveryPolicy.of(recover),
+            evaluate=evaluate,
+        )
 
     def recover(self, ranks: str | None = None) -> Run:
         """Recovers the newest run after a failure and returns the run that continues it: the same one where it waits for
@@ -336,8 +359,7 @@ class Lab:
         Args:
             ranks: "same" replaces the lost ranks, "fewer" continues on the remaining ones; None: as the run's policy says.
 
-        Raises:
-            SpecError: of `ranks`, or the strategy does not support so few ranks. ClusterError: no run has failed.
+        Raises SpecError: of `ranks`, or the strategy does not support so few ranks. ClusterError: no run has failed.
         """
         return self._activities.recover(ranks)
 
@@ -349,9 +371,8 @@ class Lab:
         Args:
             kind: see `fsdp_lab.spec.faults.DRILLS`: kill, stop, stall, cut, slow, out-of-memory, nan, raise.
 
-        Raises:
-            ArgumentError: no such fault, or no such rank. ClusterError: no run is training, or the rank's process is not
-                ours.
+        Raises ArgumentError: no such fault, or no such rank. ClusterError: no run is training, or the rank's process is
+        not ours.
         """
         return self._activities.drill(kind, rank)
 
@@ -377,8 +398,7 @@ class Lab:
             rounds: 1 trains them one after the other, and needs no host memory for suspended runs.
             lists: flat field names, as in `Spec.replace`, each with a list of values or one value for all.
 
-        Raises:
-            FieldError: an unknown field, an empty list, or no combination that is valid.
+        Raises FieldError: an unknown field, an empty list, or no combination that is valid.
         """
         for name, value in (("steps", steps), ("rounds", rounds)):
             check_whole(name, value)
@@ -419,8 +439,7 @@ class Lab:
                 "optimizer"; and "exposed", the share of communication that computing waits for.
             changes: flat field names, as in `Spec.replace`, such as link="0.1 GB/s".
 
-        Raises:
-            FieldError: of an argument. A mistake of the engine is no exception.
+        Raises FieldError: of an argument. A mistake of the engine is no exception.
         """
         check_whole("steps", steps, LEAST_STEPS)
         spec = self._wanted(None, {"model": SMALL_MODEL} | changes | {"engine": engine, "sharding": sharding})
@@ -438,8 +457,7 @@ class Lab:
             spec: a Spec or its dict; None: that of the ranks, or the default one where they have none.
             changes: flat field names, as in `Spec.replace`.
 
-        Raises:
-            SpecError: an invalid field or combination, or another backend than lab.
+        Raises SpecError: an invalid field or combination, or another backend than lab.
         """
         if spec is None:
             spec = self._activities.slow_spec or self.spec
@@ -504,17 +522,11 @@ class Lab:
 
             lab.runs(backend="fsdp2", since="2026-11-20")[0].table()
 
-        Raises:
-            ArgumentError: an unknown field. HistoryError: the file cannot be read.
+        Raises ArgumentError: an unknown field. HistoryError: the file cannot be read.
         """
         if self.history is None:
             return RunList((), of=0, where="this lab", notes=("this lab stores none: it was made with history=False",))
         return self.history.runs(**filters)
-
-    def _take_loop(self, message: Mapping[str, Any]) -> None:
-        """Called on the client's IO thread with what a watched loop in a cell reports."""
-        if (run := self._activities.take_loop(message)) is not None:
-            self._record(run)
 
     def _record(self, run: Run | WatchedRun) -> None:
         if self.history is not None:
@@ -523,8 +535,7 @@ class Lab:
     def save(self, folder: str | os.PathLike[str]) -> Checkpoint:
         """Saves the state of the ranks and returns the complete checkpoint; of a run in progress as `run.save` does.
 
-        Raises:
-            ArgumentError: of the folder. ClusterError: it could not be written, or a loop of yours is in progress.
+        Raises ArgumentError: of the folder. ClusterError: it could not be written, or a loop of yours is in progress.
         """
         root = check_folder(folder, field="folder")
         if (run := self.current) is not None and not run.done:
@@ -546,9 +557,8 @@ class Lab:
         Args:
             sampling: fields of `fsdp_lab.base.generation.Sampling`: new_tokens, temperature, top_k, top_p, seed.
 
-        Raises:
-            ArgumentError: of a prompt or of `sampling`, or the model does not continue texts. ClusterError: the ranks hold
-                no model.
+        Raises ArgumentError: of a prompt or of `sampling`, or the model does not continue texts. ClusterError: the ranks
+        hold no model.
         """
         run, newest = self._activities.run, self.current
         if isinstance(newest, WatchedRun) and not newest.done:
@@ -559,8 +569,14 @@ class Lab:
             return run.generate(prompts, **sampling).wait()
         return generated(self.cluster.call, run.id, checked_prompts(prompts), Sampling(**sampling))
 
-    def calibrate(self, beside: Sequence[Spec] = (), *, passes: int = PASSES, ranks: Sequence[int] = (),
-                  anchors: Sequence[Spec] = ()) -> Calibration:  # fmt: skip
+    def calibrate(
+        self,
+        beside: Sequence[Spec] = (),
+        *,
+        passes: int = PASSES,
+        ranks: Sequence[int] = (),
+        anchors: Sequence[Spec] = (),
+    ) -> Calibration:
         """Measures this machine on all ranks at once, in a minute or two, for `plan`. The state of the ranks stays.
 
             lab = Lab(1)
@@ -575,27 +591,14 @@ class Lab:
                 it, and are more exact: what is predicted is then only what communication adds.
             passes: number of measurements of each figure; fewer are quicker and less accurate.
 
-        Raises:
-            FieldError: of a Spec, of `passes` or `ranks`. ClusterError: a run is in progress, or a crowd failed.
+        Raises FieldError: of a Spec, of `passes` or `ranks`. ClusterError: a run is in progress, or a crowd failed.
         """
         self._activities.require_open()
         if unfinished := self._activities.unfinished:
             reason = f"{unfinished[0]!r} is in progress and would be measured as well"
             raise ClusterError(f"{reason}; stop it or wait for it")
         check_whole("passes", passes)
-        for n in ranks:
-            check_whole("ranks", n, 2)
-        if anchors and not ranks:
-            raise ArgumentError("anchors", "they are timed in a crowd of ranks", "give ranks as well, such as (2, 4)")
-        if any(spec.workload.is_own for spec in anchors):
-            hint = "leave it out, and plan without, or give a preset or a transformers config"
-            raise ArgumentError("anchors", "the temporary processes do not have the code of your model", hint)
-        if ranks and self.ranks != 1:
-            hint = "calibrate a lab of one, or leave ranks out"
-            raise ArgumentError("ranks", f"this lab has {self.ranks} itself", hint)
-        if ranks and self.devices[0] != "cpu":
-            reason = "GPUs are not shared as the cores of a CPU are"
-            raise ArgumentError("ranks", reason, "leave it out, and plan for hosts")
+        self._check_crowds(ranks, anchors)
         begun_s, devices = time.monotonic(), self.devices
         # Matrix products in fp16 are not useful on a CPU.
         dtypes = ("fp32", "bf16") if devices[0] == "cpu" else ("fp32", "bf16", "fp16")
@@ -619,8 +622,30 @@ class Lab:
         )
         return self._calibration
 
-    def plan(self, spec: Spec | None = None, hardware: str | None = None, *, hosts: int | None = None,
-             network_gbit_per_s: float | None = None) -> Plan:  # fmt: skip
+    def _check_crowds(self, ranks: Sequence[int], anchors: Sequence[Spec]) -> None:
+        """Raises ArgumentError where the calibration cannot be repeated by so many processes, with these anchors."""
+        for n in ranks:
+            check_whole("ranks", n, 2)
+        if anchors and not ranks:
+            raise ArgumentError("anchors", "they are timed in a crowd of ranks", "give ranks as well, such as (2, 4)")
+        if any(spec.workload.is_own for spec in anchors):
+            hint = "leave it out, and plan without, or give a preset or a transformers config"
+            raise ArgumentError("anchors", "the temporary processes do not have the code of your model", hint)
+        if ranks and self.ranks != 1:
+            hint = "calibrate a lab of one, or leave ranks out"
+            raise ArgumentError("ranks", f"this lab has {self.ranks} itself", hint)
+        if ranks and self.devices[0] != "cpu":
+            reason = "GPUs are not shared as the cores of a CPU are"
+            raise ArgumentError("ranks", reason, "leave it out, and plan for hosts")
+
+    def plan(
+        self,
+        spec: Spec | None = None,
+        hardware: str | None = None,
+        *,
+        hosts: int | None = None,
+        network_gbit_per_s: float | None = None,
+    ) -> Plan:
         """Predicts a step's memory, time and communication in milliseconds, without training.
 
         Args:
@@ -630,8 +655,7 @@ class Lab:
                 plan for eight.
             network_gbit_per_s: of a host's network cards together, one way; None: the usual rate.
 
-        Raises:
-            ArgumentError: no calibration, or of other ranks; hardware that is unknown or cannot hold the ranks.
+        Raises ArgumentError: no calibration, or of other ranks; hardware that is unknown or cannot hold the ranks.
         """
         wanted = self.spec if spec is None else spec
         if hardware is not None:
@@ -670,8 +694,7 @@ class Lab:
             ranks: on this machine; None: 2. On other hosts these say how many.
             progress: receives each `StartProgress`, and cancels the start by raising; None: as for the lab.
 
-        Raises:
-            StartError: one sentence. ArgumentError: the lab's engines are yours.
+        Raises StartError: one sentence. ArgumentError: the lab's engines are yours.
         """
         self._activities.require_open()
         count, stop = ranks if hosts is None else hosts.ranks, partial(self._activities.stop, "the ranks were moved")
@@ -769,12 +792,26 @@ class Lab:
     def detach(self) -> None:
         """Stops the run, leaves the ranks as they are for the next kernel, and closes the lab, as this kernel's exit does.
 
-        Raises:
-            ClusterError: the ranks are not persistent.
+        Raises ClusterError: the ranks are not persistent.
         """
         if not self.persistent:
             raise ClusterError("these ranks end with their lab; make it with Lab(persist=True) to leave them")
         self._end(self.cluster.detach, "its kernel left the ranks")
+
+    def _replace_former(self) -> None:
+        """Closes the lab that this notebook opened before, and registers this one in its place. The ranks are detached
+        instead where they are persistent and this lab is to attach to them."""
+        from IPython.core.getipython import get_ipython
+
+        if (shell := get_ipython()) is None:
+            return
+        former = shell.user_ns.get(KEY)
+        if isinstance(former, Lab):
+            same = self.persistent and former.persistent and former.cluster.running
+            if same:
+                same = former.cluster.assembly.config.identity == self.cluster.assembly.config.identity
+            former.detach() if same else former.close()
+        shell.user_ns[KEY] = self
 
     def _end(self, release_ranks: Callable[[], None], why: str) -> None:
         if not self._activities.close(why):
@@ -801,6 +838,17 @@ class Lab:
             return "<Lab: closed>"
         lost = f", lost: {sorted(self.lost)}" if self.lost else ""
         return f"<Lab: {self.ranks} rank{'s' * (self.ranks != 1)} on {', '.join(sorted(set(self.devices)))}{lost}>"
+
+
+def exit_handler(lab: weakref.ref[Lab]) -> Callable[[], None]:
+    """For atexit: closes or detaches a lab that is still open, in the process that made it and not in a forked child."""
+    owner = os.getpid()
+
+    def end() -> None:
+        if (open_lab := lab()) is not None and os.getpid() == owner:
+            open_lab.detach() if open_lab.persistent else open_lab.close()
+
+    return end
 
 
 def each_device(devices: Sequence[str] | str | None, ranks: int) -> tuple[str, ...] | None:

@@ -23,7 +23,7 @@ from fsdp_lab.spec.user_code import is_code
 if TYPE_CHECKING:
     from fsdp_lab.planner.plan import Plan
     from fsdp_lab.planner.questions import Target
-    from fsdp_lab.report.what_if import Axis, Product
+    from fsdp_lab.report.what_if_page import Axis, Product
 
 SEARCHES = ("strategy", "largest", "fewest")
 POINT = ("ranks", "fits", "step_time_s", "tokens_per_s", "tflops_per_rank", "mfu", "exposed_comm_s", "binding")
@@ -175,7 +175,7 @@ def write_page(args: argparse.Namespace) -> int:
     """Writes the page. Raises Refused and FieldError before anything is predicted."""
     limit_bytes = memory_limit(args)
     from fsdp_lab.report import SUFFIXES
-    from fsdp_lab.report.what_if import write_what_if
+    from fsdp_lab.report.what_if_page import write_what_if
 
     check_file(args.page, SUFFIXES, field="--page")
     product, predict = product_of(args), partial(answer, args, limit_bytes)
@@ -200,7 +200,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 def product_of(args: argparse.Namespace) -> Product:
     """The axes of the options, or of `TEACHING`; completes `args` with the latter. Raises Refused, FieldError."""
-    from fsdp_lab.report.what_if import Product, check_size
+    from fsdp_lab.report.what_if_page import Product, check_size
 
     if others := [name for name in ("find", "json") if getattr(args, name)]:
         raise Refused(f"--page and --{others[0]} are different results; give one of them")
@@ -246,7 +246,7 @@ def axes_of(args: argparse.Namespace) -> list[Axis]:
 
 def axis(name: str, values: list[Any], *, label: str = "", option: str = "") -> Axis:
     """Repeated values count once."""
-    from fsdp_lab.report.what_if import Axis
+    from fsdp_lab.report.what_if_page import Axis
 
     unique = tuple(value for i, value in enumerate(values) if value not in values[:i])
     words = tuple(shlex.quote(fields.format_value(name, value)) for value in unique)

@@ -17,17 +17,7 @@ import ipywidgets as widgets
 
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.events import StepEvent
-from fsdp_lab.dashboard.choices import Choices, ChoiceState, Note
-from fsdp_lab.dashboard.fields import (
-    FIRST_MODEL_ON_CPUS,
-    FOLDED,
-    GROUPS,
-    RANK_FIELDS,
-    Control,
-    FoldedGroup,
-    Group,
-    Offer,
-)
+from fsdp_lab.dashboard.fields import FIRST_MODEL_ON_CPUS, RANK_FIELDS, Choices, ChoiceState, Note, groups_of
 from fsdp_lab.dashboard.forms import HIDDEN, InputForm, prose, put, styled
 from fsdp_lab.dashboard.lab_like import LabLike, active_loop, active_run, active_sweep, held_step, shown_run
 from fsdp_lab.models.check import check
@@ -93,12 +83,8 @@ class Controls(InputForm):
             self.button("Keep the run", "undo", "Leave what it trains as it is", self._keep),
         ]
         self._notice = styled(widgets.Box([self.message, *self._answers]), "fsdp-notice")
-        rows = [f for _, fields in GROUPS for f in fields]
-        self._controls = {f.name: Control(f, first, lambda name, value: self.accept({name: value})) for f in rows}
-        self._groups = [
-            (FoldedGroup if title == FOLDED else Group)(title, [self._controls[f.name] for f in fields], self.accept)
-            for title, fields in GROUPS
-        ]
+        self._groups = groups_of(first, self.accept)
+        self._controls = {name: control for group in self._groups for name, control in group.controls.items()}
         self._fields = [widget for control in self._controls.values() for widget in control.inputs]
         self.inputs += [*(button for group in self._groups for button in group.buttons), *self._fields]
         groups = styled(widgets.Box([group.box for group in self._groups]), "fsdp-groups")
@@ -191,16 +177,16 @@ class Controls(InputForm):
             return
         self._await(accepted, wanted, run, request)
 
-    def _offer(self, fix: Mapping[str, Any]) -> Offer:
-        """Says what a fix does; one that needs another number of ranks takes longer."""
+    def _offer(self, fix: Mapping[str, Any]) -> tuple[str, bool]:
+        """Says what a fix does, and whether it can be applied; one that needs another number of ranks takes longer."""
         if active_sweep(self._lab) is not None:
-            return Offer(blocked=SWEEPING)
+            return SWEEPING, False
         ranks, most = fix.get("world_size"), self._lab.most_ranks
         if ranks is not None and most is not None and ranks > most:
-            return Offer(blocked=f"The given cluster has {most} engine{'s' * (most != 1)}; start more of them first.")
+            return f"The given cluster has {most} engine{'s' * (most != 1)}; start more of them first.", False
         if active_run(self._lab) is not None and any(name in fix for name in RANK_FIELDS):
-            return Offer(effect="Another number of ranks takes some seconds; the run goes on with its parameters.")
-        return Offer()
+            return "Another number of ranks takes some seconds; the run goes on with its parameters.", True
+        return "", True
 
     def _begin(self, *, fresh: bool = True) -> None:
         """Starts a run; choices that waited for one become pending with it."""

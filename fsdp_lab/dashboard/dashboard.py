@@ -6,42 +6,23 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import zip_longest
-from typing import Any
 
 import ipywidgets as widgets
 
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.formatting import plural
-from fsdp_lab.dashboard.asking_forms import WritingForm
-from fsdp_lab.dashboard.board import Board
-from fsdp_lab.dashboard.comparison_card import ComparisonCard
+from fsdp_lab.dashboard.board import Board, ComparisonCard
 from fsdp_lab.dashboard.controls import Controls
 from fsdp_lab.dashboard.feed import Feed
-from fsdp_lab.dashboard.forms import (
-    HIDDEN,
-    InputForm,
-    answer_while_busy,
-    close_all,
-    display_widget,
-    error_text,
-    prose,
-    put,
-    styled,
-)
-from fsdp_lab.dashboard.hosts_form import HostsForm
+from fsdp_lab.dashboard.forms import InputForm, answer_while_busy, close_all, display_widget, error_text, styled
 from fsdp_lab.dashboard.lab_like import LabLike
 from fsdp_lab.dashboard.live import Latency, LiveView
+from fsdp_lab.dashboard.opened_forms import DiagnosisBox, HostsForm, SweepForm, WritingForm
 from fsdp_lab.dashboard.safety import SafetyBox
 from fsdp_lab.dashboard.slow_motion import SlowMotionBox
-from fsdp_lab.dashboard.sweep_form import SweepForm
-from fsdp_lab.runs import Comparison, Run, WatchedRun
-from fsdp_lab.runs.diagnosis import Diagnosis
+from fsdp_lab.runs import Comparison, WatchedRun
 from fsdp_lab.runs.view import RunView
-from fsdp_lab.spec.describe import describe_field
 from fsdp_lab.spec.spec import Spec
 
 TICK_S = 0.1
@@ -126,8 +107,7 @@ class Dashboard:
         Args:
             run: a live or a stored one; None: the one that is shown.
 
-        Raises:
-            ArgumentError: there is nothing to pin, eight are pinned already, or the label is taken.
+        Raises ArgumentError: there is nothing to pin, eight are pinned already, or the label is taken.
         """
         return self._board.pin(run, label)
 
@@ -185,7 +165,7 @@ class Dashboard:
             close_all(widget)
 
     def _tick_until_closed(self) -> None:
-        """Ticks ten times a second. A failing tick is logged, once in a row, and does not end the display."""
+        """Ticks at most ten times a second. A failing tick is logged, once in a row, and does not end the display."""
         failing = False
         while not self._halt.wait(TICK_S) and not self.lab.closed:
             began_s = time.thread_time()
@@ -223,59 +203,3 @@ class Dashboard:
     def __repr__(self) -> str:
         state = "closed" if self.closed else plural(self._live.views, "view")
         return f"<Dashboard of {self.lab!r}: {state}>"
-
-
-LOOK_EVERY_S = 1.0
-LOOK_SHARE = 0.03  # of the time, that looking may take
-MOST_SHOWN = 2  # that are shown at once: the next ones when these are cured
-
-
-class DiagnosisBox(InputForm):
-    """Shown where something is wrong; `choose` takes field values as if a person had set them. The diagnoses of `elsewhere`
-    are shown in another part of the page."""
-
-    css = "fsdp-sweep"
-
-    def __init__(self, choose: Callable[[Mapping[str, Any]], None]) -> None:
-        super().__init__()
-        self._choose = choose
-        self.elsewhere: Run | WatchedRun | None = None
-        self._due_s = 0.0
-        self._seen: tuple[object, ...] = ()  # the version of the run that was looked at
-        self._rows = [self._row(place) for place in range(MOST_SHOWN)]
-        self.diagnoses: Sequence[Diagnosis] = ()
-        self.message = styled(widgets.HTML(), "fsdp-sweep-said")
-        rows = [*(box for box, _, _ in self._rows), self.message]
-        self.widget = styled(widgets.VBox(rows, layout=widgets.Layout(display=HIDDEN)), "fsdp-sweep", "fsdp-diagnosis")
-
-    def _row(self, place: int) -> tuple[widgets.Box, widgets.HTML, widgets.Button]:
-        text = styled(widgets.HTML(), "fsdp-sweep-said")
-        cure = self.button("Apply", "medkit", "Change the run so", partial(self._apply, place))
-        return styled(widgets.Box([text, cure]), "fsdp-sweep-row"), text, cure
-
-    def _apply(self, place: int) -> None:
-        if place < len(self.diagnoses):  # else the page is out of date
-            self._choose(self.diagnoses[place].changes)
-
-    def tick(self, run: Run | WatchedRun | None) -> None:
-        """Looks at the run, if it has anything new, at most once a second."""
-        now_s = time.monotonic()
-        if run is None or now_s < self._due_s:
-            return
-        version = (run.id, len(run.events), run.state, run.spec.id, run is self.elsewhere)
-        if version != self._seen:
-            began_s = time.thread_time()
-            self.show(() if run is self.elsewhere else run.diagnoses)
-            self._seen, spent_s = version, time.thread_time() - began_s
-            self._due_s = now_s + max(LOOK_EVERY_S, spent_s / LOOK_SHARE)
-
-    def show(self, diagnoses: Sequence[Diagnosis]) -> None:
-        """The failure itself is in the row below the buttons."""
-        self.diagnoses = diagnoses[:MOST_SHOWN]
-        for (box, text, cure), d in zip_longest(self._rows, self.diagnoses):
-            put(box.layout, "display", HIDDEN if d is None else "")
-            if d is not None:
-                put(text, "value", f'<span role="status"><b>{prose(d.meaning)}</b> {prose(d.cure)}</span>')
-                put(cure, "description", ", ".join(describe_field(n, v) for n, v in d.changes.items()) or "Apply")
-                put(cure.layout, "display", "" if d.changes else HIDDEN)
-        put(self.widget.layout, "display", "" if diagnoses else HIDDEN)

@@ -16,12 +16,11 @@ from typing import Any
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.base.formatting import duration
-from fsdp_lab.dashboard.board import Board, BoardView, Kind
-from fsdp_lab.dashboard.comparison_card import ComparisonCard
+from fsdp_lab.dashboard.board import Board, BoardView, ComparisonCard, Kind
 from fsdp_lab.dashboard.fields import short_value
 from fsdp_lab.dashboard.lab_like import LabLike, active_sweep, shown_run
 from fsdp_lab.dashboard.live import LiveView, Scene
-from fsdp_lab.dashboard.panels import PANELS, Panel, Pinnable, StepAxis
+from fsdp_lab.dashboard.panels import PANELS, Panel, StepAxis, TimelinePanel
 from fsdp_lab.dashboard.panels.axis import STEP_LIMIT, Overlay
 from fsdp_lab.dashboard.panels.base import Prediction
 from fsdp_lab.models.check import is_language
@@ -107,7 +106,7 @@ class Stage:
         self.switches = 0  # of the run, when its markers were drawn
         self.frame = StepAxis()
         self.panels: list[Panel] = [make(self.frame, world_size) for make in PANELS]
-        self.pinnable = [panel for panel in self.panels if isinstance(panel, Pinnable)]
+        self.timelines = [panel for panel in self.panels if isinstance(panel, TimelinePanel)]
         self.prediction: Prediction | None = None
 
     def show(self, steps: Sequence[Step]) -> None:
@@ -171,7 +170,7 @@ class Feed:
             self._follow(run, events)
             if run.state.over:
                 stage.show(stage.assembler.flush())
-        for panel in self._stage.pinnable:
+        for panel in self._stage.timelines:
             panel.update(())  # a person may have chosen another step
         if not isinstance(self._run, WatchedRun) and isinstance(chosen := self._chosen(), Spec):
             prediction, is_made = self._predictor.of(chosen)
@@ -214,7 +213,7 @@ class Feed:
         if (attempt, ranks) != (stage.attempt, stage.world_size):
             same_ranks = ranks == stage.world_size
             if stage.attempt is not None or not same_ranks:
-                held = [pin.step if (pin := panel.captions().pin) and pin.held else None for panel in stage.pinnable]
+                held = [pin.step if (pin := panel.captions().pin) and pin.held else None for panel in stage.timelines]
                 stage.begin(ranks)
                 self._display(swap=same_ranks)
             stage.attempt = attempt
@@ -224,7 +223,7 @@ class Feed:
             follow_spec(stage.frame, switches[-1].after)
             stage.frame.mark_all([(s.step, *describe(s)) for s in marked(switches)])
         stage.show(stage.assembler.add(events))
-        for panel, step in zip(stage.pinnable, held, strict=False):
+        for panel, step in zip(stage.timelines, held, strict=False):
             if step is not None:
                 panel.pin(step)
 

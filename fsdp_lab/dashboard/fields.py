@@ -1,22 +1,147 @@
-"""`Control` and `Group`: the input of a field, by its row, and a titled row of inputs."""
+"""`Choices`, the field values that are chosen: pending, applied, or refused; and the inputs for them: `Control`, of one
+field by its row, and `Group`, a titled row of them.
+
+A refused choice is held back with its reason, and tried again with every later choice, so that a combination can be made
+in any order: backend ddp is refused under full_shard, and accepted once no_shard is chosen.
+"""
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from html import escape
-from typing import Any
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import ipywidgets as widgets
 
-from fsdp_lab.dashboard.choices import Choices, ChoiceState, Chosen
-from fsdp_lab.dashboard.forms import HIDDEN, put, styled
+from fsdp_lab.base.errors import FieldError
+from fsdp_lab.dashboard.forms import HIDDEN, put, styled, unfold
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.spec.describe import describe_value, row_of
 from fsdp_lab.spec.fields import AUTO, FieldRow, rows_of
 from fsdp_lab.spec.spec import Spec, Strategy
 from fsdp_lab.spec.workload import OWN, Workload
+
+MOST_FIXES = 6
+
+
+class ChoiceState(enum.Enum):
+    IDLE = "idle"
+    NEXT = "next"  # takes effect with the next start
+    PENDING = "pending"
+    APPLIED = "applied"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """The text beside a control. Of a refused choice, `why` says the same in sentences, without the field's name, and `fix`
+    has further field values that would make it possible."""
+
+    state: ChoiceState = ChoiceState.IDLE
+    text: str = ""
+    why: str = ""
+    fix: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _refused(error: FieldError, fix: Mapping[str, Any]) -> Note:
+    return Note(state=ChoiceState.REFUSED, text=str(error), why=error.sentences, fix=fix)
+
+
+class Chosen(Protocol):
+    """A choice, field by field: a Spec, or a question of the what-if page."""
+
+    def flat(self) -> dict[str, Any]: ...
+    def replace(self, **changes: Any) -> Self: ...  # raises SpecError for values that are refused
+
+
+T = TypeVar("T", bound=Chosen)
+
+
+class Choices(Generic[T]):
+    """Field values that are chosen: `wanted` is possible, `held` has refused values, `notes` those of each touched field."""
+
+    def __init__(self, spec: T, *, check: Callable[[T], None] = lambda chosen: None) -> None:
+        """check: raises SpecError for what a Spec alone cannot know, such as a text that does not exist."""
+        self.wanted = spec
+        self.held: dict[str, Any] = {}
+        self.notes: dict[str, Note] = {}
+        self._check = check
+
+    def choose(self, **values: Any) -> dict[str, Any]:
+        """Takes a choice of one field, or of several that belong together. Returns what is accepted: the given fields and
+        those held before that became possible, or nothing where the choice is refused."""
+        now = self.wanted.flat()
+        together = {**self.held, **values}
+        for attempt in (together, values):
+            changes = {name: value for name, value in attempt.items() if not same(now[name], value)}
+            if self._refusal(attempt) is None:
+                self.wanted = self.wanted.replace(**changes)
+                for name in attempt:
+                    self.held.pop(name, None)
+                    self.notes[name] = Note()
+                self._review()
+                return changes
+        self.held.update(values)
+        self._review()
+        return {}
+
+    def adopt(self, spec: T) -> None:
+        """Replaces the wanted Spec by one that was not chosen here, and reviews what is held."""
+        self.wanted = spec
+        self.held = {name: value for name, value in self.held.items() if not same(spec.flat()[name], value)}
+        self._review()
+
+    def revert(self, names: Mapping[str, Any], to: T, error: FieldError) -> None:
+        """Holds fields that were accepted here and refused by the ranks, with the ranks' reason."""
+        now = self.wanted.flat()
+        self.held |= {name: now[name] for name in names}
+        self.notes |= {name: _refused(error, error.fix) for name in names}
+        self.wanted = to
+
+    def note(self, names: Iterable[str], state: ChoiceState, text: str) -> None:
+        self.notes |= {name: Note(state=state, text=text) for name in names}
+
+    def value(self, name: str) -> Any:
+        """Returns what the control of a field shows: the held choice, else the wanted one."""
+        return self.held[name] if name in self.held else self.wanted.flat()[name]
+
+    def _review(self) -> None:
+        """Updates the reasons of what is held."""
+        for name, value in self.held.items():
+            error = self._refusal({name: value})
+            if error is None:  # possible by itself, but not with what it was chosen with
+                error = self._refusal(self.held)
+            if error is not None:
+                self.notes[name] = _refused(error, self._fix({name: value}))
+
+    def _refusal(self, changes: Mapping[str, Any]) -> FieldError | None:
+        try:
+            self._check(self.wanted.replace(**changes))
+        except FieldError as e:
+            return e
+        return None
+
+    def _fix(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Further field values with which `values` would be accepted; empty where the refusals give none."""
+        fix: dict[str, Any] = {}
+        for _ in range(MOST_FIXES):
+            error = self._refusal({**values, **fix})
+            if error is None:
+                return fix
+            more = {name: value for name, value in error.fix.items() if name not in values and name not in fix}
+            if not more:
+                return {}
+            fix.update(more)
+        return {}
+
+
+def same(a: Any, b: Any) -> bool:
+    """Says whether two field values mean the same: a tuple and a list of devices do."""
+    return bool((list(a) if isinstance(a, tuple) else a) == (list(b) if isinstance(b, tuple) else b))
+
 
 OTHER = "other…"
 RANK_FIELDS = ("world_size", "devices")  # a change starts or ends ranks
@@ -42,18 +167,21 @@ def offered(row: FieldRow, now: Chosen, value: Any) -> list[tuple[str, Any]]:
     return [(none if t is None else short_value(row.name, t), t) for t in tokens]
 
 
-# Every row, in the order of the controls.
 _ROWS = {**rows_of(Strategy), **rows_of(Workload), **rows_of(Spec)}
 CONTROLS = _ROWS | {"model": replace(_ROWS["model"], choices=presets(below=OFFERED_PARAMETERS))}
 TITLES = ("Sharding", "Schedule", "Workload", "Training")
+BEFORE = {"accumulate": "sync", "micro_batch": "seq_len"}  # a field is declared after this one, and shown before it
 
 
 def controls_of(title: str, *, planned: bool = False) -> tuple[FieldRow, ...]:
-    """Returns the rows of a group; `planned`: with those of the what-if page alone."""
-    return tuple(row for row in CONTROLS.values() if row.group == title and (planned or not row.planned))
+    """Returns the rows of a group in the order of their controls; `planned`: and then those of the what-if page alone."""
+    names = list(CONTROLS)
+    rows = [row for row in CONTROLS.values() if row.group == title and (planned or not row.planned)]
+    return tuple(
+        sorted(rows, key=lambda row: (row.planned, names.index(BEFORE.get(row.name, row.name)), row.name not in BEFORE))
+    )
 
 
-GROUPS = tuple((title, controls_of(title)) for title in TITLES)
 ALWAYS_TOLD = ("optimizer", "lr")  # of the group that is folded
 FOLDED = "Training"  # the group that is one line until it is unfolded
 
@@ -146,22 +274,18 @@ class Control:
         self._choose(self.field.name, value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Offer:
-    """The effect of a fix on a run, or why it cannot be applied."""
-
-    effect: str = ""
-    blocked: str = ""
+Offer = Callable[[Mapping[str, Any]], tuple[str, bool]]  # tells what a fix does to a run, and whether it can be applied
 
 
 class Group:
     """A titled row of controls, and below it why a choice is refused, with a button that fixes it."""
 
-    def __init__(self, title: str, controls: Sequence[Control], accept: Callable[[Mapping[str, Any]], None]) -> None:
-        self.names = [c.field.name for c in controls]
+    def __init__(self, title: str, now: Chosen, accept: Callable[[Mapping[str, Any]], None]) -> None:
+        rows = controls_of(title)
+        self.controls = {row.name: Control(row, now, lambda name, value: accept({name: value})) for row in rows}
         self._fix: dict[str, Any] = {}
         head = styled(widgets.HTML(f"<h4>{escape(title)}</h4>"), "fsdp-group-head")
-        self.row = styled(widgets.Box([c.box for c in controls]), "fsdp-group-row")
+        self.row = styled(widgets.Box([c.box for c in self.controls.values()]), "fsdp-group-row")
         self._words = styled(widgets.HTML(), "fsdp-refusal")
         self.button = styled(widgets.Button(description="", layout=widgets.Layout(display="none")), "fsdp-fix")
         self.button.on_click(lambda _: accept(self._fix))
@@ -170,22 +294,22 @@ class Group:
         self._line = styled(widgets.Box([self._words, self.button], layout=hidden), "fsdp-refusal-line")
         self.box = styled(widgets.VBox([head, self.row, self._line]), "fsdp-group")
 
-    def explain(self, choices: Choices[Any], offer: Callable[[Mapping[str, Any]], Offer] = lambda fix: Offer()) -> None:
-        """Shows the reasons of this group's refusals, and the fix if there is one. `offer` tells what that does."""
-        refused = [(n, choices.notes[n]) for n in self.names if n in choices.held and n in choices.notes]
+    def explain(self, choices: Choices[Any], offer: Offer) -> None:
+        """Shows the reasons of this group's refusals, and the fix if there is one."""
+        refused = [(n, choices.notes[n]) for n in self.controls if n in choices.held and n in choices.notes]
         self._fix = {}
         for name, note in refused:
             if note.fix:
                 self._fix = {name: choices.held[name], **note.fix}
         more = {n: v for n, v in self._fix.items() if n not in choices.held or v != choices.held[n]}
         label = fix_text(more, choices.held)
-        effect = offer(more) if more else Offer()
+        effect, possible = offer(more) if more else ("", True)
         reasons = "<br>".join(escape(note.why) for _, note in refused)
-        text = " ".join(filter(None, [reasons, escape(effect.blocked or effect.effect)]))
+        text = " ".join(filter(None, [reasons, escape(effect)]))
         put(self._words, "value", text)
         put(self.button, "description", label)
-        put(self.button, "disabled", bool(effect.blocked))
-        put(self.button, "tooltip", effect.blocked or effect.effect)
+        put(self.button, "disabled", not possible)
+        put(self.button, "tooltip", effect)
         put(self.button.layout, "display", "" if label else "none")
         put(self._line.layout, "display", "" if text else "none")
 
@@ -193,29 +317,29 @@ class Group:
 class FoldedGroup(Group):
     """One line that says what is not as it is by default, with a button that shows the controls; so does a refusal."""
 
-    def __init__(self, title: str, controls: Sequence[Control], accept: Callable[[Mapping[str, Any]], None]) -> None:
-        super().__init__(title, controls, accept)
+    def __init__(self, title: str, now: Chosen, accept: Callable[[Mapping[str, Any]], None]) -> None:
+        super().__init__(title, now, accept)
         self.fold = styled(widgets.Button(tooltip=f"Show or hide: {title}"), "fsdp-fold")
-        self.fold.on_click(lambda _: self._unfold(self.row.layout.display == HIDDEN))
+        self.fold.on_click(lambda _: unfold(self.row, self.fold, self.row.layout.display == HIDDEN))
         self.buttons.append(self.fold)
         self.summary = styled(widgets.HTML(), "fsdp-state-line", "fsdp-soft")
         head, *rest = self.box.children
         self.box.children = [head, styled(widgets.Box([self.fold, self.summary]), "fsdp-fold-line"), *rest]
         styled(self.box, "fsdp-folds")
-        self._unfold(False)
+        unfold(self.row, self.fold, False)
 
-    def explain(self, choices: Choices[Any], offer: Callable[[Mapping[str, Any]], Offer] = lambda fix: Offer()) -> None:
+    def explain(self, choices: Choices[Any], offer: Offer) -> None:
         super().explain(choices, offer)
-        if any(name in choices.held for name in self.names):
-            self._unfold(True)
+        if any(name in choices.held for name in self.controls):
+            unfold(self.row, self.fold, True)
         now, usual = choices.wanted.flat(), Spec().flat()
-        told = [n for n in self.names if n in ALWAYS_TOLD or now[n] != usual[n]]
+        told = [n for n in self.controls if n in ALWAYS_TOLD or now[n] != usual[n]]
         put(self.summary, "value", escape(" · ".join(value_text(CONTROLS[n], now[n]) for n in told)))
 
-    def _unfold(self, shown: bool) -> None:
-        put(self.row.layout, "display", "" if shown else HIDDEN)
-        put(self.fold, "description", "Hide" if shown else "Show")
-        put(self.fold, "icon", "angle-up" if shown else "angle-down")
+
+def groups_of(now: Chosen, accept: Callable[[Mapping[str, Any]], None]) -> list[Group]:
+    """All controls of a lab."""
+    return [(FoldedGroup if title == FOLDED else Group)(title, now, accept) for title in TITLES]
 
 
 def _key(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import ipywidgets as widgets
 
 from fsdp_lab.base.errors import FieldError
+from fsdp_lab.dashboard.lab_like import LabLike
 
 Styled = TypeVar("Styled", bound=widgets.Widget)
 HIDDEN = "none"  # a value of Layout.display
@@ -17,9 +19,7 @@ HIDDEN = "none"  # a value of Layout.display
 
 class InputForm:
     """A `widget` to display, its `inputs`, and a line for messages, which a subclass makes, or else overrides `say`.
-
-    Handlers run on the thread that the page's message arrives on, a subclass's `tick` often, on the tick thread.
-    """
+    Handlers run on the thread that the page's message arrives on, a subclass's `tick` often, on the tick thread."""
 
     css = "fsdp-safety"  # what the classes of its buttons begin with
     message: widgets.HTML
@@ -63,10 +63,35 @@ class InputForm:
                 widget.disabled = True
 
 
+class AskingForm(InputForm):
+    """Asks the lab, whose active run answers between steps, and without one its ranks."""
+
+    def __init__(self, lab: LabLike) -> None:
+        super().__init__()
+        self._lab = lab
+        self._asker: threading.Thread | None = None
+
+    @property
+    def is_asking(self) -> bool:
+        return self._asker is not None and self._asker.is_alive()
+
+    def ask_lab(self, ask: Callable[[], Any]) -> None:
+        """Asks in a thread of its own; an error is shown."""
+        self._asker = threading.Thread(target=self.attempt, args=(ask,), name="fsdp-lab-ask", daemon=True)
+        self._asker.start()
+
+
 def put(widget: Any, name: str, value: Any) -> None:
     """Sets a trait only if it changes, because each set is a message."""
     if getattr(widget, name) != value:
         setattr(widget, name, value)
+
+
+def unfold(body: widgets.Widget, button: widgets.Button, shown: bool) -> None:
+    """Shows or hides what the button folds."""
+    put(body.layout, "display", "" if shown else HIDDEN)
+    put(button, "description", "Hide" if shown else "Show")
+    put(button, "icon", "angle-up" if shown else "angle-down")
 
 
 def styled(widget: Styled, *css: str) -> Styled:
@@ -98,10 +123,8 @@ def section(title: str, parts: Sequence[widgets.Widget]) -> widgets.VBox:
 
 
 def display_widget(widget: widgets.Widget) -> None:
-    """Displays it in a cell's output, as a message of its own and not as the cell's result.
-
-    ipywidgets 7 knows no other way, and Colab names the manager that loads anywidget only in such messages.
-    """
+    """Displays it in a cell's output, as a message of its own and not as the cell's result. ipywidgets 7 knows no other
+    way, and Colab names the manager that loads anywidget only in such messages."""
     from IPython.display import display
 
     display(widget)  # type: ignore[no-untyped-call]

@@ -29,12 +29,11 @@ from bokeh.document import Document
 from bokeh.models import Plot
 
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.columns import Block, Columns, Numbers
-from fsdp_lab.dashboard.panels.base import BaseCard, Pinnable
-from fsdp_lab.dashboard.panels.drawing import tint
+from fsdp_lab.dashboard.panels.base import BaseCard, Block, Columns, Numbers
+from fsdp_lab.dashboard.panels.draw import tint
 
 HERE = Path(__file__).parent
-BOKEH_JS = Path(bokeh.__file__).parent / "server/static/js/bokeh.min.js"
+BOKEH_JS = Path(bokeh.__file__).parent / "server/static/js/bokeh.min.js"  # 1.3 MB
 
 MOST_UNACKNOWLEDGED = 2
 SILENCE_S = 2.0  # after which a view that owes an acknowledgement no longer delays the others
@@ -43,11 +42,9 @@ FORGET_S = 60.0  # after which it is removed, until it sends a message again
 
 @dataclass(frozen=True, kw_only=True)
 class Latency:
-    """Quantiles over `events` of the time from the end of a step in its rank to its pixels; NaN where there are none.
-
-    A rank stamps its event with the wall clock, and the page its acknowledgement. On one machine that is one clock; across
-    machines the latency is only as exact as their clocks agree.
-    """
+    """Quantiles over `events` of the time from the end of a step in its rank to its pixels; NaN where there are none. A
+    rank stamps its event with the wall clock, and the page its acknowledgement. On one machine that is one clock;
+    across machines the latency is only as exact as their clocks agree."""
 
     events: int
     p50_s: float
@@ -225,9 +222,7 @@ class LiveView(anywidget.AnyWidget):
 
     def flush(self, ends_unix_s: Sequence[float] = ()) -> bool:
         """Sends what is new to all views in one message, unless a view has two to paint; returns whether it was sent.
-
-        `ends_unix_s` are the times at which the new events ended, for `latency`.
-        """
+        `ends_unix_s` are the times at which the new events ended, for `latency`."""
         with self._lock:
             if self._views:
                 self._stamps.wait(ends_unix_s)
@@ -286,19 +281,21 @@ class LiveView(anywidget.AnyWidget):
                     known = self._views.setdefault(view, forgotten)
                     known.acked = max(known.acked, seq)
                     self._stamps.painted(seq, float(content["painted_unix_s"]))
-                case "pin" | "press":
-                    for card in self._scene.cards:
-                        if card.name != content.get("card"):
-                            continue
-                        if kind == "pin" and isinstance(card, Pinnable):
-                            step = content.get("step")
-                            card.pin(None if step is None else int(step), int(content.get("by", 0)))
-                        elif kind == "press":
-                            card.press(str(content.get("word", "")), str(content.get("about", "")))
+                case "pin":
+                    step = content.get("step")
+                    if (card := self._card(content)) is not None:
+                        card.pin(None if step is None else int(step), int(content.get("by", 0)))
+                case "press":
+                    if (card := self._card(content)) is not None:
+                        card.press(str(content.get("word", "")), str(content.get("about", "")))
                 case "ping":
                     self.send({"kind": "pong", "view": view})
                 case "leave":
                     self._views.pop(view, None)
+
+    def _card(self, content: Mapping[str, Any]) -> BaseCard | None:
+        """The card that a message is about; None where another scene is shown by now."""
+        return next((card for card in self._scene.cards if card.name == content.get("card")), None)
 
     def _say(self, message: dict[str, Any], numbers: bytes, *, as_text: bool, as_buffer: bool) -> None:
         """Sends a message with bytes: as a buffer, and as base64 for pages that drop buffers."""
@@ -366,9 +363,7 @@ class LiveView(anywidget.AnyWidget):
 
 def picture(figure: Plot, title: str = "") -> LiveView:
     """Shows a Bokeh figure of your own as the dashboard shows its plots, without the network and in a small notebook.
-
-    The last expression of a cell. The figure takes the page's theme: its background becomes transparent.
-    """
+    The last expression of a cell. The figure takes the page's theme: its background becomes transparent."""
     figure.background_fill_alpha = figure.border_fill_alpha = 0
     figure.outline_line_alpha = 0
     figure.sizing_mode = "stretch_width"

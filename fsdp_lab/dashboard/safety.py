@@ -12,17 +12,38 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from fsdp_lab.base.formatting import duration
+from fsdp_lab.base.errors import FieldError
+from fsdp_lab.base.formatting import duration, size
 from fsdp_lab.cluster import ClusterError
-from fsdp_lab.dashboard.asking_forms import EVERY, OFF, SavingForm
-from fsdp_lab.dashboard.forms import InputForm, error_text, field, prose, put, row, section, status, styled, text_line
-from fsdp_lab.dashboard.lab_like import LabLike
+from fsdp_lab.dashboard.forms import (
+    HIDDEN,
+    AskingForm,
+    InputForm,
+    error_text,
+    field,
+    prose,
+    put,
+    row,
+    section,
+    status,
+    styled,
+    text_line,
+    unfold,
+)
+from fsdp_lab.dashboard.lab_like import LabLike, active_run
 from fsdp_lab.runs import EvalConfig, Incident, RecoveryPolicy, Run, RunState, WatchedRun
 from fsdp_lab.runs.recovery import CHECKPOINT
 from fsdp_lab.runs.run import Drill
+from fsdp_lab.runs.saving import LAST, CheckpointConfig, SavedCheckpoint
+from fsdp_lab.spec.checkpoint_format import Checkpoint
 from fsdp_lab.spec.faults import DRILLS
 
-FOLDED = "none"
+FOLDER = "checkpoints"
+EVERY_STEPS = 100
+OFF, ASKED, EVERY = "off", "on demand and at the end", "every n steps"
+SHOWN = 3  # saves in the table
+HEADS = ("step", "size", "training paused", "write time", "")
+NOTHING = "No checkpoint yet. These settings take effect at Start, which creates the folder."
 LATER = "Takes effect at the next start"
 EVAL_EVERY_STEPS = 50
 NEVER = 0
@@ -63,7 +84,7 @@ class SafetyBox(InputForm):
         bar = styled(widgets.Box([head, self._fold, self.message, *self._recovery.buttons]), "fsdp-bar")
         beside = widgets.VBox([self._evaluation.widget, self._recovery.widget, self._drill.widget])
         forms = styled(widgets.Box([self._saving.widget, beside]), "fsdp-safety-forms")
-        hidden = widgets.Layout(display=FOLDED)
+        hidden = widgets.Layout(display=HIDDEN)
         self._body = styled(widgets.VBox([forms, self._recovery.incidents], layout=hidden), "fsdp-safety-body")
         self.widget = styled(widgets.VBox([bar, self._body]), "fsdp-safety")
         self.inputs += [widget for form in self._forms for widget in form.inputs]
@@ -75,10 +96,7 @@ class SafetyBox(InputForm):
         return {"save": save, "recover": recover, "evaluate": self._evaluation.config()}
 
     def toggle(self) -> None:
-        folded = self._body.layout.display == FOLDED
-        put(self._body.layout, "display", "" if folded else FOLDED)
-        put(self._fold, "description", "Hide" if folded else "Show")
-        put(self._fold, "icon", "angle-up" if folded else "angle-down")
+        unfold(self._body, self._fold, self._body.layout.display == HIDDEN)
 
     def _complain(self, text: str) -> None:
         self._complaint = text
@@ -108,6 +126,94 @@ class SafetyBox(InputForm):
         """Disables all but the fold: what is in the card can still be read."""
         for form in self._forms:
             form.retire()
+
+
+class SavingForm(AskingForm):
+    """`config` is what is chosen; `resume` starts a run from the newest checkpoint in a folder."""
+
+    def __init__(self, lab: LabLike, resume: Callable[[str], None]) -> None:
+        super().__init__(lab)
+        self._start = resume
+        self._folder = self.add(
+            widgets.Text(value=FOLDER, description="folder", tooltip="Where checkpoints go", continuous_update=False)
+        )
+        self._when = self.dropdown("save", (OFF, ASKED, EVERY), OFF, "Takes effect at the next start")
+        self._every = self.number("n steps", EVERY_STEPS, 1, 1_000_000, "Steps from one checkpoint to the next")
+        self._last = self.number("keep last", LAST, 1, 1000, "How many of a run are kept; older ones are removed")
+        self._save = self.button("Save now", "save", "Write a checkpoint now; training continues", self.save)
+        newest = "Start a run from the newest checkpoint in the folder, with the choices that wait for a start"
+        self._resume = self.button("Resume", "history", newest, self.resume)
+        self.message, self._list = text_line("fsdp-safety-said"), text_line("fsdp-safety-list")
+        entries = [field(entry) for entry in (self._folder, self._when, self._every, self._last)]
+        self.widget = section("Checkpoints", [row(entries), row([self._save, self._resume, self.message]), self._list])
+        self.tick(None)
+
+    @property
+    def summary(self) -> str:
+        when = {OFF: "is off", ASKED: "when asked", EVERY: f"every {self._every.value} steps"}[self._when.value]
+        return f"saving {when}"
+
+    def config(self) -> CheckpointConfig | None:
+        """Returns how the next run is saved; makes its folder. Raises FieldError, which is shown beside the field, too."""
+        self.say("")
+        if self._when.value == OFF:
+            return None
+        try:
+            every = self._every.value if self._when.value == EVERY else None
+            return CheckpointConfig(folder=self._folder.value, every=every, last=self._last.value)
+        except FieldError as e:
+            self.say(f"The folder {e.reason}: {e.hint}.", wrong=True)
+            raise
+
+    def save(self) -> None:
+        """Requests a checkpoint of the active run; without one, of what the ranks hold."""
+        folder, active = self._folder.value, active_run(self._lab) is not None
+        if active or not self.is_asking:
+            end = "A checkpoint is written after the steps in progress, and one of the last step at the run's end."
+            self.say(end if active else "Saving what the ranks hold.")
+            self.ask_lab(lambda: self._say_saved(self._lab.save(folder)))
+
+    def _say_saved(self, checkpoint: Checkpoint) -> None:
+        self.say(f"Step {checkpoint.step:,} is saved in {checkpoint.path.parent.name}.")
+
+    def resume(self) -> None:
+        self.say("")
+        self._start(self._folder.value)
+
+    def tick(self, run: Run | None) -> None:
+        """Shows the saves of `run`, the one that is shown."""
+        active = active_run(self._lab)
+        busy = active is not None and active.state in (RunState.BROKEN, RunState.RECOVERING, RunState.STOPPING)
+        put(self._every, "disabled", self._when.value != EVERY)
+        put(self._last, "disabled", self._when.value == OFF)
+        put(self._save, "disabled", busy or self._lab.current is None)
+        put(self._resume, "disabled", active is not None)
+        put(self._list, "value", saves_table(run.saves if run is not None else ()))
+
+
+def saves_table(saves: Sequence[SavedCheckpoint]) -> str:
+    """The newest saves as a table, newest first."""
+    if not saves:
+        return status(NOTHING)
+    heads = "".join(f"<th>{head}</th>" for head in HEADS)
+    rows = "".join(_row(saved) for saved in list(saves)[: -SHOWN - 1 : -1])
+    more = len(saves) - SHOWN
+    under = f'<div class="fsdp-soft">and {more:,} before</div>' if more > 0 else ""
+    return f'<table class="fsdp-saves"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{under}'
+
+
+def _row(saved: SavedCheckpoint) -> str:
+    paused = duration(saved.stall_s)
+    if saved.pending:
+        cells = (f"{saved.step:,}", "", paused, "…", "is being written")
+    elif saved.path is None:
+        words = f'<span class="fsdp-refused">{escape(saved.words[0].upper() + saved.words[1:])}</span>'
+        return f'<tr><td>{saved.step:,}</td><td colspan="4">{words}</td></tr>'
+    else:
+        kind = "" if saved.kind == "step" else saved.kind
+        cells = (f"{saved.step:,}", size(saved.nbytes), paused, duration(saved.seconds or 0.0), kind)
+    tip = escape(str(saved.path or ""))
+    return f'<tr title="{tip}">{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
 
 
 class EvaluationForm(InputForm):
@@ -249,10 +355,8 @@ class DrillForm(InputForm):
 
 
 def incidents_picture(incidents: Sequence[Incident], state: RunState) -> str:
-    """The newest incident as a small timeline, and up to four earlier ones, folded.
-
-    A bar of stretches on one scale shows what took longest; the seconds are written below it.
-    """
+    """The newest incident as a small timeline, and up to four earlier ones, folded. A bar of stretches on one scale
+    shows what took longest; the seconds are written below it."""
     if not incidents:
         return f'<div class="fsdp-soft">{NO_INCIDENT}</div>'
     newest, *others = list(incidents)[: -MOST_INCIDENTS - 1 : -1]

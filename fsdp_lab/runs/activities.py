@@ -16,7 +16,7 @@ from fsdp_lab.runs.comparison import Refusal
 from fsdp_lab.runs.run import Drill, Run
 from fsdp_lab.runs.slow_motion import SlowMotion, SlowStep
 from fsdp_lab.runs.sweep import Sweep
-from fsdp_lab.runs.view import RunState, fingerprint
+from fsdp_lab.runs.view import RunState
 from fsdp_lab.runs.watched import WatchedRun
 from fsdp_lab.spec.faults import SIGNALS, fault_of
 from fsdp_lab.spec.spec import Spec
@@ -32,7 +32,9 @@ class Activities:
     `run`, `sweep`: the newest, running or over; None before the first. `closed`: whether nothing can be started any more.
     """
 
-    def __init__(self, cluster: Cluster, place_ranks: Callable[[Spec], None], record: Callable[[Run], None]) -> None:
+    def __init__(
+        self, cluster: Cluster, place_ranks: Callable[[Spec], None], record: Callable[[Run | WatchedRun], None]
+    ) -> None:
         self._cluster, self._place_ranks, self._record = cluster, place_ranks, record
         self.run: Run | None = None
         self.sweep: Sweep | None = None
@@ -56,19 +58,21 @@ class Activities:
     def begin_sweep(self, specs: Sequence[Spec], refused: Sequence[Refusal], *, steps: int, rounds: int) -> Sweep:
         with self._lock:
             self.require_open()
-            # The run in progress is suspended if it can wait for the sweep: its state needs the ranks that it is on.
-            run = self.run if self.sweep is None or self.sweep.done else self.sweep.suspended
-            if run is not None:
-                on = run.pending or run.spec
-                waits = not run.done and run.state not in (RunState.BROKEN, RunState.STOPPING)
-                same = all((s.world_size, s.devices) == (on.world_size, on.devices) for s in specs)
-                run = run if waits and same else None
+            run = self._suspendable(specs)
             clear = self._preparation("a comparison was started", place_ranks=False, but=run)
             drop = partial(self._end_turns, run)
             self.sweep = Sweep(
                 specs, refused, steps=steps, rounds=rounds, make=self._begin_turn, suspended=run, drop=drop, clear=clear
             )
             return self.sweep
+
+    def _suspendable(self, specs: Sequence[Spec]) -> Run | None:
+        """The run in progress, if it can wait for a sweep of these Specs: its state needs the ranks that it is on."""
+        run = self.run if self.sweep is None or self.sweep.done else self.sweep.suspended
+        if run is None or run.done or run.state in (RunState.BROKEN, RunState.STOPPING):
+            return None
+        on = run.pending or run.spec
+        return run if all((s.world_size, s.devices) == (on.world_size, on.devices) for s in specs) else None
 
     def _begin_turn(self, spec: Spec, steps: int, share: int) -> Run:
         """Starts one of a sweep's runs. Under the lock the sweep is known before its first run is, else the run would be
@@ -115,19 +119,18 @@ class Activities:
 
         return prepare
 
-    def take_loop(self, message: Mapping[str, Any]) -> WatchedRun | None:
-        """A message of a rank, on the client's IO thread. Returns the run that begins with it."""
-        run, begun = self._watched.get(message["run"]), None
+    def take_loop(self, message: Mapping[str, Any]) -> None:
+        """What a watched loop in a cell reports, on the client's IO thread."""
+        run = known = self._watched.get(message["run"])
         if run is None:
             if "begin" not in message or message["run"] in self._ended_loops:
-                return None  # of a run that is over: it has all that counts
-            device = {name: message["begin"][name] for name in ("device_name", "software")}
-            size = int(message["begin"]["loop"]["watched"]["world_size"])
-            run = begun = WatchedRun(message, fingerprint([device] * size), self._cluster.interrupt_cells)
+                return  # of a run that is over: it has all that counts
+            run = WatchedRun(message, self._cluster.interrupt_cells)
             self._watched[run.id] = self._newest = run
         run.take(message)
         self._drop_if_over(run)
-        return begun
+        if known is None:
+            self._record(run)
 
     def lose_rank(self, lost: RankLost) -> None:
         """Ends the loops that the rank was in."""
@@ -159,9 +162,15 @@ class Activities:
             if run.state is RunState.BROKEN:
                 run.recover(ranks)
                 return run
-            policy = replace(run.recovering, ranks=ranks or run.recovering.ranks)
-            options = {name: getattr(run, name) for name in ("ledger_every", "saving", "evaluate")}
-            return self.begin_run(run.spec, steps=run.left or None, recovering=policy, broken=run, **options)
+            return self.begin_run(
+                run.spec,
+                steps=run.left or None,
+                ledger_every=run.ledger_every,
+                saving=run.saving,
+                recovering=replace(run.recovering, ranks=ranks or run.recovering.ranks),
+                evaluate=run.evaluate,
+                broken=run,
+            )
 
     def drill(self, kind: str, rank: int) -> Drill:
         fault = fault_of(kind, rank)

@@ -105,8 +105,7 @@ class Comparison:
                 None: no ratios, no parity.
             names: labels of the rows; None: A, B, C, ...
 
-        Raises:
-            ArgumentError: there is no such baseline, or the names are not one for each run.
+        Raises ArgumentError: there is no such baseline, or the names are not one for each run.
         """
         labels = [letters(i) for i in range(len(runs))] if names is None else list(names)
         if isinstance(names, str) or len(labels) != len(runs) or len(set(labels)) != len(runs) or not all(labels):

@@ -8,18 +8,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from fsdp_lab.base.generation import Sampling
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.runs.recovery import RecoveryPolicy
 from fsdp_lab.runs.view import Awaited, RunState, Switch
-from fsdp_lab.spec.faults import Fault
 from fsdp_lab.spec.spec import Spec
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 # The states that may follow each one. A state follows itself where only its reason changes.
 _FROM_LOOP = frozenset(RunState) - {RunState.STARTING, RunState.LOST}
@@ -66,22 +63,6 @@ class SwitchRequest(Request[Switch]):
         return f"<SwitchRequest for {self.spec.id}: {'done' if self.done else 'pending'}>"
 
 
-class FaultRequest(Request[None]):
-    """The result of `Run.arm`: None, or the ranks' refusal. Waiting for it is optional. `fault` None: disarm."""
-
-    def __init__(self, fault: Fault | None) -> None:
-        super().__init__()
-        self.fault = fault
-
-
-class GenerateRequest(Request[list[str]]):
-    """The result of `Run.generate`: a text for each prompt, or the ranks' refusal."""
-
-    def __init__(self, prompts: tuple[str, ...], sampling: Sampling) -> None:
-        super().__init__()
-        self.prompts, self.sampling = prompts, sampling
-
-
 class RunControl:
     """The state of one run and the requests for its driver. Threads: see the note in `fsdp_lab.runs.driver`.
 
@@ -91,7 +72,7 @@ class RunControl:
         state, reason, error: of the run. ended_unix_s: None until it is over.
         pending: the Spec of the newest `apply`, until it is applied or refused; None: there is none.
         recovery: how a BROKEN run is to recover; None: `recover` was not called yet.
-        switch_requests: for Specs. faults: to be armed. texts: to be continued. All in order.
+        switch_requests: for Specs. asked: other requests, each with the call to the ranks that answers it. In order.
         ledger: whether the next step is to be a ledger step.
         paused: whether to hold between two chunks.
         suspending: whether to suspend the run after its chunk. suspended: whether it waits for its turn, with its training
@@ -109,8 +90,7 @@ class RunControl:
         self.paused = self.suspending = self.suspended = False
         self.stop_s: float | None = None
         self.stop_reason = ""
-        self.faults: list[FaultRequest] = []
-        self.texts: list[GenerateRequest] = []
+        self.asked: list[tuple[Request[Any], Callable[[], Any]]] = []
         self.ledger = False
         self.switch_requests: list[SwitchRequest] = []
 
@@ -147,17 +127,12 @@ class RunControl:
     @property
     def has_work(self) -> bool:
         """Tells whether something was requested that a pause does not delay."""
-        return self.pending is not None or bool(self.faults) or bool(self.texts) or self.suspending
+        return self.pending is not None or bool(self.asked) or self.suspending
 
     @property
     def interrupt_reason(self) -> str:
         """Says why a call to the ranks was interrupted."""
         return self.stop_reason if self.stop_s is not None else "interrupted"
-
-    def take(self, requests: list[R]) -> R | None:
-        """Removes and returns the oldest of `faults` or `texts`; None: there is none."""
-        with self.changed:
-            return requests.pop(0) if requests else None
 
     def wait_for_recovery(self, error: ClusterError) -> RecoveryPolicy | None:
         """BROKEN until `recover` or `stop` is called. Returns how to recover; None: stop."""
@@ -196,8 +171,8 @@ class RunControl:
         with self.changed:
             self.ended_unix_s = time.time()
             self.pending = None
-            requests: list[Request[Any]] = [*self.switch_requests, *self.faults, *self.texts]
-            self.switch_requests, self.faults, self.texts = [], [], []
+            requests = [*self.switch_requests, *(request for request, _ in self.asked)]
+            self.switch_requests, self.asked = [], []
             self.set_state(state, reason)
         for request in requests:
             request.abandon()

@@ -29,14 +29,14 @@ from fsdp_lab.base.errors import FieldError, SpecError
 from fsdp_lab.cluster import ClusterError, Interrupted, StartError
 from fsdp_lab.cluster.calls import Call
 from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.runs.control import FaultRequest, GenerateRequest, RunControl
-from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig, Evaluation, generated
+from fsdp_lab.runs.control import Request, RunControl
+from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig, Evaluation
 from fsdp_lab.runs.recovery import LIVE, Recovery, RecoveryPolicy, path_on_ranks, refitted, source_of, whole_state
 from fsdp_lab.runs.saving import CheckpointSchedule
 from fsdp_lab.runs.steps import EventStore
 from fsdp_lab.runs.view import RunState, Switch, fingerprint
 from fsdp_lab.spec.checkpoint_format import Checkpoint
-from fsdp_lab.spec.faults import FaultKind
+from fsdp_lab.spec.faults import Fault, FaultKind
 from fsdp_lab.spec.spec import Spec
 
 CHUNK_S = 0.5  # target duration of a chunk
@@ -198,10 +198,9 @@ class Driver:
                 if control.stop_s is not None:
                     return RunState.STOPPED, control.stop_reason
                 pending = control.pending
-            while (request := control.take(control.faults)) is not None:
-                self._arm(request)
-            if (texts := control.take(control.texts)) is not None:
-                self._generate(texts)
+                asked = control.asked.pop(0) if control.asked else None
+            if asked is not None:
+                self._answer(*asked)
                 continue  # a pause goes on
             if pending is not None:
                 self._switch_or_refuse(pending)
@@ -266,31 +265,23 @@ class Driver:
         """Adds what ranks published. Called also on the client's IO thread, perhaps after the ranks have begun again."""
         self.events.add((e for e in events if e["run"] == self.run), self.ranks.notes, attempt=attempt)
 
-    def _arm(self, request: FaultRequest) -> None:
-        """Arms a fault on the ranks, or disarms them. Where they refuse it, the run continues."""
-        fault = request.fault
+    def _answer(self, request: Request[Any], call: Callable[[], Any]) -> None:
+        """Settles a request by the call to the ranks. Where they refuse it, the run continues."""
         try:
-            if fault is None:
-                self.call("disarm")
-            else:
-                self.call("arm", fault=fault.to_dict())
+            request.settle(call())
         except Exception as e:
             request.settle(e)
             if not isinstance(e, FieldError):
                 raise
-            return
-        if fault is not None and fault.kind is not FaultKind.SLOW:  # a slow link makes nothing fail
-            self.recovery.injected_unix_s = time.time()
-        request.settle(None)
 
-    def _generate(self, request: GenerateRequest) -> None:
-        """Has the ranks continue texts. Where they refuse it, the run continues."""
-        try:
-            request.settle(generated(self.call, self.run, request.prompts, request.sampling))
-        except Exception as e:
-            request.settle(e)
-            if not isinstance(e, FieldError):
-                raise
+    def arm(self, fault: Fault | None) -> None:
+        """Arms a fault on the ranks; None: disarms them."""
+        if fault is None:
+            self.call("disarm")
+            return
+        self.call("arm", fault=fault.to_dict())
+        if fault.kind is not FaultKind.SLOW:  # a slow link makes nothing fail
+            self.recovery.injected_unix_s = time.time()
 
     def _suspend(self) -> None:
         """Moves the training state to the host until `take_turn` or `stop`. Ranks that are new by then have lost it: a run
@@ -405,10 +396,13 @@ class Driver:
         """Takes a checkpoint, which the ranks write while training continues, also where it cannot be written."""
         config = self.checkpoints.config
         assert config is not None
-        with self.checkpoints.taking(kind, self.progress.step) as record:
+
+        def save() -> list[Any]:
             call = self.ranks.submit("save", root=str(config.folder), kind=kind, last=config.last)
             # The last one is taken after a stop, which must not interrupt it.
-            record(call.results(SAVES_S) if kind == "last" else self._results(call))
+            return call.results(SAVES_S) if kind == "last" else self._results(call)
+
+        self.checkpoints.take(kind, self.progress.step, save)
 
     def _save_last_step(self) -> None:
         """Saves the last step, and waits until all checkpoints are written."""

@@ -1,61 +1,17 @@
-"""A lab in a notebook: its progress bar and table of ranks, and the former lab of a cell that is run again."""
+"""A lab in a notebook: its progress bar and table of ranks."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
-from typing import Any, Protocol
+from typing import Any
 
 from fsdp_lab.base.formatting import Table, duration, size
 from fsdp_lab.cluster.assembly import StartProgress
-from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.membership import RankStatus
 from fsdp_lab.runs.sweep import Sweep
-
-KEY = "_fsdp_lab_open"  # of the open lab, in the notebook's namespace
-
-
-class NotebookLab(Protocol):
-    """The part of a `Lab` that this module needs."""
-
-    @property
-    def persistent(self) -> bool: ...
-    @property
-    def cluster(self) -> Cluster: ...
-    def detach(self) -> None: ...
-    def close(self) -> None: ...
-
-
-def replace_former(lab: NotebookLab) -> None:
-    """Closes the lab that this notebook opened before, and registers `lab` in its place. Its ranks are detached instead
-    where they are persistent and the new lab is to attach to them."""
-    from IPython.core.getipython import get_ipython
-
-    shell = get_ipython()
-    if shell is None:
-        return
-    former = shell.user_ns.get(KEY)
-    if isinstance(former, type(lab)):
-        same = lab.persistent and former.persistent and former.cluster.running
-        if same:
-            same = former.cluster.assembly.config.identity == lab.cluster.assembly.config.identity
-        former.detach() if same else former.close()
-    shell.user_ns[KEY] = lab
-
-
-def exit_handler(lab: weakref.ref[NotebookLab]) -> Callable[[], None]:
-    """For atexit: closes or detaches a lab that is still open, in the process that made it and not in a forked child."""
-    owner = os.getpid()
-
-    def end() -> None:
-        if (open_lab := lab()) is not None and os.getpid() == owner:
-            open_lab.detach() if open_lab.persistent else open_lab.close()
-
-    return end
 
 
 class ProgressBar:

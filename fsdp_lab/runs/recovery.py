@@ -114,10 +114,8 @@ class Predecessor:
 
 class Recovery:
     """The failures of one run. Used by the run's driver alone, but for `injected_unix_s`, which any thread may set.
-
     `incidents`: oldest first. `predecessor`: the failed run that this one continues; None: there is none.
-    `injected_unix_s`: when a fault was injected that has not been detected yet.
-    """
+    `injected_unix_s`: when a fault was injected that has not been detected yet."""
 
     def __init__(self, policy: RecoveryPolicy, predecessor: Predecessor | None) -> None:
         self.policy, self.predecessor = policy, predecessor
@@ -206,9 +204,8 @@ def source_of(
     ranks: Cluster, statuses: Mapping[int, Mapping[str, Any]], run: str, folder: Path | None
 ) -> Iterator[tuple[str, Checkpoint | None]]:
     """The source from which a run with lost ranks continues: a replica or the newest checkpoint, whichever is later.
-
-    `folder`: of the run's checkpoints. A rescued one stays there; without a folder it is deleted at the end of the block.
-    """
+    `folder`: of the run's checkpoints. A rescued one stays there; without a folder it is deleted at the end of the
+    block."""
     with contextlib.ExitStack() as stack:
         root = folder or stack.enter_context(temporary_state(ranks))
         saved = [c for c in checkpoints(folder) if c.run == run] if folder is not None else []
@@ -221,12 +218,9 @@ def source_of(
 
 
 def refitted(spec: Spec, ranks: int) -> tuple[Spec, tuple[str, ...]]:
-    """The Spec for another number of ranks, and notes on what changes.
-
-    The global batch is preserved where it can be divided: by accumulating more or fewer micro-batches, else by smaller ones.
-
-    Raises SpecError: the strategy is impossible on so many ranks.
-    """
+    """The Spec for another number of ranks, and notes on what changes. The global batch is preserved where it can be
+    divided: by accumulating more or fewer micro-batches, else by smaller ones. Raises SpecError: the strategy is
+    impossible on so many ranks."""
     if ranks == spec.world_size:
         return spec, ()
     global_batch, micro_batch = spec.global_batch, spec.workload.micro_batch

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError, check_whole, plain_errors
@@ -22,9 +23,9 @@ from fsdp_lab.cluster import ClusterError
 from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.sent_code import with_code
 from fsdp_lab.planner.questions import require_memory
-from fsdp_lab.runs.control import FaultRequest, GenerateRequest, Request, SwitchRequest
+from fsdp_lab.runs.control import Request, SwitchRequest
 from fsdp_lab.runs.driver import Driver, Progress
-from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig
+from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig, generated
 from fsdp_lab.runs.recovery import Incident, Predecessor, Recovery, RecoveryPolicy, refitted
 from fsdp_lab.runs.saving import CheckpointConfig, CheckpointSchedule, SavedCheckpoint
 from fsdp_lab.runs.view import Awaited, RunQueries, RunState
@@ -62,7 +63,6 @@ class Run(RunQueries, Awaited["Run"]):
         evaluate: EvalConfig | int | None = None,
         share: int | None = None,
         prepare: Callable[[Spec], None] = lambda spec: None,
-        run_id: str | None = None,
         saving: CheckpointConfig | None = None,
         recovering: RecoveryPolicy | None = None,
         start: Checkpoint | None = None,
@@ -70,13 +70,12 @@ class Run(RunQueries, Awaited["Run"]):
     ) -> None:
         """`share`: steps of a turn, after which the run is suspended until `take_turn` and others may use the ranks.
         `prepare`: called on the driver's thread before anything is sent: makes the ranks ready for a Spec. `start`: the
-        checkpoint to start from. `broken`: a failed run to continue. The others: as of `Lab.run`.
-        """
+        checkpoint to start from. `broken`: a failed run to continue. The others: as of `Lab.run`."""
         super().__init__()
         for name, value, none in (("steps", steps, "no end"), ("ledger_every", ledger_every, "only requested ones")):
             if value is not None:
                 check_whole(name, value, wanted=f"a whole number of 1 or more, or None for {none}")
-        self.id = run_id or secrets.token_hex(4)
+        self.id = secrets.token_hex(4)
         self.steps, self.ledger_every = steps, ledger_every
         self.evaluate = EvalConfig.of(evaluate)
         self.saving, self.recovering = saving, recovering or RecoveryPolicy()
@@ -225,7 +224,7 @@ class Run(RunQueries, Awaited["Run"]):
             self.saving = config
             return self._driver.checkpoints.request(config)
 
-    def generate(self, prompts: str | Sequence[str], **sampling: Any) -> GenerateRequest:
+    def generate(self, prompts: str | Sequence[str], **sampling: Any) -> Request[list[str]]:
         """Has the model continue a text or several, after the running chunk: `await run.generate("Once")`. Returns at once.
 
         The result is a list, a text for each prompt. `Run.completions` has what an evaluation with prompts generated.
@@ -236,15 +235,14 @@ class Run(RunQueries, Awaited["Run"]):
         given, wanted = checked_prompts(prompts), Sampling(**sampling)
         with self._control.changing():
             self._require_live("lab.generate(text) asks what the ranks hold")
-            self._control.texts.append(request := GenerateRequest(given, wanted))
-        return request
+            request = Request[list[str]]()
+            self._control.asked.append((request, partial(generated, self._driver.call, self.id, given, wanted)))
+            return request
 
     def recover(self, ranks: str | None = None) -> None:
         """Recovers from a failure: "same" replaces the lost ranks, "fewer" continues with those that are left; None: as
-        `recovering` says. Returns at once; the result is in `incidents`.
-
-        Raises SpecError: of `ranks`, or a strategy that is impossible on so few. ClusterError: the run is not broken.
-        """
+        `recovering` says. Returns at once; the result is in `incidents`. Raises SpecError: of `ranks`, or a strategy
+        that is impossible on so few. ClusterError: the run is not broken."""
         policy = replace(self.recovering, ranks=ranks or self.recovering.ranks)
         if policy.ranks == "fewer":
             refitted(self.spec, max(1, self.spec.world_size - len(self._driver.ranks.lost)))
@@ -253,7 +251,7 @@ class Run(RunQueries, Awaited["Run"]):
                 raise ClusterError(f"run {self.id} is {self.state.value}, not broken; lab.recover() begins a new one")
             self._control.recovery = policy
 
-    def arm(self, fault: Fault | None) -> FaultRequest:
+    def arm(self, fault: Fault | None) -> Request[None]:
         """Injects a fault from the next chunk on; None: disarms those that are armed. Returns at once; waiting is optional.
         Raises ArgumentError: a fault that these ranks cannot have. ClusterError: the run does not train."""
         with self._control.changing():
@@ -261,7 +259,7 @@ class Run(RunQueries, Awaited["Run"]):
                 raise ClusterError(f"run {self.id} is {self.state.value}; a fault can be armed only while it trains")
             if fault is not None:
                 fault.check(self.spec.world_size, self.step)
-            self._control.faults.append(request := FaultRequest(fault))
+            self._control.asked.append((request := Request[None](), partial(self._driver.arm, fault)))
         return request
 
     def fault_injected(self, unix_s: float) -> None:
@@ -334,16 +332,14 @@ class Run(RunQueries, Awaited["Run"]):
 
 
 class Drill:
-    """A fault injected by `Lab.drill`. `wait()` or `await` it for the Incident, once the run trains again.
-
-    `kind`, `rank`, `run`: which fault, in which rank of which run. `made_unix_s`: when. `step`: steps committed by then.
-    `request`: for the ranks to arm it; None: it is a signal.
-    """
+    """A fault injected by `Lab.drill`. `wait()` or `await` it for the Incident, once the run trains again. `kind`,
+    `rank`, `run`: which fault, in which rank of which run. `made_unix_s`: when. `step`: steps committed by then.
+    `request`: for the ranks to arm it; None: it is a signal."""
 
     def __init__(self, kind: str, rank: int, run: Run) -> None:
         self.kind, self.rank, self.run = kind, rank, run
         self.made_unix_s, self.step = time.time(), run.step
-        self.request: FaultRequest | None = None
+        self.request: Request[None] | None = None
         self._before = len(run.incidents)
 
     @property

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,12 +74,9 @@ class SavedCheckpoint:
 
 
 class CheckpointSchedule:
-    """The checkpoints of one run: when one is due, which requests wait for it, and whether it was written.
-
-    `request` is called with the run's lock held, all else by its driver; `taken` may be read by any thread.
-
-    `config`: None where the run takes no checkpoints. `taken`: oldest first.
-    """
+    """The checkpoints of one run: when one is due, which requests wait for it, and whether it was written. `request` is
+    called with the run's lock held, all else by its driver; `taken` may be read by any thread. `config`: None where the
+    run takes no checkpoints. `taken`: oldest first."""
 
     def __init__(self, config: CheckpointConfig | None, run: str, start: int) -> None:
         """`start`: the step of the checkpoint that the run starts or continues from, which is not saved again."""
@@ -122,28 +118,23 @@ class CheckpointSchedule:
         regular = self._every is not None and step % self._every == 0 and step != self.start and not self.has(step)
         return self.requested or regular
 
-    @contextlib.contextmanager
-    def taking(self, kind: str, step: int) -> Iterator[Callable[[Sequence[Mapping[str, Any]]], None]]:
-        """The context in which a checkpoint is taken. Yields a function to call with the ranks' results of `Session.save`.
-        A FieldError is recorded in `taken`, any other error is raised again; both end the requests."""
+    def take(self, kind: str, step: int, save: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
+        """Takes a checkpoint. `save`: returns the ranks' results of `Session.save`. Its FieldError is recorded in `taken`,
+        any other error is raised again; both end the requests."""
         requests = self._requests[:]
         del self._requests[: len(requests)]  # a request that comes meanwhile stays for the next checkpoint
-
-        def record(results: Sequence[Mapping[str, Any]]) -> None:
+        try:
+            results = save()
             stall_s, waited_s = (max(r[name] for r in results) for name in ("seconds", "waited_s"))
             self._waiting[len(self.taken)] = requests
             saved = SavedCheckpoint(step=int(results[0]["step"]), kind=kind, stall_s=stall_s, waited_s=waited_s)
-            self.taken = (*self.taken, saved)
-
-        try:
-            yield record
         except BaseException as e:
             for request in requests:
                 request.settle(e) if isinstance(e, Exception) else request.abandon()
             if not isinstance(e, FieldError):
                 raise
-            failed = SavedCheckpoint(step=step, kind=kind, stall_s=0.0, waited_s=0.0, seconds=0.0, error=e.reason)
-            self.taken = (*self.taken, failed)
+            saved = SavedCheckpoint(step=step, kind=kind, stall_s=0.0, waited_s=0.0, seconds=0.0, error=e.reason)
+        self.taken = (*self.taken, saved)
 
     def written(self, ended: Collection[Mapping[str, Any]]) -> None:
         """Takes what the ranks have finished writing (`Checkpointer.ended` of rank 0), in the order of `taken`. What was

@@ -143,10 +143,8 @@ class StepMoment:
 
 class SlowStep:
     """The step on the ranks; any thread may advance or end it. It does not refer to its iterator, which can be dropped.
-
-    `moment`: the last one. `events`: one per rank, when the step is over. `over`, `reason`, `error`: whether it is over,
-    and why. `ready`: whether the Spec is applied on the ranks.
-    """
+    `moment`: the last one. `events`: one per rank, when the step is over. `over`, `reason`, `error`: whether it is
+    over, and why. `ready`: whether the Spec is applied on the ranks."""
 
     def __init__(self, ranks: Cluster, spec: Spec, prepare: Callable[[Spec], None]) -> None:
         """`prepare(spec)`: called before anything is sent; makes the ranks ready and ends what else is running on them."""

@@ -85,10 +85,9 @@ def comm_kinds(steps: Iterable[Step]) -> list[str]:
 
 
 class Peaks:
-    """The peak FLOP/s that utilisation is relative to: for each rank and Spec the greatest one of the steps added so far.
-
-    Events have the peak known at their time; a faster step raises it. Here it is the same for all steps, earlier ones too.
-    """
+    """The peak FLOP/s that utilisation is relative to: for each rank and Spec the greatest one of the steps added so
+    far. Events have the peak known at their time; a faster step raises it. Here it is the same for all steps, earlier
+    ones too."""
 
     def __init__(self, steps: Sequence[Step] = ()) -> None:
         self._best: dict[tuple[int, str], tuple[float, str]] = {}
@@ -141,11 +140,9 @@ def median(values: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Figures of a run under the Spec applied last, by the rule of this module. None: not measured.
-
-    Memory is that of the fullest rank; `at_peak`: by class, at its peak. `outside_bytes`, `host_bytes`: the greatest of
-    all ranks at the last step; `limit_bytes`: the least.
-    """
+    """Figures of a run under the Spec applied last, by the rule of this module. None: not measured. Memory is that of
+    the fullest rank; `at_peak`: by class, at its peak. `outside_bytes`, `host_bytes`: the greatest of all ranks at the
+    last step; `limit_bytes`: the least."""
 
     steps: int = 0  # whole ones
     counted: int = 0  # those in medians

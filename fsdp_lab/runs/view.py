@@ -85,12 +85,9 @@ def switches_in_force(switches: Sequence[Switch]) -> list[Switch]:
 
 @plain_errors
 class Awaited(Generic[T]):
-    """A result that another thread sets once. `wait()` or `await` it from any thread or event loop, any number of times.
-
-    Subclasses define `_given_up`: what Ctrl-C in `wait`, or cancelling the task that awaits, does.
-
-    `while_awaited`: called each second while a task awaits, and once at the end: to draw how far it is.
-    """
+    """A result that another thread sets once. `wait()` or `await` it from any thread or event loop, any number of
+    times. Subclasses define `_given_up`: what Ctrl-C in `wait`, or cancelling the task that awaits, does.
+    `while_awaited`: called each second while a task awaits, and once at the end: to draw how far it is."""
 
     def __init__(self) -> None:
         self.while_awaited: Callable[[], object] = lambda: None
@@ -145,11 +142,9 @@ class Awaited(Generic[T]):
 
 
 class RunView(Protocol):
-    """A `Run`, or a stored one. Reading it never waits for a rank.
-
-    `spec`: the one applied last; of a watched loop, what is known of it. `reason`: why the run is in its state, in a
-    sentence, or empty. `notes`: how far to trust its times, a sentence each. `environment`: a `fingerprint`.
-    """
+    """A `Run`, or a stored one. Reading it never waits for a rank. `spec`: the one applied last; of a watched loop,
+    what is known of it. `reason`: why the run is in its state, in a sentence, or empty. `notes`: how far to trust its
+    times, a sentence each. `environment`: a `fingerprint`."""
 
     @property
     def id(self) -> str: ...
@@ -171,11 +166,6 @@ class RunView(Protocol):
     def notes(self) -> tuple[str, ...]: ...
     @property
     def environment(self) -> Mapping[str, Any]: ...
-
-
-class JudgedRun(RunView, Protocol):
-    """A `RunView` that is a `RunQueries`, too."""
-
     @property
     def early_stopping(self) -> EarlyStopping: ...
 
@@ -199,7 +189,7 @@ class RunQueries:
         return early_stopping
 
     @property
-    def evaluations(self: JudgedRun) -> tuple[Evaluation, ...]:
+    def evaluations(self: RunView) -> tuple[Evaluation, ...]:
         """(step, mean loss of the held-out samples), oldest first."""
         return tuple(self.early_stopping.evaluations)
 
@@ -209,7 +199,7 @@ class RunQueries:
         return tuple((s.number, c) for s in self.events.steps() for c in s.completions)
 
     @property
-    def best(self: JudgedRun) -> Evaluation | None:
+    def best(self: RunView) -> Evaluation | None:
         """The evaluation with the least loss; None where there is none."""
         return self.early_stopping.best
 
@@ -219,7 +209,7 @@ class RunQueries:
         failed = self.state in (RunState.FAILED, RunState.BROKEN)
         return diagnose(self.spec, self.events, self.reason if failed else "")
 
-    def table(self: JudgedRun, last: int = 10) -> Table:
+    def table(self: RunView, last: int = 10) -> Table:
         """The last steps, one row each, over all ranks. Notes name the last evaluation and the best one."""
         specs: dict[str, Trained] = {spec.id: spec for spec in (self.spec, *(s.after for s in self.switches))}
         evaluations = self.early_stopping.words(self.spec.workload) if isinstance(self.spec, Spec) else ""
@@ -231,11 +221,9 @@ class RunQueries:
         return summarize(self.spec, self.events.steps())
 
     def timeline(self: RunView, step: int | None = None) -> Timeline:
-        """What every rank did in a traced step (the last of each half second), on one clock.
-
-        `step` None: the newest one, if possible one that every rank has reported. Raises ArgumentError: that step was not
-        traced, or its spans were dropped.
-        """
+        """What every rank did in a traced step (the last of each half second), on one clock. `step` None: the newest
+        one, if possible one that every rank has reported. Raises ArgumentError: that step was not traced, or its spans
+        were dropped."""
         newest = self.events.newest_traced() if step is None else None
         return Timeline.of((newest or traced_steps(self.events, step if step is None else [step])[-1]).events)
 

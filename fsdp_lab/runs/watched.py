@@ -9,26 +9,20 @@ from typing import Any
 
 from fsdp_lab.base.hang import LoopPlace, LoopRank, cause_in_loop
 from fsdp_lab.runs.steps import EventStore
-from fsdp_lab.runs.view import Awaited, RunQueries, RunState, Switch
+from fsdp_lab.runs.view import Awaited, RunQueries, RunState, Switch, fingerprint
 from fsdp_lab.spec.loops import WatchedLoop
 
 STOP_S = 2.0
 
 
 class WatchedRun(RunQueries, Awaited["WatchedRun"]):
-    """Made when the first message of a loop arrives. It is over when every rank has left the loop.
-
-    `take` is called on the thread that receives; everything else from any thread.
-
-    `spec`: what is known of the loop. `events`: as of a `Run`. `switches`: none. `environment`: of the process that
-    receives, and the ranks' devices.
-    """
+    """Made when the first message of a loop arrives. It is over when every rank has left the loop. `take` is called on
+    the thread that receives; everything else from any thread. `spec`: what is known of the loop. `events`: as of a
+    `Run`. `switches`: none. `environment`: of the process that receives, and the ranks' devices."""
 
     switches: Sequence[Switch] = ()
 
-    def __init__(
-        self, begins: Mapping[str, Any], environment: Mapping[str, Any], interrupt: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, begins: Mapping[str, Any], interrupt: Callable[[], None] = lambda: None) -> None:
         """`begins`: a message with a "begin". `interrupt`: interrupts the ranks' loop."""
         super().__init__()
         begin = begins["begin"]
@@ -37,7 +31,8 @@ class WatchedRun(RunQueries, Awaited["WatchedRun"]):
         self.started_unix_s = float(begin["started_unix_s"])
         self.ended_unix_s: float | None = None
         self.events = EventStore()
-        self.environment = environment
+        device = {name: begin[name] for name in ("device_name", "software")}
+        self.environment: Mapping[str, Any] = fingerprint([device] * self.spec.world_size)
         self.notes: tuple[str, ...] = tuple(begin["notes"])
         self._interrupt = interrupt
         self._lock = threading.Lock()

@@ -17,7 +17,7 @@ from fsdp_lab.base.formatting import count, duration, size
 from fsdp_lab.cli.main import main
 from fsdp_lab.cli.plan import TEACHING
 from fsdp_lab.planner.questions import Target, planned
-from fsdp_lab.report.what_if import Axis, Product, write_what_if
+from fsdp_lab.report.what_if_page import Axis, Product, write_what_if
 from fsdp_lab.spec.spec import Spec
 from tests.browser.jupyter import LIMIT_S, Notebook
 from tests.browser.test_report import CONTRASTS

@@ -22,8 +22,9 @@ from fsdp_lab.base.events import Memory, MemorySample, RoleBytes, StepEvent, Tra
 from fsdp_lab.base.generation import Sampling
 from fsdp_lab.cluster import ClusterError, RankLost, StartError
 from fsdp_lab.cluster.assembly import StartProgress
+from fsdp_lab.dashboard.lab_like import active_run
 from fsdp_lab.runs import EventStore, Refusal, RunState, SlowMotion, Sweep, Switch, SwitchRequest
-from fsdp_lab.runs.control import GenerateRequest
+from fsdp_lab.runs.control import Request
 from fsdp_lab.runs.diagnosis import Diagnosis
 from fsdp_lab.runs.evaluation import EarlyStopping, EvalConfig
 from fsdp_lab.runs.recovery import CHECKPOINT, Incident, RecoveryPolicy, refitted
@@ -136,6 +137,14 @@ def curve(peak: RoleBytes, seconds: float) -> tuple[MemorySample, ...]:
     )  # fmt: skip
 
 
+class FakeText(Request[list[str]]):
+    """A text that was asked for."""
+
+    def __init__(self, prompts: tuple[str, ...], sampling: Sampling) -> None:
+        super().__init__()
+        self.prompts, self.sampling = prompts, sampling
+
+
 class FakeRun:
     """Makes a step of all ranks every `step_s` in a thread. With a `share` it stands aside after so many, as in a sweep."""
 
@@ -170,7 +179,7 @@ class FakeRun:
         self.switches: list[Switch] = []
         self.applies: list[dict[str, Any]] = []
         self.asked_ledgers = 0
-        self.texts: list[GenerateRequest] = []  # that were asked for
+        self.texts: list[FakeText] = []  # that were asked for
         self.saving: CheckpointConfig | None = None
         self.recovering = RecoveryPolicy()
         self.evaluate: EvalConfig | None = None
@@ -201,8 +210,8 @@ class FakeRun:
     def ledger(self) -> None:
         self.asked_ledgers += 1
 
-    def generate(self, prompts: str, **sampling: Any) -> GenerateRequest:
-        self.texts.append(GenerateRequest((prompts,), Sampling(**sampling)))
+    def generate(self, prompts: str, **sampling: Any) -> Request[list[str]]:
+        self.texts.append(FakeText((prompts,), Sampling(**sampling)))
         return self.texts[-1]
 
     def save(self, folder: str) -> Any:
@@ -485,11 +494,15 @@ class FakeLab:
         return self.run(save=save, recover=recover, evaluate=evaluate, **changes)
 
     def generate(self, prompts: str, **sampling: Any) -> list[str]:
+        if (run := active_run(self)) is not None:
+            return run.generate(prompts, **sampling).wait(10)
         if prompts == "unknown":
             raise ArgumentError("prompts", "vit classifies images", "ask a causal language model")
         return [f" of {sampling['new_tokens']} tokens"]
 
     def save(self, folder: str) -> Any:
+        if (run := active_run(self)) is not None:
+            return run.save(folder).wait()
         self.save_gate.wait(10)
         if folder == "full":
             raise ClusterError("the checkpoint could not be written: No space left on device")

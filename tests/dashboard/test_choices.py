@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from fsdp_lab.dashboard.choices import Choices, ChoiceState
+from fsdp_lab.dashboard.fields import Choices, ChoiceState
 from fsdp_lab.spec.spec import BACKENDS, OFFLOADS, PRECISIONS, SHARDINGS, Spec
 
 

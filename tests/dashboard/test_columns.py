@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, strategies as st
 
-from fsdp_lab.dashboard.columns import Columns
+from fsdp_lab.dashboard.panels.base import Columns
 
 
 def test_rows_come_back_in_columns_with_their_numbers():

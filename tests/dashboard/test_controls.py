@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.dashboard.asking_forms import WritingForm
 from fsdp_lab.dashboard.controls import Controls
-from fsdp_lab.dashboard.fields import GROUPS, OTHER
+from fsdp_lab.dashboard.fields import OTHER, TITLES, controls_of
+from fsdp_lab.dashboard.opened_forms import WritingForm
 from fsdp_lab.planner.questions import LESS, DoesNotFit
 from fsdp_lab.runs import RunState
 from fsdp_lab.spec.spec import Precision, Spec
 from tests.dashboard.fake_lab import FakeLab, until
 
-FIELDS = [f.name for _, fields in GROUPS for f in fields]
+FIELDS = [f.name for title in TITLES for f in controls_of(title)]
 
 
 class Desk:
@@ -287,7 +287,7 @@ def test_another_value_can_be_typed(desk, name, typed, value):
 
 
 def test_adapters_are_as_in_a_spec():
-    (lora,) = (f for _, fields in GROUPS for f in fields if f.name == "lora")
+    (lora,) = (f for f in controls_of("Training") if f.name == "lora")
     for value in (*lora.choices, lora.read("32")):
         assert Spec().replace(lora=value).flat()["lora"] == value
 
@@ -434,10 +434,12 @@ def test_a_text_is_asked_for_while_the_run_trains_and_when_it_is_over():
     form._write.click()
     form.tick()
     assert said() == "The model writes after the steps in progress." and form._write.disabled
+    until(lambda: bool(run.texts))
     assert run.texts[0].prompts == ("<Once>",) and run.texts[0].sampling.new_tokens == 48
     run.texts[0].settle([" upon a <time>"])
     until_said("<Once> upon a <time>")
     form._write.click()
+    until(lambda: len(run.texts) == 2)
     run.texts[1].settle(SpecError("prompts", "bert does not continue texts", "use a causal model"))
     until_said("Bert does not continue texts: use a causal model.")
 

@@ -11,9 +11,9 @@ from ipykernel.comm.comm import BaseComm
 from course.clinic import Clinic, Pain
 from fsdp_lab.base.hang import FORWARD_ALONE
 from fsdp_lab.dashboard import Dashboard
-from fsdp_lab.dashboard.columns import Columns
 from fsdp_lab.dashboard.forms import answer_while_busy
 from fsdp_lab.dashboard.lab_like import LabLike
+from fsdp_lab.dashboard.panels.base import Columns
 from fsdp_lab.lab import Lab
 from fsdp_lab.runs import RunState
 from fsdp_lab.runs.diagnosis import diagnose

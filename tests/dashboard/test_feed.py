@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.dashboard.board import Board
-from fsdp_lab.dashboard.comparison_card import ComparisonCard
+from fsdp_lab.dashboard.board import Board, ComparisonCard
 from fsdp_lab.dashboard.feed import Feed
 from fsdp_lab.dashboard.live import LiveView
 from tests.dashboard.fake_lab import FakeLab, until

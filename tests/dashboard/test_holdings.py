@@ -9,7 +9,7 @@ from bokeh.document import Document
 from bokeh.models import ColumnDataSource
 
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.columns import Columns
+from fsdp_lab.dashboard.panels.base import Columns
 from fsdp_lab.dashboard.panels.holdings import MOST_RANKS, HoldingsPanel, ParameterAxis, short_names
 from fsdp_lab.runs import StepMoment
 from fsdp_lab.spec.spec import Spec

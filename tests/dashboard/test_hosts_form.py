@@ -7,8 +7,9 @@ import re
 import pytest
 
 from fsdp_lab.cluster.hosts import SlurmHosts, SshHosts
-from fsdp_lab.dashboard.hosts_form import HERE, LOSES, SLURM, HostsForm
-from tests.dashboard.fake_lab import FakeLab, until
+from fsdp_lab.dashboard.opened_forms import HERE, LOSES, SLURM, HostsForm
+from tests.dashboard.fake_lab import FakeLab
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def form(lab: FakeLab, chosen: list[dict[str, object]]) -> HostsForm:
 def moved(form: HostsForm) -> str:
     """Presses the button, and waits for what is said."""
     form._start.click()
-    until(lambda: not form.moving)
+    until(lambda: not form.is_asking)
     form.tick()
     return str(form.message.value)
 
@@ -93,7 +94,7 @@ def test_a_queue_is_shown_and_left(lab: FakeLab, form: HostsForm) -> None:
     assert form._start.disabled and not form._cancel.disabled
     form._start.click()  # a second press does nothing
     form._cancel.click()
-    until(lambda: not form.moving)
+    until(lambda: not form.is_asking)
     form.tick()
     assert "cancelled, and ranks are where they were" in form.message.value
     assert not form._start.disabled and len(lab.moves) == 1

@@ -18,7 +18,7 @@ from fsdp_lab.dashboard.panels import PANELS, StepAxis
 from fsdp_lab.dashboard.panels.base import Prediction
 from fsdp_lab.dashboard.panels.communication import CommunicationPanel
 from fsdp_lab.dashboard.panels.curves import CompletionsPanel, LossPanel, StepsPanel, TflopsPanel, ThroughputPanel
-from fsdp_lab.dashboard.panels.drawing import ON_DEVICE
+from fsdp_lab.dashboard.panels.draw import ON_DEVICE
 from fsdp_lab.dashboard.panels.memory import LedgerPanel, MemoryPanel
 from fsdp_lab.runs.steps import Assembler, Step
 from fsdp_lab.spec.spec import Spec
@@ -51,12 +51,14 @@ def steps_with(count: int, *, first: int = 0, **changes) -> list[Step]:
 
 def test_the_newest_texts_come_first_each_below_its_prompt():
     panel = CompletionsPanel(StepAxis(), 2)
-    assert panel.captions().hidden and panel.update(steps(3)) == 0 and panel.captions().hidden
+    assert panel.captions().hidden
+    panel.update(steps(3))
+    assert panel.captions().hidden
     for first in range(7):
         (step,) = steps(1, first=first)
         texts = [Completion(prompt=f"prompt {rank}", text=f"text {rank} of {first}\n" + "x" * 999) for rank in range(2)]
         told = tuple(dataclasses.replace(e, eval_loss=2.0, completions=(texts[e.rank],)) for e in step.events)
-        assert panel.update([Step(events=told), *steps(1, first=first + 100)]) == 1
+        panel.update([Step(events=told), *steps(1, first=first + 100)])
     shown = panel.captions()
     heads, *rows = shown.table
     assert not shown.hidden and shown.reading == "after step 6"
@@ -90,7 +92,7 @@ def test_a_panel_draws_what_it_writes(make, ranks):
     are labelled with units, and plots have tooltips."""
     frame = StepAxis()
     panel = make(frame, ranks)
-    assert panel.update([]) == 0
+    panel.update([])
     told = steps(30, ranks)
     frame.follow(told)
     frame.mark_all([(12, "bf16", "step 12: precision fp32 → bf16")])
@@ -406,7 +408,8 @@ def test_a_predicted_step_time_is_a_line_and_stands_beside_the_median():
 def test_memory_within_a_step_is_of_the_fullest_rank_of_the_last_ledger_step():
     panel = LedgerPanel(StepAxis(), 2)
     told = steps(80)
-    assert panel.update(told[:10]) == 0
+    panel.update(told[:10])
+    assert not len(panel.sources[0])
     panel.update(told[10:])
     step = told[60]
     fullest = max(step.events, key=lambda e: e.memory.peak_bytes)
@@ -420,7 +423,9 @@ def test_memory_within_a_step_is_of_the_fullest_rank_of_the_last_ledger_step():
     assert columns(panel, 2)["total"] == [max(curve["total"])]
     assert f"rank {fullest.rank} in step 60" in panel.captions().reading
     assert panel.patches()["ledger.x"]["end"] >= curve["ms"][-1]
-    assert panel.update(told[61:]) == 0  # nothing new to draw
+    generation = panel.sources[0].generation
+    panel.update(told[61:])
+    assert panel.sources[0].generation == generation, "nothing new to draw"
 
 
 def test_communication_is_by_kind_and_rank_with_link_bytes_and_what_is_exposed():

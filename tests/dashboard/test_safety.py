@@ -12,9 +12,8 @@ import pytest
 
 from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.cluster import RankLost
-from fsdp_lab.dashboard.asking_forms import EVERY, OFF, saves_table
 from fsdp_lab.dashboard.controls import Controls
-from fsdp_lab.dashboard.safety import SafetyBox, incidents_picture, moments
+from fsdp_lab.dashboard.safety import EVERY, OFF, SafetyBox, incidents_picture, moments, saves_table
 from fsdp_lab.runs import RunState
 from fsdp_lab.runs.recovery import CHECKPOINT, REPLICA, Incident
 from fsdp_lab.runs.saving import SavedCheckpoint
@@ -116,7 +115,7 @@ def test_save_now_saves_into_the_folder_of_the_field_whatever_was_chosen_at_the_
     desk.start()
     desk.saving._save.click()
     desk.until(lambda: "is saved in checkpoints" in desk.saving.message.value)
-    assert "13.0 MiB" in desk.saving._list.value and "12.0 ms" in desk.saving._list.value
+    desk.until(lambda: "13.0 MiB" in desk.saving._list.value and "12.0 ms" in desk.saving._list.value)
     desk.saving._folder.value = "other"
     desk.saving._save.click()
     desk.until(lambda: "is saved in other" in desk.saving.message.value)

@@ -22,7 +22,8 @@ from tests.dashboard.fake_lab import FakeLab, event, until
 
 LOOP = WatchedLoop(model="Net", backend="fsdp2", sharding="full_shard", shard_size=2, parameters=1000, units=2,
                    optimizer="AdamW", precision="fp32", offload="none", world_size=2, device="cpu")  # fmt: skip
-BEGIN = {"loop": LOOP.to_dict(), "notes": ["Communication is not measured."], "started_unix_s": 1.0}
+BEGIN = {"loop": LOOP.to_dict(), "notes": ["Communication is not measured."], "started_unix_s": 1.0,
+         "device_name": "CPU", "software": {}}  # fmt: skip
 
 
 def unknown(rank: int, step: int) -> StepEvent:
@@ -37,7 +38,7 @@ def message(rank: int, steps: range = range(0), **more: Any) -> dict[str, Any]:
 
 
 def watched(interrupt: Callable[[], None] = lambda: None, *, losses: bool = False) -> WatchedRun:
-    run = WatchedRun(message(0, begin=BEGIN), {"host": "box", "devices": ["CPU"] * 2, "torch": "2"}, interrupt)
+    run = WatchedRun(message(0, begin=BEGIN), interrupt)
     for rank in (0, 1):
         told = message(rank, range(20), begin=BEGIN)
         run.take({**told, "events": [{**e, "loss": 2.0 + rank} for e in told["events"]]} if losses else told)

@@ -28,7 +28,7 @@ from fsdp_lab.base.process import Identity
 from fsdp_lab.runs import RunState
 from fsdp_lab.runs.history import History, HistoryError, StoredRun, database as database_module, writer as writer_module
 from fsdp_lab.runs.history.database import HistoryDB, pack, unpack
-from fsdp_lab.runs.history.stored_run import kernel_alive
+from fsdp_lab.runs.history.history import kernel_alive
 from fsdp_lab.runs.history.writer import CURVES_KEPT, SPANS_KEPT
 from fsdp_lab.spec.describe import describe_strategy
 from fsdp_lab.spec.spec import Spec

@@ -15,11 +15,10 @@ from hypothesis import given, strategies as st
 
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.events import StepEvent
-from fsdp_lab.dashboard.board import Board, Pinned
-from fsdp_lab.dashboard.comparison_card import ComparisonCard
+from fsdp_lab.dashboard.board import Board, ComparisonCard, Pinned
 from fsdp_lab.dashboard.feed import Feed
 from fsdp_lab.dashboard.live import LiveView
-from fsdp_lab.report.charts import Course, curves, timeline
+from fsdp_lab.report.report import Course, curves, timeline
 from fsdp_lab.runs import Comparison, Switch
 from fsdp_lab.runs.history import History
 from fsdp_lab.runs.parity import Verdict, parity

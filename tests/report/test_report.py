@@ -13,7 +13,7 @@ import pytest
 
 from fsdp_lab import Comparison, write_report
 from fsdp_lab.base.errors import ArgumentError
-from fsdp_lab.report.charts import MOST_POINTS, Course, bars, curves
+from fsdp_lab.report.report import MOST_POINTS, Course, bars, curves
 from fsdp_lab.runs import Refusal
 from fsdp_lab.runs.comparison import finite
 from tests.lab.events import SPEC, steps

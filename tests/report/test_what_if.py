@@ -11,9 +11,8 @@ from fsdp_lab.base.errors import FieldError
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.planner.devices import DEVICES
 from fsdp_lab.planner.questions import Target
-from fsdp_lab.report import WhatIf
-from fsdp_lab.report.what_if import widget
-from fsdp_lab.report.what_if.widget import CUSTOM, FIELDS, Answer, Question
+from fsdp_lab.report import WhatIf, what_if
+from fsdp_lab.report.what_if import CUSTOM, FIELDS, Answer, Question
 from fsdp_lab.spec.spec import Spec, Strategy
 
 GIB = 1 << 30
@@ -171,7 +170,7 @@ def test_the_best_are_listed_with_reasons_and_one_is_taken(page):
 
 
 def test_a_search_that_fails_says_so_and_can_be_begun_again(page, monkeypatch):
-    monkeypatch.setattr(widget, "searched", lambda *_: 1 / 0)
+    monkeypatch.setattr(what_if, "searched", lambda *_: 1 / 0)
     page.find()
     page.settle()
     assert "division by zero" in page.state["status"]

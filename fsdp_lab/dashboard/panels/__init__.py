@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fsdp_lab.dashboard.panels.axis import StepAxis
-from fsdp_lab.dashboard.panels.base import Captions, Key, Panel, Pinnable
+from fsdp_lab.dashboard.panels.base import Captions, Key, Panel
 from fsdp_lab.dashboard.panels.communication import CommunicationPanel
 from fsdp_lab.dashboard.panels.curves import CompletionsPanel, LossPanel, StepsPanel, TflopsPanel, ThroughputPanel
 from fsdp_lab.dashboard.panels.memory import LedgerPanel, MemoryPanel
 from fsdp_lab.dashboard.panels.timeline import TimelinePanel
 
-__all__ = ["PANELS", "Captions", "Key", "Panel", "Pinnable", "StepAxis"]
+__all__ = ["PANELS", "Captions", "Key", "Panel", "StepAxis", "TimelinePanel"]
 
 # In the order in which cards are laid out. Each is made with the shared frame and the world size.
 PANELS: tuple[Callable[[StepAxis, int], Panel], ...] = (

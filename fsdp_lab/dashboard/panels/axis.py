@@ -13,9 +13,8 @@ from bokeh.models import AdaptiveTicker, HoverTool, PanTool, Range1d, WheelZoomT
 from bokeh.plotting import figure
 
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.columns import Columns, Numbers
-from fsdp_lab.dashboard.panels.base import Key, Patches
-from fsdp_lab.dashboard.panels.drawing import draw_changes, draw_line, plain_figure, tint, twin, write_labels
+from fsdp_lab.dashboard.panels import draw
+from fsdp_lab.dashboard.panels.base import Columns, Key, Numbers, Patches
 from fsdp_lab.runs.steps import Step
 
 SMOOTH_STEPS = 9  # ordinary steps in a card's moving median
@@ -50,11 +49,8 @@ def step_window(step: int) -> tuple[float, float]:
 
 
 class ZeroRange:
-    """From zero to a round number above the data.
-
-    It shrinks when the data would fill less than `slack` of it; with `patience`, also when that many covers in a row
-    would leave a tenth of it empty: then to the longest of them.
-    """
+    """From zero to a round number above the data. It shrinks when the data would fill less than `slack` of it; with
+    `patience`, also when that many covers in a row would leave a tenth of it empty: then to the longest of them."""
 
     start = 0.0
 
@@ -82,10 +78,8 @@ class ZeroRange:
 
 
 class SpanRange:
-    """From below the least to above the greatest value, for quantities whose zero means nothing, such as a loss.
-
-    Where the data leaves it, it is extended well beyond the data, so that a falling curve moves it seldom.
-    """
+    """From below the least to above the greatest value, for quantities whose zero means nothing, such as a loss. Where
+    the data leaves it, it is extended well beyond the data, so that a falling curve moves it seldom."""
 
     margin, ahead, slack = 0.1, 0.4, 0.4
 
@@ -124,14 +118,12 @@ class Overlay:
 
 
 class Overlays:
-    """Curves of other runs: a table for each place in the palette, empty and not drawn until it is used.
-
-    All plots read the same tables, so that a curve is sent to the page once.
-    """
+    """Curves of other runs: a table for each place in the palette, empty and not drawn until it is used. All plots read
+    the same tables, so that a curve is sent to the page once."""
 
     def __init__(self) -> None:
         self.tables = [Columns(f"overlay.{i}", CURVE, limit=MOST_ROWS) for i in range(len(theme.PINS))]
-        self._sources = [twin(table) for table in self.tables]
+        self._sources = [draw.twin(table) for table in self.tables]
         self._shown: dict[int, Overlay] = {}
         self._lines: list[tuple[int, str]] = []  # place, name of the renderer
 
@@ -150,7 +142,7 @@ class Overlays:
             looks.append(("overlay", f"pin.{place}", {"line_width": 1.5, **dashes}))
             for kind, token, look in looks:
                 named = f"{name or fig.name}.{kind}.{place}"
-                draw_line(fig, source, column, token, visible=False, name=named, **look, **on)
+                draw.line(fig, source, column, token, visible=False, name=named, **look, **on)
                 self._lines.append((place, named))
 
     def show(self, overlays: Mapping[int, Overlay]) -> bool:
@@ -180,7 +172,7 @@ class StepAxis:
         self.counted = "tokens"  # or "samples": of images, and of a user's own data
         self.x_range = Range1d(start=0, end=50, name="frame.x")
         self.markers = Columns("frame.markers", ["step"], texts=["label", "detail"], limit=100)
-        self.marker_source = twin(self.markers)
+        self.marker_source = draw.twin(self.markers)
         self.overlays = Overlays()
         self._step = 0
         self._marks: list[tuple[int, str, str]] = []  # step, label, tooltip
@@ -228,13 +220,13 @@ class StepAxis:
     def plot(self, name: str, y_label: str, *, y_start: float = 0.0, y_end: float = 1.0) -> figure:
         """An empty time plot whose y range is called `<name>.y`."""
         y_range = Range1d(start=y_start, end=y_end, name=f"{name}.y")
-        fig = plain_figure(name, y_label, x_range=self.x_range, y_range=y_range)
+        fig = draw.plain_figure(name, y_label, x_range=self.x_range, y_range=y_range)
         fig.xaxis.axis_label = "optimizer step"
         fig.xaxis.ticker = AdaptiveTicker(mantissas=[1, 2, 5], min_interval=1, desired_num_ticks=6)
         fig.xgrid.visible = False
         # The wheel zooms with Shift alone: a notebook must scroll past the plots.
         fig.add_tools(PanTool(dimensions="width"), WheelZoomTool(dimensions="width", modifiers={"shift": True}))
-        lines = draw_changes(fig, self.marker_source, "step")
+        lines = draw.changes(fig, self.marker_source, "step")
         fig.add_tools(HoverTool(renderers=[lines], tooltips="@detail", name=f"{name}.marker_hover"))
         return fig
 
@@ -243,6 +235,6 @@ class StepAxis:
         fig.extra_y_ranges = {**fig.extra_y_ranges, "marker": Range1d(start=0, end=1)}
         look: dict[str, Any] = {"angle": math.pi / 2, "text_align": "right", "text_baseline": "top", "x_offset": 3}
         place: dict[str, Any] = {"x": "step", "y": 0.99, "y_range_name": "marker"}
-        labels = write_labels(fig, self.marker_source, "ink.mean", size_px=10, **place, **look)
+        labels = draw.labels(fig, self.marker_source, "ink.mean", size_px=10, **place, **look)
         labels.background_fill_alpha = 0.6
-        tint(labels, background_fill_color="ink.gap")
+        draw.tint(labels, background_fill_color="ink.gap")

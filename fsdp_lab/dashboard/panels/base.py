@@ -6,15 +6,107 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from bokeh.models.ui import UIElement
 
 from fsdp_lab.base.events import RoleBytes
-from fsdp_lab.dashboard.columns import Columns
 from fsdp_lab.runs.steps import Step
+
+Numbers = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Consecutive rows of a table. `first` is the number of the first row, counted from the table's last `clear`;
+    `generation` counts the clears. `numbers` has one row for each column, so that a column is contiguous."""
+
+    generation: int
+    first: int
+    numbers: Numbers
+    texts: Mapping[str, list[str]]
+
+    @property
+    def rows(self) -> int:
+        return int(self.numbers.shape[1])
+
+    @property
+    def next(self) -> int:
+        return self.first + self.rows
+
+
+class Columns:
+    """A table with columns of float64 and, optionally, of text; only its last `limit` rows are kept. Rows are numbered
+    from the last `clear`, so that a reader who remembers (generation, next row) can request what is new, and recognise
+    a block received twice. Not synchronised: one thread writes and reads."""
+
+    def __init__(self, name: str, numbers: Sequence[str], *, texts: Sequence[str] = (), limit: int = 1000) -> None:
+        self.name = name
+        self.numbers = tuple(numbers)
+        self.texts = tuple(texts)
+        self.limit = limit
+        self.generation = 0
+        self.next = 0
+        self._ring = np.empty((len(self.numbers), 2 * limit))
+        self._end = 0  # of the kept rows, in the ring
+        self._texts: dict[str, deque[str]] = {name: deque(maxlen=limit) for name in self.texts}
+
+    @property
+    def first(self) -> int:
+        return max(0, self.next - self.limit)
+
+    def __len__(self) -> int:
+        return self.next - self.first
+
+    def append(self, rows: Sequence[Sequence[float]], texts: Mapping[str, Sequence[str]] | None = None) -> None:
+        """Adds rows, each in the order of `numbers`."""
+        if not rows:
+            return
+        new = np.asarray(rows, dtype=np.float64).T[:, -self.limit :]
+        if self._end + new.shape[1] > self._ring.shape[1]:
+            kept = self._ring[:, max(0, self._end - self.limit) : self._end].copy()
+            self._end = kept.shape[1]
+            self._ring[:, : self._end] = kept
+        self._ring[:, self._end : self._end + new.shape[1]] = new
+        self._end += new.shape[1]
+        self.next += len(rows)
+        for name in self.texts:
+            self._texts[name].extend((texts or {})[name])
+
+    def clear(self) -> None:
+        """Removes all rows; readers start again."""
+        self.generation += 1
+        self.next = self._end = 0
+        for text in self._texts.values():
+            text.clear()
+
+    def replace(self, rows: Sequence[Sequence[float]], texts: Mapping[str, Sequence[str]] | None = None) -> None:
+        self.clear()
+        self.append(rows, texts)
+
+    def column(self, name: str) -> Numbers:
+        """The kept rows of one column, oldest first: a view, valid until the next append."""
+        return self._ring[self.numbers.index(name), self._end - len(self) : self._end]
+
+    def since(self, generation: int, row: int) -> Block:
+        """Rows from `row` on; all kept rows if that generation is over, or `row` is no longer kept."""
+        first = max(row, self.first) if generation == self.generation else self.first
+        count = self.next - first
+        return Block(
+            generation=self.generation,
+            first=first,
+            numbers=self._ring[:, self._end - count : self._end].copy(),
+            texts={name: list(text)[len(text) - count :] for name, text in self._texts.items()},
+        )
+
+    def all(self) -> Block:
+        return self.since(self.generation, 0)
+
 
 HOLLOW = "hollow"  # the hatch of a legend entry that is an outline alone
 
@@ -53,11 +145,9 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A cell of a table that is more than text.
-
-    `parts` is a stacked bar below the text, and `whisker` the ends of its spread, as shares of the longest bar. `press`
-    makes the cell a button: the card's `press` is called with this word and the cell's `about`.
-    """
+    """A cell of a table that is more than text. `parts` is a stacked bar below the text, and `whisker` the ends of its
+    spread, as shares of the longest bar. `press` makes the cell a button: the card's `press` is called with this word
+    and the cell's `about`."""
 
     text: str
     title: str = ""  # the tooltip
@@ -79,7 +169,7 @@ class Captions:
     note: str = ""
     table: tuple[tuple[str | Cell, ...], ...] = ()  # heads, then rows
     hidden: bool = False  # the card has nothing to show
-    pin: Pin | None = None  # of a `Pinnable` card
+    pin: Pin | None = None  # of a card that shows one step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,13 +216,17 @@ class BaseCard:
     def press(self, word: str, about: str) -> None:
         """Tells that a cell was pressed. May be called from any thread; it only records the request."""
 
+    def pin(self, step: int | None, by: int = 0) -> None:
+        """For a card of one step: holds the kept step nearest to `step`, or the one `by` places after the one shown; without
+        either, releases it. May be called from any thread: it only records the request for the next `update`."""
+
 
 class Panel(BaseCard, ABC):
     """A card that shows a run."""
 
     @abstractmethod
-    def update(self, steps: Sequence[Step]) -> int:
-        """Writes new steps to the sources; returns the number of rows written."""
+    def update(self, steps: Sequence[Step]) -> None:
+        """Writes new steps to the sources."""
 
     def predict(self, prediction: Prediction | None) -> None:
         """Draws what is predicted for the chosen Spec, applied or not, until there is another prediction. None: of that Spec
@@ -140,14 +234,3 @@ class Panel(BaseCard, ABC):
 
     def cover(self) -> None:
         """Fits the ranges again, after the curves of other runs have changed."""
-
-
-@runtime_checkable
-class Pinnable(Protocol):
-    """A panel of one step, which a reader may choose and hold."""
-
-    def pin(self, step: int | None, by: int = 0) -> None:
-        """Holds the kept step nearest to `step`, or the one `by` places after the one shown; without either, releases it.
-        May be called from any thread: it only records the request for the next `update`, with steps or without."""
-
-    def update(self, steps: Sequence[Step]) -> int: ...

@@ -16,25 +16,9 @@ from bokeh.plotting import figure
 from fsdp_lab.base.events import Carrier, Traffic
 from fsdp_lab.base.formatting import duration, median_known, traffic
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.columns import Columns
+from fsdp_lab.dashboard.panels import draw
 from fsdp_lab.dashboard.panels.axis import STEP_LIMIT, StepAxis, ZeroRange
-from fsdp_lab.dashboard.panels.base import Captions, Key, Panel, Patches
-from fsdp_lab.dashboard.panels.drawing import (
-    BAR,
-    LINE_PX,
-    MOST_NAMED,
-    RanksByHost,
-    draw_line,
-    fill_key,
-    hover,
-    hover_bars,
-    paint_stack,
-    rank_bars,
-    sign_bars,
-    tint,
-    twin,
-    write_labels,
-)
+from fsdp_lab.dashboard.panels.base import Captions, Columns, Key, Panel, Patches
 from fsdp_lab.runs.steps import Step
 from fsdp_lab.spec.link import format_rate
 
@@ -47,10 +31,8 @@ BARS_EVERY_S = 0.5  # medians change too slowly to be painted ten times a second
 
 class CommunicationPanel(Panel):
     """On the left a bar a rank, stacked by kind, median of the last steps; on the right the mean of ranks over steps.
-
-    Times are issue to completion: collectives that overlap with computing or with each other count in full, so a bar may
-    be longer than the step. The line is exposed communication: the time that computing waited.
-    """
+    Times are issue to completion: collectives that overlap with computing or with each other count in full, so a bar
+    may be longer than the step. The line is exposed communication: the time that computing waited."""
 
     name = "communication"
     title = "Communication"
@@ -62,7 +44,7 @@ class CommunicationPanel(Panel):
         self._frame = frame
         now = ["rank", *KINDS, *(f"{k}_mb" for k in KINDS), "exposed", "total"]
         self._now = Columns("communication.now", now, texts=["label", "color", "place"], limit=world_size)
-        self._ranks = RanksByHost("communication.now", world_size)
+        self._ranks = draw.RanksByHost("communication.now", world_size)
         # Shard groups of hybrid sharding, on the right of the bars.
         place = ["x", "text_x", "y", "height"]
         self._groups = Columns("communication.groups", place, texts=["label"], limit=world_size)
@@ -77,39 +59,40 @@ class CommunicationPanel(Panel):
         self.root = row(self._draw_now(), self._draw_over(frame), sizing_mode="stretch_width", spacing=16)
 
     def _draw_now(self) -> figure:
-        fig = rank_bars("communication.now", f"ms a step, median of {RECENT_STEPS}", self.world_size)
-        source = twin(self._now)
+        fig = draw.rank_bars("communication.now", f"ms a step, median of {RECENT_STEPS}", self.world_size)
+        source = draw.twin(self._now)
         few = self.world_size <= theme.MOST_LINES
-        bars = fig.hbar_stack(list(KINDS), y="rank", height=BAR, source=source, line_width=1 if few else 0)
-        paint_stack(bars, TOKENS)
+        bars = fig.hbar_stack(list(KINDS), y="rank", height=draw.BAR, source=source, line_width=1 if few else 0)
+        draw.paint_stack(bars, TOKENS)
         if few:
-            sign_bars(fig, source, y="rank", end="total")
-        groups = twin(self._groups)
+            draw.sign_bars(fig, source, y="rank", end="total")
+        groups = draw.twin(self._groups)
         look: dict[str, Any] = {"width": 5, "width_units": "screen", "height": "height", "line_alpha": 0}
-        tint(fig.rect(x="x", y="y", source=groups, **look).glyph, fill_color="ink.mean")
-        write_labels(fig, groups, "ink.peak", x="text_x", y="y", text_align="right", text_baseline="middle")
+        draw.tint(fig.rect(x="x", y="y", source=groups, **look).glyph, fill_color="ink.mean")
+        draw.labels(fig, groups, "ink.peak", x="text_x", y="y", text_align="right", text_baseline="middle")
         rows = [(theme.COMMUNICATION[k].label, f"@{k}{{0,0.00}} ms, @{k}_mb{{0,0.00}} MB") for k in KINDS]
         rows = [("rank", "@place"), *rows, ("exposed", "@exposed{0,0.00} ms")]
-        hover_bars(fig, source, rows, right="total", y="rank", height=0.9)
+        draw.hover_bars(fig, source, rows, right="total", y="rank", height=0.9)
         return fig
 
     def _draw_over(self, frame: StepAxis) -> figure:
         fig = frame.plot("communication.over", "ms per step, mean of ranks")
-        source = twin(self._over)
-        paint_stack(fig.varea_stack(list(KINDS), x="step", source=source), TOKENS, line=False)
+        source = draw.twin(self._over)
+        draw.paint_stack(fig.varea_stack(list(KINDS), x="step", source=source), TOKENS, line=False)
         frame.overlays.draw(fig, "exposed_ms", seam=True)
-        for width, token in ((LINE_PX + 3, "ink.gap"), (LINE_PX, "ink.mean")):  # a seam sets it apart from the areas
-            draw_line(fig, source, "exposed", token, line_width=width)
+        # A seam sets the line apart from the areas.
+        for width, token in ((draw.LINE_PX + 3, "ink.gap"), (draw.LINE_PX, "ink.mean")):
+            draw.line(fig, source, "exposed", token, line_width=width)
         total = fig.line("step", "total", source=source, line_alpha=0)
         frame.label_markers(fig)
         rows = [(theme.COMMUNICATION[k].label, f"@{k}{{0,0.00}} ms") for k in KINDS]
         times = [("all", "@total{0,0.00} ms"), ("exposed", "@exposed{0,0.00} ms"), ("step time", "@step_ms{0,0.0} ms")]
-        hover(fig, total, [("step", "@step"), *rows, *times])
+        draw.hover(fig, total, [("step", "@step"), *rows, *times])
         return fig
 
-    def update(self, steps: Sequence[Step]) -> int:
+    def update(self, steps: Sequence[Step]) -> None:
         if not steps:
-            return 0
+            return
         for s in steps:
             if s.events[0].first_after_switch:
                 self._recent.clear()
@@ -122,21 +105,20 @@ class CommunicationPanel(Panel):
             kinds = [fmean(_of(e.comm, k).seconds for e in s.events) * 1e3 for k in KINDS]
             exposed = fmean(e.exposed_comm_s for e in s.events) * 1e3
             rows.append([s.number, *kinds, exposed, sum(kinds), s.step_time_s * 1e3])
-        written = self._over.append(rows)
+        self._over.append(rows)
         now_s = steps[-1].events[0].end_unix_s
         if now_s - self._drawn_s >= BARS_EVERY_S or len(self._recent) < RECENT_STEPS:
             self._drawn_s = now_s
-            written += self._write_now()
+            self._write_now()
         self._ordinary.extend(r[-2] for r, s in zip(rows, steps, strict=True) if s.counts)
         self.cover()
         self._captions = self._describe()
-        return written
 
     def cover(self) -> None:
         # The first step after a change may be outside the range.
         self._over_range.cover(np.concatenate([np.array(self._ordinary), self._frame.others("exposed_ms")]))
 
-    def _write_now(self) -> int:
+    def _write_now(self) -> None:
         rows = []
         self._ranks.follow(self._recent[-1].events)
         ranks = [e.rank for e in self._recent[-1].events]
@@ -146,13 +128,15 @@ class CommunicationPanel(Panel):
             mb = [median(_of(e.comm, k).link_bytes for e in own) / 1e6 for k in KINDS]
             rows.append([rank, *ms, *mb, median_known(e.exposed_comm_s for e in own) * 1e3, sum(ms)])
         texts = {"label": [duration(row[-1] / 1e3) for row in rows], "color": [*map(theme.rank_color, ranks)]}
-        written = self._now.replace(rows, {**texts, "place": [*map(self._ranks.place, ranks)]})
+        self._now.replace(rows, {**texts, "place": [*map(self._ranks.place, ranks)]})
         self._now_range.cover(self._now.column("total"))
         n, end = self._group_size, self._now_range.end
         starts = range(0, self.world_size, n) if n else range(0)
         groups = [[0.985 * end, 0.965 * end, first + (n - 1) / 2, n - 0.3] for first in starts]
-        labels = [f"shard group {first} to {first + n - 1}" if len(starts) <= MOST_NAMED else "" for first in starts]
-        return written + self._groups.replace(groups, {"label": labels})
+        labels = [
+            f"shard group {first} to {first + n - 1}" if len(starts) <= draw.MOST_NAMED else "" for first in starts
+        ]
+        self._groups.replace(groups, {"label": labels})
 
     @property
     def _group_size(self) -> int:
@@ -167,9 +151,9 @@ class CommunicationPanel(Panel):
         exposed = median_known(fmean(e.exposed_comm_s for e in s.events) for s in recent)
         share = 100 * exposed / median(s.step_time_s for s in recent)
         part = f", {duration(exposed)} of it exposed ({share:.0f} % of the step)" if math.isfinite(exposed) else ""
-        legend = [fill_key(token) for kind, token in zip(KINDS, TOKENS, strict=True) if kind in self._seen]
+        legend = [draw.fill_key(token) for kind, token in zip(KINDS, TOKENS, strict=True) if kind in self._seen]
         waited = Key(label="exposed: computing waits", token="ink.mean", hatch="line")
-        # `Between ranks over shared memory, 3.9 GB/s a rank. `
+        # Such as "Between ranks over shared memory, 3.9 GB/s a rank."
         ways = [f"between {c.between} over {c.name}, {format_rate(c.bytes_per_s)} a rank" for c in self._carriers]
         told = "; ".join(ways) + ". " if ways else ""
         return Captions(
@@ -179,7 +163,7 @@ class CommunicationPanel(Panel):
         )
 
     def _between_hosts(self, recent: Sequence[Step]) -> str:
-        """`To other hosts 1.2 MB a rank and step, 5 % of all, 0.08 GB/s. Shard groups of 12 ranks span hosts of 8. `"""
+        """Such as "To other hosts 1.2 MB a rank and step, 5 % of all. Shard groups of 12 ranks span hosts of 8." """
         if not self._ranks.several:
             return ""
         events = [e for s in recent for e in s.events]

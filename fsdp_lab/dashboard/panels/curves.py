@@ -17,10 +17,19 @@ from bokeh.plotting import figure
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.base.formatting import count, duration, figures, known_or_dash, size
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.columns import Columns, Numbers
+from fsdp_lab.dashboard.panels import draw
 from fsdp_lab.dashboard.panels.axis import SMOOTH_STEPS, STEP_LIMIT, SpanRange, StepAxis, ZeroRange
-from fsdp_lab.dashboard.panels.base import Captions, Cell, Key, Panel, Patches, Prediction, with_prediction
-from fsdp_lab.dashboard.panels.drawing import LINE_PX, draw_line, hover, limit_line, simplify_axis, tint, twin
+from fsdp_lab.dashboard.panels.base import (
+    Captions,
+    Cell,
+    Columns,
+    Key,
+    Numbers,
+    Panel,
+    Patches,
+    Prediction,
+    with_prediction,
+)
 from fsdp_lab.runs.evaluation import in_words
 from fsdp_lab.runs.steps import Step
 from fsdp_lab.runs.summary import Peaks
@@ -35,7 +44,7 @@ ALIKE = 1.25  # most of a peak over another that share an axis
 
 class CurvePanel(Panel):
     """A time plot of one measure, over the same measure of other runs. A subclass draws its curves and tooltips, writes a
-    row for each step (and returns how many), describes it after the last step, and says what the y range must hold."""
+    row for each step, describes it after the last step, and says what the y range must hold."""
 
     measure: str  # the column of `axis.CURVE`
     others: str = ""  # what the curves of other runs are, in the legend
@@ -49,25 +58,23 @@ class CurvePanel(Panel):
         self.sources = (self._table,)
         self.root: figure = frame.plot(self.name, y_label)
         self.root.yaxis.name = f"{self.name}.axis"
-        self._draw(self.root, twin(self._table))
+        self._draw(self.root, draw.twin(self._table))
         frame.label_markers(self.root)
 
     @abstractmethod
     def _draw(self, fig: figure, source: ColumnDataSource) -> None: ...
     @abstractmethod
-    def _write(self, steps: Sequence[Step]) -> int: ...
+    def _write(self, steps: Sequence[Step]) -> None: ...
     @abstractmethod
     def _describe(self, last: Step) -> Captions: ...
     @abstractmethod
     def _shown(self) -> Sequence[Numbers]: ...
 
-    def update(self, steps: Sequence[Step]) -> int:
-        if not steps:
-            return 0
-        written = self._write(steps)
-        self.cover()
-        self._captions = self._describe(steps[-1])
-        return written
+    def update(self, steps: Sequence[Step]) -> None:
+        if steps:
+            self._write(steps)
+            self.cover()
+            self._captions = self._describe(steps[-1])
 
     def cover(self) -> None:
         self._range.cover(np.concatenate([*self._shown(), self._frame.others(self.measure)]))
@@ -95,20 +102,22 @@ class LossPanel(CurvePanel):
 
     def _draw(self, fig: figure, source: ColumnDataSource) -> None:
         self._frame.overlays.draw(fig, "loss")
-        line = draw_line(fig, source, "loss", "ink.mean", line_width=LINE_PX)
+        line = draw.line(fig, source, "loss", "ink.mean", line_width=draw.LINE_PX)
         rows = [("loss", "@loss{0.0000}"), ("gradient norm", "@grad_norm{0.000}"), ("learning rate", "@rate")]
-        hover(fig, line, [("step", "@step"), *rows])
-        points = fig.scatter("step", "eval_loss", source=source, marker="circle", size=POINT_PX, line_width=LINE_PX)
-        tint(points.glyph, line_color="ink.peak", fill_color="ink.gap")
-        hover(fig, points, [("step", "@step"), ("held-out loss", "@evaluation")])
+        draw.hover(fig, line, [("step", "@step"), *rows])
+        points = fig.scatter(
+            "step", "eval_loss", source=source, marker="circle", size=POINT_PX, line_width=draw.LINE_PX
+        )
+        draw.tint(points.glyph, line_color="ink.peak", fill_color="ink.gap")
+        draw.hover(fig, points, [("step", "@step"), ("held-out loss", "@evaluation")])
         fig.extra_y_ranges = {"lr": Range1d(start=0, end=1, name="loss.lr")}
         hidden: dict[str, Any] = {"y_range_name": "lr", "name": "loss.lr_line", "visible": False}
-        draw_line(fig, source, "lr", "ink.faint", line_width=1, **hidden)
+        draw.line(fig, source, "lr", "ink.faint", line_width=1, **hidden)
         axis = LinearAxis(y_range_name="lr", name="loss.lr_axis", axis_label="learning rate", visible=False)
-        simplify_axis(axis, PrintfTickFormatter(format="%.3g"))  # 0.0002, 2e-7
+        draw.simplify_axis(axis, PrintfTickFormatter(format="%.3g"))  # 0.0002, 2e-7
         fig.add_layout(axis, "right")
 
-    def _write(self, steps: Sequence[Step]) -> int:
+    def _write(self, steps: Sequence[Step]) -> None:
         rows, evaluations = [], list[str]()
         for s in steps:
             e, loss = s.events[0], s.eval_loss
@@ -117,7 +126,7 @@ class LossPanel(CurvePanel):
             rows.append([s.number, s.mean_loss, e.grad_norm, *known])
             if loss is not None:
                 self._evaluated = f"Held-out loss {evaluations[-1]} at step {s.number:,}. "
-        return self._table.append(rows, {"evaluation": evaluations, "rate": [_rate(s.events[0]) for s in steps]})
+        self._table.append(rows, {"evaluation": evaluations, "rate": [_rate(s.events[0]) for s in steps]})
 
     def _describe(self, last: Step) -> Captions:
         loss = "not finite" if math.isinf(last.mean_loss) else _loss(last.mean_loss)
@@ -134,7 +143,7 @@ class LossPanel(CurvePanel):
 
     @property
     def _rate_varies(self) -> bool:
-        """Says whether it differs among the steps that are kept."""
+        """Tells whether the learning rate differs among the steps that are kept."""
         known = self._table.column("lr")
         known = known[np.isfinite(known)]
         return known.size > 0 and bool(known.min() < known.max())
@@ -166,14 +175,14 @@ class ThroughputPanel(CurvePanel):
         self._spec_id = ""  # of the last step
 
     def _draw(self, fig: figure, source: ColumnDataSource) -> None:
-        each = draw_line(fig, source, "tokens_per_s", "ink.faint", line_width=1)
+        each = draw.line(fig, source, "tokens_per_s", "ink.faint", line_width=1)
         self._frame.overlays.draw(fig, "tokens_per_s")
-        draw_line(fig, source, "median_tokens_per_s", "ink.mean", line_width=LINE_PX)
+        draw.line(fig, source, "median_tokens_per_s", "ink.mean", line_width=draw.LINE_PX)
         rates = [("a second", "@tokens_per_s{0,0}"), ("median of 9", "@median_tokens_per_s{0,0}")]
-        hover(fig, each, [("step", "@step"), *rates, ("step time", "@step_ms{0,0.0} ms")])
-        fig.add_layout(limit_line("throughput.predicted", "width", dash="3 3"))
+        draw.hover(fig, each, [("step", "@step"), *rates, ("step time", "@step_ms{0,0.0} ms")])
+        fig.add_layout(draw.limit_line("throughput.predicted", "width", dash="3 3"))
 
-    def _write(self, steps: Sequence[Step]) -> int:
+    def _write(self, steps: Sequence[Step]) -> None:
         rows = []
         for s in steps:
             if s.events[0].first_after_switch:
@@ -182,7 +191,7 @@ class ThroughputPanel(CurvePanel):
                 self._recent.append((s.tokens_per_s, s.step_time_s))
             rows.append([s.number, s.tokens_per_s, self._medians[0], s.step_time_s * 1e3])
         self._spec_id = steps[-1].spec_id
-        return self._table.append(rows)
+        self._table.append(rows)
 
     @property
     def _medians(self) -> tuple[float, float]:
@@ -234,12 +243,9 @@ class ThroughputPanel(CurvePanel):
 
 
 class TflopsPanel(CurvePanel):
-    """Model TFLOPS of every rank: a line a rank in its colour, or above `theme.MOST_LINES` ranks the mean in a band from
-    least to most.
-
-    The axis on the right is the model FLOPs utilisation (MFU) of the device's peak. The hardware FLOPs utilisation (HFU),
-    in captions and tooltips, counts recompute too.
-    """
+    """Model TFLOPS of every rank: a line a rank in its colour, or above `theme.MOST_LINES` ranks the mean in a band
+    from least to most. The axis on the right is the model FLOPs utilisation (MFU) of the device's peak. The hardware
+    FLOPs utilisation (HFU), in captions and tooltips, counts recompute too."""
 
     name = measure = "tflops"
     title = "Compute"
@@ -251,6 +257,7 @@ class TflopsPanel(CurvePanel):
         self._recent: deque[float] = deque(maxlen=SMOOTH_STEPS)
         self._peaks = Peaks()
         self._peak: tuple[float, str] | None = None
+        self._has_scale = False  # whether one axis of utilisation serves all steps that are kept
         self._hardware = 1.0  # hardware FLOPs over model FLOPs, of the last step
         columns = ["mean", "least", "most", "mfu_percent", "hfu_percent", *self._ranks]
         super().__init__(frame, "model TFLOPS per rank", columns)
@@ -260,24 +267,24 @@ class TflopsPanel(CurvePanel):
         if self._ranks:
             for r, column in enumerate(self._ranks):
                 look: dict[str, Any] = {"line_color": theme.rank_color(r), "line_dash": theme.RANK_DASHES[r]}
-                fig.line("step", column, source=source, line_width=LINE_PX, **look)
+                fig.line("step", column, source=source, line_width=draw.LINE_PX, **look)
             mean = fig.line("step", "mean", source=source, line_alpha=0)
             named = {f"rank {r}": column for r, column in enumerate(self._ranks)}
         else:
             band = fig.varea(x="step", y1="least", y2="most", source=source, fill_alpha=0.5)
-            tint(band.glyph, fill_color="ink.band")
-            mean = draw_line(fig, source, "mean", "ink.mean", line_width=LINE_PX)
+            draw.tint(band.glyph, fill_color="ink.band")
+            mean = draw.line(fig, source, "mean", "ink.mean", line_width=draw.LINE_PX)
             named = {name: name for name in ("mean", "least", "most")}
         rows = [(label, f"@{column}{{0.0000}}") for label, column in named.items()]
         shares = [("MFU, mean", "@mfu_percent{0.0} %"), ("HFU, mean", "@hfu_percent{0.0} %")]
-        hover(fig, mean, [("step", "@step"), *rows, *shares])
+        draw.hover(fig, mean, [("step", "@step"), *rows, *shares])
         fig.extra_y_ranges = {"mfu": Range1d(start=0, end=1, name="tflops.mfu")}
         axis = LinearAxis(y_range_name="mfu", name="tflops.mfu_axis", axis_label="MFU (%)", visible=False)
         axis.bounds = (0, 100)  # the plot has headroom above the peak, which is no utilisation
-        simplify_axis(axis, "0,0.[000]")
+        draw.simplify_axis(axis, "0,0.[000]")
         fig.add_layout(axis, "right")
 
-    def _write(self, steps: Sequence[Step]) -> int:
+    def _write(self, steps: Sequence[Step]) -> None:
         for step in steps:
             self._peaks.add(step)
         # The peak that all ranks share, in FLOP/s, and its source; None where one axis cannot serve all.
@@ -287,7 +294,11 @@ class TflopsPanel(CurvePanel):
         self._peak = (fmean(rates), peaks[0][1]) if is_common else None
         last = steps[-1].events[0]
         self._hardware = last.hardware_flops / last.flops if last.flops else 1.0
-        return self._table.append([self._row(s) for s in steps])
+        self._table.append([self._row(s) for s in steps])
+        # One axis does not serve steps on both sides of a switch to a precision with another peak.
+        tflops, share = self._table.column("mean"), self._table.column("mfu_percent")
+        kept = tflops[share > 0] / share[share > 0]
+        self._has_scale = self._peak is not None and (not kept.size or bool(kept.max() <= ALIKE * kept.min()))
 
     def _row(self, s: Step) -> list[float]:
         by_rank = {e.rank: e.tflops for e in s.events}
@@ -325,13 +336,9 @@ class TflopsPanel(CurvePanel):
         return Captions(reading=reading, legend=legend, note=note)
 
     def patches(self) -> Patches:
-        changes: dict[str, Mapping[str, Any]] = {**super().patches(), "tflops.mfu_axis": {"visible": False}}
-        tflops, share = self._table.column("mean"), self._table.column("mfu_percent")
-        peaks = tflops[share > 0] / share[share > 0]
-        # One axis does not serve steps on both sides of a switch to a precision with another peak.
-        if self._peak is not None and (not peaks.size or peaks.max() <= ALIKE * peaks.min()):
+        changes: dict[str, Mapping[str, Any]] = {**super().patches(), "tflops.mfu_axis": {"visible": self._has_scale}}
+        if self._has_scale and self._peak is not None:
             changes["tflops.mfu"] = {"start": 0.0, "end": 100 * self._range.end * 1e12 / self._peak[0]}
-            changes["tflops.mfu_axis"] = {"visible": True}
         return changes
 
 
@@ -364,9 +371,8 @@ class StepsPanel(Panel):
         self._frame = frame
         self._recent: deque[Step] = deque(maxlen=TABLE_STEPS)
 
-    def update(self, steps: Sequence[Step]) -> int:
+    def update(self, steps: Sequence[Step]) -> None:
         self._recent.extend(steps)
-        return len(steps)
 
     def captions(self) -> Captions:
         rates = (f"{self._frame.counted}/s", "TFLOPS per rank")
@@ -408,7 +414,7 @@ class CompletionsPanel(Panel):
         self._frame = frame
         self._shown: deque[Step] = deque(maxlen=MOST_EVALUATIONS)
 
-    def update(self, steps: Sequence[Step]) -> int:
+    def update(self, steps: Sequence[Step]) -> None:
         evaluated = [s for s in steps if s.completions]
         self._shown.extend(evaluated)
         if evaluated:
@@ -422,7 +428,6 @@ class CompletionsPanel(Panel):
                 note=f"{left} more in run.completions." if left else "",
                 table=(heads, *(self._row(s, prompts) for s in reversed(self._shown))),
             )
-        return len(evaluated)
 
     def _row(self, step: Step, prompts: Sequence[str]) -> tuple[str | Cell, ...]:
         texts = {c.prompt: c.text for c in step.completions}

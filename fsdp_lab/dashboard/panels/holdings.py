@@ -14,9 +14,8 @@ from bokeh.plotting import figure
 from fsdp_lab.base.events import ROOT, ParameterHolding, PhaseSnapshot
 from fsdp_lab.base.formatting import count, size
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.columns import Columns
-from fsdp_lab.dashboard.panels.base import BaseCard, Captions, Key
-from fsdp_lab.dashboard.panels.drawing import NEUTRAL, draw_quads, hover, plain_figure, tint, twin, write_labels
+from fsdp_lab.dashboard.panels import draw
+from fsdp_lab.dashboard.panels.base import BaseCard, Captions, Columns, Key
 from fsdp_lab.runs import StepMoment
 
 MOST_RANKS = 16  # more are not drawn, for lack of room
@@ -102,11 +101,9 @@ def short_names(units: Sequence[str]) -> dict[str, str]:
 
 
 class HoldingsPanel(BaseCard):
-    """A row for each rank, in its colour. Strong: its own shard. Light: gathered now. Hatched: being communicated. The strip
-    below shows the same of gradients; on the right is the share of all parameters that the rank holds.
-
-    It is made for the ranks and parameters of a moment; `fits` says whether another moment has the same.
-    """
+    """A row for each rank, in its colour. Strong: its own shard. Light: gathered now. Hatched: being communicated. The
+    strip below shows the same of gradients; on the right is the share of all parameters that the rank holds. It is made
+    for the ranks and parameters of a moment; `fits` says whether another moment has the same."""
 
     name = "slow"
     title = "Who holds what"
@@ -139,9 +136,9 @@ class HoldingsPanel(BaseCard):
     def _draw(self) -> UIElement:
         rows_px = self.ranks * max(LEAST_ROW_PX, min(MOST_ROW_PX, ROWS_PX // self.ranks))
         y_range = Range1d(start=self.ranks - 0.5, end=-0.5)
-        bars = plain_figure("slow", "rank", x_range=Range1d(start=-0.006, end=1.006), y_range=y_range)
+        bars = draw.plain_figure("slow", "rank", x_range=Range1d(start=-0.006, end=1.006), y_range=y_range)
         self._draw_bars(bars)
-        side = plain_figure("slow.side", "", x_range=Range1d(start=0, end=1), y_range=y_range)
+        side = draw.plain_figure("slow.side", "", x_range=Range1d(start=0, end=1), y_range=y_range)
         side.sizing_mode, side.width = "fixed", SIDE_PX
         self._draw_side(side)
         for fig in (bars, side):
@@ -156,17 +153,17 @@ class HoldingsPanel(BaseCard):
         fig.xaxis.major_label_overrides = {x: name for x, name in labels.items()}  # noqa: C416 (dict is invariant)
         fig.xaxis.axis_label = "units and their parameters, as wide as they have elements"
         look: dict[str, Any] = {"left": "left", "right": "right", "fill_alpha": 0.10, "line_width": 1.5}
-        now = fig.quad(top=-0.5, bottom=self.ranks - 0.5, source=twin(self._now), **look)
-        tint(now.glyph, fill_color="ink.band", line_color="ink.marker")
-        base = draw_quads(fig, twin(self._bars), fill_color=NEUTRAL, fill_alpha=EMPTY, line_alpha=0)
+        now = fig.quad(top=-0.5, bottom=self.ranks - 0.5, source=draw.twin(self._now), **look)
+        draw.tint(now.glyph, fill_color="ink.band", line_color="ink.marker")
+        base = draw.quads(fig, draw.twin(self._bars), fill_color=draw.NEUTRAL, fill_alpha=EMPTY, line_alpha=0)
         colored: dict[str, Any] = {"fill_color": "color", "line_alpha": 0}
         hatch: dict[str, Any] = {"hatch_pattern": "/", "hatch_color": "color", "hatch_scale": 6, "hatch_weight": 1.5}
-        draw_quads(fig, twin(self._light), fill_alpha=LIGHT, **colored)
-        draw_quads(fig, twin(self._moving), fill_alpha=MOVING, **colored, **hatch)
-        draw_quads(fig, twin(self._own), **colored)
+        draw.quads(fig, draw.twin(self._light), fill_alpha=LIGHT, **colored)
+        draw.quads(fig, draw.twin(self._moving), fill_alpha=MOVING, **colored, **hatch)
+        draw.quads(fig, draw.twin(self._own), **colored)
         rows = [("rank", "@rank"), ("parameter", "@name"), ("unit", "@unit"), ("elements", "@numel{0,0}")]
         rows += [("its own shard", "@start{0,0} to @stop{0,0}"), ("now", "@state"), ("gradient", "@gradient")]
-        hover(fig, base, rows, mode="mouse")
+        draw.hover(fig, base, rows, mode="mouse")
 
     def _draw_side(self, fig: figure) -> None:
         fig.yaxis.visible = False
@@ -174,32 +171,33 @@ class HoldingsPanel(BaseCard):
         fig.xaxis.major_label_overrides = {0.0: "nothing", 1.0: "all"}
         fig.xaxis.axis_label = "held now: elements, bytes"
         fig.min_border_left, fig.min_border_right = 24, 24
-        source = twin(self._held)
+        source = draw.twin(self._held)
         look: dict[str, Any] = {"top": "top", "bottom": "bottom", "source": source, "line_alpha": 0}
-        parts = ((0, 1, NEUTRAL, EMPTY), ("own", "held", "color", LIGHT), (0, "own", "color", 1.0))
+        parts = ((0, 1, draw.NEUTRAL, EMPTY), ("own", "held", "color", LIGHT), (0, "own", "color", 1.0))
         for left, right, color, alpha in parts:
             fig.quad(left=left, right=right, fill_color=color, fill_alpha=alpha, **look)
-        write_labels(fig, source, "ink.peak", x=0, y="text", text_baseline="middle")
+        draw.labels(fig, source, "ink.peak", x=0, y="text", text_baseline="middle")
 
-    def update(self, moment: StepMoment) -> int:
-        """Draws a moment; returns the rows written."""
+    def update(self, moment: StepMoment) -> None:
+        """Draws a moment."""
         frames = moment.frames[: self.ranks]
         units = self._axis.units
         left, right = (0.0, 1.0) if moment.direction == "update" else units.get(moment.unit, (0.0, 0.0))
-        written = self._now.replace([[left - 0.003, right + 0.003 - min(SPLIT, (right - left) / 4)]])
+        self._now.replace([[left - 0.003, right + 0.003 - min(SPLIT, (right - left) / 4)]])
         self._captions = self._describe(moment)
         drawn = tuple(f.parameters for f in frames)
         if drawn == self._drawn:
-            return written  # a phase of computing does not change the holdings
+            return  # a phase of computing does not change the holdings
         self._drawn = drawn
         shown = [(f.rank, self._axis.bars[p.name], p) for f in frames for p in f.parameters]
         top, bottom = BAR
         rows = [[r, bar.left, bar.right, r + top, r + bottom, p.numel, p.start, p.stop] for r, bar, p in shown]
         texts = {name: [getattr(p, name) for _, _, p in shown] for name in self._bars.texts}
-        written += self._bars.replace(rows, texts)
-        return written + self._write_states(frames) + self._write_held(moment)
+        self._bars.replace(rows, texts)
+        self._write_states(frames)
+        self._write_held(moment)
 
-    def _write_states(self, frames: Sequence[PhaseSnapshot]) -> int:
+    def _write_states(self, frames: Sequence[PhaseSnapshot]) -> None:
         """Draws parameters in the bar, gradients in the strip. A shard of a parameter is always held."""
         quads: dict[Columns, list[list[float]]] = {self._light: [], self._moving: [], self._own: []}
         colors: dict[Columns, list[str]] = {columns: [] for columns in quads}
@@ -213,9 +211,10 @@ class HoldingsPanel(BaseCard):
                 for columns, place in drawn:
                     quads[columns].append([*place, rank + top, rank + bottom])
                     colors[columns].append(theme.rank_color(rank))
-        return sum(columns.replace(rows, {"color": colors[columns]}) for columns, rows in quads.items())
+        for columns, rows in quads.items():
+            columns.replace(rows, {"color": colors[columns]})
 
-    def _write_held(self, moment: StepMoment) -> int:
+    def _write_held(self, moment: StepMoment) -> None:
         rows, labels = [], []
         for f in moment.frames[: self.ranks]:
             total = max(1, sum(p.numel for p in f.parameters))
@@ -223,7 +222,7 @@ class HoldingsPanel(BaseCard):
             rows.append([f.rank, f.rank - 0.11, f.rank + STRIP[0], f.rank + STRIP[1], own / total, held / total])
             labels.append(f"{count(held)}, {size(moment.held_bytes(f.rank))}")
         colors = [theme.rank_color(f.rank) for f in moment.frames[: self.ranks]]
-        return self._held.replace(rows, {"label": labels, "color": colors})
+        self._held.replace(rows, {"label": labels, "color": colors})
 
     def _describe(self, moment: StepMoment) -> Captions:
         color = theme.rank_color(0)
@@ -232,7 +231,7 @@ class HoldingsPanel(BaseCard):
             Key(label="its own shard", color=color),
             Key(label="gathered now", color=f"{color}{light:02X}"),
             Key(label="being gathered or reduced", color=f"{color}{moving:02X}", hatch="/"),
-            Key(label="not held", color=f"{NEUTRAL}{empty:02X}"),
+            Key(label="not held", color=f"{draw.NEUTRAL}{empty:02X}"),
             Key(label="thin strip: the same for gradients", token="ink.mean", hatch="line"),
         )
         note = "" if self.ranks == self.world_size else f"The first {self.ranks} of {self.world_size} ranks."

@@ -18,34 +18,22 @@ from bokeh.plotting import figure
 from fsdp_lab.base.events import Memory, MemorySample, Role, StepEvent
 from fsdp_lab.base.formatting import GIB, MIB, duration, size
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.columns import Columns, Numbers
+from fsdp_lab.dashboard.panels import draw
 from fsdp_lab.dashboard.panels.axis import STEP_LIMIT, StepAxis, ZeroRange, round_up
-from fsdp_lab.dashboard.panels.base import HOLLOW, Captions, Key, Panel, Patches, Prediction, with_prediction
-from fsdp_lab.dashboard.panels.drawing import (
-    BAR,
-    CLASS_TOKENS,
-    LINE_PX,
-    NEUTRAL,
-    ON_DEVICE,
-    RanksByHost,
-    class_keys,
-    draw_changes,
-    draw_line,
-    hover,
-    hover_bars,
-    limit_line,
-    paint_fill,
-    paint_stack,
-    plain_figure,
-    rank_bars,
-    sign_bars,
-    tint,
-    twin,
-    write_labels,
+from fsdp_lab.dashboard.panels.base import (
+    HOLLOW,
+    Captions,
+    Columns,
+    Key,
+    Numbers,
+    Panel,
+    Patches,
+    Prediction,
+    with_prediction,
 )
 from fsdp_lab.runs.steps import Step
 
-AMOUNTS = (*ON_DEVICE, "host", "peak")  # in bytes, in the order of `sizes`
+AMOUNTS = (*draw.ON_DEVICE, "host", "peak")  # in bytes, in the order of `sizes`
 LIMIT_REACH = 3.0  # a limit within so many times the peak is drawn; one further away is in the captions alone
 MARK_PX = 9
 HOST_BAR = 0.14  # its height, in ranks
@@ -57,7 +45,7 @@ MOST_SCALED = 2  # lanes that have room for tick labels from bottom to top
 
 def sizes(m: Memory) -> tuple[int, ...]:
     """Bytes at the peak by class in the order of `ON_DEVICE`, then those on the host, then the peak itself."""
-    return (*(m.at_peak.of_role(Role(c)) for c in ON_DEVICE), m.host_bytes, m.peak_bytes)
+    return (*(m.at_peak.of_role(Role(c)) for c in draw.ON_DEVICE), m.host_bytes, m.peak_bytes)
 
 
 def unit_for(peak_bytes: float, unit: int) -> int:
@@ -87,7 +75,7 @@ class MemoryPanel(Panel):
         amounts = [*AMOUNTS, "allocated", "reserved", "outside", "loading"]
         now = ["rank", "bar", "host_bar", "top", "bottom", *amounts]
         self._now = Columns("memory.now", now, texts=["label", "color", "place"], limit=world_size)
-        self._ranks = RanksByHost("memory.now", world_size)
+        self._ranks = draw.RanksByHost("memory.now", world_size)
         self._predicted = Columns("memory.predicted", ["rank", "bar", *AMOUNTS], texts=["label"], limit=world_size)
         self._prediction: Prediction | None = None
         self._measured: Step | None = None  # the last step whose memory was measured
@@ -101,47 +89,48 @@ class MemoryPanel(Panel):
         self.root = row(self._draw_now(), self._over.figure, sizing_mode="stretch_width", spacing=16)
 
     def _draw_now(self) -> figure:
-        fig = rank_bars("memory.now", "MiB per rank, last step", self.world_size)
-        source = twin(self._now)
+        fig = draw.rank_bars("memory.now", "MiB per rank, last step", self.world_size)
+        source = draw.twin(self._now)
         width = 1 if self._few else 0
-        bars = fig.hbar_stack(list(ON_DEVICE), y="bar", height=BAR, source=source, line_width=width)
-        paint_stack(bars, CLASS_TOKENS)
+        bars = fig.hbar_stack(list(draw.ON_DEVICE), y="bar", height=draw.BAR, source=source, line_width=width)
+        draw.paint_stack(bars, draw.CLASS_TOKENS)
         host = fig.hbar(y="host_bar", left=0, right="host", height=HOST_BAR, source=source, line_width=width)
-        paint_fill(host.glyph, "memory.host", outline="memory.gradients")
-        peak = fig.segment(x0="peak", x1="peak", y0="top", y1="bottom", line_width=LINE_PX, source=source)
-        tint(peak.glyph, line_color="ink.peak")
+        draw.paint_fill(host.glyph, "memory.host", outline="memory.gradients")
+        peak = fig.segment(x0="peak", x1="peak", y0="top", y1="bottom", line_width=draw.LINE_PX, source=source)
+        draw.tint(peak.glyph, line_color="ink.peak")
         loading = fig.scatter("loading", "top", marker="inverted_triangle", size=MARK_PX, line_alpha=0, source=source)
-        tint(loading.glyph, fill_color="ink.peak")
+        draw.tint(loading.glyph, fill_color="ink.peak")
         if self._few:
-            sign_bars(fig, source, y="bar", end="peak")
+            draw.sign_bars(fig, source, y="bar", end="peak")
         self._draw_predicted(fig)
-        labels = {**{c: theme.MEMORY[c].label for c in (*ON_DEVICE, "host")}, "peak": "peak"}
+        labels = {**{c: theme.MEMORY[c].label for c in (*draw.ON_DEVICE, "host")}, "peak": "peak"}
         labels |= {"allocated": "between steps", "reserved": "reserved", "outside": "outside the allocator"}
         labels["loading"] = "host's peak while loading"
         rows = [(label, f"@{column}{{0,0.0}}") for column, label in labels.items()]
-        hover_bars(fig, source, [("rank", "@place"), *rows], right="peak", y="rank", height=0.9)
-        fig.add_layout(limit_line("memory.now.limit", "height"))
+        draw.hover_bars(fig, source, [("rank", "@place"), *rows], right="peak", y="rank", height=0.9)
+        fig.add_layout(draw.limit_line("memory.now.limit", "height"))
         return fig
 
     def _draw_predicted(self, fig: figure) -> None:
         """Adds below each bar the prediction, in the same colours and hollow."""
-        source = twin(self._predicted)
-        bars = fig.hbar_stack(list(ON_DEVICE), y="bar", height=PREDICTED_BAR, source=source)
-        paint_stack(bars, CLASS_TOKENS, own_outline=True, alpha=0.3)
+        source = draw.twin(self._predicted)
+        bars = fig.hbar_stack(list(draw.ON_DEVICE), y="bar", height=PREDICTED_BAR, source=source)
+        draw.paint_stack(bars, draw.CLASS_TOKENS, own_outline=True, alpha=0.3)
         if self._few:
-            write_labels(fig, source, "ink.marker", size_px=10, x="peak", y="bar", x_offset=7, text_baseline="middle")
-        rows = [(f"predicted {theme.MEMORY[c].label}", f"@{c}{{0,0.0}}") for c in (*ON_DEVICE, "host")]
+            draw.labels(fig, source, "ink.marker", size_px=10, x="peak", y="bar", x_offset=7, text_baseline="middle")
+        rows = [(f"predicted {theme.MEMORY[c].label}", f"@{c}{{0,0.0}}") for c in (*draw.ON_DEVICE, "host")]
         rows = [("rank", "@rank"), *rows, ("predicted peak", "@peak{0,0.0}")]
-        hover_bars(fig, source, rows, right="peak", y="bar", height=PREDICTED_BAR)
+        draw.hover_bars(fig, source, rows, right="peak", y="bar", height=PREDICTED_BAR)
 
-    def update(self, steps: Sequence[Step]) -> int:
+    def update(self, steps: Sequence[Step]) -> None:
         measured = [s for s in steps if any(e.memory.peak_bytes for e in s.events)]  # none before the first ledger step
         if measured:
             limits = [e.memory.limit_bytes for e in measured[-1].events if e.memory.limit_bytes]
             peak = max(e.memory.peak_bytes for e in measured[-1].events)
             self._limit = min(limits) if limits and min(limits) <= LIMIT_REACH * peak else None
         unit = self._unit
-        written = self._over.write(steps, self._limit) if steps else 0
+        if steps:
+            self._over.write(steps, self._limit)
         for step in steps:
             self._loading |= {e.rank: e.memory.loading_bytes for e in step.events if e.memory.loading_bytes}
             if any(e.ledger for e in step.events):
@@ -149,12 +138,11 @@ class MemoryPanel(Panel):
         if measured:
             self._measured = measured[-1]
             self._peak = max(e.memory.peak_bytes for e in self._measured.events)
-            written += self._write_now(self._measured)
+            self._write_now(self._measured)
             if self._unit != unit:
                 self._write_predicted()
             self._cover_now()
             self._captions = self._describe(self._measured)
-        return written
 
     def predict(self, prediction: Prediction | None) -> None:
         self._prediction = prediction
@@ -180,18 +168,18 @@ class MemoryPanel(Panel):
         if p is None:
             self._predicted.clear()
             return
-        parts = [p.at_peak.of_role(Role(c)) for c in ON_DEVICE]
+        parts = [p.at_peak.of_role(Role(c)) for c in draw.ON_DEVICE]
         scaled = [b / self._unit for b in (*parts, p.host_bytes, p.peak_bytes)]
         rows = [[rank, rank + 0.25, *scaled] for rank in range(self.world_size)]
         self._predicted.replace(rows, {"label": [size(p.peak_bytes)] * self.world_size})
 
-    def _write_now(self, step: Step) -> int:
+    def _write_now(self, step: Step) -> None:
         hosted = any(e.memory.host_bytes for e in step.events)
         shift = 0.1 if hosted or self._prediction is not None else 0.0
         below = 0.08 if self._prediction is not None else 0.0  # the prediction's place
         drawn = (self._over.unit, shift, below, [sizes(e.memory) for e in step.events], dict(self._loading))
         if drawn == self._drawn:
-            return 0  # between two measurements memory does not change: nothing to paint
+            return  # between two measurements memory does not change: nothing to paint
         self._drawn = drawn
         rows = []
         for e in step.events:
@@ -199,18 +187,18 @@ class MemoryPanel(Panel):
             loading = self._loading.get(e.rank, math.nan)  # NaN: no mark
             amounts = (*sizes(m), m.allocated_bytes, m.reserved_bytes or 0, m.outside_bytes, loading)
             bar = e.rank - shift
-            on_host = e.rank + BAR / 2 + shift + below if hosted else math.nan  # NaN: no bar
-            place = [e.rank, bar, on_host, bar - BAR / 2 - 0.05, bar + BAR / 2 + 0.05]
+            on_host = e.rank + draw.BAR / 2 + shift + below if hosted else math.nan  # NaN: no bar
+            place = [e.rank, bar, on_host, bar - draw.BAR / 2 - 0.05, bar + draw.BAR / 2 + 0.05]
             rows.append([*place, *(b / self._over.unit for b in amounts)])
         self._ranks.follow(step.events)
         ranks, labels = [e.rank for e in step.events], [size(e.memory.peak_bytes) for e in step.events]
         texts = {"label": labels, "color": [*map(theme.rank_color, ranks)], "place": [*map(self._ranks.place, ranks)]}
-        return self._now.replace(rows, texts)
+        self._now.replace(rows, texts)
 
     def _describe(self, step: Step) -> Captions:
         memories = [e.memory for e in step.events]
         host = max(m.host_bytes for m in memories)
-        legend = class_keys((*ON_DEVICE, "host") if host else ON_DEVICE)
+        legend = draw.class_keys((*draw.ON_DEVICE, "host") if host else draw.ON_DEVICE)
         legend.append(Key(label="peak", token="ink.peak", hatch="line"))
         reading = f"peak {size(self._peak)} on the fullest rank" + (f", {size(host)} on the host" if host else "")
         outside = max(m.outside_bytes for m in memories)
@@ -274,33 +262,33 @@ class MemoryLanes:
             for kind, suffix in (("lane", ""), ("mib", ".mib"))
             for i in range(self._lanes)
         }
-        source = twin(self.columns)
+        source = draw.twin(self.columns)
         peaks = [self._draw_lane(fig, source, i) for i in range(self._lanes)]
         self._frame.label_markers(fig)
-        labels = {"rank": "rank", **{c: theme.MEMORY[c].label for c in ON_DEVICE}, "peak": "peak"}
+        labels = {"rank": "rank", **{c: theme.MEMORY[c].label for c in draw.ON_DEVICE}, "peak": "peak"}
         rows = [("step", "@step")]
         for c, label in labels.items():
             form = "" if c == "rank" else "{0,0.0}"
             rows.append((label, " · ".join(f"@{c}_{i}{form}" for i in range(self._lanes))))
-        hover(fig, peaks[0], rows)
+        draw.hover(fig, peaks[0], rows)
         return fig
 
     def _draw_lane(self, fig: figure, source: Any, lane: int) -> Any:
         """Draws a lane; returns the line of its peak."""
         on = f"lane_{lane}"
-        color = theme.rank_color(lane) if self._all else NEUTRAL
+        color = theme.rank_color(lane) if self._all else draw.NEUTRAL
         top, bottom = lane + LANE_BOTTOM, lane + LANE_BOTTOM - LANE
         fig.add_layout(
             BoxAnnotation(top=top, bottom=bottom, line_alpha=0, fill_alpha=0.08, fill_color=color, level="underlay")
         )
-        areas = fig.varea_stack([f"{c}_{lane}" for c in ON_DEVICE], x="step", y_range_name=on, source=source)
-        paint_stack(areas, CLASS_TOKENS, line=False)
-        dashed: dict[str, Any] = {"line_width": LINE_PX, "line_dash": "2 2", "y_range_name": on}
-        draw_line(fig, source, f"host_{lane}", "memory.gradients", **dashed)
+        areas = fig.varea_stack([f"{c}_{lane}" for c in draw.ON_DEVICE], x="step", y_range_name=on, source=source)
+        draw.paint_stack(areas, draw.CLASS_TOKENS, line=False)
+        dashed: dict[str, Any] = {"line_width": draw.LINE_PX, "line_dash": "2 2", "y_range_name": on}
+        draw.line(fig, source, f"host_{lane}", "memory.gradients", **dashed)
         peak, few = f"peak_{lane}", self._lanes <= MOST_SCALED
         self._frame.overlays.draw(fig, peak, name=f"memory.lane_{lane}", seam=few, y_range_name=f"mib_{lane}")
-        line = draw_line(fig, source, peak, "ink.peak", line_width=LINE_PX if few else 1, y_range_name=on)
-        limit = limit_line(f"memory.over.limit_{lane}", "width")
+        line = draw.line(fig, source, peak, "ink.peak", line_width=draw.LINE_PX if few else 1, y_range_name=on)
+        limit = draw.limit_line(f"memory.over.limit_{lane}", "width")
         limit.y_range_name = on
         fig.add_layout(limit)
         return line
@@ -312,20 +300,19 @@ class MemoryLanes:
         parts = [(i, share) for i in range(self._lanes) for share in (0.0, 0.5, 1.0)]
         return [(i + LANE_BOTTOM - share * LANE, f"{share * self._range.end:,g}") for i, share in parts]
 
-    def write(self, steps: Sequence[Step], limit_bytes: int | None) -> int:
-        """Adds new steps, in order; returns the rows written. A limit that is None is not drawn."""
+    def write(self, steps: Sequence[Step], limit_bytes: int | None) -> None:
+        """Adds new steps, in order. A limit that is None is not drawn."""
         new = np.array([[s.number, *self._row(s)] for s in steps], dtype=np.float64)
         self._bytes = np.vstack([self._bytes, new])[-self.columns.limit :]
         peaks = self._bytes[:, self._places("peak")]
         if np.isnan(peaks).all():
-            return 0
+            return
         unit = unit_for(np.nanmax(peaks), self.unit)
         whole = unit != self.unit or not len(self.columns)
         self.unit = unit
-        written = self.columns.replace(self._scaled(self._bytes)) if whole else self.columns.append(self._scaled(new))
+        self.columns.replace(self._scaled(self._bytes)) if whole else self.columns.append(self._scaled(new))
         self._limit_bytes = limit_bytes
         self.cover()
-        return written
 
     def cover(self) -> None:
         """Fits the common scale to what is drawn in any lane."""
@@ -363,7 +350,7 @@ class MemoryLanes:
         values: list[float] = []
         for e in shown:
             if e is None or not e.memory.peak_bytes:
-                values += [e.rank if e else math.nan, *(0.0 for _ in ON_DEVICE), math.nan, math.nan]
+                values += [e.rank if e else math.nan, *(0.0 for _ in draw.ON_DEVICE), math.nan, math.nan]
             else:
                 *classes, host, peak = sizes(e.memory)
                 values += [e.rank, *classes, host or math.nan, peak]  # NaN: no line where nothing is offloaded
@@ -379,10 +366,8 @@ class MemoryLanes:
 
 
 class LedgerPanel(Panel):
-    """Stacked by class over the time of the step, with a line where each phase begins and a mark at the peak.
-
-    Measuring slows the step: the shape of the curve is right, its length is not.
-    """
+    """Stacked by class over the time of the step, with a line where each phase begins and a mark at the peak. Measuring
+    slows the step: the shape of the curve is right, its length is not."""
 
     name = "ledger"
     title = "Memory within a step"
@@ -390,7 +375,7 @@ class LedgerPanel(Panel):
 
     def __init__(self, frame: StepAxis, world_size: int) -> None:
         super().__init__(Captions(reading="none measured yet: the third step after a change is"))
-        self._curve = Columns("ledger.curve", ["ms", *ON_DEVICE, "total"], texts=["phase", "unit"], limit=1000)
+        self._curve = Columns("ledger.curve", ["ms", *draw.ON_DEVICE, "total"], texts=["phase", "unit"], limit=1000)
         self._phases = Columns("ledger.phases", ["ms"], texts=["label"], limit=8)
         self._peak = Columns("ledger.peak", ["ms", "total"], texts=["label"], limit=1)
         self._range = ZeroRange(headroom=1.25)
@@ -400,59 +385,57 @@ class LedgerPanel(Panel):
 
     def _draw(self) -> figure:
         x_range, y_range = (Range1d(start=0, end=1, name=f"ledger.{axis}") for axis in "xy")
-        fig = plain_figure("ledger", "MiB", x_range=x_range, y_range=y_range)
+        fig = draw.plain_figure("ledger", "MiB", x_range=x_range, y_range=y_range)
         fig.xaxis.axis_label = "ms of the step, slowed by measuring"
         fig.yaxis.name = "ledger.axis"
-        source = twin(self._curve)
-        paint_stack(fig.varea_stack(list(ON_DEVICE), x="ms", source=source), CLASS_TOKENS, line=False)
-        total = draw_line(fig, source, "total", "ink.peak", x="ms", line_width=1)
-        phases, top = twin(self._phases), twin(self._peak)
-        draw_changes(fig, phases, "ms")
+        source = draw.twin(self._curve)
+        draw.paint_stack(fig.varea_stack(list(draw.ON_DEVICE), x="ms", source=source), draw.CLASS_TOKENS, line=False)
+        total = draw.line(fig, source, "total", "ink.peak", x="ms", line_width=1)
+        phases, top = draw.twin(self._phases), draw.twin(self._peak)
+        draw.changes(fig, phases, "ms")
         fig.extra_y_ranges = {"phase": Range1d(start=0, end=1)}
-        write_labels(fig, phases, "ink.mean", x="ms", y=0.99, y_range_name="phase", text_baseline="top", x_offset=4)
+        draw.labels(fig, phases, "ink.mean", x="ms", y=0.99, y_range_name="phase", text_baseline="top", x_offset=4)
         mark = fig.scatter("ms", "total", source=top, size=8, marker="triangle", line_alpha=0)
-        tint(mark.glyph, fill_color="ink.peak")
+        draw.tint(mark.glyph, fill_color="ink.peak")
         above: dict[str, Any] = {"text_baseline": "bottom", "text_align": "center", "y_offset": -6}
-        write_labels(fig, top, "ink.peak", x="ms", y="total", **above)
-        rows = [(theme.MEMORY[c].label, f"@{c}{{0,0.00}}") for c in ON_DEVICE]
-        hover(fig, total, [("at", "@ms{0.0} ms"), ("in", "@phase @unit"), *rows, ("total", "@total{0,0.00}")])
+        draw.labels(fig, top, "ink.peak", x="ms", y="total", **above)
+        rows = [(theme.MEMORY[c].label, f"@{c}{{0,0.00}}") for c in draw.ON_DEVICE]
+        draw.hover(fig, total, [("at", "@ms{0.0} ms"), ("in", "@phase @unit"), *rows, ("total", "@total{0,0.00}")])
         return fig
 
-    def update(self, steps: Sequence[Step]) -> int:
+    def update(self, steps: Sequence[Step]) -> None:
         step = next((s for s in reversed(steps) if any(e.memory_curve for e in s.events)), None)
         if step is None:
-            return 0
+            return
         fullest = max((e for e in step.events if e.memory_curve), key=lambda e: e.memory.peak_bytes)
-        written = self._write(fullest.memory_curve)
+        self._write(fullest.memory_curve)
         top = max(fullest.memory_curve, key=lambda s: s.classes.total_bytes)
         where = f"peak {size(top.classes.total_bytes)} in {top.phase}, {top.unit}"
         long = duration(fullest.step_time_s)
         self._captions = Captions(
             reading=f"rank {fullest.rank} in step {step.number}: {where}",
-            legend=(*class_keys(ON_DEVICE), Key(label="total", token="ink.peak", hatch="line")),
+            legend=(*draw.class_keys(draw.ON_DEVICE), Key(label="total", token="ink.peak", hatch="line")),
             note=f"Measuring made this step {long} long; its allocations are those of any other step.",
         )
-        return written
 
-    def _write(self, curve: Sequence[MemorySample]) -> int:
+    def _write(self, curve: Sequence[MemorySample]) -> None:
         totals = [s.classes.total_bytes for s in curve]
         self._unit = unit_for(max(totals), self._unit)
         self._end_ms = round_up(max(1.07e3 * curve[-1].at_s, 1e-3))  # with room for the last label
         rows = [
-            [1e3 * s.at_s, *(s.classes.of_role(Role(c)) / self._unit for c in ON_DEVICE), t / self._unit]
+            [1e3 * s.at_s, *(s.classes.of_role(Role(c)) / self._unit for c in draw.ON_DEVICE), t / self._unit]
             for s, t in zip(curve, totals, strict=True)
         ]
         texts = {"phase": [s.phase for s in curve], "unit": [s.unit for s in curve]}
         firsts = [next(samples) for _, samples in groupby(curve, key=lambda s: s.phase)]
         begins = [(s.at_s, s.phase) for s in firsts][:8]  # micro-batches repeat them
         top = totals.index(max(totals))
-        written = self._curve.replace(rows, texts)
+        self._curve.replace(rows, texts)
         room_s = LABEL_ROOM * self._end_ms / 1e3
         labels = [phase if end - at > room_s else "" for (at, phase), (end, _) in pairwise([*begins, (math.inf, "")])]
-        written += self._phases.replace([[1e3 * at] for at, _ in begins], {"label": labels})
-        written += self._peak.replace([[rows[top][0], rows[top][-1]]], {"label": [size(totals[top])]})
+        self._phases.replace([[1e3 * at] for at, _ in begins], {"label": labels})
+        self._peak.replace([[rows[top][0], rows[top][-1]]], {"label": [size(totals[top])]})
         self._range.cover(np.array([totals[top] / self._unit]))
-        return written
 
     def patches(self) -> Patches:
         return {

@@ -16,19 +16,9 @@ from bokeh.plotting import figure
 from fsdp_lab.base.events import Span, Track, exposed_by_unit
 from fsdp_lab.base.formatting import duration, figures, traffic
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.columns import Columns
+from fsdp_lab.dashboard.panels import draw
 from fsdp_lab.dashboard.panels.axis import FINE, StepAxis, ZeroRange
-from fsdp_lab.dashboard.panels.base import Captions, Panel, Patches, Pin
-from fsdp_lab.dashboard.panels.drawing import (
-    FILLS,
-    NEUTRAL,
-    draw_quads,
-    fill_key,
-    hover,
-    paint_fill,
-    plain_figure,
-    twin,
-)
+from fsdp_lab.dashboard.panels.base import Captions, Columns, Panel, Patches, Pin
 from fsdp_lab.runs.steps import SPAN_CAP, TRACED_STEPS, Step
 from fsdp_lab.runs.timeline import NO_UNIT, TRACK_NAMES, RankLane, Timeline, stacked
 
@@ -94,27 +84,27 @@ class TimelinePanel(Panel):
 
     def _draw_empty(self) -> figure:
         x_range = Range1d(start=0, end=1, name="timeline.x")
-        fig = plain_figure("timeline", "rank", x_range=x_range, y_range=Range1d(start=self.lanes - 0.5, end=-0.5))
+        fig = draw.plain_figure("timeline", "rank", x_range=x_range, y_range=Range1d(start=self.lanes - 0.5, end=-0.5))
         fig.height = AXIS_PX + self.lanes * next(px for most, px in LANE_PX if self.lanes <= most)
         fig.xaxis.axis_label = "ms since the first rank began the step"
         fig.yaxis.name = "timeline.ranks"
         fig.yaxis.ticker = FixedTicker(ticks=list(range(self.lanes)))
         fig.ygrid.visible = False
         fig.add_tools(PanTool(dimensions="width"), WheelZoomTool(dimensions="width", modifiers={"shift": True}))
-        lanes = twin(self._lanes)
-        draw_quads(fig, lanes, fill_color="color", fill_alpha=0.1, line_alpha=0)
+        lanes = draw.twin(self._lanes)
+        draw.quads(fig, lanes, fill_color="color", fill_alpha=0.1, line_alpha=0)
         fig.segment(x0="left", x1="left", y0="top", y1="bottom", source=lanes, line_color="color", line_width=3)
-        spans = twin(self._spans)
+        spans = draw.twin(self._spans)
         drawn = []
         for token in DRAWN_TOKENS:
             view = CDSView(filter=GroupFilter(column_name="fill", group=token))
-            bars = draw_quads(fig, spans, view=view, line_width=0.5)
+            bars = draw.quads(fig, spans, view=view, line_width=0.5)
             # A short span is seen by its outline.
-            paint_fill(bars.glyph, token, outline=token if FILLS[token].hatch == " " else "ink.faint")
+            draw.paint_fill(bars.glyph, token, outline=token if draw.FILLS[token].hatch == " " else "ink.faint")
             drawn.append(bars)
         times = {"time": "@ms{0,0.00} ms, from @left{0,0.00} ms"}
         names = ("rank", "what", "unit", "time", "link", "bandwidth", "group")
-        hover(fig, drawn, [(name, times.get(name, f"@{name}")) for name in names], mode="mouse")
+        draw.hover(fig, drawn, [(name, times.get(name, f"@{name}")) for name in names], mode="mouse")
         return fig
 
     def patches(self) -> Patches:
@@ -128,19 +118,17 @@ class TimelinePanel(Panel):
         with self._lock:
             self._requests.append((step, by))
 
-    def update(self, steps: Sequence[Step]) -> int:
+    def update(self, steps: Sequence[Step]) -> None:
         changed = self._apply_pins() + self._add(steps)  # in this order: a pin was chosen among the former steps
         wanted = self._pinned or (self._traced[-1] if self._traced else None)
         if wanted is None:
-            return 0
-        written = 0
+            return
         due = self._pinned is not None or self._clock() - self._drawn_s >= REDRAW_S
-        if wanted is not self._shown and due:
+        if is_new := wanted is not self._shown and due:
             self._drawn_s, self._shown, self._timeline = self._clock(), wanted, Timeline.of(wanted.events)
-            written = self._draw(self._timeline)
-        if changed or written:
+            self._draw(self._timeline)
+        if changed or is_new:
             self._describe()
-        return written
 
     def _add(self, steps: Sequence[Step]) -> int:
         """Keeps the traced ones among new steps, and drops the oldest; returns how many are traced."""
@@ -176,7 +164,7 @@ class TimelinePanel(Panel):
             self._pinned = self._traced[min(max(0, away.index(min(away)) + by), len(away) - 1)]
         return len(requests)
 
-    def _draw(self, timeline: Timeline) -> int:
+    def _draw(self, timeline: Timeline) -> None:
         lanes = {lane.rank: lane for lane in timeline.lanes if lane.rank < self.lanes}
         if not self._all:  # those that wait least, median and most, from the top
             ordered = sorted(timeline.lanes, key=lambda lane: (sum(exposed_by_unit(lane.spans).values()), lane.rank))
@@ -190,11 +178,12 @@ class TimelinePanel(Panel):
         self._range.cover(np.array([*self._lengths, 1e3 * timeline.seconds]))
         half = LANE / 2
         rows = [[1e3 * a.begin_s, 1e3 * a.end_s, at - half, at + half, a.rank] for at, a in lanes.items()]
-        colors = [theme.rank_color(lane.rank) if self._all else NEUTRAL for lane in lanes.values()]
+        colors = [theme.rank_color(lane.rank) if self._all else draw.NEUTRAL for lane in lanes.values()]
         labels = [f"rank {lane.rank}" for lane in lanes.values()]
-        return self._lanes.replace(rows, {"color": colors, "label": labels}) + self._write_spans(lanes)
+        self._lanes.replace(rows, {"color": colors, "label": labels})
+        self._write_spans(lanes)
 
-    def _write_spans(self, lanes: Mapping[int, RankLane]) -> int:
+    def _write_spans(self, lanes: Mapping[int, RankLane]) -> None:
         placed = [(place, lane, s, row, rows) for place, lane in lanes.items() for s, row, rows in _in_rows(lane.spans)]
         placed = sorted(placed, key=lambda p: -p[2].seconds)[:MOST_SPANS]
         present = [t for t in TRACK_TOKENS if t in self._tracks]
@@ -208,7 +197,7 @@ class TimelinePanel(Panel):
         told = [_span_texts(s) for _, _, s, _, _ in placed]
         texts = {name: [words[i] for words in told] for i, name in enumerate(self._spans.texts)}
         self._tokens.update(texts["fill"])
-        return self._spans.replace(numbers, texts)
+        self._spans.replace(numbers, texts)
 
     def _describe(self) -> None:
         shown, timeline = self._shown, self._timeline
@@ -225,7 +214,7 @@ class TimelinePanel(Panel):
             notes.append(f"The {surplus:,} shortest spans are not drawn.")
         self._captions = Captions(
             reading=("pinned · " if held else "") + self._reading(timeline),
-            legend=tuple(fill_key(token) for token in DRAWN_TOKENS if token in self._tokens),
+            legend=tuple(draw.fill_key(token) for token in DRAWN_TOKENS if token in self._tokens),
             note=" ".join([*notes, *filter(None, timeline.remarks)]),
             pin=Pin(step=shown.number, held=held, oldest=oldest, newest=newest, kept=len(self._traced)),
         )

@@ -11,10 +11,9 @@ from fsdp_lab.base import lazy_names
 
 if TYPE_CHECKING:
     from fsdp_lab.runs.history.database import HistoryError as HistoryError
-    from fsdp_lab.runs.history.history import History as History
-    from fsdp_lab.runs.history.stored_run import RunList as RunList, StoredRun as StoredRun
+    from fsdp_lab.runs.history.history import History as History, RunList as RunList, StoredRun as StoredRun
 
-_HOMES = {"History": "history", "HistoryError": "database", "RunList": "stored_run", "StoredRun": "stored_run"}
+_HOMES = {"History": "history", "HistoryError": "database", "RunList": "history", "StoredRun": "history"}
 
 __all__ = sorted(_HOMES)
 if not TYPE_CHECKING:  # a `__getattr__` would let any name pass

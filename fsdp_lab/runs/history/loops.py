@@ -71,8 +71,7 @@ def watch(
             cause where it is a known one; None: as long as the lab's, `Lab(hang_s=...)`.
         history: where events are stored outside of a lab: True in the default file, a path, or False.
 
-    Raises:
-        ArgumentError: for what cannot be watched, in a sentence.
+    Raises ArgumentError: for what cannot be watched, in a sentence.
     """
     session = resident_session()
     if session is not None and session.has_kernel:
@@ -170,11 +169,9 @@ class LoopRecorder:
     def _record(self, message: dict[str, Any]) -> None:
         if self._take is None:
             from fsdp_lab.runs.history.history import History
-            from fsdp_lab.runs.view import fingerprint
             from fsdp_lab.runs.watched import WatchedRun
 
-            device = {"device_name": message["begin"]["device_name"], "software": message["begin"]["software"]}
-            run = WatchedRun(message, fingerprint([device] * self._world_size))
+            run = WatchedRun(message)
             history = History.of(self._history_given)
             assert history is not None
             history.record(run)

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,11 @@ from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import ArgumentError, FieldError
 from fsdp_lab.base.files import check_file, write_whole
 from fsdp_lab.dashboard import theme
-from fsdp_lab.report.report import FOLDER, SUFFIXES, embedded
+from fsdp_lab.report.report import FOLDER, SUFFIXES, filled
 from fsdp_lab.spec.describe import describe_value
 
-SCRIPT = FOLDER / "what_if" / "what_if.js"
-STYLES = (FOLDER / "page.css", FOLDER / "what_if" / "what_if.css")
+SCRIPT = FOLDER / "what_if.js"
+STYLES = (FOLDER / "page.css", FOLDER / "what_if.css")
 MOST_COMBINATIONS = 20_000  # about a minute, and 5 MB
 RANKS = "world_size"
 
@@ -42,34 +41,6 @@ PARTS = {
     "optimizer": ("timeline.optimizer", "optimizer"),
     "rest": ("timeline.compute", "the loop"),
 }
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy"
-  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>What if? FSDP predicted</title>
-<link rel="icon" href="data:,">
-<style>
-{css}</style>
-</head>
-<body>
-<main>
-<header><h1>What if?</h1>
-<p class="soft">Will a model fit, how fast will it train with Fully Sharded Data Parallel, and what limits it? Predicted,
-not measured.</p></header>
-<noscript><p class="alarm">This page needs JavaScript.</p></noscript>
-<div class="what-if"></div>
-<footer>Predicted by fsdp_lab {version} on {when}, {combinations:,} combinations, with
-<code>{command}</code>. It opens without the network.</footer>
-</main>
-<script type="application/json" id="fsdp-lab-what-if">{data}</script>
-<script type="module">
-{js}</script>
-</body>
-</html>
-"""
 
 
 def look() -> dict[str, Any]:
@@ -147,9 +118,8 @@ def write_what_if(
             which the page then says.
         progress: called with the number of combinations that are done.
 
-    Raises:
-        ArgumentError: the path cannot be written, or there are too many combinations. It is raised first.
-        FieldError: every combination is refused; that of the first.
+    Raises ArgumentError: the path cannot be written, or there are too many combinations. It is raised first. FieldError:
+    every combination is refused; that of the first.
     """
     file = check_file(path, SUFFIXES)
     check_size(product)
@@ -215,13 +185,14 @@ def render(product: Product, answers: Answers) -> str:
         "refusals": [_refusal(product, error) for _, error in answers.refusals.values()],
         "look": look(),
     }
-    return PAGE.format(
+    return filled(
+        "what_if.html.jinja",
         css="".join(style.read_text(encoding="utf-8") for style in STYLES),
         version=__version__,
         when=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        combinations=len(answers.rows),
-        command=escape(product.command),
-        data=embedded(data),
+        combinations=f"{len(answers.rows):,}",
+        command=product.command,
+        data=data,
         js=SCRIPT.read_text(encoding="utf-8"),
     )
 

@@ -1,7 +1,7 @@
 // What-if: a page of fields, and the planner's answer to what is chosen in them.
 //
 // A page draws a state: the fields, the row of figures of the answer, the rows along the number of ranks, why something is
-// refused. In a notebook the kernel makes the state (widget.py) and answers any value. A file without a kernel has a table
+// refused. In a notebook the kernel makes the state (what_if.py) and answers any value. A file without a kernel has a table
 // of every combination of its lists, and makes the state itself. Every figure was predicted by fsdp_lab.
 
 const TEMPLATE = `

@@ -2,7 +2,7 @@
 
 The page draws the trait `state`, which outlives a reload, and sends what a person chooses. A worker thread applies it,
 asks the planner and replaces the state. A search has a thread of its own, so that questions are answered meanwhile. The
-fields of a `Question` are chosen one by one, as a Spec's are (`dashboard.choices.Chosen`).
+fields of a `Question` are chosen one by one, as a Spec's are (`dashboard.fields.Chosen`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ import traitlets
 
 from fsdp_lab.base.errors import ArgumentError, check_whole, is_number
 from fsdp_lab.base.formatting import GIB, plural, size
-from fsdp_lab.dashboard.choices import Choices, Note
-from fsdp_lab.dashboard.fields import CONTROLS, controls_of, fix_text, offered, presets
+from fsdp_lab.dashboard.fields import CONTROLS, Choices, Note, controls_of, fix_text, offered, presets
 from fsdp_lab.dashboard.forms import answer_while_busy
 from fsdp_lab.planner.devices import ASSUMED_SHARE, DEVICES, Device
 from fsdp_lab.planner.plan import Plan, sentences
 from fsdp_lab.planner.questions import Target, curve, on_hosts, planned, searched
 from fsdp_lab.planner.search import SEARCHED, Search
-from fsdp_lab.report.what_if.page import SCRIPT, STYLES, look, row_of
+from fsdp_lab.report.what_if_page import SCRIPT, STYLES, look, row_of
 from fsdp_lab.spec.describe import describe_value
 from fsdp_lab.spec.fields import FieldRow, knob, rows_of
 from fsdp_lab.spec.spec import Spec
@@ -183,8 +182,7 @@ class WhatIf(anywidget.AnyWidget):
         per_host: GPUs of a host; None: eight.
         network: Gb/s of all network cards of a host; None: the usual rate.
 
-    Raises:
-        SpecError: unknown hardware, a number of GPUs that is no multiple of a host's, an unknown model.
+    Raises SpecError: unknown hardware, a number of GPUs that is no multiple of a host's, an unknown model.
     """
 
     _esm = SCRIPT
@@ -237,14 +235,15 @@ class WhatIf(anywidget.AnyWidget):
 
     def _read(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a message chooses: a value of a field, the fix of a refused one, or a strategy of the search."""
-        if content["kind"] == "take":
-            assert self._found is not None
-            return searched_fields(self._found[1].shown[int(content["place"])].plan.spec)
-        name = str(content["name"])
-        if content["kind"] == "fix":
-            return {name: self.choices.value(name), **self.choices.notes[name].fix}
-        text, tokens = str(content["text"]), dict(offered(FIELDS[name], self.choices.wanted, self.choices.value(name)))
-        return {name: tokens[text] if text in tokens else FIELDS[name].read(text)}
+        match content:
+            case {"kind": "take", "place": place} if self._found is not None:
+                return searched_fields(self._found[1].shown[int(place)].plan.spec)
+            case {"kind": "fix", "name": name}:
+                return {name: self.choices.value(name), **self.choices.notes[name].fix}
+            case {"kind": "choose", "name": name, "text": text}:
+                tokens = dict(offered(FIELDS[name], self.choices.wanted, self.choices.value(name)))
+                return {name: tokens[text] if text in tokens else FIELDS[name].read(text)}
+        raise ValueError(f"the page sent what is not known here: {dict(content)}")
 
     @property
     def answer(self) -> Answer:

@@ -20,8 +20,7 @@ from bokeh.plotting import figure
 from fsdp_lab.base.events import Role, StepEvent
 from fsdp_lab.base.process import ranks_per_host
 from fsdp_lab.dashboard import theme
-from fsdp_lab.dashboard.columns import Columns
-from fsdp_lab.dashboard.panels.base import Key
+from fsdp_lab.dashboard.panels.base import Columns, Key
 
 HEIGHT_PX = 204
 LINE_PX = 2
@@ -148,26 +147,26 @@ def paint_stack(
             renderer.glyph.fill_alpha = renderer.glyph.hatch_alpha = alpha
 
 
-def draw_line(fig: figure, source: ColumnDataSource, y: str, token: str, *, x: str = "step", **look: Any) -> Any:
+def line(fig: figure, source: ColumnDataSource, y: str, token: str, *, x: str = "step", **look: Any) -> Any:
     """Draws a line in the colour of a token; returns its renderer."""
     line = fig.line(x, y, source=source, **look)
     tint(line.glyph, line_color=token)
     return line
 
 
-def draw_changes(fig: figure, source: ColumnDataSource, x: str) -> Any:
+def changes(fig: figure, source: ColumnDataSource, x: str) -> Any:
     """Draws a dashed line from bottom to top for each row of a source; returns their renderer."""
     lines = fig.vspan(x=x, source=source, line_width=1, line_dash="4 3", line_color="#6B7280")
     tint(lines.glyph, line_color="ink.marker")
     return lines
 
 
-def draw_quads(fig: figure, source: ColumnDataSource, **look: Any) -> Any:
+def quads(fig: figure, source: ColumnDataSource, **look: Any) -> Any:
     """Draws a rectangle for each row of a source; returns their renderer."""
     return fig.quad(left="left", right="right", top="top", bottom="bottom", source=source, **look)
 
 
-def write_labels(fig: figure, source: ColumnDataSource, token: str, *, size_px: int = 11, **look: Any) -> Any:
+def labels(fig: figure, source: ColumnDataSource, token: str, *, size_px: int = 11, **look: Any) -> Any:
     """Writes the text of column `label` for each row of a source; returns the glyph."""
     text = fig.text(text="label", source=source, text_font_size=f"{size_px}px", **look)
     tint(text.glyph, text_color=token)
@@ -178,7 +177,7 @@ def sign_bars(fig: figure, source: ColumnDataSource, *, y: str, end: str) -> Non
     """Draws the rank's colour at the root of each bar, and the text of column `label` at its end."""
     look: dict[str, Any] = {"width": 8, "width_units": "screen", "fill_color": "color", "line_alpha": 0}
     fig.rect(x=0, y=y, height=BAR + 0.06, source=source, **look)
-    write_labels(fig, source, "ink.peak", x=end, y=y, x_offset=7, text_baseline="middle")
+    labels(fig, source, "ink.peak", x=end, y=y, x_offset=7, text_baseline="middle")
 
 
 def hover(fig: figure, renderer: Any, rows: Rows, *, mode: Literal["mouse", "vline"] = "vline") -> None:
