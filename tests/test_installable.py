@@ -25,7 +25,7 @@ ON_PYPI = {"pytorch-cpu": "torch", "pytorch-gpu": "torch"}  # name at conda-forg
 NOT_PACKAGES = {"python", "pip"}  # what conda brings; pip's own index has them by other ways
 UNREACHABLE = re.compile(r"connection|retrying|timed out|name resolution|SSLError|not find an activated", re.IGNORECASE)
 
-pytestmark = pytest.mark.nightly
+pytestmark = pytest.mark.slow
 
 
 def listed(file: str) -> dict[str, str]:

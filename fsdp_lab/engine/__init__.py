@@ -33,8 +33,7 @@ Beside the core: flat_tensor.py (`FlatDTensor`, a tensor of which each rank hold
 torch's operations do with it), mesh.py (replicas and shards), policy.py (dtypes), state.py (state by parameter names,
 checkpoints, deferred initialisation), buffers.py (whose memory what is gathered and sent is in), scaling.py (gradient norm,
 clipping, loss scaling), memory.py (bytes by class), ties.py (shared parameters), refusals.py (what cannot be sharded),
-../base/tensors.py (tensors inside nested values), unshard_handle.py (parameters that a caller asked for), optimizers.py
-(what their steps may not do), errors.py.
+../base/tensors.py (tensors inside nested values), optimizers.py (what their steps may not do), errors.py.
 
 Coming from FSDP2
 -----------------
@@ -148,6 +147,7 @@ from fsdp_lab.base import lazy_names
 
 if TYPE_CHECKING:
     from fsdp_lab.engine.api import (
+        UnshardHandle as UnshardHandle,
         flats_of as flats_of,
         fully_shard as fully_shard,
         no_sync as no_sync,
@@ -189,12 +189,11 @@ if TYPE_CHECKING:
         split_unused as split_unused,
     )
     from fsdp_lab.engine.unit import Unit as Unit, UnitState as UnitState
-    from fsdp_lab.engine.unshard_handle import UnshardHandle as UnshardHandle
 
 # Imported at their first use, since Specs and the planner read the schedule where torch is not installed.
 _NAMES = {
-    "api": "flats_of fully_shard no_sync parameter_groups register_fsdp_forward_method reshard runtime_of runtimes_of "
-    "sharded_parameters units_of unshard",
+    "api": "UnshardHandle flats_of fully_shard no_sync parameter_groups register_fsdp_forward_method reshard runtime_of "
+    "runtimes_of sharded_parameters units_of unshard",
     "dtensor": "FlatDTensor",
     "errors": "ShardError",
     "flat": "FlatBuffer",
@@ -207,7 +206,6 @@ _NAMES = {
     "state": "ParamShard broadcast_full_state full_optimizer_state full_state load_full_optimizer_state load_full_state "
     "load_ranges local_optimizer_state local_state original_parameters shards_of split_unused",
     "unit": "Unit UnitState",
-    "unshard_handle": "UnshardHandle",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 

@@ -29,8 +29,7 @@ from fsdp_lab.models.build import Initializer
 from fsdp_lab.models.cache import hub_folder, is_hub_name
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.models.weights import INDEX, SAFETENSORS, Weights, has_weights
-from fsdp_lab.models.wrapper_names import WRAPPED_NAMES, unwrapped
-from fsdp_lab.spec.param_groups import matches, unmatched
+from fsdp_lab.spec.param_groups import WRAPPED_NAMES, matches, unmatched, unwrapped
 from fsdp_lab.spec.workload import OWN, RANDOM, Workload
 
 _FIELD = "workload.weights"

@@ -28,8 +28,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fsdp_lab.base.errors import ArgumentError, SpecError
-from fsdp_lab.models.wrapper_names import unwrapped
 from fsdp_lab.spec import checkpoint_format
+from fsdp_lab.spec.param_groups import unwrapped
 
 INDEX = ".index.json"
 SAFETENSORS = ".safetensors"

@@ -18,9 +18,9 @@ from typing import Any
 from fsdp_lab.base.events import Memory, StepEvent, Track
 from fsdp_lab.base.formatting import median_known, plural, size
 from fsdp_lab.base.hang import FORWARD_ALONE, UNEQUAL_BATCHES
-from fsdp_lab.models.wrapper_names import WRAPPED_NAMES
 from fsdp_lab.runs.steps import EventStore, Step
 from fsdp_lab.spec.loops import Trained
+from fsdp_lab.spec.param_groups import WRAPPED_NAMES
 from fsdp_lab.spec.spec import Spec, Strategy
 
 WINDOW = 64  # the newest steps that are looked at

@@ -1,4 +1,5 @@
-"""`ParamGroup`: parameters with a learning rate or a weight decay of their own, chosen by patterns of their names.
+"""`ParamGroup`: parameters with a learning rate or a weight decay of their own, chosen by patterns of their names; and
+`unwrapped` names.
 
 Patterns are shell-style, as in `Workload.freeze`: "*" is any text, "?" one letter, "[ab]" one of these.
 """
@@ -69,3 +70,18 @@ def key_of(groups: Sequence[ParamGroup] | None, name: str, dimensions: int) -> G
     """The group of a parameter: the first that matches."""
     number = next((i for i, g in enumerate(groups or ()) if matches(name, g.match)), -1)
     return number, dimensions >= 2
+
+
+# -- names of wrapped models -----------------------------------------------------------------------------------------
+
+# In the reason why weights are refused, by which `fsdp_lab.runs.diagnosis` knows it again.
+WRAPPED_NAMES = "their names are those of a wrapped model"
+_IN_FRONT = "module."  # of DDP and DataParallel; elsewhere a module of the model may be named so
+_ANYWHERE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def unwrapped(name: str) -> str:
+    """The name that a parameter had before DDP, FSDP1, torch.compile or checkpointing wrapped its module."""
+    for part in _ANYWHERE:
+        name = name.replace(part, "")
+    return name.removeprefix(_IN_FRONT)

@@ -12,10 +12,10 @@ from fsdp_lab.base.events import Memory, RoleBytes, Span, StepEvent, Track, Traf
 from fsdp_lab.base.hang import FORWARD_ALONE, UNEQUAL_BATCHES, LoopPlace, LoopRank, cause_in_loop
 from fsdp_lab.dashboard.forms import HIDDEN
 from fsdp_lab.dashboard.opened_forms import DiagnosisBox
-from fsdp_lab.models.wrapper_names import WRAPPED_NAMES, unwrapped
 from fsdp_lab.runs.diagnosis import Cause, Diagnosis, diagnose
 from fsdp_lab.runs.steps import EventStore
 from fsdp_lab.spec.loops import Trained, WatchedLoop
+from fsdp_lab.spec.param_groups import WRAPPED_NAMES, unwrapped
 from fsdp_lab.spec.spec import Spec
 from tests.lab.events import event
 
