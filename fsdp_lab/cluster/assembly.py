@@ -351,6 +351,7 @@ class Assembly:
             engines = self._engines_on(self.config.hosts, record.token, self._report, claimed)
             try:
                 engines.reach()
+                engines.sending = self._dispatcher.sending
                 self._membership.engines = engines
                 self._supervisor.watch(engines.client)
                 self._adopt_ranks(record)

@@ -161,14 +161,15 @@ class Cluster:
     def close(self) -> None:
         """Ends what we started, in any state; ten seconds at most. Idempotent."""
         engines = self.membership.engines
-        if not self._changing.acquire(timeout=1):  # another thread starts or resizes
+        is_ours = self._changing.acquire(timeout=1)
+        if not is_ours:  # another thread starts or resizes
             if engines is not None:
                 engines.close()  # that fails then, and cleans up after itself
-            self._changing.acquire(timeout=8)
+            is_ours = self._changing.acquire(timeout=8)
         try:
             self._close()
         finally:
-            with contextlib.suppress(RuntimeError):
+            if is_ours:
                 self._changing.release()
 
     def _close(self) -> None:

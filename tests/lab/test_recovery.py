@@ -240,8 +240,7 @@ def test_a_checkpoint_that_was_given_up_and_is_written_after_all_holds_up_no_lat
     """As where a step fails meanwhile, and the ranks go on."""
     schedule = CheckpointSchedule(CheckpointConfig(folder=tmp_path), "run", start=0)
     for step in (5, 10):
-        with schedule.taking("step", step) as record:
-            record([{"step": step, "seconds": 0.1, "waited_s": 0.0}])
+        schedule.take("step", step, lambda step=step: [{"step": step, "seconds": 0.1, "waited_s": 0.0}])
         if step == 5:
             schedule.give_up("meanwhile a step failed")
     end = {"path": "", "bytes": 0, "seconds": 0.1, "error": "no room"}

@@ -1,7 +1,7 @@
 """The notebooks run on real ranks, and are saved as a page without a kernel can show them.
 
-One kernel and one lab serve all of them, in small: fewer steps, and a calibration that is made up. 01 and 04 run in a page
-(tests/browser/test_notebook.py and test_compare_notebook.py).
+One kernel and one lab serve all of them, in small: fewer steps, and a calibration that is made up. 01 runs in a page
+(tests/browser/test_notebook.py), and so does, at night, the whole 04 (test_compare_notebook.py).
 """
 
 from __future__ import annotations
@@ -144,6 +144,8 @@ TOLD: dict[str, list[str]] = {
     NAMES[2]: ["carried over: True", "is not available with ddp", "rank 0 of 2", "rank 1 of 2"],
     NAMES[3]: ["(?s)forward · unshard root.*backward · reduce.*update · optim", "unshard 2 ahead", "<Moment", "all exposed",
                "the same losses: True", "Emulated link: "],
+    NAMES[4]: ["fsdp2 full_shard fp32 +equal bit for bit", "ddp no_shard fp32 +equal bit for bit", "equal within rounding",
+               "The fastest that fits is", "comparison.html", "3 of ", "Train gpt2-1m under"],
     NAMES[5]: ["rank 1 is gone", "It resumed from a checkpoint at step", "(?m)^True$", "training stood", "parameters'"],
     NAMES[6]: ["gpt2-1m, 1.0 million parameters", "512 x h100 in 64 hosts", "bound by", "the best of"],
     NAMES[7]: ["(?s)equal bit for bit.*equal bit for bit", "the baseline", "the same text: True",
@@ -157,7 +159,7 @@ TOLD: dict[str, list[str]] = {
 }  # fmt: skip
 
 
-# The long ones, and those through recovery, plans, hosts and diagnoses, which tests/lab has.
+# The long ones: recovery, plans, hosts and diagnoses, whose parts are tested elsewhere.
 JOURNEYS = [NAMES[number] for number in (5, 6, 7, 9, 11)]
 
 
