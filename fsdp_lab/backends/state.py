@@ -319,7 +319,8 @@ def slots_of(backend: Backend) -> dict[str, object]:
 
 
 def snapshot(backend: Backend, layouts: Sequence[Layout], rank: int, writers: Collection[int]) -> list[Chunk]:
-    """A CPU copy of the share that this rank writes with the ranks `writers`. Raises LookupError, on each of them."""
+    """A CPU copy of the share that this rank writes with the ranks `writers`. Raises LookupError, on each of them, if they
+    do not hold all of the model."""
     copies = HostCopies(backend.device)
     ranges = dict(_shares(layouts, rank, sorted(writers), shapes_of(backend)))
     slots = sorted(_own_slots(backend))

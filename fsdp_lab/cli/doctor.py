@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import re
-import resource
 import shutil
 import socket
 import stat
@@ -419,6 +418,10 @@ def shared_memory(gpus: int) -> Finding:
 
 
 def open_files() -> Finding:
+    try:
+        import resource
+    except ImportError:  # Windows, where `plan` works all the same
+        return Finding("open files", "no limit here")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     value = f"{soft} (may be raised to {hard})" if hard > soft else str(soft)
     few = soft != resource.RLIM_INFINITY and soft < 1024
@@ -428,8 +431,11 @@ def open_files() -> Finding:
 def processes() -> Finding:
     """The limit on processes, in which threads count: a rank has dozens."""
     limits = [int(text) for text in [read_text(CGROUP / "pids.max")] if text.isdigit()]
-    soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    limits += [soft] if soft >= 0 and soft != resource.RLIM_INFINITY else []
+    with contextlib.suppress(ImportError, AttributeError):  # Windows; a system without this limit
+        import resource
+
+        soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        limits += [soft] if soft >= 0 and soft != resource.RLIM_INFINITY else []
     if not limits:
         return Finding("processes", "no limit")
     low = "a rank has dozens of threads; raise it: ulimit -u, or the container's --pids-limit"

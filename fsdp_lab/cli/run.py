@@ -93,14 +93,14 @@ def run(args: argparse.Namespace) -> int:
 
 def spec_and_checkpoint(file: Path | None, resume: Path | None) -> tuple[Spec, Checkpoint | None]:
     """The Spec to train, and the checkpoint to resume from. Raises Refused, FieldError."""
+    start = None if resume is None else find(resume, field="--resume")
     given = None if file is None else read_spec(file)
-    if resume is None:
-        if given is None:
-            raise Refused("no Spec is given; name a JSON file, or a folder of checkpoints with --resume")
-        return given, None
-    start = find(resume, field="--resume")
-    check_same(start, given or start.spec)
-    return given or start.spec, start
+    if start is not None:
+        check_same(start, given or start.spec)
+        return given or start.spec, start
+    if given is None:
+        raise Refused("no Spec is given; name a JSON file, or a folder of checkpoints with --resume")
+    return given, None
 
 
 def checkpoint_config(args: argparse.Namespace) -> CheckpointConfig | None:

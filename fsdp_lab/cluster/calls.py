@@ -149,11 +149,9 @@ class Call:
     def results(self, timeout_s: float | None = None) -> list[Any]:
         """The values in rank order.
 
-        Raises:
-            FieldError: the ranks refused a value.
-            RankError, RankStuck: the others are freed by then.
-            RankLost, RankHung: the others are interrupted, and may take some more seconds to settle.
-            Interrupted: a rank was interrupted before it had a result."""
+        Raises FieldError: the ranks refused a value. RankError, RankStuck: the others are freed by then. RankLost, RankHung:
+        the others are interrupted, and may take some more seconds to settle. Interrupted: a rank was interrupted before it
+        had a result."""
         over = self.wait(timeout_s)
         if self._hung is not None:  # the absent are ended; the others settle then, and the error does not wait for them
             self.interrupt()

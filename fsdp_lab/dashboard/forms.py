@@ -64,7 +64,7 @@ class InputForm:
 
 
 class AskingForm(InputForm):
-    """Asks the lab, whose active run answers between steps, and without one its ranks."""
+    """Asks the lab, or its active run, which answers between steps, and shows the answer."""
 
     def __init__(self, lab: LabLike) -> None:
         super().__init__()

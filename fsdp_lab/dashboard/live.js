@@ -6,7 +6,7 @@
 
 const PING_EVERY_MS = 4000;
 const SILENT_AFTER_MS = 15000;
-const DRAW_AGAIN_MS = 1000; // after a failure; doubled each time until it succeeds
+const DRAW_AGAIN_MS = 1000; // after a failure; doubled each time until one is painted
 const HIDDEN_FRAME_MS = 1000; // a hidden tab paints no frames; acknowledge all the same
 
 const DEATHS = ["comm_live_update", "comm:close"]; // the widget manager's: the kernel restarted, the comm was closed
@@ -465,7 +465,7 @@ class View {
     if (this.gone) return;
     if (!this.doc || this.scene !== message.scene) await this.build(message);
     if (this.gone) return;
-    this.drawAgainMs = DRAW_AGAIN_MS;
+    this.seq = message.seq; // a tick that came meanwhile may have been given up
     this.banner.hidden = true;
     this.sources.at.clear();
     for (const card of this.cardOf.values()) card.waiting.clear();
@@ -476,7 +476,7 @@ class View {
     if (!message.view || this.next) return; // what comes next has those ticks
     this.mounting = false;
     this.pump(); // ticks that came while Bokeh was building
-    this.root.dataset.ready = String(message.seq);
+    if (!this.mounting) this.root.dataset.ready = String(message.seq);
   }
 
   async build({ layout, scene }) {
@@ -564,25 +564,35 @@ class View {
     const news = this.pending;
     this.resetPending();
     this.seq = Math.max(this.seq, news.seq);
-    let whole;
-    try {
-      whole = this.write(news.tables.values());
+    const whole = this.attempt(() => {
+      const isWhole = this.write(news.tables.values());
       this.patch(news.patches);
       this.caption(news.captions);
-    } catch (error) {
-      this.mounting = true; // ticks wait for the snapshot that is asked for then
-      return void this.drawAgain(error);
-    }
+      return isWhole;
+    });
+    if (whole === null) return;
     this.painting = true;
     // Bokeh paints in the next frame; in the one after it, that frame is on the screen.
     nextFrame(() => nextFrame(() => {
       this.painting = false;
       if (this.gone) return;
+      this.drawAgainMs = DRAW_AGAIN_MS;
       this.root.dataset.painted = String(news.seq);
       this.tell("ack", { seq: news.seq, painted_unix_s: Date.now() / 1000, text: this.text });
       if (whole) this.pump();
       else this.mount();
     }));
+  }
+
+  /** What `write` returns; null where it throws: then all is drawn anew, and ticks wait for the snapshot. */
+  attempt(write) {
+    try {
+      return write();
+    } catch (error) {
+      this.mounting = true;
+      this.drawAgain(error);
+      return null;
+    }
   }
 
   // Plots that are scrolled out of sight cost as much to paint as others: their rows wait until they are seen.
@@ -611,7 +621,7 @@ class View {
         if (!card.seen || !this.doc) continue;
         const waiting = [...card.waiting.values()];
         card.waiting.clear();
-        if (!this.write(waiting)) this.mount();
+        if (this.attempt(() => this.write(waiting)) === false) this.mount();
       }
     }, { rootMargin: "80px" });
     for (const { section } of cards.values()) this.onSight.observe(section);
@@ -707,12 +717,17 @@ class View {
   }
 
   forgetDocument() {
-    if (!this.doc) return;
-    this.bokehViews?.clear?.();
-    const index = this.Bokeh.documents.indexOf(this.doc);
-    this.doc.clear();
-    if (index >= 0) this.Bokeh.documents.splice(index, 1);
+    const doc = this.doc;
+    if (!doc) return;
     this.doc = null;
+    const index = this.Bokeh.documents.indexOf(doc);
+    if (index >= 0) this.Bokeh.documents.splice(index, 1);
+    try {
+      this.bokehViews?.clear?.();
+      doc.clear();
+    } catch (error) {
+      console.error("fsdp_lab live view", error); // what could not be drawn may not be cleared either
+    }
   }
 
   remove() {

@@ -78,7 +78,11 @@ class WritingForm(AskingForm):
         if not prompt.strip():
             raise ValueError("Type a prompt first: the text that the model is to continue.")
         self.say("The model writes after the steps in progress.")
-        self.ask_lab(lambda: self._show(prompt, self._lab.generate(prompt, new_tokens=tokens)))
+        if (run := active_run(self._lab)) is not None:
+            request = run.generate(prompt, new_tokens=tokens)
+            self.ask_lab(lambda: self._show(prompt, request.wait()))
+        else:
+            self.ask_lab(lambda: self._show(prompt, self._lab.generate(prompt, new_tokens=tokens)))
 
     def _show(self, prompt: str, texts: Sequence[str]) -> None:
         put(self.message, "value", f'<span role="status"><b>{escape(prompt)}</b>{escape(texts[0])}</span>')

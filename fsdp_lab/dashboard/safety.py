@@ -167,10 +167,13 @@ class SavingForm(AskingForm):
 
     def save(self) -> None:
         """Requests a checkpoint of the active run; without one, of what the ranks hold."""
-        folder, active = self._folder.value, active_run(self._lab) is not None
-        if active or not self.is_asking:
-            end = "A checkpoint is written after the steps in progress, and one of the last step at the run's end."
-            self.say(end if active else "Saving what the ranks hold.")
+        folder = self._folder.value
+        if (run := active_run(self._lab)) is not None:
+            request = run.save(folder)
+            self.say("A checkpoint is written after the steps in progress, and one of the last step at the run's end.")
+            self.ask_lab(lambda: self._say_saved(request.wait()))
+        elif not self.is_asking:
+            self.say("Saving what the ranks hold.")
             self.ask_lab(lambda: self._say_saved(self._lab.save(folder)))
 
     def _say_saved(self, checkpoint: Checkpoint) -> None:

@@ -16,7 +16,7 @@ Gloo still holds the tensor of a collective. It ends these threads where no `Dev
 
 Read the files of its core in this order:
 
-    api.py            the entry and its contract; how units are made
+    api.py            the entry and its contract; how units are made; `UnshardHandle`
     unit.py           `Unit`: the parameters of one module, gathered and freed together; its states
     flat.py           `FlatBuffer`: those parameters as one buffer, of which each rank keeps a shard
     parameters.py     what modules hold between steps, what they hold while gathered, and flat regions

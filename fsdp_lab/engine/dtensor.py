@@ -607,8 +607,7 @@ def restored(
     Args:
         rank: which one it was, and of how many.
 
-    Raises:
-        ShardError: this is another rank.
+    Raises ShardError: this is another rank.
     """
     now = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
     if now != tuple(rank):

@@ -117,8 +117,7 @@ class ShardMesh:
             post_forward_size: ranks that share the parameters between forward and backward; making their group is
                 collective, so make one `ShardMesh` for all units.
 
-        Raises:
-            ShardError: the mesh has other dimensions, or cannot be divided into such groups.
+        Raises ShardError: the mesh has other dimensions, or cannot be divided into such groups.
         """
         if not isinstance(mesh, DeviceMesh):
             raise ShardError(f"a {type(mesh).__name__} was given as a mesh; {_BUILD}")
@@ -164,8 +163,7 @@ class ShardMesh:
     ) -> ShardMesh:
         """Makes one from what `fully_shard` was given; `holding`: where the parameters are.
 
-        Raises:
-            ShardError: there is no process group, or a `ShardMesh` has groups of another size.
+        Raises ShardError: there is no process group, or a `ShardMesh` has groups of another size.
         """
         _check_initialised()
         if mesh is None:
@@ -208,8 +206,7 @@ def choose_device(
         holding: devices of the parameters.
         current: the current GPU; None: there is none.
 
-    Raises:
-        ShardError: the parameters are on several GPUs, or nothing of the process group serves where they would go.
+    Raises ShardError: the parameters are on several GPUs, or nothing of the process group serves where they would go.
     """
     gpus = {str(device): device for device in holding if device.type not in ("cpu", "meta")}
     if len(gpus) > 1:
@@ -230,8 +227,7 @@ def build_mesh(device_type: str, *, shard_size: int | None = None) -> DeviceMesh
     Args:
         shard_size: ranks that share one copy of the parameters (F); None: all of them. 1 replicates.
 
-    Raises:
-        ShardError: the world size is not a multiple of `shard_size`, or there is no such device.
+    Raises ShardError: the world size is not a multiple of `shard_size`, or there is no such device.
     """
     _check_initialised()
     world = dist.get_world_size()
@@ -258,8 +254,7 @@ def _check_initialised() -> None:
 def check_equal_on_all_ranks(mesh: ShardMesh, entries: list[str], refusal: str | None) -> None:
     """Compare what the ranks are about to shard; collective. `refusal`: why this rank cannot.
 
-    Raises:
-        ShardError: on every rank, with the first refusal, or naming the first entry that differs.
+    Raises ShardError: on every rank, with the first refusal, or naming the first entry that differs.
     """
     answers: list[tuple[list[str], str | None]] = [(entries, refusal)]
     with mesh.answered("fully_shard"):

@@ -36,8 +36,7 @@ LARGEST = 2.0**24
 def gradient_norm(module: nn.Module, norm_type: float = 2.0) -> float:
     """The `norm_type`-norm (inf too) of all gradients as one vector, in float64, equal on all ranks; collective.
 
-    Raises:
-        ShardError: a norm type of 0 or less.
+    Raises ShardError: a norm type of 0 or less.
     """
     norm_type = _above_zero("norm_type", norm_type)
     largest, totals = math.isinf(norm_type), []
@@ -77,8 +76,7 @@ def _norms(gradients: list[Tensor], norm_type: float) -> Tensor:
 def clip_gradients(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> float:
     """Scale all gradients so that their norm is at most `max_norm`; collective. Returns the norm before.
 
-    Raises:
-        ShardError: a norm type of 0 or less, or a `max_norm` that is not above 0.
+    Raises ShardError: a norm type of 0 or less, or a `max_norm` that is not above 0.
     """
     max_norm = _above_zero("max_norm", max_norm)
     norm = gradient_norm(module, norm_type)

@@ -83,8 +83,7 @@ def full_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def load_full_state(module: nn.Module, values: Mapping[str, Tensor] | Callable[[str], Tensor]) -> None:
     """Set every parameter from whole tensors; not collective, each rank takes its part.
 
-    Raises:
-        ShardError: a name is missing, or a shape differs; nothing has been changed then if `values` is a mapping.
+    Raises ShardError: a name is missing, or a shape differs; nothing has been changed then if `values` is a mapping.
     """
     shards = [shard for shard, _ in _shards(module)]
     if isinstance(values, Mapping):
@@ -108,8 +107,7 @@ def load_ranges(module: nn.Module, read: Callable[[str, int, int], Tensor]) -> N
 
     Each rank reads only its own part, as from safetensors (`fsdp_lab.models.Weights`).
 
-    Raises:
-        ShardError: the reader gave another number of elements.
+    Raises ShardError: the reader gave another number of elements.
     """
     if not callable(read):
         raise ShardError(f"a {type(read).__name__} was given to read from; give a function of a name and a range")
@@ -129,8 +127,7 @@ def broadcast_full_state(module: nn.Module, values: Mapping[str, Tensor] | None)
     Args:
         values: on rank 0, by name; elsewhere they are not looked at.
 
-    Raises:
-        ShardError: on every rank, where rank 0 lacks a value or has one of another shape.
+    Raises ShardError: on every rank, where rank 0 lacks a value or has one of another shape.
     """
     shards = _shards(module)
     _check_values(shards, values)
@@ -194,9 +191,8 @@ def load_full_optimizer_state(
 ) -> None:
     """Set the optimizer's state from whole tensors; not collective.
 
-    Raises:
-        ShardError: a trainable parameter has no state where others have one, or a slot of another shape; nothing has been
-            changed then.
+    Raises ShardError: a trainable parameter has no state where others have one, or a slot of another shape; nothing has been
+    changed then.
     """
     check_optimizer(optimizer)
     pairs = [(shard, p) for shard, p in _shards(module) if shard.param is not None]

@@ -82,8 +82,7 @@ class Batches:
         source: the `source` of another Batches that differs in no field of `SOURCE_FIELDS`, to load it once.
         progress: what to call while the data is made into tokens.
 
-    Raises:
-        SpecError: data that cannot be read, is too short, or does not suit this kind of model.
+    Raises SpecError: data that cannot be read, is too short, or does not suit this kind of model.
     """
 
     def __init__(self, workload: Workload, config: Any, *, rank: int, world_size: int, source: Source | None = None,
@@ -124,8 +123,7 @@ class Batches:
         `count`. The samples are spread evenly over all that are held out and do not depend on world size or micro-batch.
         All ranks get the same number of batches of one shape; those that fill up the last ones have no labels.
 
-        Raises:
-            SpecError: fewer samples are held out.
+        Raises SpecError: fewer samples are held out.
         """
         self.check_held_out(count)
         held = held_out_count(self._workload, self.source.count)

@@ -72,8 +72,7 @@ def build_skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     Attention is PyTorch's scaled_dot_product_attention if the model supports it. `config` is the result of `resolve`, and is
     copied. Values come from `Initializer`.
 
-    Raises:
-        SpecError: no model can be built from it (widths that do not divide, ...), with the model's own message.
+    Raises SpecError: no model can be built from it (widths that do not divide, ...), with the model's own message.
     """
     config = copy.deepcopy(config)
     kind = facts_of(config).kind
@@ -100,8 +99,7 @@ def build_skeleton(config: PreTrainedConfig) -> PreTrainedModel:
 def frozen_names(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
     """The names of the parameters that the patterns freeze; a tied one goes by its first name.
 
-    Raises:
-        SpecError: a pattern matches nothing, or nothing is left to train.
+    Raises SpecError: a pattern matches nothing, or nothing is left to train.
     """
     if patterns is None:
         return []

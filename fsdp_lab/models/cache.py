@@ -41,8 +41,7 @@ NO_PROGRESS = Progresses()
 def cached(name: str, make: Callable[[Path], None], progress: Progresses = NO_PROGRESS) -> Path:
     """The file of that name in the cache, made by `make` at a place of its own if nobody has.
 
-    Raises:
-        SpecError: there is no room for it, or it cannot be written; and what `make` raises.
+    Raises SpecError: there is no room for it, or it cannot be written; and what `make` raises.
     """
     import platformdirs
     from filelock import FileLock, Timeout
@@ -84,8 +83,7 @@ def is_hub_name(name: object) -> bool:
 def hub_folder(name: str, field: str, files: Sequence[str] | None = None, *, kind: str = "model") -> Path:
     """The folder with those files of a repository of the Hub, fetched if this machine has not. `files`: patterns; None: all.
 
-    Raises:
-        SpecError: of `field`: the Hub has no such repository, or cannot be reached.
+    Raises SpecError: of `field`: the Hub has no such repository, or cannot be reached.
     """
 
     def fetch(path: Path) -> None:

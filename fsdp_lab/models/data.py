@@ -66,8 +66,7 @@ def open_text(data: str) -> Text:
     is memory-mapped and may have any size. In a folder, every file that looks like text (no zero byte at its start, not
     hidden) is read, sorted by path, up to `FOLDER_CAP_BYTES`.
 
-    Raises:
-        SpecError: it does not exist, cannot be read, or contains no text.
+    Raises SpecError: it does not exist, cannot be read, or contains no text.
     """
     if data == "stdlib":
         version = platform.python_version()
@@ -184,8 +183,7 @@ class FolderImages:
     16 bits become 8 by the higher ones, and floats are of 0 to 1, where `convert` would cut off what is above 255. Values of
     other ranges are refused.
 
-    Raises:
-        SpecError: no such folder, no class in it, or more classes than the model has.
+    Raises SpecError: no such folder, no class in it, or more classes than the model has.
     """
 
     def __init__(self, folder: str, facts: Facts) -> None:

@@ -63,8 +63,7 @@ def count_flops(
     Takes 0.1 s for small models, 1 to 2 s for the largest. A model whose computation depends on values (mixtures of
     experts, BART's masks) cannot run on meta tensors: it is estimated as 6 N per token, with a warning.
 
-    Raises:
-        SpecError: the model can be built but its forward fails.
+    Raises SpecError: the model can be built but its forward fails.
     """
     facts = facts_of(config)
     config = copy.copy(config)

@@ -249,8 +249,7 @@ class Facts:
 def facts_of(config: Any) -> Facts:
     """Facts of a dict with "model_type" or of a transformers config.
 
-    Raises:
-        SpecError: transformers has no model for it of a kind that the lab trains.
+    Raises SpecError: transformers has no model for it of a kind that the lab trains.
     """
 
     def read(name: str, default: Any = None) -> Any:

@@ -52,8 +52,7 @@ def initial_values(
 def weights_folder(workload: Workload) -> Path | None:
     """The folder of the weights that a workload begins with; None: random values.
 
-    Raises:
-        SpecError: `weights` is "own", and its model is no folder.
+    Raises SpecError: `weights` is "own", and its model is no folder.
     """
     w = workload
     if w.weights == RANDOM:
@@ -80,9 +79,8 @@ class Pretrained:
         fresh: parameters that begin random.
         buffers: persistent buffers that the folder has values for; the others keep those of the model.
 
-    Raises:
-        SpecError: a tensor is missing, has another shape, or has no place in the model, and `Workload.fresh_weights` does
-            not have its name.
+    Raises SpecError: a tensor is missing, has another shape, or has no place in the model, and `Workload.fresh_weights` does
+    not have its name.
     """
 
     def __init__(

@@ -89,8 +89,7 @@ class StoredTensor:
 class Weights:
     """The tensors of a folder, by the names that they have there.
 
-    Raises:
-        SpecError: there are none, they are in a format that is not read, or a file is broken.
+    Raises SpecError: there are none, they are in a format that is not read, or a file is broken.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -323,8 +322,7 @@ def unwrap_names(folder: str | os.PathLike[str], to: str | os.PathLike[str]) -> 
     """Writes the safetensors of `folder` into the new folder `to`, without "module.", "_orig_mod." and the like in names.
     Other files, such as config.json, are copied. One file is in memory at a time. Returns `to`.
 
-    Raises:
-        ArgumentError: there are no safetensors, no name has such a part, two become the same, or `to` exists.
+    Raises ArgumentError: there are no safetensors, no name has such a part, two become the same, or `to` exists.
     """
     source, target = Path(folder).expanduser(), Path(to).expanduser()
     files = sorted(source.glob(f"*{SAFETENSORS}"))

@@ -20,8 +20,7 @@ _INSIDE_STAGES = ("ResNetBasicLayer", "ResNetBottleNeckLayer", "ConvNextLayer")
 def units(model: nn.Module, wrap: str) -> list[list[nn.Module]]:
     """The modules of each unit below the root, in the order of the model.
 
-    Raises:
-        SpecError: `wrap` is no policy, or no module matches it.
+    Raises SpecError: `wrap` is no policy, or no module matches it.
     """
     Strategy(wrap=wrap)  # validates it
     kind, _, argument = wrap.partition(":")

@@ -42,10 +42,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, T
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from fsdp_lab.backends import Backend, state
-from fsdp_lab.backends.state import Chunk, Layout
+from fsdp_lab.backends.state import Chunk, Layout, gather_json
 from fsdp_lab.base.errors import ArgumentError
+from fsdp_lab.base.hang import LongWork
 from fsdp_lab.base.process import host_id
 from fsdp_lab.engine.scaling import Scaler
+from fsdp_lab.rank.heartbeat import LongWorkLog
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.trainer import Trainer, TrainingProgress
 from fsdp_lab.spec import checkpoint_format
@@ -177,7 +179,7 @@ class Checkpointer:
     def register(self, backend: Backend) -> None:
         """Gather the layouts of a new backend, so that saving needs no communication; collective, once per backend."""
         if backend is not self._backend:
-            self._backend, self._layouts = backend, state.gather_json(state.layout_of(backend.param_shards()))
+            self._backend, self._layouts = backend, gather_json(state.layout_of(backend.param_shards()))
 
     def unregister(self) -> None:
         """Forget a backend that is released."""
@@ -194,7 +196,7 @@ class Checkpointer:
                 folder = str(checkpoint_format.begin(Path(root), trainer.progress.step))
             except OSError as e:
                 failed = str(e.strerror)
-        folder, failed = state.gather_json((folder, failed))[0]
+        folder, failed = gather_json((folder, failed))[0]
         if failed:
             reason = f"no checkpoint can be written to {root}: {failed}"
             raise ArgumentError("save", reason, "make room, or name another folder")
@@ -234,12 +236,13 @@ class Checkpointer:
                 self._writing = None
         return self._writing is None
 
-    def wait_for_earlier(self, check: Callable[[], None]) -> None:
-        """Waits for the checkpoint before; collective. Raises ArgumentError on every rank if it is late."""
+    def wait_for_earlier(self, check: Callable[[], None], work: LongWorkLog) -> None:
+        """Waits for the checkpoint before, as long work; collective. Raises ArgumentError on every rank if it is late."""
         deadline_s = time.monotonic() + self._earlier_s
-        while not self.wait(0.05) and time.monotonic() < deadline_s:
-            check()
-        by_rank = state.gather_json((self._writing is None, self._own_written))
+        with work.during(LongWork.EARLIER_CHECKPOINT):
+            while not self.wait(0.05) and time.monotonic() < deadline_s:
+                check()
+        by_rank = gather_json((self._writing is None, self._own_written))
         if not all(done for done, _ in by_rank):
             busy = [str(rank) for rank, (_, own) in enumerate(by_rank) if not own] or ["0"]
             ranks = f"rank{'s' * (len(busy) > 1)} {', '.join(busy)}"
@@ -411,7 +414,7 @@ def spread(folder: Path, manifest: Mapping[str, Any], rank: int) -> int:
         if not folder.exists():
             folder.with_name(folder.name + PARTIAL).rename(folder)
     own = {file.name: file.stat().st_size for file in folder.glob("*")} if folder.is_dir() else {}
-    everyone: list[dict[str, Any]] = state.gather_json({"host": host_id(), "files": own})
+    everyone: list[dict[str, Any]] = gather_json({"host": host_id(), "files": own})
     first: dict[str, int] = {}  # the rank of each host that writes there
     for r, one in enumerate(everyone):
         first.setdefault(one["host"], r)
@@ -441,7 +444,7 @@ def spread(folder: Path, manifest: Mapping[str, Any], rank: int) -> int:
 
 def _agree(error: str) -> None:
     """Raises ArgumentError on every rank for an error of any; collective."""
-    if failed := next((f"rank {r}: {e}" for r, e in enumerate(state.gather_json(error)) if e), ""):
+    if failed := next((f"rank {r}: {e}" for r, e in enumerate(gather_json(error)) if e), ""):
         raise ArgumentError("checkpoint", f"its files could not be sent to all hosts ({failed})", "make room there")
 
 

@@ -326,8 +326,7 @@ class Session:
         start_s = time.perf_counter()
         with self._exclusive():
             trainer = self._lifecycle.require()
-            with self._work.during(LongWork.EARLIER_CHECKPOINT):
-                self._checkpointer.wait_for_earlier(self.context.check)
+            self._checkpointer.wait_for_earlier(self.context.check, self._work)
             waited_s = time.perf_counter() - start_s
             nbytes = self._checkpointer.save(trainer, root, kind=kind, last=last)
         seconds = time.perf_counter() - start_s

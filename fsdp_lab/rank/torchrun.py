@@ -72,7 +72,8 @@ def _close_at_exit(session: Session) -> None:
 
 
 def main() -> int:
-    """Trains a Spec without a notebook or a cluster. Rank 0 prints its event of each step as one line of JSON."""
+    """`torchrun --nproc-per-node 2 -m fsdp_lab.rank spec.json` trains a Spec without a notebook or a cluster. Rank 0 prints
+    its event of each step as one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m fsdp_lab.rank", description=main.__doc__)
     parser.add_argument("spec", type=Path, help="a Spec as JSON")
     parser.add_argument("--steps", type=int, default=10)

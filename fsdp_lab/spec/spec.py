@@ -526,7 +526,7 @@ def fields_with(trait: str) -> tuple[str, ...]:
 
 @cache
 def _limits(name: str, part: str) -> tuple[tuple[str, Limit], ...]:
-    """Yields (field, limit) of a backend, or of a target of an export, in a part."""
+    """The (field, limit) pairs of a backend, or of a target of an export, in a part."""
     kind = PARTS.get(part, Precision)
     return tuple((field, one) for field, row in rows_of(kind).items() for one in row.limits if name in one.of)
 

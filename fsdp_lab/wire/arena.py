@@ -51,7 +51,7 @@ class Mapping:
         """Keeps a descriptor of its own. Raises OSError."""
         nbytes, protection = os.fstat(descriptor).st_size, mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0)
         self.descriptor = os.dup(descriptor)
-        finalize(self, os.close, self.descriptor)
+        finalize(self, os.close, self.descriptor).atexit = False  # a thread may allocate until the process is over
         self.memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED, prot=protection)
         self.memory.madvise(mmap.MADV_DONTDUMP)
         with warnings.catch_warnings():

@@ -649,17 +649,17 @@ def _gather(rank: int, size: int, exchange: GlooExchange) -> _InnerCall:
 
     def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
         shard, parts, rounds = ins[0].reshape(-1), [_part(outs[0], r, size) for r in range(size)], list[Any]()
-        sent = shard
-        for to, source in _partners(rank, size):
-            received = parts[source]
-            if exchange.ring:
-                rounds += _round(
-                    group, size, sent, (rank + 1) % size, received, (rank - 1) % size, exchange.piece_bytes
-                )
-                sent = received  # what came in one round is sent in the next one
+        copies = parts[rank].data_ptr() != shard.data_ptr()
+        if copies and exchange.ring:
+            parts[rank].copy_(shard)
+        for i, (to, source) in enumerate(_partners(rank, size)):
+            if exchange.ring:  # what came in the round before is sent in this one
+                to, source = (rank + 1) % size, (rank - 1) % size
+                sent, received = parts[(rank - i) % size], parts[(rank - i - 1) % size]
             else:
-                rounds += _round(group, size, shard, to, received, source, exchange.piece_bytes)
-        if parts[rank].data_ptr() != shard.data_ptr():
+                sent, received = shard, parts[source]
+            rounds += _round(group, size, sent, to, received, source, exchange.piece_bytes)
+        if copies and not exchange.ring:
             parts[rank].copy_(shard)
         return in_order(rounds)
 

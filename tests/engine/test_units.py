@@ -173,7 +173,9 @@ def not_together(place: Place) -> None:
     )
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     half = DeviceMesh.from_group(halves[place.rank // 2], "cpu", mesh_dim_names=("shard",))
-    says = r"blocks.1 was sharded over ranks \[\d, \d\], and Net around it is to be over \[0, 1, 2, 3\]; give all units"
+    says = (
+        r"blocks.1 was sharded over ranks \[\d, \d\], and Net around it is to be over \[0, 1, 2, 3\]; give all units "
+    )
     refuses(says + "of a model meshes of the same ranks", {"mesh": half}, {})
 
 
