@@ -331,7 +331,11 @@ class Field {
     this.input = make(field.options.length ? "select" : "input", { id, name: field.name, title: field.help ?? "",
       ...(field.least == null ? {} : { type: "number", min: field.least, max: field.most }) });
     this.typed = make("input", { placeholder: field.typed ?? "", "aria-label": `${field.label}: another value`, hidden: "" });
+    this.edited = false; // an answer that comes while a person types does not take the text away
+    this.input.addEventListener("input", () => { this.edited = true; });
+    this.input.addEventListener("blur", () => { this.edited = false; });
     this.input.addEventListener("change", () => {
+      this.edited = false;
       this.typed.hidden = this.input.value !== OTHER;
       if (this.typed.hidden) send(this.input.value);
       else this.typed.focus();
@@ -360,7 +364,7 @@ class Field {
       if (!same) this.input.replaceChildren(...labels.map((label) => make("option", { value: label }, label)));
       labels.forEach((label, i) => { this.input.options[i].text = stands[i] ? `${label} – ${stands[i]}` : label; });
     } else this.input.placeholder = placeholder ?? "";
-    this.input.value = value;
+    if (!this.edited) this.input.value = value;
   }
 }
 
