@@ -145,7 +145,7 @@ TOLD: dict[str, list[str]] = {
     NAMES[3]: ["(?s)forward · unshard root.*backward · reduce.*update · optim", "unshard 2 ahead", "<Moment", "all exposed",
                "the same losses: True", "Emulated link: "],
     NAMES[4]: ["fsdp2 full_shard fp32 +equal bit for bit", "ddp no_shard fp32 +equal bit for bit", "equal within rounding",
-               "The fastest that fits is", "comparison.html", "3 of ", "Train gpt2-1m under"],
+               "The fastest that fits is", "comparison.html", "3 of ", "torchrun --nproc-per-node 2 THIS_FILE"],
     NAMES[5]: ["rank 1 is gone", "It resumed from a checkpoint at step", "(?m)^True$", "training stood", "parameters'"],
     NAMES[6]: ["gpt2-1m, 1.0 million parameters", "512 x h100 in 64 hosts", "bound by", "the best of"],
     NAMES[7]: ["(?s)equal bit for bit.*equal bit for bit", "the baseline", "the same text: True",
