@@ -47,9 +47,8 @@ class Supervisor:
         self.monitor = HeartbeatMonitor(hang_s)
         self.on_loop_hung: Callable[[RankHung], None] = lambda hung: None  # called on this thread
         self._ended: queue.SimpleQueue[RankExit | None] = queue.SimpleQueue()
-        self.on_lost: list[
-            Callable[[RankLost], None]
-        ] = []  # called on this thread for each rank that ends unexpectedly
+        # Called on this thread for each rank that ends unexpectedly.
+        self.on_lost: list[Callable[[RankLost], None]] = []
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="fsdp_lab-supervisor", daemon=True).start()

@@ -103,7 +103,7 @@ def _guard(reason: str) -> str:
     return re.sub(r"^\d+/\d+: ", "", " ".join(line.split()))[:_LONGEST_REASON]
 
 
-Unread = Callable[[], dict[str, Any]]  # returns the measurements of a step, by the fields of its `StepEvent`
+StepReader = Callable[[], dict[str, Any]]  # returns the measurements of a step, by the fields of its `StepEvent`
 
 
 class StepMeter:
@@ -211,7 +211,7 @@ class StepMeter:
         """Call it when there will be more state than `after_update` found."""
         self._optimizer = 0
 
-    def end(self) -> Unread:
+    def end(self) -> StepReader:
         """Call it after the context of a step; does not wait for the device. What it returns is called after `synchronised`
         or `pause`; `begin_s` is on this rank's clock. Where the device has not ended the step, its time is the host's, and
         it has no spans."""
@@ -247,9 +247,11 @@ class StepMeter:
 
         return read
 
-    def event(self, unread: Unread, clock: ClockOffset, peak: BestPeak | None, fields: Mapping[str, Any]) -> StepEvent:
+    def event(
+        self, read_step: StepReader, clock: ClockOffset, peak: BestPeak | None, fields: Mapping[str, Any]
+    ) -> StepEvent:
         """The event of a step: its measurements, and what else is known of it, which takes precedence."""
-        known = {**unread(), **fields}
+        known = {**read_step(), **fields}
         executed = known["flops"] + known["recompute_flops"]
         best = None if peak is None else peak.reach(executed / known["step_time_s"])
         return StepEvent(

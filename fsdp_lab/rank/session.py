@@ -524,9 +524,8 @@ class Session:
         trainer = self.trainer
         work, since_work_s = self._work.read()
         user_call, since_s = (trainer.backend.user_call if trainer else None) or ("", time.monotonic())
-        hang_s = (
-            OWN_ENGINE_S if trainer is not None and trainer.backend.has_user_code else None
-        )  # None: the lab's limit
+        # None: the lab's limit.
+        hang_s = OWN_ENGINE_S if trainer is not None and trainer.backend.has_user_code else None
         return Heartbeat(
             rank=self.info.rank,
             number=0,

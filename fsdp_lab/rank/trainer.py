@@ -44,7 +44,7 @@ from fsdp_lab.models import Batches, BestPeak
 from fsdp_lab.models.own import drawing, seeded
 from fsdp_lab.models.sources import Batch
 from fsdp_lab.rank.ledger import LedgerResult
-from fsdp_lab.rank.measure import StepMeter, Unread
+from fsdp_lab.rank.measure import StepMeter, StepReader
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset
 from fsdp_lab.spec.spec import Spec
@@ -122,7 +122,7 @@ class Trainer:
         self.state = StepState.IDLE
         self._forward_state = ForwardState(self.backend)
         # A committed step without its event, and what the host knows of it: the device may still be at its update.
-        self._ended: tuple[Unread, dict[str, Any]] | None = None
+        self._ended: tuple[StepReader, dict[str, Any]] | None = None
         self._complete_events: list[StepEvent] = []  # that were not returned
         self._steps_here = 0
         self._ledger_due = ledger is None
@@ -190,10 +190,10 @@ class Trainer:
         """Make the event of the step that has ended, if that was not done."""
         ended, self._ended = self._ended, None
         if ended is not None:
-            unread, fields = ended
+            read_step, fields = ended
             fields |= {name: getattr(self.cost, name) for name in ("flops", "recompute_flops", "tokens")}
             fields |= {"run": self.run, "spec_id": self.spec.id, "notes": self.notes}
-            self._complete_events.append(self.meter.event(unread, self.clock, self.cost.peak, fields))
+            self._complete_events.append(self.meter.event(read_step, self.clock, self.cost.peak, fields))
 
     def checked(self, event: StepEvent) -> StepEvent:
         """The event of the step that has just ended, with a checksum of the parameters."""

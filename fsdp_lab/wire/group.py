@@ -187,7 +187,7 @@ class Wire(dist.ProcessGroup):
         return self._shared
 
     def _get_backend(self, device: torch.device) -> Any:
-        """torch's FSDP2 asks what this returns for such memory, and torch's functions ask it for a timeout."""
+        """Returns what torch's FSDP2 asks for such memory, and what torch's functions ask for a timeout."""
         if device.type == "cuda" and self._nccl is not None:
             return self._nccl.inner
         return self._gloo if self._shared is None else self

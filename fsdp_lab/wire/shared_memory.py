@@ -486,11 +486,10 @@ class GpuGroup(SharedGroup):
         self.arena.synchronize()
         super()._part()
         end_s = time.monotonic() + _PART_S
-        while (
-            not (all_gone := all(peer.connection.is_gone for peer in self.peers.values())) and time.monotonic() < end_s
-        ):
+        self.all_parted = False
+        while not self.all_parted and time.monotonic() < end_s:
             time.sleep(_LOOK_S)
-        self.all_parted = all_gone
+            self.all_parted = all(peer.connection.is_gone for peer in self.peers.values())
 
 
 def open_shared(

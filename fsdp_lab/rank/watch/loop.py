@@ -33,7 +33,7 @@ from fsdp_lab.base.hang import LoopPlace
 from fsdp_lab.base.tensors import tensors_in
 from fsdp_lab.models import BestPeak, device_peak
 from fsdp_lab.rank.abort import INTERRUPTED, first_line
-from fsdp_lab.rank.measure import StepMeter, Unread, device_name, fidelity_notes, software
+from fsdp_lab.rank.measure import StepMeter, StepReader, device_name, fidelity_notes, software
 from fsdp_lab.rank.rendezvous import RankInfo
 from fsdp_lab.rank.tracing import ClockOffset, compare_clocks
 from fsdp_lab.rank.watch.found import FlopCount, can_count, find
@@ -138,7 +138,7 @@ class Watch:
         self.run, self.steps = "", 0
         self._open = self._used = False
         self._given: _Given | None = None  # of the step in progress
-        self._ended: list[tuple[Unread, _Given, dict[str, Any]]] = []  # whose events are not made yet
+        self._ended: list[tuple[StepReader, _Given, dict[str, Any]]] = []  # whose events are not made yet
         self._waiting: list[dict[str, Any]] = []
         self._published_s = self._read_s = 0.0
         self._handles: list[Any] = []
@@ -374,7 +374,7 @@ class Watch:
             self._given.grad_norm = _scalar("grad_norm", grad_norm)
 
     def _end(self, given: _Given, *, ledger: bool) -> None:
-        unread = self._meter.end()
+        read_step = self._meter.end()
         self._end_backward()
         if not (given.updated or given.backward) and self._found.optimizers:
             self._skipped += 1
@@ -393,7 +393,7 @@ class Watch:
                 self._peak = BestPeak(device_peak(self._info.device, dtype))
         if given.tokens == self._counted_tokens:  # as many in the step that was counted: else they are not known
             fields |= {"flops": self._count.model or 0, "recompute_flops": self._count.recompute}
-        self._ended.append((unread, given, fields))
+        self._ended.append((read_step, given, fields))
         self.steps += 1
         self._ledger_due = self._ledger_due and not ledger
         if not self._meter.runs_behind:
@@ -416,7 +416,7 @@ class Watch:
         if time.perf_counter() - self._published_s >= PUBLISH_EVERY_S:
             self._publish({})
 
-    def _event(self, unread: Unread, given: _Given, fields: dict[str, Any]) -> StepEvent:
+    def _event(self, read_step: StepReader, given: _Given, fields: dict[str, Any]) -> StepEvent:
         losses = [float(loss) for loss in given.losses]
         fields = {
             "run": self.run,
@@ -430,7 +430,7 @@ class Watch:
         }
         if self._world is None and self._info.world_size > 1:
             fields["comm"] = UNKNOWN_TRAFFIC
-        return self._meter.event(unread, self._clock, self._peak, fields)
+        return self._meter.event(read_step, self._clock, self._peak, fields)
 
     def _publish(self, what: dict[str, Any]) -> None:
         events, self._waiting = self._waiting, []
