@@ -108,7 +108,7 @@ class Session:
                     self.link.sendall(GIVE_UP)
                     while self.link.recv(1) != GIVE_UP:
                         pass
-                    raise RankAborted(f"rank {self.rank} was freed from a collective") from None
+                    raise RankAborted(f"rank {self.rank} was interrupted") from None
                 if time.monotonic() - asked > timeout_s:
                     raise RuntimeError("a rank is missing") from None
                 continue
