@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from fsdp_lab.cli import jupyter
 from fsdp_lab.cli.main import main, parser
 from fsdp_lab.cluster.engines import exposure_notes
 from tests.test_house import PACKAGE, REPO, Module, modules
@@ -104,6 +103,6 @@ def numbers(version: str) -> list[int]:
 @pytest.mark.parametrize("name", ["..", "../x", "/etc", "", "-x", ".hidden"])
 def test_a_kernels_name_is_no_path(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """Jupyter would replace the folder that the name leads to."""
-    monkeypatch.setattr(jupyter, "register", lambda *_: pytest.fail("it was registered"))
+    monkeypatch.setattr("ipykernel.kernelspec.install", lambda **_: pytest.fail("it was registered"))
     assert main(["kernel", "install", f"--name={name}"]) == 2
     assert "is not a kernel's name" in capsys.readouterr().err

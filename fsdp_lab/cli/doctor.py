@@ -271,8 +271,8 @@ def jupyter_servers() -> list[Finding]:
     """The extensions that pages need, here and in the environments of running servers."""
     findings = [Finding("extensions", "the pages' two extensions are installed")]
     if lacking := missing(Path(sys.prefix)):
-        fix = " ".join([PIP, *(f"'{extension.requirement}'" for extension in lacking)])
-        findings = [Finding("extensions", "missing: " + ", ".join(e.folder for e in lacking), State.FAIL, fix)]
+        fix = " ".join([PIP, *(f"'{requirement}'" for requirement in lacking)])
+        findings = [Finding("extensions", f"missing: {', '.join(lacking)}", State.FAIL, fix)]
     for server in running_servers():
         lacking = [] if server.ours else missing(server.prefix)
         fix = f"to use it: {server.install_command(lacking)}; then fsdp-lab kernel install" if lacking else ""

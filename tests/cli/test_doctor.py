@@ -79,7 +79,7 @@ def test_a_package_that_is_missing_or_of_the_wrong_release_is_named_and_a_newer_
 
 
 def test_missing_extensions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor, "missing", lambda prefix: list(NEEDED))
+    monkeypatch.setattr(doctor, "missing", lambda prefix: list(NEEDED.values()))
     monkeypatch.setattr(doctor, "running_servers", list)
     found = doctor.jupyter_servers()[0]
     assert found.state is State.FAIL and "anywidget" in found.advice and "jupyterlab_widgets" in found.advice
