@@ -52,7 +52,6 @@ MINUTES = f"skip what is left after so many; 0: no limit {DEFAULT}"
 GPU: Options = {
     "device": {"choices": ["cuda", "cpu"], "default": "cuda", "help": REHEARSED},
     "only": {"metavar": "PART,PART", "help": "only the parts whose names begin so, as step,switch"},
-    "list": {"action": "store_true", "help": "list the parts, and run none"},
     "out": {"type": Path, "metavar": "FILE", "help": "results file (default: fsdp_lab-gpu-DATE.txt)"},
     "minutes": {"type": float, "default": 9.0, "metavar": "N", "help": MINUTES},
 }
@@ -133,20 +132,13 @@ def gpu(args: argparse.Namespace) -> int:
     if not 0 <= args.minutes < math.inf:
         raise Refused(f"--minutes {args.minutes:g} is refused; give 0 or more, as 8.5")
     try:
-        at = gpu_list.Place.here(args.device, listing=args.list)
+        at = gpu_list.Place.here(args.device)
         parts = gpu_list.chosen(gpu_list.listed(at), args.only)
     except PlanError as e:
         raise Refused(str(e)) from e
-    if args.list:
-        for part in parts:
-            say(f"{part.name:18} {part.title}{f' (skipped: {part.skipped})' if part.skipped else ''}")
-        return 0
     file = files.check_file(args.out or time.strftime("fsdp_lab-gpu-%Y-%m-%d-%H%M%S.txt"), field="--out")
-    record = gpu_list.Record(facts=dict(gpu_list.facts(at)), file=file, say=say)
-    for name, value in record.facts.items():
-        say(f"{name}: {value}")
-    record.run(parts, 60.0 * args.minutes)
-    say(f"written: {file}")
+    gpu_list.Record(facts=dict(gpu_list.facts(at)), file=file, parts=parts).run(60.0 * args.minutes)
+    print(f"written: {file}")
     if failed := [part.name for part in parts if part.outcome == gpu_list.FAILED]:
         raise Failed(f"{len(failed)} of {len(parts)} parts failed: {', '.join(failed)}; see {file}")
     return 0

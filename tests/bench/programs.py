@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.base.formatting import duration
-from fsdp_lab.bench.gpu import ALLOWED, relative_difference, run_program, trained
+from fsdp_lab.bench.gpu import ALLOWED, run_program, trained
 from fsdp_lab.bench.plan import BenchError, place
+from fsdp_lab.bench.results import relative_difference
 from fsdp_lab.cli.bench import say
 from fsdp_lab.spec.spec import Spec
 

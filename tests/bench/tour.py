@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_lab.bench.gpu import ALLOWED, STRATEGIES, relative_difference
+from fsdp_lab.bench.gpu import ALLOWED, STRATEGIES
 from fsdp_lab.bench.plan import BenchError, BenchPlan, place
+from fsdp_lab.bench.results import relative_difference
 from fsdp_lab.bench.tasks import BenchRank
 from fsdp_lab.cli.bench import say
 from fsdp_lab.engine import fully_shard
