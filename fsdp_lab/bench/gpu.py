@@ -330,12 +330,12 @@ def _programs(at: Place) -> Iterator[BenchPart]:
 
 def chosen(all_parts: Sequence[BenchPart], only: str | None) -> tuple[BenchPart, ...]:
     """The parts whose names begin with one of a comma-separated list; all without one. Raises PlanError."""
-    wanted = tuple(name.strip() for name in (only or "").split(",") if name.strip())
+    wanted = ("",) if only is None else tuple(map(str.strip, only.split(",")))
     for name in wanted:
-        if not any(part.name.startswith(name) for part in all_parts):
+        if only is not None and not (name and any(part.name.startswith(name) for part in all_parts)):
             names = ", ".join(part.name for part in all_parts)
             raise PlanError(f"--only: there is no part {name!r}; choose from {names}")
-    return tuple(part for part in all_parts if part.name.startswith(wanted or ""))
+    return tuple(part for part in all_parts if part.name.startswith(wanted))
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.files import check_file
 from fsdp_lab.base.formatting import plural, size
 from fsdp_lab.cli.console import Failed, Refused, add_command, at_least, memory_limit, say, say_json, signals_ignored
@@ -92,12 +91,7 @@ def head(stored: StoredRun) -> list[str]:
 def delete(args: argparse.Namespace, history: History) -> None:
     if bool(args.which) == (args.older_than is not None):
         raise Refused("name the runs to delete, or give --older-than DAYS")
-    try:
-        deleted = history.delete(*args.which) if args.which else history.delete_older(args.older_than)
-    except FieldError as e:
-        if e.field == "days":
-            raise Refused(f"--older-than {args.older_than} is refused; {e.hint}") from e
-        raise
+    deleted = history.delete(*args.which) if args.which else history.delete_older(args.older_than)
     say(f"{plural(deleted, 'run')} deleted; {len(history.runs())} left")
 
 
