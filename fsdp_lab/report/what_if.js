@@ -353,8 +353,7 @@ class Field {
   }
 
   /** stands: what became of each value, where that is known. Not while a person is about to type another value. */
-  show({ options, value, stands = [], typed, placeholder, note = "", refused = false, hidden = false }) {
-    this.root.hidden = hidden;
+  show({ options, value, stands = [], typed, placeholder, note = "", refused = false }) {
     this.root.classList.toggle("refused", refused);
     this.note.textContent = refused ? "refused" : note;
     if (!this.typed.hidden) return;
