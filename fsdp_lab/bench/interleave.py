@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_lab.backends import Backend, build, fill
 from fsdp_lab.backends.base import state_slots
-from fsdp_lab.bench.plan import BenchError, BenchPlan, Form
+from fsdp_lab.bench.plan import MODEL, BenchError, BenchPlan, Form
 from fsdp_lab.models import Initializer, build_skeleton, resolve
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.models.wrapping import blocks
@@ -88,7 +88,7 @@ def interleave(
 def batches_of(plan: BenchPlan, info: RankInfo) -> Iterator[Batch]:
     """Random tokens: different ones for each rank and round, the same for all forms."""
     generator = torch.Generator().manual_seed(plan.seed * plan.ranks + info.rank)
-    tokens = int(PRESETS[plan.preset].config["vocab_size"]) if plan.preset else plan.vocab
+    tokens = int((PRESETS[plan.preset].config if plan.preset else MODEL)["vocab_size"])
     for _ in range(plan.warmup + plan.steps):
         ids = torch.randint(tokens, (plan.micro_batch, plan.seq_len), generator=generator).to(info.device)
         yield {"input_ids": ids, "labels": ids}

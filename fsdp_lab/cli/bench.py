@@ -33,14 +33,10 @@ def number(default: int, text: str = "") -> Mapping[str, Any]:
 SIZES: Mapping[str, str] = {
     "ranks": "rank processes",
     "warmup": "warm-up steps of each form",
-    "layers": "layers of the GPT-2 model",
-    "width": "embedding width",
-    "heads": "attention heads",
-    "vocab": "vocabulary size",
     "seq_len": "tokens per sequence",
     "micro_batch": "sequences per rank and step",
 }
-PRESET = "a causal preset, in place of --layers, --width, --heads and --vocab"
+PRESET = "a causal preset (default: a GPT-2 of 4 layers, 512 wide)"
 OWN_RANKS: Options = {
     **{name: number(getattr(BenchPlan, name), text) for name, text in SIZES.items()},
     "model": {"default": "", "metavar": "PRESET", "help": PRESET},

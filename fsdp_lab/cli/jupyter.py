@@ -202,20 +202,10 @@ def install_kernel(args: argparse.Namespace) -> int:
         raise Refused(f"cannot write {where} ({e.strerror}); choose another place with --prefix DIR") from e
     print(f"Registered: the kernel {args.name!r} runs {sys.executable}\n  in {where}")
     print(f"Choose it in the notebook's menu: Kernel, Change Kernel, {title}.\n")
-    print("\n".join(what_servers_need()))
+    print("The JupyterLab server that shows the notebooks needs two packages in ITS environment:")
+    print("  pip install", *(f"'{requirement}'" for requirement in NEEDED.values()))
+    print("`fsdp-lab doctor` says which of the running servers lack them.")
     return 0
-
-
-def what_servers_need() -> Iterator[str]:
-    """Lines on what each running server of another environment lacks; if none runs, what any of them needs."""
-    others = [server for server in running_servers() if not server.ours]
-    for server in others:
-        lacking = missing(server.prefix)
-        needs = f"lacks:\n  {server.install_command(lacking)}" if lacking else "has what it needs."
-        yield f"The server on port {server.port} ({server.prefix}) {needs}"
-    if not others:
-        yield "The JupyterLab server that shows the notebooks needs two packages in ITS environment:"
-        yield "  pip install " + " ".join(f"'{requirement}'" for requirement in NEEDED.values())
 
 
 # Folder of a prebuilt JupyterLab extension, below `labextensions` -> the pip requirement that brings it.

@@ -12,7 +12,7 @@ from tests.bench.__main__ import main
 from tests.bench.in_pool import launched_in
 from tests.pool import Pool
 
-TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--vocab", "64", "--seq-len", "8", "--device", "cpu"]
+TINY = ["--model", "gpt2-1m", "--seq-len", "8", "--device", "cpu"]
 
 
 @pytest.fixture
@@ -75,10 +75,11 @@ def test_metering_measures_beside_nothing_of_ours(tmp_path: Path, capsys: pytest
 @pytest.mark.usefixtures("ranks")
 def test_measuring_changes_no_bit_of_any_backend() -> None:
     """All of them in one launch: a form is compared with the two others of its backend."""
-    sizes = {"layers": 2, "width": 32, "heads": 2, "vocab": 64, "seq_len": 8}
     names = {peer: [form.name for form in metering.forms_of(peer)] for peer in metering.PEERS}
     forms = tuple(name for of_peer in names.values() for name in of_peer)
-    result = metering.measure(metering.Plan(**sizes, steps=4, forms=forms, devices=("cpu", "cpu")), []).result
+    result = metering.measure(
+        metering.Plan(preset="gpt2-1m", seq_len=8, steps=4, forms=forms, devices=("cpu", "cpu")), []
+    ).result
     for peer, of_peer in names.items():
         told = [(result.losses[form], result.gradient_norms[form]) for form in of_peer]
         assert told[0] == told[1] == told[2], peer

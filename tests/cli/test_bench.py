@@ -22,7 +22,7 @@ from tests.bench.in_pool import launched_in
 from tests.pool import Pool
 from tests.waiting import until
 
-TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--vocab", "64", "--seq-len", "8", "--device", "cpu"]
+TINY = ["--model", "gpt2-1m", "--seq-len", "8", "--device", "cpu"]
 
 # -- what is refused -------------------------------------------------------------------------------------------------
 
@@ -42,7 +42,7 @@ def test_a_peers_name_stands_for_its_forms() -> None:
     assert forms_named("ddp") == ("ddp-raw", "ddp-wire")
     assert forms_named("ddp-wire, lab") == ("lab", "lab-again", "ddp-wire"), "in the order of turns"
     assert forms_named("fsdp2,ddp,lab") == STEP
-    assert forms_named("lab-fused,lab") == ("lab", "lab-again", "lab-fused"), "that one by its name alone"
+    assert forms_named("lab-gloo,lab") == ("lab", "lab-again", "lab-gloo"), "that one by its name alone"
 
 
 # -- the figures -----------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_a_form_that_trains_something_else_fails_the_run(other: float) -> None:
 @pytest.mark.slow
 def test_step_measures_every_form_and_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In processes of its own; forms over Gloo do the same work as those through shared memory."""
-    file, forms = tmp_path / "step.json", (*STEP, "lab-fused", "lab-gloo", "fsdp2-gloo", "ddp-gloo", "lab-mapped")
+    file, forms = tmp_path / "step.json", (*STEP, "lab-gloo", "fsdp2-gloo", "ddp-gloo", "lab-mapped")
     few = ["--steps", "2", "--warmup", "1", "--only", ",".join(forms)]
     assert main(["bench", "step", *TINY, *few, "--json", str(file)]) == 0
     printed, written = capsys.readouterr().out, json.loads(file.read_text())
@@ -128,7 +128,7 @@ def test_step_measures_every_form_and_writes_what_it_prints(tmp_path: Path, caps
     assert all(time_s["n"] == 2 and 0 < time_s["p10"] <= time_s["p90"] for time_s in written["step_time_s"].values())
     assert f"{written['ratios']['lab/ddp']['median']:.3f}" in printed
     assert "largest difference of losses and gradient norms to fsdp2-raw: " in printed
-    assert written["environment"]["width"] == 32 and written["environment"]["devices"] == ["cpu", "cpu"]
+    assert written["environment"]["preset"] == "gpt2-1m" and written["environment"]["devices"] == ["cpu", "cpu"]
     assert {"cores", "torch", "load_average"} < written["environment"].keys()
     assert not ranks_of(psutil.Process())
 

@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_lab.cli import doctor
 from fsdp_lab.cli.doctor import Finding, State, TorchFacts, gpu_findings
-from fsdp_lab.cli.jupyter import NEEDED
+from fsdp_lab.cli.jupyter import NEEDED, Server
 from fsdp_lab.cli.main import main
 from fsdp_lab.cluster.nvml import GpuProcess, GpuReport, GpuStatus
 
@@ -78,11 +78,16 @@ def test_a_package_that_is_missing_or_of_the_wrong_release_is_named_and_a_newer_
         assert found.state is state and ("pip install" in str(found)) is (state is State.FAIL)
 
 
-def test_missing_extensions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_extensions_that_are_missing_here_or_where_a_server_runs_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    server = Server(pid=1, port=8890, python="/opt/jupyter/bin/python", prefix=tmp_path)
     monkeypatch.setattr(doctor, "missing", lambda prefix: list(NEEDED.values()))
-    monkeypatch.setattr(doctor, "running_servers", list)
-    found = doctor.jupyter_servers()[0]
-    assert found.state is State.FAIL and "anywidget" in found.advice and "jupyterlab_widgets" in found.advice
+    monkeypatch.setattr(doctor, "running_servers", lambda: [server])
+    here, there = doctor.jupyter_servers()
+    assert here.state is State.FAIL and "anywidget" in here.advice and "jupyterlab_widgets" in here.advice
+    assert there.state is State.WARN and there.name == "server :8890"
+    assert "/opt/jupyter/bin/python -m pip install 'anywidget>=" in there.advice
 
 
 @pytest.mark.slow

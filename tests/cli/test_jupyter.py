@@ -21,7 +21,7 @@ import pytest
 
 from fsdp_lab.cli import jupyter
 from fsdp_lab.cli.console import Refused
-from fsdp_lab.cli.jupyter import Server, missing
+from fsdp_lab.cli.jupyter import missing
 from fsdp_lab.cli.main import main
 
 
@@ -115,7 +115,7 @@ def ask(url: str, data: dict[str, str] | None = None):
         return json.loads(reply.read())
 
 
-# -- `fsdp-lab kernel install`: what it describes, and what other servers are told to install ---------------------
+# -- `fsdp-lab kernel install` ----------------------------------------------------------------------------------------
 
 
 def test_the_kernel_runs_this_interpreter(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -123,17 +123,11 @@ def test_the_kernel_runs_this_interpreter(tmp_path: Path, capsys: pytest.Capture
     described = json.loads((tmp_path / "share/jupyter/kernels/fsdp-lab/kernel.json").read_text())
     assert described["argv"][0] == sys.executable
     assert described["display_name"].startswith("fsdp_lab (Python ")
-    assert "fsdp-lab" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "fsdp-lab" in said and "'anywidget>=" in said and "'jupyterlab_widgets>=3'" in said
 
 
-def test_a_server_of_another_environment_is_told_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_an_environment_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "share/jupyter/labextensions/anywidget").mkdir(parents=True)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert missing(tmp_path) == ["jupyterlab_widgets>=3"]
-    server = Server(pid=1, port=8890, python="/opt/jupyter/bin/python", prefix=tmp_path)
-    monkeypatch.setattr(jupyter, "running_servers", lambda: [server])
-    said = "\n".join(jupyter.what_servers_need())
-    assert "port 8890" in said and "/opt/jupyter/bin/python -m pip install 'jupyterlab_widgets>=3'" in said
-    monkeypatch.setattr(jupyter, "running_servers", list)
-    said = "\n".join(jupyter.what_servers_need())
-    assert "anywidget" in said and "jupyterlab_widgets" in said, "where no server runs"
