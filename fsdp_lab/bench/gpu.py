@@ -1,5 +1,5 @@
-"""`bench gpu`: all that only a GPU can show, as a list of parts, and the file of results. What a part does is a
-function: it prints what it finds and returns it, or raises BenchError with what is wrong.
+"""`bench gpu`: what only a GPU can show, as a list of parts, and the file of results. What a part does is a function: it
+prints what it finds and returns it, or raises BenchError with what is wrong.
 
 On a CPU the same list is rehearsed with small models. Each part starts processes of its own, so that a crash of one,
 or memory that it does not give back, touches no other.
@@ -17,9 +17,7 @@ import platform
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -31,7 +29,6 @@ from typing import Any
 from fsdp_lab.base import __version__
 from fsdp_lab.base.files import write_whole
 from fsdp_lab.base.formatting import Table, duration, plural, size
-from fsdp_lab.base.process import MARK, sweep
 from fsdp_lab.bench.launch import launch
 from fsdp_lab.bench.plan import CONTROL, LAB, REFERENCE, STEP, BenchError, BenchPlan, PlanError
 from fsdp_lab.bench.results import BUSY, TOLERANCES, Say, busy_cells, relative_difference, step
@@ -62,12 +59,6 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
 PINNED: Mapping[str, Mapping[str, Any]] = {"fsdp1, offload all": {"backend": "fsdp1", "offload": "all"}}
 HYBRID: Mapping[str, Mapping[str, Any]] = {"lab, hybrid": {"sharding": "hybrid_shard", "shard_size": 2}}
 SOME = ("fsdp2", "lab", "lab, shard_grad_op", "lab, zero1", "lab, offload all", "fsdp1", "ddp")
-
-
-def tests(say: Say, limit_s: float) -> dict[str, Any]:
-    """Without the options of pyproject.toml, some of which need plugins."""
-    run_program(["-m", "pytest", "tests/gpu", "-o", "addopts=", "-q", "-ra", "--tb=short"], say, limit_s)
-    return {}
 
 
 def strategies(
@@ -133,41 +124,6 @@ def timed(plan: BenchPlan, say: Say, limit_s: float) -> dict[str, Any]:
     return step(replace(plan, limit_s=limit_s), say)
 
 
-def bench(arguments: Sequence[str], say: Say, limit_s: float) -> dict[str, Any]:
-    """`python -m tests.bench ARGUMENTS`."""
-    with tempfile.TemporaryDirectory(prefix="fsdp_lab-bench-") as folder:
-        file = Path(folder, "bench.json")
-        run_program(["-m", "tests.bench", *arguments, "--json", str(file)], say, limit_s)
-        told: dict[str, Any] = json.loads(file.read_text())
-    return dict(told.get("backends", told))
-
-
-def run_program(arguments: Sequence[str], say: Say, limit_s: float) -> None:
-    """`python ARGUMENTS` in the repository; `say` is called with each line of its output and its errors, at its end. Raises
-    BenchError if it fails or does not end in time. Processes that it has started are ended, by the token in their
-    environment."""
-    token = uuid.uuid4().hex
-    own = {MARK: token, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    env = {"OMP_NUM_THREADS": "1", **os.environ, **own}
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        try:
-            ended = subprocess.run(
-                [sys.executable, *arguments], env=env, cwd=REPOSITORY, timeout=max(0.0, limit_s),
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
-            wrong = f"it ended with code {ended.returncode}" if ended.returncode else ""
-        except subprocess.TimeoutExpired:
-            wrong = f"it did not end within {limit_s:.0f} s"
-        finally:
-            sweep(token)
-        output.seek(0)
-        lines = [line.rstrip() for line in output]
-    for line in lines:
-        say(line)
-    if wrong:
-        raise BenchError(f"{wrong}: {next(filter(None, reversed(lines)), 'it printed nothing')}")
-
-
 FIGURES = "-- the same as JSON, with all figures --"
 STATE_BYTES = 16  # per parameter of a form in fp32: values, two moments, gradients that DDP keeps
 MOST_RANKS = 8  # of the parts with a rank on each GPU
@@ -179,7 +135,6 @@ _plan = partial(BenchPlan, ranks=1, precision="bf16")
 _tiny = partial(_plan, seq_len=16, micro_batch=1, steps=2)
 _BOTH = (LAB, REFERENCE, "fsdp2-wire", CONTROL)
 _OVER_WIRE = (LAB, "fsdp2-wire", "ddp-wire", CONTROL)  # where ranks share a GPU
-METERING = "--backend fsdp2,fsdp1,ddp,lab --ranks 1 --launches 2 --precision bf16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,9 +144,7 @@ class Scale:
     shapes: tuple[BenchPlan, ...]
     shared: tuple[int, ...]  # numbers of ranks that share one GPU
     sharing: BenchPlan  # what they train
-    metered: str  # options of `metering`
     precisions: tuple[str, ...]
-    switched: str = ""  # options of `switch`
 
 
 ON_GPU = Scale(
@@ -202,16 +155,13 @@ ON_GPU = Scale(
     ),
     shared=(2, 4),
     sharing=_plan(preset="gpt2-30m", seq_len=128, steps=10, forms=_OVER_WIRE),
-    metered="--model gpt2-124m --seq-len 512 --micro-batch 8 --steps 30",
     precisions=("fp32", "bf16", "fp16"),
 )
 REHEARSAL = Scale(
     shapes=tuple(_tiny(preset=preset, forms=(LAB, REFERENCE)) for preset in ("gpt2-1m", "llama-1m")),
     shared=(2,),
     sharing=_tiny(preset="gpt2-1m", forms=_OVER_WIRE),
-    metered="--model gpt2-1m --seq-len 16 --micro-batch 1 --steps 4",
     precisions=("fp32",),
-    switched="--width 64 --layers 3 --vocab 384",
 )
 
 
@@ -276,8 +226,8 @@ class BenchPart:
 
 
 def listed(at: Place) -> tuple[BenchPart, ...]:
-    """In the order in which they are run: what several GPUs show first. An H100 takes about nine minutes for all."""
-    return (*_over_nccl(at), *_on_one(at), *_programs(at))
+    """In the order in which they are run: what several GPUs show first. An H100 takes about five minutes for all."""
+    return (*_over_nccl(at), *_on_one(at))
 
 
 def _over_nccl(at: Place) -> Iterator[BenchPart]:
@@ -309,23 +259,6 @@ def _on_one(at: Place) -> Iterator[BenchPart]:
         plan = replace(scale.sharing, ranks=ranks, devices=devices)
         title = f"step of {plan.preset}, bf16, on {ranks} ranks that share {where}"
         yield BenchPart(f"share-step-{ranks}", title, 60, partial(timed, plan))
-
-
-def _programs(at: Place) -> Iterator[BenchPart]:
-    """Tests and benches of the clone."""
-    here = "" if (REPOSITORY / "tests").is_dir() else f"there is no folder tests in {REPOSITORY}"
-    yield BenchPart("tests", "tests/gpu", 300, tests, here or ("" if at.gpus else "they need a GPU"))
-    several = f"--ranks {max(1, min(at.gpus, MOST_RANKS))}"
-    too_large = at.lacks_memory(at.scale.metered.split()[1], forms=12)
-    for name, title, limit_s, options, why in (
-        ("metering", "what measuring costs, by backend", 120, f"{METERING} {at.scale.metered}", too_large),
-        ("switch", "live switches near the memory limit", 90, at.scale.switched, ""),
-        ("tour", "the notebooks' steps without Jupyter", 60, "", ""),
-        ("torchrun", "a Spec under torchrun", 60, several, ""),
-        ("export", "an exported script, compared with the lab", 90, several, ""),
-    ):
-        command = [name, "--device", "cuda" if at.gpus else "cpu", *options.split()]
-        yield BenchPart(name, title, limit_s, partial(bench, command), here or why)
 
 
 def chosen(all_parts: Sequence[BenchPart], only: str | None) -> tuple[BenchPart, ...]:

@@ -444,7 +444,7 @@ class Page {
     const use = ({ used, take }, i) => make("button", { type: "button", "aria-pressed": used, title: `Take strategy ${i + 1}`,
       onclick: take }, used ? "In use" : "Use");
     fill(card.querySelector("table"), strategies.heads, strategies.rows.map((row, i) => [use(row, i), ...row.cells]));
-    this.caption(card, { reading: strategies.reading, notes: [strategies.note] });
+    this.caption(card, { reading: strategies.reading, notes: [] });
   }
 
   showCard(name, { bars, ruler, ...words }) {

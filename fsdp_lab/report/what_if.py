@@ -171,7 +171,7 @@ class WhatIf(anywidget.AnyWidget):
         self._changed = threading.Condition(threading.RLock())  # guards what follows
         self._left = self._asked = self._shown = 0
         self._searching = self._closed = False
-        self._doing = self._failure = ""
+        self._said = ""  # instead of the usual status
         self._found: tuple[Question, Search] | None = None
         self._answer = Answer.of(first).with_curve()
         self.choices: Choices[Question] = Choices(first, check=Answer.of)
@@ -265,19 +265,18 @@ class WhatIf(anywidget.AnyWidget):
             log.exception("the what-if page failed")
             failure = f"It failed: {type(e).__name__}: {e}"
         with self._changed:
-            self._failure = failure
+            self._said = failure
             self._show()
             self._left -= 1
             self._changed.notify_all()
 
     def _choose(self, changes: Callable[[], Mapping[str, Any]], number: int) -> None:
         """Shows the prediction first, and the curve if nothing else was asked by then."""
-        self._doing = (
-            "The answer is computed."  # a model that is no preset is built without values, which takes seconds
+        self._said = (
+            "The answer is computed."  # takes seconds for a model that is no preset: it is built without values
         )
         self._show()
         self.choices.choose(**changes())
-        self._doing = ""
         question = self.choices.wanted
         if question != self._answer.question:
             self._answer = Answer.of(question)
@@ -286,6 +285,7 @@ class WhatIf(anywidget.AnyWidget):
             self._answer = self._answer.with_curve()
 
     def _search(self) -> None:
+        self._show()
         question = self.choices.wanted
         try:
             self._found = (question, searched(question.planned_spec, question.target))
@@ -319,8 +319,8 @@ class WhatIf(anywidget.AnyWidget):
         }
 
     def _status(self) -> str:
-        if self._failure or self._doing:
-            return self._failure or self._doing
+        if self._said:
+            return self._said
         if self.choices.held:
             return "The answer below is to the last choice that was possible."
         if self._searching:
@@ -343,18 +343,16 @@ class WhatIf(anywidget.AnyWidget):
         }
 
     def _strategies(self) -> dict[str, Any] | None:
-        """The result of the search, which of it is chosen now, and whether the search was for another question."""
-        if self._found is None:
+        """The result of the search, and which of it is chosen now. None if the search was for another question."""
+        now = self.choices.wanted
+        if self._found is None or now.unsearched() != self._found[0].unsearched():
             return None
-        (question, search), now = self._found, self.choices.wanted
-        same = now.unsearched() == question.unsearched()
-        chosen, table = searched_fields(now.planned_spec) if same else None, search.table()
-        used = [searched_fields(one.plan.spec) == chosen for one in search.shown]
+        search, chosen = self._found[1], searched_fields(now.planned_spec)
+        table, used = search.table(), [searched_fields(one.plan.spec) == chosen for one in search.shown]
         return {
             "reading": search.sentence if search.top else f"None of {search.considered} strategies fits; nearest is:",
             "heads": table.columns,
             "rows": [{"used": is_used, "cells": row[1:]} for is_used, row in zip(used, table.rows, strict=True)],
-            "note": "" if same else "Found for what was asked before: press Find the best again.",
         }
 
 

@@ -93,9 +93,12 @@ def test_a_family_of_transformers_is_tried_under_every_backend(pool: Pool) -> No
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("ranks")
-def test_switches_and_the_tour_are_rehearsed_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_switches_the_tour_and_programs_are_rehearsed_on_a_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     few = ["--width", "64", "--layers", "3", "--vocab", "384"]
-    for arguments, key in ((["switch", *few], "switches"), (["tour"], "differences")):
+    for arguments, key in ((["switch", *few], "switches"), (["tour"], "differences"), (["torchrun"], "losses"),
+                           (["export"], "script")):  # fmt: skip
         file = tmp_path / "bench.json"
         assert main([*arguments, "--device", "cpu", "--json", str(file)]) == 0
         assert len(json.loads(file.read_text())[key]) >= 3

@@ -15,7 +15,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from fsdp_lab.base.process import alive
 from fsdp_lab.bench import gpu
 from fsdp_lab.bench.gpu import FIGURES, BenchPart, Place, Record, chosen, listed
 from fsdp_lab.bench.plan import BenchError
@@ -24,7 +23,6 @@ from fsdp_lab.spec.spec import Spec
 from tests.bench.in_pool import launched_in
 from tests.pool import Pool
 from tests.test_house import JUPYTER, REPO, without
-from tests.waiting import until
 
 GIB = 1 << 30
 
@@ -51,10 +49,8 @@ def test_what_this_machine_cannot_run_is_skipped_with_the_reason() -> None:
     assert not any(two.values()) and list(two)[:2] == over_nccl, "first, where time is short"
     assert small["step-llama-1b"] == "its 3 forms take 55.2 GiB, and the GPU has 24.0 GiB"
     assert not small["step-gpt2-124m"]
-    rehearsed = listed(Place())
-    assert {part.name: part.skipped for part in rehearsed}["tests"] == "they need a GPU"
-    names = [part.name for part in chosen(rehearsed, "step,switch")]
-    assert names == ["step-gpt2-1m", "step-llama-1m", "switch"], "by the beginnings of names"
+    names = [part.name for part in chosen(listed(Place()), "step,strat")]
+    assert names == ["strategies", "step-gpt2-1m", "step-llama-1m"], "by the beginnings of names"
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -169,29 +165,7 @@ def test_ranks_that_do_not_agree_are_an_error() -> None:
     assert "do not agree" in gpu._joined(spec, [trained(), trained([6.0, 5.5])])["error"]
 
 
-# -- programs and limits -----------------------------------------------------------------------------------------------
-
-
-def test_a_program_s_lines_are_read_and_its_failure_is_told() -> None:
-    lines: list[str] = []
-    with pytest.raises(BenchError, match=r"it ended with code 3: to stderr"):
-        code = "import sys; print('one'); print('to stderr', file=sys.stderr); sys.exit(3)"
-        gpu.run_program(["-c", code], lines.append, 30)
-    assert lines == ["one", "to stderr"]
-
-
-def test_a_program_that_does_not_end_leaves_no_process(tmp_path: Path) -> None:
-    file = tmp_path / "pid"
-    code = (
-        "import pathlib, subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
-        f"pathlib.Path({str(file)!r}).write_text(str(child.pid))\n"
-        "time.sleep(60)"
-    )
-    with pytest.raises(BenchError, match="did not end within 2 s"):
-        gpu.run_program(["-c", code], print, 2)
-    child = int(file.read_text())
-    until(lambda: not alive(child))  # a killed process takes a moment to end
+# -- on ranks ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
