@@ -59,7 +59,6 @@ TABLE: tuple[tuple[str, str, str, Options], ...] = (
     ("memory", "labs", "peak memory of a step, compared with FSDP2's and with the planned one", MEMORY),
     ("metering", "metering", "cost of all that a lab does in a step beyond plain training", METERING),
     ("switch", "switch", "live switches near the memory limit of a GPU", SWITCH),
-    ("tour", "tour", "the notebooks' steps without Jupyter, on one rank", DEVICE),
     ("torchrun", "programs", "a Spec under torchrun", PROGRAM),
     ("export", "programs", "an exported script, compared with the lab", PROGRAM),
     ("families", "families", "families of transformers, small: which train, which are refused, and why", FAMILIES),
