@@ -27,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.base import __version__
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.base.files import write_whole
 from fsdp_lab.base.formatting import Table, duration, plural, size
 from fsdp_lab.bench.launch import launch
-from fsdp_lab.bench.plan import CONTROL, LAB, REFERENCE, STEP, BenchError, BenchPlan, PlanError
+from fsdp_lab.bench.plan import CONTROL, LAB, REFERENCE, STEP, BenchError, BenchPlan
 from fsdp_lab.bench.results import BUSY, TOLERANCES, Say, busy_cells, relative_difference, step
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.spec.spec import Spec
@@ -174,14 +175,14 @@ class Place:
 
     @classmethod
     def here(cls, device: str) -> Place:
-        """Raises PlanError where there is no GPU."""
+        """Raises ArgumentError where there is no GPU."""
         if device == "cpu":
             return cls()
         import torch
 
         if not (gpus := torch.cuda.device_count()):
-            instead = "give --device cpu to rehearse the same list with small models"
-            raise PlanError(f"bench gpu needs a GPU, and torch finds none here; {instead}")
+            hint = "give --device cpu to rehearse the same list with small models"
+            raise ArgumentError("--device", "torch finds no GPU here", hint)
         sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(gpus)]
         return cls(gpus=gpus, memory_bytes=min(sizes))
 
@@ -262,12 +263,12 @@ def _on_one(at: Place) -> Iterator[BenchPart]:
 
 
 def chosen(all_parts: Sequence[BenchPart], only: str | None) -> tuple[BenchPart, ...]:
-    """The parts whose names begin with one of a comma-separated list; all without one. Raises PlanError."""
+    """The parts whose names begin with one of a comma-separated list; all without one. Raises ArgumentError."""
     wanted = ("",) if only is None else tuple(map(str.strip, only.split(",")))
     for name in wanted:
         if only is not None and not (name and any(part.name.startswith(name) for part in all_parts)):
-            names = ", ".join(part.name for part in all_parts)
-            raise PlanError(f"--only: there is no part {name!r}; choose from {names}")
+            hint = f"choose from {', '.join(part.name for part in all_parts)}"
+            raise ArgumentError("--only", f"there is no part {name!r}", hint)
     return tuple(part for part in all_parts if part.name.startswith(wanted))
 
 

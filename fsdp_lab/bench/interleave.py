@@ -64,9 +64,7 @@ class BuiltForm:
         return {**figures, "loss": float(self.loss), "kernels": kernels}
 
 
-def interleave(
-    plan: BenchPlan, forms: Sequence[BuiltForm], info: RankInfo, world: Wire, on_round: Callable[[int], None]
-) -> dict[str, dict[str, Any]]:
+def interleave(plan: BenchPlan, forms: Sequence[BuiltForm], info: RankInfo, world: Wire) -> dict[str, dict[str, Any]]:
     """Trains every form in turn and returns `BuiltForm.result` by form. Collective."""
     batches = list(batches_of(plan, info))
     for i, batch in enumerate(batches):
@@ -76,7 +74,6 @@ def interleave(
         for built in forms if i % 2 else forms[::-1]:  # in alternating order: no form always follows the same one
             seconds = step(built, batch, info.device, world, first=i == 0)
             built.end_round(seconds, info.device, counted=i >= plan.warmup)
-        on_round(i + 1)
     if info.device.type == "cuda":
         for built in forms:
             with profile(use_kineto=True, use_device="cuda") as profiler:

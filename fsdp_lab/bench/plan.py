@@ -7,16 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.spec.spec import Spec
 
 LAB, CONTROL = "lab", "lab-again"
 REFERENCE = "fsdp2-raw"  # losses and printed times are compared with its
 PEERS = ("fsdp2", "ddp")
-
-
-class PlanError(ValueError):
-    """A refused option. `str()` is a sentence that names it and says what to give instead."""
 
 
 class BenchError(RuntimeError):
@@ -59,25 +56,25 @@ STEP = tuple(form.name for form in _STEP_FORMS)
 
 
 def forms_named(names: str) -> tuple[str, ...]:
-    """The forms in a comma-separated list, where a peer means all its forms, in the order of turns. Raises PlanError."""
+    """The forms in a comma-separated list, where a peer means all its forms, in the order of turns. Raises ArgumentError."""
     chosen: set[str] = set()
     for name in (n.strip() for n in names.split(",") if n.strip()):
         meant = [f.name for f in _STEP_FORMS if name in (f.name, f.peer)] or [name] * (name in FORMS)
         if not meant:
-            raise PlanError(f"--only: there is no form {name}; choose from {', '.join((*FORMS, *PEERS))}")
+            raise ArgumentError("--only", f"there is no form {name}", f"choose from {', '.join((*FORMS, *PEERS))}")
         chosen.update(meant)
     return tuple(name for name in FORMS if name in chosen)
 
 
 def place(ranks: int, device: str | None) -> tuple[str, ...]:
-    """A device per rank. None: GPUs if there is one for each rank, else CPUs. Raises PlanError if there is no GPU."""
+    """A device per rank. None: GPUs if there is one for each rank, else CPUs. Raises ArgumentError if there is no GPU."""
     if device == "cpu":
         return ("cpu",) * ranks
     import torch
 
     gpus = torch.cuda.device_count()
     if device == "cuda" and not gpus:
-        raise PlanError("--device cuda: torch finds no GPU here; give --device cpu")
+        raise ArgumentError("--device", "torch finds no GPU here", "give --device cpu")
     if device is None and gpus < ranks:
         return ("cpu",) * ranks
     return tuple(f"cuda:{rank % gpus}" for rank in range(ranks))
@@ -90,7 +87,7 @@ PRECISIONS = ("fp32", "bf16")  # fp16 needs a loss scale, which the trainer comp
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPlan:
-    """A preset, or a small GPT-2, on random tokens, AdamW. Raises PlanError."""
+    """A preset, or a small GPT-2, on random tokens, AdamW. Raises ArgumentError."""
 
     ranks: int = 2
     steps: int = 30  # counted ones of each form
@@ -109,17 +106,18 @@ class BenchPlan:
     def __post_init__(self) -> None:
         for name, least in (("ranks", 1), ("steps", 1), ("warmup", 1), ("seq_len", 2), ("micro_batch", 1)):
             if (value := getattr(self, name)) < least:
-                raise PlanError(f"{option(name)} {value} is refused; give a whole number of {least} or more")
+                raise ArgumentError(option(name), f"{value} is refused", f"give a whole number of {least} or more")
         if self.preset:
             causal = [name for name, preset in PRESETS.items() if preset.kind == "causal"]
             if self.preset not in causal:
-                raise PlanError(f"--model {self.preset} is refused; give one of {', '.join(causal)}")
+                raise ArgumentError("--model", f"{self.preset} is refused", f"give one of {', '.join(causal)}")
             config = PRESETS[self.preset].config
             positions = config.get("n_positions") or config["max_position_embeddings"]
             if self.seq_len > positions:
-                raise PlanError(f"--seq-len {self.seq_len} is refused; {self.preset} takes {positions} or fewer")
+                hint = f"{self.preset} takes {positions} or fewer"
+                raise ArgumentError("--seq-len", f"{self.seq_len} is refused", hint)
         if not self.forms:
-            raise PlanError(f"--only names no form; choose from {', '.join(STEP)}")
+            raise ArgumentError("--only", "it names no form", f"choose from {', '.join(STEP)}")
         for name in self.forms:
             self.spec(self.known[name])  # raises FieldError if it cannot be
 

@@ -59,10 +59,6 @@ class BenchRank:
         torch.set_num_threads(1)
         return cls(plan=plan, rank=rank, store=hosted or find_store(json.loads(received.get())), send=send)
 
-    def end_round(self, done: int) -> None:
-        if self.rank == 0:
-            self.send("round", done)
-
     @contextmanager
     def groups(self, *, shared_memory: bool) -> Iterator[tuple[RankInfo, Wire]]:
         """A world of all ranks."""
@@ -99,7 +95,7 @@ def steps(rank: BenchRank, job: Job) -> dict[str, dict[str, Any]]:
     """`bench step`."""
     with rank.groups(shared_memory=rank.plan.shares_memory) as (info, world):
         forms = list(build_forms(rank.plan, info, world))
-        return interleave(rank.plan, forms, info, world, rank.end_round)
+        return interleave(rank.plan, forms, info, world)
 
 
 def wire(rank: BenchRank, job: Job) -> dict[str, Any]:

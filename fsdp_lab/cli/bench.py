@@ -16,7 +16,7 @@ from typing import Any
 
 from fsdp_lab.base import files
 from fsdp_lab.bench import plan as bench_plan
-from fsdp_lab.bench.plan import BenchError, BenchPlan, PlanError, option
+from fsdp_lab.bench.plan import BenchError, BenchPlan, option
 from fsdp_lab.cli.console import Failed, Refused, add_command, at_least, check_file, write_file
 
 Options = dict[str, Mapping[str, Any]]  # name of a value -> arguments of `add_argument`
@@ -47,7 +47,7 @@ REHEARSED = f"cpu: a rehearsal of the same list on the CPU with small models {DE
 MINUTES = f"skip what is left after so many; 0: no limit {DEFAULT}"
 GPU: Options = {
     "device": {"choices": ["cuda", "cpu"], "default": "cuda", "help": REHEARSED},
-    "only": {"metavar": "PART,PART", "help": "only the parts whose names begin so, as step,switch"},
+    "only": {"metavar": "PART,PART", "help": "only the parts whose names begin so, as step,share"},
     "out": {"type": Path, "metavar": "FILE", "help": "results file (default: fsdp_lab-gpu-DATE.txt)"},
     "minutes": {"type": float, "default": 9.0, "metavar": "N", "help": MINUTES},
 }
@@ -76,8 +76,6 @@ def run(args: argparse.Namespace) -> int:
     here = environment()
     try:
         figures: dict[str, Any] = args.measure(args)
-    except PlanError as e:
-        raise Refused(str(e)) from e
     except BenchError as e:
         raise Failed(str(e)) from e
     if args.json is not None:
@@ -100,7 +98,7 @@ def environment() -> dict[str, Any]:
 
 
 def planned(args: argparse.Namespace, plan: type[BenchPlan] = BenchPlan, **more: Any) -> BenchPlan:
-    """The plan of the options. Raises PlanError, which names an option."""
+    """The plan of the options. Raises ArgumentError, which names an option."""
     sizes = {name: getattr(args, name) for name in ("steps", *SIZES) if hasattr(args, name)}
     sizes |= {"preset": getattr(args, "model", ""), **more}
     plan(**sizes)  # refuses before a device is looked for
@@ -127,11 +125,8 @@ def gpu(args: argparse.Namespace) -> int:
 
     if not 0 <= args.minutes < math.inf:
         raise Refused(f"--minutes {args.minutes:g} is refused; give 0 or more, as 8.5")
-    try:
-        at = gpu_list.Place.here(args.device)
-        parts = gpu_list.chosen(gpu_list.listed(at), args.only)
-    except PlanError as e:
-        raise Refused(str(e)) from e
+    at = gpu_list.Place.here(args.device)
+    parts = gpu_list.chosen(gpu_list.listed(at), args.only)
     file = files.check_file(args.out or time.strftime("fsdp_lab-gpu-%Y-%m-%d-%H%M%S.txt"), field="--out")
     gpu_list.Record(facts=dict(gpu_list.facts(at)), file=file, parts=parts).run(60.0 * args.minutes)
     print(f"written: {file}")

@@ -45,11 +45,10 @@ def add_command(commands: Any, name: str, help_text: str) -> argparse.ArgumentPa
     return parser
 
 
-def at_least(args: argparse.Namespace, name: str, least: int, why: str = "") -> None:
+def at_least(args: argparse.Namespace, name: str, least: int) -> None:
     """Raises Refused if the option is given and less than `least`."""
     if (value := getattr(args, name)) is not None and value < least:
-        number = f"{least} or more{why}" if why else f"a whole number of {least} or more"
-        raise Refused(f"--{name.replace('_', '-')} {value} is refused; give {number}")
+        raise Refused(f"--{name.replace('_', '-')} {value} is refused; give a whole number of {least} or more")
 
 
 def memory_limit(args: argparse.Namespace) -> int | None:

@@ -86,7 +86,7 @@ class Launch:
 
 def metering(args: argparse.Namespace) -> dict[str, Any]:
     """Raises BenchError. Of several backends: {"backends": {name: its figures}, "environment"}."""
-    at_least(args, "launches", 2, ": one does not show how far it is off")
+    at_least(args, "launches", 2)
     peers = [name.strip() for name in args.backend.split(",")]
     if unknown := next((name for name in peers if name not in PEERS), None):
         raise Refused(f"--backend {unknown!r} is refused; give some of {', '.join(PEERS)}")
@@ -187,7 +187,7 @@ def on_rank(rank: BenchRank, job: Mapping[str, Any]) -> dict[str, dict[str, Any]
             MeteredForm(built, plan, info, world, rank) if built.form.group == "wire" else built
             for built in build_forms(plan, info, world)
         ]
-        return interleave(plan, forms, info, world, rank.end_round)
+        return interleave(plan, forms, info, world)
 
 
 class MeteredForm(BuiltForm):

@@ -24,9 +24,12 @@ def ranks(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["soak", "--toggles", "50"], "--toggles 50 is refused; give 110 or more"),
+        (["soak", "--toggles", "50"], "--toggles 50 is refused; give a whole number of 110 or more"),
         (["soak", "--backend", "lab,fsdp3"], "--backend 'fsdp3' is refused"),
-        (["metering", "--launches", "1", "--device", "cpu"], "--launches 1 is refused; give 2 or more"),
+        (
+            ["metering", "--launches", "1", "--device", "cpu"],
+            "--launches 1 is refused; give a whole number of 2 or more",
+        ),
         (["metering", "--backend", "lab,x", "--device", "cpu"], "--backend 'x' is refused"),
         (["memory", "--ranks", "1,2"], "--ranks 1,2 is refused; give numbers of 2 or more"),
         (["families", "gpt3"], "gpt3 is no family"),

@@ -14,8 +14,9 @@ import psutil
 import pytest
 import torch
 
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.bench import results
-from fsdp_lab.bench.plan import STEP, BenchError, BenchPlan, PlanError, forms_named, place
+from fsdp_lab.bench.plan import STEP, BenchError, BenchPlan, forms_named, place
 from fsdp_lab.bench.results import BenchResult, Spread, spread, step_figures
 from fsdp_lab.cli.main import main
 from tests.bench.in_pool import launched_in
@@ -30,7 +31,7 @@ TINY = ["--model", "gpt2-1m", "--seq-len", "8", "--device", "cpu"]
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert place(2, None) == ("cpu", "cpu")
-    with pytest.raises(PlanError, match="--device cuda"):
+    with pytest.raises(ArgumentError, match="--device: torch finds no GPU"):
         place(2, "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert place(2, None) == ("cpu", "cpu"), "one for each rank, or none"

@@ -35,7 +35,7 @@ def test_without_a_gpu_it_names_the_way_out(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert main(["bench", "gpu"]) == 2
-    said = "bench gpu needs a GPU, and torch finds none here; give --device cpu to rehearse the same list with small models"
+    said = "--device: torch finds no GPU here; give --device cpu to rehearse the same list with small models"
     assert capsys.readouterr().err == f"fsdp-lab: {said}\n"
 
 
