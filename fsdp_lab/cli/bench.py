@@ -17,7 +17,7 @@ from typing import Any
 from fsdp_lab.base import files
 from fsdp_lab.bench import plan as bench_plan
 from fsdp_lab.bench.plan import BenchError, BenchPlan, option
-from fsdp_lab.cli.console import Failed, Refused, add_command, at_least, check_file, write_file
+from fsdp_lab.cli.console import Failed, Refused, add_command, at_least, write_file
 
 Options = dict[str, Mapping[str, Any]]  # name of a value -> arguments of `add_argument`
 Bench = tuple[str, Callable[[argparse.Namespace], dict[str, Any]], str, Options]  # name, function, description, options
@@ -72,7 +72,8 @@ def add_benches(kinds: Any, benches: Sequence[Bench]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_file(args.json)
+    if args.json is not None:
+        files.check_file(args.json, field="--json")
     here = environment()
     try:
         figures: dict[str, Any] = args.measure(args)

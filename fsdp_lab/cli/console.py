@@ -177,8 +177,7 @@ class Results:
     @classmethod
     def to(cls, file: Path | None) -> Results:
         """Raises ArgumentError if the file cannot be written."""
-        check_file(file)
-        return cls(file=file)
+        return cls(file=file and files.check_file(file, field="--json"))
 
     def add_run(self, summary: Mapping[str, Any]) -> None:
         self.runs.append(dict(summary))
@@ -193,12 +192,6 @@ class Results:
             write_file(self.file, {"runs": self.runs, "refused": self.refused, **more})
 
 
-def check_file(file: Path | None) -> None:
-    """Raises ArgumentError if the file of `--json` cannot be written."""
-    if file is not None:
-        files.check_file(file, field="--json")
-
-
 def write_file(file: Path, content: Mapping[str, Any]) -> None:
     """Writes JSON atomically: a reader never sees half a file."""
     files.write_whole(file, (json.dumps(content, indent=1) + "\n").encode(), field="--json")
@@ -208,24 +201,18 @@ def write_file(file: Path, content: Mapping[str, Any]) -> None:
 def open_lab(
     console: Console, ranks: int, devices: Sequence[str] | None, *, history: bool = True, hosts: Hosts | None = None
 ) -> Iterator[Lab]:
-    """A lab for the duration of a command. Raises Refused, Failed: the ranks cannot start or join."""
-    from fsdp_lab.cluster import ClusterError, StartError
+    """A lab for the duration of a command. Raises ClusterError: the ranks cannot start or join."""
     from fsdp_lab.lab import Lab
 
     warnings.filterwarnings("ignore", module="ipyparallel|jupyter_client|zmq")
     with console.status("starting") as status:
-        try:
-            opened = Lab(
-                ranks,
-                devices=devices,
-                history=history,
-                hosts=hosts,
-                progress=lambda p: status.update(f"{p.stage} ({p.done} of {p.total}), {p.seconds:.0f} s"),
-            )
-        except StartError as e:
-            raise Refused(str(e)) from e
-        except ClusterError as e:
-            raise Failed(str(e)) from e
+        opened = Lab(
+            ranks,
+            devices=devices,
+            history=history,
+            hosts=hosts,
+            progress=lambda p: status.update(f"{p.stage} ({p.done} of {p.total}), {p.seconds:.0f} s"),
+        )
     try:
         for note in opened.notes:
             say(f"note: {note}", console, "dim")

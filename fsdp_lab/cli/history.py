@@ -50,12 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from fsdp_lab.runs.history import History, HistoryError
+    from fsdp_lab.runs.history import History
 
-    try:
-        args.act(args, History())
-    except HistoryError as e:
-        raise Refused(str(e)) from e
+    args.act(args, History())
     return 0
 
 
@@ -108,13 +105,10 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 def report(args: argparse.Namespace) -> int:
     limit_bytes = memory_limit(args)
     from fsdp_lab.report import SUFFIXES, write_report
-    from fsdp_lab.runs.history import History, HistoryError
+    from fsdp_lab.runs.history import History
 
     check_file(args.output, SUFFIXES, field="--output")
-    try:
-        all_runs = History().runs()
-    except HistoryError as e:
-        raise Refused(str(e)) from e
+    all_runs = History().runs()
     runs = list({stored.id: stored for stored in (all_runs[which] for which in args.which)}.values())
     baseline = runs[0] if args.baseline is None else all_runs[args.baseline]
     if baseline.id not in [stored.id for stored in runs]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fsdp_lab.base.errors import FieldError
+from fsdp_lab.base.errors import SentenceError
 from fsdp_lab.cli.bench import DEFAULT, OWN_RANKS, PRECISION, Bench, Options, add_benches, number, run
 from fsdp_lab.cli.console import Failed, Refused, signals_raise
 from fsdp_lab.spec.spec import BACKENDS
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with signals_raise():
             return run(parser.parse_args(arguments))
-    except (Refused, FieldError, Failed) as e:
+    except (Refused, SentenceError, Failed) as e:
         print(e, file=sys.stderr)
         return 1 if isinstance(e, Failed) else 2
 
