@@ -148,7 +148,6 @@ LACKING = "which is not installed"
             "from fsdp_lab import Dashboard",
             f"Dashboard needs anywidget, {LACKING}: {INSTALL} anywidget\n",
         ),
-        ({"jupyterlab"}, "lab", "JupyterLab is not installed"),
         (JUPYTER, "compare", f"this command needs ipyparallel, {LACKING}"),
     ],
 )

@@ -6,12 +6,9 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from fsdp_lab.cli import doctor, jupyter
-from fsdp_lab.cli.doctor import State
 from fsdp_lab.cli.main import main, parser
 from fsdp_lab.cluster.engines import exposure_notes
 from tests.test_house import PACKAGE, REPO, Module, modules
@@ -67,24 +64,6 @@ def test_what_binder_and_we_configure_leaves_jupyters_locks_on():
             assert lock not in text, f"{path.name} sets {lock}"
 
 
-def test_connection_files_that_others_can_read_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    security = tmp_path / "profile_x" / "security"
-    security.mkdir(parents=True)
-    file = security / "ipcontroller-client.json"
-    file.write_text("{}")
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
-    monkeypatch.setattr(doctor, "ROOT", tmp_path)
-    file.chmod(0o644)
-    (finding,) = doctor.connection_security()
-    assert finding.state is State.WARN and str(file) in finding.value and f"chmod go-rwx '{file}'" in finding.advice
-    security.chmod(0o700)
-    assert doctor.connection_security()[0].state is State.OK, "nobody gets that far"
-    security.chmod(0o755)
-    file.chmod(0o600)
-    assert doctor.connection_security()[0].state is State.OK
-
-
 class _Client:
     def __init__(self, registration: str, curve: bytes | None) -> None:
         self._config, self.curve_serverkey = {"registration": registration}, curve
@@ -124,6 +103,6 @@ def numbers(version: str) -> list[int]:
 @pytest.mark.parametrize("name", ["..", "../x", "/etc", "", "-x", ".hidden"])
 def test_a_kernels_name_is_no_path(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """Jupyter would replace the folder that the name leads to."""
-    monkeypatch.setattr(jupyter, "register", lambda *_: pytest.fail("it was registered"))
+    monkeypatch.setattr("ipykernel.kernelspec.install", lambda **_: pytest.fail("it was registered"))
     assert main(["kernel", "install", f"--name={name}"]) == 2
     assert "is not a kernel's name" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_lab.backends import Backend, build, fill
 from fsdp_lab.backends.base import state_slots
-from fsdp_lab.bench.plan import BenchError, BenchPlan, Form
+from fsdp_lab.bench.plan import MODEL, BenchError, BenchPlan, Form
 from fsdp_lab.models import Initializer, build_skeleton, resolve
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.models.wrapping import blocks
@@ -64,9 +64,7 @@ class BuiltForm:
         return {**figures, "loss": float(self.loss), "kernels": kernels}
 
 
-def interleave(
-    plan: BenchPlan, forms: Sequence[BuiltForm], info: RankInfo, world: Wire, on_round: Callable[[int], None]
-) -> dict[str, dict[str, Any]]:
+def interleave(plan: BenchPlan, forms: Sequence[BuiltForm], info: RankInfo, world: Wire) -> dict[str, dict[str, Any]]:
     """Trains every form in turn and returns `BuiltForm.result` by form. Collective."""
     batches = list(batches_of(plan, info))
     for i, batch in enumerate(batches):
@@ -76,7 +74,6 @@ def interleave(
         for built in forms if i % 2 else forms[::-1]:  # in alternating order: no form always follows the same one
             seconds = step(built, batch, info.device, world, first=i == 0)
             built.end_round(seconds, info.device, counted=i >= plan.warmup)
-        on_round(i + 1)
     if info.device.type == "cuda":
         for built in forms:
             with profile(use_kineto=True, use_device="cuda") as profiler:
@@ -88,7 +85,7 @@ def interleave(
 def batches_of(plan: BenchPlan, info: RankInfo) -> Iterator[Batch]:
     """Random tokens: different ones for each rank and round, the same for all forms."""
     generator = torch.Generator().manual_seed(plan.seed * plan.ranks + info.rank)
-    tokens = int(PRESETS[plan.preset].config["vocab_size"]) if plan.preset else plan.vocab
+    tokens = int((PRESETS[plan.preset].config if plan.preset else MODEL)["vocab_size"])
     for _ in range(plan.warmup + plan.steps):
         ids = torch.randint(tokens, (plan.micro_batch, plan.seq_len), generator=generator).to(info.device)
         yield {"input_ids": ids, "labels": ids}

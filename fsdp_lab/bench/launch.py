@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from queue import SimpleQueue
@@ -22,15 +21,11 @@ def launch(
     **arguments: Any,
 ) -> list[Any]:
     """Runs a task, one of TASKS in tasks.py, or of those of `module`, the program of a rank, in new processes. Returns the
-    result of each rank. On a terminal it counts rounds; `on_message` is called with what else ranks send. Raises BenchError
-    with the first error of a rank or its exit code, or after `plan.limit_s`."""
-    rounds = plan.warmup + plan.steps
+    result of each rank; `on_message` is called with what else ranks send. Raises BenchError with the first error of a rank
+    or its exit code, or after `plan.limit_s`."""
 
     def receive(rank: int, kind: str, value: Any) -> None:
-        if kind != "round":
-            on_message(kind, value)
-        elif sys.stderr.isatty():
-            print(f"\rround {value} of {rounds}", end="\n" * (value == rounds), file=sys.stderr, flush=True)
+        on_message(kind, value)
 
     job = {**arguments, "task": task, "plan": asdict(plan)}
     try:

@@ -7,17 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from fsdp_lab.base.errors import FieldError
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.spec.spec import Spec
 
 LAB, CONTROL = "lab", "lab-again"
 REFERENCE = "fsdp2-raw"  # losses and printed times are compared with its
 PEERS = ("fsdp2", "ddp")
-
-
-class PlanError(ValueError):
-    """A refused option. `str()` is a sentence that names it and says what to give instead."""
 
 
 class BenchError(RuntimeError):
@@ -33,7 +29,6 @@ class Form:
     group: str = "wire"  # the process group: our Wire as labs have it, "gloo", a Wire over Gloo, or "raw", torch's own
     forward_prefetch: int | None = None  # None: what a user gets who sets nothing
     is_tuned: bool = False  # FSDP2 with all that makes it faster here: see `_tune` in interleave.py
-    fused: bool = False  # the optimizer's update
     gather: str = "copy"  # of Strategy
 
 
@@ -51,7 +46,6 @@ _STEP_FORMS = (
     Form(name="fsdp2-wire-tuned", peer="fsdp2", forward_prefetch=1, is_tuned=True),
 )
 _BY_NAME_ALONE = (
-    Form(name="lab-fused", peer="lab", fused=True),  # peers would need it as well
     Form(name="lab-gloo", peer="lab", group="gloo"),  # CPU ranks of a lab without shared memory
     Form(name="fsdp2-gloo", peer="fsdp2", group="gloo"),
     Form(name="ddp-gloo", peer="ddp", group="gloo"),
@@ -62,47 +56,43 @@ STEP = tuple(form.name for form in _STEP_FORMS)
 
 
 def forms_named(names: str) -> tuple[str, ...]:
-    """The forms in a comma-separated list, where a peer means all its forms, in the order of turns. Raises PlanError."""
+    """The forms in a comma-separated list, where a peer means all its forms, in the order of turns. Raises ArgumentError."""
     chosen: set[str] = set()
     for name in (n.strip() for n in names.split(",") if n.strip()):
         meant = [f.name for f in _STEP_FORMS if name in (f.name, f.peer)] or [name] * (name in FORMS)
         if not meant:
-            raise PlanError(f"--only: there is no form {name}; choose from {', '.join((*FORMS, *PEERS))}")
+            raise ArgumentError("--only", f"there is no form {name}", f"choose from {', '.join((*FORMS, *PEERS))}")
         chosen.update(meant)
     return tuple(name for name in FORMS if name in chosen)
 
 
 def place(ranks: int, device: str | None) -> tuple[str, ...]:
-    """A device per rank. None: GPUs if there is one for each rank, else CPUs. Raises PlanError if there is no GPU."""
+    """A device per rank. None: GPUs if there is one for each rank, else CPUs. Raises ArgumentError if there is no GPU."""
     if device == "cpu":
         return ("cpu",) * ranks
     import torch
 
     gpus = torch.cuda.device_count()
     if device == "cuda" and not gpus:
-        raise PlanError("--device cuda: torch finds no GPU here; give --device cpu")
+        raise ArgumentError("--device", "torch finds no GPU here", "give --device cpu")
     if device is None and gpus < ranks:
         return ("cpu",) * ranks
     return tuple(f"cuda:{rank % gpus}" for rank in range(ranks))
 
 
-_MINIMUM = {"seq_len": 2, "vocab": 2}  # of these numbers; 1 of all others
+MODEL: Mapping[str, Any] = {"model_type": "gpt2", "n_layer": 4, "n_embd": 512, "n_head": 8, "vocab_size": 8192}
 SHARDINGS = ("full_shard", "shard_grad_op")  # that the lab and FSDP2 support with any number of ranks
 PRECISIONS = ("fp32", "bf16")  # fp16 needs a loss scale, which the trainer computes
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPlan:
-    """GPT-2 of these sizes, or a preset, on random tokens, AdamW. Raises PlanError."""
+    """A preset, or a small GPT-2, on random tokens, AdamW. Raises ArgumentError."""
 
     ranks: int = 2
     steps: int = 30  # counted ones of each form
     warmup: int = 3  # before them: the first creates optimizer state, in the second DDP rebuilds its buckets
-    layers: int = 4
-    width: int = 512
-    heads: int = 8
-    vocab: int = 8192
-    preset: str = ""  # takes the place of layers, width, heads and vocab
+    preset: str = ""  # "": `MODEL`
     seq_len: int = 64
     micro_batch: int = 2
     precision: str = "fp32"
@@ -114,37 +104,27 @@ class BenchPlan:
     known: ClassVar[Mapping[str, Form]] = FORMS
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "steps", "warmup", "layers", "width", "heads", "vocab", "seq_len", "micro_batch"):
-            value, least = getattr(self, name), _MINIMUM.get(name, 1)
-            if value < least:
-                raise PlanError(f"{option(name)} {value} is refused; give a whole number of {least} or more")
-        if self.width % self.heads:
-            reason = f"--heads {self.heads} does not divide --width {self.width}"
-            raise PlanError(f"{reason}; give a number of heads that does")
+        for name, least in (("ranks", 1), ("steps", 1), ("warmup", 1), ("seq_len", 2), ("micro_batch", 1)):
+            if (value := getattr(self, name)) < least:
+                raise ArgumentError(option(name), f"{value} is refused", f"give a whole number of {least} or more")
         if self.preset:
             causal = [name for name, preset in PRESETS.items() if preset.kind == "causal"]
             if self.preset not in causal:
-                raise PlanError(f"--model {self.preset} is refused; give one of {', '.join(causal)}")
+                raise ArgumentError("--model", f"{self.preset} is refused", f"give one of {', '.join(causal)}")
             config = PRESETS[self.preset].config
             positions = config.get("n_positions") or config["max_position_embeddings"]
             if self.seq_len > positions:
-                raise PlanError(f"--seq-len {self.seq_len} is refused; {self.preset} takes {positions} or fewer")
+                hint = f"{self.preset} takes {positions} or fewer"
+                raise ArgumentError("--seq-len", f"{self.seq_len} is refused", hint)
         if not self.forms:
-            raise PlanError(f"--only names no form; choose from {', '.join(STEP)}")
+            raise ArgumentError("--only", "it names no form", f"choose from {', '.join(STEP)}")
         for name in self.forms:
-            self._check(self.known[name])
-
-    def _check(self, form: Form) -> None:
-        try:
-            self.spec(form)
-        except FieldError as e:
-            instead = f"leave it out with --only {','.join(peer for peer in PEERS if peer != form.peer)}"
-            raise PlanError(f"the form {form.name} cannot be run ({e.field}: {e.reason}); {instead}") from e
+            self.spec(self.known[name])  # raises FieldError if it cannot be
 
     def spec(self, form: Form) -> Spec:
         """The Spec of a form. Its `data` is not read: the tokens are random."""
         spec = Spec(world_size=self.ranks).replace(model=self.model, seq_len=self.seq_len, micro_batch=self.micro_batch)
-        spec = spec.replace(lr=3e-4, seed=self.seed, optimizer_args={"fused": form.fused}, precision=self.precision)
+        spec = spec.replace(lr=3e-4, seed=self.seed, precision=self.precision)
         sharding = "no_shard" if form.peer == "ddp" else self.sharding
         prefetch = form.forward_prefetch
         return spec.replace(backend=form.peer, sharding=sharding, forward_prefetch=prefetch, gather=form.gather)
@@ -152,11 +132,8 @@ class BenchPlan:
     @property
     def model(self) -> str | dict[str, Any]:
         """The preset, or a transformers config."""
-        if self.preset:
-            return self.preset
-        sizes = {"n_layer": self.layers, "n_embd": self.width, "n_head": self.heads, "vocab_size": self.vocab}
         tokens = {"n_positions": self.seq_len, "bos_token_id": None, "eos_token_id": None}
-        return {"model_type": "gpt2", **sizes, **tokens}
+        return self.preset or {**MODEL, **tokens}
 
     @property
     def shares_memory(self) -> bool:

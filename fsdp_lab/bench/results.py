@@ -1,11 +1,10 @@
-"""`bench step` and `bench wire`: measurements of ranks, ratios with a control, as text and JSON; and how any bench reports.
+"""`bench step` and `bench wire`: measurements of ranks, ratios with a control, as text and JSON.
 
 A bench prints each figure once it is known and returns the content of its `--json` file: "ratios" and "control" (a
 ratio of equals), each with median, p10, p90 and n; what else was measured; its "environment"."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -18,19 +17,6 @@ from fsdp_lab.bench.plan import CONTROL, FORMS, LAB, PEERS, REFERENCE, BenchErro
 
 Say = Callable[[str], None]
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}  # of losses and gradient norms, relative
-
-
-class Report:
-    """Prints the ratios of a bench and collects what `--json` writes, in `figures`."""
-
-    def __init__(self, say: Say, environment: Mapping[str, Any]) -> None:
-        self.say = say
-        self.figures: dict[str, Any] = {"ratios": {}, "control": {}, "environment": dict(environment)}
-
-    def add(self, section: str, name: str, values: Spread, *, label: str = "", note: str = "") -> None:
-        """`section`: "ratios" or "control"."""
-        self.figures[section][name] = asdict(values)
-        self.say(f"{'control ' * (section == 'control')}{label or name}: {format_spread(values)}{note}")
 
 
 def format_spread(values: Spread, unit: str = "", digits: int = 3) -> str:
@@ -52,13 +38,10 @@ def ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
     return [one / other for one, other in zip(ones, others, strict=True)]
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % confidence interval of the median, whatever the distribution; of fewer than six values the least and the
-    greatest. By order statistics (Conover, Practical Nonparametric Statistics, section 3.2)."""
-    ordered, n = sorted(values), len(values)
-    below = itertools.accumulate(math.comb(n, k) / 2**n for k in range(n))
-    outside = sum(1 for share in below if share <= 0.025)
-    return ordered[max(0, outside - 1)], ordered[n - max(1, outside)]
+def relative_difference(ones: Sequence[float], others: Sequence[float]) -> float:
+    """The largest relative one; NaN counts as infinite."""
+    gaps = [abs(a - b) / abs(b) if b else abs(a) for a, b in zip(ones, others, strict=True)]
+    return max(gap if math.isfinite(gap) else math.inf for gap in gaps)
 
 
 BUSY = ("kernels", "GPU busy", "host-bound")  # columns
@@ -108,10 +91,6 @@ class BenchResult:
         """Ratio of the step times of two forms in the same round: below 1, `one` is faster."""
         return spread(ratios(self.seconds[one], self.seconds[other]))
 
-    def interval(self, other: str) -> tuple[float, float]:
-        """The `interval` of the median ratio of the lab to another form."""
-        return interval(ratios(self.seconds[LAB], self.seconds[other]))
-
     @property
     def fastest(self) -> dict[str, str]:
         """Measured peer -> its form with the smallest median step time; of forms on torch's own group for "PEER-raw", and
@@ -152,13 +131,8 @@ class BenchResult:
 
     def difference(self) -> tuple[float, str]:
         """The largest relative difference to the reference in last losses and first gradient norms, and its form."""
-        theirs, differences = [*self.losses[self.reference], self.gradient_norms[self.reference]], dict[str, float]()
-        for form in self.seconds:
-            mine = [*self.losses[form], self.gradient_norms[form]]
-            gaps = [abs(a - b) / abs(b) if b else abs(a) for a, b in zip(mine, theirs, strict=True)]
-            differences[form] = max(gap if math.isfinite(gap) else math.inf for gap in gaps)
-        worst = max(differences, key=lambda form: differences[form])
-        return differences[worst], worst
+        told = {form: [*self.losses[form], self.gradient_norms[form]] for form in self.seconds}
+        return max((relative_difference(told[form], told[self.reference]), form) for form in told)
 
     def check_same_work(self, precision: str) -> None:
         """Raises BenchError if a form computed something else than the reference: its step time is meaningless then."""
@@ -173,21 +147,15 @@ class BenchResult:
 def step(plan: BenchPlan, say: Say) -> dict[str, Any]:
     """Every form of every backend in one launch, one step of each in turn. Raises BenchError."""
     say(f"{len(plan.forms)} forms, {rounds_of(plan)}, on {' '.join(plan.devices)}")
-    result = measure(plan)
+    result = BenchResult.of_ranks(launch(plan, "steps"))
     figures = step_figures(result, environment(plan), say)
     result.check_same_work(plan.precision)
     return figures
 
 
-def measure(plan: BenchPlan) -> BenchResult:
-    """Launches the ranks of a plan."""
-    return BenchResult.of_ranks(launch(plan, "steps"))
-
-
 def step_figures(result: BenchResult, environment: Mapping[str, Any], say: Say) -> dict[str, Any]:
     """Prints the table of all forms, fastest first, and a line for each ratio; returns the content of the file."""
-    report, lab = Report(say, environment), LAB in result.seconds
-    told = "its median is {:.3f} to {:.3f} (95 %)"
+    lab = LAB in result.seconds
     heading = f"{LAB}/form" if lab else f"form/{result.reference}"
     rows = []
     for form in sorted(result.seconds, key=lambda f: result.step_time(f).median):
@@ -199,16 +167,17 @@ def step_figures(result: BenchResult, environment: Mapping[str, Any], say: Say) 
     say(repr(Table(columns=columns, rows=tuple(rows), left=frozenset({"form"}))))
     for name, ratio in result.ratios.items():
         form = result.fastest[name.partition("/")[2]]
-        note = f"; {told.format(*result.interval(form))}; {form} is the fastest of them"
-        report.add("ratios", name, ratio, note=note)
+        say(f"{name}: {format_spread(ratio)}; {form} is the fastest of them")
     for name, memory in result.memory_ratios.items():
         say(f"{name}, peak allocated memory: {memory:.3f}")
     for name, ratio in result.control.items():
-        note = f"; {told.format(*result.interval(CONTROL))}; {CONTROL} does the same as {LAB}"
-        report.add("control", name, ratio, note=note)
+        say(f"control {name}: {format_spread(ratio)}; {CONTROL} does the same as {LAB}")
     difference, form = result.difference()
     say(f"largest difference of losses and gradient norms to {result.reference}: {difference:.1e} ({form})")
-    return report.figures | {
+    return {
+        "ratios": {name: asdict(ratio) for name, ratio in result.ratios.items()},
+        "control": {name: asdict(ratio) for name, ratio in result.control.items()},
+        "environment": dict(environment),
         "step_time_s": {form: asdict(result.step_time(form)) for form in result.seconds},
         "fastest": result.fastest,
         "peak_bytes": dict(result.peak_bytes),
@@ -223,14 +192,15 @@ def wire(plan: BenchPlan, say: Say) -> dict[str, Any]:
 
     say(f"{plan.ranks} ranks, {plan.steps} rounds after one of warm-up; bytes of the whole tensor, microseconds")
     ranks = launch(plan, "wire")
-    report, rows = Report(lambda line: None, environment(plan)), []
+    figures: dict[str, Any] = {"ratios": {}, "control": {}, "environment": environment(plan)}
+    rows = []
     for name in ranks[0]["seconds"]:
         kind, _, nbytes = name.partition("/")
         seconds = {form: slowest([rank["seconds"][name][form] for rank in ranks]) for form in KINDS[kind]}
         times = {form: spread(of).median for form, of in seconds.items()}
         gloo = min((form for form in times if form not in (SHARED, AGAIN)), key=times.__getitem__)
-        report.add("ratios", name, ratio := spread(ratios(seconds[SHARED], seconds[gloo])))
-        report.add("control", name, again := spread(ratios(seconds[SHARED], seconds[AGAIN])))
+        ratio, again = (spread(ratios(seconds[SHARED], seconds[form])) for form in (gloo, AGAIN))
+        figures["ratios"][name], figures["control"][name] = asdict(ratio), asdict(again)
         cells = (f"{1e6 * times[SHARED]:,.0f}", f"{1e6 * times[gloo]:,.0f}", gloo)
         shares = (f"{x:.3f}" for x in (ratio.median, ratio.p10, ratio.p90, again.median))
         rows.append((kind, f"{int(nbytes):,}", *cells, *shares))
@@ -238,7 +208,7 @@ def wire(plan: BenchPlan, say: Say) -> dict[str, Any]:
     say(repr(Table(columns=columns, rows=tuple(rows), left=frozenset({"collective", "its form"}))))
     waiting = max(rank["waiting"] for rank in ranks)
     say(f"a rank that waits for another one takes {waiting:.2%} of a core")
-    return report.figures | {"waiting_cores": waiting}
+    return {**figures, "waiting_cores": waiting}
 
 
 def rounds_of(plan: BenchPlan) -> str:

@@ -25,7 +25,6 @@ from fsdp_lab.base.events import StepEvent
 from fsdp_lab.bench.interleave import beside, build_forms, interleave
 from fsdp_lab.bench.plan import BenchPlan
 from fsdp_lab.rank import Session
-from fsdp_lab.rank.calibration import HardwareProbe
 from fsdp_lab.rank.rendezvous import RankInfo, close_groups, find_store, host_store, open_groups
 from fsdp_lab.rank.trainer import checksum
 from fsdp_lab.wire import ReductionOrder, Wire, WireContext
@@ -59,10 +58,6 @@ class BenchRank:
             send("place", hosted.place)
         torch.set_num_threads(1)
         return cls(plan=plan, rank=rank, store=hosted or find_store(json.loads(received.get())), send=send)
-
-    def end_round(self, done: int) -> None:
-        if self.rank == 0:
-            self.send("round", done)
 
     @contextmanager
     def groups(self, *, shared_memory: bool) -> Iterator[tuple[RankInfo, Wire]]:
@@ -100,7 +95,7 @@ def steps(rank: BenchRank, job: Job) -> dict[str, dict[str, Any]]:
     """`bench step`."""
     with rank.groups(shared_memory=rank.plan.shares_memory) as (info, world):
         forms = list(build_forms(rank.plan, info, world))
-        return interleave(rank.plan, forms, info, world, rank.end_round)
+        return interleave(rank.plan, forms, info, world)
 
 
 def wire(rank: BenchRank, job: Job) -> dict[str, Any]:
@@ -163,45 +158,28 @@ def _timed(shared: Wire, issue: Callable[[], Any], times: int) -> float:
     return (time.perf_counter() - begun_s) / times
 
 
-def train(session: Session, job: Job) -> list[dict[str, Any]]:
+def train(rank: BenchRank, job: Job) -> list[dict[str, Any]]:
     """Some steps of each Spec from initial values. A Spec that fails has an "error" in place of figures."""
-    trained: list[dict[str, Any]] = []
-    for spec in job["specs"]:
-        try:
-            session.apply("bench", spec, fresh=True)
-            events = session.train(job["steps"])["events"]
-        except Exception as e:  # so that one Spec does not hide what the others do
-            trained.append({"error": f"{type(e).__name__}: {' '.join(str(e).split())}"})
-            continue
-        assert session.trainer is not None
-        ledger = session.trainer.meter.ledger
-        kernels = None if ledger is None else ledger.kernels
-        figures = {
-            "losses": [event["mean_loss"] for event in events],
-            "checksum": checksum(session.trainer.backend),
-            "step_s": statistics.median(e["step_time_s"] for e in events if StepEvent.from_dict(e).counts),
-            "peak_bytes": max(event["memory"]["peak_bytes"] for event in events),
-            "kernels": None if kernels is None else asdict(kernels),
-        }
-        trained.append(figures)
-    return trained
+    with rank.session() as session:
+        return [_train(session, spec, job["steps"]) for spec in job["specs"]]
 
 
-def links(session: Session, job: Job) -> dict[str, Any]:
-    """[payload bytes, seconds] of collectives of all ranks alone, by kind."""
-    return HardwareProbe(session.info, session.world).collectives(session.world)
+def _train(session: Session, spec: dict[str, Any], steps: int) -> dict[str, Any]:
+    try:
+        session.apply("bench", spec, fresh=True)
+        events = session.train(steps)["events"]
+    except Exception as e:  # so that one Spec does not hide what the others do
+        return {"error": f"{type(e).__name__}: {' '.join(str(e).split())}"}
+    assert session.trainer is not None
+    ledger = session.trainer.meter.ledger
+    kernels = None if ledger is None else ledger.kernels
+    return {
+        "losses": [event["mean_loss"] for event in events],
+        "checksum": checksum(session.trainer.backend),
+        "step_s": statistics.median(e["step_time_s"] for e in events if StepEvent.from_dict(e).counts),
+        "peak_bytes": max(event["memory"]["peak_bytes"] for event in events),
+        "kernels": None if kernels is None else asdict(kernels),
+    }
 
 
-def _in_session(task: Callable[[Session, Job], Any]) -> Callable[[BenchRank, Job], Any]:
-    def perform(rank: BenchRank, job: Job) -> Any:
-        with rank.session() as session:
-            return task(session, job)
-
-    return perform
-
-
-TASKS: Mapping[str, Callable[[BenchRank, Job], Any]] = {
-    "steps": steps,
-    "wire": wire,
-    **{task.__name__: _in_session(task) for task in (train, links)},
-}
+TASKS: Mapping[str, Callable[[BenchRank, Job], Any]] = {"steps": steps, "wire": wire, "train": train}

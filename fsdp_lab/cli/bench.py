@@ -16,8 +16,8 @@ from typing import Any
 
 from fsdp_lab.base import files
 from fsdp_lab.bench import plan as bench_plan
-from fsdp_lab.bench.plan import BenchError, BenchPlan, PlanError, option
-from fsdp_lab.cli.console import Failed, Refused, add_command, at_least, check_file, write_file
+from fsdp_lab.bench.plan import BenchError, BenchPlan, option
+from fsdp_lab.cli.console import Failed, Refused, add_command, at_least, write_file
 
 Options = dict[str, Mapping[str, Any]]  # name of a value -> arguments of `add_argument`
 Bench = tuple[str, Callable[[argparse.Namespace], dict[str, Any]], str, Options]  # name, function, description, options
@@ -33,14 +33,10 @@ def number(default: int, text: str = "") -> Mapping[str, Any]:
 SIZES: Mapping[str, str] = {
     "ranks": "rank processes",
     "warmup": "warm-up steps of each form",
-    "layers": "layers of the GPT-2 model",
-    "width": "embedding width",
-    "heads": "attention heads",
-    "vocab": "vocabulary size",
     "seq_len": "tokens per sequence",
     "micro_batch": "sequences per rank and step",
 }
-PRESET = "a causal preset, in place of --layers, --width, --heads and --vocab"
+PRESET = "a causal preset (default: a GPT-2 of 4 layers, 512 wide)"
 OWN_RANKS: Options = {
     **{name: number(getattr(BenchPlan, name), text) for name, text in SIZES.items()},
     "model": {"default": "", "metavar": "PRESET", "help": PRESET},
@@ -51,8 +47,7 @@ REHEARSED = f"cpu: a rehearsal of the same list on the CPU with small models {DE
 MINUTES = f"skip what is left after so many; 0: no limit {DEFAULT}"
 GPU: Options = {
     "device": {"choices": ["cuda", "cpu"], "default": "cuda", "help": REHEARSED},
-    "only": {"metavar": "PART,PART", "help": "only the parts whose names begin so, as step,switch"},
-    "list": {"action": "store_true", "help": "list the parts, and run none"},
+    "only": {"metavar": "PART,PART", "help": "only the parts whose names begin so, as step,share"},
     "out": {"type": Path, "metavar": "FILE", "help": "results file (default: fsdp_lab-gpu-DATE.txt)"},
     "minutes": {"type": float, "default": 9.0, "metavar": "N", "help": MINUTES},
 }
@@ -77,12 +72,11 @@ def add_benches(kinds: Any, benches: Sequence[Bench]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_file(args.json)
+    if args.json is not None:
+        files.check_file(args.json, field="--json")
     here = environment()
     try:
         figures: dict[str, Any] = args.measure(args)
-    except PlanError as e:
-        raise Refused(str(e)) from e
     except BenchError as e:
         raise Failed(str(e)) from e
     if args.json is not None:
@@ -105,7 +99,7 @@ def environment() -> dict[str, Any]:
 
 
 def planned(args: argparse.Namespace, plan: type[BenchPlan] = BenchPlan, **more: Any) -> BenchPlan:
-    """The plan of the options. Raises PlanError, which names an option."""
+    """The plan of the options. Raises ArgumentError, which names an option."""
     sizes = {name: getattr(args, name) for name in ("steps", *SIZES) if hasattr(args, name)}
     sizes |= {"preset": getattr(args, "model", ""), **more}
     plan(**sizes)  # refuses before a device is looked for
@@ -132,21 +126,11 @@ def gpu(args: argparse.Namespace) -> int:
 
     if not 0 <= args.minutes < math.inf:
         raise Refused(f"--minutes {args.minutes:g} is refused; give 0 or more, as 8.5")
-    try:
-        at = gpu_list.Place.here(args.device, listing=args.list)
-        parts = gpu_list.chosen(gpu_list.listed(at), args.only)
-    except PlanError as e:
-        raise Refused(str(e)) from e
-    if args.list:
-        for part in parts:
-            say(f"{part.name:18} {part.title}{f' (skipped: {part.skipped})' if part.skipped else ''}")
-        return 0
+    at = gpu_list.Place.here(args.device)
+    parts = gpu_list.chosen(gpu_list.listed(at), args.only)
     file = files.check_file(args.out or time.strftime("fsdp_lab-gpu-%Y-%m-%d-%H%M%S.txt"), field="--out")
-    record = gpu_list.Record(facts=dict(gpu_list.facts(at)), file=file, say=say)
-    for name, value in record.facts.items():
-        say(f"{name}: {value}")
-    record.run(parts, 60.0 * args.minutes)
-    say(f"written: {file}")
+    gpu_list.Record(facts=dict(gpu_list.facts(at)), file=file, parts=parts).run(60.0 * args.minutes)
+    print(f"written: {file}")
     if failed := [part.name for part in parts if part.outcome == gpu_list.FAILED]:
         raise Failed(f"{len(failed)} of {len(parts)} parts failed: {', '.join(failed)}; see {file}")
     return 0

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.base.files import check_file
 from fsdp_lab.base.formatting import duration
@@ -19,13 +19,12 @@ from fsdp_lab.spec.spec import Spec
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
-    from rich.table import Table
 
     from fsdp_lab.cluster.hosts import Hosts
     from fsdp_lab.runs import Sweep
     from fsdp_lab.runs.view import RunView
 
-WAITING, FAILED = "waiting", "failed"
+FAILED = "failed"
 REDRAW_S = 1.0
 
 
@@ -137,9 +136,11 @@ NARROW = ("loss", "step time", "time ratio", "peak/rank", "parity")
 
 
 def view(sweep: Sweep, width: int) -> Group:
-    """The table of a sweep in progress or over, and a line on its progress."""
+    """The table of a sweep in progress or over, with fewer figures if narrow, and a line on its progress."""
     from rich.console import Group
     from rich.text import Text
+
+    from fsdp_lab.runs import Comparison
 
     p = sweep.progress
     if sweep.done:
@@ -148,31 +149,7 @@ def view(sweep: Sweep, width: int) -> Group:
     else:
         left = "" if p.left_s is None else f", about {duration(p.left_s)} left"
         line = f"{p.done_steps} of {p.all_steps} steps{left}"
-    return Group(table(sweep, width), Text(line, style="dim"))
-
-
-def table(sweep: Sweep, width: int) -> Table:
-    """`Comparison.table` with a row for each Spec, including those that have not begun, and fewer figures if narrow."""
-    from rich import box
-    from rich.table import Table
-
-    from fsdp_lab.runs import Comparison, Refusal
-
-    runs = [sweep.run_of(spec) for spec in sweep.specs]
-    compared = Comparison.of([run or Refusal(spec, WAITING) for run, spec in zip(runs, sweep.specs, strict=True)])
-    figures = compared.table(FIGURES if width >= WIDE else NARROW, spread=False)
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in figures.columns or ("", "what", "state"):
-        folds = name == "what" or name.startswith("parity")
-        justify: Literal["left", "right"] = "left" if folds or name in figures.left else "right"
-        drawn.add_column(name, justify=justify, no_wrap=not folds, overflow="fold", min_width=8 if folds else None)
-    texts = iter(figures.rows)
-    for row, run in zip(compared.rows, runs, strict=True):
-        state = WAITING
-        if run is not None:
-            steps = "done" if run.step >= sweep.steps else f"{run.step} of {sweep.steps}"
-            state = FAILED if run.state.value == FAILED else steps
-        style = "red" if state == FAILED or row.differs else "dim" if state == WAITING else ""
-        rest = [] if run is None else next(texts)[3:]
-        drawn.add_row(row.label, row.name, state, *rest, style=style)
-    return drawn
+    begun = [run for spec in sweep.specs if (run := sweep.run_of(spec)) is not None]
+    figures = FIGURES if width >= WIDE else NARROW
+    table = repr(Comparison.of(begun).table(figures, spread=False)) if begun else ""
+    return Group(Text(table, no_wrap=True, overflow="crop"), Text(line, style="dim"))

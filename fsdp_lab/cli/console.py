@@ -45,11 +45,10 @@ def add_command(commands: Any, name: str, help_text: str) -> argparse.ArgumentPa
     return parser
 
 
-def at_least(args: argparse.Namespace, name: str, least: int, why: str = "") -> None:
+def at_least(args: argparse.Namespace, name: str, least: int) -> None:
     """Raises Refused if the option is given and less than `least`."""
     if (value := getattr(args, name)) is not None and value < least:
-        number = f"{least} or more{why}" if why else f"a whole number of {least} or more"
-        raise Refused(f"--{name.replace('_', '-')} {value} is refused; give {number}")
+        raise Refused(f"--{name.replace('_', '-')} {value} is refused; give a whole number of {least} or more")
 
 
 def memory_limit(args: argparse.Namespace) -> int | None:
@@ -178,8 +177,7 @@ class Results:
     @classmethod
     def to(cls, file: Path | None) -> Results:
         """Raises ArgumentError if the file cannot be written."""
-        check_file(file)
-        return cls(file=file)
+        return cls(file=file and files.check_file(file, field="--json"))
 
     def add_run(self, summary: Mapping[str, Any]) -> None:
         self.runs.append(dict(summary))
@@ -194,12 +192,6 @@ class Results:
             write_file(self.file, {"runs": self.runs, "refused": self.refused, **more})
 
 
-def check_file(file: Path | None) -> None:
-    """Raises ArgumentError if the file of `--json` cannot be written."""
-    if file is not None:
-        files.check_file(file, field="--json")
-
-
 def write_file(file: Path, content: Mapping[str, Any]) -> None:
     """Writes JSON atomically: a reader never sees half a file."""
     files.write_whole(file, (json.dumps(content, indent=1) + "\n").encode(), field="--json")
@@ -209,24 +201,18 @@ def write_file(file: Path, content: Mapping[str, Any]) -> None:
 def open_lab(
     console: Console, ranks: int, devices: Sequence[str] | None, *, history: bool = True, hosts: Hosts | None = None
 ) -> Iterator[Lab]:
-    """A lab for the duration of a command. Raises Refused, Failed: the ranks cannot start or join."""
-    from fsdp_lab.cluster import ClusterError, StartError
+    """A lab for the duration of a command. Raises ClusterError: the ranks cannot start or join."""
     from fsdp_lab.lab import Lab
 
     warnings.filterwarnings("ignore", module="ipyparallel|jupyter_client|zmq")
     with console.status("starting") as status:
-        try:
-            opened = Lab(
-                ranks,
-                devices=devices,
-                history=history,
-                hosts=hosts,
-                progress=lambda p: status.update(f"{p.stage} ({p.done} of {p.total}), {p.seconds:.0f} s"),
-            )
-        except StartError as e:
-            raise Refused(str(e)) from e
-        except ClusterError as e:
-            raise Failed(str(e)) from e
+        opened = Lab(
+            ranks,
+            devices=devices,
+            history=history,
+            hosts=hosts,
+            progress=lambda p: status.update(f"{p.stage} ({p.done} of {p.total}), {p.seconds:.0f} s"),
+        )
     try:
         for note in opened.notes:
             say(f"note: {note}", console, "dim")

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.files import check_file
 from fsdp_lab.base.formatting import plural, size
 from fsdp_lab.cli.console import Failed, Refused, add_command, at_least, memory_limit, say, say_json, signals_ignored
@@ -51,12 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from fsdp_lab.runs.history import History, HistoryError
+    from fsdp_lab.runs.history import History
 
-    try:
-        args.act(args, History())
-    except HistoryError as e:
-        raise Refused(str(e)) from e
+    args.act(args, History())
     return 0
 
 
@@ -92,12 +88,7 @@ def head(stored: StoredRun) -> list[str]:
 def delete(args: argparse.Namespace, history: History) -> None:
     if bool(args.which) == (args.older_than is not None):
         raise Refused("name the runs to delete, or give --older-than DAYS")
-    try:
-        deleted = history.delete(*args.which) if args.which else history.delete_older(args.older_than)
-    except FieldError as e:
-        if e.field == "days":
-            raise Refused(f"--older-than {args.older_than} is refused; {e.hint}") from e
-        raise
+    deleted = history.delete(*args.which) if args.which else history.delete_older(args.older_than)
     say(f"{plural(deleted, 'run')} deleted; {len(history.runs())} left")
 
 
@@ -114,13 +105,10 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 def report(args: argparse.Namespace) -> int:
     limit_bytes = memory_limit(args)
     from fsdp_lab.report import SUFFIXES, write_report
-    from fsdp_lab.runs.history import History, HistoryError
+    from fsdp_lab.runs.history import History
 
     check_file(args.output, SUFFIXES, field="--output")
-    try:
-        all_runs = History().runs()
-    except HistoryError as e:
-        raise Refused(str(e)) from e
+    all_runs = History().runs()
     runs = list({stored.id: stored for stored in (all_runs[which] for which in args.which)}.values())
     baseline = runs[0] if args.baseline is None else all_runs[args.baseline]
     if baseline.id not in [stored.id for stored in runs]:

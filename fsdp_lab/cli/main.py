@@ -9,9 +9,10 @@ import sys
 from collections.abc import Sequence
 
 from fsdp_lab.base import __version__
-from fsdp_lab.base.errors import FieldError, not_installed
+from fsdp_lab.base.errors import SentenceError, not_installed
 from fsdp_lab.cli import bench, compare, doctor, drill, history, jupyter, plan, run
 from fsdp_lab.cli.console import CommandEnded, Failed, Refused, add_command, signals_raise
+from fsdp_lab.cluster import ClusterError, StartError
 
 CHECKPOINTS = "list the checkpoints in a folder, or export a model for transformers"
 # Name, function that adds the arguments, function that runs it, description.
@@ -51,12 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with signals_raise():
             code: int = args.run(args)
         return code
-    except (Refused, FieldError) as refusal:
-        print(f"fsdp-lab: {refusal}", file=sys.stderr)
-        return 2
-    except Failed as failure:
-        print(f"fsdp-lab: {failure}", file=sys.stderr)
-        return 1
+    except (Refused, Failed, SentenceError) as e:
+        print(f"fsdp-lab: {e}", file=sys.stderr)
+        failed = isinstance(e, Failed | ClusterError) and not isinstance(e, StartError)
+        return 1 if failed else 2
     except ModuleNotFoundError as missing:
         if (missing.name or "fsdp_lab").startswith("fsdp_lab"):
             raise  # ours: a bug, not an installation that lacks something

@@ -6,13 +6,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.base.errors import ArgumentError, FieldError
 from fsdp_lab.base.files import check_file
-from fsdp_lab.base.formatting import Table, count, duration, plural, size
+from fsdp_lab.base.formatting import duration, plural, size
 from fsdp_lab.cli import console as shared, fields
 from fsdp_lab.cli.console import Failed, Refused, Results, at_least, live, open_lab, say, terminal, watch
 from fsdp_lab.export import TARGETS, export, text_of
@@ -22,15 +22,13 @@ from fsdp_lab.spec.describe import describe_strategy
 from fsdp_lab.spec.spec import Spec
 
 if TYPE_CHECKING:
-    from rich.console import Console, Group
+    from rich.console import Console
+    from rich.text import Text
 
-    from fsdp_lab.base.events import StepEvent
     from fsdp_lab.cluster.hosts import Hosts
     from fsdp_lab.runs import CheckpointConfig, EvalConfig, Run
 
-LINE = ("loss", "step time", "tokens/s", "TFLOPS", "peak/rank", "exposed")
 LINE_S = 2.0  # between two lines of output if there is no terminal
-RECENT_STEPS = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,10 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=int, help="instead of the file's world_size")
     add("--link", metavar="LINK", help=f"instead of the file's: {fields.LINK}; none: the real wire")
     add("--evaluate-every", type=int, metavar="N", help="evaluate on held-out samples every N steps")
-    add("--evaluate-samples", type=int, metavar="N", help="number of held-out samples")
     add("--patience", type=int, metavar="N", help="stop after N evaluations without improvement")
-    prompt = "a text that a language model continues after each evaluation; may be given several times"
-    add("--prompt", action="append", metavar="TEXT", help=prompt)
     add("--json", type=Path, metavar="FILE", help="write the summary to FILE, as compare does")
     trace = "write traced steps (.json or .json.gz) for ui.perfetto.dev or chrome://tracing"
     add("--trace", type=Path, metavar="FILE", help=trace)
@@ -52,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--resume", type=Path, metavar="DIR", help=resume)
     add("--save", type=Path, metavar="DIR", help="save a checkpoint of the last step to DIR; see --save-every")
     add("--save-every", type=int, metavar="N", help="save every N steps")
-    add("--save-last", type=int, metavar="N", help="number of checkpoints to keep, besides the best")
     recover = "when a rank is lost, recover automatically: on as many ranks, or on those that remain"
     add("--recover", choices=("same", "fewer"), help=recover)
     shared.add_hosts(parser)
@@ -109,23 +103,20 @@ def checkpoint_config(args: argparse.Namespace) -> CheckpointConfig | None:
         raise Refused("--save-every is given and no folder; name it with --save")
     if args.save is None:
         return None
-    from fsdp_lab.runs.saving import LAST, CheckpointConfig
+    from fsdp_lab.runs.saving import CheckpointConfig
 
-    last = LAST if args.save_last is None else args.save_last
-    return CheckpointConfig(folder=args.save, every=args.save_every, last=last)
+    return CheckpointConfig(folder=args.save, every=args.save_every)
 
 
 def eval_config(args: argparse.Namespace) -> EvalConfig | None:
     """The config of `--evaluate-every` and its options. Raises Refused if that one is missing, FieldError for values."""
     from fsdp_lab.runs.evaluation import EvalConfig
 
-    options = {"every": args.evaluate_every, "samples": args.evaluate_samples, "patience": args.patience}
-    given = {name: value for name, value in options.items() if value is not None}
-    if args.prompt is not None:
-        given["prompts"] = tuple(args.prompt)
-    if given and "every" not in given:
-        raise Refused("--patience, --evaluate-samples and --prompt need evaluations; give --evaluate-every too")
-    return EvalConfig(**given) if given else None
+    if args.evaluate_every is None:
+        if args.patience is not None:
+            raise Refused("--patience needs evaluations; give --evaluate-every too")
+        return None
+    return EvalConfig(every=args.evaluate_every, patience=args.patience)
 
 
 def read_spec(path: Path) -> Spec:
@@ -193,43 +184,18 @@ def write_trace(run: Run, file: Path) -> str:
 
 
 def line(run: Run) -> str:
-    """The state of the run in one line, with figures of its newest steps, at a cost that does not grow with the run."""
-    from fsdp_lab.runs.comparison import NONE, figure_cells
-    from fsdp_lab.runs.steps import last_stretch
-    from fsdp_lab.runs.summary import figures
-
-    texts = figure_cells(figures(last_stretch(run.events.last_steps(RECENT_STEPS), run.spec)))
-    shown = ", ".join(f"{name} {texts[name]}" for name in LINE if texts[name] != NONE)
-    steps = f"step {run.step}{f' of {run.steps}' if run.steps else ''}: {shown or run.state.value}"
+    """The state of the run in one line, for output that is no terminal."""
+    newest = run.events.last_steps(1)
+    now = f"loss {newest[0].mean_loss:.4f}, step time {duration(newest[0].step_time_s)}" if newest else run.state.value
+    steps = f"step {run.step}{f' of {run.steps}' if run.steps else ''}: {now}"
     return ", ".join(filter(None, (steps, run.early_stopping.words(run.spec.workload))))
 
 
-def view(run: Run) -> Group:
-    """The Spec and state, the line, and a table of the newest step of each rank."""
-    from rich.console import Group
+def view(run: Run) -> Text:
+    """The state of the run and a table of its newest steps."""
     from rich.text import Text
 
-    latest = list(run.events.latest().values())
-    reason = f" ({run.reason})" if run.reason else ""
-    head = f"{describe_strategy(run.spec)} on {run.spec.world_size} ranks: {run.state.value}{reason}"
-    table = [Text(f"\n{rank_table(latest)!r}\n", no_wrap=True, overflow="crop")] if latest else []
-    return Group(Text(head, style="bold"), Text(line(run)), *table)
-
-
-def rank_table(latest: Sequence[StepEvent]) -> Table:
-    """Throughput, memory and the time of each kind of collective, by rank."""
-    kinds = sorted({kind for event in latest for kind, traffic in event.comm.items() if traffic.calls})
-    shares = ("MFU", "HFU") if any(e.recompute_flops for e in latest) else ("MFU",)
-    rows = []
-    for e in latest:
-        numbers = [duration(e.step_time_s), count(e.tokens_per_s), f"{e.tflops:.3g}"]
-        used = ["–" if share is None else f"{share:.1%}" for share in (e.mfu, e.hfu)[: len(shares)]]
-        comm = [duration(e.comm[kind].seconds) if kind in e.comm else "" for kind in kinds]
-        memory = [size(e.memory.peak_bytes), size(e.memory.rss_bytes)]
-        rows.append((str(e.rank), str(e.step), *numbers, *used, *memory, *comm))
-    titles = [kind.replace("_", " ") for kind in kinds]
-    columns = ("rank", "step", "step time", "tokens/s", "TFLOPS", *shares, "peak", "RSS", *titles)
-    return Table(columns=columns, rows=tuple(rows))
+    return Text(repr(run.table()), no_wrap=True, overflow="crop")
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:

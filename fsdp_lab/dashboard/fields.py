@@ -63,7 +63,7 @@ T = TypeVar("T", bound=Chosen)
 class Choices(Generic[T]):
     """Field values that are chosen: `wanted` is possible, `held` has refused values, `notes` those of each touched field."""
 
-    def __init__(self, spec: T, *, check: Callable[[T], None] = lambda chosen: None) -> None:
+    def __init__(self, spec: T, *, check: Callable[[T], object] = lambda chosen: None) -> None:
         """check: raises SpecError for what a Spec alone cannot know, such as a text that does not exist."""
         self.wanted = spec
         self.held: dict[str, Any] = {}

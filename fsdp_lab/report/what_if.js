@@ -353,8 +353,7 @@ class Field {
   }
 
   /** stands: what became of each value, where that is known. Not while a person is about to type another value. */
-  show({ options, value, stands = [], typed, placeholder, note = "", refused = false, hidden = false }) {
-    this.root.hidden = hidden;
+  show({ options, value, stands = [], typed, placeholder, note = "", refused = false }) {
     this.root.classList.toggle("refused", refused);
     this.note.textContent = refused ? "refused" : note;
     if (!this.typed.hidden) return;
@@ -445,7 +444,7 @@ class Page {
     const use = ({ used, take }, i) => make("button", { type: "button", "aria-pressed": used, title: `Take strategy ${i + 1}`,
       onclick: take }, used ? "In use" : "Use");
     fill(card.querySelector("table"), strategies.heads, strategies.rows.map((row, i) => [use(row, i), ...row.cells]));
-    this.caption(card, { reading: strategies.reading, notes: [strategies.note] });
+    this.caption(card, { reading: strategies.reading, notes: [] });
   }
 
   showCard(name, { bars, ruler, ...words }) {

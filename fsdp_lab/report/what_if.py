@@ -1,14 +1,13 @@
 """`WhatIf`: the page in a notebook, where the kernel answers any value, for hardware other than this machine's.
 
 The page draws the trait `state`, which outlives a reload, and sends what a person chooses. A worker thread applies it,
-asks the planner and replaces the state. A search has a thread of its own, so that questions are answered meanwhile. The
-fields of a `Question` are chosen one by one, as a Spec's are (`dashboard.fields.Chosen`).
+asks the planner and replaces the state. The fields of a `Question` are chosen one by one, as a Spec's are
+(`dashboard.fields.Choices`).
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +18,10 @@ import anywidget
 import traitlets
 
 from fsdp_lab.base.errors import ArgumentError, check_whole, is_number
-from fsdp_lab.base.formatting import GIB, plural, size
+from fsdp_lab.base.formatting import plural, size
 from fsdp_lab.dashboard.fields import CONTROLS, Choices, Note, controls_of, fix_text, offered, presets
 from fsdp_lab.dashboard.forms import answer_while_busy
-from fsdp_lab.planner.devices import ASSUMED_SHARE, DEVICES, Device
+from fsdp_lab.planner.devices import DEVICES
 from fsdp_lab.planner.plan import Plan, sentences
 from fsdp_lab.planner.questions import Target, curve, on_hosts, planned, searched
 from fsdp_lab.planner.search import SEARCHED, Search
@@ -33,10 +32,6 @@ from fsdp_lab.spec.spec import Spec
 
 log = logging.getLogger(__name__)
 
-CUSTOM = "custom"
-CUSTOM_ONLY = ("peak_tflops", "memory_gib", "link_gb_per_s")
-LIKE = "a100-80"  # the device whose other values a custom one is given
-_SIZE = FieldRow(none="", most=10**5)
 _HOSTED = FieldRow(choices=(None, 1, 2, 4, 16, 32, 72), typed="6", none="8")
 
 
@@ -49,24 +44,18 @@ class Question:
     """A Spec, and hardware that need not be this machine's. Raises FieldError where the combination is impossible."""
 
     spec: Spec = field(default_factory=default_spec)
-    # Of `DEVICES`, or `CUSTOM` with the last three.
-    hardware: str = knob("h100", FieldRow(choices=(*DEVICES, CUSTOM)), help="The GPU")
+    hardware: str = knob("h100", FieldRow(choices=tuple(DEVICES)), help="The GPU")
     per_host: int | None = knob(None, _HOSTED, label="GPUs a host", help="With NVLink or PCI Express between them")
-    # None: the usual rate.
     network: float | None = knob(
-        None, _SIZE, most=10**6, none="as usual", label="network, Gb/s", help="Of all network cards of a host, one way"
+        None,
+        FieldRow(none="as usual", most=10**6),
+        label="network, Gb/s",
+        help="Of all network cards of a host, one way",
     )
-    peak_tflops: float = knob(312.0, _SIZE, label="peak, TFLOPS", help="Dense, in bf16")
-    memory_gib: float = knob(80.0, _SIZE, label="memory, GiB", help="Of one GPU")
-    link_gb_per_s: float = knob(300.0, _SIZE, label="link, GB/s", help="To the other GPUs of its host, one way")
 
     def __post_init__(self) -> None:
-        for name, row in _OWN.items():
-            value = getattr(self, name)
-            if "float" not in row.type or (name == "network" and value is None):
-                continue
-            if not is_number(value) or not math.isfinite(value) or not 0 < value <= row.most:
-                raise ArgumentError(name, f"{value!r} is refused", f"give a number above 0, up to {row.most:,}")
+        if self.network is not None and not is_number(self.network):
+            raise ArgumentError("network", f"{self.network!r} is refused", "give a number above 0")
         if self.per_host is not None:
             check_whole("per_host", self.per_host)
         self.target.machine(self.spec.world_size)
@@ -82,8 +71,7 @@ class Question:
 
     @property
     def target(self) -> Target:
-        hardware = _custom(self) if self.hardware == CUSTOM else self.hardware
-        return Target(hardware=hardware, per_host=self.per_host, network_gbit_per_s=self.network)
+        return Target(hardware=self.hardware, per_host=self.per_host, network_gbit_per_s=self.network)
 
     @property
     def planned_spec(self) -> Spec:
@@ -97,25 +85,6 @@ class Question:
 
 
 _OWN = rows_of(Question)
-
-
-def _custom(question: Question) -> Device:
-    """A device from three numbers; the other values are listed in `assumed`."""
-    like = DEVICES[LIKE]
-    peak = question.peak_tflops * 1e12
-    shares = {dtype: flops / like.flops_per_s("bf16") for dtype, flops in like.peak_flops_per_s.items()}
-    return replace(
-        like,
-        name=CUSTOM,
-        peak_flops_per_s={dtype: peak * share for dtype, share in shares.items()},
-        matrix_share=ASSUMED_SHARE,
-        memory_bytes=int(question.memory_gib * GIB),
-        link_bytes_per_s=question.link_gb_per_s * 1e9,
-        assumed={
-            "matrix_share": f"{ASSUMED_SHARE} of the peak",
-            "device": f"fp32 and memory bandwidth ({like.memory_bytes_per_s / 1e12:.1f} TB/s) as of {LIKE}",
-        },
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,12 +171,11 @@ class WhatIf(anywidget.AnyWidget):
         self._changed = threading.Condition(threading.RLock())  # guards what follows
         self._left = self._asked = self._shown = 0
         self._searching = self._closed = False
-        self._doing = self._failure = ""
+        self._said = ""  # instead of the usual status
         self._found: tuple[Question, Search] | None = None
         self._answer = Answer.of(first).with_curve()
-        self._computed: list[Answer] = []  # while choices were checked, newest last
-        self.choices: Choices[Question] = Choices(first, check=self._compute)
-        self._worker, self._searcher = (ThreadPoolExecutor(1, f"fsdp-lab-what-if-{n}") for n in ("answer", "search"))
+        self.choices: Choices[Question] = Choices(first, check=Answer.of)
+        self._worker = ThreadPoolExecutor(1, "fsdp-lab-what-if")
         super().__init__(state=self._state())
         self.on_msg(self._on_message)
         answer_while_busy([self])
@@ -216,22 +184,21 @@ class WhatIf(anywidget.AnyWidget):
         """Sets field values as if they were chosen on the page: `page.choose(model="llama-70b", world_size=512)`."""
         with self._changed:
             self._asked += 1
-            self._submit(self._worker, self._choose, lambda: changes, self._asked)
+            self._submit(self._choose, lambda: changes, self._asked)
 
     def find(self) -> None:
         """Searches for the fastest strategies that fit, for the current question."""
         with self._changed:
             if not self._searching:
                 self._searching = True
-                # For what is chosen once earlier choices are handled.
-                self._submit(self._worker, lambda: self._submit(self._searcher, self._search, self.choices.wanted))
+                self._submit(self._search)
 
     def _on_message(self, _widget: Any, content: Mapping[str, Any], _buffers: Any) -> None:
         if content["kind"] == "find":
             return self.find()
         with self._changed:
             self._asked += 1
-            self._submit(self._worker, self._choose, lambda: self._read(content), self._asked)
+            self._submit(self._choose, lambda: self._read(content), self._asked)
 
     def _read(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a message chooses: a value of a field, the fix of a refused one, or a strategy of the search."""
@@ -276,8 +243,7 @@ class WhatIf(anywidget.AnyWidget):
                 return
             self._closed = True
             self._changed.notify_all()
-        for pool in (self._worker, self._searcher):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._worker.shutdown(wait=False, cancel_futures=True)
         self.layout.close()
         super().close()
 
@@ -285,11 +251,11 @@ class WhatIf(anywidget.AnyWidget):
         about, fit, *_ = sentences(self._answer.plan)
         return f"<WhatIf: {about}. {fit}>"
 
-    def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., None], *args: Any) -> None:
+    def _submit(self, work: Callable[..., None], *args: Any) -> None:
         with self._changed:
             if not self._closed:
                 self._left += 1
-                pool.submit(self._attempt, work, *args)
+                self._worker.submit(self._attempt, work, *args)
 
     def _attempt(self, work: Callable[..., None], *args: Any) -> None:
         try:
@@ -299,38 +265,28 @@ class WhatIf(anywidget.AnyWidget):
             log.exception("the what-if page failed")
             failure = f"It failed: {type(e).__name__}: {e}"
         with self._changed:
-            self._failure = failure
+            self._said = failure
             self._show()
             self._left -= 1
             self._changed.notify_all()
 
     def _choose(self, changes: Callable[[], Mapping[str, Any]], number: int) -> None:
         """Shows the prediction first, and the curve if nothing else was asked by then."""
-        chosen = changes()
-        # A model that is no preset is first built without values, which takes seconds.
-        model, tokens = chosen.get("model"), [token for _, token in offered(FIELDS["model"], self.choices.wanted, None)]
-        is_named = model is None or model in tokens
-        if not is_named or str(chosen.get("wrap", "")).startswith(("min_params:", "class:")):
-            self._doing = "The model is built without values, to know its shape."
-            self._show()
-        self.choices.choose(**chosen)
-        self._doing = ""
+        self._said = (
+            "The answer is computed."  # takes seconds for a model that is no preset: it is built without values
+        )
+        self._show()
+        self.choices.choose(**changes())
         question = self.choices.wanted
         if question != self._answer.question:
-            self._answer = self._computed_for(question) or Answer.of(question)
+            self._answer = Answer.of(question)
             self._show()
         if number == self._asked and not self._answer.along:
             self._answer = self._answer.with_curve()
 
-    def _compute(self, question: Question) -> None:
-        """Raises if the question cannot be answered; keeps the answer."""
-        if self._computed_for(question) is None:
-            self._computed = [*self._computed[-2:], Answer.of(question)]
-
-    def _computed_for(self, question: Question) -> Answer | None:
-        return next((a for a in (self._answer, *self._computed) if a.question == question), None)
-
-    def _search(self, question: Question) -> None:
+    def _search(self) -> None:
+        self._show()
+        question = self.choices.wanted
         try:
             self._found = (question, searched(question.planned_spec, question.target))
         finally:
@@ -363,8 +319,8 @@ class WhatIf(anywidget.AnyWidget):
         }
 
     def _status(self) -> str:
-        if self._failure or self._doing:
-            return self._failure or self._doing
+        if self._said:
+            return self._said
         if self.choices.held:
             return "The answer below is to the last choice that was possible."
         if self._searching:
@@ -384,22 +340,19 @@ class WhatIf(anywidget.AnyWidget):
             "least": None if f.choices else f.least,
             "refused": f.name in self.choices.held,
             "note": notes.get(f.name, ""),
-            "hidden": f.name in CUSTOM_ONLY and self.choices.value("hardware") != CUSTOM,
         }
 
     def _strategies(self) -> dict[str, Any] | None:
-        """The result of the search, which of it is chosen now, and whether the search was for another question."""
-        if self._found is None:
+        """The result of the search, and which of it is chosen now. None if the search was for another question."""
+        now = self.choices.wanted
+        if self._found is None or now.unsearched() != self._found[0].unsearched():
             return None
-        (question, search), now = self._found, self.choices.wanted
-        same = now.unsearched() == question.unsearched()
-        chosen, table = searched_fields(now.planned_spec) if same else None, search.table()
-        used = [searched_fields(one.plan.spec) == chosen for one in search.shown]
+        search, chosen = self._found[1], searched_fields(now.planned_spec)
+        table, used = search.table(), [searched_fields(one.plan.spec) == chosen for one in search.shown]
         return {
             "reading": search.sentence if search.top else f"None of {search.considered} strategies fits; nearest is:",
             "heads": table.columns,
             "rows": [{"used": is_used, "cells": row[1:]} for is_used, row in zip(used, table.rows, strict=True)],
-            "note": "" if same else "Found for what was asked before: press Find the best again.",
         }
 
 

@@ -123,16 +123,17 @@ def write_what_if(
     """
     file = check_file(path, SUFFIXES)
     check_size(product)
-    answers = Answers()
+    rows, refusals = list[dict[str, Any]](), dict[str, FieldError]()
     for i, combination in enumerate(product):
         try:
-            answers.add(predict(combination))
+            rows.append(row_of(predict(combination)))
         except FieldError as e:
-            answers.refuse(e)
+            refusals.setdefault(str(e), e)
+            rows.append({"refused": [*refusals].index(str(e))})
         progress(i + 1)
-    if len(answers.errors) == len(answers.rows):
-        raise answers.errors[0]
-    return write_whole(file, render(product, answers).encode())
+    if all("refused" in row for row in rows):
+        raise next(iter(refusals.values()))
+    return write_whole(file, render(product, rows, list(refusals.values())).encode())
 
 
 def check_size(product: Product) -> None:
@@ -143,46 +144,27 @@ def check_size(product: Product) -> None:
         raise ArgumentError("page", f"{number:,} combinations are more than the {MOST_COMBINATIONS:,} of a page", hint)
 
 
-class Answers:
-    """The answers of a page, a row for each combination. Texts that repeat are stored once and numbered in a column."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-        self.errors: list[FieldError] = []
-        self.texts: dict[str, dict[str, int]] = {kind: {} for kind in TEXTS}
-        self.refusals: dict[str, tuple[int, FieldError]] = {}
-
-    def add(self, plan: Mapping[str, Any]) -> None:
-        """plan: as `Plan.to_dict` makes it."""
-        row = row_of(plan)
-        for kind, numbered in self.texts.items():
-            row[kind] = numbered.setdefault(row[kind], len(numbered))
-        self.rows.append(row)
-
-    def refuse(self, error: FieldError) -> None:
-        self.errors.append(error)
-        number, _ = self.refusals.setdefault(str(error), (len(self.refusals), error))
-        self.rows.append({"refused": number})
-
-    def columns(self) -> dict[str, str]:
-        """Name -> little-endian float32 as base64; NaN where a row has no such figure."""
-        names = ["refused", *dict.fromkeys(name for row in self.rows for name in row if name != "refused")]
-        packed = {name: np.asarray([row.get(name, math.nan) for row in self.rows], dtype="<f4") for name in names}
-        return {name: base64.b64encode(numbers.tobytes()).decode() for name, numbers in packed.items()}
+def columns(rows: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """Name -> little-endian float32 as base64; NaN where a row has no such figure."""
+    names = ["refused", *dict.fromkeys(name for row in rows for name in row if name != "refused")]
+    packed = {name: np.asarray([row.get(name, math.nan) for row in rows], dtype="<f4") for name in names}
+    return {name: base64.b64encode(numbers.tobytes()).decode() for name, numbers in packed.items()}
 
 
-def render(product: Product, answers: Answers) -> str:
+def render(product: Product, rows: Sequence[Mapping[str, Any]], refusals: Sequence[FieldError]) -> str:
     """The file's content. The texts of users are escaped; CSS, script and JSON are our own. In the JSON values are known by
-    their place on their axis."""
+    their place on their axis, and texts that repeat, as refusals, by their place in a list."""
     names = ("name", "label", "option", "words", "labels")
+    texts = {kind: list(dict.fromkeys(row[kind] for row in rows if kind in row)) for kind in TEXTS}
+    numbered = [{n: texts[n].index(value) if n in texts else value for n, value in row.items()} for row in rows]
     data = {
         "axes": [{name: getattr(axis, name) for name in names} for axis in product.axes],
         "ranks": next(([*axis.values] for axis in product.axes if axis.name == RANKS), []),
-        "start": _start(product, answers),
+        "start": _start(product, rows),
         "options": product.options,
-        "columns": answers.columns(),
-        "texts": {kind: list(numbered) for kind, numbered in answers.texts.items()},
-        "refusals": [_refusal(product, error) for _, error in answers.refusals.values()],
+        "columns": columns(numbered),
+        "texts": texts,
+        "refusals": [_refusal(product, error) for error in refusals],
         "look": look(),
     }
     return filled(
@@ -190,19 +172,19 @@ def render(product: Product, answers: Answers) -> str:
         css="".join(style.read_text(encoding="utf-8") for style in STYLES),
         version=__version__,
         when=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        combinations=f"{len(answers.rows):,}",
+        combinations=f"{len(rows):,}",
         command=product.command,
         data=data,
         js=SCRIPT.read_text(encoding="utf-8"),
     )
 
 
-def _start(product: Product, answers: Answers) -> list[int]:
+def _start(product: Product, rows: Sequence[Mapping[str, Any]]) -> list[int]:
     """Places of the values of the first combination that is shown."""
     if product.start is not None:
         start = product.start
         return [axis.values.index(start[axis.name]) if axis.name in start else 0 for axis in product.axes]
-    first = next(i for i, row in enumerate(answers.rows) if "refused" not in row)
+    first = next(i for i, row in enumerate(rows) if "refused" not in row)
     return [int(i) for i in np.unravel_index(first, [len(axis.values) for axis in product.axes])]
 
 

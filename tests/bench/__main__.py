@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fsdp_lab.base.errors import FieldError
+from fsdp_lab.base.errors import SentenceError
 from fsdp_lab.cli.bench import DEFAULT, OWN_RANKS, PRECISION, Bench, Options, add_benches, number, run
 from fsdp_lab.cli.console import Failed, Refused, signals_raise
 from fsdp_lab.spec.spec import BACKENDS
@@ -59,7 +59,6 @@ TABLE: tuple[tuple[str, str, str, Options], ...] = (
     ("memory", "labs", "peak memory of a step, compared with FSDP2's and with the planned one", MEMORY),
     ("metering", "metering", "cost of all that a lab does in a step beyond plain training", METERING),
     ("switch", "switch", "live switches near the memory limit of a GPU", SWITCH),
-    ("tour", "tour", "the notebooks' steps without Jupyter, on one rank", DEVICE),
     ("torchrun", "programs", "a Spec under torchrun", PROGRAM),
     ("export", "programs", "an exported script, compared with the lab", PROGRAM),
     ("families", "families", "families of transformers, small: which train, which are refused, and why", FAMILIES),
@@ -75,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with signals_raise():
             return run(parser.parse_args(arguments))
-    except (Refused, FieldError, Failed) as e:
+    except (Refused, SentenceError, Failed) as e:
         print(e, file=sys.stderr)
         return 1 if isinstance(e, Failed) else 2
 

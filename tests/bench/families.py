@@ -27,8 +27,7 @@ import torch
 from transformers import AutoConfig
 from transformers.models.auto import configuration_auto, modeling_auto
 
-from fsdp_lab.base.errors import FieldError, SpecError
-from fsdp_lab.bench.plan import PlanError
+from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError
 from fsdp_lab.cli.bench import say
 from fsdp_lab.cli.console import at_least
 from fsdp_lab.engine import ShardError
@@ -237,11 +236,12 @@ def _alone(name: str) -> str:
 
 
 def families(args: argparse.Namespace) -> dict[str, Any]:
-    """Tries these families, or all; says a line for each, and at the end a table. Raises PlanError for an unknown one."""
+    """Tries these families, or all; says a line for each, and at the end a table. Raises ArgumentError."""
     at_least(args, "jobs", 1)
     known = known_families()
     if unknown := [name for name in args.names if name not in known]:
-        raise PlanError(f"{unknown[0]} is no family with a loss that the lab trains; give some of {', '.join(known)}")
+        reason = f"{unknown[0]} is no family with a loss that the lab trains"
+        raise ArgumentError("FAMILY", reason, f"give some of {', '.join(known)}")
     pending, found = deque(args.names or known), dict[str, Any]()
 
     def work() -> None:

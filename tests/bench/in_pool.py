@@ -18,7 +18,7 @@ def launched_in(pool: Pool) -> Callable[..., list[Any]]:
     def launch(plan: BenchPlan, task: str, *, on_message: Any = None, **arguments: Any) -> list[Any]:
         told = pool.run(_perform, plan.ranks, plan, task, arguments, reduction=None, timeout_s=200)
         for kind, value in (message for _, messages in told for message in messages):
-            if on_message is not None and kind != "round":
+            if on_message is not None:
                 on_message(kind, value)
         return [json.loads(result) for result, _ in told]
 

@@ -135,7 +135,7 @@ def _await(run: Run, what: str, reached: Callable[[], bool]) -> None:
 
 def soak(args: argparse.Namespace) -> dict[str, Any]:
     """Growth of the resident memory of kernel and ranks over many switches, for each backend. Raises BenchError."""
-    at_least(args, "toggles", WARM_UP + WINDOW, f": the first {WARM_UP} are warm-up")
+    at_least(args, "toggles", WARM_UP + WINDOW)
     backends = [name.strip() for name in args.backend.split(",")]
     if unknown := next((name for name in backends if name not in BACKENDS), None):
         raise Refused(f"--backend {unknown!r} is refused; give some of {', '.join(BACKENDS)}")

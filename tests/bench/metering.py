@@ -26,7 +26,7 @@ from torch import Tensor
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.bench.interleave import Batch, BuiltForm, build_forms, interleave
 from fsdp_lab.bench.plan import BenchPlan, Form
-from fsdp_lab.bench.results import BenchResult, Report, environment, format_spread, ratios, rounds_of, spread
+from fsdp_lab.bench.results import BenchResult, environment, format_spread, ratios, rounds_of, spread
 from fsdp_lab.bench.tasks import BenchRank
 from fsdp_lab.cli.bench import planned, say
 from fsdp_lab.cli.console import Refused, at_least
@@ -86,7 +86,7 @@ class Launch:
 
 def metering(args: argparse.Namespace) -> dict[str, Any]:
     """Raises BenchError. Of several backends: {"backends": {name: its figures}, "environment"}."""
-    at_least(args, "launches", 2, ": one does not show how far it is off")
+    at_least(args, "launches", 2)
     peers = [name.strip() for name in args.backend.split(",")]
     if unknown := next((name for name in peers if name not in PEERS), None):
         raise Refused(f"--backend {unknown!r} is refused; give some of {', '.join(PEERS)}")
@@ -130,9 +130,9 @@ def figures(launches: Sequence[Launch], peer: str, environment: Mapping[str, Any
     times = {name: spread([s for each in launches for s in each.result.seconds[name]]) for name in names}
     for name, of in times.items():
         say(f"{name}: {format_spread(of, 'ms', 1)}")
-    report = Report(say, {**environment, "backend": peer, "launches": len(launches)})
+    told_of: dict[str, Any] = {"environment": {**environment, "backend": peer, "launches": len(launches)}}
     for section, name, rounds in (("ratios", "metered/bare", costs), ("control", "bare/bare", controls)):
-        report.figures[section][name] = told = summarize(rounds)
+        told_of[section] = {name: (told := summarize(rounds))}
         error = f"mean of launches {told['mean']:.4f}, standard error {told['standard_error']:.4f}"
         pooled = format_spread(spread([ratio for of in rounds for ratio in of]))
         say(f"{'control ' * (section == 'control')}{name}: {error}; all rounds: {pooled}")
@@ -141,7 +141,7 @@ def figures(launches: Sequence[Launch], peer: str, environment: Mapping[str, Any
         say(f"  {name}: {1e3 * seconds:.3f} ms, {seconds / bare_s:.2%} of a bare step")
     shares = {name: seconds / bare_s for name, seconds in parts.items()}
     step_time_s = {name: asdict(of) for name, of in times.items()}
-    return report.figures | {"step_time_s": step_time_s, "parts_s": parts, "parts/bare": shares}
+    return told_of | {"step_time_s": step_time_s, "parts_s": parts, "parts/bare": shares}
 
 
 def summarize(launches: Sequence[Sequence[float]]) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def on_rank(rank: BenchRank, job: Mapping[str, Any]) -> dict[str, dict[str, Any]
             MeteredForm(built, plan, info, world, rank) if built.form.group == "wire" else built
             for built in build_forms(plan, info, world)
         ]
-        return interleave(plan, forms, info, world, rank.end_round)
+        return interleave(plan, forms, info, world)
 
 
 class MeteredForm(BuiltForm):

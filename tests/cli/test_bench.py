@@ -14,15 +14,16 @@ import psutil
 import pytest
 import torch
 
+from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.bench import results
-from fsdp_lab.bench.plan import STEP, BenchError, BenchPlan, PlanError, forms_named, place
-from fsdp_lab.bench.results import BenchResult, Spread, interval, spread, step_figures
+from fsdp_lab.bench.plan import STEP, BenchError, BenchPlan, forms_named, place
+from fsdp_lab.bench.results import BenchResult, Spread, spread, step_figures
 from fsdp_lab.cli.main import main
 from tests.bench.in_pool import launched_in
 from tests.pool import Pool
 from tests.waiting import until
 
-TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--vocab", "64", "--seq-len", "8", "--device", "cpu"]
+TINY = ["--model", "gpt2-1m", "--seq-len", "8", "--device", "cpu"]
 
 # -- what is refused -------------------------------------------------------------------------------------------------
 
@@ -30,7 +31,7 @@ TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--vocab", "64", "--se
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert place(2, None) == ("cpu", "cpu")
-    with pytest.raises(PlanError, match="--device cuda"):
+    with pytest.raises(ArgumentError, match="--device: torch finds no GPU"):
         place(2, "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert place(2, None) == ("cpu", "cpu"), "one for each rank, or none"
@@ -42,7 +43,7 @@ def test_a_peers_name_stands_for_its_forms() -> None:
     assert forms_named("ddp") == ("ddp-raw", "ddp-wire")
     assert forms_named("ddp-wire, lab") == ("lab", "lab-again", "ddp-wire"), "in the order of turns"
     assert forms_named("fsdp2,ddp,lab") == STEP
-    assert forms_named("lab-fused,lab") == ("lab", "lab-again", "lab-fused"), "that one by its name alone"
+    assert forms_named("lab-gloo,lab") == ("lab", "lab-again", "lab-gloo"), "that one by its name alone"
 
 
 # -- the figures -----------------------------------------------------------------------------------------------------
@@ -55,12 +56,9 @@ def measured(**seconds: list[float]) -> BenchResult:
     return BenchResult(seconds=named_seconds, losses=losses, gradient_norms=norms, peak_bytes={}, shared=shared)
 
 
-def test_a_spread_is_a_median_and_two_deciles_and_its_interval_that_of_order_statistics() -> None:
-    """As tables of the binomial have it: of 20 values the sixth and the fifteenth."""
+def test_a_spread_is_a_median_and_two_deciles() -> None:
     assert spread([float(x) for x in range(11)]) == Spread(median=5.0, p10=1.0, p90=9.0, n=11)
     assert spread([3.0]) == Spread(median=3.0, p10=3.0, p90=3.0, n=1)
-    for n, first in ((3, 0), (5, 0), (6, 0), (20, 5), (30, 9)):
-        assert interval([float(i) for i in reversed(range(n))]) == (first, n - 1 - first)
 
 
 def test_a_step_is_as_long_as_its_slowest_rank() -> None:
@@ -88,7 +86,7 @@ def test_ratios_are_of_the_same_round_and_against_the_fastest_form() -> None:
     assert figures["step_time_s"]["lab"]["median"] == 4.0 and figures["environment"] == {"cores": 2}
     printed = "\n".join(lines)
     assert all(form in printed for form in found.seconds) and "fsdp2-wire is the fastest of them" in printed
-    assert "; its median is 0.500 to 1.000 (95 %); lab-again does the same as lab" in printed
+    assert "lab-again does the same as lab" in printed
 
 
 def test_memory_is_compared_where_it_was_counted() -> None:
@@ -119,7 +117,7 @@ def test_a_form_that_trains_something_else_fails_the_run(other: float) -> None:
 @pytest.mark.slow
 def test_step_measures_every_form_and_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In processes of its own; forms over Gloo do the same work as those through shared memory."""
-    file, forms = tmp_path / "step.json", (*STEP, "lab-fused", "lab-gloo", "fsdp2-gloo", "ddp-gloo", "lab-mapped")
+    file, forms = tmp_path / "step.json", (*STEP, "lab-gloo", "fsdp2-gloo", "ddp-gloo", "lab-mapped")
     few = ["--steps", "2", "--warmup", "1", "--only", ",".join(forms)]
     assert main(["bench", "step", *TINY, *few, "--json", str(file)]) == 0
     printed, written = capsys.readouterr().out, json.loads(file.read_text())
@@ -131,7 +129,7 @@ def test_step_measures_every_form_and_writes_what_it_prints(tmp_path: Path, caps
     assert all(time_s["n"] == 2 and 0 < time_s["p10"] <= time_s["p90"] for time_s in written["step_time_s"].values())
     assert f"{written['ratios']['lab/ddp']['median']:.3f}" in printed
     assert "largest difference of losses and gradient norms to fsdp2-raw: " in printed
-    assert written["environment"]["width"] == 32 and written["environment"]["devices"] == ["cpu", "cpu"]
+    assert written["environment"]["preset"] == "gpt2-1m" and written["environment"]["devices"] == ["cpu", "cpu"]
     assert {"cores", "torch", "load_average"} < written["environment"].keys()
     assert not ranks_of(psutil.Process())
 

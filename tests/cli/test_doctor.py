@@ -10,16 +10,15 @@ import pytest
 
 from fsdp_lab.cli import doctor
 from fsdp_lab.cli.doctor import Finding, State, TorchFacts, gpu_findings
-from fsdp_lab.cli.jupyter import NEEDED
+from fsdp_lab.cli.jupyter import NEEDED, Server
 from fsdp_lab.cli.main import main
 from fsdp_lab.cluster.nvml import GpuProcess, GpuReport, GpuStatus
 
-IDLE = GpuStatus(uuid="GPU-aa", name="NVIDIA H200", total_bytes=143771 * 2**20, used_bytes=0, capability="9.0")
+IDLE = GpuStatus(uuid="GPU-aa", name="NVIDIA H200", total_bytes=143771 * 2**20, used_bytes=0)
 SOMEBODY = GpuProcess(pid=4242, name="python3", used_bytes=40000 * 2**20)
 USED = dataclasses.replace(IDLE, uuid="GPU-bb", used_bytes=40960 * 2**20, processes=(SOMEBODY,))
-TWO_H200 = GpuReport(gpus=(IDLE, USED), driver="580.95.05", driver_cuda="13.0", links={"NV18": 1})
-BUILD = {"version": "2.13.0", "cuda_build": "13.0", "arches": ("sm_80", "sm_90", "compute_120")}
-CUDA = TorchFacts(devices=2, gloo=True, nccl=True, nccl_version=(2, 30, 1), **BUILD)
+TWO_H200 = GpuReport(gpus=(IDLE, USED), driver="580.95.05", driver_cuda="13.0")
+CUDA = TorchFacts(version="2.13.0", cuda_build="13.0", devices=2)
 
 
 def by_name(findings: list[Finding]) -> dict[str, Finding]:
@@ -36,24 +35,18 @@ HIDDEN = dataclasses.replace(TWO_H200, gpus=tuple(dataclasses.replace(gpu, proce
         (TWO_H200, CUDA, "GPU 0", State.OK, "H200"),
         (TWO_H200, CUDA, "GPU 1", State.WARN, "python3 (pid 4242, 39.1 GiB)"),
         (TWO_H200, CUDA, "driver", State.OK, "driver 580.95.05 carries CUDA 13.0; torch is built for 13.0"),
-        (TWO_H200, CUDA, "links", State.OK, "NV18 between 1 pair"),
         (dataclasses.replace(TWO_H200, driver_cuda="12.4"), CUDA, "driver", State.FAIL, "580 or newer"),
         (dataclasses.replace(TWO_H200, driver_cuda="12.4"), CUDA, "driver", State.FAIL, "download.pytorch.org/whl/cu126"),
         (TWO_H200, TorchFacts(version="2.13.0+cpu"), "driver", State.WARN, "CPU build"),
         (TWO_H200, BLIND, "driver", State.FAIL, "the driver was not found"),
-        (TWO_H200, dataclasses.replace(CUDA, arches=("sm_75", "sm_86")), "GPU 0 code", State.FAIL, ""),
-        (HIDDEN, CUDA, "GPU 1", State.WARN, "container"),
+        (HIDDEN, CUDA, "GPU 1", State.WARN, "`devices`"),
         (GpuReport(error="NVML: Driver Not Loaded"), CUDA, "GPUs", State.WARN, "Driver Not Loaded"),
         (GpuReport(), CUDA, "GPUs", State.OK, "none; ranks run on the CPU"),
     ],
 )  # fmt: skip
-def test_gpus_their_users_their_driver_and_their_links(
-    gpus: GpuReport, torch: TorchFacts, name: str, state: State, said: str
-):
+def test_gpus_their_users_and_their_driver(gpus: GpuReport, torch: TorchFacts, name: str, state: State, said: str):
     found = by_name(gpu_findings(gpus, torch))[name]
     assert found.state is state and said in f"{found.value} {found.advice}"
-    compiled = by_name(gpu_findings(TWO_H200, dataclasses.replace(CUDA, arches=("compute_80",))))
-    assert "GPU 0 code" not in compiled, "a wheel with code to compile for the GPU is no fault"
 
 
 def test_little_shared_memory_matters_between_gpus_only(monkeypatch: pytest.MonkeyPatch):
@@ -65,14 +58,11 @@ def test_little_shared_memory_matters_between_gpus_only(monkeypatch: pytest.Monk
 
 
 def test_a_containers_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "cpu.max").write_text("50000 100000\n")
     (tmp_path / "memory.max").write_text(str(2**30))
     (tmp_path / "memory.current").write_text(str(2**29))
-    (tmp_path / "pids.max").write_text("64\n")
     monkeypatch.setattr(doctor, "CGROUP", tmp_path)
-    assert doctor.cores() == 0.5
-    assert doctor.memory().value == "512 MiB free of 1.00 GiB"
-    assert [f.state for f in (doctor.processor(), doctor.memory(), doctor.processes())] == [State.WARN] * 3
+    found = doctor.memory()
+    assert found.value == "512 MiB free of 1.00 GiB" and found.state is State.WARN
 
 
 def test_a_package_that_is_missing_or_of_the_wrong_release_is_named_and_a_newer_torch_stays(
@@ -88,11 +78,16 @@ def test_a_package_that_is_missing_or_of_the_wrong_release_is_named_and_a_newer_
         assert found.state is state and ("pip install" in str(found)) is (state is State.FAIL)
 
 
-def test_missing_extensions_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor, "missing", lambda prefix: list(NEEDED))
-    monkeypatch.setattr(doctor, "running_servers", list)
-    found = doctor.jupyter_servers()[0]
-    assert found.state is State.FAIL and "anywidget" in found.advice and "jupyterlab_widgets" in found.advice
+def test_extensions_that_are_missing_here_or_where_a_server_runs_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    server = Server(pid=1, port=8890, python="/opt/jupyter/bin/python", prefix=tmp_path)
+    monkeypatch.setattr(doctor, "missing", lambda prefix: list(NEEDED.values()))
+    monkeypatch.setattr(doctor, "running_servers", lambda: [server])
+    here, there = doctor.jupyter_servers()
+    assert here.state is State.FAIL and "anywidget" in here.advice and "jupyterlab_widgets" in here.advice
+    assert there.state is State.WARN and there.name == "server :8890"
+    assert "/opt/jupyter/bin/python -m pip install 'anywidget>=" in there.advice
 
 
 @pytest.mark.slow
@@ -101,6 +96,6 @@ def test_doctor_on_this_machine(capsys: pytest.CaptureFixture[str]):
     told = json.loads(capsys.readouterr().out)
     assert code == (1 if told["state"] == "fail" else 0)
     names = {finding["name"] for finding in told["findings"]}
-    assert {"Python", "torch", "import torch", "cores", "memory", "/dev/shm", "open files", "ports"} < names
+    assert {"Python", "torch", "import torch", "memory", "disk", "/dev/shm", "ports"} < names
     assert {"GPUs", "GPU 0"} & names
     assert all(finding["advice"] for finding in told["findings"] if finding["state"] != "ok")

@@ -71,7 +71,7 @@ def test_runs_are_named_pinned_and_deleted(runs: list[Telling], capsys: pytest.C
     said(capsys, "unpin", "baseline")
     assert "(pinned)" not in said(capsys)
     assert "name the runs to delete, or give --older-than DAYS" in said(capsys, "delete", code=2)
-    assert "--older-than -2.0 is refused" in said(capsys, "delete", "--older-than", "-2", code=2)
+    assert "days: -2.0 is refused" in said(capsys, "delete", "--older-than", "-2", code=2)
     assert "1 run deleted; 2 left" in said(capsys, "delete", "--older-than", "30")
     assert "2 runs deleted; 0 left" in said(capsys, "delete", runs[1].id, runs[2].id)
     assert said(capsys).startswith("0 runs in ")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -63,10 +62,14 @@ CASES = pytest.mark.parametrize("case", range(len(EACH)), ids=[str(changes) for 
 
 @CASES
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_rank_trains_and_tells_its_figures(ran: Callable[..., list[Any]], precision: str, case: int) -> None:
-    events = told_by(ran, precision, case)
-    assert all(math.isfinite(e.mean_loss) for e in events)
-    assert events[-1].mean_loss < events[0].mean_loss
+def test_a_rank_trains_what_fsdp2_trains_and_tells_its_figures(
+    ran: Callable[..., list[Any]], precision: str, case: int
+) -> None:
+    """Kernels may add in another order, hence a tolerance of some ulps of the dtype."""
+    events, theirs = (told_by(ran, precision, i) for i in (case, EACH.index({"backend": "fsdp2"})))
+    losses = [e.mean_loss for e in events]
+    assert losses == pytest.approx([e.mean_loss for e in theirs], rel=1e-4 if precision == "fp32" else 2e-2)
+    assert losses[-1] < losses[0]
     for e in events:
         assert e.memory.peak_bytes > 0 and e.memory.reserved_bytes
         assert all("TF32 is off" in note for note in e.notes)
@@ -88,32 +91,6 @@ def test_the_ledger_s_sum_is_what_the_allocator_says(ran: Callable[..., list[Any
     assert e.memory.limit_bytes is not None and e.memory.reserved_bytes is not None
     assert e.memory.peak_bytes <= e.memory.reserved_bytes <= e.memory.limit_bytes
     assert e.memory.outside_bytes > 0
-
-
-def losses(place: Place, given: dict[str, Any], steps: int) -> list[float]:
-    s = session(place)
-    s.apply("gpu", given)
-    told = s.train(steps)["events"]
-    s.close()
-    return [e["mean_loss"] for e in told]
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("changes", [
-    {},
-    {"forward_prefetch": 2, "backward_prefetch": 2, "limit_all_gathers": 3},
-    {"sharding": "zero1"},
-    {"offload": "optimizer"},
-    {"offload": "all"},
-    {"backend": "fsdp1", "offload": "all"},  # it computes with a copy of the host's values from the first step on
-], ids=str)  # fmt: skip
-def test_one_rank_trains_what_fsdp2_trains(pool: Pool, precision: str, changes: dict[str, Any]) -> None:
-    """On one GPU; kernels may add in another order, hence a tolerance of some ulps of the dtype over ten steps."""
-    base = as_spec(precision=precision)
-    (theirs,), (ours,) = (pool.run(losses, 1, s.to_dict(), 10, devices=ONE, reduction=None)
-                          for s in (base.replace(backend="fsdp2"), base.replace(**changes)))  # fmt: skip
-    assert ours == pytest.approx(theirs, rel=1e-4 if precision == "fp32" else 2e-2)
-    assert ours[-1] < ours[0]
 
 
 def waits_only_to_read(place: Place, given: dict[str, Any]) -> list[int]:
@@ -149,25 +126,6 @@ def test_the_host_waits_only_to_read_the_loss(pool: Pool, changes: dict[str, Any
     assert pool.run(waits_only_to_read, 1, given, devices=ONE, reduction=None) == [[3, 4, 5]]
 
 
-def kernels_in(events: Iterable[Any]) -> list[tuple[int, int, bool]]:
-    """Begin, end, and whether it is NCCL's, of each kernel that kineto saw."""
-    return [(e.start_ns(), e.end_ns(), "nccl" in e.name().lower()) for e in events
-            if e.device_type() == DeviceType.CUDA and not e.is_user_annotation()
-            and not e.name().startswith(("Memcpy", "Memset"))]  # fmt: skip
-
-
-def alone_s(kernels: Iterable[tuple[int, int, bool]]) -> float:
-    """Seconds in which kernels of NCCL's run and no others, from one begin or end to the next."""
-    edges = sorted((at, sends, by) for begin, end, sends in kernels for at, by in ((begin, 1), (end, -1)))
-    running, before_ns, found_ns = {False: 0, True: 0}, 0, 0
-    for at_ns, sends, by in edges:
-        if running[True] and not running[False]:
-            found_ns += at_ns - before_ns
-        running[sends] += by
-        before_ns = at_ns
-    return found_ns / 1e9
-
-
 def _kernels_around_a_gap() -> tuple[list[Any], float]:
     """A product, a sleep on another stream for which the first one waits, and a product; inside one range."""
     side, a = torch.cuda.Stream(), torch.ones(2048, 2048, device="cuda")
@@ -196,7 +154,6 @@ def test_a_range_around_a_gap_hides_no_exposed_communication() -> None:
     events, slept_s = _kernels_around_a_gap()
     found = KernelTimes.of(events).exposed_s
     assert found is not None and found["all_gather"] == pytest.approx(slept_s, rel=0.05)
-    assert found["all_gather"] == pytest.approx(alone_s(kernels_in(events)))
 
 
 def test_a_batch_on_the_gpu_stays_there() -> None:
