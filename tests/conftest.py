@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
+from tests import changed
 from tests.pool import Pool
 from tests.pretrained import minilm_folder
 
@@ -36,7 +37,13 @@ def group_of(nodeid: str) -> str:
     return next((folder for folder in SHARED if file.startswith(folder + "/")), file)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--changed", nargs="?", const="HEAD", metavar="BASE", help="only tests of what differs from a commit (HEAD)"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest groups first: processes take groups in this order."""
     folders = {folder: i for i, folder in enumerate(LONGEST)}
     files = {file: i for i, file in enumerate(dict.fromkeys(item.path for item in items))}
@@ -46,6 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return folders.get(folder, len(folders)), files[item.path]
 
     items.sort(key=place)
+    changed.select(config, items)
 
 
 @pytest.hookimpl(optionalhook=True)

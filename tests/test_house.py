@@ -326,6 +326,48 @@ assert run.step == 4 and run.state.value == "finished" and run.table().rows
     python(without(JUPYTER) + code)
 
 
+# -- no hidden state -------------------------------------------------------------------------------------------------
+
+MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+MAKERS = {"list", "dict", "set", "defaultdict", "OrderedDict", "deque", "Counter", "WeakValueDictionary", "WeakSet"}
+MUTATORS = {"append", "add", "update", "extend", "insert", "pop", "popitem", "remove", "clear", "setdefault", "discard"}
+
+
+def hidden_state(module: Module) -> Iterator[str]:
+    """Module-level state that changes: `global`, mutable values in lower-case names, constants that are written to."""
+    tables: set[str] = set()
+    for node in module.tree.body:
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)):
+            continue
+        targets, value = (node.targets if isinstance(node, ast.Assign) else [node.target]), node.value
+        if isinstance(value, MUTABLE) or (isinstance(value, ast.Call) and called(value) in MAKERS):
+            for name in (t.id for t in targets if isinstance(t, ast.Name) and t.id != "__all__"):
+                tables.add(name)
+                if name != name.upper():
+                    yield f"{module.file}:{node.lineno}: {name} is mutable and module-wide"
+    for node in module.nodes:
+        if isinstance(node, ast.Global):
+            yield f"{module.file}:{node.lineno}: global {', '.join(node.names)}"
+        elif (table := written_to(node)) in tables:
+            yield f"{module.file}:{getattr(node, 'lineno', 0)}: {table} is a constant and is changed"
+
+
+def written_to(node: ast.AST) -> str:
+    """The name of the container that `name[x] = y`, `del name[x]` or `name.append(x)` changes, or nothing."""
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
+        return getattr(node.value, "id", "")
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+        return getattr(node.func.value, "id", "")
+    return ""
+
+
+def test_no_module_keeps_hidden_state():
+    wrong = [what for module in modules() for what in hidden_state(module)]
+    assert not wrong, "\n".join(wrong)
+    code = "cache = {}\nTABLE = {}\n__all__ = []\ndef f():\n    global n\n    TABLE[1] = 2\n    TABLE.update(a=1)"
+    assert len(list(hidden_state(Module(path=PACKAGE / "made_up.py", text=code)))) == 4, "this test can fail"
+
+
 # -- facts about a strategy ------------------------------------------------------------------------------------------
 
 

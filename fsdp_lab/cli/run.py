@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_lab.base.errors import ArgumentError, FieldError
 from fsdp_lab.base.files import check_file
-from fsdp_lab.base.formatting import duration, plural, size
+from fsdp_lab.base.formatting import plural, size
 from fsdp_lab.cli import console as shared, fields
 from fsdp_lab.cli.console import Failed, Refused, Results, at_least, live, open_lab, say, terminal, watch
 from fsdp_lab.export import TARGETS, export, text_of
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from fsdp_lab.cluster.hosts import Hosts
     from fsdp_lab.runs import CheckpointConfig, EvalConfig, Run
 
+LINE = ("loss", "step time", "tokens/s", "TFLOPS", "peak/rank", "exposed")
 LINE_S = 2.0  # between two lines of output if there is no terminal
+RECENT_STEPS = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -184,10 +186,14 @@ def write_trace(run: Run, file: Path) -> str:
 
 
 def line(run: Run) -> str:
-    """The state of the run in one line, for output that is no terminal."""
-    newest = run.events.last_steps(1)
-    now = f"loss {newest[0].mean_loss:.4f}, step time {duration(newest[0].step_time_s)}" if newest else run.state.value
-    steps = f"step {run.step}{f' of {run.steps}' if run.steps else ''}: {now}"
+    """The state of the run in one line, with figures of its newest steps, at a cost that does not grow with the run."""
+    from fsdp_lab.runs.comparison import NONE, figure_cells
+    from fsdp_lab.runs.steps import last_stretch
+    from fsdp_lab.runs.summary import figures
+
+    texts = figure_cells(figures(last_stretch(run.events.last_steps(RECENT_STEPS), run.spec)))
+    shown = ", ".join(f"{name} {texts[name]}" for name in LINE if texts[name] != NONE)
+    steps = f"step {run.step}{f' of {run.steps}' if run.steps else ''}: {shown or run.state.value}"
     return ", ".join(filter(None, (steps, run.early_stopping.words(run.spec.workload))))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -126,6 +126,25 @@ def test_the_host_waits_only_to_read_the_loss(pool: Pool, changes: dict[str, Any
     assert pool.run(waits_only_to_read, 1, given, devices=ONE, reduction=None) == [[3, 4, 5]]
 
 
+def kernels_in(events: Iterable[Any]) -> list[tuple[int, int, bool]]:
+    """Begin, end, and whether it is NCCL's, of each kernel that kineto saw."""
+    return [(e.start_ns(), e.end_ns(), "nccl" in e.name().lower()) for e in events
+            if e.device_type() == DeviceType.CUDA and not e.is_user_annotation()
+            and not e.name().startswith(("Memcpy", "Memset"))]  # fmt: skip
+
+
+def alone_s(kernels: Iterable[tuple[int, int, bool]]) -> float:
+    """Seconds in which kernels of NCCL's run and no others, from one begin or end to the next."""
+    edges = sorted((at, sends, by) for begin, end, sends in kernels for at, by in ((begin, 1), (end, -1)))
+    running, before_ns, found_ns = {False: 0, True: 0}, 0, 0
+    for at_ns, sends, by in edges:
+        if running[True] and not running[False]:
+            found_ns += at_ns - before_ns
+        running[sends] += by
+        before_ns = at_ns
+    return found_ns / 1e9
+
+
 def _kernels_around_a_gap() -> tuple[list[Any], float]:
     """A product, a sleep on another stream for which the first one waits, and a product; inside one range."""
     side, a = torch.cuda.Stream(), torch.ones(2048, 2048, device="cuda")
@@ -154,6 +173,7 @@ def test_a_range_around_a_gap_hides_no_exposed_communication() -> None:
     events, slept_s = _kernels_around_a_gap()
     found = KernelTimes.of(events).exposed_s
     assert found is not None and found["all_gather"] == pytest.approx(slept_s, rel=0.05)
+    assert found["all_gather"] == pytest.approx(alone_s(kernels_in(events)))
 
 
 def test_a_batch_on_the_gpu_stays_there() -> None:

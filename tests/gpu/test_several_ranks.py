@@ -10,15 +10,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from fsdp_lab.base.events import StepEvent
+from fsdp_lab.rank.ledger import KernelTimes
 from fsdp_lab.rank.trainer import checksum
 from fsdp_lab.spec.checkpoint_format import begin, finish
 from fsdp_lab.spec.spec import Spec
-from tests.gpu.test_one_rank import EACH, as_spec, waits_only_to_read
+from tests.gpu.test_one_rank import EACH, alone_s, as_spec, kernels_in, waits_only_to_read
 from tests.pool import Place, Pool, RankError
 from tests.rank.test_checkpoint import _resumed, _undisturbed
 from tests.rank.test_hang import LIMIT_S, _hangs
@@ -171,6 +173,26 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(
     events, _, ended = told[0][0]
     for ((back, again, _),) in pool.run(_resumed, len(after), [(then, ended["path"])], devices=after, reduction=None):
         assert back["step"] == 2 and losses_in(again) == pytest.approx(losses_in(events), rel=1e-4)
+
+
+def _exposed(place: Place, given: dict[str, Any]) -> tuple[float, float]:
+    """Seconds of exposed communication in a ledger step, as its event has them and as the trace of its kernels has."""
+    traced: list[Any] = []
+    of = KernelTimes.of
+    with mock.patch.object(KernelTimes, "of", lambda events: of(traced.append(kernels_in(events)) or events)):
+        s = session(place)
+        s.apply("gpu", given)
+        (event,) = [StepEvent.from_dict(e) for e in s.train(3)["events"] if e["ledger"]]
+        s.close()
+    told = (t.exposed_seconds for kind, t in event.comm.items() if kind != "control")
+    return sum(told), alone_s(traced[0])
+
+
+@pytest.mark.parametrize("devices", [OWN])
+@pytest.mark.parametrize("name", list(BACKENDS))
+def test_exposed_communication_is_what_the_trace_shows(pool: Pool, devices: Sequence[str], name: str) -> None:
+    for told_s, traced_s in pool.run(_exposed, 2, spec(**BACKENDS[name]).to_dict(), devices=devices, reduction=None):
+        assert traced_s > 0 and told_s == pytest.approx(traced_s, rel=1e-3)
 
 
 @pytest.mark.parametrize("devices", [OWN])

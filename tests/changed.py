@@ -1,0 +1,101 @@
+"""`pytest --changed [BASE]`: only the tests of what differs from a commit (default: HEAD), by the graph of imports.
+
+For daily work: a test is chosen if it, or a helper of its, imports a changed module, or one that does. Farther away nearly
+every test needs nearly every module. A file that is no module counts for the modules of its folder; a module that is named
+in a string counts as imported; a change of pyproject.toml or of the first conftest chooses all.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[1]
+ROOTS = ("fsdp_lab", "tests")
+MODULE = re.compile(r"(?:fsdp_lab|tests)(?:\.\w+)+")
+
+
+def changed_files(base: str) -> set[Path]:
+    """Files that differ from `base`, and those that git does not know yet."""
+    commands = (["diff", "--name-only", base], ["ls-files", "--others", "--exclude-standard"])
+    outputs = [
+        subprocess.run(["git", *c], cwd=REPO, check=True, capture_output=True, text=True).stdout for c in commands
+    ]
+    return {REPO / name for output in outputs for name in output.split("\n") if name}
+
+
+def named_modules(path: Path) -> Iterator[str]:
+    """Modules that a file imports or names in a string: dotted, perhaps with an attribute behind."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from MODULE.findall(node.value)
+
+
+class Graph:
+    """Which files of the package and of the tests each of them needs."""
+
+    def __init__(self) -> None:
+        self.files = {
+            ".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__"): path
+            for root in ROOTS
+            for path in (REPO / root).rglob("*.py")
+        }
+        homes = self._lazy_homes()
+        self.needs = {
+            path: {self._file(homes.get(m, m)) for m in named_modules(path)} - {None} for path in self.files.values()
+        }
+
+    def _lazy_homes(self) -> dict[str, str]:
+        """Public name of fsdp_lab -> its module: that table itself leads to everything."""
+        import fsdp_lab
+
+        return {f"fsdp_lab.{name}": f"fsdp_lab.{home}" for name, home in fsdp_lab._HOMES.items()}
+
+    def _file(self, dotted: str) -> Path | None:
+        """The longest part of a dotted name that is a module, but not the whole package."""
+        while "." in dotted:
+            if dotted in self.files:
+                return self.files[dotted]
+            dotted = dotted.rpartition(".")[0]
+        return None
+
+    def near(self, path: Path) -> set[Path]:
+        """A test file with its conftests and helpers, the modules that they import, and those that these import."""
+        tests = REPO / "tests"
+        conftests = (folder / "conftest.py" for folder in path.parents if folder != tests)
+        waiting, helpers = [path, *(c for c in conftests if c in self.needs)], set[Path]()
+        while waiting:
+            one = waiting.pop()
+            if one not in helpers:
+                helpers.add(one)
+                waiting += [p for p in self.needs[one] if p.is_relative_to(tests) and p.parent != tests]
+        direct = helpers.union(*(self.needs[p] for p in helpers))
+        return direct.union(*(self.needs[p] for p in direct if not p.is_relative_to(tests)))
+
+
+def is_concerned(near: set[Path], changed: set[Path]) -> bool:
+    folders = {path.parent for path in near if path.is_relative_to(REPO / "fsdp_lab")}
+    return any(path in near or (path.suffix != ".py" and path.parent in folders) for path in changed)
+
+
+def select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects the tests that no changed file concerns."""
+    base = config.getoption("--changed")
+    if base is None:
+        return
+    changed = changed_files(base)
+    if REPO / "pyproject.toml" in changed or REPO / "tests" / "conftest.py" in changed:
+        return
+    graph = Graph()
+    concerned = {path: is_concerned(graph.near(path), changed) for path in {item.path for item in items}}
+    config.hook.pytest_deselected(items=[item for item in items if not concerned[item.path]])
+    items[:] = [item for item in items if concerned[item.path]]
