@@ -19,7 +19,7 @@ from fsdp_lab.base.process import ranks_per_host
 from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.cluster.hosts import CUT_S, Hosts, LauncherHosts, SlurmHosts, ssh_hosts
+from fsdp_lab.cluster.hosts import CUT_S, Hosts, SlurmHosts, ssh_hosts
 from fsdp_lab.cluster.membership import RankStatus
 from fsdp_lab.cluster.sent_code import with_code
 from fsdp_lab.planner.calibration import Calibration, alone, crowd_specs, one_rank, references, shapes_of
@@ -227,38 +227,6 @@ class Lab:
             python=python,
             sync=sync,
             cut_s=cut_s,
-        )
-        return cls(where.ranks, hosts=where, **options)
-
-    @classmethod
-    def hosts(
-        cls,
-        launcher: str,
-        ranks: int,
-        *,
-        launcher_options: Mapping[str, Any] = {},
-        address: str | None = None,
-        folder: str | os.PathLike[str] | None = None,
-        queue_s: float | None = None,
-        **options: Any,
-    ) -> Lab:
-        """A lab on hosts of another batch system, by one of ipyparallel's launchers: `Lab.hosts("pbs", 16)`.
-
-        The hosts have the same Python, packages and home. Where `ssh` or `slurm` can be used they say more, and sooner.
-
-        Args:
-            launcher: "pbs", "lsf", "sge", "htcondor", "mpi", ..., or the name of a launcher's class.
-            launcher_options: traits of the launcher, such as {"queue": "gpu", "batch_template": "..."}.
-            address: of this machine, as the hosts reach it; None: the first of its addresses.
-            folder: that the hosts have too; None: the home.
-            queue_s: how long to wait for the engines; None: until it is interrupted.
-            options: as for `Lab`.
-
-        Raises StartError: one sentence. ArgumentError, FieldError.
-        """
-        path, traits = None if folder is None else os.fspath(folder), tuple(launcher_options.items())
-        where = LauncherHosts(
-            launcher=launcher, count=ranks, options=traits, address=address, folder=path, queue_s=queue_s
         )
         return cls(where.ranks, hosts=where, **options)
 
@@ -690,7 +658,7 @@ class Lab:
         cannot be started there, as many as before are started again where they were.
 
         Args:
-            hosts: a `SshHosts`, `SlurmHosts` or `LauncherHosts` of `fsdp_lab.cluster.hosts`; None: this machine.
+            hosts: a `SshHosts` or `SlurmHosts` of `fsdp_lab.cluster.hosts`; None: this machine.
             ranks: on this machine; None: 2. On other hosts these say how many.
             progress: receives each `StartProgress`, and cancels the start by raising; None: as for the lab.
 

@@ -20,14 +20,14 @@ from fsdp_lab.base.errors import ArgumentError, FieldError
 from fsdp_lab.base.process import alive, host_id
 from fsdp_lab.cluster import ClusterError, StartError
 from fsdp_lab.cluster.addresses import Endpoint, fastest, new_token, reached_by_all, unique_names
-from fsdp_lab.cluster.batch_engines import LauncherEngines, SlurmEngines
+from fsdp_lab.cluster.batch_engines import SlurmEngines
 from fsdp_lab.cluster.calls import SECOND_INTERRUPT_S, Dispatcher
 from fsdp_lab.cluster.detached import Claimed, DetachedCluster, claim, detached_clusters
 from fsdp_lab.cluster.engine_server import forks
 from fsdp_lab.cluster.engines import Engines, exposure_notes
 from fsdp_lab.cluster.host_engines import Report, SshEngines
 from fsdp_lab.cluster.host_script import TRY_S
-from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SlurmHosts, SshHosts
+from fsdp_lab.cluster.hosts import Hosts, SshHosts
 from fsdp_lab.cluster.local_engines import LOOPBACK, EngineOrder, LocalEngines
 from fsdp_lab.cluster.membership import Member
 from fsdp_lab.cluster.placement import Host, Placement, free_gpus, place, probe, without_ours
@@ -215,9 +215,6 @@ class Assembly:
             engines = LocalEngines(order, ranks, forked=forked, rank_module=config.rank_module)
             engines.default_ranks = ranks
             return engines
-        if isinstance(hosts, LauncherHosts):
-            return LauncherEngines(order, hosts, report)
-        assert isinstance(hosts, (SshHosts, SlurmHosts))
         return (SshEngines if isinstance(hosts, SshHosts) else SlurmEngines)(order, hosts, report)
 
     def _report(self, stage: str, done: int, total: int) -> None:

@@ -1,6 +1,4 @@
 """`SlurmEngines`: engines on the hosts of a job of Slurm's, which is asked for here and given back at the end.
-`LauncherEngines`: engines of systems that `Lab.ssh` and `Lab.slurm` do not know, started by one of ipyparallel's own
-launchers (PBS, LSF, SGE, HTCondor, MPI, ...).
 
 Note: a job of Slurm's. It is a bare allocation (salloc --no-shell). In it every command is a step (srun), whose input
 reaches all hosts, so neither a shared folder nor a file with keys is needed. An agent is a step that stays as long as its
@@ -12,24 +10,17 @@ import contextlib
 import getpass
 import re
 import subprocess
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from ipyparallel.cluster.launcher import find_launcher_class
-from traitlets.config import Config
 
 from fsdp_lab.base.process import MARK
 from fsdp_lab.cluster import StartError, host_script
-from fsdp_lab.cluster.addresses import own_addresses
-from fsdp_lab.cluster.detached import PREFIX, EndCommand, package_path, write_end_commands
+from fsdp_lab.cluster.detached import EndCommand, write_end_commands
 from fsdp_lab.cluster.engines import EngineProcess
-from fsdp_lab.cluster.host_engines import END_S, START_S, Command, HostAnswer, HostEngines, Report, Shell, started
-from fsdp_lab.cluster.hosts import LauncherHosts, SlurmHosts
-from fsdp_lab.cluster.local_engines import ENVIRONMENT, EngineOrder, LocalEngines, controller_args
+from fsdp_lab.cluster.host_engines import END_S, START_S, Command, HostAnswer, HostEngines, Shell, started
+from fsdp_lab.cluster.hosts import SlurmHosts
 
 ASK_S = 20.0  # for Slurm to answer
 LOOK_AGAIN_S = 1.0  # between two looks at the queue
@@ -212,74 +203,3 @@ def ask_slurm(*command: str) -> str:
         said = done.stderr.strip() or f"exit code {done.returncode}"
         raise StartError(f"{command[0]} failed: {said.splitlines()[-1]}")
     return done.stdout.strip()
-
-
-# -- by a launcher of ipyparallel's ------------------------------------------------------------------------------------
-
-STOP_S = 10.0  # for a batch system to take a job back
-
-
-class LauncherEngines(LocalEngines):
-    """The private folder is one that hosts find too. Engines get the controller's connection by their environment."""
-
-    local = False
-
-    def __init__(self, order: EngineOrder, hosts: LauncherHosts, report: Report) -> None:
-        self._asked, self._report_stage = hosts, report
-        own = {"PYTHONPATH": package_path(), MARK: order.token}
-        self._variables = {**ENVIRONMENT, **own, **order.environment}  # of the engines
-        self._address = hosts.address or next((a for _, a in own_addresses() if ":" not in a), "")
-        if not self._address:
-            raise StartError("this machine has no address that other hosts could reach: give address=")
-        super().__init__(order, hosts.count)
-
-    def _make_folder(self) -> Path:
-        where = Path(self._asked.folder).expanduser() if self._asked.folder else Path.home()
-        return Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=where))
-
-    @property
-    def _controller_args(self) -> list[str]:
-        return controller_args(engine_ip=self._address, lost_s=self._asked.cut_s)
-
-    def _cluster_options(self) -> dict[str, Any]:
-        options, name = super()._cluster_options(), self._asked.launcher
-        try:
-            kind = find_launcher_class(name, "engine")
-        except (ValueError, TypeError, ImportError, KeyError) as e:
-            raise StartError(f"ipyparallel has no launcher {name!r} ({e})") from None
-        own: dict[str, Any] = dict(self._asked.options)
-        if unknown := sorted(set(own) - set(kind.class_trait_names(config=True))):
-            raise StartError(f"ipyparallel's {kind.__name__} has no option {unknown[0]!r}")
-        if kind.class_traits(config=True).keys() & {"batch_file_name"}:
-            own.setdefault("batch_file_name", str(self._folder / "job.sh"))  # else it is in the working folder
-        options["config"].merge(Config({kind.__name__: own}))
-        return {**options, "engines": kind}
-
-    @property
-    def default_ranks(self) -> int:  # type: ignore[override]
-        return self._asked.count
-
-    def _launch(self, n: int, timeout_s: float) -> Callable[[int], None]:
-        begin_s = time.monotonic()
-        try:
-            self._loop.run(self._cluster.start_engines(n, environment=self._variables), timeout_s)
-        except Exception as e:
-            why = " ".join(str(e).split())
-            raise StartError(f"ipyparallel's launcher could not start the engines: {why}") from None
-        launchers = [x for x in self._cluster.engines.values() if getattr(x, "job_id", "")]  # they can take jobs back
-        commands = [EndCommand(argv=(*x.delete_command, x.job_id)) for x in launchers if x.delete_command]
-        write_end_commands(self._folder, commands)
-
-        def check(missing: int) -> None:
-            limit_s = self._asked.queue_s
-            if limit_s is not None and time.monotonic() - begin_s > limit_s:
-                late = f"{missing} of {n} engines did not reach {self._address} within {limit_s:g} s"
-                raise StartError(f"{late}: look at the job, or give another address=")
-
-        return check
-
-    def _end_all(self) -> bool:
-        for name in list(self._cluster.engines) if self._cluster is not None else ():
-            with contextlib.suppress(Exception):
-                self._loop.run(self._cluster.stop_engines(name), STOP_S)
-        return self._cluster is None or not self._cluster.engines

@@ -30,7 +30,7 @@ from fsdp_lab.cluster.assembly import Assembly, ClusterConfig, OnProgress, Resto
 from fsdp_lab.cluster.calls import Call, Dispatcher, OnData
 from fsdp_lab.cluster.code_delivery import Delivery
 from fsdp_lab.cluster.detached import persist_limit_s
-from fsdp_lab.cluster.hosts import Hosts, LauncherHosts
+from fsdp_lab.cluster.hosts import Hosts
 from fsdp_lab.cluster.membership import ClusterState, Membership, RankStatus
 from fsdp_lab.cluster.supervisor import Supervisor
 
@@ -73,7 +73,6 @@ class Cluster:
         report: OnProgress | None = None,
     ) -> None:
         hang_s = limit(hang_s, timeout_s)
-        check_persistence(hosts, persist=persist is not False)
         config = ClusterConfig(
             ranks=ranks,
             devices=devices,
@@ -123,11 +122,10 @@ class Cluster:
         """Ends the ranks and starts others on these hosts, or on this one. What they had trained is lost. `report`: as in
         the constructor, for this start alone; it cancels the start by raising. `before`: called before anything is ended,
         when the hosts were looked at, or Slurm has granted them. Raises as `resize`, and ArgumentError: the engines are
-        not ours, or cannot persist there."""
+        not ours."""
         if self.assembly.config.given is not None:
             yours = "the engines of a given cluster are yours, and stay where they are"
             raise ArgumentError("hosts", yours, "make a lab with Lab.ssh, Lab.slurm or Lab")
-        check_persistence(hosts, persist=self.assembly.config.persist_s is not None)
         looked_at = self.assembly.look_at(hosts, report) if hosts is not None else None
         try:
             before()
@@ -330,9 +328,3 @@ class Cluster:
         devices = ", ".join(self.membership.placement.devices) or "nothing yet"
         what = "closed" if self.closed else f"{self.ranks} ranks on {devices}"
         return f"<Cluster: {what}{f', {len(self.lost)} lost' if self.lost else ''}>"
-
-
-def check_persistence(hosts: Hosts | None, *, persist: bool) -> None:
-    """Raises ArgumentError for hosts where ranks cannot outlive their kernel."""
-    if persist and isinstance(hosts, LauncherHosts):
-        raise ArgumentError("persist", "ranks of another launcher end with this kernel", "leave persist out")

@@ -254,7 +254,7 @@ def is_private(path: Path) -> bool:
 def remove_private(folder: Path) -> None:
     """Removes a folder made by `private_folder`, and no other."""
     deadline = time.monotonic() + REMOVAL_S
-    while folder.name.lstrip(".").startswith(PREFIX) and folder.exists() and time.monotonic() < deadline:
+    while folder.name.startswith(PREFIX) and folder.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)
         time.sleep(0.02)  # ipyparallel's thread may have written to it meanwhile
 

@@ -1,5 +1,5 @@
-"""Which hosts a lab's ranks are to be on, and how they are reached: `SshHosts`, `SlurmHosts`,
-`LauncherHosts`. Configuration only."""
+"""Which hosts a lab's ranks are to be on, and how they are reached: `SshHosts`, `SlurmHosts`.
+Configuration only."""
 
 from __future__ import annotations
 
@@ -124,36 +124,6 @@ class SlurmHosts(Hosts):
         asked = {"nodes": self.hosts, "ntasks-per-node": self.each or 1, "gpus-per-node": self.gpus_per_host}
         asked |= {name: getattr(self, name) for name in ("time", "partition", "account", "qos")}
         return [*(f"--{name}={value}" for name, value in asked.items() if value is not None), *self.options]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LauncherHosts(Hosts):
-    """Hosts that one of ipyparallel's launchers finds.
-
-    Args:
-        launcher: its name ("pbs", "lsf", "sge", "htcondor", "mpi", ...), or that of a class.
-        count: number of ranks.
-        options: of the launcher, by the names of its traits, such as (("queue", "gpu"),).
-        address: of this machine, as the hosts reach it; None: the first of its addresses.
-        folder: that the hosts have too, for a private folder in it; None: this user's home.
-        queue_s: how long to wait for engines; None: until it is interrupted."""
-
-    launcher: str = ""
-    count: int = 1
-    options: tuple[tuple[str, object], ...] = ()
-    address: str | None = None
-    folder: str | None = None
-    queue_s: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.launcher or not isinstance(self.launcher, str):
-            raise ArgumentError("launcher", f"{self.launcher!r} is no name of a launcher", 'give one such as "pbs"')
-        check_whole("ranks", self.count)
-
-    @property
-    def ranks(self) -> int | None:
-        return self.count
 
 
 def ssh_hosts(hosts: Sequence[str] | str, **options: object) -> SshHosts:

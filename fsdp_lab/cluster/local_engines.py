@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import ipyparallel as ipp
@@ -100,7 +99,7 @@ class LocalEngines(Engines):
             self._folder, self._loop = self._record.folder, LauncherLoop()
             return
         try:
-            self._folder = self._make_folder()
+            self._folder = private_folder()
         except OSError as e:
             why = f"the engines need a private folder for temporary files and none can be made: {e}"
             raise StartError(f"{why}; set TMPDIR to a folder that you may write to") from None
@@ -117,14 +116,6 @@ class LocalEngines(Engines):
             if isinstance(e, Exception):
                 raise start_error("ipyparallel's controller did not start", e, log, order.timeout_s) from None
             raise
-
-    def _make_folder(self) -> Path:
-        """Makes the private folder. Raises OSError."""
-        return private_folder()
-
-    def _cluster_options(self) -> dict[str, Any]:
-        """Returns the options of the `ipyparallel.Cluster`. Raises StartError."""
-        return cluster_options() | ({} if self._server is None else {"engines": ForkedEngineSetLauncher})
 
     def _before_controller(self) -> None:
         """Finds out what is to be known before the controller is started. Raises StartError."""
@@ -163,8 +154,8 @@ class LocalEngines(Engines):
 
     async def _open(self) -> Any:
         self._write_config()
-        folder, args = str(self._folder), self._controller_args
-        self._cluster = ipp.Cluster(profile_dir=folder, controller_args=args, **self._cluster_options())
+        options = cluster_options() | ({} if self._server is None else {"engines": ForkedEngineSetLauncher})
+        self._cluster = ipp.Cluster(profile_dir=str(self._folder), controller_args=self._controller_args, **options)
         await self._cluster.start_controller(environment=dict(self._environment))
         return await self._connect()
 

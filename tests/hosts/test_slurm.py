@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.cluster import StartError
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SlurmHosts
+from fsdp_lab.cluster.hosts import Hosts, SlurmHosts
 from fsdp_lab.lab import Lab
 from tests.cluster.conftest import FAKE
 from tests.hosts.machines import Site, Slurm, kept_folders, left
@@ -111,25 +110,6 @@ def test_what_slurm_refuses_is_said(hosts) -> None:
         SlurmHosts(options=("constraint",))
     with pytest.raises(ArgumentError, match="hosts"):
         SlurmHosts(hosts=0)
-
-
-@pytest.mark.slow
-def test_ipyparallel_s_own_launcher_starts_engines_too(two: Site, slurm: Slurm, hosts, tmp_path: Path) -> None:
-    """As for batch systems that have no entry of their own: here ipyparallel's launcher for Slurm."""
-    where = LauncherHosts(launcher="slurm", count=2, address=two.here, folder=str(tmp_path), queue_s=60.0)
-    with on(where) as cluster:
-        assert {s.host for s in cluster.status()} <= {"alpha", "beta"}
-        assert len(slurm.jobs()) == 1 and cluster.client.curve_serverkey
-        os.kill(cluster.pids[0], signal.SIGSTOP)
-        cluster.dispatcher.end_rank(0, "was ended")
-        until(lambda: 0 in cluster.lost, 10, "it is lost")
-    assert not list(tmp_path.iterdir()) and not Path("slurm_engine.sbatch").exists()
-    with pytest.raises(StartError, match="no launcher 'none'"):
-        on(LauncherHosts(launcher="none", count=1, address=two.here, folder=str(tmp_path))).start()
-    with pytest.raises(StartError, match="has no option 'quue'"):
-        wrong = (("quue", "gpu"),)
-        on(LauncherHosts(launcher="pbs", count=1, options=wrong, address=two.here, folder=str(tmp_path))).start()
-    assert not list(tmp_path.iterdir())
 
 
 def killed_kernel(persist_h: float) -> list[int]:
