@@ -49,10 +49,6 @@ def test_what_a_function_uses_is_in_its_digest() -> None:
         after = cell(TEXT.replace(there, instead), 4)
         assert sent(before, "build").digest != sent(after, "build").digest
         assert sent(before, "loss").digest == sent(after, "loss").digest
-    defaults = cell("N = 3\ndef build(n=N):\n    return n\n", 5)
-    digest = sent(defaults, "build").digest
-    defaults["build"].__defaults__ = (4,)
-    assert sent(defaults, "build").digest != digest
 
 
 def test_what_is_no_code_and_no_data_is_refused() -> None:
