@@ -19,7 +19,7 @@ from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import ArgumentError, FieldError
 from fsdp_lab.base.process import alive, host_id
 from fsdp_lab.cluster import ClusterError, StartError
-from fsdp_lab.cluster.addresses import Endpoint, fastest, new_token, reached_by_all, unique_names
+from fsdp_lab.cluster.addresses import Endpoint, new_token, reached_by_all, unique_names
 from fsdp_lab.cluster.batch_engines import SlurmEngines
 from fsdp_lab.cluster.calls import SECOND_INTERRUPT_S, Dispatcher
 from fsdp_lab.cluster.detached import Claimed, DetachedCluster, claim, detached_clusters
@@ -291,7 +291,7 @@ class Assembly:
         """Returns the host of each rank, as one rank on it sees it, under names that differ."""
         if self._engines.local:
             return [self._this_host(frozenset(r["pid"] for r in reports))] * len(reports)
-        names = unique_names({r["id"]: (r["host"], next(iter(r["addresses"]), "")) for r in reports})
+        names = unique_names({r["id"]: r["host"] for r in reports})
         leaders: dict[str, int] = {}
         for rank, r in enumerate(reports):
             leaders.setdefault(r["id"], rank)
@@ -416,27 +416,14 @@ def meet(dispatcher: Dispatcher, hosts: Sequence[str]) -> dict[str, Endpoint]:
     token = new_token()
     try:
         opened = dispatcher.ask("open_endpoints", {rank: {"token": token} for rank in leaders.values()}, ROUND_S)
-        return _choose(dispatcher, leaders, {host: opened[rank] for host, rank in leaders.items()}, token)
+        all_ = [(host, endpoint) for host, rank in leaders.items() for endpoint in opened[rank]]
+        each = {"endpoints": [endpoint for _, endpoint in all_], "token": token}
+        answers = dispatcher.ask("reach", dict.fromkeys(leaders.values(), each), ROUND_S)
     finally:
         with contextlib.suppress(ClusterError):  # the first error counts
             dispatcher.ask("close_endpoints", {rank: {} for rank in leaders.values()}, ROUND_S)
-
-
-def _choose(
-    dispatcher: Dispatcher, leaders: Mapping[str, int], endpoints: Mapping[str, Sequence[Endpoint]], token: str
-) -> dict[str, Endpoint]:
-    others = {host: [other for other in leaders if other != host] for host in leaders}
-    flat = {host: [endpoint for other in others[host] for endpoint in endpoints[other]] for host in leaders}
-    answers = dispatcher.ask("reach", {leaders[h]: {"endpoints": flat[h], "token": token} for h in leaders}, ROUND_S)
-    tried: dict[tuple[str, str], list[str]] = {}
+    tried: dict[tuple[str, str], list[str]] = {(host, other): [] for host in leaders for other in leaders}
     for host, rank in leaders.items():
-        rest = iter(answers[rank])
-        tried |= {(host, other): [next(rest) for _ in endpoints[other]] for other in others[host]}
-    good = reached_by_all(endpoints, tried)
-    names = list(leaders)
-    before = {host: names[i - 1] for i, host in enumerate(names)}  # the neighbor that measures
-    several = [host for host in names if len(good[host]) > 1]
-    measured = {leaders[before[host]]: {"endpoints": good[host], "token": token} for host in several}
-    speeds = dispatcher.ask("measure", measured, ROUND_S)
-    fast = {host: fastest(good[host], speeds[leaders[before[host]]]) for host in several}
-    return {host: fast.get(host, good[host][0]) for host in names}
+        for (other, _), why in zip(all_, answers[rank], strict=True):
+            tried[host, other].append(why)
+    return reached_by_all({host: opened[rank] for host, rank in leaders.items()}, tried)

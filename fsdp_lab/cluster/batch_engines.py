@@ -10,7 +10,6 @@ import contextlib
 import getpass
 import re
 import subprocess
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,8 +23,7 @@ from fsdp_lab.cluster.hosts import SlurmHosts
 
 ASK_S = 20.0  # for Slurm to answer
 LOOK_AGAIN_S = 1.0  # between two looks at the queue
-ENDING_S = 3.0  # how long a job may take to end
-RUNNING, COMPLETING = "RUNNING", "COMPLETING"  # states of a job
+RUNNING = "RUNNING"  # the state of a job
 
 
 class SlurmShell(Shell):
@@ -72,7 +70,7 @@ class SlurmEngines(HostEngines):
     _job = ""
 
     def _allocate(self) -> list[str]:
-        self._steps: dict[str, Command] = {}  # steps with agents, by name
+        self._steps: list[Command] = []  # with agents
         write_end_commands(self._folder, self._end_commands())  # before there is a job
         self._report_stage("asking Slurm for hosts", 0, self._asked.hosts)
         command = ["salloc", "--no-shell", f"--job-name={self._job_name}", *self._asked.request]
@@ -93,7 +91,7 @@ class SlurmEngines(HostEngines):
 
     def _take_over(self, where: Mapping[str, Any]) -> None:
         super()._take_over(where)
-        self._job, self._steps = where["job"], {}
+        self._job, self._steps = where["job"], []
         self.shell = SlurmShell(self._asked.path, self._job)
 
     @property
@@ -117,13 +115,10 @@ class SlurmEngines(HostEngines):
                 if self._asked.queue_s is not None and waited_s > self._asked.queue_s:
                     why = f"job {self._job} has waited {waited_s:.0f} s in Slurm's queue ({reason})"
                     raise StartError(f"{why}: ask for fewer hosts or another partition, or give a longer queue_s")
-        said = asked.error_text
-        if asked.process.returncode:
-            errors = [line.partition("error:")[2].strip() for line in said.splitlines() if "error:" in line]
-            raise StartError(f"Slurm refuses the job: {errors[-1] if errors else said or 'salloc says nothing'}")
-        granted = re.search(r"Granted job allocation (\d+)", said)
+        granted = re.search(r"Granted job allocation (\d+)", asked.error_text)
         if granted is None:
-            raise StartError(f"Slurm granted no job: {said or 'salloc says nothing'}")
+            lines = [line.partition("error:")[2].strip() or line for line in asked.error_text.splitlines()]
+            raise StartError(f"Slurm refuses the job: {lines[-1] if lines else 'salloc says nothing'}")
         self._job = granted.group(1)
 
     def _agents(self, counts: Mapping[str, int]) -> dict[str, HostAnswer]:
@@ -134,17 +129,9 @@ class SlurmEngines(HostEngines):
         for name, step in running.items():
             if said[name].failure:
                 step.end()
-                continue
-            self._steps[f"{name}/{len(self._steps)}"] = step
-            watched = (step, said[name].value["pids"], said[name].value["id"])
-            threading.Thread(target=self._watch, args=watched, name="fsdp_lab-step", daemon=True).start()
+            else:
+                self._steps.append(step)
         return said
-
-    def _watch(self, step: Command, pids: Sequence[int], host_id: str) -> None:
-        """Reports the engines of a step that has ended, as when the job ends. Runs in a thread of its own."""
-        step.process.wait()
-        for pid in pids if not self._closed else ():
-            self._on_end(pid, None, host_id)
 
     def _read_end(self, process: EngineProcess) -> None:
         if self._job_state() == RUNNING:  # otherwise no host can be asked
@@ -156,16 +143,12 @@ class SlurmEngines(HostEngines):
         return super().why_gone(process)
 
     def _job_state(self) -> str:
-        """A job that is being ended says how only afterwards; one that Slurm does not answer for is taken as running."""
-        deadline, state = time.monotonic() + ENDING_S, COMPLETING
-        while state in (COMPLETING, "") and time.monotonic() < deadline:
-            try:
-                shown = re.search(r"JobState=(\S+)", ask_slurm("scontrol", "show", "job", self._job))
-                state = shown.group(1) if shown else ""
-            except StartError as e:
-                state = "GONE" if "Invalid job id" in str(e) else ""
-            time.sleep(0.05 * (state in (COMPLETING, "")))
-        return state or RUNNING
+        """One that Slurm does not answer for is taken as running."""
+        try:
+            shown = re.search(r"JobState=(\S+)", ask_slurm("scontrol", "show", "job", self._job))
+        except StartError as e:
+            return "GONE" if "Invalid job id" in str(e) else RUNNING
+        return shown.group(1) if shown else RUNNING
 
     def _shares(self, n: int) -> dict[str, int]:
         if (state := self._job_state()) != RUNNING:
@@ -182,7 +165,7 @@ class SlurmEngines(HostEngines):
             with contextlib.suppress(StartError):
                 left = ask_slurm("squeue", "-h", "-j", self._job, "-o", "%T")
             time.sleep(0.05 if left else 0)
-        for step in self._steps.values():
+        for step in self._steps:
             step.end()
         return not (self._job and left)
 

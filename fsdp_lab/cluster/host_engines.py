@@ -22,7 +22,6 @@ import io
 import json
 import math
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -56,7 +55,6 @@ POST_MORTEM_S = 3.0  # for a host whose engine has ended, to say how
 INSTALL_S = 1800.0
 CHECK_S = 2.0  # between two looks whether engines have ended while they start
 UNREACHED_S = 15.0  # how long a host that did not answer is not asked again
-CONTROLLER_GONE_S = 2.0  # how long it may refuse connections before the agents end the engines
 # What ranks import, and of which another version could give other results or not understand the kernel.
 PACKAGES = ("torch", "ipyparallel", "pyzmq", "cloudpickle", "psutil", "numpy", "transformers", "safetensors")
 SAME = ("torch", "ipyparallel", "cloudpickle", "transformers")
@@ -231,8 +229,6 @@ class HostEngines(LocalEngines, ABC):
             looked = self._ask_all(names, "look", LOOK_S, **asked)
         for name, facts in looked.items():
             self._hosts[name] = RankHost(name=name, ranks=self._asked.each or facts["gpus"] or 1, code=root)
-            if where := facts["temporary"]:
-                raise StartError(f"{name} has no temporary folder that can be written ({where}): set TMPDIR there")
         self._check_software(looked)
         self._endpoint = self._choose_endpoint(endpoints, {name: f["unreached"] for name, f in looked.items()})
         write_end_commands(self._folder, self._end_commands())
@@ -254,12 +250,10 @@ class HostEngines(LocalEngines, ABC):
         for i, endpoint in enumerate(endpoints):
             if not any(why[i] for why in unreached.values()):
                 return endpoint
-        name = next((n for n, why in unreached.items() if all(why)), "")
-        if name or not endpoints:
-            tried = ", ".join(f"{d}: {why}" for d, why in zip(endpoints, unreached[name], strict=True)) if name else ""
-            why = tried or "it has no address"
-            raise StartError(f"{name} does not reach this machine: {why}; open the ports between them")
-        raise StartError("no address of this machine is reached by all hosts: give them one network that they share")
+        name = max(unreached, key=lambda name: sum(map(bool, unreached[name])))
+        tried = [f"{d}: {why}" for d, why in zip(endpoints, unreached[name], strict=True) if why]
+        why = ", ".join(tried) or "it has no address"
+        raise StartError(f"{name} does not reach this machine: {why}; open the ports between them")
 
     def _check_software(self, looked: Mapping[str, Mapping[str, Any]]) -> None:
         """Raises StartError for a host whose Python or packages would not do; with `sync` they are installed first."""
@@ -293,14 +287,8 @@ class HostEngines(LocalEngines, ABC):
             elif facts["code"] != digest:
                 has = "another" if facts["code"] else "no"
                 different.append(f"{name} has {has} fsdp_lab: install version {__version__} of this kernel's")
-            self.notes += tuple(
-                f"{name} has {p} {v}, and this kernel has {here[p]}"
-                for p, v in facts["packages"].items()
-                if v and p not in SAME and v != here[p]
-            )
         if different:
-            listed = "; ".join(different[:4]) + (f"; and {len(different) - 4} more" if len(different) > 4 else "")
-            raise StartError(f"hosts lack what this kernel has, run there, or give sync=True: {listed}")
+            raise StartError(f"hosts lack what this kernel has, run there, or give sync=True: {'; '.join(different)}")
 
     # -- starting ---------------------------------------------------------------------------------------------------
 
@@ -367,9 +355,8 @@ class HostEngines(LocalEngines, ABC):
     def _start_agent(self, name: str, count: int, *, stay: bool) -> dict[str, Command]:
         host = self._hosts[name]
         command = ["env", f"PYTHONPATH={host.code}", self.shell.python, "-P", "-m", "fsdp_lab.cluster.host_agent"]
-        gone_s = self._asked.cut_s if self._endpoint is None else CONTROLLER_GONE_S  # a tunnel that is cut refuses too
         where = {"token": self.token, "connection": self._connection, "cwd": os.getcwd(), "sent": host.sent}
-        how = {"count": count, "cut_s": self._asked.cut_s, "gone_s": gone_s, "stay": stay}
+        how = {"count": count, "cut_s": self._asked.cut_s, "stay": stay}
         orders = {**where, **how, "environment": {**ENVIRONMENT, **self._variables}}
         return self.shell.start([name], command, json.dumps(orders).encode() + b"\n")
 
@@ -411,15 +398,12 @@ class HostEngines(LocalEngines, ABC):
         host, key = self._host_of(process), (process.host_id, process.pid)
         if host is None or key in self._exits or self._has_not_answered(host):
             return
-        for _ in range(2):  # the agent may learn of it a moment later
-            said = self.shell.script([host.name], "status", POST_MORTEM_S, token=self.token)[host.name]
-            if said.failure:
-                self._unreached_s[host.name] = time.monotonic()
-                return
-            self._exits |= {(host.id, int(pid)): code for pid, code in said.value["exits"].items()}
-            self._logs |= {(host.id, int(pid)): log for pid, log in said.value["logs"].items()}
-            if key in self._exits or process.pid in said.value["running"]:
-                return
+        said = self.shell.script([host.name], "status", POST_MORTEM_S, token=self.token)[host.name]
+        if said.failure:
+            self._unreached_s[host.name] = time.monotonic()
+            return
+        self._exits |= {(host.id, int(pid)): code for pid, code in said.value["exits"].items()}
+        self._logs |= {(host.id, int(pid)): log for pid, log in said.value["logs"].items()}
 
     def _end_all(self) -> bool:
         if self._hosts:  # on one that does not answer the agent ends them
@@ -446,16 +430,6 @@ def packed_code() -> str:
 CONNECT_S = 8  # for ssh to reach a host
 ALIVE_S, SILENT_S = 5, 15  # between two questions whether a host is there; how long it may not answer
 TUNNEL_S = 1.0  # for ssh to refuse a forwarded port
-SSH_FAILURES = {  # what ssh says of the host {host} -> what it means and what to do
-    r"Permission denied|Too many authentication failures": "{host} refuses the login ({line}): put your key there with "
-    "ssh-copy-id {host}, and load it with ssh-add",
-    r"Could not resolve hostname": "the name {host} does not resolve ({line}): give an address, or a Host entry in "
-    "~/.ssh/config",
-    r"Host key verification failed|REMOTE HOST IDENTIFICATION": "the host key of {host} is not known, or has changed "
-    "({line}): log in once by hand, ssh {host}",
-    r"Connection (timed out|refused|closed|reset)|No route to host|Network is unreachable|timed out": "{host} cannot be "
-    "reached by SSH ({line}): is it up, and is its port right? Ports belong in ~/.ssh/config",
-}
 
 
 class SshShell(Shell):
@@ -487,10 +461,8 @@ class SshShell(Shell):
         code, lines = running.process.returncode, running.error_text.splitlines()
         line = next((text for text in reversed(lines) if text.strip()), f"exit code {code}").strip()
         if code == 255:
-            for pattern, sentence in SSH_FAILURES.items():
-                if matching := next((text.strip() for text in lines if re.search(pattern, text)), ""):
-                    return sentence.format(host=host, line=matching)
-            return f"ssh to {host} failed: {line}"
+            hint = "with a key, and a known host; names and ports belong in ~/.ssh/config"
+            return f"ssh to {host} failed ({line}): it must work without a question, {hint}"
         if code in (126, 127):
             hint = "give python=, the path there of a Python in whose environment fsdp_lab or at least its requirements"
             return f"{host} has no {self.python} ({line}): {hint} are installed"

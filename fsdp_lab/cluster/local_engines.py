@@ -58,8 +58,7 @@ c.Session.key = {key!r}
 T = TypeVar("T")
 
 
-# pid, exit code, id of the host if it is not this one; called on the launcher thread, or on one that waits for a process
-OnEnd = Callable[[int, int | None, str | None], None]
+OnEnd = Callable[[int, int | None], None]  # pid, exit code; called on the launcher thread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +238,7 @@ class LocalEngines(Engines):
         """Called on the launcher thread, for an engine or the controller."""
         pid, code = int(data["pid"]), data.get("exit_code")
         self._exit_codes[pid] = code if code is None else int(code)
-        self._on_end(pid, self._exit_codes[pid], None)
+        self._on_end(pid, self._exit_codes[pid])
 
     @property
     def _controller(self) -> Any:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.base.process import host_id
-from fsdp_lab.cluster.addresses import Endpoint, Endpoints, measure, own_addresses, reach
+from fsdp_lab.cluster.addresses import Endpoint, Endpoints, reach
 from fsdp_lab.cluster.placement import Host, probe
 
 KEY = "_fsdp_lab"
@@ -237,9 +237,8 @@ def session() -> Any:
 
 
 def describe() -> dict[str, Any]:
-    """Which process this engine is, on which host, and the addresses of the host."""
-    addresses = [address for _, address in own_addresses()]
-    return {"pid": os.getpid(), "host": socket.gethostname(), "id": host_id(), "addresses": addresses}
+    """Which process this engine is, and on which host."""
+    return {"pid": os.getpid(), "host": socket.gethostname(), "id": host_id()}
 
 
 FIRST_TO_GO = "800"  # of 1000
@@ -362,6 +361,6 @@ def ping() -> int:
 
 
 _LIFE = (describe, hardware, claim, load, host, join, attach, leave, ping)
-_NETWORK, _CODE = (open_endpoints, reach, measure, close_endpoints), (receive, receive_modules)
+_NETWORK, _CODE = (open_endpoints, reach, close_endpoints), (receive, receive_modules)
 ACTIONS: Mapping[str, Callable[..., Any]] = {f.__name__: f for f in (*_LIFE, *_NETWORK, *_CODE)}
 ANY_OWNER = ("describe", "hardware", "claim", "ping")

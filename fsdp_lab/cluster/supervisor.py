@@ -1,4 +1,4 @@
-"""`Supervisor`: a thread that notices ranks that are lost, hang or are stopped, and ends the calls that wait for them."""
+"""`Supervisor`: a thread that notices ranks that are lost or hang, and ends the calls that wait for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from fsdp_lab.cluster.membership import Member, ReceivedHeartbeat
 CHECK_S = 0.25  # between two checks for hangs
 EXIT_CODE_S = 0.5  # the exit code may arrive later than the news of the exit
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-STOPPED_S = 2.0  # beyond the limit; until then a hang can name the collective that waits for the stopped rank
 FRESH_S = 0.8  # beyond the limit; for a missing rank to send another heartbeat, with its stack
 
 Processes = Mapping[int, psutil.Process | None]  # by rank; None on another machine
@@ -31,12 +30,11 @@ Processes = Mapping[int, psutil.Process | None]  # by rank; None on another mach
 
 @dataclass(frozen=True, kw_only=True)
 class RankExit:
-    """A process has ended, or an engine as the hub sees it."""
+    """A process of this host has ended, or an engine as the hub sees it."""
 
     pid: int | None = None
     engine: int | None = None
     exit_code: int | None = None
-    host_id: str | None = None  # of the process, if it was not on this host
 
 
 class Supervisor:
@@ -69,16 +67,16 @@ class Supervisor:
         if event.get("event") == "unregister":
             self._ended.put(RankExit(engine=int(event["id"])))
 
-    def process_ended(self, pid: int, exit_code: int | None, host_id: str | None) -> None:
+    def process_ended(self, pid: int, exit_code: int | None) -> None:
         """Called on the launcher thread: a process that we started has ended."""
-        self._ended.put(RankExit(pid=pid, exit_code=exit_code, host_id=host_id))
+        self._ended.put(RankExit(pid=pid, exit_code=exit_code))
 
     def _run(self) -> None:
         while True:
             try:
                 ended = self._ended.get(timeout=CHECK_S)
             except queue.Empty:
-                for check in (self.monitor.keep_channels, self._check_hangs, self._end_stopped):
+                for check in (self.monitor.keep_channels, self._check_hangs):
                     with contextlib.suppress(Exception):  # this thread must not end
                         check()
                 continue
@@ -90,13 +88,13 @@ class Supervisor:
 
     def _handle(self, ended: RankExit) -> None:
         engines = self._membership.engines
-        if engines is not None and ended.pid == engines.controller_pid and ended.host_id is None:
+        if engines is not None and ended.pid == engines.controller_pid:
             for member in self._membership.present:
                 exit_ = describe_exit(ended.exit_code)
                 member.end_reason = f"is out of reach, because ipyparallel's controller {exit_}"
                 self._mark_lost(member, None)
             return
-        lost = self._membership.unexpectedly_ended(pid=ended.pid, engine=ended.engine, host_id=ended.host_id)
+        lost = self._membership.unexpectedly_ended(ended.pid, ended.engine)
         if lost is not None:
             self._mark_lost(lost, ended.exit_code)
 
@@ -117,12 +115,6 @@ class Supervisor:
                 call.hang(hung)
             if loops:
                 self.on_loop_hung(hung)
-
-    def _end_stopped(self) -> None:
-        """Ends ranks that are stopped while no rank waits for them; the hub would notice them much later."""
-        processes = {m.rank: m.process for m in self._membership.present if not m.end_reason}
-        for rank in self.monitor.find_stopped(processes):
-            self._dispatcher.end_rank(rank, "was stopped (SIGSTOP), did not continue, and was ended")
 
     def _mark_lost(self, m: Member, exit_code: int | None) -> None:
         """Reports a rank that is gone: to its calls, its status and the callbacks."""
@@ -168,7 +160,6 @@ class HeartbeatMonitor:
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._received: dict[int, ReceivedHeartbeat] = {}
-        self._stopped_at_s: dict[int, float] = {}  # by rank, when its process was first seen stopped
         self._sink = Sink(self._take)
         self.on_loop: Callable[[Mapping[str, Any]], None] = lambda message: None  # given messages of watched loops
         self._client: Any = None
@@ -242,14 +233,6 @@ class HeartbeatMonitor:
         # A rank that is missing has just reported where it is, with its stack, or soon will.
         reports = [received.get(rank) for rank in hang.ranks if rank not in silent]
         return hang if all(r is not None and r.beat.stack and r.age_s < r.beat.next_s for r in reports) else None
-
-    def find_stopped(self, processes: Processes) -> list[int]:
-        """Returns ranks whose process has been stopped for longer than the limit. Call it regularly: `find_hang` does not
-        find those that no collective waits for, as when a rank saves or is idle."""
-        now_s = time.monotonic()
-        stopped = {rank for rank, process in processes.items() if _status(process) in STOPPED}
-        self._stopped_at_s = {rank: self._stopped_at_s.get(rank, now_s) for rank in stopped}
-        return [rank for rank, at_s in self._stopped_at_s.items() if now_s - at_s > self._limit_s + STOPPED_S]
 
 
 def _silence(received: ReceivedHeartbeat | None, process: psutil.Process | None) -> str:
