@@ -10,7 +10,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -52,18 +52,31 @@ OnProgress = Callable[[StartProgress], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """The arguments of `Cluster` that concern its ranks."""
+    """The arguments of `Cluster` that concern its ranks.
 
-    ranks: int | None
-    devices: Sequence[str] | None
-    given: Any
-    hosts: Hosts | None
-    reduction: str
-    take_busy: bool
-    rank_module: str | None
-    environment: Mapping[str, str]
-    timeout_s: float
-    persist_s: float | None  # how long the ranks wait for another kernel; None: they end with this one
+    Args:
+        ranks: how many. None: 2, or one on each free GPU, or all engines of a given cluster.
+        devices: one for each rank, or None to choose (see `placement.place`).
+        given: the user's own ipyparallel Cluster or Client, a profile, a cluster id, or a connection file. Its engines are
+            never ended.
+        hosts: other hosts, where engines are started.
+        reduction: the wire's, "auto", "rank_ordered" or "native".
+        take_busy: use GPUs that other processes use, too.
+        rank_module: the module with `Session` and `host_store`, imported on the ranks; None: `fsdp_lab.rank`.
+        environment: for the engines that are started here.
+        timeout_s: for a start, and for the ranks' collectives.
+        persist_s: how long the ranks wait for another kernel; None: they end with this one."""
+
+    ranks: int | None = None
+    devices: Sequence[str] | None = None
+    given: Any = None
+    hosts: Hosts | None = None
+    reduction: str = "auto"
+    take_busy: bool = False
+    rank_module: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 60
+    persist_s: float | None = None
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -103,11 +116,6 @@ class Assembly:
         self._before_bytes: Mapping[str, int] = {}  # in use on each GPU before the first rank, by UUID
         self.notes: tuple[str, ...] = ()
         self.attached_status: tuple[Mapping[str, Any], ...] = ()
-
-    @property
-    def attached(self) -> bool:
-        """Whether the ranks were started by a former kernel."""
-        return self._membership.engines is not None and self._membership.engines.attached
 
     @property
     def _engines(self) -> Engines:
@@ -302,9 +310,11 @@ class Assembly:
     def _this_host(self, ours: frozenset[int] = frozenset()) -> Host:
         return without_ours(probe(ours=ours), self._membership.placement.devices if ours else (), self._before_bytes)
 
-    def check(self, ranks: int, devices: Sequence[str] | None, ours: frozenset[int]) -> None:
-        """Raises FieldError for devices that are not there."""
-        place([self._this_host(ours)] * ranks, devices, take_busy=self.config.take_busy)
+    def check_devices(self, ranks: int, devices: Sequence[str] | None) -> None:
+        """Raises FieldError where all ranks are on this host, for devices that it has not."""
+        if self._membership.require_engines().local:
+            ours = frozenset(m.pid for m in self._membership.members)
+            place([self._this_host(ours)] * ranks, devices, take_busy=self.config.take_busy)
 
     def _member(self, rank: int, engine: int, report: Mapping[str, Any], placement: Placement) -> Member:
         seat, view = placement.seats[rank], self._engines.client.direct_view(engine)

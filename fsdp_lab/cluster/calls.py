@@ -273,8 +273,11 @@ class Dispatcher:
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
-    def submit(self, what: str, arguments: Mapping[str, Any], take: OnData | None = None) -> Call:
-        """One call to all ranks. Raises RankLost."""
+    def submit(self, what: str, *, take: OnData | None = None, **arguments: Any) -> Call:
+        """Sends one call, of an action or a Session method in `remote`, to all ranks and returns at once. `take` is
+        called on the client's IO thread with what the ranks publish; it must return at once. Raises RankLost if a rank is
+        gone."""
+        self.membership.require_engines()
         with self.membership.lock:
             for lost in self.membership.lost.values():
                 raise lost
@@ -283,7 +286,7 @@ class Dispatcher:
 
     def call(self, what: str, *, timeout_s: float | None = None, **arguments: Any) -> list[Any]:
         """`submit`, then the results in rank order. Raises what `Call.results` does."""
-        return self.submit(what, arguments).results(timeout_s)
+        return self.submit(what, **arguments).results(timeout_s)
 
     def ask(self, what: str, each: Mapping[int, Mapping[str, Any]], timeout_s: float) -> dict[int, Any]:
         """The results by rank of one call on some ranks, each with its arguments. Raises what `Call.results` does."""

@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import psutil
@@ -28,15 +28,6 @@ FRESH_S = 0.8  # beyond the limit; for a missing rank to send another heartbeat,
 Processes = Mapping[int, psutil.Process | None]  # by rank; None on another machine
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankExit:
-    """A process of this host has ended, or an engine as the hub sees it."""
-
-    pid: int | None = None
-    engine: int | None = None
-    exit_code: int | None = None
-
-
 class Supervisor:
     """Runs from `start` to `stop`. Deaths arrive in a queue, from the launcher thread and the client's IO thread."""
 
@@ -44,7 +35,7 @@ class Supervisor:
         self._dispatcher, self._membership = dispatcher, dispatcher.membership
         self.monitor = HeartbeatMonitor(hang_s)
         self.on_loop_hung: Callable[[RankHung], None] = lambda hung: None  # called on this thread
-        self._ended: queue.SimpleQueue[RankExit | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # what handles it
         # Called on this thread for each rank that ends unexpectedly.
         self.on_lost: list[Callable[[RankLost], None]] = []
 
@@ -65,11 +56,11 @@ class Supervisor:
     def _hub_event(self, event: Mapping[str, Any]) -> None:
         """Called on the client's IO thread: the hub has registered or unregistered an engine."""
         if event.get("event") == "unregister":
-            self._ended.put(RankExit(engine=int(event["id"])))
+            self._ended.put(partial(self._handle, engine=int(event["id"])))
 
     def process_ended(self, pid: int, exit_code: int | None) -> None:
         """Called on the launcher thread: a process that we started has ended."""
-        self._ended.put(RankExit(pid=pid, exit_code=exit_code))
+        self._ended.put(partial(self._handle, pid=pid, exit_code=exit_code))
 
     def _run(self) -> None:
         while True:
@@ -84,19 +75,18 @@ class Supervisor:
                 return
             if not self._membership.closed:
                 with contextlib.suppress(Exception):
-                    self._handle(ended)
+                    ended()
 
-    def _handle(self, ended: RankExit) -> None:
+    def _handle(self, *, pid: int | None = None, engine: int | None = None, exit_code: int | None = None) -> None:
+        """A process of this host has ended, or an engine as the hub sees it."""
         engines = self._membership.engines
-        if engines is not None and ended.pid == engines.controller_pid:
+        if engines is not None and pid == engines.controller_pid:
             for member in self._membership.present:
-                exit_ = describe_exit(ended.exit_code)
-                member.end_reason = f"is out of reach, because ipyparallel's controller {exit_}"
+                member.end_reason = f"is out of reach, because ipyparallel's controller {describe_exit(exit_code)}"
                 self._mark_lost(member, None)
             return
-        lost = self._membership.unexpectedly_ended(ended.pid, ended.engine)
-        if lost is not None:
-            self._mark_lost(lost, ended.exit_code)
+        if (lost := self._membership.unexpectedly_ended(pid, engine)) is not None:
+            self._mark_lost(lost, exit_code)
 
     def _check_hangs(self) -> None:
         """Ends the calls of ranks that wait for one that does not join their collective."""
@@ -190,14 +180,11 @@ class HeartbeatMonitor:
             self._channels = {}
 
     def _take(self, data: Mapping[str, Any]) -> None:
+        """A heartbeat that arrives after a newer one is dropped."""
         if "loop" in data:
             self.on_loop(data["loop"])
-        else:
-            self.receive(data["beat"])
-
-    def receive(self, beat: Mapping[str, Any]) -> None:
-        """A heartbeat that arrives after a newer one is dropped."""
-        received = ReceivedHeartbeat(beat=Heartbeat.from_dict(beat), at_s=time.monotonic())
+            return
+        received = ReceivedHeartbeat(beat=Heartbeat.from_dict(data["beat"]), at_s=time.monotonic())
         with self._lock:
             before = self._received.get(received.beat.rank)
             if before is None or before.beat.number < received.beat.number:
