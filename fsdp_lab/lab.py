@@ -58,12 +58,11 @@ class Lab:
         run = await lab.run(sharding="shard_grad_op", steps=20)      # or lab.run(...).wait()
         run.table()
 
-    The constructor starts the ranks and returns when they are ready: some seconds, most of them torch's import.
-    `close()` ends them, as do `with`, `async with`, and, unless they are persistent, the kernel's exit, restart and death.
+    The constructor returns when the ranks are ready. `close()` ends them, as do `with`, `async with`, and, unless they are
+    persistent, the kernel's exit, restart and death.
 
     Args:
-        ranks: number of ranks; None: one on each free GPU where there are two or more, else 2; or all engines of a given
-            cluster.
+        ranks: None: one on each free GPU where there are two or more, else 2; or all engines of a given cluster.
         devices: one per rank ("cuda:0", "cpu"), "cpu" for all, or None: one GPU per rank where GPUs are free, shared
             GPUs where there are fewer than ranks, CPUs otherwise. `notes` says what that means for the figures.
         cluster: your own ipyparallel Cluster or Client, a profile name, a cluster id, or the path of a connection file.
@@ -72,14 +71,12 @@ class Lab:
         reduction: "auto", "rank_ordered" (equal bits for every backend) or "native".
         take_busy: use GPUs that other processes use, too.
         timeout_s: for starting, and for a collective whose peer is missing.
-        hang_s: how long a collective may wait for a rank before the run fails with `RankHung`, which names the rank and
-            shows its stack. It applies to the first steps as well, compilation included. None: half of `timeout_s`.
-        persist: the ranks outlive their kernel, however it ends, with their parameters and optimizer state: True for up to a
-            day, a number for so many hours. `Lab` with the same arguments in the next kernel (the same cell, run again)
-            attaches to them: `attached` is True then, and `lab.run(lab.spec, fresh=False)` continues. `close()` ends them,
-            as does `fsdp-lab ranks --end`.
-        alongside: keep the previous lab of this notebook, which a new one closes otherwise, so that a cell that is run again
-            leaves no ranks behind.
+        hang_s: how long a collective may wait for a rank, compilation included, before the run fails with `RankHung`, which
+            names the rank and shows its stack. None: half of `timeout_s`.
+        persist: the ranks outlive their kernel with what they hold: True for up to a day, a number for so many hours. `Lab`
+            with the same arguments in the next kernel attaches to them: `attached` is True then, and
+            `lab.run(lab.spec, fresh=False)` continues. `close()` ends them, as does `fsdp-lab ranks --end`.
+        alongside: keep the previous lab of this notebook, which a new one closes otherwise.
         history: where runs are stored (`fsdp_lab.History`): True in the default file, a path in that file, False nowhere.
         options: for `fsdp_lab.cluster.Cluster`.
 
@@ -131,7 +128,6 @@ class Lab:
         if not alongside:
             self._replace_former()
         self.cluster.start()
-        self._activate()
         atexit.register(self._at_exit)
 
     @classmethod
@@ -150,22 +146,14 @@ class Lab:
     ) -> Lab:
         """A lab whose ranks are on other hosts, reached by SSH: `Lab.ssh(["gpu1", "gpu2"], gpus_per_host=8)`.
 
-        `ssh gpu1` must work without a question: with a key, and a known host. The hosts connect to this machine, at the
-        address that they reach, by encrypted connections. Whether Python and packages are the same is checked first. However
-        this kernel ends, nothing is left on a host; with `persist` the ranks stay, and this call in the next kernel on this
-        machine attaches to them.
+        `ssh gpu1` must work without a question: with a key, and a known host. Whether Python and packages are the same is
+        checked first. However this kernel ends, nothing is left on a host; with `persist` the ranks stay, and this call in
+        the next kernel on this machine attaches to them.
 
         Args:
             hosts: names or addresses, as for ssh; a list, or with commas between them.
-            gpus_per_host: so many ranks on each host, each with a GPU of its own.
-            ranks_per_host: so many, on GPUs where there are enough, else shared, else on CPUs. None, as is `gpus_per_host`:
-                one for each GPU of the host, or one.
-            python: the path of Python on the hosts; None: that of this kernel.
-            ssh_args: more arguments for ssh, such as ["-F", "config"].
-            sync: install what the hosts lack with pip, in this kernel's versions, and send them this package.
-            tunnel: whether engines reach this machine through SSH; None: where they do not reach it otherwise.
-            cut_s: how long ranks wait when this machine cannot be reached, as while a cable is cut.
             options: as for `Lab`.
+            the others: those of `SshHosts` (`fsdp_lab.cluster.hosts`).
 
         Raises StartError: one sentence that names the host. ArgumentError, FieldError.
         """
@@ -206,11 +194,9 @@ class Lab:
         with `persist` it stays for the next kernel on this machine.
 
         Args:
-            hosts: number of hosts.
-            time, partition, account, qos: as for sbatch; None: Slurm's defaults.
             slurm_options: more options of salloc, such as ["--constraint=h100", "--cpus-per-task=12"].
-            queue_s: how long to wait in the queue; None: until it is interrupted.
-            the others: as for `ssh`.
+            options: as for `Lab`.
+            the others: those of `SlurmHosts` (`fsdp_lab.cluster.hosts`).
 
         Raises StartError: one sentence. ArgumentError, FieldError.
         """
@@ -264,9 +250,8 @@ class Lab:
             changes: flat field names, as in `Spec.replace`. For a module of your own, three together: `model`, a function
                 without arguments that builds it, or its class; `loss`, a function of (model, batch) that returns a scalar
                 tensor and calls `model(...)` only; `data`, a map-style dataset, or a function that returns one. They are
-                sent to the ranks with all that they use. Initial values are those that `model` gives under the seed, for
-                which every rank holds a whole model in host memory while it starts. Tokens count as samples. `engine`, a
-                class, shards in place of a backend: see `check_engine`.
+                sent to the ranks with all that they use. Initial values are those that `model` gives under the seed.
+                `engine`, a class, shards in place of a backend: see `check_engine`.
 
         Raises SpecError: an invalid field or combination, or code that cannot be sent.
         """
@@ -354,11 +339,10 @@ class Lab:
     ) -> Sweep:
         """Trains every combination side by side: `sweep = await lab.compare(sharding=["full_shard", "no_shard"])`.
 
-        All begin with the same initial values and see the same batches. They take turns of `steps / rounds` steps, at least
-        three, so that drift of the machine affects all alike; between its turns a run's state is on the host, bit for bit.
-        Combinations that are invalid or fail are listed with their reason, and the others continue. Returns at once. A run
-        in progress is suspended and goes on afterwards; it is stopped where a combination needs other ranks, and while it
-        waits for `recover`. A new run ends the comparison.
+        All begin with the same initial values and see the same batches, in turns of `steps / rounds` steps, so that drift of
+        the machine affects all alike. Combinations that are invalid or fail are listed with their reason, and the others
+        continue. Returns at once. A run in progress is suspended and goes on afterwards, or is stopped where a combination
+        needs other ranks. A new run ends the comparison.
 
         Args:
             spec: the Spec that the lists change, or several; None: the default one for this lab's ranks.
@@ -395,8 +379,8 @@ class Lab:
     ) -> EngineCheck:
         """Tries an engine of your own: `lab.check_engine(Mine, sharding="zero1")`. Waits for it, some seconds.
 
-        It trains for some steps as backend "yours", which inspects each call in the first two, then torch's backend, or the
-        lab's, does the same. What it returns says whether the engine passed, and what is wrong if not.
+        It trains for some steps as backend "yours", then torch's backend, or the lab's, does the same. What it returns says
+        whether the engine passed, and what is wrong if not.
 
         Args:
             engine: a class with the methods shard, gather, free and reduce, and perhaps prefetch: see
@@ -417,9 +401,9 @@ class Lab:
     def slow_motion(self, spec: Spec | Mapping[str, Any] | None = None, **changes: Any) -> SlowMotion:
         """One training step, phase by phase: `for moment in lab.slow_motion(): ...` (see `SlowMotion`).
 
-        It continues with the state that the ranks hold. A run in progress is stopped when the first moment is requested,
-        and its parameters stay; `lab.run(lab.spec, fresh=False)` continues with them afterwards. Another Spec than that
-        of the ranks is applied first, with their parameters where they fit.
+        It continues with the state that the ranks hold. A run in progress is stopped when the first moment is requested;
+        `lab.run(lab.spec, fresh=False)` continues afterwards. Another Spec than that of the ranks is applied first, with
+        their parameters where they fit.
 
         Args:
             spec: a Spec or its dict; None: that of the ranks, or the default one where they have none.
@@ -441,10 +425,8 @@ class Lab:
         self, spec: Spec | Mapping[str, Any] | None, changes: Mapping[str, Any], call: str = "", *, anyway: bool = False
     ) -> Spec:
         """The Spec, or the default one, with the changes. Raises SpecError; with `anyway` not for want of memory."""
-        if spec is None:
-            base = Spec(world_size=self.ranks, devices=self._devices)
-        else:
-            base = spec if isinstance(spec, Spec) else Spec.from_dict(spec)
+        spec = Spec(world_size=self.ranks, devices=self._devices) if spec is None else spec
+        base = spec if isinstance(spec, Spec) else Spec.from_dict(spec)
         fields: dict[str, Any] = {"world_size": base.world_size, **with_code(changes)}
         if isinstance(fields.get("devices"), str):
             fields["devices"] = each_device(fields["devices"], fields["world_size"])
@@ -554,10 +536,9 @@ class Lab:
         Args:
             beside: Specs whose steps are timed in turns with the calibration's, for comparison: `Calibration.beside_s`.
             ranks: of a lab of one rank on a CPU, plans for so many on this host as well. Temporary processes share its cores
-                as they would, for a minute or so each; none of them trains with another.
-            anchors: with `ranks`, Specs of which one rank's step is timed in the crowd. Plans of the same work begin from
-                it, and are more exact: what is predicted is then only what communication adds.
-            passes: number of measurements of each figure; fewer are quicker and less accurate.
+                as they would, for a minute or so each.
+            anchors: with `ranks`, Specs of which one rank's step is timed in the crowd, which makes plans more exact.
+            passes: number of measurements of each figure.
 
         Raises FieldError: of a Spec, of `passes` or `ranks`. ClusterError: a run is in progress, or a crowd failed.
         """
@@ -599,12 +580,9 @@ class Lab:
         if any(spec.workload.is_own for spec in anchors):
             hint = "leave it out, and plan without, or give a preset or a transformers config"
             raise ArgumentError("anchors", "the temporary processes do not have the code of your model", hint)
-        if ranks and self.ranks != 1:
-            hint = "calibrate a lab of one, or leave ranks out"
-            raise ArgumentError("ranks", f"this lab has {self.ranks} itself", hint)
-        if ranks and self.devices[0] != "cpu":
-            reason = "GPUs are not shared as the cores of a CPU are"
-            raise ArgumentError("ranks", reason, "leave it out, and plan for hosts")
+        if ranks and self.devices != ("cpu",):
+            reason = f"this lab has {self.ranks} itself, on {self.devices[0]}"
+            raise ArgumentError("ranks", reason, "calibrate a lab of one on a CPU, or leave ranks out")
 
     def plan(
         self,
@@ -644,7 +622,7 @@ class Lab:
         self._activities.require_open()
         self._activities.stop(f"the lab was resized to {ranks} ranks")
         self._devices = each_device(devices, ranks)
-        self._resize(ranks, self._devices)
+        self.cluster.resize(ranks, self._devices)
 
     def move(
         self, hosts: Hosts | None, ranks: int | None = None, *, progress: Callable[[StartProgress], None] | None = None
@@ -653,9 +631,8 @@ class Lab:
 
             lab.move(SshHosts(names=("gpu1", "gpu2"), gpus_per_host=8))
 
-        First the hosts are looked at, or Slurm is waited for; where that fails or is interrupted, nothing has changed. Then
-        the run is stopped, and the next one starts fresh, or from a checkpoint in a folder that the hosts have too. If ranks
-        cannot be started there, as many as before are started again where they were.
+        Where the hosts cannot be used, nothing has changed. Else the run is stopped, and the next one starts fresh, or from
+        a checkpoint in a folder that the hosts have too.
 
         Args:
             hosts: a `SshHosts` or `SlurmHosts` of `fsdp_lab.cluster.hosts`; None: this machine.
@@ -668,24 +645,14 @@ class Lab:
         count, stop = ranks if hosts is None else hosts.ranks, partial(self._activities.stop, "the ranks were moved")
         self.cluster.move(hosts, count, progress, stop)
         self._devices = self._calibration = None
-        self._activate()
 
     def _place_ranks(self, spec: Spec) -> None:
         """Gives the cluster the ranks and devices that the Spec wants, if it has others."""
-        own = self._devices if self._devices is not None and len(self._devices) == spec.world_size else None
-        devices = spec.devices or own
+        own = self._devices or ()
+        devices = spec.devices or (own if len(own) == spec.world_size else None)
         healthy = self.cluster.running and self.cluster.ranks == spec.world_size
         if not healthy or (devices is not None and tuple(devices) != self.devices):
-            self._resize(spec.world_size, devices)
-
-    def _resize(self, ranks: int, devices: Sequence[str] | None) -> None:
-        self._activities.require_open()
-        self.cluster.resize(ranks, devices)
-        self._activate()
-
-    def _activate(self) -> None:
-        with contextlib.suppress(Exception):  # magics are a convenience: no reason to lose the ranks
-            self.cluster.activate()
+            self.cluster.resize(spec.world_size, devices)
 
     @property
     def ranks(self) -> int:
@@ -773,11 +740,9 @@ class Lab:
 
         if (shell := get_ipython()) is None:
             return
-        former = shell.user_ns.get(KEY)
-        if isinstance(former, Lab):
-            same = self.persistent and former.persistent and former.cluster.running
-            if same:
-                same = former.cluster.assembly.config.identity == self.cluster.assembly.config.identity
+        if isinstance(former := shell.user_ns.get(KEY), Lab):
+            was, wanted = former.cluster.assembly.config, self.cluster.assembly.config
+            same = self.persistent and former.persistent and former.cluster.running and was.identity == wanted.identity
             former.detach() if same else former.close()
         shell.user_ns[KEY] = self
 

@@ -113,7 +113,6 @@ class Assembly:
         self.config, self._dispatcher, self._supervisor = config, dispatcher, supervisor
         self._membership, self._monitor, self._on_progress = dispatcher.membership, supervisor.monitor, report
         self._began_s, self._default_ranks = 0.0, 2
-        self._before_bytes: Mapping[str, int] = {}  # in use on each GPU before the first rank, by UUID
         self.notes: tuple[str, ...] = ()
         self.attached_status: tuple[Mapping[str, Any], ...] = ()
 
@@ -130,7 +129,6 @@ class Assembly:
             return
         if config.given is None and config.hosts is None:  # devices are refused before anything is started
             host = self._this_host()
-            self._before_bytes = {gpu.uuid: gpu.used_bytes for gpu in host.gpus}
             if config.ranks is None and config.devices is None and (free := len(free_gpus(host))) > self._default_ranks:
                 self._default_ranks = free
                 self.notes = (f"{free} ranks, one on each GPU that is free; Lab(2) takes two of them.",)
@@ -308,7 +306,7 @@ class Assembly:
         return [replace(hosts[leaders[r["id"]]], name=names[r["id"]]) for r in reports]
 
     def _this_host(self, ours: frozenset[int] = frozenset()) -> Host:
-        return without_ours(probe(ours=ours), self._membership.placement.devices if ours else (), self._before_bytes)
+        return without_ours(probe(ours=ours), self._membership.placement.devices if ours else ())
 
     def check_devices(self, ranks: int, devices: Sequence[str] | None) -> None:
         """Raises FieldError where all ranks are on this host, for devices that it has not."""

@@ -119,15 +119,25 @@ class Cluster:
         self.membership.enter(ClusterState.ASSEMBLING)
         try:
             work()
-            self.membership.enter(ClusterState.RUNNING)
+            self._enter_running()
         except RestoredError as e:
-            self.membership.enter(ClusterState.RUNNING)
+            self._enter_running()
             raise e.cause from None
         except BaseException:
             self._close()
             if (engines := self.membership.engines) is not None:
                 engines.close()  # if another thread has closed the cluster before they were there
             raise
+
+    def _enter_running(self) -> None:
+        """Makes `%px` and `%%px` run on the ranks, in rank order, in IPython. Cells run between chunks of steps. Pause the
+        run before a cell that communicates: all ranks must reach it at the same point."""
+        from IPython.core.getipython import get_ipython
+
+        self.membership.enter(ClusterState.RUNNING)
+        with contextlib.suppress(Exception):  # magics are a convenience: no reason to lose the ranks
+            if get_ipython() is not None:
+                self.client.activate(targets=self.engine_ids)
 
     def close(self) -> None:
         """Ends what we started, in any state; ten seconds at most. Idempotent."""
@@ -264,14 +274,6 @@ class Cluster:
     def client(self) -> Any:
         """An `ipyparallel.Client` for the user: views, `%px`. Not the one used here, if the engines are ours."""
         return self.membership.require_engines().user_client
-
-    def activate(self) -> None:
-        """Makes `%px` and `%%px` run on the ranks, in rank order; does nothing outside IPython. Cells run between chunks of
-        steps. Pause the run before a cell that communicates: all ranks must reach it at the same point."""
-        from IPython.core.getipython import get_ipython
-
-        if get_ipython() is not None:
-            self.client.activate(targets=self.engine_ids)
 
     def status(self) -> list[RankStatus]:
         """Every rank, in rank order; never waits for a rank."""

@@ -446,12 +446,8 @@ def start_error(what: str, error: Exception, log: str, timeout_s: float) -> Star
         return error
     if isinstance(error, TimeoutError):
         why = f"no answer for {timeout_s:.0f} s"
-    elif isinstance(error, PermissionError):
-        why = f"{error.filename or 'a file'} may not be written or run"
     else:
         why = " ".join(str(error).split())[:300] or type(error).__name__
-    if "Address already in use" in log or "Address already in use" in why:
-        why = "a port that it needs is in use; try again, which chooses other ports"
     return StartError(f"{what}: {why}", log)
 
 

@@ -175,14 +175,10 @@ def free_gpus(host: Host, *, take_busy: bool = False) -> list[CudaDevice]:
     return [gpu for gpu in host.gpus if host.torch_cuda is not None and (take_busy or not gpu.busy)]
 
 
-def without_ours(host: Host, devices: Collection[str], before_bytes: Mapping[str, int]) -> Host:
-    """Leaves out what our ranks hold on their devices where NVML names no processes, as in a container. `before_bytes`: what
-    each GPU had in use, by its UUID, before the first of our ranks began."""
-    gpus = list(host.gpus)
-    for i, gpu in enumerate(gpus):
-        if gpu.device in devices and not gpu.users:
-            used_bytes = min(gpu.used_bytes, before_bytes.get(gpu.uuid, gpu.used_bytes))
-            gpus[i] = dataclasses.replace(gpu, used_bytes=used_bytes)
+def without_ours(host: Host, devices: Collection[str]) -> Host:
+    """Leaves out what is in use on our ranks' devices where NVML names no processes, as in a container."""
+    ours = {gpu.device for gpu in host.gpus if gpu.device in devices and not gpu.users}
+    gpus = (dataclasses.replace(gpu, used_bytes=0) if gpu.device in ours else gpu for gpu in host.gpus)
     return dataclasses.replace(host, gpus=tuple(gpus))
 
 

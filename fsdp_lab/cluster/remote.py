@@ -174,23 +174,12 @@ class Resident:
         self.session: Any = None
         self.heartbeats: HeartbeatPublisher | None = None
         self.endpoints: Endpoints | None = None
-        self._variables: dict[str, str | None] = {}  # of the environment, as they were before
         self._pushed: dict[str, Any] = {}
 
     def push(self) -> None:
         """Makes the Session's names reachable from `%%px` cells."""
         self._pushed = dict(self.session.namespace())
         self.namespace.update(self._pushed)
-
-    def set_variables(self, variables: Mapping[str, str]) -> None:
-        """Sets variables of the environment in place of those of the last call, which become what they were."""
-        for name, before in self._variables.items():
-            if before is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = before
-        self._variables = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
 
     def withdraw(self) -> None:
         """Removes every name that still has the Session's value, and IPython's other references to that value."""
@@ -302,9 +291,9 @@ def host(module: str | None, address: str | None) -> str:
 
 def join(module: str | None, beats: Mapping[str, str], variables: Mapping[str, str], **arguments: Any) -> Any:
     """Makes this rank's Session; returns its `limits_bytes` when all ranks have joined. `beats` is the header of its
-    heartbeats, `variables` are of the environment, until it leaves."""
+    heartbeats, `variables` are of the environment."""
     own = resident()
-    own.set_variables(variables)
+    os.environ.update(variables)
     own.heartbeats = HeartbeatPublisher(beats)
     on_heartbeat, on_loop = (partial(own.heartbeats.publish, kind) for kind in ("beat", "loop"))
     listeners = {"on_event": own.publisher.publish, "on_heartbeat": on_heartbeat, "on_loop": on_loop}
@@ -346,13 +335,9 @@ def leave() -> None:
     """Closes the Session, if there is one, with everything that it holds."""
     own = resident()
     own.withdraw()
-    former, own.session = own.session, None
-    try:
-        if former is not None:
-            former.close()
-    finally:
-        own.store = None
-        own.set_variables({})
+    former, own.session, own.store = own.session, None, None
+    if former is not None:
+        former.close()
 
 
 def ping() -> int:
