@@ -64,12 +64,12 @@ class Lab:
     Args:
         ranks: None: one on each free GPU where there are two or more, else 2; or all engines of a given cluster.
         devices: one per rank ("cuda:0", "cpu"), "cpu" for all, or None: one GPU per rank where GPUs are free, shared
-            GPUs where there are fewer than ranks, CPUs otherwise. `notes` says what that means for the figures.
+            GPUs where there are fewer than ranks, CPUs otherwise. A GPU that another process uses is taken only by name.
+            `notes` says what that means for the figures.
         cluster: your own ipyparallel Cluster or Client, a profile name, a cluster id, or the path of a connection file.
             Its engines need this package; they are used as they are and never stopped.
         progress: True shows progress bars in a notebook; a callable receives each `StartProgress`.
         reduction: "auto", "rank_ordered" (equal bits for every backend) or "native".
-        take_busy: use GPUs that other processes use, too.
         timeout_s: for starting, and for a collective whose peer is missing.
         hang_s: how long a collective may wait for a rank, compilation included, before the run fails with `RankHung`, which
             names the rank and shows its stack. None: half of `timeout_s`.
@@ -94,7 +94,6 @@ class Lab:
         cluster: Any = None,
         progress: bool | Callable[[StartProgress], None] = True,
         reduction: str = "auto",
-        take_busy: bool = False,
         timeout_s: float = 60,
         hang_s: float | None = None,
         persist: bool | float = False,
@@ -113,7 +112,6 @@ class Lab:
             devices=self._devices,
             given=cluster,
             reduction=reduction,
-            take_busy=take_busy,
             timeout_s=timeout_s,
             hang_s=hang_s,
             persist=persist,

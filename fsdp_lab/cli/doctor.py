@@ -23,12 +23,12 @@ import sys
 import tempfile
 import textwrap
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_lab.base.formatting import GIB, plural, size
+from fsdp_lab.base.formatting import GIB, size
 from fsdp_lab.cli.jupyter import missing, running_servers
 from fsdp_lab.cluster import nvml
 from fsdp_lab.cluster.nvml import GpuReport, GpuStatus
@@ -313,8 +313,6 @@ def gpu_findings(devices: GpuReport, torch: TorchFacts) -> list[Finding]:
     if torch.version:
         findings.append(driver(devices, torch))
         findings += [f for index, gpu in enumerate(devices.gpus) if (f := architecture(index, gpu, torch))]
-    if devices.links:
-        findings.append(linked(devices.links))
     return findings
 
 
@@ -361,13 +359,6 @@ def architecture(index: int, gpu: GpuStatus, torch: TorchFacts) -> Finding | Non
         return None
     advice = f"this torch has code for {', '.join(torch.arches)} only; take a build whose list has {gpu.capability}"
     return Finding(f"GPU {index} code", f"compute capability {gpu.capability}", State.FAIL, advice)
-
-
-def linked(links: Mapping[str, int]) -> Finding:
-    """Links between GPUs. NV18: NVLinks; PIX, PXB: PCIe switches; PHB, NODE, SYS: through the host, with less bandwidth."""
-    value = ", ".join(f"{kind} between {plural(n, 'pair')}" for kind, n in sorted(links.items()))
-    slow = "some pairs connect through the host; hybrid sharding keeps groups on near GPUs"
-    return judged("links", value, slow if {"SYS", "NODE", "PHB"} & set(links) else "")
 
 
 # -- host --------------------------------------------------------------------------------------------------------------

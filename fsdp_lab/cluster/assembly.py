@@ -61,7 +61,6 @@ class ClusterConfig:
             never ended.
         hosts: other hosts, where engines are started.
         reduction: the wire's, "auto", "rank_ordered" or "native".
-        take_busy: use GPUs that other processes use, too.
         rank_module: the module with `Session` and `host_store`, imported on the ranks; None: `fsdp_lab.rank`.
         environment: for the engines that are started here.
         timeout_s: for a start, and for the ranks' collectives.
@@ -72,7 +71,6 @@ class ClusterConfig:
     given: Any = None
     hosts: Hosts | None = None
     reduction: str = "auto"
-    take_busy: bool = False
     rank_module: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = 60
@@ -132,7 +130,7 @@ class Assembly:
             if config.ranks is None and config.devices is None and (free := len(free_gpus(host))) > self._default_ranks:
                 self._default_ranks = free
                 self.notes = (f"{free} ranks, one on each GPU that is free; Lab(2) takes two of them.",)
-            place([host] * (config.ranks or self._default_ranks), config.devices, take_busy=config.take_busy)
+            place([host] * (config.ranks or self._default_ranks), config.devices)
         self._connect()
         self._assemble(config.ranks or self._engines.default_ranks, config.devices)
 
@@ -241,7 +239,7 @@ class Assembly:
         by_engine = dict(zip(engines, described, strict=True))
         chosen = rank_order(by_engine, self._engines.place_of)[:n]
         reports = [by_engine[engine] for engine in chosen]
-        placement = place(self._hosts(reports), devices, take_busy=self.config.take_busy)
+        placement = place(self._hosts(reports), devices)
         wanted = None if self.config.hosts is None else self.config.hosts.gpus_per_host
         for seat in placement.seats if wanted is not None else ():
             if seat.device == "cpu" or seat.shared_gpu_ranks > 1:
@@ -312,7 +310,7 @@ class Assembly:
         """Raises FieldError where all ranks are on this host, for devices that it has not."""
         if self._membership.require_engines().local:
             ours = frozenset(m.pid for m in self._membership.members)
-            place([self._this_host(ours)] * ranks, devices, take_busy=self.config.take_busy)
+            place([self._this_host(ours)] * ranks, devices)
 
     def _member(self, rank: int, engine: int, report: Mapping[str, Any], placement: Placement) -> Member:
         seat, view = placement.seats[rank], self._engines.client.direct_view(engine)

@@ -4,6 +4,7 @@ Configuration only."""
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,13 +77,10 @@ class SshHosts(Hosts):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bad = next((n for n in self.names if not isinstance(n, str) or not n or n.startswith("-") or " " in n), None)
-        if bad is not None:
-            raise ArgumentError("hosts", f"{bad!r} is no name of a host", 'give names such as ["gpu1", "user@gpu2"]')
-        if not self.names:
-            raise ArgumentError("hosts", "there is none", 'give names such as ["gpu1", "gpu2"]')
-        if twice := next((n for n in self.names if self.names.count(n) > 1), None):
-            raise ArgumentError("hosts", f"{twice} is named twice", "name each host once, and give ranks_per_host")
+        good = [n for n in self.names if isinstance(n, str) and re.fullmatch(r"[^\s-]\S*", n)]
+        if not good or len({*good}) < len(self.names):
+            hint = 'give names such as ["gpu1", "user@gpu2"], each once'
+            raise ArgumentError("hosts", f"{list(self.names)} is no list of hosts", hint)
 
     @property
     def host_count(self) -> int:

@@ -11,15 +11,12 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from itertools import combinations
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 TIMEOUT_S = 20.0
-TOPOLOGY = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}  # NVML's levels -> nvidia-smi's names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +52,6 @@ class GpuReport:
     gpus: tuple[GpuStatus, ...] = ()  # in PCI order
     driver: str = ""  # "580.95.05"
     driver_cuda: str = ""  # the newest CUDA that the driver supports: "13.0"
-    links: Mapping[str, int] = field(default_factory=dict)  # kind of link ("NV18", "PHB") -> pairs of GPUs
     error: str = ""  # why the GPUs could not be listed
 
 
@@ -114,7 +110,6 @@ class _Reader:
             gpus=tuple(self._gpu(handle) for handle in handles),
             driver=self._optional(nvml.nvmlSystemGetDriverVersion, default=""),
             driver_cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else "",
-            links=dict(Counter(kind for a, b in combinations(handles, 2) if (kind := self._link(a, b)))),
         )
 
     def _optional(self, call: Callable[..., Any], *args: Any, default: Any = None) -> Any:
@@ -126,7 +121,6 @@ class _Reader:
     def _gpu(self, handle: Any) -> GpuStatus:
         nvml = self._nvml
         memory = self._optional(nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
-        memory = memory or self._optional(nvml.nvmlDeviceGetMemoryInfo, handle)  # drivers before 510
         capability = self._optional(nvml.nvmlDeviceGetCudaComputeCapability, handle)
         processes = self._optional(nvml.nvmlDeviceGetComputeRunningProcesses, handle, default=())
         return GpuStatus(
@@ -145,23 +139,6 @@ class _Reader:
             name = name or (folder / "comm").read_text(encoding="utf-8").strip()
             owner = folder.owner()
         return GpuProcess(pid=pid, name=name or "unknown", used_bytes=used_bytes or 0, owner=owner)
-
-    def _link(self, a: Any, b: Any) -> str:
-        """As in `nvidia-smi topo -m`: NV and the number of NVLinks, or the PCIe level; "" if NVML does not report it."""
-        nvml = self._nvml
-        nvlink = self._optional(nvml.nvmlDeviceGetP2PStatus, a, b, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
-        if nvlink == nvml.NVML_P2P_STATUS_OK:
-            return f"NV{self._nvlinks(a, b)}"
-        return TOPOLOGY.get(self._optional(nvml.nvmlDeviceGetTopologyCommonAncestor, a, b, default=-1), "")
-
-    def _nvlinks(self, a: Any, b: Any) -> int:
-        """Number of active NVLinks from `a` to `b`; with a switch, of all active ones."""
-        nvml = self._nvml
-        states = [self._optional(nvml.nvmlDeviceGetNvLinkState, a, i) for i in range(nvml.NVML_NVLINK_MAX_LINKS)]
-        active = [i for i, state in enumerate(states) if state == nvml.NVML_FEATURE_ENABLED]
-        remotes = (self._optional(nvml.nvmlDeviceGetNvLinkRemotePciInfo, a, i) for i in active)
-        bus = nvml.nvmlDeviceGetPciInfo(b).busId
-        return sum(remote is not None and remote.busId == bus for remote in remotes) or len(active)
 
 
 if __name__ == "__main__":

@@ -150,14 +150,14 @@ def torch_cuda_version() -> str | None:
     return match.group(1) if match else None
 
 
-def place(hosts: Sequence[Host], devices: Sequence[str] | None = None, *, take_busy: bool = False) -> Placement:
+def place(hosts: Sequence[Host], devices: Sequence[str] | None = None) -> Placement:
     """Returns the seats of ranks, whose `hosts` are given in rank order; ranks of one machine are consecutive. `devices`:
     one for each rank. None: a GPU each where enough are free, shared GPUs where there are fewer, CPUs where there are
-    none. `take_busy`: also GPUs that another process uses. Raises SpecError for a device that is not there, or not free."""
+    none; none that another process uses, unless it is named. Raises SpecError for a device that is not there."""
     if devices is None:
-        chosen, notes = _choose(hosts, take_busy)
+        chosen, notes = _choose(hosts)
     else:
-        chosen, notes = list(devices), _check(hosts, devices, take_busy)
+        chosen, notes = list(devices), _check(hosts, devices)
     load = Counter((host.name, device) for host, device in zip(hosts, chosen, strict=True) if device != "cpu")
     ranks_on = Counter(host.name for host in hosts)
     fullest = max(load.values(), default=1)
@@ -170,9 +170,9 @@ def place(hosts: Sequence[Host], devices: Sequence[str] | None = None, *, take_b
     return Placement(seats=tuple(seats), notes=(*notes, *_fidelity(hosts, seats, load)))
 
 
-def free_gpus(host: Host, *, take_busy: bool = False) -> list[CudaDevice]:
+def free_gpus(host: Host) -> list[CudaDevice]:
     """Those that this torch can use and nobody else does."""
-    return [gpu for gpu in host.gpus if host.torch_cuda is not None and (take_busy or not gpu.busy)]
+    return [gpu for gpu in host.gpus if host.torch_cuda is not None and not gpu.busy]
 
 
 def without_ours(host: Host, devices: Collection[str]) -> Host:
@@ -182,19 +182,18 @@ def without_ours(host: Host, devices: Collection[str]) -> Host:
     return dataclasses.replace(host, gpus=tuple(gpus))
 
 
-def _choose(hosts: Sequence[Host], take_busy: bool) -> tuple[list[str], list[str]]:
+def _choose(hosts: Sequence[Host]) -> tuple[list[str], list[str]]:
     """A device per rank, if the user named none: GPUs if every host has a free one, otherwise CPUs for all."""
     machines = {host.name: host for host in hosts}
     notes = [host.note for host in machines.values() if host.note]
     free: dict[str, list[CudaDevice]] = {}
     for host in machines.values():
-        busy = [gpu for gpu in host.gpus if gpu.busy and not take_busy]
-        free[host.name] = free_gpus(host, take_busy=take_busy)
+        free[host.name] = free_gpus(host)
         if host.gpus and host.torch_cuda is None:
             has = f"{host.name} has {len(host.gpus)} GPU{'s' * (len(host.gpus) > 1)}, but its torch is built for CPUs"
             notes.append(f"{has}: ranks compute on the CPU; install a CUDA build of torch to use them")
         else:
-            notes += [f"{gpu.busy}: it is not used" for gpu in busy]
+            notes += [f"{gpu.busy}: it is not used" for gpu in host.gpus if gpu.busy]
     if not all(free.values()):
         if any(host.gpus for host in machines.values()) and any(free.values()):
             bare = ", ".join(name for name, gpus in free.items() if not gpus)
@@ -210,7 +209,7 @@ def _choose(hosts: Sequence[Host], take_busy: bool) -> tuple[list[str], list[str
     return chosen, notes
 
 
-def _check(hosts: Sequence[Host], devices: Sequence[str], take_busy: bool) -> list[str]:
+def _check(hosts: Sequence[Host], devices: Sequence[str]) -> list[str]:
     """Notes on devices that the user named. Raises SpecError for one that cannot be used."""
     if len(devices) != len(hosts):
         reason = f"{len(devices)} are named for {len(hosts)} ranks"
@@ -229,9 +228,6 @@ def _check(hosts: Sequence[Host], devices: Sequence[str], take_busy: bool) -> li
         if host.torch_cuda is None:
             reason = f"torch on {host.name} is built for CPUs and cannot use {device}"
             raise SpecError("devices", reason, "install a CUDA build of torch, or use cpu", {"devices": None})
-        if gpu.busy and not take_busy:
-            hint = "choose another, end that process, or share it with take_busy=True"
-            raise SpecError("devices", gpu.busy, hint, {"devices": None})
         if gpu.busy:
             notes[f"{gpu.busy}: times and free memory on it are not this run's alone"] = None
     return list(notes)

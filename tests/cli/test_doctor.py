@@ -17,7 +17,7 @@ from fsdp_lab.cluster.nvml import GpuProcess, GpuReport, GpuStatus
 IDLE = GpuStatus(uuid="GPU-aa", name="NVIDIA H200", total_bytes=143771 * 2**20, used_bytes=0, capability="9.0")
 SOMEBODY = GpuProcess(pid=4242, name="python3", used_bytes=40000 * 2**20)
 USED = dataclasses.replace(IDLE, uuid="GPU-bb", used_bytes=40960 * 2**20, processes=(SOMEBODY,))
-TWO_H200 = GpuReport(gpus=(IDLE, USED), driver="580.95.05", driver_cuda="13.0", links={"NV18": 1})
+TWO_H200 = GpuReport(gpus=(IDLE, USED), driver="580.95.05", driver_cuda="13.0")
 BUILD = {"version": "2.13.0", "cuda_build": "13.0", "arches": ("sm_80", "sm_90", "compute_120")}
 CUDA = TorchFacts(devices=2, gloo=True, nccl=True, nccl_version=(2, 30, 1), **BUILD)
 
@@ -36,7 +36,6 @@ HIDDEN = dataclasses.replace(TWO_H200, gpus=tuple(dataclasses.replace(gpu, proce
         (TWO_H200, CUDA, "GPU 0", State.OK, "H200"),
         (TWO_H200, CUDA, "GPU 1", State.WARN, "python3 (pid 4242, 39.1 GiB)"),
         (TWO_H200, CUDA, "driver", State.OK, "driver 580.95.05 carries CUDA 13.0; torch is built for 13.0"),
-        (TWO_H200, CUDA, "links", State.OK, "NV18 between 1 pair"),
         (dataclasses.replace(TWO_H200, driver_cuda="12.4"), CUDA, "driver", State.FAIL, "580 or newer"),
         (dataclasses.replace(TWO_H200, driver_cuda="12.4"), CUDA, "driver", State.FAIL, "download.pytorch.org/whl/cu126"),
         (TWO_H200, TorchFacts(version="2.13.0+cpu"), "driver", State.WARN, "CPU build"),
@@ -47,9 +46,7 @@ HIDDEN = dataclasses.replace(TWO_H200, gpus=tuple(dataclasses.replace(gpu, proce
         (GpuReport(), CUDA, "GPUs", State.OK, "none; ranks run on the CPU"),
     ],
 )  # fmt: skip
-def test_gpus_their_users_their_driver_and_their_links(
-    gpus: GpuReport, torch: TorchFacts, name: str, state: State, said: str
-):
+def test_gpus_their_users_and_their_driver(gpus: GpuReport, torch: TorchFacts, name: str, state: State, said: str):
     found = by_name(gpu_findings(gpus, torch))[name]
     assert found.state is state and said in f"{found.value} {found.advice}"
     compiled = by_name(gpu_findings(TWO_H200, dataclasses.replace(CUDA, arches=("compute_80",))))
