@@ -694,7 +694,9 @@ class Lab:
     @property
     def waiting(self) -> str:
         """A sentence on the rank that has waited longest for a collective, if for seconds; "" otherwise."""
-        return self.cluster.waiting(WAITING_S)
+        waits = ((s.waits_s, s.rank, s.waits_for) for s in self.rank_status())
+        waits_s, rank, name = max(waits, default=(0.0, 0, ""))
+        return f"rank {rank} has waited {waits_s:.0f} s in {name}" if waits_s > WAITING_S else ""
 
     def dashboard(self, **options: Any) -> Dashboard:
         """The dashboard widget of this lab. Its options are those of `Dashboard`."""

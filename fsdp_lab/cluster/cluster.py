@@ -279,12 +279,6 @@ class Cluster:
         """Every rank, in rank order; never waits for a rank."""
         return [m.status(self.supervisor.monitor.last(m.rank), closed=self.closed) for m in self.membership.members]
 
-    def waiting(self, after_s: float) -> str:
-        """A sentence on the rank that has waited longest for a collective, if longer than `after_s`; "" else."""
-        waits = ((s.waits_s, s.rank, s.waits_for) for s in self.status())
-        waits_s, rank, name = max(waits, default=(0.0, 0, ""))
-        return f"rank {rank} has waited {waits_s:.0f} s in {name}" if waits_s > after_s else ""
-
     def __repr__(self) -> str:
         devices = ", ".join(self.membership.placement.devices) or "nothing yet"
         what = "closed" if self.closed else f"{self.ranks} ranks on {devices}"

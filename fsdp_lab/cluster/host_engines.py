@@ -186,6 +186,8 @@ class HostEngines(LocalEngines, ABC):
 
     local = False
     shell: Shell
+    _started: dict[str, set[int]]  # pids of the engines that were started last, by host
+    _checked_s: float
 
     def __init__(self, order: EngineOrder, hosts: Hosts, report: Report) -> None:
         """Of a former kernel, the controller here, the agents, a Slurm job with its steps and the tunnels have gone on."""
@@ -306,29 +308,16 @@ class HostEngines(LocalEngines, ABC):
     def default_ranks(self) -> int:  # type: ignore[override]
         return sum(host.ranks for host in self._hosts.values())
 
-    def _launch(self, n: int, timeout_s: float) -> Callable[[int], None]:
+    def _launch(self, n: int, timeout_s: float) -> None:
         """Starts engines on hosts that answer: first on those that lack ranks, then beyond that in turns."""
-        counts = self._shares(n)
-        pids: dict[str, set[int]] = {}  # of new engines, by host
-        for name, s in self._agents(counts).items():
+        self._started = {}
+        for name, s in self._agents(self._shares(n)).items():
             if s.failure:
                 raise StartError(s.failure)
-            host, pids[name] = self._hosts[name], set(s.value["pids"])
+            host, self._started[name] = self._hosts[name], set(s.value["pids"])
             host.id = s.value["id"]
-            host.pids |= pids[name]
-        checked_s = time.monotonic()
-        deadline = checked_s + timeout_s
-
-        def check(missing: int) -> None:
-            nonlocal checked_s
-            if time.monotonic() - checked_s > CHECK_S:
-                checked_s = time.monotonic()
-                self._check_started(pids)
-            if time.monotonic() > deadline:
-                late = f"{missing} of {n} engines did not reach this machine within {timeout_s:.0f} s"
-                raise StartError(f"{late}: open the ports between it and {', '.join(counts)}")
-
-        return check
+            host.pids |= self._started[name]
+        self._checked_s = time.monotonic()
 
     def _shares(self, n: int) -> dict[str, int]:
         """Returns how many of n engines each host is to start. Raises StartError if no host answers."""
@@ -360,10 +349,12 @@ class HostEngines(LocalEngines, ABC):
         orders = {**where, **how, "environment": {**ENVIRONMENT, **self._variables}}
         return self.shell.start([name], command, json.dumps(orders).encode() + b"\n")
 
-    def _check_started(self, pids: Mapping[str, set[int]]) -> None:
-        """Raises StartError if an engine that was started has ended."""
-        for name, s in self.shell.script(list(pids), "status", STATUS_S, token=self.token).items():
-            for pid in map(str, () if s.failure else pids[name]):
+    def _check_started(self) -> None:
+        if time.monotonic() - self._checked_s < CHECK_S:
+            return
+        self._checked_s = time.monotonic()
+        for name, s in self.shell.script(list(self._started), "status", STATUS_S, token=self.token).items():
+            for pid in map(str, () if s.failure else self._started[name]):
                 if (code := s.value["exits"].get(pid)) is not None:
                     log = s.value["logs"].get(pid, "")
                     raise StartError(f"an engine on {name} ended while it was starting (exit code {code})", log)

@@ -84,6 +84,7 @@ class LocalEngines(Engines):
         self._environment = engine_environment(order.token, ranks, order.environment)
         self._exit_codes: dict[int, int | None] = {}
         self._launchers: dict[int, Any] = {}  # pid -> ipyparallel's launcher of one engine
+        self._newest: list[int] = []  # pids of the engines that were started last
         self._cluster: Any = None
         self.client = self._user_client = None
         self._record: DetachedCluster | None = None  # while the engines may outlive this kernel
@@ -177,7 +178,8 @@ class LocalEngines(Engines):
 
     def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
         before, reported = set(self.client.ids), -1
-        check = self._launch(n, timeout_s)
+        self._launch(n, timeout_s)
+        deadline = time.monotonic() + timeout_s
         while True:
             new = sorted(set(self.client.ids) - before)
             if len(new) != reported:
@@ -185,32 +187,29 @@ class LocalEngines(Engines):
                 ready(reported)
             if len(new) >= n:
                 return new
-            check(n - len(new))
+            self._check_started()
+            if time.monotonic() > deadline:
+                late = f"{n - len(new)} of {n} engines did not reach this machine within {timeout_s:.0f} s"
+                raise StartError(f"{late}: it is busy, or ports between hosts are closed")
             time.sleep(0.03)
 
-    def _launch(self, n: int, timeout_s: float) -> Callable[[int], None]:
-        """Starts `n` engines. Returns what is told again and again how many are not there yet. Both raise StartError."""
+    def _launch(self, n: int, timeout_s: float) -> None:
+        """Starts `n` engines. Raises StartError."""
         try:
-            started = self._loop.run(self._start(n), timeout_s)
+            self._loop.run(self._start(n), timeout_s)
         except Exception as e:
             raise start_error("the engines did not start", e, "", timeout_s) from None
-        deadline = time.monotonic() + timeout_s
 
-        def check(missing: int) -> None:
-            if ended := [pid for pid in started if pid in self._exit_codes]:
-                code, log = self._exit_codes[ended[0]], self._log(ended[0])
-                raise StartError(f"an engine ended while it was starting (exit code {code})", log)
-            if time.monotonic() > deadline:
-                late = f"{missing} of {n} engines were not ready after {timeout_s:.0f} s; a busy machine is slow"
-                raise StartError(late, self._log(started[0]))
-
-        return check
-
-    async def _start(self, n: int) -> list[int]:
-        """Starts n engine processes; returns their pids."""
+    async def _start(self, n: int) -> None:
         # The environment reaches engines through the launcher alone, which reads it when the set starts.
         set_id = await self._cluster.start_engines(n, environment=dict(self._environment))
-        return self._follow(self._cluster.engines[set_id].launchers.values())
+        self._newest = self._follow(self._cluster.engines[set_id].launchers.values())
+
+    def _check_started(self) -> None:
+        """Raises StartError if an engine that was just started has ended."""
+        if pid := next((pid for pid in self._newest if pid in self._exit_codes), None):
+            code, log = self._exit_codes[pid], self._log(pid)
+            raise StartError(f"an engine ended while it was starting (exit code {code})", log)
 
     def _follow(self, launchers: Iterable[Any]) -> list[int]:
         """Returns the pids of these launchers, whose ends are noticed from now on."""

@@ -17,6 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 TIMEOUT_S = 20.0
+UNSEEN_USE_FRACTION = 0.05  # of a GPU's memory, used by no visible process: then it is in use outside this container
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,17 @@ class GpuStatus:
     used_bytes: int  # without the driver's own reservation
     capability: str = ""  # "9.0"
     processes: tuple[GpuProcess, ...] = ()
+    device: str = ""  # where torch can see it, "cuda:0", as torch counts: after CUDA_VISIBLE_DEVICES, in PCI order
+
+    @property
+    def busy(self) -> str:
+        """Which processes use it, as a sentence; "" if none do."""
+        if self.processes:
+            return f"{self.device} ({self.name}) is in use by " + ", ".join(map(str, self.processes))
+        if self.used_bytes > UNSEEN_USE_FRACTION * self.total_bytes:
+            used = f"{self.used_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.0f} GiB"
+            return f"{self.device} ({self.name}) is in use: {used}, by a process that cannot be seen from here"
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)

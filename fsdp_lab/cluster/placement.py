@@ -19,32 +19,9 @@ from typing import Any
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.process import usable_cores
 from fsdp_lab.cluster import nvml
-from fsdp_lab.cluster.nvml import GpuProcess, GpuReport, GpuStatus
+from fsdp_lab.cluster.nvml import GpuReport, GpuStatus
 
 SHARED_GPU_BYTES_FRACTION = 0.92  # of a shared GPU, over all its ranks; the rest is for CUDA contexts
-UNSEEN_USE_FRACTION = 0.05  # of a GPU's memory, used by no visible process: then it is in use outside this container
-
-
-@dataclass(frozen=True, kw_only=True)
-class CudaDevice:
-    """One GPU that torch can see here, by torch's name for it."""
-
-    device: str  # "cuda:0", as torch counts: after CUDA_VISIBLE_DEVICES, in PCI order
-    uuid: str
-    name: str
-    total_bytes: int
-    used_bytes: int = 0
-    users: tuple[GpuProcess, ...] = ()  # processes that are not ours
-
-    @property
-    def busy(self) -> str:
-        """Which processes use it, as a sentence; "" if none do."""
-        if self.users:
-            return f"{self.device} ({self.name}) is in use by " + ", ".join(map(str, self.users))
-        if self.used_bytes > UNSEEN_USE_FRACTION * self.total_bytes:
-            used = f"{self.used_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.0f} GiB"
-            return f"{self.device} ({self.name}) is in use: {used}, by a process that cannot be seen from here"
-        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +30,7 @@ class Host:
 
     name: str
     cores: int
-    gpus: tuple[CudaDevice, ...] = ()
+    gpus: tuple[GpuStatus, ...] = ()  # that torch can see, with the processes that are not ours
     torch_cuda: str | None = None  # the CUDA version that torch was built for; None: a CPU build
     note: str = ""  # why GPUs could not be listed
 
@@ -106,24 +83,18 @@ def probe(
     return Host(name=name, cores=cores, gpus=gpus, torch_cuda=torch_cuda_version() if report.gpus else None)
 
 
-def _device(index: int, gpu: GpuStatus, ours: frozenset[int]) -> CudaDevice:
+def _device(index: int, gpu: GpuStatus, ours: frozenset[int]) -> GpuStatus:
     """The GPU, named as if all were visible."""
-    used_by_ours = sum(process.used_bytes for process in gpu.processes if process.pid in ours)
-    return CudaDevice(
-        device=f"cuda:{index}",
-        uuid=gpu.uuid,
-        name=gpu.name,
-        total_bytes=gpu.total_bytes,
-        used_bytes=max(0, gpu.used_bytes - used_by_ours),
-        users=tuple(process for process in gpu.processes if process.pid not in ours),
-    )
+    used_bytes = max(0, gpu.used_bytes - sum(process.used_bytes for process in gpu.processes if process.pid in ours))
+    others = tuple(process for process in gpu.processes if process.pid not in ours)
+    return dataclasses.replace(gpu, device=f"cuda:{index}", used_bytes=used_bytes, processes=others)
 
 
-def _visible(gpus: Sequence[CudaDevice], visible: str | None) -> tuple[CudaDevice, ...]:
+def _visible(gpus: Sequence[GpuStatus], visible: str | None) -> tuple[GpuStatus, ...]:
     """Returns the GPUs that CUDA_VISIBLE_DEVICES leaves, renamed as torch counts them: to the first bad entry."""
     if visible is None:
         return tuple(gpus)
-    chosen: list[CudaDevice] = []
+    chosen: list[GpuStatus] = []
     for entry in (e.strip() for e in visible.split(",")):
         if entry.isdigit() and int(entry) < len(gpus):
             chosen.append(gpus[int(entry)])
@@ -170,14 +141,14 @@ def place(hosts: Sequence[Host], devices: Sequence[str] | None = None) -> Placem
     return Placement(seats=tuple(seats), notes=(*notes, *_fidelity(hosts, seats, load)))
 
 
-def free_gpus(host: Host) -> list[CudaDevice]:
+def free_gpus(host: Host) -> list[GpuStatus]:
     """Those that this torch can use and nobody else does."""
     return [gpu for gpu in host.gpus if host.torch_cuda is not None and not gpu.busy]
 
 
 def without_ours(host: Host, devices: Collection[str]) -> Host:
     """Leaves out what is in use on our ranks' devices where NVML names no processes, as in a container."""
-    ours = {gpu.device for gpu in host.gpus if gpu.device in devices and not gpu.users}
+    ours = {gpu.device for gpu in host.gpus if gpu.device in devices and not gpu.processes}
     gpus = (dataclasses.replace(gpu, used_bytes=0) if gpu.device in ours else gpu for gpu in host.gpus)
     return dataclasses.replace(host, gpus=tuple(gpus))
 
@@ -186,7 +157,7 @@ def _choose(hosts: Sequence[Host]) -> tuple[list[str], list[str]]:
     """A device per rank, if the user named none: GPUs if every host has a free one, otherwise CPUs for all."""
     machines = {host.name: host for host in hosts}
     notes = [host.note for host in machines.values() if host.note]
-    free: dict[str, list[CudaDevice]] = {}
+    free: dict[str, list[GpuStatus]] = {}
     for host in machines.values():
         free[host.name] = free_gpus(host)
         if host.gpus and host.torch_cuda is None:

@@ -21,7 +21,8 @@ from fsdp_lab.base.process import marked
 from fsdp_lab.cluster import ClusterError, RankError, RankLost, StartError, assembly
 from fsdp_lab.cluster.calls import CLIENT_HISTORY
 from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.cluster.placement import CudaDevice, Host
+from fsdp_lab.cluster.nvml import GpuStatus
+from fsdp_lab.cluster.placement import Host
 from tests.cluster.conftest import FAKE, order
 from tests.waiting import until
 
@@ -236,7 +237,7 @@ def test_what_cannot_start_is_one_sentence_with_its_log(tmp_path, monkeypatch):
 
 def test_without_a_number_there_is_a_rank_on_each_free_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"name": "H100", "total_bytes": 80 << 30}
-    gpus = tuple(CudaDevice(device=f"cuda:{i}", uuid=f"GPU-{i}", used_bytes=i // 3 * (40 << 30), **sizes)
+    gpus = tuple(GpuStatus(device=f"cuda:{i}", uuid=f"GPU-{i}", used_bytes=i // 3 * (40 << 30), **sizes)
                  for i in range(4))  # fmt: skip
     monkeypatch.setattr(assembly, "probe", lambda **_: Host(name="here", cores=8, gpus=gpus, torch_cuda="13.0"))
     monkeypatch.setattr(assembly.Assembly, "_connect", mock.Mock(side_effect=StartError("enough")))

@@ -10,18 +10,18 @@ import pytest
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.process import usable_cores
 from fsdp_lab.cluster.nvml import GpuProcess, GpuReport, GpuStatus
-from fsdp_lab.cluster.placement import CudaDevice, Host, _visible, free_gpus, place, probe, without_ours
+from fsdp_lab.cluster.placement import Host, _visible, free_gpus, place, probe, without_ours
 
 GIB = 2**30
 
 
-def gpu(i: int, users: tuple[GpuProcess, ...] = (), used: int = 0) -> CudaDevice:
-    return CudaDevice(
-        device=f"cuda:{i}", uuid=f"GPU-{i}", name="H200", total_bytes=140 * GIB, used_bytes=used, users=users
+def gpu(i: int, users: tuple[GpuProcess, ...] = (), used: int = 0) -> GpuStatus:
+    return GpuStatus(
+        device=f"cuda:{i}", uuid=f"GPU-{i}", name="H200", total_bytes=140 * GIB, used_bytes=used, processes=users
     )
 
 
-def host(*gpus: CudaDevice, cores: int = 8, name: str = "here", cuda: str | None = "13.0") -> Host:
+def host(*gpus: GpuStatus, cores: int = 8, name: str = "here", cuda: str | None = "13.0") -> Host:
     return Host(name=name, cores=cores, gpus=gpus, torch_cuda=cuda)
 
 

@@ -205,11 +205,11 @@ def test_over_nccl_the_host_waits_only_to_read_the_loss(pool: Pool, devices: Seq
 def test_the_number_of_ranks_changes_while_a_lab_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two on as many GPUs as there are, to four, to one."""
     pytest.importorskip("ipyparallel")
-    from fsdp_lab.cluster.placement import CudaDevice
+    from fsdp_lab.cluster.nvml import GpuStatus
     from fsdp_lab.lab import Lab
     from tests.lab import test_recovery as lab_tests
 
-    monkeypatch.setattr(CudaDevice, "busy", "")  # by the ranks of other tests
+    monkeypatch.setattr(GpuStatus, "busy", "")  # by the ranks of other tests
 
     work = {**lab_tests.SMALL, "precision": "fp32"}
     with Lab(2, reduction="rank_ordered") as lab:
