@@ -95,8 +95,8 @@ class SlurmHosts(Hosts):
         hosts: how many.
         time: of the job, as Slurm writes it ("1:00:00"); None: the partition's default.
         partition, account, qos: as for sbatch; None: the defaults.
-        options: more options of salloc, such as ("--constraint=h100", "--cpus-per-task=96").
-        queue_s: how long to wait in the queue; None: until it is interrupted."""
+        options: more options of salloc, such as ("--constraint=h100", "--cpus-per-task=96"), or ("--immediate=60",), which
+            limits the wait in the queue; else it waits until it is interrupted."""
 
     hosts: int = 1
     time: str | None = None
@@ -104,7 +104,6 @@ class SlurmHosts(Hosts):
     account: str | None = None
     qos: str | None = None
     options: tuple[str, ...] = ()
-    queue_s: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
