@@ -229,8 +229,8 @@ class Lab:
     ) -> Run:
         """Starts a run and returns it at once: `await` it, `wait()` for it, or read its `table()` meanwhile.
 
-        A run in progress is stopped first, because these ranks train one run at a time. Lost ranks are replaced, and another
-        `world_size` starts or ends ranks; such a run begins at step 0.
+        A run in progress is stopped first. Lost ranks are replaced, and another `world_size` starts or ends ranks; such a
+        run begins at step 0.
 
         Args:
             spec: a Spec or its dict; None: the default one for this lab's ranks.
@@ -238,10 +238,10 @@ class Lab:
             fresh: begin at step 0 with initial values; False continues with the state that the ranks hold, where it fits.
             ledger_every: make each n-th step a ledger step, which measures memory and is left out of medians; None: only
                 the third after a switch, and those that `Run.ledger` requests.
-            save: a folder for its checkpoints, or a `CheckpointConfig`, which sets the interval and how many to keep.
+            save: a folder for its checkpoints, or a `CheckpointConfig`.
             recover: what to do when ranks or a step fail: True recovers automatically, "ask" waits for `recover` or
-                `stop`; a `RecoveryPolicy` also sets the number of ranks. See `run.incidents`.
-            evaluate: compute the loss on held-out samples every so many steps, and optionally stop by it: see `EvalConfig`.
+                `stop`; or a `RecoveryPolicy`.
+            evaluate: compute the loss on held-out samples every so many steps; or an `EvalConfig`.
             anyway: start it although the planner knows that its memory does not suffice.
             changes: flat field names, as in `Spec.replace`. For a module of your own, three together: `model`, a function
                 without arguments that builds it, or its class; `loss`, a function of (model, batch) that returns a scalar
@@ -302,8 +302,8 @@ class Lab:
         )
 
     def recover(self, ranks: str | None = None) -> Run:
-        """Recovers the newest run after a failure and returns the run that continues it: the same one where it waits for
-        this call, else a new one, from the state of the surviving ranks, the newest checkpoint, or the beginning.
+        """Recovers the newest run after a failure and returns the run that continues it: from the state of the surviving
+        ranks, the newest checkpoint, or the beginning.
 
         Args:
             ranks: "same" replaces the lost ranks, "fewer" continues on the remaining ones; None: as the run's policy says.
@@ -315,10 +315,8 @@ class Lab:
     def drill(self, kind: str, rank: int = 1) -> Drill:
         """Injects a fault into the running run and returns at once: `await lab.drill("kill", rank=1)`.
 
-        What follows depends on the run's recovery policy (`run(recover=...)`) and is recorded in `run.incidents`.
-
-        Args:
-            kind: see `fsdp_lab.spec.faults.DRILLS`: kill, stop, stall, cut, slow, out-of-memory, nan, raise.
+        `kind` is one of `fsdp_lab.spec.faults.DRILLS`: kill, stop, stall, cut, slow, out-of-memory, nan, raise. What follows
+        depends on the run's recovery policy (`run(recover=...)`) and is recorded in `run.incidents`.
 
         Raises ArgumentError: no such fault, or no such rank. ClusterError: no run is training, or the rank's process is
         not ours.
@@ -402,7 +400,7 @@ class Lab:
         their parameters where they fit.
 
         Args:
-            spec: a Spec or its dict; None: that of the ranks, or the default one where they have none.
+            spec: None: that of the ranks, or the default one where they have none.
             changes: flat field names, as in `Spec.replace`.
 
         Raises SpecError: an invalid field or combination, or another backend than lab.
@@ -440,7 +438,7 @@ class Lab:
 
     @property
     def current(self) -> Run | WatchedRun | None:
-        """The newest run, running or over; also a loop of your own, in a cell (`fsdp_lab.watch`)."""
+        """The newest run, or loop of your own in a cell (`fsdp_lab.watch`), running or over."""
         return self._activities.current
 
     @property
@@ -500,8 +498,7 @@ class Lab:
 
             lab.generate("The capital of France is", new_tokens=8)
 
-        Args:
-            sampling: fields of `fsdp_lab.base.generation.Sampling`: new_tokens, temperature, top_k, top_p, seed.
+        `sampling`: fields of `fsdp_lab.base.generation.Sampling`: new_tokens, temperature, top_k, top_p, seed.
 
         Raises ArgumentError: of a prompt or of `sampling`, or the model does not continue texts. ClusterError: the ranks
         hold no model.
@@ -610,11 +607,8 @@ class Lab:
     # -- ranks ------------------------------------------------------------------------------------------------------
 
     def resize(self, ranks: int, devices: Sequence[str] | str | None = None) -> None:
-        """Changes the number of ranks, or their devices: stops the run, starts or ends engines, and connects them again.
-
-        The next run starts fresh: parameters are not transferred to another world size. It also replaces lost ranks, as in
-        `lab.resize(lab.ranks)`.
-        """
+        """Changes the number of ranks, or their devices, and replaces lost ranks: stops the run, starts or ends engines, and
+        connects them again. The next run starts fresh."""
         self._activities.require_open()
         self._activities.stop(f"the lab was resized to {ranks} ranks")
         self._devices = each_device(devices, ranks)

@@ -2,7 +2,7 @@
 
 Note: a job of Slurm's. It is a bare allocation (salloc --no-shell). In it every command is a step (srun), whose input
 reaches all hosts, so neither a shared folder nor a file with keys is needed. An agent is a step that stays as long as its
-engines. The steps of a former kernel are no children of this process: how an engine ended is asked of its host."""
+engines."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from typing import Any
 from fsdp_lab.base.process import MARK
 from fsdp_lab.cluster import StartError, host_script
 from fsdp_lab.cluster.detached import EndCommand, write_end_commands
-from fsdp_lab.cluster.engines import EngineProcess
 from fsdp_lab.cluster.host_engines import END_S, START_S, Command, HostAnswer, HostEngines, Shell, started
 from fsdp_lab.cluster.hosts import SlurmHosts
 
 ASK_S = 20.0  # for Slurm to answer
 LOOK_AGAIN_S = 1.0  # between two looks at the queue
-RUNNING = "RUNNING"  # the state of a job
 
 
 class SlurmShell(Shell):
@@ -128,33 +126,11 @@ class SlurmEngines(HostEngines):
                 self._steps.append(step)
         return said
 
-    def _read_end(self, process: EngineProcess) -> None:
-        if self._job_state() == RUNNING:  # otherwise no host can be asked
-            super()._read_end(process)
-
-    def why_gone(self, process: EngineProcess) -> str:
-        if (state := self._job_state()) != RUNNING:
-            return f"ended with its Slurm job {self._job} ({state.lower()})"
-        return super().why_gone(process)
-
-    def _job_state(self) -> str:
-        """One that Slurm does not answer for is taken as running."""
-        try:
-            shown = re.search(r"JobState=(\S+)", ask_slurm("scontrol", "show", "job", self._job))
-        except StartError as e:
-            return "GONE" if "Invalid job id" in str(e) else RUNNING
-        return shown.group(1) if shown else RUNNING
-
-    def _shares(self, n: int) -> dict[str, int]:
-        if (state := self._job_state()) != RUNNING:
-            raise StartError(f"Slurm's job {self._job} has ended ({state.lower()}): make a new lab")
-        return super()._shares(n)
-
     def _end_all(self) -> bool:
         super()._end_all()
         with contextlib.suppress(StartError):
-            for command in self._end_commands():
-                ask_slurm(*command.argv)
+            for command, _ in self._end_commands():
+                ask_slurm(*command)
         deadline, left = time.monotonic() + END_S, "unknown"
         while self._job and left and time.monotonic() < deadline:
             with contextlib.suppress(StartError):
@@ -165,7 +141,7 @@ class SlurmEngines(HostEngines):
         return not (self._job and left)
 
     def _end_commands(self) -> list[EndCommand]:
-        return [EndCommand(argv=("scancel", f"--name={self._job_name}", f"--user={getpass.getuser()}"))]
+        return [(["scancel", f"--name={self._job_name}", f"--user={getpass.getuser()}"], "")]
 
 
 def ask_slurm(*command: str) -> str:

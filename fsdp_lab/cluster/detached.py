@@ -47,14 +47,7 @@ PREFIX = "fsdp_lab-"  # of private folders; nothing else is ever removed
 DEFAULT_LIMIT_S = 24 * 3600.0  # how long ranks wait for a kernel, unless a number of hours is given
 CHECK_S = 0.5  # between two checks of detached ranks
 REMOVAL_S = 2.0  # how long a folder may be in use that is to be removed
-
-
-@dataclass(frozen=True, kw_only=True)
-class EndCommand:
-    """A command that ends what is on another host, or gives a job back; `sent` is its standard input."""
-
-    argv: tuple[str, ...]
-    sent: str = ""
+EndCommand = tuple[list[str], str]  # that ends what is on another host, or gives a job back; its standard input
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,22 +196,22 @@ def detached_pids() -> set[int]:
 
 def write_end_commands(folder: Path, commands: Sequence[EndCommand]) -> None:
     """Sets what the guardian runs if it ends the cluster, in place of what was set before."""
-    _write(folder / END_FILE, [dataclasses.asdict(command) for command in commands])
+    _write(folder / END_FILE, commands)
 
 
 def run_end_commands(folder: Path) -> None:
     """Runs all at once. What they say is of no use here."""
     try:
-        commands = [EndCommand(**d) for d in json.loads((folder / END_FILE).read_text(encoding="utf-8"))]
+        commands: list[EndCommand] = json.loads((folder / END_FILE).read_text(encoding="utf-8"))
     except OSError:
         return
     running = []
-    for command in commands:
-        with contextlib.suppress(OSError), tempfile.TemporaryFile() as sent:
-            sent.write(command.sent.encode())
-            sent.seek(0)
+    for argv, sent in commands:
+        with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:
+            file.write(sent.encode())
+            file.seek(0)
             null = subprocess.DEVNULL
-            running.append(subprocess.Popen(command.argv, stdin=sent, stdout=null, stderr=null))
+            running.append(subprocess.Popen(argv, stdin=file, stdout=null, stderr=null))
     deadline = time.monotonic() + END_COMMANDS_S
     for process in running:
         with contextlib.suppress(subprocess.TimeoutExpired):

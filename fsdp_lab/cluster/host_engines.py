@@ -4,8 +4,7 @@ that are reached by SSH, by one connection for each command and host (batch_engi
 Note: how engines on other hosts live and end. A host is asked what it has and which address of the controller's host it
 reaches before anything is started there (`look` in host_script.py). Then one command a host starts an agent (host_agent.py)
 with the controller's connection on its standard input, and the agent starts the engines. (ipyparallel's SSH launcher takes
-eight connections an engine, one after the other, and needs a profile; its Slurm launcher writes keys to a shared folder. The
-engines, the controller, signals and the news of an engine's end are ipyparallel's.) From then on:
+eight connections an engine, one after the other; its Slurm launcher writes keys to a shared folder.) From then on:
 
 - Signals, also SIGKILL, go to an engine's nanny, which answers when the engine does not.
 - The nanny tells the hub when its engine ends; the agent keeps the exit code and the log.
@@ -532,4 +531,4 @@ class SshEngines(HostEngines):
     def _end_commands(self) -> list[EndCommand]:
         sent = host_script.request("end", token=self.token).decode()
         command = [self.shell.python, "-"]
-        return [EndCommand(argv=tuple(self.shell.command(name, command)), sent=sent) for name in self._hosts]
+        return [(self.shell.command(name, command), sent) for name in self._hosts]

@@ -67,9 +67,8 @@ class Supervisor:
             try:
                 ended = self._ended.get(timeout=CHECK_S)
             except queue.Empty:
-                for check in (self.monitor.keep_channels, self._check_hangs):
-                    with contextlib.suppress(Exception):  # this thread must not end
-                        check()
+                with contextlib.suppress(Exception):  # this thread must not end
+                    self._check_hangs()
                 continue
             if ended is None:
                 return
@@ -163,21 +162,15 @@ class HeartbeatMonitor:
         entry need not belong to a call; that of a call is dropped when the call ends."""
         self.forget()
         self._client, self._channels = client, {rank: f"fsdp_lab-beats-{secrets.token_hex(8)}" for rank in ranks}
-        self.keep_channels()
+        for name in self._channels.values():
+            client.metadata[name]["data"] = self._sink
         header = {"session": client.session.session, "username": "", "msg_type": "apply_request"}
         return {rank: {**header, "msg_id": name} for rank, name in self._channels.items()}
 
-    def keep_channels(self) -> None:
-        """Restores the channels. Call it regularly, since users may clear the metadata of their own client."""
-        with self._lock:
-            for name in self._channels.values():
-                self._client.metadata[name]["data"] = self._sink
-
     def close_channels(self) -> None:
-        with self._lock:
-            for name in self._channels.values():
-                self._client.metadata.pop(name, None)
-            self._channels = {}
+        for name in self._channels.values():
+            self._client.metadata.pop(name, None)
+        self._channels = {}
 
     def _take(self, data: Mapping[str, Any]) -> None:
         """A heartbeat that arrives after a newer one is dropped."""

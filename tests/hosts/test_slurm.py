@@ -143,8 +143,8 @@ def test_a_job_stays_for_the_next_kernel(two: Site, slurm: Slurm, hosts) -> None
         assert [s.host for s in cluster.status()] == ["alpha", "beta"]
         subprocess.run(["scancel", *job], check=True, timeout=20)
         until(lambda: len(cluster.lost) == 2, 60, "both ranks are lost")
-        assert all(f"Slurm job {job[0]} (cancelled)" in one.reason for one in cluster.lost.values())
-        with pytest.raises(StartError, match=f"job {job[0]} has ended"):
+        assert {one.host for one in cluster.lost.values()} == {"alpha", "beta"}
+        with pytest.raises(StartError, match="alpha: srun: error: .*[Jj]ob"):
             cluster.resize(2)
     killed_kernel(1 / 3600)
     assert slurm.jobs()
