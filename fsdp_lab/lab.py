@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import os
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -122,7 +121,7 @@ class Lab:
         self.cluster.supervisor.monitor.on_loop = self._activities.take_loop
         self.cluster.supervisor.on_loop_hung = self._activities.end_hung_loops
         self.cluster.on_lost(self._activities.lose_rank)
-        self._at_exit = exit_handler(weakref.ref(self))
+        self._process = os.getpid()
         if not alongside:
             self._replace_former()
         self.cluster.start()
@@ -738,6 +737,10 @@ class Lab:
             former.detach() if same else former.close()
         shell.user_ns[KEY] = self
 
+    def _at_exit(self) -> None:
+        if os.getpid() == self._process:  # else it is a forked child
+            self.detach() if self.persistent else self.close()
+
     def _end(self, release_ranks: Callable[[], None], why: str) -> None:
         if not self._activities.close(why):
             return
@@ -763,17 +766,6 @@ class Lab:
             return "<Lab: closed>"
         lost = f", lost: {sorted(self.lost)}" if self.lost else ""
         return f"<Lab: {self.ranks} rank{'s' * (self.ranks != 1)} on {', '.join(sorted(set(self.devices)))}{lost}>"
-
-
-def exit_handler(lab: weakref.ref[Lab]) -> Callable[[], None]:
-    """For atexit: closes or detaches a lab that is still open, in the process that made it and not in a forked child."""
-    owner = os.getpid()
-
-    def end() -> None:
-        if (open_lab := lab()) is not None and os.getpid() == owner:
-            open_lab.detach() if open_lab.persistent else open_lab.close()
-
-    return end
 
 
 def each_device(devices: Sequence[str] | str | None, ranks: int) -> tuple[str, ...] | None:

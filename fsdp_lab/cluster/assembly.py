@@ -23,7 +23,7 @@ from fsdp_lab.cluster import ClusterError, StartError
 from fsdp_lab.cluster.addresses import Endpoint, new_token, reached_by_all, unique_names
 from fsdp_lab.cluster.batch_engines import SlurmEngines
 from fsdp_lab.cluster.calls import SECOND_INTERRUPT_S, Dispatcher
-from fsdp_lab.cluster.detached import Claimed, DetachedCluster, claim, detached_clusters
+from fsdp_lab.cluster.detached import Claimed, DetachedCluster, claim
 from fsdp_lab.cluster.engines import Engines, exposure_notes
 from fsdp_lab.cluster.host_engines import Report, SshEngines
 from fsdp_lab.cluster.host_script import TRY_S
@@ -322,9 +322,8 @@ class Assembly:
     def _join(self, hosts: Sequence[str]) -> None:
         """`hosts`: of the ranks, in rank order."""
         n, module, timeout_s = len(hosts), self.config.rank_module, self.config.timeout_s
-        self._dispatcher.call("claim", owner=self._membership.token, timeout_s=timeout_s)
         self._report("importing torch", 0, n)
-        self._dispatcher.call("load", module=module, timeout_s=2 * timeout_s)
+        self._dispatcher.call("load", module=module, owner=self._membership.token, timeout_s=2 * timeout_s)
         self._report("joining ranks", 0, n)
         met = meet(self._dispatcher, hosts)
         at = met[hosts[0]].address if len(met) > 1 else None
@@ -364,8 +363,6 @@ class Assembly:
                     raise
                 engines.close()
                 self.notes = (f"ranks that a former kernel left were ended, and new ones started: {e.sentence}",)
-        if others := ", ".join(cluster.id for cluster in detached_clusters() if cluster.free):
-            self.notes += (f"other ranks wait for a kernel ({others}); list or end them with `fsdp-lab ranks`",)
         return False
 
     def _adopt_ranks(self, record: DetachedCluster) -> None:

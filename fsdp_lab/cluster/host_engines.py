@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fsdp_lab.base import __version__
-from fsdp_lab.base.process import MARK, Identity
+from fsdp_lab.base.process import MARK, marked
 from fsdp_lab.cluster import StartError, host_script
 from fsdp_lab.cluster.addresses import Endpoint, Endpoints, new_token
 from fsdp_lab.cluster.detached import EndCommand, package_path, write_end_commands
@@ -465,22 +465,14 @@ class SshEngines(HostEngines):
     _asked: SshHosts
     shell: SshShell
     _tunnels: Mapping[str, Command] = {}
-    _former_tunnels: Mapping[str, Identity] = {}  # of a former kernel
 
     def _allocate(self) -> list[str]:
         self.shell = SshShell(self._asked.path, self._asked.ssh_args)
         return list(self._asked.names)
 
-    @property
-    def _where(self) -> dict[str, Any]:
-        own = {name: Identity.of(tunnel.process.pid) for name, tunnel in self._tunnels.items()}
-        tunnels = {name: asdict(process) for name, process in {**self._former_tunnels, **own}.items()}
-        return super()._where | {"tunnels": tunnels}
-
     def _take_over(self, where: Mapping[str, Any]) -> None:
         super()._take_over(where)
         self._allocate()
-        self._former_tunnels = {name: Identity(**d) for name, d in where["tunnels"].items()}
 
     def _choose_endpoint(
         self, endpoints: Sequence[Endpoint], unreached: Mapping[str, Sequence[str]]
@@ -507,11 +499,8 @@ class SshEngines(HostEngines):
         """Raises StartError."""
         numbers = [v for value in self._connection.values() for v in (value if isinstance(value, list) else [value])]
         ports = sorted({v for v in numbers if isinstance(v, int) and not isinstance(v, bool)})
-        new = []
-        for name in names:
-            own, former = self._tunnels.get(name), self._former_tunnels.get(name)
-            if not (own.process.poll() is None if own is not None else former is not None and former.alive):
-                new.append(name)
+        running = [process.cmdline() for process in marked(self.token)]  # also those of a former kernel
+        new = [name for name in names if not any("-R" in words and words[-1] == name for words in running)]
         opened = {name: self.shell.tunnel(name, ports, {MARK: self.token}, self._asked.cut_s) for name in new}
         self._tunnels = {**self._tunnels, **opened}
         deadline = time.monotonic() + TUNNEL_S

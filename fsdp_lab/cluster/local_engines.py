@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import secrets
-import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ipyparallel as ipp
-import psutil
 import zmq
 from traitlets.config import Config
 
@@ -37,6 +36,7 @@ SIGNATURES = 2048
 BEAT_S = 0.2  # short: the hub registers an engine after two heartbeats
 LOST_S = 10.0  # a native thread sends heartbeats: only a suspended machine or a stopped process misses so many
 LOOPBACK = "127.0.0.1"
+LOOPBACK_NAME = "lo0" if sys.platform == "darwin" else "lo"  # torch's ranks would choose one that other machines reach
 ENVIRONMENT = {  # of all engines
     **HOST_MEMORY,
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # torch numbers GPUs as NVML does, on which placement relies
@@ -157,11 +157,6 @@ class LocalEngines(Engines):
         self._connection = info["engine"]
         client = ipp.Client(info["client"], cluster=None)
         client.session.digest_history_size = SIGNATURES
-        if not (client.session.key or client.curve_serverkey):
-            client.close(linger=0)
-            raise StartError(
-                "a configuration of ipyparallel on this machine disables the signing of messages: remove it"
-            )
         return client
 
     @property
@@ -406,19 +401,11 @@ def engine_environment(token: str, ranks: int, extra: Mapping[str, str]) -> dict
     threads = str(max(1, usable_cores() // max(1, ranks)))
     defaults = {
         **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads),
-        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback()),
+        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK_NAME),
         **ENVIRONMENT,
     }
     unset = {name: value for name, value in defaults.items() if name not in os.environ}
     return {**unset, "PYTHONPATH": package_path(), MARK: token, **extra}
-
-
-def loopback() -> str:
-    """The name of the loopback interface; torch's ranks would choose one that other machines reach."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(a.family == socket.AF_INET and a.address == "127.0.0.1" for a in addresses):
-            return str(name)
-    return "lo"
 
 
 def start_error(what: str, error: Exception, log: str, timeout_s: float) -> StartError:

@@ -238,14 +238,6 @@ def hardware(ours: Collection[int]) -> Host:
     return probe(ours=frozenset(ours))
 
 
-def claim(owner: str) -> None:
-    """Makes this rank the owner's; closes the session of the former owner."""
-    leave()
-    resident().owner = owner
-    with contextlib.suppress(OSError):  # where memory ends, Linux ends a rank, and not the kernel or its server
-        Path("/proc/self/oom_score_adj").write_text(FIRST_TO_GO)
-
-
 def rank_code(module: str | None) -> Any:
     """The module with `Session` and `host_store`, which returns a store with its `place`. Only engines import it: it imports
     torch."""
@@ -256,10 +248,14 @@ def rank_code(module: str | None) -> Any:
     return rank
 
 
-def load(module: str | None) -> None:
-    """Imports the rank's code and torch: it takes seconds, so it is a separate stage. What imports allocate is permanent: it
-    is not collected now, and frozen so that later collections, at each switch, skip it. Freezing later would also keep a
-    session with its groups and connections."""
+def load(module: str | None, owner: str) -> None:
+    """Makes this rank the owner's, closes the session of the former owner, and imports the rank's code and torch, which
+    takes seconds. What imports allocate is permanent: it is not collected now, and frozen so that later collections, at each
+    switch, skip it. Freezing later would also keep a session with its groups and connections."""
+    leave()
+    resident().owner = owner
+    with contextlib.suppress(OSError):  # where memory ends, Linux ends a rank, and not the kernel or its server
+        Path("/proc/self/oom_score_adj").write_text(FIRST_TO_GO)
     gc.disable()
     try:
         rank_code(module)
@@ -345,7 +341,7 @@ def ping() -> int:
     return os.getpid()
 
 
-_LIFE = (describe, hardware, claim, load, host, join, attach, leave, ping)
+_LIFE = (describe, hardware, load, host, join, attach, leave, ping)
 _NETWORK, _CODE = (open_endpoints, reach, close_endpoints), (receive, receive_modules)
 ACTIONS: Mapping[str, Callable[..., Any]] = {f.__name__: f for f in (*_LIFE, *_NETWORK, *_CODE)}
-ANY_OWNER = ("describe", "hardware", "claim", "ping")
+ANY_OWNER = ("describe", "hardware", "load", "ping")

@@ -126,10 +126,6 @@ def test_ranks_that_hold_nothing_are_ended_and_others_are_left(temporary: Path):
     token = kernel(1, 5, "empty")
     with Cluster(1, rank_module=FAKE, persist=1) as other:
         assert not other.attached and marked(token)
-        assert other.notes == (
-            *other.membership.placement.notes,
-            f"other ranks wait for a kernel ({token[:8]}); list or end them with `fsdp-lab ranks`",
-        )
     with Cluster(2, rank_module=FAKE, persist=1) as cluster:
         assert not cluster.attached and not marked(token) and [t["rank"] for t in cluster.call("status")] == [0, 1]
         said = re.search(r"and new ones started: rank [01] failed in attach", " ".join(cluster.notes))
