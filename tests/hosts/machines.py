@@ -61,10 +61,11 @@ class Machine:
         """ "down" or "up"."""
         ip("-n", self.space, "link", "set", "cable", state)
 
-    def counted(self, direction: str) -> int:
-        """Bytes that have crossed the cable: "tx", sent by this host, or "rx"."""
+    @property
+    def sent_bytes(self) -> int:
+        """What this host has sent through the cable."""
         (found,) = json.loads(ip("-n", self.space, "-s", "-j", "link", "show", "cable"))
-        return int(found["stats64"][direction]["bytes"])
+        return int(found["stats64"]["tx"]["bytes"])
 
     @property
     def pids(self) -> list[int]:
