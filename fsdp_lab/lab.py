@@ -241,7 +241,7 @@ class Lab:
             recover: what to do when ranks or a step fail: True recovers automatically, "ask" waits for `recover` or
                 `stop`; or a `RecoveryPolicy`.
             evaluate: compute the loss on held-out samples every so many steps; or an `EvalConfig`.
-            anyway: start it although the planner knows that its memory does not suffice.
+            anyway: start it although its memory does not suffice by the plan.
             changes: flat field names, as in `Spec.replace`. For a module of your own, three together: `model`, a function
                 without arguments that builds it, or its class; `loss`, a function of (model, batch) that returns a scalar
                 tensor and calls `model(...)` only; `data`, a map-style dataset, or a function that returns one. They are
@@ -280,10 +280,9 @@ class Lab:
 
         Args:
             checkpoint: a checkpoint, or a folder of them, of which the newest complete one is taken.
-            steps: number of further steps.
             changes: flat field names: any backend, sharding, precision and number of ranks, but not the model, the seed or
                 the optimizer.
-            the others: as in `run`.
+            the others: as in `run`; `steps` is the number of further ones.
 
         Raises FieldError: there is no complete checkpoint, or an invalid field or combination.
         """
@@ -379,8 +378,8 @@ class Lab:
             engine: a class with the methods shard, gather, free and reduce, and perhaps prefetch: see
                 `fsdp_lab.backends.yours`.
             sharding: when the lab calls which: "no_shard", "zero1", "shard_grad_op" or "full_shard".
-            steps: 5 or more; the first three are slower and do not count.
-            most: what it may take at most. In sizes of the whole model, a rank and step: "sent", "gathered", "gradients",
+            steps: 5 or more; the first three do not count.
+            most: what it may take, in sizes of the whole model, a rank and step: "sent", "gathered", "gradients",
                 "optimizer"; and "exposed", the share of communication that computing waits for.
             changes: flat field names, as in `Spec.replace`, such as link="0.1 GB/s".
 
@@ -589,8 +588,7 @@ class Lab:
         Args:
             spec: None: that of the run, or the lab's.
             hardware: a GPU such as "h100", which need not be present; None: these ranks, as `calibrate` measured them.
-            hosts: how many; of the calibrated one, if no hardware is named: calibrate the GPUs of one, or one of them, and
-                plan for eight.
+            hosts: how many; of the calibrated one, if no hardware is named.
             network_gbit_per_s: of a host's network cards together, one way; None: the usual rate.
 
         Raises ArgumentError: no calibration, or of other ranks; hardware that is unknown or cannot hold the ranks.
@@ -669,7 +667,7 @@ class Lab:
 
     @property
     def lost(self) -> dict[int, RankLost]:
-        """Ranks whose process has ended, by rank; the next run replaces them. `lab.cluster.on_lost` calls you then."""
+        """Ranks whose process has ended, by rank; the next run replaces them."""
         return self.cluster.lost
 
     def rank_status(self) -> list[RankStatus]:

@@ -69,25 +69,19 @@ def own_addresses() -> list[tuple[str, str]]:
 
 
 class Endpoints:
-    """Listens at every address of this host, and answers who says the token. Raises OSError if it can at none."""
+    """Listens at every address of this host where it can, and answers who says the token."""
 
     def __init__(self, token: str) -> None:
         self._token = bytes.fromhex(token)
         self._listeners: list[socket.socket] = []
         self.open: list[Endpoint] = []
-        why: OSError | None = None
         for interface, address in own_addresses():
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            try:
+            with contextlib.suppress(OSError):
                 listener = socket.create_server((address, 0), family=family, backlog=256)
-            except OSError as e:
-                why = e
-                continue
-            self._listeners.append(listener)
-            self.open.append(Endpoint(address=address, port=listener.getsockname()[1], interface=interface))
-            threading.Thread(target=self._accept, args=(listener,), name="fsdp_lab-endpoint", daemon=True).start()
-        if why is not None and not self.open:
-            raise why
+                self._listeners.append(listener)
+                self.open.append(Endpoint(address=address, port=listener.getsockname()[1], interface=interface))
+                threading.Thread(target=self._accept, args=(listener,), name="fsdp_lab-endpoint", daemon=True).start()
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):  # closed

@@ -151,14 +151,7 @@ class Assembly:
 
     def look_at(self, hosts: Hosts, report: OnProgress | None) -> LocalEngines:
         """Looks at hosts, or waits in a queue, and ends nothing. Returns what is to add engines. Raises StartError."""
-        began_s = time.monotonic()
-
-        def say(stage: str, done: int, total: int) -> None:
-            if self._membership.closed:
-                raise ClusterError("the ranks were closed meanwhile")
-            seconds = time.monotonic() - began_s
-            (report or self._on_progress)(StartProgress(stage=stage, done=done, total=total, seconds=seconds))
-
+        say = partial(self._say, report or self._on_progress, time.monotonic())
         return self._engines_on(hosts, secrets.token_hex(8), say)
 
     def move(
@@ -221,8 +214,12 @@ class Assembly:
         return (SshEngines if isinstance(hosts, SshHosts) else SlurmEngines)(order, hosts, report)
 
     def _report(self, stage: str, done: int, total: int) -> None:
-        seconds = time.monotonic() - self._began_s
-        self._on_progress(StartProgress(stage=stage, done=done, total=total, seconds=seconds))
+        self._say(self._on_progress, self._began_s, stage, done, total)
+
+    def _say(self, on_progress: OnProgress, began_s: float, stage: str, done: int, total: int) -> None:
+        if self._membership.closed:
+            raise ClusterError("the ranks were closed meanwhile")
+        on_progress(StartProgress(stage=stage, done=done, total=total, seconds=time.monotonic() - began_s))
 
     # -- from engines to ranks --------------------------------------------------------------------------------------
 

@@ -266,7 +266,7 @@ def load(module: str | None, owner: str) -> None:
 
 
 def open_endpoints(token: str) -> list[Endpoint]:
-    """Listens at all addresses of this host, until `close_endpoints`. Raises OSError."""
+    """Listens at all addresses of this host, until `close_endpoints`."""
     close_endpoints()
     resident().endpoints = endpoints = Endpoints(token)
     return endpoints.open

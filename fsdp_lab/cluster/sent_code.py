@@ -130,9 +130,8 @@ class _Hashing(cloudpickle.Pickler):  # type: ignore[misc]
 class SourceText:
     """The source of a function or class with what it needs, as the text of a module.
 
-    Every name that the source uses is followed: modules, and what they define, become imports; constants become assignments;
-    functions and classes that cannot be imported become their own source, before what uses them. What text cannot express,
-    such as a tensor, is missing.
+    Modules that it uses, and what they define, become imports; constants become assignments; functions and classes that
+    cannot be imported become their own source, before what uses them. What text cannot express is missing.
 
     Attributes:
         missing: names that the text uses and does not define -> their objects, or `ABSENT`; also functions and classes

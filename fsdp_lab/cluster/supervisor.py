@@ -141,10 +141,8 @@ class Supervisor:
 class HeartbeatMonitor:
     """Keeps the last heartbeat of each rank, and finds hangs from them.
 
-    Heartbeats arrive on a channel of their own, not as messages of a call, so they reach the kernel while a rank is busy
-    with a cell, or idle. A stopped rank, which sends none, is found by its process, if it is on this machine.
-
-    It receives on the client's IO thread, checks on the supervisor's, and answers any thread."""
+    Heartbeats arrive on a channel of their own, so they reach the kernel while a rank is busy with a cell, or idle. It
+    receives on the client's IO thread, checks on the supervisor's, and answers any thread."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
