@@ -27,7 +27,6 @@ class NVMLError_NotSupported(NVMLError): pass
 nvmlMemory_v2 = 0x02000028
 
 def nvmlInit(): pass
-def nvmlShutdown(): pass
 def nvmlDeviceGetCount(): return 2
 def nvmlDeviceGetHandleByIndex(i): return i
 def nvmlSystemGetDriverVersion(): return "580.95.05"

@@ -90,11 +90,7 @@ class ClusterConfig:
 
 
 class RestoredError(Exception):
-    """A change of ranks failed with `cause`, and as many as before are joined anew, without what they had trained."""
-
-    def __init__(self, cause: BaseException) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
+    """A change of ranks failed with its cause, and as many as before are joined anew, without what they had trained."""
 
 
 class Assembly:
@@ -147,7 +143,7 @@ class Assembly:
             if not whole or self._engines.broken or self._membership.closed:
                 raise
             self._assemble(len(seats), [seat.device for seat in seats])
-            raise RestoredError(e) from None
+            raise RestoredError from e
 
     def look_at(self, hosts: Hosts, report: OnProgress | None) -> LocalEngines:
         """Looks at hosts, or waits in a queue, and ends nothing. Returns what is to add engines. Raises StartError."""
@@ -174,7 +170,7 @@ class Assembly:
             self._end_engines()
             self._connect()
             self._assemble(len(seats), [seat.device for seat in seats])
-            raise RestoredError(e) from None
+            raise RestoredError from e
         self._on_progress = former_report
 
     def _end_engines(self) -> None:
@@ -194,9 +190,6 @@ class Assembly:
             membership.engines = self._engines_on(config.hosts, membership.token, self._report)
         membership.leaving = frozenset()  # another controller counts engines from 0 again
         membership.engines.sending = self._dispatcher.sending
-        if membership.closed:  # meanwhile, by another thread
-            membership.engines.close()
-            raise ClusterError("the ranks were closed while they started")
         self._supervisor.watch(membership.engines.client)
 
     def _engines_on(

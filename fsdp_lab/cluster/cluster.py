@@ -122,7 +122,7 @@ class Cluster:
             self._enter_running()
         except RestoredError as e:
             self._enter_running()
-            raise e.cause from None
+            raise e.__cause__ or e from None
         except BaseException:
             self._close()
             if (engines := self.membership.engines) is not None:

@@ -263,11 +263,11 @@ class HostEngines(LocalEngines, ABC):
         different = []
         for name, facts in looked.items():
             if facts["python"][:2] != list(sys.version_info[:2]):
-                versions = (facts["python"], sys.version_info[:3], sys.version_info[:2])
-                theirs, ours, needed = (".".join(map(str, version)) for version in versions)
+                theirs, ours = (".".join(map(str, version)) for version in (facts["python"], sys.version_info[:3]))
                 has = f"{name} has Python {theirs} at {facts['executable']}, and this kernel has {ours}"
-                hint = f"give python=, the path of a Python {needed} there"
-                raise StartError(f"{has}: code is sent between them, so {hint}")
+                raise StartError(
+                    f"{has}: code is sent between them, so give python=, the path of the same version there"
+                )
             lacking = [
                 f"{p}=={here[p].partition('+')[0]}"
                 for p, v in facts["packages"].items()

@@ -93,17 +93,14 @@ def has_driver() -> bool:
 
 
 def read() -> GpuReport:
-    """As `query`, but in this process, which has to have a driver."""
+    """As `query`, but in this process, which has to have a driver, and ends then."""
     try:
         import pynvml
     except ImportError:
         return GpuReport(error=f"nvidia-ml-py is not installed: {sys.executable} -m pip install nvidia-ml-py")
     try:
         pynvml.nvmlInit()
-        try:
-            return _Reader(pynvml).report()
-        finally:
-            pynvml.nvmlShutdown()
+        return _Reader(pynvml).report()
     except pynvml.NVMLError as e:
         return GpuReport(error=f"NVML: {e}")
 
