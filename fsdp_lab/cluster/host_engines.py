@@ -240,8 +240,7 @@ class HostEngines(LocalEngines, ABC):
         """Returns the answers of all hosts. Raises StartError for the first that does not answer."""
         said = self.shell.script(names, what, limit_s, **arguments)
         if failed := [s.failure for s in said.values() if s.failure]:
-            more = f" ({len(failed) - 1} more of {len(names)} hosts failed too)" if len(failed) > 1 else ""
-            raise StartError(f"{failed[0]}{more}")
+            raise StartError(failed[0])
         return {name: s.value for name, s in said.items()}
 
     def _choose_endpoint(
@@ -265,9 +264,7 @@ class HostEngines(LocalEngines, ABC):
             if facts["python"][:2] != list(sys.version_info[:2]):
                 theirs, ours = (".".join(map(str, version)) for version in (facts["python"], sys.version_info[:3]))
                 has = f"{name} has Python {theirs} at {facts['executable']}, and this kernel has {ours}"
-                raise StartError(
-                    f"{has}: code is sent between them, so give python=, the path of the same version there"
-                )
+                raise StartError(f"{has}: code is sent between them; give python=, the path of the same version there")
             lacking = [
                 f"{p}=={here[p].partition('+')[0]}"
                 for p, v in facts["packages"].items()
