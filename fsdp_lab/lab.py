@@ -228,8 +228,7 @@ class Lab:
     ) -> Run:
         """Starts a run and returns it at once: `await` it, `wait()` for it, or read its `table()` meanwhile.
 
-        A run in progress is stopped first. Lost ranks are replaced, and another `world_size` starts or ends ranks; such a
-        run begins at step 0.
+        A run in progress is stopped first. Lost ranks are replaced, and another `world_size` starts or ends ranks.
 
         Args:
             spec: a Spec or its dict; None: the default one for this lab's ranks.
@@ -303,8 +302,7 @@ class Lab:
         """Recovers the newest run after a failure and returns the run that continues it: from the state of the surviving
         ranks, the newest checkpoint, or the beginning.
 
-        Args:
-            ranks: "same" replaces the lost ranks, "fewer" continues on the remaining ones; None: as the run's policy says.
+        `ranks`: "same" replaces the lost ranks, "fewer" continues on the remaining ones; None: as the run's policy says.
 
         Raises SpecError: of `ranks`, or the strategy does not support so few ranks. ClusterError: no run has failed.
         """

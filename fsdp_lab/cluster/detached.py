@@ -3,15 +3,12 @@
 
 `python -m fsdp_lab.cluster.detached TOKEN OWNER_PID FOLDER` reads a pipe to which only the kernel can write. At end of file,
 or when the owner's process is gone (a forked child of the kernel could keep the pipe open), it ends every process that has
-TOKEN in its environment, also engines that were just being started, and their children; busy ones ignore SIGTERM and are
-ended by SIGKILL a moment later. Then it runs the commands in FOLDER's end.json, which end what is left on other hosts, and
-removes FOLDER, the cluster's private files. The line "release" on the pipe makes it exit without doing anything.
+TOKEN in its environment, runs the commands in FOLDER's end.json, which end what is left on other hosts, and removes FOLDER,
+the cluster's private files. The line "release" on the pipe makes it exit without doing anything.
 
-For ranks that may outlive their kernel it first waits until another kernel, with another guardian, has taken them over,
-until the time limit is reached, or until a rank has died, since then nothing can be resumed. Their file, `kept.json` beside
-the connection files, is written when the ranks are ready and removed with the folder. It names two processes, by pid and
-creation time: the owner, which is the kernel that uses the ranks, and the guardian. Changes are made under a lock on the
-folder, so two kernels never take the same ranks."""
+For ranks that may outlive their kernel it first waits until another guardian has taken them over, until the time limit is
+reached, or until a rank has died. Their file, `kept.json`, names two processes, by pid and creation time: the owner, which
+uses the ranks, and the guardian. Changes are made under a lock on the folder: two kernels never take the same ranks."""
 
 from __future__ import annotations
 
