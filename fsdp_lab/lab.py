@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import os
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from fsdp_lab.base.process import ranks_per_host
 from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.cluster.hosts import CUT_S, Hosts, LauncherHosts, SlurmHosts, ssh_hosts
+from fsdp_lab.cluster.hosts import CUT_S, Hosts, SlurmHosts, ssh_hosts
 from fsdp_lab.cluster.membership import RankStatus
 from fsdp_lab.cluster.sent_code import with_code
 from fsdp_lab.planner.calibration import Calibration, alone, crowd_specs, one_rank, references, shapes_of
@@ -58,28 +57,25 @@ class Lab:
         run = await lab.run(sharding="shard_grad_op", steps=20)      # or lab.run(...).wait()
         run.table()
 
-    The constructor starts the ranks and returns when they are ready: some seconds, most of them torch's import.
-    `close()` ends them, as do `with`, `async with`, and, unless they are persistent, the kernel's exit, restart and death.
+    The constructor returns when the ranks are ready. `close()` ends them, as do `with`, `async with`, and, unless they are
+    persistent, the kernel's exit, restart and death.
 
     Args:
-        ranks: number of ranks; None: one on each free GPU where there are two or more, else 2; or all engines of a given
-            cluster.
+        ranks: None: one on each free GPU where there are two or more, else 2; or all engines of a given cluster.
         devices: one per rank ("cuda:0", "cpu"), "cpu" for all, or None: one GPU per rank where GPUs are free, shared
-            GPUs where there are fewer than ranks, CPUs otherwise. `notes` says what that means for the figures.
+            GPUs where there are fewer than ranks, CPUs otherwise. A GPU that another process uses is taken only by name.
+            `notes` says what that means for the figures.
         cluster: your own ipyparallel Cluster or Client, a profile name, a cluster id, or the path of a connection file.
             Its engines need this package; they are used as they are and never stopped.
         progress: True shows progress bars in a notebook; a callable receives each `StartProgress`.
         reduction: "auto", "rank_ordered" (equal bits for every backend) or "native".
-        take_busy: use GPUs that other processes use, too.
         timeout_s: for starting, and for a collective whose peer is missing.
-        hang_s: how long a collective may wait for a rank before the run fails with `RankHung`, which names the rank and
-            shows its stack. It applies to the first steps as well, compilation included. None: half of `timeout_s`.
-        persist: the ranks outlive their kernel, however it ends, with their parameters and optimizer state: True for up to a
-            day, a number for so many hours. `Lab` with the same arguments in the next kernel (the same cell, run again)
-            attaches to them: `attached` is True then, and `lab.run(lab.spec, fresh=False)` continues. `close()` ends them,
-            as does `fsdp-lab ranks --end`.
-        alongside: keep the previous lab of this notebook, which a new one closes otherwise, so that a cell that is run again
-            leaves no ranks behind.
+        hang_s: how long a collective may wait for a rank, compilation included, before the run fails with `RankHung`, which
+            names the rank and shows its stack. None: half of `timeout_s`.
+        persist: the ranks outlive their kernel with what they hold: True for up to a day, a number for so many hours. `Lab`
+            with the same arguments in the next kernel attaches to them: `attached` is True then, and
+            `lab.run(lab.spec, fresh=False)` continues. `close()` ends them, as does `fsdp-lab ranks --end`.
+        alongside: keep the previous lab of this notebook, which a new one closes otherwise.
         history: where runs are stored (`fsdp_lab.History`): True in the default file, a path in that file, False nowhere.
         options: for `fsdp_lab.cluster.Cluster`.
 
@@ -97,7 +93,6 @@ class Lab:
         cluster: Any = None,
         progress: bool | Callable[[StartProgress], None] = True,
         reduction: str = "auto",
-        take_busy: bool = False,
         timeout_s: float = 60,
         hang_s: float | None = None,
         persist: bool | float = False,
@@ -116,7 +111,6 @@ class Lab:
             devices=self._devices,
             given=cluster,
             reduction=reduction,
-            take_busy=take_busy,
             timeout_s=timeout_s,
             hang_s=hang_s,
             persist=persist,
@@ -127,11 +121,10 @@ class Lab:
         self.cluster.supervisor.monitor.on_loop = self._activities.take_loop
         self.cluster.supervisor.on_loop_hung = self._activities.end_hung_loops
         self.cluster.on_lost(self._activities.lose_rank)
-        self._at_exit = exit_handler(weakref.ref(self))
+        self._process = os.getpid()
         if not alongside:
             self._replace_former()
         self.cluster.start()
-        self._activate()
         atexit.register(self._at_exit)
 
     @classmethod
@@ -150,22 +143,14 @@ class Lab:
     ) -> Lab:
         """A lab whose ranks are on other hosts, reached by SSH: `Lab.ssh(["gpu1", "gpu2"], gpus_per_host=8)`.
 
-        `ssh gpu1` must work without a question: with a key, and a known host. The hosts connect to this machine, at the
-        address that they reach, by encrypted connections. Whether Python and packages are the same is checked first. However
-        this kernel ends, nothing is left on a host; with `persist` the ranks stay, and this call in the next kernel on this
-        machine attaches to them.
+        `ssh gpu1` must work without a question: with a key, and a known host. Whether Python and packages are the same is
+        checked first. However this kernel ends, nothing is left on a host; with `persist` the ranks stay, and this call in
+        the next kernel on this machine attaches to them.
 
         Args:
             hosts: names or addresses, as for ssh; a list, or with commas between them.
-            gpus_per_host: so many ranks on each host, each with a GPU of its own.
-            ranks_per_host: so many, on GPUs where there are enough, else shared, else on CPUs. None, as is `gpus_per_host`:
-                one for each GPU of the host, or one.
-            python: the path of Python on the hosts; None: that of this kernel.
-            ssh_args: more arguments for ssh, such as ["-F", "config"].
-            sync: install what the hosts lack with pip, in this kernel's versions, and send them this package.
-            tunnel: whether engines reach this machine through SSH; None: where they do not reach it otherwise.
-            cut_s: how long ranks wait when this machine cannot be reached, as while a cable is cut.
             options: as for `Lab`.
+            the others: those of `SshHosts` (`fsdp_lab.cluster.hosts`).
 
         Raises StartError: one sentence that names the host. ArgumentError, FieldError.
         """
@@ -193,7 +178,6 @@ class Lab:
         account: str | None = None,
         qos: str | None = None,
         slurm_options: Sequence[str] = (),
-        queue_s: float | None = None,
         python: str | None = None,
         sync: bool = False,
         cut_s: float = CUT_S,
@@ -206,11 +190,9 @@ class Lab:
         with `persist` it stays for the next kernel on this machine.
 
         Args:
-            hosts: number of hosts.
-            time, partition, account, qos: as for sbatch; None: Slurm's defaults.
             slurm_options: more options of salloc, such as ["--constraint=h100", "--cpus-per-task=12"].
-            queue_s: how long to wait in the queue; None: until it is interrupted.
-            the others: as for `ssh`.
+            options: as for `Lab`.
+            the others: those of `SlurmHosts` (`fsdp_lab.cluster.hosts`).
 
         Raises StartError: one sentence. ArgumentError, FieldError.
         """
@@ -223,42 +205,9 @@ class Lab:
             account=account,
             qos=qos,
             options=tuple(slurm_options),
-            queue_s=queue_s,
             python=python,
             sync=sync,
             cut_s=cut_s,
-        )
-        return cls(where.ranks, hosts=where, **options)
-
-    @classmethod
-    def hosts(
-        cls,
-        launcher: str,
-        ranks: int,
-        *,
-        launcher_options: Mapping[str, Any] = {},
-        address: str | None = None,
-        folder: str | os.PathLike[str] | None = None,
-        queue_s: float | None = None,
-        **options: Any,
-    ) -> Lab:
-        """A lab on hosts of another batch system, by one of ipyparallel's launchers: `Lab.hosts("pbs", 16)`.
-
-        The hosts have the same Python, packages and home. Where `ssh` or `slurm` can be used they say more, and sooner.
-
-        Args:
-            launcher: "pbs", "lsf", "sge", "htcondor", "mpi", ..., or the name of a launcher's class.
-            launcher_options: traits of the launcher, such as {"queue": "gpu", "batch_template": "..."}.
-            address: of this machine, as the hosts reach it; None: the first of its addresses.
-            folder: that the hosts have too; None: the home.
-            queue_s: how long to wait for the engines; None: until it is interrupted.
-            options: as for `Lab`.
-
-        Raises StartError: one sentence. ArgumentError, FieldError.
-        """
-        path, traits = None if folder is None else os.fspath(folder), tuple(launcher_options.items())
-        where = LauncherHosts(
-            launcher=launcher, count=ranks, options=traits, address=address, folder=path, queue_s=queue_s
         )
         return cls(where.ranks, hosts=where, **options)
 
@@ -279,8 +228,7 @@ class Lab:
     ) -> Run:
         """Starts a run and returns it at once: `await` it, `wait()` for it, or read its `table()` meanwhile.
 
-        A run in progress is stopped first, because these ranks train one run at a time. Lost ranks are replaced, and another
-        `world_size` starts or ends ranks; such a run begins at step 0.
+        A run in progress is stopped first. Lost ranks are replaced, and another `world_size` starts or ends ranks.
 
         Args:
             spec: a Spec or its dict; None: the default one for this lab's ranks.
@@ -288,17 +236,16 @@ class Lab:
             fresh: begin at step 0 with initial values; False continues with the state that the ranks hold, where it fits.
             ledger_every: make each n-th step a ledger step, which measures memory and is left out of medians; None: only
                 the third after a switch, and those that `Run.ledger` requests.
-            save: a folder for its checkpoints, or a `CheckpointConfig`, which sets the interval and how many to keep.
+            save: a folder for its checkpoints, or a `CheckpointConfig`.
             recover: what to do when ranks or a step fail: True recovers automatically, "ask" waits for `recover` or
-                `stop`; a `RecoveryPolicy` also sets the number of ranks. See `run.incidents`.
-            evaluate: compute the loss on held-out samples every so many steps, and optionally stop by it: see `EvalConfig`.
-            anyway: start it although the planner knows that its memory does not suffice.
+                `stop`; or a `RecoveryPolicy`.
+            evaluate: compute the loss on held-out samples every so many steps; or an `EvalConfig`.
+            anyway: start it although its memory does not suffice by the plan.
             changes: flat field names, as in `Spec.replace`. For a module of your own, three together: `model`, a function
                 without arguments that builds it, or its class; `loss`, a function of (model, batch) that returns a scalar
                 tensor and calls `model(...)` only; `data`, a map-style dataset, or a function that returns one. They are
-                sent to the ranks with all that they use. Initial values are those that `model` gives under the seed, for
-                which every rank holds a whole model in host memory while it starts. Tokens count as samples. `engine`, a
-                class, shards in place of a backend: see `check_engine`.
+                sent to the ranks with all that they use. Initial values are those that `model` gives under the seed.
+                `engine`, a class, shards in place of a backend: see `check_engine`.
 
         Raises SpecError: an invalid field or combination, or code that cannot be sent.
         """
@@ -332,10 +279,9 @@ class Lab:
 
         Args:
             checkpoint: a checkpoint, or a folder of them, of which the newest complete one is taken.
-            steps: number of further steps.
             changes: flat field names: any backend, sharding, precision and number of ranks, but not the model, the seed or
                 the optimizer.
-            the others: as in `run`.
+            the others: as in `run`; `steps` is the number of further ones.
 
         Raises FieldError: there is no complete checkpoint, or an invalid field or combination.
         """
@@ -353,11 +299,10 @@ class Lab:
         )
 
     def recover(self, ranks: str | None = None) -> Run:
-        """Recovers the newest run after a failure and returns the run that continues it: the same one where it waits for
-        this call, else a new one, from the state of the surviving ranks, the newest checkpoint, or the beginning.
+        """Recovers the newest run after a failure and returns the run that continues it: from the state of the surviving
+        ranks, the newest checkpoint, or the beginning.
 
-        Args:
-            ranks: "same" replaces the lost ranks, "fewer" continues on the remaining ones; None: as the run's policy says.
+        `ranks`: "same" replaces the lost ranks, "fewer" continues on the remaining ones; None: as the run's policy says.
 
         Raises SpecError: of `ranks`, or the strategy does not support so few ranks. ClusterError: no run has failed.
         """
@@ -366,10 +311,8 @@ class Lab:
     def drill(self, kind: str, rank: int = 1) -> Drill:
         """Injects a fault into the running run and returns at once: `await lab.drill("kill", rank=1)`.
 
-        What follows depends on the run's recovery policy (`run(recover=...)`) and is recorded in `run.incidents`.
-
-        Args:
-            kind: see `fsdp_lab.spec.faults.DRILLS`: kill, stop, stall, cut, slow, out-of-memory, nan, raise.
+        `kind` is one of `fsdp_lab.spec.faults.DRILLS`: kill, stop, stall, cut, slow, out-of-memory, nan, raise. What follows
+        depends on the run's recovery policy (`run(recover=...)`) and is recorded in `run.incidents`.
 
         Raises ArgumentError: no such fault, or no such rank. ClusterError: no run is training, or the rank's process is
         not ours.
@@ -386,11 +329,10 @@ class Lab:
     ) -> Sweep:
         """Trains every combination side by side: `sweep = await lab.compare(sharding=["full_shard", "no_shard"])`.
 
-        All begin with the same initial values and see the same batches. They take turns of `steps / rounds` steps, at least
-        three, so that drift of the machine affects all alike; between its turns a run's state is on the host, bit for bit.
-        Combinations that are invalid or fail are listed with their reason, and the others continue. Returns at once. A run
-        in progress is suspended and goes on afterwards; it is stopped where a combination needs other ranks, and while it
-        waits for `recover`. A new run ends the comparison.
+        All begin with the same initial values and see the same batches, in turns of `steps / rounds` steps, so that drift of
+        the machine affects all alike. Combinations that are invalid or fail are listed with their reason, and the others
+        continue. Returns at once. A run in progress is suspended and goes on afterwards, or is stopped where a combination
+        needs other ranks. A new run ends the comparison.
 
         Args:
             spec: the Spec that the lists change, or several; None: the default one for this lab's ranks.
@@ -427,15 +369,15 @@ class Lab:
     ) -> EngineCheck:
         """Tries an engine of your own: `lab.check_engine(Mine, sharding="zero1")`. Waits for it, some seconds.
 
-        It trains for some steps as backend "yours", which inspects each call in the first two, then torch's backend, or the
-        lab's, does the same. What it returns says whether the engine passed, and what is wrong if not.
+        It trains for some steps as backend "yours", then torch's backend, or the lab's, does the same. What it returns says
+        whether the engine passed, and what is wrong if not.
 
         Args:
             engine: a class with the methods shard, gather, free and reduce, and perhaps prefetch: see
                 `fsdp_lab.backends.yours`.
             sharding: when the lab calls which: "no_shard", "zero1", "shard_grad_op" or "full_shard".
-            steps: 5 or more; the first three are slower and do not count.
-            most: what it may take at most. In sizes of the whole model, a rank and step: "sent", "gathered", "gradients",
+            steps: 5 or more; the first three do not count.
+            most: what it may take, in sizes of the whole model, a rank and step: "sent", "gathered", "gradients",
                 "optimizer"; and "exposed", the share of communication that computing waits for.
             changes: flat field names, as in `Spec.replace`, such as link="0.1 GB/s".
 
@@ -449,12 +391,12 @@ class Lab:
     def slow_motion(self, spec: Spec | Mapping[str, Any] | None = None, **changes: Any) -> SlowMotion:
         """One training step, phase by phase: `for moment in lab.slow_motion(): ...` (see `SlowMotion`).
 
-        It continues with the state that the ranks hold. A run in progress is stopped when the first moment is requested,
-        and its parameters stay; `lab.run(lab.spec, fresh=False)` continues with them afterwards. Another Spec than that
-        of the ranks is applied first, with their parameters where they fit.
+        It continues with the state that the ranks hold. A run in progress is stopped when the first moment is requested;
+        `lab.run(lab.spec, fresh=False)` continues afterwards. Another Spec than that of the ranks is applied first, with
+        their parameters where they fit.
 
         Args:
-            spec: a Spec or its dict; None: that of the ranks, or the default one where they have none.
+            spec: None: that of the ranks, or the default one where they have none.
             changes: flat field names, as in `Spec.replace`.
 
         Raises SpecError: an invalid field or combination, or another backend than lab.
@@ -473,10 +415,8 @@ class Lab:
         self, spec: Spec | Mapping[str, Any] | None, changes: Mapping[str, Any], call: str = "", *, anyway: bool = False
     ) -> Spec:
         """The Spec, or the default one, with the changes. Raises SpecError; with `anyway` not for want of memory."""
-        if spec is None:
-            base = Spec(world_size=self.ranks, devices=self._devices)
-        else:
-            base = spec if isinstance(spec, Spec) else Spec.from_dict(spec)
+        spec = Spec(world_size=self.ranks, devices=self._devices) if spec is None else spec
+        base = spec if isinstance(spec, Spec) else Spec.from_dict(spec)
         fields: dict[str, Any] = {"world_size": base.world_size, **with_code(changes)}
         if isinstance(fields.get("devices"), str):
             fields["devices"] = each_device(fields["devices"], fields["world_size"])
@@ -494,7 +434,7 @@ class Lab:
 
     @property
     def current(self) -> Run | WatchedRun | None:
-        """The newest run, running or over; also a loop of your own, in a cell (`fsdp_lab.watch`)."""
+        """The newest run, or loop of your own in a cell (`fsdp_lab.watch`), running or over."""
         return self._activities.current
 
     @property
@@ -554,8 +494,7 @@ class Lab:
 
             lab.generate("The capital of France is", new_tokens=8)
 
-        Args:
-            sampling: fields of `fsdp_lab.base.generation.Sampling`: new_tokens, temperature, top_k, top_p, seed.
+        `sampling`: fields of `fsdp_lab.base.generation.Sampling`: new_tokens, temperature, top_k, top_p, seed.
 
         Raises ArgumentError: of a prompt or of `sampling`, or the model does not continue texts. ClusterError: the ranks
         hold no model.
@@ -586,10 +525,9 @@ class Lab:
         Args:
             beside: Specs whose steps are timed in turns with the calibration's, for comparison: `Calibration.beside_s`.
             ranks: of a lab of one rank on a CPU, plans for so many on this host as well. Temporary processes share its cores
-                as they would, for a minute or so each; none of them trains with another.
-            anchors: with `ranks`, Specs of which one rank's step is timed in the crowd. Plans of the same work begin from
-                it, and are more exact: what is predicted is then only what communication adds.
-            passes: number of measurements of each figure; fewer are quicker and less accurate.
+                as they would, for a minute or so each.
+            anchors: with `ranks`, Specs of which one rank's step is timed in the crowd, which makes plans more exact.
+            passes: number of measurements of each figure.
 
         Raises FieldError: of a Spec, of `passes` or `ranks`. ClusterError: a run is in progress, or a crowd failed.
         """
@@ -631,12 +569,9 @@ class Lab:
         if any(spec.workload.is_own for spec in anchors):
             hint = "leave it out, and plan without, or give a preset or a transformers config"
             raise ArgumentError("anchors", "the temporary processes do not have the code of your model", hint)
-        if ranks and self.ranks != 1:
-            hint = "calibrate a lab of one, or leave ranks out"
-            raise ArgumentError("ranks", f"this lab has {self.ranks} itself", hint)
-        if ranks and self.devices[0] != "cpu":
-            reason = "GPUs are not shared as the cores of a CPU are"
-            raise ArgumentError("ranks", reason, "leave it out, and plan for hosts")
+        if ranks and self.devices != ("cpu",):
+            reason = f"this lab has {self.ranks} itself, on {self.devices[0]}"
+            raise ArgumentError("ranks", reason, "calibrate a lab of one on a CPU, or leave ranks out")
 
     def plan(
         self,
@@ -651,8 +586,7 @@ class Lab:
         Args:
             spec: None: that of the run, or the lab's.
             hardware: a GPU such as "h100", which need not be present; None: these ranks, as `calibrate` measured them.
-            hosts: how many; of the calibrated one, if no hardware is named: calibrate the GPUs of one, or one of them, and
-                plan for eight.
+            hosts: how many; of the calibrated one, if no hardware is named.
             network_gbit_per_s: of a host's network cards together, one way; None: the usual rate.
 
         Raises ArgumentError: no calibration, or of other ranks; hardware that is unknown or cannot hold the ranks.
@@ -668,15 +602,12 @@ class Lab:
     # -- ranks ------------------------------------------------------------------------------------------------------
 
     def resize(self, ranks: int, devices: Sequence[str] | str | None = None) -> None:
-        """Changes the number of ranks, or their devices: stops the run, starts or ends engines, and connects them again.
-
-        The next run starts fresh: parameters are not transferred to another world size. It also replaces lost ranks, as in
-        `lab.resize(lab.ranks)`.
-        """
+        """Changes the number of ranks, or their devices, and replaces lost ranks: stops the run, starts or ends engines, and
+        connects them again. The next run starts fresh."""
         self._activities.require_open()
         self._activities.stop(f"the lab was resized to {ranks} ranks")
         self._devices = each_device(devices, ranks)
-        self._resize(ranks, self._devices)
+        self.cluster.resize(ranks, self._devices)
 
     def move(
         self, hosts: Hosts | None, ranks: int | None = None, *, progress: Callable[[StartProgress], None] | None = None
@@ -685,12 +616,11 @@ class Lab:
 
             lab.move(SshHosts(names=("gpu1", "gpu2"), gpus_per_host=8))
 
-        First the hosts are looked at, or Slurm is waited for; where that fails or is interrupted, nothing has changed. Then
-        the run is stopped, and the next one starts fresh, or from a checkpoint in a folder that the hosts have too. If ranks
-        cannot be started there, as many as before are started again where they were.
+        Where the hosts cannot be used, nothing has changed. Else the run is stopped, and the next one starts fresh, or from
+        a checkpoint in a folder that the hosts have too.
 
         Args:
-            hosts: a `SshHosts`, `SlurmHosts` or `LauncherHosts` of `fsdp_lab.cluster.hosts`; None: this machine.
+            hosts: a `SshHosts` or `SlurmHosts` of `fsdp_lab.cluster.hosts`; None: this machine.
             ranks: on this machine; None: 2. On other hosts these say how many.
             progress: receives each `StartProgress`, and cancels the start by raising; None: as for the lab.
 
@@ -700,24 +630,14 @@ class Lab:
         count, stop = ranks if hosts is None else hosts.ranks, partial(self._activities.stop, "the ranks were moved")
         self.cluster.move(hosts, count, progress, stop)
         self._devices = self._calibration = None
-        self._activate()
 
     def _place_ranks(self, spec: Spec) -> None:
         """Gives the cluster the ranks and devices that the Spec wants, if it has others."""
-        own = self._devices if self._devices is not None and len(self._devices) == spec.world_size else None
-        devices = spec.devices or own
+        own = self._devices or ()
+        devices = spec.devices or (own if len(own) == spec.world_size else None)
         healthy = self.cluster.running and self.cluster.ranks == spec.world_size
         if not healthy or (devices is not None and tuple(devices) != self.devices):
-            self._resize(spec.world_size, devices)
-
-    def _resize(self, ranks: int, devices: Sequence[str] | None) -> None:
-        self._activities.require_open()
-        self.cluster.resize(ranks, devices)
-        self._activate()
-
-    def _activate(self) -> None:
-        with contextlib.suppress(Exception):  # magics are a convenience: no reason to lose the ranks
-            self.cluster.activate()
+            self.cluster.resize(spec.world_size, devices)
 
     @property
     def ranks(self) -> int:
@@ -745,7 +665,7 @@ class Lab:
 
     @property
     def lost(self) -> dict[int, RankLost]:
-        """Ranks whose process has ended, by rank; the next run replaces them. `lab.cluster.on_lost` calls you then."""
+        """Ranks whose process has ended, by rank; the next run replaces them."""
         return self.cluster.lost
 
     def rank_status(self) -> list[RankStatus]:
@@ -761,7 +681,9 @@ class Lab:
     @property
     def waiting(self) -> str:
         """A sentence on the rank that has waited longest for a collective, if for seconds; "" otherwise."""
-        return self.cluster.waiting(WAITING_S)
+        waits = ((s.waits_s, s.rank, s.waits_for) for s in self.rank_status())
+        waits_s, rank, name = max(waits, default=(0.0, 0, ""))
+        return f"rank {rank} has waited {waits_s:.0f} s in {name}" if waits_s > WAITING_S else ""
 
     def dashboard(self, **options: Any) -> Dashboard:
         """The dashboard widget of this lab. Its options are those of `Dashboard`."""
@@ -805,13 +727,15 @@ class Lab:
 
         if (shell := get_ipython()) is None:
             return
-        former = shell.user_ns.get(KEY)
-        if isinstance(former, Lab):
-            same = self.persistent and former.persistent and former.cluster.running
-            if same:
-                same = former.cluster.assembly.config.identity == self.cluster.assembly.config.identity
+        if isinstance(former := shell.user_ns.get(KEY), Lab):
+            was, wanted = former.cluster.assembly.config, self.cluster.assembly.config
+            same = self.persistent and former.persistent and former.cluster.running and was.identity == wanted.identity
             former.detach() if same else former.close()
         shell.user_ns[KEY] = self
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._process:  # else it is a forked child
+            self.detach() if self.persistent else self.close()
 
     def _end(self, release_ranks: Callable[[], None], why: str) -> None:
         if not self._activities.close(why):
@@ -838,17 +762,6 @@ class Lab:
             return "<Lab: closed>"
         lost = f", lost: {sorted(self.lost)}" if self.lost else ""
         return f"<Lab: {self.ranks} rank{'s' * (self.ranks != 1)} on {', '.join(sorted(set(self.devices)))}{lost}>"
-
-
-def exit_handler(lab: weakref.ref[Lab]) -> Callable[[], None]:
-    """For atexit: closes or detaches a lab that is still open, in the process that made it and not in a forked child."""
-    owner = os.getpid()
-
-    def end() -> None:
-        if (open_lab := lab()) is not None and os.getpid() == owner:
-            open_lab.detach() if open_lab.persistent else open_lab.close()
-
-    return end
 
 
 def each_device(devices: Sequence[str] | str | None, ranks: int) -> tuple[str, ...] | None:

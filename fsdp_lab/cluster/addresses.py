@@ -4,8 +4,8 @@ Note: finding addresses. Host names need not resolve, or resolve to loopback; a 
 end inside it (containers' bridges) or are slow; there need not be a default route. So one rank of each host listens
 at every address that its interfaces have, and one of each other host connects to all of them. A token shows that it is the
 right host that answers: private addresses repeat. An address is good if all other hosts reach it, since torch's store and
-Gloo take one per rank. Where several are good, the fastest is taken, by a short transfer between neighbors. The ports are
-free ones, as Gloo's will be, so a firewall that admits some ports only is noticed here, in seconds, and not by a timeout.
+Gloo take one per rank. Where several are good, that of the fastest interface is taken. The ports are free ones, as Gloo's
+will be, so a firewall that admits some ports only is noticed here, in seconds, and not by a timeout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import secrets
 import socket
 import threading
-import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,12 +24,10 @@ from dataclasses import dataclass
 import psutil
 
 from fsdp_lab.cluster import StartError
-from fsdp_lab.cluster.host_script import TRY_S, connected, digest_of, exactly, try_to_connect
+from fsdp_lab.cluster.host_script import TRY_S, digest_of, exactly, try_to_connect
 
-MEASURED_S, MEASURED_BYTES = 0.2, 4 << 20  # at most, of the transfer to one address
-FASTER = 2.0  # by less than this factor an address is not preferred: a short transfer is a rough measure
 INTERFACES = "GLOO_SOCKET_IFNAME"  # the user's choice of interfaces, by their names
-_TOKEN_BYTES, _COUNT_BYTES = 16, 8
+_TOKEN_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,41 +52,36 @@ class Endpoint:
 
 
 def own_addresses() -> list[tuple[str, str]]:
-    """Returns (interface, address) of this host at which another might reach it, the likely ones first. Only of the
+    """Returns (interface, address) of this host at which another might reach it, the likely and fast ones first. Only of the
     interfaces that the user has named in GLOO_SOCKET_IFNAME, if there are any."""
     named = {name for name in os.environ.get(INTERFACES, "").split(",") if name}
     stats, likely = psutil.net_if_stats(), []
     for interface, addresses in psutil.net_if_addrs().items():
         if (interface in stats and not stats[interface].isup) or (named and interface not in named):
             continue
+        speed = stats[interface].speed if interface in stats else 0
         for a in addresses:
             if a.family in (socket.AF_INET, socket.AF_INET6) and "%" not in a.address:
                 ip = ipaddress.ip_address(a.address)
                 if not ip.is_loopback and not (ip.version == 6 and ip.is_link_local):
-                    likely.append(((ip.is_link_local, ip.version), interface, a.address))
+                    likely.append(((ip.is_link_local, ip.version, -speed), interface, a.address))
     return [(interface, address) for _, interface, address in sorted(likely, key=lambda entry: entry[0])]
 
 
 class Endpoints:
-    """Listens at every address of this host, and answers who says the token. Raises OSError if it can at none."""
+    """Listens at every address of this host where it can, and answers who says the token."""
 
     def __init__(self, token: str) -> None:
         self._token = bytes.fromhex(token)
         self._listeners: list[socket.socket] = []
         self.open: list[Endpoint] = []
-        why: OSError | None = None
         for interface, address in own_addresses():
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            try:
+            with contextlib.suppress(OSError):
                 listener = socket.create_server((address, 0), family=family, backlog=256)
-            except OSError as e:
-                why = e
-                continue
-            self._listeners.append(listener)
-            self.open.append(Endpoint(address=address, port=listener.getsockname()[1], interface=interface))
-            threading.Thread(target=self._accept, args=(listener,), name="fsdp_lab-endpoint", daemon=True).start()
-        if why is not None and not self.open:
-            raise why
+                self._listeners.append(listener)
+                self.open.append(Endpoint(address=address, port=listener.getsockname()[1], interface=interface))
+                threading.Thread(target=self._accept, args=(listener,), name="fsdp_lab-endpoint", daemon=True).start()
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):  # closed
@@ -99,13 +92,8 @@ class Endpoints:
     def _answer(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
             connection.settimeout(TRY_S)
-            if not secrets.compare_digest(exactly(connection, _TOKEN_BYTES), self._token):
-                return
-            connection.sendall(digest_of(self._token))
-            received = 0
-            while part := connection.recv(1 << 20):
-                received += len(part)
-            connection.sendall(received.to_bytes(_COUNT_BYTES, "little"))
+            if secrets.compare_digest(exactly(connection, _TOKEN_BYTES), self._token):
+                connection.sendall(digest_of(self._token))
 
     def close(self) -> None:
         for listener in self._listeners:
@@ -116,25 +104,6 @@ class Endpoints:
 
 def new_token() -> str:
     return secrets.token_hex(_TOKEN_BYTES)
-
-
-def measure(endpoints: Sequence[Endpoint], token: str) -> list[float]:
-    """Returns bytes/s from here to each endpoint, by a short transfer, from its start to its receipt; 0.0 if that fails."""
-    return [_measure(endpoint, token) for endpoint in endpoints]
-
-
-def _measure(endpoint: Endpoint, token: str) -> float:
-    try:
-        with connected(endpoint.address, endpoint.port, token) as connection:
-            part, sent, begin_s = bytes(1 << 16), 0, time.perf_counter()
-            while sent < MEASURED_BYTES and time.perf_counter() - begin_s < MEASURED_S:
-                connection.sendall(part)
-                sent += len(part)
-            connection.shutdown(socket.SHUT_WR)
-            received = int.from_bytes(exactly(connection, _COUNT_BYTES), "little")
-            return received / (time.perf_counter() - begin_s)
-    except OSError:
-        return 0.0
 
 
 def reach(endpoints: Sequence[Endpoint], token: str) -> list[str]:
@@ -149,48 +118,31 @@ def reach(endpoints: Sequence[Endpoint], token: str) -> list[str]:
 Tried = Mapping[tuple[str, str], Sequence[str]]
 
 
-def reached_by_all(endpoints: Mapping[str, Sequence[Endpoint]], tried: Tried) -> dict[str, list[Endpoint]]:
-    """Returns the endpoints of each host that all others reach. Raises StartError: it names hosts, addresses and ports."""
+def reached_by_all(endpoints: Mapping[str, Sequence[Endpoint]], tried: Tried) -> dict[str, Endpoint]:
+    """Returns the first endpoint of each host that all others reach. Raises StartError: it names two hosts, addresses and
+    ports."""
     reached = {}
     for host, own in endpoints.items():
         if not own:
             why = f"its interfaces are down, or {INTERFACES} names none of them"
             raise StartError(f"{host} has no network that another host could reach: {why}")
         failures = {other: tried[other, host] for other in endpoints if other != host}
-        reached[host] = [e for i, e in enumerate(own) if not any(why[i] for why in failures.values())]
-        if not reached[host]:
-            raise StartError(_unreached(host, own, failures))
+        good = [e for i, e in enumerate(own) if not any(why[i] for why in failures.values())]
+        if not good:
+            worst = max(failures, key=lambda other: sum(map(bool, failures[other])))
+            where = ", ".join(f"{e}: {why}" for e, why in zip(own, failures[worst], strict=True) if why)
+            network = f"a network that they share, and name its interface in {INTERFACES} if only some are meant"
+            hint = f"open the ports between the hosts, or give them {network}"
+            raise StartError(f"{worst} does not reach {host}: {where}; {hint}")
+        reached[host] = good[0]
     return reached
 
 
-def _unreached(host: str, endpoints: Sequence[Endpoint], tried: Mapping[str, Sequence[str]]) -> str:
-    reaches = []
-    for other, failures in tried.items():
-        pairs = list(zip(endpoints, failures, strict=True))
-        if all(failures):
-            where = ", ".join(f"{endpoint}: {why}" for endpoint, why in pairs)
-            network = f"a network that they share, and name its interface in {INTERFACES} if only some are meant"
-            return f"{other} does not reach {host}: {where}; open the ports between the hosts, or give them {network}"
-        reaches.append(f"{other} reaches {', '.join(e.address for e, why in pairs if not why)}")
-    by = "; ".join(reaches)
-    return f"no address of {host} is reached by all other hosts ({by}); give the hosts one network that they share"
-
-
-def fastest(endpoints: Sequence[Endpoint], speeds: Sequence[float]) -> Endpoint:
-    """The first of the endpoints that no other is clearly faster than."""
-    best = max(speeds)
-    return next(endpoint for endpoint, speed in zip(endpoints, speeds, strict=True) if speed * FASTER >= best)
-
-
-def unique_names(hosts: Mapping[str, tuple[str, str]]) -> dict[str, str]:
-    """Returns a name for each host, by its id, from (name, address): with the address where hosts have the same name, and
-    with a number where that is the same too, as of containers of one image."""
-    names = [name for name, _ in hosts.values()]
-    unique: dict[str, str] = {}
-    for key, (name, address) in hosts.items():
-        wanted = name if names.count(name) == 1 else f"{name} ({address})" if address else name
-        taken, number = wanted, 2
-        while taken in unique.values():
-            taken, number = f"{wanted} #{number}", number + 1
-        unique[key] = taken
+def unique_names(hosts: Mapping[str, str]) -> dict[str, str]:
+    """Returns a name for each host, by its id: with a number where hosts have the same name, as containers of one image."""
+    seen: Counter[str] = Counter()
+    unique = {}
+    for key, name in hosts.items():
+        seen[name] += 1
+        unique[key] = name if seen[name] == 1 else f"{name} #{seen[name]}"
     return unique

@@ -10,7 +10,8 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -19,15 +20,14 @@ from fsdp_lab.base import __version__
 from fsdp_lab.base.errors import ArgumentError, FieldError
 from fsdp_lab.base.process import alive, host_id
 from fsdp_lab.cluster import ClusterError, StartError
-from fsdp_lab.cluster.addresses import Endpoint, fastest, new_token, reached_by_all, unique_names
-from fsdp_lab.cluster.batch_engines import LauncherEngines, SlurmEngines
+from fsdp_lab.cluster.addresses import Endpoint, new_token, reached_by_all, unique_names
+from fsdp_lab.cluster.batch_engines import SlurmEngines
 from fsdp_lab.cluster.calls import SECOND_INTERRUPT_S, Dispatcher
-from fsdp_lab.cluster.detached import Claimed, DetachedCluster, claim, detached_clusters
-from fsdp_lab.cluster.engine_server import forks
+from fsdp_lab.cluster.detached import Claimed, DetachedCluster, claim
 from fsdp_lab.cluster.engines import Engines, exposure_notes
 from fsdp_lab.cluster.host_engines import Report, SshEngines
 from fsdp_lab.cluster.host_script import TRY_S
-from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SlurmHosts, SshHosts
+from fsdp_lab.cluster.hosts import Hosts, SshHosts
 from fsdp_lab.cluster.local_engines import LOOPBACK, EngineOrder, LocalEngines
 from fsdp_lab.cluster.membership import Member
 from fsdp_lab.cluster.placement import Host, Placement, free_gpus, place, probe, without_ours
@@ -52,18 +52,29 @@ OnProgress = Callable[[StartProgress], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """The arguments of `Cluster` that concern its ranks."""
+    """The arguments of `Cluster` that concern its ranks.
 
-    ranks: int | None
-    devices: Sequence[str] | None
-    given: Any
-    hosts: Hosts | None
-    reduction: str
-    take_busy: bool
-    rank_module: str | None
-    environment: Mapping[str, str]
-    timeout_s: float
-    persist_s: float | None  # how long the ranks wait for another kernel; None: they end with this one
+    Args:
+        ranks: how many. None: 2, or one on each free GPU, or all engines of a given cluster.
+        devices: one for each rank, or None to choose (see `placement.place`).
+        given: the user's own ipyparallel Cluster or Client, a profile, a cluster id, or a connection file. Its engines are
+            never ended.
+        hosts: other hosts, where engines are started.
+        reduction: the wire's, "auto", "rank_ordered" or "native".
+        rank_module: the module with `Session` and `host_store`, imported on the ranks; None: `fsdp_lab.rank`.
+        environment: for the engines that are started here.
+        timeout_s: for a start, and for the ranks' collectives.
+        persist_s: how long the ranks wait for another kernel; None: they end with this one."""
+
+    ranks: int | None = None
+    devices: Sequence[str] | None = None
+    given: Any = None
+    hosts: Hosts | None = None
+    reduction: str = "auto"
+    rank_module: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 60
+    persist_s: float | None = None
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -79,11 +90,7 @@ class ClusterConfig:
 
 
 class RestoredError(Exception):
-    """A change of ranks failed with `cause`, and as many as before are joined anew, without what they had trained."""
-
-    def __init__(self, cause: BaseException) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
+    """A change of ranks failed with its cause, and as many as before are joined anew, without what they had trained."""
 
 
 class Assembly:
@@ -100,14 +107,8 @@ class Assembly:
         self.config, self._dispatcher, self._supervisor = config, dispatcher, supervisor
         self._membership, self._monitor, self._on_progress = dispatcher.membership, supervisor.monitor, report
         self._began_s, self._default_ranks = 0.0, 2
-        self._before_bytes: Mapping[str, int] = {}  # in use on each GPU before the first rank, by UUID
         self.notes: tuple[str, ...] = ()
         self.attached_status: tuple[Mapping[str, Any], ...] = ()
-
-    @property
-    def attached(self) -> bool:
-        """Whether the ranks were started by a former kernel."""
-        return self._membership.engines is not None and self._membership.engines.attached
 
     @property
     def _engines(self) -> Engines:
@@ -122,11 +123,10 @@ class Assembly:
             return
         if config.given is None and config.hosts is None:  # devices are refused before anything is started
             host = self._this_host()
-            self._before_bytes = {gpu.uuid: gpu.used_bytes for gpu in host.gpus}
             if config.ranks is None and config.devices is None and (free := len(free_gpus(host))) > self._default_ranks:
                 self._default_ranks = free
                 self.notes = (f"{free} ranks, one on each GPU that is free; Lab(2) takes two of them.",)
-            place([host] * (config.ranks or self._default_ranks), config.devices, take_busy=config.take_busy)
+            place([host] * (config.ranks or self._default_ranks), config.devices)
         self._connect()
         self._assemble(config.ranks or self._engines.default_ranks, config.devices)
 
@@ -143,18 +143,11 @@ class Assembly:
             if not whole or self._engines.broken or self._membership.closed:
                 raise
             self._assemble(len(seats), [seat.device for seat in seats])
-            raise RestoredError(e) from None
+            raise RestoredError from e
 
     def look_at(self, hosts: Hosts, report: OnProgress | None) -> LocalEngines:
         """Looks at hosts, or waits in a queue, and ends nothing. Returns what is to add engines. Raises StartError."""
-        began_s = time.monotonic()
-
-        def say(stage: str, done: int, total: int) -> None:
-            if self._membership.closed:
-                raise ClusterError("the ranks were closed meanwhile")
-            seconds = time.monotonic() - began_s
-            (report or self._on_progress)(StartProgress(stage=stage, done=done, total=total, seconds=seconds))
-
+        say = partial(self._say, report or self._on_progress, time.monotonic())
         return self._engines_on(hosts, secrets.token_hex(8), say)
 
     def move(
@@ -177,7 +170,7 @@ class Assembly:
             self._end_engines()
             self._connect()
             self._assemble(len(seats), [seat.device for seat in seats])
-            raise RestoredError(e) from None
+            raise RestoredError from e
         self._on_progress = former_report
 
     def _end_engines(self) -> None:
@@ -197,9 +190,6 @@ class Assembly:
             membership.engines = self._engines_on(config.hosts, membership.token, self._report)
         membership.leaving = frozenset()  # another controller counts engines from 0 again
         membership.engines.sending = self._dispatcher.sending
-        if membership.closed:  # meanwhile, by another thread
-            membership.engines.close()
-            raise ClusterError("the ranks were closed while they started")
         self._supervisor.watch(membership.engines.client)
 
     def _engines_on(
@@ -211,18 +201,18 @@ class Assembly:
         order = EngineOrder(token=token, environment=environment, on_end=on_end, timeout_s=timeout_s, former=former)
         if hosts is None:
             ranks = config.ranks or self._default_ranks
-            forked = former is None and forks(len(self._this_host().gpus))
-            engines = LocalEngines(order, ranks, forked=forked, rank_module=config.rank_module)
+            engines = LocalEngines(order, ranks)
             engines.default_ranks = ranks
             return engines
-        if isinstance(hosts, LauncherHosts):
-            return LauncherEngines(order, hosts, report)
-        assert isinstance(hosts, (SshHosts, SlurmHosts))
         return (SshEngines if isinstance(hosts, SshHosts) else SlurmEngines)(order, hosts, report)
 
     def _report(self, stage: str, done: int, total: int) -> None:
-        seconds = time.monotonic() - self._began_s
-        self._on_progress(StartProgress(stage=stage, done=done, total=total, seconds=seconds))
+        self._say(self._on_progress, self._began_s, stage, done, total)
+
+    def _say(self, on_progress: OnProgress, began_s: float, stage: str, done: int, total: int) -> None:
+        if self._membership.closed:
+            raise ClusterError("the ranks were closed meanwhile")
+        on_progress(StartProgress(stage=stage, done=done, total=total, seconds=time.monotonic() - began_s))
 
     # -- from engines to ranks --------------------------------------------------------------------------------------
 
@@ -238,7 +228,7 @@ class Assembly:
         by_engine = dict(zip(engines, described, strict=True))
         chosen = rank_order(by_engine, self._engines.place_of)[:n]
         reports = [by_engine[engine] for engine in chosen]
-        placement = place(self._hosts(reports), devices, take_busy=self.config.take_busy)
+        placement = place(self._hosts(reports), devices)
         wanted = None if self.config.hosts is None else self.config.hosts.gpus_per_host
         for seat in placement.seats if wanted is not None else ():
             if seat.device == "cpu" or seat.shared_gpu_ranks > 1:
@@ -280,11 +270,10 @@ class Assembly:
             return ids
         if (missing := n - len(reused)) <= 0:
             return [m.engine for m in reused]
-        # The first forked engines wait for the imports of their server.
-        stage = "importing torch" if self._engines.forked and not before else "starting engines"
-        self._report(stage, 0, missing)
+        report = partial(self._report, "starting engines", total=missing)
+        report(0)
         try:
-            added = self._engines.add(missing, lambda k: self._report(stage, k, missing), self.config.timeout_s)
+            added = self._engines.add(missing, report, self.config.timeout_s)
         except StartError:
             self._membership.replace(reused)  # they can be joined again
             raise
@@ -294,7 +283,7 @@ class Assembly:
         """Returns the host of each rank, as one rank on it sees it, under names that differ."""
         if self._engines.local:
             return [self._this_host(frozenset(r["pid"] for r in reports))] * len(reports)
-        names = unique_names({r["id"]: (r["host"], next(iter(r["addresses"]), "")) for r in reports})
+        names = unique_names({r["id"]: r["host"] for r in reports})
         leaders: dict[str, int] = {}
         for rank, r in enumerate(reports):
             leaders.setdefault(r["id"], rank)
@@ -303,11 +292,13 @@ class Assembly:
         return [replace(hosts[leaders[r["id"]]], name=names[r["id"]]) for r in reports]
 
     def _this_host(self, ours: frozenset[int] = frozenset()) -> Host:
-        return without_ours(probe(ours=ours), self._membership.placement.devices if ours else (), self._before_bytes)
+        return without_ours(probe(ours=ours), self._membership.placement.devices if ours else ())
 
-    def check(self, ranks: int, devices: Sequence[str] | None, ours: frozenset[int]) -> None:
-        """Raises FieldError for devices that are not there."""
-        place([self._this_host(ours)] * ranks, devices, take_busy=self.config.take_busy)
+    def check_devices(self, ranks: int, devices: Sequence[str] | None) -> None:
+        """Raises FieldError where all ranks are on this host, for devices that it has not."""
+        if self._membership.require_engines().local:
+            ours = frozenset(m.pid for m in self._membership.members)
+            place([self._this_host(ours)] * ranks, devices)
 
     def _member(self, rank: int, engine: int, report: Mapping[str, Any], placement: Placement) -> Member:
         seat, view = placement.seats[rank], self._engines.client.direct_view(engine)
@@ -321,10 +312,8 @@ class Assembly:
     def _join(self, hosts: Sequence[str]) -> None:
         """`hosts`: of the ranks, in rank order."""
         n, module, timeout_s = len(hosts), self.config.rank_module, self.config.timeout_s
-        self._dispatcher.call("claim", owner=self._membership.token, timeout_s=timeout_s)
-        if not self._engines.forked:
-            self._report("importing torch", 0, n)
-        self._dispatcher.call("load", module=module, timeout_s=2 * timeout_s)
+        self._report("importing torch", 0, n)
+        self._dispatcher.call("load", module=module, owner=self._membership.token, timeout_s=2 * timeout_s)
         self._report("joining ranks", 0, n)
         met = meet(self._dispatcher, hosts)
         at = met[hosts[0]].address if len(met) > 1 else None
@@ -364,8 +353,6 @@ class Assembly:
                     raise
                 engines.close()
                 self.notes = (f"ranks that a former kernel left were ended, and new ones started: {e.sentence}",)
-        if others := ", ".join(cluster.id for cluster in detached_clusters() if cluster.free):
-            self.notes += (f"other ranks wait for a kernel ({others}); list or end them with `fsdp-lab ranks`",)
         return False
 
     def _adopt_ranks(self, record: DetachedCluster) -> None:
@@ -419,27 +406,14 @@ def meet(dispatcher: Dispatcher, hosts: Sequence[str]) -> dict[str, Endpoint]:
     token = new_token()
     try:
         opened = dispatcher.ask("open_endpoints", {rank: {"token": token} for rank in leaders.values()}, ROUND_S)
-        return _choose(dispatcher, leaders, {host: opened[rank] for host, rank in leaders.items()}, token)
+        all_ = [(host, endpoint) for host, rank in leaders.items() for endpoint in opened[rank]]
+        each = {"endpoints": [endpoint for _, endpoint in all_], "token": token}
+        answers = dispatcher.ask("reach", dict.fromkeys(leaders.values(), each), ROUND_S)
     finally:
         with contextlib.suppress(ClusterError):  # the first error counts
             dispatcher.ask("close_endpoints", {rank: {} for rank in leaders.values()}, ROUND_S)
-
-
-def _choose(
-    dispatcher: Dispatcher, leaders: Mapping[str, int], endpoints: Mapping[str, Sequence[Endpoint]], token: str
-) -> dict[str, Endpoint]:
-    others = {host: [other for other in leaders if other != host] for host in leaders}
-    flat = {host: [endpoint for other in others[host] for endpoint in endpoints[other]] for host in leaders}
-    answers = dispatcher.ask("reach", {leaders[h]: {"endpoints": flat[h], "token": token} for h in leaders}, ROUND_S)
-    tried: dict[tuple[str, str], list[str]] = {}
+    tried: dict[tuple[str, str], list[str]] = {(host, other): [] for host in leaders for other in leaders}
     for host, rank in leaders.items():
-        rest = iter(answers[rank])
-        tried |= {(host, other): [next(rest) for _ in endpoints[other]] for other in others[host]}
-    good = reached_by_all(endpoints, tried)
-    names = list(leaders)
-    before = {host: names[i - 1] for i, host in enumerate(names)}  # the neighbor that measures
-    several = [host for host in names if len(good[host]) > 1]
-    measured = {leaders[before[host]]: {"endpoints": good[host], "token": token} for host in several}
-    speeds = dispatcher.ask("measure", measured, ROUND_S)
-    fast = {host: fastest(good[host], speeds[leaders[before[host]]]) for host in several}
-    return {host: fast.get(host, good[host][0]) for host in names}
+        for (other, _), why in zip(all_, answers[rank], strict=True):
+            tried[host, other].append(why)
+    return reached_by_all({host: opened[rank] for host, rank in leaders.items()}, tried)

@@ -1,10 +1,8 @@
 """`SlurmEngines`: engines on the hosts of a job of Slurm's, which is asked for here and given back at the end.
-`LauncherEngines`: engines of systems that `Lab.ssh` and `Lab.slurm` do not know, started by one of ipyparallel's own
-launchers (PBS, LSF, SGE, HTCondor, MPI, ...).
 
 Note: a job of Slurm's. It is a bare allocation (salloc --no-shell). In it every command is a step (srun), whose input
 reaches all hosts, so neither a shared folder nor a file with keys is needed. An agent is a step that stays as long as its
-engines. The steps of a former kernel are no children of this process: how an engine ended is asked of its host."""
+engines."""
 
 from __future__ import annotations
 
@@ -12,29 +10,18 @@ import contextlib
 import getpass
 import re
 import subprocess
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from ipyparallel.cluster.launcher import find_launcher_class
-from traitlets.config import Config
 
 from fsdp_lab.base.process import MARK
 from fsdp_lab.cluster import StartError, host_script
-from fsdp_lab.cluster.addresses import own_addresses
-from fsdp_lab.cluster.detached import PREFIX, EndCommand, package_path, write_end_commands
-from fsdp_lab.cluster.engines import EngineProcess
-from fsdp_lab.cluster.host_engines import END_S, START_S, Command, HostAnswer, HostEngines, Report, Shell, started
-from fsdp_lab.cluster.hosts import LauncherHosts, SlurmHosts
-from fsdp_lab.cluster.local_engines import ENVIRONMENT, EngineOrder, LocalEngines, controller_args
+from fsdp_lab.cluster.detached import EndCommand, write_end_commands
+from fsdp_lab.cluster.host_engines import END_S, START_S, Command, HostAnswer, HostEngines, Shell, started
+from fsdp_lab.cluster.hosts import SlurmHosts
 
 ASK_S = 20.0  # for Slurm to answer
 LOOK_AGAIN_S = 1.0  # between two looks at the queue
-ENDING_S = 3.0  # how long a job may take to end
-RUNNING, COMPLETING = "RUNNING", "COMPLETING"  # states of a job
 
 
 class SlurmShell(Shell):
@@ -81,7 +68,7 @@ class SlurmEngines(HostEngines):
     _job = ""
 
     def _allocate(self) -> list[str]:
-        self._steps: dict[str, Command] = {}  # steps with agents, by name
+        self._steps: list[Command] = []  # with agents
         write_end_commands(self._folder, self._end_commands())  # before there is a job
         self._report_stage("asking Slurm for hosts", 0, self._asked.hosts)
         command = ["salloc", "--no-shell", f"--job-name={self._job_name}", *self._asked.request]
@@ -102,7 +89,7 @@ class SlurmEngines(HostEngines):
 
     def _take_over(self, where: Mapping[str, Any]) -> None:
         super()._take_over(where)
-        self._job, self._steps = where["job"], {}
+        self._job, self._steps = where["job"], []
         self.shell = SlurmShell(self._asked.path, self._job)
 
     @property
@@ -110,29 +97,21 @@ class SlurmEngines(HostEngines):
         return f"fsdp_lab-{self.token}"
 
     def _wait_in_queue(self, asked: Command) -> None:
-        """Raises StartError: Slurm refuses the job, or it has waited too long."""
-        begin_s, looked_s, reason = time.monotonic(), 0.0, "no reason is known"
+        """Raises StartError: Slurm refuses the job."""
+        looked_s = 0.0
         while asked.process.poll() is None:
             time.sleep(0.05)
-            if pending := re.search(r"job allocation (\d+)", asked.error_text):
-                self._job = pending.group(1)
-            waited_s = time.monotonic() - begin_s
-            if self._job and time.monotonic() - looked_s > LOOK_AGAIN_S:
-                looked_s = time.monotonic()
+            pending = re.search(r"job allocation (\d+)", asked.error_text)
+            if pending is not None and time.monotonic() - looked_s > LOOK_AGAIN_S:
+                self._job, looked_s = pending.group(1), time.monotonic()
                 with contextlib.suppress(StartError):  # Slurm may be busy, and the job keeps its place
                     state, _, reason = ask_slurm("squeue", "-h", "-j", self._job, "-o", "%T|%r").partition("|")
                     stage = f"job {self._job} is {state.lower() or 'submitted'} ({reason})"
                     self._report_stage(stage, 0, self._asked.hosts)
-                if self._asked.queue_s is not None and waited_s > self._asked.queue_s:
-                    why = f"job {self._job} has waited {waited_s:.0f} s in Slurm's queue ({reason})"
-                    raise StartError(f"{why}: ask for fewer hosts or another partition, or give a longer queue_s")
-        said = asked.error_text
-        if asked.process.returncode:
-            errors = [line.partition("error:")[2].strip() for line in said.splitlines() if "error:" in line]
-            raise StartError(f"Slurm refuses the job: {errors[-1] if errors else said or 'salloc says nothing'}")
-        granted = re.search(r"Granted job allocation (\d+)", said)
+        granted = re.search(r"Granted job allocation (\d+)", asked.error_text)
         if granted is None:
-            raise StartError(f"Slurm granted no job: {said or 'salloc says nothing'}")
+            lines = [line.partition("error:")[2].strip() or line for line in asked.error_text.splitlines()]
+            raise StartError(f"Slurm refuses the job: {lines[-1] if lines else 'salloc says nothing'}")
         self._job = granted.group(1)
 
     def _agents(self, counts: Mapping[str, int]) -> dict[str, HostAnswer]:
@@ -143,60 +122,26 @@ class SlurmEngines(HostEngines):
         for name, step in running.items():
             if said[name].failure:
                 step.end()
-                continue
-            self._steps[f"{name}/{len(self._steps)}"] = step
-            watched = (step, said[name].value["pids"], said[name].value["id"])
-            threading.Thread(target=self._watch, args=watched, name="fsdp_lab-step", daemon=True).start()
+            else:
+                self._steps.append(step)
         return said
-
-    def _watch(self, step: Command, pids: Sequence[int], host_id: str) -> None:
-        """Reports the engines of a step that has ended, as when the job ends. Runs in a thread of its own."""
-        step.process.wait()
-        for pid in pids if not self._closed else ():
-            self._on_end(pid, None, host_id)
-
-    def _read_end(self, process: EngineProcess) -> None:
-        if self._job_state() == RUNNING:  # otherwise no host can be asked
-            super()._read_end(process)
-
-    def why_gone(self, process: EngineProcess) -> str:
-        if (state := self._job_state()) != RUNNING:
-            return f"ended with its Slurm job {self._job} ({state.lower()})"
-        return super().why_gone(process)
-
-    def _job_state(self) -> str:
-        """A job that is being ended says how only afterwards; one that Slurm does not answer for is taken as running."""
-        deadline, state = time.monotonic() + ENDING_S, COMPLETING
-        while state in (COMPLETING, "") and time.monotonic() < deadline:
-            try:
-                shown = re.search(r"JobState=(\S+)", ask_slurm("scontrol", "show", "job", self._job))
-                state = shown.group(1) if shown else ""
-            except StartError as e:
-                state = "GONE" if "Invalid job id" in str(e) else ""
-            time.sleep(0.05 * (state in (COMPLETING, "")))
-        return state or RUNNING
-
-    def _shares(self, n: int) -> dict[str, int]:
-        if (state := self._job_state()) != RUNNING:
-            raise StartError(f"Slurm's job {self._job} has ended ({state.lower()}): make a new lab")
-        return super()._shares(n)
 
     def _end_all(self) -> bool:
         super()._end_all()
         with contextlib.suppress(StartError):
-            for command in self._end_commands():
-                ask_slurm(*command.argv)
+            for command, _ in self._end_commands():
+                ask_slurm(*command)
         deadline, left = time.monotonic() + END_S, "unknown"
         while self._job and left and time.monotonic() < deadline:
             with contextlib.suppress(StartError):
                 left = ask_slurm("squeue", "-h", "-j", self._job, "-o", "%T")
             time.sleep(0.05 if left else 0)
-        for step in self._steps.values():
+        for step in self._steps:
             step.end()
         return not (self._job and left)
 
     def _end_commands(self) -> list[EndCommand]:
-        return [EndCommand(argv=("scancel", f"--name={self._job_name}", f"--user={getpass.getuser()}"))]
+        return [(["scancel", f"--name={self._job_name}", f"--user={getpass.getuser()}"], "")]
 
 
 def ask_slurm(*command: str) -> str:
@@ -212,74 +157,3 @@ def ask_slurm(*command: str) -> str:
         said = done.stderr.strip() or f"exit code {done.returncode}"
         raise StartError(f"{command[0]} failed: {said.splitlines()[-1]}")
     return done.stdout.strip()
-
-
-# -- by a launcher of ipyparallel's ------------------------------------------------------------------------------------
-
-STOP_S = 10.0  # for a batch system to take a job back
-
-
-class LauncherEngines(LocalEngines):
-    """The private folder is one that hosts find too. Engines get the controller's connection by their environment."""
-
-    local = False
-
-    def __init__(self, order: EngineOrder, hosts: LauncherHosts, report: Report) -> None:
-        self._asked, self._report_stage = hosts, report
-        own = {"PYTHONPATH": package_path(), MARK: order.token}
-        self._variables = {**ENVIRONMENT, **own, **order.environment}  # of the engines
-        self._address = hosts.address or next((a for _, a in own_addresses() if ":" not in a), "")
-        if not self._address:
-            raise StartError("this machine has no address that other hosts could reach: give address=")
-        super().__init__(order, hosts.count)
-
-    def _make_folder(self) -> Path:
-        where = Path(self._asked.folder).expanduser() if self._asked.folder else Path.home()
-        return Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=where))
-
-    @property
-    def _controller_args(self) -> list[str]:
-        return controller_args(engine_ip=self._address, lost_s=self._asked.cut_s)
-
-    def _cluster_options(self) -> dict[str, Any]:
-        options, name = super()._cluster_options(), self._asked.launcher
-        try:
-            kind = find_launcher_class(name, "engine")
-        except (ValueError, TypeError, ImportError, KeyError) as e:
-            raise StartError(f"ipyparallel has no launcher {name!r} ({e})") from None
-        own: dict[str, Any] = dict(self._asked.options)
-        if unknown := sorted(set(own) - set(kind.class_trait_names(config=True))):
-            raise StartError(f"ipyparallel's {kind.__name__} has no option {unknown[0]!r}")
-        if kind.class_traits(config=True).keys() & {"batch_file_name"}:
-            own.setdefault("batch_file_name", str(self._folder / "job.sh"))  # else it is in the working folder
-        options["config"].merge(Config({kind.__name__: own}))
-        return {**options, "engines": kind}
-
-    @property
-    def default_ranks(self) -> int:  # type: ignore[override]
-        return self._asked.count
-
-    def _launch(self, n: int, timeout_s: float) -> Callable[[int], None]:
-        begin_s = time.monotonic()
-        try:
-            self._loop.run(self._cluster.start_engines(n, environment=self._variables), timeout_s)
-        except Exception as e:
-            why = " ".join(str(e).split())
-            raise StartError(f"ipyparallel's launcher could not start the engines: {why}") from None
-        launchers = [x for x in self._cluster.engines.values() if getattr(x, "job_id", "")]  # they can take jobs back
-        commands = [EndCommand(argv=(*x.delete_command, x.job_id)) for x in launchers if x.delete_command]
-        write_end_commands(self._folder, commands)
-
-        def check(missing: int) -> None:
-            limit_s = self._asked.queue_s
-            if limit_s is not None and time.monotonic() - begin_s > limit_s:
-                late = f"{missing} of {n} engines did not reach {self._address} within {limit_s:g} s"
-                raise StartError(f"{late}: look at the job, or give another address=")
-
-        return check
-
-    def _end_all(self) -> bool:
-        for name in list(self._cluster.engines) if self._cluster is not None else ():
-            with contextlib.suppress(Exception):
-                self._loop.run(self._cluster.stop_engines(name), STOP_S)
-        return self._cluster is None or not self._cluster.engines

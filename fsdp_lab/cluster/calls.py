@@ -2,7 +2,7 @@
 has failed on one of them.
 
 When a rank dies or raises, the others wait for it in a collective until its timeout. So a failed call frees them, in
-steps: an interrupt (SIGINT, which the wire turns into an abort), a second interrupt with a ping, and then, for engines
+steps: an interrupt (SIGINT, which the wire turns into an abort), a second interrupt, and then, for engines
 that are ours, the end of the process. The caller gets one exception, of the rank that failed first.
 
 If a rank hangs (supervisor.py), the grace period has already elapsed: it is interrupted once with all others, then ended."""
@@ -78,7 +78,6 @@ class Call:
         self._dispatcher = dispatcher
         self._changed = threading.Condition()
         self._outcomes: dict[int, Outcome] = {}
-        self._answered: set[int] = set()
         self._gone: set[int] = set()  # ranks that were lost, whatever they had answered before
         self._hung: RankHung | None = None
 
@@ -189,14 +188,9 @@ class Call:
             if self.wait_all(seconds) or self._lost():
                 return
         self.interrupt()
-        for rank in self.pending:
-            self._dispatcher.ping(rank, lambda rank=rank: self._answered.add(rank))  # type: ignore[misc]
         if self.wait_all(ESCALATION_S):
             return
         for rank in self.pending:
-            if rank in self._answered:  # the interrupt fell between the work and the reply: only the reply is lost
-                self.finish(rank, Outcome(interrupted=True))
-                continue
             ended = self._dispatcher.end_rank(rank, "did not answer an interrupt and was ended")
             outcome = "its process was ended" if ended else "it is not ours to end, and keeps running"
             stuck = RankStuck(rank=rank, what=self.what, after_s=2 * ESCALATION_S, outcome=outcome)
@@ -273,8 +267,11 @@ class Dispatcher:
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
-    def submit(self, what: str, arguments: Mapping[str, Any], take: OnData | None = None) -> Call:
-        """One call to all ranks. Raises RankLost."""
+    def submit(self, what: str, *, take: OnData | None = None, **arguments: Any) -> Call:
+        """Sends one call, of an action or a Session method in `remote`, to all ranks and returns at once. `take` is
+        called on the client's IO thread with what the ranks publish; it must return at once. Raises RankLost if a rank is
+        gone."""
+        self.membership.require_engines()
         with self.membership.lock:
             for lost in self.membership.lost.values():
                 raise lost
@@ -283,7 +280,7 @@ class Dispatcher:
 
     def call(self, what: str, *, timeout_s: float | None = None, **arguments: Any) -> list[Any]:
         """`submit`, then the results in rank order. Raises what `Call.results` does."""
-        return self.submit(what, arguments).results(timeout_s)
+        return self.submit(what, **arguments).results(timeout_s)
 
     def ask(self, what: str, each: Mapping[int, Mapping[str, Any]], timeout_s: float) -> dict[int, Any]:
         """The results by rank of one call on some ranks, each with its arguments. Raises what `Call.results` does."""
@@ -395,13 +392,6 @@ class Dispatcher:
         for future in sent:
             with contextlib.suppress(Exception):
                 future.result(max(0.0, deadline - time.monotonic()))
-
-    def ping(self, rank: int, answered: Callable[[], None]) -> None:
-        """Calls `answered` when the engine replies to a ping, which it does after its current call."""
-        with self.sending, contextlib.suppress(Exception):
-            view = self.membership.members[rank].view
-            future = view.apply_async(remote.call, "ping", {}, self.membership.token, 0)
-            future.add_done_callback(lambda f: answered() if f.exception() is None else None)
 
     def end_rank(self, rank: int, reason: str) -> bool:
         """Ends one rank's process, if it is ours. The supervisor will report that it is gone."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
@@ -27,10 +27,10 @@ from fsdp_lab.base.hang import limit
 from fsdp_lab.base.process import marked
 from fsdp_lab.cluster import ClusterError, RankLost
 from fsdp_lab.cluster.assembly import Assembly, ClusterConfig, OnProgress, RestoredError
-from fsdp_lab.cluster.calls import Call, Dispatcher, OnData
+from fsdp_lab.cluster.calls import Dispatcher
 from fsdp_lab.cluster.code_delivery import Delivery
 from fsdp_lab.cluster.detached import persist_limit_s
-from fsdp_lab.cluster.hosts import Hosts, LauncherHosts
+from fsdp_lab.cluster.hosts import Hosts
 from fsdp_lab.cluster.membership import ClusterState, Membership, RankStatus
 from fsdp_lab.cluster.supervisor import Supervisor
 
@@ -39,20 +39,14 @@ class Cluster:
     """Ranks that live in ipyparallel engines.
 
     Args:
-        ranks: how many. None: 2, or all engines of a given cluster.
-        devices: one for each rank, or None to choose (see `placement.place`).
-        given: the user's own ipyparallel Cluster or Client, a profile, a cluster id, or a connection file. Its engines are
-            never ended.
-        hosts: other hosts, where engines are started.
-        reduction: the wire's, "auto", "rank_ordered" or "native".
-        take_busy: use GPUs that other processes use, too.
-        rank_module: the module with `Session` and `host_store`, imported on the ranks; None: `fsdp_lab.rank`.
-        environment: for the engines that are started here.
-        timeout_s: for a start, and for the ranks' collectives.
         hang_s: how long a collective may wait for a rank before that rank is considered hung; None: half of `timeout_s`.
         persist: the ranks outlive this process, for a day or a number of hours, until another cluster with the same
             arguments takes them over (see `attached`).
         report: called with the progress of a start, on the thread that starts.
+        ranks, arguments: those of `ClusterConfig`.
+
+    Attributes:
+        submit, call: of the `Dispatcher`. check_devices: of the `Assembly`.
 
     Nothing is started by the constructor."""
 
@@ -60,37 +54,20 @@ class Cluster:
         self,
         ranks: int | None = None,
         *,
-        devices: Sequence[str] | None = None,
-        given: Any = None,
-        hosts: Hosts | None = None,
-        reduction: str = "auto",
-        take_busy: bool = False,
-        rank_module: str | None = None,
-        environment: Mapping[str, str] | None = None,
-        timeout_s: float = 60,
         hang_s: float | None = None,
         persist: bool | float = False,
         report: OnProgress | None = None,
+        **arguments: Any,
     ) -> None:
-        hang_s = limit(hang_s, timeout_s)
-        check_persistence(hosts, persist=persist is not False)
-        config = ClusterConfig(
-            ranks=ranks,
-            devices=devices,
-            given=given,
-            hosts=hosts,
-            reduction=reduction,
-            take_busy=take_busy,
-            rank_module=rank_module,
-            environment=dict(environment or {}),
-            timeout_s=timeout_s,
-            persist_s=persist_limit_s(persist, given),
-        )
+        persist_s = persist_limit_s(persist, arguments.get("given"))
+        config = ClusterConfig(ranks=ranks, persist_s=persist_s, **arguments)
         self.membership = Membership(secrets.token_hex(8))
         self.dispatcher = Dispatcher(self.membership)
-        self.supervisor = Supervisor(self.dispatcher, hang_s)
+        self.supervisor = Supervisor(self.dispatcher, limit(hang_s, config.timeout_s))
         self.assembly = Assembly(config, self.dispatcher, self.supervisor, report or (lambda progress: None))
         self.delivery = Delivery(self.dispatcher)
+        self.submit, self.call = self.dispatcher.submit, self.dispatcher.call
+        self.check_devices = self.assembly.check_devices
         self._changing = threading.Lock()  # one start, resize or close at a time
 
     # -- start and end ----------------------------------------------------------------------------------------------
@@ -123,11 +100,10 @@ class Cluster:
         """Ends the ranks and starts others on these hosts, or on this one. What they had trained is lost. `report`: as in
         the constructor, for this start alone; it cancels the start by raising. `before`: called before anything is ended,
         when the hosts were looked at, or Slurm has granted them. Raises as `resize`, and ArgumentError: the engines are
-        not ours, or cannot persist there."""
+        not ours."""
         if self.assembly.config.given is not None:
             yours = "the engines of a given cluster are yours, and stay where they are"
             raise ArgumentError("hosts", yours, "make a lab with Lab.ssh, Lab.slurm or Lab")
-        check_persistence(hosts, persist=self.assembly.config.persist_s is not None)
         looked_at = self.assembly.look_at(hosts, report) if hosts is not None else None
         try:
             before()
@@ -139,24 +115,29 @@ class Cluster:
                 looked_at.close()
             raise
 
-    def check_devices(self, ranks: int, devices: Sequence[str] | None) -> None:
-        """Raises FieldError where all ranks are on this host, for devices that it has not."""
-        if self.membership.require_engines().local:
-            self.assembly.check(ranks, devices, frozenset(self.pids))
-
     def _assemble(self, work: Callable[[], None]) -> None:
         self.membership.enter(ClusterState.ASSEMBLING)
         try:
             work()
-            self.membership.enter(ClusterState.RUNNING)
+            self._enter_running()
         except RestoredError as e:
-            self.membership.enter(ClusterState.RUNNING)
-            raise e.cause from None
+            self._enter_running()
+            raise e.__cause__ or e from None
         except BaseException:
             self._close()
             if (engines := self.membership.engines) is not None:
                 engines.close()  # if another thread has closed the cluster before they were there
             raise
+
+    def _enter_running(self) -> None:
+        """Makes `%px` and `%%px` run on the ranks, in rank order, in IPython. Cells run between chunks of steps. Pause the
+        run before a cell that communicates: all ranks must reach it at the same point."""
+        from IPython.core.getipython import get_ipython
+
+        self.membership.enter(ClusterState.RUNNING)
+        with contextlib.suppress(Exception):  # magics are a convenience: no reason to lose the ranks
+            if get_ipython() is not None:
+                self.client.activate(targets=self.engine_ids)
 
     def close(self) -> None:
         """Ends what we started, in any state; ten seconds at most. Idempotent."""
@@ -201,20 +182,10 @@ class Cluster:
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
-    def submit(self, what: str, *, take: OnData | None = None, **arguments: Any) -> Call:
-        """Sends one call, of an action or a Session method in `remote`, to all ranks and returns at once. `take` is
-        called on the client's IO thread with what the ranks publish; it must return at once. Raises RankLost if a rank is
-        gone."""
-        self.membership.require_engines()
-        return self.dispatcher.submit(what, arguments, take)
-
-    def call(self, what: str, *, timeout_s: float | None = None, **arguments: Any) -> list[Any]:
-        """`submit`, then the results in rank order. Raises what `Call.results` does."""
-        return self.submit(what, **arguments).results(timeout_s)
-
-    def interrupt(self) -> None:
-        """SIGINT to every rank that works; its session ends the step in progress and keeps its state."""
-        self.dispatcher.signal([m.rank for m in self.membership.present if m.doing])
+    def interrupt(self, *, cells: bool = False) -> None:
+        """SIGINT to every rank that works; its session ends the step in progress and keeps its state. `cells`: also to those
+        that work on a user's cell."""
+        self.dispatcher.signal([m.rank for m in self.membership.present if m.doing or cells])
 
     def send_signal(self, rank: int, number: int) -> None:
         """Sends a signal to one rank's process. Raises ClusterError if it is not ours."""
@@ -223,10 +194,6 @@ class Cluster:
             raise ClusterError(f"rank {rank} is not ours to signal: its engine was started by another program")
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)
-
-    def interrupt_cells(self) -> None:
-        """SIGINT to every rank, also to those that work on a user's cell."""
-        self.dispatcher.signal([m.rank for m in self.membership.present])
 
     def on_lost(self, callback: Callable[[RankLost], None]) -> None:
         """`callback(lost)` on the supervisor's thread when a rank's process ends unexpectedly."""
@@ -261,7 +228,7 @@ class Cluster:
     @property
     def attached(self) -> bool:
         """Whether the ranks were started by a former kernel."""
-        return self.assembly.attached
+        return self.membership.engines is not None and self.membership.engines.attached
 
     @property
     def owned(self) -> bool:
@@ -308,31 +275,11 @@ class Cluster:
         """An `ipyparallel.Client` for the user: views, `%px`. Not the one used here, if the engines are ours."""
         return self.membership.require_engines().user_client
 
-    def activate(self) -> None:
-        """Makes `%px` and `%%px` run on the ranks, in rank order; does nothing outside IPython. Cells run between chunks of
-        steps. Pause the run before a cell that communicates: all ranks must reach it at the same point."""
-        from IPython.core.getipython import get_ipython
-
-        if get_ipython() is not None:
-            self.client.activate(targets=self.engine_ids)
-
     def status(self) -> list[RankStatus]:
         """Every rank, in rank order; never waits for a rank."""
         return [m.status(self.supervisor.monitor.last(m.rank), closed=self.closed) for m in self.membership.members]
-
-    def waiting(self, after_s: float) -> str:
-        """A sentence on the rank that has waited longest for a collective, if longer than `after_s`; "" else."""
-        waits = ((s.waits_s, s.rank, s.waits_for) for s in self.status())
-        waits_s, rank, name = max(waits, default=(0.0, 0, ""))
-        return f"rank {rank} has waited {waits_s:.0f} s in {name}" if waits_s > after_s else ""
 
     def __repr__(self) -> str:
         devices = ", ".join(self.membership.placement.devices) or "nothing yet"
         what = "closed" if self.closed else f"{self.ranks} ranks on {devices}"
         return f"<Cluster: {what}{f', {len(self.lost)} lost' if self.lost else ''}>"
-
-
-def check_persistence(hosts: Hosts | None, *, persist: bool) -> None:
-    """Raises ArgumentError for hosts where ranks cannot outlive their kernel."""
-    if persist and isinstance(hosts, LauncherHosts):
-        raise ArgumentError("persist", "ranks of another launcher end with this kernel", "leave persist out")

@@ -46,11 +46,10 @@ class Delivery:
             elif self._lacking(code):
                 loaded(f"{part_of(name)}.{name}", code)
 
-    def provide(self, spec: Spec) -> tuple[str, ...]:
-        """Sends what ranks lack. Returns notes on modules that have changed. Raises SpecError as `check`, and of ranks that
-        cannot use it; else as a call to them."""
+    def provide(self, spec: Spec) -> None:
+        """Sends what ranks lack. Raises SpecError as `check`, and of ranks that cannot use it; else as a call to them."""
         self.check(spec)
-        notes = self._send_modules(spec)
+        self._send_modules(spec)
         codes = spec.sent_code()
         kept = {*self._packed, *(code.digest for code in codes.values())}
         for name, code in codes.items():
@@ -60,37 +59,29 @@ class Delivery:
                 self._dispatcher.send("receive", dict.fromkeys(ranks, arguments)).results()
                 for member in (self._dispatcher.membership.members[rank] for rank in ranks):
                     member.code = (member.code & kept) | {code.digest}
-        return notes
 
-    def _send_modules(self, spec: Spec) -> tuple[str, ...]:
-        """Has the ranks use the user's own modules as this kernel does, where the Spec has code. Returns notes."""
+    def _send_modules(self, spec: Spec) -> None:
+        """Has the ranks use the user's own modules as this kernel does, where the Spec has code."""
         codes = {f"workload.{name}": getattr(spec.workload, name) for name in CODE_FIELDS if spec.workload.is_own}
         codes |= {ENGINE_FIELD: spec.strategy.engine} if spec.strategy.is_yours else {}
         for field, code in codes.items():
             with contextlib.suppress(SpecError):  # the ranks alone may have it
                 loaded(field, code)
-        notes: list[str] = []
         modules = own_modules() if codes else ()
-        sent = {m.__name__: [str(file), self._text(m, file, notes), folders] for m, file, folders in modules}
+        sent = {m.__name__: [str(file), self._text(m, file), folders] for m, file, folders in modules}
         if not sent:
-            return ()
+            return
         members = self._dispatcher.membership.members
         changed = self._dispatcher.send("receive_modules", {m.rank: {"sent": sent} for m in members}).results()
         for member in (m for m, names in zip(members, changed, strict=True) if names):
             member.code = set()
-        anew = sorted({name for names in changed for name in names})
-        return (*notes, *(f"{name}: the ranks have imported it anew, as this kernel has it" for name in anew))
 
-    def _text(self, module: types.ModuleType, file: Path, notes: list[str]) -> str:
-        """Returns that which the kernel has imported, as far as known. Adds a note if the file has changed since."""
-        name, spec = module.__name__, module.__spec__
-        now = importlib.util.decode_source(file.read_bytes()) if file.exists() else ""
-        held_of, held = self._texts.get(name, (None, now))
-        text = held if held_of is spec else now
-        self._texts[name] = (spec, text)
-        if text != now:
-            changed = f"{file.name} has changed since this kernel imported it, and the ranks use what the kernel has"
-            notes.append(f"{name}: {changed}; importlib.reload({name}) makes all the same")
+    def _text(self, module: types.ModuleType, file: Path) -> str:
+        """Returns that which the kernel has imported, as far as known: the file's when it was first seen."""
+        spec, text = self._texts.get(module.__name__, (None, ""))
+        if spec is None or spec is not module.__spec__:
+            text = importlib.util.decode_source(file.read_bytes()) if file.exists() else ""
+            self._texts[module.__name__] = (module.__spec__, text)
         return text
 
     def _lacking(self, code: UserCode) -> list[int]:

@@ -3,15 +3,12 @@
 
 `python -m fsdp_lab.cluster.detached TOKEN OWNER_PID FOLDER` reads a pipe to which only the kernel can write. At end of file,
 or when the owner's process is gone (a forked child of the kernel could keep the pipe open), it ends every process that has
-TOKEN in its environment, also engines that were just being started, and their children; busy ones ignore SIGTERM and are
-ended by SIGKILL a moment later. Then it runs the commands in FOLDER's end.json, which end what is left on other hosts, and
-removes FOLDER, the cluster's private files. The line "release" on the pipe makes it exit without doing anything.
+TOKEN in its environment, runs the commands in FOLDER's end.json, which end what is left on other hosts, and removes FOLDER,
+the cluster's private files. The line "release" on the pipe makes it exit without doing anything.
 
-For ranks that may outlive their kernel it first waits until another kernel, with another guardian, has taken them over,
-until the time limit is reached, or until a rank has died, since then nothing can be resumed. Their file, `kept.json` beside
-the connection files, is written when the ranks are ready and removed with the folder. It names two processes, by pid and
-creation time: the owner, which is the kernel that uses the ranks, and the guardian. Changes are made under a lock on the
-folder, so two kernels never take the same ranks."""
+For ranks that may outlive their kernel it first waits until another guardian has taken them over, until the time limit is
+reached, or until a rank has died. Their file, `kept.json`, names two processes, by pid and creation time: the owner, which
+uses the ranks, and the guardian. Changes are made under a lock on the folder: two kernels never take the same ranks."""
 
 from __future__ import annotations
 
@@ -47,14 +44,7 @@ PREFIX = "fsdp_lab-"  # of private folders; nothing else is ever removed
 DEFAULT_LIMIT_S = 24 * 3600.0  # how long ranks wait for a kernel, unless a number of hours is given
 CHECK_S = 0.5  # between two checks of detached ranks
 REMOVAL_S = 2.0  # how long a folder may be in use that is to be removed
-
-
-@dataclass(frozen=True, kw_only=True)
-class EndCommand:
-    """A command that ends what is on another host, or gives a job back; `sent` is its standard input."""
-
-    argv: tuple[str, ...]
-    sent: str = ""
+EndCommand = tuple[list[str], str]  # that ends what is on another host, or gives a job back; its standard input
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,22 +193,22 @@ def detached_pids() -> set[int]:
 
 def write_end_commands(folder: Path, commands: Sequence[EndCommand]) -> None:
     """Sets what the guardian runs if it ends the cluster, in place of what was set before."""
-    _write(folder / END_FILE, [dataclasses.asdict(command) for command in commands])
+    _write(folder / END_FILE, commands)
 
 
 def run_end_commands(folder: Path) -> None:
     """Runs all at once. What they say is of no use here."""
     try:
-        commands = [EndCommand(**d) for d in json.loads((folder / END_FILE).read_text(encoding="utf-8"))]
+        commands: list[EndCommand] = json.loads((folder / END_FILE).read_text(encoding="utf-8"))
     except OSError:
         return
     running = []
-    for command in commands:
-        with contextlib.suppress(OSError), tempfile.TemporaryFile() as sent:
-            sent.write(command.sent.encode())
-            sent.seek(0)
+    for argv, sent in commands:
+        with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:
+            file.write(sent.encode())
+            file.seek(0)
             null = subprocess.DEVNULL
-            running.append(subprocess.Popen(command.argv, stdin=sent, stdout=null, stderr=null))
+            running.append(subprocess.Popen(argv, stdin=file, stdout=null, stderr=null))
     deadline = time.monotonic() + END_COMMANDS_S
     for process in running:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -254,7 +244,7 @@ def is_private(path: Path) -> bool:
 def remove_private(folder: Path) -> None:
     """Removes a folder made by `private_folder`, and no other."""
     deadline = time.monotonic() + REMOVAL_S
-    while folder.name.lstrip(".").startswith(PREFIX) and folder.exists() and time.monotonic() < deadline:
+    while folder.name.startswith(PREFIX) and folder.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)
         time.sleep(0.02)  # ipyparallel's thread may have written to it meanwhile
 

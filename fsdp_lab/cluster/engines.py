@@ -37,7 +37,6 @@ class Engines:
     owned = False  # whether we started them, and therefore may end them
     local = False  # whether all of them are on this host
     attached = False  # whether they were started by a former kernel
-    forked = False  # whether they are forked from a process that has imported torch
     notes: tuple[str, ...] = ()  # on how they were started
     sending: AbstractContextManager[Any] = nullcontext()  # held while the client sends: it does not count atomically
     client: Any  # the `ipyparallel.Client` for our calls
@@ -134,18 +133,13 @@ def connect(source: Any, timeout_s: float) -> Any:
 
 def connection_file(name: str) -> Path:
     """The client's connection file of a profile or a cluster id, or the path of one. Raises OSError if there is none."""
-    if name.endswith(".json"):
-        if Path(name).is_file():
-            return Path(name)
-        raise OSError(f"there is no file {name}")
-    ipython_dir = Path(get_ipython_dir())
-    by_profile = (ipython_dir / f"profile_{name}" / "security").glob("ipcontroller*-client.json")
-    files = sorted(by_profile, key=lambda p: p.stat().st_mtime)[-1:]
-    files += ipython_dir.glob(f"profile_*/security/ipcontroller-{name}-client.json")
+    folder = Path(get_ipython_dir())
+    by_profile = folder.glob(f"profile_{name}/security/ipcontroller*-client.json")
+    files = [*by_profile, *folder.glob(f"profile_*/security/ipcontroller-{name}-client.json")]
+    files = [Path(name)] * Path(name).is_file() if name.endswith(".json") else files
     if not files:
-        lacks = f"{ipython_dir} has neither a running profile nor a cluster id {name!r}"
-        raise OSError(f"{lacks}; ipcluster start starts one")
-    return files[0]
+        raise OSError(f"{folder} has neither a running profile nor a cluster id {name!r}; ipcluster start starts one")
+    return max(files, key=lambda file: file.stat().st_mtime)
 
 
 def exposure_notes(client: Any, hosts: Sequence[str]) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
 `python -m fsdp_lab.cluster.host_agent` reads its orders as JSON from standard input, starts the engines, says on standard
 output which processes these are, and goes on by itself; with `stay` in the foreground, for a batch system that ends what
-is left behind. It keeps a connection to the cluster's controller. When that is closed, the cluster has ended, however it
-did, and so do the engines here. When nothing is heard of it, a cable may be cut: then they stay for `cut_s`.
+is left behind. It keeps a connection to the cluster's controller. When nothing is heard of it for `cut_s`, the cluster has
+ended, or a cable is cut, and the engines here end too.
 
 In its private folder are the engines' logs and, in exits.json, the exit codes of those that have ended."""
 
@@ -13,7 +13,6 @@ import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -32,7 +31,6 @@ from fsdp_lab.cluster.host_script import host_mark, remove_states, reply
 CHECK_S = 0.1
 PING_S = 1.0  # ZeroMQ's own heartbeats on the connection to the controller
 SILENT_S = 5.0  # without an answer to them the connection is given up, and made again
-TRY_S = 2.0
 BEAT_S = 0.5  # at least, between two looks of an engine at its hub's heartbeats
 ENDED_S = 60.0  # how long the logs of engines that have all ended stay, for the kernel to read
 
@@ -43,7 +41,6 @@ class HostAgent:
     def __init__(self, orders: Mapping[str, Any]) -> None:
         self._token = host_mark(orders["token"])
         self._cut_s: float = orders["cut_s"]
-        self._gone_s: float = orders["gone_s"]  # how long a controller may refuse connections
         self._connection: Mapping[str, Any] = orders["connection"]
         self._path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), orders["cwd"])))
         # IPython puts the working folder before PYTHONPATH, where a package that was sent must come first
@@ -93,7 +90,7 @@ class HostAgent:
                     all_ended_s = all_ended_s or time.monotonic()
                     if time.monotonic() - all_ended_s > ENDED_S:
                         return
-                if contact.lost(self._cut_s, self._gone_s):
+                if contact.silent_s > self._cut_s:
                     return
                 time.sleep(CHECK_S)
 
@@ -114,48 +111,26 @@ class Contact:
     """A connection to the controller that carries nothing but ZeroMQ's heartbeats."""
 
     def __init__(self, connection: Mapping[str, Any]) -> None:
-        self._host, self._port = str(connection["interface"]).partition("://")[2], int(connection["registration"])
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.heartbeat_ivl = int(PING_S * 1e3)
         self._socket.heartbeat_timeout = int(SILENT_S * 1e3)
-        self._socket.ipv6 = ":" in self._host
+        self._socket.ipv6 = "[" in connection["interface"]
         if key := connection.get("curve_serverkey"):
             self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
             self._socket.curve_serverkey = key.encode()
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._since_s: float | None = time.monotonic()  # since when there is no connection
-        self._refused_s: float | None = None  # since when the controller's host answers, and the controller does not
-        self._tried_s = 0.0
-        self._socket.connect(f"{connection['interface']}:{self._port}")
+        self._socket.connect(f"{connection['interface']}:{connection['registration']}")
 
-    def lost(self, cut_s: float, gone_s: float) -> bool:
-        """Whether the controller has ended, or has not been heard of for `cut_s`."""
+    @property
+    def silent_s(self) -> float:
+        """How long nothing has been heard of the controller."""
         while self._monitor.poll(0):
             up = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self._since_s = None if up else self._since_s or time.monotonic()  # a failed attempt ends a connection too
-            self._refused_s = None if up else self._refused_s
-        if self._since_s is None:
-            return False
-        if time.monotonic() - self._tried_s > TRY_S / 2:
-            self._tried_s = time.monotonic()
-            self._refused_s = (self._refused_s or time.monotonic()) if self._refuses() else None
-        refused_s = 0.0 if self._refused_s is None else time.monotonic() - self._refused_s
-        return refused_s > gone_s or time.monotonic() - self._since_s > cut_s
-
-    def _refuses(self) -> bool:
-        """Whether the host answers that nobody listens there, or the port is open and nobody greets, as ZeroMQ does at once:
-        another process may hold the port of one that has ended."""
-        try:
-            connection = socket.create_connection((self._host.strip("[]"), self._port), timeout=TRY_S)
-        except OSError as e:
-            return isinstance(e, ConnectionRefusedError)
-        with connection:
-            try:
-                return not connection.recv(1)
-            except OSError:
-                return True
+        return 0.0 if self._since_s is None else time.monotonic() - self._since_s
 
     def __enter__(self) -> Contact:
         return self

@@ -4,8 +4,7 @@ that are reached by SSH, by one connection for each command and host (batch_engi
 Note: how engines on other hosts live and end. A host is asked what it has and which address of the controller's host it
 reaches before anything is started there (`look` in host_script.py). Then one command a host starts an agent (host_agent.py)
 with the controller's connection on its standard input, and the agent starts the engines. (ipyparallel's SSH launcher takes
-eight connections an engine, one after the other, and needs a profile; its Slurm launcher writes keys to a shared folder. The
-engines, the controller, signals and the news of an engine's end are ipyparallel's.) From then on:
+eight connections an engine, one after the other; its Slurm launcher writes keys to a shared folder.) From then on:
 
 - Signals, also SIGKILL, go to an engine's nanny, which answers when the engine does not.
 - The nanny tells the hub when its engine ends; the agent keeps the exit code and the log.
@@ -22,7 +21,6 @@ import io
 import json
 import math
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -37,7 +35,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fsdp_lab.base import __version__
-from fsdp_lab.base.process import MARK, Identity
+from fsdp_lab.base.process import MARK, marked
 from fsdp_lab.cluster import StartError, host_script
 from fsdp_lab.cluster.addresses import Endpoint, Endpoints, new_token
 from fsdp_lab.cluster.detached import EndCommand, package_path, write_end_commands
@@ -56,7 +54,6 @@ POST_MORTEM_S = 3.0  # for a host whose engine has ended, to say how
 INSTALL_S = 1800.0
 CHECK_S = 2.0  # between two looks whether engines have ended while they start
 UNREACHED_S = 15.0  # how long a host that did not answer is not asked again
-CONTROLLER_GONE_S = 2.0  # how long it may refuse connections before the agents end the engines
 # What ranks import, and of which another version could give other results or not understand the kernel.
 PACKAGES = ("torch", "ipyparallel", "pyzmq", "cloudpickle", "psutil", "numpy", "transformers", "safetensors")
 SAME = ("torch", "ipyparallel", "cloudpickle", "transformers")
@@ -188,6 +185,8 @@ class HostEngines(LocalEngines, ABC):
 
     local = False
     shell: Shell
+    _started: dict[str, set[int]]  # pids of the engines that were started last, by host
+    _checked_s: float
 
     def __init__(self, order: EngineOrder, hosts: Hosts, report: Report) -> None:
         """Of a former kernel, the controller here, the agents, a Slurm job with its steps and the tunnels have gone on."""
@@ -231,8 +230,6 @@ class HostEngines(LocalEngines, ABC):
             looked = self._ask_all(names, "look", LOOK_S, **asked)
         for name, facts in looked.items():
             self._hosts[name] = RankHost(name=name, ranks=self._asked.each or facts["gpus"] or 1, code=root)
-            if where := facts["temporary"]:
-                raise StartError(f"{name} has no temporary folder that can be written ({where}): set TMPDIR there")
         self._check_software(looked)
         self._endpoint = self._choose_endpoint(endpoints, {name: f["unreached"] for name, f in looked.items()})
         write_end_commands(self._folder, self._end_commands())
@@ -243,8 +240,7 @@ class HostEngines(LocalEngines, ABC):
         """Returns the answers of all hosts. Raises StartError for the first that does not answer."""
         said = self.shell.script(names, what, limit_s, **arguments)
         if failed := [s.failure for s in said.values() if s.failure]:
-            more = f" ({len(failed) - 1} more of {len(names)} hosts failed too)" if len(failed) > 1 else ""
-            raise StartError(f"{failed[0]}{more}")
+            raise StartError(failed[0])
         return {name: s.value for name, s in said.items()}
 
     def _choose_endpoint(
@@ -254,12 +250,10 @@ class HostEngines(LocalEngines, ABC):
         for i, endpoint in enumerate(endpoints):
             if not any(why[i] for why in unreached.values()):
                 return endpoint
-        name = next((n for n, why in unreached.items() if all(why)), "")
-        if name or not endpoints:
-            tried = ", ".join(f"{d}: {why}" for d, why in zip(endpoints, unreached[name], strict=True)) if name else ""
-            why = tried or "it has no address"
-            raise StartError(f"{name} does not reach this machine: {why}; open the ports between them")
-        raise StartError("no address of this machine is reached by all hosts: give them one network that they share")
+        name = max(unreached, key=lambda name: sum(map(bool, unreached[name])))
+        tried = [f"{d}: {why}" for d, why in zip(endpoints, unreached[name], strict=True) if why]
+        why = ", ".join(tried) or "it has no address"
+        raise StartError(f"{name} does not reach this machine: {why}; open the ports between them")
 
     def _check_software(self, looked: Mapping[str, Mapping[str, Any]]) -> None:
         """Raises StartError for a host whose Python or packages would not do; with `sync` they are installed first."""
@@ -268,11 +262,9 @@ class HostEngines(LocalEngines, ABC):
         different = []
         for name, facts in looked.items():
             if facts["python"][:2] != list(sys.version_info[:2]):
-                versions = (facts["python"], sys.version_info[:3], sys.version_info[:2])
-                theirs, ours, needed = (".".join(map(str, version)) for version in versions)
+                theirs, ours = (".".join(map(str, version)) for version in (facts["python"], sys.version_info[:3]))
                 has = f"{name} has Python {theirs} at {facts['executable']}, and this kernel has {ours}"
-                hint = f"give python=, the path of a Python {needed} there"
-                raise StartError(f"{has}: code is sent between them, so {hint}")
+                raise StartError(f"{has}: code is sent between them; give python=, the path of the same version there")
             lacking = [
                 f"{p}=={here[p].partition('+')[0]}"
                 for p, v in facts["packages"].items()
@@ -293,14 +285,8 @@ class HostEngines(LocalEngines, ABC):
             elif facts["code"] != digest:
                 has = "another" if facts["code"] else "no"
                 different.append(f"{name} has {has} fsdp_lab: install version {__version__} of this kernel's")
-            self.notes += tuple(
-                f"{name} has {p} {v}, and this kernel has {here[p]}"
-                for p, v in facts["packages"].items()
-                if v and p not in SAME and v != here[p]
-            )
         if different:
-            listed = "; ".join(different[:4]) + (f"; and {len(different) - 4} more" if len(different) > 4 else "")
-            raise StartError(f"hosts lack what this kernel has, run there, or give sync=True: {listed}")
+            raise StartError(f"hosts lack what this kernel has, run there, or give sync=True: {'; '.join(different)}")
 
     # -- starting ---------------------------------------------------------------------------------------------------
 
@@ -318,29 +304,16 @@ class HostEngines(LocalEngines, ABC):
     def default_ranks(self) -> int:  # type: ignore[override]
         return sum(host.ranks for host in self._hosts.values())
 
-    def _launch(self, n: int, timeout_s: float) -> Callable[[int], None]:
+    def _launch(self, n: int, timeout_s: float) -> None:
         """Starts engines on hosts that answer: first on those that lack ranks, then beyond that in turns."""
-        counts = self._shares(n)
-        pids: dict[str, set[int]] = {}  # of new engines, by host
-        for name, s in self._agents(counts).items():
+        self._started = {}
+        for name, s in self._agents(self._shares(n)).items():
             if s.failure:
                 raise StartError(s.failure)
-            host, pids[name] = self._hosts[name], set(s.value["pids"])
+            host, self._started[name] = self._hosts[name], set(s.value["pids"])
             host.id = s.value["id"]
-            host.pids |= pids[name]
-        checked_s = time.monotonic()
-        deadline = checked_s + timeout_s
-
-        def check(missing: int) -> None:
-            nonlocal checked_s
-            if time.monotonic() - checked_s > CHECK_S:
-                checked_s = time.monotonic()
-                self._check_started(pids)
-            if time.monotonic() > deadline:
-                late = f"{missing} of {n} engines did not reach this machine within {timeout_s:.0f} s"
-                raise StartError(f"{late}: open the ports between it and {', '.join(counts)}")
-
-        return check
+            host.pids |= self._started[name]
+        self._checked_s = time.monotonic()
 
     def _shares(self, n: int) -> dict[str, int]:
         """Returns how many of n engines each host is to start. Raises StartError if no host answers."""
@@ -367,16 +340,17 @@ class HostEngines(LocalEngines, ABC):
     def _start_agent(self, name: str, count: int, *, stay: bool) -> dict[str, Command]:
         host = self._hosts[name]
         command = ["env", f"PYTHONPATH={host.code}", self.shell.python, "-P", "-m", "fsdp_lab.cluster.host_agent"]
-        gone_s = self._asked.cut_s if self._endpoint is None else CONTROLLER_GONE_S  # a tunnel that is cut refuses too
         where = {"token": self.token, "connection": self._connection, "cwd": os.getcwd(), "sent": host.sent}
-        how = {"count": count, "cut_s": self._asked.cut_s, "gone_s": gone_s, "stay": stay}
+        how = {"count": count, "cut_s": self._asked.cut_s, "stay": stay}
         orders = {**where, **how, "environment": {**ENVIRONMENT, **self._variables}}
         return self.shell.start([name], command, json.dumps(orders).encode() + b"\n")
 
-    def _check_started(self, pids: Mapping[str, set[int]]) -> None:
-        """Raises StartError if an engine that was started has ended."""
-        for name, s in self.shell.script(list(pids), "status", STATUS_S, token=self.token).items():
-            for pid in map(str, () if s.failure else pids[name]):
+    def _check_started(self) -> None:
+        if time.monotonic() - self._checked_s < CHECK_S:
+            return
+        self._checked_s = time.monotonic()
+        for name, s in self.shell.script(list(self._started), "status", STATUS_S, token=self.token).items():
+            for pid in map(str, () if s.failure else self._started[name]):
                 if (code := s.value["exits"].get(pid)) is not None:
                     log = s.value["logs"].get(pid, "")
                     raise StartError(f"an engine on {name} ended while it was starting (exit code {code})", log)
@@ -411,15 +385,12 @@ class HostEngines(LocalEngines, ABC):
         host, key = self._host_of(process), (process.host_id, process.pid)
         if host is None or key in self._exits or self._has_not_answered(host):
             return
-        for _ in range(2):  # the agent may learn of it a moment later
-            said = self.shell.script([host.name], "status", POST_MORTEM_S, token=self.token)[host.name]
-            if said.failure:
-                self._unreached_s[host.name] = time.monotonic()
-                return
-            self._exits |= {(host.id, int(pid)): code for pid, code in said.value["exits"].items()}
-            self._logs |= {(host.id, int(pid)): log for pid, log in said.value["logs"].items()}
-            if key in self._exits or process.pid in said.value["running"]:
-                return
+        said = self.shell.script([host.name], "status", POST_MORTEM_S, token=self.token)[host.name]
+        if said.failure:
+            self._unreached_s[host.name] = time.monotonic()
+            return
+        self._exits |= {(host.id, int(pid)): code for pid, code in said.value["exits"].items()}
+        self._logs |= {(host.id, int(pid)): log for pid, log in said.value["logs"].items()}
 
     def _end_all(self) -> bool:
         if self._hosts:  # on one that does not answer the agent ends them
@@ -446,16 +417,6 @@ def packed_code() -> str:
 CONNECT_S = 8  # for ssh to reach a host
 ALIVE_S, SILENT_S = 5, 15  # between two questions whether a host is there; how long it may not answer
 TUNNEL_S = 1.0  # for ssh to refuse a forwarded port
-SSH_FAILURES = {  # what ssh says of the host {host} -> what it means and what to do
-    r"Permission denied|Too many authentication failures": "{host} refuses the login ({line}): put your key there with "
-    "ssh-copy-id {host}, and load it with ssh-add",
-    r"Could not resolve hostname": "the name {host} does not resolve ({line}): give an address, or a Host entry in "
-    "~/.ssh/config",
-    r"Host key verification failed|REMOTE HOST IDENTIFICATION": "the host key of {host} is not known, or has changed "
-    "({line}): log in once by hand, ssh {host}",
-    r"Connection (timed out|refused|closed|reset)|No route to host|Network is unreachable|timed out": "{host} cannot be "
-    "reached by SSH ({line}): is it up, and is its port right? Ports belong in ~/.ssh/config",
-}
 
 
 class SshShell(Shell):
@@ -487,10 +448,8 @@ class SshShell(Shell):
         code, lines = running.process.returncode, running.error_text.splitlines()
         line = next((text for text in reversed(lines) if text.strip()), f"exit code {code}").strip()
         if code == 255:
-            for pattern, sentence in SSH_FAILURES.items():
-                if matching := next((text.strip() for text in lines if re.search(pattern, text)), ""):
-                    return sentence.format(host=host, line=matching)
-            return f"ssh to {host} failed: {line}"
+            hint = "with a key, and a known host; names and ports belong in ~/.ssh/config"
+            return f"ssh to {host} failed ({line}): it must work without a question, {hint}"
         if code in (126, 127):
             hint = "give python=, the path there of a Python in whose environment fsdp_lab or at least its requirements"
             return f"{host} has no {self.python} ({line}): {hint} are installed"
@@ -503,22 +462,14 @@ class SshEngines(HostEngines):
     _asked: SshHosts
     shell: SshShell
     _tunnels: Mapping[str, Command] = {}
-    _former_tunnels: Mapping[str, Identity] = {}  # of a former kernel
 
     def _allocate(self) -> list[str]:
         self.shell = SshShell(self._asked.path, self._asked.ssh_args)
         return list(self._asked.names)
 
-    @property
-    def _where(self) -> dict[str, Any]:
-        own = {name: Identity.of(tunnel.process.pid) for name, tunnel in self._tunnels.items()}
-        tunnels = {name: asdict(process) for name, process in {**self._former_tunnels, **own}.items()}
-        return super()._where | {"tunnels": tunnels}
-
     def _take_over(self, where: Mapping[str, Any]) -> None:
         super()._take_over(where)
         self._allocate()
-        self._former_tunnels = {name: Identity(**d) for name, d in where["tunnels"].items()}
 
     def _choose_endpoint(
         self, endpoints: Sequence[Endpoint], unreached: Mapping[str, Sequence[str]]
@@ -545,11 +496,8 @@ class SshEngines(HostEngines):
         """Raises StartError."""
         numbers = [v for value in self._connection.values() for v in (value if isinstance(value, list) else [value])]
         ports = sorted({v for v in numbers if isinstance(v, int) and not isinstance(v, bool)})
-        new = []
-        for name in names:
-            own, former = self._tunnels.get(name), self._former_tunnels.get(name)
-            if not (own.process.poll() is None if own is not None else former is not None and former.alive):
-                new.append(name)
+        running = [process.cmdline() for process in marked(self.token)]  # also those of a former kernel
+        new = [name for name in names if not any("-R" in words and words[-1] == name for words in running)]
         opened = {name: self.shell.tunnel(name, ports, {MARK: self.token}, self._asked.cut_s) for name in new}
         self._tunnels = {**self._tunnels, **opened}
         deadline = time.monotonic() + TUNNEL_S
@@ -569,4 +517,4 @@ class SshEngines(HostEngines):
     def _end_commands(self) -> list[EndCommand]:
         sent = host_script.request("end", token=self.token).decode()
         command = [self.shell.python, "-"]
-        return [EndCommand(argv=tuple(self.shell.command(name, command)), sent=sent) for name in self._hosts]
+        return [(self.shell.command(name, command), sent) for name in self._hosts]

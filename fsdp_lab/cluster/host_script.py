@@ -89,7 +89,6 @@ def look(packages: Sequence[str], endpoints: Sequence[Sequence[Any]], token: str
         "code": code_digest(),
         "gpus": gpus(),
         "unreached": unreached,
-        "temporary": "" if os.access(tempfile.gettempdir(), os.W_OK) else tempfile.gettempdir(),
     }
 
 
@@ -107,10 +106,6 @@ def code_digest() -> str:
         root = os.path.join(folder, "fsdp_lab")
         if os.path.isfile(os.path.join(root, "__init__.py")):
             return folder_digest(root)
-    for file in importlib.metadata.files("fsdp-lab") or () if version("fsdp-lab") else ():
-        if str(file).endswith(".pth"):  # of an editable installation
-            with open(file.locate(), encoding="utf-8") as lines:
-                return next((folder_digest(os.path.join(line.strip(), "fsdp_lab")) for line in lines), "")
     return ""
 
 
@@ -134,28 +129,16 @@ def gpus() -> int:
 
 
 def try_to_connect(address: str, port: int, token: str) -> str:
-    """Why this host does not reach who listens there for the token; "" if it does."""
+    """Why this host does not reach who listens there for the token, and answers with its digest; "" if it does."""
+    sent = bytes.fromhex(token)
     try:
-        connected(address, port, token).close()
+        with socket.create_connection((address, port), timeout=TRY_S) as connection:
+            connection.sendall(sent)
+            return "" if exactly(connection, len(sent)) == digest_of(sent) else "another program answers there"
     except TimeoutError:
         return "no answer"
     except OSError as e:
         return e.strerror or str(e)
-    return ""
-
-
-def connected(address: str, port: int, token: str) -> socket.socket:
-    """A connection to who listens there for the token, and answers with its digest. Raises OSError."""
-    sent = bytes.fromhex(token)
-    connection = socket.create_connection((address, port), timeout=TRY_S)
-    try:
-        connection.sendall(sent)
-        if exactly(connection, len(sent)) != digest_of(sent):
-            raise ConnectionRefusedError("another program answers there")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
 
 
 def digest_of(token: bytes) -> bytes:

@@ -1,9 +1,10 @@
-"""Which hosts a lab's ranks are to be on, and how they are reached: `SshHosts`, `SlurmHosts`,
-`LauncherHosts`. Configuration only."""
+"""Which hosts a lab's ranks are to be on, and how they are reached: `SshHosts`, `SlurmHosts`.
+Configuration only."""
 
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,13 +77,10 @@ class SshHosts(Hosts):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bad = next((n for n in self.names if not isinstance(n, str) or not n or n.startswith("-") or " " in n), None)
-        if bad is not None:
-            raise ArgumentError("hosts", f"{bad!r} is no name of a host", 'give names such as ["gpu1", "user@gpu2"]')
-        if not self.names:
-            raise ArgumentError("hosts", "there is none", 'give names such as ["gpu1", "gpu2"]')
-        if twice := next((n for n in self.names if self.names.count(n) > 1), None):
-            raise ArgumentError("hosts", f"{twice} is named twice", "name each host once, and give ranks_per_host")
+        good = [n for n in self.names if isinstance(n, str) and re.fullmatch(r"[^\s-]\S*", n)]
+        if not good or len({*good}) < len(self.names):
+            hint = 'give names such as ["gpu1", "user@gpu2"], each once'
+            raise ArgumentError("hosts", f"{list(self.names)} is no list of hosts", hint)
 
     @property
     def host_count(self) -> int:
@@ -97,8 +95,8 @@ class SlurmHosts(Hosts):
         hosts: how many.
         time: of the job, as Slurm writes it ("1:00:00"); None: the partition's default.
         partition, account, qos: as for sbatch; None: the defaults.
-        options: more options of salloc, such as ("--constraint=h100", "--cpus-per-task=96").
-        queue_s: how long to wait in the queue; None: until it is interrupted."""
+        options: more options of salloc, such as ("--constraint=h100", "--cpus-per-task=96"), or ("--immediate=60",), which
+            limits the wait in the queue; else it waits until it is interrupted."""
 
     hosts: int = 1
     time: str | None = None
@@ -106,7 +104,6 @@ class SlurmHosts(Hosts):
     account: str | None = None
     qos: str | None = None
     options: tuple[str, ...] = ()
-    queue_s: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,36 +121,6 @@ class SlurmHosts(Hosts):
         asked = {"nodes": self.hosts, "ntasks-per-node": self.each or 1, "gpus-per-node": self.gpus_per_host}
         asked |= {name: getattr(self, name) for name in ("time", "partition", "account", "qos")}
         return [*(f"--{name}={value}" for name, value in asked.items() if value is not None), *self.options]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LauncherHosts(Hosts):
-    """Hosts that one of ipyparallel's launchers finds.
-
-    Args:
-        launcher: its name ("pbs", "lsf", "sge", "htcondor", "mpi", ...), or that of a class.
-        count: number of ranks.
-        options: of the launcher, by the names of its traits, such as (("queue", "gpu"),).
-        address: of this machine, as the hosts reach it; None: the first of its addresses.
-        folder: that the hosts have too, for a private folder in it; None: this user's home.
-        queue_s: how long to wait for engines; None: until it is interrupted."""
-
-    launcher: str = ""
-    count: int = 1
-    options: tuple[tuple[str, object], ...] = ()
-    address: str | None = None
-    folder: str | None = None
-    queue_s: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.launcher or not isinstance(self.launcher, str):
-            raise ArgumentError("launcher", f"{self.launcher!r} is no name of a launcher", 'give one such as "pbs"')
-        check_whole("ranks", self.count)
-
-    @property
-    def ranks(self) -> int | None:
-        return self.count
 
 
 def ssh_hosts(hosts: Sequence[str] | str, **options: object) -> SshHosts:

@@ -7,17 +7,14 @@ import contextlib
 import logging
 import os
 import secrets
-import socket
-import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import ipyparallel as ipp
-import psutil
 import zmq
 from traitlets.config import Config
 
@@ -31,7 +28,6 @@ from fsdp_lab.cluster.detached import (
     private_folder,
     remove_private,
 )
-from fsdp_lab.cluster.engine_server import SOCKET, ForkedEngineSetLauncher, start_server
 from fsdp_lab.cluster.engines import EngineProcess, Engines
 
 ATTACH_S = 10.0  # for the client to reach running engines
@@ -40,6 +36,7 @@ SIGNATURES = 2048
 BEAT_S = 0.2  # short: the hub registers an engine after two heartbeats
 LOST_S = 10.0  # a native thread sends heartbeats: only a suspended machine or a stopped process misses so many
 LOOPBACK = "127.0.0.1"
+LOOPBACK_NAME = "lo0" if sys.platform == "darwin" else "lo"  # torch's ranks would choose one that other machines reach
 ENVIRONMENT = {  # of all engines
     **HOST_MEMORY,
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # torch numbers GPUs as NVML does, on which placement relies
@@ -59,8 +56,7 @@ c.Session.key = {key!r}
 T = TypeVar("T")
 
 
-# pid, exit code, id of the host if it is not this one; called on the launcher thread, or on one that waits for a process
-OnEnd = Callable[[int, int | None, str | None], None]
+OnEnd = Callable[[int, int | None], None]  # pid, exit code; called on the launcher thread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,16 +78,15 @@ class LocalEngines(Engines):
     default_ranks = 2
     _connection: Mapping[str, Any]  # with which an engine reaches the controller
 
-    def __init__(self, order: EngineOrder, ranks: int, *, forked: bool = False, rank_module: str | None = None) -> None:
-        """`ranks`: that share this host. `forked`: a server that imports `rank_module`, or the package's own code, forks the
-        engines; else each imports."""
+    def __init__(self, order: EngineOrder, ranks: int) -> None:
+        """`ranks`: that share this host."""
         self.token, self._on_end, former = order.token, order.on_end, order.former
         self._environment = engine_environment(order.token, ranks, order.environment)
         self._exit_codes: dict[int, int | None] = {}
         self._launchers: dict[int, Any] = {}  # pid -> ipyparallel's launcher of one engine
+        self._newest: list[int] = []  # pids of the engines that were started last
         self._cluster: Any = None
         self.client = self._user_client = None
-        self._server: subprocess.Popen[bytes] | None = None  # that forks engines
         self._record: DetachedCluster | None = None  # while the engines may outlive this kernel
         self._guardian: Guardian | None = None
         self._closed, self.attached = False, former is not None
@@ -100,15 +95,13 @@ class LocalEngines(Engines):
             self._folder, self._loop = self._record.folder, LauncherLoop()
             return
         try:
-            self._folder = self._make_folder()
+            self._folder = private_folder()
         except OSError as e:
             why = f"the engines need a private folder for temporary files and none can be made: {e}"
             raise StartError(f"{why}; set TMPDIR to a folder that you may write to") from None
         self._loop = LauncherLoop()
         try:
             self._guardian = Guardian(order.token, self._folder)
-            if forked:
-                self._server = start_server(self._folder, self._environment, rank_module)
             self._before_controller()
             self.client = self._loop.run(self._open(), order.timeout_s)
         except BaseException as e:
@@ -117,14 +110,6 @@ class LocalEngines(Engines):
             if isinstance(e, Exception):
                 raise start_error("ipyparallel's controller did not start", e, log, order.timeout_s) from None
             raise
-
-    def _make_folder(self) -> Path:
-        """Makes the private folder. Raises OSError."""
-        return private_folder()
-
-    def _cluster_options(self) -> dict[str, Any]:
-        """Returns the options of the `ipyparallel.Cluster`. Raises StartError."""
-        return cluster_options() | ({} if self._server is None else {"engines": ForkedEngineSetLauncher})
 
     def _before_controller(self) -> None:
         """Finds out what is to be known before the controller is started. Raises StartError."""
@@ -147,8 +132,6 @@ class LocalEngines(Engines):
         self._write_config()
         (file,) = (self._folder / "security").glob("cluster-*.json")  # ipyparallel keeps it up to date
         self._cluster = ipp.Cluster.from_file(str(file), **cluster_options())
-        if (self._folder / SOCKET).exists():
-            self._cluster.engine_launcher_class = ForkedEngineSetLauncher
         ours = {p.pid for p in marked(self.token)}  # a pid in the file may be another process's by now
         if self.controller_pid not in ours:
             raise StartError("ipyparallel's controller has ended")
@@ -164,7 +147,7 @@ class LocalEngines(Engines):
     async def _open(self) -> Any:
         self._write_config()
         folder, args = str(self._folder), self._controller_args
-        self._cluster = ipp.Cluster(profile_dir=folder, controller_args=args, **self._cluster_options())
+        self._cluster = ipp.Cluster(profile_dir=folder, controller_args=args, **cluster_options())
         await self._cluster.start_controller(environment=dict(self._environment))
         return await self._connect()
 
@@ -174,16 +157,7 @@ class LocalEngines(Engines):
         self._connection = info["engine"]
         client = ipp.Client(info["client"], cluster=None)
         client.session.digest_history_size = SIGNATURES
-        if not (client.session.key or client.curve_serverkey):
-            client.close(linger=0)
-            raise StartError(
-                "a configuration of ipyparallel on this machine disables the signing of messages: remove it"
-            )
         return client
-
-    @property
-    def forked(self) -> bool:  # type: ignore[override]
-        return self._server is not None
 
     @property
     def user_client(self) -> Any:
@@ -199,7 +173,8 @@ class LocalEngines(Engines):
 
     def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
         before, reported = set(self.client.ids), -1
-        check = self._launch(n, timeout_s)
+        self._launch(n, timeout_s)
+        deadline = time.monotonic() + timeout_s
         while True:
             new = sorted(set(self.client.ids) - before)
             if len(new) != reported:
@@ -207,34 +182,29 @@ class LocalEngines(Engines):
                 ready(reported)
             if len(new) >= n:
                 return new
-            check(n - len(new))
+            self._check_started()
+            if time.monotonic() > deadline:
+                late = f"{n - len(new)} of {n} engines did not reach this machine within {timeout_s:.0f} s"
+                raise StartError(f"{late}: it is busy, or ports between hosts are closed")
             time.sleep(0.03)
 
-    def _launch(self, n: int, timeout_s: float) -> Callable[[int], None]:
-        """Starts `n` engines. Returns what is told again and again how many are not there yet. Both raise StartError."""
-        if self._server is not None:
-            timeout_s *= 3  # the server imports first; engines that do it later have twice as long for that
+    def _launch(self, n: int, timeout_s: float) -> None:
+        """Starts `n` engines. Raises StartError."""
         try:
-            started = self._loop.run(self._start(n), timeout_s)
+            self._loop.run(self._start(n), timeout_s)
         except Exception as e:
             raise start_error("the engines did not start", e, "", timeout_s) from None
-        deadline = time.monotonic() + timeout_s
 
-        def check(missing: int) -> None:
-            if ended := [pid for pid in started if pid in self._exit_codes]:
-                code, log = self._exit_codes[ended[0]], self._log(ended[0])
-                raise StartError(f"an engine ended while it was starting (exit code {code})", log)
-            if time.monotonic() > deadline:
-                late = f"{missing} of {n} engines were not ready after {timeout_s:.0f} s; a busy machine is slow"
-                raise StartError(late, self._log(started[0]))
-
-        return check
-
-    async def _start(self, n: int) -> list[int]:
-        """Starts n engine processes; returns their pids."""
+    async def _start(self, n: int) -> None:
         # The environment reaches engines through the launcher alone, which reads it when the set starts.
         set_id = await self._cluster.start_engines(n, environment=dict(self._environment))
-        return self._follow(self._cluster.engines[set_id].launchers.values())
+        self._newest = self._follow(self._cluster.engines[set_id].launchers.values())
+
+    def _check_started(self) -> None:
+        """Raises StartError if an engine that was just started has ended."""
+        if pid := next((pid for pid in self._newest if pid in self._exit_codes), None):
+            code, log = self._exit_codes[pid], self._log(pid)
+            raise StartError(f"an engine ended while it was starting (exit code {code})", log)
 
     def _follow(self, launchers: Iterable[Any]) -> list[int]:
         """Returns the pids of these launchers, whose ends are noticed from now on."""
@@ -248,7 +218,7 @@ class LocalEngines(Engines):
         """Called on the launcher thread, for an engine or the controller."""
         pid, code = int(data["pid"]), data.get("exit_code")
         self._exit_codes[pid] = code if code is None else int(code)
-        self._on_end(pid, self._exit_codes[pid], None)
+        self._on_end(pid, self._exit_codes[pid])
 
     @property
     def _controller(self) -> Any:
@@ -303,14 +273,10 @@ class LocalEngines(Engines):
         if self._cluster is not None:
             self._cluster.cluster_file = ""  # else an end that is reported late makes the folder again
         ended = self._end_all()
-        if self._server is not None:
-            self._server.terminate()
         controller = self._controller
         if controller is not None and controller.process is not None:
             end([controller.process], term_s=1.0)
         left = sweep(self.token)
-        if self._server is not None:
-            self._server.wait()
         # The loop stops when ipyparallel's waiting threads have reported to it, which they do at once.
         launchers = [x for x in [*self._launchers.values(), controller] if x is not None]
         deadline = time.monotonic() + 1
@@ -435,19 +401,11 @@ def engine_environment(token: str, ranks: int, extra: Mapping[str, str]) -> dict
     threads = str(max(1, usable_cores() // max(1, ranks)))
     defaults = {
         **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads),
-        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback()),
+        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK_NAME),
         **ENVIRONMENT,
     }
     unset = {name: value for name, value in defaults.items() if name not in os.environ}
     return {**unset, "PYTHONPATH": package_path(), MARK: token, **extra}
-
-
-def loopback() -> str:
-    """The name of the loopback interface; torch's ranks would choose one that other machines reach."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(a.family == socket.AF_INET and a.address == "127.0.0.1" for a in addresses):
-            return str(name)
-    return "lo"
 
 
 def start_error(what: str, error: Exception, log: str, timeout_s: float) -> StartError:
@@ -456,12 +414,8 @@ def start_error(what: str, error: Exception, log: str, timeout_s: float) -> Star
         return error
     if isinstance(error, TimeoutError):
         why = f"no answer for {timeout_s:.0f} s"
-    elif isinstance(error, PermissionError):
-        why = f"{error.filename or 'a file'} may not be written or run"
     else:
         why = " ".join(str(error).split())[:300] or type(error).__name__
-    if "Address already in use" in log or "Address already in use" in why:
-        why = "a port that it needs is in use; try again, which chooses other ports"
     return StartError(f"{what}: {why}", log)
 
 

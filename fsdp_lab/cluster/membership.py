@@ -152,11 +152,10 @@ class Membership:
         with self.lock:
             return {m.rank: m.lost for m in self.members if m.lost is not None}
 
-    def unexpectedly_ended(self, *, pid: int | None, engine: int | None, host_id: str | None) -> Member | None:
-        """Returns the member whose engine or process, on this host or on `host_id`, has just ended; None if that was
-        expected, or reported before."""
+    def unexpectedly_ended(self, pid: int | None, engine: int | None) -> Member | None:
+        """Returns the member whose engine, or process of this host, has just ended; None if that was expected, or reported
+        before."""
         for m in self.present:
-            here = m.process is not None if host_id is None else m.host_id == host_id
-            if m.engine == engine or (m.pid == pid and here):
+            if m.engine == engine or (m.pid == pid and m.process is not None):
                 return None if m.engine in self.leaving else m
         return None

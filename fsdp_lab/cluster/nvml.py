@@ -17,6 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 TIMEOUT_S = 20.0
+UNSEEN_USE_FRACTION = 0.05  # of a GPU's memory, used by no visible process: then it is in use outside this container
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,17 @@ class GpuStatus:
     total_bytes: int  # 0 if the driver does not report it (unified memory)
     used_bytes: int  # without the driver's own reservation
     processes: tuple[GpuProcess, ...] = ()
+    device: str = ""  # where torch can see it, "cuda:0", as torch counts: after CUDA_VISIBLE_DEVICES, in PCI order
+
+    @property
+    def busy(self) -> str:
+        """Which processes use it, as a sentence; "" if none do."""
+        if self.processes:
+            return f"{self.device} ({self.name}) is in use by " + ", ".join(map(str, self.processes))
+        if self.used_bytes > UNSEEN_USE_FRACTION * self.total_bytes:
+            used = f"{self.used_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.0f} GiB"
+            return f"{self.device} ({self.name}) is in use: {used}, by a process that cannot be seen from here"
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,17 +92,14 @@ def has_driver() -> bool:
 
 
 def read() -> GpuReport:
-    """As `query`, but in this process, which has to have a driver."""
+    """As `query`, but in this process, which has to have a driver, and ends then."""
     try:
         import pynvml
     except ImportError:
         return GpuReport(error=f"nvidia-ml-py is not installed: {sys.executable} -m pip install nvidia-ml-py")
     try:
         pynvml.nvmlInit()
-        try:
-            return _Reader(pynvml).report()
-        finally:
-            pynvml.nvmlShutdown()
+        return _Reader(pynvml).report()
     except pynvml.NVMLError as e:
         return GpuReport(error=f"NVML: {e}")
 
@@ -120,7 +129,6 @@ class _Reader:
     def _gpu(self, handle: Any) -> GpuStatus:
         nvml = self._nvml
         memory = self._optional(nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
-        memory = memory or self._optional(nvml.nvmlDeviceGetMemoryInfo, handle)  # drivers before 510
         processes = self._optional(nvml.nvmlDeviceGetComputeRunningProcesses, handle, default=())
         return GpuStatus(
             uuid=nvml.nvmlDeviceGetUUID(handle),

@@ -19,32 +19,9 @@ from typing import Any
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.process import usable_cores
 from fsdp_lab.cluster import nvml
-from fsdp_lab.cluster.nvml import GpuProcess, GpuReport, GpuStatus
+from fsdp_lab.cluster.nvml import GpuReport, GpuStatus
 
 SHARED_GPU_BYTES_FRACTION = 0.92  # of a shared GPU, over all its ranks; the rest is for CUDA contexts
-UNSEEN_USE_FRACTION = 0.05  # of a GPU's memory, used by no visible process: then it is in use outside this container
-
-
-@dataclass(frozen=True, kw_only=True)
-class CudaDevice:
-    """One GPU that torch can see here, by torch's name for it."""
-
-    device: str  # "cuda:0", as torch counts: after CUDA_VISIBLE_DEVICES, in PCI order
-    uuid: str
-    name: str
-    total_bytes: int
-    used_bytes: int = 0
-    users: tuple[GpuProcess, ...] = ()  # processes that are not ours
-
-    @property
-    def busy(self) -> str:
-        """Which processes use it, as a sentence; "" if none do."""
-        if self.users:
-            return f"{self.device} ({self.name}) is in use by " + ", ".join(map(str, self.users))
-        if self.used_bytes > UNSEEN_USE_FRACTION * self.total_bytes:
-            used = f"{self.used_bytes / 2**30:.1f} of {self.total_bytes / 2**30:.0f} GiB"
-            return f"{self.device} ({self.name}) is in use: {used}, by a process that cannot be seen from here"
-        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +30,7 @@ class Host:
 
     name: str
     cores: int
-    gpus: tuple[CudaDevice, ...] = ()
+    gpus: tuple[GpuStatus, ...] = ()  # that torch can see, with the processes that are not ours
     torch_cuda: str | None = None  # the CUDA version that torch was built for; None: a CPU build
     note: str = ""  # why GPUs could not be listed
 
@@ -106,24 +83,18 @@ def probe(
     return Host(name=name, cores=cores, gpus=gpus, torch_cuda=torch_cuda_version() if report.gpus else None)
 
 
-def _device(index: int, gpu: GpuStatus, ours: frozenset[int]) -> CudaDevice:
+def _device(index: int, gpu: GpuStatus, ours: frozenset[int]) -> GpuStatus:
     """The GPU, named as if all were visible."""
-    used_by_ours = sum(process.used_bytes for process in gpu.processes if process.pid in ours)
-    return CudaDevice(
-        device=f"cuda:{index}",
-        uuid=gpu.uuid,
-        name=gpu.name,
-        total_bytes=gpu.total_bytes,
-        used_bytes=max(0, gpu.used_bytes - used_by_ours),
-        users=tuple(process for process in gpu.processes if process.pid not in ours),
-    )
+    used_bytes = max(0, gpu.used_bytes - sum(process.used_bytes for process in gpu.processes if process.pid in ours))
+    others = tuple(process for process in gpu.processes if process.pid not in ours)
+    return dataclasses.replace(gpu, device=f"cuda:{index}", used_bytes=used_bytes, processes=others)
 
 
-def _visible(gpus: Sequence[CudaDevice], visible: str | None) -> tuple[CudaDevice, ...]:
+def _visible(gpus: Sequence[GpuStatus], visible: str | None) -> tuple[GpuStatus, ...]:
     """Returns the GPUs that CUDA_VISIBLE_DEVICES leaves, renamed as torch counts them: to the first bad entry."""
     if visible is None:
         return tuple(gpus)
-    chosen: list[CudaDevice] = []
+    chosen: list[GpuStatus] = []
     for entry in (e.strip() for e in visible.split(",")):
         if entry.isdigit() and int(entry) < len(gpus):
             chosen.append(gpus[int(entry)])
@@ -150,14 +121,14 @@ def torch_cuda_version() -> str | None:
     return match.group(1) if match else None
 
 
-def place(hosts: Sequence[Host], devices: Sequence[str] | None = None, *, take_busy: bool = False) -> Placement:
+def place(hosts: Sequence[Host], devices: Sequence[str] | None = None) -> Placement:
     """Returns the seats of ranks, whose `hosts` are given in rank order; ranks of one machine are consecutive. `devices`:
     one for each rank. None: a GPU each where enough are free, shared GPUs where there are fewer, CPUs where there are
-    none. `take_busy`: also GPUs that another process uses. Raises SpecError for a device that is not there, or not free."""
+    none; none that another process uses, unless it is named. Raises SpecError for a device that is not there."""
     if devices is None:
-        chosen, notes = _choose(hosts, take_busy)
+        chosen, notes = _choose(hosts)
     else:
-        chosen, notes = list(devices), _check(hosts, devices, take_busy)
+        chosen, notes = list(devices), _check(hosts, devices)
     load = Counter((host.name, device) for host, device in zip(hosts, chosen, strict=True) if device != "cpu")
     ranks_on = Counter(host.name for host in hosts)
     fullest = max(load.values(), default=1)
@@ -170,35 +141,30 @@ def place(hosts: Sequence[Host], devices: Sequence[str] | None = None, *, take_b
     return Placement(seats=tuple(seats), notes=(*notes, *_fidelity(hosts, seats, load)))
 
 
-def free_gpus(host: Host, *, take_busy: bool = False) -> list[CudaDevice]:
+def free_gpus(host: Host) -> list[GpuStatus]:
     """Those that this torch can use and nobody else does."""
-    return [gpu for gpu in host.gpus if host.torch_cuda is not None and (take_busy or not gpu.busy)]
+    return [gpu for gpu in host.gpus if host.torch_cuda is not None and not gpu.busy]
 
 
-def without_ours(host: Host, devices: Collection[str], before_bytes: Mapping[str, int]) -> Host:
-    """Leaves out what our ranks hold on their devices where NVML names no processes, as in a container. `before_bytes`: what
-    each GPU had in use, by its UUID, before the first of our ranks began."""
-    gpus = list(host.gpus)
-    for i, gpu in enumerate(gpus):
-        if gpu.device in devices and not gpu.users:
-            used_bytes = min(gpu.used_bytes, before_bytes.get(gpu.uuid, gpu.used_bytes))
-            gpus[i] = dataclasses.replace(gpu, used_bytes=used_bytes)
+def without_ours(host: Host, devices: Collection[str]) -> Host:
+    """Leaves out what is in use on our ranks' devices where NVML names no processes, as in a container."""
+    ours = {gpu.device for gpu in host.gpus if gpu.device in devices and not gpu.processes}
+    gpus = (dataclasses.replace(gpu, used_bytes=0) if gpu.device in ours else gpu for gpu in host.gpus)
     return dataclasses.replace(host, gpus=tuple(gpus))
 
 
-def _choose(hosts: Sequence[Host], take_busy: bool) -> tuple[list[str], list[str]]:
+def _choose(hosts: Sequence[Host]) -> tuple[list[str], list[str]]:
     """A device per rank, if the user named none: GPUs if every host has a free one, otherwise CPUs for all."""
     machines = {host.name: host for host in hosts}
     notes = [host.note for host in machines.values() if host.note]
-    free: dict[str, list[CudaDevice]] = {}
+    free: dict[str, list[GpuStatus]] = {}
     for host in machines.values():
-        busy = [gpu for gpu in host.gpus if gpu.busy and not take_busy]
-        free[host.name] = free_gpus(host, take_busy=take_busy)
+        free[host.name] = free_gpus(host)
         if host.gpus and host.torch_cuda is None:
             has = f"{host.name} has {len(host.gpus)} GPU{'s' * (len(host.gpus) > 1)}, but its torch is built for CPUs"
             notes.append(f"{has}: ranks compute on the CPU; install a CUDA build of torch to use them")
         else:
-            notes += [f"{gpu.busy}: it is not used" for gpu in busy]
+            notes += [f"{gpu.busy}: it is not used" for gpu in host.gpus if gpu.busy]
     if not all(free.values()):
         if any(host.gpus for host in machines.values()) and any(free.values()):
             bare = ", ".join(name for name, gpus in free.items() if not gpus)
@@ -214,7 +180,7 @@ def _choose(hosts: Sequence[Host], take_busy: bool) -> tuple[list[str], list[str
     return chosen, notes
 
 
-def _check(hosts: Sequence[Host], devices: Sequence[str], take_busy: bool) -> list[str]:
+def _check(hosts: Sequence[Host], devices: Sequence[str]) -> list[str]:
     """Notes on devices that the user named. Raises SpecError for one that cannot be used."""
     if len(devices) != len(hosts):
         reason = f"{len(devices)} are named for {len(hosts)} ranks"
@@ -233,9 +199,6 @@ def _check(hosts: Sequence[Host], devices: Sequence[str], take_busy: bool) -> li
         if host.torch_cuda is None:
             reason = f"torch on {host.name} is built for CPUs and cannot use {device}"
             raise SpecError("devices", reason, "install a CUDA build of torch, or use cpu", {"devices": None})
-        if gpu.busy and not take_busy:
-            hint = "choose another, end that process, or share it with take_busy=True"
-            raise SpecError("devices", gpu.busy, hint, {"devices": None})
         if gpu.busy:
             notes[f"{gpu.busy}: times and free memory on it are not this run's alone"] = None
     return list(notes)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_lab.base.process import host_id
-from fsdp_lab.cluster.addresses import Endpoint, Endpoints, measure, own_addresses, reach
+from fsdp_lab.cluster.addresses import Endpoint, Endpoints, reach
 from fsdp_lab.cluster.placement import Host, probe
 
 KEY = "_fsdp_lab"
@@ -174,23 +174,12 @@ class Resident:
         self.session: Any = None
         self.heartbeats: HeartbeatPublisher | None = None
         self.endpoints: Endpoints | None = None
-        self._variables: dict[str, str | None] = {}  # of the environment, as they were before
         self._pushed: dict[str, Any] = {}
 
     def push(self) -> None:
         """Makes the Session's names reachable from `%%px` cells."""
         self._pushed = dict(self.session.namespace())
         self.namespace.update(self._pushed)
-
-    def set_variables(self, variables: Mapping[str, str]) -> None:
-        """Sets variables of the environment in place of those of the last call, which become what they were."""
-        for name, before in self._variables.items():
-            if before is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = before
-        self._variables = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
 
     def withdraw(self) -> None:
         """Removes every name that still has the Session's value, and IPython's other references to that value."""
@@ -237,9 +226,8 @@ def session() -> Any:
 
 
 def describe() -> dict[str, Any]:
-    """Which process this engine is, on which host, and the addresses of the host."""
-    addresses = [address for _, address in own_addresses()]
-    return {"pid": os.getpid(), "host": socket.gethostname(), "id": host_id(), "addresses": addresses}
+    """Which process this engine is, and on which host."""
+    return {"pid": os.getpid(), "host": socket.gethostname(), "id": host_id()}
 
 
 FIRST_TO_GO = "800"  # of 1000
@@ -248,14 +236,6 @@ FIRST_TO_GO = "800"  # of 1000
 def hardware(ours: Collection[int]) -> Host:
     """The cores and GPUs of this host; `ours` are the pids of our ranks on it."""
     return probe(ours=frozenset(ours))
-
-
-def claim(owner: str) -> None:
-    """Makes this rank the owner's; closes the session of the former owner."""
-    leave()
-    resident().owner = owner
-    with contextlib.suppress(OSError):  # where memory ends, Linux ends a rank, and not the kernel or its server
-        Path("/proc/self/oom_score_adj").write_text(FIRST_TO_GO)
 
 
 def rank_code(module: str | None) -> Any:
@@ -268,10 +248,14 @@ def rank_code(module: str | None) -> Any:
     return rank
 
 
-def load(module: str | None) -> None:
-    """Imports the rank's code and torch: it takes seconds, so it is a separate stage. What imports allocate is permanent: it
-    is not collected now, and frozen so that later collections, at each switch, skip it. Freezing later would also keep a
-    session with its groups and connections."""
+def load(module: str | None, owner: str) -> None:
+    """Makes this rank the owner's, closes the session of the former owner, and imports the rank's code and torch, which
+    takes seconds. What imports allocate is permanent: it is not collected now, and frozen so that later collections, at each
+    switch, skip it. Freezing later would also keep a session with its groups and connections."""
+    leave()
+    resident().owner = owner
+    with contextlib.suppress(OSError):  # where memory ends, Linux ends a rank, and not the kernel or its server
+        Path("/proc/self/oom_score_adj").write_text(FIRST_TO_GO)
     gc.disable()
     try:
         rank_code(module)
@@ -282,7 +266,7 @@ def load(module: str | None) -> None:
 
 
 def open_endpoints(token: str) -> list[Endpoint]:
-    """Listens at all addresses of this host, until `close_endpoints`. Raises OSError."""
+    """Listens at all addresses of this host, until `close_endpoints`."""
     close_endpoints()
     resident().endpoints = endpoints = Endpoints(token)
     return endpoints.open
@@ -303,9 +287,9 @@ def host(module: str | None, address: str | None) -> str:
 
 def join(module: str | None, beats: Mapping[str, str], variables: Mapping[str, str], **arguments: Any) -> Any:
     """Makes this rank's Session; returns its `limits_bytes` when all ranks have joined. `beats` is the header of its
-    heartbeats, `variables` are of the environment, until it leaves."""
+    heartbeats, `variables` are of the environment."""
     own = resident()
-    own.set_variables(variables)
+    os.environ.update(variables)
     own.heartbeats = HeartbeatPublisher(beats)
     on_heartbeat, on_loop = (partial(own.heartbeats.publish, kind) for kind in ("beat", "loop"))
     listeners = {"on_event": own.publisher.publish, "on_heartbeat": on_heartbeat, "on_loop": on_loop}
@@ -347,13 +331,9 @@ def leave() -> None:
     """Closes the Session, if there is one, with everything that it holds."""
     own = resident()
     own.withdraw()
-    former, own.session = own.session, None
-    try:
-        if former is not None:
-            former.close()
-    finally:
-        own.store = None
-        own.set_variables({})
+    former, own.session, own.store = own.session, None, None
+    if former is not None:
+        former.close()
 
 
 def ping() -> int:
@@ -361,7 +341,7 @@ def ping() -> int:
     return os.getpid()
 
 
-_LIFE = (describe, hardware, claim, load, host, join, attach, leave, ping)
-_NETWORK, _CODE = (open_endpoints, reach, measure, close_endpoints), (receive, receive_modules)
+_LIFE = (describe, hardware, load, host, join, attach, leave, ping)
+_NETWORK, _CODE = (open_endpoints, reach, close_endpoints), (receive, receive_modules)
 ACTIONS: Mapping[str, Callable[..., Any]] = {f.__name__: f for f in (*_LIFE, *_NETWORK, *_CODE)}
-ANY_OWNER = ("describe", "hardware", "claim", "ping")
+ANY_OWNER = ("describe", "hardware", "load", "ping")

@@ -34,8 +34,7 @@ from fsdp_lab.spec.user_code import UserCode, is_code
 from fsdp_lab.spec.workload import CODE_FIELDS
 
 ABSENT = object()  # in place of an object that exists nowhere
-MOST_LITERAL = 10_000  # characters and elements of a constant; more is data, which is no part of a source
-MOST_BYTES = 1 << 30  # of one object: it goes to every rank through the kernel's sockets
+MOST_LITERAL = 10_000  # characters of a constant; more is data, which is no part of a source
 
 
 def with_code(changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,15 +90,11 @@ def unpacked(field: str, name: str, packed: bytes) -> Any:
 
 def _packed(field: str, given: Any) -> bytes:
     try:
-        packed: bytes = cloudpickle.dumps(given)
+        return bytes(cloudpickle.dumps(given))
     except Exception as e:  # of many classes
         said = " ".join(str(e).split()) or type(e).__name__
         hint = "open files and devices inside the function, not around it"
         raise SpecError(field, f"it cannot be sent to the ranks: {said}", hint) from e
-    if len(packed) > MOST_BYTES:
-        reason = f"it is {len(packed) / 2**20:,.0f} MiB, which every rank would be sent"
-        raise SpecError(field, reason, "give a function that reads the data on the rank")
-    return packed
 
 
 def _digest(name: str, given: Any, text: SourceText | None) -> str:
@@ -109,7 +104,6 @@ def _digest(name: str, given: Any, text: SourceText | None) -> str:
     if text is not None:
         digest.update(text.text.encode())
         rest += [(name, None if value is ABSENT else value) for name, value in text.missing.items()]
-        rest += [kept for kept in text.defaults if any(kept)]
     stream = io.BytesIO()
     _Hashing(stream).dump(rest)
     digest.update(stream.getvalue())
@@ -125,16 +119,9 @@ class _Hashing(cloudpickle.Pickler):  # type: ignore[misc]
             if text.text and not text.missing:
                 return (str, (text.text,))
         if type(given).__module__ == "torch" and type(given).__name__ in ("Tensor", "Parameter"):
-            return (str, (_bytes_of(given),))
+            content = given.detach().cpu().contiguous().reshape(-1).view(sys.modules["torch"].uint8).numpy().tobytes()
+            return (tuple, ((str(given.dtype), tuple(given.shape), content),))
         return super().reducer_override(given)
-
-
-def _bytes_of(tensor: Any) -> str:
-    import torch
-
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    content = hashlib.blake2b(flat.numpy().tobytes(), digest_size=16).hexdigest()
-    return f"{tensor.dtype} {tuple(tensor.shape)} {content}"
 
 
 # -- sources ---------------------------------------------------------------------------------------------------------
@@ -143,18 +130,15 @@ def _bytes_of(tensor: Any) -> str:
 class SourceText:
     """The source of a function or class with what it needs, as the text of a module.
 
-    Every name that the source uses is followed: modules, and what they define, become imports; constants become assignments;
-    functions and classes that cannot be imported become their own source, before what uses them. What text cannot express,
-    such as a tensor, is missing.
+    Modules that it uses, and what they define, become imports; constants become assignments; functions and classes that
+    cannot be imported become their own source, before what uses them. What text cannot express is missing.
 
     Attributes:
         missing: names that the text uses and does not define -> their objects, or `ABSENT`; also functions and classes
-            without a source.
-        defaults: of the functions in the text, as they were when these were defined."""
+            without a source."""
 
     def __init__(self, given: Any) -> None:
         self.missing: dict[str, Any] = {}
-        self.defaults: list[Any] = []
         self._imports: dict[str, None] = {}
         self._parts: list[str] = []
         self._seen: dict[str, Any] = {}
@@ -191,7 +175,6 @@ class SourceText:
             self._add(own, value)
             self._parts.append(f"{name} = {own}")
             return
-        self.defaults += [(f.__defaults__, f.__kwdefaults__) for f in _functions(value)]
         scope = _scope_of(value)
         for used in _names_used(text):
             if used != own and not (used not in scope and hasattr(builtins, used)):
@@ -279,18 +262,11 @@ def _names_used(text: str) -> list[str]:
 
 
 def _is_literal(value: Any) -> bool:
-    """Returns whether its `repr` is its source, and short enough for one: at most `MOST_LITERAL` characters and elements,
-    itself in itself counted again."""
-    left, parts = MOST_LITERAL, [value]
-    while parts and left >= 0:
-        part = parts.pop()
-        left -= len(part) if isinstance(part, (str, bytes)) else 1
-        if isinstance(part, (list, tuple, set, frozenset, dict)):
-            left -= len(part)
-            if left >= 0:
-                parts += [*part, *part.values()] if isinstance(part, dict) else part
+    """Returns whether its `repr` is its source, and short enough for one."""
+    if type(value).__module__ != "builtins" or (hasattr(value, "__len__") and len(value) > MOST_LITERAL):
+        return False
     try:
-        return left >= 0 and type(value).__module__ == "builtins" and bool(ast.literal_eval(repr(value)) == value)
+        return len(text := repr(value)) <= MOST_LITERAL and bool(ast.literal_eval(text) == value)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return False
 

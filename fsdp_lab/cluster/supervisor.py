@@ -1,4 +1,4 @@
-"""`Supervisor`: a thread that notices ranks that are lost, hang or are stopped, and ends the calls that wait for them."""
+"""`Supervisor`: a thread that notices ranks that are lost or hang, and ends the calls that wait for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import psutil
@@ -23,20 +23,9 @@ from fsdp_lab.cluster.membership import Member, ReceivedHeartbeat
 CHECK_S = 0.25  # between two checks for hangs
 EXIT_CODE_S = 0.5  # the exit code may arrive later than the news of the exit
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-STOPPED_S = 2.0  # beyond the limit; until then a hang can name the collective that waits for the stopped rank
 FRESH_S = 0.8  # beyond the limit; for a missing rank to send another heartbeat, with its stack
 
 Processes = Mapping[int, psutil.Process | None]  # by rank; None on another machine
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankExit:
-    """A process has ended, or an engine as the hub sees it."""
-
-    pid: int | None = None
-    engine: int | None = None
-    exit_code: int | None = None
-    host_id: str | None = None  # of the process, if it was not on this host
 
 
 class Supervisor:
@@ -46,7 +35,7 @@ class Supervisor:
         self._dispatcher, self._membership = dispatcher, dispatcher.membership
         self.monitor = HeartbeatMonitor(hang_s)
         self.on_loop_hung: Callable[[RankHung], None] = lambda hung: None  # called on this thread
-        self._ended: queue.SimpleQueue[RankExit | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # what handles it
         # Called on this thread for each rank that ends unexpectedly.
         self.on_lost: list[Callable[[RankLost], None]] = []
 
@@ -67,38 +56,36 @@ class Supervisor:
     def _hub_event(self, event: Mapping[str, Any]) -> None:
         """Called on the client's IO thread: the hub has registered or unregistered an engine."""
         if event.get("event") == "unregister":
-            self._ended.put(RankExit(engine=int(event["id"])))
+            self._ended.put(partial(self._handle, engine=int(event["id"])))
 
-    def process_ended(self, pid: int, exit_code: int | None, host_id: str | None) -> None:
+    def process_ended(self, pid: int, exit_code: int | None) -> None:
         """Called on the launcher thread: a process that we started has ended."""
-        self._ended.put(RankExit(pid=pid, exit_code=exit_code, host_id=host_id))
+        self._ended.put(partial(self._handle, pid=pid, exit_code=exit_code))
 
     def _run(self) -> None:
         while True:
             try:
                 ended = self._ended.get(timeout=CHECK_S)
             except queue.Empty:
-                for check in (self.monitor.keep_channels, self._check_hangs, self._end_stopped):
-                    with contextlib.suppress(Exception):  # this thread must not end
-                        check()
+                with contextlib.suppress(Exception):  # this thread must not end
+                    self._check_hangs()
                 continue
             if ended is None:
                 return
             if not self._membership.closed:
                 with contextlib.suppress(Exception):
-                    self._handle(ended)
+                    ended()
 
-    def _handle(self, ended: RankExit) -> None:
+    def _handle(self, *, pid: int | None = None, engine: int | None = None, exit_code: int | None = None) -> None:
+        """A process of this host has ended, or an engine as the hub sees it."""
         engines = self._membership.engines
-        if engines is not None and ended.pid == engines.controller_pid and ended.host_id is None:
+        if engines is not None and pid == engines.controller_pid:
             for member in self._membership.present:
-                exit_ = describe_exit(ended.exit_code)
-                member.end_reason = f"is out of reach, because ipyparallel's controller {exit_}"
+                member.end_reason = f"is out of reach, because ipyparallel's controller {describe_exit(exit_code)}"
                 self._mark_lost(member, None)
             return
-        lost = self._membership.unexpectedly_ended(pid=ended.pid, engine=ended.engine, host_id=ended.host_id)
-        if lost is not None:
-            self._mark_lost(lost, ended.exit_code)
+        if (lost := self._membership.unexpectedly_ended(pid, engine)) is not None:
+            self._mark_lost(lost, exit_code)
 
     def _check_hangs(self) -> None:
         """Ends the calls of ranks that wait for one that does not join their collective."""
@@ -117,12 +104,6 @@ class Supervisor:
                 call.hang(hung)
             if loops:
                 self.on_loop_hung(hung)
-
-    def _end_stopped(self) -> None:
-        """Ends ranks that are stopped while no rank waits for them; the hub would notice them much later."""
-        processes = {m.rank: m.process for m in self._membership.present if not m.end_reason}
-        for rank in self.monitor.find_stopped(processes):
-            self._dispatcher.end_rank(rank, "was stopped (SIGSTOP), did not continue, and was ended")
 
     def _mark_lost(self, m: Member, exit_code: int | None) -> None:
         """Reports a rank that is gone: to its calls, its status and the callbacks."""
@@ -160,15 +141,12 @@ class Supervisor:
 class HeartbeatMonitor:
     """Keeps the last heartbeat of each rank, and finds hangs from them.
 
-    Heartbeats arrive on a channel of their own, not as messages of a call, so they reach the kernel while a rank is busy
-    with a cell, or idle. A stopped rank, which sends none, is found by its process, if it is on this machine.
-
-    It receives on the client's IO thread, checks on the supervisor's, and answers any thread."""
+    Heartbeats arrive on a channel of their own, so they reach the kernel while a rank is busy with a cell, or idle. It
+    receives on the client's IO thread, checks on the supervisor's, and answers any thread."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._received: dict[int, ReceivedHeartbeat] = {}
-        self._stopped_at_s: dict[int, float] = {}  # by rank, when its process was first seen stopped
         self._sink = Sink(self._take)
         self.on_loop: Callable[[Mapping[str, Any]], None] = lambda message: None  # given messages of watched loops
         self._client: Any = None
@@ -182,31 +160,22 @@ class HeartbeatMonitor:
         entry need not belong to a call; that of a call is dropped when the call ends."""
         self.forget()
         self._client, self._channels = client, {rank: f"fsdp_lab-beats-{secrets.token_hex(8)}" for rank in ranks}
-        self.keep_channels()
+        for name in self._channels.values():
+            client.metadata[name]["data"] = self._sink
         header = {"session": client.session.session, "username": "", "msg_type": "apply_request"}
         return {rank: {**header, "msg_id": name} for rank, name in self._channels.items()}
 
-    def keep_channels(self) -> None:
-        """Restores the channels. Call it regularly, since users may clear the metadata of their own client."""
-        with self._lock:
-            for name in self._channels.values():
-                self._client.metadata[name]["data"] = self._sink
-
     def close_channels(self) -> None:
-        with self._lock:
-            for name in self._channels.values():
-                self._client.metadata.pop(name, None)
-            self._channels = {}
+        for name in self._channels.values():
+            self._client.metadata.pop(name, None)
+        self._channels = {}
 
     def _take(self, data: Mapping[str, Any]) -> None:
+        """A heartbeat that arrives after a newer one is dropped."""
         if "loop" in data:
             self.on_loop(data["loop"])
-        else:
-            self.receive(data["beat"])
-
-    def receive(self, beat: Mapping[str, Any]) -> None:
-        """A heartbeat that arrives after a newer one is dropped."""
-        received = ReceivedHeartbeat(beat=Heartbeat.from_dict(beat), at_s=time.monotonic())
+            return
+        received = ReceivedHeartbeat(beat=Heartbeat.from_dict(data["beat"]), at_s=time.monotonic())
         with self._lock:
             before = self._received.get(received.beat.rank)
             if before is None or before.beat.number < received.beat.number:
@@ -242,14 +211,6 @@ class HeartbeatMonitor:
         # A rank that is missing has just reported where it is, with its stack, or soon will.
         reports = [received.get(rank) for rank in hang.ranks if rank not in silent]
         return hang if all(r is not None and r.beat.stack and r.age_s < r.beat.next_s for r in reports) else None
-
-    def find_stopped(self, processes: Processes) -> list[int]:
-        """Returns ranks whose process has been stopped for longer than the limit. Call it regularly: `find_hang` does not
-        find those that no collective waits for, as when a rank saves or is idle."""
-        now_s = time.monotonic()
-        stopped = {rank for rank, process in processes.items() if _status(process) in STOPPED}
-        self._stopped_at_s = {rank: self._stopped_at_s.get(rank, now_s) for rank in stopped}
-        return [rank for rank, at_s in self._stopped_at_s.items() if now_s - at_s > self._limit_s + STOPPED_S]
 
 
 def _silence(received: ReceivedHeartbeat | None, process: psutil.Process | None) -> str:

@@ -125,7 +125,7 @@ class Activities:
         if run is None:
             if "begin" not in message or message["run"] in self._ended_loops:
                 return  # of a run that is over: it has all that counts
-            run = WatchedRun(message, self._cluster.interrupt_cells)
+            run = WatchedRun(message, partial(self._cluster.interrupt, cells=True))
             self._watched[run.id] = self._newest = run
         run.take(message)
         self._drop_if_over(run)

@@ -371,11 +371,11 @@ class Driver:
         that they have, if those fit and it is not to be `fresh`."""
         began_s = time.monotonic()
         before = self.spec if self.switches else None
-        code = self.ranks.delivery.provide(spec)
+        self.ranks.delivery.provide(spec)
         required = {"evaluated": self._evaluate.samples, **self._evaluate.texts} if self._evaluate else {}
         result = self.call(what, run=self.run, spec=spec.to_dict(), **required, **arguments)[0]
         step, carried, seconds = int(result["step"]), bool(result["carried"]), time.monotonic() - began_s
-        notes = (*code, *result.get("notes", ()))
+        notes = tuple(result.get("notes", ()))
         switch = Switch(step=step, before=before, after=spec, seconds=seconds, carried=carried, notes=notes)
         rewound = switch.step < self.step or (before is not None and before.world_size != spec.world_size)
         if not switch.carried or before is None or rewound:

@@ -84,7 +84,6 @@ class Session:
                  memory_cap=None, shared_gpu_ranks=1, on_event=lambda event: None, on_heartbeat=None,
                  on_loop=None, hang_s=None, address="", hosts=()):  # fmt: skip
         self.rank, self.world_size, self.device, self.on_event, self.store = rank, world_size, device, on_event, store
-        self.address = address
         self.link = socket.create_connection(place.split(), timeout=timeout_s)
         self.link.sendall(bytes([world_size]))
         self.flag, self.step, self.samples, self.spec, self.run, self.model = b"\0", 0, 0, None, "", None

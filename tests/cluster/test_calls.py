@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -15,11 +15,11 @@ from fsdp_lab.cluster.remote import described, memory_short
 
 
 class Ladder:
-    """Ranks that answer an interrupt, a ping, or nothing."""
+    """Ranks that answer an interrupt, or nothing."""
 
-    def __init__(self, *, deaf: bool = False, answers_ping: bool = False, owned: bool = True):
+    def __init__(self, *, deaf: bool = False, owned: bool = True):
         self.call: Call | None = None
-        self.deaf, self.answers_ping, self.owned = deaf, answers_ping, owned
+        self.deaf, self.owned = deaf, owned
         self.rungs: list[str] = []
         self.last_words: Outcome | None = None  # what a rank answers while it is ended
 
@@ -28,11 +28,6 @@ class Ladder:
         if not self.deaf:
             for rank in ranks:
                 self.call.finish(rank, error("RankAborted", "freed"))
-
-    def ping(self, rank: int, answered: Callable[[], None]) -> None:
-        self.rungs.append(f"ping {rank}")
-        if self.answers_ping:
-            answered()
 
     def end_rank(self, rank: int, fate: str) -> bool:
         self.rungs.append(f"end {rank}")
@@ -93,14 +88,10 @@ def test_the_ladder_ends_a_rank_that_answers_nothing(ladder):
     call.finish(0, Outcome(value=1))
     with pytest.raises(RankStuck, match="rank 1 did not answer .* its process was ended"):
         call.results(0.01)
-    assert steps.rungs == ["signal [1]", "signal [1]", "ping 1", "end 1"]
+    assert steps.rungs == ["signal [1]", "signal [1]", "end 1"]
     call, _ = ladder(1, deaf=True, owned=False)
     with pytest.raises(RankStuck, match="not ours to end"):
         call.results(0.01)
-    call, steps = ladder(1, deaf=True, answers_ping=True)
-    with pytest.raises(Interrupted):  # it only lost its reply
-        call.results(0.01)
-    assert "end 0" not in steps.rungs
 
 
 def test_a_rank_that_answers_while_it_is_ended_is_not_waited_for_again(ladder):

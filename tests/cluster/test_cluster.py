@@ -11,17 +11,15 @@ import time
 from pathlib import Path
 from unittest import mock
 
-import ipyparallel as ipp
 import psutil
 import pytest
-from ipyparallel.cluster.launcher import LocalProcessLauncher
 
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.process import marked
 from fsdp_lab.cluster import ClusterError, RankError, RankLost, StartError, assembly
-from fsdp_lab.cluster.calls import CLIENT_HISTORY
 from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.cluster.placement import CudaDevice, Host
+from fsdp_lab.cluster.nvml import GpuStatus
+from fsdp_lab.cluster.placement import Host
 from tests.cluster.conftest import FAKE, order
 from tests.waiting import until
 
@@ -48,30 +46,6 @@ def test_nothing_listens_beyond_this_machine_and_only_its_user_reads_its_keys(cl
     assert {stat.S_IMODE(f.stat().st_mode) for f in secret} == {0o600}
 
 
-@pytest.mark.slow
-def test_an_end_that_is_reported_late_leaves_no_folder(monkeypatch: pytest.MonkeyPatch):
-    """ipyparallel waits for a process on a thread, which may be late on a busy machine, and then writes to its own file."""
-    late, written = threading.Event(), threading.Semaphore(0)
-    wait, update = LocalProcessLauncher._wait, ipp.Cluster.update_cluster_file
-
-    def wait_late(launcher: LocalProcessLauncher) -> None:
-        late.wait(30)
-        wait(launcher)
-
-    def count(cluster: ipp.Cluster) -> None:
-        update(cluster)
-        written.release()
-
-    monkeypatch.setattr(LocalProcessLauncher, "_wait", wait_late)
-    cluster = Cluster(1, rank_module=FAKE).start()
-    folder = {Path(name) for p in marked(cluster.token) if (name := p.environ().get("IPP_PROFILE_DIR"))}.pop()
-    assert list(folder.glob("security/cluster-*.json"))
-    cluster.close()
-    monkeypatch.setattr(ipp.Cluster, "update_cluster_file", count)
-    late.set()
-    assert written.acquire(timeout=30) and not folder.exists()
-
-
 def test_cells_on_the_ranks_reach_them_by_name_and_a_dropped_model_leaves_none(cluster: Cluster):
     view = cluster.client[cluster.engine_ids]
     view.execute("got = (rank, world_size, device, model.name, session.rank); model").get(10)
@@ -93,16 +67,6 @@ def test_every_event_arrives_while_it_runs(cluster: Cluster):
     assert told == [(rank, step) for rank in (0, 1) for step in range(40)]
     assert [[e["step"] for e in r["events"]] for r in results] == [list(range(40))] * 2
     assert [s.step for s in cluster.status()] == [40, 40]
-
-
-@pytest.mark.slow
-def test_what_is_said_to_ranks_is_not_kept(cluster: Cluster):
-    for _ in range(CLIENT_HISTORY // 2 + 5):  # to two ranks
-        cluster.call("ping")
-    assert len(cluster.client.history) <= CLIENT_HISTORY
-    assert all(not member.view.history for member in cluster.membership.members)
-    engines = cluster.membership.engines
-    assert engines is not None and engines.client.session.digest_history_size <= 2048
 
 
 def test_an_interrupt_ends_the_chunk_on_all_ranks_alike_and_a_call_that_waits_behind_it_is_done(cluster: Cluster):
@@ -236,7 +200,7 @@ def test_what_cannot_start_is_one_sentence_with_its_log(tmp_path, monkeypatch):
 
 def test_without_a_number_there_is_a_rank_on_each_free_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"name": "H100", "total_bytes": 80 << 30}
-    gpus = tuple(CudaDevice(device=f"cuda:{i}", uuid=f"GPU-{i}", used_bytes=i // 3 * (40 << 30), **sizes)
+    gpus = tuple(GpuStatus(device=f"cuda:{i}", uuid=f"GPU-{i}", used_bytes=i // 3 * (40 << 30), **sizes)
                  for i in range(4))  # fmt: skip
     monkeypatch.setattr(assembly, "probe", lambda **_: Host(name="here", cores=8, gpus=gpus, torch_cuda="13.0"))
     monkeypatch.setattr(assembly.Assembly, "_connect", mock.Mock(side_effect=StartError("enough")))

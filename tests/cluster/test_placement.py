@@ -10,18 +10,18 @@ import pytest
 from fsdp_lab.base.errors import SpecError
 from fsdp_lab.base.process import usable_cores
 from fsdp_lab.cluster.nvml import GpuProcess, GpuReport, GpuStatus
-from fsdp_lab.cluster.placement import CudaDevice, Host, _visible, free_gpus, place, probe, without_ours
+from fsdp_lab.cluster.placement import Host, _visible, free_gpus, place, probe, without_ours
 
 GIB = 2**30
 
 
-def gpu(i: int, users: tuple[GpuProcess, ...] = (), used: int = 0) -> CudaDevice:
-    return CudaDevice(
-        device=f"cuda:{i}", uuid=f"GPU-{i}", name="H200", total_bytes=140 * GIB, used_bytes=used, users=users
+def gpu(i: int, users: tuple[GpuProcess, ...] = (), used: int = 0) -> GpuStatus:
+    return GpuStatus(
+        device=f"cuda:{i}", uuid=f"GPU-{i}", name="H200", total_bytes=140 * GIB, used_bytes=used, processes=users
     )
 
 
-def host(*gpus: CudaDevice, cores: int = 8, name: str = "here", cuda: str | None = "13.0") -> Host:
+def host(*gpus: GpuStatus, cores: int = 8, name: str = "here", cuda: str | None = "13.0") -> Host:
     return Host(name=name, cores=cores, gpus=gpus, torch_cuda=cuda)
 
 
@@ -48,6 +48,7 @@ PLACED: dict[str, tuple[list[Host], list[str] | None, str, list[str]]] = {
     "a GPU each": ([host(gpu(0), gpu(1), gpu(2))] * 2, None, "cuda:0 cuda:1", []),
     "GPUs are shared": ([host(gpu(0))] * 2, None, "cuda:0 cuda:0", ["2 ranks on cuda:0", "take turns"]),
     "a GPU in use is left alone": ([IN_USE], None, "cuda:1", ["cuda:0", "process 77 (python, of bob, 40.0 GiB)"]),
+    "a GPU in use that is named": ([IN_USE], ["cuda:0"], "cuda:0", ["process 77", "not this run's alone"]),
     "all in use": ([host(gpu(0, used=30 * GIB))], None, "cpu", ["cannot be seen from here", "it is not used"]),
     "the CPU beside GPUs": ([host(gpu(0))], ["cpu"], "cpu", []),
     "torch of a CPU": ([host(gpu(0), cuda=None)], None, "cpu", ["built for CPUs"]),
@@ -74,14 +75,6 @@ def test_cores_are_divided_and_uneven_sharing_of_gpus_makes_all_ranks_talk_over_
     assert placed.devices == ("cuda:0", "cuda:0", "cuda:1")
     assert [s.memory_cap for s in placed.seats] == [0.46, 0.46, None]
     assert {s.shared_gpu_ranks for s in placed.seats} == {2}
-
-
-def test_a_gpu_in_use_is_refused_by_name_and_can_be_taken_on_purpose():
-    machines = [host(gpu(0, (SOMEBODY,)))]
-    with pytest.raises(SpecError, match="process 77.*take_busy=True"):
-        place(machines, ["cuda:0"])
-    taken = place(machines, ["cuda:0"], take_busy=True)
-    assert taken.devices == ("cuda:0",) and "not this run's alone" in taken.notes[0]
 
 
 def test_devices_that_cannot_be_had():
@@ -135,8 +128,7 @@ def test_what_our_ranks_hold_in_a_container_makes_no_gpu_busy():
     """There NVML names no process. A GPU that is not ours may be somebody's."""
     now = host(gpu(0, used=40 * GIB), gpu(1, used=40 * GIB))
     assert free_gpus(now) == []
-    ours = without_ours(now, {"cuda:0"}, {"GPU-0": GIB, "GPU-1": GIB})
-    assert [g.device for g in free_gpus(ours)] == ["cuda:0"] and ours.gpus[0].used_bytes == GIB
+    assert [g.device for g in free_gpus(without_ours(now, {"cuda:0"}))] == ["cuda:0"]
     seen = host(gpu(0, (SOMEBODY,), used=40 * GIB))
-    assert without_ours(seen, {"cuda:0"}, {"GPU-0": GIB}) == seen
+    assert without_ours(seen, {"cuda:0"}) == seen
     assert free_gpus(host(gpu(0), cuda=None)) == []

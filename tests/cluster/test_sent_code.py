@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import math
 import pickle
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.cluster.sent_code import SentModules, code_of, unpacked, with_code
+from fsdp_lab.cluster.sent_code import code_of, unpacked, with_code
 from fsdp_lab.spec.spec import Spec
 from fsdp_lab.spec.user_code import UserCode, is_code, loaded
 from tests.own import TEXT, cell, own, spec
@@ -49,10 +46,6 @@ def test_what_a_function_uses_is_in_its_digest() -> None:
         after = cell(TEXT.replace(there, instead), 4)
         assert sent(before, "build").digest != sent(after, "build").digest
         assert sent(before, "loss").digest == sent(after, "loss").digest
-    defaults = cell("N = 3\ndef build(n=N):\n    return n\n", 5)
-    digest = sent(defaults, "build").digest
-    defaults["build"].__defaults__ = (4,)
-    assert sent(defaults, "build").digest != digest
 
 
 def test_what_is_no_code_and_no_data_is_refused() -> None:
@@ -126,27 +119,6 @@ def test_the_object_is_beside_the_spec_and_never_in_its_json_or_a_pickle() -> No
         loaded("workload.model", again.workload.model)
     same = again.with_code({made.workload.model.digest: own()["model"]})
     assert callable(same.workload.model.given) and same.workload.loss.given is None and same == made
-
-
-def test_modules_are_imported_from_the_text_that_was_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All anew as soon as one is another; a reload where they are reads the file there."""
-    finder, folder = SentModules(), tmp_path / "sent_package"
-    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
-    sent = {"sent_package": [str(folder / "__init__.py"), "from sent_package.part import VALUE", [str(folder)]],
-            "sent_package.part": [str(folder / "part.py"), "VALUE = 1", None]}  # fmt: skip
-    try:
-        assert not finder.take(sent)
-        first = importlib.import_module("sent_package")
-        assert first.VALUE == 1 and not finder.take(sent) and importlib.import_module("sent_package") is first
-        sent["sent_package.part"][1] = "VALUE = 2"
-        assert finder.take(sent) == ["sent_package.part"] and importlib.import_module("sent_package").VALUE == 2
-        folder.mkdir()
-        (folder / "part.py").write_text("VALUE = 3")
-        assert importlib.reload(sys.modules["sent_package.part"]).VALUE == 3
-        assert finder.take(sent) == ["sent_package.part"] and importlib.import_module("sent_package").VALUE == 2
-    finally:
-        for name in sent:
-            sys.modules.pop(name, None)
 
 
 def test_a_module_that_a_rank_lacks_is_named() -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.cluster import StartError
 from fsdp_lab.cluster.assembly import StartProgress
 from fsdp_lab.cluster.cluster import Cluster
-from fsdp_lab.cluster.hosts import Hosts, LauncherHosts, SlurmHosts
+from fsdp_lab.cluster.hosts import Hosts, SlurmHosts
 from fsdp_lab.lab import Lab
 from tests.cluster.conftest import FAKE
 from tests.hosts.machines import Site, Slurm, kept_folders, left
@@ -87,8 +86,8 @@ def test_a_queue_is_shown_and_can_be_left(slurm: Slurm, hosts) -> None:
             on(hosts(), report=report).start()
         assert "is pending (Resources)" in stages[-1]
         assert len(slurm.jobs()) == 1, "only theirs is left"
-        with pytest.raises(StartError, match=r"job \d+ has waited \d+ s in Slurm's queue \(Resources\)"):
-            on(hosts(queue_s=1.0)).start()
+        with pytest.raises(StartError, match="Slurm refuses the job: "):
+            on(hosts(options=("--immediate=1",))).start()
         waiting = on(hosts())
         thread = threading.Thread(target=waiting.start)
         thread.start()
@@ -111,25 +110,6 @@ def test_what_slurm_refuses_is_said(hosts) -> None:
         SlurmHosts(options=("constraint",))
     with pytest.raises(ArgumentError, match="hosts"):
         SlurmHosts(hosts=0)
-
-
-@pytest.mark.slow
-def test_ipyparallel_s_own_launcher_starts_engines_too(two: Site, slurm: Slurm, hosts, tmp_path: Path) -> None:
-    """As for batch systems that have no entry of their own: here ipyparallel's launcher for Slurm."""
-    where = LauncherHosts(launcher="slurm", count=2, address=two.here, folder=str(tmp_path), queue_s=60.0)
-    with on(where) as cluster:
-        assert {s.host for s in cluster.status()} <= {"alpha", "beta"}
-        assert len(slurm.jobs()) == 1 and cluster.client.curve_serverkey
-        os.kill(cluster.pids[0], signal.SIGSTOP)
-        cluster.dispatcher.end_rank(0, "was ended")
-        until(lambda: 0 in cluster.lost, 10, "it is lost")
-    assert not list(tmp_path.iterdir()) and not Path("slurm_engine.sbatch").exists()
-    with pytest.raises(StartError, match="no launcher 'none'"):
-        on(LauncherHosts(launcher="none", count=1, address=two.here, folder=str(tmp_path))).start()
-    with pytest.raises(StartError, match="has no option 'quue'"):
-        wrong = (("quue", "gpu"),)
-        on(LauncherHosts(launcher="pbs", count=1, options=wrong, address=two.here, folder=str(tmp_path))).start()
-    assert not list(tmp_path.iterdir())
 
 
 def killed_kernel(persist_h: float) -> list[int]:
@@ -163,8 +143,8 @@ def test_a_job_stays_for_the_next_kernel(two: Site, slurm: Slurm, hosts) -> None
         assert [s.host for s in cluster.status()] == ["alpha", "beta"]
         subprocess.run(["scancel", *job], check=True, timeout=20)
         until(lambda: len(cluster.lost) == 2, 60, "both ranks are lost")
-        assert all(f"Slurm job {job[0]} (cancelled)" in one.reason for one in cluster.lost.values())
-        with pytest.raises(StartError, match=f"job {job[0]} has ended"):
+        assert {one.host for one in cluster.lost.values()} == {"alpha", "beta"}
+        with pytest.raises(StartError, match="alpha: srun: error: .*[Jj]ob"):
             cluster.resize(2)
     killed_kernel(1 / 3600)
     assert slurm.jobs()
