@@ -24,6 +24,7 @@ from fsdp_lab.cluster.addresses import Endpoint, new_token, reached_by_all, uniq
 from fsdp_lab.cluster.batch_engines import SlurmEngines
 from fsdp_lab.cluster.calls import SECOND_INTERRUPT_S, Dispatcher
 from fsdp_lab.cluster.detached import Claimed, DetachedCluster, claim
+from fsdp_lab.cluster.engine_server import forks
 from fsdp_lab.cluster.engines import Engines, exposure_notes
 from fsdp_lab.cluster.host_engines import Report, SshEngines
 from fsdp_lab.cluster.host_script import TRY_S
@@ -201,7 +202,8 @@ class Assembly:
         order = EngineOrder(token=token, environment=environment, on_end=on_end, timeout_s=timeout_s, former=former)
         if hosts is None:
             ranks = config.ranks or self._default_ranks
-            engines = LocalEngines(order, ranks)
+            forked = former is None and forks(len(self._this_host().gpus))
+            engines = LocalEngines(order, ranks, forked=forked, rank_module=config.rank_module)
             engines.default_ranks = ranks
             return engines
         return (SshEngines if isinstance(hosts, SshHosts) else SlurmEngines)(order, hosts, report)
@@ -270,10 +272,11 @@ class Assembly:
             return ids
         if (missing := n - len(reused)) <= 0:
             return [m.engine for m in reused]
-        report = partial(self._report, "starting engines", total=missing)
-        report(0)
+        # The first forked engines wait for the imports of their server.
+        stage = "importing torch" if self._engines.forked and not before else "starting engines"
+        self._report(stage, 0, missing)
         try:
-            added = self._engines.add(missing, report, self.config.timeout_s)
+            added = self._engines.add(missing, lambda k: self._report(stage, k, missing), self.config.timeout_s)
         except StartError:
             self._membership.replace(reused)  # they can be joined again
             raise
@@ -312,7 +315,8 @@ class Assembly:
     def _join(self, hosts: Sequence[str]) -> None:
         """`hosts`: of the ranks, in rank order."""
         n, module, timeout_s = len(hosts), self.config.rank_module, self.config.timeout_s
-        self._report("importing torch", 0, n)
+        if not self._engines.forked:
+            self._report("importing torch", 0, n)
         self._dispatcher.call("load", module=module, owner=self._membership.token, timeout_s=2 * timeout_s)
         self._report("joining ranks", 0, n)
         met = meet(self._dispatcher, hosts)

@@ -37,6 +37,7 @@ class Engines:
     owned = False  # whether we started them, and therefore may end them
     local = False  # whether all of them are on this host
     attached = False  # whether they were started by a former kernel
+    forked = False  # whether they are forked from a process that has imported torch
     notes: tuple[str, ...] = ()  # on how they were started
     sending: AbstractContextManager[Any] = nullcontext()  # held while the client sends: it does not count atomically
     client: Any  # the `ipyparallel.Client` for our calls

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import secrets
+import subprocess
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ from fsdp_lab.cluster.detached import (
     private_folder,
     remove_private,
 )
+from fsdp_lab.cluster.engine_server import SOCKET, ForkedEngineSetLauncher, start_server
 from fsdp_lab.cluster.engines import EngineProcess, Engines
 
 ATTACH_S = 10.0  # for the client to reach running engines
@@ -78,8 +80,9 @@ class LocalEngines(Engines):
     default_ranks = 2
     _connection: Mapping[str, Any]  # with which an engine reaches the controller
 
-    def __init__(self, order: EngineOrder, ranks: int) -> None:
-        """`ranks`: that share this host."""
+    def __init__(self, order: EngineOrder, ranks: int, *, forked: bool = False, rank_module: str | None = None) -> None:
+        """`ranks`: that share this host. `forked`: a server that imports `rank_module`, or the package's own code, forks the
+        engines; else each imports."""
         self.token, self._on_end, former = order.token, order.on_end, order.former
         self._environment = engine_environment(order.token, ranks, order.environment)
         self._exit_codes: dict[int, int | None] = {}
@@ -87,6 +90,7 @@ class LocalEngines(Engines):
         self._newest: list[int] = []  # pids of the engines that were started last
         self._cluster: Any = None
         self.client = self._user_client = None
+        self._server: subprocess.Popen[bytes] | None = None  # that forks engines
         self._record: DetachedCluster | None = None  # while the engines may outlive this kernel
         self._guardian: Guardian | None = None
         self._closed, self.attached = False, former is not None
@@ -102,6 +106,8 @@ class LocalEngines(Engines):
         self._loop = LauncherLoop()
         try:
             self._guardian = Guardian(order.token, self._folder)
+            if forked:
+                self._server = start_server(self._folder, self._environment, rank_module)
             self._before_controller()
             self.client = self._loop.run(self._open(), order.timeout_s)
         except BaseException as e:
@@ -132,6 +138,8 @@ class LocalEngines(Engines):
         self._write_config()
         (file,) = (self._folder / "security").glob("cluster-*.json")  # ipyparallel keeps it up to date
         self._cluster = ipp.Cluster.from_file(str(file), **cluster_options())
+        if (self._folder / SOCKET).exists():
+            self._cluster.engine_launcher_class = ForkedEngineSetLauncher
         ours = {p.pid for p in marked(self.token)}  # a pid in the file may be another process's by now
         if self.controller_pid not in ours:
             raise StartError("ipyparallel's controller has ended")
@@ -146,8 +154,8 @@ class LocalEngines(Engines):
 
     async def _open(self) -> Any:
         self._write_config()
-        folder, args = str(self._folder), self._controller_args
-        self._cluster = ipp.Cluster(profile_dir=folder, controller_args=args, **cluster_options())
+        options = cluster_options() | ({} if self._server is None else {"engines": ForkedEngineSetLauncher})
+        self._cluster = ipp.Cluster(profile_dir=str(self._folder), controller_args=self._controller_args, **options)
         await self._cluster.start_controller(environment=dict(self._environment))
         return await self._connect()
 
@@ -158,6 +166,10 @@ class LocalEngines(Engines):
         client = ipp.Client(info["client"], cluster=None)
         client.session.digest_history_size = SIGNATURES
         return client
+
+    @property
+    def forked(self) -> bool:  # type: ignore[override]
+        return self._server is not None
 
     @property
     def user_client(self) -> Any:
@@ -173,6 +185,8 @@ class LocalEngines(Engines):
 
     def add(self, n: int, ready: Callable[[int], None], timeout_s: float = 60) -> list[int]:
         before, reported = set(self.client.ids), -1
+        if self.forked:
+            timeout_s *= 3  # the server imports first; engines that do it later have twice as long for that
         self._launch(n, timeout_s)
         deadline = time.monotonic() + timeout_s
         while True:
@@ -273,10 +287,14 @@ class LocalEngines(Engines):
         if self._cluster is not None:
             self._cluster.cluster_file = ""  # else an end that is reported late makes the folder again
         ended = self._end_all()
+        if self._server is not None:
+            self._server.terminate()
         controller = self._controller
         if controller is not None and controller.process is not None:
             end([controller.process], term_s=1.0)
         left = sweep(self.token)
+        if self._server is not None:
+            self._server.wait()
         # The loop stops when ipyparallel's waiting threads have reported to it, which they do at once.
         launchers = [x for x in [*self._launchers.values(), controller] if x is not None]
         deadline = time.monotonic() + 1

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_lab.base.process import marked
+from fsdp_lab.cluster.engine_server import MODULE
 from tests.waiting import until
 
 OWNER = """
@@ -21,9 +22,7 @@ from fsdp_lab.spec.spec import Spec
 if __name__ == "__main__":
     when = sys.argv[1]
     slow = when == "importing"  # for a minute
-    module = "tests.cluster.slow_import" if slow else "tests.cluster.fake_rank"
-    said = lambda p: slow and p.stage == "importing torch" and print("ready", flush=True)
-    cluster = Cluster(2, rank_module=module, report=said)
+    cluster = Cluster(2, rank_module="tests.cluster.slow_import" if slow else "tests.cluster.fake_rank")
     print(cluster.token, flush=True)
     cluster.start()
     if when == "busy":
@@ -53,7 +52,9 @@ def test_a_kernel_that_ends_takes_its_engines_with_it(when: str, number: signal.
     try:
         assert owner.stdout is not None
         token = owner.stdout.readline().strip()
-        if when == "starting":
+        if when == "importing":
+            until(lambda: any(MODULE in p.cmdline() for p in marked(token)))
+        elif when == "starting":
             until(lambda: marked(token))
         else:
             assert owner.stdout.readline() == "ready\n"

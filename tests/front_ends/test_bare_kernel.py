@@ -20,7 +20,7 @@ from tests.front_ends.colab import COLAB, KERNEL_PACKAGES
 pytestmark = pytest.mark.timeout(400)
 
 REPO = Path(__file__).resolve().parents[2]
-CLUSTER = ("ipyparallel.",)  # modules that listen for each other
+CLUSTER = ("ipyparallel.", "fsdp_lab.cluster.engine_server")  # modules that listen for each other
 MARK = "FSDP_LAB_FRONT_END"  # in the environment of the kernel and of all that it starts
 
 
