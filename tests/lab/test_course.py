@@ -112,7 +112,7 @@ def test_a_rank_that_never_comes_back_is_named(real_lab: Lab) -> None:
     names = cell(f"{SOLUTION.read_text()}\n\n{STUCK}", next(NUMBERS))
     real_lab.run(engine=names["FullyShard"], model=SMALL, steps=1).wait(60)
     found = real_lab.check_engine(names["Stuck"], model=SMALL, steps=5)
-    assert re.search(r"rank 1 .* in Stuck\.gather\(root\) in the forward of step 0", found.mistake), found
+    assert re.search(r"rank 1 .* in Stuck\.gather\(root\) in the forward of step 0", found.sentence), found
     assert real_lab.check_engine(names["FullyShard"], model=SMALL, steps=5).passed, "the lab goes on"
 
 
