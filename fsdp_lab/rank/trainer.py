@@ -65,14 +65,6 @@ class StepState(Enum):
     UPDATING = "gradients are unscaled and clipped, and the optimizer steps"
 
 
-STEP_TRANSITIONS = {  # from every state a step can be discarded
-    StepState.IDLE: {StepState.COMPUTING, StepState.IDLE},
-    StepState.COMPUTING: {StepState.VOTING, StepState.IDLE},
-    StepState.VOTING: {StepState.UPDATING, StepState.IDLE},  # IDLE: committed without an update after fp16 overflow
-    StepState.UPDATING: {StepState.IDLE},
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
     """The cost of a step, for the fields of its `StepEvent`."""
@@ -144,7 +136,7 @@ class Trainer:
         carriers = self.carriers() if self.is_first else ()  # here nothing else is held than between steps
         self._forward_state.copy()
         with self.meter.step(ledger=ledger, traced=traced and not slow):
-            self._enter(StepState.COMPUTING)
+            self.state = StepState.COMPUTING
             scale, rate = self.scaler.scale, self._rate_factor()
             total = self._accumulate()
             loss, (mean_loss, norm, skipped) = self._vote_and_update(total)
@@ -254,7 +246,7 @@ class Trainer:
         self.meter.synchronised()
         self._complete()
         self.world.context.check()
-        self._enter(StepState.VOTING)
+        self.state = StepState.VOTING
         vote = self._cast(loss, squared)
         overflows = self.scaler.enabled and self.scaler.scale > 1.0  # fp16's scale may be the cause, and can be lowered
         if not (all(map(math.isfinite, vote)) or overflows):
@@ -276,7 +268,7 @@ class Trainer:
 
     def _repeat(self) -> None:
         self.discard()
-        self._enter(StepState.COMPUTING)
+        self.state = StepState.COMPUTING
         self._accumulate()
 
     def commit(self, vote: Sequence[float]) -> tuple[float, float, bool]:
@@ -294,7 +286,7 @@ class Trainer:
                     factor *= clip / (norm + 1e-6)
                 if factor != 1.0:  # undoes the loss scale and clips, in one pass
                     torch._foreach_mul_(self.backend.gradients(), factor)
-                self._enter(StepState.UPDATING)
+                self.state = StepState.UPDATING
             scale_rates(self.backend.optimizer, self._rate_factor())
             with record_function(Phase.OPTIM.value):
                 self.backend.optimizer.step()
@@ -304,21 +296,16 @@ class Trainer:
         self.progress.step += 1
         self.progress.samples += self.spec.global_batch
         self.progress.vote = tuple(vote)
-        self._enter(StepState.IDLE)
+        self.state = StepState.IDLE
         return mean_loss, norm, skipped
 
     def discard(self) -> None:
         """Drop the step in progress, if any, with what its forwards have changed."""
         begun = self.state is not StepState.IDLE
         self.backend.optimizer.zero_grad(set_to_none=True)
-        self._enter(StepState.IDLE)
+        self.state = StepState.IDLE
         if begun:
             self._forward_state.give_back()
-
-    def _enter(self, state: StepState) -> None:
-        if state not in STEP_TRANSITIONS[self.state]:
-            raise RuntimeError(f"a step cannot go from {self.state.name} to {state.name}")
-        self.state = state
 
     def _rate_factor(self) -> float:
         return self.spec.workload.rates.factor(self.progress.step)

@@ -57,27 +57,20 @@ def reads_counted(trainer: Trainer) -> Iterator[Counter[str]]:
     """How often values are read on the host from the beginning of each step to its update. Not counted: the vote, which is
     on the host, and what transformers' masks ask (whether sequences are packed)."""
     found: Counter[str] = Counter()
-    counting = [True]
-    enter = trainer._enter
-
-    def entered(state: Any) -> None:
-        counting[0] = state in (trainer_module.StepState.COMPUTING, trainer_module.StepState.IDLE)
-        enter(state)
 
     def counted(name: str) -> Any:
         real = getattr(torch.Tensor, name)
 
         def read(t: torch.Tensor, *args: Any, **more: Any) -> Any:
             ours = not str(sys._getframe(1).f_globals["__name__"]).startswith("transformers.")
-            found[name] += counting[0] and ours and t.numel() > 0
+            counting = trainer.state in (trainer_module.StepState.COMPUTING, trainer_module.StepState.IDLE)
+            found[name] += counting and ours and t.numel() > 0
             return real(t, *args, **more)
 
         return read
 
     with mock.patch.multiple(torch.Tensor, **{name: counted(name) for name in READS}):
-        trainer._enter = entered  # type: ignore[method-assign]
         yield found
-    del trainer._enter
 
 
 def _train(place: Place, given: dict[str, Any], fails: bool) -> dict[str, Any]:
