@@ -354,7 +354,7 @@ def test_what_cannot_be_watched_is_refused_in_a_sentence() -> None:
     model = net()
     sgd, other = torch.optim.SGD(model.parameters()), torch.optim.SGD(net().parameters())
     refused: list[tuple[Any, Any, dict[str, Any], str]] = [
-        ([model, net()], sgd, {}, "model: a list is no module; put several models into one nn.ModuleList"),
+        ([model, net()], sgd, {}, "model: a list is no module; give the torch.nn.Module that is trained"),
         (nn.ReLU(), None, {}, "model: ReLU has no parameters; give the module that is trained"),
         (model, "adam", {}, "optimizer: a str is no torch optimizer; give the torch.optim.Optimizer"),
         (model, other, {}, "optimizer: 6 of its tensors are no parameters of this model; make it from"),

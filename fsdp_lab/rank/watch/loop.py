@@ -142,7 +142,6 @@ class Watch:
         self._waiting: list[dict[str, Any]] = []
         self._published_s = self._read_s = 0.0
         self._handles: list[Any] = []
-        self._unname: Callable[[], None] = lambda: None
         self._clock = ClockOffset()
         self._guard = contextlib.ExitStack()
         self._ledger_due, self._skipped = True, 0
@@ -212,7 +211,7 @@ class Watch:
         self.run = self._agree()
         if self._world is not None:
             self._clock = compare_clocks(self._world)
-            self._unname = self._found.name_units(self._context)
+            self._found.name_units(self._context)
         self._meter = StepMeter(self._found, self._context, self._info, offload=offload)
         self._loop = self._found.describe(host.info.world_size, self._title)
         self._install()
@@ -227,7 +226,6 @@ class Watch:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._unname()
         self._context.set_unit("")
 
     def _agree(self) -> str:
