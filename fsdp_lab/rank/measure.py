@@ -37,8 +37,6 @@ from fsdp_lab.rank.tracing import ClockOffset, StepTrace
 from fsdp_lab.wire import Collective, WireContext, across, exposed, traffic
 
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-_MOST_REASONS = 8  # of one step; torch itself gives up after as many compilations of a function
-_LONGEST_REASON = 200  # characters
 
 
 class DeviceClock:
@@ -87,20 +85,16 @@ class Recompilations:
             self._ids.append(name)
 
     def take(self) -> tuple[str, ...]:
-        """Returns the guard that failed, for each; "" where torch does not say."""
+        """Returns the guard that failed, for each, such as "self.calls == 7  # self.calls += 1"; "" where torch does not
+        say."""
         if not self._ids:
             return ()
         from torch._dynamo.utils import get_compilation_metrics
 
         ids, self._ids = self._ids, []
-        known = {str(m.compile_id): m.recompile_reason for m in get_compilation_metrics() if m.recompile_reason}
-        return tuple(_guard(known.get(name, "")) for name in ids[:_MOST_REASONS])
-
-
-def _guard(reason: str) -> str:
-    """The failed guard of the newest compilation: "self.calls == 7  # self.calls += 1" of "0/7: self.calls == 7   # ..."."""
-    line = reason.strip().partition("\n")[0].partition("(HINT")[0]
-    return re.sub(r"^\d+/\d+: ", "", " ".join(line.split()))[:_LONGEST_REASON]
+        known = {str(m.compile_id): (m.recompile_reason or "").strip() for m in get_compilation_metrics()}
+        newest = (known.get(name, "").partition("\n")[0] for name in ids)
+        return tuple(" ".join(re.sub(r"^\d+/\d+: ", "", reason).split()) for reason in newest)
 
 
 StepReader = Callable[[], dict[str, Any]]  # returns the measurements of a step, by the fields of its `StepEvent`
