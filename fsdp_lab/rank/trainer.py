@@ -35,7 +35,7 @@ from torch.autograd.profiler import record_function
 
 from fsdp_lab.backends import Backend
 from fsdp_lab.backends.base import scale_rates
-from fsdp_lab.backends.state import ForwardState
+from fsdp_lab.backends.state import ForwardState, gather_json
 from fsdp_lab.base.events import Carrier, StepEvent
 from fsdp_lab.base.tensors import map_tensors
 from fsdp_lab.engine.scaling import Scaler
@@ -362,13 +362,13 @@ def not_finite(*, step: int, loss: float, backend: Backend, world: Wire, repeat:
     `NotFinite` on the rank that caused it, or on rank 0 if only the sum is not finite; `RankAborted` on the others.
     `repeat` repeats forward and backward of the step, starting without gradients."""
     rank = world.rank()
-    losses = _gather(world, 0.0 if math.isfinite(loss) else 1.0)
+    losses = gather_json(not math.isfinite(loss))
     if any(losses):
         return _error(rank, losses, f"its loss in step {step} is {loss}", f"its loss in step {step} is not finite")
     shards = backend.param_shards()
     gradients = ((i, backend.gradient(shard)) for i, shard in enumerate(shards, 1))
     bad = max((i for i, g in gradients if g is not None and _bad(g)), default=0)
-    last = int(max(_gather(world, float(bad))))  # in model order, which the backward reaches first; 0: none
+    last = max(gather_json(bad))  # in model order, which the backward reaches first; 0: none
     if not last:
         whole = f"the gradient norm of step {step} is not finite, though each gradient is"
         return _error(rank, [1.0], whole, whole)
@@ -376,7 +376,7 @@ def not_finite(*, step: int, loss: float, backend: Backend, world: Wire, repeat:
     mine = f"its gradient of {name} in step {step} is not finite"
     if world.size() == 1:
         return _error(rank, [1.0], mine, mine)
-    sums = _gather(world, _first_bad_summand(world.context, repeat))
+    sums = gather_json(_first_bad_summand(world.context, repeat))
     if any(sums):
         first = min(number for number in sums if number)
         return _error(rank, [number == first for number in sums], mine, mine)
@@ -393,16 +393,7 @@ def _error(rank: int, guilty: Sequence[object], mine: str, others: str) -> Runti
     return RankAborted(f"rank {first} failed: NotFinite: {others}", others_know=True)
 
 
-def _gather(world: Wire, mine: float) -> list[float]:
-    """The values of all ranks, in rank order."""
-    gathered = torch.zeros(world.size(), dtype=torch.float64)
-    gathered[world.rank()] = mine
-    world.control(gathered)
-    values: list[float] = gathered.tolist()
-    return values
-
-
-def _first_bad_summand(context: WireContext, repeat: Callable[[], object]) -> float:
+def _first_bad_summand(context: WireContext, repeat: Callable[[], object]) -> int:
     """Returns the number, from 1, of the first sum to which this rank contributes a non-finite value; 0 if none."""
     count, first = 0, 0
 
@@ -417,7 +408,7 @@ def _first_bad_summand(context: WireContext, repeat: Callable[[], object]) -> fl
         repeat()
     finally:
         context.on_issue = before
-    return float(first)
+    return first
 
 
 def _bad(t: Tensor) -> bool:

@@ -398,7 +398,7 @@ def late(every_s: float, steps: int) -> tuple[LateDevice, list[StepEvent], list[
     model, sgd, watch, messages = with_sgd(trace_every=1000, flops=False)
     device, arrived = LateDevice(), []
     with mock.patch.multiple(watch_module, READ_EVERY_S=every_s, PUBLISH_EVERY_S=0.0), watch:
-        watch._meter._clock = device
+        watch._meter._streams = device  # type: ignore[assignment]
         for _ in range(steps):
             train(watch, model, sgd, 1)
             arrived.append(len(events_of(messages)))

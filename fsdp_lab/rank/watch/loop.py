@@ -31,6 +31,7 @@ from fsdp_lab.base.errors import ArgumentError, check_whole, is_number, is_whole
 from fsdp_lab.base.events import UNKNOWN_TRAFFIC, StepEvent
 from fsdp_lab.base.hang import LoopPlace
 from fsdp_lab.base.tensors import tensors_in
+from fsdp_lab.engine.collectives import gather_texts
 from fsdp_lab.models import BestPeak, device_peak
 from fsdp_lab.rank.abort import INTERRUPTED, first_line
 from fsdp_lab.rank.measure import StepMeter, StepReader, device_name, fidelity_notes, software
@@ -230,16 +231,11 @@ class Watch:
 
     def _agree(self) -> str:
         """Rank 0's choice of a name for the run, eight hex digits; collective."""
-        mine = secrets.randbits(32) if self._host.info.rank == 0 else 0
-        if self._world is not None and self._world.size() > 1:
-            chosen = torch.tensor([mine], dtype=torch.float64)  # exact below 2^53
-            self._world.control(chosen)
-            mine = int(chosen.item())
-        elif self._host.info.world_size > 1:
-            broadcast = torch.tensor([mine], dtype=torch.int64, device=c10d._get_object_coll_device())
-            dist.broadcast(broadcast, 0)
-            mine = int(broadcast.item())
-        return f"{mine:08x}"
+        mine, group = secrets.token_hex(4), dist.group.WORLD
+        if group is None or group.size() == 1:
+            return mine
+        device = torch.device("cpu") if self._world is not None else c10d._get_object_coll_device()
+        return gather_texts(mine, group, torch.device(device))[0]
 
     def _notes(self) -> Iterator[str]:
         """What cannot be known, and how far to trust the times."""
