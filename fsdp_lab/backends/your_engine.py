@@ -20,7 +20,7 @@ from fsdp_lab.base.tensors import tensors_in
 from fsdp_lab.models.configs import first_line
 from fsdp_lab.spec.spec import ENGINE_FIELD, Strategy
 from fsdp_lab.spec.user_code import code_name, loaded
-from fsdp_lab.wire import RankAborted, WireTimeout
+from fsdp_lab.wire import RankAborted, WireContext, WireTimeout
 
 
 class YourUnit:
@@ -66,8 +66,8 @@ class YourEngine:
     `in_progress`: the call, as text, and since when, of `time.monotonic`. Raises SpecError for what is no engine, or lacks
     one of the methods that are `needed`."""
 
-    def __init__(self, strategy: Strategy, needed: Sequence[str]) -> None:
-        self.name = code_name(strategy.engine)
+    def __init__(self, strategy: Strategy, needed: Sequence[str], context: WireContext | None) -> None:
+        self.name, self._context = code_name(strategy.engine), context
         self.step: int | None = None
         self.guards = True
         self.in_progress: tuple[str, float] | None = None
@@ -90,7 +90,8 @@ class YourEngine:
         SpecError, but for aborts."""
         self.in_progress = self._title(method, unit, during), time.monotonic()
         try:
-            with torch.no_grad(), _Guard(unit) if self.guards else nullcontext():
+            scope = nullcontext() if self._context is None else self._context.unit_scope(unit.name)
+            with torch.no_grad(), scope, _Guard(unit) if self.guards else nullcontext():
                 return getattr(self._object, method)(unit) if function is None else function()
         except (RankAborted, WireTimeout, SpecError):
             raise

@@ -109,8 +109,8 @@ class Yours(Backend):
         self._is_replicated = spec.strategy.is_replicated
         self._frees = not self._is_replicated and not spec.strategy.shards_optimizer_only  # after the backward
         needed = ["shard", *["gather"] * (not self._is_replicated), *["free"] * self._frees, "reduce"]
-        self._engine = together(lambda: YourEngine(spec.strategy, needed))
         self._context = context_of(mesh)
+        self._engine = together(lambda: YourEngine(spec.strategy, needed, self._context))
         self._inspects, self._begun = False, 0  # this step; how many steps have begun
         self._communicates, self._in_backward = True, False
         self._ending: list[tuple[_Unit, Callable[[], Any], Any]] = []  # reductions in flight
@@ -256,20 +256,16 @@ class Yours(Backend):
             self._after_backward(one)
         self._free_all("backward")
         for one, reduction, right in self._ending:
-            self._take_gradient(one, self._call("reduce", one, "backward", reduction), right)
+            self._take_gradient(one, self._engine.call("reduce", one.unit, "backward", reduction), right)
         self._ending, self._in_backward = [], False
 
     # -- the engine's methods ---------------------------------------------------------------------------------------
-
-    def _call(self, method: str, one: _Unit, during: str, function: Callable[[], Any] | None = None) -> Any:
-        with nullcontext() if self._context is None else self._context.unit_scope(one.unit.name):
-            return self._engine.call(method, one.unit, during, function)
 
     def _gather(self, one: _Unit, during: str) -> None:
         if self._is_replicated or one.is_whole or not one.unit.params:
             return
         with self._gathering(one, during) if self._inspects else nullcontext():
-            self._call("gather", one, during)
+            self._engine.call("gather", one.unit, during)
             one.is_whole, one.is_asked_for = True, False
 
     def _prefetch(self, one: _Unit, order: Sequence[_Unit], during: str) -> None:
@@ -278,13 +274,13 @@ class Yours(Backend):
             return
         there = following[0]
         if not (there.is_whole or there.is_asked_for or there.has_reduced):
-            self._call("prefetch", there, during)
+            self._engine.call("prefetch", there.unit, during)
             there.is_asked_for = True
 
     def _free(self, one: _Unit, during: str) -> None:
         if one.is_whole and one.unit.params:
             with self._freeing(one, during) if self._inspects else nullcontext():
-                self._call("free", one, during)
+                self._engine.call("free", one.unit, during)
                 one.is_whole = False
 
     def _free_all(self, during: str) -> None:
@@ -299,7 +295,7 @@ class Yours(Backend):
             if p.grad is None:  # the loss does not depend on it
                 p.grad = torch.zeros_like(p)
         right = one.gradients() if self._inspects else []
-        returned = self._call("reduce", one, "backward")
+        returned = self._engine.call("reduce", one.unit, "backward")
         if callable(returned) and not isinstance(returned, Tensor):
             self._ending.append((one, returned, right))
         else:
