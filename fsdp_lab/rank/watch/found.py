@@ -50,8 +50,7 @@ class Setup:
 
 
 class PlainModel(Measured):
-    """A module that nobody has wrapped; the base of the others. `optimizers`: those whose state is counted; more may
-    come."""
+    """A module that nobody has wrapped; the base of the others. `optimizers`: those whose state is counted."""
 
     backend = "module"
 

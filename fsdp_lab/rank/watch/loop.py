@@ -253,16 +253,8 @@ class Watch:
         after: Any = torch.compiler.disable(self._after_forward)  # type: ignore[no-untyped-call]
         self._handles += [root.register_forward_pre_hook(before), root.register_forward_hook(after)]
         for optimizer in self._found.optimizers:
-            self._follow(optimizer)
-
-    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Counts the state of an optimizer that was made after the watch began."""
-        (one,) = _optimizers(optimizer)
-        self._check(one)
-        self._found.optimizers.append(one)
-        if self._open:
-            self._follow(one)
-            self._meter.forget_optimizer()
+            hook = optimizer.register_step_pre_hook(lambda one, *_: self._before_update(one))
+            self._handles.append(hook)
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises ArgumentError for an optimizer of another model."""
@@ -272,9 +264,6 @@ class Watch:
             watched = "watch the module that contains all that it trains"
             hint = f"make it from model.parameters() after the model was sharded, or {watched}"
             raise ArgumentError("optimizer", f"{strange} of its tensors are no parameters of this model", hint)
-
-    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
-        self._handles.append(optimizer.register_step_pre_hook(lambda one, *_: self._before_update(one)))
 
     def _before_forward(self, *_: Any) -> None:
         if self._given is None:
