@@ -398,14 +398,10 @@ def _send(path: Path, nbytes: int, owner: int, rank: int, *, writes: bool) -> st
         for at in range(0, nbytes, PIECE_BYTES):
             piece = torch.zeros(min(PIECE_BYTES, nbytes - at), dtype=torch.uint8)
             with noting():
-                if rank == owner and not errors:
-                    data = file.read(piece.numel())
-                    if len(data) == piece.numel():
-                        piece = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-                    else:
-                        errors.append(f"{path} is shorter than it was")
+                if rank == owner and not errors and file.readinto(piece.numpy()) != piece.numel():
+                    errors.append(f"{path} is shorter than it was")
             dist.broadcast(piece, src=owner)
             with noting():
                 if writes and not errors:
-                    file.write(piece.numpy().tobytes())
+                    file.write(piece.numpy())
     return errors[0] if errors else ""
