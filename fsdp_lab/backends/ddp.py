@@ -4,8 +4,8 @@ backends; on a plain torch group (in benchmarks) DDP's own reduction is used."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_lab.backends import base
 from fsdp_lab.backends.base import DTYPES, Backend, DeferredStorage
 from fsdp_lab.backends.wrapping import prepare
-from fsdp_lab.base.errors import FieldError, SpecError
+from fsdp_lab.base.errors import FieldError
 from fsdp_lab.models.sources import Batch
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.spec.spec import Spec
@@ -49,7 +49,6 @@ class DDP(Backend):
             # a lambda, since DDP compares a hook's annotations with types, and ours are strings
             module.register_comm_hook((group, reduce), lambda state, bucket: _sum_then_divide(state, bucket))
         self._wrap = spec.strategy.wrap
-        self._has_reduced = False
         super().__init__(module, shards, deferred, spec, mesh, device)
 
     def loss(self, batch: Batch) -> Tensor:
@@ -82,19 +81,9 @@ class DDP(Backend):
         self.module.__dict__.pop("logger", None)  # it refers to the reducer
         self.module.__dict__.pop("reducer", None)
 
-    @contextmanager
-    def micro_batch(self, *, communicate: bool) -> Iterator[None]:
-        """Raises SpecError after the first backward that communicates, if a parameter has no gradient: DDP would fail in the
-        next forward. (Where the model can be tried without values, that is refused before.)"""
+    def micro_batch(self, *, communicate: bool) -> AbstractContextManager[None]:
         assert isinstance(self.module, DistributedDataParallel)
-        with nullcontext() if communicate else self.module.no_sync():
-            yield
-        if communicate and not self._has_reduced:
-            for name, p in self.module.module.named_parameters():
-                if p.requires_grad and p.grad is None:
-                    reason = f"DDP needs a gradient for every parameter, and {name} got none"
-                    raise SpecError("strategy.backend", reason, "use another backend, or freeze it", {"backend": "lab"})
-            self._has_reduced = True
+        return nullcontext() if communicate else self.module.no_sync()
 
 
 def _sum_then_divide(state: tuple[Any, torch.dtype | None], bucket: Any) -> torch.futures.Future[Tensor]:

@@ -12,27 +12,22 @@ import copy
 import io
 import json
 import math
-import random
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor, distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_lab.backends.base import Backend, original_name, scalars_of, seed_state, state_slots
 from fsdp_lab.base.errors import ArgumentError, FieldError
-from fsdp_lab.base.streams import streams_of
 from fsdp_lab.base.tensors import map_tensors
 from fsdp_lab.engine import ParamShard
 from fsdp_lab.engine.collectives import gather_texts
 from fsdp_lab.models.build import Values
 
 PARAM = "param"
-PINNED_BYTES = 64 << 20
 MODULE = "module."  # names of a checkpoint's chunks that have what `module_states` returns begin so
 _EXTRA = "_extra_state"  # as in `Module.state_dict`
 T = TypeVar("T")
@@ -72,17 +67,19 @@ class SuspendedState:
 def suspend_state(backend: Backend) -> SuspendedState:
     """Copy parameters, optimizer state and buffers to the host; collective. The backend may be released afterwards."""
     slots, scalars = optimizer_slots([backend])
-    held = {
-        (s.name, slot): slot_values(backend, s, slot)
+    values = {
+        (s.name, slot): _on_host(slot_values(backend, s, slot))
         for s in backend.param_shards()
         for slot in _kept(backend, s, slots)
     }
-    copies = HostCopies(backend.device)
-    values = {key: copies.queue(value) for key, value in held.items()}
-    buffers = tuple(copies.queue(b) for _, b in buffers_in(backend.module))
+    buffers = tuple(_on_host(b) for _, b in buffers_in(backend.module))
     modules = module_states(backend)
-    copies.wait()
     return SuspendedState(values=values, slots=slots, scalars=scalars, buffers=buffers, modules=modules)
+
+
+def _on_host(values: Tensor) -> Tensor:
+    """A copy."""
+    return values.detach().to("cpu", copy=True)
 
 
 def resume_state(state: SuspendedState, backend: Backend) -> None:
@@ -117,7 +114,7 @@ def _modules(module: nn.Module) -> dict[str, nn.Module]:
 
 def module_states(backend: Backend) -> dict[str, Any]:
     """Copies of the state of modules that is neither a parameter nor a persistent buffer, by name: what `get_extra_state`
-    returns, the states of random generators that are attributes, and those buffers of a user's module that are not
+    returns, the states of torch.Generators that are attributes, and those buffers of a user's module that are not
     persistent and have changed. (Others, such as rotary frequencies, are constants, which a new model has already.)"""
     states = _beside_tensors(_modules(backend.module))
     if backend.constants is not None:
@@ -143,26 +140,13 @@ def set_module_states(backend: Backend, states: Mapping[str, Any]) -> None:
             m.register_buffer(name, value.to(backend.device), persistent=False)
 
 
-_Random = tuple[Callable[[Any], Any], Callable[[Any, Any], object]]
-_RANDOM: Mapping[type, _Random] = {  # how to take and to set the state of a generator; numpy's as lists and numbers
-    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
-    random.Random: (random.Random.getstate, random.Random.setstate),
-    np.random.Generator: (lambda r: _listed(r.bit_generator.state), lambda r, s: setattr(r.bit_generator, "state", s)),
-    np.random.RandomState: (lambda r: _listed(r.get_state(legacy=False)), np.random.RandomState.set_state),
-}
-
-
-def _listed(state: Any) -> Any:
-    return json.loads(json.dumps(state, default=np.ndarray.tolist))
-
-
 def _beside_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
     """Copies, by name, what `get_extra_state` of these modules returns, and the states of generators that are attributes."""
     states: dict[str, Any] = {}
     for path, m in modules.items():
         if type(m).get_extra_state is not nn.Module.get_extra_state:
             states[path + _EXTRA] = copy.deepcopy(map_tensors(torch.detach, m.get_extra_state()))
-        states |= {path + name: _RANDOM[type(v)][0](v) for name, v in vars(m).items() if type(v) in _RANDOM}
+        states |= {path + name: v.get_state() for name, v in vars(m).items() if isinstance(v, torch.Generator)}
     return states
 
 
@@ -170,8 +154,8 @@ def _set_beside_tensors(m: nn.Module, name: str, value: Any) -> bool:
     """Set it, if the name is that of such a state."""
     if name == _EXTRA:
         m.set_extra_state(value)
-    elif (kind := type(vars(m).get(name))) in _RANDOM:
-        _RANDOM[kind][1](vars(m)[name], value)
+    elif isinstance(generator := vars(m).get(name), torch.Generator):
+        generator.set_state(value)
     else:
         return False
     return True
@@ -179,7 +163,7 @@ def _set_beside_tensors(m: nn.Module, name: str, value: Any) -> bool:
 
 class ForwardState:
     """Copies what a forward may change of a backend's modules before a step, and gives it back when the step is discarded:
-    buffers, what `get_extra_state` returns, and random generators. It does so in place, as the step is computed again with
+    buffers, what `get_extra_state` returns, and torch.Generators. It does so in place, as the step is computed again with
     the same modules, and leaves out modules whose buffers are all constants (see `module_states`)."""
 
     def __init__(self, backend: Backend) -> None:
@@ -321,7 +305,6 @@ def slots_of(backend: Backend) -> dict[str, object]:
 def snapshot(backend: Backend, layouts: Sequence[Layout], rank: int, writers: Collection[int]) -> list[Chunk]:
     """A CPU copy of the share that this rank writes with the ranks `writers`. Raises LookupError, on each of them, if they
     do not hold all of the model."""
-    copies = HostCopies(backend.device)
     ranges = dict(_shares(layouts, rank, sorted(writers), shapes_of(backend)))
     slots = sorted(_own_slots(backend))
     chunks = []
@@ -330,10 +313,9 @@ def snapshot(backend: Backend, layouts: Sequence[Layout], rank: int, writers: Co
         if start < stop:
             for slot in _kept(backend, shard, slots):
                 values = slot_values(backend, shard, slot)[start - shard.start : stop - shard.start]
-                chunks.append(Chunk(name=key(shard.name, slot), start=start, values=copies.queue(values)))
+                chunks.append(Chunk(name=key(shard.name, slot), start=start, values=_on_host(values)))
     for path, buffer in buffers_in(backend.module):
-        chunks.append(Chunk(name=buffer_key(rank, path), start=0, values=copies.queue(buffer.reshape(-1))))
-    copies.wait()
+        chunks.append(Chunk(name=buffer_key(rank, path), start=0, values=_on_host(buffer.reshape(-1))))
     for name, value in module_states(backend).items():
         chunks.append(Chunk(name=f"{MODULE}{rank}.{name}", start=0, values=_encoded(name, value)))
     return chunks
@@ -390,63 +372,6 @@ def key(name: str, slot: str) -> str:
 def buffer_key(rank: int, path: str) -> str:
     """Each rank has its own: BatchNorm's statistics are of the samples of one rank."""
     return f"buffer.{rank}.{path}"
-
-
-class HostCopies:
-    """Copies on the host. Those of a GPU's tensors go through two pinned buffers of bounded size, one of which is copied on
-    while the other fills: pinned memory is not paged out, and torch rounds it up to a power of two and keeps it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._streams = device, streams_of(device)
-        self._buffers: list[Tensor] = []  # free ones: bytes, pinned
-        self._filling: Tensor | None = None
-        self._used_bytes = 0
-        self._parts: list[tuple[Tensor, Tensor]] = []  # in the buffer that fills: pinned, and the copy
-        # An event, the buffer, its parts.
-        self._arriving: deque[tuple[Any, Tensor, list[tuple[Tensor, Tensor]]]] = deque()
-
-    def queue(self, values: Tensor) -> Tensor:
-        """A copy, to be read after `wait`."""
-        values = values.detach()
-        if self._streams is None or values.device.type != self._device.type:  # offloaded
-            return values.to("cpu", copy=True)
-        copy = self._streams.host_memory(values.numel(), values.dtype, pinned=False).view(values.shape)
-        if not values.numel():
-            return copy
-        most = PINNED_BYTES // values.itemsize
-        for part, target in zip(torch.split(values.reshape(-1), most), torch.split(copy.view(-1), most), strict=True):
-            if self._filling is None or self._used_bytes + part.nbytes > PINNED_BYTES:
-                self._turn()
-            assert self._filling is not None
-            pinned = self._filling[self._used_bytes :][: part.nbytes].view(part.dtype)
-            self._parts.append((pinned.copy_(part, non_blocking=True), target))
-            self._used_bytes += -(-part.nbytes // 16) * 16  # aligned for any dtype
-        return copy
-
-    def _turn(self) -> None:
-        """Fill another buffer: the second one, or the one that has arrived first."""
-        assert self._streams is not None
-        if self._filling is not None:
-            self._arriving.append((self._streams.mark(), self._filling, self._parts))
-        if len(self._arriving) == 2:
-            self._land()
-        self._filling = self._buffers.pop() if self._buffers else self._streams.host_memory(PINNED_BYTES, torch.uint8)
-        self._used_bytes, self._parts = 0, []
-
-    def _land(self) -> None:
-        arrived, buffer, parts = self._arriving.popleft()
-        arrived.synchronize()
-        for pinned, target in parts:
-            target.copy_(pinned)
-        self._buffers.append(buffer)
-
-    def wait(self) -> None:
-        if self._filling is not None:
-            assert self._streams is not None
-            self._arriving.append((self._streams.mark(), self._filling, self._parts))
-            self._filling = None
-        while self._arriving:
-            self._land()
 
 
 def _shares(

@@ -16,13 +16,19 @@ are torch's, in the default group, which is the Wire. `Strategy.sharding` says w
     zero1           gather, once a step     -           -                      reduce
     no_shard        -                       -           -                      reduce
 
+`shard` returns part number `rank` of the unit's parameters, joined flat and padded with zeros to a multiple of `world_size`:
+a copy, in one tensor. Or it does so with each parameter, and returns a list or dict of them. With no_shard it returns
+`unit.params`.
+
 The root's unit, what is in no other unit, is gathered from the begin of the forward to the end of the backward. `prefetch`
 gets the unit that is next in the model's definition, before the one at hand computes. `reduce` may return a function in
 place of the gradient, which returns it and is called at the end of the backward, so that a reduction can run beside the
 backward. Whole gradients that it leaves in p.grad are dropped after the optimizer's step. In micro-batches that do not
 communicate, autograd adds to p.grad, and `reduce` is not called.
 
-The first two steps are inspected (`Inspector`)."""
+The first two steps are inspected: whole parameters are compared with the shards of all ranks, as the optimizer left them,
+and gradients with the mean of what autograd gave on each rank. Both take collectives, so these steps are slower, and do
+not count."""
 
 from __future__ import annotations
 
@@ -37,41 +43,60 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_lab.backends import base
 from fsdp_lab.backends.base import Backend, DeferredStorage, RoleTensor, free, storage_id
-from fsdp_lab.backends.state import gather_json, together
+from fsdp_lab.backends.state import together
 from fsdp_lab.backends.wrapping import context_of, named_units, prepare
-from fsdp_lab.backends.your_engine import KeptPart, YourEngine, YourUnit, layout_of_ranks, take_shard, tensors_of, told
+from fsdp_lab.backends.your_engine import YourEngine, YourUnit, take_shard, tensors_of, told
 from fsdp_lab.base.events import ROOT, Role
 from fsdp_lab.base.formatting import size
 from fsdp_lab.base.tensors import tensors_in, view_inputs
 from fsdp_lab.engine import ParamShard
 from fsdp_lab.models.wrapping import units
 from fsdp_lab.spec.spec import Spec
-from fsdp_lab.wire import WireContext
 
 _INSPECTED = 2  # steps: what is stale shows in the second
 
 
 class _Unit:
     """A unit on this rank, with what the lab knows of it, and not the engine: the tensors that the rank keeps (`flats`), by
-    parameter what each rank keeps of it (`layout`), and what the optimizer is given with its place in `flats` (`trained`).
-    `calls`: in a forward, whose backward is not over. `has_reduced`: in this backward."""
+    tensor the ranges of parameters in it (`kept`), and what the optimizer trains of each parameter (`trained`). `calls`: in
+    a forward, whose backward is not over. `has_reduced`: in this backward."""
 
     def __init__(self, unit: YourUnit, modules: Sequence[nn.Module]) -> None:
         self.unit, self.modules = unit, modules
+        self.sizes = [p.numel() for p in unit.params]
         self.flats: list[Tensor] = []
-        self.layout: list[list[KeptPart]] = []
-        self.trained: list[tuple[KeptPart, nn.Parameter]] = []
+        self.kept: list[list[range]] = []
+        self.trained: list[nn.Parameter] = []
         self.is_whole = self.is_asked_for = self.has_reduced = False
         self.calls = 0
 
+    def parts(self, flats: Sequence[Tensor]) -> Iterator[tuple[range, Tensor]]:
+        """Yields what is in tensors like those that the rank keeps: of each parameter the range, and a view."""
+        for t, ranges in zip(flats, self.kept, strict=True):
+            sizes = [len(part) for part in ranges]
+            yield from zip(ranges, torch.split(t[: sum(sizes)], sizes), strict=True)
+
     def shards(self) -> Iterator[ParamShard]:
         """Yields what the optimizer trains, while the storage of `flats` exists."""
-        for name, p, parts in zip(self.unit.names, self.unit.params, self.layout, strict=True):
-            part = parts[self.unit.rank]
-            local = part.of(self.flats)
-            trained = nn.Parameter(local, requires_grad=p.requires_grad)
-            self.trained += [(part, trained)] * p.requires_grad
-            yield base.shard_at(name, trained, p.shape, part.start, local)
+        for name, p, (part, local) in zip(self.unit.names, self.unit.params, self.parts(self.flats), strict=True):
+            self.trained.append(nn.Parameter(local, requires_grad=p.requires_grad))
+            yield base.shard_at(name, self.trained[-1], p.shape, part.start, local)
+
+    def whole(self) -> Sequence[Tensor]:
+        """The parameters, flat, as the shards of all ranks have them. Collective."""
+        right = torch.zeros(sum(self.sizes), device=self.flats[0].device)
+        wholes = torch.split(right, self.sizes)
+        for whole, (part, local) in zip(wholes, self.parts(self.flats), strict=True):
+            whole[part.start : part.stop] = local
+        dist.all_reduce(right)  # zeros are added: exact
+        return wholes
+
+    def gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """What autograd gave for each parameter, flat: on this rank, and the mean over ranks. Collective."""
+        own = torch.cat([p.grad.reshape(-1) for p in self.unit.params if p.grad is not None])
+        mean = own.clone()
+        dist.all_reduce(mean)
+        return list(zip(*(torch.split(t, self.sizes) for t in (own, mean / self.unit.world_size)), strict=True))
 
 
 class Yours(Backend):
@@ -84,9 +109,8 @@ class Yours(Backend):
         self._is_replicated = spec.strategy.is_replicated
         self._frees = not self._is_replicated and not spec.strategy.shards_optimizer_only  # after the backward
         needed = ["shard", *["gather"] * (not self._is_replicated), *["free"] * self._frees, "reduce"]
-        self._engine = together(lambda: YourEngine(spec.strategy, needed))
         self._context = context_of(mesh)
-        self._inspector = Inspector(self._engine, self._context)
+        self._engine = together(lambda: YourEngine(spec.strategy, needed, self._context))
         self._inspects, self._begun = False, 0  # this step; how many steps have begun
         self._communicates, self._in_backward = True, False
         self._ending: list[tuple[_Unit, Callable[[], Any], Any]] = []  # reductions in flight
@@ -116,9 +140,7 @@ class Yours(Backend):
             named = {base.original_name(n): p for n, p in skeleton.named_parameters() if id(p) in new}
             one = _Unit(YourUnit(name, named), [outer(m) for m in modules])
             if named:
-                parts = together(partial(self._shard, one))
-                by_rank = gather_json([len(one.flats), parts])
-                one.layout = layout_of_ranks(self._engine, one.unit, by_rank, replicated=self._is_replicated)
+                together(partial(self._shard, one))
                 yield from one.shards()
                 whole = [p.detach() for p in named.values()]
                 for t in {storage_id(t): t for t in one.flats}.values():
@@ -127,15 +149,11 @@ class Yours(Backend):
             if named or name == ROOT:
                 self._units.append(one)
 
-    def _shard(self, one: _Unit) -> list[KeptPart]:
-        one.flats, parts = take_shard(self._engine, one.unit)
-        if self._is_replicated and not storages(one.unit).keys() <= {storage_id(t) for t in one.flats}:
-            what = "returned other memory than that of unit.params, which no_shard never gathers"
-            raise self._engine.mistake("shard", one.unit, "", what, "return unit.params")
+    def _shard(self, one: _Unit) -> None:
+        one.flats, one.kept = take_shard(self._engine, one.unit, replicated=self._is_replicated)
         if self._frees:
-            with self._inspector.freeing(one, ""):
+            with self._freeing(one, ""):
                 self._engine.call("free", one.unit)
-        return parts
 
     def _hooks_of(self, one: _Unit) -> Iterator[Any]:
         """Yields the handles of a unit's hooks. See "Note: hooks and autograd" in fsdp_lab/engine/hooks.py."""
@@ -227,28 +245,27 @@ class Yours(Backend):
             self._reduce(one)
         if self._frees:
             self._free(one, "backward")
-            if self._inspects and self._communicates:
-                self._inspector.check_dropped(one.unit)
+            held = [(n, p.grad) for n, p in zip(one.unit.names, one.unit.params, strict=True) if p.grad is not None]
+            if held and self._inspects and self._communicates:
+                name, gradient = held[0]
+                what = f"never frees the whole gradient of {name}, {size(gradient.nbytes)}"
+                raise self._engine.mistake("reduce", one.unit, "backward", what, "set p.grad = None once it is sent")
 
     def _end_backward(self) -> None:
         for one in reversed(self._units):
             self._after_backward(one)
         self._free_all("backward")
-        for one, reduction, by_rank in self._ending:
-            self._take_gradient(one, self._call("reduce", one, "backward", reduction), by_rank)
+        for one, reduction, right in self._ending:
+            self._take_gradient(one, self._engine.call("reduce", one.unit, "backward", reduction), right)
         self._ending, self._in_backward = [], False
 
     # -- the engine's methods ---------------------------------------------------------------------------------------
 
-    def _call(self, method: str, one: _Unit, during: str, function: Callable[[], Any] | None = None) -> Any:
-        with nullcontext() if self._context is None else self._context.unit_scope(one.unit.name):
-            return self._engine.call(method, one.unit, during, function)
-
     def _gather(self, one: _Unit, during: str) -> None:
         if self._is_replicated or one.is_whole or not one.unit.params:
             return
-        with self._inspector.gathering(one, during) if self._inspects else nullcontext():
-            self._call("gather", one, during)
+        with self._gathering(one, during) if self._inspects else nullcontext():
+            self._engine.call("gather", one.unit, during)
             one.is_whole, one.is_asked_for = True, False
 
     def _prefetch(self, one: _Unit, order: Sequence[_Unit], during: str) -> None:
@@ -257,13 +274,13 @@ class Yours(Backend):
             return
         there = following[0]
         if not (there.is_whole or there.is_asked_for or there.has_reduced):
-            self._call("prefetch", there, during)
+            self._engine.call("prefetch", there.unit, during)
             there.is_asked_for = True
 
     def _free(self, one: _Unit, during: str) -> None:
         if one.is_whole and one.unit.params:
-            with self._inspector.freeing(one, during) if self._inspects else nullcontext():
-                self._call("free", one, during)
+            with self._freeing(one, during) if self._inspects else nullcontext():
+                self._engine.call("free", one.unit, during)
                 one.is_whole = False
 
     def _free_all(self, during: str) -> None:
@@ -277,28 +294,99 @@ class Yours(Backend):
         for p in one.unit.params:
             if p.grad is None:  # the loss does not depend on it
                 p.grad = torch.zeros_like(p)
-        by_rank = self._inspector.before_reduce(one.unit) if self._inspects else None
-        returned = self._call("reduce", one, "backward")
+        right = one.gradients() if self._inspects else []
+        returned = self._engine.call("reduce", one.unit, "backward")
         if callable(returned) and not isinstance(returned, Tensor):
-            self._ending.append((one, returned, by_rank))
+            self._ending.append((one, returned, right))
         else:
-            self._take_gradient(one, returned, by_rank)
+            self._take_gradient(one, returned, right)
 
-    def _take_gradient(self, one: _Unit, returned: Any, by_rank: Any) -> None:
+    def _take_gradient(self, one: _Unit, returned: Any, right: Sequence[tuple[Tensor, Tensor]]) -> None:
         tensors = tensors_of(returned)
         if tensors is None or [t.numel() for t in tensors] != [t.numel() for t in one.flats]:
             what = f"returned {told(returned)}, and the shard is {told(one.flats)}"
             hint = "return the gradient of what shard returned, as it is laid out"
             raise self._engine.mistake("reduce", one.unit, "backward", what, hint)
         flats = [t.contiguous().view(-1) for t in tensors]
-        if by_rank is not None:
-            self._inspector.check_reduced(one, flats, by_rank)
-        for part, trained in one.trained:
-            gradient = part.of(flats)
+        if right:
+            self._check_gradients(one, flats, right)
+        for trained, (_, gradient) in zip(one.trained, one.parts(flats), strict=True):
+            if not trained.requires_grad:
+                continue
             if trained.grad is None:
                 trained.grad = gradient.clone() if self._several else gradient
             else:
                 trained.grad += gradient
+
+    # -- the inspection ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _gathering(self, one: _Unit, during: str) -> Iterator[None]:
+        """The context of a call of `gather`. Collective."""
+        unit, wrong = one.unit, partial(self._engine.mistake, "gather", one.unit, during)
+        right = one.whole()
+        before = [p.detach().reshape(-1).clone() if _has_memory(p) else None for p in unit.params]
+        yield
+        if kind := self._in_flight(unit):
+            raise wrong(
+                f"has not waited for its {kind}, so the values come too late", "call wait() on what it returned"
+            )
+        kept = one.parts(one.flats)
+        for name, p, whole, was, (part, local) in zip(unit.names, unit.params, right, before, kept, strict=True):
+            if not _has_memory(p):
+                hint = "give its storage its size back, and copy the gathered values into it"
+                raise wrong(f"leaves {name} without memory", hint)
+            if not torch.equal(local, whole[part.start : part.stop]):
+                raise wrong(f"changes this rank's shard of {name}", "gather into other memory than the shard's")
+            values = p.detach().reshape(-1)
+            if torch.equal(values, whole):
+                continue
+            what = (
+                f"element {int(torch.nonzero(values != whole)[0]):,} is the first that differs from the ranks' shards"
+            )
+            hint = "copy the parts of all ranks into it, in the order of ranks, without padding"
+            if was is not None and torch.equal(values, was):
+                what, hint = "it is stale, as of before the call", "gather again after every step of the optimizer"
+            raise wrong(f"makes {name} wrong: {what}", hint)
+
+    def _in_flight(self, unit: YourUnit) -> str:
+        """The kind of the unit's last all-gather, if nobody waited for it; else ""."""
+        recent = self._context.recent_issues() if self._context is not None and unit.params[0].is_cpu else []
+        own = (c for c in reversed(recent) if c.unit == unit.name and "gather" in c.kind)
+        return next((c.kind for c in own if not c.waits and not c.by_future), "")
+
+    @contextmanager
+    def _freeing(self, one: _Unit, during: str) -> Iterator[None]:
+        """The context of a call of `free`."""
+        unit, wrong = one.unit, partial(self._engine.mistake, "free", one.unit, during)
+        before = [(name, storage_id(p), p.untyped_storage()) for name, p in zip(unit.names, unit.params, strict=True)]
+        yield
+        if any(t.numel() and not t.untyped_storage().nbytes() for t in one.flats):
+            raise wrong("frees this rank's shard too", "let shard return a copy (clone) of its part")
+        for (name, key, storage), p in zip(before, unit.params, strict=True):
+            held = size(storage.nbytes())
+            if key != storage_id(p):
+                what = f"replaces the data of {name}, whose {held} are held by what autograd saved"
+                hint = "do not replace p.data, but empty the parameter's storage: p.untyped_storage().resize_(0)"
+                raise wrong(what, hint)
+            if storage.nbytes():
+                hint = "empty its storage: p.untyped_storage().resize_(0)"
+                raise wrong(f"never frees {name}: its {held} are still there", hint)
+
+    def _check_gradients(self, one: _Unit, flats: Sequence[Tensor], right: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """`right`: what `_Unit.gradients` returned before."""
+        n = one.unit.world_size
+        for name, (own, mean), (part, found) in zip(one.unit.names, right, one.parts(flats), strict=True):
+            kept, near = slice(part.start, part.stop), partial(torch.allclose, found, rtol=1e-4, equal_nan=True)
+            off = 1e-5 * float(mean.abs().max()) if mean.numel() else 0.0
+            if near(mean[kept], atol=off):
+                continue
+            what, hint = "is not the mean over ranks", "sum p.grad, divide by unit.world_size, and keep your part"
+            if near(mean[kept] * n, atol=off):
+                what, hint = "is the sum over ranks, not the mean", "divide it by unit.world_size"
+            elif near(own[kept], atol=off):
+                what, hint = "is this rank's own, unreduced", "sum it over all ranks, and divide by unit.world_size"
+            raise self._engine.mistake("reduce", one.unit, "backward", f"gives {name} a gradient that {what}", hint)
 
     # -- what it holds ----------------------------------------------------------------------------------------------
 
@@ -324,125 +412,6 @@ class Yours(Backend):
         super().release(busy)
         free([t for one in self._units for t in one.flats], busy)
         self._units, self._ending = [], []
-
-
-# -- `Inspector`: names the mistake in a user's engine ---------------------------------------------------------------
-#
-# A unit is whole if it equals the shards of all ranks, as the optimizer left them; a gradient is reduced if it equals the
-# mean of what autograd gave on each rank. Both take collectives, so these steps are slower, and do not count.
-
-
-def storages(unit: YourUnit) -> dict[int, tuple[str, torch.UntypedStorage]]:
-    """The storages of the whole parameters, by identity: the first parameter in each, and itself."""
-    stored: dict[int, tuple[str, torch.UntypedStorage]] = {}
-    for name, p in zip(unit.names, unit.params, strict=True):
-        stored.setdefault(storage_id(p), (name, p.untyped_storage()))
-    return stored
-
-
-class Inspector:
-    """Inspects one engine on one rank. All that it raises are SpecErrors."""
-
-    def __init__(self, engine: YourEngine, context: WireContext | None) -> None:
-        self._mistake, self._context = engine.mistake, context
-
-    @contextmanager
-    def gathering(self, one: _Unit, during: str) -> Iterator[None]:
-        """The context of a call of `gather`. Collective."""
-        unit = one.unit
-        wrong = partial(self._mistake, "gather", unit, during)
-        sizes = [p.numel() for p in unit.params]
-        right = torch.zeros(sum(sizes), device=unit.params[0].device)  # as the shards of all ranks have them
-        for parts, target in zip(one.layout, torch.split(right, sizes), strict=True):
-            mine = parts[unit.rank]
-            target[mine.start : mine.stop] = mine.of(one.flats)
-        dist.all_reduce(right)  # zeros are added: exact
-        were_whole = all(_has_memory(p) for p in unit.params)
-        before = [p.detach().reshape(-1).clone() for p in unit.params if were_whole]
-        yield
-        for i, (name, p, parts) in enumerate(zip(unit.names, unit.params, one.layout, strict=True)):
-            part, whole = parts[unit.rank], torch.split(right, sizes)[i]
-            if not _has_memory(p):
-                hint = "give its storage its size back, and copy the gathered values into it"
-                raise wrong(f"leaves {name} without memory", hint)
-            if not torch.equal(part.of(one.flats), whole[part.start : part.stop]):
-                raise wrong(f"changes this rank's shard of {name}", "gather into other memory than the shard's")
-            values = p.detach().reshape(-1)
-            if torch.equal(values, whole):
-                continue
-            at = int(torch.nonzero(values != whole)[0])
-            rank = next(r for r, of_rank in enumerate(parts) if of_rank.start <= at < of_rank.stop)
-            hint = "copy the parts of all ranks into it, in the order of ranks, without padding"
-            if kind := self._in_flight(unit):
-                what = f"its {kind} was not waited for, so the values come too late"
-                hint = "call wait() on what it returned"
-            elif not bool(values[parts[rank].start : parts[rank].stop].any()):
-                what = f"what rank {rank} keeps is zero"
-            elif before and torch.equal(values, before[i]):
-                what = "it is stale, as of before the call"
-                hint = "gather again after every step of the optimizer"
-            else:
-                what = f"element {at:,} is the first that differs, which rank {rank} keeps"
-            raise wrong(f"makes {name} wrong: {what}", hint)
-
-    def _in_flight(self, unit: YourUnit) -> str:
-        """The kind of the unit's last all-gather, if nobody waited for it; else ""."""
-        recent = self._context.recent_issues() if self._context is not None and unit.params[0].is_cpu else []
-        own = (c for c in reversed(recent) if c.unit == unit.name and "gather" in c.kind)
-        return next((c.kind for c in own if not c.waits and not c.by_future), "")
-
-    @contextmanager
-    def freeing(self, one: _Unit, during: str) -> Iterator[None]:
-        """The context of a call of `free`."""
-        before = storages(one.unit)
-        yield
-        wrong, now = partial(self._mistake, "free", one.unit, during), storages(one.unit)
-        if any(t.numel() and not t.untyped_storage().nbytes() for t in one.flats):
-            raise wrong("frees this rank's shard too", "let shard return a copy (clone) of its part")
-        for key, (name, storage) in before.items():
-            held = size(storage.nbytes())
-            if key not in now:
-                what = f"replaces the data of {name}, whose {held} are held by what autograd saved"
-                hint = "do not replace p.data, but empty the parameter's storage: p.untyped_storage().resize_(0)"
-                raise wrong(what, hint)
-            if storage.nbytes():
-                hint = "empty its storage: p.untyped_storage().resize_(0)"
-                raise wrong(f"never frees {name}: its {held} are still there", hint)
-
-    def before_reduce(self, unit: YourUnit) -> list[Sequence[Tensor]]:
-        """What autograd gave on each rank for each parameter, flat. Collective."""
-        mine = torch.cat([torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1) for p in unit.params])
-        of_ranks = [torch.empty_like(mine) for _ in range(unit.world_size)]
-        dist.all_gather(of_ranks, mine)
-        return [torch.split(t, [p.numel() for p in unit.params]) for t in of_ranks]
-
-    def check_reduced(self, one: _Unit, gradients: Sequence[Tensor], by_rank: Sequence[Sequence[Tensor]]) -> None:
-        """Called with what `reduce` returned, laid out as the kept tensors, and with what `before_reduce` did."""
-        n, rank = one.unit.world_size, one.unit.rank
-        for name, parts, of_ranks in zip(one.unit.names, one.layout, zip(*by_rank, strict=True), strict=True):
-            mean, kept = torch.stack(of_ranks).sum(0) / n, slice(parts[rank].start, parts[rank].stop)
-            values, right, own = parts[rank].of(gradients), mean[kept], of_ranks[rank][kept]
-            off = 1e-5 * float(mean.abs().max()) if mean.numel() else 0.0
-            if torch.allclose(values, right, 1e-4, off, equal_nan=True):
-                continue
-            mistakes = (
-                (right * n, "is the sum over ranks, not the mean", "divide it by unit.world_size"),
-                (own, "is this rank's own, unreduced", "sum it over all ranks, and divide by unit.world_size"),
-                (right / n, "is divided twice", "divide the sum over ranks by unit.world_size once"),
-                (own / n, "is this rank's own, divided and not summed", "sum it over all ranks first"),
-                (right * 0, "is zero", "return the gradient of what shard returned"),
-            )
-            unknown = "is not the mean over ranks", "sum p.grad, divide by unit.world_size, and keep your part"
-            known = ((w, h) for t, w, h in mistakes if torch.allclose(values, t, 1e-4, off, equal_nan=True))
-            what, hint = next(known, unknown)
-            raise self._mistake("reduce", one.unit, "backward", f"gives {name} a gradient that {what}", hint)
-
-    def check_dropped(self, unit: YourUnit) -> None:
-        """Called after `reduce` and `free`, where nothing whole may stay."""
-        for name, p in zip(unit.names, unit.params, strict=True):
-            if p.grad is not None:
-                what = f"never frees the whole gradient of {name}, {size(p.grad.nbytes)}"
-                raise self._mistake("reduce", unit, "backward", what, "set p.grad = None once it is sent")
 
 
 def _has_memory(p: Tensor) -> bool:

@@ -5,13 +5,12 @@ Note: writing needs no collective. A snapshot is the rank's own share, copied to
 report through rank 0's store that their file is on disk, and rank 0 commits the files as a checkpoint
 (`fsdp_lab.spec.checkpoint_format`). So writing is not ordered with training, and a rank that dies meanwhile leaves an
 incomplete checkpoint and blocks no other rank. The files are safetensors in the Hugging Face format of torch's
-Distributed Checkpoint (`write_shard`, `read_shards`). The layout is known beforehand (backends/state.py), so its
-planners have nothing to negotiate and need no process group."""
+Distributed Checkpoint, whose readers read them too (`write_shard`, `read_shards`). The layout is known beforehand
+(backends/state.py), so that there is nothing to negotiate."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -20,26 +19,15 @@ import stat
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed as dist
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import distributed as dist
 
 from fsdp_lab.backends import Backend, state
 from fsdp_lab.backends.state import Chunk, Layout, gather_json
@@ -54,19 +42,21 @@ from fsdp_lab.spec import checkpoint_format
 from fsdp_lab.spec.checkpoint_format import MANIFEST, PARTIAL, Checkpoint
 from fsdp_lab.spec.spec import Spec
 
+_OFFSETS = "DCP_SHARDING_INFO"  # in a file's metadata: where each tensor begins in the whole one
+
 
 def write_shard(folder: Path, rank: int, chunks: Sequence[Chunk]) -> tuple[str | None, int]:
     """Writes this rank's file; returns its name and size in bytes, or None and 0 without chunks. Not collective. Each
     name occurs at most once. Raises OSError."""
     if not chunks:
         return None, 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no process group is used
-        try:
-            dcp.save({}, storage_writer=_Writer(folder, rank), planner=_SavePlanner(chunks), no_dist=True)
-        except dcp.api.CheckpointException as e:
-            raise next(iter(e.failures.values()))[0] from None
-    file = next(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))
+    offsets = {c.name: {"saved_offsets": [c.start]} for c in chunks}
+    metadata = {_OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    file = folder / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+    with file.open("wb") as to:
+        to.write(save({c.name: c.values for c in chunks}, metadata))
+        to.flush()
+        os.fsync(to.fileno())
     return file.name, file.stat().st_size
 
 
@@ -77,84 +67,22 @@ def read_shards(folder: Path, targets: Sequence[Chunk], optional: tuple[str, ...
 
     Raises LookupError if the files do not have all of a target, OSError if one cannot be read.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            reader, planner = HuggingFaceStorageReader(str(folder)), _LoadPlanner(targets, optional)
-            dcp.load({}, storage_reader=reader, planner=planner, no_dist=True)
-        except dcp.api.CheckpointException as e:
-            raise next(iter(e.failures.values()))[0] from None
-
-
-class _Writer(HuggingFaceStorageWriter):
-    def __init__(self, folder: Path, rank: int) -> None:
-        super().__init__(str(folder), save_distributed=True)
-        self._rank = rank
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Puts the rank into the file's name; each rank plans by itself."""
-        return [dataclasses.replace(plan, storage_data={"shard_index": self._rank + 1}) for plan in plans]
-
-
-class _SavePlanner(DefaultSavePlanner):
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
-        super().__init__()
-        self._chunks = {c.name: c for c in chunks}
-
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan([_item(c) for c in self._chunks.values()])
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return all_plans, Metadata(state_dict_metadata={})  # the files have it
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._chunks[index.fqn].values
-
-
-def _item(c: Chunk) -> WriteItem:
-    return WriteItem(
-        index=MetadataIndex(c.name, torch.Size([c.start])),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=_extent(c),
-            properties=TensorProperties.create_from_tensor(c.values),
-            size=c.values.shape,  # of this part: the whole is known when all files are read
-        ),
-    )
-
-
-def _extent(c: Chunk) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size([c.start]), sizes=c.values.shape)
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self, targets: Sequence[Chunk], optional: tuple[str, ...]) -> None:
-        super().__init__()
-        self._targets = {c.name: c for c in targets}
-        self._optional = optional
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([item for c in self._targets.values() for item in self._items(c)])
-
-    def _items(self, c: Chunk) -> list[ReadItem]:
-        assert self.metadata is not None
-        saved = self.metadata.state_dict_metadata.get(c.name)
-        if not isinstance(saved, TensorStorageMetadata):
-            if c.name.startswith(self._optional):
-                return []
-            raise LookupError(f"it has no {c.name}")
-        if saved.properties.dtype != c.values.dtype:
-            raise LookupError(f"its {c.name} is {saved.properties.dtype}, not {c.values.dtype}")
-        items = create_read_items_for_chunk_list(c.name, saved, [_extent(c)])
-        if sum(item.lengths.numel() for item in items) != c.values.numel() and not c.name.startswith(self._optional):
-            raise LookupError(f"it lacks a part of {c.name}[{c.start}:{c.stop}]")
-        return items
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._targets[index.fqn].values
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise TypeError("a checkpoint has only tensors")
+    lacking = {c.name: (c, c.values.numel()) for c in targets}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(str(path), framework="pt") as file:
+            offsets = json.loads(file.metadata()[_OFFSETS])
+            for name in lacking.keys() & set(file.keys()):
+                (c, left), saved, first = lacking[name], file.get_slice(name), offsets[name]["saved_offsets"][0]
+                start, stop = max(c.start, first), min(c.stop, first + saved.get_shape()[0])
+                if start < stop:
+                    values = saved[start - first : stop - first]
+                    if values.dtype != c.values.dtype:
+                        raise LookupError(f"its {name} is {values.dtype}, not {c.values.dtype}")
+                    c.values[start - c.start : stop - c.start].copy_(values)
+                    lacking[name] = c, left - (stop - start)
+    for name, (c, left) in lacking.items():
+        if left and not name.startswith(optional):
+            raise LookupError(f"it lacks {left} elements of {name}[{c.start}:{c.stop}]")
 
 
 POLL_S = 0.02
@@ -470,14 +398,10 @@ def _send(path: Path, nbytes: int, owner: int, rank: int, *, writes: bool) -> st
         for at in range(0, nbytes, PIECE_BYTES):
             piece = torch.zeros(min(PIECE_BYTES, nbytes - at), dtype=torch.uint8)
             with noting():
-                if rank == owner and not errors:
-                    data = file.read(piece.numel())
-                    if len(data) == piece.numel():
-                        piece = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-                    else:
-                        errors.append(f"{path} is shorter than it was")
+                if rank == owner and not errors and file.readinto(piece.numpy()) != piece.numel():
+                    errors.append(f"{path} is shorter than it was")
             dist.broadcast(piece, src=owner)
             with noting():
                 if writes and not errors:
-                    file.write(piece.numpy().tobytes())
+                    file.write(piece.numpy())
     return errors[0] if errors else ""

@@ -372,9 +372,7 @@ class KernelTimes:
 
     count: int
     busy_s: float  # in which at least one kernel ran
-    exposed_s: (
-        Mapping[str, float] | None
-    )  # communication alone, by kind of collective; None: no kernel of NCCL was seen
+    exposed_s: Mapping[str, float] | None  # communication alone, by kind; None: no kernel of NCCL was seen
 
     @classmethod
     def of(cls, events: Iterable[Any]) -> KernelTimes:
@@ -401,17 +399,13 @@ class KernelTimes:
 def _alone(sent: Iterable[tuple[int, int, str]], computing: Sequence[tuple[int, int]]) -> dict[str, float]:
     """Seconds by kind in which nothing computes. `computing`: in order, without overlaps."""
     alone: dict[str, float] = {}
-    until = first = 0
+    until = 0
     for issued, end, kind in sorted(sent):
-        start = max(issued, until)
-        if start >= end:
-            continue
-        until = end
-        while first < len(computing) and computing[first][1] <= start:
-            first += 1
+        start, until = max(issued, until), max(end, until)
+        first = max(0, bisect_left(computing, (start,)) - 1)
         beside = computing[first : bisect_left(computing, (end,), first)]
-        hidden_ns = sum(min(b, end) - max(a, start) for a, b in beside)
-        alone[kind] = alone.get(kind, 0.0) + (end - start - hidden_ns) / 1e9
+        hidden_ns = sum(max(0, min(b, end) - max(a, start)) for a, b in beside)
+        alone[kind] = alone.get(kind, 0.0) + max(0, end - start - hidden_ns) / 1e9
     return alone
 
 

@@ -29,7 +29,7 @@ import torch
 from fsdp_lab.backends.base import Measured
 from fsdp_lab.base.events import Memory, MemorySample, RoleBytes, StepEvent, Traffic
 from fsdp_lab.base.hardware import gpu_of_device
-from fsdp_lab.base.streams import Streams, streams_of
+from fsdp_lab.base.streams import streams_of
 from fsdp_lab.models import BestPeak
 from fsdp_lab.rank.ledger import Ledger, LedgerResult
 from fsdp_lab.rank.rendezvous import RankInfo
@@ -37,70 +37,26 @@ from fsdp_lab.rank.tracing import ClockOffset, StepTrace
 from fsdp_lab.wire import Collective, WireContext, across, exposed, traffic
 
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-_MOST_REASONS = 8  # of one step; torch itself gives up after as many compilations of a function
-_LONGEST_REASON = 200  # characters
-
-
-class DeviceClock:
-    """Marks on the current stream of a GPU, and when it reached them."""
-
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-
-    def mark(self) -> Any:
-        return self._streams.mark()
-
-    def seconds(self, since: Any, to: Any) -> float:
-        """Between two marks that the device has reached."""
-        return float(since.elapsed_time(to)) / 1e3
-
-    def has_reached(self, mark: Any) -> bool:
-        return bool(mark.query())
-
-    def synchronise(self) -> None:
-        self._streams.synchronize()
 
 
 class Recompilations:
-    """What torch.compile compiled again in the context of `during`, and why; `take` forgets it."""
+    """What torch.compile compiled again, and why."""
 
     def __init__(self) -> None:
-        self._ids: list[str] = []
-
-    @contextmanager
-    def during(self) -> Iterator[None]:
-        if "torch._dynamo" not in sys.modules:
-            yield
-            return
-        from torch._dynamo.callback import callback_handler
-
-        callback_handler.register_start_callback(self._begin)
-        try:
-            yield
-        finally:
-            callback_handler.remove_start_callback(self._begin)
-
-    def _begin(self, args: Any) -> None:
-        """An id is "frame/count of its compilations"; the backward's, which comes later, is that of its forward."""
-        name = str(args.compile_id)
-        if not name.endswith("/0") and name not in self._ids:
-            self._ids.append(name)
+        self._known: set[str] = set()
 
     def take(self) -> tuple[str, ...]:
-        """Returns the guard that failed, for each; "" where torch does not say."""
-        if not self._ids:
+        """Returns the guard that failed, such as "self.calls == 7 # self.calls += 1", for each since the last call; "" where
+        torch does not say. An id is "frame/count of its compilations"; that of the backward is its forward's."""
+        if "torch._dynamo" not in sys.modules:
             return ()
         from torch._dynamo.utils import get_compilation_metrics
 
-        ids, self._ids = self._ids, []
-        known = {str(m.compile_id): m.recompile_reason for m in get_compilation_metrics() if m.recompile_reason}
-        return tuple(_guard(known.get(name, "")) for name in ids[:_MOST_REASONS])
-
-
-def _guard(reason: str) -> str:
-    """The failed guard of the newest compilation: "self.calls == 7  # self.calls += 1" of "0/7: self.calls == 7   # ..."."""
-    line = reason.strip().partition("\n")[0].partition("(HINT")[0]
-    return re.sub(r"^\d+/\d+: ", "", " ".join(line.split()))[:_LONGEST_REASON]
+        found = {str(m.compile_id): (m.recompile_reason or "").strip() for m in get_compilation_metrics()}
+        again = [why for i, why in found.items() if i not in self._known and not i.endswith("/0")]
+        self._known |= found.keys()
+        lines = (why.partition("\n")[0].partition("(HINT")[0] for why in again)
+        return tuple(" ".join(re.sub(r"^\d+/\d+: ", "", line).split()) for line in lines)
 
 
 StepReader = Callable[[], dict[str, Any]]  # returns the measurements of a step, by the fields of its `StepEvent`
@@ -120,14 +76,12 @@ class StepMeter:
         offload: str,
         ledger: LedgerResult | None = None,
         loading_bytes: int = 0,
-        clock: DeviceClock | None = None,
     ) -> None:
         """`ledger`: the result of an earlier ledger step of the same Spec, before it was suspended. `loading_bytes`: see
-        `Memory`. `clock`: of the device; by default a GPU's, and none on a CPU."""
+        `Memory`."""
         self._backend, self._context, self._info, self._offload = backend, context, info, offload
         self._device, self._on_gpu = info.device, info.device.type == "cuda"
-        streams = streams_of(info.device)
-        self._clock = DeviceClock(streams) if clock is None and streams is not None else clock
+        self._streams = streams_of(info.device)  # marks on them are times of the device; None on a CPU
         self._process = psutil.Process()
         self._parameters = backend.parameter_bytes()
         self._gradients = self._optimizer = 0  # bytes, when they first exist
@@ -144,22 +98,23 @@ class StepMeter:
     @property
     def runs_behind(self) -> bool:
         """Whether the device may still be at a step that has ended on the host."""
-        return self._clock is not None
+        return self._streams is not None
 
     @contextmanager
     def step(self, *, ledger: bool = False, traced: bool = False) -> Iterator[None]:
         """The context of a step. `ledger`: record every allocation; `traced`: record when each unit computes."""
         self._context.meter.take()  # what was sent between steps, for example by a switch
         self._context.meter.take_copies()
+        self._recompiled.take()
         self._trace = StepTrace(self._backend.unit_modules(), self._device) if traced else None
         self._curve = ()
-        if self._clock is None:
+        if self._streams is None:
             self._context.start_timing()
         else:
             if self._anchor is None:  # the first of a chunk of steps
-                self._clock.synchronise()
+                self._streams.synchronize()
                 self.synchronised()
-            self._start = self._clock.mark()
+            self._start = self._streams.mark()
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
         self._start_s = time.perf_counter()
@@ -167,7 +122,7 @@ class StepMeter:
             self._recording = Ledger(self._backend, self._context, self._device, offloaded=self._offload != "none")
         recording = self._recording.recording() if self._recording is not None else nullcontext()
         try:
-            with recording, self._trace or nullcontext(), self._recompiled.during():
+            with recording, self._trace or nullcontext():
                 yield
             if self._recording is not None and (result := self._recording.result) is not None:
                 self.ledger, self._curve = result, result.curve
@@ -176,18 +131,18 @@ class StepMeter:
 
     def synchronised(self) -> None:
         """Call it when the host has just waited for the device's current stream."""
-        if self._clock is not None:
+        if self._streams is not None:
             self._context.read_timing()
             self._context.start_timing()
-            self._anchor = (self._clock.mark(), time.perf_counter())
+            self._anchor = (self._streams.mark(), time.perf_counter())
 
     def pause(self, *, wait: bool = True) -> None:
         """Call it after the last of some steps; waits for the device, so that everything can be read. The next step begins
         with a mark of its own, as times of far apart marks are not exact."""
-        if self._clock is not None:
+        if self._streams is not None:
             self._anchor = None
             if wait:
-                self._clock.synchronise()
+                self._streams.synchronize()
                 self._context.read_timing()
 
     def part(self, name: str) -> None:
@@ -215,10 +170,10 @@ class StepMeter:
         """Call it after the context of a step; does not wait for the device. What it returns is called after `synchronised`
         or `pause`; `begin_s` is on this rank's clock. Where the device has not ended the step, its time is the host's, and
         it has no spans."""
-        if self._clock is None:
+        if self._streams is None:
             self._context.read_timing()
         start_s, end_s, begin, anchor = self._start_s, time.perf_counter(), self._start, self._anchor
-        end = None if self._clock is None else self._clock.mark()
+        end: Any = None if self._streams is None else self._streams.mark()
         collectives, copies = self._context.meter.take(), self._context.meter.take_copies()
         measured: dict[str, Any] = {"end_unix_s": time.time(), "memory": self._memory(), "memory_curve": self._curve}
         measured |= {"recompiled": self._recompiled.take()}
@@ -226,10 +181,10 @@ class StepMeter:
 
         def read() -> dict[str, Any]:
             begin_s, seconds, trace = start_s, end_s - start_s, trace_of_step
-            if self._clock is not None:
-                if anchor is not None and self._clock.has_reached(end):
-                    begin_s = anchor[1] - self._clock.seconds(begin, anchor[0])  # which was reached at a known time
-                    seconds = self._clock.seconds(begin, end)
+            if self._streams is not None:
+                if anchor is not None and end.query():
+                    begin_s = anchor[1] - begin.elapsed_time(anchor[0]) / 1e3  # which was reached at a known time
+                    seconds = begin.elapsed_time(end) / 1e3
                 else:
                     trace = None
             elif trace is not None:

@@ -155,9 +155,8 @@ class Session:
         sampling: Mapping[str, Any] = {},
     ) -> dict[str, Any]:
         """Make `spec` the training of the next `train`; collective. Refused unless `evaluated` samples are held out and its
-        model can continue `prompts`; a refusal changes nothing. Live parameters and optimizer state are transferred into the
-        new layout, unless `fresh`, or the model, its weights, the seed or the optimizer differ: then training starts at
-        step 0. Returns {"step", "seconds", "carried", "parameters", "notes"}."""
+        model can continue `prompts`; a refusal changes nothing. Live state moves into the new layout, unless `fresh`, or a
+        field of LINEAGE differs: then training starts at step 0. Returns what `_applied` does."""
         start_s = time.perf_counter()
         wanted, require = self._spec(spec), _evaluable(evaluated, prompts, sampling)
         with self._exclusive():
@@ -175,14 +174,12 @@ class Session:
     ) -> dict[str, Any]:
         """Train so many steps, the last of them traced; collective. SIGINT on any rank ends the step in progress on all.
 
-        `ledgers`: numbers of additional ledger steps (see ledger.py). `checks`: of steps whose events get a checksum of the
-        parameters, outside the step's time. `evaluations`: step number -> how many held-out samples to evaluate after it;
-        the event gets their mean loss, and how this rank's part of `prompts` goes on (see `generate`). If an evaluation is
-        aborted, the step remains, without them.
+        `ledgers`: numbers of additional ledger steps. `checks`: of steps whose events get a checksum of the parameters.
+        `evaluations`: step number -> how many held-out samples to evaluate after it; the event gets their mean loss, and how
+        this rank's part of `prompts` goes on. If an evaluation is aborted, the step remains, without them.
 
-        Returns: {"events", "stopped": whether it was interrupted, "step": the next one, "saves": see
-        `Checkpointer.ended`}. Raises FieldError: too few samples are held out, or of `prompts`; and as a step does (see
-        `Trainer.advance`)."""
+        Returns {"events", "stopped": whether it was interrupted, "step": the next one, "saves": see `Checkpointer.ended`}.
+        Raises FieldError: too few samples are held out, or of `prompts`; and as `Trainer.advance`."""
         trainer = self._lifecycle.require()
         trainer.batches.check_held_out(max(evaluations.values(), default=0))
         wanted = Sampling(**sampling)
@@ -275,8 +272,8 @@ class Session:
     # -- faults ---------------------------------------------------------------------------------------------------
 
     def arm(self, fault: Mapping[str, Any]) -> dict[str, Any]:
-        """Inject a `Fault`, once, on the ranks that it names; called on every rank, so that all refuse an invalid one, and
-        collective for a slower link, which may be measured. Returns {"armed"}: whether it is for this rank."""
+        """Inject a `Fault`, once, on the ranks that it names; collective, so that all refuse an invalid one. Returns
+        {"armed"}: whether it is for this rank."""
         wanted, link = Fault.from_dict(fault), None
         wanted.check(self.info.world_size, self.trainer.progress.step if self.trainer else 0)
         if wanted.kind is FaultKind.SLOW:
@@ -320,9 +317,8 @@ class Session:
 
     def save(self, root: str, kind: str = "step", last: int = 3) -> dict[str, Any]:
         """Take a checkpoint of the training, in a new folder below `root`; collective. It is written while training goes
-        on; a previous one that is still being written is waited for. The newest `last` of the run are kept. Returns
-        {"step", "seconds": how long training stopped, "waited_s": for the previous one, "bytes" of this rank}. Raises
-        ArgumentError if nothing can be written to `root`, or a rank is still writing the previous one after some minutes."""
+        on, after a previous one. The newest `last` of the run are kept. Returns {"step", "seconds": how long training
+        stopped, "waited_s": for the previous one, "bytes" of this rank}. Raises ArgumentError, as `Checkpointer.save`."""
         start_s = time.perf_counter()
         with self._exclusive():
             trainer = self._lifecycle.require()
@@ -373,9 +369,9 @@ class Session:
     # -- slow motion ----------------------------------------------------------------------------------------------
 
     def slow_next(self) -> dict[str, Any]:
-        """Run a training step to its next phase, or begin one if none is in progress; collective. Returns {"frame": the
-        `PhaseSnapshot` as a dict, "event": None}, or at the end of the step {"frame": None, "event": its `StepEvent` as a
-        dict}. Raises as `train`, SpecError unless the backend is our own engine, KeyboardInterrupt if it was interrupted."""
+        """Run a training step to its next phase, or begin one; collective. Returns {"frame": the `PhaseSnapshot`, "event":
+        the `StepEvent`}, as dicts: the one or, at the end, the other. Raises as `train`, SpecError unless the backend is our
+        own engine, KeyboardInterrupt if it was interrupted."""
         return self._slowly(SlowMotionStep.snapshot)
 
     def slow_end(self) -> dict[str, Any]:

@@ -20,8 +20,6 @@ from fsdp_lab.rank.trainer import Trainer
 
 T = TypeVar("T")
 
-_POLL_S = 0.1  # between two checks of whether the step's thread is alive
-
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
@@ -58,24 +56,25 @@ class PhaseStepper(Generic[T]):
             self._thread.start()
         elif not self.is_over:
             self._resume.release()
-        while not self._stopped.acquire(timeout=_POLL_S):
-            if self.is_over and not self._stopped.acquire(blocking=False):
-                break
-        self._raise()
+        if not self.is_over:
+            self._stopped.acquire()
         if self._stop is None:
+            self._end()
             raise StopIteration
         return self._stop
 
     def close(self) -> None:
         """Let the step run to its end, and wait for it. What it raised is raised."""
         self._closing = True
-        if self._thread.ident is None:
-            return
-        self._resume.release()
-        while self._thread.is_alive():
-            self._thread.join(_POLL_S)
-        self._stop = None
-        self._raise()
+        if self._thread.ident is not None:
+            self._resume.release()
+            self._end()
+
+    def _end(self) -> None:
+        self._thread.join()
+        self._stop, error, self._error = None, self._error, None
+        if error is not None:
+            raise error
 
     @property
     def is_over(self) -> bool:
@@ -96,11 +95,6 @@ class PhaseStepper(Generic[T]):
         self._count += 1
         self._stopped.release()
         self._resume.acquire()
-
-    def _raise(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
 
     def _run(self, threads: int, device: Any) -> None:
         torch.set_num_threads(threads)  # OpenMP's count belongs to a thread

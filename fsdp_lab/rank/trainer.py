@@ -35,7 +35,7 @@ from torch.autograd.profiler import record_function
 
 from fsdp_lab.backends import Backend
 from fsdp_lab.backends.base import scale_rates
-from fsdp_lab.backends.state import ForwardState
+from fsdp_lab.backends.state import ForwardState, gather_json
 from fsdp_lab.base.events import Carrier, StepEvent
 from fsdp_lab.base.tensors import map_tensors
 from fsdp_lab.engine.scaling import Scaler
@@ -63,14 +63,6 @@ class StepState(Enum):
     COMPUTING = "forward and backward"
     VOTING = "the vote is cast, and its result is not known"
     UPDATING = "gradients are unscaled and clipped, and the optimizer steps"
-
-
-STEP_TRANSITIONS = {  # from every state a step can be discarded
-    StepState.IDLE: {StepState.COMPUTING, StepState.IDLE},
-    StepState.COMPUTING: {StepState.VOTING, StepState.IDLE},
-    StepState.VOTING: {StepState.UPDATING, StepState.IDLE},  # IDLE: committed without an update after fp16 overflow
-    StepState.UPDATING: {StepState.IDLE},
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +136,7 @@ class Trainer:
         carriers = self.carriers() if self.is_first else ()  # here nothing else is held than between steps
         self._forward_state.copy()
         with self.meter.step(ledger=ledger, traced=traced and not slow):
-            self._enter(StepState.COMPUTING)
+            self.state = StepState.COMPUTING
             scale, rate = self.scaler.scale, self._rate_factor()
             total = self._accumulate()
             loss, (mean_loss, norm, skipped) = self._vote_and_update(total)
@@ -254,7 +246,7 @@ class Trainer:
         self.meter.synchronised()
         self._complete()
         self.world.context.check()
-        self._enter(StepState.VOTING)
+        self.state = StepState.VOTING
         vote = self._cast(loss, squared)
         overflows = self.scaler.enabled and self.scaler.scale > 1.0  # fp16's scale may be the cause, and can be lowered
         if not (all(map(math.isfinite, vote)) or overflows):
@@ -276,7 +268,7 @@ class Trainer:
 
     def _repeat(self) -> None:
         self.discard()
-        self._enter(StepState.COMPUTING)
+        self.state = StepState.COMPUTING
         self._accumulate()
 
     def commit(self, vote: Sequence[float]) -> tuple[float, float, bool]:
@@ -294,7 +286,7 @@ class Trainer:
                     factor *= clip / (norm + 1e-6)
                 if factor != 1.0:  # undoes the loss scale and clips, in one pass
                     torch._foreach_mul_(self.backend.gradients(), factor)
-                self._enter(StepState.UPDATING)
+                self.state = StepState.UPDATING
             scale_rates(self.backend.optimizer, self._rate_factor())
             with record_function(Phase.OPTIM.value):
                 self.backend.optimizer.step()
@@ -304,21 +296,16 @@ class Trainer:
         self.progress.step += 1
         self.progress.samples += self.spec.global_batch
         self.progress.vote = tuple(vote)
-        self._enter(StepState.IDLE)
+        self.state = StepState.IDLE
         return mean_loss, norm, skipped
 
     def discard(self) -> None:
         """Drop the step in progress, if any, with what its forwards have changed."""
         begun = self.state is not StepState.IDLE
         self.backend.optimizer.zero_grad(set_to_none=True)
-        self._enter(StepState.IDLE)
+        self.state = StepState.IDLE
         if begun:
             self._forward_state.give_back()
-
-    def _enter(self, state: StepState) -> None:
-        if state not in STEP_TRANSITIONS[self.state]:
-            raise RuntimeError(f"a step cannot go from {self.state.name} to {state.name}")
-        self.state = state
 
     def _rate_factor(self) -> float:
         return self.spec.workload.rates.factor(self.progress.step)
@@ -375,13 +362,13 @@ def not_finite(*, step: int, loss: float, backend: Backend, world: Wire, repeat:
     `NotFinite` on the rank that caused it, or on rank 0 if only the sum is not finite; `RankAborted` on the others.
     `repeat` repeats forward and backward of the step, starting without gradients."""
     rank = world.rank()
-    losses = _gather(world, 0.0 if math.isfinite(loss) else 1.0)
+    losses = gather_json(not math.isfinite(loss))
     if any(losses):
         return _error(rank, losses, f"its loss in step {step} is {loss}", f"its loss in step {step} is not finite")
     shards = backend.param_shards()
     gradients = ((i, backend.gradient(shard)) for i, shard in enumerate(shards, 1))
     bad = max((i for i, g in gradients if g is not None and _bad(g)), default=0)
-    last = int(max(_gather(world, float(bad))))  # in model order, which the backward reaches first; 0: none
+    last = max(gather_json(bad))  # in model order, which the backward reaches first; 0: none
     if not last:
         whole = f"the gradient norm of step {step} is not finite, though each gradient is"
         return _error(rank, [1.0], whole, whole)
@@ -389,7 +376,7 @@ def not_finite(*, step: int, loss: float, backend: Backend, world: Wire, repeat:
     mine = f"its gradient of {name} in step {step} is not finite"
     if world.size() == 1:
         return _error(rank, [1.0], mine, mine)
-    sums = _gather(world, _first_bad_summand(world.context, repeat))
+    sums = gather_json(_first_bad_summand(world.context, repeat))
     if any(sums):
         first = min(number for number in sums if number)
         return _error(rank, [number == first for number in sums], mine, mine)
@@ -406,16 +393,7 @@ def _error(rank: int, guilty: Sequence[object], mine: str, others: str) -> Runti
     return RankAborted(f"rank {first} failed: NotFinite: {others}", others_know=True)
 
 
-def _gather(world: Wire, mine: float) -> list[float]:
-    """The values of all ranks, in rank order."""
-    gathered = torch.zeros(world.size(), dtype=torch.float64)
-    gathered[world.rank()] = mine
-    world.control(gathered)
-    values: list[float] = gathered.tolist()
-    return values
-
-
-def _first_bad_summand(context: WireContext, repeat: Callable[[], object]) -> float:
+def _first_bad_summand(context: WireContext, repeat: Callable[[], object]) -> int:
     """Returns the number, from 1, of the first sum to which this rank contributes a non-finite value; 0 if none."""
     count, first = 0, 0
 
@@ -430,7 +408,7 @@ def _first_bad_summand(context: WireContext, repeat: Callable[[], object]) -> fl
         repeat()
     finally:
         context.on_issue = before
-    return float(first)
+    return first
 
 
 def _bad(t: Tensor) -> bool:

@@ -1,7 +1,7 @@
-"""`EngineCheck`: an engine of the user's, tried for some steps beside a known one of the same sharding.
+"""`check_engine`: an engine of the user's, tried for some steps beside a known one of the same sharding.
 
-It passes if the lab names no mistake (`Inspector` in backends/yours.py), it computes the same (`runs.parity`), and takes no
-more than what was asked for (`LIMITS`).
+It passes if the lab names no mistake (backends/yours.py), it computes the same (`runs.parity`), and takes no more than what
+was asked for (`LIMITS`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fsdp_lab.base.errors import ArgumentError, FieldError
 from fsdp_lab.base.events import Role
 from fsdp_lab.base.formatting import Table, duration, size, traffic
 from fsdp_lab.cluster import ClusterError
-from fsdp_lab.runs.parity import Parity, Verdict, parity
+from fsdp_lab.runs.parity import Verdict, parity
 from fsdp_lab.runs.run import Run
 from fsdp_lab.runs.steps import last_stretch
 from fsdp_lab.runs.summary import Figures, figures
@@ -28,65 +28,28 @@ LEAST_STEPS = 5  # the first three do not count: they are inspected, or measure 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class EngineCheck:
-    """The result of a check.
+    """The verdict of a check, in a sentence, and figures of both engines; None after a mistake, which ends the training."""
 
-    Attributes:
-        engine: its name. peer: the backend that it was compared with.
-        mistake: in a sentence; "" if there is none. parity: None where a mistake ended the training.
-        excess: what it takes more than asked for, in sentences.
-        figures: by backend, of the steps that count. most_bytes: by backend, the most of each class of memory that a rank
-            held at any moment of its ledger step.
-    """
-
-    engine: str
-    peer: str
-    mistake: str = ""
-    parity: Parity | None = None
-    excess: tuple[str, ...] = ()
-    figures: Mapping[str, Figures]
-    most_bytes: Mapping[str, Mapping[Role, int]]
-
-    @property
-    def passed(self) -> bool:
-        same = self.parity is not None and self.parity.verdict in (Verdict.EQUAL, Verdict.WITHIN)
-        return same and not self.mistake and not self.excess
+    passed: bool
+    sentence: str
+    table: Table | None = None
 
     def __bool__(self) -> bool:
         return self.passed
 
-    @property
-    def sentence(self) -> str:
-        """The verdict."""
-        told = self.mistake
-        if self.parity is not None:
-            told = " ".join([*self.excess, f"{self.engine} and {self.peer}: {self.parity.sentence}."])
-        return f"{'Passed' if self.passed else 'Not yet'}. {told}"
-
-    def table(self) -> Table:
-        """Figures of both, side by side; empty after a mistake."""
-        columns = ("", *(self.engine if name == YOURS else name for name in self.figures))
-        rows = [(title, *map(value, self.figures.values())) for title, value in _FIGURES.items()]
-        rows += [(title, *(size(most[role]) for most in self.most_bytes.values())) for title, role in _CLASSES.items()]
-        shown = tuple(rows) if self.figures else ()
-        return Table(columns=columns, rows=shown, caption=self.sentence, left=frozenset({""}))
-
     def __repr__(self) -> str:
-        return str(self.table()) if self.figures else self.sentence
+        return self.sentence if self.table is None else str(self.table)
 
     def _repr_html_(self) -> str:
-        return self.table()._repr_html_() if self.figures else f"<p>{escape(self.sentence)}</p>"
+        return f"<p>{escape(self.sentence)}</p>" if self.table is None else self.table._repr_html_()
 
 
-def _median(spread: Any, form: Callable[[float], str]) -> str:
-    return "–" if spread is None else form(spread.median)
-
-
-_FIGURES: Mapping[str, Callable[[Figures], str]] = {
-    "step": lambda f: _median(f.step_time_s, duration),
-    "exposed communication": lambda f: _median(f.exposed_comm_s, duration),
-    "sent by a rank": lambda f: _median(f.link_bytes, traffic),
-    "peak memory of a rank": lambda f: size(f.peak_memory_bytes),
+_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {  # the median of a field of `Figures`
+    "step": ("step_time_s", duration),
+    "exposed communication": ("exposed_comm_s", duration),
+    "sent by a rank": ("link_bytes", traffic),
 }
+# The most of a class of memory that a rank held at any moment of its ledger step.
 _CLASSES: Mapping[str, Role] = {
     "parameters, at most": Role.PARAMETERS,
     "gathered parameters, at most": Role.UNSHARDED,
@@ -121,19 +84,28 @@ def check_engine(run: Callable[..., Run], strategy: Strategy, name: str, most: M
     except (FieldError, ClusterError) as e:
         of_engine = isinstance(e, FieldError) and e.field == ENGINE_FIELD  # whose errors name the engine themselves
         mistake = f"{e.reason}; {e.hint}" if of_engine else getattr(e, "sentence", str(e))  # type: ignore[union-attr]
-        return EngineCheck(engine=name, peer=peer, mistake=mistake, figures={}, most_bytes={})
+        return EngineCheck(passed=False, sentence=f"Not yet. {mistake}")
     theirs = run(peer).wait()
-    steps = {backend: last_stretch(one.events.steps(), one.spec) for backend, one in ((YOURS, yours), (peer, theirs))}
-    measured = {backend: figures(s) for backend, s in steps.items()}
-    classes: dict[str, dict[Role, int]] = {}
-    for backend, whole in steps.items():
-        held = [sample.classes for step in whole for e in step.events for sample in e.memory_curve]
-        classes[backend] = {role: max((h.of_role(role) for h in held), default=0) for role in Role}
-    events = steps[YOURS][-1].events
+    steps = [last_stretch(one.events.steps(), one.spec) for one in (yours, theirs)]
+    measured = [figures(of_run) for of_run in steps]
+    curves = [[sample.classes for s in of_run for e in s.events for sample in e.memory_curve] for of_run in steps]
+    classes = [{role: max((held.of_role(role) for held in curve), default=0) for role in Role} for curve in curves]
+    events = steps[0][-1].events
     model_bytes = sum(e.memory.parameters_bytes for e in events) / (len(events) if strategy.is_replicated else 1)
-    excess = tuple(_excess(name, most, measured[YOURS], classes[YOURS], model_bytes))
+    excess = list(_excess(name, most, measured[0], classes[0], model_bytes))
     same = parity(theirs, yours)
-    return EngineCheck(engine=name, peer=peer, parity=same, excess=excess, figures=measured, most_bytes=classes)
+    passed = same.verdict in (Verdict.EQUAL, Verdict.WITHIN) and not excess
+    said = " ".join([f"{'Passed' if passed else 'Not yet'}.", *excess, f"{name} and {peer}: {same.sentence}."])
+    rows = [(title, *(_median(f, field, form) for f in measured)) for title, (field, form) in _FIGURES.items()]
+    rows.append(("peak memory of a rank", *(size(f.peak_memory_bytes) for f in measured)))
+    rows += [(title, *(size(held[role]) for held in classes)) for title, role in _CLASSES.items()]
+    table = Table(columns=("", name, peer), rows=tuple(rows), caption=said, left=frozenset({""}))
+    return EngineCheck(passed=passed, sentence=said, table=table)
+
+
+def _median(measured: Figures, field: str, form: Callable[[float], str]) -> str:
+    spread: Any = getattr(measured, field)
+    return "–" if spread is None else form(spread.median)
 
 
 def _excess(

@@ -19,10 +19,6 @@ from tests.pool import Place, Pool
 
 AMSGRAD = {"betas": (0.8, 0.95), "eps": 1e-6, "amsgrad": True}
 NESTEROV = {"momentum": 0.9, "nesterov": True}
-GIVEN: list[tuple[str, dict[str, Any]]] = [
-    ("adamw", {}), ("adamw", {**AMSGRAD, "fused": True}), ("adamw", {"foreach": False}), ("sgd", {}), ("sgd", NESTEROV),
-    ("sgd", {"momentum": 0.5, "dampening": 0.1, "fused": True}),
-]  # fmt: skip
 
 
 def spec_of(name: str, args: dict[str, Any], backend: str = "lab", ranks: int = 2, **changes: Any) -> Spec:
@@ -41,19 +37,6 @@ def test_the_arguments_are_those_of_the_class_with_its_defaults(name: str) -> No
     assert {a: one.default for a, one in known.items() if a not in KERNELS} == {
         a: signature[a].default for a in known.keys() - {*KERNELS}
     }
-
-
-@pytest.mark.parametrize(("name", "args"), GIVEN, ids=str)
-def test_the_state_that_is_known_is_the_one_that_torch_keeps(name: str, args: dict[str, Any]) -> None:
-    known, p = TorchOptimizer(name=name, args=args), torch.nn.Parameter(torch.ones(5))
-    optimizer = getattr(torch.optim, known.class_name)([p], lr=0.1, **known.keywords)
-    p.grad = torch.ones(5)
-    optimizer.step()
-    state = optimizer.state[p]
-    assert [slot for slot, t in state.items() if t.dim()] == [*known.slots]
-    assert kept_state(known, "cpu").slots == dict.fromkeys(known.slots, 0.0)
-    assert bool(optimizer.param_groups[0]["fused"]) == known.is_fused
-    assert bool(optimizer.param_groups[0]["foreach"]) == known.is_foreach
 
 
 # -- every backend -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import torch
 
 from fsdp_lab.models import resolve
 from fsdp_lab.models.own import drawing, seed_of_masks
-from fsdp_lab.spec.spec import Spec
 from tests.pool import Place, Pool
 from tests.rank.test_same_bits import summed
 from tests.rank.test_session import apply, play, running, spec, train, trainer_of
@@ -46,11 +45,6 @@ def _losses(place: Place, given: dict[str, Any]) -> list[float]:
             found.append(float(trainer._accumulate()))
             trainer.discard()
     return found
-
-
-def test_compile_is_refused_with_the_reason() -> None:
-    refused = Spec().validate(dropout="config", compile=True)
-    assert refused is not None and refused.field == "strategy.compile" and refused.fix == {"compile": False}
 
 
 def test_a_config_keeps_its_dropout_but_leaves_out_no_layer() -> None:

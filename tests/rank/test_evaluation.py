@@ -13,10 +13,7 @@ import torch
 
 from fsdp_lab.backends import Backend
 from fsdp_lab.base.events import Role
-from fsdp_lab.models import Batches, build_skeleton, resolve
 from fsdp_lab.rank import Session
-from fsdp_lab.spec.spec import Spec
-from tests.backends.train import whole
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, apply, fails, play, running, session, spec, train, trainer_of
 
@@ -86,27 +83,6 @@ def test_evaluation_changes_no_bit_of_training_and_no_byte_of_its_traffic(pool: 
             assert all(e["eval_loss"] is None for e in plain) and as_it_was, kind
         said = [[e["eval_loss"] for e in evaluated] for _, evaluated, _ in per_rank]
         assert said == said[:1] * 2, kind
-
-
-def _beside_plain(place: Place, given: dict[str, Any]) -> tuple[float, float]:
-    """The evaluation loss after two steps, and that of the whole model in one forward."""
-    with running(place, given) as s:
-        event = s.train(2, evaluations={1: SAMPLES})["events"][-1]
-        return event["eval_loss"], _plain(Spec.from_dict(given), whole(trainer_of(s).backend))
-
-
-def _plain(given: Spec, parameters: dict[str, torch.Tensor]) -> float:
-    config = resolve(given.workload.model)
-    workload = given.replace(micro_batch=SAMPLES).workload
-    ((batch, _),) = Batches(workload, config, rank=0, world_size=1).held_out(SAMPLES)
-    with torch.no_grad():
-        model = build_skeleton(config).eval()
-        return float(torch.func.functional_call(model, parameters, kwargs=batch)["loss"])
-
-
-def test_the_evaluation_loss_is_that_of_a_plain_forward(pool: Pool) -> None:
-    for loss, plain in pool.run(_beside_plain, 2, spec().to_dict(), reduction=None):
-        assert loss == pytest.approx(plain, rel=1e-6)
 
 
 def _stopped(place: Place, given: dict[str, Any]) -> Any:

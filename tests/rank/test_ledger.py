@@ -18,7 +18,6 @@ from fsdp_lab.rank.ledger import MOST_SAMPLES, Ledger, LedgerResult, MemoryBlock
 from fsdp_lab.rank.measure import StepMeter
 from fsdp_lab.spec.spec import Spec
 from fsdp_lab.wire import WireContext
-from tests.models.small import filled
 from tests.pool import Place, Pool
 from tests.rank.test_session import BACKENDS, apply, play, running, session, train, trainer_of
 
@@ -133,34 +132,6 @@ def check_order(event: StepEvent) -> None:
     assert passed == [*(("forward", b) for b in blocks), *(("backward", b) for b in blocks[::-1])]
     phases = ["begin", "forward", "backward", "update"]
     assert [s.phase for s in curve] == sorted((s.phase for s in curve), key=phases.index)
-
-
-def saved_bytes() -> int:
-    """What autograd saves in a forward of the plain model, each storage once, without parameters: an independent count."""
-    model = filled(MODEL)
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved: dict[int, torch.UntypedStorage] = {}
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        saved[t.untyped_storage().data_ptr()] = t.untyped_storage()
-        return t
-
-    ids = torch.zeros(BATCH, SEQ, dtype=torch.int64)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        model(input_ids=ids, labels=ids)["loss"]
-    own.add(ids.untyped_storage().data_ptr())
-    return sum(storage.nbytes() for address, storage in saved.items() if address not in own)
-
-
-@pytest.mark.slow
-def test_activations_are_what_autograd_saved_and_alike_in_all_backends(events: dict[str, StepEvent]) -> None:
-    """When the root's forward ends: beside what is saved there are the logits that the model gives back."""
-    in_blocks = [(f"transformer.h.{i}", m) for i in range(LAYERS) for m in ("begin", "end")]
-    for unit, moment in [*in_blocks, ("root", "end")]:
-        found = {name: at(e, "forward", unit, moment).activations_bytes for name, e in events.items()}
-        assert len(set(found.values())) == 1, (unit, found)
-    logits, scalars = 4 * BATCH * SEQ * VOCABULARY, 128
-    assert 0 <= found["lab"] - saved_bytes() - logits <= scalars
 
 
 def test_a_block_adds_what_its_operators_save(events: dict[str, StepEvent]) -> None:

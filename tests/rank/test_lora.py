@@ -14,7 +14,7 @@ from fsdp_lab.export import export_model
 from fsdp_lab.models import build_skeleton, resolve
 from fsdp_lab.models.build import Initializer
 from fsdp_lab.models.check import check
-from fsdp_lab.models.lora import adapted, base_name
+from fsdp_lab.models.lora import adapted
 from fsdp_lab.planner.questions import planned_memory
 from fsdp_lab.spec.spec import Spec
 from tests.export.test_pretrained import continued, written
@@ -106,11 +106,3 @@ def test_targets_that_the_model_has_not_are_refused_with_those_it_has() -> None:
     with pytest.raises(SpecError, match=r"workload.lora: no adapters can be put .* give targets, some of .*c_attn"):
         check(spec(lora={"r": 2, "targets": ["q_proj"]}).workload)
     check(spec(lora={"r": 2}).workload)
-
-
-def test_a_spec_with_adapters_goes_through_json_and_is_another_training() -> None:
-    one = spec(lora={"r": 8, "alpha": 16, "targets": ["c_attn"]})
-    again = Spec.from_json(one.to_json())
-    assert again == one and hash(again.workload.lora) == hash(one.workload.lora)
-    assert one.id != spec().id and spec(lora=None).id == spec().id
-    assert base_name("a.base_layer.weight") == "a.weight" and base_name("a.base_layer") == "a"

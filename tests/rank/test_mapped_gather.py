@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from tests.pool import Place, Pool
-from tests.rank.test_session import DDP, apply, fails, follow, play, running, spec, train
+from tests.pool import Pool
+from tests.rank.test_session import DDP, apply, fails, follow, play, spec, train
 
 MAPPED = {"gather": "mapped"}
 
@@ -38,24 +36,3 @@ def test_ranks_without_shared_memory_refuse_it_and_go_on(pool: Pool) -> None:
     for *_, said, after in play(pool, 2, *calls, shared_memory=False):
         assert said.startswith("SpecError: strategy.gather: mapped is for ranks that share memory, and these do not")
         assert len(after["events"]) == 2
-
-
-def _given_back(place: Place, first: dict[str, Any], second: dict[str, Any]) -> tuple[int, int, int]:
-    """The pool of shared memory after a switch, after a step then, and after the model was unloaded."""
-    with running(place, first, steps=1) as s:
-        s.apply("run", second)
-        switched = s.context.pool_bytes
-        s.train(1)
-        trained = s.context.pool_bytes
-        s.unload()
-        left = s.context.pool_bytes
-    return switched, trained, left
-
-
-@pytest.mark.slow
-def test_its_memory_is_given_back_by_a_switch_and_an_unload(pool: Pool) -> None:
-    plans = [(spec(), spec(**DDP)), (spec(**MAPPED), spec(**DDP)), (spec(**MAPPED), spec(**MAPPED, clip_norm=None))]
-    found = [pool.run(_given_back, 2, first.to_dict(), second.to_dict(), reduction=None)[0] for first, second in plans]
-    copied, mapped, _ = found
-    assert mapped[0] <= copied[0] and mapped[1] <= copied[1], "to DDP"
-    assert all(left <= 64 << 10 for *_, left in found), found

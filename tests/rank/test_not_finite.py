@@ -4,18 +4,16 @@ the last good step."""
 from __future__ import annotations
 
 import re
-import time
 from typing import Any
 
 import pytest
 import torch
 
 from fsdp_lab.backends.base import Backend, local_tensor
-from fsdp_lab.rank import Session, trainer
-from fsdp_lab.wire import Wire
+from fsdp_lab.rank import Session
 from tests.covering import tiered
 from tests.pool import Place, Pool
-from tests.rank.test_session import BACKENDS, running, session, spec, trainer_of
+from tests.rank.test_session import BACKENDS, running, spec, trainer_of
 
 WAY_OUT = "; the step was applied on no rank; lower lr, set clip_norm, or use precision bf16 or fp32"
 
@@ -66,34 +64,6 @@ def test_the_rank_whose_it_is_says_so_and_nothing_is_changed(
         found = re.fullmatch(sentence + re.escape(WAY_OUT), one)
         assert found is not None, one
         assert zero == f"RankAborted: rank 1 failed: NotFinite: its gradient of {found[1]} in step 2 is not finite"
-
-
-def _late(place: Place, given: dict[str, Any]) -> str:
-    """Rank 1, whose loss it is, is slow to leave the collective in which the ranks tell each other."""
-    tell = trainer._gather
-
-    def slow(world: Wire, mine: float) -> list[float]:
-        values = tell(world, mine)
-        if place.rank == 1:
-            time.sleep(0.5)
-            world.context.check()
-        return values
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "_gather", slow)
-        s = session(place, reduction="rank_ordered")
-        s.apply("run", given)
-        s.arm({"kind": "nan", "ranks": [1], "phase": "forward", "at_step": 1})
-        said = said_by(s)
-        s.close()
-    return said
-
-
-@pytest.mark.slow
-def test_a_rank_that_learns_it_late_says_it_all_the_same(pool: Pool) -> None:
-    """The other rank's report once reached it first, and it blamed itself in the other rank's words."""
-    zero, one = pool.run(_late, 2, spec().to_dict(), reduction=None)
-    assert (zero.partition(":")[0], one.partition(":")[0]) == ("RankAborted", "NotFinite"), (zero, one)
 
 
 @pytest.mark.slow

@@ -357,19 +357,6 @@ def test_switches_leave_no_group_open(pool: Pool) -> None:
         assert by_round[-1][1] < by_round[0][1] + 12, by_round
 
 
-def _open_and_close(place: Place, given: dict[str, Any]) -> int:
-    with running(place, given, steps=2):
-        pass
-    return len(os.listdir("/proc/self/fd"))
-
-
-@pytest.mark.slow
-def test_a_session_that_is_closed_leaves_no_connection(pool: Pool) -> None:
-    """Each has three to the store, and a session that something keeps keeps them; rank 0 may have 1,024 in all."""
-    counts = [pool.run(_open_and_close, 2, spec().to_dict(), reduction=None) for _ in range(3)]
-    assert all(last <= second for last, second in zip(counts[-1], counts[1], strict=True)), counts
-
-
 def _gone_before_the_other_comes(place: Place, given: dict[str, Any]) -> tuple[str, list[Any]]:
     """Rank 1 raises at once in a call that rank 0 comes to later."""
     with running(place, given, steps=1) as s:

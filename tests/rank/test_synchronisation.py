@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,6 @@ import torch
 
 from fsdp_lab.base.events import StepEvent
 from fsdp_lab.rank import trainer as trainer_module
-from fsdp_lab.rank.measure import DeviceClock
 from fsdp_lab.rank.trainer import Trainer
 from tests.pool import Place, Pool
 from tests.rank.test_session import DDP, session, spec
@@ -24,29 +24,35 @@ from tests.rank.test_session import DDP, session, spec
 STEPS, STEP_S = 4, 7.0  # the simulated device takes so long from one mark to the next
 
 
-class LateDevice(DeviceClock):
-    """Reaches its marks only when somebody waits for it."""
+class LateDevice:
+    """Streams that reach their marks only when somebody waits for them."""
 
     def __init__(self) -> None:
         self.made = self.reached = self.waits = 0
 
-    def mark(self) -> int:
+    def mark(self) -> Mark:
         self.made += 1
-        return self.made
+        return Mark(self, self.made)
 
-    def seconds(self, since: int, to: int) -> float:
-        assert max(since, to) <= self.reached, "read before the device is there"
-        return STEP_S * (to - since)
-
-    def has_reached(self, mark: int) -> bool:
-        return mark <= self.reached
-
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         self.waits += 1
         self.drain()
 
     def drain(self) -> None:
         self.reached = self.made
+
+
+@dataclass
+class Mark:
+    device: LateDevice
+    number: int
+
+    def query(self) -> bool:
+        return self.number <= self.device.reached
+
+    def elapsed_time(self, later: Mark) -> float:
+        assert self.query() and later.query(), "read before the device is there"
+        return 1e3 * STEP_S * (later.number - self.number)
 
 
 READS = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__")
@@ -57,27 +63,20 @@ def reads_counted(trainer: Trainer) -> Iterator[Counter[str]]:
     """How often values are read on the host from the beginning of each step to its update. Not counted: the vote, which is
     on the host, and what transformers' masks ask (whether sequences are packed)."""
     found: Counter[str] = Counter()
-    counting = [True]
-    enter = trainer._enter
-
-    def entered(state: Any) -> None:
-        counting[0] = state in (trainer_module.StepState.COMPUTING, trainer_module.StepState.IDLE)
-        enter(state)
 
     def counted(name: str) -> Any:
         real = getattr(torch.Tensor, name)
 
         def read(t: torch.Tensor, *args: Any, **more: Any) -> Any:
             ours = not str(sys._getframe(1).f_globals["__name__"]).startswith("transformers.")
-            found[name] += counting[0] and ours and t.numel() > 0
+            counting = trainer.state in (trainer_module.StepState.COMPUTING, trainer_module.StepState.IDLE)
+            found[name] += counting and ours and t.numel() > 0
             return real(t, *args, **more)
 
         return read
 
     with mock.patch.multiple(torch.Tensor, **{name: counted(name) for name in READS}):
-        trainer._enter = entered  # type: ignore[method-assign]
         yield found
-    del trainer._enter
 
 
 def _train(place: Place, given: dict[str, Any], fails: bool) -> dict[str, Any]:
@@ -87,7 +86,7 @@ def _train(place: Place, given: dict[str, Any], fails: bool) -> dict[str, Any]:
     s.apply("run", given)
     trainer = s.trainer
     assert trainer is not None
-    trainer.meter._clock = device
+    trainer.meter._streams = device  # type: ignore[assignment]
     s.context.start_timing = s.context.read_timing = lambda: None  # type: ignore[method-assign]
     batch, read = trainer.batches.batch, trainer_module._read
 

@@ -250,16 +250,15 @@ def test_a_compiled_model_has_no_flops_and_says_so() -> None:
     assert event.flops == 0 and any(note.startswith("FLOPs are not counted") for note in messages[0]["begin"]["notes"])
 
 
-def test_an_optimizer_may_come_later_and_several_may_be_watched() -> None:
+def test_several_optimizers_may_be_watched_and_none() -> None:
     model = net()
-    watch, messages = watch_of(model, None)
     parameters = list(model.parameters())
     adam, rare = torch.optim.Adam(parameters[:3]), torch.optim.SGD(parameters[3:], momentum=0.9)
+    alone, untrained = watch_of(model, None)
+    with alone, alone.step():  # without an optimizer every step counts
+        model(torch.ones(2, 8)).sum().backward()
+    watch, messages = watch_of(model, [adam, rare])
     with watch:
-        with watch.step():  # without an optimizer every step counts
-            model(torch.ones(2, 8)).sum().backward()
-        watch.add_optimizer(adam)
-        watch.add_optimizer(rare)
         for both_step in (False, True):
             with watch.step():
                 model(torch.ones(2, 8)).sum().backward()
@@ -267,8 +266,9 @@ def test_an_optimizer_may_come_later_and_several_may_be_watched() -> None:
                 if both_step:
                     rare.step()
     of_adam, of_rare = 2 * sum(p.nbytes for p in parameters[:3]), sum(p.nbytes for p in parameters[3:])
-    assert [e.memory.optimizer_bytes for e in events_of(messages)] == [0, of_adam, of_adam + of_rare]
-    assert not any(e.skipped for e in events_of(messages))
+    events = [*events_of(untrained), *events_of(messages)]
+    assert [e.memory.optimizer_bytes for e in events] == [0, of_adam, of_adam + of_rare]
+    assert not any(e.skipped for e in events)
 
 
 def test_a_step_without_an_update_is_skipped_and_one_without_a_backward_is_none() -> None:
@@ -354,7 +354,7 @@ def test_what_cannot_be_watched_is_refused_in_a_sentence() -> None:
     model = net()
     sgd, other = torch.optim.SGD(model.parameters()), torch.optim.SGD(net().parameters())
     refused: list[tuple[Any, Any, dict[str, Any], str]] = [
-        ([model, net()], sgd, {}, "model: a list is no module; put several models into one nn.ModuleList"),
+        ([model, net()], sgd, {}, "model: a list is no module; give the torch.nn.Module that is trained"),
         (nn.ReLU(), None, {}, "model: ReLU has no parameters; give the module that is trained"),
         (model, "adam", {}, "optimizer: a str is no torch optimizer; give the torch.optim.Optimizer"),
         (model, other, {}, "optimizer: 6 of its tensors are no parameters of this model; make it from"),
@@ -398,7 +398,7 @@ def late(every_s: float, steps: int) -> tuple[LateDevice, list[StepEvent], list[
     model, sgd, watch, messages = with_sgd(trace_every=1000, flops=False)
     device, arrived = LateDevice(), []
     with mock.patch.multiple(watch_module, READ_EVERY_S=every_s, PUBLISH_EVERY_S=0.0), watch:
-        watch._meter._clock = device
+        watch._meter._streams = device  # type: ignore[assignment]
         for _ in range(steps):
             train(watch, model, sgd, 1)
             arrived.append(len(events_of(messages)))

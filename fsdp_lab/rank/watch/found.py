@@ -6,7 +6,7 @@ for a backend of the lab's."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -50,8 +50,7 @@ class Setup:
 
 
 class PlainModel(Measured):
-    """A module that nobody has wrapped; the base of the others. `optimizers`: those whose state is counted; more may
-    come."""
+    """A module that nobody has wrapped; the base of the others. `optimizers`: those whose state is counted."""
 
     backend = "module"
 
@@ -111,9 +110,8 @@ class PlainModel(Measured):
         """Of what an optimizer may be given."""
         return {id(p) for p in self.module.parameters()}
 
-    def name_units(self, context: WireContext) -> Callable[[], None]:
-        """Tells the wire the unit of each collective, until what is returned is called."""
-        return lambda: None
+    def name_units(self, context: WireContext) -> None:
+        """Tells the wire the unit of each collective from now on."""
 
     def describe(self, world_size: int, title: str = "") -> WatchedLoop:
         setup = self.setup()
@@ -179,12 +177,9 @@ class FoundFSDP2(FSDP2Tensors, PlainModel):
             reduce=mp and (mp.reduce_dtype or mp.param_dtype),
         )
 
-    def name_units(self, context: WireContext) -> Callable[[], None]:
-        named = [(original_name(n) or ROOT, fsdp2._own_groups(m)) for n, m in self.module.named_modules()]
-        restore = _restoring([g for _, groups in named for g in groups], ("unshard", "post_backward"))
-        for name, groups in named:
-            name_fsdp2_unit(name, groups, context)
-        return restore
+    def name_units(self, context: WireContext) -> None:
+        for name, m in self.module.named_modules():
+            name_fsdp2_unit(original_name(name) or ROOT, fsdp2._own_groups(m), context)
 
 
 class FoundFSDP1(FSDP1Tensors, PlainModel):
@@ -197,10 +192,6 @@ class FoundFSDP1(FSDP1Tensors, PlainModel):
         flats = [h.flat_param for h in self._handles()]
         yield from (getattr(flat, "_local_shard", flat) for flat in flats)
         yield from self.module.parameters()
-
-    def parameter_bytes(self) -> int:
-        padded = [h.flat_param for h in self._handles() if not h._use_orig_params]
-        return super().parameter_bytes() - sum(int(flat._shard_numel_padded * flat.itemsize) for flat in padded)
 
     def setup(self) -> Setup:
         root: Any = next(m for m in self.module.modules() if isinstance(m, FullyShardedDataParallel))
@@ -220,12 +211,10 @@ class FoundFSDP1(FSDP1Tensors, PlainModel):
         others = sum(p.numel() for p in self.module.parameters() if id(p) not in flat)
         return others + sum(int(shape.numel()) for h in self._handles() for shape in h.flat_param._shapes)
 
-    def name_units(self, context: WireContext) -> Callable[[], None]:
-        restore = _restoring(self._handles(), ("unshard", "reshard"))
+    def name_units(self, context: WireContext) -> None:
         for name, module in self.module.named_modules():
             if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
                 name_fsdp1_unit(original_name(name) or ROOT, module._handle, context)
-        return restore
 
 
 class FoundFlat(FlatTensors, PlainModel):
@@ -250,17 +239,6 @@ class FoundFlat(FlatTensors, PlainModel):
         reduced = (flat.gradients.local() for flat in engine.flats_of(self.module))
         yield from (t for t in reduced if t is not None)
         yield from (p.grad for p in self._others() if p.grad is not None)
-
-    def optimizer_bytes(self) -> int:
-        """A flat state's padding is left out: it is that of the shards."""
-        whole = sum(t.nbytes for t in self._states())
-        masters = sum(flat.master.nbytes for flat in engine.flats_of(self.module))
-        shards = sum(shard.local.nbytes for shard in engine.shards_of(self.module))
-        regions = {id(p) for p in engine.sharded_parameters(self.module)}
-        states = [state for o in self.optimizers for p, state in o.state.items() if id(p) in regions]
-        values = [v for state in states for v in state.values() if isinstance(v, Tensor) and v.dim()]
-        flat = sum(local_tensor(v).nbytes for v in values)
-        return whole - (flat * (masters - shards) // masters if masters else 0)
 
     def _others(self) -> list[nn.Parameter]:
         """Parameters that were left out of it."""
@@ -296,22 +274,14 @@ class FoundFlat(FlatTensors, PlainModel):
     def parameter_ids(self) -> set[int]:
         return self._sharded_ids() | super().parameter_ids()
 
-    def name_units(self, context: WireContext) -> Callable[[], None]:
-        before = [(runtime, runtime.around) for runtime in engine.runtimes_of(self.module)]
+    def name_units(self, context: WireContext) -> None:
         name_flat_units(self.module, context)
-
-        def restore() -> None:
-            for runtime, around in before:
-                runtime.around = around
-
-        return restore
 
 
 def find(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> PlainModel:
     """What a model was set up with. Raises ArgumentError for what is no module, and for several wrappers in one model."""
     if not isinstance(model, nn.Module):
-        several = isinstance(model, (list, tuple, dict))
-        hint = "put several models into one nn.ModuleList" if several else "give the torch.nn.Module that is trained"
+        hint = "give the torch.nn.Module that is trained, several in one nn.ModuleList"
         raise ArgumentError("model", f"a {type(model).__name__} is no module", hint)
     if not any(True for _ in model.parameters()):
         raise ArgumentError("model", f"{_class_name(model)} has no parameters", "give the module that is trained")
@@ -319,14 +289,14 @@ def find(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Plain
         FoundFlat: any(unit_hooks(m) is not None for m in model.modules()),
         FoundFSDP2: any(isinstance(m, FSDPModule) for m in model.modules()),
         FoundFSDP1: any(isinstance(m, FullyShardedDataParallel) for m in model.modules()),
-        FoundDDP: isinstance(model, DistributedDataParallel),
+        FoundDDP: any(isinstance(m, DistributedDataParallel) for m in model.modules()),
     }
     those = [kind for kind, is_one in kinds.items() if is_one]
-    if len(those) > 1:
+    if len(those) > 1 or (FoundDDP in those and not isinstance(model, DistributedDataParallel)):
         names = " and ".join(kind.backend for kind in those)
-        raise ArgumentError("model", f"it is wrapped by {names} at once", "watch a model that one of them wraps")
-    if not those and any(isinstance(m, DistributedDataParallel) for m in model.modules()):
-        raise ArgumentError("model", "DDP wraps a part of it", "watch the DistributedDataParallel module itself")
+        raise ArgumentError(
+            "model", f"it, or a part of it, is wrapped by {names}", "watch the module that one of them wraps"
+        )
     return (those[0] if those else PlainModel)(model, optimizers)
 
 
@@ -341,19 +311,6 @@ def _class_name(module: nn.Module) -> str:
     if isinstance(module, FSDPModule):
         return next(c.__name__ for c in type(module).__mro__[1:] if not issubclass(c, FSDPModule))
     return type(module).__name__
-
-
-def _restoring(owners: Sequence[Any], methods: Sequence[str]) -> Callable[[], None]:
-    """Call it before these methods are wrapped (wrapping.py); what it returns undoes that."""
-    before = [(owner, method, vars(owner).get(method)) for owner in owners for method in methods]
-
-    def restore() -> None:
-        for owner, method, own in before:
-            vars(owner).pop(method, None)
-            if own is not None:
-                setattr(owner, method, own)
-
-    return restore
 
 
 # -- the FLOPs of a step ----------------------------------------------------------------------------------------------

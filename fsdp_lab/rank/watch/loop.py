@@ -31,6 +31,7 @@ from fsdp_lab.base.errors import ArgumentError, check_whole, is_number, is_whole
 from fsdp_lab.base.events import UNKNOWN_TRAFFIC, StepEvent
 from fsdp_lab.base.hang import LoopPlace
 from fsdp_lab.base.tensors import tensors_in
+from fsdp_lab.engine.collectives import gather_texts
 from fsdp_lab.models import BestPeak, device_peak
 from fsdp_lab.rank.abort import INTERRUPTED, first_line
 from fsdp_lab.rank.measure import StepMeter, StepReader, device_name, fidelity_notes, software
@@ -142,7 +143,6 @@ class Watch:
         self._waiting: list[dict[str, Any]] = []
         self._published_s = self._read_s = 0.0
         self._handles: list[Any] = []
-        self._unname: Callable[[], None] = lambda: None
         self._clock = ClockOffset()
         self._guard = contextlib.ExitStack()
         self._ledger_due, self._skipped = True, 0
@@ -212,7 +212,7 @@ class Watch:
         self.run = self._agree()
         if self._world is not None:
             self._clock = compare_clocks(self._world)
-            self._unname = self._found.name_units(self._context)
+            self._found.name_units(self._context)
         self._meter = StepMeter(self._found, self._context, self._info, offload=offload)
         self._loop = self._found.describe(host.info.world_size, self._title)
         self._install()
@@ -227,21 +227,15 @@ class Watch:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._unname()
         self._context.set_unit("")
 
     def _agree(self) -> str:
         """Rank 0's choice of a name for the run, eight hex digits; collective."""
-        mine = secrets.randbits(32) if self._host.info.rank == 0 else 0
-        if self._world is not None and self._world.size() > 1:
-            chosen = torch.tensor([mine], dtype=torch.float64)  # exact below 2^53
-            self._world.control(chosen)
-            mine = int(chosen.item())
-        elif self._host.info.world_size > 1:
-            broadcast = torch.tensor([mine], dtype=torch.int64, device=c10d._get_object_coll_device())
-            dist.broadcast(broadcast, 0)
-            mine = int(broadcast.item())
-        return f"{mine:08x}"
+        mine, group = secrets.token_hex(4), dist.group.WORLD
+        if group is None or group.size() == 1:
+            return mine
+        device = torch.device("cpu") if self._world is not None else c10d._get_object_coll_device()
+        return gather_texts(mine, group, torch.device(device))[0]
 
     def _notes(self) -> Iterator[str]:
         """What cannot be known, and how far to trust the times."""
@@ -259,16 +253,8 @@ class Watch:
         after: Any = torch.compiler.disable(self._after_forward)  # type: ignore[no-untyped-call]
         self._handles += [root.register_forward_pre_hook(before), root.register_forward_hook(after)]
         for optimizer in self._found.optimizers:
-            self._follow(optimizer)
-
-    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Counts the state of an optimizer that was made after the watch began."""
-        (one,) = _optimizers(optimizer)
-        self._check(one)
-        self._found.optimizers.append(one)
-        if self._open:
-            self._follow(one)
-            self._meter.forget_optimizer()
+            hook = optimizer.register_step_pre_hook(lambda one, *_: self._before_update(one))
+            self._handles.append(hook)
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises ArgumentError for an optimizer of another model."""
@@ -278,9 +264,6 @@ class Watch:
             watched = "watch the module that contains all that it trains"
             hint = f"make it from model.parameters() after the model was sharded, or {watched}"
             raise ArgumentError("optimizer", f"{strange} of its tensors are no parameters of this model", hint)
-
-    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
-        self._handles.append(optimizer.register_step_pre_hook(lambda one, *_: self._before_update(one)))
 
     def _before_forward(self, *_: Any) -> None:
         if self._given is None:

@@ -60,7 +60,7 @@ def watch(
 
     Args:
         model: under FSDP2, FSDP1, DDP, `fsdp_lab.engine.fully_shard`, or plain.
-        optimizer: whose state is counted; several in a list; None: `watch.add_optimizer` later, or never.
+        optimizer: whose state is counted; several in a list; None: none is.
         tokens: of one rank in one step; `watch.step(tokens=...)` overrides it.
         flops: model FLOPs of one rank's step: True counts them in the first step, which is slower then and in no median.
             Steps with another number of tokens have none.
