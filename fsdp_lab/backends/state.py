@@ -12,10 +12,12 @@ import copy
 import io
 import json
 import math
+import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -114,7 +116,7 @@ def _modules(module: nn.Module) -> dict[str, nn.Module]:
 
 def module_states(backend: Backend) -> dict[str, Any]:
     """Copies of the state of modules that is neither a parameter nor a persistent buffer, by name: what `get_extra_state`
-    returns, the states of torch.Generators that are attributes, and those buffers of a user's module that are not
+    returns, the states of random generators that are attributes, and those buffers of a user's module that are not
     persistent and have changed. (Others, such as rotary frequencies, are constants, which a new model has already.)"""
     states = _beside_tensors(_modules(backend.module))
     if backend.constants is not None:
@@ -140,13 +142,26 @@ def set_module_states(backend: Backend, states: Mapping[str, Any]) -> None:
             m.register_buffer(name, value.to(backend.device), persistent=False)
 
 
+_Random = tuple[Callable[[Any], Any], Callable[[Any, Any], object]]
+_RANDOM: Mapping[type, _Random] = {  # how to take and to set the state of a generator; numpy's as lists and numbers
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.Generator: (lambda r: _listed(r.bit_generator.state), lambda r, s: setattr(r.bit_generator, "state", s)),
+    np.random.RandomState: (lambda r: _listed(r.get_state(legacy=False)), np.random.RandomState.set_state),
+}
+
+
+def _listed(state: Any) -> Any:
+    return json.loads(json.dumps(state, default=np.ndarray.tolist))
+
+
 def _beside_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
     """Copies, by name, what `get_extra_state` of these modules returns, and the states of generators that are attributes."""
     states: dict[str, Any] = {}
     for path, m in modules.items():
         if type(m).get_extra_state is not nn.Module.get_extra_state:
             states[path + _EXTRA] = copy.deepcopy(map_tensors(torch.detach, m.get_extra_state()))
-        states |= {path + name: v.get_state() for name, v in vars(m).items() if isinstance(v, torch.Generator)}
+        states |= {path + name: _RANDOM[type(v)][0](v) for name, v in vars(m).items() if type(v) in _RANDOM}
     return states
 
 
@@ -154,8 +169,8 @@ def _set_beside_tensors(m: nn.Module, name: str, value: Any) -> bool:
     """Set it, if the name is that of such a state."""
     if name == _EXTRA:
         m.set_extra_state(value)
-    elif isinstance(generator := vars(m).get(name), torch.Generator):
-        generator.set_state(value)
+    elif (kind := type(vars(m).get(name))) in _RANDOM:
+        _RANDOM[kind][1](vars(m)[name], value)
     else:
         return False
     return True
@@ -163,7 +178,7 @@ def _set_beside_tensors(m: nn.Module, name: str, value: Any) -> bool:
 
 class ForwardState:
     """Copies what a forward may change of a backend's modules before a step, and gives it back when the step is discarded:
-    buffers, what `get_extra_state` returns, and torch.Generators. It does so in place, as the step is computed again with
+    buffers, what `get_extra_state` returns, and random generators. It does so in place, as the step is computed again with
     the same modules, and leaves out modules whose buffers are all constants (see `module_states`)."""
 
     def __init__(self, backend: Backend) -> None:

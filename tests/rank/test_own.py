@@ -119,6 +119,7 @@ STATE = TEXT.replace("""        return x + self.out(F.relu(self.fc(self.norm(x))
             self.cache = torch.cat([self.cache[-4:], self.fc.weight.detach().sum().reshape(1)])
             self.mean.data.mul_(0.5).add_(self.cache.mean(), alpha=0.5)
         noise = torch.randn(WIDTH, generator=self.generator)
+        noise += self.of_python.random() + self.of_numpy.random() + self.legacy.random_sample()
         return x + self.out(F.relu(self.fc(self.norm(x) + noise - self.mean))) * min(1.0, self.calls / 9)
 
     def get_extra_state(self):
@@ -128,9 +129,10 @@ STATE = TEXT.replace("""        return x + self.out(F.relu(self.fc(self.norm(x))
         self.calls = state["calls"]
 """).replace("        self.norm = nn.LayerNorm(WIDTH)\n", """        self.norm = nn.LayerNorm(WIDTH)
         self.calls, self.generator = 0, torch.Generator().manual_seed(3)
+        self.of_python, self.of_numpy, self.legacy = random.Random(4), np.random.default_rng(5), np.random.RandomState(6)
         self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
         self.register_buffer("cache", torch.zeros(1), persistent=False)
-""")  # fmt: skip
+""").replace("import math\n", "import math\nimport random\n\nimport numpy as np\n")  # fmt: skip
 
 
 def turns(specs: Sequence[Spec]) -> list[Call]:
