@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp_lab.base.streams import CommStreams
 from fsdp_lab.engine.collectives import CommHandle
@@ -97,11 +97,6 @@ class Unit:
                 flat.post_forward_shard = None
             flat.use_sharded_views()
         self.state = UnitState.SHARDED_POST_FORWARD if post_forward else UnitState.SHARDED
-
-    @property
-    def sent(self) -> list[tuple[FlatBuffer, Tensor]]:
-        """The tensors that all-gathers in flight are sending, by buffer."""
-        return [(flat, t) for flat, handle in zip(self.flats, self._handles, strict=False) for t in handle.keeps]
 
     def _wait(self) -> None:
         handles, self._handles = self._handles, []

@@ -24,7 +24,6 @@ from fsdp_lab.engine import (
     UnitState,
     full_state,
     fully_shard,
-    gradient_norm,
     register_fsdp_forward_method,
     reshard,
     runtime_of,
@@ -621,7 +620,6 @@ def unequal(place: Place, where: str) -> str:
 WHERE: dict[str, Callable[[Any], Any]] = {
     "3 (unshard root)": lambda model: mean_square(model, batch(2, 0)),
     "2 (a norm)": lambda model: torch.nn.utils.get_total_norm(list(model.parameters())),
-    "2 (gradient_norm)": gradient_norm,
     "0 (fully_shard)": lambda model: fully_shard(make()),
 }
 
