@@ -6,7 +6,7 @@ and not, as a hook on the input itself would, when that of every other user of t
 runs before its backward. A parameter's gradient is taken by a hook of autograd's accumulation node. Accumulation nodes run
 as soon as they can, before any hook on a view, so a unit's gradients are complete when its backward is reported as over;
 what comes later all the same (a parameter used again outside) is reduced at the end of the backward. The hooks of a pass
-hold its `Pass`; when the graph is freed without a backward they are, and the runtime sees it by its weak reference.
+hold its `Pass`; when the graph is freed without a backward, so are they.
 
 Under activation checkpointing a module's forward runs again inside the backward. Then it only needs its parameters.
 torch.compile is kept out of the hooks: what they do must happen at every call, so a compiled module calls them, and its

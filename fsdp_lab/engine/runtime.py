@@ -21,7 +21,6 @@ differ in that.
 
 from __future__ import annotations
 
-import enum
 import sys
 import weakref
 from collections import Counter
@@ -46,15 +45,6 @@ Key = tuple[Unit, bool]  # of passes that are alike: from which unit they begin,
 Guess = Callable[[nn.Module], Sequence[UnitCall]]  # the calls of a forward of a module
 
 
-class TrainingState(enum.Enum):
-    """The state of a pass, by the names of torch's FSDP2."""
-
-    IDLE = "idle"  # nothing is to come: the backward is over, or there is none
-    FORWARD = "forward"
-    PRE_BACKWARD = "pre backward"  # the forward is over, and its backward is still to come
-    BACKWARD = "backward"
-
-
 class Pass:
     """One forward from the outermost unit called, and the backward that belongs to it."""
 
@@ -62,10 +52,9 @@ class Pass:
         self.schedule = schedule  # None where the forward has departed from it, or never had one
         self.is_scheduled = schedule is not None
         self.outermost, self.with_backward = outermost, with_backward
-        self.state = TrainingState.FORWARD
         self.calls: list[UnitCall] = []
         self.open: list[int] = []  # calls whose forward has begun and not ended, outermost first
-        self.backwards: dict[int, TrainingState] = {}  # of calls: BACKWARD once it has begun, IDLE when it is over
+        self.backwards: dict[int, bool] = {}  # of calls whose backward has begun: whether it has not ended
         self.spans: dict[tuple[Direction, int], record_function] = {}  # of computations under way, for the profiler
 
     def enter(self, unit: int) -> int:
@@ -90,7 +79,7 @@ class Pass:
         """Calls whose backward has begun and not ended, in the order of the schedule."""
         scheduled = () if self.schedule is None else self.schedule.order[Direction.BACKWARD]
         order = dict.fromkeys((*scheduled, *self.backwards))
-        return [k for k in order if self.backwards.get(k) is TrainingState.BACKWARD]
+        return [k for k in order if self.backwards.get(k)]
 
 
 class Backward:
@@ -117,7 +106,6 @@ class Runtime:
         self._methods = 0  # calls of registered methods under way, one inside the other
         self._forward: Pass | None = None  # the one under way
         self._backward: weakref.ref[Backward] | None = None  # the one under way; dead where an exception ended it
-        self._last: weakref.ref[Pass] | None = None
         self._reads_shards = False  # of other ranks, in the pass or the backward under way
         self._held: set[Unit] = set()  # gathered for the second backward of a double one
         self._recomputed: dict[Unit, Pass] = {}  # inside a backward: forwards that have begun and not ended
@@ -127,22 +115,9 @@ class Runtime:
         self._reducing: list[tuple[Unit, list[Reduction]]] = []  # in flight, oldest first
 
     @property
-    def state(self) -> TrainingState:
-        if self._forward is not None:
-            return TrainingState.FORWARD
-        if self.backward is not None:
-            return TrainingState.BACKWARD
-        return TrainingState.IDLE if self.last is None else self.last.state
-
-    @property
     def backward(self) -> Backward | None:
         """The backward under way."""
         return None if self._backward is None else self._backward()
-
-    @property
-    def last(self) -> Pass | None:
-        """The last pass with a backward, while its graph is alive."""
-        return None if self._last is None else self._last()
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -164,8 +139,6 @@ class Runtime:
             other.mesh.counter.step = self._step
         schedule = self._schedule(unit, with_backward) if scheduled else None
         self._forward = Pass(schedule, unit, with_backward=with_backward)
-        if with_backward:
-            self._last = weakref.ref(self._forward)
         return self._forward
 
     def before_forward(self, unit: Unit, *, method: bool = False) -> tuple[Pass, int]:
@@ -226,7 +199,6 @@ class Runtime:
 
     def _end_forward(self, current: Pass) -> None:
         self._forward = None
-        current.state = TrainingState.PRE_BACKWARD if current.with_backward else TrainingState.IDLE
         calls, key = tuple(current.calls), (current.outermost, current.with_backward)
         departed = current.schedule is None or calls != current.schedule.calls
         if departed and current.is_scheduled:  # the next one is scheduled by what was seen
@@ -255,12 +227,12 @@ class Runtime:
         """Gradients of a call's outputs are there: gather it, and those ahead."""
         backward = self._begin_backward()
         if current not in backward.passes:  # where the graph was kept, not for the first time
-            current.backwards, current.state = {}, TrainingState.BACKWARD
+            current.backwards = {}
             backward.passes.append(current)
         if k in current.backwards:
             return
         self._free_stale(unit)
-        current.backwards[k] = TrainingState.BACKWARD
+        current.backwards[k] = True
         backward.at_work[unit] += 1
         self._issue(current, Point(Direction.BACKWARD, k, PointSide.BEFORE))
         self.make_ready(unit, Direction.BACKWARD)
@@ -274,9 +246,9 @@ class Runtime:
     def after_backward(self, unit: Unit, current: Pass, k: int) -> None:
         """Gradients of a call's inputs are there, hence those of its parameters: free it, and reduce them."""
         backward = self.backward
-        if backward is None or current not in backward.passes or current.backwards.get(k) is not TrainingState.BACKWARD:
+        if backward is None or current not in backward.passes or not current.backwards.get(k):
             return
-        current.backwards[k] = TrainingState.IDLE
+        current.backwards[k] = False
         backward.at_work[unit] -= 1
         self._end_computing(current, Direction.BACKWARD, k)
         if current.has_scheduled_backward:
@@ -328,7 +300,6 @@ class Runtime:
         for current in backward.passes:
             for k in current.in_backward():
                 self.after_backward(self.units[current.calls[k].unit], current, k)
-            current.state = TrainingState.IDLE
         for unit in reversed(self.units):
             self._reduce(unit)
         while self._reducing:
@@ -340,8 +311,6 @@ class Runtime:
             self._release()
         self._free_all()
         self._let_shards_change("end of the backward")
-        for flat in (flat for unit in self.units for flat in unit.flats):
-            flat.refuse_gradients()
 
     # -- what the schedule names ------------------------------------------------------------------------------------
 
@@ -466,7 +435,7 @@ class Runtime:
         reduced."""
         for unit in self.units if self._backward is not None else ():
             unit.drop_gradient()
-        self._forward = self._backward = self._last = None
+        self._forward = self._backward = None
         self._reducing, self._recomputed = [], {}
         with self.root.mesh.waiting("what an exception left in flight"):
             self._release()
