@@ -44,7 +44,7 @@ from fsdp_lab.wire.host_group import HostGroup
 from fsdp_lab.wire.link import Alarm, DroppedWork, Link, LinkDirection, pause_until
 from fsdp_lab.wire.meter import Collective, Meter
 from fsdp_lab.wire.nccl import Nccl, NcclGroup, NcclOutcome
-from fsdp_lab.wire.shared_memory import GpuGroup, Receipt, SharedGroup, SharedWork, open_shared
+from fsdp_lab.wire.shared_memory import GpuGroup, SharedGroup, SharedWork, open_shared
 
 _RECENT = 64  # collectives remembered for a diagnosis: more than ranks run ahead of each other
 _MANY = 4096  # in flight: then it is time to look which have ended
@@ -512,7 +512,7 @@ class WireContext:
             self._abort_event.clear()
             self._cancellable = weakref.WeakSet()
         for running in list(self._running.values()):
-            if isinstance(running.inner, (DroppedWork, NcclOutcome, Receipt, SharedWork)):
+            if isinstance(running.inner, (DroppedWork, NcclOutcome, SharedWork)):
                 self.untrack(running.issued)
         if self._reset_restores_link:
             self.restore_link()

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed as dist
-from torch.distributed import _symmetric_memory as symm_mem, distributed_c10d as c10d
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
 from fsdp_lab.base.streams import Streams
@@ -59,16 +59,7 @@ def register(
         return Wire(options, context)
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
-    if getattr(symm_mem.rendezvous, "func", None) is not _rendezvous:
-        symm_mem.rendezvous = partial(_rendezvous, symm_mem.rendezvous)
     return f"cpu:{BACKEND},cuda:{BACKEND}" if torch.cuda.is_available() else f"cpu:{BACKEND}"
-
-
-def _rendezvous(of_torch: Callable[[Tensor, Any], Any], tensor: Tensor, group: Any) -> Any:
-    """In place of torch's, which asks a group in C++ for its store; one of Python's has none, and the process would end."""
-    if isinstance(group if isinstance(group, dist.ProcessGroup) else c10d._resolve_process_group(group), Wire):
-        raise NotImplementedError("a group of fsdp_lab has no symmetric memory; leave out set_symm_mem_for_comm")
-    return of_torch(tensor, group)
 
 
 class Wire(dist.ProcessGroup):
@@ -194,10 +185,6 @@ class Wire(dist.ProcessGroup):
 
     supports_splitting = supports_coalescing = supports_time_estimate = False  # what torch asks of a backend
 
-    def split_group(self, *_: Any, **__: Any) -> Any:
-        instead = "make the smaller groups with torch.distributed.new_group or init_device_mesh"
-        raise NotImplementedError(f"a group of fsdp_lab cannot be split; {instead}")
-
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return self._shared is not None and device.type == "cpu"
 
@@ -284,16 +271,6 @@ class Wire(dist.ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> WireWork:
-        """outputs: [t], inputs: [[t_0 .. t_{W-1}]] of equal sizes."""
-        (output,), (parts,) = outputs, inputs
-        whole = torch.cat([p.reshape(-1) for p in parts])
-        if output.is_contiguous():
-            return self.reduce_scatter_single(output, whole, opts)
-        flat_output = output.reshape(-1)
-        work = self.reduce_scatter_single(flat_output, whole, opts)
-        return work.followed_by(lambda: output.copy_(flat_output.view_as(output)), [output])
-
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> WireWork:
         if not isinstance(self._inner(tensors), SharedGroup):
             return self._send("other", tensors[0].nbytes, tensors, tensors, _in_place("reduce", opts))
@@ -330,24 +307,6 @@ class Wire(dist.ProcessGroup):
 
         return self._send("all_gather", payload, [input], parts, call)
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> WireWork:
-        """outputs: W lists of the tensors of one rank, inputs: this rank's."""
-        each = zip(zip(*outputs, strict=True), inputs, strict=True)
-        return _last([self.allgather([list(parts)], [t], opts) for parts, t in each])
-
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> WireWork:
-        """outputs, inputs: W tensors, of any sizes. Gloo has it of one tensor only."""
-        sizes = [t.numel() for t in outputs]
-        whole = outputs[0].new_empty(sum(sizes))
-        sent = torch.cat([t.reshape(-1) for t in inputs])
-        work = self.all_to_all_single(whole, sent, sizes, [t.numel() for t in inputs], opts)
-
-        def spread() -> None:
-            for t, part in zip(outputs, torch.split(whole, sizes), strict=True):
-                t.copy_(part.view_as(t))
-
-        return work.followed_by(spread, outputs)
-
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> WireWork:
@@ -361,6 +320,12 @@ class Wire(dist.ProcessGroup):
         return self._send("all_to_all", input.nbytes, [input], [output], call, bytes_=sent)
 
     alltoall_base = all_to_all_single
+
+    def _refused(self, *_: Any, **__: Any) -> WireWork:
+        instead = "give tensors to all_gather_single, reduce_scatter_single or all_to_all_single"
+        raise NotImplementedError(f"a group of fsdp_lab has no such collective of lists; {instead}")
+
+    alltoall = allgather_coalesced = reduce_scatter = _refused
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> WireWork:
         return self._send("broadcast", tensors[0].nbytes, tensors, tensors, _in_place("broadcast", opts))
@@ -379,16 +344,18 @@ class Wire(dist.ProcessGroup):
         return self._send("other", inputs[0].nbytes * self._size, inputs, outputs[0] if outputs else [], call)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> WireWork:
-        nbytes, out = tensors[0].nbytes, LinkDirection.OUT
-        return self._send(
-            "other", nbytes, tensors, tensors, lambda g, i, o: g.send(i, dst, tag), bytes_=nbytes, direction=out
-        )
+        return self._transfer([tensors[0]], LinkDirection.OUT, lambda g, i, o: g.send(i, dst, tag))
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> WireWork:
-        nbytes, into = tensors[0].nbytes, LinkDirection.IN
-        return self._send(
-            "other", nbytes, [], tensors, lambda g, i, o: g.recv(o, src, tag), bytes_=nbytes, direction=into
-        )
+        return self._transfer([tensors[0]], LinkDirection.IN, lambda g, i, o: g.recv(o, src, tag))
+
+    def _transfer(self, tensors: list[Tensor], direction: LinkDirection, call: _InnerCall) -> WireWork:
+        """Between two ranks, over Gloo."""
+        if self._shared is not None:
+            instead = "use broadcast in a group of the two, from torch.distributed.new_group"
+            raise NotImplementedError(f"ranks that share memory have no send and recv; {instead}")
+        nbytes, ins = tensors[0].nbytes, tensors if direction is LinkDirection.OUT else []
+        return self._send("other", nbytes, ins, tensors, call, bytes_=nbytes, direction=direction)
 
     def barrier(self, opts: Any = None) -> WireWork:
         return self._send("barrier", 0, [], [], lambda g, i, o: g.barrier(c10d.BarrierOptions()))
@@ -542,11 +509,19 @@ class Wire(dist.ProcessGroup):
             if then is not None:
                 then()
 
-        results, sliced = results or outputs, whole_group or self._shared is not None
+        results = results or outputs
         end = finish if unstage or then else None
         uses = [*tensors, *results] if over_nccl or then is not None else []
         work = WireWork(
-            self.context, issued, inner, results, finish=end, blocking=blocking, sliced=sliced, timed=timed, uses=uses
+            self.context,
+            issued,
+            inner,
+            results,
+            finish=end,
+            blocking=blocking,
+            sliced=whole_group,
+            timed=timed,
+            uses=uses,
         )
         self._issued += 1
         if self._together is not None:
