@@ -68,12 +68,6 @@ def check_module(given: object) -> None:
         )
 
 
-def check_optimizer(given: object) -> None:
-    """Raises ShardError for what is none; something around one will do."""
-    if not hasattr(given, "param_groups") or not hasattr(given, "state"):
-        raise ShardError(f"a {type(given).__name__} was given where an optimizer is needed; give the one of the model")
-
-
 def not_sharded(module: nn.Module) -> ShardError:
     return ShardError(f"{type(module).__name__} is not sharded; call fully_shard(module) first")
 

@@ -49,7 +49,7 @@ class UnitHooks:
         disable: Any = torch.compiler.disable
         before, after = disable(self.before_forward), disable(self.after_forward)
         for module in self.unit.modules:
-            module.__dict__.update({_STATE: self, "__reduce_ex__": self._refuse_copy})
+            module.__dict__[_STATE] = self
             self._handles += [
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
                 module.register_forward_hook(after),
@@ -65,11 +65,10 @@ class UnitHooks:
             handle.remove()
         self._handles = []
         for module in self.unit.modules:
-            for attribute in (_STATE, "__reduce_ex__"):
-                module.__dict__.pop(attribute, None)
+            module.__dict__.pop(_STATE, None)
 
-    def _refuse_copy(self, protocol: Any) -> Any:
-        """Called by a module's deepcopy and pickle. Raises ShardError: most of it is on other ranks."""
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Called by a module's deepcopy. Raises ShardError: most of it is on other ranks."""
         name = self.unit.name or type(self.unit.modules[0]).__name__
         raise ShardError(
             f"{name} is sharded, and cannot be copied or pickled; copy it before fully_shard, or take the values from "

@@ -42,7 +42,6 @@ from fsdp_lab.engine.unit import Unit, UnitState
 Watcher = Callable[[Phase, str, Direction], None]
 Around = Callable[[Phase, str], AbstractContextManager[None]]  # within it a phase of a unit is issued
 Key = tuple[Unit, bool]  # of passes that are alike: from which unit they begin, and whether with gradients
-Guess = Callable[[nn.Module], Sequence[UnitCall]]  # the calls of a forward of a module
 
 
 class Pass:
@@ -95,13 +94,12 @@ class Backward:
 class Runtime:
     """One for each root; made at the first forward of any of its units, or when something is asked of the whole model."""
 
-    def __init__(self, root: Unit, units: Sequence[Unit], guess: Guess) -> None:
+    def __init__(self, root: Unit, units: Sequence[Unit]) -> None:
         self.root, self.units = root, tuple(units)
         self.rules: Rules = _rules(root, units)
         self.streams = CommStreams.of(root.mesh.streams)
         self.watch: Watcher | None = None
         self.around: Around = lambda phase, unit: nullcontext()
-        self._guess = guess
         self._step, self._written = 0, -1  # of the optimizer: counted by how often it had written when a pass began
         self._methods = 0  # calls of registered methods under way, one inside the other
         self._forward: Pass | None = None  # the one under way
@@ -363,7 +361,8 @@ class Runtime:
         if not unit.has_gradient:
             return
         if not unit.communicates:
-            unit.collect_gradients()  # later ones are added in the dtype of the reduction
+            for flat in unit.flats:
+                flat.gradients.collect()  # later ones are added in the dtype of the reduction
             return
         if self.backward is not None:
             self.backward.reduced[unit] = None
@@ -433,8 +432,8 @@ class Runtime:
     def reset(self) -> None:
         """Called after an exception in the middle of a step: frees everything; of a backward, forgets what was not
         reduced."""
-        for unit in self.units if self._backward is not None else ():
-            unit.drop_gradient()
+        for flat in (flat for unit in self.units if self._backward is not None for flat in unit.flats):
+            flat.gradients.drop()
         self._forward = self._backward = None
         self._reducing, self._recomputed = [], {}
         with self.root.mesh.waiting("what an exception left in flight"):
@@ -473,10 +472,26 @@ class Runtime:
     def _schedule(self, unit: Unit, with_backward: bool) -> Schedule:
         key = (unit, with_backward)
         if key not in self._schedules:
-            calls = self._calls[key] if key in self._calls else self._guess(unit.modules[0])
+            calls = self._calls[key] if key in self._calls else self._guess(unit)
             own = {i: unit.policy.rules for i, unit in enumerate(self.units)}
             self._schedules[key] = Schedule(calls, self.rules, backward=with_backward, own_rules=own)
         return self._schedules[key]
+
+    def _guess(self, outermost: Unit) -> list[UnitCall]:
+        """The calls of a forward that calls every module of every unit once, in the order in which modules are defined."""
+        units = {module: i for i, unit in enumerate(self.units) for module in unit.modules}
+        calls: list[UnitCall] = []
+
+        def visit(module: nn.Module, parent: int | None) -> None:
+            unit = units.pop(module, None)
+            if unit is not None:
+                calls.append(UnitCall(unit, parent))
+                parent = len(calls) - 1
+            for child in module.children():
+                visit(child, parent)
+
+        visit(outermost.modules[0], None)
+        return calls
 
 
 def _rules(root: Unit, units: Sequence[Unit]) -> Rules:
@@ -499,22 +514,4 @@ def _calls_under_way(unit: Unit) -> int:
         frame = frame.f_back
         if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") in unit.modules:
             calls += 1
-    return calls
-
-
-def guess_calls(root: nn.Module, unit_of: Callable[[nn.Module], int | None]) -> list[UnitCall]:
-    """The calls of a forward that calls every module of every unit once, in the order in which modules are defined."""
-    calls: list[UnitCall] = []
-    seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module, parent: int | None) -> None:
-        unit = unit_of(module)
-        if unit is not None and module not in seen:
-            seen.add(module)
-            calls.append(UnitCall(unit, parent))
-            parent = len(calls) - 1
-        for child in module.children():
-            visit(child, parent)
-
-    visit(root, None)
     return calls

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_lab.engine.dtensor import FlatDTensor, restored
-from fsdp_lab.engine.errors import ShardError, check_module, check_optimizer, not_sharded
+from fsdp_lab.engine.errors import ShardError, check_module, not_sharded
 from fsdp_lab.engine.flat import FlatBuffer
 from fsdp_lab.engine.hooks import unit_hooks
 from fsdp_lab.engine.parameters import Region, ShardedParameter, sharded_form
@@ -99,7 +99,6 @@ def split_unused(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Called before a step of an optimizer over `sharded_parameters(module)`: where some parameters of a region have no
     gradient, gives the optimizer the region's parameters instead, each with its part of the state, so that only the
     others move."""
-    check_optimizer(optimizer)
     inside: dict[Region, list[ShardedParameter]] = {}
     for p in (p for p in map(sharded_form, module.parameters()) if p is not None):
         inside.setdefault(p.flat.gradients.regions[p.slot.group], []).append(p)

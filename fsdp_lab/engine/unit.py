@@ -114,13 +114,3 @@ class Unit:
         stays = not any(flat.reduce_hooks for flat in self.flats) and (self.policy.is_on_host(self.mesh) or not adds)
         taken = [(flat.gradients, flat.gradients.take()) for flat in self.flats]
         return [Reduction(target, *taking, streams, stays=stays) for target, taking in taken if taking is not None]
-
-    def collect_gradients(self) -> None:
-        """Bring what came into one tensor for each buffer."""
-        for flat in self.flats:
-            flat.gradients.collect()
-
-    def drop_gradient(self) -> None:
-        """Forget what came in a backward that failed."""
-        for flat in self.flats:
-            flat.gradients.drop()

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, distributed as dist
@@ -24,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_lab.base.streams import Streams
 from fsdp_lab.wire.channels import SEVERAL_HOSTS
-from fsdp_lab.wire.context import GPU_MEMORY, SHARED_MEMORY, GlooExchange, ReductionOrder, WireContext
+from fsdp_lab.wire.context import GPU_MEMORY, SHARED_MEMORY, ReductionOrder, WireContext
 from fsdp_lab.wire.gpu_memory import DeviceMemory
 from fsdp_lab.wire.host_group import HostGroup
 from fsdp_lab.wire.link import LinkDirection
@@ -37,7 +36,6 @@ BACKEND = "fsdp_lab_wire"
 _PIECE_BYTES = 128 << 10  # fits into the buffers of a connection
 _TRIED_BYTES = 1 << 20
 _Op = dist.ReduceOp.RedOpType
-T = TypeVar("T")
 _InnerCall = Callable[[Any, list[Tensor], list[Tensor]], Any]  # of an inner group, with its inputs and outputs
 _RANK_ORDERED_OPS = (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM)
 
@@ -80,11 +78,12 @@ class Wire(dist.ProcessGroup):
             store = dist.PrefixStore("gloo", options.store)
             self._gloo = _open_gloo(store, self._rank, self._size, context.timeout, context.address)
         hosts = {context.hosts[rank] for rank in ranks if rank < len(context.hosts)}
-        self._gloo_exchange = GlooExchange()
-        if len(hosts) > 1 or context.not_shared.get(self._name_) == SEVERAL_HOSTS:
-            if context.between_hosts is None:  # the first group, which is that of all ranks
-                context.between_hosts = self._fastest_exchange()
-            self._gloo_exchange = context.between_hosts
+        self._ring = len(hosts) > 1 or context.not_shared.get(self._name_) == SEVERAL_HOSTS
+        self._piece_bytes = 0  # that a rank sends another at once over Gloo; 0: all
+        if self._ring:
+            if context.piece_bytes is None:  # the first group, which is that of all ranks
+                context.piece_bytes = self._fastest_pieces()
+            self._piece_bytes = context.piece_bytes
         store = dist.PrefixStore("gpu", options.store)
         self._on_gpu = context.open_on_gpu(store, self._rank, self.ranks, self._name_)
         store = dist.PrefixStore("nccl", options.store)
@@ -136,39 +135,22 @@ class Wire(dist.ProcessGroup):
             return GPU_MEMORY
         return "Gloo" if self._shared is None else SHARED_MEMORY
 
-    def _fastest_exchange(self) -> GlooExchange:
-        """The fastest, by trying; collective. In pieces that fit into the buffers of a connection: while Gloo sends
-        more at once, its message that it is ready to receive waits behind, and the two directions of a cable are used
-        one after the other. An exchange of 2 MiB over a cable of 100 Mbit/s took twice as long. But each piece waits
-        for the other rank, which on a fast network takes longer than its bytes. In a ring a part goes to another host
-        once, not once for each rank there, but by way of all ranks."""
+    def _fastest_pieces(self) -> int:
+        """Whether to send in pieces that fit into the buffers of a connection, by trying; collective. While Gloo sends more
+        at once, its message that it is ready to receive waits behind, and the two directions of a cable are used one after
+        the other. An exchange of 2 MiB over a cable of 100 Mbit/s took twice as long. But each piece waits for the other
+        rank, which on a fast network takes longer than its bytes."""
         there = self._size // 2
         to, source = (self._rank + there) % self._size, (self._rank - there) % self._size
         sent, received = torch.zeros(2, _TRIED_BYTES // 4).unbind()
-
-        def exchanged(piece_bytes: int) -> Any:
-            return in_order(_round(self._gloo, self._size, sent, to, received, source, piece_bytes))
-
-        piece_bytes = self._fastest({n: partial(exchanged, n) for n in (_PIECE_BYTES, 0)})
-        part = torch.zeros(2 * _TRIED_BYTES // 4 // self._size)
-        whole = torch.empty(part.numel() * self._size)
-        calls = {
-            ring: _gather(self._rank, self._size, GlooExchange(ring=ring, piece_bytes=piece_bytes))
-            for ring in (False, True)
-        }
-        ring = self._fastest({ring: partial(call, self._gloo, [part], [whole]) for ring, call in calls.items()})
-        return GlooExchange(piece_bytes=piece_bytes, ring=ring)
-
-    def _fastest(self, ways: Mapping[T, Callable[[], Any]]) -> T:
-        """The key of the operation that takes least time over all ranks, twice in turns."""
-        seconds, options = torch.zeros(len(ways), dtype=torch.float64), c10d.AllreduceOptions()
+        seconds, options = torch.zeros(2, dtype=torch.float64), c10d.AllreduceOptions()
         self._gloo.allreduce([seconds], options).wait()  # all ranks are here
-        for i, call in 2 * list(enumerate(ways.values())):
+        for i, piece_bytes in 2 * list(enumerate((_PIECE_BYTES, 0))):
             begin_s = time.perf_counter()
-            call().wait()
+            in_order(_round(self._gloo, self._size, sent, to, received, source, piece_bytes)).wait()
             seconds[i] += time.perf_counter() - begin_s
         self._gloo.allreduce([seconds], options).wait()
-        return list(ways)[int(seconds.argmin())]
+        return (_PIECE_BYTES, 0)[int(seconds.argmin())]
 
     # -- memory for what is sent ----------------------------------------------------------------------------------
 
@@ -272,8 +254,6 @@ class Wire(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> WireWork:
-        if not isinstance(self._inner(tensors), SharedGroup):
-            return self._send("other", tensors[0].nbytes, tensors, tensors, _in_place("reduce", opts))
         inner = c10d.ReduceOptions()
         inner.rootRank, inner.rootTensor = opts.rootRank, opts.rootTensor
         then = _sum_natively(inner, _op(opts), opts, tensors, self._size)
@@ -286,7 +266,7 @@ class Wire(dist.ProcessGroup):
         if self._shared is not None and self._shared.mapped(output, input) is not None:  # it has no memory of its own
             return self._send("all_gather", output.nbytes, [input], [], lambda g, i, _: call(g, i, [output]), bytes_=0)
         if self._is_over_gloo(output):
-            call = _gather(self._rank, self._size, self._gloo_exchange)
+            call = _gather(self._rank, self._size, self._piece_bytes, ring=self._ring)
         return self._send("all_gather", output.nbytes, [input], [output], call)
 
     _allgather_base = all_gather_single
@@ -398,7 +378,7 @@ class Wire(dist.ProcessGroup):
             return self._ordered_reduce_scatter_in_place(output, input, op, opts)
         summands = torch.empty_like(input)  # [W * n]: every rank's r-th part, in the order of ranks
         rank, size = self._rank, self._size  # do not capture self: see the note on abort
-        piece_bytes = self._gloo_exchange.piece_bytes
+        piece_bytes = self._piece_bytes
         in_pieces = self._is_over_gloo(input) and piece_bytes > 0
 
         def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
@@ -418,7 +398,7 @@ class Wire(dist.ProcessGroup):
 
     def _ordered_reduce_scatter_in_place(self, output: Tensor, input: Tensor, op: Any, opts: Any) -> WireWork:
         """The first part to come has a place of its own, each later one that of the part sent before."""
-        rank, size, summands, piece_bytes = self._rank, self._size, dict[int, Tensor](), self._gloo_exchange.piece_bytes
+        rank, size, summands, piece_bytes = self._rank, self._size, dict[int, Tensor](), self._piece_bytes
         spare = torch.empty_like(output)  # [n]
 
         def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
@@ -447,7 +427,7 @@ class Wire(dist.ProcessGroup):
             _sum_in_order(summands.view(size, -1).unbind(), flat, op, opts)
             tensor.copy_(flat.view_as(tensor))
 
-        call = _gather(self._rank, self._size, self._gloo_exchange)
+        call = _gather(self._rank, self._size, self._piece_bytes, ring=self._ring)
         if not self._is_over_gloo(tensor):
             call = _call("_allgather_base", c10d.AllgatherOptions())
         sent = tensor.nbytes * (size - 1)
@@ -608,7 +588,7 @@ def _partners(rank: int, size: int) -> list[tuple[int, int]]:
 
 
 def _round(group: Any, size: int, sent: Tensor, to: int, received: Tensor, source: int, piece_bytes: int) -> list[Any]:
-    """A part goes to a rank and another comes from one, from place to place, in pieces: see `Wire._fastest_exchange`.
+    """A part goes to a rank and another comes from one, from place to place, in pieces: see `Wire._fastest_pieces`.
     sent, received: [n]"""
     whole, works = max(1, sent.numel()), []
     n = piece_bytes // sent.element_size() if piece_bytes else whole
@@ -619,22 +599,23 @@ def _round(group: Any, size: int, sent: Tensor, to: int, received: Tensor, sourc
     return works
 
 
-def _gather(rank: int, size: int, exchange: GlooExchange) -> _InnerCall:
-    """An all-gather over Gloo, from place to place: each rank with all others, or in a ring, in the order of ranks."""
+def _gather(rank: int, size: int, piece_bytes: int, *, ring: bool) -> _InnerCall:
+    """An all-gather over Gloo, from place to place: each rank with all others; or in a ring, in the order of
+    ranks, so that between hosts a part is sent once, not once for each rank there."""
 
     def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
         shard, parts, rounds = ins[0].reshape(-1), [_part(outs[0], r, size) for r in range(size)], list[Any]()
         copies = parts[rank].data_ptr() != shard.data_ptr()
-        if copies and exchange.ring:
+        if copies and ring:
             parts[rank].copy_(shard)
         for i, (to, source) in enumerate(_partners(rank, size)):
-            if exchange.ring:  # what came in the round before is sent in this one
+            if ring:  # what came in the round before is sent in this one
                 to, source = (rank + 1) % size, (rank - 1) % size
                 sent, received = parts[(rank - i) % size], parts[(rank - i - 1) % size]
             else:
                 sent, received = shard, parts[source]
-            rounds += _round(group, size, sent, to, received, source, exchange.piece_bytes)
-        if copies and not exchange.ring:
+            rounds += _round(group, size, sent, to, received, source, piece_bytes)
+        if copies and not ring:
             parts[rank].copy_(shard)
         return in_order(rounds)
 

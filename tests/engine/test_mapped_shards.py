@@ -248,13 +248,13 @@ def refused(place: Place, options: dict[str, Any]) -> str:
 
 def test_where_it_is_not_possible_it_is_refused_in_a_sentence(pool: Pool) -> None:
     for options, why in (
-        ({"offload_policy": CPUOffloadPolicy()}, "map_shards is for parameters on the CPU without offload_policy"),
+        ({"offload_policy": CPUOffloadPolicy()}, "map_shards is for ranks on CPUs that share memory"),
         ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, "mp_policy makes .*weight another dtype"),
     ):
         for text in pool.run(refused, 2, options, shared_memory=True):
             assert re.search(why, text)
     for text in pool.run(refused, 2, {}, shared_memory=False):
-        assert "map_shards is for ranks that share memory, and this process group has none" in text
+        assert "map_shards is for ranks on CPUs that share memory, as by fsdp_lab.init_process_group()" in text
 
 
 DOES_NOT_GO_WITH = [

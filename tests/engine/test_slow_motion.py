@@ -234,16 +234,9 @@ def traced(place: Place, strategy: Strategy) -> list[Span]:
     optimizer = torch.optim.SGD(sharded_parameters(model), lr=0.1)
     for _ in range(2):
         with profile(activities=[ProfilerActivity.CPU]) as seen:
-            loss = mean_square(model, batch(0, place.rank))
-            last = runtime_of(model).last
-            loss.backward()
+            mean_square(model, batch(0, place.rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert last is not None and not last.spans  # each was closed
-    loss = mean_square(model, batch(0, place.rank))
-    last = runtime_of(model).last
-    assert last is not None and last.spans == {}  # none is made when nobody looks
-    loss.backward()
     return spans(seen)
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import distributed as dist
 
 from fsdp_lab.wire import WireTimeout, traffic
-from fsdp_lab.wire.context import GlooExchange
 from tests.pool import Place, Pool
 
 Run = Callable[..., list[Any]]
@@ -182,8 +181,8 @@ def test_a_rank_that_sends_late_is_waited_for(pool: Pool) -> None:
     pool.run(_sends, 2, shared_memory=True)
 
 
-def _exchanged(place: Place, n: int, exchange: GlooExchange) -> list[torch.Tensor]:
-    place.world._gloo_exchange = exchange
+def _exchanged(place: Place, n: int, ring: bool, piece_bytes: int) -> list[torch.Tensor]:
+    place.world._ring, place.world._piece_bytes = ring, piece_bytes
     whole, part = torch.empty(n * place.world_size), _values(place.rank, n)
     place.world.all_gather_single(whole, part).wait()
     return [whole, _reduce_scatter(place, n, "SUM"), _all_reduce(place, n, "SUM")]
@@ -194,7 +193,7 @@ def _exchanged(place: Place, n: int, exchange: GlooExchange) -> list[torch.Tenso
 def test_between_hosts_all_bits_are_the_same(pool: Pool, ranks: int, n: int) -> None:
     """In a ring or not, whole or in pieces of 1,000 bytes, of which the last is smaller."""
     inside, *others = (
-        pool.run(_exchanged, ranks, n, GlooExchange(ring=ring, piece_bytes=piece_bytes), reduction="rank_ordered")
+        pool.run(_exchanged, ranks, n, ring, piece_bytes, reduction="rank_ordered")
         for ring, piece_bytes in itertools.product((False, True), (0, 1000))
     )
     for other in others:
@@ -202,13 +201,13 @@ def test_between_hosts_all_bits_are_the_same(pool: Pool, ranks: int, n: int) -> 
             assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-def _chosen(place: Place) -> GlooExchange:
-    return place.world._fastest_exchange()
+def _chosen(place: Place) -> int:
+    return place.world._fastest_pieces()
 
 
 def test_all_ranks_choose_alike_how_they_exchange(pool: Pool) -> None:
     (chosen,) = set(pool.run(_chosen, 3))
-    assert chosen.piece_bytes in (0, 128 << 10)
+    assert chosen in (0, 128 << 10)
 
 
 def _never_comes(place: Place) -> str:
