@@ -170,18 +170,8 @@ def asked_to_shard(place: Place) -> None:
     if place.rank:
         all_refused(model, [(given(mesh=one), r"rank 1 is not in the mesh, which has ranks \[0\]")])
     fully_shard(list(model.blocks))
-    trains_on(fully_shard(model), place)
-
-
-def none_is_the_default(place: Place) -> None:
-    """As FSDP2's own arguments may be None: units are freed after their forward, and nothing is on the host."""
-    model = make()
     none: Any = dict.fromkeys(("reshard_after_forward", "mp_policy", "offload_policy", "ignored_params"))
-    for block in model.blocks:
-        fully_shard(block, **none)
-    fully_shard(model, **none)
-    assert all(unit.policy == units_of(fully_shard(make()))[0].policy for unit in units_of(model))
-    trains_on(model, place)
+    trains_on(fully_shard(model, **none), place)  # as FSDP2's own arguments may be
 
 
 # -- what is asked of a sharded model at the wrong time, or of one that is not sharded ---------------------------------
@@ -884,7 +874,6 @@ def exceptions_that_the_model_catches(place: Place) -> None:
 
 @everywhere(
     asked_to_shard,
-    none_is_the_default,
     bad_parameters,
     ignored_may_be_anything,
     inner_unit_of_two_roots,

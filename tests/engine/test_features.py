@@ -629,15 +629,13 @@ def test_precision_and_policies(pool: Pool, scenario: Scenario, world_size: int)
 # -- torch.compile -----------------------------------------------------------------------------------------------------
 
 
-def compiled(place: Place, when: str) -> None:
+def compiled(place: Place) -> None:
     """Traced and differentiated ahead of time, but run by torch's own kernels: needs no compiler."""
     counters = torch._dynamo.utils.counters
     torch._dynamo.reset()
     counters.clear()
     model, plain = by_block(make(depth=2)), make(depth=2)
-    for block in model.blocks if when == "blocks" else ():
-        block.compile(backend="aot_eager")
-    called = torch.compile(model, backend="aot_eager") if when == "whole" else model
+    called = torch.compile(model, backend="aot_eager")
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
     for step in range(3):
         batches = [batch(step, rank) for rank in range(place.world_size)]
@@ -653,31 +651,10 @@ def compiled(place: Place, when: str) -> None:
     assert sum(counters["graph_break"].values()) <= 4, counters["graph_break"]
 
 
-def compiled_step(place: Place) -> None:
-    torch._dynamo.reset()
-    models = [by_block(make(depth=0)) for _ in range(2)]
-    before = {name: t.clone() for name, t in full_state(models[0])}
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in models]
-    steps = [torch.compile(optimizers[0].step, backend="eager"), optimizers[1].step]
-    for i in range(2):
-        for m, optimizer, step in zip(models, optimizers, steps, strict=True):
-            mean_square(m, batch(i, place.rank)).backward()
-            step()
-            optimizer.zero_grad()
-    for (name, a), (_, b) in zip(*map(full_state, models), strict=True):
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6) and not torch.equal(a, before[name]), name
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["blocks", "whole"])
-def test_compile(pool: Pool, when: str) -> None:
-    pool.run(compiled, 2, when, timeout_s=200)
-
-
-@pytest.mark.slow
-def test_a_compiled_step_of_an_optimizer(pool: Pool) -> None:
-    """SGD's: Dynamo takes ten seconds a rank to trace AdamW's."""
-    pool.run(compiled_step, 2, timeout_s=200)
+def test_compile(pool: Pool) -> None:
+    """Of a whole model; test_parity.py has compiled blocks."""
+    pool.run(compiled, 2, timeout_s=200)
 
 
 # -- hooks of users ----------------------------------------------------------------------------------------------------

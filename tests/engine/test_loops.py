@@ -193,18 +193,6 @@ def parts_of_the_outputs(place: Place) -> None:
     alike(training(lambda m, x, y: m(x)[0].square().mean(), TwoHeads), place)
 
 
-def smaller_groups(place: Place) -> None:
-    """Between forward and backward each group of `size` holds what its replica does, as under FSDP2."""
-    for shape, size in (((2, 2), 1), ((1, 4), 2)):
-        mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        alike(training(lambda m, x, y: (m(x) - m(y)).square().mean()), place, mesh=mesh, resharded=(size,))
-
-
-@pytest.mark.slow
-def test_smaller_groups_of_replicas(pool: Pool) -> None:
-    pool.run(smaller_groups, 4, reduction="rank_ordered")
-
-
 # -- units by themselves -----------------------------------------------------------------------------------------------
 
 
