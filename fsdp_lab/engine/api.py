@@ -306,11 +306,6 @@ def _inside(modules: Sequence[nn.Module]) -> dict[Unit, UnitHooks]:
 def _described(taken: Sequence[_Taken], group_of: GroupOf) -> list[str]:
     """The facts that must be the same on all ranks. Groups are numbered: their names may differ from process to process."""
     groups = [group_of(t.name, t.value) for t in taken]
-    for t, group in zip(taken, groups, strict=True):
-        if not isinstance(group, Hashable):
-            raise ShardError(
-                f"group_of gave a {type(group).__name__} for {t.name}; give a name, or another key of a dict"
-            )
     numbers = {group: i for i, group in enumerate(dict.fromkeys(groups))}
     of = [(t.name, t.value, numbers[group]) for t, group in zip(taken, groups, strict=True)]
     return [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad} group={n}" for name, p, n in of]

@@ -200,11 +200,9 @@ def build_mesh(device_type: str, *, shard_size: int | None = None) -> DeviceMesh
     if shard_size is not None and (not isinstance(shard_size, int) or shard_size < 1 or world % shard_size):
         raise ShardError(f"{world} ranks cannot be divided into shard groups of {shard_size!r}; "
                          "use a divisor of the world size")  # fmt: skip
-    shape, names = (world // (shard_size or world), shard_size or world), ("replicate", "shard")
-    if 1 in shape:
-        only = 0 if shape[1] == 1 and world > 1 else 1
-        shape, names = shape[only : only + 1], names[only : only + 1]
-    return letting_go(init_device_mesh(device_type, shape, mesh_dim_names=names))
+    size = shard_size or world
+    given = {name: n for name, n in (("replicate", world // size), ("shard", size)) if n > 1} or {"shard": world}
+    return letting_go(init_device_mesh(device_type, tuple(given.values()), mesh_dim_names=tuple(given)))
 
 
 def _check_initialised() -> None:

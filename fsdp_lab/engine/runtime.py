@@ -70,10 +70,6 @@ class Pass:
         """Returns whether a call of the unit has begun and not ended."""
         return any(self.calls[k].unit == unit for k in self.open)
 
-    @property
-    def has_scheduled_backward(self) -> bool:
-        return self.schedule is not None and self.schedule.backward
-
     def in_backward(self) -> list[int]:
         """Calls whose backward has begun and not ended, in the order of the schedule."""
         scheduled = () if self.schedule is None else self.schedule.order[Direction.BACKWARD]
@@ -249,7 +245,7 @@ class Runtime:
         current.backwards[k] = False
         backward.at_work[unit] -= 1
         self._end_computing(current, Direction.BACKWARD, k)
-        if current.has_scheduled_backward:
+        if current.schedule is not None and current.schedule.backward:
             self._issue(current, Point(Direction.BACKWARD, k, PointSide.AFTER))
         else:
             self._reshard(unit, Direction.BACKWARD)
