@@ -69,6 +69,9 @@ def of_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[str]:
         elif p.layout is not torch.strided or p.is_quantized:
             what = "quantized" if p.is_quantized else f"stored as {p.layout}"
             yield f"{name} is {what}, and only dense parameters can be cut; make it dense, or pass it in ignored_params"
+        elif getattr(p, "grad_dtype", None) not in (None, p.dtype):  # torch 2.11 has no such attribute
+            yield (f"{name} has grad_dtype={p.grad_dtype}, and gradients here have the dtype of their parameter; leave it "
+                   "as it is, and choose dtypes by mp_policy")  # fmt: skip
         elif _has_meaning_of_its_own(p):
             yield (f"{name} is a {type(p).__name__}, whose elements cannot be cut as numbers; make it a plain nn.Parameter, "
                    "or pass it in ignored_params")  # fmt: skip

@@ -257,6 +257,12 @@ def _quantized() -> nn.Parameter:
     return nn.Parameter(torch.quantize_per_tensor(torch.ones(7), 0.1, 0, torch.qint8), requires_grad=False)
 
 
+def _with_wide_gradients() -> nn.Parameter:
+    p: Any = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    p.grad_dtype = torch.float32
+    return p  # type: ignore[no-any-return]
+
+
 BAD_PARAMETERS: dict[str, tuple[Callable[[], Any], str]] = {
     "a DTensor": (_dtensor, "blocks.1.more is a DTensor, which is distributed already; give fully_shard plain"),
     "sparse": (
@@ -267,6 +273,10 @@ BAD_PARAMETERS: dict[str, tuple[Callable[[], Any], str]] = {
     "packed": (
         lambda: Packed(torch.zeros(3, dtype=torch.uint8), requires_grad=False),
         "blocks.1.more is a Packed, whose elements cannot be cut as numbers; make it a plain nn.Parameter, or pass it in",
+    ),
+    "of another gradient": (
+        _with_wide_gradients,
+        r"blocks.1.more has grad_dtype=torch.float32, .* choose dtypes by mp_policy",
     ),
     "lazy": (nn.UninitializedParameter, "blocks.1.more has no shape yet; run one forward, or give the sizes"),
 }
