@@ -253,6 +253,13 @@ class Wire(dist.ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> WireWork:
+        """outputs: [t], inputs: [[t_0 .. t_{W-1}]] of equal sizes."""
+        (output,), (parts,) = outputs, inputs
+        flat = output if output.is_contiguous() else output.reshape(-1)
+        work = self.reduce_scatter_single(flat, torch.cat([p.reshape(-1) for p in parts]), opts)
+        return work if flat is output else work.followed_by(lambda: output.copy_(flat.view_as(output)), [output])
+
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> WireWork:
         inner = c10d.ReduceOptions()
         inner.rootRank, inner.rootTensor = opts.rootRank, opts.rootTensor
@@ -302,10 +309,10 @@ class Wire(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def _refused(self, *_: Any, **__: Any) -> WireWork:
-        instead = "give tensors to all_gather_single, reduce_scatter_single or all_to_all_single"
+        instead = "give tensors to all_gather_single or all_to_all_single"
         raise NotImplementedError(f"a group of fsdp_lab has no such collective of lists; {instead}")
 
-    alltoall = allgather_coalesced = reduce_scatter = _refused
+    alltoall = allgather_coalesced = _refused
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> WireWork:
         return self._send("broadcast", tensors[0].nbytes, tensors, tensors, _in_place("broadcast", opts))

@@ -76,6 +76,11 @@ OPERATIONS = {
         issue=lambda world, ins, outs: world.reduce_scatter_single(outs[0], ins[0], _avg(c10d.ReduceScatterOptions())),
         gives=lambda given, rank: [_own(_mean(given), rank)],
     ),
+    "reduce_scatter of a list": Operation(
+        inputs=(N,) * W, outputs=(N,),
+        issue=lambda world, ins, outs: world.reduce_scatter(outs, [ins], _avg(c10d.ReduceScatterOptions())),
+        gives=lambda given, rank: [_mean(given, rank)],
+    ),
     "all_reduce of several": Operation(
         inputs=(N, 2), outputs=(),
         issue=lambda world, ins, outs: world.allreduce_coalesced(ins, _avg(c10d.AllreduceOptions())),
