@@ -9,7 +9,7 @@ Gloo's operation cannot be cancelled, and destroying its group waits for it: a s
 the session continues with new groups. A rank that did not join the operation closes its end of the connections, which ends
 it on the others; otherwise their timeout does (with torch 2.13, a process in which several had timed out crashed seconds
 later). Until then Gloo may read and write its tensors, even if it has not begun. So their storage must not be freed by
-force (`busy_addresses`), and a cancelled work is never finished afterwards (`Cancellable.cancel`). Callbacks in Gloo's
+force (`busy_addresses`), and a cancelled work is never finished afterwards (`WireWork.cancel`). Callbacks in Gloo's
 threads must not hold a group: if theirs were the last reference, a thread of the group would destroy it and join itself.
 
 Over NCCL the main thread is not blocked in a wait of ours but in the device, until NCCL is aborted: see nccl.py.
