@@ -136,7 +136,7 @@ def engine_options(strategy: Strategy, mesh: DeviceMesh) -> dict[str, Any]:
     rules, d = strategy.schedule_rules, strategy.dtypes
     param = None if d.param == "fp32" else DTYPES[d.param]
     return {
-        "mesh": engine.ShardMesh.of(mesh, post_forward_size=strategy.reshard_size),
+        "mesh": engine.ShardMesh.of(mesh).with_post_forward(strategy.reshard_size, own=True),
         "reshard_after_forward": strategy.reshards,
         "mp_policy": engine.MixedPrecisionPolicy(
             param_dtype=param,

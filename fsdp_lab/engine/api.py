@@ -20,7 +20,7 @@ from fsdp_lab.engine.mesh import ShardMesh, check_equal_on_all_ranks
 from fsdp_lab.engine.optimizers import watch_steps
 from fsdp_lab.engine.parameters import ShardedParameter
 from fsdp_lab.engine.policy import MixedPrecisionPolicy, ModuleKind, ShardPolicy, kind_of, offload_of, place_buffers
-from fsdp_lab.engine.runtime import Runtime, guess_calls
+from fsdp_lab.engine.runtime import Runtime
 from fsdp_lab.engine.schedule import Direction, OffloadPolicy, PrefetchPolicy, Rules
 from fsdp_lab.engine.state import watch_state_dict
 from fsdp_lab.engine.ties import describe_ties, find_ties, untie
@@ -53,55 +53,42 @@ def fully_shard(
     took. A parameter shared by two modules belongs to the lowest module that contains both. Several modules given as a
     list become one unit; it is gathered once for those that are called one after the other.
 
-    What a user may rely on:
-
-    - Between steps `module.parameters()` are sharded tensors (`FlatDTensor`) with the names and shapes they had, of which
-      each rank holds a range of elements. `p.full_tensor()` is the whole; `with unshard(module):` shows all of them whole.
-    - They may be written to between steps, in place or by `.data`, with whole values or sharded ones, and inside `unshard`.
-      What is written to a gathered parameter between forward and backward is lost: the next forward refuses it.
-    - `p.grad` is the mean over the ranks, sharded as `p` is; None where no rank had a gradient. Setting it to None, as by
-      `module.zero_grad()`, forgets it.
+    - Between steps `module.parameters()` are sharded tensors (`FlatDTensor`) with the names and shapes they had. They may
+      be written to, in place or by `.data`, with whole values or sharded ones, and inside `with unshard(module):`. What is
+      written to a gathered one between forward and backward is lost: the next forward refuses it.
+    - `p.grad` is the mean over the ranks, sharded as `p` is; None where no rank had a gradient.
     - The optimizer is given `module.parameters()`, or, which is faster, `sharded_parameters(module)`: flat tensors, one for
-      each buffer and optimizer group. `group_of(name, parameter)` says which group a parameter is in, such as "decay" and
-      "no decay", and `parameter_groups(module)` has the flat tensors by group. Where parameters go unused, call
-      `split_unused(module, optimizer)` before a step of a flat optimizer; without it the step raises ShardError.
-    - `requires_grad` of a parameter may be changed between steps, either way; it counts from the next forward on.
-    - `module.state_dict()` has the sharded tensors (inside `unshard`, whole ones); `load_state_dict` takes either. What
-      `torch.save` makes of sharded ones is for the same rank.
+      each buffer and optimizer group, by group from `parameter_groups(module)`. Where parameters go unused, call
+      `split_unused(module, optimizer)` before a step of it.
+    - `requires_grad` of a parameter may be changed between steps; it counts from the next forward on.
     - Parameters that the module held before are emptied: make optimizers, hooks on parameters and other references to them
-      after sharding. An optimizer made before raises ShardError when it steps.
-    - The module cannot be copied, pickled, cast or moved afterwards: that raises ShardError, moving it at the next forward.
+      after sharding. The module cannot be copied, pickled, cast or moved afterwards.
     - Several forwards may wait for their backwards. A unit may be called by itself, also before the root, which is the
-      outermost module that was sharded. A plain layer inside a unit, called by itself, raises ShardError.
+      outermost module that was sharded; a plain layer inside a unit may not.
 
     Args:
         module: a module, or several that form one unit; on meta, or with the same values on all ranks.
         mesh: ("shard",), ("replicate",), or both for hybrid sharding; None: shard over all ranks, on the GPU where the
-            parameters are, or that the default process group is for. Units of one model may have meshes of their own over
-            the same ranks.
-        reshard_after_forward: True: free parameters after the forward and gather them again for the backward (ZeRO-3).
-            False: keep them until then (ZeRO-2). An integer: reshard to groups of so many ranks. None: True.
+            parameters are, or that the default process group is for. Units of one model may have meshes of their own.
+        reshard_after_forward: True or None: free parameters after the forward and gather them again for the backward
+            (ZeRO-3). False: keep them until then (ZeRO-2). An integer: reshard to groups of so many ranks.
         mp_policy: dtypes, ours or torch's; None: as they are.
         offload_policy: what is kept on the host, ours or torch's.
-        prefetch_policy: what is gathered ahead, how much of it, and how many reductions are in flight, in the whole model:
-            give it to the root, or the same to all units; None: the next unit in both directions, and one reduction.
-        shard_optimizer_only: ZeRO-1: gradients and gathered parameters keep their full size. It implies not to reshard after
-            the forward.
-        map_shards: between ranks that share memory: gathered parameters are the shards of all ranks where they lie, so that
-            nothing is copied, and one copy serves the host. Of parameters that are gathered as they are, on the CPU.
+        prefetch_policy: what is gathered ahead, and how many reductions are in flight, in the whole model: give it to the
+            root, or the same to all units; None: the next unit in both directions, and one reduction.
+        shard_optimizer_only: ZeRO-1: gradients and gathered parameters keep their full size.
+        map_shards: between ranks on CPUs that share memory: gathered parameters are the shards of all ranks where they
+            lie, so that nothing is copied, and one copy serves the host.
         ignored_params: parameters to leave alone; the caller keeps them equal on all ranks.
         group_of: the optimizer group of a parameter, by its name in `module`.
 
-    Returns:
-        `module` itself.
-
-    Raises:
-        ShardError: it is sharded already, or a module around it is; or the ranks' models differ; or the mesh does not fit.
+    Returns `module` itself. Raises ShardError: it is sharded already, or a module around it is; the ranks' models differ; or
+    the mesh does not fit.
     """
     modules = list(module) if isinstance(module, Sequence) else [module]
     left = _listed(ignored_params)
     reshard_after_forward = True if reshard_after_forward is None else reshard_after_forward
-    arguments = refusals.of_arguments(reshard_after_forward, prefetch_policy, left, group_of)
+    arguments = refusals.of_arguments(reshard_after_forward, prefetch_policy, left)
     for refusal in (*refusals.of_modules(modules), *arguments):
         raise ShardError(refusal)
     reshard = bool(reshard_after_forward) and not shard_optimizer_only
@@ -319,11 +306,6 @@ def _inside(modules: Sequence[nn.Module]) -> dict[Unit, UnitHooks]:
 def _described(taken: Sequence[_Taken], group_of: GroupOf) -> list[str]:
     """The facts that must be the same on all ranks. Groups are numbered: their names may differ from process to process."""
     groups = [group_of(t.name, t.value) for t in taken]
-    for t, group in zip(taken, groups, strict=True):
-        if not isinstance(group, Hashable):
-            raise ShardError(
-                f"group_of gave a {type(group).__name__} for {t.name}; give a name, or another key of a dict"
-            )
     numbers = {group: i for i, group in enumerate(dict.fromkeys(groups))}
     of = [(t.name, t.value, numbers[group]) for t, group in zip(taken, groups, strict=True)]
     return [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad} group={n}" for name, p, n in of]
@@ -362,13 +344,7 @@ def _adopt(hooks: UnitHooks) -> Runtime:
     units = list(inside)
     for refusal in refusals.of_root(units):
         raise ShardError(refusal)
-    index = {unit: i for i, unit in enumerate(units)}
-
-    def unit_at(module: nn.Module) -> int | None:
-        hooks_here = unit_hooks(module)
-        return None if hooks_here is None else index[hooks_here.unit]
-
-    runtime = Runtime(hooks.unit, units, lambda module: guess_calls(module, unit_at))
+    runtime = Runtime(hooks.unit, units)
     watch_steps(runtime)
     names = {module: name for name, module in root.named_modules()}
     for unit, h in inside.items():

@@ -6,13 +6,11 @@ There are three kinds.
 2. Norms, and GradScaler's search for what is not finite, run on the local ranges and are then reduced over the ranks.
 3. All others run on the gathered tensors; what they write is cut again. Every rank must call them.
 
-Views are refused unless they are ranges of elements again, as a row is: what were written to another one would be lost. A
-transposed tensor is a `Replica`, a copy; what is written to it is written to the sharded tensor too.
+Views are refused unless they are ranges of elements again, as a row is: what were written to another one would be lost.
 """
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -146,7 +144,7 @@ def _range(t: Tensor, like: FlatTensor) -> Tensor:
             return t._local_tensor
         t = t.whole()
     elif isinstance(t, DTensor):
-        t = t.current if isinstance(t, Replica) else t.full_tensor()
+        t = t._local_tensor if isinstance(t, Replica) else t.full_tensor()
     return t if t.dim() == 0 else like.range_of(t)
 
 
@@ -299,17 +297,13 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> None:
 
 # -- on whole tensors ------------------------------------------------------------------------------------------------
 
-_COPIES = {aten.t, aten.transpose, aten.permute, aten.expand}  # views of which a copy is made
-
 
 def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     """Gather, run, and cut again what was written."""
-    packet = func.overloadpacket
-    aliases = [r.alias_info for r in func._schema.returns]
-    if any(a is not None and not a.is_write for a in aliases) and packet not in _COPIES:
+    if _is_view(func):
         raise ShardError(
-            f"{func._schema.name} of a sharded tensor would be a view of elements that are on other ranks; take its "
-            "full_tensor(), or use `with unshard(model):`"
+            f"{func._schema.name} of a sharded tensor would be a view of elements that are on other ranks; call the module "
+            "that was sharded, or its root, take full_tensor(), or use `with unshard(model):`"
         )
     written = [t for t in _written(func, args, kwargs) if isinstance(t, FlatTensor)]
     if not written and _has_plain((args, kwargs)):
@@ -330,25 +324,16 @@ def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     same = [*written, *(a for a, b in zip(args, whole_args, strict=True) if b is result)]
     if same:
         return same[0]
-    if packet in _COPIES:
-        copy = Replica.of(result, mesh)
-        copy.source = None if packet is aten.expand else (args[0], _order_before(packet, args))
-        return copy
     return pytree.tree_map_only(Tensor, lambda t: replicated(t, mesh) if t.dim() else Replica.of(t, mesh), result)
 
 
-def _order_before(packet: Any, args: Any) -> list[int]:
-    """The dimensions of what was transposed, as it must be permuted to be as before."""
-    dims = list(range(args[0].dim()))
-    meta = packet(torch.empty([2 + d for d in dims], device="meta"), *args[1:])  # its sizes tell where dimensions went
-    return [list(meta.shape).index(2 + d) for d in dims]
+def _is_view(func: Any) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
 def _gathered(t: Tensor) -> Tensor:
     if isinstance(t, FlatTensor):
         return t.whole()
-    if isinstance(t, Replica):
-        return t.current
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
@@ -358,11 +343,7 @@ def _has_plain(given: Any) -> bool:
 
 
 class Replica(DTensor):
-    """A result that was gathered or reduced: a number, which may be combined with plain tensors; or a copy of what
-    torch would make a view, such as a transposed matrix. What is written to that is written to its source too; a copy
-    that was expanded can only be read."""
-
-    source: tuple[FlatTensor, list[int]] | None = None  # of what it is a copy, and how to permute it to be as that
+    """A number that was reduced, which may be combined with plain tensors; and what is expanded from it."""
 
     @classmethod
     def of(cls, whole: Tensor, mesh: DeviceMesh) -> Replica:
@@ -385,55 +366,27 @@ class Replica(DTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        written = [t for t in _written(func, args, kwargs) if isinstance(t, cls)]
-        if any(t.dim() and t.source is None for t in written):
-            raise ShardError(
-                f"{func._schema.name} would write to a copy of a sharded tensor, as expand() makes it, where that "
-                "is lost; write to the tensor itself, or use `with unshard(model):`"
-            )
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if any(t.dim() for t in written):
-            return cls._write(func, args, kwargs, written)
+        written = [t for t in _written(func, args, kwargs) if isinstance(t, cls)]
         if any(isinstance(t, cls) and t.dim() for t in tensors) and not any(isinstance(t, FlatTensor) for t in tensors):
             if _has_plain(tensors):
                 raise _of_ranks(func)
         elif not all(isinstance(t, DTensor) for t in tensors):  # numbers among plain tensors
-            local_args, local_kwargs = pytree.tree_map_only(cls, lambda t: t.current, (args, kwargs))
+            local_args, local_kwargs = pytree.tree_map_only(cls, lambda t: t._local_tensor, (args, kwargs))
             result = func(*local_args, **local_kwargs)
             return written[0] if written else result
         plain_args, plain_kwargs = pytree.tree_map_only(
-            cls, lambda t: replicated(t.current, t.device_mesh), (args, kwargs)
+            cls, lambda t: replicated(t._local_tensor, t.device_mesh), (args, kwargs)
         )
         result = func(*plain_args, **plain_kwargs)
         if written:
             return written[0]
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        is_view = _is_view(func)
         return pytree.tree_map_only(
             DTensor,
             lambda t: cls.of(t._local_tensor, t.device_mesh) if type(t) is DTensor and (is_view or not t.dim()) else t,
             result,
         )
-
-    @classmethod
-    def _write(cls, func: Any, args: Any, kwargs: Any, written: Sequence[Replica]) -> Replica:
-        """Write to copies, and to what they are copies of."""
-        if _has_plain((args, kwargs)):
-            raise _of_ranks(func)
-        whole_args, whole_kwargs = pytree.tree_map_only(Tensor, _gathered, (args, kwargs))
-        func(*whole_args, **whole_kwargs)
-        for t in written:
-            if t.source is not None:
-                source, order = t.source
-                source.copy_(t._local_tensor.permute(order))
-        return written[0]
-
-    @property
-    def current(self) -> Tensor:
-        """The values. A copy follows what is written to its source, by which of its views is not known; collective then."""
-        if self.source is not None:
-            source, order = self.source
-            self._local_tensor.copy_(source.whole().permute(sorted(range(len(order)), key=order.__getitem__)))
-        return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The whole as a plain tensor; differentiable, with the mean of the ranks' gradients."""
@@ -445,7 +398,7 @@ class _Plain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Replica) -> Tensor:
         ctx.mesh = t.device_mesh
-        return t.current.clone()
+        return t._local_tensor.clone()
 
     @staticmethod
     @once_differentiable
@@ -492,35 +445,13 @@ def _slice(func: Any, args: Any, kwargs: Any) -> Any:
     if not _is_outermost(t, dim) or given.get("step", 1) != 1:
         return NotImplemented
     start, stop, _ = slice(given.get("start"), given.get("end")).indices(t.shape[dim])
-    return _rows(t, dim, start, max(start, stop))
-
-
-def _split(func: Any, args: Any, kwargs: Any) -> Any:
-    given = _by_name(func, args, kwargs)
-    t, dim, sizes = args[0], given.get("dim", 0), args[1]
-    if not _is_outermost(t, dim):
-        return NotImplemented
-    if isinstance(sizes, int):
-        sizes = [min(sizes, t.shape[dim] - start) for start in range(0, t.shape[dim], sizes)]
-    ends = list(itertools.accumulate(sizes))
-    return [_rows(t, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
-
-
-def _unbind(func: Any, args: Any, kwargs: Any) -> Any:
-    t, dim = args[0], _by_name(func, args, kwargs).get("dim", 0)
-    if not _is_outermost(t, dim):
-        return NotImplemented
-    return [_select(aten.select.int, (t, dim, i), {}) for i in range(t.shape[dim])]
+    row, stop = t.shape[dim + 1 :].numel(), max(start, stop)
+    return _part(t, start * row, stop * row, (*t.shape[:dim], stop - start, *t.shape[dim + 1 :]))
 
 
 def _is_outermost(t: FlatTensor, dim: int) -> bool:
     """Returns whether one index of this dimension is a range of elements."""
     return dim >= 0 and t.shape[:dim].numel() == 1
-
-
-def _rows(t: FlatTensor, dim: int, start: int, stop: int) -> FlatTensor:
-    row = t.shape[dim + 1 :].numel()
-    return _part(t, start * row, stop * row, (*t.shape[:dim], stop - start, *t.shape[dim + 1 :]))
 
 
 def _part(t: FlatTensor, start: int, stop: int, shape: tuple[int, ...]) -> FlatTensor:
@@ -563,9 +494,6 @@ _SPECIAL: dict[Any, Special] = {
     aten.view_as_real: _as_real,
     aten.select: _select,
     aten.slice: _slice,
-    aten.split: _split,
-    aten.split_with_sizes: _split,
-    aten.unbind: _unbind,
     aten.new_zeros: _empty,
     aten.new_empty: _empty,
     aten.new_ones: _empty,

@@ -23,14 +23,15 @@ from fsdp_lab.base.streams import CommStream
 from fsdp_lab.base.tensors import take_gradient
 from fsdp_lab.engine.buffers import GatheredBuffer, MappedBuffer, gathered_buffer
 from fsdp_lab.engine.collectives import CommHandle, all_gather
-from fsdp_lab.engine.errors import AbsentGradient, FreedParameter, ShardError, absent_gradients
+from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.gradients import GradientBuffer, placement_of
-from fsdp_lab.engine.layout import Layout, Range
+from fsdp_lab.engine.layout import Layout
 from fsdp_lab.engine.mesh import ShardMesh
 from fsdp_lab.engine.parameters import ShardedParameter, UnshardedParameter
 from fsdp_lab.engine.policy import ShardPolicy
 from fsdp_lab.engine.schedule import OffloadPolicy
 
+TAKEN = "_fsdp_lab_taken"  # an attribute of a parameter whose values a buffer has taken
 Use = tuple[nn.Module, str]  # a module and the attribute under which it holds a parameter
 
 
@@ -60,7 +61,7 @@ class FlatBuffer:
         self.mesh, self.policy, self.names, self.uses = mesh, policy, list(names), tuple(map(tuple, uses))
         self.originals = tuple(values)  # what the modules held before
         self._built_on_meta = [v.is_meta for v in values]
-        self.has_values = [not v.is_meta and not is_absent(v) for v in values]
+        self.has_values = [not v.is_meta and not hasattr(v, TAKEN) for v in values]
         self.dtype = dtype
         shapes, is_cut = [tuple(v.shape) for v in values], mesh.shard_size > 1 and any(v.numel() for v in values)
         self.is_mapped = policy.map_shards and is_cut
@@ -86,7 +87,6 @@ class FlatBuffer:
         self.reduce_hooks: OrderedDict[int, Callable[[], None]] = OrderedDict()  # called when gradients were reduced
         self._versions = [0] * len(self.parameters)
         self._gathered_version = -1  # of the master shard, when it was gathered
-        self._absent_gradients: list[tuple[nn.Parameter, AbsentGradient]] = []
         self.device_shard = self._make_device_shard()  # [n] in the gathered dtype: under offload, what gathers send
         self.post_forward_shard: Tensor | None = None  # this rank's part of what the post-forward group keeps
 
@@ -120,6 +120,7 @@ class FlatBuffer:
             start, stop = self.layout.own(slot, self.mesh.shard_rank)
             part.copy_(value.detach().reshape(-1)[start:stop])
             value.data = _absent(value.dtype, value.device).expand(value.shape)  # frees its storage
+            setattr(value, TAKEN, True)
         else:
             part.fill_(_absent(value.dtype, self.master.device))  # until it is loaded
         return self._made(i, requires_grad=value.requires_grad)
@@ -211,7 +212,6 @@ class FlatBuffer:
     def use_unsharded_views(self) -> None:
         """Let modules hold the gathered values. Raises ShardError for a parameter that was changed meanwhile."""
         for i, (p, sharded) in enumerate(zip(self.parameters, self.sharded, strict=True)):
-            p.__class__ = UnshardedParameter
             self._check(i, p)
             p.data = self._views[i]
             take_gradient(p)
@@ -223,11 +223,8 @@ class FlatBuffer:
         parameter stays, to be refused later."""
         self._show(self.sharded)
         for i, p in enumerate(self.parameters):
-            if isinstance(p, FreedParameter):  # gathered ahead, and never seen
-                continue
             if not self.is_view_of_master and p.data_ptr() == self._views[i].data_ptr():
                 p.data = self._nothing[i]
-            p.__class__ = FreedParameter  # type: ignore[assignment]
         if self.is_mapped or not self.policy.shard_optimizer_only:
             self.free_gathered()
 
@@ -290,26 +287,11 @@ class FlatBuffer:
             raise ShardError(f"{self.names[i]} {what} between forward and backward, where that is lost; write to it after "
                              "the backward, or a forward under no_grad, or inside `with unshard(model):`")  # fmt: skip
 
-    def refuse_gradients(self) -> None:
-        """Called after a backward: any use of `.grad` of parameters that modules held before they were sharded then
-        raises."""
-        if not self._absent_gradients:
-            self._absent_gradients = absent_gradients(self.originals, self.names)
-        for p, absent in self._absent_gradients:
-            if p.grad is None:
-                p.grad = absent
-
     # -- what this rank holds ---------------------------------------------------------------------------------------
 
     def own_part(self, i: int) -> Tensor:
         """[m], this rank's part of a parameter as a view of the master shard; m may be 0."""
         return self.master[slice(*self.layout.in_shard(self.layout.slots[i], self.mesh.shard_rank))]
-
-    def optimizer_parameters(self) -> Iterator[tuple[Tensor, Range]]:
-        """Yields what an optimizer may have been given, a region or a parameter, and its range of the master shard."""
-        rank = self.mesh.shard_rank
-        yield from ((r, self.layout.region_in_shard(group, rank)) for group, r in self.gradients.regions.items())
-        yield from ((p, self.layout.in_shard(p.slot, rank)) for p in self.sharded)
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors with storage of their own."""
@@ -324,15 +306,6 @@ def _bits(t: Tensor) -> Tensor:
     return t.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.dtype.itemsize])
 
 
-_MARK = 2  # an absent value is the last element of a storage of three, by which it is recognised
-
-
 def _absent(dtype: torch.dtype, device: torch.device) -> Tensor:
     """One element that stands for values that are not here."""
-    value = math.nan if dtype.is_floating_point else 0
-    return torch.full((_MARK + 1,), value, dtype=dtype, device=device)[_MARK]
-
-
-def is_absent(t: Tensor) -> bool:
-    """Returns whether a buffer already took its values, as those of a parameter that two units share."""
-    return t.storage_offset() == _MARK and t.untyped_storage().nbytes() == (_MARK + 1) * t.itemsize
+    return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)

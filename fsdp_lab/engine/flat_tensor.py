@@ -161,12 +161,6 @@ class FlatTensor(DTensor):
         """None of its own; by it torch tells wrappers from tensors with a storage."""
         return 0
 
-    def numpy(self, *, force: bool = False) -> Any:
-        raise ShardError("numpy() of a sharded tensor would see one rank's range; call full_tensor() first")
-
-    def tolist(self) -> Any:
-        raise ShardError("tolist() of a sharded tensor would see one rank's range; call full_tensor() first")
-
     @property
     def data(self) -> Tensor:
         return self.detach()

@@ -6,7 +6,7 @@ and not, as a hook on the input itself would, when that of every other user of t
 runs before its backward. A parameter's gradient is taken by a hook of autograd's accumulation node. Accumulation nodes run
 as soon as they can, before any hook on a view, so a unit's gradients are complete when its backward is reported as over;
 what comes later all the same (a parameter used again outside) is reduced at the end of the backward. The hooks of a pass
-hold its `Pass`; when the graph is freed without a backward they are, and the runtime sees it by its weak reference.
+hold its `Pass`; when the graph is freed without a backward, so are they.
 
 Under activation checkpointing a module's forward runs again inside the backward. Then it only needs its parameters.
 torch.compile is kept out of the hooks: what they do must happen at every call, so a compiled module calls them, and its
@@ -49,7 +49,7 @@ class UnitHooks:
         disable: Any = torch.compiler.disable
         before, after = disable(self.before_forward), disable(self.after_forward)
         for module in self.unit.modules:
-            module.__dict__.update({_STATE: self, "__reduce_ex__": self._refuse_copy})
+            module.__dict__[_STATE] = self
             self._handles += [
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
                 module.register_forward_hook(after),
@@ -65,11 +65,10 @@ class UnitHooks:
             handle.remove()
         self._handles = []
         for module in self.unit.modules:
-            for attribute in (_STATE, "__reduce_ex__"):
-                module.__dict__.pop(attribute, None)
+            module.__dict__.pop(_STATE, None)
 
-    def _refuse_copy(self, protocol: Any) -> Any:
-        """Called by a module's deepcopy and pickle. Raises ShardError: most of it is on other ranks."""
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Called by a module's deepcopy. Raises ShardError: most of it is on other ranks."""
         name = self.unit.name or type(self.unit.modules[0]).__name__
         raise ShardError(
             f"{name} is sharded, and cannot be copied or pickled; copy it before fully_shard, or take the values from "

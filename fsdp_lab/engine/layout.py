@@ -71,16 +71,6 @@ class Layout:
         """Elements of the whole buffer, with padding."""
         return self.factor * self.shard_numel
 
-    @property
-    def padding(self) -> int:
-        """Elements of the whole buffer that no parameter covers."""
-        return self.numel - sum(slot.numel for slot in self.slots)
-
-    def covered(self, bounds: Range) -> int:
-        """The number of elements in a range of the buffer that belong to parameters, not to padding."""
-        overlaps = (_common(bounds, (slot.offset, slot.stop)) for slot in self.slots)
-        return sum(max(0, stop - start) for start, stop in overlaps)
-
     def shard(self, rank: int) -> Range:
         """The range of the buffer that is a rank's shard."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -32,29 +31,7 @@ _POST_FORWARD = "fsdp_lab post-forward"  # the description by which such a group
 _BUILD = "make it with fsdp_lab.engine.build_mesh"
 
 
-class GroupField:
-    """A field for a group that is used and not kept: torch keeps it until it is destroyed."""
-
-    def __init__(self, **default: None) -> None:
-        self._default = default
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = f"_{name}"
-
-    def __get__(self, mesh: Any, owner: type) -> Group | None:
-        """Raises ShardError where the group was destroyed."""
-        if mesh is None:  # `dataclass` asks for the default
-            if not self._default:
-                raise AttributeError(self._name)
-            return None
-        kept = vars(mesh)[self._name]
-        group: Group | None = kept and kept()
-        if kept and group is None:
-            raise ShardError("the process group of this model was destroyed; init_process_group and shard a new model")
-        return group
-
-    def __set__(self, mesh: Any, group: Group | None) -> None:
-        vars(mesh)[self._name] = group and weakref.ref(group)
+Kept = Callable[[], Group | None] | None  # a weak reference: torch keeps a group until it is destroyed
 
 
 @dataclass
@@ -74,12 +51,24 @@ class ShardMesh:
     shard_size: int  # F
     shard_rank: int  # in the shard group, 0..F-1
     replicas: int  # R
-    shard_group: GroupField = GroupField()
-    replicate_group: GroupField = GroupField()  # the ranks that hold the same shard
-    post_forward_group: GroupField = GroupField(
-        default=None
-    )  # the smaller group to which parameters are resharded after the forward
+    kept_shard_group: Kept
+    kept_replicate_group: Kept
+    kept_post_forward_group: Kept = None
     counter: StepCounter = field(default_factory=StepCounter, compare=False)
+
+    @property
+    def shard_group(self) -> Group | None:
+        return _alive(self.kept_shard_group)
+
+    @property
+    def replicate_group(self) -> Group | None:
+        """The ranks that hold the same shard."""
+        return _alive(self.kept_replicate_group)
+
+    @property
+    def post_forward_group(self) -> Group | None:
+        """The smaller group to which parameters are resharded after the forward."""
+        return _alive(self.kept_post_forward_group)
 
     @property
     def world_size(self) -> int:
@@ -110,15 +99,9 @@ class ShardMesh:
         return _mesh_of_world(self.device) if everybody else self.device_mesh
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, *, post_forward_size: int | None = None) -> ShardMesh:
-        """Makes one from a mesh of ("shard",), ("replicate",) or ("replicate", "shard").
-
-        Args:
-            post_forward_size: ranks that share the parameters between forward and backward; making their group is
-                collective, so make one `ShardMesh` for all units.
-
-        Raises ShardError: the mesh has other dimensions, or cannot be divided into such groups.
-        """
+    def of(cls, mesh: DeviceMesh, device: torch.device | None = None) -> ShardMesh:
+        """Makes one from a mesh of ("shard",), ("replicate",) or ("replicate", "shard"). `device`: of this rank; None: the
+        current one of the mesh's type. Raises ShardError: the mesh has other dimensions, or is not of this rank."""
         if not isinstance(mesh, DeviceMesh):
             raise ShardError(f"a {type(mesh).__name__} was given as a mesh; {_BUILD}")
         shard, replicate = _dimensions(mesh)
@@ -127,72 +110,51 @@ class ShardMesh:
                              "call fully_shard on these only")  # fmt: skip
         if mesh.device_type not in ("cpu", "cuda") or (mesh.device_type == "cuda" and not torch.cuda.is_available()):
             raise ShardError(f"the mesh is for {mesh.device_type}, and there is no such device here; {_BUILD}")
-        device = torch.device("cpu")
-        if mesh.device_type != "cpu":
-            device = torch.device(mesh.device_type, torch.cuda.current_device())
-        made = cls(
-            device=device,
+        if device is None and mesh.device_type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        return cls(
+            device=device or torch.device("cpu"),
             device_mesh=mesh,
             ranks=tuple(mesh.mesh.flatten().tolist()),
             shard_size=1 if shard is None else mesh.size(shard),
             shard_rank=0 if shard is None else mesh.get_local_rank(shard),
             replicas=1 if replicate is None else mesh.size(replicate),
-            shard_group=_group(mesh, shard),
-            replicate_group=_group(mesh, replicate),
-        )
-        return made if post_forward_size is None else made._with_post_forward(post_forward_size, reuse=False)
-
-    @classmethod
-    def of_world(cls, device: torch.device) -> ShardMesh:
-        """All ranks share one copy, in the default group: no group is made."""
-        ranks, world = tuple(range(dist.get_world_size())), _world()
-        return cls(
-            device=device,
-            device_mesh=_mesh_of_world(device, "shard"),
-            ranks=ranks,
-            shard_size=len(ranks),
-            shard_rank=dist.get_rank(),
-            replicas=1,
-            shard_group=world if len(ranks) > 1 else None,
-            replicate_group=None,
+            kept_shard_group=_group(mesh, shard),
+            kept_replicate_group=_group(mesh, replicate),
         )
 
     @classmethod
     def resolve(
         cls, mesh: DeviceMesh | ShardMesh | None, *, post_forward_size: int | None, holding: Collection[torch.device]
     ) -> ShardMesh:
-        """Makes one from what `fully_shard` was given; `holding`: where the parameters are.
-
-        Raises ShardError: there is no process group, or a `ShardMesh` has groups of another size.
-        """
+        """Makes one from what `fully_shard` was given; `holding`: where the parameters are. Without a mesh all ranks share
+        one copy, in the default group: no group is made. Raises ShardError: there is no process group."""
         _check_initialised()
         if mesh is None:
             current = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-            mesh = cls.of_world(choose_device(_backends(), holding, current))
-            return mesh if post_forward_size is None else mesh._with_post_forward(post_forward_size, reuse=True)
-        if not isinstance(mesh, ShardMesh):
+            device = choose_device(_backends(), holding, current)
+            mesh = cls.of(_mesh_of_world(device, "shard"), device)
+        elif not isinstance(mesh, ShardMesh):
             mesh = cls.of(mesh)
-            return mesh if post_forward_size is None else mesh._with_post_forward(post_forward_size, reuse=True)
-        group = mesh.post_forward_group
-        if post_forward_size != (None if group is None else group.size()):
-            raise ShardError(f"reshard_after_forward={post_forward_size} is not the post_forward_size of the mesh; "
-                             "make it with ShardMesh.of(mesh, post_forward_size=...)")  # fmt: skip
-        return mesh
+        return mesh.with_post_forward(post_forward_size)
 
-    def _with_post_forward(self, size: int, *, reuse: bool) -> ShardMesh:
+    def with_post_forward(self, size: int | None, *, own: bool = False) -> ShardMesh:
         """The same mesh with the group of `size` neighbours in each shard group; collective, unless one is there to be
-        used again."""
+        used again. `own`: a new one, which is given to nobody else."""
+        if size is None or (self.post_forward_group is not None and self.post_forward_group.size() == size):
+            return self
         if not isinstance(size, int) or size < 1 or self.shard_size % size:
             raise ShardError(f"{self.shard_size} shards cannot be divided into groups of {size!r}; "
                              f"use a divisor of {self.shard_size}, or True")  # fmt: skip
         parts = [list(self.ranks[i : i + size]) for i in range(0, len(self.ranks), size)]
         mine = next(i for i, part in enumerate(parts) if dist.get_rank() in part)
-        group = _find_group(parts[mine]) if reuse else None
+        alike = [] if own else [group for group in known_groups() if group.group_desc == _POST_FORWARD]
+        group = next((group for group in alike if dist.get_process_group_ranks(group) == parts[mine]), None)
         if group is None:
-            description = _POST_FORWARD if reuse else None
             with self.answered(f"fully_shard, groups of {size}"):
+                description = None if own else _POST_FORWARD
                 group = [dist.new_group(part, group_desc=description) for part in parts][mine]
-        return replace(self, post_forward_group=group)
+        return replace(self, kept_post_forward_group=weakref.ref(group))
 
 
 def choose_device(
@@ -238,12 +200,9 @@ def build_mesh(device_type: str, *, shard_size: int | None = None) -> DeviceMesh
     if shard_size is not None and (not isinstance(shard_size, int) or shard_size < 1 or world % shard_size):
         raise ShardError(f"{world} ranks cannot be divided into shard groups of {shard_size!r}; "
                          "use a divisor of the world size")  # fmt: skip
-    if shard_size is None or shard_size == world:
-        return letting_go(init_device_mesh(device_type, (world,), mesh_dim_names=("shard",)))
-    if shard_size == 1:
-        return letting_go(init_device_mesh(device_type, (world,), mesh_dim_names=("replicate",)))
-    shape = (world // shard_size, shard_size)
-    return letting_go(init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard")))
+    size = shard_size or world
+    given = {name: n for name, n in (("replicate", world // size), ("shard", size)) if n > 1} or {"shard": world}
+    return letting_go(init_device_mesh(device_type, tuple(given.values()), mesh_dim_names=tuple(given)))
 
 
 def _check_initialised() -> None:
@@ -289,12 +248,6 @@ def _dimensions(mesh: DeviceMesh) -> tuple[int | None, int | None]:
                      f"{mesh.ndim} dimensions; {_BUILD}")  # fmt: skip
 
 
-def _find_group(ranks: list[int]) -> Group | None:
-    """The post-forward group of these ranks that was made for another unit, among those that torch keeps."""
-    alike = (group for group in known_groups() if group.group_desc == _POST_FORWARD)
-    return next((group for group in alike if dist.get_process_group_ranks(group) == ranks), None)
-
-
 def known_groups() -> list[Group]:
     """All groups that torch has registered in this process, except the default one."""
     return [group for group in c10d._world.pg_map if group is not dist.group.WORLD]
@@ -323,5 +276,13 @@ def _world() -> Group:
     return world
 
 
-def _group(mesh: DeviceMesh, dimension: int | None) -> Group | None:
-    return None if dimension is None or mesh.size(dimension) == 1 else mesh.get_group(dimension)
+def _group(mesh: DeviceMesh, dimension: int | None) -> Kept:
+    return None if dimension is None or mesh.size(dimension) == 1 else weakref.ref(mesh.get_group(dimension))
+
+
+def _alive(kept: Kept) -> Group | None:
+    """Raises ShardError where the group was destroyed."""
+    group = None if kept is None else kept()
+    if kept is not None and group is None:
+        raise ShardError("the process group of this model was destroyed; init_process_group and shard a new model")
+    return group

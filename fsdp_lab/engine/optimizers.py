@@ -1,5 +1,5 @@
 """What optimizers step in place of parameters that were gathered, and what is refused to them: to step the same values
-twice, or what came into a model after it was sharded, and to be asked for the names of flat tensors.
+twice, what came into a model after it was sharded, and what the model had before.
 
 A parameter lies in a region too, and both show the same gradients (parameters.py). Nothing tells an optimizer what another
 one, or another of its own groups, was given, so torch's hooks around any optimizer's step look at both.
@@ -7,11 +7,9 @@ one, or another of its own groups, was given, so torch's hooks around any optimi
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Hashable, Iterator
 from functools import partial
-from types import FrameType
 from typing import Any
 
 from torch.optim import Optimizer
@@ -19,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fsdp_lab.base.tensors import LeafOfSharded
 from fsdp_lab.engine.dtensor import FlatDTensor
-from fsdp_lab.engine.errors import BY_NAMES, ShardError, without_names
+from fsdp_lab.engine.errors import ShardError
 from fsdp_lab.engine.parameters import Region, ShardedParameter, sharded_form
 from fsdp_lab.engine.runtime import Runtime
 
@@ -54,7 +52,15 @@ def _give_sharded(optimizer: Optimizer) -> None:
 
 
 def _check_sharded(runtime: Runtime, plain: set[int]) -> None:
-    """Raises ShardError where parameters with these ids are in the model: each rank would train its own."""
+    """Raises ShardError where parameters with these ids were in the model, and would not be stepped; or came into it since,
+    and each rank would train its own."""
+    for flat in (flat for unit in runtime.units for flat in unit.flats):
+        for name, p in zip(flat.names, flat.originals, strict=True):
+            if id(p) in plain:
+                raise ShardError(
+                    f"{name} was sharded, and this is the parameter that the model had before; make the optimizer, and "
+                    "other references to parameters, after fully_shard, from model.parameters()"
+                )
     ignored = frozenset[int]().union(*(unit.ignored for unit in runtime.units))
     for name, p in (named for module in runtime.root.modules for named in module.named_parameters()):
         if id(p) in plain and id(p) not in ignored and sharded_form(p) is None:
@@ -75,8 +81,6 @@ def _check_once(optimizer: Optimizer) -> None:
                 f"{name} and others would be stepped twice, in model.parameters() and in sharded_parameters(model), which "
                 "are the same values; give optimizers one of the two"
             )
-    if Region in forms.values() and _refuse_names not in optimizer._optimizer_state_dict_pre_hooks.values():
-        optimizer.register_state_dict_pre_hook(_refuse_names)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -93,13 +97,3 @@ def _given(optimizer: Optimizer) -> Iterator[tuple[Place, type, str]]:
             yield (p.gradients, p.group), Region, p.gradients.names[0]
         elif isinstance(p, ShardedParameter):
             yield (p.flat.gradients, p.slot.group), ShardedParameter, p.fqn
-
-
-def _refuse_names(optimizer: Optimizer) -> None:
-    """Called before an optimizer's state dict is made. Raises ShardError if torch's functions ask for it that
-    look for the names of what the optimizer was given."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != BY_NAMES:
-        frame = frame.f_back
-    if frame is not None:
-        raise without_names()

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_lab.base.tensors import LeafOfSharded, take_gradient
 from fsdp_lab.engine.dtensor import FlatDTensor
-from fsdp_lab.engine.errors import ShardError, refuse_names, replaced
+from fsdp_lab.engine.errors import ShardError, replaced
 from fsdp_lab.engine.flat_tensor import FlatTensor
 from fsdp_lab.engine.layout import Slot
 
@@ -143,17 +143,12 @@ class Region(FlatDTensor):
         """Raises ShardError where some of the region's parameters have a gradient, and others have none."""
         if self.gradients.regions[self.group] is not self:
             raise replaced("a part of it")
-        refuse_names()
         gradient: Tensor | None = self.gradients.gradient_of_region(self.group)
         return gradient
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         self.gradients.set_gradient_of_region(self.group, value)
-
-    def __hash__(self) -> int:
-        refuse_names()
-        return object.__hash__(self)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise ShardError("a flat parameter is a part of its model, and not copied; take values from full_state(model)")

@@ -29,9 +29,7 @@ def of_modules(modules: Sequence[object]) -> Iterator[str]:
                    "them as a list, list(modules), to be one unit")  # fmt: skip
 
 
-def of_arguments(
-    reshard_after_forward: object, prefetch: object, ignored: Iterable[object], group_of: object
-) -> Iterator[str]:
+def of_arguments(reshard_after_forward: object, prefetch: object, ignored: Iterable[object]) -> Iterator[str]:
     """Refuses the other arguments, except those whose own constructors do."""
     if not isinstance(reshard_after_forward, int):
         yield f"reshard_after_forward is {reshard_after_forward!r}; give True, False, or a number of ranks"
@@ -44,8 +42,6 @@ def of_arguments(
     for p in ignored:
         if not isinstance(p, nn.Parameter):
             yield f"ignored_params has a {type(p).__name__}; give parameters, as of module.parameters()"
-    if not callable(group_of):
-        yield f"group_of is a {type(group_of).__name__}; give a function of a name and a parameter"
 
 
 def of_call(
@@ -73,6 +69,9 @@ def of_parameters(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[str]:
         elif p.layout is not torch.strided or p.is_quantized:
             what = "quantized" if p.is_quantized else f"stored as {p.layout}"
             yield f"{name} is {what}, and only dense parameters can be cut; make it dense, or pass it in ignored_params"
+        elif getattr(p, "grad_dtype", None) not in (None, p.dtype):  # torch 2.11 has no such attribute
+            yield (f"{name} has grad_dtype={p.grad_dtype}, and gradients here have the dtype of their parameter; leave it "
+                   "as it is, and choose dtypes by mp_policy")  # fmt: skip
         elif _has_meaning_of_its_own(p):
             yield (f"{name} is a {type(p).__name__}, whose elements cannot be cut as numbers; make it a plain nn.Parameter, "
                    "or pass it in ignored_params")  # fmt: skip
@@ -82,13 +81,10 @@ def of_mapping(named: Iterable[tuple[str, nn.Parameter]], mesh: ShardMesh, polic
     """Why gathered parameters cannot be the shards where they lie."""
     if not policy.map_shards:
         return
-    if mesh.device.type != "cpu" or policy.offload != OffloadPolicy.NONE:
-        yield "map_shards is for parameters on the CPU without offload_policy; leave one of them out"
-    elif mesh.shard_group is not None and mesh.buffer_pool is None:
-        yield ("map_shards is for ranks that share memory, and this process group has none; open it on one host with "
-               "fsdp_lab.init_process_group(), or leave map_shards out")  # fmt: skip
-    elif mesh.post_forward_group is not None:
-        yield "map_shards keeps nothing between forward and backward; leave out the number in reshard_after_forward"
+    shares = mesh.device.type == "cpu" and (mesh.shard_group is None or mesh.buffer_pool is not None)
+    if not shares or policy.offload != OffloadPolicy.NONE or mesh.post_forward_group is not None:
+        yield ("map_shards is for ranks on CPUs that share memory, as by fsdp_lab.init_process_group(), without "
+               "offload_policy, and without a number in reshard_after_forward; leave one of them out")  # fmt: skip
     for name, p in named:
         if any(policy.gathered_dtype(p.dtype, kind) is not p.dtype for kind in ModuleKind):
             yield (f"map_shards is for parameters that are gathered as they are, and mp_policy makes {name} another dtype; "

@@ -21,7 +21,6 @@ differ in that.
 
 from __future__ import annotations
 
-import enum
 import sys
 import weakref
 from collections import Counter
@@ -43,16 +42,6 @@ from fsdp_lab.engine.unit import Unit, UnitState
 Watcher = Callable[[Phase, str, Direction], None]
 Around = Callable[[Phase, str], AbstractContextManager[None]]  # within it a phase of a unit is issued
 Key = tuple[Unit, bool]  # of passes that are alike: from which unit they begin, and whether with gradients
-Guess = Callable[[nn.Module], Sequence[UnitCall]]  # the calls of a forward of a module
-
-
-class TrainingState(enum.Enum):
-    """The state of a pass, by the names of torch's FSDP2."""
-
-    IDLE = "idle"  # nothing is to come: the backward is over, or there is none
-    FORWARD = "forward"
-    PRE_BACKWARD = "pre backward"  # the forward is over, and its backward is still to come
-    BACKWARD = "backward"
 
 
 class Pass:
@@ -62,10 +51,9 @@ class Pass:
         self.schedule = schedule  # None where the forward has departed from it, or never had one
         self.is_scheduled = schedule is not None
         self.outermost, self.with_backward = outermost, with_backward
-        self.state = TrainingState.FORWARD
         self.calls: list[UnitCall] = []
         self.open: list[int] = []  # calls whose forward has begun and not ended, outermost first
-        self.backwards: dict[int, TrainingState] = {}  # of calls: BACKWARD once it has begun, IDLE when it is over
+        self.backwards: dict[int, bool] = {}  # of calls whose backward has begun: whether it has not ended
         self.spans: dict[tuple[Direction, int], record_function] = {}  # of computations under way, for the profiler
 
     def enter(self, unit: int) -> int:
@@ -82,15 +70,11 @@ class Pass:
         """Returns whether a call of the unit has begun and not ended."""
         return any(self.calls[k].unit == unit for k in self.open)
 
-    @property
-    def has_scheduled_backward(self) -> bool:
-        return self.schedule is not None and self.schedule.backward
-
     def in_backward(self) -> list[int]:
         """Calls whose backward has begun and not ended, in the order of the schedule."""
         scheduled = () if self.schedule is None else self.schedule.order[Direction.BACKWARD]
         order = dict.fromkeys((*scheduled, *self.backwards))
-        return [k for k in order if self.backwards.get(k) is TrainingState.BACKWARD]
+        return [k for k in order if self.backwards.get(k)]
 
 
 class Backward:
@@ -106,18 +90,16 @@ class Backward:
 class Runtime:
     """One for each root; made at the first forward of any of its units, or when something is asked of the whole model."""
 
-    def __init__(self, root: Unit, units: Sequence[Unit], guess: Guess) -> None:
+    def __init__(self, root: Unit, units: Sequence[Unit]) -> None:
         self.root, self.units = root, tuple(units)
         self.rules: Rules = _rules(root, units)
         self.streams = CommStreams.of(root.mesh.streams)
         self.watch: Watcher | None = None
         self.around: Around = lambda phase, unit: nullcontext()
-        self._guess = guess
         self._step, self._written = 0, -1  # of the optimizer: counted by how often it had written when a pass began
         self._methods = 0  # calls of registered methods under way, one inside the other
         self._forward: Pass | None = None  # the one under way
         self._backward: weakref.ref[Backward] | None = None  # the one under way; dead where an exception ended it
-        self._last: weakref.ref[Pass] | None = None
         self._reads_shards = False  # of other ranks, in the pass or the backward under way
         self._held: set[Unit] = set()  # gathered for the second backward of a double one
         self._recomputed: dict[Unit, Pass] = {}  # inside a backward: forwards that have begun and not ended
@@ -127,22 +109,9 @@ class Runtime:
         self._reducing: list[tuple[Unit, list[Reduction]]] = []  # in flight, oldest first
 
     @property
-    def state(self) -> TrainingState:
-        if self._forward is not None:
-            return TrainingState.FORWARD
-        if self.backward is not None:
-            return TrainingState.BACKWARD
-        return TrainingState.IDLE if self.last is None else self.last.state
-
-    @property
     def backward(self) -> Backward | None:
         """The backward under way."""
         return None if self._backward is None else self._backward()
-
-    @property
-    def last(self) -> Pass | None:
-        """The last pass with a backward, while its graph is alive."""
-        return None if self._last is None else self._last()
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -164,8 +133,6 @@ class Runtime:
             other.mesh.counter.step = self._step
         schedule = self._schedule(unit, with_backward) if scheduled else None
         self._forward = Pass(schedule, unit, with_backward=with_backward)
-        if with_backward:
-            self._last = weakref.ref(self._forward)
         return self._forward
 
     def before_forward(self, unit: Unit, *, method: bool = False) -> tuple[Pass, int]:
@@ -226,7 +193,6 @@ class Runtime:
 
     def _end_forward(self, current: Pass) -> None:
         self._forward = None
-        current.state = TrainingState.PRE_BACKWARD if current.with_backward else TrainingState.IDLE
         calls, key = tuple(current.calls), (current.outermost, current.with_backward)
         departed = current.schedule is None or calls != current.schedule.calls
         if departed and current.is_scheduled:  # the next one is scheduled by what was seen
@@ -255,12 +221,12 @@ class Runtime:
         """Gradients of a call's outputs are there: gather it, and those ahead."""
         backward = self._begin_backward()
         if current not in backward.passes:  # where the graph was kept, not for the first time
-            current.backwards, current.state = {}, TrainingState.BACKWARD
+            current.backwards = {}
             backward.passes.append(current)
         if k in current.backwards:
             return
         self._free_stale(unit)
-        current.backwards[k] = TrainingState.BACKWARD
+        current.backwards[k] = True
         backward.at_work[unit] += 1
         self._issue(current, Point(Direction.BACKWARD, k, PointSide.BEFORE))
         self.make_ready(unit, Direction.BACKWARD)
@@ -274,12 +240,12 @@ class Runtime:
     def after_backward(self, unit: Unit, current: Pass, k: int) -> None:
         """Gradients of a call's inputs are there, hence those of its parameters: free it, and reduce them."""
         backward = self.backward
-        if backward is None or current not in backward.passes or current.backwards.get(k) is not TrainingState.BACKWARD:
+        if backward is None or current not in backward.passes or not current.backwards.get(k):
             return
-        current.backwards[k] = TrainingState.IDLE
+        current.backwards[k] = False
         backward.at_work[unit] -= 1
         self._end_computing(current, Direction.BACKWARD, k)
-        if current.has_scheduled_backward:
+        if current.schedule is not None and current.schedule.backward:
             self._issue(current, Point(Direction.BACKWARD, k, PointSide.AFTER))
         else:
             self._reshard(unit, Direction.BACKWARD)
@@ -328,7 +294,6 @@ class Runtime:
         for current in backward.passes:
             for k in current.in_backward():
                 self.after_backward(self.units[current.calls[k].unit], current, k)
-            current.state = TrainingState.IDLE
         for unit in reversed(self.units):
             self._reduce(unit)
         while self._reducing:
@@ -340,8 +305,6 @@ class Runtime:
             self._release()
         self._free_all()
         self._let_shards_change("end of the backward")
-        for flat in (flat for unit in self.units for flat in unit.flats):
-            flat.refuse_gradients()
 
     # -- what the schedule names ------------------------------------------------------------------------------------
 
@@ -394,7 +357,8 @@ class Runtime:
         if not unit.has_gradient:
             return
         if not unit.communicates:
-            unit.collect_gradients()  # later ones are added in the dtype of the reduction
+            for flat in unit.flats:
+                flat.gradients.collect()  # later ones are added in the dtype of the reduction
             return
         if self.backward is not None:
             self.backward.reduced[unit] = None
@@ -464,9 +428,9 @@ class Runtime:
     def reset(self) -> None:
         """Called after an exception in the middle of a step: frees everything; of a backward, forgets what was not
         reduced."""
-        for unit in self.units if self._backward is not None else ():
-            unit.drop_gradient()
-        self._forward = self._backward = self._last = None
+        for flat in (flat for unit in self.units if self._backward is not None for flat in unit.flats):
+            flat.gradients.drop()
+        self._forward = self._backward = None
         self._reducing, self._recomputed = [], {}
         with self.root.mesh.waiting("what an exception left in flight"):
             self._release()
@@ -504,10 +468,26 @@ class Runtime:
     def _schedule(self, unit: Unit, with_backward: bool) -> Schedule:
         key = (unit, with_backward)
         if key not in self._schedules:
-            calls = self._calls[key] if key in self._calls else self._guess(unit.modules[0])
+            calls = self._calls[key] if key in self._calls else self._guess(unit)
             own = {i: unit.policy.rules for i, unit in enumerate(self.units)}
             self._schedules[key] = Schedule(calls, self.rules, backward=with_backward, own_rules=own)
         return self._schedules[key]
+
+    def _guess(self, outermost: Unit) -> list[UnitCall]:
+        """The calls of a forward that calls every module of every unit once, in the order in which modules are defined."""
+        units = {module: i for i, unit in enumerate(self.units) for module in unit.modules}
+        calls: list[UnitCall] = []
+
+        def visit(module: nn.Module, parent: int | None) -> None:
+            unit = units.pop(module, None)
+            if unit is not None:
+                calls.append(UnitCall(unit, parent))
+                parent = len(calls) - 1
+            for child in module.children():
+                visit(child, parent)
+
+        visit(outermost.modules[0], None)
+        return calls
 
 
 def _rules(root: Unit, units: Sequence[Unit]) -> Rules:
@@ -530,22 +510,4 @@ def _calls_under_way(unit: Unit) -> int:
         frame = frame.f_back
         if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") in unit.modules:
             calls += 1
-    return calls
-
-
-def guess_calls(root: nn.Module, unit_of: Callable[[nn.Module], int | None]) -> list[UnitCall]:
-    """The calls of a forward that calls every module of every unit once, in the order in which modules are defined."""
-    calls: list[UnitCall] = []
-    seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module, parent: int | None) -> None:
-        unit = unit_of(module)
-        if unit is not None and module not in seen:
-            seen.add(module)
-            calls.append(UnitCall(unit, parent))
-            parent = len(calls) - 1
-        for child in module.children():
-            visit(child, parent)
-
-    visit(root, None)
     return calls

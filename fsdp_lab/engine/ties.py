@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from fsdp_lab.engine.flat import TAKEN
 from fsdp_lab.engine.state import gather_one
 from fsdp_lab.engine.unit import Unit
 
@@ -45,7 +46,8 @@ def untie(unit: Unit, tied: set[int]) -> bool:
         kept = []
         for i, original in enumerate(flat.originals):
             if flat.has_values[i]:
-                original.data = gather_one(flat, i, flat.master)
+                original.data = gather_one(flat, i)
+                delattr(original, TAKEN)
             if id(original) not in tied:
                 kept.append(i)
                 continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp_lab.base.streams import CommStreams
 from fsdp_lab.engine.collectives import CommHandle
@@ -98,11 +98,6 @@ class Unit:
             flat.use_sharded_views()
         self.state = UnitState.SHARDED_POST_FORWARD if post_forward else UnitState.SHARDED
 
-    @property
-    def sent(self) -> list[tuple[FlatBuffer, Tensor]]:
-        """The tensors that all-gathers in flight are sending, by buffer."""
-        return [(flat, t) for flat, handle in zip(self.flats, self._handles, strict=False) for t in handle.keeps]
-
     def _wait(self) -> None:
         handles, self._handles = self._handles, []
         for handle in handles:
@@ -119,13 +114,3 @@ class Unit:
         stays = not any(flat.reduce_hooks for flat in self.flats) and (self.policy.is_on_host(self.mesh) or not adds)
         taken = [(flat.gradients, flat.gradients.take()) for flat in self.flats]
         return [Reduction(target, *taking, streams, stays=stays) for target, taking in taken if taking is not None]
-
-    def collect_gradients(self) -> None:
-        """Bring what came into one tensor for each buffer."""
-        for flat in self.flats:
-            flat.gradients.collect()
-
-    def drop_gradient(self) -> None:
-        """Forget what came in a backward that failed."""
-        for flat in self.flats:
-            flat.gradients.drop()

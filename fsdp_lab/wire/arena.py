@@ -17,7 +17,6 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import math
 import mmap
 import os
 import threading
@@ -25,7 +24,6 @@ import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from weakref import WeakMethod, WeakValueDictionary, finalize
 
 import torch
@@ -34,11 +32,6 @@ from torch.autograd.profiler import record_function
 
 ALIGN = 64  # bytes: a cache line, and a multiple of every element's size
 REPORT = "fsdp_lab.arena "  # the name of an event of the profiler: with an address, and bytes, negative if freed
-_CGROUP_FILES = (  # of versions 2 and 1: the limit, what is used, and of what
-    ("memory.max", "memory.current", "memory.stat"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
-)
-_RECLAIMED = {"active_file", "inactive_file", "slab_reclaimable", "total_active_file", "total_inactive_file"}
 _STEPS = 8  # size classes between two powers of two, so that at most an eighth of a block is unused
 _PAGE = mmap.PAGESIZE
 _SLAB = 16 * _PAGE  # what is smaller shares one, so that larger blocks begin with a page
@@ -93,12 +86,12 @@ class ArenaBlock:
 class Arena:
     """Blocks of a rank's memory file. Thread-safe."""
 
-    def __init__(self, capacity_bytes: int | None = None, cgroup: Path = Path("/sys/fs/cgroup")) -> None:
-        """`cgroup`: the container's. Raises OSError where the system has no such files."""
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        """Raises OSError where the system has no such files."""
         if capacity_bytes is None:
             capacity_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.file = memory_file(capacity_bytes)
-        self._capacity, self._end, self._cgroup = capacity_bytes, 0, cgroup
+        self._capacity, self._end = capacity_bytes, 0
         self._free: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)  # offsets by size and `is_mapped`
         self._users: Counter[int] = Counter()  # how many a block has, by offset
         self._holes: list[tuple[int, int]] = []  # whole pages that were given back: begin and end, in order
@@ -171,7 +164,10 @@ class Arena:
         begin = self._end if hole is None else hole[0]
         if begin + taken > self._capacity:
             raise MemoryError(f"{size} bytes more than the {self._end} in use exceed this machine's memory")
-        self._fill(begin, taken)
+        try:
+            os.posix_fallocate(self.file.descriptor, begin, taken)
+        except OSError as e:
+            raise MemoryError(f"{taken} bytes of shared memory could not be allocated: {e.strerror}") from None
         if hole is None:
             self._end += taken
         else:
@@ -179,16 +175,6 @@ class Arena:
             self._holes += [(begin + taken, hole[1])] if begin + taken < hole[1] else []
             self._holes.sort()
         free += reversed(range(begin, begin + taken - size + 1, size))
-
-    def _fill(self, offset: int, nbytes: int) -> None:
-        left = bytes_left(self._cgroup)
-        if nbytes > left:
-            limit = f"the {max(0, left)} that the memory limit of this container leaves"
-            raise MemoryError(f"{nbytes} bytes of shared memory are more than {limit}")
-        try:
-            os.posix_fallocate(self.file.descriptor, offset, nbytes)
-        except OSError as e:
-            raise MemoryError(f"{nbytes} bytes of shared memory could not be allocated: {e.strerror}") from None
 
     def trim(self) -> None:
         """Give the memory of free blocks back to the machine, except of small ones beside others that are in use."""
@@ -293,21 +279,6 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((begin, end))
     return joined
-
-
-def bytes_left(cgroup: Path) -> float:
-    """Under a container's memory limit, with what the kernel would drop first, as pages of files; infinite without a limit.
-    Beyond it `posix_fallocate` does not fail, and the kernel ends a process."""
-    for limit, used, stat in _CGROUP_FILES:
-        try:
-            limit_bytes, used_bytes = (int((cgroup / name).read_text()) for name in (limit, used))
-            lines = [line.split(" ", 1) for line in (cgroup / stat).read_text().splitlines()]
-        except (OSError, ValueError):  # not this version of cgroups, or no limit ("max")
-            continue
-        totals = any(name.startswith("total_") for name, _ in lines)  # version 1 has both, of the group and below it
-        dropped = (int(n) for name, n in lines if name in _RECLAIMED and name.startswith("total_") == totals)
-        return limit_bytes - used_bytes + sum(dropped)
-    return math.inf
 
 
 def _report(address: int, nbytes: int) -> None:

@@ -9,7 +9,7 @@ Gloo's operation cannot be cancelled, and destroying its group waits for it: a s
 the session continues with new groups. A rank that did not join the operation closes its end of the connections, which ends
 it on the others; otherwise their timeout does (with torch 2.13, a process in which several had timed out crashed seconds
 later). Until then Gloo may read and write its tensors, even if it has not begun. So their storage must not be freed by
-force (`busy_addresses`), and a cancelled work is never finished afterwards (`Cancellable.cancel`). Callbacks in Gloo's
+force (`busy_addresses`), and a cancelled work is never finished afterwards (`WireWork.cancel`). Callbacks in Gloo's
 threads must not hold a group: if theirs were the last reference, a thread of the group would destroy it and join itself.
 
 Over NCCL the main thread is not blocked in a wait of ours but in the device, until NCCL is aborted: see nccl.py.
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -44,7 +44,7 @@ from fsdp_lab.wire.host_group import HostGroup
 from fsdp_lab.wire.link import Alarm, DroppedWork, Link, LinkDirection, pause_until
 from fsdp_lab.wire.meter import Collective, Meter
 from fsdp_lab.wire.nccl import Nccl, NcclGroup, NcclOutcome
-from fsdp_lab.wire.shared_memory import GpuGroup, Receipt, SharedGroup, SharedWork, open_shared
+from fsdp_lab.wire.shared_memory import GpuGroup, SharedGroup, SharedWork, open_shared
 
 _RECENT = 64  # collectives remembered for a diagnosis: more than ranks run ahead of each other
 _MANY = 4096  # in flight: then it is time to look which have ended
@@ -79,13 +79,6 @@ class WireTimeout(RuntimeError):
     """A collective did not complete in time."""
 
 
-class Cancellable(Protocol):
-    """A work that an abort completes: a `WireWork`."""
-
-    def cancel(self) -> None:
-        """Afterwards only Gloo may still write to its tensors."""
-
-
 @dataclass(frozen=True)
 class Running:
     """An operation in flight."""
@@ -102,14 +95,6 @@ class Timed:
     issued: Collective
     begin: Any
     end: Any = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class GlooExchange:
-    """The way in which ranks exchange over Gloo."""
-
-    piece_bytes: int = 0  # that a rank sends another at once; 0: all
-    ring: bool = False  # all-gathers; False: each rank with all others
 
 
 class WireContext:
@@ -140,7 +125,9 @@ class WireContext:
         self.device_memory: DeviceMemory | None = None  # where ranks share a GPU
         self.not_shared: dict[str, str] = {}  # by group, why it does not use shared memory
         self.not_on_gpu: dict[str, str] = {}  # by group, why its ranks do not share the memory of their GPU
-        self.between_hosts: GlooExchange | None = None  # once ranks have tried; None: they are on one host
+        self.piece_bytes: int | None = (
+            None  # as ranks on several hosts have tried: see `Wire._fastest_pieces`; None: on one
+        )
         self.shared_memory = shared_memory  # of groups that are opened from now on
         self._arena: Arena | None = None
         self._most_ranks = 0  # of any group that was opened; the world's is the first
@@ -162,7 +149,7 @@ class WireContext:
         self._timed: list[Timed] = []
         self._step_begin: tuple[Any, float] | None = None  # an event at the beginning of the step, and its time
         self._running: dict[int, Running] = {}  # by sequence number
-        self._cancellable: weakref.WeakSet[Cancellable] = weakref.WeakSet()  # C++ may be waiting for their futures
+        self._cancellable: weakref.WeakSet[Any] = weakref.WeakSet()  # C++ may be waiting for their futures
         self._failed: str | None = None  # what NCCL's watchdog says
         self._groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         self._nccl_groups: set[NcclGroup] = set()
@@ -352,8 +339,8 @@ class WireContext:
         """Addresses of the storage that Gloo operations may still read or write."""
         return {storage.data_ptr() for running in self._in_flight() for storage in running.storages}
 
-    def add_cancellable(self, work: Cancellable) -> None:
-        """Remember a work whose future was handed out, so that an abort can complete it."""
+    def add_cancellable(self, work: Any) -> None:
+        """Remember a `WireWork` whose future was handed out, so that an abort can complete it."""
         with self._lock:
             self._cancellable.add(work)
         if self._why is not None:
@@ -457,12 +444,11 @@ class WireContext:
 
     def share_across(self, group: str, kind: str) -> float:
         """Which part of what this rank sends in a group goes to other hosts; 0.0 if none does, or hosts are unknown. In
-        a ring in the order of ranks, or a direct exchange with all others: see `GlooExchange`."""
+        a ring in the order of ranks, or a direct exchange with all others."""
         members = [rank for rank in self.members(group) if rank < len(self.hosts)]
         if len(members) < 2 or self.rank not in members:
             return 0.0
-        ring = self.between_hosts is not None and self.between_hosts.ring
-        if self.nccl is not None or kind == "all_reduce" or (kind == "all_gather" and ring):
+        if self.nccl is not None or kind in ("all_reduce", "all_gather"):
             following = members[(members.index(self.rank) + 1) % len(members)]
             return float(self.hosts[following] != self.host)
         return sum(self.hosts[rank] != self.host for rank in members) / (len(members) - 1)
@@ -512,7 +498,7 @@ class WireContext:
             self._abort_event.clear()
             self._cancellable = weakref.WeakSet()
         for running in list(self._running.values()):
-            if isinstance(running.inner, (DroppedWork, NcclOutcome, Receipt, SharedWork)):
+            if isinstance(running.inner, (DroppedWork, NcclOutcome, SharedWork)):
                 self.untrack(running.issued)
         if self._reset_restores_link:
             self.restore_link()

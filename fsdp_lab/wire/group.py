@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, distributed as dist
-from torch.distributed import _symmetric_memory as symm_mem, distributed_c10d as c10d
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
 from fsdp_lab.base.streams import Streams
 from fsdp_lab.wire.channels import SEVERAL_HOSTS
-from fsdp_lab.wire.context import GPU_MEMORY, SHARED_MEMORY, GlooExchange, ReductionOrder, WireContext
+from fsdp_lab.wire.context import GPU_MEMORY, SHARED_MEMORY, ReductionOrder, WireContext
 from fsdp_lab.wire.gpu_memory import DeviceMemory
 from fsdp_lab.wire.host_group import HostGroup
 from fsdp_lab.wire.link import LinkDirection
@@ -37,7 +36,6 @@ BACKEND = "fsdp_lab_wire"
 _PIECE_BYTES = 128 << 10  # fits into the buffers of a connection
 _TRIED_BYTES = 1 << 20
 _Op = dist.ReduceOp.RedOpType
-T = TypeVar("T")
 _InnerCall = Callable[[Any, list[Tensor], list[Tensor]], Any]  # of an inner group, with its inputs and outputs
 _RANK_ORDERED_OPS = (_Op.SUM, _Op.AVG, _Op.PREMUL_SUM)
 
@@ -59,16 +57,7 @@ def register(
         return Wire(options, context)
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
-    if getattr(symm_mem.rendezvous, "func", None) is not _rendezvous:
-        symm_mem.rendezvous = partial(_rendezvous, symm_mem.rendezvous)
     return f"cpu:{BACKEND},cuda:{BACKEND}" if torch.cuda.is_available() else f"cpu:{BACKEND}"
-
-
-def _rendezvous(of_torch: Callable[[Tensor, Any], Any], tensor: Tensor, group: Any) -> Any:
-    """In place of torch's, which asks a group in C++ for its store; one of Python's has none, and the process would end."""
-    if isinstance(group if isinstance(group, dist.ProcessGroup) else c10d._resolve_process_group(group), Wire):
-        raise NotImplementedError("a group of fsdp_lab has no symmetric memory; leave out set_symm_mem_for_comm")
-    return of_torch(tensor, group)
 
 
 class Wire(dist.ProcessGroup):
@@ -89,11 +78,12 @@ class Wire(dist.ProcessGroup):
             store = dist.PrefixStore("gloo", options.store)
             self._gloo = _open_gloo(store, self._rank, self._size, context.timeout, context.address)
         hosts = {context.hosts[rank] for rank in ranks if rank < len(context.hosts)}
-        self._gloo_exchange = GlooExchange()
-        if len(hosts) > 1 or context.not_shared.get(self._name_) == SEVERAL_HOSTS:
-            if context.between_hosts is None:  # the first group, which is that of all ranks
-                context.between_hosts = self._fastest_exchange()
-            self._gloo_exchange = context.between_hosts
+        self._ring = len(hosts) > 1 or context.not_shared.get(self._name_) == SEVERAL_HOSTS
+        self._piece_bytes = 0  # that a rank sends another at once over Gloo; 0: all
+        if self._ring:
+            if context.piece_bytes is None:  # the first group, which is that of all ranks
+                context.piece_bytes = self._fastest_pieces()
+            self._piece_bytes = context.piece_bytes
         store = dist.PrefixStore("gpu", options.store)
         self._on_gpu = context.open_on_gpu(store, self._rank, self.ranks, self._name_)
         store = dist.PrefixStore("nccl", options.store)
@@ -145,39 +135,22 @@ class Wire(dist.ProcessGroup):
             return GPU_MEMORY
         return "Gloo" if self._shared is None else SHARED_MEMORY
 
-    def _fastest_exchange(self) -> GlooExchange:
-        """The fastest, by trying; collective. In pieces that fit into the buffers of a connection: while Gloo sends
-        more at once, its message that it is ready to receive waits behind, and the two directions of a cable are used
-        one after the other. An exchange of 2 MiB over a cable of 100 Mbit/s took twice as long. But each piece waits
-        for the other rank, which on a fast network takes longer than its bytes. In a ring a part goes to another host
-        once, not once for each rank there, but by way of all ranks."""
+    def _fastest_pieces(self) -> int:
+        """Whether to send in pieces that fit into the buffers of a connection, by trying; collective. While Gloo sends more
+        at once, its message that it is ready to receive waits behind, and the two directions of a cable are used one after
+        the other. An exchange of 2 MiB over a cable of 100 Mbit/s took twice as long. But each piece waits for the other
+        rank, which on a fast network takes longer than its bytes."""
         there = self._size // 2
         to, source = (self._rank + there) % self._size, (self._rank - there) % self._size
         sent, received = torch.zeros(2, _TRIED_BYTES // 4).unbind()
-
-        def exchanged(piece_bytes: int) -> Any:
-            return in_order(_round(self._gloo, self._size, sent, to, received, source, piece_bytes))
-
-        piece_bytes = self._fastest({n: partial(exchanged, n) for n in (_PIECE_BYTES, 0)})
-        part = torch.zeros(2 * _TRIED_BYTES // 4 // self._size)
-        whole = torch.empty(part.numel() * self._size)
-        calls = {
-            ring: _gather(self._rank, self._size, GlooExchange(ring=ring, piece_bytes=piece_bytes))
-            for ring in (False, True)
-        }
-        ring = self._fastest({ring: partial(call, self._gloo, [part], [whole]) for ring, call in calls.items()})
-        return GlooExchange(piece_bytes=piece_bytes, ring=ring)
-
-    def _fastest(self, ways: Mapping[T, Callable[[], Any]]) -> T:
-        """The key of the operation that takes least time over all ranks, twice in turns."""
-        seconds, options = torch.zeros(len(ways), dtype=torch.float64), c10d.AllreduceOptions()
+        seconds, options = torch.zeros(2, dtype=torch.float64), c10d.AllreduceOptions()
         self._gloo.allreduce([seconds], options).wait()  # all ranks are here
-        for i, call in 2 * list(enumerate(ways.values())):
+        for i, piece_bytes in 2 * list(enumerate((_PIECE_BYTES, 0))):
             begin_s = time.perf_counter()
-            call().wait()
+            in_order(_round(self._gloo, self._size, sent, to, received, source, piece_bytes)).wait()
             seconds[i] += time.perf_counter() - begin_s
         self._gloo.allreduce([seconds], options).wait()
-        return list(ways)[int(seconds.argmin())]
+        return (_PIECE_BYTES, 0)[int(seconds.argmin())]
 
     # -- memory for what is sent ----------------------------------------------------------------------------------
 
@@ -193,10 +166,6 @@ class Wire(dist.ProcessGroup):
         return self._gloo if self._shared is None else self
 
     supports_splitting = supports_coalescing = supports_time_estimate = False  # what torch asks of a backend
-
-    def split_group(self, *_: Any, **__: Any) -> Any:
-        instead = "make the smaller groups with torch.distributed.new_group or init_device_mesh"
-        raise NotImplementedError(f"a group of fsdp_lab cannot be split; {instead}")
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return self._shared is not None and device.type == "cpu"
@@ -287,16 +256,11 @@ class Wire(dist.ProcessGroup):
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> WireWork:
         """outputs: [t], inputs: [[t_0 .. t_{W-1}]] of equal sizes."""
         (output,), (parts,) = outputs, inputs
-        whole = torch.cat([p.reshape(-1) for p in parts])
-        if output.is_contiguous():
-            return self.reduce_scatter_single(output, whole, opts)
-        flat_output = output.reshape(-1)
-        work = self.reduce_scatter_single(flat_output, whole, opts)
-        return work.followed_by(lambda: output.copy_(flat_output.view_as(output)), [output])
+        flat = output if output.is_contiguous() else output.reshape(-1)
+        work = self.reduce_scatter_single(flat, torch.cat([p.reshape(-1) for p in parts]), opts)
+        return work if flat is output else work.followed_by(lambda: output.copy_(flat.view_as(output)), [output])
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> WireWork:
-        if not isinstance(self._inner(tensors), SharedGroup):
-            return self._send("other", tensors[0].nbytes, tensors, tensors, _in_place("reduce", opts))
         inner = c10d.ReduceOptions()
         inner.rootRank, inner.rootTensor = opts.rootRank, opts.rootTensor
         then = _sum_natively(inner, _op(opts), opts, tensors, self._size)
@@ -309,7 +273,7 @@ class Wire(dist.ProcessGroup):
         if self._shared is not None and self._shared.mapped(output, input) is not None:  # it has no memory of its own
             return self._send("all_gather", output.nbytes, [input], [], lambda g, i, _: call(g, i, [output]), bytes_=0)
         if self._is_over_gloo(output):
-            call = _gather(self._rank, self._size, self._gloo_exchange)
+            call = _gather(self._rank, self._size, self._piece_bytes, ring=self._ring)
         return self._send("all_gather", output.nbytes, [input], [output], call)
 
     _allgather_base = all_gather_single
@@ -330,24 +294,6 @@ class Wire(dist.ProcessGroup):
 
         return self._send("all_gather", payload, [input], parts, call)
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> WireWork:
-        """outputs: W lists of the tensors of one rank, inputs: this rank's."""
-        each = zip(zip(*outputs, strict=True), inputs, strict=True)
-        return _last([self.allgather([list(parts)], [t], opts) for parts, t in each])
-
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> WireWork:
-        """outputs, inputs: W tensors, of any sizes. Gloo has it of one tensor only."""
-        sizes = [t.numel() for t in outputs]
-        whole = outputs[0].new_empty(sum(sizes))
-        sent = torch.cat([t.reshape(-1) for t in inputs])
-        work = self.all_to_all_single(whole, sent, sizes, [t.numel() for t in inputs], opts)
-
-        def spread() -> None:
-            for t, part in zip(outputs, torch.split(whole, sizes), strict=True):
-                t.copy_(part.view_as(t))
-
-        return work.followed_by(spread, outputs)
-
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> WireWork:
@@ -361,6 +307,12 @@ class Wire(dist.ProcessGroup):
         return self._send("all_to_all", input.nbytes, [input], [output], call, bytes_=sent)
 
     alltoall_base = all_to_all_single
+
+    def _refused(self, *_: Any, **__: Any) -> WireWork:
+        instead = "give tensors to all_gather_single or all_to_all_single"
+        raise NotImplementedError(f"a group of fsdp_lab has no such collective of lists; {instead}")
+
+    alltoall = allgather_coalesced = _refused
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> WireWork:
         return self._send("broadcast", tensors[0].nbytes, tensors, tensors, _in_place("broadcast", opts))
@@ -379,16 +331,18 @@ class Wire(dist.ProcessGroup):
         return self._send("other", inputs[0].nbytes * self._size, inputs, outputs[0] if outputs else [], call)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> WireWork:
-        nbytes, out = tensors[0].nbytes, LinkDirection.OUT
-        return self._send(
-            "other", nbytes, tensors, tensors, lambda g, i, o: g.send(i, dst, tag), bytes_=nbytes, direction=out
-        )
+        return self._transfer([tensors[0]], LinkDirection.OUT, lambda g, i, o: g.send(i, dst, tag))
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> WireWork:
-        nbytes, into = tensors[0].nbytes, LinkDirection.IN
-        return self._send(
-            "other", nbytes, [], tensors, lambda g, i, o: g.recv(o, src, tag), bytes_=nbytes, direction=into
-        )
+        return self._transfer([tensors[0]], LinkDirection.IN, lambda g, i, o: g.recv(o, src, tag))
+
+    def _transfer(self, tensors: list[Tensor], direction: LinkDirection, call: _InnerCall) -> WireWork:
+        """Between two ranks, over Gloo."""
+        if self._shared is not None:
+            instead = "use broadcast in a group of the two, from torch.distributed.new_group"
+            raise NotImplementedError(f"ranks that share memory have no send and recv; {instead}")
+        nbytes, ins = tensors[0].nbytes, tensors if direction is LinkDirection.OUT else []
+        return self._send("other", nbytes, ins, tensors, call, bytes_=nbytes, direction=direction)
 
     def barrier(self, opts: Any = None) -> WireWork:
         return self._send("barrier", 0, [], [], lambda g, i, o: g.barrier(c10d.BarrierOptions()))
@@ -431,7 +385,7 @@ class Wire(dist.ProcessGroup):
             return self._ordered_reduce_scatter_in_place(output, input, op, opts)
         summands = torch.empty_like(input)  # [W * n]: every rank's r-th part, in the order of ranks
         rank, size = self._rank, self._size  # do not capture self: see the note on abort
-        piece_bytes = self._gloo_exchange.piece_bytes
+        piece_bytes = self._piece_bytes
         in_pieces = self._is_over_gloo(input) and piece_bytes > 0
 
         def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
@@ -451,7 +405,7 @@ class Wire(dist.ProcessGroup):
 
     def _ordered_reduce_scatter_in_place(self, output: Tensor, input: Tensor, op: Any, opts: Any) -> WireWork:
         """The first part to come has a place of its own, each later one that of the part sent before."""
-        rank, size, summands, piece_bytes = self._rank, self._size, dict[int, Tensor](), self._gloo_exchange.piece_bytes
+        rank, size, summands, piece_bytes = self._rank, self._size, dict[int, Tensor](), self._piece_bytes
         spare = torch.empty_like(output)  # [n]
 
         def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
@@ -480,7 +434,7 @@ class Wire(dist.ProcessGroup):
             _sum_in_order(summands.view(size, -1).unbind(), flat, op, opts)
             tensor.copy_(flat.view_as(tensor))
 
-        call = _gather(self._rank, self._size, self._gloo_exchange)
+        call = _gather(self._rank, self._size, self._piece_bytes, ring=self._ring)
         if not self._is_over_gloo(tensor):
             call = _call("_allgather_base", c10d.AllgatherOptions())
         sent = tensor.nbytes * (size - 1)
@@ -542,11 +496,19 @@ class Wire(dist.ProcessGroup):
             if then is not None:
                 then()
 
-        results, sliced = results or outputs, whole_group or self._shared is not None
+        results = results or outputs
         end = finish if unstage or then else None
         uses = [*tensors, *results] if over_nccl or then is not None else []
         work = WireWork(
-            self.context, issued, inner, results, finish=end, blocking=blocking, sliced=sliced, timed=timed, uses=uses
+            self.context,
+            issued,
+            inner,
+            results,
+            finish=end,
+            blocking=blocking,
+            sliced=whole_group,
+            timed=timed,
+            uses=uses,
         )
         self._issued += 1
         if self._together is not None:
@@ -633,7 +595,7 @@ def _partners(rank: int, size: int) -> list[tuple[int, int]]:
 
 
 def _round(group: Any, size: int, sent: Tensor, to: int, received: Tensor, source: int, piece_bytes: int) -> list[Any]:
-    """A part goes to a rank and another comes from one, from place to place, in pieces: see `Wire._fastest_exchange`.
+    """A part goes to a rank and another comes from one, from place to place, in pieces: see `Wire._fastest_pieces`.
     sent, received: [n]"""
     whole, works = max(1, sent.numel()), []
     n = piece_bytes // sent.element_size() if piece_bytes else whole
@@ -644,22 +606,23 @@ def _round(group: Any, size: int, sent: Tensor, to: int, received: Tensor, sourc
     return works
 
 
-def _gather(rank: int, size: int, exchange: GlooExchange) -> _InnerCall:
-    """An all-gather over Gloo, from place to place: each rank with all others, or in a ring, in the order of ranks."""
+def _gather(rank: int, size: int, piece_bytes: int, *, ring: bool) -> _InnerCall:
+    """An all-gather over Gloo, from place to place: each rank with all others; or in a ring, in the order of
+    ranks, so that between hosts a part is sent once, not once for each rank there."""
 
     def call(group: Any, ins: list[Tensor], outs: list[Tensor]) -> Any:
         shard, parts, rounds = ins[0].reshape(-1), [_part(outs[0], r, size) for r in range(size)], list[Any]()
         copies = parts[rank].data_ptr() != shard.data_ptr()
-        if copies and exchange.ring:
+        if copies and ring:
             parts[rank].copy_(shard)
         for i, (to, source) in enumerate(_partners(rank, size)):
-            if exchange.ring:  # what came in the round before is sent in this one
+            if ring:  # what came in the round before is sent in this one
                 to, source = (rank + 1) % size, (rank - 1) % size
                 sent, received = parts[(rank - i) % size], parts[(rank - i - 1) % size]
             else:
                 sent, received = shard, parts[source]
-            rounds += _round(group, size, sent, to, received, source, exchange.piece_bytes)
-        if copies and not exchange.ring:
+            rounds += _round(group, size, sent, to, received, source, piece_bytes)
+        if copies and not ring:
             parts[rank].copy_(shard)
         return in_order(rounds)
 

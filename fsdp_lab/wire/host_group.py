@@ -139,10 +139,8 @@ def _libc() -> Any:
 class HostGroup(SharedGroup):
     """The `SharedGroup` of tensors on the host. Memory for what is sent can be had from it: see the note."""
 
-    def __init__(
-        self, rank: int, size: int, arena: Arena, peers: Peers, senders: Peers, check: Check, timeout_s: float
-    ) -> None:
-        super().__init__(rank, size, arena, peers, senders, check, timeout_s)
+    def __init__(self, rank: int, size: int, arena: Arena, peers: Peers, check: Check, timeout_s: float) -> None:
+        super().__init__(rank, size, arena, peers, check, timeout_s)
         self._host = arena
         self._mapped: WeakValueDictionary[int, MappedShards] = WeakValueDictionary()  # by the address of the whole
         arena.watch(self.poll)

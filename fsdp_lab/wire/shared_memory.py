@@ -195,81 +195,15 @@ class SharedWork:
                 self.on_read()
 
 
-class Inbox:
-    """The transfers of another rank, by tag: it may send it in another order than it is asked for."""
-
-    def __init__(self, peer: SharedPeer) -> None:
-        self.peer, self._early = peer, dict[int, deque[Tensor]]()
-        self.section = Section()
-
-    def next(self, tag: int, end_s: float) -> Tensor:
-        """Raises NotYet and PeerGone. Inside the section."""
-        while tag not in self._early:
-            self._keep(end_s)
-        waiting = self._early[tag]
-        content = waiting.popleft()
-        if not waiting:
-            del self._early[tag]
-        return content
-
-    def drain(self) -> None:
-        """Keep what has come, so that its sender has room."""
-        with contextlib.suppress(NotYet, PeerGone, Unusable), self.section.held(0.0):
-            while True:
-                self._keep(0.0)
-
-    def _keep(self, end_s: float) -> None:
-        tag, *where = self.peer.take(end_s)
-        self._early.setdefault(tag, deque()).append(self.peer.arena.bytes_at(*where).clone())
-        self.peer.from_.acknowledge()
-
-
-class Receipt:
-    """A transfer from another rank, as `dist.Work`."""
-
-    def __init__(self, inbox: Inbox, tag: int, target: Tensor, check: Callable[[], None]) -> None:
-        self._inbox, self._tag, self._target, self._check = inbox, tag, target, check
-        self._done, self._failed = False, ""
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        timeout_s = timeout.total_seconds() or threading.TIMEOUT_MAX
-        end_s = time.monotonic() + timeout_s
-        try:
-            with self._inbox.section.held(timeout_s):
-                if not self._done:
-                    content = self._inbox.next(self._tag, end_s)
-                    self._check()
-                    try:
-                        _put(content, self._target)
-                    except RuntimeError as e:
-                        self._failed = str(e)
-                    self._done = True
-        except (PeerGone, Unusable) as e:
-            self._done, self._failed = True, str(e)
-        if self._failed:
-            raise RuntimeError(self._failed)
-        return True
-
-    def is_completed(self) -> bool:
-        return self._done
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        raise RuntimeError("only a wait completes it")
-
-
 class SharedGroup:
     """See above. Tensors are where the memory is: on the host (host_group.py), or on a GPU that ranks share (gpu_memory.py).
     The methods after `close` are named and called as those of torch's groups."""
 
-    def __init__(
-        self, rank: int, size: int, arena: BlockMemory, peers: Peers, senders: Peers, check: Check, timeout_s: float
-    ) -> None:
-        """`peers`, `senders`: the other ranks, for collectives and for transfers. `check` raises after an abort."""
+    def __init__(self, rank: int, size: int, arena: BlockMemory, peers: Peers, check: Check, timeout_s: float) -> None:
+        """`peers`: the other ranks. `check` raises after an abort."""
         self.peers, self._rank, self._size, self.arena, self._check = peers, rank, size, arena, check
         self._timeout_s = timeout_s
         self.all_parted = True  # whether, once it is closed, no other rank may still have its memory open
-        self._to = {r: peer.to for r, peer in senders.items()}
-        self._inboxes = {r: Inbox(peer) for r, peer in senders.items()}
         self._issued: deque[SharedWork] = deque()  # and not read, oldest first
         self._issuing, self._reading = Section(), Section()
 
@@ -303,18 +237,16 @@ class SharedGroup:
         while channel.unread >= RING:
             self._check()
             if time.monotonic() > end_s:
-                raise RuntimeError(f"a rank is {RING} collectives or transfers behind, for {self._timeout_s:.0f} s")
-            for inbox in self._inboxes.values():
-                inbox.drain()
+                raise RuntimeError(f"a rank is {RING} collectives behind, for {self._timeout_s:.0f} s")
             with contextlib.suppress(NotYet, IndexError):
                 self.finish(self._issued[0], 0.0)
             channel.poll_ack(_SLICE_S)
 
     def close(self, *, aborted: bool) -> list[Channel]:
         """Leave. Returns channels whose entries others have yet to read: `release_unread` when they have left, too."""
-        for section in (self._reading, self._issuing, *(inbox.section for inbox in self._inboxes.values())):
+        for section in (self._reading, self._issuing):
             section.close(_CLOSE_S)
-        end_s, channels = time.monotonic() + _CLOSE_S, [*(peer.to for peer in self.peers.values()), *self._to.values()]
+        end_s, channels = time.monotonic() + _CLOSE_S, [peer.to for peer in self.peers.values()]
         for channel in channels:
             while channel.poll_ack(0.0 if aborted else max(0.0, end_s - time.monotonic())):
                 continue
@@ -461,19 +393,6 @@ class SharedGroup:
     def barrier(self, opts: Any = None) -> SharedWork:
         return self._move(What.BARRIER, {}, {})
 
-    # -- transfers between two ranks ------------------------------------------------------------------------------
-
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> None:
-        """Goes on at once; no work is returned, since nothing has to be waited for."""
-        (tensor,), channel = tensors, self._to[to]
-        with self._issuing.held(threading.TIMEOUT_MAX):
-            self._make_room(channel)
-            places, reference = self._lend({to: tensor}, 1)
-            channel.publish(tag, *places.get(to, (0, 0)), reference)
-
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Receipt:
-        return Receipt(self._inboxes[source], tag, tensors[0], self._check)
-
     def _set_default_timeout(self, timeout: timedelta) -> None:
         """Waits have the limit of who waits."""
 
@@ -508,20 +427,19 @@ def open_shared(
 
     def offer() -> tuple[tuple[Semaphores, MappedFile, Memory], list[int]]:
         spin_s = SPIN_S if most_ranks <= len(os.sched_getaffinity(0)) else 0.0
-        semaphores, control, own = Semaphores(spin_s), memory_file(2 * size * CHANNEL_BYTES), arena()
+        semaphores, control, own = Semaphores(spin_s), memory_file(size * CHANNEL_BYTES), arena()
         for r in range(size):
-            for channel in _channels(semaphores, control, r):
-                channel.make()
+            Channel(semaphores, control, r).make()
         return (semaphores, control, own), [control.descriptor, *own.descriptors]
 
     def use(made: tuple[Semaphores, MappedFile, Memory], theirs: Mapping[int, PeerConnection]) -> G:
-        (semaphores, control, own), peers, senders = made, dict[int, SharedPeer](), dict[int, SharedPeer]()
+        (semaphores, control, own), peers = made, dict[int, SharedPeer]()
         for r in sorted(theirs, key=lambda r: (r - rank) % size):  # not all ranks read the same one first
             its_control, *its_memory = theirs[r].descriptors
             its, memory = MappedFile(its_control, writes=True), own.peer(r, its_memory)
-            ends = zip(_channels(semaphores, control, r), _channels(semaphores, its, rank), strict=True)
-            peers[r], senders[r] = (SharedPeer(f"rank {r} of the group", memory, *pair, theirs[r]) for pair in ends)
-        return group(rank, size, own, peers, senders, check, timeout.total_seconds())
+            to, from_ = Channel(semaphores, control, r), Channel(semaphores, its, rank)
+            peers[r] = SharedPeer(f"rank {r} of the group", memory, to, from_, theirs[r])
+        return group(rank, size, own, peers, check, timeout.total_seconds())
 
     return exchange_descriptors(store, rank, size, offer, use, timeout.total_seconds())
 
@@ -534,11 +452,6 @@ def unavailable() -> str:
     except (OSError, AttributeError) as e:
         return getattr(e, "strerror", None) or str(e)
     return ""
-
-
-def _channels(semaphores: Semaphores, control: MappedFile, rank: int) -> tuple[Channel, Channel]:
-    """For collectives and for transfers, from the rank whose control file it is to this one."""
-    return Channel(semaphores, control, 2 * rank), Channel(semaphores, control, 2 * rank + 1)
 
 
 def _nothing(_: Contents) -> None:

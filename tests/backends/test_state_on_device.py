@@ -15,7 +15,7 @@ from fsdp_lab.backends import transfer
 from fsdp_lab.backends.state import resume_state, suspend_state
 from tests.backends.train import start, steps
 from tests.engine.parity import spec
-from tests.engine.simulated import Mode, SimulatedDevice, Wait
+from tests.engine.simulated import SimulatedDevice, Wait
 from tests.pool import Place, Pool
 from tests.wire.simulated_wire import Over, wire_on_device
 
@@ -39,9 +39,9 @@ def _trained(place: Place, device: SimulatedDevice | None = None) -> list[float]
     return [*losses, total, *steps(place, one, backend, len(losses), 1)]
 
 
-def _on_device(place: Place, mode: Mode, without: Wait | None = None) -> tuple[list[str], bool, list[float]]:
+def _on_device(place: Place, without: Wait | None = None) -> tuple[list[str], bool, list[float]]:
     """Races; whether all batches had arrived whenever the ranks met for it; and the losses."""
-    device, arrived = SimulatedDevice(mode, without=without), []
+    device, arrived = SimulatedDevice(without=without), []
     with wire_on_device(place, Over.NCCL) as wire, ExitStack() as stack:
         world = wire.world
         meet = world.barrier
@@ -64,15 +64,14 @@ def _on_device(place: Place, mode: Mode, without: Wait | None = None) -> tuple[l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", Mode, ids=lambda mode: mode.value)
-def test_every_wait_is_there(ran: Callable[..., list[Any]], mode: Mode) -> None:
+def test_every_wait_is_there(ran: Callable[..., list[Any]]) -> None:
     plain = ran(_trained, 2, reduction="native")
-    for rank, (races, arrived, losses) in enumerate(ran(_on_device, 2, mode, reduction=None)):
+    for rank, (races, arrived, losses) in enumerate(ran(_on_device, 2, reduction=None)):
         assert races == [] and arrived
         assert losses == plain[rank]
 
 
 @pytest.mark.slow
 def test_a_wait_that_is_left_out_is_found(pool: Pool) -> None:
-    races, arrived, _ = pool.run(_on_device, 2, Mode.EAGER, BATCH, reduction=None)[0]
+    races, arrived, _ = pool.run(_on_device, 2, BATCH, reduction=None)[0]
     assert races == [] and not arrived

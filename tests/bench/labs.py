@@ -245,7 +245,7 @@ def strategies(base: Spec) -> Iterator[Spec]:
 
 def memory(args: argparse.Namespace) -> dict[str, Any]:
     """Peak bytes of a step on CPUs by the ledger, of the rank that holds most: beside FSDP2, the planner's, and the
-    closed form in `fsdp_lab.engine.memory`. Raises SpecError, BenchError."""
+    closed form of ZeRO and FSDP. Raises SpecError, BenchError."""
     models = args.model.split(",")
     shapes = {model: shape_for(model) for model in models}  # an unknown one is refused before ranks start
     rows, cells = [], []

@@ -4,22 +4,18 @@ Operations are seen by a dispatch mode. Those inside `CommStream.entered` belong
 stream, or to the host where all their memory is the host's. Collectives run on a stream of their group's own, as NCCL's do.
 Their work holds its tensors until a stream waits for it, as NCCL's does.
 
-Note: two ways to run.
-EAGER runs every operation at once, so values are right whatever is waited for, and finds by vector clocks (Fidge 1988) what
-a GPU could do in another order. Each stream has a clock, and so has the host; a wait joins two of them, and what the host
-gives to a stream follows what it did before. Two accesses of one memory, of which one writes, must be ordered; so must all
+Every operation runs at once, so values are right whatever is waited for; what a GPU could do in another order is found by
+vector clocks (Fidge 1988). Each stream has a clock, and so has the host; a wait joins two of them, and what the host gives
+to a stream follows what it did before. Two accesses of one memory, of which one writes, must be ordered; so must all
 accesses of memory that was freed, and the next allocation from the same pool. This covers every order at once.
-LATE runs what is given to a stream only when something waits for it, as late as its waits allow. What has not landed, and
-what was just allocated, is NaN. So it shows by values, without clocks, that nothing is read too early.
 
-A wait can be left out (`without`): then one of the two must notice.
+A wait can be left out (`without`): then it must be noticed.
 """
 
 from __future__ import annotations
 
-import enum
 import inspect
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -40,11 +36,6 @@ from fsdp_lab.engine import flat, mesh, reduction
 aten: Any = torch.ops.aten
 Clock = Counter[str]  # by stream: how many of its operations are known to have ended
 PACKAGE = Path(inspect.getfile(fsdp_lab)).parent
-
-
-class Mode(enum.Enum):
-    EAGER = "eager"
-    LATE = "late"
 
 
 @dataclass(frozen=True)
@@ -85,7 +76,7 @@ class Memory:
 class Event:
     def __init__(self, device: SimulatedDevice, stream: Stream) -> None:
         self._device, self.stream = device, stream
-        self.clock, self.position = Clock(stream.clock), stream.given
+        self.clock = Clock(stream.clock)
 
     def synchronize(self) -> None:
         self._device.wait(self._device.host, self)
@@ -146,8 +137,6 @@ class Stream:
     def __init__(self, device: SimulatedDevice, name: str) -> None:
         self._device, self.name = device, name
         self.clock = Clock()
-        self.queue: deque[Callable[[], object]] = deque()  # LATE: what has not run yet
-        self.given = 0  # how many operations it was given, of which those in `queue` have not run
 
     def record_event(self) -> Event:
         self._device.counts["events"] += 1
@@ -161,12 +150,6 @@ class Stream:
 
     def synchronize(self) -> None:
         Event(self._device, self).synchronize()
-
-    def run(self, position: int) -> None:
-        """What it was given up to there."""
-        with _disable_current_modes():
-            while self.given - len(self.queue) < position:
-                self.queue.popleft()()
 
 
 class Work:
@@ -200,9 +183,9 @@ class SimulatedDevice(TorchDispatchMode):
             device: one that stopped would leave the others in a collective.
     """
 
-    def __init__(self, mode: Mode = Mode.EAGER, *, without: Wait | None = None) -> None:
+    def __init__(self, *, without: Wait | None = None) -> None:
         super().__init__()
-        self._mode, self._without = mode, without
+        self._without = without
         self.streams: dict[str, Stream] = {}
         self.host, self.compute = self._stream("host"), self._stream("compute")
         self.current_stream = self.compute
@@ -253,7 +236,7 @@ class SimulatedDevice(TorchDispatchMode):
     def synchronize(self) -> None:
         if self._is_made(self.host, "all"):
             for stream in list(self.streams.values()):
-                self._order(self.host, Event(self, stream))
+                self.host.clock |= stream.clock
 
     def future(self) -> Future:
         return Future(self)
@@ -275,17 +258,12 @@ class SimulatedDevice(TorchDispatchMode):
             )
             stack.enter_context(self)
             yield self
-            self.finish()
-
-    def finish(self) -> None:
-        for stream in self.streams.values():
-            stream.run(stream.given)
 
     # -- waits ---------------------------------------------------------------------------------------------------------
 
     def wait(self, waiting: Stream, event: Event) -> None:
         if self._is_made(waiting, event.stream.name):
-            self._order(waiting, event)
+            waiting.clock |= event.clock
 
     def _is_made(self, waiting: Stream, waited_for: str) -> bool:
         wait = Wait(waiting.name, waited_for, _place())
@@ -294,19 +272,6 @@ class SimulatedDevice(TorchDispatchMode):
             self.counts["synchronisations"] += 1
         return wait != self._without
 
-    def _order(self, waiting: Stream, event: Event) -> None:
-        waiting.clock |= event.clock
-        if waiting in (self.host, self.compute):
-            event.stream.run(event.position)
-        else:
-            self._give(waiting, lambda: event.stream.run(event.position))
-
-    def _give(self, stream: Stream, operation: Callable[[], object]) -> None:
-        stream.given += 1
-        stream.queue.append(operation)
-        if self._mode is Mode.EAGER:
-            stream.run(stream.given)
-
     # -- operations ----------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -314,26 +279,14 @@ class SimulatedDevice(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # what it does comes here again, on plain tensors
         returns = [r.alias_info for r in func._schema.returns]
-        if any(r is not None and not r.is_write for r in returns):
-            return func(*args, **kwargs)  # a view
+        if func.namespace == "profiler" or any(r is not None and not r.is_write for r in returns):
+            return func(*args, **kwargs)  # a mark of the host's, or a view
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         is_written = {a.name: a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments}
         read = [t for name, v in given.items() if not is_written[name] for t in tensors_in(v)]
         written = [t for name, v in given.items() if is_written[name] for t in tensors_in(v)]
         stream = self.current_stream if kwargs.get("device") is not None else self._whose([*read, *written])
-        queued = stream not in (self.host, self.compute)
-        if not queued:
-            found = func(*args, **kwargs)
-        elif written:
-            if func.overloadpacket is aten.copy_:
-                _poison(*written)
-            found = given.get("out", args[0])
-            self._give(stream, lambda: func(*args, **kwargs))
-        else:
-            found = func(*args, **kwargs)
-            if self._mode is Mode.LATE:
-                _poison(*tensors_in(found))
-                self._give(stream, lambda: _copy(found, func(*args, **kwargs)))
+        found = func(*args, **kwargs)
         made = [] if any(returns) else tensors_in(found)
         is_host = stream is self.host
         for t in made:
@@ -375,21 +328,13 @@ class SimulatedDevice(TorchDispatchMode):
         self.counts[name] += 1
         own = self._stream(stream)
         own.clock |= self.current_stream.clock
-        issued = Event(self, self.current_stream)
         storages = {t.untyped_storage()._cdata for t in outputs}
         apart = [t for t in inputs if t.untyped_storage()._cdata not in storages]
-        if apart:
-            _poison(*outputs)
         self._access(own, name, apart, list(outputs))
-
-        def run() -> None:
-            issued.stream.run(issued.position)
-            with _disable_current_modes():
-                work = call()
-                if work is not None:
-                    work.wait()
-
-        self._give(own, run)
+        with _disable_current_modes():
+            work = call()
+            if work is not None:
+                work.wait()
         return Work(self, Event(self, own), [*outputs, *inputs])
 
     # -- memory --------------------------------------------------------------------------------------------------------
@@ -436,8 +381,6 @@ class SimulatedDevice(TorchDispatchMode):
         found = resize(storage, size)
         if memory is not None and size and was_empty:
             self._allocate(memory)
-            if self._mode is Mode.LATE:
-                storage.fill_(255)  # NaN in every floating dtype
         return found
 
     def _host_gives(self, stream: Stream) -> None:
@@ -473,19 +416,6 @@ def tensors_in(value: Any) -> list[Tensor]:
 def _reads_too(func: Any) -> bool:
     """Whether what it writes to is read before; then another stream's write must precede either way."""
     return func.overloadpacket not in (aten.copy_, aten.zero_, aten.fill_)
-
-
-def _poison(*tensors: Tensor) -> None:
-    for t in tensors:
-        if t.is_floating_point() or t.is_complex():
-            with _disable_current_modes():
-                t.detach().fill_(float("nan"))
-
-
-def _copy(into: Any, values: Any) -> None:
-    with _disable_current_modes():
-        for t, value in zip(tensors_in(into), tensors_in(values), strict=True):
-            t.copy_(value)
 
 
 def _place() -> str:

@@ -17,12 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
 from fsdp_lab.engine import (
-    Scaler,
     build_mesh,
-    clip_gradients,
     full_state,
     fully_shard,
-    gradient_norm,
     no_sync,
     parameter_groups,
     runtime_of,
@@ -252,7 +249,7 @@ def all_frozen_but_the_input(place: Place) -> None:
     mean_square(model, x).backward()
     mean_square(plain, y).backward()
     assert x.grad is not None and y.grad is not None and torch.equal(x.grad, y.grad)
-    assert sharded_parameters(model) == [] and gradient_norm(model) == 0.0
+    assert sharded_parameters(model) == []
     is_clean(model)
 
 
@@ -506,97 +503,6 @@ def accumulation_with_units_that_come_and_go(place: Place) -> None:
     _has_gradients(model, wanted)
 
 
-# -- clipping and scaling ----------------------------------------------------------------------------------------------
-
-
-def _gradients_of(model: Any) -> dict[str, Tensor]:
-    """Whole, by name; the parameters are overwritten with them."""
-    for unit in units_of(model):
-        for flat in unit.flats:
-            for region in flat.gradients.regions.values():
-                assert region.grad is not None
-                region.data.copy_(region.grad)
-    return dict(full_state(model))
-
-
-def clipping(place: Place) -> None:
-    """Against torch's `clip_grad_norm_` on the unsharded model.
-
-    Both take norms of n float32 numbers in some order: each is off by at most n units in the last place (2^-24), relative.
-    """
-    plain = make()
-    batches = [batch(0, rank) for rank in range(place.world_size)]
-    wanted = gradients(plain, mean_square, batches)
-    bound = 2 * sum(g.numel() for g in wanted.values()) * 2**-24
-    for strategy in (Strategy(), Strategy(sharding="zero1", offload="all")):
-        for norm_type in (1.0, 2.0, float("inf")):
-            for name, g in wanted.items():
-                plain.get_parameter(name).grad = g.clone()
-            model = by_block(make(), strategy=strategy)
-            mean_square(model, batches[place.rank]).backward()
-            norm = gradient_norm(model, norm_type)
-            theirs = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5 * norm, norm_type))
-            assert abs(norm - theirs) <= bound * theirs, (norm_type, norm, theirs)
-            assert clip_gradients(model, 2 * norm, norm_type) == norm
-            _has_gradients(model, wanted)  # below the limit: untouched
-            assert clip_gradients(model, 0.5 * norm, norm_type) == norm
-            assert abs(gradient_norm(model, norm_type) - 0.5 * norm) <= (bound + 2e-6 / norm) * norm
-            clipped = _gradients_of(model)
-            for name, p in plain.named_parameters():
-                assert p.grad is not None and torch.allclose(clipped[name], p.grad, rtol=2 * bound, atol=0)
-
-
-def norms_of_low_precision(place: Place) -> None:
-    """Half gradients whose squares would overflow in their own dtype."""
-    strategy = Strategy(precision=Precision(param="fp16", reduce="fp16", keep_low_precision_gradients=True))
-    model = by_block(make(), strategy=strategy)
-    mean_square(model, batch(0, place.rank)).backward()
-    for p in sharded_parameters(model):
-        assert p.grad is not None and p.grad.dtype is torch.float16
-        p.grad.fill_(3e4)
-    regions = [r for unit in units_of(model) for flat in unit.flats for r in flat.layout.regions.values()]
-    count = sum(stop - start for start, stop in regions)
-    assert gradient_norm(model) == pytest.approx(3e4 * count**0.5, rel=1e-3)
-
-
-class WithAnElement(Net):
-    """Returns an element of a parameter too, whose gradient can be made what one likes."""
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), self.last.bias[0].float()
-
-
-def overflow_on_one_rank(place: Place) -> bool:
-    """Returns whether this rank itself saw it."""
-    model = by_block(make(WithAnElement), strategy=Strategy(precision="fp16"))
-    scaler = Scaler(enabled=True)
-    optimizer = torch.optim.SGD(sharded_parameters(model), lr=0.1)
-    before = {name: t.clone() for name, t in full_state(model)}
-
-    def step(factor: float) -> tuple[bool, bool]:
-        out, element = model(batch(0, place.rank))
-        loss = out.float().square().mean() + (factor if place.rank == 1 else 0.0) * element
-        scaler.scale_loss(loss).backward()
-        whole = all(p.grad is None or bool(p.grad.to_local().isfinite().all()) for p in sharded_parameters(model))
-        may_step = scaler.unscale_gradients(model)
-        if may_step:
-            optimizer.step()
-        optimizer.zero_grad()
-        scaler.update(overflowed=not may_step)
-        return may_step, whole
-
-    may_step, whole = step(1e6)
-    assert not may_step and scaler.scale == 2.0**15
-    assert all(torch.equal(t, before[name]) for name, t in full_state(model))
-    assert step(0.0) == (True, True) and scaler.scale == 2.0**15 and scaler.good_steps == 1
-    assert not all(torch.equal(t, before[name]) for name, t in full_state(model))
-    return not whole
-
-
-def test_an_overflow_on_one_rank_is_skipped_by_all(pool: Pool) -> None:
-    assert sorted(pool.run(overflow_on_one_rank, 2)) == [False, True]
-
-
 # -- precision ---------------------------------------------------------------------------------------------------------
 
 
@@ -723,15 +629,13 @@ def test_precision_and_policies(pool: Pool, scenario: Scenario, world_size: int)
 # -- torch.compile -----------------------------------------------------------------------------------------------------
 
 
-def compiled(place: Place, when: str) -> None:
+def compiled(place: Place) -> None:
     """Traced and differentiated ahead of time, but run by torch's own kernels: needs no compiler."""
     counters = torch._dynamo.utils.counters
     torch._dynamo.reset()
     counters.clear()
     model, plain = by_block(make(depth=2)), make(depth=2)
-    for block in model.blocks if when == "blocks" else ():
-        block.compile(backend="aot_eager")
-    called = torch.compile(model, backend="aot_eager") if when == "whole" else model
+    called = torch.compile(model, backend="aot_eager")
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
     for step in range(3):
         batches = [batch(step, rank) for rank in range(place.world_size)]
@@ -747,31 +651,10 @@ def compiled(place: Place, when: str) -> None:
     assert sum(counters["graph_break"].values()) <= 4, counters["graph_break"]
 
 
-def compiled_step(place: Place) -> None:
-    torch._dynamo.reset()
-    models = [by_block(make(depth=0)) for _ in range(2)]
-    before = {name: t.clone() for name, t in full_state(models[0])}
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in models]
-    steps = [torch.compile(optimizers[0].step, backend="eager"), optimizers[1].step]
-    for i in range(2):
-        for m, optimizer, step in zip(models, optimizers, steps, strict=True):
-            mean_square(m, batch(i, place.rank)).backward()
-            step()
-            optimizer.zero_grad()
-    for (name, a), (_, b) in zip(*map(full_state, models), strict=True):
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6) and not torch.equal(a, before[name]), name
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["blocks", "whole"])
-def test_compile(pool: Pool, when: str) -> None:
-    pool.run(compiled, 2, when, timeout_s=200)
-
-
-@pytest.mark.slow
-def test_a_compiled_step_of_an_optimizer(pool: Pool) -> None:
-    """SGD's: Dynamo takes ten seconds a rank to trace AdamW's."""
-    pool.run(compiled_step, 2, timeout_s=200)
+def test_compile(pool: Pool) -> None:
+    """Of a whole model; test_parity.py has compiled blocks."""
+    pool.run(compiled, 2, timeout_s=200)
 
 
 # -- hooks of users ----------------------------------------------------------------------------------------------------
@@ -853,8 +736,6 @@ def drawn_after_sharding(place: Place) -> None:
     parameters_in_the_loss,
     gradients_that_cannot_be_reduced,
     accumulation_with_units_that_come_and_go,
-    clipping,
-    norms_of_low_precision,
     hooks_of_users,
     optimizer_groups,
     drawn_after_sharding,

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from fsdp_lab.engine import (
-    broadcast_full_state,
-    full_state,
-    load_full_state,
-    load_ranges,
-    sharded_parameters,
-    shards_of,
-)
-from fsdp_lab.models import Initializer, Weights, build_skeleton, resolve
+from fsdp_lab.engine import full_state, load_full_state, sharded_parameters
+from fsdp_lab.models import Initializer, build_skeleton, resolve
 from fsdp_lab.spec.spec import Strategy
 from tests.engine.toys import (
     Net,
@@ -40,49 +31,27 @@ STRATEGIES = {
 }
 
 
-def drawn_by_name(place: Place, model: nn.Module, family: str, folder: str) -> nn.Module:
-    load_full_state(model, Initializer(build_skeleton(resolve(SMALL[family])), seed=3))
-    return filled(SMALL[family], seed=3)
-
-
-def read_by_range(place: Place, model: nn.Module, family: str, folder: str) -> nn.Module:
-    """From files: its own part of each parameter, and no more."""
-    weights, asked = Weights(folder), list[tuple[str, int]]()
-
-    def ranges(name: str, start: int, stop: int) -> Tensor:
-        asked.append((name, stop - start))
-        return weights.read(name, start, stop)
-
-    load_ranges(model, ranges)
-    own = {shard.name: shard.local.numel() for shard in shards_of(model) if shard.local.numel()}
-    assert dict(asked) == own and len(asked) == len(own)
-    return filled(SMALL[family], seed=5)
-
-
-def from_rank_0(place: Place, model: nn.Module, family: str, folder: str) -> nn.Module:
-    plain = filled(SMALL[family], seed=7)
-    values = {name: p.detach() for name, p in plain.named_parameters()}
-    broadcast_full_state(model, values if place.rank == 0 else None)
-    return plain
-
-
-WAYS = (drawn_by_name, read_by_range, from_rank_0)
-
-
-def filled_by_turns(place: Place, family: str, folder: str) -> None:
-    """By each strategy in another way."""
+def filled_by_turns(place: Place, family: str) -> None:
+    """By each strategy in another way: from a function of names, from whole values, and by torch from those of rank 0."""
     for i, strategy in enumerate(STRATEGIES[place.world_size]):
         model = by_policy(build_skeleton(resolve(SMALL[family])), strategy.wrap, **options_of(strategy))
-        assert_equal(model, WAYS[(i + place.world_size) % 3](place, model, family, folder))
+        plain = filled(SMALL[family], seed=3)
+        values = {name: p.detach() for name, p in plain.named_parameters()}
+        match (i + place.world_size) % 3:
+            case 0:
+                load_full_state(model, Initializer(build_skeleton(resolve(SMALL[family])), seed=3))
+            case 1:
+                load_full_state(model, values)
+            case _:
+                options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+                set_model_state_dict(model, values if place.rank == 0 else {}, options=options)
+        assert_equal(model, plain)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "world_size"), [("gpt2", 2), ("llama tied", 3), ("t5", 4)])
-def test_a_model_on_meta_gets_the_values_of_an_eager_build(
-    pool: Pool, tmp_path: Path, family: str, world_size: int
-) -> None:
-    filled(SMALL[family], seed=5).save_pretrained(tmp_path)  # type: ignore[operator]
-    pool.run(filled_by_turns, world_size, family, str(tmp_path))
+def test_a_model_on_meta_gets_the_values_of_an_eager_build(pool: Pool, family: str, world_size: int) -> None:
+    pool.run(filled_by_turns, world_size, family)
 
 
 def forgotten(place: Place) -> None:

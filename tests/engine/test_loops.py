@@ -24,7 +24,6 @@ from fsdp_lab.engine import (
     UnitState,
     full_state,
     fully_shard,
-    gradient_norm,
     register_fsdp_forward_method,
     reshard,
     runtime_of,
@@ -192,18 +191,6 @@ def parts_of_the_outputs(place: Place) -> None:
 
     alike(training(one_after_the_other, TwoHeads), place)
     alike(training(lambda m, x, y: m(x)[0].square().mean(), TwoHeads), place)
-
-
-def smaller_groups(place: Place) -> None:
-    """Between forward and backward each group of `size` holds what its replica does, as under FSDP2."""
-    for shape, size in (((2, 2), 1), ((1, 4), 2)):
-        mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        alike(training(lambda m, x, y: (m(x) - m(y)).square().mean()), place, mesh=mesh, resharded=(size,))
-
-
-@pytest.mark.slow
-def test_smaller_groups_of_replicas(pool: Pool) -> None:
-    pool.run(smaller_groups, 4, reduction="rank_ordered")
 
 
 # -- units by themselves -----------------------------------------------------------------------------------------------
@@ -621,7 +608,6 @@ def unequal(place: Place, where: str) -> str:
 WHERE: dict[str, Callable[[Any], Any]] = {
     "3 (unshard root)": lambda model: mean_square(model, batch(2, 0)),
     "2 (a norm)": lambda model: torch.nn.utils.get_total_norm(list(model.parameters())),
-    "2 (gradient_norm)": gradient_norm,
     "0 (fully_shard)": lambda model: fully_shard(make()),
 }
 

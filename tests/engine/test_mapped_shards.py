@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fsdp_lab.base.errors import SpecError
-from fsdp_lab.engine import ShardError, full_state, memory_stats, no_sync, unshard
+from fsdp_lab.engine import ShardError, full_state, no_sync, unshard
 from fsdp_lab.engine.api import flats_of
 from fsdp_lab.spec.spec import Precision, Spec, Strategy
 from fsdp_lab.wire.meter import Collective
@@ -21,6 +21,10 @@ from tests.engine.toys import Block, Net, batch, by_block, make
 from tests.pool import Place, Pool
 
 MAPPED = Strategy(gather="mapped")
+
+
+def unsharded_bytes(model: Any) -> int:
+    return sum(flat.full.nbytes for flat in flats_of(model) if flat.is_gathered)
 
 
 def mapped(**options: Any) -> Any:
@@ -37,19 +41,19 @@ def shown(place: Place) -> tuple[list[bool], int, list[Collective]]:
         flat.master.fill_(place.rank + 1.0)
         place.world.barrier().wait()
         seen.extend(bool((part == r + 1).all()) for r, part in enumerate(flat.full.chunk(place.world_size)))
-        seen.append(memory_stats(model).unsharded_bytes == 0)
+        seen.append(unsharded_bytes(model) == 0)
         place.world.barrier().wait()
 
     model.blocks[0].register_forward_pre_hook(inside)
     place.context.meter.take()
     with torch.no_grad():
         model(batch(0, place.rank))
-    return seen, memory_stats(model).unsharded_bytes, place.context.meter.take()
+    return seen, unsharded_bytes(model), place.context.meter.take()
 
 
 def test_what_is_gathered_is_the_shards(pool: Pool) -> None:
-    for seen, unsharded_bytes, sent in pool.run(shown, 3, shared_memory=True):
-        assert len(seen) == 3 + 1 and all(seen) and unsharded_bytes == 0
+    for seen, held, sent in pool.run(shown, 3, shared_memory=True):
+        assert len(seen) == 3 + 1 and all(seen) and held == 0
         gathers = [c for c in sent if c.kind == "all_gather"]
         assert len(gathers) == 4 and all(c.link_bytes == 0 < c.payload_bytes for c in gathers)
 
@@ -131,7 +135,7 @@ def written_inside(place: Place, sharding: str) -> tuple[bool, list[Any]]:
                 model.blocks[0].norm.bias.add_(1.0)
     model(x).square().mean().backward()
     model.zero_grad()
-    assert memory_stats(model).unsharded_bytes == 0
+    assert unsharded_bytes(model) == 0
     after = [p.full_tensor() for p in model.parameters()]
     names = [name for name, _ in model.named_parameters()]
     plain = make()
@@ -244,13 +248,13 @@ def refused(place: Place, options: dict[str, Any]) -> str:
 
 def test_where_it_is_not_possible_it_is_refused_in_a_sentence(pool: Pool) -> None:
     for options, why in (
-        ({"offload_policy": CPUOffloadPolicy()}, "map_shards is for parameters on the CPU without offload_policy"),
+        ({"offload_policy": CPUOffloadPolicy()}, "map_shards is for ranks on CPUs that share memory"),
         ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, "mp_policy makes .*weight another dtype"),
     ):
         for text in pool.run(refused, 2, options, shared_memory=True):
             assert re.search(why, text)
     for text in pool.run(refused, 2, {}, shared_memory=False):
-        assert "map_shards is for ranks that share memory, and this process group has none" in text
+        assert "map_shards is for ranks on CPUs that share memory, as by fsdp_lab.init_process_group()" in text
 
 
 DOES_NOT_GO_WITH = [

@@ -101,35 +101,6 @@ def test_when_it_is_gathered_does_not_change_the_result(outcomes: Outcomes) -> N
     same(outcomes, reference(outcomes, "gpt2", 2, optimizer="sgd"), *lab)
 
 
-HARSH = [
-    {"wrap": "every:3", "offload": "all", "forward_prefetch": 3, "backward_prefetch": 3, "limit_all_gathers": 0},
-    {"wrap": "min_params:300", "sharding": "shard_grad_op", "limit_all_gathers": 1},
-    {"recompute": "full", "backward_prefetch": 0, "forward_prefetch": 2},
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["t5", "resnet"])
-def test_a_model_under_strategies_that_differ_in_everything(outcomes: Outcomes, model: str) -> None:
-    options = {"optimizer": of_model(model, 2)}
-    wanted = [reference(outcomes, model, 2, **options, **what_matters(model, changes)) for changes in HARSH]
-    for changes, one in zip(HARSH, wanted, strict=True):
-        same(outcomes, one, steady(model, 2, backend="lab", **options, **changes))
-    if model == "resnet":
-        assert wanted[0].buffers != wanted[2].buffers, "what is recomputed runs twice, as BatchNorm's statistics show"
-
-
-def what_matters(model: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """What FSDP2 must do alike to compute the same.
-
-    T5's gradients are added up by who sees inputs through views, as said above: the modules that are wrapped, in a unit of
-    several each (of which FSDP2 gives views to the first alone, so it wraps block by block here). BatchNorm takes note of a
-    batch whenever it sees it: twice where blocks are computed again.
-    """
-    matters = {"t5": ("wrap",), "resnet": ("recompute",)}.get(model, ())
-    return {n: v for n, v in changes.items() if n in matters and not str(v).startswith("every")}
-
-
 # -- hybrid sharding, and a smaller group between forward and backward ---------------------------------------------------
 
 HYBRIDS = [

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,12 +19,8 @@ from torch import Tensor, distributed as dist, nn
 
 from fsdp_lab.backends.base import DTYPES
 from fsdp_lab.engine import (
-    full_optimizer_state,
     full_state,
-    load_full_optimizer_state,
     load_full_state,
-    local_optimizer_state,
-    local_state,
     original_parameters,
     parameter_groups,
     sharded_parameters,
@@ -136,7 +131,7 @@ def not_there_outside(model: nn.Module, values: State) -> None:
 
 def ranges_partition(place: Place, model: nn.Module, values: State) -> None:
     """The ranks of each group of shards hold every element once, and the right one."""
-    shards = local_state(model)
+    shards = {s.name: s for s in shards_of(model)}
     assert list(shards) == list(values)
     for name, s in shards.items():
         assert same_bits(s.local, values[name].reshape(-1)[s.start : s.stop])
@@ -311,69 +306,24 @@ def padding_is_zero(model: nn.Module) -> None:
         assert bool((flat.master[padding] == 0).all())
 
 
-Slots = dict[str, dict[str, Any]]
-
-
-def trained(place: Place, case: Case) -> tuple[Part, torch.optim.Optimizer | None]:
+def trained(place: Place, case: Case) -> State:
+    """What a model is after a step, on every rank."""
     model, _ = prepared(case)
-    if not sharded_parameters(model):
-        return model, None
-    optimizer = adamw(parameter_groups(model))
-    step(place, model, optimizer)
-    return model, optimizer
+    if sharded_parameters(model):
+        step(place, model, adamw(parameter_groups(model)))
+    return full(model)
 
 
-def told(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[State, Slots]:
-    slots = {} if optimizer is None else {name: dict(s) for name, s in full_optimizer_state(model, optimizer)}
-    return full(model), slots
+def take(place: Place, some: list[Case]) -> list[State]:
+    return [trained(place, case) for case in some]
 
 
-def take(place: Place, some: list[Case]) -> list[tuple[State, Slots]]:
-    """Train each for a step and say all there is."""
-    return [told(*trained(place, case)) for case in some]
-
-
-def give(place: Place, some: list[tuple[Case, State, Slots]]) -> None:
-    """Each goes on from what another world had, and has it all."""
-    for case, state, slots in some:
-        moved(case, state, slots)
-
-
-def moved(case: Case, state: State, slots: Slots) -> tuple[Part, torch.optim.Optimizer | None]:
-    model, _ = prepared(case)
-    load_full_state(model, state)
-    if not slots:
-        return model, None
-    optimizer = adamw(parameter_groups(model))
-    load_full_optimizer_state(model, optimizer, slots)
-    got = told(model, optimizer)
-    assert_same(got[0], state)
-    assert_same_slots(got[1], slots)
-    parts = local_state(model)
-    for name, mine in local_optimizer_state(model, optimizer).items():
-        for slot, value in mine.items():
-            if slot != "step":
-                assert same_bits(value, slots[name][slot].reshape(-1)[parts[name].start : parts[name].stop])
-    return model, optimizer
-
-
-def assert_same_slots(got: Slots, wanted: Slots) -> None:
-    assert list(got) == list(wanted)
-    for name in wanted:
-        assert_same(got[name], wanted[name])
-
-
-def goes_on_elsewhere(place: Place, pair: tuple[Case, Case]) -> None:
-    """The next step after a move to another strategy has the bits of one that never moved."""
-    one, other = pair
-    model, optimizer = trained(place, one)
-    its, its_optimizer = moved(dataclasses.replace(one, strategy=other.strategy), *told(model, optimizer))
-    if optimizer is None or its_optimizer is None or averages(one.strategy) != averages(other.strategy):
-        return
-    assert step(place, its, its_optimizer) == step(place, model, optimizer)
-    got, wanted = told(its, its_optimizer), told(model, optimizer)
-    assert_same(got[0], wanted[0])
-    assert_same_slots(got[1], wanted[1])
+def give(place: Place, some: list[tuple[Case, State]]) -> None:
+    """Each has what another world had."""
+    for case, state in some:
+        model, _ = prepared(case)
+        load_full_state(model, state)
+        assert_same(full(model), state)
 
 
 CHECKS: list[tuple[Callable[[Place, Any], None], int]] = [
@@ -382,7 +332,6 @@ CHECKS: list[tuple[Callable[[Place, Any], None], int]] = [
     (a_lower_precision_changes_nothing_by_itself, 2),
     (trains_as_the_naive_one, 2),
     (trains_as_the_naive_one, 4),
-    (goes_on_elsewhere, 4),
 ]
 
 
@@ -392,15 +341,11 @@ CHECKS: list[tuple[Callable[[Place, Any], None], int]] = [
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_what_holds_of_any_model(pool: Pool, check: Callable[[Place, Any], None], world_size: int) -> None:
-    """`goes_on_elsewhere` is given each case with the next one."""
-    trains = check in (trains_as_the_naive_one, goes_on_elsewhere)
-
     @few
     @seed(100 * world_size + len(check.__name__))
-    @given(drawn(world_size, ("fp32", "fp64")) if trains else drawn(world_size))
+    @given(drawn(world_size, ("fp32", "fp64")) if check is trains_as_the_naive_one else drawn(world_size))
     def hold(some: list[Case]) -> None:
-        those = list(itertools.pairwise(some)) if check is goes_on_elsewhere else some
-        pool.run(each, world_size, check, those, reduction="rank_ordered")
+        pool.run(each, world_size, check, some, reduction="rank_ordered")
 
     hold()
 
@@ -413,10 +358,9 @@ def test_going_on_in_another_world_size(pool: Pool) -> None:
     def hold(some: list[Case], others: list[Case]) -> None:
         states = pool.run(take, 3, some)
         for other in states[1:]:
-            for (state, slots), (its_state, its_slots) in zip(states[0], other, strict=True):
-                assert_same(its_state, state)
-                assert_same_slots(its_slots, slots)
+            for state, its in zip(states[0], other, strict=True):
+                assert_same(its, state)
         cases = [dataclasses.replace(one, strategy=other.strategy) for one, other in zip(some, others, strict=True)]
-        pool.run(give, 2, [(case, *state) for case, state in zip(cases, states[0], strict=True)])
+        pool.run(give, 2, list(zip(cases, states[0], strict=True)))
 
     hold()

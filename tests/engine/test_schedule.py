@@ -274,23 +274,6 @@ def test_what_stays_anyway_does_not_hold_prefetching_back() -> None:
     assert gathers(schedule) == 12
 
 
-def test_four_blocks_with_prefetch_after() -> None:
-    schedule = Schedule(BLOCKS, Rules(forward_prefetch=0, prefetch_before=False))
-    assert " ".join(told(schedule)) == (
-        "u0 c0  u1 c1 f1  u2 c2 f2  u3 c3 f3  u4 c4  c0  "
-        "c0  c4 f4 U3 r4  c3 f3 U2 r3  c2 f2 U1 r2  c1 f1 r1  c0 f0 r0  optim"
-    ).replace("  ", " ")
-    assert peak(schedule) == 2
-
-
-def test_a_unit_called_twice_is_freed_between_and_reduced_once() -> None:
-    calls = [UnitCall(0), UnitCall(1, 0), UnitCall(2, 0), UnitCall(1, 0)]
-    schedule = Schedule(calls, Rules(forward_prefetch=0, backward_prefetch=0))
-    assert (
-        " ".join(told(schedule)) == "u0 c0 u1 c1 f1 u2 c2 f2 u1 c1 c0 c0 c1 f1 u2 c2 f2 r2 u1 c1 f1 r1 c0 f0 r0 optim"
-    )
-
-
 def test_a_call_without_gradients_has_no_backward() -> None:
     """It is freed after its forward, and neither gathered ahead nor reduced; its unit's other call is."""
     calls = [UnitCall(0), UnitCall(1, 0), UnitCall(2, 0, detached=True), UnitCall(1, 0, detached=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 from collections import Counter
@@ -234,16 +233,9 @@ def traced(place: Place, strategy: Strategy) -> list[Span]:
     optimizer = torch.optim.SGD(sharded_parameters(model), lr=0.1)
     for _ in range(2):
         with profile(activities=[ProfilerActivity.CPU]) as seen:
-            loss = mean_square(model, batch(0, place.rank))
-            last = runtime_of(model).last
-            loss.backward()
+            mean_square(model, batch(0, place.rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert last is not None and not last.spans  # each was closed
-    loss = mean_square(model, batch(0, place.rank))
-    last = runtime_of(model).last
-    assert last is not None and last.spans == {}  # none is made when nobody looks
-    loss.backward()
     return spans(seen)
 
 
@@ -265,27 +257,3 @@ def _lies_in_its_root(found: list[Span]) -> None:
         assert [name for name, _, _ in inner] == [f"compute {unit}" for unit in units]
         assert all(a[2] <= b[1] for a, b in itertools.pairwise(inner))
         assert inner[-1][2] <= root[2]
-
-
-def after_an_exception(place: Place) -> list[str]:
-    """Spans that an exception left open end with their pass, and do not reach into the next one."""
-    model = by_block(make(depth=4))
-
-    def fail(*_: Any) -> None:
-        raise ValueError("trouble")
-
-    handle = model.blocks[1].register_forward_hook(fail)
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        with contextlib.suppress(ValueError):
-            mean_square(model, batch(0, place.rank))
-        handle.remove()
-        mean_square(model, batch(0, place.rank)).backward()
-    found = spans(seen)
-    broken, whole = [s for s in found if s[0] == "compute blocks.1"][:2]
-    assert broken[2] <= whole[1]
-    return [name for name, _, _ in found]
-
-
-def test_spans_end_with_a_pass_that_failed(pool: Pool) -> None:
-    for found in pool.run(after_an_exception, 2):
-        assert found.count("compute root") == 3 and found.count("compute blocks.3") == 2

@@ -18,7 +18,7 @@ from fsdp_lab.base.streams import CommStreams, CudaStreams
 from fsdp_lab.engine import full_state, no_sync, sharded_parameters, unshard
 from fsdp_lab.engine.collectives import CommHandle
 from fsdp_lab.spec.spec import Strategy
-from tests.engine.simulated import Mode, SimulatedDevice, Wait
+from tests.engine.simulated import SimulatedDevice, Wait
 from tests.engine.toys import Net, batch, by_block, make
 from tests.pool import Place, Pool
 from tests.wire.simulated_wire import Over, wire_on_device
@@ -103,24 +103,22 @@ ASKED = {
 }
 
 
-EAGER, LATE = Mode
 WITH_A_WIRE = ("prefetch", "two reductions, offload", "offload, alone")  # or left out below
 ROWS = [
-    *((name, "", EAGER) for name in CASES if name not in WITH_A_WIRE),
-    *((name, "", LATE) for name in ("full_shard", "offload all", "hybrid_shard")),
-    ("full_shard", Over.NCCL, EAGER),
-    ("full_shard", Over.HOST, LATE),
-    ("hybrid_shard", Over.NCCL, EAGER),
-    ("hybrid_shard", Over.HOST, EAGER),
-    ("prefetch", Over.GPU, LATE),
-    ("prefetch", Over.NCCL, LATE),
-    ("two reductions, offload", Over.GPU, EAGER),
+    *((name, "") for name in CASES if name not in WITH_A_WIRE),
+    ("full_shard", Over.NCCL),
+    ("full_shard", Over.HOST),
+    ("hybrid_shard", Over.NCCL),
+    ("hybrid_shard", Over.HOST),
+    ("prefetch", Over.GPU),
+    ("prefetch", Over.NCCL),
+    ("two reductions, offload", Over.GPU),
 ]
 
 
-def _simulated(place: Place, name: str, mode: Mode, over: str = "", without: Wait | None = None) -> Any:
+def _simulated(place: Place, name: str, over: str = "", without: Wait | None = None) -> Any:
     """What `train` returns; or the first race that was found."""
-    device = SimulatedDevice(mode, without=without)
+    device = SimulatedDevice(without=without)
     if not over:
         with device.installed():
             trained = train(place, name, device)
@@ -133,18 +131,18 @@ def _simulated(place: Place, name: str, mode: Mode, over: str = "", without: Wai
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "over", "mode"), ROWS)
-def test_every_wait_is_there(ran: Callable[..., Any], name: str, over: str, mode: Mode) -> None:
+@pytest.mark.parametrize(("name", "over"), ROWS)
+def test_every_wait_is_there(ran: Callable[..., Any], name: str, over: str) -> None:
     """And a step asks of the device what is known."""
     ranks = CASES[name].ranks
     plain = ran(_plainly, ranks, name, reduction="native" if over == Over.NCCL else "auto")
-    simulated = ran(_simulated, ranks, name, mode, over, reduction=None if over else "auto")
+    simulated = ran(_simulated, ranks, name, over, reduction=None if over else "auto")
     for rank, one in enumerate(simulated):
         assert not isinstance(one, str), one
         assert one[0].keys() == plain[rank].keys()
         for key, value in one[0].items():
             assert torch.equal(value, plain[rank][key]), key
-    if name in ASKED and mode is EAGER and over != Over.GPU:
+    if name in ASKED and over != Over.GPU:
         _, waits, counts = simulated[0]
         _asks_what_is_known(ASKED[name], over, waits, counts)
 
@@ -178,9 +176,9 @@ LEFT_OUT = (
 
 def _without_each(place: Place, name: str, needed: set[Wait]) -> dict[Wait, bool]:
     """By wait of a step that is not known to be needed: whether a race is seen without it."""
-    whole = _simulated(place, name, EAGER)
+    whole = _simulated(place, name)
     assert not isinstance(whole, str), whole
-    return {w: isinstance(_simulated(place, name, EAGER, without=w), str) for w in whole[1] if w not in needed}
+    return {w: isinstance(_simulated(place, name, without=w), str) for w in whole[1] if w not in needed}
 
 
 @pytest.mark.slow
@@ -203,7 +201,7 @@ def _without_references(place: Place, name: str) -> Any:
 
     made = CommHandle.__init__
     with patch.object(CommHandle, "__init__", forgetful):
-        return _simulated(place, name, EAGER)
+        return _simulated(place, name)
 
 
 def test_memory_that_is_freed_too_early_is_found(pool: Pool) -> None:

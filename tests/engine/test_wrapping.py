@@ -78,21 +78,6 @@ def test_a_tied_module_is_passed_over() -> None:
     assert names(net, units(net, "block")) == [["blocks.1"]]
 
 
-class Tree(nn.Module):
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.own = nn.Linear(2, 2)
-        self.children_ = nn.ModuleList([Tree(depth - 1) for _ in range(2)] if depth else [])
-
-
-def test_a_class_inside_itself_is_sharded_from_within() -> None:
-    tree = Tree(2)
-    found = [m for (m,) in units(nn.Sequential(tree), "class:Tree")]
-    assert len(found) == 7 and found[-1] is tree
-    for i, m in enumerate(found):
-        assert not any(other in found[i + 1 :] for other in m.modules())
-
-
 @pytest.mark.parametrize(
     ("wrap", "says"),
     [

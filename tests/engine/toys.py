@@ -16,7 +16,6 @@ from torch import Tensor, distributed as dist, nn
 from fsdp_lab.backends.flat import engine_options
 from fsdp_lab.engine import (
     ShardError,
-    TrainingState,
     UnitState,
     build_mesh,
     full_state,
@@ -153,7 +152,7 @@ def is_clean(model: Any) -> None:
     """Between two steps: nothing is gathered, nothing is under way."""
     assert [unit.name for unit in units_of(model) if unit.state is not UnitState.SHARDED] == []
     runtime = runtime_of(model)
-    assert runtime.state is TrainingState.IDLE and not runtime.reducing and not runtime.recomputes
+    assert runtime.backward is None and not runtime.reducing and not runtime.recomputes
 
 
 class FailsBackward(torch.autograd.Function):

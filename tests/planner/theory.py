@@ -11,7 +11,7 @@ from fsdp_lab.spec.spec import Spec
 
 
 def peak_in_theory(spec: Spec, shape: ModelShape) -> float:
-    """By the closed form in `fsdp_lab.engine.memory`, with what the plain model holds from its tape: of the lab's engine
+    """By the closed form of ZeRO and FSDP, with what the plain model holds from its tape: of the lab's engine
     with AdamW and its usual prefetching, over shards on CPUs of one host, where each unit is called once."""
     units = FlatMemory(spec, shape, MemoryTracker(), on_gpu=False).units
     samples, tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)

@@ -14,7 +14,6 @@ import torch
 from torch import distributed as dist
 
 from fsdp_lab.wire import WireTimeout, traffic
-from fsdp_lab.wire.context import GlooExchange
 from tests.pool import Place, Pool
 
 Run = Callable[..., list[Any]]
@@ -116,14 +115,8 @@ def _every_kind(place: Place) -> dict[str, object]:
     totals = {k: (t.calls, t.link_bytes, t.seconds > 0) for k, t in traffic(place.context.meter.take()).items()}
     sequence = place.context.last.sequence
     # What loops of users and of torch's libraries call beside these.
-    received = [torch.empty(s + 1) for s in range(w)]
-    dist.all_to_all(received, [torch.full((r + 1,), 10.0 * r + s) for s in range(w)])
-    lists = [[torch.empty(2), torch.empty(1)] for _ in range(w)]
-    group.allgather_coalesced(lists, [torch.full((2,), 1.0 + r), torch.full((1,), 5.0 + r)]).wait()
-    big, came = torch.full((1 << 18,), float(r)), torch.empty(1 << 18)
-    pair = [dist.P2POp(dist.isend, big, (r + 1) % w), dist.P2POp(dist.irecv, came, (r - 1) % w)]
-    for work in dist.batch_isend_irecv(pair):
-        work.wait()
+    with pytest.raises(NotImplementedError, match="has no such collective of lists; give tensors to all_gather_single"):
+        dist.all_to_all(listed, listed)
     one, two = torch.full((3,), 1.0 + r), torch.full((5,), 2.0 + r)
     with dist.distributed_c10d._coalescing_manager(group, cpu, async_ops=True) as together:
         dist.all_reduce(one)
@@ -135,8 +128,7 @@ def _every_kind(place: Place) -> dict[str, object]:
     return {
         "gathered": gathered.tolist(), "listed": torch.cat(listed).tolist(), "told": told.tolist(),
         "swapped": swapped.tolist(), "objects": objects, "biggest": biggest.item(), "ones": ones.tolist(),
-        "received": [t.tolist() for t in received], "lists": [[t.tolist() for t in ts] for ts in lists],
-        "came": came[0].item(), "together": [one[0].item(), two[-1].item()], "totals": totals, "sequence": sequence,
+        "together": [one[0].item(), two[-1].item()], "totals": totals, "sequence": sequence,
     }  # fmt: skip
 
 
@@ -156,15 +148,18 @@ def test_every_kind_arrives_and_is_counted(over: Run) -> None:
             "objects": [{"rank": s} for s in range(3)],
             "biggest": 2.0,
             "ones": [3.0, 3.0],
-            "received": [[10.0 * s + r] * (s + 1) for s in range(3)],
-            "lists": [[[1.0 + s] * 2, [5.0 + s]] for s in range(3)],
-            "came": (r - 1) % 3,
             "together": [6.0, 9.0],
         }
 
 
 def _passes_on(place: Place, late_s: float) -> list[float]:
-    """From rank to rank; the last one comes late."""
+    """From rank to rank, each to the next and from the last one, which comes late."""
+    rank, size = place.rank, place.world_size
+    big, came = torch.full((1 << 18,), float(rank)), torch.empty(1 << 18)
+    pair = [dist.P2POp(dist.isend, big, (rank + 1) % size), dist.P2POp(dist.irecv, came, (rank - 1) % size)]
+    for work in dist.batch_isend_irecv(pair):
+        work.wait()
+    assert came[0] == (rank - 1) % size
     t = torch.full((3,), float(place.rank))
     if place.rank == place.world_size - 1:
         time.sleep(late_s)
@@ -175,13 +170,19 @@ def _passes_on(place: Place, late_s: float) -> list[float]:
     return t.tolist()
 
 
-def test_a_rank_that_sends_late_is_waited_for(over: Run) -> None:
+def _sends(place: Place) -> None:
+    with pytest.raises(NotImplementedError, match="have no send and recv; use broadcast in a group of the two"):
+        place.world.send([torch.ones(1)], 1 - place.rank, 0)
+
+
+def test_a_rank_that_sends_late_is_waited_for(pool: Pool) -> None:
     """Gloo closes the connection where a wait for it times out, so it must not be waited for in slices."""
-    assert over(_passes_on, 3, 0.2) == [[2.0] * 3, [1.0] * 3, [2.0] * 3]
+    assert pool.run(_passes_on, 3, 0.2) == [[2.0] * 3, [1.0] * 3, [2.0] * 3]
+    pool.run(_sends, 2, shared_memory=True)
 
 
-def _exchanged(place: Place, n: int, exchange: GlooExchange) -> list[torch.Tensor]:
-    place.world._gloo_exchange = exchange
+def _exchanged(place: Place, n: int, ring: bool, piece_bytes: int) -> list[torch.Tensor]:
+    place.world._ring, place.world._piece_bytes = ring, piece_bytes
     whole, part = torch.empty(n * place.world_size), _values(place.rank, n)
     place.world.all_gather_single(whole, part).wait()
     return [whole, _reduce_scatter(place, n, "SUM"), _all_reduce(place, n, "SUM")]
@@ -192,7 +193,7 @@ def _exchanged(place: Place, n: int, exchange: GlooExchange) -> list[torch.Tenso
 def test_between_hosts_all_bits_are_the_same(pool: Pool, ranks: int, n: int) -> None:
     """In a ring or not, whole or in pieces of 1,000 bytes, of which the last is smaller."""
     inside, *others = (
-        pool.run(_exchanged, ranks, n, GlooExchange(ring=ring, piece_bytes=piece_bytes), reduction="rank_ordered")
+        pool.run(_exchanged, ranks, n, ring, piece_bytes, reduction="rank_ordered")
         for ring, piece_bytes in itertools.product((False, True), (0, 1000))
     )
     for other in others:
@@ -200,13 +201,13 @@ def test_between_hosts_all_bits_are_the_same(pool: Pool, ranks: int, n: int) -> 
             assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-def _chosen(place: Place) -> GlooExchange:
-    return place.world._fastest_exchange()
+def _chosen(place: Place) -> int:
+    return place.world._fastest_pieces()
 
 
 def test_all_ranks_choose_alike_how_they_exchange(pool: Pool) -> None:
     (chosen,) = set(pool.run(_chosen, 3))
-    assert chosen.piece_bytes in (0, 128 << 10)
+    assert chosen in (0, 128 << 10)
 
 
 def _never_comes(place: Place) -> str:
@@ -226,23 +227,12 @@ def test_a_collective_that_a_rank_does_not_join_ends_in_time(pool: Pool) -> None
     assert pool.run(_never_comes, 2)[0] == told
 
 
-def _not_here(place: Place) -> list[str]:
-    """What torch says of each."""
-    symmetric, plain = torch.distributed._symmetric_memory, torch.ones(4)
-    groups = [place.world, place.world.group_name]
-    calls = [lambda group=group: symmetric.rendezvous(plain, group) for group in groups]
-    calls.append(lambda: dist.distributed_c10d._time_estimator(place.world).__enter__())
-    said = []
-    for call in calls:
-        with pytest.raises(NotImplementedError) as e:
-            call()
-        said.append(str(e.value))
-    dist.all_reduce(plain)
+def _not_here(place: Place) -> None:
+    with pytest.raises(NotImplementedError, match="time estimator is not supported"):
+        dist.distributed_c10d._time_estimator(place.world).__enter__()
+    dist.all_reduce(plain := torch.ones(4))
     assert plain[0] == place.world_size, "and the group goes on"
-    return said
 
 
-def test_symmetric_memory_and_estimates_of_time_are_refused(over: Run) -> None:
-    for *shared, estimated in over(_not_here, 2):
-        assert set(shared) == {"a group of fsdp_lab has no symmetric memory; leave out set_symm_mem_for_comm"}
-        assert "time estimator is not supported" in estimated
+def test_estimates_of_time_are_refused(over: Run) -> None:
+    over(_not_here, 2)

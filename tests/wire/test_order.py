@@ -20,14 +20,14 @@ from fsdp_lab.backends import ddp
 from fsdp_lab.wire import ReductionOrder, Wire
 from fsdp_lab.wire.work import WireWork
 from tests.covering import tiered
-from tests.engine.simulated import Mode, SimulatedDevice, Stream, Wait
+from tests.engine.simulated import SimulatedDevice, Stream, Wait
 from tests.pool import Place, Pool
 from tests.wire.simulated_wire import Over, WireOnDevice, wire_on_device
 
 N = 6  # elements of a rank's part
 W = 3
 TURNS = 2
-EACH = [(Over.NCCL, Mode.EAGER), (Over.NCCL, Mode.LATE), (Over.HOST, Mode.EAGER), (Over.LINK, Mode.LATE)]
+EACH = [Over.NCCL, Over.HOST, Over.LINK]
 
 
 class How(enum.Enum):
@@ -178,16 +178,16 @@ def _wrong(place: Place, wire: WireOnDevice, case: Case, device: SimulatedDevice
     return next(iter(device.races), "" if same else f"{found} is not {wanted}")
 
 
-def _all_wrong(place: Place, over: str, mode: Mode) -> dict[str, str]:
+def _all_wrong(place: Place, over: str) -> dict[str, str]:
     with wire_on_device(place, over) as wire:
-        found = {str(case): _wrong(place, wire, case, SimulatedDevice(mode)) for case in CASES}
+        found = {str(case): _wrong(place, wire, case, SimulatedDevice()) for case in CASES}
     return {case: wrong for case, wrong in found.items() if wrong}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("over", "mode"), tiered(EACH, lambda over, mode: mode is Mode.EAGER))
-def test_every_wait_is_there(pool: Pool, over: str, mode: Mode) -> None:
-    for found in pool.run(_all_wrong, W, over, mode, reduction=None):
+@pytest.mark.parametrize("over", EACH)
+def test_every_wait_is_there(pool: Pool, over: str) -> None:
+    for found in pool.run(_all_wrong, W, over, reduction=None):
         assert found == {}
 
 
@@ -204,9 +204,9 @@ class Bucket:
         return self._buffer
 
 
-def _buckets(place: Place, over: str, dtype: torch.dtype | None, mode: Mode) -> list[Any]:
+def _buckets(place: Place, over: str, dtype: torch.dtype | None) -> list[Any]:
     """Two buckets of a backward whose gradients are computed on a lane. Returns the first race, and the gradients."""
-    device = SimulatedDevice(mode)
+    device = SimulatedDevice()
 
     def issue(t: Tensor, op: Any, group: Any, async_op: bool) -> Any:
         """The dispatcher would hide its operations from the mode."""
@@ -226,11 +226,11 @@ def _buckets(place: Place, over: str, dtype: torch.dtype | None, mode: Mode) -> 
     return [*device.races[:1], total.tolist()]
 
 
-@pytest.mark.parametrize(("over", "mode"), tiered(EACH, lambda over, mode: mode is Mode.EAGER))
-def test_ddp_s_buckets(pool: Pool, over: str, mode: Mode) -> None:
+@pytest.mark.parametrize("over", tiered(EACH, lambda over: over != Over.LINK))
+def test_ddp_s_buckets(pool: Pool, over: str) -> None:
     wanted = [2 * (2 * 1.5 * i + 1) for i in range(N)]
     for dtype in (None, torch.bfloat16):
-        assert pool.run(_buckets, 2, over, dtype, mode, reduction=None) == [[wanted]] * 2
+        assert pool.run(_buckets, 2, over, dtype, reduction=None) == [[wanted]] * 2
 
 
 NOT_FOR_ORDER = "group.unstage"  # the host waits, so that the time of a wait has the copy in it

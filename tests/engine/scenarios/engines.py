@@ -172,8 +172,6 @@ class Scenario:
     ranks: int = 2
     not_under: Mapping[Kind, str] = field(default_factory=dict)  # engine -> why the script is not run under it
     quick: bool = False  # whether it is in the quick tier, which has each way in which an engine can go wrong
-    faults: tuple[str, ...] = ()  # beside one of the general ones; see faults.py
-    unseen: tuple[str, ...] = ()  # general faults that its script works around
 
     @property
     def name(self) -> str:
@@ -195,7 +193,6 @@ def run(
     scenario: Scenario,
     kind: Kind,
     meter: Meter | None = None,
-    fault: Callable[[Engine], AbstractContextManager[Any]] = nullcontext,
     **where: Any,
 ) -> Run:
     """A script under an engine, on this rank, always from the same seed."""
@@ -204,7 +201,7 @@ def run(
     torch.manual_seed(0)
     engine = ENGINES[kind](**where)
     try:
-        with fault(engine), meter() if meter is not None else nullcontext() as peak:
+        with meter() if meter is not None else nullcontext() as peak:
             scenario.script(engine)
     finally:
         torch.set_default_dtype(usual)

@@ -13,14 +13,9 @@ from tests.engine.scenarios.engines import Engine, Kind, Scenario, drawn, inputs
 from tests.engine.toys import WIDTH
 
 
-def _with(e: Engine, make: Callable[..., torch.optim.Optimizer], only: int = 0) -> None:
-    """With an optimizer of all parameters, or of those with so many dimensions."""
+def _with(e: Engine, make: Callable[..., torch.optim.Optimizer]) -> None:
     model = net(e)
-    train(e, model, make([p for p in model.parameters() if not only or p.ndim == only]), steps=4)
-
-
-def sgd_momentum(e: Engine) -> None:
-    _with(e, partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.01))
+    train(e, model, make(model.parameters()), steps=4)
 
 
 def foreach(e: Engine) -> None:
@@ -31,11 +26,6 @@ def foreach(e: Engine) -> None:
 def adafactor(e: Engine) -> None:
     """Factored second moments: sums over rows and columns of whole matrices."""
     _with(e, partial(torch.optim.Adafactor, lr=1e-2))
-
-
-def muon(e: Engine) -> None:
-    """Orthogonalised momentum: products of whole matrices. One iteration: each multiplies errors by more than 3."""
-    _with(e, partial(torch.optim.Muon, lr=1e-2, ns_steps=1), only=2)
 
 
 def groups_with_schedule(e: Engine) -> None:
@@ -186,42 +176,19 @@ def optimizer_in_backward(e: Engine) -> None:
     e.record_model(model)
 
 
-def optimizer_state_inspected(e: Engine) -> None:
-    """The moments have the parameters' shapes, and are what torch would have."""
-    model = net(e, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    train(e, model, optimizer, steps=2)
-    for name, p in model.named_parameters():
-        for key, value in sorted(optimizer.state[p].items()):
-            e.record(f"{key} of {name}", value)
-
-
 # u = 2^-11 of fp16 in place of bf16's 2^-8: see models.py. Scaled gradients of up to 2^10 stay below fp16's largest.
 _FP16_BOUND = 10 * 2.0**-11
-# Muon makes its updates in bf16: three products, each rounded by u = 2^-8, of a matrix of norm 1 that grows by 3.4, make
-# 3 * 3.4 u = 0.04; four steps of lr 1e-2, scaled by sqrt(7 / 6), add up to 1.8e-3.
-_MUON_BOUND = 2e-3
 _NO_POWER = {Kind.FSDP2: "torch raises: an in-place power of a partial norm of a DTensor"}
 _NOT_FLAT = {Kind.FSDP2: "torch raises: it cannot flatten a tensor that is cut unevenly"}
-_CLOSED = ("a parameter is frozen", "a step is skipped")  # its closure makes the gradients again
 SCENARIOS = (
-    Scenario(script=sgd_momentum),
     Scenario(script=foreach),
     Scenario(script=adafactor, bits=False, not_under=_NO_POWER),
-    Scenario(script=muon, bits=False, bound=_MUON_BOUND),
-    Scenario(script=groups_with_schedule, faults=("the schedule stands still",)),
-    Scenario(script=line_search, bits=False, not_under=_NOT_FLAT, unseen=_CLOSED),
-    Scenario(script=clipping_by_norm, quick=True, bits=False, faults=("clips nothing",)),
-    Scenario(script=clipping_by_value, faults=("clips no value",)),
+    Scenario(script=groups_with_schedule),
+    Scenario(script=line_search, bits=False, not_under=_NOT_FLAT),
+    Scenario(script=clipping_by_norm, quick=True, bits=False),
+    Scenario(script=clipping_by_value),
     Scenario(script=gradients_kept),
     Scenario(script=temperature, bits=False),
-    Scenario(
-        script=grad_scaler,
-        dtype=torch.float32,
-        bits=False,
-        bound=_FP16_BOUND,
-        faults=("no rank skips", "clips nothing"),
-    ),
+    Scenario(script=grad_scaler, dtype=torch.float32, bits=False, bound=_FP16_BOUND),
     Scenario(script=optimizer_in_backward),
-    Scenario(script=optimizer_state_inspected),
 )
