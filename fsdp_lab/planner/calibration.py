@@ -16,13 +16,6 @@
 So the predicted model, workload and sharding need not be among the measured ones. A calibration is valid for the same number
 of ranks on the same devices under the same other load.
 
-Note: from one rank to several. Ranks of one host share its cores, so one rank is measured in a crowd of as many processes
-(`fsdp_lab/rank/crowd.py`), each of which computes and steps by itself: `Calibration.crowds`. Curves, overheads and
-traffic follow as above, from steps that take as long as the slowest process's. What communication adds is predicted: the
-collectives' own curves; the cores' time that they take from computing, all of it (`interference` 1), since ranks leave no
-core free; and the wait for the last rank, which grows with the computing between two collectives where ranks outnumber cores
-(`Machine.late`). A step of the same work by one rank (`anchors`) corrects what computing takes, and nothing else.
-
 On a GPU the host runs ahead of the device, and the smallest models show its time alone: that of a kernel
 (`Rates.eager_s`) from DDP's, which adds next to nothing to a block, then of a step, a gather or reduction, and a tensor.
 Norms, activations and losses take as long as copies of as many bytes (`UnitShape.kernels`). Predictions of this path have
@@ -31,11 +24,9 @@ not been compared with measured steps of a GPU.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import itemgetter
 from statistics import fmean, median
 from typing import Any
 
@@ -47,13 +38,12 @@ from fsdp_lab.planner.devices import PUBLISHED, Curve, Device, HostOverhead, Mac
 from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.planner.step import AHEAD, OVERLAPPING, StepModel
-from fsdp_lab.spec.spec import BACKEND_TRAITS, BACKENDS, Spec, Strategy, fields_with
+from fsdp_lab.spec.spec import BACKEND_TRAITS, BACKENDS, Spec
 
 SMALL = ("deep", "shallow", "whole")
 TCP_SHARE = 0.941  # of an Ethernet's rate: 1,448 bytes of payload in a frame that takes 1,538
 MOST = 4.0  # upper bound of interference and of stretch
 SHOWN = 1.02  # by how much a step must depend on them
-LEAST = 0.1  # lower bound of computing: an update that took longer than a step's prediction would leave nothing of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +95,6 @@ class Calibration:
     devices: tuple[str, ...]  # one per rank
     probes: Mapping[str, Any] = field(repr=False)  # results of `fsdp_lab.rank.calibration`, the mean over ranks
     shapes: tuple[ModelShape, ...] = field(repr=False)  # of the references, in order
-    # Whether each rank made its steps by itself: they are of `one_rank` of a Spec.
-    alone: bool = field(default=False, repr=False)
-    # Of one rank, also timed: plans of the same work begin from their steps.
-    anchors: tuple[Spec, ...] = field(default=(), repr=False)
-    # Of one rank, as one of so many on its host.
-    crowds: Mapping[int, Calibration] = field(default_factory=dict, repr=False)
 
     @property
     def ranks(self) -> int:
@@ -130,11 +114,7 @@ class Calibration:
     @classmethod
     def of(cls, each: Sequence[Mapping[str, Any]], **fields: Any) -> Calibration:
         """Makes one from the probes of every rank, and the other fields."""
-        probes = _mean(each)
-        if fields.get("alone"):  # a step that all wait for takes as long as the slowest
-            of_all = {i: zip(*(one["steps"][i] for one in each), strict=True) for i in probes["steps"]}
-            probes["steps"] = {i: [max(step) for step in steps] for i, steps in of_all.items()}
-        return cls(probes=probes, **fields)
+        return cls(probes=_mean(each), **fields)
 
     @property
     def on_gpu(self) -> bool:
@@ -143,10 +123,6 @@ class Calibration:
     @property
     def dtypes(self) -> tuple[str, ...]:
         return tuple(self.probes["products"])
-
-    def over_gloo(self) -> Calibration:
-        """The calibration of a crowd as if its ranks had no memory to share."""
-        return replace(self, probes={**self.probes, "collectives": self.probes["gloo"]})
 
     @cached_property
     def machine(self) -> Machine:
@@ -159,7 +135,7 @@ class Calibration:
             for dtype, rows in p["scores"].items()
         }
         copies, updates = Curve.of(p["copies"]), {name: Curve.of(rows) for name, rows in p["updates"].items()}
-        per_host, late = self.per_host, p["collectives"].get("late")
+        per_host = self.per_host
         sizes = {"collectives": self.ranks, "pairs": 2, "inside": per_host, "across": self.ranks // per_host}
         curves: dict[str, Any] = {name: _curves(p.get(name, {}), size) for name, size in sizes.items()}
         all_ranks = max((curve.best for curve in curves["collectives"].values()), default=2 * copies.best)
@@ -178,13 +154,7 @@ class Calibration:
             measured=MeasuredCurves(products=products, scores=scores, copies=copies, updates=updates),
         )
         made = Machine(device=device, ranks=self.ranks, per_host=per_host, network_bytes_per_s=network, assumed={})
-        return replace(made, late=late and _lateness(late, curves["collectives"]), **curves)
-
-    @cached_property
-    def _stepping(self) -> Machine:
-        """The machine of the steps."""
-        here = self.machine
-        return replace(here, ranks=1, per_host=1, collectives={}, late=None) if self.alone else here
+        return replace(made, **curves)
 
     def on_hosts(
         self, hosts: int, network_gbit_per_s: float | None = None, *, per_host: int | None = None
@@ -220,7 +190,7 @@ class Calibration:
         """The measured rates, for `plan`."""
         rates = replace(PUBLISHED, matrix=1.0, memory=1.0, link=1.0, network=1.0)
         rates = replace(rates, latency_s=0.0, hop_s=0.0, jitter_s=0.0, step_s=0.0, kernel_s=0.0)
-        rates = replace(rates, interference=1.0 if self.alone else 0.5)
+        rates = replace(rates, interference=0.5)
         for _ in range(6):  # each has a small effect on the measurements that determine the others
             if self.on_gpu:
                 rates = replace(rates, eager_s=self._eager_s(rates))
@@ -235,24 +205,10 @@ class Calibration:
                 rates = self._with_overlap(backend, rates)
         return rates
 
-    def rates_of(self, spec: Spec, shape: ModelShape) -> Rates:
-        """`rates`, with the computing of a step of the same work that one rank made, if there is one in `anchors`."""
-        anchor = one_rank(spec) if self.anchors else spec
-        if anchor not in self.anchors:
-            return self.rates
-        measured_s = median(self.probes["steps"][str(len(self.shapes) + self.anchors.index(anchor))])
-        tokens = shape.tokens(spec.workload.seq_len)
-        one_s, two_s = (  # linear in the computing
-            StepModel(anchor, shape.units, tokens, self._stepping, replace(self.rates, computing=k)).step().seconds
-            for k in (1.0, 2.0)
-        )
-        return replace(self.rates, computing=max(LEAST, 1.0 + (measured_s - one_s) / (two_s - one_s)))
-
     @cached_property
     def _steps(self) -> list[tuple[Reference, ModelShape, float]]:
         """Each reference with its shape and the median seconds of its steps."""
-        ranks, devices = (1, self.devices[:1]) if self.alone else (self.ranks, self.devices)
-        wanted = references(ranks, self.dtypes, devices, None if self.alone else self.per_host)
+        wanted = references(self.ranks, self.dtypes, self.devices, self.per_host)
         if len(wanted) != len(self.shapes):
             raise ArgumentError("calibration", "an earlier version timed other models", "call lab.calibrate() again")
         timed = zip(wanted, self.shapes, strict=True)
@@ -337,58 +293,26 @@ class Calibration:
         return self._model(r, shape, rates).step().seconds
 
     def _model(self, r: Reference, shape: ModelShape, rates: Rates) -> StepModel:
-        return StepModel(r.spec, shape.units, shape.tokens(r.spec.workload.seq_len), self._stepping, rates)
+        return StepModel(r.spec, shape.units, shape.tokens(r.spec.workload.seq_len), self.machine, rates)
 
     def to_dict(self) -> dict[str, Any]:
         shapes = [replace(shape, tapes={}).to_dict() for shape in self.shapes]
         d: dict[str, Any] = {name: getattr(self, name) for name in ("unix_s", "seconds", "name")}
-        d |= {"devices": list(self.devices), "probes": dict(self.probes), "shapes": shapes, "alone": self.alone}
-        d["anchors"] = [spec.to_dict() for spec in self.anchors]
-        return {**d, "crowds": {str(ranks): crowd.to_dict() for ranks, crowd in self.crowds.items()}}
+        return d | {"devices": list(self.devices), "probes": dict(self.probes), "shapes": shapes}
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Calibration:
         """Raises ValueError if it is no calibration."""
         try:
-            fields: dict[str, Any] = {name: d[name] for name in ("unix_s", "seconds", "name", "probes", "alone")}
+            fields: dict[str, Any] = {name: d[name] for name in ("unix_s", "seconds", "name", "probes")}
             fields |= {"devices": tuple(d["devices"]), "shapes": tuple(map(ModelShape.from_dict, d["shapes"]))}
-            crowds = {int(ranks): cls.from_dict(crowd) for ranks, crowd in d["crowds"].items()}
-            return cls(**fields, anchors=tuple(map(Spec.from_dict, d["anchors"])), crowds=crowds)
+            return cls(**fields)
         except (KeyError, TypeError) as e:
             raise ValueError(f"this is no calibration ({type(e).__name__}: {e}); make one with lab.calibrate()") from e
 
 
-def crowd_specs(dtypes: Sequence[str], anchors: Sequence[Spec]) -> list[Spec]:
-    """The Specs that one rank of a crowd times: the references, then the anchors."""
-    return [*(r.spec for r in references(1, dtypes, ("cpu",))), *anchors]
-
-
-def alone(
-    each: Sequence[Mapping[str, Any]], dtypes: Sequence[str], anchors: tuple[Spec, ...], *, name: str, seconds: float
-) -> Calibration:
-    """The calibration of one rank in a crowd, from the probes of all that were in it."""
-    fields = {"shapes": shapes_of(references(1, dtypes, ("cpu",))), "devices": ("cpu",) * len(each), "anchors": anchors}
-    return Calibration.of(each, unix_s=time.time(), seconds=seconds, name=name, alone=True, **fields)
-
-
 def shapes_of(timed: Sequence[Reference]) -> tuple[ModelShape, ...]:
     return tuple(replace(shape_for(r.spec.workload.model, r.spec.strategy.wrap), tapes={}) for r in timed)
-
-
-def one_rank(spec: Spec) -> Spec:
-    """The Spec of one micro-batch on one rank: what the ranks of `spec` each compute."""
-    sharding = "no_shard" if spec.strategy.is_replicated else "full_shard"
-    usual = {name: getattr(Strategy, name) for name in fields_with("between_ranks")}
-    return spec.replace(world_size=1, devices=None, link=None, sharding=sharding, accumulate=1, **usual)
-
-
-def _lateness(rows: Sequence[Sequence[float]], collectives: Mapping[str, Curve]) -> Curve:
-    """The lateness by seconds of computing, from rounds of computing and a small collective, which take its time as well."""
-    own_s = min(curve.points[0][1] for curve in collectives.values())
-    sizes = sorted(rows, key=itemgetter(0))
-    each = len(sizes) // 4  # rows of one size; its passes differ a little in the seconds of computing
-    means = [[fmean(column) for column in zip(*sizes[i : i + each], strict=True)] for i in range(0, len(sizes), each)]
-    return Curve.of([computing_s, late_s - own_s] for computing_s, late_s in means)
 
 
 def _curves(rows: Mapping[str, Sequence[Sequence[float]]], size: int) -> dict[str, Curve]:

@@ -95,9 +95,9 @@ class Computing:
         back = (1 + unit.trained_share) * products + scores_back + other_back + host
         issued_back = issue_back + issuing + (issue if recomputes else 0.0)
         return Work(
-            forward_s=rates.computing * forward,
-            backward_s=rates.computing * back if unit.has_backward else 0.0,
-            recompute_s=rates.computing * (recompute + host) if recomputes else 0.0,
+            forward_s=forward,
+            backward_s=back if unit.has_backward else 0.0,
+            recompute_s=recompute + host if recomputes else 0.0,
             issue_s={Direction.FORWARD: issue + issuing, Direction.BACKWARD: issued_back},
         )
 

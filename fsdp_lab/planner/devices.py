@@ -153,8 +153,6 @@ class Machine:
     pairs: Mapping[str, Curve] = field(default_factory=dict)  # of two ranks of a host
     inside: Mapping[str, Curve] = field(default_factory=dict)  # of the ranks of each host, if there are several hosts
     across: Mapping[str, Curve] = field(default_factory=dict)  # of one rank of each host
-    # Of all ranks: by seconds of computing between two collectives, how long the last rank is waited for.
-    late: Curve | None = None
 
     @property
     def hosts(self) -> int:
@@ -278,7 +276,6 @@ class Rates:
     # If measured: memory traffic of a product per byte of its weight, beyond one that is repeated. Bytes at the rate of the
     # best copy, which is a cache's on a CPU: so it is above 1.
     weights: float = 0.0
-    computing: float = 1.0  # what computing takes, relative to all of the above, if a step of the same work was timed
 
     def host(self, backend: str) -> HostOverhead:
         return self.hosts.get(backend, HostOverhead())

@@ -68,27 +68,24 @@ def planned(spec: Spec, target: Target) -> Plan:
 def planned_here(
     spec: Spec, calibration: Calibration, hosts: int | None = None, network_gbit_per_s: float | None = None
 ) -> Plan:
-    """Predicts one step on the calibrated machine, or on so many hosts like it. From one rank on a CPU also for as many
-    ranks as shared its host while it was calibrated; from one GPU for any number. Raises FieldError for another number of
-    ranks, and as `planned`."""
+    """Predicts one step on the calibrated machine, or on so many hosts like it; from one GPU for any number of ranks. Raises
+    FieldError for another number of ranks, and as `planned`."""
     if hosts is None and network_gbit_per_s is not None:
         reason = "one machine was calibrated, and has no network"
         raise ArgumentError("network_gbit_per_s", reason, "give hosts as well")
     if hosts is not None:
         check_whole("hosts", hosts)
     per_host, shape = spec.world_size // (hosts or 1), shape_of(spec)
-    of = calibration.crowds.get(per_host, calibration)
     # As many ranks of a host as were measured, or any number from one GPU, whose neighbours share only the links with it.
-    is_known = per_host == of.ranks or (of.on_gpu and of.ranks == 1)
+    is_known = per_host == calibration.ranks or (calibration.on_gpu and calibration.ranks == 1)
     if spec.world_size != per_host * (hosts or 1) or not is_known:
-        known = " and ".join(str(n) for n in (calibration.ranks, *calibration.crowds))
-        were = "rank was" if known == "1" else "ranks were"
-        reason = f"{known} {were} calibrated, and the Spec has {spec.world_size}"
+        were = "1 rank was" if calibration.ranks == 1 else f"{calibration.ranks} ranks were"
+        reason = f"{were} calibrated, and the Spec has {spec.world_size}"
         hint = "calibrate again with as many, give hosts that have as many together, or name hardware"
         raise SpecError("world_size", reason, hint)
-    if hosts in (None, 1) and per_host == of.ranks:
-        return plan(spec, shape, of.machine, rates=of.rates_of(spec, shape))
-    where, rates = of.on_hosts(hosts or 1, network_gbit_per_s, per_host=per_host)
+    if hosts in (None, 1) and per_host == calibration.ranks:
+        return plan(spec, shape, calibration.machine, rates=calibration.rates)
+    where, rates = calibration.on_hosts(hosts or 1, network_gbit_per_s, per_host=per_host)
     return plan(spec, shape, where, rates=rates)
 
 

@@ -187,11 +187,8 @@ class StepModel:
 
     @functools.cached_property
     def _late_s(self) -> float:
-        """Delay of the last rank at a collective; on a measured machine by the usual time between two of them."""
-        if self.machine.late is None:
-            return late_s(self.spec.world_size, self.rates)
-        computing = sum(sum(seconds) for seconds in self._work_s.values())
-        return self.machine.late(computing / self.sends) if self.sends else 0.0
+        """Delay of the last rank at a collective."""
+        return late_s(self.spec.world_size, self.rates)
 
     def _issue_s(self, action: Action, *, reduces: bool = True) -> float:
         """Seconds of the host to issue an action."""

@@ -11,8 +11,8 @@ import pytest
 
 from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.planner.bands import RateKind
-from fsdp_lab.planner.calibration import TCP_SHARE, Calibration, one_rank, references, shapes_of
-from fsdp_lab.planner.devices import PUBLISHED, Curve, HostOverhead, Machine, Rates, machine
+from fsdp_lab.planner.calibration import TCP_SHARE, Calibration, references, shapes_of
+from fsdp_lab.planner.devices import PUBLISHED, Curve, HostOverhead, Rates, machine
 from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.plan import Plan, plan
 from fsdp_lab.planner.questions import planned_here
@@ -36,15 +36,11 @@ def shape(spec: Spec) -> ModelShape:
 
 
 def step_s(spec: Spec, here: Calibration, rates: Rates) -> float:
-    return model(spec, here.machine, rates).step().seconds
-
-
-def model(spec: Spec, where: Machine, rates: Rates) -> StepModel:
     s = shape(spec)
-    return StepModel(spec, s.units, s.tokens(spec.workload.seq_len), where, rates)
+    return StepModel(spec, s.units, s.tokens(spec.workload.seq_len), here.machine, rates).step().seconds
 
 
-def probes(*, latency_s: float = 2e-4) -> dict[str, Any]:
+def probes() -> dict[str, Any]:
     """Of a machine of 50 GFLOP/s and 1 GB/s."""
     sizes = [1e3, 1e5, 1e7, 1e9]
     return {
@@ -53,7 +49,7 @@ def probes(*, latency_s: float = 2e-4) -> dict[str, Any]:
         "copies": [[n, 1e-6 + n / 5e9] for n in sizes],
         "updates": {"adamw": [[n, 1e-4 + 3e-9 * n] for n in sizes], "sgd": [[n, 1e-5 + 1e-9 * n] for n in sizes]},
         "collectives": {
-            kind: [[n, latency_s + n / 1e9] for n in (1024.0, 2.0**18, 2.0**24)]
+            kind: [[n, 2e-4 + n / 1e9] for n in (1024.0, 2.0**18, 2.0**24)]
             for kind in ("all_gather", "reduce_scatter", "all_reduce")
         },
         "memory_bytes": 8e9,
@@ -179,75 +175,6 @@ def test_a_curve_goes_through_its_points_and_on() -> None:
         Curve.of([])
 
 
-# -- one rank of several ---------------------------------------------------------------------------------------------
-
-ALONE = {name: replace(host, send_s=0.0, stretch=1.0) for name, host in TRUTH.items()}
-COMPILED = BASE.replace(model=OTHER, seq_len=96, micro_batch=3, compile=True)
-
-
-@functools.cache
-def crowd(*, late_s: float = 0.0, gloo: float = 1.0) -> tuple[Calibration, Rates]:
-    """One rank of two, of whose steps alone the rates are known; a compiled model computes in 0.7 of the time. `gloo`: how
-    many times as long collectives take without shared memory."""
-    timed, anchors = references(1, DTYPES, ("cpu",)), (one_rank(COMPILED),)
-    shapes = shapes_of(timed)
-    bare: dict[str, Any] = {**probes(), "per_host": RANKS}
-    own_s = bare["collectives"]["all_gather"][0][1]
-    late = [[seconds, own_s + late_s] for seconds in (3e-4, 1e-3, 3e-3, 1e-2)]
-    bare["collectives"] = {**bare["collectives"], "late": late}
-    slower = {kind: [[n, gloo * s] for n, s in rows] for kind, rows in probes()["collectives"].items()}
-    bare["gloo"] = {**slower, "late": [[seconds, gloo * own_s] for seconds, _ in late]}
-    said: dict[str, Any] = {"unix_s": 0.0, "seconds": 1.0, "name": "CPU", "devices": ("cpu",) * RANKS, "shapes": shapes,
-                            "alone": True, "anchors": anchors}  # fmt: skip
-    steps = [1.0] * (len(timed) + 1)
-    empty = Calibration.of([{**bare, "steps": {str(i): [s] for i, s in enumerate(steps)}}], **said)
-    rates = replace(made_up()[1], interference=1.0, hosts=ALONE)
-    every = [(r.spec, s, rates) for r, s in zip(timed, shapes, strict=True)]
-    every.append((anchors[0], shape(anchors[0]), replace(rates, computing=0.7)))
-    for i, (spec, s, truth) in enumerate(every):
-        model = StepModel(spec, s.units, s.tokens(spec.workload.seq_len), empty._stepping, truth)
-        steps[i] = model.step().seconds
-    slowest = {**bare, "steps": {str(i): [s] for i, s in enumerate(steps)}}
-    quick = {**bare, "steps": {str(i): [0.8 * s] for i, s in enumerate(steps)}}
-    return Calibration.of([quick, slowest], **said), rates
-
-
-@pytest.mark.parametrize("changes", OF_BACKENDS, ids=str)
-def test_steps_of_one_rank_predict_those_of_several(changes: dict[str, Any]) -> None:
-    here, truth = crowd()
-    spec = BASE.replace(model=OTHER, seq_len=96, micro_batch=3).replace(**changes)
-    told, true = (model(spec, here.machine, rates) for rates in (here.rates_of(spec, shape(spec)), truth))
-    assert told.step().seconds == pytest.approx(true.step().seconds, rel=0.03)
-    assert told.communicated() == true.communicated() and any(told.communicated()[0].values())
-
-
-def test_a_plan_of_work_whose_step_was_timed_begins_from_it() -> None:
-    here, truth = crowd()
-    many = COMPILED.replace(accumulate=4, sharding="shard_grad_op", link="1 GB/s")
-    known = here.rates_of(many, shape(many))
-    assert known.computing == pytest.approx(0.7, rel=0.02)
-    assert step_s(many, here, known) == pytest.approx(step_s(many, here, replace(truth, computing=0.7)), rel=0.02)
-    for changes in ({"compile": False}, {"backend": "fsdp2"}, {"micro_batch": 2}, {"precision": "bf16"}):
-        other = COMPILED.replace(**changes)
-        assert here.rates_of(other, shape(other)) == here.rates, changes
-
-
-def test_the_last_rank_is_waited_for_at_each_collective() -> None:
-    spec = BASE.replace(model=OTHER, seq_len=96, micro_batch=3, backend="fsdp2")
-    (soon, _), (late, _) = crowd(), crowd(late_s=1e-3)
-    seconds, sends = (
-        [step_s(spec, here, here.rates) for here in (soon, late)],
-        model(spec, soon.machine, soon.rates).sends,
-    )
-    waits = (seconds[1] - seconds[0]) / 1e-3  # computing waits, which after the last reductions there is none of
-    assert sends - 3 < waits < sends
-    over_gloo = crowd(gloo=3.0)[0].over_gloo()
-    assert step_s(spec, over_gloo, over_gloo.rates) > seconds[0]
-    assert over_gloo.machine.collectives["all_gather"](1e6) == pytest.approx(
-        3 * soon.machine.collectives["all_gather"](1e6)
-    )
-
-
 def test_an_emulated_link_is_planned_here_and_not_on_hardware_that_is_named() -> None:
     here, _ = made_up()
     spec = BASE.replace(model="gpt2-1m", seq_len=64)
@@ -268,17 +195,6 @@ def test_an_emulated_link_is_planned_here_and_not_on_hardware_that_is_named() ->
         plan(spec.replace(link=link), shape_for("gpt2-1m"), machine("h100", RANKS)) for link in (None, "1 kB/s")
     )
     assert there.step_time_s == with_link.step_time_s
-
-
-def test_crowds_are_kept_and_found_by_their_number_of_ranks() -> None:
-    one, (two, _) = made_up()[0], crowd()
-    here = replace(one, devices=("cpu",), crowds={2: two})
-    spec = BASE.replace(model="gpt2-1m", seq_len=64)
-    assert planned_here(spec, here).step_time_s == planned_here(spec, two).step_time_s
-    again = Calibration.from_dict(json.loads(json.dumps(here.to_dict())))
-    assert again.crowds[2].rates == two.rates and again.crowds[2].anchors == two.anchors
-    with pytest.raises(SpecError, match="1 and 2 ranks were calibrated, and the Spec has 4"):
-        planned_here(spec.replace(world_size=4), here)
 
 
 EAGER_S, ON_GPU = 40e-6, {name: replace(host, stretch=1.0) for name, host in TRUTH.items()}
