@@ -103,7 +103,7 @@ class _Step:
         self._samples, self._tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)
         self._has_scratch = not on_gpu and has_scratch(spec)
         self._sizes: dict[int, tuple[Sequence[TapeChange], list[tuple[str, float, int | None, int]]]] = {}
-        self._played: dict[tuple[object, ...], tuple[MemoryTracker, object]] = {}
+        self._played: dict[tuple[object, ...], tuple[MemoryTracker, float]] = {}
 
     def plan(self) -> MemoryPlan:
         tracker, model = self._tracker, self._model
@@ -161,10 +161,10 @@ class _Step:
             total, self._tracker = self._tracker, MemoryTracker()
             model.tracker = self._tracker
             self._allocate(changes, unit)
-            played = self._played[key] = (self._tracker, model.unit_state(unit))
+            played = self._played[key] = (self._tracker, model.fresh[unit])
             self._tracker = model.tracker = total
         self._tracker.add(played[0])
-        model.set_unit_state(unit, played[1])
+        model.fresh[unit] = played[1]
 
     def _allocate(self, changes: Sequence[TapeChange], own: int) -> None:
         tracker, model = self._tracker, self._model

@@ -96,7 +96,7 @@ class KeepingFSDP1(FSDP1Memory):
     """FSDP1 whose gradients are filled with zeros, and so stay."""
 
     def begin_micro_batch(self, *, reduces: bool) -> None:
-        self._begun = True
+        self.begun = True
         super().begin_micro_batch(reduces=reduces)
 
 
