@@ -22,7 +22,7 @@ from fsdp_lab.cluster.cluster import Cluster
 from fsdp_lab.cluster.hosts import CUT_S, Hosts, LauncherHosts, SlurmHosts, ssh_hosts
 from fsdp_lab.cluster.membership import RankStatus
 from fsdp_lab.cluster.sent_code import with_code
-from fsdp_lab.planner.calibration import Calibration, references, shapes_of
+from fsdp_lab.planner.calibration import Calibration, references
 from fsdp_lab.planner.plan import Plan
 from fsdp_lab.planner.questions import Target, planned, planned_here, require_memory
 from fsdp_lab.runs.activities import Activities
@@ -594,10 +594,8 @@ class Lab:
         with progress_bar("measuring this machine") if self._shows_progress else contextlib.nullcontext():
             by_rank = self.cluster.call("calibrate", specs=specs, dtypes=dtypes, passes=passes)
             name = str(self.cluster.call("status")[0]["device_name"])
-        took_s, shapes = time.monotonic() - begun_s, shapes_of(timed)
-        self._calibration = Calibration.of(
-            by_rank, unix_s=time.time(), seconds=took_s, name=name, devices=devices, shapes=shapes
-        )
+        took_s = time.monotonic() - begun_s
+        self._calibration = Calibration.of(by_rank, unix_s=time.time(), seconds=took_s, name=name, devices=devices)
         return self._calibration
 
     def plan(

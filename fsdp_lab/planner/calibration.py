@@ -87,14 +87,13 @@ def references(
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Measurements of one machine; converts to JSON and back."""
+    """Measurements of one machine."""
 
     unix_s: float  # time of the calibration
     seconds: float  # its duration
     name: str  # of the device
     devices: tuple[str, ...]  # one per rank
     probes: Mapping[str, Any] = field(repr=False)  # results of `fsdp_lab.rank.calibration`, the mean over ranks
-    shapes: tuple[ModelShape, ...] = field(repr=False)  # of the references, in order
 
     @property
     def ranks(self) -> int:
@@ -109,7 +108,7 @@ class Calibration:
     def beside_s(self) -> list[list[float]]:
         """Seconds of each counted step of the additional Specs that were timed; nothing is fitted to them."""
         steps = self.probes["steps"]
-        return [steps[str(i)] for i in range(len(self.shapes), len(steps))]
+        return [steps[str(i)] for i in range(len(self._steps), len(steps))]
 
     @classmethod
     def of(cls, each: Sequence[Mapping[str, Any]], **fields: Any) -> Calibration:
@@ -136,7 +135,7 @@ class Calibration:
         }
         copies, updates = Curve.of(p["copies"]), {name: Curve.of(rows) for name, rows in p["updates"].items()}
         per_host = self.per_host
-        sizes = {"collectives": self.ranks, "pairs": 2, "inside": per_host, "across": self.ranks // per_host}
+        sizes = {"collectives": self.ranks, "inside": per_host, "across": self.ranks // per_host}
         curves: dict[str, Any] = {name: _curves(p.get(name, {}), size) for name, size in sizes.items()}
         all_ranks = max((curve.best for curve in curves["collectives"].values()), default=2 * copies.best)
         link = max((curve.best for curve in curves["inside"].values()), default=all_ranks)
@@ -174,7 +173,7 @@ class Calibration:
         rates = replace(rates, **{name: getattr(PUBLISHED, name) for name in ("hop_s", "latency_s", "jitter_s")})
         if ranks != self.ranks:
             return there, replace(rates, link=PUBLISHED.link, interference=PUBLISHED.interference)
-        return replace(there, inside=self.machine.collectives, pairs=self.machine.pairs), rates
+        return replace(there, inside=self.machine.collectives), rates
 
     def _linked(self) -> Device:
         """The GPU with the links of its data sheet."""
@@ -209,10 +208,9 @@ class Calibration:
     def _steps(self) -> list[tuple[Reference, ModelShape, float]]:
         """Each reference with its shape and the median seconds of its steps."""
         wanted = references(self.ranks, self.dtypes, self.devices, self.per_host)
-        if len(wanted) != len(self.shapes):
-            raise ArgumentError("calibration", "an earlier version timed other models", "call lab.calibrate() again")
-        timed = zip(wanted, self.shapes, strict=True)
-        return [(r, shape, median(self.probes["steps"][str(i)])) for i, (r, shape) in enumerate(timed)]
+        shapes = [shape_for(r.spec.workload.model, r.spec.strategy.wrap) for r in wanted]
+        seconds = [median(self.probes["steps"][str(i)]) for i in range(len(wanted))]
+        return list(zip(wanted, shapes, seconds, strict=True))
 
     def _unexplained(self, backend: str, rates: Rates) -> dict[str, tuple[float, ModelShape, StepModel]]:
         """Seconds of the small models' steps that are not predicted, by role."""
@@ -294,25 +292,6 @@ class Calibration:
 
     def _model(self, r: Reference, shape: ModelShape, rates: Rates) -> StepModel:
         return StepModel(r.spec, shape.units, shape.tokens(r.spec.workload.seq_len), self.machine, rates)
-
-    def to_dict(self) -> dict[str, Any]:
-        shapes = [replace(shape, tapes={}).to_dict() for shape in self.shapes]
-        d: dict[str, Any] = {name: getattr(self, name) for name in ("unix_s", "seconds", "name")}
-        return d | {"devices": list(self.devices), "probes": dict(self.probes), "shapes": shapes}
-
-    @classmethod
-    def from_dict(cls, d: Mapping[str, Any]) -> Calibration:
-        """Raises ValueError if it is no calibration."""
-        try:
-            fields: dict[str, Any] = {name: d[name] for name in ("unix_s", "seconds", "name", "probes")}
-            fields |= {"devices": tuple(d["devices"]), "shapes": tuple(map(ModelShape.from_dict, d["shapes"]))}
-            return cls(**fields)
-        except (KeyError, TypeError) as e:
-            raise ValueError(f"this is no calibration ({type(e).__name__}: {e}); make one with lab.calibrate()") from e
-
-
-def shapes_of(timed: Sequence[Reference]) -> tuple[ModelShape, ...]:
-    return tuple(replace(shape_for(r.spec.workload.model, r.spec.strategy.wrap), tapes={}) for r in timed)
 
 
 def _curves(rows: Mapping[str, Sequence[Sequence[float]]], size: int) -> dict[str, Curve]:

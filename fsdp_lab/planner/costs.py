@@ -310,16 +310,12 @@ def collective_seconds(kind: str, payload_bytes: float, group: RankGroup, machin
 
 
 def _measured_seconds(kind: str, sent: float, group: RankGroup, machine: Machine) -> float:
-    """From the curve of the links that the group uses; inside a host interpolated between pairs, if there are any, and all
-    ranks of it. Groups that share a host's network take as long as the measured ones, with as many bytes on it."""
+    """From the curve of the links that the group uses; inside a host, of all its ranks. Groups that share a host's network
+    take as long as the measured ones, with as many bytes on it."""
     rings = min(group.stride, machine.per_host)
     if group.size * group.stride > machine.per_host:
         return machine.collectives[kind](sent) if rings == 1 else machine.across[kind](sent * rings / machine.per_host)
-    of_all = (machine.inside.get(kind) or machine.collectives[kind])(sent)
-    if kind not in machine.pairs:
-        return of_all
-    share = (group.size - 2) / (machine.per_host - 2)
-    return share * of_all + (1 - share) * machine.pairs[kind](sent)
+    return (machine.inside.get(kind) or machine.collectives[kind])(sent)
 
 
 def late_s(size: int, rates: Rates) -> float:

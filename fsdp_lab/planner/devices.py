@@ -150,7 +150,6 @@ class Machine:
     assumed: Mapping[str, str]
     # If measured: seconds by kind and link bytes, of the group of all ranks, and of others, all of a kind at once.
     collectives: Mapping[str, Curve] = field(default_factory=dict)
-    pairs: Mapping[str, Curve] = field(default_factory=dict)  # of two ranks of a host
     inside: Mapping[str, Curve] = field(default_factory=dict)  # of the ranks of each host, if there are several hosts
     across: Mapping[str, Curve] = field(default_factory=dict)  # of one rank of each host
 

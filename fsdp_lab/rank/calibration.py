@@ -78,7 +78,7 @@ class HardwareProbe:
         `trainers` are timed, alternating with everything else.
 
         Returns: {"products": {dtype: [[FLOPs, s]]}, "scores": {dtype: [[scores, FLOPs, s]]}, "copies": [[bytes, s]],
-        "updates": {optimizer: [[elements, s]]}, "collectives": {kind: [[payload bytes, s]]}, the same for "pairs", "inside"
+        "updates": {optimizer: [[elements, s]]}, "collectives": {kind: [[payload bytes, s]]}, the same for "inside"
         and "across" (see `measured_groups`), "steps": [[s, ...]] by trainer, "memory_bytes", "per_host": ranks}."""
         for trainer in trainers:
             for _ in range(WARMUP_STEPS):
@@ -274,16 +274,12 @@ class HardwareProbe:
 
 
 def measured_groups(size: int, per_host: int) -> dict[str, list[list[int]]]:
-    """The groups beside that of all ranks in which collectives are measured, by name: "pairs" of neighbors, if more than two
-    share a host; "inside" hosts, and "across" them with one rank of each, the shard and replicate groups of hybrid sharding,
-    if there are several hosts of several ranks. All groups of a name work at once."""
-    groups = {}
-    if per_host > 2 and per_host % 2 == 0:
-        groups["pairs"] = [[rank, rank + 1] for rank in range(0, size, 2)]
-    if 1 < per_host < size:
-        groups["inside"] = [[*range(first, first + per_host)] for first in range(0, size, per_host)]
-        groups["across"] = [[*range(place, size, per_host)] for place in range(per_host)]
-    return groups
+    """The groups beside that of all ranks in which collectives are measured, if there are several hosts of several ranks:
+    "inside" hosts, and "across" them with one rank of each, as of hybrid sharding. All groups of a name work at once."""
+    if not 1 < per_host < size:
+        return {}
+    inside = [[*range(first, first + per_host)] for first in range(0, size, per_host)]
+    return {"inside": inside, "across": [[*range(place, size, per_host)] for place in range(per_host)]}
 
 
 def _joined(passes: Sequence[Any]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from fsdp_lab.base.errors import ArgumentError, SpecError
 from fsdp_lab.planner.bands import RateKind
-from fsdp_lab.planner.calibration import TCP_SHARE, Calibration, references, shapes_of
+from fsdp_lab.planner.calibration import TCP_SHARE, Calibration, references
 from fsdp_lab.planner.devices import PUBLISHED, Curve, HostOverhead, Rates, machine
 from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.plan import Plan, plan
@@ -68,9 +67,8 @@ TRUTH = {
 def made_up(traffic: float = 8.0, interference: float = 0.6) -> tuple[Calibration, Rates]:
     """A calibration on steps that follow from known rates, and those."""
     timed = references(RANKS, DTYPES, ("cpu",) * RANKS)
-    shapes = shapes_of(timed)
     bare = {**probes(), "steps": {str(i): [1.0] for i in range(len(timed))}}
-    said: dict[str, Any] = {"unix_s": 0.0, "seconds": 1.0, "name": "CPU", "devices": ("cpu",) * RANKS, "shapes": shapes}
+    said: dict[str, Any] = {"unix_s": 0.0, "seconds": 1.0, "name": "CPU", "devices": ("cpu",) * RANKS}
     empty = Calibration.of([bare], **said)
     rates = Rates(
         matrix=1.0, attention=PUBLISHED.attention, memory=1.0, operands=1.0, link=1.0, network=1.0, latency_s=0.0,
@@ -78,8 +76,8 @@ def made_up(traffic: float = 8.0, interference: float = 0.6) -> tuple[Calibratio
         hosts=TRUTH, traffic_of=dict.fromkeys(DTYPES, traffic),
     )  # fmt: skip
     steps = {}
-    for i, (r, s) in enumerate(zip(timed, shapes, strict=True)):
-        seconds = StepModel(r.spec, s.units, r.spec.workload.seq_len, empty.machine, rates).step().seconds
+    for i, r in enumerate(timed):
+        seconds = step_s(r.spec, empty, rates)
         steps[str(i)] = [0.9 * seconds, seconds, 1.3 * seconds]
     return Calibration.of([{**bare, "steps": steps}], **said), rates
 
@@ -126,24 +124,6 @@ def test_a_fit_predicts_what_was_not_measured(traffic: float, interference: floa
     for changes in (*OF_BACKENDS, {"backend": "lab", "recompute": "full"}):
         spec = BASE.replace(model=OTHER, seq_len=96, micro_batch=3).replace(**changes)
         assert step_s(spec, here, here.rates) == pytest.approx(step_s(spec, here, truth), rel=0.03), changes
-
-
-def test_json_both_ways() -> None:
-    here, _ = made_up()
-    again = Calibration.from_dict(json.loads(json.dumps(here.to_dict())))
-    assert again == here and again.rates == here.rates and again.machine == here.machine
-    with pytest.raises(ValueError, match=r"no calibration .* lab\.calibrate"):
-        Calibration.from_dict({"unix_s": 0.0})
-
-
-def test_one_on_a_gpu_that_timed_what_is_timed_on_a_cpu_is_to_be_made_again() -> None:
-    """As earlier versions did."""
-    here, _ = made_up()
-    gpus = tuple(f"cuda:{rank}" for rank in range(RANKS))
-    saved = json.loads(json.dumps({**here.to_dict(), "devices": gpus, "name": "NVIDIA H100 80GB HBM3"}))
-    with pytest.raises(ArgumentError) as e:
-        planned_here(BASE, Calibration.from_dict(saved))
-    assert str(e.value) == "calibration: an earlier version timed other models; call lab.calibrate() again"
 
 
 def test_a_calibration_on_several_hosts_tells_their_links_apart() -> None:
@@ -205,15 +185,13 @@ def one_gpu(name: str) -> Calibration:
     """Of a host that takes 40 us for a kernel, and for a backend's work beside them as long as `ON_GPU` says. Products are
     those of a GPU, so that the smallest models show the host alone."""
     timed, fast = references(1, DTYPES, ("cuda:0",)), probes()
-    shapes = shapes_of(timed)
     for row in ("products", "scores"):
         fast[row] = {dtype: [[*sizes, 1e-3 * s] for *sizes, s in rows] for dtype, rows in fast[row].items()}
     bare = {**fast, "copies": [[n, 1e-6 + n / 1e12] for n in (1e3, 1e9)], "collectives": {}, "peaks": {"fp32": 67e12}}
-    said: dict[str, Any] = {"unix_s": 0.0, "seconds": 1.0, "name": name, "devices": ("cuda:0",), "shapes": shapes}
+    said: dict[str, Any] = {"unix_s": 0.0, "seconds": 1.0, "name": name, "devices": ("cuda:0",)}
     empty = Calibration.of([{**bare, "steps": {str(i): [1.0] for i in range(len(timed))}}], **said)
     truth = replace(PUBLISHED, matrix=1.0, memory=1.0, step_s=0.0, kernel_s=0.0, eager_s=EAGER_S, hosts=ON_GPU)
-    steps = {str(i): [StepModel(r.spec, s.units, s.tokens(r.spec.workload.seq_len), empty.machine, truth).step().seconds]
-             for i, (r, s) in enumerate(zip(timed, shapes, strict=True))}  # fmt: skip
+    steps = {str(i): [step_s(r.spec, empty, truth)] for i, r in enumerate(timed)}
     return Calibration.of([{**bare, "steps": steps}], **said)
 
 
