@@ -66,15 +66,14 @@ class StepModel:
     computing: ComputingOf = Computing  # makes what gives the units their seconds
     _: KW_ONLY
     overlaps: bool = True  # whether collectives overlap with computing; False if memory is too full
-    longer: StepModel | None = None  # the same of more units, whose figures are taken over
 
     def __post_init__(self) -> None:
-        spec, units, longer = self.spec, self.units, self.longer
+        spec, units = self.spec, self.units
         fields = {"spec": spec, "tokens": self.tokens, "device": self.machine.device, "rates": self.rates}
         self._computing = self.computing(**fields)
-        self.works: list[Work] = longer.works[: len(units)] if longer else []
+        self.works = list[Work]()
         recomputing, made = recomputed(spec, len(units)), dict[tuple[int, bool], Work]()  # most units are equal
-        for i, unit in enumerate(() if longer else units):
+        for i, unit in enumerate(units):
             key = id(unit), i in recomputing
             if key not in made:
                 made[key] = self._computing.work(unit, recomputed=key[1])
@@ -85,7 +84,7 @@ class StepModel:
         self._dtypes = spec.strategy.dtypes
         self._on_cpu = self.machine.device.type == "cpu"
         self._buckets = None if spec.strategy.traits.has_units else self._bucket_elements()
-        self._sent_s: dict[tuple[Phase, int], float] = longer._sent_s if longer else {}  # by phase and elements
+        self._sent_s: dict[tuple[Phase, int], float] = {}  # by phase and elements
         self._schedule = schedule_of(len(units), self._rules)
 
     def step(self) -> StepTime:
@@ -166,29 +165,16 @@ class StepModel:
     def _micro(self, *, reduces: bool) -> SimulatedTimeline:
         ahead = self.spec.strategy.traits.runs_ahead and not self._on_cpu
         issue_s = None if self._on_cpu else functools.partial(self._issue_s, reduces=reduces)
-        disturbs_s = functools.partial(self._disturbs_s, reduces=reduces) if self._link else None
         return Simulation(
             self._schedule,
             functools.partial(self.seconds, reduces=reduces),
             ahead=ahead,
             interference=self.rates.interference,
-            late_s=self._waited_s,
+            late_s=late_s(self.spec.world_size, self.rates),
             blocking=self._blocking,
             issue_s=issue_s,
-            disturbs_s=disturbs_s,
+            disturbs_s=functools.partial(self._disturbs_s, reduces=reduces),
         ).run()
-
-    def _waited_s(self, action: Action) -> float:
-        """Wait of a collective for its last rank. While an emulated link is busy the last one may come."""
-        if self._link is None:
-            return self._late_s
-        key = action.phase, self._elements(action)
-        return max(0.0, self._late_s - max(0.0, self._emulated_s(*key) - self._carried_s(*key)))
-
-    @functools.cached_property
-    def _late_s(self) -> float:
-        """Delay of the last rank at a collective."""
-        return late_s(self.spec.world_size, self.rates)
 
     def _issue_s(self, action: Action, *, reduces: bool = True) -> float:
         """Seconds of the host to issue an action."""
@@ -204,33 +190,12 @@ class StepModel:
         each = self.rates.eager_s if self.units[0].kernels else self.rates.kernel_s
         return SEND_KERNELS * each + self.rates.host(self.spec.strategy.backend).send_s
 
-    def lags_late(self, blocks: int) -> bool:
-        """Returns whether the host falls behind the device after more than `SHORT` of so many blocks: it is slower than
-        they, and the root's gather before them, its head, or a forward that is slower than the host gives it a lead to
-        lose."""
+    @property
+    def may_lag(self) -> bool:
+        """Whether the host may issue a block more slowly than the device computes it, and so fall behind after many."""
         block = self.works[-1]
         most_s = max(block.issue_s.values()) + 3 * self._send_issue_s
-        if self._on_cpu or most_s < min(block.forward_s, block.backward_s):  # most models are far from it
-            return False
-        issued, computed, sent = (dict.fromkeys(Direction, 0.0) for _ in range(3))
-        last, lead_s, head_s = len(self.units) - 1, 0.0, 0.0
-        for action in self._schedule.actions:
-            if action.unit == last:
-                direction = action.point.direction
-                issued[direction] += self._issue_s(action)
-                taken = computed if action.phase is Phase.COMPUTE else sent
-                taken[direction] += self.seconds(action)
-            elif action.unit == 0 and action.phase is Phase.UNSHARD:
-                lead_s = max(lead_s, self.seconds(action))
-            elif action.unit == 0 and action.phase is Phase.COMPUTE and self.units[0].kernels:
-                # A head, which the published rates were fitted without: at the end of the forward and on.
-                head_s += max(0.0, self.seconds(action) - self._issue_s(action))
-        forward_s, backward_s = (
-            issued[direction] - max(computed[direction], sent[direction])
-            for direction in (Direction.FORWARD, Direction.BACKWARD)
-        )
-        in_forward = 0 < forward_s * SHORT < lead_s
-        return in_forward or 0 < backward_s * SHORT < lead_s + head_s + blocks * max(0.0, -forward_s)
+        return not self._on_cpu and most_s >= min(block.forward_s, block.backward_s)
 
     @property
     def _rules(self) -> Rules:
@@ -348,17 +313,15 @@ def step_seconds(
     """`StepTime.seconds`, sooner: only some of many equal blocks are simulated, and the others add the time of one more."""
     units, tokens = shape.units, shape.tokens(spec.workload.seq_len)
 
-    def model(first: int, longer: StepModel | None = None) -> StepModel:
-        return StepModel(spec, units[:first], tokens, machine, rates, computing, overlaps=overlaps, longer=longer)
+    def model(first: int) -> StepModel:
+        return StepModel(spec, units[:first], tokens, machine, rates, computing, overlaps=overlaps)
 
     policy = spec.strategy.recompute
     period = int(policy.partition(":")[2]) if ":" in policy else 1
-    if len({id(unit) for unit in units}) > 2 or len(units) < SHORT + 3 + period:
-        return model(len(units)).step().seconds
     longer = model(SHORT + 1 + period)
-    if longer.lags_late(len(units)):
+    if len({id(unit) for unit in units}) > 2 or len(units) < SHORT + 3 + period or longer.may_lag:
         return model(len(units)).step().seconds
-    long, short = longer.step().seconds, model(SHORT + 1, longer).step().seconds
+    long, short = longer.step().seconds, model(SHORT + 1).step().seconds
     return short + (long - short) * (len(units) - SHORT - 1) / period
 
 
@@ -421,8 +384,7 @@ class Simulation:
     _: KW_ONLY
     ahead: bool  # the host runs ahead of the device, and only the limiter holds gathers back
     interference: float  # slowdown of computing by a collective in flight, as a share of the collective's time
-    # Wait of each collective for the last of its ranks, and of computing with it.
-    late_s: Callable[[Action], float] = lambda action: 0.0
+    late_s: float = 0.0  # wait of a collective for the last of its ranks, and of computing with it
     blocking: frozenset[Phase] = frozenset()  # phases during which the computing thread waits
     issue_s: Callable[[Action], float] | None = None  # of the host, to issue an action; None: no separate host does
     disturbs_s: Callable[[Action], float] | None = None  # of a collective that may slow computing; None: all
@@ -486,7 +448,7 @@ class Simulation:
         else:
             self._disturbed += lasts if self.disturbs_s is None else self.disturbs_s(action)
         self._sending = begin + lasts
-        self._waited_s += self.late_s(action) if lasts else 0.0
+        self._waited_s += self.late_s if lasts else 0.0
         return begin, self._sending
 
     def _compute(self, action: Action, ready: float) -> tuple[float, float]:
