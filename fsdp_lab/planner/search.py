@@ -6,10 +6,10 @@ micro-batches are fewer. All candidates that fit are simulated; none is dropped 
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from html import escape
 
 from fsdp_lab.base.formatting import GIB, Table, duration, size
@@ -137,14 +137,8 @@ def largest(
 ) -> ModelShape | None:
     """The model with as many blocks as fit; None if not one fits. `deepened` returns it with a number of blocks."""
     machine = machine.limited(limit_bytes)
-    leanest = _leanest(spec, machine.per_host)
-
-    @cache
-    def margin(blocks: int) -> int:
-        shape = deepened(blocks)
-        return max((_margin(lean, shape, machine) for lean in leanest), default=-1)
-
-    blocks = _most_blocks(margin)
+    lean = _leanest(spec, spec.world_size, spec.global_batch // spec.world_size)
+    blocks = _most_blocks(lambda n: _margin(lean, deepened(n), machine) >= 0)
     return deepened(blocks) if blocks else None
 
 
@@ -152,59 +146,36 @@ def fewest(spec: Spec, shape: ModelShape, machine: Machine, *, limit_bytes: int 
     """The smallest machine of these hosts, or part of a host, on which the model fits; None if `MOST_RANKS` are too few.
     The global batch is fixed, so fewer ranks take more micro-batches each."""
     for ranks in filter(machine.allows, _powers(MOST_RANKS)):
+        samples, rest = divmod(spec.global_batch, ranks)
         smaller = machine.with_ranks(ranks).limited(limit_bytes)
-        candidate = _on_ranks(spec, ranks)
-        if candidate and any(_margin(lean, shape, smaller) >= 0 for lean in _leanest(candidate, smaller.per_host)):
+        if samples and not rest and _margin(_leanest(spec, ranks, samples), shape, smaller) >= 0:
             return smaller
     return None
-
-
-def _on_ranks(spec: Spec, ranks: int) -> Spec | None:
-    """The same global batch on another number of ranks; None if it cannot be divided."""
-    each, rest = divmod(spec.global_batch, ranks)
-    if rest or not each:
-        return None
-    micro = next(m for m in range(min(spec.workload.micro_batch, each), 0, -1) if each % m == 0)
-    base = {"sharding": "full_shard", "shard_size": None} if spec.strategy.is_hybrid else {}
-    changes = {**base, "micro_batch": micro, "accumulate": each // micro, "world_size": ranks, "devices": None}
-    return None if spec.validate(**changes) else spec.replace(**changes)
 
 
 def _margin(spec: Spec, shape: ModelShape, machine: Machine) -> int:
     return margin_bytes(memory(spec, shape, device=machine.device.type), machine)
 
 
-def _leanest(spec: Spec, per_host: int) -> list[Spec]:
-    """Candidates with the least memory: fully sharded, recomputed, one sample at a time, the Spec's offload."""
-
-    def is_lean(c: Spec) -> bool:
-        s = c.strategy
-        is_sharded_fully = s.reshards_after_forward and not s.is_hybrid
-        samples = c.workload.micro_batch
-        return (s.is_replicated or is_sharded_fully) and (s.recompute, samples, s.forward_depth) == ("full", 1, 0)
-
-    return [c for c in candidates(spec, per_host, (spec.strategy.offload,)) if is_lean(c)]
+def _leanest(spec: Spec, ranks: int, samples: int) -> Spec:
+    """The candidate with the least memory for so many samples of each rank: fully sharded, recomputed, one sample at a time,
+    the Spec's offload."""
+    sharding = "full_shard" if spec.strategy.traits.has_units else "no_shard"
+    prefetch = 0 if replace(spec.strategy, forward_prefetch=None).forward_depth else None
+    changes = {"sharding": sharding, "shard_size": None, "forward_prefetch": prefetch, "recompute": "full"}
+    return spec.replace(**changes, micro_batch=1, accumulate=samples, world_size=ranks, devices=None)
 
 
 def _powers(most: int) -> list[int]:
     return [1 << i for i in range(most.bit_length()) if 1 << i <= most] + ([most] if most & (most - 1) else [])
 
 
-def _most_blocks(margin: Callable[[int], int]) -> int:
-    """The largest number of blocks with a margin of 0 or more, by secant steps; 0: not one fits."""
-    low, high = 1, 9  # the first blocks differ from the others
-    if margin(low) < 0:
-        return 0
-    while margin(high) >= 0:
-        each = max(1.0, (margin(low) - margin(high)) / (high - low))
-        low, high = high, min(MOST_BLOCKS, high + max(1, int(margin(high) / each) + 1))
-        if low == MOST_BLOCKS:
-            return low
-    while high - low > 1:
-        share = margin(low) / (margin(low) - margin(high))
-        middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
-        low, high = (middle, high) if margin(middle) >= 0 else (low, middle)
-    return low
+def _most_blocks(fits: Callable[[int], bool]) -> int:
+    """The largest number of blocks that fit; 0: not one does."""
+    high = 1
+    while high <= MOST_BLOCKS and fits(high):
+        high *= 2
+    return bisect.bisect(range(high // 2 + 1, min(high, MOST_BLOCKS + 1)), False, key=lambda n: not fits(n)) + high // 2
 
 
 def _distinct(plans: Sequence[Plan]) -> list[Plan]:

@@ -12,7 +12,6 @@ from fsdp_lab.models import resolve
 from fsdp_lab.models.flops import count_flops
 from fsdp_lab.planner.devices import machine
 from fsdp_lab.planner.memory import MemoryPlan, loading_bytes, memory
-from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.plan import plan
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.spec.spec import Spec
@@ -133,7 +132,6 @@ def test_flops_are_those_that_torch_counts_and_blocks_that_are_frozen_alike_are_
         counted, whole = (count_flops(resolve("gpt2-10m"), 128, frozen=f).model for f in (patterns, None))
         assert shape.step_flops(128) == pytest.approx(counted, rel=0.05)
         assert counted < 0.95 * whole
-        assert ModelShape.from_dict(shape.to_dict()) == shape
     assert len(set(map(id, mlp.units))) <= 5 < len(mlp.units)
     assert [len(u.frozen) for u in mlp.units] == [0] + [4] * (len(mlp.units) - 1)
     assert [bool(u.frozen) for u in early.units] == [True] * 3 + [False] * (len(early.units) - 3)
