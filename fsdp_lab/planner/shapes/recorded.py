@@ -16,35 +16,32 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig
 
 from fsdp_lab.base.errors import FieldError, SpecError
-from fsdp_lab.base.tensors import map_tensors, tensors_in
 from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.engine.schedule import Direction, PointSide
 from fsdp_lab.models.build import freeze
 from fsdp_lab.models.configs import first_line, resolve
 from fsdp_lab.models.lora import adapted
-from fsdp_lab.models.own import OwnModel, OwnSource, objective
+from fsdp_lab.models.own import OwnModel
 from fsdp_lab.models.presets import PRESETS, TIMED, facts_of, key_of, timed_config
 from fsdp_lab.models.wrapping import blocks, units
 from fsdp_lab.planner.model_shape import (
     Kernels,
     ModelShape,
     SavedBytes,
-    SizeFormula,
     TapeChange,
     TapeSegment,
     UnitShape,
 )
 from fsdp_lab.planner.shapes.rewrapping import net_bytes, rewrapped
 from fsdp_lab.planner.shapes.tape import (
-    NO_LENGTH,
     SAMPLES,
     ConfigInputs,
     Inputs,
+    OwnInputs,
     TapeRecording,
     owners,
     products_of,
@@ -67,8 +64,8 @@ def shape_of(
 ) -> ModelShape:
     """The model, as for `resolve`, in the units of a `Strategy.wrap`, with `freeze`, `lora` and `dropout` of a Workload.
     Takes some seconds, and a third of one for each block; `fsdp_lab.planner.shapes.shape_for` is faster for presets. Masks
-    of attention are those of a CPU; a fused kernel of a GPU has none, and takes less. Raises SpecError: no such model, patterns that freeze nothing or all of it, or
-    its forward cannot be recorded."""
+    of attention are those of a CPU; a fused kernel of a GPU has none, and takes less. Raises SpecError: no such model,
+    patterns that freeze nothing or all of it, or its forward cannot be recorded."""
     Strategy(wrap=wrap)  # validates it
     config = resolve(model, dropout=dropout)
     name = model if isinstance(model, str) else f"a {config.model_type}"
@@ -220,25 +217,6 @@ def write_shapes(path: Path) -> None:
 #
 # A sample counts as one token, as an image does in a convolutional network. What grows with samples is told by a prime
 # number of them; a model whose sizes it divides is refused, as is what the planner cannot repeat.
-
-
-class OwnInputs:
-    """The samples and the loss of a Workload. Raises SpecError."""
-
-    image_tokens: int | None = 1
-
-    def __init__(self, workload: Workload) -> None:
-        self._samples, self._loss = OwnSource(workload).first(SAMPLES), objective(workload)
-        self.batch_size = SizeFormula(((1, 0, sum(t.nbytes for t in tensors_in(self._samples)) / SAMPLES),))
-
-    def length(self, model: nn.Module) -> int:
-        return NO_LENGTH
-
-    def batch(self, seq_len: int) -> Any:
-        return map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype), self._samples)
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return self._loss(model, batch)
 
 
 def own_shape(workload: Workload, wrap: str) -> ModelShape:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformers.masking_utils as masking
@@ -31,6 +31,7 @@ from fsdp_lab.base.tensors import map_tensors, tensors_in, view_inputs
 from fsdp_lab.engine.policy import ModuleKind, kind_of
 from fsdp_lab.engine.schedule import Direction, Point, PointSide
 from fsdp_lab.models.flops import empty_batch
+from fsdp_lab.models.own import OwnSource, objective
 from fsdp_lab.models.presets import Facts
 from fsdp_lab.planner.model_shape import (
     ALLOCATED,
@@ -45,6 +46,7 @@ from fsdp_lab.planner.model_shape import (
     TapeSegment,
     merged,
 )
+from fsdp_lab.spec.workload import Workload
 
 SAMPLES = 37
 # An encoder reads half of one, a prime. Both numbers next to the length and to its half have large prime factors.
@@ -81,24 +83,9 @@ class TapeRecording:
         return Kernels(len(launched), sum((_sum_of(sizes, self.seq_len) for sizes in launched), SizeFormula(())))
 
 
-class Inputs(Protocol):
-    """The batch that a model is run on, and its loss."""
-
-    image_tokens: int | None  # of a sample, whatever the sequence length; None: as many as the length
-    batch_size: SizeFormula  # bytes of a micro-batch
-
-    def length(self, model: nn.Module) -> int:
-        """Twice a prime that divides no size of the model."""
-
-    def batch(self, seq_len: int) -> Any:
-        """`SAMPLES` samples, for the fake tensors' mode."""
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """A scalar with a graph."""
-
-
 class ConfigInputs:
-    """The inputs of a model of transformers."""
+    """The batch and the loss of a model of transformers. `image_tokens`: of a sample, whatever the sequence length; None: as
+    many as the length. `batch_size`: bytes of a micro-batch."""
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
@@ -110,6 +97,7 @@ class ConfigInputs:
             self.batch_size = SizeFormula(((1, 0, 4.0 * facts.channels * height * width + 8),))
 
     def length(self, model: nn.Module) -> int:
+        """Twice a prime that divides no size of the model."""
         return _length(model, self._facts) if self._facts.is_text else NO_LENGTH
 
     def batch(self, seq_len: int) -> Mapping[str, Tensor]:
@@ -118,6 +106,28 @@ class ConfigInputs:
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         loss: Tensor = model(**batch)["loss"]
         return loss
+
+
+class OwnInputs:
+    """The samples and the loss of a Workload of the user's own. Raises SpecError."""
+
+    image_tokens = 1
+
+    def __init__(self, workload: Workload) -> None:
+        self._samples, self._loss = OwnSource(workload).first(SAMPLES), objective(workload)
+        self.batch_size = SizeFormula(((1, 0, sum(t.nbytes for t in tensors_in(self._samples)) / SAMPLES),))
+
+    def length(self, model: nn.Module) -> int:
+        return NO_LENGTH
+
+    def batch(self, seq_len: int) -> Any:
+        return map_tensors(lambda t: torch.empty(t.shape, dtype=t.dtype), self._samples)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return self._loss(model, batch)
+
+
+Inputs = ConfigInputs | OwnInputs
 
 
 def record(
@@ -166,10 +176,7 @@ def owners(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> list[list[
 @contextmanager
 def _no_packed_sequences() -> Iterator[None]:
     """Decoders look for several packed texts in a sample, which needs values; here each sample is one text."""
-    original = getattr(masking, "find_packed_sequence_indices", None)
-    if original is None:
-        yield
-        return
+    original = masking.find_packed_sequence_indices
     masking.find_packed_sequence_indices = lambda position_ids: None
     try:
         yield
