@@ -27,7 +27,7 @@ from fsdp_lab.planner.bands import (
 )
 from fsdp_lab.planner.costs import Computing, ComputingOf
 from fsdp_lab.planner.devices import PUBLISHED, Machine, Rates
-from fsdp_lab.planner.memory import CONTEXT_BYTES, MemoryPlan, loading_bytes, memory, under_pressure
+from fsdp_lab.planner.memory import CONTEXT_BYTES, MemoryPlan, loading_bytes, memory
 from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.step import StepModel, StepTime, recomputed, step_seconds
 from fsdp_lab.spec.describe import describe_value, differing_fields, field_title
@@ -111,10 +111,9 @@ class Plan:
         if self.machine.is_measured:
             return ErrorScale(below=1.0, above=1.0, causes={})
         errors = PUBLISHED_ERRORS if self.machine.device.measured is None else of_network(PUBLISHED_ERRORS)
-        overlaps = not under_pressure(self.spec, self.shape, self.machine)
 
         def seconds(rates: Rates) -> float:
-            return step_seconds(self.spec, self.shape, self.machine, rates, self.computing, overlaps=overlaps)
+            return step_seconds(self.spec, self.shape, self.machine, rates, self.computing)
 
         return error_scale(errors, self.machine, self.rates, seconds)
 
@@ -220,8 +219,7 @@ def plan(
         raise ArgumentError("ranks", reason, "give both the same")
     if spec.strategy.gather == "mapped" and machine.device.type != "cpu":
         raise SpecError("strategy.gather", "mapped is for ranks on CPUs", "use copy", {"gather": "copy"})
-    overlaps, tokens = not under_pressure(spec, shape, machine), shape.tokens(spec.workload.seq_len)
-    model = StepModel(spec, shape.units, tokens, machine, rates, computing, overlaps=overlaps)
+    model = StepModel(spec, shape.units, shape.tokens(spec.workload.seq_len), machine, rates, computing)
     step = model.step()
     comm_s, link_bytes = model.communicated()
     assumed = {**machine.device.assumed, **machine.assumed}

@@ -64,8 +64,6 @@ class StepModel:
     machine: Machine
     rates: Rates
     computing: ComputingOf = Computing  # makes what gives the units their seconds
-    _: KW_ONLY
-    overlaps: bool = True  # whether collectives overlap with computing; False if memory is too full
 
     def __post_init__(self) -> None:
         spec, units = self.spec, self.units
@@ -206,11 +204,9 @@ class StepModel:
 
     @property
     def _blocking(self) -> frozenset[Phase]:
-        """Phases that computing waits for: all if memory is too full; on a CPU, those that the backend waits for. FSDP2
-        gathers while it computes if it prefetches (backends/fsdp2.py)."""
+        """Phases that computing waits for: on a CPU, those that the backend waits for. FSDP2 gathers while it computes if it
+        prefetches (backends/fsdp2.py)."""
         s = self.spec.strategy
-        if not self.overlaps:
-            return frozenset({Phase.REDUCE, Phase.UNSHARD})
         if not self._on_cpu or not s.traits.runs_ahead:
             return frozenset()
         overlaps = s.backend == "fsdp2" and (s.forward_depth > 0 or s.backward_prefetch > 1)
@@ -302,19 +298,13 @@ class StepModel:
 
 
 def step_seconds(
-    spec: Spec,
-    shape: ModelShape,
-    machine: Machine,
-    rates: Rates,
-    computing: ComputingOf = Computing,
-    *,
-    overlaps: bool = True,
+    spec: Spec, shape: ModelShape, machine: Machine, rates: Rates, computing: ComputingOf = Computing
 ) -> float:
     """`StepTime.seconds`, sooner: only some of many equal blocks are simulated, and the others add the time of one more."""
     units, tokens = shape.units, shape.tokens(spec.workload.seq_len)
 
     def model(first: int) -> StepModel:
-        return StepModel(spec, units[:first], tokens, machine, rates, computing, overlaps=overlaps)
+        return StepModel(spec, units[:first], tokens, machine, rates, computing)
 
     policy = spec.strategy.recompute
     period = int(policy.partition(":")[2]) if ":" in policy else 1
