@@ -311,14 +311,6 @@ class Coverage:
     def width(self) -> float:
         return sum(s.width for s in self.sources) / len(self.sources)
 
-    def to_dict(self) -> dict[str, object]:
-        return {
-            "inside_80": self.share(), "inside_50": self.share(0.5), "mean_width": self.width,
-            "constant_width": self.constant_width,
-            "sources": {s.source: {"rows": s.rows, "inside_80": s.inside_80, "inside_50": s.inside_50, "width": s.width,
-                                   "expected": list(s.expected)} for s in self.sources},
-        }  # fmt: skip
-
 
 def coverage(rows: Responses, start: TimeErrors = PUBLISHED_ERRORS) -> Coverage:
     """Of every source, in bands whose sizes and quantiles were found without it."""
