@@ -611,8 +611,7 @@ class Lab:
         Args:
             spec: None: that of the run, or the lab's.
             hardware: a GPU such as "h100", which need not be present; None: these ranks, as `calibrate` measured them.
-            hosts: how many; of the calibrated one, if no hardware is named: calibrate the GPUs of one, or one of them, and
-                plan for eight.
+            hosts: how many; of the calibrated one, if no hardware is named: calibrate the GPUs of one, and plan for eight.
             network_gbit_per_s: of a host's network cards together, one way; None: the usual rate.
 
         Raises ArgumentError: no calibration, or of other ranks; hardware that is unknown or cannot hold the ranks.

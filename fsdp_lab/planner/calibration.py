@@ -31,7 +31,6 @@ from statistics import fmean, median
 from typing import Any
 
 from fsdp_lab.base.errors import ArgumentError
-from fsdp_lab.base.hardware import gpu_of_device
 from fsdp_lab.models.presets import timed_config
 from fsdp_lab.planner.costs import PASSES, SEND_KERNELS, link_bytes
 from fsdp_lab.planner.devices import PUBLISHED, Curve, Device, HostOverhead, Machine, MeasuredCurves, Rates, machine
@@ -155,34 +154,18 @@ class Calibration:
         made = Machine(device=device, ranks=self.ranks, per_host=per_host, network_bytes_per_s=network, assumed={})
         return replace(made, **curves)
 
-    def on_hosts(
-        self, hosts: int, network_gbit_per_s: float | None = None, *, per_host: int | None = None
-    ) -> tuple[Machine, Rates]:
+    def on_hosts(self, hosts: int, network_gbit_per_s: float | None = None) -> tuple[Machine, Rates]:
         """So many hosts like the calibrated one, and the rates there: inside a host those that were measured, between hosts
         a stated network, of which GPUs reach the share of published timings, and CPUs what TCP leaves. None: the usual
-        network, which is assumed. `per_host`: ranks of each; None: as many as were calibrated. From one GPU more, over the
-        links of its data sheet. Raises ArgumentError: several hosts were calibrated, a rate is out of range, or the GPU's
-        links are not known."""
+        network, which is assumed. Raises ArgumentError: several hosts were calibrated, or a rate is out of range."""
         if self.per_host != self.ranks:
             reason = f"{self.ranks // self.per_host} hosts were calibrated, and their network with them"
             raise ArgumentError("hosts", reason, "calibrate on one host to plan for more")
-        ranks = per_host or self.ranks
-        device = self.machine.device if ranks == self.ranks else self._linked()
-        there = machine(device, hosts * ranks, hosts=hosts, network_gbit_per_s=network_gbit_per_s)
+        device = self.machine.device
+        there = machine(device, hosts * self.ranks, hosts=hosts, network_gbit_per_s=network_gbit_per_s)
         rates = replace(self.rates, network=PUBLISHED.network if self.on_gpu else TCP_SHARE)
         rates = replace(rates, **{name: getattr(PUBLISHED, name) for name in ("hop_s", "latency_s", "jitter_s")})
-        if ranks != self.ranks:
-            return there, replace(rates, link=PUBLISHED.link, interference=PUBLISHED.interference)
         return replace(there, inside=self.machine.collectives), rates
-
-    def _linked(self) -> Device:
-        """The GPU with the links of its data sheet."""
-        gpu = gpu_of_device(self.name)
-        if gpu is None:
-            reason = f"one GPU was calibrated, and the links of a {self.name} are not known"
-            raise ArgumentError("hosts", reason, "calibrate all GPUs of a host, or name hardware")
-        link, switched = gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s, gpu.nvlink_bytes_per_s is not None
-        return replace(self.machine.device, link_bytes_per_s=link, switched=switched)
 
     @cached_property
     def rates(self) -> Rates:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError, check_whole
-from fsdp_lab.base.formatting import size
+from fsdp_lab.base.formatting import plural, size
 from fsdp_lab.models.check import check_shapes, model_facts
 from fsdp_lab.planner.bands import MEMORY_ERRORS
 from fsdp_lab.planner.calibration import Calibration
@@ -68,24 +68,21 @@ def planned(spec: Spec, target: Target) -> Plan:
 def planned_here(
     spec: Spec, calibration: Calibration, hosts: int | None = None, network_gbit_per_s: float | None = None
 ) -> Plan:
-    """Predicts one step on the calibrated machine, or on so many hosts like it; from one GPU for any number of ranks. Raises
-    FieldError for another number of ranks, and as `planned`."""
+    """Predicts one step on the calibrated machine, or on so many hosts like it. Raises FieldError for another number of
+    ranks, and as `planned`."""
     if hosts is None and network_gbit_per_s is not None:
         reason = "one machine was calibrated, and has no network"
         raise ArgumentError("network_gbit_per_s", reason, "give hosts as well")
     if hosts is not None:
         check_whole("hosts", hosts)
-    per_host, shape = spec.world_size // (hosts or 1), shape_of(spec)
-    # As many ranks of a host as were measured, or any number from one GPU, whose neighbours share only the links with it.
-    is_known = per_host == calibration.ranks or (calibration.on_gpu and calibration.ranks == 1)
-    if spec.world_size != per_host * (hosts or 1) or not is_known:
-        were = "1 rank was" if calibration.ranks == 1 else f"{calibration.ranks} ranks were"
-        reason = f"{were} calibrated, and the Spec has {spec.world_size}"
+    shape, ranks = shape_of(spec), calibration.ranks
+    if spec.world_size != ranks * (hosts or 1):
+        reason = f"{plural(ranks, 'rank')} {'was' if ranks == 1 else 'were'} calibrated, and the Spec has {spec.world_size}"
         hint = "calibrate again with as many, give hosts that have as many together, or name hardware"
         raise SpecError("world_size", reason, hint)
-    if hosts in (None, 1) and per_host == calibration.ranks:
+    if hosts in (None, 1):
         return plan(spec, shape, calibration.machine, rates=calibration.rates)
-    where, rates = calibration.on_hosts(hosts or 1, network_gbit_per_s, per_host=per_host)
+    where, rates = calibration.on_hosts(hosts or 1, network_gbit_per_s)
     return plan(spec, shape, where, rates=rates)
 
 

@@ -205,25 +205,3 @@ def test_on_a_gpu_the_host_s_time_for_a_kernel_comes_out_and_plans_what_was_not_
         told, true = (plan(spec, shape_for(model), here.machine, rates=rates) for rates in (here.rates, truth))
         assert told.step_time_s == pytest.approx(true.step_time_s, rel=0.1), model
     assert here.machine.device.flops_per_s("fp32") == 67e12, "MFU is relative to what a run's is"
-
-
-def test_one_gpu_is_planned_as_one_of_many_over_the_links_of_its_data_sheet() -> None:
-    here = one_gpu("NVIDIA H100 80GB HBM3")
-    spec = Spec(world_size=1).replace(model="gpt2-10m", seq_len=128)
-
-    def on(ranks: int, hosts: int | None = None, gbit: float | None = None) -> Plan:
-        return planned_here(spec.replace(world_size=ranks), here, hosts, gbit)
-
-    one, host, two, slow = on(1), on(8), on(16, 2), on(16, 2, 10.0)
-    assert one.step.computing_s == host.step.computing_s == two.step.computing_s
-    alone, near, far, farther = (sum(found.comm_s.values()) for found in (one, host, two, slow))
-    assert alone == 0 < near < far < farther
-    assert host.machine.device.link_bytes_per_s == machine("h100", 8).device.link_bytes_per_s
-    assert (two.machine.hosts, two.machine.per_host) == (2, 8)
-    assert "network" in two.assumed and "network" not in slow.assumed
-    with pytest.raises(SpecError, match="1 rank was calibrated, and the Spec has 9"):
-        on(9, 2)
-    with pytest.raises(
-        ArgumentError, match="the links of a GPU of tomorrow are not known; calibrate all GPUs of a host"
-    ):
-        planned_here(spec.replace(world_size=2), one_gpu("GPU of tomorrow"))
