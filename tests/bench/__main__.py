@@ -24,7 +24,6 @@ def measured_by(module: str, name: str) -> Callable[[argparse.Namespace], dict[s
     return lambda args: getattr(importlib.import_module(f"tests.bench.{module}"), name)(args)
 
 
-RANKS = {"default": "2,4", "metavar": "N,N", "help": f"numbers of ranks {DEFAULT}"}
 LIVE: Options = on_lab("gpt2-10m") | {"rounds": number(2, "passes over all switches")}
 SOAK: Options = {
     **on_lab("gpt2-1m"),
@@ -45,8 +44,6 @@ PLAN: Options = {
     "micro_batch": number(4),
     "rounds": number(3, "calibration rounds"),
 }
-MODELS = "gpt2-1m,llama-1m,bert-1m,t5-1m,vit-1m,resnet-1m"
-MEMORY: Options = {"model": {"default": MODELS, "metavar": "M,M", "help": f"presets {DEFAULT}"}, "ranks": RANKS}
 DEVICE: Options = {"device": OWN_RANKS["device"]}
 PROGRAM: Options = {**DEVICE, "ranks": number(1)}
 SWITCH: Options = {**DEVICE, "width": number(2048), "layers": number(14), "vocab": number(32000)}
@@ -55,7 +52,6 @@ TABLE: tuple[tuple[str, str, str, Options], ...] = (
     ("live", "labs", "latency of start, switch and stop, as a user sees it", LIVE),
     ("soak", "labs", "memory growth of kernel and ranks over many strategy switches", SOAK),
     ("plan", "labs", "predicted step times, compared with measured ones", PLAN),
-    ("memory", "labs", "peak memory of a step, compared with FSDP2's and with the planned one", MEMORY),
     ("metering", "metering", "cost of all that a lab does in a step beyond plain training", METERING),
     ("switch", "switch", "live switches near the memory limit of a GPU", SWITCH),
     ("tour", "tour", "the notebooks' steps without Jupyter, on one rank", DEVICE),

@@ -1,4 +1,4 @@
-"""The benches that run on a lab: live, soak, plan and memory.
+"""The benches that run on a lab: live, soak and plan.
 
 Note: what is compared in `plan`. Every round calibrates anew; the steps of all Specs are timed in turns with the
 calibration runs, so that the machine's drift affects both alike. No Spec that is compared is calibrated on.
@@ -22,20 +22,17 @@ import psutil
 
 from fsdp_lab.base.errors import FieldError
 from fsdp_lab.base.formatting import Table
-from fsdp_lab.bench.plan import PRECISIONS, SHARDINGS as PEER_SHARDINGS, BenchError
+from fsdp_lab.bench.plan import BenchError
 from fsdp_lab.bench.results import ratios, spread
 from fsdp_lab.cli.bench import say
 from fsdp_lab.cli.console import Refused, at_least, open_lab, terminal
 from fsdp_lab.cluster import ClusterError
 from fsdp_lab.lab import Lab
-from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.planner.calibration import Calibration
-from fsdp_lab.planner.memory import memory as planned_memory
 from fsdp_lab.planner.questions import planned_here
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.runs import Run
 from fsdp_lab.spec.spec import BACKENDS, SHARDINGS, Spec
-from tests.planner.theory import peak_in_theory
 
 STEP_LIMIT_S = 120.0  # limit for a step
 WARM_UP, WINDOW = 100, 10  # of `soak`: switches before the first reading; readings of which the median counts
@@ -232,66 +229,3 @@ def strategies(base: Spec) -> Iterator[Spec]:
                 continue
             if not spec.strategy.is_hybrid or 1 < spec.shard_factor < spec.world_size:
                 yield spec
-
-
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
-def memory(args: argparse.Namespace) -> dict[str, Any]:
-    """Peak bytes of a step on CPUs by the ledger, of the rank that holds most: beside FSDP2, the planner's, and the
-    closed form in `fsdp_lab.engine.memory`. Raises SpecError, BenchError."""
-    models = args.model.split(",")
-    shapes = {model: shape_for(model) for model in models}  # an unknown one is refused before ranks start
-    rows, cells = [], []
-    for world_size in numbers(args.ranks, 2):
-        with fresh_lab(world_size, ("cpu",) * world_size) as lab:
-            for spec in compared(models, world_size):
-                shape, name = shapes[str(spec.workload.model)], str(spec.workload.model)
-                lab_bytes, fsdp2_bytes = peak_bytes(lab, spec), peak_bytes(lab, spec.replace(backend="fsdp2"))
-                planned, theory = planned_memory(spec, shape, device="cpu").peak_bytes, peak_in_theory(spec, shape)
-                peaks = {"lab": lab_bytes, "fsdp2": fsdp2_bytes, "planned": planned, "theory": round(theory)}
-                others = {"fsdp2": fsdp2_bytes, "plan": planned, "theory": round(theory)}
-                over = {f"lab/{other}": lab_bytes / nbytes for other, nbytes in others.items()}
-                rows.append({"spec": spec.to_dict(), **{f"{of}_bytes": n for of, n in peaks.items()}, **over})
-                mib = (f"{n / 2**20:.2f}" for n in (lab_bytes, fsdp2_bytes, planned))
-                s = spec.strategy
-                shares = (f"{ratio:.4f}" for ratio in over.values())
-                cells.append((name, str(s.precision), s.sharding, str(world_size), *mib, *shares))
-    columns = ("model", "precision", "sharding", "ranks", "lab MiB", "fsdp2 MiB", "plan MiB", *over)
-    say(repr(Table(columns=columns, rows=tuple(cells), left=frozenset(columns[:3]))))
-    within = f", {sum(row['lab/fsdp2'] <= 1.0 for row in rows)} of {len(rows)} not above 1"
-    for name, more in (("lab/fsdp2", within), ("lab/theory", "")):
-        worst = max(rows, key=lambda row: row[name])
-        say(f"{name}: at most {worst[name]:.4f} ({worst['spec']['workload']['model']}){more}")
-    return {"rows": rows, "environment": {}}
-
-
-def numbers(text: str, least: int) -> list[int]:
-    """Of a comma-separated list for --ranks. Raises Refused."""
-    given = [int(n) if n.strip().isdigit() else 0 for n in text.split(",")]
-    if min(given) < least:
-        raise Refused(f"--ranks {text} is refused; give numbers of {least} or more, as 2,4")
-    return given
-
-
-def compared(models: Sequence[str], ranks: int) -> Iterator[Spec]:
-    """Of the lab's engine: every precision and sharding that FSDP2 has too."""
-    for model in models:
-        data = {"data": "images"} if model in PRESETS and PRESETS[model].kind == "image" else {}
-        base = Spec(world_size=ranks, devices=("cpu",) * ranks).replace(model=model, backend="lab", **data)
-        for precision in PRECISIONS:
-            for sharding in PEER_SHARDINGS:
-                yield base.replace(precision=precision, sharding=sharding)
-
-
-def peak_bytes(lab: Lab, spec: Spec) -> int:
-    """Of the rank that holds most in its ledger step."""
-    run = lab.run(spec)
-
-    def peaks() -> dict[int, int]:
-        return {e.rank: e.memory.at_peak.total_bytes for e in run.events.since()[0] if e.ledger}
-
-    _await(run, "ledger step", lambda: len(peaks()) == spec.world_size)
-    run.stop()
-    run.wait(STEP_LIMIT_S)
-    return max(peaks().values())

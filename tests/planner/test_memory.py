@@ -32,7 +32,7 @@ FROZEN = [
 
 # Every backend, offload, sharding, precision, optimizer, wrap and kind of model is in one of them: not every pair.
 FIELDS: dict[str, dict[str, Any]] = {
-    "lab": {}, "lab, mapped, zero1": {"gather": "mapped", "sharding": "zero1"},
+    "lab": {}, "fsdp2": {"backend": "fsdp2"}, "lab, mapped, zero1": {"gather": "mapped", "sharding": "zero1"},
     "lab, offload of all, recompute, dropout": {"offload": "all", "recompute": "full", "dropout": "config"},
     "lab, offload of the optimizer": {"offload": "optimizer", "precision": "bf16-pure"},
     "lab, t5, fused": {"model": "t5-1m", "optimizer_args": {"fused": True, "amsgrad": True}},
@@ -85,6 +85,8 @@ def test_the_peak_and_its_classes_are_the_ledger_s_within_2_percent(events: dict
     if name in ("lab", "lab, llama, zero2"):
         theory = peak_in_theory(SPECS[name], shape_for(SPECS[name].workload.model))
         assert there.total_bytes == pytest.approx(theory, rel=0.02)
+    if name == "lab":
+        assert there.total_bytes <= events["fsdp2"].memory.at_peak.total_bytes
 
 
 @pytest.mark.parametrize(("model", "ranks"), [("gpt2-1m", 4), ("t5-1m", 2), ("vit-1m", 2), ("resnet-1m", 4)])

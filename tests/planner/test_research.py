@@ -106,7 +106,7 @@ def test_the_bands_in_the_package_are_what_the_procedure_finds_and_they_hold() -
     assert errors.between == pytest.approx(PUBLISHED_ERRORS.between, abs=2e-3)
     assert fitting.with_quantiles(rows, errors).quantiles == errors.quantiles
     held = coverage(rows)
-    assert 0.75 <= held.share() <= 0.85 and held.width <= 1.5 * held.constant_width
+    assert 0.75 <= held.share <= 0.85 and held.width <= 1.5 * held.constant_width
     names = {one.machine.device.name for one in CASES}
     assert names <= PUBLISHED_ERRORS.devices and max(one.machine.ranks for one in CASES) == PUBLISHED_ERRORS.ranks
 

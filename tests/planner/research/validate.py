@@ -247,13 +247,10 @@ def lines(rows: Sequence[Row]) -> list[str]:
         f"{'average by source':52s} {'':4s} {by_source_mape(held):7.1%} {'':7s} {by_source_mape(constant):13.1%}",
         f"worst: {worst.case.id}, {worst.error:+.1%}; with a constant MFU {worst_usual.case.id}, {worst_usual.error:+.1%}",
         "",
-        f"Bands, each made without its source: the 80 % band holds {covered.share():.0%} of the rows, the 50 % band"
-        f" {covered.share(0.5):.0%}, with sources weighted alike;",
+        f"Bands, each made without its source: the 80 % band holds {covered.share:.0%} of the rows, the 50 % band"
+        f" {covered.share_of_half:.0%}, with sources weighted alike;",
         f"its mean width is ln(high/low) {covered.width:.2f}, {covered.width / covered.constant_width:.2f} of the"
         " narrowest +-x % that holds 80 %.",
-        f"{'sources of 10 rows or more':52s} {'rows':>4s} {'inside':>7s} {'expected':>9s} {'width':>6s}",
-        *(f"{s.source[:52]:52s} {s.rows:4d} {s.inside_80:7d} {'{}-{}'.format(*s.expected):>9s} {s.width:6.2f}"
-          f"{'' if s.expected[0] <= s.inside_80 <= s.expected[1] else '  !'}" for s in covered.sources if s.rows >= 10),
         "", "Stress tests of communication, not in the averages:",
         *(f"{one.case.id:52s} {one.error:+12.1%}" for one in stress),
         "", f"{'Throughput of a GPU, as a ratio':52s} {'published':>9s} {'predicted':>9s} {'points':>7s}",
