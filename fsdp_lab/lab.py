@@ -588,7 +588,7 @@ class Lab:
         dtypes = ("fp32", "bf16") if devices[0] == "cpu" else ("fp32", "bf16", "fp16")
         per_host = ranks_per_host([seat.host for seat in self.cluster.membership.placement.seats])
         timed = references(len(devices), dtypes, devices, per_host)
-        specs = [spec.to_dict() for spec in (*(r.spec for r in timed), *beside)]
+        specs = [spec.to_dict() for spec in (*(spec for _, spec in timed), *beside)]
         for spec in beside:
             self.cluster.delivery.provide(spec)
         with progress_bar("measuring this machine") if self._shows_progress else contextlib.nullcontext():

@@ -34,7 +34,6 @@ from fsdp_lab.base.errors import ArgumentError
 from fsdp_lab.models.presets import timed_config
 from fsdp_lab.planner.costs import PASSES, SEND_KERNELS, link_bytes
 from fsdp_lab.planner.devices import PUBLISHED, Curve, Device, HostOverhead, Machine, MeasuredCurves, Rates, machine
-from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.shapes import shape_for
 from fsdp_lab.planner.step import AHEAD, OVERLAPPING, StepModel
 from fsdp_lab.spec.spec import BACKEND_TRAITS, BACKENDS, Spec
@@ -45,19 +44,12 @@ MOST = 4.0  # upper bound of interference and of stretch
 SHOWN = 1.02  # by how much a step must depend on them
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reference:
-    """A Spec whose steps are timed, for the quantity that `role` names."""
-
-    role: str  # "deep", "shallow", "whole": a small model with 6 blocks, 2, 6 in one unit; "traffic"; "weights"; "overlap"
-    spec: Spec
-
-
 def references(
     ranks: int, dtypes: Sequence[str], devices: Sequence[str] | None = None, per_host: int | None = None
-) -> list[Reference]:
-    """The Specs to time. `per_host`: ranks of a host, if there are several; the small models are sharded inside hosts then,
-    so that the network has little part in their time."""
+) -> list[tuple[str, Spec]]:
+    """The Specs to time, each with its role: "deep", "shallow", "whole", a small model with 6 blocks, 2, 6 in one unit;
+    "traffic", "weights", "overlap", the quantity that it shows. `per_host`: ranks of a host, if there are several; the small
+    models are sharded inside hosts then, so that the network has little part in their time."""
     start = Spec(world_size=ranks, devices=None if devices is None else tuple(devices))
     on_gpu = devices is not None and devices[0] != "cpu"
     width, seq_len = (2048, 512) if on_gpu else (256, 128)
@@ -68,19 +60,19 @@ def references(
         sharding = {"sharding": "full_shard"} | inside if has_units else {"sharding": "no_shard"}
         small = start.replace(backend=backend, micro_batch=1, seq_len=16, **sharding)
         deep, shallow = (small.replace(model=timed_config(32, blocks, 128)) for blocks in (6, 2))
-        timed += [Reference(role="deep", spec=deep), Reference(role="shallow", spec=shallow)]
+        timed += [("deep", deep), ("shallow", shallow)]
         if has_units:
-            timed.append(Reference(role="whole", spec=deep.replace(wrap="whole")))
+            timed.append(("whole", deep.replace(wrap="whole")))
     plain = start.replace(model=timed_config(width, 2, seq_len), sharding="no_shard", micro_batch=4, seq_len=seq_len)
     if ranks > 1:
         overlap = start.replace(model=timed_config(width, 4, seq_len), micro_batch=2, seq_len=seq_len // 2)
-        timed += [Reference(role="overlap", spec=overlap.replace(backend=b)) for b in OVERLAPPING]
+        timed += [("overlap", overlap.replace(backend=b)) for b in OVERLAPPING]
     if on_gpu:
         return timed
     # fp16's steps wait for the scale of the loss; its computing is as in bf16.
-    timed += [Reference(role="traffic", spec=plain.replace(precision=dtype)) for dtype in dtypes if dtype != "fp16"]
+    timed += [("traffic", plain.replace(precision=dtype)) for dtype in dtypes if dtype != "fp16"]
     few = plain.replace(model=timed_config(width, 4, seq_len), micro_batch=2, seq_len=seq_len // 2)
-    timed.append(Reference(role="weights", spec=few.replace(accumulate=4, sync="last") if ranks > 1 else few))
+    timed.append(("weights", few.replace(accumulate=4, sync="last") if ranks > 1 else few))
     return timed
 
 
@@ -179,34 +171,36 @@ class Calibration:
             rates = replace(rates, hosts={backend: self._host(backend, rates) for backend in BACKENDS})
             if not self.on_gpu:
                 rates = replace(rates, traffic_of=self._traffic(rates))
-                # A step of a model on few tokens is linear in them.
-                ((r, shape, seconds),) = (step for step in self._steps if step[0].role == "weights")
-                none, one = (self._predicted_s(r, shape, replace(rates, weights=times)) for times in (0.0, 1.0))
-                rates = replace(rates, weights=max(0.0, (seconds - none) / (one - none)))
+                ((_, spec, seconds),) = (step for step in self._steps if step[0] == "weights")
+                weights = self._linear(spec, seconds, *(replace(rates, weights=times) for times in (0.0, 1.0)))
+                rates = replace(rates, weights=weights)
             for backend in OVERLAPPING:
                 rates = self._with_overlap(backend, rates)
         return rates
 
     @cached_property
-    def _steps(self) -> list[tuple[Reference, ModelShape, float]]:
-        """Each reference with its shape and the median seconds of its steps."""
+    def _steps(self) -> list[tuple[str, Spec, float]]:
+        """Each reference with the median seconds of its steps."""
         wanted = references(self.ranks, self.dtypes, self.devices, self.per_host)
-        shapes = [shape_for(r.spec.workload.model, r.spec.strategy.wrap) for r in wanted]
-        seconds = [median(self.probes["steps"][str(i)]) for i in range(len(wanted))]
-        return list(zip(wanted, shapes, seconds, strict=True))
+        return [(*one, median(self.probes["steps"][str(i)])) for i, one in enumerate(wanted)]
 
-    def _unexplained(self, backend: str, rates: Rates) -> dict[str, tuple[float, ModelShape, StepModel]]:
+    def _unexplained(self, backend: str, rates: Rates) -> dict[str, tuple[float, StepModel]]:
         """Seconds of the small models' steps that are not predicted, by role."""
         return {
-            r.role: (seconds - self._predicted_s(r, shape, rates), shape, self._model(r, shape, rates))
-            for r, shape, seconds in self._steps
-            if r.spec.strategy.backend == backend and r.role in SMALL
+            role: (seconds - self._predicted_s(spec, rates), self._model(spec, rates))
+            for role, spec, seconds in self._steps
+            if spec.strategy.backend == backend and role in SMALL
         }
+
+    def _linear(self, spec: Spec, seconds: float, none: Rates, one: Rates) -> float:
+        """The quantity, 0 or more, that predicts these seconds of a step, which is linear in it: at rates with 0 and 1 of it."""
+        none_s, one_s = self._predicted_s(spec, none), self._predicted_s(spec, one)
+        return max(0.0, (seconds - none_s) / (one_s - none_s))
 
     def _eager_s(self, rates: Rates) -> float:
         """The host's time for a kernel, from what DDP's steps take longer with more blocks."""
         of_role = self._unexplained("ddp", rates)
-        (deep_s, _, deep), (shallow_s, _, shallow) = of_role["deep"], of_role["shallow"]
+        (deep_s, deep), (shallow_s, shallow) = of_role["deep"], of_role["shallow"]
         issuing_s = [sum(sum(work.issue_s.values()) for work in model.works) for model in (deep, shallow)]
         kernels = (issuing_s[0] - issuing_s[1]) / rates.eager_s
         return max(1e-7, rates.eager_s + (deep_s - shallow_s) / kernels)
@@ -214,8 +208,8 @@ class Calibration:
     def _host(self, backend: str, rates: Rates) -> HostOverhead:
         """The overhead per step, collective and tensor, from the unexplained time of the small models' steps."""
         unexplained = {
-            role: (seconds, model.sends, sum(len(unit.parameters) for unit in shape.units))
-            for role, (seconds, shape, model) in self._unexplained(backend, rates).items()
+            role: (seconds, model.sends, sum(len(unit.parameters) for unit in model.units))
+            for role, (seconds, model) in self._unexplained(backend, rates).items()
         }
         deep, shallow, whole = unexplained["deep"], unexplained["shallow"], unexplained.get("whole")
         now = rates.host(backend)
@@ -232,25 +226,22 @@ class Calibration:
     def _traffic(self, rates: Rates) -> dict[str, float]:
         """The traffic by dtype, from the step of the unsharded model, which is linear in it."""
         traffic = {}
-        for r, shape, seconds in self._steps:
-            if r.role == "traffic":
-                dtype = r.spec.strategy.dtypes.param
-                none, one = (
-                    self._predicted_s(r, shape, replace(rates, traffic_of={dtype: share})) for share in (0.0, 1.0)
-                )
-                traffic[dtype] = max(0.0, (seconds - none) / (one - none))
+        for role, spec, seconds in self._steps:
+            if role == "traffic":
+                dtype = spec.strategy.dtypes.param
+                both = (replace(rates, traffic_of={dtype: share}) for share in (0.0, 1.0))
+                traffic[dtype] = self._linear(spec, seconds, *both)
         return {**traffic, "fp16": traffic["bf16"]} if "bf16" in traffic else traffic
 
     def _with_overlap(self, backend: str, rates: Rates) -> Rates:
         """The rates with the interference or stretch that predicts the step of role "overlap", by bisection (it grows
         with both). Where the network is so slow that computing hides little of it, interference has no part in that,
         and stays."""
-        steps = [step for step in self._steps if step[0].role == "overlap" and step[0].spec.strategy.backend == backend]
+        steps = [step for step in self._steps if step[0] == "overlap" and step[1].strategy.backend == backend]
         if not steps:
             return rates
-        ((r, shape, seconds),) = steps
-
-        alone = self._model(r, shape, replace(rates, interference=0.0)).step()
+        ((_, spec, seconds),) = steps
+        alone = self._model(spec, replace(rates, interference=0.0)).step()
         overlaps = backend not in AHEAD and alone.exposed_comm_s < alone.computing_s
 
         def with_(value: float) -> Rates:
@@ -259,22 +250,23 @@ class Calibration:
             return replace(rates, hosts={**rates.hosts, backend: replace(rates.host(backend), stretch=value)})
 
         low, high = 0.0, MOST
-        least_s, most_s = (self._predicted_s(r, shape, with_(value)) for value in (low, high))
+        least_s, most_s = (self._predicted_s(spec, with_(value)) for value in (low, high))
         if most_s < SHOWN * least_s:  # the host takes longer than both, and the step shows neither
             return rates
         for _ in range(12):
             middle = (low + high) / 2
-            if self._predicted_s(r, shape, with_(middle)) < seconds:
+            if self._predicted_s(spec, with_(middle)) < seconds:
                 low = middle
             else:
                 high = middle
         return with_((low + high) / 2)
 
-    def _predicted_s(self, r: Reference, shape: ModelShape, rates: Rates) -> float:
-        return self._model(r, shape, rates).step().seconds
+    def _predicted_s(self, spec: Spec, rates: Rates) -> float:
+        return self._model(spec, rates).step().seconds
 
-    def _model(self, r: Reference, shape: ModelShape, rates: Rates) -> StepModel:
-        return StepModel(r.spec, shape.units, shape.tokens(r.spec.workload.seq_len), self.machine, rates)
+    def _model(self, spec: Spec, rates: Rates) -> StepModel:
+        shape = shape_for(spec.workload.model, spec.strategy.wrap)
+        return StepModel(spec, shape.units, shape.tokens(spec.workload.seq_len), self.machine, rates)
 
 
 def _curves(rows: Mapping[str, Sequence[Sequence[float]]], size: int) -> dict[str, Curve]:

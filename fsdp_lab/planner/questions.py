@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError, check_whole
-from fsdp_lab.base.formatting import plural, size
+from fsdp_lab.base.formatting import size
 from fsdp_lab.models.check import check_shapes, model_facts
 from fsdp_lab.planner.bands import MEMORY_ERRORS
 from fsdp_lab.planner.calibration import Calibration
@@ -77,7 +77,8 @@ def planned_here(
         check_whole("hosts", hosts)
     shape, ranks = shape_of(spec), calibration.ranks
     if spec.world_size != ranks * (hosts or 1):
-        reason = f"{plural(ranks, 'rank')} {'was' if ranks == 1 else 'were'} calibrated, and the Spec has {spec.world_size}"
+        were = "1 rank was" if ranks == 1 else f"{ranks} ranks were"
+        reason = f"{were} calibrated, and the Spec has {spec.world_size}"
         hint = "calibrate again with as many, give hosts that have as many together, or name hardware"
         raise SpecError("world_size", reason, hint)
     if hosts in (None, 1):

@@ -51,7 +51,6 @@ class StepTime:
     exposed_comm_s: float
     host_s: float  # computing's wait for the host, which issues kernels
     optimizer_s: float
-    timeline: SimulatedTimeline  # of the last micro-batch
 
 
 @dataclass(eq=False)
@@ -109,7 +108,6 @@ class StepModel:
             exposed_comm_s=total(last.exposed_s, first.exposed_s),
             host_s=host,
             optimizer_s=optimizer,
-            timeline=last,
         )
 
     @property
@@ -236,7 +234,8 @@ class StepModel:
 
     def _disturbs_s(self, action: Action, *, reduces: bool) -> float:
         """Seconds in which a collective may slow computing: not those in which it waits for an emulated link."""
-        return min(self.seconds(action, reduces=reduces), self._carried_s(action.phase, self._elements(action)))
+        seconds = self.seconds(action, reduces=reduces)
+        return min(seconds, self._carried_s(action.phase, self._elements(action))) if self._link else seconds
 
     def _carried_s(self, phase: Phase, elements: int) -> float:
         """A gather or a reduction over the real link."""
@@ -338,16 +337,12 @@ class TimedAction(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedTimeline:
-    """One micro-batch. `waits`: when computing waited for communication, (unit, begin_s, end_s)."""
+    """One micro-batch."""
 
     done: tuple[TimedAction, ...]
-    waits: tuple[tuple[int, float, float], ...]
     seconds: float
-    host_s: float = 0.0  # computing's wait for the host
-
-    @property
-    def exposed_s(self) -> float:
-        return sum(end - begin for _, begin, end in self.waits)
+    exposed_s: float  # computing's wait for communication
+    host_s: float  # and for the host
 
     def phase_s(self, phase: Phase) -> float:
         return sum(d.seconds for d in self.done if d.action.phase is phase)
@@ -388,7 +383,7 @@ class Simulation:
         self._gathers = 0
         self._disturbed = 0.0  # seconds of collectives that have not slowed computing yet
         self._waited_s = 0.0  # for late ranks
-        self._waits: list[tuple[int, float, float]] = []
+        self._exposed_s = 0.0  # computing's wait for communication
 
     def run(self) -> SimulatedTimeline:
         done = []
@@ -397,9 +392,8 @@ class Simulation:
             self._ends.append(end)
             done.append(TimedAction(action=action, begin_s=begin, end_s=end))
         last = max((d.end_s for d in done), default=0.0)
-        if last > self._computing:  # for the last gradients
-            self._waits.append((done[-1].action.unit, self._computing, last))
-        return SimulatedTimeline(done=tuple(done), waits=tuple(self._waits), seconds=last, host_s=self._host_s)
+        exposed_s = self._exposed_s + max(0.0, last - self._computing)  # for the last gradients
+        return SimulatedTimeline(done=tuple(done), seconds=last, exposed_s=exposed_s, host_s=self._host_s)
 
     def _place(self, action: Action) -> tuple[float, float]:
         ready = 0.0
@@ -433,7 +427,7 @@ class Simulation:
             self._issued += self.issue_s(action)
         if action.phase in self.blocking:  # computing waits
             begin = max(begin, self._computing)
-            self._waits.append((action.unit, self._computing, begin + lasts))
+            self._exposed_s += begin + lasts - self._computing
             self._computing = begin + lasts
         else:
             self._disturbed += lasts if self.disturbs_s is None else self.disturbs_s(action)
@@ -443,8 +437,7 @@ class Simulation:
 
     def _compute(self, action: Action, ready: float) -> tuple[float, float]:
         begin = max(ready, self._computing)
-        if begin > self._computing:
-            self._waits.append((action.unit, self._computing, begin))
+        self._exposed_s += begin - self._computing
         lasts = self.seconds(action)
         slowed = min(self.interference * self._disturbed, self.interference * lasts)
         self._disturbed = max(0.0, self._disturbed - lasts)

@@ -76,8 +76,8 @@ def made_up(traffic: float = 8.0, interference: float = 0.6) -> tuple[Calibratio
         hosts=TRUTH, traffic_of=dict.fromkeys(DTYPES, traffic),
     )  # fmt: skip
     steps = {}
-    for i, r in enumerate(timed):
-        seconds = step_s(r.spec, empty, rates)
+    for i, (_, spec) in enumerate(timed):
+        seconds = step_s(spec, empty, rates)
         steps[str(i)] = [0.9 * seconds, seconds, 1.3 * seconds]
     return Calibration.of([{**bare, "steps": steps}], **said), rates
 
@@ -191,7 +191,7 @@ def one_gpu(name: str) -> Calibration:
     said: dict[str, Any] = {"unix_s": 0.0, "seconds": 1.0, "name": name, "devices": ("cuda:0",)}
     empty = Calibration.of([{**bare, "steps": {str(i): [1.0] for i in range(len(timed))}}], **said)
     truth = replace(PUBLISHED, matrix=1.0, memory=1.0, step_s=0.0, kernel_s=0.0, eager_s=EAGER_S, hosts=ON_GPU)
-    steps = {str(i): [step_s(r.spec, empty, truth)] for i, r in enumerate(timed)}
+    steps = {str(i): [step_s(spec, empty, truth)] for i, (_, spec) in enumerate(timed)}
     return Calibration.of([{**bare, "steps": steps}], **said)
 
 

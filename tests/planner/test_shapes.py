@@ -55,7 +55,7 @@ def test_the_file_says_what_a_recording_says(name: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_so_are_the_models_of_a_calibration(device: str) -> None:
     """Else a kernel would record them while its user waits."""
-    models = [r.spec.workload.model for ranks in (1, 2) for r in references(ranks, ["bf16"], [device] * ranks)]
+    models = [spec.workload.model for ranks in (1, 2) for _, spec in references(ranks, ["bf16"], [device] * ranks)]
     assert {key_of(model) for model in models} <= packaged().keys()
 
 
