@@ -124,11 +124,11 @@ class CalibratedErrors:
 
 # From 30 ratios of `python -m tests.bench plan`: a model that was not among those timed, two cores, other work beside it.
 CALIBRATED_ERRORS = CalibratedErrors(quantiles=Quantiles((0.041, 0.06, 0.083, 0.136, 0.185, 0.199)), between=0.079)
-# Of |ln(measured / predicted)| of peaks, by type of device: published rows (a test repeats it); on CPUs the 2 % that tests
-# allow between plan and ledger, spread evenly.
+# Of |ln(measured / predicted)| of peaks, by type of device: published rows (a test repeats it); on CPUs the 6 %
+# that tests allow between plan and ledger where there are convolutions, spread evenly.
 MEMORY_ERRORS: Mapping[str, Quantiles] = {
     "cuda": Quantiles((0.026, 0.0373, 0.0497, 0.1145, 0.1989, 0.2679)),
-    "cpu": Quantiles(tuple(0.02 * level for level in LEVELS)),
+    "cpu": Quantiles(tuple(0.06 * level for level in LEVELS)),
 }
 
 

@@ -193,7 +193,7 @@ class Calibration:
         }
 
     def _linear(self, spec: Spec, seconds: float, none: Rates, one: Rates) -> float:
-        """The quantity, 0 or more, that predicts these seconds of a step, which is linear in it: at rates with 0 and 1 of it."""
+        """The quantity, 0 or more, that predicts these seconds of a step, which is linear in it, at rates with 0 and 1."""
         none_s, one_s = self._predicted_s(spec, none), self._predicted_s(spec, one)
         return max(0.0, (seconds - none_s) / (one_s - none_s))
 

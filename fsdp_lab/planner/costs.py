@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from fsdp_lab.engine.schedule import Direction
 from fsdp_lab.planner.devices import Device, Machine, Rates
-from fsdp_lab.planner.model_shape import MatMul, UnitShape
+from fsdp_lab.planner.model_shape import MatMul, SizeFormula, UnitShape
 from fsdp_lab.spec.optimizer import TorchOptimizer
 from fsdp_lab.spec.spec import Spec, Strategy
 
@@ -170,7 +170,7 @@ def arithmetic(strategy: Strategy) -> str:
 
 def saved_bytes(unit: UnitShape, tokens: int, dtype: str) -> float:
     """Bytes that one sample's forward saves for the backward, without attention's scores, which are counted apart."""
-    return replace(unit.saved[dtype], per_pair_bytes=0.0).bytes_of(tokens)
+    return SizeFormula(tuple(term for term in unit.saved[dtype].terms if term[1] < 2)).bytes_of(1, tokens)
 
 
 def traffic_bytes(
@@ -223,7 +223,7 @@ def memory_traffic(unit: UnitShape, *, norm: Bytes = RMS_NORM, loss: Bytes = LOS
     """Bytes per token in half precision, of a transformer's block or of a head with its loss, which is one product without
     attention. None for other units. norm: of a gated block."""
     if not unit.heads:
-        if len(unit.products) != 1 or unit.saved["bf16"].fixed_bytes:
+        if len(unit.products) != 1 or any(not t for _, t, _ in unit.saved["bf16"].terms):
             return None
         head = unit.products[0]
         return _sum_traffic((head.count * head.outputs * head.share, loss))

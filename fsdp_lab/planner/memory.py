@@ -25,7 +25,7 @@ from fsdp_lab.planner.memory_models.base import (
 )
 from fsdp_lab.planner.memory_models.flat import FlatMemory
 from fsdp_lab.planner.memory_models.fsdp import DDPMemory, FSDP1Memory, FSDP2Memory
-from fsdp_lab.planner.model_shape import ALLOCATED, ARRIVED, FREED, SCRATCH, ModelShape, TapeChange, TapeSegment
+from fsdp_lab.planner.model_shape import ALLOCATED, ARRIVED, FREED, ModelShape, TapeChange, TapeSegment
 from fsdp_lab.spec.spec import Spec
 
 CONTEXT_BYTES = 1 << 30  # GPU memory of CUDA's context, NCCL's buffers and the libraries' workspaces
@@ -73,11 +73,6 @@ def loading_bytes(spec: Spec, shape: ModelShape, *, device: str) -> int:
     return round(max(skeleton, whole * (2 + 1 / spec.shard_factor), buckets + values))
 
 
-def has_scratch(spec: Spec) -> bool:
-    """Returns whether a CPU's convolutions copy: those of one sample in fp32 go by another way."""
-    return spec.workload.micro_batch > 1 or spec.strategy.dtypes.param != "fp32"
-
-
 def batch_bytes(spec: Spec, shape: ModelShape) -> float:
     """The batch's bytes on a CPU: ids and images are numpy's memory, which is not counted; labels are torch's copy of
     the ids. A dataset of the user's own is collated by torch."""
@@ -92,7 +87,6 @@ class _Step:
         self._spec, self._shape, self._tracker, self._on_gpu = spec, shape, MemoryTracker(), on_gpu
         self._model = model(spec, shape, self._tracker, on_gpu=on_gpu)
         self._samples, self._tokens = spec.workload.micro_batch, shape.tokens(spec.workload.seq_len)
-        self._has_scratch = not on_gpu and has_scratch(spec)
         self._sizes: dict[int, tuple[Sequence[TapeChange], list[tuple[str, float, int | None, int]]]] = {}
         self._played: dict[tuple[object, ...], tuple[MemoryTracker, float]] = {}
 
@@ -167,9 +161,6 @@ class _Step:
                 tracker.alloc(ACTIVATIONS, size)
             elif kind == FREED:
                 tracker.free(ACTIVATIONS, size)
-            elif kind == SCRATCH:
-                tracker.alloc(ACTIVATIONS, size * self._has_scratch)
-                tracker.free(ACTIVATIONS, size * self._has_scratch)
             elif kind == ARRIVED:
                 model.gradient_ready(own if unit is None else unit, index, size)
             else:

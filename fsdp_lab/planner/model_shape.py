@@ -28,18 +28,6 @@ class MatMul:
         return self.inputs * self.outputs * self.count
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedBytes:
-    """Bytes that autograd saves in the forward of a sample of T tokens: `per_token * T + per_pair * T^2 + fixed`."""
-
-    per_token_bytes: float = 0.0
-    per_pair_bytes: float = 0.0  # 0 if attention does not materialise its matrix
-    fixed_bytes: float = 0.0
-
-    def bytes_of(self, tokens: int) -> float:
-        return self.per_token_bytes * tokens + self.per_pair_bytes * tokens * tokens + self.fixed_bytes
-
-
 @dataclass(frozen=True, slots=True)
 class SizeFormula:
     """Bytes as a polynomial in B samples of T tokens. Terms: (power of B, power of T, coefficient)."""
@@ -79,7 +67,7 @@ class UnitShape:
     parameters: tuple[int, ...]  # elements of each tensor, in the module's order
     products: tuple[MatMul, ...] = ()
     pair_flops: float = 0.0  # of the attention's forward, per pair of tokens of a sample: 4 x heads x head width
-    saved: Mapping[str, SavedBytes]  # by compute dtype: "fp32", "bf16", "fp16"
+    saved: Mapping[str, SizeFormula]  # by autograd in the forward; by compute dtype: "fp32", "bf16", "fp16"
     boundary_elements: float = 0.0  # of the unit's input, per token: all that recomputation saves
     heads: int = 0  # of the attention
     causal: bool = False  # a fused kernel skips half of the pairs
@@ -122,7 +110,6 @@ class UnitShape:
 
 ALLOCATED, FREED = "+", "-"  # memory that is no parameter's gradient
 MADE, ARRIVED = "g", "!"  # a parameter's gradient is allocated; it is complete and can be reduced
-SCRATCH = "~"  # memory inside one kernel of a CPU, which is freed before the kernel ends
 
 
 @dataclass(frozen=True, slots=True)

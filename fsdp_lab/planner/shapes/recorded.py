@@ -31,7 +31,7 @@ from fsdp_lab.models.wrapping import blocks, units
 from fsdp_lab.planner.model_shape import (
     Kernels,
     ModelShape,
-    SavedBytes,
+    SizeFormula,
     TapeChange,
     TapeSegment,
     UnitShape,
@@ -189,7 +189,7 @@ def _tape(
     return tuple(segments)
 
 
-def _saved(tape: Sequence[TapeSegment], calls: set[int]) -> SavedBytes:
+def _saved(tape: Sequence[TapeSegment], calls: set[int]) -> SizeFormula:
     """Returns what a unit's forward leaves allocated, outside of the calls inside it."""
     changes: list[TapeChange] = []
     open_calls: list[int] = []
@@ -201,8 +201,7 @@ def _saved(tape: Sequence[TapeSegment], calls: set[int]) -> SavedBytes:
         if (open_calls[-1] if open_calls else 0) in calls:
             changes += segment.changes
     net = net_bytes(changes)
-    per_token, per_pair, fixed = (max(0.0, float(net.get((1, power), 0))) for power in (1, 2, 0))
-    return SavedBytes(per_token_bytes=per_token, per_pair_bytes=per_pair, fixed_bytes=fixed)
+    return SizeFormula(tuple((1, power, size) for power in range(3) if (size := net.get((1, power), 0.0)) > 0))
 
 
 def write_shapes(path: Path) -> None:

@@ -17,7 +17,6 @@ from fsdp_lab.planner.model_shape import (
     NO_KERNELS,
     Kernels,
     ModelShape,
-    SavedBytes,
     SizeFormula,
     TapeChange,
     TapeSegment,
@@ -85,10 +84,6 @@ def joined_units(group: Sequence[UnitShape]) -> UnitShape:
     for name in ("full_precision", "frozen"):
         chained[name] = tuple(j + o for u, o in zip(group, offsets, strict=False) for j in getattr(u, name))
 
-    def saved(dtype: str) -> SavedBytes:
-        names = [f.name for f in dataclasses.fields(SavedBytes)]
-        return SavedBytes(**{name: sum(getattr(u.saved[dtype], name) for u in group) for name in names})
-
     def kernels(name: str) -> tuple[Kernels, Kernels]:
         forward, backward = (sum((u.kernels[name][i] for u in group), NO_KERNELS) for i in (0, 1))
         return forward, backward
@@ -98,7 +93,7 @@ def joined_units(group: Sequence[UnitShape]) -> UnitShape:
         **chained,
         has_backward=any(u.has_backward for u in group),
         pair_flops=sum(u.pair_flops for u in group),
-        saved={dtype: saved(dtype) for dtype in first.saved},
+        saved={dtype: sum((u.saved[dtype] for u in group), SizeFormula(())) for dtype in first.saved},
         heads=max(u.heads for u in group),
         causal=any(u.causal for u in group),
         kernels={name: kernels(name) for name in first.kernels},

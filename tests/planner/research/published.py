@@ -159,7 +159,7 @@ def _fits_without_recompute(spec: Spec, shape: ModelShape, hardware: Machine) ->
     """Whether fp32 parameters, gradients and AdamW's moments fit beside the activations of one micro-batch."""
     state = 16 * shape.parameters / spec.shard_factor
     tokens = shape.tokens(spec.workload.seq_len)
-    activations = sum(unit.saved[spec.strategy.dtypes.param].bytes_of(tokens) for unit in shape.units)
+    activations = sum(unit.saved[spec.strategy.dtypes.param].bytes_of(1, tokens) for unit in shape.units)
     return state + activations * spec.workload.micro_batch < hardware.device.memory_bytes
 
 
