@@ -8,20 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from fsdp_lab.base.errors import ArgumentError, FieldError, SpecError, check_whole
 from fsdp_lab.base.formatting import size
 from fsdp_lab.models.check import check_shapes, model_facts
+from fsdp_lab.models.presets import PRESETS
 from fsdp_lab.planner.bands import MEMORY_ERRORS
 from fsdp_lab.planner.calibration import Calibration
 from fsdp_lab.planner.devices import Device, Machine, machine
 from fsdp_lab.planner.memory import MemoryPlan, memory
 from fsdp_lab.planner.model_shape import ModelShape
 from fsdp_lab.planner.plan import Plan, limit, plan, scaling
-from fsdp_lab.planner.search import Search, fewest, largest, search
+from fsdp_lab.planner.search import Search, fewest, fits_somehow, search
 from fsdp_lab.planner.shapes import is_packaged, shape_of_workload
-from fsdp_lab.planner.shapes.rewrapping import deepened
 from fsdp_lab.spec.spec import Spec
 
 MOST_RANKS = 1 << 17
@@ -145,9 +144,19 @@ def searched(spec: Spec, target: Target, *, limit_bytes: int | None = None) -> S
 
 
 def largest_model(spec: Spec, target: Target, *, limit_bytes: int | None = None) -> ModelShape | None:
-    """The Spec's model with as many blocks as fit; None if not one fits. Raises FieldError as `planned`."""
-    spec = spec.replace(wrap="block")
-    return largest(spec, partial(deepened, shape_of(spec)), target.machine(spec.world_size), limit_bytes=limit_bytes)
+    """The largest preset of the model's family that fits; None if not one does. Raises FieldError as `planned`, and for a
+    model that is no preset."""
+    of = PRESETS.get(spec.workload.model) if isinstance(spec.workload.model, str) else None
+    if of is None:
+        reason = "the largest model is sought among those of a preset's family"
+        raise SpecError("workload.model", reason, "name a preset, such as llama-7b")
+    machine = target.machine(spec.world_size)
+    for one in sorted(PRESETS.values(), key=lambda preset: -preset.parameters):
+        if one.family == of.family:
+            found = spec.replace(model=one.name)
+            if fits_somehow(found, shape := shape_of(found), machine, ranks=spec.world_size, limit_bytes=limit_bytes):
+                return shape
+    return None
 
 
 def fewest_ranks(spec: Spec, target: Target, *, limit_bytes: int | None = None) -> Machine | None:

@@ -1,4 +1,4 @@
-"""Searches within a memory limit: the fastest Strategy (`search`), the `largest` model, the `fewest` GPUs.
+"""Searches within a memory limit: the fastest Strategy (`search`), the `fewest` GPUs.
 
 `candidates` varies the Strategy and the micro-batch. The rest of the Spec is fixed, including the global batch, so larger
 micro-batches are fewer. All candidates that fit are simulated; none is dropped by a heuristic.
@@ -6,9 +6,8 @@ micro-batches are fewer. All candidates that fit are simulated; none is dropped 
 
 from __future__ import annotations
 
-import bisect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
@@ -24,7 +23,7 @@ RECOMPUTES = ("none", "every:2", "full")
 # The fields that `candidates` varies, in the order in which a candidate is described.
 SEARCHED = ("sharding", "shard_size", "recompute", "offload", "micro_batch", "accumulate", "forward_prefetch")
 OFFLOADS = ("optimizer", "all")  # tried if nothing fits without offload
-MOST_RANKS, MOST_BLOCKS = 4096, 2048
+MOST_RANKS = 4096
 SHOWN = 5  # candidates of a search
 
 
@@ -132,50 +131,36 @@ def candidates(spec: Spec, per_host: int, offloads: Sequence[str] = ("none",)) -
             yield spec.replace(**changes)
 
 
-def largest(
-    spec: Spec, deepened: Callable[[int], ModelShape], machine: Machine, *, limit_bytes: int | None = None
-) -> ModelShape | None:
-    """The model with as many blocks as fit; None if not one fits. `deepened` returns it with a number of blocks."""
-    machine = machine.limited(limit_bytes)
-    lean = _leanest(spec, spec.world_size, spec.global_batch // spec.world_size)
-    blocks = _most_blocks(lambda n: _margin(lean, deepened(n), machine) >= 0)
-    return deepened(blocks) if blocks else None
-
-
 def fewest(spec: Spec, shape: ModelShape, machine: Machine, *, limit_bytes: int | None = None) -> Machine | None:
     """The smallest machine of these hosts, or part of a host, on which the model fits; None if `MOST_RANKS` are too few.
     The global batch is fixed, so fewer ranks take more micro-batches each."""
     for ranks in filter(machine.allows, _powers(MOST_RANKS)):
-        samples, rest = divmod(spec.global_batch, ranks)
-        smaller = machine.with_ranks(ranks).limited(limit_bytes)
-        if samples and not rest and _margin(_leanest(spec, ranks, samples), shape, smaller) >= 0:
-            return smaller
+        if fits_somehow(spec, shape, machine, ranks=ranks, limit_bytes=limit_bytes):
+            return machine.with_ranks(ranks).limited(limit_bytes)
     return None
+
+
+def fits_somehow(
+    spec: Spec, shape: ModelShape, machine: Machine, *, ranks: int, limit_bytes: int | None = None
+) -> bool:
+    """Returns whether the candidate with the least memory fits on so many ranks, at the Spec's global batch: fully sharded,
+    recomputed, one sample at a time, the Spec's offload. False if the batch cannot be divided among them."""
+    samples, rest = divmod(spec.global_batch, ranks)
+    if rest or not samples:
+        return False
+    sharding = "full_shard" if spec.strategy.traits.has_units else "no_shard"
+    prefetch = 0 if replace(spec.strategy, forward_prefetch=None).forward_depth else None
+    changes = {"sharding": sharding, "shard_size": None, "forward_prefetch": prefetch, "recompute": "full"}
+    lean = spec.replace(**changes, micro_batch=1, accumulate=samples, world_size=ranks, devices=None)
+    return _margin(lean, shape, machine.with_ranks(ranks).limited(limit_bytes)) >= 0
 
 
 def _margin(spec: Spec, shape: ModelShape, machine: Machine) -> int:
     return margin_bytes(memory(spec, shape, device=machine.device.type), machine)
 
 
-def _leanest(spec: Spec, ranks: int, samples: int) -> Spec:
-    """The candidate with the least memory for so many samples of each rank: fully sharded, recomputed, one sample at a time,
-    the Spec's offload."""
-    sharding = "full_shard" if spec.strategy.traits.has_units else "no_shard"
-    prefetch = 0 if replace(spec.strategy, forward_prefetch=None).forward_depth else None
-    changes = {"sharding": sharding, "shard_size": None, "forward_prefetch": prefetch, "recompute": "full"}
-    return spec.replace(**changes, micro_batch=1, accumulate=samples, world_size=ranks, devices=None)
-
-
 def _powers(most: int) -> list[int]:
     return [1 << i for i in range(most.bit_length()) if 1 << i <= most] + ([most] if most & (most - 1) else [])
-
-
-def _most_blocks(fits: Callable[[int], bool]) -> int:
-    """The largest number of blocks that fit; 0: not one does."""
-    high = 1
-    while high <= MOST_BLOCKS and fits(high):
-        high *= 2
-    return bisect.bisect(range(high // 2 + 1, min(high, MOST_BLOCKS + 1)), False, key=lambda n: not fits(n)) + high // 2
 
 
 def _distinct(plans: Sequence[Plan]) -> list[Plan]:
